@@ -146,7 +146,7 @@ def ends_s(
     """When each request ends."""
     result, place, count = [0.0] * len(arrivals_s), 0, len(arrivals_s)
     while True:
-        due_s = replica.next_s()
+        due_s = replica.wake_s
         if place < count and arrivals_s[place] < due_s:
             replica.add(arrivals_s[place], place, prompts[place], 0, outputs[place])
             place += 1

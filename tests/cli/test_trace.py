@@ -163,7 +163,8 @@ def test_workloads_for_a_run(azure: Path, mooncake: Path) -> None:
     assert own.arrival_s.tolist() == pytest.approx([0, 4.314579, 10])
     assert len(load(str(azure), "chat", WorkloadOptions(requests=7))) == 7
     shared = load(str(mooncake), "chat", WorkloadOptions(rate_per_s=100))
-    assert shared.prefix_blocks(3) == (0, 1, 103)
+    assert shared.blocks is not None
+    assert shared.blocks.of(3) == (0, 1, 103)
     assert shared.rate_per_s == pytest.approx(100)
     named = load("mooncake", "chat", WorkloadOptions(requests=300))
     assert named.blocks is not None

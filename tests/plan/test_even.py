@@ -93,10 +93,7 @@ def test_prompts_from_some_length_on_cross_and_routing_has_that_threshold() -> N
     offers = {"near": {"1xA10": (1.2, 8)}, "far": {"1xL40S": (1.2, 1)}}
     links = (Link("far", "near", 40.0, 0.01),)
     problem = a_problem(
-        an_ask(rate_per_s=7.0, slo=Slo(4.0, 0.06), lengths=lengths),
-        offers=offers,
-        links=links,
-        codecs=CODECS,
+        an_ask(rate_per_s=7.0, slo=Slo(4.0, 0.06), lengths=lengths), offers=offers, links=links, codecs=CODECS
     )
     plan = STRATEGIES["prfaas"](TemplateFactory(problem), SETTINGS).plan
     assert plan.fraction == 1

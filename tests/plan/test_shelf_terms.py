@@ -23,10 +23,7 @@ from potluck.plan.strategies.template_factory import copy_costs
 from potluck.plan.templates.placement_table import pipelines, shelf_of
 
 ONE = ((1500, 200, 1.0),)
-OFFERS = {
-    "east": {"1xL4": (0.8, 4), "1xL40S": (1.86, 2)},
-    "west": {"1xL4": (0.7, 3), "1xL40S": (1.7, 1)},
-}
+OFFERS = {"east": {"1xL4": (0.8, 4), "1xL40S": (1.86, 2)}, "west": {"1xL4": (0.7, 3), "1xL40S": (1.7, 1)}}
 
 
 def the_problem(terms: ModelTerms) -> PlanningProblem:

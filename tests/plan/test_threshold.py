@@ -91,9 +91,7 @@ def test_the_allocation_program_finds_the_same_optimum() -> None:
     uses = np.array([[1, 0], [0, 1], [0, 1]], np.uint8)
     fleet = NodeSupply(("away", "home"), ("H200", "H20"), np.ones((2, 2)), np.array([[4, 0], [0, 8]]))
     program = FlowProgram(
-        fleet,
-        (ModelColumns("1T", buckets, uses, prefill, decode, none),),
-        (LinkRow(0, 1, 100e9),),
+        fleet, (ModelColumns("1T", buckets, uses, prefill, decode, none),), (LinkRow(0, 1, 100e9),)
     )
     result = solve(program, time_limit_s=30.0)
     assert result.shortfall is not None

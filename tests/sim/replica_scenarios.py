@@ -74,8 +74,8 @@ def live(
     replica, life = SimEngine(table, limits, fast_forward=fast_forward), Life()
     events = list(plan)
     reserved: set[int] = set()
-    while events or replica.next_s() < inf:
-        due_s = replica.next_s()
+    while events or replica.wake_s < inf:
+        due_s = replica.wake_s
         if events and events[0][0] < due_s:
             at_s, _, what, figures = heapq.heappop(events)
             _touch(replica, life, at_s, what, figures, reserved, single)

@@ -51,12 +51,7 @@ def attained(problem: PlanningProblem, plan: Plan) -> float:
     when = np.arange(0, 60, 1 / 12.0)
     load = workload("m", when, np.full(len(when), LENGTHS[0]), np.full(len(when), LENGTHS[1]))
     resolved = ResolvedPlan(
-        plan,
-        {"m": MODEL},
-        problem.by_name,
-        REGIONS,
-        slos={"m": SLO},
-        mean_tokens={"m": (900.0, 150.0)},
+        plan, {"m": MODEL}, problem.by_name, REGIONS, slos={"m": SLO}, mean_tokens={"m": (900.0, 150.0)}
     )
     factors = {
         gpu: slower(MODEL, 1, gpu, "transferred", 0.9) for gpu in map(str, gpus_of(problem, plan).values())

@@ -238,9 +238,7 @@ def test_gaps_between_tokens_against_the_gaps_themselves(gaps: list[float], repl
 
 
 @given(
-    st.lists(st.tuples(st.floats(0, 100), st.floats(0, 50)), max_size=6),
-    st.floats(0, 100),
-    st.floats(0, 100),
+    st.lists(st.tuples(st.floats(0, 100), st.floats(0, 50)), max_size=6), st.floats(0, 100), st.floats(0, 100)
 )
 def test_cost_is_the_area_under_the_rates(changes: list[tuple[float, float]], a: float, b: float) -> None:
     rates = sorted(changes)

@@ -139,8 +139,8 @@ def test_busy_lies_between_chance_and_turns(rate: float) -> None:
         def step_s(self, batch):  # type: ignore[no-untyped-def]
             return batch.tokens * 0 + 1.0
 
-    lengths = {("m", 0): BucketLengths(100.0, 5.0, 100.0)}
-    span = busy_span("m", OneSecond(), {0: [rate, 0.0]}, {0: [rate, 0.0]}, lengths, 0)  # type: ignore[arg-type]
+    lengths = {0: BucketLengths(100.0, 5.0, 100.0)}
+    span = busy_span(OneSecond(), 512, {0: [rate, 0.0]}, {0: [rate, 0.0]}, lengths, 0)  # type: ignore[arg-type]
     assert isclose(span.high, min(1.0, 6 * rate))
     assert isclose(span.low, 1 - (1 - min(1.0, rate)) * exp(-5 * rate))
     assert ValueRange(0.2, 0.4).away(0.5) == pytest.approx(0.1)

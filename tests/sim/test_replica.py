@@ -96,7 +96,7 @@ def test_jumping_and_stepping_give_the_same_life(name: str) -> None:
         assert [s.step_s for s in ours.statuses] == pytest.approx([s.step_s for s in theirs.statuses])
         assert (ours.streamed, ours.reserved) == (theirs.streamed, theirs.reserved)
         assert (fast.computed_tokens, fast.decoded_tokens) == (slow.computed_tokens, slow.decoded_tokens)
-        assert sum(fast.gaps.counts) == sum(slow.gaps.counts)
+        assert token_counts(fast).sum() == token_counts(slow).sum()
         assert fast.busy_s(0.0) == pytest.approx(slow.busy_s(0.0), rel=1e-9)
         assert fast.used_blocks == slow.used_blocks == 0
         preempted += sum(kind == PREEMPTED for seen in ours.happenings.values() for kind, _ in seen)
@@ -115,20 +115,20 @@ def test_a_lone_request_takes_its_prefill_and_its_decode_steps() -> None:
     contexts = np.arange(1155, 1155 + 210)
     decode_s = float(decode_step_s(timer, np.ones(210), contexts).sum())
     assert result[FINISHED] == pytest.approx(1.0 + first_s + decode_s, rel=2e-3)
-    assert replica.next_s() == inf
+    assert replica.wake_s == inf
     assert (replica.computed_tokens, replica.decoded_tokens, replica.used_blocks) == (1155, 210, 0)
 
 
 def test_an_arrival_waits_for_the_step_under_way() -> None:
     replica = SimEngine(step_table(Plain()), BatchLimits(1000))
     replica.add(0.0, 0, 100, 0, 50)
-    [(first_s, kind, _)] = replica.advance(replica.next_s())
+    [(first_s, kind, _)] = replica.advance(replica.wake_s)
     assert kind == FIRST
     step_s = replica.table.row(1).step_s(100)
     replica.add(first_s + 0.3 * step_s, 1, 10, 0, 1)
     assert replica.advance(first_s + step_s) == []
     beside_s = replica.table.step_s([(1, 10, 0)], 1, 101)
-    result = replica.advance(replica.next_s())
+    result = replica.advance(replica.wake_s)
     assert [(kind, key) for _, kind, key in result] == [(FIRST, 1), (FINISHED, 1)]
     assert result[0][0] == pytest.approx(first_s + step_s + beside_s)
 
@@ -137,8 +137,8 @@ def test_a_question_changes_nothing() -> None:
     asked, left_alone = (SimEngine(step_table(Plain()), BatchLimits(1000)) for _ in range(2))
     for replica in (asked, left_alone):
         replica.add(0.0, 0, 100, 0, 200)
-    while asked.next_s() < inf:
-        now_s = asked.next_s()
+    while asked.wake_s < inf:
+        now_s = asked.wake_s
         for share in (0.2, 0.5, 0.9):
             asked.status(asked._start_s + share * (now_s - asked._start_s))
         result = asked.advance(now_s)
@@ -148,13 +148,21 @@ def test_a_question_changes_nothing() -> None:
 def test_a_slow_replica_is_slow_from_the_next_step_on() -> None:
     replica = SimEngine(step_table(Plain()), BatchLimits(1000))
     replica.add(0.0, 0, 100, 0, 11)
-    first_s = replica.advance(replica.next_s())[0][0]
+    first_s = replica.advance(replica.wake_s)[0][0]
     row, context = replica.table.row(1), 100
     replica.set_speed(first_s + 0.5 * row.step_s(context), 3.0)
     last_s = replica.advance(100.0)[-1][0]
     assert last_s == pytest.approx(first_s + row.step_s(context) + 3 * row.run_s(context + 1, 9))
     with pytest.raises(InputError, match="positive"):
         replica.set_speed(last_s, 0.0)
+
+
+def token_counts(replica: SimEngine) -> Floats:
+    """Tokens in each bin of gaps."""
+    counts = np.zeros(len(EDGES_S) - 1)
+    for place, count in replica.gaps.filled():
+        counts[place] = count
+    return counts
 
 
 def test_gaps_count_every_token_but_the_first() -> None:
@@ -164,7 +172,7 @@ def test_gaps_count_every_token_but_the_first() -> None:
     assert replica.reserve(0.06, 5, 64)
     replica.add(0.07, 5, 0, 64, 20)
     last_s = replica.advance(100.0)[-1][0]
-    counts = np.array(replica.gaps.counts)
+    counts = token_counts(replica)
     assert counts.sum() == 6 * 19
     mean_s = (counts * np.sqrt(EDGES_S[1:] * EDGES_S[:-1])).sum() / counts.sum()
     assert 0.004 < mean_s < last_s / 10
@@ -177,7 +185,7 @@ def test_a_preempted_request_has_one_long_gap() -> None:
         replica.add(0.0, key, 100, 0, 100)
     result = replica.advance(100.0)
     assert [kind for _, kind, key in result if key == 1] == [FIRST, PREEMPTED, FINISHED]
-    counts = np.array(replica.gaps.counts)
+    counts = token_counts(replica)
     assert counts.sum() == 2 * 99
     waited_s = result[-1][0] - next(at_s for at_s, kind, _ in result if kind == PREEMPTED)
     longest_s = EDGES_S[np.flatnonzero(counts)[-1]]
@@ -203,7 +211,7 @@ def ends_s(arrivals_s: list[float], outputs: list[int], slots: int, step_s: floa
     result = [0.0] * len(arrivals_s)
     place, count = 0, len(arrivals_s)
     while True:
-        due_s = replica.next_s()
+        due_s = replica.wake_s
         if place < count and arrivals_s[place] < due_s:
             replica.add(arrivals_s[place], place, 1, 0, outputs[place])
             place += 1
@@ -286,8 +294,7 @@ def divided() -> Plan:
         capacity=(BucketCapacity(0, 20.0, 0.0, 0.0, 0.2, 0.03), BucketCapacity(1, 5.0, 0.0, 0.0, 0.2, 0.03)),
     )
     decode = replace(
-        decode_only(),
-        capacity=tuple(BucketCapacity(bucket, 0.0, 20.0, 0.0, 0.2, 0.03) for bucket in (0, 1)),
+        decode_only(), capacity=tuple(BucketCapacity(bucket, 0.0, 20.0, 0.0, 0.2, 0.03) for bucket in (0, 1))
     )
     return replace(
         closed_plan((mixed(), "east", 1)),

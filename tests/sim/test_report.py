@@ -246,8 +246,8 @@ def test_logarithmic_ticks_are_inside(low: float, factor: float) -> None:
 def test_times_have_few_distinct_ticks(end_s: float) -> None:
     ticks = time_ticks(end_s)
     assert 1 <= len(ticks) <= 13
-    assert len({tick.label for tick in ticks}) == len(ticks)
-    assert all(0 <= tick.at <= end_s * (1 + 1e-9) for tick in ticks)
+    assert len({label for _, label in ticks}) == len(ticks)
+    assert all(0 <= tick[0] <= end_s * (1 + 1e-9) for tick in ticks)
 
 
 def test_words_for_numbers() -> None:

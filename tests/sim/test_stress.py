@@ -86,11 +86,7 @@ def test_overload_leaves_as_many_good_answers_as_there_is_capacity(factor: float
 
 
 def test_after_a_burst_all_is_well_at_once() -> None:
-    parts = [
-        chat(36.0, 5.0),
-        chat(360.0, 12.0, seed=4, start_s=5.0),
-        chat(36.0, 30.0, seed=5, start_s=17.0),
-    ]
+    parts = [chat(36.0, 5.0), chat(360.0, 12.0, seed=4, start_s=5.0), chat(36.0, 30.0, seed=5, start_s=17.0)]
     result = served(four(), merge(parts))
     assert good_per_s(result, 5.0, 17.0) >= 0.75 * CAPACITY_PER_S
     assert attainment(result, 27.0, 47.0) >= 0.95

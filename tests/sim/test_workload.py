@@ -31,7 +31,7 @@ from potluck.core.values.types import LengthBin, Request, Traffic
 from potluck.runtime.brain_log import header
 from potluck.runtime.log_lines import line
 from potluck.sim.load import arrivals
-from potluck.sim.load.arrivals import draw, draw_law, draw_pairs
+from potluck.sim.load.arrivals import draw, draw_law
 from potluck.sim.load.workload import (
     PrefixBlocks,
     RequestLabels,
@@ -58,6 +58,10 @@ def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
+def blocks_of(made: Workload, i: int) -> tuple[int, ...]:
+    return () if made.blocks is None else made.blocks.of(i)
+
+
 def gap_cv(times: NDArray[np.float64]) -> float:
     gaps = np.diff(times)
     return float(gaps.std() / gaps.mean())
@@ -72,7 +76,7 @@ def test_gaps_have_the_rate_and_variation_asked_for(cv: float) -> None:
 
 
 def test_poisson_counts_are_as_dispersed_as_they_should_be() -> None:
-    times = arrivals.poisson(rng(), 20.0, MANY)
+    times = arrivals.gamma(rng(), 20.0, 1.0, MANY)
     counts = np.bincount((times // 5.0).astype(int))[:-1]
     assert counts.var() / counts.mean() == pytest.approx(1.0, abs=5 * (2 / len(counts)) ** 0.5)
 
@@ -178,14 +182,11 @@ def test_quantiles_come_back() -> None:
         assert (drawn <= tokens).mean() == pytest.approx(level, abs=5 * error + 1 / 180)
 
 
-def test_bins_and_pairs_keep_lengths_together() -> None:
+def test_bins_keep_lengths_together() -> None:
     bins = Binned((LengthBin(100, 7, 0.25), LengthBin(900, 3, 0.75)))
     prompt, output = draw(rng(), bins, MANY)
     assert set(zip(prompt.tolist(), output.tolist(), strict=True)) == {(100, 7), (900, 3)}
     assert (prompt == 900).mean() == pytest.approx(0.75, abs=0.01)
-    seen = draw_pairs(rng(), np.array([1, 2, 3]), np.array([10, 20, 30]), 100)
-    assert (seen[1] == seen[0] * 10).all()
-    assert set(seen[0].tolist()) == {1, 2, 3}
 
 
 def test_the_same_seed_gives_the_same_and_parts_do_not_disturb_each_other() -> None:
@@ -231,7 +232,7 @@ def test_merging_keeps_every_request_with_all_it_has(parts: list[tuple[str, list
     def rows(one: Workload) -> list[tuple[object, ...]]:
         columns = (one.arrival_s, one.prompt_tokens, one.output_tokens, one.priority)
         return [
-            (one.models[one.model[i]], *(column[i].item() for column in columns), one.prefix_blocks(i))
+            (one.models[one.model[i]], *(column[i].item() for column in columns), blocks_of(one, i))
             for i in range(len(one))
         ]
 
@@ -250,7 +251,7 @@ def test_shared_prefixes_save_the_share_asked_for(share: float) -> None:
     seen: set[int] = set()
     hit = 0
     for i in range(len(made)):
-        blocks = made.prefix_blocks(i)
+        blocks = blocks_of(made, i)
         assert len(blocks) == -(-int(made.prompt_tokens[i]) // 512)
         known = next((k for k, block in enumerate(blocks) if block not in seen), len(blocks))
         hit += min(known * 512, int(made.prompt_tokens[i]))
@@ -279,12 +280,10 @@ def test_a_workload_at_another_rate_or_length() -> None:
     assert (faster.prompt_tokens == made.prompt_tokens).all()
     more = at_rate(made, 12.5, "superpose", seed=2)
     assert len(more) == pytest.approx(1250, rel=0.1)
-    assert {more.prefix_blocks(i) for i in range(len(more))} <= {
-        made.prefix_blocks(i) for i in range(len(made))
-    }
+    assert {blocks_of(more, i) for i in range(len(more))} <= {blocks_of(made, i) for i in range(len(made))}
     longer = first(made, 1200)
     assert (longer.prompt_tokens[500:1000] == made.prompt_tokens).all()
-    assert longer.prefix_blocks(700) == made.prefix_blocks(200)
+    assert blocks_of(longer, 700) == blocks_of(made, 200)
     assert longer.rate_per_s == pytest.approx(made.rate_per_s or 0, rel=0.05)
 
 
@@ -321,7 +320,7 @@ def test_a_workload_that_cannot_be(changed: dict[str, object], says: str) -> Non
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
 def test_rates_that_cannot_be(bad: float) -> None:
     with pytest.raises(InputError, match="must be positive"):
-        arrivals.poisson(rng(), bad, 3)
+        arrivals.gamma(rng(), bad, 1.0, 3)
     with pytest.raises(InputError, match="must be positive"):
         arrivals.stretched(np.array([0.0, 1.0]), bad)
     with pytest.raises(InputError, match="one moment"):

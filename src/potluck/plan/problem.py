@@ -18,16 +18,7 @@ from potluck.core.values.kv import LOSSLESS
 from potluck.core.values.layout import Pool
 from potluck.core.values.model import Format, Model, in_format
 from potluck.core.values.service import NO_TERMS, ModelTerms
-from potluck.core.values.types import (
-    DEFAULT_CLASS,
-    Codec,
-    LengthBin,
-    Link,
-    NodeType,
-    Region,
-    Slo,
-    Traffic,
-)
+from potluck.core.values.types import DEFAULT_CLASS, Codec, LengthBin, Link, NodeType, Region, Slo, Traffic
 from potluck.perf.memory import kv_bytes
 from potluck.perf.operators.layers import step_sums
 from potluck.perf.step_timer import Floats, steps

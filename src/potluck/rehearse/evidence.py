@@ -5,15 +5,13 @@ bound comes from the spread between runs, a_1 ... a_n being the share of request
 
     lower = mean(a) - t sd(a) / sqrt(n)            t: one-sided 95 % of Student's t with n - 1 degrees
 
-and never above Wilson's bound for as many independent requests as were judged, or a few lucky runs that all met
-everything would prove anything. A promise holds when `lower` reaches it, and when no more than a fiftieth is refused,
-by the same bound: a plan says that it serves its demand, and an objective that nine in ten must meet would let it
-turn away the tenth.
+and never above Wilson's bound for as many independent requests as were judged, or a few lucky runs would prove
+anything. A promise holds when `lower` reaches it, and when no more than a fiftieth is refused, by the same bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from math import sqrt
 
@@ -93,20 +91,9 @@ class Evidence:
 
     def told(self, fresh: bool = False, gap_cv: float | None = None) -> Tried:
         """As a plan keeps it."""
-        least = min(self.answered, default=1.0)
-        runs = len(self.attained)
-        return Tried(
-            self.model,
-            self.promised,
-            self.mean,
-            self.lower,
-            least,
-            self.requests,
-            runs,
-            self.answers,
-            fresh,
-            gap_cv,
-        )
+        least, runs = min(self.answered, default=1.0), len(self.attained)
+        seen = (self.promised, self.mean, self.lower, least, self.requests, runs, self.answers)
+        return Tried(self.model, *seen, fresh, gap_cv)
 
     @property
     def runs_kept(self) -> int:
@@ -215,11 +202,10 @@ def evidence_of(
             judged = model.requests - model.outcomes.cancelled
             answered.setdefault(model.model, []).append(1.0 - model.outcomes.refused / max(1, judged))
             requests[model.model] = requests.get(model.model, 0) + judged
-    promised: Mapping[str, float] = {name: slo.attainment for name, slo in trial.world.slos.items()}
     return tuple(
         Evidence(
             name,
-            promised[name],
+            trial.world.slos[name].attainment,
             tuple(shares),
             requests[name],
             tuple(disagreed.get(name, ())),
@@ -233,15 +219,12 @@ def evidence_of(
 def _disagreed(world: ResolvedPlan, result: SimResult, policy: Policy) -> dict[str, list[str]]:
     """By model; what two models share is told of both."""
     disagreed: dict[str, list[str]] = {}
-    for disagreement in disagreements(compared(world, result, policy.balance)):
-        if disagreement.what == "attainment":
-            continue
-        text, ran = described(disagreement)
-        names = [name for name in world.slos if disagreement.name.startswith(name)] or list(world.slos)
-        for name in names:
-            disagreed.setdefault(name, []).append(
-                f"{disagreement.what} of {disagreement.name}: {text} planned, {ran} ran"
-            )
+    for each in disagreements(compared(world, result, policy.balance)):
+        if each.what != "attainment":
+            planned, ran = described(each)
+            for name in [name for name in world.slos if each.name.startswith(name)] or list(world.slos):
+                text = f"{each.what} of {each.name}: {planned} planned, {ran} ran"
+                disagreed.setdefault(name, []).append(text)
     return disagreed
 
 
@@ -254,9 +237,8 @@ WARM_UP_SHARE = 0.2
 class PairTrial:
     """Tries pairs of replicas of one model; calling it is an `Estimate` of `plan.search.attain`.
 
-    The pair is a plan of one group; requests come by chance at the given rate, nobody is refused, all objectives
-    count. The same requests, in their order, are asked of every pair: what differs between two is the pairs. The
-    search may think more of a pair than `timing.rates` does, by which it is sent its requests in the end; then it
+    The pair is a plan of one group; the same requests, in their order, are asked of every pair, nobody is refused.
+    The search may think more of a pair than `timing.rates` does, by which it is sent its requests in the end; then it
     is tried at what it will be sent, and the rest counts as missed.
     """
 
@@ -269,9 +251,7 @@ class PairTrial:
     seed: int = 0
 
     def __call__(self, prefill: PlannedReplica, decode: PlannedReplica, rate_per_s: float) -> float:
-        ask = next(
-            model_demand for model_demand in self.problem.asks if model_demand.name == self.traffic.model
-        )
+        ask = next(each for each in self.problem.asks if each.name == self.traffic.model)
         members = (prefill,) if prefill == decode else (prefill, decode)
         template = group_template(self.problem, ask, members, self.problem.codecs[-1])
         if template is None:

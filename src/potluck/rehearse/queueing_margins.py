@@ -12,7 +12,7 @@ from math import exp, sqrt
 from statistics import NormalDist
 from typing import Literal
 
-from potluck.core.values.plan import BucketCapacity, Deployment, Plan, Prediction
+from potluck.core.values.plan import BucketCapacity, Deployment, Plan
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.strategies.template_factory import PlanOutcome, SolveSettings, TemplateFactory
 from potluck.plan.timing.replica_rates import HANDOVER_SHARE, wait_factor
@@ -38,12 +38,9 @@ def reached(plan: Plan, factors: Factors) -> dict[str, float]:
 
 
 def restored(plan: Plan, problem: PlanningProblem, factors: Factors) -> Plan:
-    """A plan for scaled demand as one for the problem's own: nothing is deployed differently.
+    """A plan for scaled demand as one for the problem's own: the same nodes and copies, shares and flows divided.
 
     Where the fleet suffices for more than the real demand, all of it is served; where not, as much as before.
-
-    A plan for f times a model's rate has f times the capacity, at the least cost. `restored` makes of it a plan for
-    the real rates again: the same nodes and copies, every share and flow divided by what was planned for.
     """
     got = reached(plan, factors)
     shrink = {name: 1.0 / max(got[name], min(factor, 1.0)) for name, factor in factors.items()}
@@ -58,17 +55,16 @@ def restored(plan: Plan, problem: PlanningProblem, factors: Factors) -> Plan:
             replace(s, rate_per_s=s.rate_per_s * shrink.get(model_of[s.template], 1.0)) for s in plan.shares
         ),
         flows=tuple(replace(f, rate_per_s=f.rate_per_s * shrink.get(f.model, 1.0)) for f in plan.flows),
-        predictions=tuple(_expected(p, asked[p.model], shrink.get(p.model, 1.0)) for p in plan.predictions),
+        predictions=tuple(
+            replace(
+                each,
+                demand_per_s=asked[each.model],
+                prompt_tokens_per_s=each.prompt_tokens_per_s * shrink.get(each.model, 1.0),
+                answer_tokens_per_s=each.answer_tokens_per_s * shrink.get(each.model, 1.0),
+            )
+            for each in plan.predictions
+        ),
         fraction=1.0 if fraction > 1 - ROUNDING else fraction,
-    )
-
-
-def _expected(prediction: Prediction, demand_per_s: float, factor: float) -> Prediction:
-    return replace(
-        prediction,
-        demand_per_s=demand_per_s,
-        prompt_tokens_per_s=prediction.prompt_tokens_per_s * factor,
-        answer_tokens_per_s=prediction.answer_tokens_per_s * factor,
     )
 
 
@@ -86,9 +82,7 @@ def assembled(parts: Mapping[str, Plan], problem: PlanningProblem) -> Plan:
         tuple(bucket for name in names for bucket in parts[name].buckets if bucket.model == name),
         tuple(share for name in names for share in parts[name].shares if share.template in of[name]),
         tuple(flow for name in names for flow in parts[name].flows if flow.model == name),
-        tuple(
-            prediction for name in names for prediction in parts[name].predictions if prediction.model == name
-        ),
+        tuple(each for name in names for each in parts[name].predictions if each.model == name),
         sum(cost_by_model(parts[name], problem)[name] for name in names),
         max(parts[name].gap for name in names),
     )
@@ -239,20 +233,17 @@ def queues_of(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iterato
         template = plan.template(deployment.template)
         if template.model != ask.name:
             continue
-        capacity = {bucket_capacity.bucket: bucket_capacity for bucket_capacity in template.capacity}
+        capacity = {each.bucket: each for each in template.capacity}
         for phase in PHASES:
             shares = _shares(plan, deployment, phase)
             rate = sum(shares.values())
             if not rate > 0 or any(_rate(capacity[bucket], phase) <= 0 for bucket in shares):
                 continue
             times = {bucket: 1.0 / _rate(capacity[bucket], phase) for bucket in shares}
-            mean_s = sum(share * times[bucket] for bucket, share in shares.items()) / rate
-            square = sum(share * times[bucket] ** 2 for bucket, share in shares.items()) / rate
-            answer_s = sum(
-                share * demands[bucket].output_tokens * capacity[bucket].tpot_s
-                for bucket, share in shares.items()
-            )
-            own_s = sum(share * capacity[bucket].ttft_s for bucket, share in shares.items()) / rate
+            mean_s = sum(r * times[b] for b, r in shares.items()) / rate
+            square = sum(r * times[b] ** 2 for b, r in shares.items()) / rate
+            answer_s = sum(r * demands[b].output_tokens * capacity[b].tpot_s for b, r in shares.items())
+            own_s = sum(r * capacity[b].ttft_s for b, r in shares.items()) / rate
             replicas = len(template.replicas)
             yield DeploymentQueue(
                 phase,

@@ -4,20 +4,16 @@
         ▲                                                                                        │
         └──────────────── per model: misses: more; holds: less; both seen: between ◀─────────────┘
 
-All models are searched at once, one plan and one set of runs per round; templates are made once. Every round sees
-the same requests, so that plans differ and luck does not. When every model's factor has settled, the plan made of
-each model's best must hold as a whole, and then hold again in runs that no round has seen; if it does not, the
-models that missed get a little more and the search goes on, and the next proof has fresh runs again.
-
-A model's part of a plan that was tried already is not run again, the others alone are, unless KV of both crosses
-links. Where the first plan that holds will do, a model that holds keeps its part while others look for theirs.
+All models are searched at once, one plan and one set of runs per round, with the same requests in every round. When
+every model's factor has settled, the plan made of each model's best must hold as a whole, and again in runs that no
+round has seen; if it does not, the models that missed get a little more and the search goes on. A model's part of a
+plan that was tried already is not run again, unless its KV crosses links that others use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import inf, sqrt
 
 from potluck.core.errors import CapacityError
@@ -41,10 +37,8 @@ SAME_COST = 0.005
 class FactorBracket:
     """Where the factor lies. `factor` is the one to plan for next.
 
-    The cheapest plan for more demand never costs less, so the least factor that holds gives the cheapest plan of
-    this kind. Whether a plan holds is only nearly monotone in the factor (another factor may bring other GPUs), so
-    what was measured always counts for more than what the order would suggest: only a factor whose own plan held is
-    ever taken.
+    The least factor that holds gives the cheapest plan. Whether a plan holds is only nearly monotone in the factor,
+    so only a factor whose own plan held is ever taken.
     """
 
     floor: float
@@ -306,16 +300,15 @@ class _RehearsalSearch:
         hopeless = self.rules.first and not all(entry.holds for entry in known)
         if len(known) < len(parts) and not hopeless:
             runs = range(self.rules.runs)
-            named = partial(self._named, f"round {number}:")
             fresh = {model for model, key in parts.items() if key not in self.seen}
             if fresh & (joined := crossing(plan)):
                 fresh |= joined & set(parts)  # they share links
             trial = self.trial if fresh == set(parts) else of_models(self.trial, fresh)
-            for item in evidence_of(trial, plan, runs, named, self.far):
+            for item in evidence_of(
+                trial, plan, runs, lambda run: self.said(f"round {number}: {run}"), self.far
+            ):
                 self.seen.setdefault(parts[item.model], item)
-        evidence = tuple(
-            self.seen[key] for _, key in sorted(parts.items(), key=lambda part: part[0]) if key in self.seen
-        )
+        evidence = tuple(self.seen[parts[model]] for model in sorted(parts) if parts[model] in self.seen)
         got, short = reached(outcome.plan, factors), outcome.plan.fraction < 1
         step = RehearsedPlan(number, got, plan.cost_usd_per_h, evidence, plan, outcome, short=short)
         self.steps.append(step)
@@ -326,7 +319,7 @@ class _RehearsalSearch:
         start = FRESH + self.verdicts * self.rules.verdict_runs
         self.verdicts += 1
         runs = range(start, start + self.rules.verdict_runs)
-        evidence = evidence_of(self.trial, step.plan, runs, partial(self._named, "fresh"), self.far)
+        evidence = evidence_of(self.trial, step.plan, runs, lambda run: self.said(f"fresh {run}"), self.far)
         verdict = replace(step, number=len(self.steps) + 1, evidence=evidence, fresh=True)
         self.steps.append(verdict)
         parts = _parts(step.plan, self.brackets)
@@ -347,9 +340,6 @@ class _RehearsalSearch:
                 step = self._try(replace(outcome, plan=even), dict(factors))
                 best = step if step.holds else best
         return best
-
-    def _named(self, what: str, run: str) -> None:
-        self.said(f"{what} {run}")
 
     def _learn(self, step: RehearsedPlan) -> None:
         cost = cost_by_model(step.plan, self.factory.problem)
@@ -375,9 +365,8 @@ class _RehearsalSearch:
             return True
         problem = self.factory.problem
         new, old = cost_by_model(step.plan, problem)[model], cost_by_model(best.plan, problem)[model]
-        return new < old * (1 - SAME_COST) or (
-            new <= old * (1 + SAME_COST) and step.margin_of(model) > best.margin_of(model)
-        )
+        farther = step.margin_of(model) > best.margin_of(model)
+        return new < old * (1 - SAME_COST) or (new <= old * (1 + SAME_COST) and farther)
 
     def _refute(self, step: RehearsedPlan) -> bool:
         """Settled factors did not hold together: whether there is more to try."""
@@ -423,9 +412,8 @@ def rehearse(
     if chosen is None and search.sure is not None:
         chosen, reason = search.sure, HELD
     rehearsal = Rehearsal(tuple(search.steps), chosen, reason, factory.problem)
-    asked = {
-        name: factor / rehearsal.best.outcome.plan.fraction for name, factor in rehearsal.best.factors.items()
-    }
+    best = rehearsal.best
+    asked = {name: factor / best.outcome.plan.fraction for name, factor in best.factors.items()}
     return replace(rehearsal, problem=scaled(factory.problem, asked))
 
 
@@ -450,9 +438,7 @@ def _parts(plan: Plan, models: Iterable[str]) -> dict[str, object]:
         deployed.setdefault(flow.model, set()).add(ends)
     joined = crossing(plan)
     whole = frozenset().union(*(deployed[model] for model in joined if model in deployed))
-    return {
-        model: (model, frozenset(deployed[model]), whole if model in joined else None) for model in models
-    }
+    return {name: (name, frozenset(deployed[name]), whole if name in joined else None) for name in models}
 
 
 def crossing(plan: Plan) -> set[str]:

@@ -1,14 +1,12 @@
 """A log of every event told and every action asked for, which replays (`replay.py`).
 
 JSON lines, the same from a simulation and from a live gateway. A header has the facts and the policy; each other line
-is `[time, event, actions]` (`lines.py`). A header says what begins with it: `run` a new Brain, whose time starts at 0
-again, `facts` only that more is known from here on, since a later plan brought templates that were not known before,
-`state` a piece of a live log (`pieces.py`) that can be read without those before it: it has the Brain as it is there
-(`checkpoint.py`). So a gateway that starts again goes on writing to the same file, and old pieces can be dropped. A
-live header also says when its time 0 was.
+is `[time, event, actions]` (`log_lines.py`). A header says what begins with it: `run` a new Brain, whose time starts
+at 0 again; `facts` only that more is known from here on; `state` a piece of a live log that can be read without those
+before it: it has the Brain as it is there. So a gateway that starts again goes on writing to the same file, and old
+pieces can be dropped. A live header also says when its time 0 was.
 
-Nothing that was asked or answered is in a log: prompts are numbers of tokens and the names of their blocks, which are
-hashes. Tenants, models and replicas appear by their names.
+No prompt or answer is in a log: prompts are numbers of tokens and hashes of their blocks.
 """
 
 from __future__ import annotations
@@ -39,7 +37,6 @@ from potluck.core.state.policy import Policy
 from potluck.runtime.log_lines import dumps, line
 
 PLAIN = frozenset({int, float, str, bool, type(None)})
-CONTAINERS: dict[type[Any], str] = {dict: "dict", list: "list", set: "set"}
 CORE = "potluck.core."
 
 
@@ -98,18 +95,15 @@ class _Writer:
         kind = type(thing)
         if kind is dict:
             return ["dict", self._values(chain.from_iterable(thing.items()))]
-        if kind in CONTAINERS:
-            return [CONTAINERS[kind], self._values(thing)]
+        if kind is list or kind is set:
+            return [kind.__name__, self._values(thing)]
         if kind is deque:
             return ["deque", thing.maxlen, self._values(thing)]
         if kind not in self._attributes:
             self._attributes[kind] = _attributes(kind)
         names = [*self._attributes[kind], *getattr(thing, "__dict__", ())]
-        return [
-            "object",
-            _name(kind),
-            {name: self.value(getattr(thing, name)) for name in names if hasattr(thing, name)},
-        ]
+        values = {name: self.value(getattr(thing, name)) for name in names if hasattr(thing, name)}
+        return ["object", _name(kind), values]
 
 
 def _attributes(kind: type[Any]) -> tuple[str, ...]:
@@ -166,10 +160,8 @@ class _Reader:
         match kind:
             case "ref":
                 return self._things[rest[0]]
-            case "tuple":
-                return tuple([self._value(item) for item in rest])
-            case "frozenset":
-                return frozenset([self._value(item) for item in rest])
+            case "tuple" | "frozenset":
+                return (tuple if kind == "tuple" else frozenset)([self._value(item) for item in rest])
             case "made":
                 return tuple.__new__(_found(rest[0]), [self._value(item) for item in rest[1:]])
             case "enum":
@@ -186,18 +178,12 @@ def _empty(written: list[Any]) -> Any:
         case ["object", name, _]:
             kind = _found(name)
             if hasattr(kind, "__mypyc_attrs__"):
-                raise ValueError(
-                    "compiled classes cannot be made of it: replay it with the package as source"
-                )
+                raise ValueError("compiled classes cannot be made: replay it with the package as source")
             return kind.__new__(kind)
         case ["deque", most, _]:
             return deque(maxlen=most)
-        case ["dict", _]:
-            return {}
-        case ["list", _]:
-            return []
-        case ["set", _]:
-            return set()
+        case [("dict" | "list" | "set") as name, _]:
+            return {"dict": dict, "list": list, "set": set}[name]()
     raise ValueError(f"has a thing of no known kind: {str(written)[:60]}")
 
 
@@ -224,12 +210,17 @@ STATE_S = 900.0
 Begins = Literal["run", "facts", "state"]
 
 
+class Decider(Protocol):
+    """The Brain, or a stand-in for it."""
+
+    def on(self, at_s: float, event: Event) -> list[Action]: ...
+
+
 class LoggedBrain:
     """A Brain whose talk is written down.
 
     `zero_utc_s` is the wall clock at time 0, of a live log. With `flush_s` what was written reaches the operating
-    system whenever an event is told so much later than at the last time; whoever serves tells a Tick now and then.
-    When writing fails, the log ends there and `trouble` says why: to serve matters more than to write about it.
+    system that often. When writing fails, the log ends there and `trouble` says why; serving goes on.
     """
 
     def __init__(
@@ -243,9 +234,7 @@ class LoggedBrain:
         flush_s: float = inf,
     ) -> None:
         self._mind, self._on = mind, mind.on
-        self._out = out
-        self._facts = facts
-        self._policy = policy
+        self._out, self._facts, self._policy = out, facts, policy
         self._zero_utc_s = zero_utc_s
         self._flush_s = flush_s
         self._flushed_s = self._state_s = 0.0
@@ -412,9 +401,7 @@ class LogFiles:
         def work() -> None:
             if before is not None:
                 before.join()
-            with suppress(
-                OSError
-            ):  # the disk is full, say: what is not packed now is when the next piece is cut
+            with suppress(OSError):  # the disk is full, say: it is packed with the next piece
                 pack(self._path, self._most_bytes)
 
         self._packing = threading.Thread(target=work, name="pack-log", daemon=True)
@@ -433,11 +420,7 @@ def _open(path: Path) -> IO[str]:
 
 def pieces_of(path: Path) -> list[Path]:
     """All that there is of a log, oldest first; where a piece is there packed and not, it is taken packed."""
-    paths: dict[int, Path] = {}
-    for item in sorted(path.parent.glob(f"{path.name}.*")):
-        number = _number(item)
-        if number:
-            paths[number] = item
+    paths = {_number(item): item for item in sorted(path.parent.glob(f"{path.name}.*")) if _number(item)}
     return [*(paths[number] for number in sorted(paths)), *([path] if path.exists() else [])]
 
 
@@ -467,9 +450,3 @@ def pack(path: Path, most_bytes: int) -> None:
 
 def _private(path: Path) -> IO[bytes]:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
-
-
-class Decider(Protocol):
-    """The Brain, or a stand-in for it."""
-
-    def on(self, at_s: float, event: Event) -> list[Action]: ...

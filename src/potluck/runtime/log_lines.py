@@ -1,8 +1,7 @@
 """One line of a log: `[time, event, actions]`, where events and actions are `[name, field, ...]`.
 
-A line is plain ASCII. Floats come back as they were, to the last bit. The names of prefix blocks, which are long and
-many, stand in one string of hexadecimal numbers. What a request on its way brings by the thousand a second is put
-together by hand, three times as fast as `json` does it; the rest goes through the codec.
+Plain ASCII; floats come back to the last bit. Prefix blocks stand in one string of hexadecimal numbers. What comes by
+the thousand a second is put together by hand, three times as fast as `json` does it; the rest goes through the codec.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring_ascii as text_of
-from typing import Any
+from typing import Any, get_args
 
 from potluck.core.codec import decode, encode
 from potluck.core.errors import FormatError
@@ -23,50 +22,8 @@ from potluck.core.values.types import Region, Request
 
 dumps: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":")).encode
 
-EVENTS: dict[str, type[Any]] = {
-    item.__name__: item
-    for item in (
-        events.RequestArrived,
-        events.RequestAdopted,
-        events.SegmentDone,
-        events.SegmentComputed,
-        events.FirstToken,
-        events.RequestFinished,
-        events.AttemptFailed,
-        events.AttemptRunning,
-        events.RequestCancelled,
-        events.ReplicaReported,
-        events.ReplicaSilent,
-        events.LinkReported,
-        events.CacheReported,
-        events.ReplicaReady,
-        events.ReplicaLost,
-        events.ReplicaDrained,
-        events.PlanReceived,
-        events.OperatorOrdered,
-        events.MarketReported,
-        events.Tick,
-    )
-}
-ACTIONS: dict[str, type[Any]] = {
-    item.__name__: item
-    for item in (
-        actions.Run,
-        actions.Hedge,
-        actions.Refuse,
-        actions.Abort,
-        actions.QueryAttempt,
-        actions.StartReplica,
-        actions.DrainReplica,
-        actions.StopReplica,
-        actions.FlipReplica,
-        actions.Reassign,
-        actions.Replan,
-        actions.ResyncCache,
-        actions.CopyPrefix,
-        actions.OperatorNote,
-    )
-}
+EVENTS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Event)}
+ACTIONS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Action)}
 
 
 def line(at_s: float, event: Event, answer: Sequence[Action]) -> str:
@@ -205,11 +162,8 @@ def read_line(text: str, place: str) -> tuple[float, Event, list[Action]]:
         raise FormatError(place, "must be [time, event, actions]")
     if not isinstance(data[0], float | int):
         raise FormatError(place, "must begin with a time")
-    return (
-        float(data[0]),
-        _unpack(EVENTS, data[1], place),
-        [_unpack(ACTIONS, datum, place) for datum in data[2]],
-    )
+    answer = [_unpack(ACTIONS, datum, place) for datum in data[2]]
+    return float(data[0]), _unpack(EVENTS, data[1], place), answer
 
 
 def _unpack(kinds: dict[str, type[Any]], data: Any, place: str) -> Any:
@@ -245,9 +199,9 @@ def _read_route(said: list[Any]) -> Route:
 
 
 def _read_cached(fields: list[Any], place: str) -> events.CacheReported:
-    replica, sequence, added, removed, marked, unmarked, epoch, whole = fields
-    numbers, went, marks, unmarks = (blocks_of(item) for item in (added, removed, marked, unmarked))
-    return events.CacheReported(replica, sequence, numbers, went, marks, unmarks, epoch, whole)
+    replica, sequence, *blocks, epoch, whole = fields
+    added, removed, marked, unmarked = map(blocks_of, blocks)
+    return events.CacheReported(replica, sequence, added, removed, marked, unmarked, epoch, whole)
 
 
 def _read_run(fields: list[Any], place: str) -> actions.Run:

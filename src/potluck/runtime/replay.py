@@ -213,16 +213,8 @@ def _lines(file: IO[str], path: Path) -> Iterator[str]:
 
 def _grow(facts: FleetFacts, more: FleetFacts) -> None:
     """What is known now is known from here on; the Brain holds the same mappings."""
-    for old, new in (
-        (facts.models, more.models),
-        (facts.replicas, more.replicas),
-        (facts.splits, more.splits),
-        (facts.places, more.places),
-        (facts.zones, more.zones),
-        (facts.groups, more.groups),
-    ):
-        assert isinstance(old, dict)
-        old.update(new)
+    for name in ("models", "replicas", "splits", "places", "zones", "groups"):
+        getattr(facts, name).update(getattr(more, name))
 
 
 def _read_header(text: str, where: str) -> LogHead:
@@ -232,11 +224,10 @@ def _read_header(text: str, where: str) -> LogHead:
         raise FormatError(where, f"is not JSON ({error})") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise FormatError(where, f"is not the beginning of a {FORMAT}")
-    if data.get("version") != VERSION:
-        raise FormatError(
-            "log: version",
-            f"is {data.get('version')}, this release reads {VERSION}: replay it with the release that wrote it",
-        )
+    version = data.get("version")
+    if version != VERSION:
+        why = f"is {version}, this release reads {VERSION}: replay it with the release that wrote it"
+        raise FormatError("log: version", why)
     try:
         facts = FleetFacts(
             {name: decode(ModelFacts, datum, f"models.{name}") for name, datum in data["models"].items()},

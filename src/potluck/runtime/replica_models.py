@@ -21,16 +21,10 @@ from potluck.core.values.kv import codecs_between, wire_bytes
 from potluck.core.values.layout import RTT_S, Layout, layers_between
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Plan, Template
-from potluck.core.values.service import FailureDomain
 from potluck.core.values.types import Codec, NodeType, Slo
 from potluck.perf.kv_capacity import kv_tokens, require_fit, stage_memory
 from potluck.perf.linear_fit import ChunkedIterationPredictor, PartialPrefillPredictor, prompt_curve
-from potluck.perf.memory import (
-    kv_bytes_per_token,
-    state_bytes,
-    weight_bytes,
-    window_bytes_per_token,
-)
+from potluck.perf.memory import kv_bytes_per_token, state_bytes, weight_bytes, window_bytes_per_token
 from potluck.perf.operators.network import HANDOVER_SHARE, Hop
 from potluck.perf.phases import decode_knees, decode_step_s
 from potluck.perf.startup import startup_s
@@ -48,11 +42,6 @@ from potluck.perf.timers.profile import Profile, ProfileTimer, profile_for
 from potluck.perf.timers.roofline import roofline
 from potluck.perf.transfer import AlphaBeta, alpha_beta
 from potluck.runtime.resolved_plan import DEFAULT_ENGINE, PROMPT_ENGINE, EngineSetup, ResolvedPlan
-
-
-def hops_of(resolved: ResolvedPlan, layout: Layout) -> tuple[Hop, ...]:
-    """From each stage to the next and back to the first, over the links between machines that the layout names."""
-    return layout_hops(layout, resolved.nodes, resolved.machine_gbps)
 
 
 def group_facts(
@@ -88,7 +77,8 @@ def machine_path(resolved: ResolvedPlan, first: tuple[str, str], second: tuple[s
 
 CHUNK_STEP = 8
 """Planned chunks are rounded up to this. Coarser steps make every turn of a pipeline longer than planned: with 64
-answers of one that was planned close to its TPOT took 7 to 14 % longer, and nearly all were late."""
+answers of one that was planned close to its TPOT took 7 to 14 % longer, and nearly all were late.
+"""
 MEAN_TOKENS = (1024.0, 256.0)
 """Prompt and answer of a model that nothing is known of."""
 
@@ -185,14 +175,7 @@ class ReplicaModels:
         model = resolved.model(template.model)
         if template.model not in self.kv:
             self.kv[template.model] = kv_of(model)
-            self._models[template.model] = _model_facts(
-                model,
-                self.block_tokens,
-                resolved.slos.get(template.model),
-                resolved.idle_s.get(template.model),
-                resolved.mean_tokens.get(template.model, MEAN_TOKENS)[1],
-                *resolved.survive.get(template.model, (None, 1.0)),
-            )
+            self._models[template.model] = _model_facts(resolved, template.model, self.block_tokens)
         mean = resolved.mean_tokens.get(template.model, MEAN_TOKENS)
         longest = longest_in_use(resolved.plan, template.model, model, mean[0])
         placed = places(template, resolved.nodes)
@@ -200,7 +183,8 @@ class ReplicaModels:
             engine = resolved.engines.get((template.name, index)) or self._engine(template, index, mean)
             made = self._made.get((template.model, replica.layout, engine))
             if made is None:
-                hops, profiles = hops_of(resolved, replica.layout), resolved.profiles.get(template.model, ())
+                hops = layout_hops(replica.layout, resolved.nodes, resolved.machine_gbps)
+                profiles = resolved.profiles.get(template.model, ())
                 timer = timer_of(model, replica.layout, resolved.nodes, engine.host, hops, profiles)
                 room = total_blocks(model, replica.layout, resolved.nodes, sum(mean))
                 made = self._made[template.model, replica.layout, engine] = (timer, room)
@@ -253,11 +237,8 @@ class ReplicaModels:
 
     def _engine(self, template: Template, index: int, mean: tuple[float, float]) -> EngineSetup:
         """One that nothing is said of."""
-        resolved, slo, replica = (
-            self.resolved,
-            self.resolved.slos.get(template.model),
-            template.replicas[index],
-        )
+        resolved, replica = self.resolved, template.replicas[index]
+        slo = resolved.slos.get(template.model)
         chunk = planned_chunk(template, index, mean)
         if chunk:
             return replace(DEFAULT_ENGINE, token_budget=min(DEFAULT_ENGINE.token_budget, chunk))
@@ -266,16 +247,14 @@ class ReplicaModels:
         if not resolved.paced or slo is None or replica.role != "mixed":
             return DEFAULT_ENGINE
         model, (prompt, answer) = resolved.model(template.model), (max(1, round(value)) for value in mean)
-        room = (
-            total_blocks(model, replica.layout, resolved.nodes, sum(mean)) * BLOCK_TOKENS // (prompt + answer)
-        )
+        blocks = total_blocks(model, replica.layout, resolved.nodes, sum(mean))
+        room = blocks * BLOCK_TOKENS // (prompt + answer)
         profiles = resolved.profiles.get(template.model, ())
         timer = timer_of(model, replica.layout, resolved.nodes, DEFAULT_ENGINE.host, profiles=profiles)
         if isinstance(timer, PipelineTimer) and len(timer.stages) > 1:
             turns = together(timer, RequestLengths(prompt, 0, answer, prompt), room, slo)
-            return (
-                DEFAULT_ENGINE if turns is None else replace(DEFAULT_ENGINE, token_budget=turns.step_tokens)
-            )
+            budget = DEFAULT_ENGINE.token_budget if turns is None else turns.step_tokens
+            return replace(DEFAULT_ENGINE, token_budget=budget)
         budget = paced_budget(timer, prompt, answer, max(1, min(room, DEFAULT_ENGINE.slots)), slo)
         return replace(DEFAULT_ENGINE, token_budget=budget, slots=min(DEFAULT_ENGINE.slots, budget))
 
@@ -291,10 +270,7 @@ def planned_chunk(template: Template, index: int, mean: tuple[float, float]) -> 
     alone = {flow.bucket: flow.share for flow in template.flows if flow.prefill == flow.decode == index}
     if len(stages) < 2 or not alone:
         return 0
-    per_s = max(
-        bucket_capacity.closed_per_s * alone.get(bucket_capacity.bucket, 0.0) * bucket_capacity.tpot_s
-        for bucket_capacity in template.capacity
-    )
+    per_s = max(each.closed_per_s * alone.get(each.bucket, 0.0) * each.tpot_s for each in template.capacity)
     return max(CHUNK_STEP, ceil(per_s * sum(mean) / lanes / CHUNK_STEP) * CHUNK_STEP)
 
 
@@ -333,9 +309,7 @@ def total_blocks(model: Model, layout: Layout, nodes: Mapping[str, NodeType], to
 
 def places(template: Template, nodes: Mapping[str, NodeType]) -> tuple[tuple[tuple[str, int], ...], ...]:
     """For each replica the nodes of the copy that it stands on, packed in order; named machines stay one."""
-    free = {
-        node_count.node: [nodes[node_count.node].gpus] * node_count.count for node_count in template.nodes
-    }
+    free = {each.node: [nodes[each.node].gpus] * each.count for each in template.nodes}
     named: dict[tuple[str, str], int] = {}
     result = []
     for replica in template.replicas:
@@ -346,10 +320,7 @@ def places(template: Template, nodes: Mapping[str, NodeType]) -> tuple[tuple[tup
             if place is None:
                 others = [(node, p) for (node, _), p in named.items()] if member.machine else own
                 taken = {p for node, p in others if node == member.node}
-                place = max(
-                    range(len(rooms)),
-                    key=lambda i: (rooms[i] >= member.tp, i not in taken, -i),
-                )
+                place = max(range(len(rooms)), key=lambda i: (rooms[i] >= member.tp, i not in taken, -i))
                 if member.machine:
                     named[member.node, member.machine] = place
             rooms[place] -= member.tp
@@ -364,9 +335,7 @@ def longest_in_use(plan: Plan, name: str, model: Model, mean_tokens: float) -> i
 
     Beyond that few prompts are left, and a line that follows them misjudges all others.
     """
-    asked = [
-        bucket.longest_tokens for bucket in plan.buckets if bucket.model == name and bucket.rate_per_s > 0
-    ]
+    asked = [each.longest_tokens for each in plan.buckets if each.model == name and each.rate_per_s > 0]
     longest = min(max(asked, default=model.max_context_tokens), model.max_context_tokens)
     return min(longest, max(512, round(8 * mean_tokens)))
 
@@ -382,20 +351,14 @@ def kv_of(model: Model) -> KvWeight:
     return KvWeight(model.layer_count, kv_bytes_per_token(model), windows, state_bytes(model), model.kv_bits)
 
 
-def _model_facts(
-    model: Model,
-    block_tokens: int,
-    slo: Slo | None,
-    idle_s: float | None,
-    answer_tokens: float,
-    survive: FailureDomain | None = None,
-    share: float = 1.0,
-) -> ModelFacts:
-    kv = kv_of(model)
+def _model_facts(resolved: ResolvedPlan, name: str, block_tokens: int) -> ModelFacts:
+    kv, slo = kv_of(resolved.model(name)), resolved.slos.get(name)
     exact = bool(kv.windows) or kv.state_bytes > 0
+    answer_tokens = resolved.mean_tokens.get(name, MEAN_TOKENS)[1]
     limits = None if slo is None or slo.e2e_s is None else slo.within_e2e(answer_tokens)
     size = (kv.growing_bytes, kv.state_bytes, exact, block_tokens)
-    return ModelFacts(*size, slo, idle_s, kv.windows, kv.kv_bits, limits, survive, share)
+    idle_s, survive = resolved.idle_s.get(name), resolved.survive.get(name, (None, 1.0))
+    return ModelFacts(*size, slo, idle_s, kv.windows, kv.kv_bits, limits, *survive)
 
 
 def _replica_facts(

@@ -65,7 +65,8 @@ class ResolvedPlan:
     """(template, index of the replica in it) to its engine, where it is not the default one."""
     paced: bool = True
     """Whether other engines that compute prompts beside answers take steps that fit the objective
-    (`perf.serving.budget`): the planner reckons with prompts that are spread evenly over steps."""
+    (`perf.serving.budget`): the planner reckons with prompts that are spread evenly over steps.
+    """
     history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Rates before the run, for forecasts (`core.brain.facts`)."""
     profiles: Mapping[str, tuple[Profile, ...]] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import IO, TYPE_CHECKING
+from typing import IO, TypedDict, Unpack
 
 import numpy as np
 
@@ -23,7 +23,8 @@ from potluck.runtime.replica_models import ReplicaModel, ReplicaModels
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.links.link import SharedPipe
 from potluck.sim.load.workload import Workload
-from potluck.sim.results.records import ANSWERED, OPEN, LinkRecord, ReplicaRecord, SimResult, as_users_see
+from potluck.sim.results import records as recorded
+from potluck.sim.results.records import ANSWERED, OPEN, REFUSED, SimResult
 from potluck.sim.sim_engine import UPPER_S, SimEngine, replica_limits
 from potluck.sim.sim_settings import SimSettings
 from potluck.sim.step_table import StepTable, StepTimes, step_table
@@ -32,15 +33,12 @@ from potluck.sim.world.sim_fleet import Make, Planner
 from potluck.sim.world.sim_state import SimHandover, SimReplica
 from potluck.sim.world.world import SimWorld
 
-if TYPE_CHECKING:
-    from potluck.sim.world.world import SimWorld
-
 RELATIVE = 1e-6
 
 
 def check(world: SimWorld) -> list[str]:
     """Everything that does not hold at the end of a run; empty when all does. `midway` holds at any time."""
-    return [*midway(world), *_requests(world), *_idle(world)]
+    return [*midway(world), *_wrong_requests(world), *_left_over(world)]
 
 
 def midway(world: SimWorld) -> list[str]:
@@ -57,58 +55,56 @@ def midway(world: SimWorld) -> list[str]:
     return texts
 
 
-def _requests(world: SimWorld) -> list[str]:
-    ledger, load = world.ledger, world.workload
-    records = ledger.records(load)
-    requests = []
+def _wrong_requests(world: SimWorld) -> list[str]:
+    records = world.ledger.records(world.workload)
+    texts = []
     still = int((records.outcome[: world.arrived] == OPEN).sum())
     if still != len(world.attempts.open):
-        requests.append(f"{still} requests without an outcome, {len(world.attempts.open)} open")
-    answered = records.outcome == ANSWERED
-    short = answered & (records.streamed_tokens != records.output_tokens)
-    if short.any():
-        requests.append(
-            f"{int(short.sum())} answers have not the tokens asked for, such as {np.flatnonzero(short)[:3]}"
-        )
+        texts.append(f"{still} requests without an outcome, {len(world.attempts.open)} open")
+    answered, tokens = records.outcome == ANSWERED, records.streamed_tokens
     with np.errstate(invalid="ignore"):
-        disorder = answered & ~(
-            (records.arrival_s <= records.first_token_s) & (records.first_token_s <= records.finish_s)
-        )
-        over = records.streamed_tokens > records.output_tokens
-        early = (records.outcome != OPEN) & ~(records.finish_s >= records.arrival_s)
-    for what, mask in (
-        ("times out of order", disorder),
-        ("too many tokens", over),
-        ("ended too early", early),
-    ):
-        if mask.any():
-            requests.append(f"{int(mask.sum())} requests with {what}, such as {np.flatnonzero(mask)[:3]}")
-    unreasoned = (records.outcome == 2) & (records.reason == 0)
-    if unreasoned.any():
-        requests.append(f"{int(unreasoned.sum())} refusals without a reason")
-    return requests
+        ordered = (records.arrival_s <= records.first_token_s) & (records.first_token_s <= records.finish_s)
+        wrong = {
+            "not the tokens asked for": answered & (tokens != records.output_tokens),
+            "times out of order": answered & ~ordered,
+            "too many tokens": tokens > records.output_tokens,
+            "ended too early": (records.outcome != OPEN) & ~(records.finish_s >= records.arrival_s),
+            "a refusal without a reason": (records.outcome == REFUSED) & (records.reason == 0),
+        }
+    return texts + [
+        f"{int(mask.sum())} requests with {what}, such as {np.flatnonzero(mask)[:3]}"
+        for what, mask in wrong.items()
+        if mask.any()
+    ]
 
 
-def _idle(world: SimWorld) -> list[str]:
+def _left_over(world: SimWorld) -> list[str]:
     """With no request open, nothing may be left anywhere."""
     if world.attempts.open:
         return []
-    idle = []
+    texts = []
     for site in world.fleet.all_sites:
         left = len(site.attempts) + len(site.computing) + sum(not hand.over for hand in site.waiting)
         if left:
-            idle.append(f"{site.id} still has {left} requests")
+            texts.append(f"{site.id} still has {left} requests")
         if site.there and site.replica.used_blocks:
-            idle.append(f"{site.id} still uses {site.replica.used_blocks} blocks")
-    idle += [
+            texts.append(f"{site.id} still uses {site.replica.used_blocks} blocks")
+    return texts + [
         f"{pipe.name} still has {len(pipe)} transfers"
         for pipe in world.network.pipes
         if any(isinstance(world.handovers.what(key), SimHandover) for key in pipe.keys)
     ]
-    return idle
 
 
-MINDS = Callable[[ReplicaModels, Policy], Decider]
+class WorldOptions(TypedDict, total=False):
+    """What `simulate` and `build` may be given besides."""
+
+    settings: SimSettings | None
+    planner: Planner | None
+    log: IO[str] | None
+    progress: Callable[[int, int], None] | None
+    mind: Callable[[ReplicaModels, Policy], Decider] | None
+    """Replaces the Brain, for tests."""
 
 
 def simulate(
@@ -117,46 +113,29 @@ def simulate(
     policy: Policy | None = None,
     *,
     seed: int = 0,
-    settings: SimSettings | None = None,
     faults: Faults | None = None,
-    planner: Planner | None = None,
-    log: IO[str] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    mind: MINDS | None = None,
+    **options: Unpack[WorldOptions],
 ) -> SimResult:
     """Serve a workload with a plan's fleet. The same arguments give the same result and the same log, byte by byte.
 
-    `mind` replaces the Brain, for tests. A run whose books do not balance is an error of ours and raised as one.
+    A run whose totals do not agree is an error of ours and raised as one.
     """
+    policy = policy or Policy()
     with uncollected():
-        world = build(
-            resolved,
-            workload,
-            policy,
-            settings=settings,
-            planner=planner,
-            log=log,
-            progress=progress,
-            mind=mind,
-        )
+        world = build(resolved, workload, policy, **options)
         if faults is not None:
-            world.external.plan(faults, seed, horizon_s(workload))
+            world.external.plan(faults, seed, workload.last_s)
         world.run()
         wrong = check(world)
         if wrong:
-            raise AssertionError(f"the simulation's books do not balance: {wrong[0]}")
+            raise AssertionError(f"the simulation's totals do not agree: {wrong[0]}")
         result = result_of(world, seed)
-    return replace(
-        result, classes={request_class.name: request_class for request_class in (policy or Policy()).classes}
-    )
+    return replace(result, classes={each.name: each for each in policy.classes})
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Nothing here makes cycles by the million; looking for them all the time costs a tenth of a run.
-
-    A world of thousands of replicas would be looked through when it is made, and when its results are.
-    """
+    """Without the garbage collector, which costs a tenth of a run: nothing here makes cycles by the million."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -167,19 +146,12 @@ def uncollected() -> Iterator[None]:
 
 
 def build(
-    resolved: ResolvedPlan,
-    workload: Workload,
-    policy: Policy | None = None,
-    *,
-    settings: SimSettings | None = None,
-    planner: Planner | None = None,
-    log: IO[str] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    mind: MINDS | None = None,
+    resolved: ResolvedPlan, workload: Workload, policy: Policy | None = None, **options: Unpack[WorldOptions]
 ) -> SimWorld:
     """The world before its first event."""
     policy = Policy() if policy is None else policy
-    settings = SimSettings(tick_s=policy.tick_s) if settings is None else settings
+    log, mind = options.get("log"), options.get("mind")
+    settings = options.get("settings") or SimSettings(tick_s=policy.tick_s)
     if settings.granted is None:
         settings = replace(settings, granted=policy.grants)
     for name in workload.models:
@@ -187,78 +159,56 @@ def build(
             raise UnknownNameError("workload: model", name, resolved.models)
     if not resolved.plan.deployments:
         raise CapacityError("the plan deploys nothing, so there is nothing to simulate")
-    if settings.reports is None or settings.first_tokens is None:
-        reads = reads_reports(resolved.plan, workload, policy)
+    reads = reads_reports(resolved.plan, workload, policy)
+    if settings.reports is None:
+        settings = replace(settings, reports=reads)
+    if settings.first_tokens is None:
         bounded = policy.admission and any(model in resolved.slos for model in workload.models)
-        settings = replace(
-            settings,
-            reports=reads if settings.reports is None else settings.reports,
-            first_tokens=reads
-            or bounded
-            or policy.hedge > 0
-            or balance_rule(policy.balance).learns
-            or log is not None
-            or mind is not None
-            if settings.first_tokens is None
-            else settings.first_tokens,
-        )
-    replica_models = ReplicaModels(
-        resolved, BLOCK_TOKENS if workload.blocks is None else workload.blocks.tokens
-    )
+        learns = policy.hedge > 0 or balance_rule(policy.balance).learns
+        heard = reads or bounded or learns or log is not None or mind is not None
+        settings = replace(settings, first_tokens=heard)
+    block_tokens = BLOCK_TOKENS if workload.blocks is None else workload.blocks.tokens
+    replica_models = ReplicaModels(resolved, block_tokens)
     replica_models.learn(resolved.plan)
     thinks: Decider = Brain(replica_models.facts(), policy) if mind is None else mind(replica_models, policy)
     if log is not None:
         thinks = LoggedBrain(thinks, log, replica_models.facts(), policy)
-    return SimWorld(
-        replica_models, thinks, workload, settings, maker(settings.fast_forward), planner, progress
-    )
+    make, planner, progress = maker(settings.fast_forward), options.get("planner"), options.get("progress")
+    return SimWorld(replica_models, thinks, workload, settings, make, planner, progress)
 
 
 def reads_reports(plan: Plan, workload: Workload, policy: Policy) -> bool:
     """Whether any decision looks at what replicas, links and caches report, and at when first tokens come.
 
-    Replicas that all do the whole work are chosen by what was sent to them. What runs in place, how a prompt is
-    split, length thresholds, prefix affinity and scaling need reports.
+    Replicas that all do the whole work are chosen by what was sent to them.
     """
     if policy.scaling != "none" or workload.blocks is not None or plan.flows:
         return True
-    used = {deployment.template for deployment in plan.deployments if deployment.count}
-    return any(
-        replica.role != "mixed" for item in plan.templates if item.name in used for replica in item.replicas
-    )
+    used = [plan.template(deployment.template) for deployment in plan.deployments if deployment.count]
+    return any(replica.role != "mixed" for template in used for replica in template.replicas)
 
 
 def maker(fast_forward: bool = True) -> Make:
-    """Makes replicas; those of one kit share its step times and limits."""
+    """Makes replicas; those of one model share its step times and limits."""
     tables: dict[int, tuple[ReplicaModel, StepTimes, BatchLimits]] = {}
 
     def make(replica_model: ReplicaModel, role: Role) -> SimEngine:
-        held = tables.get(id(replica_model))
-        if held is None:
-            table = (
-                step_table(replica_model.timer)
-                if replica_model.engine.pipelined
-                else StepTable(replica_model.timer)
-            )
+        if id(replica_model) not in tables:
             engine = replica_model.engine
+            table = (step_table if engine.pipelined else StepTable)(replica_model.timer)
             limits = replica_limits(
                 table, replica_model.total_blocks, token_budget=engine.token_budget, max_running=engine.slots
             )
-            held = tables[id(replica_model)] = (replica_model, table, limits)
-        return SimEngine(held[1], held[2], fast_forward=fast_forward)
+            tables[id(replica_model)] = (replica_model, table, limits)
+        _, table, limits = tables[id(replica_model)]
+        return SimEngine(table, limits, fast_forward=fast_forward)
 
     return make
 
 
-def horizon_s(workload: Workload) -> float:
-    """How long faults by chance may come: as long as requests arrive."""
-    return float(workload.arrival_s[-1]) if len(workload) else 0.0
-
-
 def result_of(world: SimWorld, seed: int) -> SimResult:
     """Everything a finished run tells."""
-    end_s = max(world.attempts.ended_s, horizon_s(world.workload))
-    links = list(world.network.links.values())
+    end_s = max(world.attempts.ended_s, world.workload.last_s)
     cards = [pipe for pipe in world.network.pipes if pipe.kind != "link"]
     counts = {
         "hand-overs that waited for room": world.handovers.waited,
@@ -268,10 +218,12 @@ def result_of(world: SimWorld, seed: int) -> SimResult:
     }
     replicas = tuple(_replica_record(site, end_s) for site in world.fleet.all_sites)
     return SimResult(
-        as_users_see(world.ledger.records(world.workload), replicas, world.replica_models.resolved.rtt_s),
+        recorded.as_users_see(
+            world.ledger.records(world.workload), replicas, world.replica_models.resolved.rtt_s
+        ),
         dict(world.replica_models.resolved.slos),
         replicas,
-        tuple(_link_record(world, pipe) for pipe in (*links, *cards)),
+        tuple(_link_record(world, pipe) for pipe in (*world.network.links.values(), *cards)),
         end_s,
         tuple(world.costs.rates),
         world.sampler.samples(),
@@ -282,10 +234,9 @@ def result_of(world: SimWorld, seed: int) -> SimResult:
     )
 
 
-def _replica_record(site: SimReplica, end_s: float) -> ReplicaRecord:
+def _replica_record(site: SimReplica, end_s: float) -> recorded.ReplicaRecord:
     member, replica = site.member, site.replica
-    gaps = tuple([(UPPER_S[place], float(count)) for place, count in replica.gaps.filled()])
-    return ReplicaRecord(
+    return recorded.ReplicaRecord(
         member.id,
         member.unit,
         member.template,
@@ -300,20 +251,15 @@ def _replica_record(site: SimReplica, end_s: float) -> ReplicaRecord:
         replica.decoded_tokens,
         site.peak_blocks,
         replica.total_blocks,
-        gaps,
+        tuple([(UPPER_S[place], float(count)) for place, count in replica.gaps.filled()]),
     )
 
 
-def _link_record(world: SimWorld, pipe: SharedPipe) -> LinkRecord:
+def _link_record(world: SimWorld, pipe: SharedPipe) -> recorded.LinkRecord:
+    gbps = pipe.rate_bytes_per_s * 8 / 1e9
     if pipe.kind == "link":
-        gbps = next(
-            k.gbps
-            for k in world.replica_models.resolved.links
-            if (k.source, k.target) == (pipe.source, pipe.target)
-        )
-    else:
-        gbps = pipe.rate_bytes_per_s * 8 / 1e9
-    return LinkRecord(
+        gbps = world.network.specs[pipe.source, pipe.target].gbps
+    return recorded.LinkRecord(
         pipe.source,
         pipe.target or pipe.source,
         pipe.kind,

@@ -1,14 +1,12 @@
 """One simulated replica: a Batcher, timed by a table, advanced only when something touches it.
 
-Under way is either one scheduled step, or a run of decode steps that are alike, from `_start_s` to `_end_s`. An
-arrival does not disturb the step under way; a run is cut at the end of that step. So the cost grows with arrivals
-and ends, not with tokens. With `fast_forward` off every step is scheduled and committed on its own, as an engine
-does, with equal times up to rounding.
+Under way is either one scheduled step, or a run of equal decode steps, from `_start_s` to `_end_s`. An arrival cuts a
+run at the end of the step under way. So the cost grows with arrivals and ends, not with tokens. With `fast_forward`
+off every step is scheduled on its own, with equal times up to rounding.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from math import inf
 from typing import Final
 
@@ -28,24 +26,15 @@ BINS_PER_DOUBLING: Final = 16
 LEAST_S: Final = 2.0**-20
 BINS: Final = 40 * BINS_PER_DOUBLING
 BUFFER: Final = 1 << 14
-FEW: Final = 64
-"""So many are sorted one by one, which takes less time than an array does."""
 
 EDGES_S: Floats = LEAST_S * 2.0 ** (np.arange(BINS + 1) / BINS_PER_DOUBLING)
 """Bin i holds gaps from EDGES_S[i] to EDGES_S[i + 1]; what lies outside is in the first or last bin."""
-EDGES: list[float] = EDGES_S.tolist()
 UPPER_S: Final = [LEAST_S * 2.0 ** ((place + 1) / BINS_PER_DOUBLING) for place in range(BINS)]
 """Where each bin ends."""
 
 
 class TokenGaps:
-    """Counts of gaps. Sorting them into bins waits until there are many, which makes it nearly free.
-
-    Bins are made when they are first needed: in a fleet of thousands most replicas have a few gaps, and would have
-    far more bins.
-    """
-
-    __slots__ = ("_counts", "gaps_s", "tokens")
+    """Counts of gaps by bin; sorted many at a time, into bins that are made when they are first needed."""
 
     def __init__(self) -> None:
         self._counts: Floats | None = None
@@ -58,33 +47,17 @@ class TokenGaps:
         self.gaps_s.append(gap_s)
         self.tokens.append(tokens)
         if len(self.tokens) >= BUFFER:
-            self.count()
-
-    @property
-    def counts(self) -> list[int]:
-        """Tokens in each bin."""
-        counts = [0] * BINS
-        for place, count in self.filled():
-            counts[place] = count
-        return counts
+            self._count()
 
     def filled(self) -> list[tuple[int, int]]:
         """The bins that hold any, and how many."""
-        if self._counts is None and len(self.tokens) < FEW:
-            few: dict[int, int] = {}
-            for gap_s, tokens in zip(self.gaps_s, self.tokens, strict=True):
-                if tokens:
-                    place = min(max(bisect_right(EDGES, gap_s) - 1, 0), BINS - 1)
-                    few[place] = few.get(place, 0) + tokens
-            return sorted(few.items())
-        self.count()
+        self._count()
         if self._counts is None:
             return []
         places = np.flatnonzero(self._counts)
         return [*zip(places.tolist(), np.rint(self._counts[places]).astype(np.int64).tolist(), strict=True)]
 
-    def count(self) -> None:
-        """Empty the lists into the bins."""
+    def _count(self) -> None:
         if self.tokens:
             where = np.clip(np.searchsorted(EDGES_S, self.gaps_s, side="right") - 1, 0, BINS - 1)
             more: Floats = np.bincount(where, self.tokens, BINS).astype(np.float64)
@@ -110,32 +83,7 @@ def replica_limits(
 
 
 class SimEngine:
-    """See above. Times never go back; call `advance` at `next_s` at the latest."""
-
-    __slots__ = (
-        "_ahead",
-        "_asked",
-        "_busy_s",
-        "_context",
-        "_end_s",
-        "_fast",
-        "_out",
-        "_paused",
-        "_row",
-        "_rows",
-        "_since_s",
-        "_speed",
-        "_start_s",
-        "_step",
-        "_step_s",
-        "_steps",
-        "batch",
-        "computed_tokens",
-        "decoded_tokens",
-        "gaps",
-        "table",
-        "wake_s",
-    )
+    """See above. Times never go back; call `advance` at `wake_s` at the latest."""
 
     def __init__(self, table: StepTimes, limits: BatchLimits, *, fast_forward: bool = True) -> None:
         self.table = table
@@ -154,7 +102,7 @@ class SimEngine:
         self._start_s = 0.0
         self._end_s = inf
         self.wake_s = inf
-        """Nothing happens before; later than `_end_s` when a new step begins there and its end is foreseen."""
+        """Nothing happens before; infinite when idle; past `_end_s` when the step that begins there is foreseen."""
         self._ahead: tuple[int, int, int, float] | None = None
         """That step: its chunks, decodes and their contexts, its seconds."""
         self._asked = (-1.0, -1.0, 0, 0.0)
@@ -196,10 +144,6 @@ class SimEngine:
             self._cut(now_s)
         if self._out:
             self.wake_s = now_s
-
-    def next_s(self) -> float:
-        """When to call `advance`: something is due then, or a new step begins. Infinite when idle."""
-        return self.wake_s
 
     def advance(self, to_s: float) -> list[TimedHappening]:
         """Everything up to a time, in order: count what was under way and begin what is next, again and again."""

@@ -1,26 +1,21 @@
 """Step times at a microsecond each: tables over any StepTimer, filled as they are needed.
 
-A timer answers for arrays of steps; one step alone costs it a tenth of a millisecond. A simulation asks for one
-step at a time, but for the same few over and over. Two kinds of step:
-
 *Decodes alone*, n of them with contexts adding up to x: for each n a line through the timer's values at x = n u,
-with u on a grid of mean contexts. Contexts grow by n a step, so a run of steps within a cell is an arithmetic
-series: `DecodeRow.run_s` has its sum and `DecodeRow.steps_until` the inverse.
+with u on a grid of mean contexts. Contexts grow by n a step, so a run of steps within a cell is an arithmetic series:
+`DecodeRow.run_s` has its sum and `DecodeRow.cut` the inverse.
 
 *Chunks beside decodes*: with T new tokens in all, chunks of c_i tokens behind k_i of context, n decodes,
 
     t = B(T) + max(max Q(c_i, k_i), sum of S(c_i, k_i)) - q(T) w + R(n, x)
     B(T)     one fresh prompt of T tokens: all the dense work, exact
     Q(c, k)  what a context of k adds to a chunk of c
-    S(c, k)  the same when many such chunks share the GPU; one alone may leave most of it idle, so several take as
-             long as the longest of them, or as all of them at full use
+    S(c, k)  the same when many such chunks share the GPU: several take as long as the longest, or as all at full use
     w        (T^2 - sum of c_i^2) / 2T: the pairs of tokens within B(T) that do not see each other here are as many
              as those of T tokens with a context of w, which would take q(T) w, q(T) = Q(T, T/2) / (T/2)
     R(n, x)  what n decodes with contexts x add: measured beside one chunk of REFERENCE tokens
 
-No step with a chunk is shorter than it takes to launch (`perf.timers.host`): that does not add up and is kept apart.
-Exact for one chunk alone, and within a hundredth otherwise where the timer adds up, as kernels one after another
-do (tests/sim/test_steps.py).
+No step with a chunk is shorter than it takes to launch (`perf.timers.host`). Exact for one chunk alone, else within a
+hundredth where the timer adds up, as kernels one after another do.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from potluck.core.values.plan import Confidence
-from potluck.perf.step_timer import Floats, StepBatch, StepTimer, steps
+from potluck.perf.step_timer import Floats, StepTimer, steps
 from potluck.perf.timers.pipeline_timer import PipelineTimer
 from potluck.perf.timers.roofline import RooflineTimer
 
@@ -62,8 +57,6 @@ Line = tuple[list[float], list[float], float]
 
 class DecodeRow:
     """Steps of `count` decodes: start[i] + slope[i] x seconds while the mean context is in [u_i, u_i+1)."""
-
-    __slots__ = ("count", "edge", "slope", "start")
 
     def __init__(self, count: int, seconds: Floats) -> None:
         edges = np.array(CONTEXTS, np.float64) * count
@@ -131,19 +124,6 @@ class DecodeRow:
 
 class StepTable:
     """Scalar step times of one timer. Share it among replicas of the same kind."""
-
-    __slots__ = (
-        "_base",
-        "_behind",
-        "_beside",
-        "_edges",
-        "_least_s",
-        "_pair",
-        "_shared",
-        "lanes",
-        "rows",
-        "timer",
-    )
 
     def __init__(self, timer: StepTimer, least_s: float = 0.0) -> None:
         """`least_s` is what a step with a chunk takes at least; the timer does not know of it."""
@@ -246,8 +226,8 @@ class StepTable:
     def _fill(self, table: dict[int, Line], new: int, grid: list[int], copies: int) -> Line:
         """What contexts add to a chunk of `new` tokens among so many like it.
 
-        The timer is asked at every length up to 64 and then at 65, 80, 81, 96, ...: GPUs work on tiles of a multiple
-        of 16, and within one, times grow evenly or not at all.
+        The timer is asked at every length up to 64 and then at 65, 80, 81, 96, ...: within a GPU's tile of 16, times
+        grow evenly or not at all.
         """
         number = 1 if new <= LARGEST_TILE else TILE
         low = (new - 1) // (LENGTHS * number) * LENGTHS * number
@@ -301,29 +281,22 @@ class _Pace:
     """A pipeline's intervals as if they were step times."""
 
     def __init__(self, timer: PipelineTimer) -> None:
-        self._timer = timer
+        self.step_s = timer.interval_s
         self.confidence: Confidence = timer.confidence
-
-    def step_s(self, batch: StepBatch) -> Floats:
-        return self._timer.interval_s(batch)
 
 
 class RoundTable:
-    """Scalar round times of one pipeline.
+    """Scalar round times of one pipeline, which keeps as many batches under way as it has nodes (`lanes`).
 
-    A pipeline of several nodes keeps as many batches under way as it has nodes (`lanes`), so that no node waits. A
-    sequence is in one of them. The simulated replica keeps one set of sequences and steps through *rounds*: in a
-    round each sequence gets its step once, in one of the lanes, and the lanes follow each other every `interval_s`:
+    The simulated replica keeps one set of sequences and steps through *rounds*: in a round each sequence gets its
+    step once, in one of the lanes, and the lanes follow each other every `interval_s`:
 
         round = max( longest latency of a lane's step,  sum over lanes of the interval of its step )
 
-    The first is what a lone prompt takes, the second the pace of the slowest stage under load; no drain between
-    rounds, as lanes overlap. Decodes are spread evenly over the lanes, each chunk goes to the lane with the fewest
-    tokens. What this leaves out: lanes really begin one after another, so a newcomer may find one that begins sooner
-    than the next round; it waits half a round too long at most, on average.
+    The first is what a lone prompt takes, the second the pace of the slowest stage under load. Decodes are spread
+    evenly over the lanes, each chunk goes to the lane with the fewest tokens. Lanes really begin one after another,
+    so a newcomer waits half a round too long at most, on average.
     """
-
-    __slots__ = ("_latency", "_pace", "lanes", "rows", "timer")
 
     def __init__(self, timer: PipelineTimer) -> None:
         self.timer = timer

@@ -184,7 +184,7 @@ def _table(points: Sequence[FrontierPoint], against: str, basis: str) -> None:
 
 def _page(points: Sequence[FrontierPoint], words: str, strategy: str, basis: str) -> str:
     """One page with the drawing and the plans; it loads nothing."""
-    from potluck.sim.results.report.charts import FULL_WIDTH, AxisTick, PlotFrame, axes, line, nice_ticks, svg
+    from potluck.sim.results.report.charts import FULL_WIDTH, PlotFrame, axes, line, nice_ticks, svg
     from potluck.sim.results.report.html_report import sheet
 
     most = max((point.usd_per_h for point in points), default=0.0) * 1.05 or 1.0
@@ -193,8 +193,8 @@ def _page(points: Sequence[FrontierPoint], words: str, strategy: str, basis: str
     frame = PlotFrame(FULL_WIDTH, 360.0, (low, high), (0.0, most), top=26.0)
     body = axes(
         frame,
-        [AxisTick(at, f"{at:g}") for at in nice_ticks(low, high, 8)],
-        [AxisTick(at, f"{at:g}") for at in nice_ticks(0.0, most)],
+        [(at, f"{at:g}") for at in nice_ticks(low, high, 8)],
+        [(at, f"{at:g}") for at in nice_ticks(0.0, most)],
         "USD/h",
     )
     body += line(frame, [(point.value, point.usd_per_h) for point in points], "s1")

@@ -173,10 +173,7 @@ def _run(state: FlowState, rows: FlowRows, share: float) -> MilpResult:
     integers = np.array(sorted([*rows.new.values(), *rows.old.values()]), dtype=np.int64)
     start = None if state.counts is None else (integers, start_vector(rows, state.counts)[integers])
     answer = solve_milp(
-        problem,
-        time_limit_s=share * state.deadline.left_s,
-        gap_rel=0.5 * state.gap_target,
-        start=start,
+        problem, time_limit_s=share * state.deadline.left_s, gap_rel=0.5 * state.gap_target, start=start
     )
     if answer.x is not None and (settled := settle(rows, answer.x, state.at_cost, state.deadline)):
         value, x = settled

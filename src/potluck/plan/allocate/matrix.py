@@ -14,14 +14,7 @@ import numpy as np
 
 from potluck.plan.allocate.allocation import ColumnShare, FlowRate, Phase
 from potluck.plan.allocate.highs import INFINITY, Milp
-from potluck.plan.allocate.program import (
-    ColumnKey,
-    ColumnPin,
-    Floats,
-    FlowProgram,
-    card_rows,
-    price_of,
-)
+from potluck.plan.allocate.program import ColumnKey, ColumnPin, Floats, FlowProgram, card_rows, price_of
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "closed")
 THETA = 0

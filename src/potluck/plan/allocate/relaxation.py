@@ -206,12 +206,7 @@ def duals_of(rows: FlowRows, dual: Floats) -> Duals:
 
 
 def relax_flow(
-    pricer: Pricer,
-    deadline: Deadline,
-    *,
-    at_cost: bool,
-    keys: list[ColumnKey],
-    theta_cap: float = 1.0,
+    pricer: Pricer, deadline: Deadline, *, at_cost: bool, keys: list[ColumnKey], theta_cap: float = 1.0
 ) -> Relaxation | None:
     """Column generation from `keys`; None when no relaxation could be solved (out of time, or no solution).
 

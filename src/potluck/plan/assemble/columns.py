@@ -188,10 +188,7 @@ CROSSING: dict[
     Callable[
         [PlanningProblem, ModelDemand, Sequence[PlannedReplica], Codec, RateCache], tuple[BucketCapacity, ...]
     ],
-] = {
-    "combo": combo_capacity,
-    "pair": pair_capacity,
-}
+] = {"combo": combo_capacity, "pair": pair_capacity}
 """Kinds of templates whose replicas hand KV over over the network, and what they serve then."""
 
 

@@ -138,10 +138,7 @@ def transport(
     sides = [prefill_per_s, decode_per_s, attained, *([] if links is None else [links])]
     if any(not np.isfinite(side).all() or (side < 0).any() for side in sides):
         raise InputError("orchestration", "rates and shares must be finite and not negative")
-    blocks = [
-        np.kron(np.eye(m), np.ones((1, n))),
-        np.kron(np.ones((1, m)), np.eye(n)),
-    ]
+    blocks = [np.kron(np.eye(m), np.ones((1, n))), np.kron(np.ones((1, m)), np.eye(n))]
     right = [prefill_per_s, decode_per_s]
     if offered_per_s is not None:
         blocks.append(np.ones((1, m * n)))

@@ -31,13 +31,7 @@ from potluck.core.values.model import Model
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Codec, NodeType, Slo
 from potluck.perf.kv_capacity import USABLE_SHARE, stage_memory
-from potluck.perf.memory import (
-    embedding_bytes,
-    head_bytes,
-    kv_bytes,
-    kv_bytes_per_gpu,
-    weight_bytes_per_gpu,
-)
+from potluck.perf.memory import embedding_bytes, head_bytes, kv_bytes, kv_bytes_per_gpu, weight_bytes_per_gpu
 from potluck.perf.operators.calibration import Calibration
 from potluck.perf.operators.layers import step_sums
 from potluck.perf.operators.network import HANDOVER_FIXED_S, HANDOVER_SHARE, all_reduce_s

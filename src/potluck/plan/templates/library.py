@@ -58,15 +58,7 @@ def pipeline_libraries(
     place = default_folder() if folder is None else folder
     lengths = (input_tokens, output_tokens)
     both = cached_stage_rates(
-        model,
-        nodes,
-        slo,
-        *lengths,
-        max_nodes,
-        calibration=calibration,
-        rule=rule,
-        folder=place,
-        sure=sure,
+        model, nodes, slo, *lengths, max_nodes, calibration=calibration, rule=rule, folder=place, sure=sure
     )
     stays = list(running)
     prefill, decode = (

@@ -1,42 +1,34 @@
 """KV on its way from one segment to the next.
 
 The receiver sets blocks aside before the first byte leaves. KV that is computed while it has no room waits in the
-sender's host memory, as far as that goes (OUTBOX_BYTES); and blocks are set aside for what is not computed only while
-its sender has room to compute it, or else are given back. So no replica's blocks wait for another's. With overlap the
-transfer takes its share of the pipe from the moment its segment begins to be computed: layer by layer, KV leaves as
-it is made. Bytes are taken to be released evenly over the computation of c seconds, so with L layers of B bytes in
-all the last byte arrives at
+sender's host memory, as far as that goes (OUTBOX_BYTES). Blocks set aside for what is not computed are given back
+where the receiver idles for want of them. With overlap a transfer takes its share of the pipe from the moment its
+segment begins to be computed, and KV leaves layer by layer. With L layers of B bytes in all, computed evenly in c
+seconds, the last byte arrives at
 
     max(f + c / L, e + (B / L) / r) + alpha
 
 f is when the pipe would have carried B bytes (its share counted from the beginning of the computation), e when the
-computation ended, r the share at that time. For one transfer alone this is
-`perf.moves.transfer.overlapped_transfer_s` exactly. With others it is an approximation: a transfer may use its share
-a little before its bytes are made, never more in all than the pipe carries. A segment is taken to begin when it is
-at the head of those waiting at its replica. Without overlap the whole leaves at e, and arrives at f + alpha.
+computation ended, r the share at that time. For one transfer alone this is exact
+(`perf.moves.transfer.overlapped_transfer_s`). Without overlap the whole leaves at e, and arrives at f + alpha.
 
-Where the host's memory is full, replicas that hand over to each other can each hold KV that waits for the other's
-room. Whoever has waited for STUCK_S at a replica that does nothing gives its KV up: it fails for want of memory, and
-is sent again or refused.
+Where the host's memory is full, replicas can wait for each other's room. Whoever has waited for STUCK_S at a replica
+that does nothing fails for want of memory, and is sent again or refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from potluck.core.state.facts import OUTBOX_BYTES
 from potluck.core.values.kv import LOSSLESS
 from potluck.core.values.types import Codec
 from potluck.sim.links.link import SharedPipe
-from potluck.sim.links.sim_network import SimNetwork
+from potluck.sim.links.sim_network import SimNetwork, Ways
+from potluck.sim.world.event_queue import HANDED, PIPE, EventQueue
 from potluck.sim.world.sim_state import SimAttempt, SimHandover, SimReplica
-
-if TYPE_CHECKING:
-    from potluck.sim.world.event_queue import EventQueue
-
-from potluck.sim.world.event_queue import HANDED, PIPE
 
 STUCK_S: Final = 10.0
 
@@ -56,8 +48,6 @@ def codec_of(
 class SimHandovers:
     """All KV on the move, and the only one who moves it."""
 
-    __slots__ = ("_events", "_next_key", "_open", "_waiting", "network", "overlap", "waited")
-
     def __init__(self, events: EventQueue, network: SimNetwork, overlap: bool = True) -> None:
         self._events = events
         self.network = network
@@ -74,13 +64,13 @@ class SimHandovers:
 
     def expect(self, now_s: float, running: SimAttempt, size_bytes: float, codec: Codec) -> None:
         """The segment under way was given to its replica; its KV will go to the next."""
-        source, target = running.sites[running.place], running.sites[running.place + 1]
-        hand = SimHandover(self._next_key, running, source, target, size_bytes, codec)
+        hand = SimHandover(self._next_key, running, size_bytes, codec)
         self._next_key += 1
         self._open[hand.key] = hand
         running.hand = hand
-        source.computing.append(running)
-        if source.computing[0] is running:
+        computing = hand.source.computing
+        computing.append(running)
+        if computing[0] is running:
             self._computing(now_s, hand)
 
     def computed(self, now_s: float, running: SimAttempt) -> None:
@@ -268,9 +258,7 @@ class SimHandovers:
         pipe.start(now_s, hand.key, hand.size_bytes, running.request.tenant, running.weight)
         self.schedule(pipe)
 
-    def _start_side_by_side(
-        self, now_s: float, hand: SimHandover, ways: tuple[tuple[SharedPipe, float], ...]
-    ) -> None:
+    def _start_side_by_side(self, now_s: float, hand: SimHandover, ways: Ways) -> None:
         """Layers go from the machine that has them to the one that needs them, over all their links at once."""
         running = hand.running
         parts = []

@@ -1,29 +1,23 @@
 """A pipe of given bandwidth, shared by tenants as they weigh, and by each one's transfers evenly: exact.
 
-With W the weights of the tenants that have transfers open, tenant t gets rate x w / W, and each of its n transfers
-rate x w / (W n), whatever the others have open: processor sharing within processor sharing. Let v(t) be the bytes
-that a transfer of tenant t open all the time would have got: dv/dt = rate w / (W n). A transfer of b bytes ends when
-v has grown by b since it began, whoever else comes and goes, so its end in v is fixed then, and one heap of ends per
-tenant is all there is to keep: O(log n) per change, and as many looks as tenants are on the pipe. A change of the
-bandwidth only bends v.
+With W the weights of the tenants that have transfers open, each of tenant t's n transfers gets rate x w / (W n):
+processor sharing within processor sharing. Let v(t) be the bytes that a transfer of tenant t open all the time would
+have got: dv/dt = rate w / (W n). A transfer of b bytes ends when v has grown by b since it began, so one heap of ends
+per tenant is all there is to keep. A change of the bandwidth only bends v.
 
-What passes is counted twice, by the clock (`served_bytes`, the rate over the busy time) and by the transfers
-(`sent_bytes`, what each asked for or had got when it was broken off); both must agree.
+What passes is counted twice, by the clock (`served_bytes`) and by the transfers (`sent_bytes`); both must agree.
 """
 
 from __future__ import annotations
 
 from heapq import heappop, heappush
 from math import inf
-from typing import Final
 
 from potluck.core.errors import InputError
 
 
 class TenantTransfers:
     """One tenant's transfers on a pipe."""
-
-    __slots__ = ("count", "heap", "virtual", "weight")
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
@@ -36,25 +30,6 @@ class TenantTransfers:
 
 class SharedPipe:
     """One direction of a link, or one network card. Times must not go back; the caller keeps them."""
-
-    __slots__ = (
-        "_at_s",
-        "_lanes",
-        "_open",
-        "_weight",
-        "alpha_s",
-        "busy_s",
-        "due_s",
-        "kind",
-        "lost_bytes",
-        "name",
-        "rate_bytes_per_s",
-        "sent_bytes",
-        "served_bytes",
-        "source",
-        "target",
-        "transfers",
-    )
 
     def __init__(self, kind: str, source: str, target: str, rate_bytes_per_s: float, alpha_s: float) -> None:
         if not 0 <= rate_bytes_per_s < inf:
@@ -158,12 +133,8 @@ class SharedPipe:
                 heappop(heap)
             if not heap:
                 continue
-            wait_s = (
-                (heap[0][0] - lane.virtual)
-                * lane.count
-                * (self._weight / lane.weight)
-                / self.rate_bytes_per_s
-            )
+            left = heap[0][0] - lane.virtual
+            wait_s = left * lane.count * (self._weight / lane.weight) / self.rate_bytes_per_s
             if wait_s < best_s:
                 best_s, first = wait_s if wait_s > 0 else 0.0, tenant
         return self._at_s + best_s, first
@@ -221,7 +192,3 @@ class SharedPipe:
                 lane.virtual += served * (lane.weight / self._weight) / lane.count
             self.served_bytes += served
             self.busy_s += passed_s
-
-
-ROUND_TRIP_S: Final = 1e-4
-"""Between two machines of one region."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from potluck.core.routing.link_states import GRANTED
 from potluck.core.state.events import FailureKind
 from potluck.core.values.types import Link
 from potluck.perf.transfer import alpha_beta, link_alpha_beta
 from potluck.runtime.resolved_plan import ResolvedPlan
-from potluck.sim.links.link import ROUND_TRIP_S, SharedPipe
+from potluck.sim.links.link import SharedPipe
 from potluck.sim.world.sim_state import SimAttempt, SimReplica
 
+ROUND_TRIP_S: Final = 1e-4
+"""Between two machines of one region."""
 
-def card_pipe(name: str, gbps: float) -> SharedPipe:
-    path = alpha_beta(gbps, ROUND_TRIP_S, window_bytes=None)
-    return SharedPipe("card", name, "", path.beta_bytes_per_s, path.alpha_s)
+
+Ways = tuple[tuple[SharedPipe, float], ...]
+"""Pipes that carry a request's KV side by side, and the share of each."""
 
 
 class SimNetwork:
@@ -29,43 +33,41 @@ class SimNetwork:
     That is exact while at most one end is contended, and never gives a link more than it carries.
     """
 
-    __slots__ = ("_granted", "_links", "_machines", "_ways", "links", "pipes", "resolved")
-
     def __init__(self, resolved: ResolvedPlan, granted: bool = False) -> None:
         self.resolved = resolved
         self._granted = granted
         """Whether senders keep to what they are granted: all of them together to a share of a link."""
         self.pipes: list[SharedPipe] = []
-        self._links: dict[tuple[str, str], Link] = {}
+        self.specs: dict[tuple[str, str], Link] = {}
         self.links: dict[tuple[str, str], SharedPipe] = {}
         self._machines: dict[tuple[str, str], SharedPipe] = {}
-        self._ways: dict[tuple[str, str], tuple[tuple[SharedPipe, float], ...]] = {}
+        self._ways: dict[tuple[str, str], Ways] = {}
         """By the ids of two replicas."""
         for link in resolved.links:
             ends = (link.source, link.target)
-            self._links[ends] = link
-            self.links[ends] = self._add(
-                SharedPipe("link", *ends, self.full_rate(ends), link_alpha_beta(link).alpha_s)
-            )
+            self.specs[ends] = link
+            alpha_s = link_alpha_beta(link).alpha_s
+            self.links[ends] = self._add(SharedPipe("link", *ends, self.full_rate(ends), alpha_s))
 
     def card(self, name: str, gbps: float) -> SharedPipe:
-        return self._add(card_pipe(name, gbps))
+        path = alpha_beta(gbps, ROUND_TRIP_S, window_bytes=None)
+        return self._add(SharedPipe("card", name, "", path.beta_bytes_per_s, path.alpha_s))
 
     def full_rate(self, ends: tuple[str, str]) -> float:
         """Bytes a second that a link was built for."""
-        return self.rate_of(ends, self._links[ends].gbps)
+        return self.rate_of(ends, self.specs[ends].gbps)
 
     def rate_of(self, ends: tuple[str, str], gbps: float) -> float:
         """Bytes a second of payload at another bandwidth of the same link."""
         if gbps <= 0:
             return 0.0
-        rate = alpha_beta(gbps, self._links[ends].rtt_s).beta_bytes_per_s
+        rate = alpha_beta(gbps, self.specs[ends].rtt_s).beta_bytes_per_s
         return min(rate, GRANTED * gbps * 1e9 / 8) if self._granted else rate
 
     def gbps_of(self, ends: tuple[str, str]) -> float:
         """What a link carries at present, as its bandwidth is written."""
         full = self.full_rate(ends)
-        return self._links[ends].gbps * self.links[ends].rate_bytes_per_s / full
+        return self.specs[ends].gbps * self.links[ends].rate_bytes_per_s / full
 
     def carries(self, source: str, target: str) -> bool:
         """Whether there is a link between two regions that carries something at present."""
@@ -109,14 +111,13 @@ class SimNetwork:
     ) -> float:
         """Seconds that a transfer takes at least, whatever its share of the pipe."""
         if pipe is None:
-            return size_bytes / min(
-                source.replica_model.inside_bytes_per_s, target.replica_model.inside_bytes_per_s
-            )
+            first, second = source.replica_model, target.replica_model
+            return size_bytes / min(first.inside_bytes_per_s, second.inside_bytes_per_s)
         if pipe.kind == "link":
             return size_bytes / min(source.card.rate_bytes_per_s, target.card.rate_bytes_per_s)
         return 0.0
 
-    def ways(self, source: SimReplica, target: SimReplica) -> tuple[tuple[SharedPipe, float], ...]:
+    def ways(self, source: SimReplica, target: SimReplica) -> Ways:
         """(pipe, share of a request's KV) between the named machines of two replicas, the slowest first.
 
         Empty where nothing is said of their links, and where all stays within machines.
@@ -129,7 +130,7 @@ class SimNetwork:
             way = self._ways[key] = self._side_by_side(source, target)
         return way
 
-    def _side_by_side(self, source: SimReplica, target: SimReplica) -> tuple[tuple[SharedPipe, float], ...]:
+    def _side_by_side(self, source: SimReplica, target: SimReplica) -> Ways:
         first, second = source.replica_model.owners, target.replica_model.owners
         if not first or len(first) != len(second):
             return ()
@@ -168,7 +169,3 @@ def near(source: SimReplica, target: SimReplica) -> bool:
         if machine in machines:
             return True
     return False
-
-
-def machine_name(unit: str, node: str, place: int) -> str:
-    return f"{unit}/{node}/{place}"

@@ -14,11 +14,6 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-def poisson(rng: np.random.Generator, rate_per_s: float, count: int) -> Floats:
-    """Independent arrivals: exponential gaps."""
-    return gamma(rng, rate_per_s, 1.0, count)
-
-
 def gamma(rng: np.random.Generator, rate_per_s: float, cv: float, count: int) -> Floats:
     """Gaps from a gamma law with this coefficient of variation: 1 is Poisson, above it bursts, 0 is a clock."""
     _positive("rate_per_s", rate_per_s)
@@ -28,8 +23,7 @@ def gamma(rng: np.random.Generator, rate_per_s: float, cv: float, count: int) ->
 def curve(rng: np.random.Generator, rates_per_s: Sequence[float], step_s: float, cv: float = 1.0) -> Floats:
     """Arrivals at rates that hold for `step_s` each, such as the hours of a day.
 
-    A process of rate 1 is run on the clock R(t), the requests expected until t: for cv 1 this is exactly the
-    Poisson process with that rate, for others the bursts keep their size in requests.
+    A process of rate 1 is run on the clock R(t), the requests expected until t; bursts keep their size in requests.
     """
     _positive("step_s", step_s)
     rates = np.asarray(rates_per_s, dtype=np.float64)
@@ -57,9 +51,7 @@ def stretched(arrival_s: Floats, rate_per_s: float) -> Floats:
     The pattern of bursts is kept, but they last longer or shorter than they did.
     """
     _positive("rate_per_s", rate_per_s)
-    span_s = float(arrival_s[-1] - arrival_s[0]) if len(arrival_s) else 0.0
-    if not span_s > 0:
-        raise InputError("trace", "all its requests come at one moment, so it has no rate to scale")
+    span_s = _span_s(arrival_s)
     when: Floats = (arrival_s - arrival_s[0]) * ((len(arrival_s) - 1) / span_s / rate_per_s)
     return when
 
@@ -81,16 +73,13 @@ def repeated(arrival_s: Floats, count: int) -> tuple[Ints, Floats]:
 def superposed(rng: np.random.Generator, arrival_s: Floats, rate_per_s: float) -> tuple[Ints, Floats]:
     """(which request, when): the trace brought to a rate by thinning or by laying copies over each other.
 
-    The time scale of bursts and of the day is kept. Below the trace's own rate each request stays with the
-    same chance. Above it, copies are laid over each other, each turned round by a random time (what leaves at the
-    end enters at the start), the last one thinned. Independent copies make arrivals smoother, as more
-    users would.
+    The time scale of bursts and of the day is kept. Below the trace's own rate each request stays with the same
+    chance. Above it, each copy is turned round by a random time (what leaves at the end enters at the start), the
+    last thinned.
     """
     _positive("rate_per_s", rate_per_s)
     own = len(arrival_s)
-    span_s = float(arrival_s[-1] - arrival_s[0]) if own else 0.0
-    if not span_s > 0:
-        raise InputError("trace", "all its requests come at one moment, so it has no rate to scale")
+    span_s = _span_s(arrival_s)
     factor = rate_per_s / ((own - 1) / span_s)
     copies = int(factor)
     start_s, period_s = arrival_s - arrival_s[0], span_s * own / (own - 1)
@@ -115,6 +104,13 @@ def _gaps(rng: np.random.Generator, cv: float, count: int) -> Floats:
         return rng.standard_exponential(count)
     shape = 1 / cv**2
     return rng.standard_gamma(shape, count) / shape
+
+
+def _span_s(arrival_s: Floats) -> float:
+    span_s = float(arrival_s[-1] - arrival_s[0]) if len(arrival_s) else 0.0
+    if not span_s > 0:
+        raise InputError("trace", "all its requests come at one moment, so it has no rate to scale")
+    return span_s
 
 
 def _positive(field: str, value: float) -> None:
@@ -151,14 +147,6 @@ def draw_bins(rng: np.random.Generator, lengths: Binned, count: int) -> tuple[In
     inputs = np.array([one.input_tokens for one in lengths.bins])[chosen]
     outputs = np.array([one.output_tokens for one in lengths.bins])[chosen]
     return whole(rng, inputs), whole(rng, outputs)
-
-
-def draw_pairs(
-    rng: np.random.Generator, prompt_tokens: Ints, output_tokens: Ints, count: int
-) -> tuple[Ints, Ints]:
-    """Pairs that were seen, drawn again with replacement: correlation is kept, order is not."""
-    chosen = rng.integers(len(prompt_tokens), size=count)
-    return prompt_tokens[chosen], output_tokens[chosen]
 
 
 def whole(rng: np.random.Generator, tokens: Floats) -> Ints:

@@ -1,8 +1,7 @@
 """A workload: every request of a run as columns, made ahead of it from a seed or a trace.
 
-Columns, not objects: a million requests take 25 MB and are made in well under a second. Nothing here looks at a
-clock; randomness is a numpy Generator that the caller seeds, and each part of a workload (arrivals, lengths,
-prefixes) draws from a stream of its own, so that changing one leaves the others as they were.
+A million requests take 25 MB. Each part of a workload (arrivals, lengths, prefixes) draws from a stream of its own,
+so that changing one leaves the others as they were.
 """
 
 from __future__ import annotations
@@ -59,16 +58,9 @@ class RequestLabels:
         return len(self.tenant)
 
     def take(self, chosen: NDArray[np.integer]) -> RequestLabels:
-        return RequestLabels(
-            self.tenants,
-            self.tenant[chosen],
-            self.classes,
-            self.request_class[chosen],
-            self.wait_s[chosen],
-            self.origins,
-            None if self.origin is None else self.origin[chosen],
-            None if self.exact is None else self.exact[chosen],
-        )
+        columns = ("tenant", "request_class", "wait_s", "origin", "exact")
+        taken = {name: getattr(self, name) for name in columns}
+        return replace(self, **{name: each[chosen] for name, each in taken.items() if each is not None})
 
     @property
     def from_origin(self) -> Places:
@@ -115,15 +107,12 @@ def drawn_labels(
     for shares in (kinds, list(origins) or [("", 1.0)]):
         weight = np.array([share for _, share in shares])
         arrays.append(numbers.choice(len(shares), size=count, p=weight / weight.sum()).astype(np.int32))
-    none = np.zeros(count, dtype=np.int32)
-    return RequestLabels(
-        (DEFAULT_TENANT,),
-        none,
-        tuple(name for name, _ in kinds),
-        arrays[0],
-        np.full(count, np.inf),
-        tuple(name for name, _ in origins) or ("",),
-        arrays[1],
+    return replace(
+        same_labels(count),
+        classes=tuple(name for name, _ in kinds),
+        request_class=arrays[0],
+        origins=tuple(name for name, _ in origins) or ("",),
+        origin=arrays[1],
     )
 
 
@@ -135,18 +124,15 @@ def named_labels(
         return None
     who, tenant = _places(tenants if tenants is not None else [DEFAULT_TENANT] * count)
     what, request_class = _places(classes if classes is not None else [DEFAULT_CLASS] * count)
-    return RequestLabels(
-        who, tenant, what, request_class, wait_s if wait_s is not None else np.full(count, np.inf)
-    )
+    wait_s = np.full(count, np.inf) if wait_s is None else wait_s
+    return RequestLabels(who, tenant, what, request_class, wait_s)
 
 
 def joined_labels(parts: Sequence[RequestLabels | None], counts: Sequence[int]) -> RequestLabels | None:
     """One after another; equal names are one. None when nobody has any."""
     if all(part is None for part in parts):
         return None
-    whole = [
-        part if part is not None else same_labels(count) for part, count in zip(parts, counts, strict=True)
-    ]
+    whole = [part or same_labels(count) for part, count in zip(parts, counts, strict=True)]
     tenants = tuple(dict.fromkeys(name for part in whole for name in part.tenants))
     classes = tuple(dict.fromkeys(name for part in whole for name in part.classes))
     origins = tuple(dict.fromkeys(name for part in whole for name in part.origins))
@@ -158,12 +144,7 @@ def joined_labels(parts: Sequence[RequestLabels | None], counts: Sequence[int]) 
         np.concatenate([part.wait_s for part in whole]),
         origins,
         np.concatenate([_moved(part.origins, origins)[part.from_origin] for part in whole]),
-        np.concatenate(
-            [
-                np.zeros(len(request_labels), bool) if request_labels.exact is None else request_labels.exact
-                for request_labels in whole
-            ]
-        ),
+        np.concatenate([np.zeros(len(each), bool) if each.exact is None else each.exact for each in whole]),
     )
 
 
@@ -213,9 +194,8 @@ class PrefixBlocks:
         counts = np.diff(self.starts)[chosen]
         starts = np.concatenate(([0], np.cumsum(counts)))
         within = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
-        return PrefixBlocks(
-            starts, self.ids[np.repeat(self.starts[:-1][chosen], counts) + within], self.tokens
-        )
+        ids = self.ids[np.repeat(self.starts[:-1][chosen], counts) + within]
+        return PrefixBlocks(starts, ids, self.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,6 +236,11 @@ class Workload:
         return len(self.arrival_s)
 
     @property
+    def last_s(self) -> float:
+        """When the last request arrives."""
+        return float(self.arrival_s[-1]) if len(self) else 0.0
+
+    @property
     def span_s(self) -> float:
         """From the first arrival to the last."""
         return float(self.arrival_s[-1] - self.arrival_s[0]) if len(self) else 0.0
@@ -264,9 +249,6 @@ class Workload:
     def rate_per_s(self) -> float | None:
         """Mean rate over the gaps; None when all requests come at one moment."""
         return (len(self) - 1) / self.span_s if self.span_s > 0 else None
-
-    def prefix_blocks(self, i: int) -> tuple[int, ...]:
-        return () if self.blocks is None else self.blocks.of(i)
 
     def take(self, chosen: Ints) -> Workload:
         """The chosen requests; they must be in order of arrival."""
@@ -314,11 +296,10 @@ def synthetic(
 def of_traffic(
     traffic: Sequence[Traffic], requests: int, seed: int, cv: float = 1.0, *, even: bool = False
 ) -> Workload:
-    """The traffic that was planned for: every model at its rate, `requests` in all, for the same time. With
-    `even` lengths are just as often as was planned for, in random order, not as chance has it.
+    """The traffic that was planned for: every model at its rate, `requests` in all, for the same time.
 
-    A prefix-hit share becomes shared prefixes, see `with_prefixes`. It was planned with wherever a prompt goes, so
-    texts are in use one after the other: a cache that holds one finds it, and misses it at first only.
+    With `even` lengths are just as often as was planned for, in random order. A prefix-hit share becomes shared
+    prefixes (`with_prefixes`); texts are in use one after the other, so a cache misses each at first only.
     """
     total_per_s = sum(one.rate_per_s for one in traffic)
     if not total_per_s > 0:
@@ -353,15 +334,13 @@ def first(made: Workload, requests: int) -> Workload:
 
 def _at(made: Workload, chosen: Ints, when: Floats) -> Workload:
     """The chosen requests, which may repeat, at other times."""
-    return Workload(
-        made.models,
-        when,
-        made.model[chosen],
-        made.prompt_tokens[chosen],
-        made.output_tokens[chosen],
-        made.priority[chosen],
-        None if made.blocks is None else made.blocks.take(chosen),
-        None if made.labels is None else made.labels.take(chosen),
+    columns = ("model", "prompt_tokens", "output_tokens", "priority")
+    return replace(
+        made,
+        arrival_s=when,
+        blocks=None if made.blocks is None else made.blocks.take(chosen),
+        labels=None if made.labels is None else made.labels.take(chosen),
+        **{name: getattr(made, name)[chosen] for name in columns},
     )
 
 
@@ -381,8 +360,6 @@ def merge(parts: Sequence[Workload]) -> Workload:
     if not parts:
         raise InputError("workload", "has no requests")
     models = tuple(dict.fromkeys(name for part in parts for name in part.models))
-    place = {name: index for index, name in enumerate(models)}
-    model = [np.array([place[n] for n in part.models], dtype=np.int32)[part.model] for part in parts]
     arrival_s = np.concatenate([part.arrival_s for part in parts])
     order = np.argsort(arrival_s, kind="stable")
     blocks = _merge_blocks(parts)
@@ -390,7 +367,7 @@ def merge(parts: Sequence[Workload]) -> Workload:
     return Workload(
         models,
         arrival_s[order],
-        np.concatenate(model)[order],
+        np.concatenate([_moved(part.models, models)[part.model] for part in parts])[order],
         np.concatenate([part.prompt_tokens for part in parts])[order],
         np.concatenate([part.output_tokens for part in parts])[order],
         np.concatenate([part.priority for part in parts])[order],
@@ -425,9 +402,8 @@ def with_prefixes(
     """Let the first `hit_share` of every prompt be one of `groups` shared texts, drawn evenly.
 
     An endless cache then saves about that share of the prompt tokens once the groups are warm. With `run` there are
-    as many texts as it takes, each shared by so many requests in a row, and so much more of every prompt is shared
-    that the share is saved with all that a cache finds for the first time. The number of
-    shared blocks is rounded at random so that the share is kept on average.
+    as many texts as it takes, each shared by so many requests in a row, and so much more is shared that the share is
+    saved with all that a cache finds for the first time. Shared blocks are rounded at random, without bias.
     """
     if not 0 <= hit_share < 1:
         raise InputError("prefixes: hit_share", f"must be at least 0 and below 1, is {hit_share}")
@@ -559,20 +535,13 @@ def _workload(rows: _Rows) -> Workload:
 def _labels(rows: _Rows) -> RequestLabels | None:
     result = rows.requests
     plain = (DEFAULT_TENANT, DEFAULT_CLASS, None, False)
-    if all(
-        (request.tenant, request.request_class, request.deadline_s, request.exact) == plain
-        for request in result
-    ):
+    if all((each.tenant, each.request_class, each.deadline_s, each.exact) == plain for each in result):
         return None
     waits = np.array([_wait_s(request) for request in result])
-    named = named_labels(
-        [request.tenant for request in result],
-        [request.request_class for request in result],
-        waits,
-        len(result),
-    )
+    tenants, classes = [each.tenant for each in result], [each.request_class for each in result]
+    named = named_labels(tenants, classes, waits, len(result))
     assert named is not None
-    return replace(named, exact=np.array([request.exact for request in result]))
+    return replace(named, exact=np.array([each.exact for each in result]))
 
 
 def _wait_s(request: Request) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import fields
 from math import nan
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from potluck.sim.load.workload import Workload
 from potluck.sim.results.records import RequestRecords
@@ -14,21 +15,6 @@ from potluck.sim.results.records import RequestRecords
 
 class RequestLedger:
     """Columns that the world writes by request number; `records` makes the finished table of them."""
-
-    __slots__ = (
-        "attempts",
-        "cached_tokens",
-        "decode_replica",
-        "finish_s",
-        "first_token_s",
-        "outcome",
-        "preemptions",
-        "prefill_replica",
-        "reason",
-        "route",
-        "streamed_tokens",
-        "wire_bytes",
-    )
 
     def __init__(self, count: int) -> None:
         self.first_token_s = array("d", [nan]) * count
@@ -46,40 +32,18 @@ class RequestLedger:
 
     def records(self, workload: Workload) -> RequestRecords:
         """The table; its columns share the ledger's memory."""
-        return RequestRecords(
-            workload.models,
-            workload.arrival_s,
-            workload.model,
-            workload.prompt_tokens,
-            workload.output_tokens,
-            _ints(self.streamed_tokens, np.int32),
-            _floats(self.first_token_s),
-            _floats(self.finish_s),
-            _ints(self.outcome, np.int8),
-            _ints(self.reason, np.int8),
-            _ints(self.attempts, np.int16),
-            _ints(self.preemptions, np.int16),
-            _ints(self.route, np.int8),
-            _ints(self.prefill_replica, np.int32),
-            _ints(self.decode_replica, np.int32),
-            _ints(self.cached_tokens, np.int32),
-            _floats(self.wire_bytes),
-            workload.labels,
-        )
+        names = ("models", "arrival_s", "model", "prompt_tokens", "output_tokens", "labels")
+        columns: dict[str, Any] = {name: getattr(workload, name) for name in names}
+        own = [field.name for field in fields(RequestRecords) if field.name not in columns]
+        return RequestRecords(**columns, **{name: _column(getattr(self, name)) for name in own})
 
 
-def _floats(column: array[float]) -> NDArray[np.float64]:
-    return np.frombuffer(column, dtype=np.float64) if len(column) else np.zeros(0)
-
-
-def _ints(column: array[int], kind: type[np.integer]) -> NDArray[np.integer]:
-    return np.frombuffer(column, dtype=kind) if len(column) else np.zeros(0, dtype=kind)
+def _column(column: array[Any]) -> Any:
+    return np.frombuffer(column, column.typecode) if len(column) else np.zeros(0, column.typecode)
 
 
 class CostMeter:
     """What the machines cost: a rate in USD an hour that changes when one comes, goes or changes its price."""
-
-    __slots__ = ("_count", "_prices", "_starting", "rates", "start_rates")
 
     def __init__(self) -> None:
         self._prices: dict[tuple[str, str], float] = {}
@@ -111,12 +75,6 @@ class CostMeter:
     def reprice(self, at_s: float, region: str, node: str, price_usd_per_h: float) -> None:
         self._prices[region, node] = price_usd_per_h
         self._note(at_s)
-
-    def rented(self, region: str, node: str) -> int:
-        return self._count.get((region, node), 0)
-
-    def price_usd_per_h(self, region: str, node: str) -> float:
-        return self._prices.get((region, node), 0.0)
 
     def _note(self, at_s: float) -> None:
         for rates, counts in ((self.rates, self._count), (self.start_rates, self._starting)):

@@ -98,9 +98,8 @@ def link_use(result: SimResult) -> tuple[LinkUse, ...]:
         most_bytes = link.gbps * 1e9 / 8 * span_s
         share = min(link.sent_bytes / most_bytes, 1.0) if most_bytes > 0 else 0.0
         busy = min(link.busy_s / span_s, 1.0) if span_s > 0 else 0.0
-        link_uses.append(
-            LinkUse(link.source, link.target, link.kind, link.gbps, link.sent_bytes, share, busy)
-        )
+        ends = (link.source, link.target, link.kind)
+        link_uses.append(LinkUse(*ends, link.gbps, link.sent_bytes, share, busy))
     return tuple(link_uses)
 
 
@@ -320,20 +319,15 @@ def limits_of(
     """(whether anything was promised, [TTFT, TPOT, E2E] that were) of each request; infinite where nothing was."""
     kinds = records.labels.classes if records.labels is not None else ("",)
     kind = records.labels.request_class if records.labels is not None else np.zeros(len(records), np.int32)
-    promises = [[_promise(slos.get(name), (classes or {}).get(k)) for k in kinds] for name in records.models]
-    limits_s = np.array([[_limits(slo) for slo in row] for row in promises])
-    promised = np.array([[slo is not None for slo in row] for row in promises], np.bool_)[records.model, kind]
-    return promised, limits_s[records.model, kind].T
-
-
-def _limits(slo: Slo | None) -> tuple[float, float, float]:
-    if slo is None:
-        return inf, inf, inf
-    return slo.ttft_s, slo.tpot_s, inf if slo.e2e_s is None else slo.e2e_s
-
-
-def _promise(slo: Slo | None, known: RequestClass | None) -> Slo | None:
-    return known.objective(slo) if known is not None else slo
+    limits_s = np.full((len(records.models), len(kinds), 3), inf)
+    promised = np.zeros(limits_s.shape[:2], np.bool_)
+    for i, name in enumerate(records.models):
+        for j, known in enumerate(map((classes or {}).get, kinds)):
+            slo = slos.get(name) if known is None else known.objective(slos.get(name))
+            if slo is not None:
+                promised[i, j] = True
+                limits_s[i, j] = slo.ttft_s, slo.tpot_s, inf if slo.e2e_s is None else slo.e2e_s
+    return promised[records.model, kind], limits_s[records.model, kind].T
 
 
 def tpot(records: RequestRecords) -> Floats:
@@ -433,18 +427,12 @@ def _summary(
 
 
 def _outcomes(records: RequestRecords, chosen: Mask) -> OutcomeCounts:
-    ended = np.bincount(records.outcome[chosen], minlength=4)
-    reasons = np.bincount(records.reason[chosen], minlength=len(REASONS))
-    refusals = {REASONS[i]: int(reasons[i]) for i in range(1, len(REASONS)) if reasons[i]}
-    return OutcomeCounts(
-        int(ended[ANSWERED]),
-        int(ended[REFUSED]),
-        int(ended[CANCELLED]),
-        int(ended[OPEN]),
-        refusals,
-        int((records.attempts[chosen] > 1).sum()),
-        int((records.preemptions[chosen] > 0).sum()),
-    )
+    ended = np.bincount(records.outcome[chosen], minlength=4).tolist()
+    reasons = np.bincount(records.reason[chosen], minlength=len(REASONS)).tolist()
+    refusals = {reason: count for reason, count in zip(REASONS, reasons, strict=True) if reason and count}
+    retried, preempted = (records.attempts > 1)[chosen].sum(), (records.preemptions > 0)[chosen].sum()
+    outcomes = (ended[ANSWERED], ended[REFUSED], ended[CANCELLED], ended[OPEN])
+    return OutcomeCounts(*outcomes, refusals, int(retried), int(preempted))
 
 
 SCALES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
@@ -476,16 +464,10 @@ class ScaleScan:
 def scan(result: SimResult, warm_up_s: float = 0.0, scales: tuple[float, ...] = SCALES) -> ScaleScan:
     """Of all requests to which something was promised, each against its own objective.
 
-    A request keeps an objective that is s times as long from
-
-        s = max(TTFT / slo.ttft_s, TPOT / slo.tpot_s, E2E / slo.e2e_s)
-
-    on, each part alone likewise. So one run answers for every scale: attainment at s is the share of requests whose
-    own scale is at most s, and the least scale that attains a share is a quantile. Refused requests are within no
-    scale; those that are still open or were cancelled are left out. Rules that look at the objective decided by the
-    one in force, above all admission, so scan with `admission=false`; another run with `--slo-scale` lets them
-    decide anew.
-    """
+    A request keeps an objective that is s times as long from s = max(TTFT / slo.ttft_s, TPOT / slo.tpot_s,
+    E2E / slo.e2e_s) on, each part alone likewise. So one run answers for every scale: attainment at s is the share of
+    requests whose own scale is at most s. Refused requests are within no scale; those that are still open or were
+    cancelled are left out. Admission decides by the objective in force, so scan with `admission=false`."""
     records = result.records
     promised, limits_s = limits_of(records, result.slos, result.classes)
     answered, refused = records.outcome == ANSWERED, records.outcome == REFUSED
@@ -495,10 +477,7 @@ def scan(result: SimResult, warm_up_s: float = 0.0, scales: tuple[float, ...] = 
         np.where(records.streamed_tokens > 1, tpot(records), 0.0),
         records.finish_s - records.arrival_s,
     )
-    own = [
-        np.where(answered, seconds / limit_s, inf)[counted]
-        for seconds, limit_s in zip(times_s, limits_s, strict=True)
-    ]
+    own = [np.where(answered, s / most_s, inf)[counted] for s, most_s in zip(times_s, limits_s, strict=True)]
     parts = {"TTFT": own[0], "TPOT": own[1]}
     if bool((limits_s[2][counted] < inf).any()):
         parts["E2E"] = own[2]

@@ -7,13 +7,13 @@
     busy          share of time that a replica was busy                                     BUSY
     link          bytes a second over a link between regions or named machines              BYTES and noise
 
-The plan is asked what it says of the lengths that came and of as many requests as came. Where more came than it was
-made for, only what fell short of it disagrees. A run in which replicas came, went or changed their roles is not
-compared: the plan it began with says nothing of that.
+The plan is asked about the lengths and the number of requests that came. Where more came than it was made for, only
+what fell short of it disagrees. A run in which replicas came, went or changed their roles is not compared.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import exp, inf, sqrt
@@ -22,14 +22,8 @@ from typing import Literal
 import numpy as np
 
 from potluck.core.routing.template_weights import PHASES, ModelWeights, Phase, offers
-from potluck.core.values.plan import Plan, Template
-from potluck.perf.phases import (
-    CHUNK_TOKENS,
-    chunked_prefill_s,
-    decode_step_s,
-    prompts_in_step,
-    prompts_s,
-)
+from potluck.core.values.plan import Plan, Prediction, Template
+from potluck.perf.phases import chunked_prefill_s, decode_step_s, prompts_in_step, prompts_s
 from potluck.perf.step_timer import StepTimer, steps
 from potluck.perf.timers.pipeline_timer import PipelineTimer
 from potluck.runtime.replica_models import ReplicaModels
@@ -52,10 +46,12 @@ class BucketLengths:
     """The whole prompt."""
 
 
+MeanLengths = dict[tuple[str, int], BucketLengths]
+"""By model and bucket."""
+
+
 @dataclass(frozen=True, slots=True)
 class ValueRange:
-    """From the least to the most that was said."""
-
     low: float
     high: float
 
@@ -140,27 +136,21 @@ class _ExpectedWork:
 def promises(
     plan: Plan,
     replica_models: ReplicaModels,
-    lengths: Mapping[tuple[str, int], BucketLengths],
+    lengths: MeanLengths,
     balance: str = "learned",
     scale: Mapping[str, float] | None = None,
 ) -> PlanExpectations:
     """What the plan says of requests with these mean lengths, by model and bucket.
 
-    `scale` has for each model what share of the planned requests come.
-
-    For every replica the requests a second that it prefills for others, decodes for others or does alone; who hands
-    to whom; how busy that keeps it; how many bytes cross each link; and the share of requests within the objective.
-    A rate is a range: from what the plan's program sent there to what the Brain's weights make of it, which spread
-    the time that copies have to spare (`core.routing.offers`).
-
-    Busy is a range too, whatever arrivals are like. With u the time that prompts take and n the answers that would be
-    under way at once if each ran alone, both per second,
+    `scale` has for each model what share of the planned requests come. A rate is a range: from what the plan's
+    program sent there to what the Brain's weights make of it (`core.routing.offers`). Busy is a range too. With u the
+    time that prompts take and n the answers that would be under way at once if each ran alone, both per second,
 
         low = 1 - (1 - u) exp(-n)      arrivals by chance: answers overlap and share steps
         high = min(1, u + n)           arrivals in turn
 
-    Inside combos and pairs the Brain decides request by request who does what (in place, split, overflow). There the
-    plan counts on the copy as a whole, so nothing is said of a single replica but that it gets work.
+    Inside combos and pairs the Brain decides request by request who does what: nothing is said of a single replica
+    but that it gets work.
     """
     if scale is not None:
         plan = _scaled(plan, scale)
@@ -179,20 +169,14 @@ def promises(
                 if template.flows and first is not None and second is not None:
                     ends = (template.model, (name, region, first), (name, region, second))
                     pairs[ends] = pairs.get(ends, 0.0) + mine[0]
-                    _cross(
-                        replica_models, template, ends, mine[0], lengths.get((template.model, bucket)), links
-                    )
+                    length = lengths.get((template.model, bucket))
+                    _cross(replica_models, template, ends, mine[0], length, links)
+    links = _between(plan, replica_models, lengths) | links
     return PlanExpectations(
-        tuple(_model(plan, prediction.model, replica_models) for prediction in plan.predictions),
-        tuple(
-            _replica(plan.template(place[0]), place, expected_work, replica_models, lengths)
-            for place, expected_work in work.items()
-        ),
+        tuple(_model(plan, prediction, replica_models) for prediction in plan.predictions),
+        tuple(_replica(plan, place, each, replica_models, lengths) for place, each in work.items()),
         (*_regions(plan), *(_pair(ends, rate) for ends, rate in pairs.items())),
-        tuple(
-            LinkExpectation(*ends, rate)
-            for ends, rate in {**_between(plan, replica_models, lengths), **links}.items()
-        ),
+        tuple(LinkExpectation(*ends, rate) for ends, rate in links.items()),
     )
 
 
@@ -200,15 +184,12 @@ def copy_rates(
     plan: Plan, read: Mapping[str, ModelWeights]
 ) -> dict[tuple[str, str], dict[tuple[Phase, int], tuple[float, float]]]:
     """Per copy, phase and bucket: requests a second by the program, and by the weights that routing has."""
-    counts: dict[tuple[str, str], int] = {}
-    for deployment in plan.deployments:
-        counts[deployment.template, deployment.region] = (
-            counts.get((deployment.template, deployment.region), 0) + deployment.count
-        )
-    planned: dict[tuple[str, str, Phase, int], float] = {}
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    for each in plan.deployments:
+        counts[each.template, each.region] += each.count
+    planned: dict[tuple[str, str, Phase, int], float] = defaultdict(float)
     for share in plan.shares:
-        part = (share.template, share.region, share.phase, share.bucket)
-        planned[part] = planned.get(part, 0.0) + share.rate_per_s
+        planned[share.template, share.region, share.phase, share.bucket] += share.rate_per_s
     result: dict[tuple[str, str], dict[tuple[Phase, int], tuple[float, float]]] = {}
     for mine in read.values():
         for phase in PHASES:
@@ -229,12 +210,9 @@ def _scaled(plan: Plan, scale: Mapping[str, float]) -> Plan:
     return replace(
         plan,
         shares=tuple(
-            replace(share, rate_per_s=share.rate_per_s * scale.get(model_of[share.template], 1.0))
-            for share in plan.shares
+            replace(s, rate_per_s=s.rate_per_s * scale.get(model_of[s.template], 1.0)) for s in plan.shares
         ),
-        flows=tuple(
-            replace(flow, rate_per_s=flow.rate_per_s * scale.get(flow.model, 1.0)) for flow in plan.flows
-        ),
+        flows=tuple(replace(f, rate_per_s=f.rate_per_s * scale.get(f.model, 1.0)) for f in plan.flows),
     )
 
 
@@ -253,16 +231,13 @@ def _inside(template: Template, phase: Phase, bucket: int) -> list[tuple[int | N
         return [(flow.prefill, flow.decode, flow.share) for flow in template.flows if flow.bucket == bucket]
     roles = [replica.role for replica in template.replicas]
     if phase != "closed":
-        able = [index for index, role in enumerate(roles) if role in (phase, "mixed")]
-        one: list[tuple[int | None, int | None]] = [
-            (index, None) if phase == "prefill" else (None, index) for index in able
-        ]
-        return [(*ends, 1.0 / len(able)) for ends in one]
-    mixed = [index for index, role in enumerate(roles) if role == "mixed"]
-    first = [index for index, role in enumerate(roles) if role == "prefill"]
+        able, part = [i for i, role in enumerate(roles) if role in (phase, "mixed")], phase == "prefill"
+        return [(i if part else None, None if part else i, 1.0 / len(able)) for i in able]
+    mixed = [i for i, role in enumerate(roles) if role == "mixed"]
+    first = [i for i, role in enumerate(roles) if role == "prefill"]
     if not first:
-        return [(index, index, 1.0 / len(mixed)) for index in mixed]
-    second = [index for index, role in enumerate(roles) if role != "prefill"]
+        return [(i, i, 1.0 / len(mixed)) for i in mixed]
+    second = [i for i, role in enumerate(roles) if role != "prefill"]
     return [(i, j, 1.0 / (len(first) * len(second))) for i in first for j in second]
 
 
@@ -275,46 +250,42 @@ def _parts(first: int | None, second: int | None) -> list[tuple[int, bool, bool]
 
 
 def _replica(
-    template: Template,
+    plan: Plan,
     place: Place,
     work: _ExpectedWork,
     replica_models: ReplicaModels,
-    lengths: Mapping[tuple[str, int], BucketLengths],
+    lengths: MeanLengths,
 ) -> ReplicaExpectation:
-    value, spread = work.requests
+    template, (value, spread) = plan.template(place[0]), work.requests
     busy: ValueRange | None = None
     if template.flows or template.kind not in ("combo", "pair"):
-        timer = replica_models.replica_models[template.name, place[2]].timer
-        budget = replica_models.replica_models[template.name, place[2]].engine.token_budget
-        spans = [
-            busy_span(template.model, timer, work.prompts, work.answers, lengths, side, budget)
-            for side in (0, 1)
-        ]
+        mine = {bucket: each for (model, bucket), each in lengths.items() if model == template.model}
+        replica_model = replica_models.replica_models[template.name, place[2]]
+        given = (replica_model.timer, replica_model.engine.token_budget, work.prompts, work.answers, mine)
+        spans = [busy_span(*given, side) for side in (0, 1)]
         busy = ValueRange(min(span.low for span in spans), max(span.high for span in spans))
     rate = ValueRange(min(value, spread), max(value, spread))
     return ReplicaExpectation(place, template.model, rate, value, busy, not template.flows)
 
 
 def busy_span(
-    model: str,
     timer: StepTimer,
+    budget: int,
     prompts: Mapping[int, list[float]],
     answers: Mapping[int, list[float]],
-    lengths: Mapping[tuple[str, int], BucketLengths],
+    lengths: Mapping[int, BucketLengths],
     side: int,
-    budget: int = CHUNK_TOKENS,
 ) -> ValueRange:
-    """How busy prompts and answers at these rates keep a replica whose steps hold so many tokens."""
+    """How busy prompts and answers of each bucket at these rates keep a replica."""
     least = most = alone = 0.0
     for bucket, rates in prompts.items():
-        length = lengths.get((model, bucket))
-        if length is not None:
-            fast_s, slow_s = prompt_s(timer, length, budget, shared=not answers)
+        if bucket in lengths:
+            fast_s, slow_s = prompt_s(timer, lengths[bucket], budget, shared=not answers)
             least += rates[side] * fast_s
             most += rates[side] * slow_s
     for bucket, rates in answers.items():
-        length = lengths.get((model, bucket))
-        if length is not None:
+        if bucket in lengths:
+            length = lengths[bucket]
             context = length.context_tokens + length.output_tokens / 2
             step_s = float(decode_step_s(timer, 1, context)[0])
             alone += rates[side] * length.output_tokens * step_s
@@ -322,9 +293,7 @@ def busy_span(
     return ValueRange(1.0 - (1.0 - least) * exp(-alone), min(1.0, most + alone))
 
 
-def prompt_s(
-    timer: StepTimer, each: BucketLengths, budget: int = CHUNK_TOKENS, shared: bool = False
-) -> tuple[float, float]:
+def prompt_s(timer: StepTimer, each: BucketLengths, budget: int, shared: bool) -> tuple[float, float]:
     """Seconds of a replica that a prompt takes: as one of many, and alone; `shared`: several fill a step."""
     tokens = max(1, round(each.prompt_tokens))
     cached = max(0.0, each.context_tokens - each.prompt_tokens)
@@ -338,13 +307,11 @@ def prompt_s(
     return min(fast_s, slow_s), slow_s
 
 
-def _model(plan: Plan, model: str, replica_models: ReplicaModels) -> ModelExpectation:
-    prediction = next(item for item in plan.predictions if item.model == model)
+def _model(plan: Plan, prediction: Prediction, replica_models: ReplicaModels) -> ModelExpectation:
+    model, demand = prediction.model, prediction.demand_per_s
     slo = replica_models.resolved.slos.get(model)
     attained = None if slo is None else slo.attainment
-    return ModelExpectation(
-        model, prediction.demand_per_s, prediction.demand_per_s * plan.fraction_of(model), attained
-    )
+    return ModelExpectation(model, demand, demand * plan.fraction_of(model), attained)
 
 
 def _regions(plan: Plan) -> list[FlowExpectation]:
@@ -360,9 +327,7 @@ def _pair(ends: tuple[str, Place, Place], rate: float) -> FlowExpectation:
     return FlowExpectation(model, f"{name}@{region}/{first}", f"{name}@{region}/{second}", rate)
 
 
-def _between(
-    plan: Plan, replica_models: ReplicaModels, lengths: Mapping[tuple[str, int], BucketLengths]
-) -> dict[tuple[str, str], float]:
+def _between(plan: Plan, replica_models: ReplicaModels, lengths: MeanLengths) -> dict[tuple[str, str], float]:
     """Bytes a second over links between regions."""
     values: dict[tuple[str, str], float] = {}
     for flow in plan.flows:
@@ -413,36 +378,24 @@ class PlanDeviation:
     verdict: Verdict
 
 
+Deviations = Iterable[PlanDeviation]
+
+
 def compared(
-    resolved: ResolvedPlan,
-    result: SimResult,
-    balance: str = "learned",
-    replica_models: ReplicaModels | None = None,
+    resolved: ResolvedPlan, result: SimResult, balance: str = "learned"
 ) -> tuple[PlanDeviation, ...]:
-    """Everything that the scene's plan says of a run; empty where its fleet did not stay as planned."""
+    """Everything that a plan says of a run; empty where its fleet did not stay as planned."""
     records, plan = result.records, resolved.plan
     if not len(records) or not plan.shares or not steady(result.replicas):
         return ()
-    if replica_models is None:
-        replica_models = ReplicaModels(resolved)
-        replica_models.learn(plan)
+    replica_models = ReplicaModels(resolved)
+    replica_models.learn(plan)
     span_s = _span_s(result)
     values = {name: int((records.model == place).sum()) / span_s for place, name in enumerate(records.models)}
-    scale = {
-        prediction.model: min(
-            1.0,
-            values.get(prediction.model, 0.0)
-            / (prediction.demand_per_s * plan.fraction_of(prediction.model)),
-        )
-        for prediction in plan.predictions
-        if prediction.demand_per_s * plan.fraction_of(prediction.model) > 0
-    }
+    served = {each.model: each.demand_per_s * plan.fraction_of(each.model) for each in plan.predictions}
+    scale = {name: min(1.0, values.get(name, 0.0) / rate) for name, rate in served.items() if rate > 0}
     expectations = promises(plan, replica_models, lengths_of(records, offers(plan, balance)), balance, scale)
-    over = {
-        expectation.model
-        for expectation in expectations.models
-        if values.get(expectation.model, 0.0) > expectation.served_per_s * (1 + SERVED)
-    }
+    over = {name for name, rate in served.items() if values.get(name, 0.0) > rate * (1 + SERVED)}
     return (
         *_models(expectations, result, values),
         *_replicas(expectations, result, span_s, over),
@@ -468,7 +421,7 @@ def described(each: PlanDeviation) -> tuple[str, str]:
 
 def disagreements(plan_deviations: Iterable[PlanDeviation]) -> tuple[PlanDeviation, ...]:
     """Those to speak of, the worst first."""
-    wrong = [plan_deviation for plan_deviation in plan_deviations if plan_deviation.verdict != "agrees"]
+    wrong = [each for each in plan_deviations if each.verdict != "agrees"]
     return tuple(sorted(wrong, key=lambda each: each.verdict != "broken"))
 
 
@@ -484,11 +437,9 @@ def steady(replicas: tuple[ReplicaRecord, ...]) -> bool:
     )
 
 
-def lengths_of(
-    records: RequestRecords, read: Mapping[str, ModelWeights]
-) -> dict[tuple[str, int], BucketLengths]:
+def lengths_of(records: RequestRecords, read: Mapping[str, ModelWeights]) -> MeanLengths:
     """Mean lengths of what came, by model and bucket."""
-    lengths: dict[tuple[str, int], BucketLengths] = {}
+    lengths: MeanLengths = {}
     for place, name in enumerate(records.models):
         mine = read.get(name)
         if mine is None:
@@ -513,32 +464,21 @@ def _span_s(result: SimResult) -> float:
     return span_s if span_s > MOMENT_S else max(result.end_s, MOMENT_S)
 
 
-def _models(
-    said: PlanExpectations, result: SimResult, values: Mapping[str, float]
-) -> Iterable[PlanDeviation]:
+def _models(said: PlanExpectations, result: SimResult, rates: Mapping[str, float]) -> Deviations:
     records = result.records
     verdict = judge(records, result.slos, result.end_s, result.classes)
-    for expectation in said.models:
-        rows = (
-            records.model == records.models.index(expectation.model)
-            if expectation.model in records.models
-            else None
-        )
-        if rows is None or not rows.any():
+    for model in said.models:
+        if not rates.get(model.model):
             continue
+        rows = records.model == records.models.index(model.model)
         asked = rows & (records.outcome != CANCELLED)
         answered = int((asked & (records.outcome == ANSWERED)).sum()) / max(1, int(asked.sum()))
-        planned = _share(expectation, values[expectation.model])
-        yield _at_least("served", expectation.model, planned, answered, SERVED)
+        planned = min(1.0, model.served_per_s / rates[model.model])
+        yield _at_least("served", model.model, planned, answered, SERVED)
         judged = int((rows & verdict.judged).sum())
-        if expectation.attainment is not None and judged:
+        if model.attainment is not None and judged:
             kept = int((rows & verdict.met).sum()) / judged
-            yield _at_least("attainment", expectation.model, expectation.attainment * planned, kept, 0.0)
-
-
-def _share(each: ModelExpectation, came_per_s: float) -> float:
-    """Of what came, how much the plan serves."""
-    return min(1.0, each.served_per_s / came_per_s) if came_per_s > 0 else 1.0
+            yield _at_least("attainment", model.model, model.attainment * planned, kept, 0.0)
 
 
 def _at_least(what: What, name: str, planned: float, ran: float, slack: float) -> PlanDeviation:
@@ -546,9 +486,7 @@ def _at_least(what: What, name: str, planned: float, ran: float, slack: float) -
     return PlanDeviation(what, name, ValueRange(planned, 1.0), ran, verdict)
 
 
-def _replicas(
-    said: PlanExpectations, result: SimResult, span_s: float, over: set[str]
-) -> Iterable[PlanDeviation]:
+def _replicas(said: PlanExpectations, result: SimResult, span_s: float, over: set[str]) -> Deviations:
     """Replicas of a copy that are alike and do the same are one: which of them gets a request is nobody's promise."""
     records = result.records
     size = len(result.replicas)
@@ -560,12 +498,9 @@ def _replicas(
     for number, replica in enumerate(result.replicas):
         expectation = promised.get(place_of(replica))
         if expectation is not None and not replica.stood_by:
-            kind = (
-                replace(expectation, place=(*expectation.place[:2], 0))
-                if expectation.interchangeable
-                else expectation
-            )
-            alike.setdefault((replica.unit, kind), []).append(number)
+            if expectation.interchangeable:
+                expectation = replace(expectation, place=(*expectation.place[:2], 0))
+            alike.setdefault((replica.unit, expectation), []).append(number)
     for (_, expectation), numbers in alike.items():
         one, count = result.replicas[numbers[0]], len(numbers)
         name = one.id if count == 1 else f"{one.id} and {count - 1} like it"
@@ -581,14 +516,11 @@ def _replicas(
         yield _within("rate", name, rate, got / span_s, slack, open_end)
         busy_s = sum(result.replicas[number].busy_s for number in numbers) / count
         share = min(1.0, busy_s / result.end_s) if result.end_s > 0 else 0.0
+        low, high = expectation.busy.low, expectation.busy.high
         # Chance in how many came while it ran.
-        noise = (
-            NOISE * expectation.busy.high / sqrt(max(rate.high * span_s, 1.0))
-            if expectation.busy.high < 1
-            else 0.0
-        )
+        noise = NOISE * high / sqrt(max(rate.high * span_s, 1.0)) if high < 1 else 0.0
         # Where one of those alike has most of the answers, they share steps, and all together are less busy.
-        busy = ValueRange((1.0 - (1.0 - expectation.busy.low) ** count) / count, expectation.busy.high)
+        busy = ValueRange((1.0 - (1.0 - low) ** count) / count, high)
         yield _within("busy", name, busy, share, BUSY + min(noise, BUSY), open_end)
 
 
@@ -596,9 +528,7 @@ def place_of(replica: ReplicaRecord) -> Place:
     return replica.template, replica.region, int(replica.id.rpartition("/")[2])
 
 
-def _flows(
-    said: PlanExpectations, result: SimResult, span_s: float, over: set[str]
-) -> Iterable[PlanDeviation]:
+def _flows(said: PlanExpectations, result: SimResult, span_s: float, over: set[str]) -> Deviations:
     records, replicas = result.records, result.replicas
     seen: dict[tuple[str, str, str], int] = {}
     sent = (records.prefill_replica >= 0) & (records.decode_replica >= 0)
@@ -617,17 +547,14 @@ def _flows(
         yield _within("flow", name, planned, ran, slack, flow.model in over)
 
 
-def _links(said: PlanExpectations, result: SimResult, span_s: float, over: bool) -> Iterable[PlanDeviation]:
+def _links(said: PlanExpectations, result: SimResult, span_s: float, over: bool) -> Deviations:
     records = {(link.source, link.target): link for link in result.links}
-    for link_expectation in said.links:
-        record = records.get((link_expectation.source, link_expectation.target))
+    for link in said.links:
+        record, rate = records.get((link.source, link.target)), link.bytes_per_s
         ran = 0.0 if record is None else record.sent_bytes / span_s
         noise = NOISE / sqrt(record.transfers) if record is not None and record.transfers else 0.0
-        slack = link_expectation.bytes_per_s * (BYTES + noise)
-        planned = ValueRange(link_expectation.bytes_per_s, link_expectation.bytes_per_s)
-        yield _within(
-            "link", f"{link_expectation.source} -> {link_expectation.target}", planned, ran, slack, over
-        )
+        name, planned = f"{link.source} -> {link.target}", ValueRange(rate, rate)
+        yield _within("link", name, planned, ran, rate * (BYTES + noise), over)
 
 
 def _within(

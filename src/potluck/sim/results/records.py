@@ -1,28 +1,21 @@
 """What a run leaves behind: one row per request in columns, and what replicas, links and money did.
 
-Columns are numpy arrays of one length, in order of arrival, about 70 bytes a request:
-
-    arrival_s         float64   when it came
-    model             int16     place in `RequestRecords.models`
-    prompt_tokens     int32
-    output_tokens     int32     tokens asked for
-    streamed_tokens   int32     tokens that reached the user; = output_tokens when answered
-    first_token_s     float64   absolute time; nan when none was made
-    finish_s          float64   absolute time of the last token, the refusal or the cancellation
-    outcome           int8      ANSWERED, REFUSED, CANCELLED (0: still open, only in a run cut short)
-    reason            int8      place in REASONS: why it was refused; 0 otherwise
-    attempts          int16     times it was sent, retries included; 0 when it never was
-    preemptions       int16     times a replica put it back for want of memory
-    route             int8      AGGREGATED, HANDED_OVER (all of the prompt elsewhere), SPLIT; of the last attempt
-    prefill_replica   int32     place in `SimResult.replicas` of the first segment's replica; -1: none
-    decode_replica    int32     the same of the last segment's
-    cached_tokens     int32     prompt tokens found in prefix caches, last attempt
-    wire_bytes        float64   KV bytes sent for it, all attempts
-    tenant            int32     place in `RequestRecords.labels.tenants`; only where the workload has labels
-    request_class     int32     place in `RequestRecords.labels.classes`; likewise
-
+Columns are numpy arrays of one length, in order of arrival, about 70 bytes a request. Times are absolute:
 TTFT = first_token_s - arrival_s; TPOT = (finish_s - first_token_s) / (streamed_tokens - 1).
-"""
+
+    model             place in `RequestRecords.models`
+    output_tokens     asked for; `streamed_tokens` reached the user, as many when answered
+    first_token_s     nan when none was made
+    finish_s          of the last token, the refusal or the cancellation
+    outcome           ANSWERED, REFUSED, CANCELLED (0: still open, only in a run cut short)
+    reason            place in REASONS: why it was refused; 0 otherwise
+    attempts          times it was sent, retries included; 0 when it never was
+    preemptions       times a replica put it back for want of memory
+    route             AGGREGATED, HANDED_OVER (all of the prompt elsewhere), SPLIT; of the last attempt
+    prefill_replica   place in `SimResult.replicas` of the first segment's replica, -1: none; decode_replica: last
+    cached_tokens     prompt tokens found in prefix caches, last attempt
+    wire_bytes        KV bytes sent for it, all attempts
+    tenant            place in `RequestRecords.labels.tenants`, request_class in its `classes`; only with labels"""
 
 from __future__ import annotations
 
@@ -105,8 +98,7 @@ class ReplicaRecord:
     """Node types that it stands on, one entry per node."""
     gpus: int
     changes: tuple[tuple[float, str, str], ...]
-    """(time, state, role) from each time on; states: starting, standby, ready, draining, leaving,
-    stopped, lost."""
+    """(time, state, role) from each time on; states: starting, standby, ready, draining, leaving, stopped, lost."""
     busy_s: float
     """Seconds in steps."""
     prefill_tokens: int
@@ -117,10 +109,6 @@ class ReplicaRecord:
     total_blocks: int
     gaps: tuple[tuple[float, float], ...] = ()
     """Histogram of the gaps between two output tokens: (upper edge in s, count); the source of TBT."""
-
-    @property
-    def began_s(self) -> float:
-        return self.changes[0][0]
 
     @property
     def ready_s(self) -> float | None:
@@ -228,9 +216,8 @@ def as_users_see(
             table[o, r] = rtt_s.get((origin, region), 0.0)
     place = np.array([regions.index(replica.region) for replica in replicas] + [len(regions)], dtype=np.int64)
     origins = labels.from_origin
-    far_s = (
-        table[origins, place[records.prefill_replica]] + table[origins, place[records.decode_replica]]
-    ) / 2
+    first, last = place[records.prefill_replica], place[records.decode_replica]
+    far_s = (table[origins, first] + table[origins, last]) / 2
     seen = np.isfinite(records.first_token_s)
     return replace(
         records,

@@ -130,19 +130,16 @@ def _rate(label: str, records: RequestRecords, chosen: NDArray[np.bool_], edges:
 
 
 def _curves(records: RequestRecords, slos: dict[str, Slo], what: str) -> tuple[LatencyCurve, ...]:
-    if what == "ttft":
-        values = records.first_token_s - records.arrival_s
-    elif what == "tpot":
-        values = np.where(records.outcome == ANSWERED, tpot(records), np.nan)
-    else:
-        values = np.where(records.outcome == ANSWERED, records.finish_s - records.arrival_s, np.nan)
+    ttft, e2e = records.first_token_s - records.arrival_s, records.finish_s - records.arrival_s
+    values = {"ttft": ttft, "tpot": tpot(records), "e2e": e2e}[what]
+    if what != "ttft":
+        values = np.where(records.outcome == ANSWERED, values, np.nan)
     latency_curves = []
     for index, model in enumerate(records.models):
         own = values[(records.model == index) & ~np.isnan(values)]
-        slo = slos.get(model)
-        limits = {"ttft": slo.ttft_s, "tpot": slo.tpot_s, "e2e": slo.e2e_s} if slo else {}
         if len(own):
-            latency_curves.append(LatencyCurve(model, curve(own), limits.get(what)))
+            limit_s = getattr(slos[model], f"{what}_s") if model in slos else None
+            latency_curves.append(LatencyCurve(model, curve(own), limit_s))
     return tuple(latency_curves)
 
 

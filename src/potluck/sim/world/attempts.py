@@ -24,30 +24,6 @@ from potluck.sim.world.sim_state import SimAttempt, SimHandover, SimReplica
 class SimAttempts:
     """All requests that have come and not ended."""
 
-    __slots__ = (
-        "_attempts",
-        "_chatty",
-        "_decode",
-        "_events",
-        "_finish_s",
-        "_first_s",
-        "_handovers",
-        "_network",
-        "_outcome",
-        "_prefill",
-        "_replica_models",
-        "_reporting",
-        "_reports",
-        "_sites",
-        "_streamed",
-        "_tell",
-        "ended_s",
-        "hedged",
-        "hedges",
-        "ledger",
-        "open",
-    )
-
     def __init__(self, common: CommonState, tell: Tell) -> None:
         self._events = common.events
         self._handovers = common.handovers

@@ -26,8 +26,6 @@ from potluck.sim.world.sim_state import SimReplica
 class StatusReports:
     """Who has news, and the looks at them."""
 
-    __slots__ = ("_events", "_links", "_network", "_news", "_period_s", "_planned", "delay_s", "lost", "on")
-
     def __init__(self, events: EventQueue, network: SimNetwork, settings: SimSettings) -> None:
         self._events = events
         self._network = network
@@ -124,9 +122,8 @@ class CommonState:
         self.replica_models = replica_models
         self.workload = workload
         self.settings = settings
-        self.events = EventQueue(
-            slices_per_s(_replicas(replica_models.resolved.plan), workload.rate_per_s or 0.0)
-        )
+        replicas = _replicas(replica_models.resolved.plan)
+        self.events = EventQueue(slices_per_s(replicas, workload.rate_per_s or 0.0))
         self.sites: dict[str, SimReplica] = {}
         """Replicas that are there, by id."""
         self.network = SimNetwork(replica_models.resolved, bool(settings.granted))

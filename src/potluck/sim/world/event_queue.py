@@ -27,8 +27,9 @@ SAMPLE: Final = 8
 PLAN: Final = 9
 CALL: Final = 10
 END: Final = 11
-"""Kinds: a replica's or a pipe's next happening, KV that has arrived, the Brain's clock, reports taken and
-delivered, a replica up, something from outside, a sample for plots, a plan, a plain call, the end of the run."""
+"""Kinds: a replica's or a pipe's next happening, KV that has arrived, the Brain's clock, reports taken and delivered,
+a replica up, something from outside, a sample for plots, a plan, a plain call, the end of the run.
+"""
 
 Entry = tuple[float, int, int, Any]
 
@@ -44,8 +45,6 @@ LATEST_S: Final = 2.0**40
 
 class EventQueue:
     """Entries (time, sequence, kind, what); the sequence settles ties, so `what` is never compared."""
-
-    __slots__ = ("_later", "_order", "_slices_per_s", "_until_s", "heap", "sequence")
 
     def __init__(self, slices_per_s: float = 0.0) -> None:
         self.heap: list[Entry] = []

@@ -20,16 +20,18 @@ A pattern means the first replica (or machine) that it fits and that is there at
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
-from math import inf, isfinite
-from typing import Any, Literal, get_args
+from functools import partial
+from math import inf
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import yaml
 
-from potluck.core.errors import InputError, UnknownNameError
+from potluck.core.codec import decode
+from potluck.core.errors import FormatError, InputError, UnknownNameError
 from potluck.core.state.events import MarketReported
 from potluck.core.values.types import NodeOffer, Region
 from potluck.sim.results.records import FaultRecord
@@ -39,6 +41,7 @@ from potluck.sim.world.event_queue import CALL, FAULT
 from potluck.sim.world.sim_fleet import SimFleet
 from potluck.sim.world.sim_state import SimMachine, SimReplica
 
+T = TypeVar("T")
 FaultKind = Literal["replica", "node", "region", "link", "slow", "reports", "spot", "cancel"]
 NOTICE_S = 30.0
 """Warning before a spot machine goes when nothing is said (Azure and Google give 30 s, Amazon 120 s)."""
@@ -58,7 +61,8 @@ class Fault:
     factor: float | None = None
     gbps: float | None = None
     duration_s: float = inf
-    notice_s: float = 0.0
+    notice_s: float | None = None
+    """None: NOTICE_S for spot machines, else none at all."""
     count: int = 1
     request: int = -1
     pick: float | None = None
@@ -101,13 +105,13 @@ class Faults:
     """Everything that happens to a fleet from outside."""
 
     faults: tuple[Fault, ...] = ()
-    random: FaultRates | None = None
+    random: FaultRates = FaultRates()
     prices: tuple[PriceChange, ...] = ()
     availability: tuple[SupplyChange, ...] = ()
 
     def drawn(self, seed: int, horizon_s: float) -> tuple[Fault, ...]:
         """The listed faults and those by chance, in order of time."""
-        chance = () if self.random is None else random_faults(self.random, seed, horizon_s)
+        chance = random_faults(self.random, seed, horizon_s)
         return tuple(sorted((*self.faults, *chance), key=lambda fault: fault.at_s))
 
 
@@ -120,40 +124,26 @@ def random_faults(rates: FaultRates, seed: int, horizon_s: float) -> tuple[Fault
         count = int(stream.poisson(rate_per_s * horizon_s)) if rate_per_s > 0 else 0
         for at_s in np.sort(stream.random(count) * horizon_s).tolist():
             pick, size, long = stream.random(3).tolist()
-            duration_s = -np.log1p(-long) * 30.0
-            kind = field.name.removesuffix("_per_h")
-            if kind == "link":
-                faults.append(
-                    Fault(at_s, "link", factor=max(0.0, size * 1.2 - 0.2), duration_s=duration_s, pick=pick)
-                )
-            elif kind == "slow":
-                faults.append(Fault(at_s, "slow", factor=1.0 + 4.0 * size, duration_s=duration_s, pick=pick))
-            elif kind == "reports":
-                faults.append(Fault(at_s, "reports", duration_s=duration_s, pick=pick))
-            elif kind == "spot":
-                faults.append(Fault(at_s, "spot", notice_s=NOTICE_S, pick=pick))
-            else:
-                faults.append(Fault(at_s, "replica" if kind == "replica" else "node", pick=pick))
+            kind = cast(FaultKind, field.name.removesuffix("_per_h"))
+            fault = Fault(at_s, kind, pick=pick)
+            if kind in ("link", "slow", "reports"):
+                factor = {"link": max(0.0, size * 1.2 - 0.2), "slow": 1.0 + 4.0 * size}.get(kind)
+                fault = replace(fault, factor=factor, duration_s=-np.log1p(-long) * 30.0)
+            faults.append(fault)
     return tuple(faults)
 
 
-NEEDS: dict[str, tuple[str, ...]] = {
-    "replica": ("replica",),
-    "node": ("node",),
-    "region": ("region",),
-    "link": ("source", "target"),
-    "slow": ("replica", "factor", "duration_s"),
-    "reports": ("duration_s",),
-    "spot": ("region", "node"),
-    "cancel": ("request",),
+KEYS: dict[str, tuple[str, str]] = {
+    "replica": ("replica", "notice_s"),
+    "node": ("node", "notice_s"),
+    "region": ("region", ""),
+    "link": ("source target", "factor gbps duration_s"),
+    "slow": ("replica factor duration_s", ""),
+    "reports": ("duration_s", "replica"),
+    "spot": ("region node", "count notice_s"),
+    "cancel": ("request", ""),
 }
-MAY: dict[str, tuple[str, ...]] = {
-    "link": ("factor", "gbps", "duration_s"),
-    "reports": ("replica",),
-    "spot": ("count", "notice_s"),
-    "node": ("notice_s",),
-    "replica": ("notice_s",),
-}
+"""Kind of fault to the keys that it needs in a file, and those that it may have."""
 
 
 def parse_faults(text: str, name: str = "faults") -> Faults:
@@ -164,90 +154,37 @@ def parse_faults(text: str, name: str = "faults") -> Faults:
         raise InputError(name, f"is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
         raise InputError(name, "must have `faults:`, `random:`, `prices:` or `availability:` at the top")
-    known = [field.name for field in fields(Faults)]
-    for key in data:
-        if key not in known:
-            raise UnknownNameError(name, str(key), known)
-    random = data.get("random")
-    return Faults(
-        tuple(_fault(entry, where) for where, entry in _entries(data, "faults", name)),
-        None
-        if random is None
-        else FaultRates(**_numbers(random, [field.name for field in fields(FaultRates)], f"{name}: random")),
-        tuple(_change(PriceChange, entry, where) for where, entry in _entries(data, "prices", name)),
-        tuple(_change(SupplyChange, entry, where) for where, entry in _entries(data, "availability", name)),
-    )
+    data = {key: value for key, value in data.items() if value is not None}
+    try:
+        faults = decode(Faults, data)
+        _check_entry("random", data.get("random", {}))
+        for key in ("faults", "prices", "availability"):
+            for place, entry in enumerate(data.get(key, ())):
+                _check_entry(f"{key}[{place}]", entry)
+    except FormatError as error:
+        raise InputError(f"{name}: {error.field}", error.problem) from error
+    return faults
 
 
-def _entries(data: Mapping[str, Any], key: str, name: str) -> list[tuple[str, dict[str, Any]]]:
-    entries = data.get(key) or []
-    if not isinstance(entries, list):
-        raise InputError(f"{name}: {key}", "must be a list")
-    result = []
-    for place, entry in enumerate(entries):
-        where = f"{name}: {key}[{place}]"
-        if not isinstance(entry, dict):
-            raise InputError(where, "must be a mapping such as {at_s: 60, ...}")
-        result.append((where, {str(k): v for k, v in entry.items()}))
-    return result
-
-
-def _fault(entry: dict[str, Any], where: str) -> Fault:
-    kind = str(entry.get("kind"))
-    if kind not in get_args(FaultKind):
-        raise UnknownNameError(f"{where}: kind", kind, get_args(FaultKind))
-    needed, allowed = NEEDS[kind], ("at_s", "kind", *NEEDS[kind], *MAY.get(kind, ()))
-    _keys(entry, ("at_s", *needed), allowed, where)
-    if kind == "link" and ("factor" in entry) == ("gbps" in entry):
-        raise InputError(where, "needs either `factor` or `gbps`")
-    values: dict[str, Any] = {"kind": kind}
-    if kind == "reports":
-        values["replica"] = "*"
-    if kind == "spot":
-        values["notice_s"] = NOTICE_S
+def _check_entry(where: str, entry: dict[str, Any]) -> None:
+    """What types do not say."""
+    kind = entry.get("kind")
     for key, value in entry.items():
-        if key == "kind":
-            continue
-        values[key] = _value(key, value, where)
-    if kind == "slow" and not values["factor"] > 0:
-        raise InputError(f"{where}: factor", f"must be above 0, is {values['factor']:g}")
-    return Fault(**values)
-
-
-def _change(kind: type[Any], entry: dict[str, Any], where: str) -> Any:
-    names = [field.name for field in fields(kind)]
-    _keys(entry, [n for n in names if n != "notice_s"], names, where)
-    return kind(**{key: _value(key, value, where) for key, value in entry.items()})
-
-
-def _keys(entry: Mapping[str, Any], needed: Any, allowed: Any, where: str) -> None:
-    for key in entry:
-        if key not in allowed:
-            raise UnknownNameError(where, key, allowed)
+        if isinstance(value, int | float) and value < 0:
+            raise FormatError(f"{where}.{key}", f"must not be negative, is {value:g}")
+    if kind is None:
+        return
+    needed, allowed = (keys.split() for keys in KEYS[kind])
     for key in needed:
-        if key not in entry:
-            raise InputError(f"{where}: {key}", "is missing")
-
-
-def _value(key: str, value: Any, where: str) -> Any:
-    if key in ("replica", "node", "region", "source", "target"):
-        if not isinstance(value, str) or not value:
-            raise InputError(f"{where}: {key}", "must be a name")
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
-        raise InputError(f"{where}: {key}", f"must be a number that is not negative, is {str(value)[:40]!r}")
-    if key in ("count", "request", "available"):
-        if value != int(value):
-            raise InputError(f"{where}: {key}", f"must be a whole number, is {value}")
-        return int(value)
-    return float(value)
-
-
-def _numbers(data: Any, names: list[str], where: str) -> dict[str, float]:
-    if not isinstance(data, dict):
-        raise InputError(where, "must be a mapping such as {replica_per_h: 2}")
-    _keys(data, (), names, where)
-    return {str(key): float(_value(str(key), value, where)) for key, value in data.items()}
+        if entry.get(key, "") == "":
+            raise FormatError(f"{where}.{key}", "is missing")
+    for key in entry:
+        if key not in ("at_s", "kind", *needed, *allowed):
+            raise FormatError(f"{where}.{key}", f"is no key of a {kind} fault")
+    if kind == "link" and ("factor" in entry) == ("gbps" in entry):
+        raise FormatError(where, "needs either `factor` or `gbps`")
+    if kind == "slow" and not entry["factor"] > 0:
+        raise FormatError(f"{where}.factor", f"must be above 0, is {entry['factor']:g}")
 
 
 class ExternalEvents:
@@ -256,18 +193,6 @@ class ExternalEvents:
     Of prices and supply the Brain is told (`MarketReported`) once for each moment in which some change, as a live
     one is by the market file, and the planner sees them.
     """
-
-    __slots__ = (
-        "_attempts",
-        "_common",
-        "_falls",
-        "_fleet",
-        "_quoted_s",
-        "_tell",
-        "noted",
-        "prices",
-        "supply",
-    )
 
     def __init__(self, common: CommonState, attempts: SimAttempts, fleet: SimFleet, tell: Tell) -> None:
         self._common = common
@@ -340,9 +265,8 @@ class ExternalEvents:
         """Take machines away until no more are in use than there are."""
         available = self.supply.get((region, node))
         if available is not None:
-            self._take(
-                at_s, region, node, len(self._staying(region, node)) - available, notice_s, "no supply"
-            )
+            count = len(self._staying(region, node)) - available
+            self._take(at_s, region, node, count, notice_s, "no supply")
 
     def _replica(self, at_s: float, fault: Fault) -> None:
         site = self._site(fault)
@@ -350,20 +274,15 @@ class ExternalEvents:
             self._note(at_s, f"no replica {fault.replica or 'is there'} to lose")
             return
         self._note(at_s, f"lost replica {site.id}")
-        self._fleet.lose(at_s, site, "fault", fault.notice_s)
+        self._fleet.lose(at_s, site, "fault", fault.notice_s or 0.0)
 
     def _node(self, at_s: float, fault: Fault) -> None:
-        machines = list(self._fleet.machines.values())
-        machine: SimMachine | None = None
-        if fault.pick is not None:
-            machine = machines[int(fault.pick * len(machines))] if machines else None
-        else:
-            machine = next((item for item in machines if fnmatchcase(item.name, fault.node)), None)
+        machine = self._machine(fault)
         if machine is None:
             self._note(at_s, f"no node {fault.node or 'is there'} to lose")
             return
         self._note(at_s, f"lost node {machine.name}")
-        self._lose_machine(at_s, machine, "node lost", fault.notice_s)
+        self._lose_machine(at_s, machine, "node lost", fault.notice_s or 0.0)
 
     def _region(self, at_s: float, fault: Fault) -> None:
         self._note(at_s, f"lost region {fault.region}")
@@ -374,35 +293,33 @@ class ExternalEvents:
     def _spot(self, at_s: float, fault: Fault) -> None:
         region, node = fault.region, fault.node
         if fault.pick is not None:
-            machines = list(self._fleet.machines.values())
-            if not machines:
+            picked = self._machine(fault)
+            if picked is None:
                 self._note(at_s, "no spot node to take")
                 return
-            picked = machines[int(fault.pick * len(machines))]
             region, node = picked.region, picked.node
-        self._take(at_s, region, node, fault.count, fault.notice_s, "spot preemption")
+        notice_s = NOTICE_S if fault.notice_s is None else fault.notice_s
+        self._take(at_s, region, node, fault.count, notice_s, "spot preemption")
 
     def _link(self, at_s: float, fault: Fault) -> None:
         """A link slows down or breaks; what is on a broken one fails."""
         common, network = self._common, self._common.network
-        ends = (fault.source, fault.target)
+        ends: tuple[str, str] | None = (fault.source, fault.target)
         if fault.pick is not None:
-            if not network.links:
-                self._note(at_s, "no link to break")
-                return
-            ends = list(network.links)[int(fault.pick * len(network.links))]
-        factor = fault.factor if fault.factor is not None else 1.0
-        rate = network.full_rate(ends) * factor if fault.gbps is None else network.rate_of(ends, fault.gbps)
-        self._note(at_s, f"link {ends[0]}->{ends[1]} at {rate / network.full_rate(ends):.0%}")
+            ends = _picked(list(network.links), fault.pick)
+        if ends is None:
+            self._note(at_s, "no link to break")
+            return
+        full, factor = network.full_rate(ends), 1.0 if fault.factor is None else fault.factor
+        rate = full * factor if fault.gbps is None else network.rate_of(ends, fault.gbps)
+        self._note(at_s, f"link {ends[0]}->{ends[1]} at {rate / full:.0%}")
         self._set_rate(at_s, ends, rate)
         if rate <= 0:
             for running in common.handovers.broken(network.links[ends]):
                 self._attempts.fail(at_s, running, "link", f"{ends[0]}->{ends[1]}")
         if fault.duration_s < inf:
-            full = network.full_rate(ends)
-            common.events.push(
-                at_s + fault.duration_s, CALL, lambda when_s: self._set_rate(when_s, ends, full)
-            )
+            again = partial(self._set_rate, ends=ends, rate=full)
+            common.events.push(at_s + fault.duration_s, CALL, again)
 
     def _slow(self, at_s: float, fault: Fault) -> None:
         site = self._site(fault)
@@ -413,16 +330,13 @@ class ExternalEvents:
         self._note(at_s, f"replica {site.id} {factor:g} times slower")
         self._speed(at_s, site, factor)
         if fault.duration_s < inf:
-            self._common.events.push(
-                at_s + fault.duration_s, CALL, lambda when_s: self._speed(when_s, site, 1.0)
-            )
+            again = partial(self._speed, site=site, factor=1.0)
+            self._common.events.push(at_s + fault.duration_s, CALL, again)
 
     def _reports(self, at_s: float, fault: Fault) -> None:
+        sites = [site for site in self._common.sites.values() if fnmatchcase(site.id, fault.replica or "*")]
         if fault.pick is not None:
-            result = self._site(fault)
-            sites = [] if result is None else [result]
-        else:
-            sites = [site for site in self._common.sites.values() if fnmatchcase(site.id, fault.replica)]
+            sites = [site for site in (self._site(fault),) if site is not None]
         for site in sites:
             site.muted_until_s = max(site.muted_until_s, at_s + fault.duration_s)
         self._note(at_s, f"reports of {len(sites)} replicas are lost for {fault.duration_s:.3g} s")
@@ -466,12 +380,20 @@ class ExternalEvents:
             self._fleet.lose(at_s, site, reason, notice_s)
 
     def _site(self, fault: Fault) -> SimReplica | None:
-        sites = [site for site in self._common.sites.values() if site.state != "starting"]
+        sites = list(self._common.sites.values())
         if fault.pick is not None:
-            return sites[int(fault.pick * len(sites))] if sites else None
-        return next(
-            (site for site in self._common.sites.values() if fnmatchcase(site.id, fault.replica)), None
-        )
+            return _picked([site for site in sites if site.state != "starting"], fault.pick)
+        return next((site for site in sites if fnmatchcase(site.id, fault.replica)), None)
+
+    def _machine(self, fault: Fault) -> SimMachine | None:
+        machines = list(self._fleet.machines.values())
+        if fault.pick is not None:
+            return _picked(machines, fault.pick)
+        return next((item for item in machines if fnmatchcase(item.name, fault.node)), None)
 
     def _note(self, at_s: float, what: str) -> None:
         self.noted.append(FaultRecord(at_s, what))
+
+
+def _picked(items: Sequence[T], pick: float) -> T | None:
+    return items[int(pick * len(items))] if items else None

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from potluck.core.errors import InputError
 from potluck.core.replica.spare_cache import SpareCache
-from potluck.core.state.actions import DrainReplica, FlipReplica, Reassign, StartReplica, StopReplica
+from potluck.core.state.actions import (
+    DrainReplica,
+    FlipReplica,
+    Reassign,
+    SeenLengths,
+    StartReplica,
+    StopReplica,
+)
 from potluck.core.state.events import ReplicaDrained, ReplicaLost, ReplicaReady
-from potluck.core.values.types import Role
-from potluck.sim.links.sim_network import machine_name
+from potluck.core.values.plan import Plan, ReplicaSpec
+from potluck.core.values.types import Region, Role
+from potluck.sim.results.records import StateSamples
 from potluck.sim.world.attempts import SimAttempts
 from potluck.sim.world.common_state import CommonState, Tell
-from potluck.sim.world.event_queue import CALL, READY
+from potluck.sim.world.event_queue import CALL, READY, SAMPLE
 from potluck.sim.world.sim_state import SimMachine, SimReplica
 
 if TYPE_CHECKING:
     from potluck.runtime.replica_models import ReplicaModel
-    from potluck.sim.links.link import SharedPipe
     from potluck.sim.sim_engine import SimEngine
-from collections.abc import Iterable
-from dataclasses import dataclass
-
-import numpy as np
-
-from potluck.core.state.actions import SeenLengths
-from potluck.core.values.plan import Plan
-from potluck.core.values.types import Region
-from potluck.sim.results.records import StateSamples
-from potluck.sim.world.event_queue import SAMPLE
 
 Make = Callable[["ReplicaModel", Role], "SimEngine"]
 STOPPED = 1e12
@@ -39,8 +41,6 @@ STOPPED = 1e12
 
 class SimFleet:
     """All replicas that ever were, and the machines under them."""
-
-    __slots__ = ("_attempts", "_common", "_make", "_tell", "all_sites", "gone", "machines", "warm")
 
     def __init__(self, common: CommonState, attempts: SimAttempts, tell: Tell, make: Make) -> None:
         self._common = common
@@ -59,28 +59,12 @@ class SimFleet:
         member, common = action.member, self._common
         if member.id in common.sites:
             raise InputError(f"replica {member.id}", "was started twice")
-        replica_model = common.replica_models.replica_models[member.template, member.index]
-        machines = tuple(
-            self._machine(
-                at_s,
-                member.unit,
-                node,
-                place,
-                member.region,
-                replica_model.names[number] if replica_model.names else "",
-            )
-            for number, (node, place) in enumerate(replica_model.places)
-        )
-        card: SharedPipe = (
-            machines[0].card
-            if len(machines) == 1
-            else common.network.card(member.id, replica_model.card_gbps)
-        )
-        site = SimReplica(
-            len(self.all_sites), member, replica_model, self._make(replica_model, member.role), machines, card
-        )
+        model = common.replica_models.replica_models[member.template, member.index]
+        machines = tuple([self._machine(at_s, member, model, number) for number in range(len(model.places))])
+        card = machines[0].card if len(machines) == 1 else common.network.card(member.id, model.card_gbps)
+        site = SimReplica(len(self.all_sites), member, model, self._make(model, member.role), machines, card)
         if common.settings.caches and common.workload.blocks is not None:
-            site.cache = self._cache(member.model)
+            site.cache = self._cache(member.model, common.workload.blocks.tokens)
         for machine in machines:
             machine.sites.append(site)
         common.sites[member.id] = site
@@ -91,7 +75,7 @@ class SimFleet:
         elif self.warm:
             self.ready(at_s, site)
         else:
-            common.events.push(at_s + replica_model.startup_s, READY, site)
+            common.events.push(at_s + model.startup_s, READY, site)
         return site
 
     def ready(self, at_s: float, site: SimReplica) -> None:
@@ -136,9 +120,8 @@ class SimFleet:
         if notice_s > 0:
             if site.state != "leaving":
                 site.become(at_s, "leaving")
-                self._common.events.push(
-                    at_s + notice_s, CALL, lambda when_s: self.lose(when_s, site, reason)
-                )
+                again = partial(self.lose, site=site, reason=reason)
+                self._common.events.push(at_s + notice_s, CALL, again)
                 self._tell(at_s, ReplicaLost(site.id, reason, notice_s))
             return
         heartbeat_s = self._common.settings.heartbeat_s
@@ -176,28 +159,24 @@ class SimFleet:
                 del self.machines[machine.name]
                 common.costs.give_back(at_s, machine.region, machine.node, machine.served)
 
-    def _machine(
-        self, at_s: float, unit: str, node: str, place: int, region: str, given: str = ""
-    ) -> SimMachine:
+    def _machine(self, at_s: float, member: ReplicaSpec, model: ReplicaModel, number: int) -> SimMachine:
         # Machines that a plan names are those of a pool; of others as many can be had as there are.
-        name = given or machine_name(unit, node, place)
+        node, place = model.places[number]
+        name = model.names[number] if model.names else f"{member.unit}/{node}/{place}"
         machine = self.machines.get(name)
         if machine is None:
-            common = self._common
-            card = common.network.card(name, common.replica_models.resolved.node(node).network_gbps)
-            machine = SimMachine(name, unit, node, region, at_s, card)
-            self.machines[name] = machine
-            common.costs.rent(
-                at_s, region, node, common.replica_models.resolved.price_usd_per_h(region, node)
-            )
+            common, resolved = self._common, self._common.replica_models.resolved
+            card = common.network.card(name, resolved.node(node).network_gbps)
+            machine = self.machines[name] = SimMachine(name, node, member.region, card)
+            common.costs.rent(at_s, member.region, node, resolved.price_usd_per_h(member.region, node))
         return machine
 
-    def _cache(self, model: str) -> SpareCache:
+    def _cache(self, model: str, block_tokens: int) -> SpareCache:
         facts = self._common.replica_models.facts().models[model]
-        blocks = self._common.workload.blocks
-        assert blocks is not None
-        state_tokens = facts.fixed_bytes / facts.kv_bytes_per_token if facts.kv_bytes_per_token > 0 else 0.0
-        return SpareCache(blocks.tokens, facts.exact_prefix, state_tokens if facts.exact_prefix else 0.0)
+        state_tokens = 0.0
+        if facts.exact_prefix and facts.kv_bytes_per_token > 0:
+            state_tokens = facts.fixed_bytes / facts.kv_bytes_per_token
+        return SpareCache(block_tokens, facts.exact_prefix, state_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,18 +200,13 @@ Planner = Callable[[PlanQuestion], Plan | None]
 def running_of(plan: Plan, sites: Iterable[SimReplica]) -> Plan:
     """A plan with the copies that are up or coming up whole; those on their way out or on standby are none."""
     replicas = {template.name: len(template.replicas) for template in plan.repertoire}
-    result: dict[str, tuple[str, str, int]] = {}
-    """Copy to its template, region and how many of its replicas are there."""
-    for site in sites:
-        member = site.member
-        if site.state in ("starting", "ready") and member.template in replicas and not member.standby:
-            count = result[member.unit][2] if member.unit in result else 0
-            result[member.unit] = (member.template, member.region, count + 1)
-    copies: dict[tuple[str, str], int] = {}
-    for template, region, count in result.values():
-        if count >= replicas[template]:
-            copies[template, region] = copies.get((template, region), 0) + 1
-    return plan.holding(copies)
+    there = Counter(
+        (site.member.unit, site.member.template, site.member.region)
+        for site in sites
+        if site.state in ("starting", "ready") and not site.member.standby
+    )
+    whole = [key for key, count in there.items() if count >= replicas.get(key[1], inf)]
+    return plan.holding(Counter((template, region) for _, template, region in whole))
 
 
 MOST_LOOKS = 40_000
@@ -242,8 +216,6 @@ FEWEST = 20
 
 class StateSampler:
     """Rows of what was seen; replicas that came later have zeros before."""
-
-    __slots__ = ("_common", "_every_s", "_fleet", "_rows")
 
     def __init__(self, common: CommonState, fleet: SimFleet) -> None:
         self._common = common
@@ -259,8 +231,7 @@ class StateSampler:
             return
         replicas = max(1, len(common.sites))
         count = max(min(count, MOST_LOOKS // replicas), min(count, FEWEST))
-        span_s = float(common.workload.arrival_s[-1])
-        self._every_s = span_s / count if span_s > 0 else 1.0
+        self._every_s = common.workload.last_s / count or 1.0
         common.events.push(self._every_s, SAMPLE, None)
 
     def take(self, at_s: float, _: object) -> None:
@@ -282,15 +253,10 @@ class StateSampler:
     def samples(self) -> StateSamples | None:
         if not self._rows:
             return None
-        replicas, links = len(self._fleet.all_sites), len(self._common.network.links)
-        shape = (len(self._rows), replicas)
-        queued, running = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-        used, busy = np.zeros(shape), np.zeros(shape)
-        sent = np.zeros((len(self._rows), links))
-        for place, (_, rows, link_bytes) in enumerate(self._rows):
-            for column, (waiting, going, share, busy_s) in enumerate(rows):
-                queued[place, column], running[place, column] = waiting, going
-                used[place, column], busy[place, column] = share, busy_s
-            sent[place] = link_bytes
-        at_s = np.array([row[0] for row in self._rows])
-        return StateSamples(at_s, queued, running, used, busy, sent)
+        states = np.zeros((4, len(self._rows), len(self._fleet.all_sites)))
+        for place, (_, rows, _) in enumerate(self._rows):
+            if rows:
+                states[:, place, : len(rows)] = np.array(rows).T
+        at_s, sent = np.array([row[0] for row in self._rows]), np.array([row[2] for row in self._rows])
+        queued, running = states[:2].astype(np.int32)
+        return StateSamples(at_s, queued, running, states[2], states[3], sent)

@@ -26,16 +26,10 @@ SiteState = Literal["starting", "ready", "draining", "leaving", "stopped", "lost
 class SimMachine:
     """A node of a copy, rented from the first replica's start on it until the last one's end."""
 
-    __slots__ = ("began_s", "card", "name", "node", "region", "served", "sites", "unit")
-
-    def __init__(
-        self, name: str, unit: str, node: str, region: str, began_s: float, card: SharedPipe
-    ) -> None:
+    def __init__(self, name: str, node: str, region: str, card: SharedPipe) -> None:
         self.name = name
-        self.unit = unit
         self.node = node
         self.region = region
-        self.began_s = began_s
         self.card = card
         self.sites: list[SimReplica] = []
         """Those that are there."""
@@ -45,32 +39,6 @@ class SimMachine:
 
 class SimReplica:
     """A replica in its place."""
-
-    __slots__ = (
-        "announcer",
-        "aside_bytes",
-        "attempts",
-        "cache",
-        "card",
-        "changes",
-        "computing",
-        "due_s",
-        "index",
-        "machines",
-        "member",
-        "muted_until_s",
-        "peak_blocks",
-        "recount",
-        "replica",
-        "replica_model",
-        "role",
-        "room_tokens",
-        "serves",
-        "silent",
-        "state",
-        "touched",
-        "waiting",
-    )
 
     def __init__(
         self,
@@ -150,21 +118,6 @@ class SimReplica:
 class SimAttempt:
     """A request on its way along a route; a retry is a new journey."""
 
-    __slots__ = (
-        "attempt",
-        "before_tokens",
-        "codec",
-        "hand",
-        "key",
-        "place",
-        "prompt_tokens",
-        "request",
-        "segments",
-        "sites",
-        "weight",
-        "yields",
-    )
-
     def __init__(
         self,
         key: int,
@@ -197,41 +150,13 @@ class SimAttempt:
 
 
 class SimHandover:
-    """KV on its way between two segments. See `handover.py` for the life of one."""
+    """KV on its way between two segments. `links/handovers.py` has the life of one."""
 
-    __slots__ = (
-        "aside",
-        "began_s",
-        "codec",
-        "computed_s",
-        "key",
-        "left",
-        "over",
-        "parts",
-        "pipe",
-        "piped_s",
-        "reserved",
-        "running",
-        "size_bytes",
-        "source",
-        "started_s",
-        "target",
-        "waits_s",
-    )
-
-    def __init__(
-        self,
-        key: int,
-        running: SimAttempt,
-        source: SimReplica,
-        target: SimReplica,
-        size_bytes: float,
-        codec: Codec,
-    ) -> None:
+    def __init__(self, key: int, running: SimAttempt, size_bytes: float, codec: Codec) -> None:
         self.key = key
         self.running = running
-        self.source = source
-        self.target = target
+        self.source = running.sites[running.place]
+        self.target = running.sites[running.place + 1]
         self.size_bytes = size_bytes
         self.codec = codec
         self.pipe: SharedPipe | None = None

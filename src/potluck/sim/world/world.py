@@ -16,23 +16,7 @@ from math import inf, nextafter
 from typing import Any, Final
 
 from potluck.core.errors import CapacityError
-from potluck.core.state.actions import (
-    Abort,
-    Action,
-    CopyPrefix,
-    DrainReplica,
-    FlipReplica,
-    Hedge,
-    OperatorNote,
-    QueryAttempt,
-    Reassign,
-    Refuse,
-    Replan,
-    ResyncCache,
-    Run,
-    StartReplica,
-    StopReplica,
-)
+from potluck.core.state import actions
 from potluck.core.state.events import Event, PlanReceived, RequestArrived, Tick
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import DEFAULT_CLASS, DEFAULT_TENANT, Request
@@ -40,22 +24,10 @@ from potluck.runtime.brain_log import Decider
 from potluck.runtime.replica_models import ReplicaModels
 from potluck.sim.load.workload import Workload
 from potluck.sim.sim_settings import SimSettings
+from potluck.sim.world import event_queue as due
 from potluck.sim.world.attempts import SimAttempts
 from potluck.sim.world.common_state import CommonState
-from potluck.sim.world.event_queue import (
-    CALL,
-    COLLECT,
-    DELIVER,
-    END,
-    FAULT,
-    HANDED,
-    PIPE,
-    PLAN,
-    READY,
-    REPLICA,
-    SAMPLE,
-    TICK,
-)
+from potluck.sim.world.event_queue import END, PLAN, REPLICA, TICK
 from potluck.sim.world.faults import ExternalEvents
 from potluck.sim.world.sim_fleet import Make, Planner, PlanQuestion, SimFleet, StateSampler, running_of
 
@@ -97,32 +69,32 @@ class SimWorld(CommonState):
         self._news: deque[tuple[float, Event]] = deque()
         self._acting = False
         self._handlers: dict[int, Callable[[float, Any], None]] = {
-            PIPE: self.handovers.pipe_due,
-            HANDED: self.attempts.handed,
+            due.PIPE: self.handovers.pipe_due,
+            due.HANDED: self.attempts.handed,
             TICK: self._tick,
-            COLLECT: self.reports.collect,
-            DELIVER: self._deliver,
-            READY: self.fleet.ready,
-            FAULT: self.external.happen,
-            SAMPLE: self.sampler.take,
+            due.COLLECT: self.reports.collect,
+            due.DELIVER: self._deliver,
+            due.READY: self.fleet.ready,
+            due.FAULT: self.external.happen,
+            due.SAMPLE: self.sampler.take,
             PLAN: self._planned,
-            CALL: _call,
+            due.CALL: _call,
         }
         self._doers: dict[type, Callable[[float, Any], None]] = {
-            Run: self.attempts.run,
-            Hedge: self.attempts.hedge,
-            Refuse: self.attempts.refuse,
-            Abort: self.attempts.abandon,
-            QueryAttempt: self.attempts.inquire,
-            StartReplica: self._start,
-            DrainReplica: self.fleet.drain,
-            StopReplica: self.fleet.stop,
-            FlipReplica: self.fleet.flip,
-            Reassign: self.fleet.reassign,
-            OperatorNote: _noted,
-            Replan: self._replan,
-            CopyPrefix: self._move,
-            ResyncCache: self._recount,
+            actions.Run: self.attempts.run,
+            actions.Hedge: self.attempts.hedge,
+            actions.Refuse: self.attempts.refuse,
+            actions.Abort: self.attempts.abandon,
+            actions.QueryAttempt: self.attempts.inquire,
+            actions.StartReplica: self._start,
+            actions.DrainReplica: self.fleet.drain,
+            actions.StopReplica: self.fleet.stop,
+            actions.FlipReplica: self.fleet.flip,
+            actions.Reassign: self.fleet.reassign,
+            actions.OperatorNote: _noted,
+            actions.Replan: self._replan,
+            actions.CopyPrefix: self._move,
+            actions.ResyncCache: self._recount,
         }
 
     def run(self) -> None:
@@ -157,9 +129,9 @@ class SimWorld(CommonState):
                 self.now_s = arrival_s
                 requests[self.arrived] = request
                 self.arrived += 1
-                actions = on(arrival_s, tuple.__new__(RequestArrived, (request,)))
-                if actions:
-                    act(arrival_s, actions)
+                asked = on(arrival_s, tuple.__new__(RequestArrived, (request,)))
+                if asked:
+                    act(arrival_s, asked)
                 request = next(feed, None)
                 arrival_s = inf if request is None else request.arrival_s
 
@@ -168,14 +140,14 @@ class SimWorld(CommonState):
         if self._acting:
             self._news.append((at_s, event))
             return
-        actions = self._on(at_s, event)
-        if actions:
-            self._act(at_s, actions)
+        asked = self._on(at_s, event)
+        if asked:
+            self._act(at_s, asked)
 
-    def _act(self, at_s: float, actions: list[Action]) -> None:
+    def _act(self, at_s: float, asked: list[actions.Action]) -> None:
         self._acting = True
         doers, news = self._doers, self._news
-        for action in actions:
+        for action in asked:
             doers[type(action)](at_s, action)
         while news:
             at_s, event = news.popleft()
@@ -226,24 +198,19 @@ class SimWorld(CommonState):
         self.tell(at_s, Tick())
         self.events.push(at_s + self.settings.tick_s, TICK, None)
         attempts = self.attempts
-        if self.arrived == len(self.workload) and at_s > PATIENCE_S + max(
-            attempts.ended_s, self._last_arrival_s
-        ):
+        last_s = max(attempts.ended_s, self.workload.last_s)
+        if self.arrived == len(self.workload) and at_s > PATIENCE_S + last_s:
             stuck = sorted(attempts.open)[:3]
             raise CapacityError(f"{len(attempts.open)} requests never end, such as {stuck}")
-
-    @property
-    def _last_arrival_s(self) -> float:
-        return float(self.workload.arrival_s[-1]) if len(self.workload) else 0.0
 
     def _deliver(self, at_s: float, events: list[Event]) -> None:
         for event in events:
             self.tell(at_s, event)
 
-    def _start(self, at_s: float, action: StartReplica) -> None:
+    def _start(self, at_s: float, action: actions.StartReplica) -> None:
         self.external.started(at_s, self.fleet.start(at_s, action))
 
-    def _replan(self, at_s: float, action: Replan) -> None:
+    def _replan(self, at_s: float, action: actions.Replan) -> None:
         self.replans += 1
         if self.planner is None:
             return
@@ -258,14 +225,14 @@ class SimWorld(CommonState):
         self.replica_models.learn(plan)
         self.tell(at_s, PlanReceived(plan))
 
-    def _recount(self, at_s: float, action: ResyncCache) -> None:
+    def _recount(self, at_s: float, action: actions.ResyncCache) -> None:
         site = self.sites.get(action.replica)
         if site is not None:
             site.recount = True
             if not site.touched:
                 self.reports.touched(at_s, site)
 
-    def _move(self, at_s: float, action: CopyPrefix) -> None:
+    def _move(self, at_s: float, action: actions.CopyPrefix) -> None:
         """Copy a cached prefix to another replica; it is there when its bytes have crossed."""
         source, target = self.sites.get(action.source), self.sites.get(action.target)
         if source is None or target is None or source.cache is None or target.cache is None:
@@ -287,7 +254,7 @@ class SimWorld(CommonState):
         self.handovers.carry(at_s, pipe, size_bytes, there)
 
 
-def _noted(at_s: float, action: OperatorNote) -> None:
+def _noted(at_s: float, action: actions.OperatorNote) -> None:
     """Nobody reads along."""
 
 

@@ -42,10 +42,8 @@ class PlotFrame:
         return self.height - self.bottom - min(max(share, 0.0), 1.0) * (self.height - self.top - self.bottom)
 
 
-@dataclass(frozen=True, slots=True)
-class AxisTick:
-    at: float
-    label: str
+Ticks = Iterable[tuple[float, str]]
+"""Where each is, and its label."""
 
 
 def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -67,13 +65,13 @@ def log_ticks(low: float, high: float) -> list[float]:
     return values or [low, high]
 
 
-def time_ticks(end_s: float, about: int = 10) -> list[AxisTick]:
+def time_ticks(end_s: float, about: int = 10) -> list[tuple[float, str]]:
     """Times at round numbers of seconds, minutes, hours or days."""
     steps = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
     if end_s < about:
-        return [AxisTick(at, f"{at:g} s") for at in nice_ticks(0.0, end_s, about)]
+        return [(at, f"{at:g} s") for at in nice_ticks(0.0, end_s, about)]
     step = next((s for s in steps if end_s / s <= about), 86400 * ceil(end_s / about / 86400))
-    return [AxisTick(i * step, moment(i * step)) for i in range(int(end_s // step) + 1)]
+    return [(i * step, moment(i * step)) for i in range(int(end_s // step) + 1)]
 
 
 def moment(at_s: float) -> str:
@@ -95,30 +93,24 @@ def short(text: str) -> str:
     return f"{number}{space}{unit}"
 
 
-def axes(
-    frame: PlotFrame, x_ticks: Iterable[AxisTick], y_ticks: Iterable[AxisTick], y_title: str = ""
-) -> str:
+def axes(frame: PlotFrame, x_ticks: Ticks, y_ticks: Ticks, y_title: str = "") -> str:
     """Grid lines, labels and the title of the y axis, which stands above it."""
     parts = []
     right, base = frame.width - frame.right, frame.height - frame.bottom
-    for tick in y_ticks:
-        y = frame.y(tick.at)
-        parts.append(f'<path class="grid" d="M{frame.left:.1f} {y:.1f}H{right:.1f}"/>')
-        parts.append(
-            f'<text class="tick" x="{frame.left - 7:.1f}" y="{y + 4:.1f}" text-anchor="end">{tick.label}</text>'
-        )
-    for tick in x_ticks:
-        x = frame.x(tick.at)
-        anchor = "end" if x > right - 12 else "middle"
+    left = frame.left
+    for at, label in y_ticks:
+        y = frame.y(at)
+        parts.append(f'<path class="grid" d="M{left:.1f} {y:.1f}H{right:.1f}"/>')
+        place = f'x="{left - 7:.1f}" y="{y + 4:.1f}"'
+        parts.append(f'<text class="tick" {place} text-anchor="end">{label}</text>')
+    for at, label in x_ticks:
+        x = frame.x(at)
+        anchor = f'text-anchor="{"end" if x > right - 12 else "middle"}"'
         parts.append(f'<path class="mark" d="M{x:.1f} {base:.1f}v4"/>')
-        parts.append(
-            f'<text class="tick" x="{x:.1f}" y="{base + 18:.1f}" text-anchor="{anchor}">{tick.label}</text>'
-        )
-    parts.append(f'<path class="axis" d="M{frame.left:.1f} {base:.1f}H{right:.1f}"/>')
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{base + 18:.1f}" {anchor}>{label}</text>')
+    parts.append(f'<path class="axis" d="M{left:.1f} {base:.1f}H{right:.1f}"/>')
     if y_title:
-        parts.append(
-            f'<text class="title" x="{frame.left:.1f}" y="{frame.top - 4:.1f}">{escape(y_title)}</text>'
-        )
+        parts.append(f'<text class="title" x="{left:.1f}" y="{frame.top - 4:.1f}">{escape(y_title)}</text>')
     return "".join(parts)
 
 
@@ -197,27 +189,23 @@ def over_time(
     """Values that hold between two moments each; the first one is filled."""
     top = 1.0 if percent else max((max(one.values, default=0.0) for one in lines), default=0.0) * 1.05 or 1.0
     frame = PlotFrame(FULL_WIDTH, 220, (0.0, edges_s[-1]), (0.0, top), top=22)
-    scale = 100.0 if percent else 1.0
-    y_ticks = [
-        AxisTick(at, short(digits(at * scale)) + (" %" if percent else "")) for at in nice_ticks(0.0, top, 4)
-    ]
+    scale, unit = (100.0, " %") if percent else (1.0, "")
+    y_ticks = [(at, short(digits(at * scale)) + unit) for at in nice_ticks(0.0, top, 4)]
     parts = [axes(frame, time_ticks(edges_s[-1]), y_ticks, y_title)]
     for index, one in enumerate(lines):
         points = stairs(edges_s, one.values)
         if fill and index == 0:
             parts.append(area(frame, points, f"c{index}"))
         parts.append(line(frame, points, f"c{index}"))
-    hover = {
-        "kind": "time",
-        "end": edges_s[-1],
-        "left": frame.left,
-        "right": frame.width - frame.right,
-        "unit": "%" if percent else "",
-        "lines": [[one.label, [round(v * scale, 3) for v in one.values]] for one in lines],
-    }
-    return legend([(f"c{i}", one.label) for i, one in enumerate(lines)]) + svg(
-        frame, "".join(parts), y_title, hover
-    )
+    shown = [[one.label, [round(v * scale, 3) for v in one.values]] for one in lines]
+    hover = _hover("time", {"end": edges_s[-1]}, frame, {"unit": unit.strip(), "lines": shown})
+    names = legend([(f"c{i}", one.label) for i, one in enumerate(lines)])
+    return names + svg(frame, "".join(parts), y_title, hover)
+
+
+def _hover(kind: str, axis: dict[str, float], frame: PlotFrame, more: dict[str, object]) -> dict[str, object]:
+    """What the page's script shows under the pointer."""
+    return {"kind": kind} | axis | {"left": frame.left, "right": frame.width - frame.right} | more
 
 
 def cost(edges_s: Sequence[float], paid_usd: Sequence[float], usd_per_h: Sequence[float]) -> str:
@@ -226,19 +214,12 @@ def cost(edges_s: Sequence[float], paid_usd: Sequence[float], usd_per_h: Sequenc
     for values, title, name in ((usd_per_h, "USD an hour", "c1"), (paid_usd, "USD in all", "c0")):
         top = max(values, default=0.0) * 1.08 or 1.0
         frame = PlotFrame(HALF_WIDTH, 210, (0.0, edges_s[-1]), (0.0, top), top=22, left=62)
-        points = (
-            stairs(edges_s, values) if len(values) < len(edges_s) else list(zip(edges_s, values, strict=True))
-        )
-        y_ticks = [AxisTick(at, f"${short(digits(at))}") for at in nice_ticks(0.0, top, 4)]
+        held = len(values) < len(edges_s)
+        points = stairs(edges_s, values) if held else list(zip(edges_s, values, strict=True))
+        y_ticks = [(at, f"${short(digits(at))}") for at in nice_ticks(0.0, top, 4)]
         body = axes(frame, time_ticks(edges_s[-1], 5), y_ticks, title) + area(frame, points, name)
-        hover = {
-            "kind": "time",
-            "end": edges_s[-1],
-            "left": frame.left,
-            "right": frame.width - frame.right,
-            "unit": "",
-            "lines": [[title, [round(v, 4) for v in values[: len(edges_s) - 1]]]],
-        }
+        shown = [[title, [round(v, 4) for v in values[: len(edges_s) - 1]]]]
+        hover = _hover("time", {"end": edges_s[-1]}, frame, {"unit": "", "lines": shown})
         half.append(svg(frame, body + line(frame, points, name), title, hover))
     return f'<div class="pair">{"".join(half)}</div>'
 
@@ -249,25 +230,19 @@ def distribution(curves: Sequence[LatencyCurve], title: str) -> str:
     highs = [max(_at(curve, 1 - EXTREMES), (curve.limit_s or 0.0) * 1.1) for curve in curves]
     low, high = min(lows), max(max(highs), min(lows) * 1.5)
     frame = PlotFrame(THIRD_WIDTH, 240, (low, high), (0.0, 1.0), top=22, left=46, log_x=True)
-    x_ticks = [AxisTick(at, short(seconds(at))) for at in _thinned(log_ticks(low, high), 5)]
-    parts = [axes(frame, x_ticks, [AxisTick(at / 4, f"{at * 25} %") for at in range(5)], title)]
+    x_ticks = [(at, short(seconds(at))) for at in _thinned(log_ticks(low, high), 5)]
+    parts = [axes(frame, x_ticks, [(at / 4, f"{at * 25} %") for at in range(5)], title)]
     for index, curve in enumerate(curves):
         if curve.limit_s is not None:
             text = f"≤ {short(seconds(curve.limit_s))}"
             parts.append(limit(frame, curve.limit_s, text, f"c{index % 6}", index))
     for index, curve in enumerate(curves):
         parts.append(line(frame, [(max(x, low), y) for x, y in curve.points], f"c{index % 6}"))
-    hover = {
-        "kind": "cdf",
-        "low": low,
-        "high": high,
-        "left": frame.left,
-        "right": frame.width - frame.right,
-        "lines": [
-            [one.model, [float(f"{x:.4g}") for x, _ in one.points], [round(y, 4) for _, y in one.points]]
-            for one in curves
-        ],
-    }
+    lines = [
+        [one.model, [float(f"{x:.4g}") for x, _ in one.points], [round(y, 4) for _, y in one.points]]
+        for one in curves
+    ]
+    hover = _hover("cdf", {"low": low, "high": high}, frame, {"lines": lines})
     return svg(frame, "".join(parts), title, hover)
 
 
@@ -295,29 +270,21 @@ def timeline(bands: Sequence[ReplicaBand], end_s: float, faults: Sequence[tuple[
         x = frame.x(at_s)
         parts.append(f'<path class="fault" d="M{x:.1f} 20V{frame.height - frame.bottom:.1f}"/>')
         parts.append(f'<path class="flag" d="M{x - 5:.1f} 8h10l-5 9z"><title>{escape(what)}</title></path>')
-    keys = [("span ready prefill", "prefill"), ("span ready decode", "decode"), ("span ready mixed", "mixed")]
-    keys += [("span starting mixed", "starting"), ("span standby mixed", "standby")]
-    keys += [("span draining mixed", "draining"), ("lost", "lost")]
-    shown = {f"span {state} {role}" for band in bands for _, _, state, role in band.spans}
-    states = {name.split()[1] for name in shown}
-    kept = [
-        (name, text)
-        for name, text in keys
-        if name in shown
-        or text in states
-        or (text == "lost" and any(band.lost_s is not None for band in bands))
-    ]
-    if faults:
-        kept.append(("flag", "fault"))
-    return legend(kept) + svg(frame, "".join(parts), "Replicas over time")
+    spans = {(state, role) for band in bands for _, _, state, role in band.spans}
+    states = {state for state, _ in spans}
+    roles = [role for role in ("prefill", "decode", "mixed") if ("ready", role) in spans]
+    keys = [(f"span ready {role}", role) for role in roles]
+    keys += [(f"span {each} mixed", each) for each in ("starting", "standby", "draining") if each in states]
+    keys += [("lost", "lost")] if any(band.lost_s is not None for band in bands) else []
+    keys += [("flag", "fault")] if faults else []
+    return legend(keys) + svg(frame, "".join(parts), "Replicas over time")
 
 
 def heat(grid: HeatMap, end_s: float, title: str, *, percent: bool) -> str:
     """Rows of replicas, columns of time; darker is more. Counts are on a scale of powers of two."""
     row = _row_height(len(grid.labels))
-    frame = PlotFrame(
-        FULL_WIDTH, 10 + row * len(grid.labels) + 34, (0.0, end_s), (0.0, 1.0), left=GUTTER, top=10
-    )
+    height = 10 + row * len(grid.labels) + 34
+    frame = PlotFrame(FULL_WIDTH, height, (0.0, end_s), (0.0, 1.0), left=GUTTER, top=10)
     columns = len(grid.cells[0]) if grid.cells else 1
     cell = (frame.width - frame.left - frame.right) / columns
     most = max((value for cells in grid.cells for value in cells if value is not None), default=0.0)
@@ -337,21 +304,10 @@ def heat(grid: HeatMap, end_s: float, title: str, *, percent: bool) -> str:
     for level, runs in enumerate(paths):
         if runs:
             parts.append(f'<path class="cells h{level}" stroke-width="{row - 1:g}" d="{"".join(runs)}"/>')
-    scale = 100 if percent else 1
-    hover = {
-        "kind": "heat",
-        "end": end_s,
-        "left": frame.left,
-        "right": frame.width - frame.right,
-        "top": frame.top,
-        "row": row,
-        "unit": " %" if percent else "",
-        "labels": grid.labels,
-        "cells": [
-            [None if v is None else round(v * scale, 1 if percent else 2) for v in cells]
-            for cells in grid.cells
-        ],
-    }
+    scale, places, unit = (100, 1, " %") if percent else (1, 2, "")
+    shown = [[None if v is None else round(v * scale, places) for v in cells] for cells in grid.cells]
+    more = {"top": frame.top, "row": row, "unit": unit, "labels": grid.labels, "cells": shown}
+    hover = _hover("heat", {"end": end_s}, frame, more)
     return _heat_legend(most, percent) + svg(frame, "".join(parts), title, hover)
 
 

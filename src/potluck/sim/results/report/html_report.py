@@ -68,10 +68,10 @@ def _tiles(summary: RunSummary) -> str:
     total = summary.total
     tiles = [_attainment_tile(summary)]
     offered = f"of {digits(total.rate_per_s)} offered"
-    if total.goodput_per_s is not None:
-        tiles.append(_tile("Goodput", digits(total.goodput_per_s), "requests/s", offered))
-    else:
-        tiles.append(_tile("Throughput", digits(total.throughput_per_s), "requests/s", offered))
+    name, rate = "Goodput", total.goodput_per_s
+    if rate is None:
+        name, rate = "Throughput", total.throughput_per_s
+    tiles.append(_tile(name, digits(rate), "requests/s", offered))
     for label, spread in (("TTFT p99", total.ttft_s), ("TPOT p99", total.tpot_s)):
         if spread is not None:
             value, unit = seconds(spread.p99).split(" ")
@@ -95,9 +95,8 @@ def _tiles(summary: RunSummary) -> str:
 def _attainment_tile(summary: RunSummary) -> str:
     total = summary.total
     if total.attainment is None:
-        return _tile(
-            "Answered", _share(total.outcomes.answered, total.requests), "%", "no objective was given"
-        )
+        share = _exact_percent(total.outcomes.answered / total.requests) if total.requests else "–"
+        return _tile("Answered", share, "%", "no objective was given")
     missed = [model.model for model in summary.models if model.holds is False]
     note = f"✗ missed by {', '.join(missed)}" if missed else "✓ every model keeps its promise"
     return _tile("SLO attainment", _exact_percent(total.attainment), "%", note, "bad" if missed else "")
@@ -116,12 +115,10 @@ def _models(summary: RunSummary) -> str:
     more = ("E2E kept", "goodput/s", "output tokens/s", "refused", "sent again", "preempted")
     rows = [_model_row(model) for model in shown]
     text = _table("Models", (*columns, *more), rows) + _latencies(shown)
-    for title, name, groups in (
-        ("Tenants", "tenant", summary.tenants),
-        ("Classes", "class", summary.classes),
-    ):
+    for name, groups in (("tenant", summary.tenants), ("class", summary.classes)):
         if groups:
             rows = [_model_row(group) for group in groups]
+            title = {"tenant": "Tenants", "class": "Classes"}[name]
             text += _table(title, (name, *columns[1:], *more), rows) + _latencies(groups, name)
     return text
 
@@ -150,8 +147,10 @@ def _model_row(model: ModelSummary) -> tuple[str, ...]:
 def _latencies(models: Sequence[ModelSummary], what: str = "model") -> str:
     groups = ("TTFT", "TPOT", "TBT", "end to end")
     head = "".join(f'<th colspan="{len(PARTS)}" scope="colgroup">{group}</th>' for group in groups)
-    names = [(part, i == 0) for _ in groups for i, part in enumerate(PARTS)]
-    parts = "".join(f'<th class="n{" first" * first}" scope="col">{name}</th>' for name, first in names)
+    first = "".join(
+        f'<th class="n{" first" * (not i)}" scope="col">{part}</th>' for i, part in enumerate(PARTS)
+    )
+    parts = first * len(groups)
     rows = ""
     for model in models:
         spreads = (model.ttft_s, model.tpot_s, model.tbt_s, model.e2e_s)
@@ -163,12 +162,8 @@ def _latencies(models: Sequence[ModelSummary], what: str = "model") -> str:
 
 
 def _spread_cells(spread: LatencySpread | None) -> str:
-    if spread is None:
-        return '<td class="n first">–</td>' + '<td class="n">–</td>' * (len(PARTS) - 1)
-    values = (spread.mean, spread.p50, spread.p90, spread.p99)
-    return "".join(
-        f'<td class="n{" first" if i == 0 else ""}">{seconds(value)}</td>' for i, value in enumerate(values)
-    )
+    cells = ["–" if spread is None else seconds(getattr(spread, part)) for part in PARTS]
+    return "".join(f'<td class="n{" first" * (i == 0)}">{cell}</td>' for i, cell in enumerate(cells))
 
 
 def _plots(over_time: RunSeries) -> str:
@@ -179,10 +174,8 @@ def _plots(over_time: RunSeries) -> str:
     curves = [charts.distribution(curve, f"{name}: share of requests") for name, curve in pairs if curve]
     if curves:
         models = [(f"c{i % 6}", curve.model) for i, curve in enumerate(over_time.ttft or over_time.e2e)]
-        words = "Dashed lines are objectives."
-        sections.append(
-            _section("Latency", charts.legend(models) + f'<div class="trio">{"".join(curves)}</div>', words)
-        )
+        body = charts.legend(models) + f'<div class="trio">{"".join(curves)}</div>'
+        sections.append(_section("Latency", body, "Dashed lines are objectives."))
     rates = [over_time.arrivals_per_s]
     rates += [over_time.goodput_per_s] if over_time.goodput_per_s else [over_time.answered_per_s]
     if max(over_time.refused_per_s.values, default=0.0) > 0:
@@ -190,15 +183,10 @@ def _plots(over_time: RunSeries) -> str:
     words = "Requests are counted at the time they arrived."
     sections.append(_section("Rate and goodput", charts.over_time(edges_s, rates, "requests/s"), words))
     if over_time.bands:
-        shown = len(over_time.bands)
-        words = (
-            ""
-            if shown == over_time.replicas
-            else f"{shown} of {over_time.replicas:,}: those with most changes."
-        )
-        sections.append(
-            _section("Replicas", charts.timeline(over_time.bands, end_s, over_time.faults), words)
-        )
+        shown, count = len(over_time.bands), over_time.replicas
+        words = "" if shown == count else f"{shown} of {count:,}: those with most changes."
+        drawn = charts.timeline(over_time.bands, end_s, over_time.faults)
+        sections.append(_section("Replicas", drawn, words))
     for grid, title, percent, words in (
         (over_time.utilisation, "Utilisation", True, "Share of time in steps."),
         (over_time.queue, "Queue", False, "Requests waiting at a replica, on a scale of powers of two."),
@@ -263,17 +251,11 @@ def _section(title: str, body: str, words: str) -> str:
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Cells are HTML already; every column but the first (and words) stands to the right."""
-    right = [i > 0 and columns[i] != "what" for i in range(len(columns))]
-    head = "".join(
-        f'<th scope="col"{" class=n" if right[i] else ""}>{escape(name)}</th>'
-        for i, name in enumerate(columns)
-    )
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td{' class=n' if right[i] else ''}>{cell}</td>" for i, cell in enumerate(row))
-        + "</tr>"
-        for row in rows
-    )
+    kinds = [" class=n" if i > 0 and name != "what" else "" for i, name in enumerate(columns)]
+    pairs = zip(kinds, columns, strict=True)
+    head = "".join(f'<th scope="col"{kind}>{escape(name)}</th>' for kind, name in pairs)
+    lines = [[f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True)] for row in rows]
+    body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in lines)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f'<section><h2>{escape(title)}</h2><div class="wide">{table}</div></section>'
 
@@ -283,10 +265,6 @@ def _large(value: float) -> tuple[str, str]:
         if value >= limit * 0.9995:
             return digits(value / limit), unit
     return digits(value), ""
-
-
-def _share(part: int, whole: int) -> str:
-    return _exact_percent(part / whole) if whole else "–"
 
 
 def _percent(share: float | None) -> str:
