@@ -38,16 +38,6 @@ def test_smaller_multisets_have_smaller_ids() -> None:
     assert sizes.tolist() == [len(space.types_of(number)) for number in range(space.count)]
 
 
-@given(st.integers(1, 12), st.lists(st.integers(0, 11), max_size=6))
-def test_parts_are_found_by_look_up(kinds: int, drawn: list[int]) -> None:
-    types = sorted(t % kinds for t in drawn)
-    space = multisets(kinds, 6)
-    ids = space.part_ids(types)
-    for mask in range(1 << len(types)):
-        part = [t for i, t in enumerate(types) if mask >> i & 1]
-        assert ids[mask] == space.id_of(part)
-
-
 @given(st.integers(1, 12), st.data())
 def test_counts_tell_how_many_of_each_type(kinds: int, data: st.DataObject) -> None:
     space = multisets(kinds, 4)
@@ -70,5 +60,3 @@ def test_what_is_not_in_the_space_is_refused() -> None:
     for number in (-1, space.count):
         with pytest.raises(InputError):
             space.types_of(number)
-    with pytest.raises(InputError):
-        space.part_ids([1, 0])

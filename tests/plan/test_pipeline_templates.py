@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 from papers.coral_placement import brute_force, integer_program
 
 from potluck.catalog import models, nodes
-from potluck.core.errors import InputError, UnknownNameError
+from potluck.core.errors import InputError
 from potluck.core.values.types import Slo
 from potluck.plan.templates.pipeline import (
     best_placement,
     divide,
-    memory_limit,
     multisets,
     partitions,
     pattern_of,
@@ -203,51 +202,6 @@ def test_a_placement_reaches_what_the_library_says(both: tuple[StageRates, Stage
                 for stage in layout.stages
             )
             assert slowest == library.units[i]
-
-
-def test_a_template_speaks_of_requests(both: tuple[StageRates, StageRates]) -> None:
-    prefill, decode = (pipeline_library(rates, max_nodes=3) for rates in both)
-    template = prefill.template(0, ask="chat", bucket=2)
-    assert (template.kind, template.model, template.capacity[0].bucket) == ("pipeline", "chat", 2)
-    assert template.capacity[0].prefill_per_s == pytest.approx(prefill.tokens_per_s[0] / 768)
-    assert template.capacity[0].decode_per_s == 0
-    assert template.node_counts == template.replicas[0].layout.node_counts  # one group on each node
-    assert decode.template(0).capacity[0].decode_per_s == pytest.approx(decode.tokens_per_s[0] / 195)
-    names = {decode.template(i).name for i in range(min(len(decode), 30))}
-    assert len(names) == min(len(decode), 30)
-
-
-def test_what_runs_is_never_dropped(both: tuple[StageRates, StageRates]) -> None:
-    rates = both[0]
-    every = pipeline_library(rates, max_nodes=4, prune=False)
-    pruned = pipeline_library(rates, max_nodes=4)
-    dropped = np.setdiff1d(every.ids, pruned.ids)
-    assert len(dropped)
-    number = int(dropped[-1])
-    counts = {
-        rates.nodes[t].name: every.space.types_of(number).count(t) for t in every.space.types_of(number)
-    }
-    with_it = pipeline_library(rates, max_nodes=4, running=[counts, counts])
-    assert set(with_it.ids) == {*pruned.ids, number}
-    at = int(np.searchsorted(with_it.ids, number))
-    assert with_it.units[at] == every.units[np.searchsorted(every.ids, number)]
-    assert with_it.placement(at).node_counts == counts
-
-
-def test_what_runs_stays_even_above_the_memory_limit(both: tuple[StageRates, StageRates]) -> None:
-    small = pipeline_library(both[0], max_nodes=4, memory_ratio=2.0)
-    _, most_bytes = memory_limit(both[0], 2.0)
-    counts = {"1xA100-80": 4}
-    assert most_bytes < 4 * 80e9
-    with_it = pipeline_library(both[0], max_nodes=4, memory_ratio=2.0, running=[counts])
-    assert len(with_it) == len(small) + 1
-
-
-def test_running_templates_that_cannot_be_are_refused(both: tuple[StageRates, StageRates]) -> None:
-    with pytest.raises(UnknownNameError, match="2xL40S"):
-        pipeline_library(both[0], max_nodes=2, running=[{"2xL40": 1}])
-    with pytest.raises(InputError, match="3 nodes"):
-        pipeline_library(both[0], max_nodes=2, running=[{"1xL4": 3}])
 
 
 def test_absurd_tables_are_refused() -> None:

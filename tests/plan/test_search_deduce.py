@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise, permutations, product
 
@@ -12,8 +13,8 @@ from search_pools import paper_pool, random_pool, workload
 from potluck.catalog import models
 from potluck.core.routing.capacity import MARGIN
 from potluck.core.values.types import Slo
-from potluck.plan.search.deduce import ConfigurationSearch, GroupConfiguration, best_order, deducer, even_cuts
-from potluck.plan.search.kernels import DECODE, MIXED, PREFILL
+from potluck.plan.search.deduce import ConfigurationSearch, GroupConfiguration, deducer, even_cuts
+from potluck.plan.search.kernels import DECODE, MIXED, PREFILL, best_path
 from potluck.plan.search.workload import CalibratedCosts, PeakCosts, PoolWorkload
 
 LAYERS = 9
@@ -129,6 +130,15 @@ def test_mixed_keeps_both_promises_and_the_best_cycle() -> None:
             assert result.rate_per_s <= best_goodput(source, takes, MIXED) * (1 + 1e-9)
 
 
+def best_order(per_node: Sequence[tuple[int, int]], hop_s: np.ndarray, back_s: np.ndarray) -> list[int]:
+    """Nodes in the order of stages whose hops, and the way back of the token, take least."""
+    counts = np.array([count for _, count in per_node], np.int64)
+    size, nodes = int(np.prod(counts + 1)), len(per_node)
+    path = np.zeros(int(counts.sum()), np.int64)
+    best_path(counts, hop_s, back_s, np.zeros((size, nodes)), np.zeros((size, nodes), np.int64), path)
+    return path.tolist()
+
+
 def test_order_equals_all_orders() -> None:
     rng = np.random.default_rng(9)
     for _ in range(150):
@@ -137,7 +147,7 @@ def test_order_equals_all_orders() -> None:
         per_node = tuple((i, int(rng.integers(1, 3))) for i in range(size))
         stages = [i for i, count in per_node for _ in range(count)]
 
-        def way_s(order: tuple[int, ...], hop: np.ndarray = hop, back: np.ndarray = back) -> float:
+        def way_s(order: Sequence[int], hop: np.ndarray = hop, back: np.ndarray = back) -> float:
             return sum(hop[a, b] for a, b in pairwise(order)) + back[order[-1], order[0]]
 
         result = best_order(per_node, hop, back)

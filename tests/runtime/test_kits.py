@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -30,9 +32,10 @@ from potluck.core.routing.opportunistic import step_seconds
 from potluck.core.scaling.prfaas_scaling import ClusterBalance, rate_per_s
 from potluck.core.scaling.roles import Flippable
 from potluck.core.scaling.traffic_window import LengthCount
-from potluck.core.state.facts import FleetFacts, ReplicaFacts
+from potluck.core.state.facts import FleetFacts, ModelFacts, ReplicaFacts
 from potluck.core.state.request_state import RequestState
 from potluck.core.values.layout import Layout, Stage, StageNode, single
+from potluck.core.values.model import Model
 from potluck.core.values.plan import NodeCount, PlannedReplica, Template
 from potluck.core.values.types import Codec, Request, Slo
 from potluck.perf.memory import kv_bytes, state_bytes, weight_bytes
@@ -52,6 +55,14 @@ from potluck.sim.results.metrics import summarise
 from potluck.sim.run import build, simulate
 
 SOME = [models.model(name) for name in models.names()]
+
+
+def facts_of(model: Model) -> ModelFacts:
+    nothing: dict[str, Any] = {}
+    resolved = SimpleNamespace(
+        model=lambda name: model, slos=nothing, idle_s=nothing, mean_tokens=nothing, survive=nothing
+    )
+    return _model_facts(cast(Any, resolved), "m", 16)
 
 
 @given(st.sampled_from(SOME), st.integers(1, 200_000), st.data())
@@ -289,7 +300,7 @@ def test_everyone_counts_the_same_bytes(model, codec: Codec, tokens: int) -> Non
     held, state = kv_bytes(model, float(tokens)), state_bytes(model)
     assert float(wire_bytes(held - state, state, codec, stored_bits=model.kv_bits)) == pytest.approx(sent)
     assert crossing_bytes(model, held, codec) == pytest.approx(sent)
-    facts = _model_facts(model, 16, None, None, 1.0)
+    facts = facts_of(model)
     assert facts.wire_bytes(tokens, codec) == pytest.approx(sent)
     assert scaled_bytes(facts, tokens, codec) == pytest.approx(sent)
     links = LinkStates(FleetFacts({"m": facts}, {}))
@@ -319,4 +330,4 @@ def test_the_state_of_a_hybrid_model_is_not_quantised() -> None:
         whole, small = (kv_of(model).wire_bytes(0, 8192, codec) for codec in ("fp16", "int4"))
         ratio = small / whole
         assert ratio > 0.267
-        assert scaled_bytes(_model_facts(model, 16, None, None, 1.0), 8192, "int4") == pytest.approx(small)
+        assert scaled_bytes(facts_of(model), 8192, "int4") == pytest.approx(small)

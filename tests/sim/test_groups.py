@@ -150,7 +150,7 @@ def test_a_lost_machine_is_noticed_when_its_heartbeat_is_missing_and_stays_lost(
         ]
         assert [item.changes[-1][0] for item in first] == [100.0 + wait_s]
         # Every later try to have it back comes to nothing: there is no other machine c.
-        again = [replica for replica in run.replicas if replica.began_s > 0]
+        again = [replica for replica in run.replicas if replica.changes[0][0] > 0]
         assert again
         assert all(item.changes[-1][1] == "lost" for item in again)
         # Those that were there do all of it again in the end.
@@ -284,9 +284,9 @@ def test_the_planner_sees_the_moment_and_what_is_left() -> None:
     assert first.running.deployments == (Deployment(PLAN.templates[0].name, "east", 2),)
     counts = {deployment.template: deployment.count for deployment in later.running.deployments}
     assert counts == {PLAN.templates[0].name: 1, mixed(SLOW).name: 1}, "one machine went, and one was started"
-    (began,) = [replica for replica in result.replicas if replica.began_s > 0]
+    (began,) = [replica for replica in result.replicas if replica.changes[0][0] > 0]
     (ready_s,) = [at_s for at_s, state, _ in began.changes if state == "ready"]
-    assert summarise(result).start_usd == pytest.approx(0.1 * (ready_s - began.began_s) / 3600), (
+    assert summarise(result).start_usd == pytest.approx(0.1 * (ready_s - began.changes[0][0]) / 3600), (
         "at 0.1 an hour"
     )
 

@@ -232,7 +232,7 @@ def test_a_plan_that_was_asked_for_is_adopted_after_its_delay() -> None:
         settings=SimSettings(planner_s=7.0),
     )
     assert asked == [3.0]
-    assert result.replicas[1].began_s == 10.0
+    assert result.replicas[1].changes[0][0] == 10.0
     assert result.replicas[1].nodes == ("1xL4",)
     assert result.replicas[1].busy_s > 0
 

@@ -213,9 +213,7 @@ def _undominated(templates: Sequence[Template]) -> list[Template]:
     for _, group in groupby(ordered, key=lambda each: sorted(each.node_counts)):
         mine = list(group)
         kept += [
-            template
-            for template in mine
-            if not any(_dominates(other, template) for other in mine if other is not template)
+            each for each in mine if not any(_dominates(other, each) for other in mine if other is not each)
         ]
     return kept
 
@@ -265,9 +263,7 @@ MIXED = ((256, 16), (1024, 64), (2048, 4), (512, 256))
 
 def observed(problem: PlanningProblem, paces: Sequence[ObservedSpeed], day: str) -> PlanningProblem:
     """The problem with the paces that matter; of models and nodes that it does not have, none does."""
-    known = {
-        (observed_speed.model, observed_speed.node) for observed_speed in paces if observed_speed.matters
-    }
+    known = {(each.model, each.node) for each in paces if each.matters}
     asks = tuple(
         replace(
             ask,

@@ -83,8 +83,7 @@ def schedule(
             made[peak] = planner(replace(factory, problem=there), replace(settings, running=static)).plan
         plans.append(made[peak])
     cost = [
-        [_usd(plan, peak, asked_for) * hours for plan, peak in zip(plans, distinct, strict=True)]
-        for asked_for in peaks
+        [_usd(plan, peak, each) * hours for plan, peak in zip(plans, distinct, strict=True)] for each in peaks
     ]
     changes = [[change_usd(problem, before, after) for after in plans] for before in plans]
     chosen, total = cheapest_round(cost, changes)

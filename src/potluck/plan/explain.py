@@ -245,16 +245,15 @@ def usd_per_million_tokens(problem: PlanningProblem, plan: Plan, model: str) -> 
 
 def range_of(prediction: Prediction) -> tuple[float, float]:
     """(least, most) of what a model's tokens cost, as a share of what is expected: if its replicas are as fast, or as
-    slow, as eight in ten are, so many fewer or more of them do the same."""
+    slow, as eight in ten are, so many fewer or more of them do the same.
+    """
     middle, fast, slow = prediction.capacity_per_s, prediction.fastest_per_s, prediction.slowest_per_s
     return (middle / fast, middle / slow) if fast > 0 and slow > 0 and middle > 0 else (1.0, 1.0)
 
 
 def usd_range(problem: PlanningProblem, plan: Plan) -> tuple[float, float]:
     """The same of a whole plan, in USD an hour; models are taken to err alike."""
-    costs = [
-        (_usd_per_h(problem, plan, prediction.model), range_of(prediction)) for prediction in plan.predictions
-    ]
+    costs = [(_usd_per_h(problem, plan, each.model), range_of(each)) for each in plan.predictions]
     return sum(cost * low for cost, (low, _) in costs), sum(cost * high for cost, (_, high) in costs)
 
 
@@ -285,9 +284,7 @@ def copy_tokens_per_usd(problem: PlanningProblem, plan: Plan, deployment: Deploy
 
 def tokens_json(problem: PlanningProblem, plan: Plan) -> dict[str, object]:
     """Prompt and answer tokens per dollar: of the whole plan, of each model and of each deployment."""
-    models = {
-        prediction.model: tokens_per_usd(problem, plan, prediction.model) for prediction in plan.predictions
-    }
+    models = {each.model: tokens_per_usd(problem, plan, each.model) for each in plan.predictions}
     served = 3600 / plan.cost_usd_per_h if plan.cost_usd_per_h > 0 else 0.0
     shares = [(d, plan.fraction_of(ask.name)) for ask in problem.asks for d in ask.demands]
     prompts = sum(d.rate_per_s * d.input_tokens * share for d, share in shares)
@@ -358,12 +355,7 @@ def _nodes(
 
 def _last_node(problem: PlanningProblem, offer: NodeOffer, rented: int) -> bool:
     """Whether nothing at all would be left on offer with one fewer than is rented of this one."""
-    others = sum(
-        node_offer.available
-        for region in problem.regions
-        for node_offer in region.offers
-        if node_offer is not offer
-    )
+    others = sum(each.available for region in problem.regions for each in region.offers if each is not offer)
     return rented == 1 and others == 0
 
 

@@ -118,11 +118,7 @@ class ModelDemand:
     def without_class(self, name: str) -> ModelDemand:
         """Its requests as they are, held to what the other classes were promised."""
         left = tuple(class_demand for class_demand in self.classes if class_demand.name != name)
-        return (
-            self
-            if not left
-            else replace(self, classes=left, slo=strictest([class_demand.slo for class_demand in left]))
-        )
+        return self if not left else replace(self, classes=left, slo=strictest([each.slo for each in left]))
 
     def in_format(self, weights: Format) -> ModelDemand:
         """Settled on one of its formats."""
@@ -184,6 +180,10 @@ class PlanningProblem:
 
     def node(self, name: str) -> NodeType:
         return self.by_name[name]
+
+    def ask(self, model: str) -> ModelDemand | None:
+        """What is asked of a model; None where nothing is."""
+        return next((ask for ask in self.asks if ask.name == model), None)
 
     @property
     def by_name(self) -> Mapping[str, NodeType]:

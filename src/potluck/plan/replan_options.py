@@ -85,7 +85,7 @@ def surviving(problem: PlanningProblem, running: Plan) -> Plan:
         if template.kind != "group":
             deployments.append(deployment)
             continue
-        ask = _pool_demand(problem, template.model)
+        ask = problem.ask(template.model)
         there = _machines(problem, deployment.region)
         alive = [replica for replica in template.replicas if set(replica.layout.machines) <= there]
         kept = None if ask is None or not alive else group_template(problem, ask, alive, problem.codecs[-1])
@@ -101,7 +101,7 @@ def flipped(
     """(region, template) of the replicas that are left, in the roles that serve the demand best."""
     made: list[tuple[str, Template]] = []
     for (region, model), replicas in left.items():
-        ask, pool = _pool_demand(problem, model), region_pool(problem, region)
+        ask, pool = problem.ask(model), region_pool(problem, region)
         if ask is None or pool is None or not replicas or not ask.rate_per_s > 0:
             continue
         before = found_of(pool, replicas)
@@ -146,10 +146,6 @@ def _machines(problem: PlanningProblem, region: str) -> set[str]:
         return set()
     pool = region_pool(problem, region)
     return set() if pool is None else {node.name for node in pool.nodes}
-
-
-def _pool_demand(problem: PlanningProblem, model: str) -> ModelDemand | None:
-    return next((ask for ask in problem.asks if ask.name == model), None)
 
 
 Step = Literal["reroute", "flip", "reallocate"]
@@ -258,7 +254,7 @@ def _reroute(
     problem: PlanningProblem, running: Plan, left: tuple[Deployment, ...], settings: SolveSettings
 ) -> ReplanOption:
     kept = {deployment.template for deployment in left}
-    templates = [_timed(problem, t) for t in running.templates if t.name in kept and _asked(problem, t.model)]
+    templates = [_timed(problem, t) for t in running.templates if t.name in kept and problem.ask(t.model)]
     plan = _within(problem, running, templates, left, settings)
     return _answer("reroute", plan, running, left, 0.0, 0.0, 0)
 
@@ -281,7 +277,7 @@ def _flip(
     types = list(problem.nodes)
     for place, deployment in enumerate(left):
         template = running.template(deployment.template)
-        ask = _asked(problem, template.model)
+        ask = problem.ask(template.model)
         if ask is None or template.kind == "group":
             continue
         alias = {item.node: f"{item.node}{MARK}{place}" for item in template.nodes}
@@ -324,14 +320,12 @@ def _group_roles(
     """Groups as they are and in new roles, on nodes of their own; and those nodes, (region, type) to how many."""
     result = [(d.region, running.template(d.template)) for d in left]
     result = [
-        (region, _timed(problem, t)) for region, t in result if t.kind == "group" and _asked(problem, t.model)
+        (region, _timed(problem, t)) for region, t in result if t.kind == "group" and problem.ask(t.model)
     ]
     result += flipped(problem, loaded, settings.seed, settings.time_limit_s / 4)
     templates: dict[str, Template] = {}
     for _, template in result:
-        nodes = tuple(
-            NodeCount(f"{node_count.node}{MARK}", node_count.count) for node_count in template.nodes
-        )
+        nodes = tuple(NodeCount(f"{each.node}{MARK}", each.count) for each in template.nodes)
         templates[template.name] = replace(template, nodes=nodes, name=f"{template.name}{MARK}")
     machines: dict[tuple[str, str], int] = {}
     for region in {region for region, _ in result}:
@@ -361,7 +355,7 @@ def _reallocate(
         if new <= 0:
             continue
         template = plan.template(deployment.template)
-        ask = _asked(problem, template.model)
+        ask = problem.ask(template.model)
         weights = weight_bytes(ask.model) if ask else 0.0
         if template.kind == "group":
             for replica in new_replicas(loaded, template):
@@ -426,7 +420,7 @@ def _roles(problem: PlanningProblem, ask: ModelDemand, template: Template) -> li
 
 def _timed(problem: PlanningProblem, template: Template) -> Template:
     """A template with its capacity for the demand there is now."""
-    ask = _asked(problem, template.model)
+    ask = problem.ask(template.model)
     assert ask is not None
     roles = {replica.role for replica in template.replicas}
     capacity = retimed(problem, ask, template)
@@ -486,9 +480,7 @@ def _unmarked(plan: Plan, problem: PlanningProblem) -> Plan:
     """The plan with nodes and templates under their own names again; what became alike is added up."""
     templates: dict[str, Template] = {}
     for template in plan.templates:
-        nodes = tuple(
-            NodeCount(node_count.node.split(MARK)[0], node_count.count) for node_count in template.nodes
-        )
+        nodes = tuple(NodeCount(each.node.split(MARK)[0], each.count) for each in template.nodes)
         name = template.name.rsplit(MARK, 1)[0]
         templates[name] = replace(template, name=name, nodes=nodes)
     counts: dict[tuple[str, str], int] = {}
@@ -504,10 +496,6 @@ def _kept(plan: Plan, left: tuple[Deployment, ...], whole: set[str]) -> int:
     before = {(d.template, d.region): d.count for d in left}
     mine = [d for d in plan.deployments if d.template in whole]
     return sum(min(d.count, before.get((d.template, d.region), 0)) for d in mine)
-
-
-def _asked(problem: PlanningProblem, model: str) -> ModelDemand | None:
-    return next((ask for ask in problem.asks if ask.name == model), None)
 
 
 def _price(problem: PlanningProblem, region: str, node: str) -> float:

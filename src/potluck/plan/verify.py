@@ -214,9 +214,7 @@ def _largest(
 
 
 def _charges(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
-    real = {
-        charge.what: charge.usd_per_h for charge in charges_of(problem, plan, egress_usd_per_h(problem, plan))
-    }
+    real = {each.what: each.usd_per_h for each in charges_of(problem, plan, egress_usd_per_h(problem, plan))}
     values = {charge.what: charge.usd_per_h for charge in plan.charges}
     for what in sorted({*real, *values}):
         if abs(real.get(what, 0.0) - values.get(what, 0.0)) > 1e-6 * max(1.0, real.get(what, 0.0)):
@@ -283,7 +281,7 @@ def _layers(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """Every replica holds its whole model, on nodes that exist."""
     known = set(problem.by_name)
     for template in plan.templates:
-        ask = _ask(problem, template.model)
+        ask = problem.ask(template.model)
         for layout in {replica.layout for replica in template.replicas}:
             if ask is not None and layout.layer_count != ask.model.layer_count:
                 layers = ask.model.layer_count
@@ -333,7 +331,7 @@ def _machines(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
 
 def _memory(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     for template in plan.templates:
-        ask = _ask(problem, template.model)
+        ask = problem.ask(template.model)
         if ask is None:
             continue
         for layout in {replica.layout for replica in template.replicas}:
@@ -344,7 +342,7 @@ def _memory(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
 def _capacity(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """No template promises more than its replicas do when they are timed again."""
     for template in plan.templates:
-        ask = _ask(problem, template.model)
+        ask = problem.ask(template.model)
         if ask is None:
             continue
         for claimed, real in zip(template.capacity, retimed(problem, ask, template), strict=True):
@@ -357,7 +355,7 @@ def _capacity(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
 def _shared(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """What a group's copy serves is shared among its replicas without rest, none of them beyond its own rate."""
     for template in plan.templates:
-        ask = _ask(problem, template.model)
+        ask = problem.ask(template.model)
         if ask is None or not template.flows:
             continue
         for capacity in template.capacity:
@@ -477,7 +475,7 @@ def _balance(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
 def _links(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     load: dict[tuple[str, str], float] = {}
     for flow in plan.flows:
-        ask = _ask(problem, flow.model)
+        ask = problem.ask(flow.model)
         if flow.prefill_region == flow.decode_region or ask is None:
             continue
         demand = ask.demands[flow.bucket]
@@ -500,7 +498,7 @@ def _cards(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     codecs = codecs_of(plan)
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
-        ask = _ask(problem, template.model)
+        ask = problem.ask(template.model)
         where = f"{deployment.template}@{deployment.region}"
         mine = [s for s in plan.shares if (s.template, s.region) == (template.name, deployment.region)]
         if ask is None or not any(share.phase != "closed" for share in mine):
@@ -535,7 +533,3 @@ def _rate(plan: Plan, model: str, bucket: int, phase: str, region: str | None = 
         if here and plan.template(share.template).model == model:
             total += share.rate_per_s
     return total
-
-
-def _ask(problem: PlanningProblem, name: str) -> ModelDemand | None:
-    return next((ask for ask in problem.asks if ask.name == name), None)

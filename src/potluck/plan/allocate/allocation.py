@@ -8,8 +8,9 @@ from typing import Literal
 from potluck.plan.allocate.program import ColumnCount, ColumnKey, Floats
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
-"""optimal: proven to rounding; feasible: a plan with its gap; infeasible: proven; unknown: time ran out with
-neither a plan nor a proof."""
+"""optimal: proven to rounding; feasible: a plan with its gap; infeasible: proven; unknown: time ran out with neither
+a plan nor a proof.
+"""
 
 Phase = Literal["prefill", "decode", "closed"]
 
@@ -37,22 +38,14 @@ class FlowRate:
 
 
 @dataclass(frozen=True, slots=True)
-class BindingResource:
-    """A resource that limits how much demand can be met."""
-
-    name: str
-    fraction_per_unit: float
-    """By how much the fraction would grow with one more node, one more Gbit/s or one more $/h."""
-
-
-@dataclass(frozen=True, slots=True)
 class Shortfall:
     """The largest fraction of all demands that can be met together, and what stands in the way."""
 
     fraction: float
     fraction_bound: float
     """Proven: no plan meets more than this."""
-    binding: tuple[BindingResource, ...]
+    binding: tuple[str, ...]
+    """Resources that limit how much can be met, dearest first."""
     unserved: tuple[str, ...] = ()
     """Demands that no template in any region can serve at all."""
     overpinned: tuple[str, ...] = ()
@@ -67,9 +60,7 @@ class Shortfall:
             return f"nothing keeps all of what is asked: {'; '.join(self.unkept[:4])}"
         if self.unserved:
             return f"no template that fits can serve {', '.join(self.unserved)}"
-        names = (
-            ", ".join(binding.name for binding in self.binding[:4]) or "whole copies, not any one resource"
-        )
+        names = ", ".join(self.binding[:4]) or "whole copies, not any one resource"
         return f"at most {max(self.fraction, 0.0) + 0.0:.1%} of the demand can be met; what binds: {names}"
 
 
@@ -77,8 +68,7 @@ class Shortfall:
 class Allocation:
     """The best plan found and how far from the cheapest it can be.
 
-    When infeasible, counts, shares and flows are those of a plan that meets `shortfall.fraction` of every
-    demand.
+    When infeasible, counts, shares and flows are those of a plan that meets `shortfall.fraction` of every demand.
     """
 
     status: Status

@@ -30,7 +30,8 @@ SHARE, MANY, MOST = 0.65, 6, 0.9
 ROUNDS = 60
 BOX, NARROWER = 0.5, 0.4
 """How far the next prices may be from the best so far, as a share of a node's price, and how much less after each
-that gave no better bound: the master's own prices swing wildly at first."""
+that gave no better bound: the master's own prices swing wildly at first.
+"""
 FINE, COARSE = 1e-4, 2e-3
 """How closely each model is solved, at most and at first."""
 TIGHTEN_SHARE = 0.5

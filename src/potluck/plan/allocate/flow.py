@@ -1,8 +1,7 @@
 """Relaxation by column generation (`relaxation.py`), then HiGHS on the columns that can still matter.
 
-A new column j with bound + reduced cost above what must be proven cannot be in a plan that undercuts it. The
-integer program over the others therefore proves the least of its own bound and of the cheapest column left
-out.
+A new column j with bound + reduced cost above what must be proven cannot be in a plan that undercuts it. The integer
+program over the others therefore proves the least of its own bound and of the cheapest column left out.
 """
 
 from __future__ import annotations

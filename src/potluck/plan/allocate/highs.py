@@ -15,8 +15,9 @@ from potluck.plan.allocate.program import Floats, Ints
 INFINITY = float("inf")
 MIN_TIME_S = 0.01
 PROBING = 1 << 15
-"""The presolve rule that is switched off: in HiGHS 1.14 and 1.15 probing cuts off optima of small mixed programs
-(a continuous share below a whole count is enough) and then reports a wrong bound as proven."""
+"""The presolve rule that is switched off: in HiGHS 1.14 and 1.15 probing cuts off optima of small mixed programs (a
+continuous share below a whole count is enough) and then reports a wrong bound as proven.
+"""
 
 KINDS = highspy.HighsModelStatus
 INFEASIBLE = (KINDS.kInfeasible, KINDS.kUnboundedOrInfeasible)
@@ -149,9 +150,7 @@ def _as_lp(problem: Milp, relax: bool) -> highspy.HighsLp:
     lp.a_matrix_.value_ = problem.value[order]
     if not relax:
         kinds = highspy.HighsVarType
-        lp.integrality_ = [
-            kinds.kInteger if whole else kinds.kContinuous for whole in problem.integer.tolist()
-        ]
+        lp.integrality_ = [kinds.kInteger if each else kinds.kContinuous for each in problem.integer.tolist()]
     return lp
 
 

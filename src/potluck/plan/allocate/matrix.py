@@ -122,8 +122,7 @@ class FlowRows:
         """Limits with their helpers, and nodes that are paid for already; columns put themselves in."""
         program, entries = self.program, self.entries
         self.helpers = [
-            entries.new_variable(extra_variable.usd_per_h, extra_variable.upper, extra_variable.whole)
-            for extra_variable in program.helpers
+            entries.new_variable(each.usd_per_h, each.upper, each.whole) for each in program.helpers
         ]
         for variable, helper in zip(self.helpers, program.helpers, strict=True):
             entries.put(

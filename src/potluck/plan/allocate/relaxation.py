@@ -1,16 +1,15 @@
 """The linear relaxation by column generation: every column priced at once, and rows that hold as copies are whole.
 
-With duals pi_br (prefill), rho_br (decode), delta_b (demand), mu_rc (nodes), beta (budget) and the cost
-factor k (1 + K when cost is minimised, 0 when the fraction is maximised), a new column of region r has the
-reduced cost
+With duals pi_br (prefill), rho_br (decode), delta_b (demand), mu_rc (nodes), beta (budget) and the cost factor k (1 +
+K when cost is minimised, 0 when the fraction is maximised), a new column of region r has the reduced cost
 
     p_j (k + beta) + sum_c U_jc (mu_rc - gamma_rc) + e_j - sum_i lambda_i A_ij
         - h max_b max(P_jb pi_br, Q_jb rho_br, C_jb delta_b)
 
-(gamma: nodes that are paid for already, lambda: limits), since its time goes where it earns most. Where its
-network cards may bind, a copy's time earns less: that little linear program is priced exactly (`_carded`). Summed
-over all columns with their largest counts, what is negative in it corrects the relaxation's value to a valid bound,
-also before the last column has come in.
+(gamma: nodes that are paid for already, lambda: limits), since its time goes where it earns most. Where its network
+cards may bind, a copy's time earns less: that little linear program is priced exactly (`_carded`). Summed over all
+columns with their largest counts, what is negative in it corrects the relaxation's value to a valid bound, also
+before the last column has come in.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import numpy as np
 from potluck.core.errors import InputError
 from potluck.plan.allocate.allocation import (
     Allocation,
-    BindingResource,
     ColumnShare,
     FlowRate,
     Shortfall,
@@ -351,22 +350,21 @@ def unserved(program: FlowProgram, pricer: Pricer) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _binding(program: FlowProgram, relaxed: Relaxation) -> tuple[BindingResource, ...]:
+def _binding(program: FlowProgram, relaxed: Relaxation) -> tuple[str, ...]:
     """Resources with a price, dearest first by what all of them together are worth."""
     fleet, duals = program.fleet, relaxed.duals
-    result: list[tuple[float, BindingResource]] = []
+    worth: list[tuple[float, str]] = []
     for r, c in np.argwhere(duals.nodes > 1e-12):
-        value = float(duals.nodes[r, c])
         # A type of which there is none at all still names what is missing.
-        worth = value * max(int(fleet.available[r, c]), 1)
-        result.append((worth, BindingResource(fleet.node_label(int(r), int(c)), value)))
+        value = float(duals.nodes[r, c]) * max(int(fleet.available[r, c]), 1)
+        worth.append((value, fleet.node_label(int(r), int(c))))
     for link, price in zip(program.links, duals.links.tolist(), strict=True):
         if price * link.bits_per_s > 1e-12:
             name = f"link {fleet.regions[link.source]}->{fleet.regions[link.target]}"
-            result.append((price * link.bits_per_s, BindingResource(name, price * GBIT)))
+            worth.append((price * link.bits_per_s, name))
     for limit, dual in zip(program.limits, duals.limits.tolist(), strict=True):
         if abs(dual) > 1e-12:
-            result.append((abs(dual), BindingResource(limit.name, abs(dual))))
+            worth.append((abs(dual), limit.name))
     if duals.budget > 1e-12 and program.budget_usd_per_h is not None:
-        result.append((duals.budget * program.budget_usd_per_h, BindingResource("budget", duals.budget)))
-    return tuple(binding for _, binding in sorted(result, key=lambda pair: (-pair[0], pair[1].name)))
+        worth.append((duals.budget * program.budget_usd_per_h, "budget"))
+    return tuple(name for _, name in sorted(worth, key=lambda pair: (-pair[0], pair[1])))

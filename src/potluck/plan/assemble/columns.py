@@ -233,18 +233,11 @@ def columns(
     books = RateCaches(None) if books is None else books
     chosen = {ask.name: (codecs or {}).get(ask.name, LOSSLESS) for ask in problem.asks}
     groups = tuple(
-        tuple(
-            _in_codec(problem, ask, template, chosen[ask.name], books)
-            for template in templates.get(ask.name, ())
-        )
+        tuple(_in_codec(problem, ask, each, chosen[ask.name], books) for each in templates.get(ask.name, ()))
         for ask in problem.asks
     )
     named = {
-        machine
-        for group in groups
-        for template in group
-        if template.kind == "group"
-        for machine in template.machines
+        machine for group in groups for each in group if each.kind == "group" for machine in each.machines
     }
     fleet = fleet_of(problem, sorted(named))
     models = tuple(

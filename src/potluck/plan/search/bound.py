@@ -2,8 +2,7 @@
 
 Columns j are groups with a phase and their deduced configuration, at rate r_j; h is the planned utilisation:
 
-Maximise    sum_{j prefill} D_j x_j + sum_{j mixed} D_j x_j
-Rows        time_j     x_j <= h r_j n_j
+Maximise    sum_{j prefill} D_j x_j + sum_{j mixed} D_j x_j Rows        time_j     x_j <= h r_j n_j
             decode     sum_{j prefill} x_j <= sum_{j decode} x_j
             offered    sum_{j not decode} x_j <= R
             gpus_v     sum_j U_jv n_j <= G_v
@@ -15,8 +14,8 @@ and, between nodes a and b of the pool, with s_ja the layers that j keeps on a a
             in_b       sum_{j decode} s_jb x_j = sum_a F_ab
             F_ab       <= bandwidth_ab / bytes of a layer, a != b
 
-D_j is the attainment with KV that takes no time, and which prefill feeds which decode is free, so no state of
-the search is worth more. Both bounds know groups of up to `MAX_NODES` nodes, as the search does.
+D_j is the attainment with KV that takes no time, and which prefill feeds which decode is free, so no state of the
+search is worth more. Both bounds know groups of up to `MAX_NODES` nodes, as the search does.
 
 `exact_bound` has a column for every group of the pool's own nodes (17,695 groups on 32 GPUs). `class_bound` is for
 pools beyond that: inside groups all links are the pool's best, and like nodes are one class that groups draw parts
@@ -40,8 +39,8 @@ dual prices y say what a whole copy of column j costs of the relaxed value U at 
 
     loss_j = sum_v y_v U_jv - h r_j max(0, D_j - y_decode - y_offered)        decoders: y_decode in the brackets
 
-So nothing better than a known value has a column whose loss is above the distance from U. Of the columns left,
-the `MOST_COLUMNS` of least loss form the whole program; what uses any other is worth at most U less its loss.
+So nothing better than a known value has a column whose loss is above the distance from U. Of the columns left, the
+`MOST_COLUMNS` of least loss form the whole program; what uses any other is worth at most U less its loss.
 """
 
 from __future__ import annotations

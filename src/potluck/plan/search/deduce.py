@@ -51,7 +51,6 @@ from potluck.plan.search.kernels import (
     StageCuts,
     StageListing,
     best_candidate,
-    best_path,
     best_split,
     list_candidates,
 )
@@ -282,17 +281,3 @@ def even_cuts(count: int, degrees: tuple[int, ...]) -> list[tuple[int, ...]]:
         if largest <= count:
             result.append(tuple(way))
     return result
-
-
-def best_order(per_node: Takes, hop_s: Floats, back_s: Floats) -> tuple[int, ...]:
-    """Nodes in the order of stages whose hops, and the way back of the token, take least."""
-    nodes = [node for node, _ in per_node]
-    if len(nodes) == 1:
-        return tuple(nodes) * per_node[0][1]
-    counts = np.array([count for _, count in per_node], np.int64)
-    size = int(np.prod(counts + 1))
-    mine = np.ix_(nodes, nodes)
-    path = np.zeros(int(counts.sum()), np.int64)
-    scratch = np.zeros((size, len(nodes))), np.zeros((size, len(nodes)), np.int64)
-    best_path(counts, hop_s[mine], back_s[mine], *scratch, path)
-    return tuple(nodes[i] for i in path.tolist())

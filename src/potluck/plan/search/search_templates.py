@@ -145,9 +145,7 @@ def tried(
                 search_result,
                 state=state,
                 score=score,
-                configurations=tuple(
-                    configuration for configuration in configurations if configuration is not None
-                ),
+                configurations=tuple(each for each in configurations if each is not None),
                 orchestration=routed,
             )
             replicas = _replicas(evaluator, state)

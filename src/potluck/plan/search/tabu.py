@@ -373,9 +373,7 @@ def _combinations(
         now.append(phase if phase in able[place] else able[place][0])
     choices = [tuple(now)]
     if size <= MOST_COMBINATIONS:
-        choices += [
-            numbers for numbers in product(*(able[place] for place in working)) if numbers != tuple(now)
-        ]
+        choices += [each for each in product(*(able[place] for place in working)) if each != tuple(now)]
     return [
         make_state([GpuGroup(((w, 1),), p) for w, p in zip(working, chosen, strict=True)], ())
         for chosen in choices

@@ -24,7 +24,6 @@ class Strategy:
     """One way to a plan; called, it plans within one time limit, for users where they are, in the best formats."""
 
     plan: Planner
-    about: str
     chooses_from: str
     """Its proof is over these columns, and over no others."""
     templates: Callable[[TemplateFactory, ModelDemand], list[Template]] | None = None
@@ -40,54 +39,21 @@ class Strategy:
 
 WHOLE = "combos of whole nodes"
 STRATEGIES = {
-    "auto": Strategy(
-        programs.auto,
-        "every kind of column in one program",
-        "the templates of all kinds that were timed",
-        programs.every_kind,
-    ),
-    "homo": Strategy(
-        programs.homo, "one node type per model, picked in isolation", "the node types it picked"
-    ),
-    "melange": Strategy(
-        programs.melange,
-        "aggregated replicas of any node types",
-        "aggregated replicas",
-        TemplateFactory.mixed,
-    ),
-    "cauchy": Strategy(
-        cauchy.cauchy_co, "combos, by price over cost efficiency", WHOLE, TemplateFactory.combos
-    ),
-    "cauchy-ce": Strategy(
-        cauchy.cauchy_ce,
-        "combos counted in GPUs, ranked as printed",
-        "the combos that equation 15 shortlists",
-        cauchy.efficient,
-    ),
-    "cauchy-mc": Strategy(cauchy.cauchy_mc, "combos, by price", WHOLE, TemplateFactory.combos),
-    "cauchy-mce": Strategy(cauchy.cauchy_mce, "combos, by cost efficiency", WHOLE, TemplateFactory.combos),
-    "cronus": Strategy(
-        programs.cronus,
-        "pairs that share prefills, beside aggregated nodes",
-        "pairs and aggregated replicas",
-        programs.cronus_templates,
-    ),
-    "prfaas": Strategy(
-        programs.prfaas,
-        "one phase per node, in one region or over a link",
-        "single nodes that do one phase",
-        TemplateFactory.phased,
-    ),
+    "auto": Strategy(programs.auto, "the templates of all kinds that were timed", programs.every_kind),
+    "homo": Strategy(programs.homo, "the node types it picked"),
+    "melange": Strategy(programs.melange, "aggregated replicas", TemplateFactory.mixed),
+    "cauchy": Strategy(cauchy.cauchy_co, WHOLE, TemplateFactory.combos),
+    "cauchy-ce": Strategy(cauchy.cauchy_ce, "the combos that equation 15 shortlists", cauchy.efficient),
+    "cauchy-mc": Strategy(cauchy.cauchy_mc, WHOLE, TemplateFactory.combos),
+    "cauchy-mce": Strategy(cauchy.cauchy_mce, WHOLE, TemplateFactory.combos),
+    "cronus": Strategy(programs.cronus, "pairs and aggregated replicas", programs.cronus_templates),
+    "prfaas": Strategy(programs.prfaas, "single nodes that do one phase", TemplateFactory.phased),
     "coral": Strategy(
         programs.coral,
-        "single nodes and pipelines of unlike nodes, one phase each",
         "the pipelines and single nodes for one phase that were timed",
         programs.coral_templates,
     ),
-    "thunderserve": Strategy(
-        programs.thunderserve, "groups of the pool's machines, by search", "its own columns"
-    ),
+    "thunderserve": Strategy(programs.thunderserve, "its own columns"),
 }
-"""By name."""
 
 __all__ = ["STRATEGIES", "PlanOutcome", "SolveSettings", "Strategy", "TemplateFactory"]

@@ -37,18 +37,13 @@ BOUND_SHARE = 0.25
 
 def efficient(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
     """Combos counted in GPUs, each with equation 15 of its two types."""
-    ranks = {
-        (ranked_pair.prefill, ranked_pair.decode): ranked_pair.ce_tokens_per_usd
-        for ranked_pair in factory.ranked(ask)
-    }
+    ranks = {(each.prefill, each.decode): each.ce_tokens_per_usd for each in factory.ranked(ask)}
 
     def ends(template: Template) -> tuple[str, str]:
         first, last = template.replicas[0].layout, template.replicas[-1].layout
         return first.stages[0].nodes[0].node, last.stages[0].nodes[0].node
 
-    return [
-        replace(gpu_combo, ce_tokens_per_usd=ranks[ends(gpu_combo)]) for gpu_combo in factory.gpu_combos(ask)
-    ]
+    return [replace(each, ce_tokens_per_usd=ranks[ends(each)]) for each in factory.gpu_combos(ask)]
 
 
 def cauchy_co(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
@@ -162,10 +157,7 @@ def _choose(
         cost.append(weight(price, efficiency(ask, template)))
         goodput = served_per_s(ask, template) * problem.headroom
         entries.append((rows["demand", ask.name], column, goodput))
-        entries += [
-            (rows[region_name, node_count.node], column, float(node_count.count))
-            for node_count in template.nodes
-        ]
+        entries += [(rows[region_name, each.node], column, float(each.count)) for each in template.nodes]
     row, place, value = (np.array(item) for item in zip(*entries, strict=True))
     scale = max(cost) or 1.0
     answer = solve_milp(

@@ -31,10 +31,9 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
 
     The program over all columns is solved first, and again with those for which there was no time, where some is
     left. Where that leaves no doubt, no strategy can do better: their columns are among these. Else each of them is
-    tried, the best of their plans is where the program begins again, and what it ends with serves no less and
-    costs no more.
-    Groups of machines are columns where the pool is written down. A small fleet without one is searched as well,
-    but what that finds stands apart: it is taken only when it is better than the plan without it.
+    tried, the best of their plans is where the program begins again, and what it ends with serves no less and costs
+    no more. Groups of machines are columns where the pool is written down. A small fleet without one is searched as
+    well, but what that finds stands apart: it is taken only when it is better than the plan without it.
     """
     problem = factory.problem
     pooled = worth_searching(problem)
@@ -78,9 +77,7 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
             if not settings.late:
                 tried.append(rival(factory, settings.within(RIVALS_SHARE / len(rivals))))
         if not settings.late:
-            known = tuple(
-                plan_outcome.plan for plan_outcome in (whole, *tried) if plan_outcome.plan.deployments
-            )
+            known = tuple(each.plan for each in (whole, *tried) if each.plan.deployments)
             more = replace(settings, starts=(*settings.starts, *known))
             whole = _proven(allocated(factory, more, "auto", templates), whole)
     best = max([whole, *tried], key=lambda each: rank_of(problem, each))
@@ -124,7 +121,8 @@ FALLBACK_SHARE = 0.6
 FIRST_SHARE = 0.75
 RIVALS_SHARE = 0.5
 """Of the time that is left: for single nodes alone, again where that was too little, for the first try, then for all
-single strategies together."""
+single strategies together.
+"""
 
 
 def made_in_turn(factory: TemplateFactory) -> None:

@@ -248,9 +248,7 @@ class TemplateFactory:
             self.books.keep()
         # They may have been made for a problem that had more node types than this one.
         here = self.prices
-        once = [
-            template for template in self.made[key] if all(count.node in here for count in template.nodes)
-        ]
+        once = [each for each in self.made[key] if all(count.node in here for count in each.nodes)]
         if not ask.terms.asked:
             return once
         regions = [region.name for region in self.problem.regions]
@@ -302,9 +300,7 @@ def with_running(
     deployed = {deployment.template for deployment in running.deployments}
     merged = {model: list(group) for model, group in templates.items()}
     for template in running.templates:
-        ask = next(
-            (model_demand for model_demand in problem.asks if model_demand.name == template.model), None
-        )
+        ask = next((each for each in problem.asks if each.name == template.model), None)
         mine = merged.setdefault(template.model, [])
         known = template.name in {item.name for item in mine}
         there = all(node in problem.by_name for node in template.node_counts)
@@ -312,9 +308,7 @@ def with_running(
             continue
         capacity = retimed(problem, ask, template)
         if len({replica.role for replica in template.replicas}) > 1:  # a closed group offers no phase alone
-            capacity = tuple(
-                replace(bucket_capacity, prefill_per_s=0.0, decode_per_s=0.0) for bucket_capacity in capacity
-            )
+            capacity = tuple(replace(each, prefill_per_s=0.0, decode_per_s=0.0) for each in capacity)
         mine.append(replace(template, capacity=capacity))
     return merged
 

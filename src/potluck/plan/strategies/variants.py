@@ -80,19 +80,12 @@ def best_of(outcomes: Iterable[PlanOutcome]) -> PlanOutcome:
     best = max(plan_outcomes, key=_rank)
     if len(plan_outcomes) == 1:
         return best
-    prices = (
-        (plan_outcome.plan.formats, plan_outcome.plan.fraction, plan_outcome.plan.total_usd_per_h)
-        for plan_outcome in plan_outcomes
-    )
+    prices = ((each.plan.formats, each.plan.fraction, each.plan.total_usd_per_h) for each in plan_outcomes)
     best = replace(best, tried=tuple(FormatPrice(*price) for price in prices))
     if not best.allocation.found:
         return best
     cost = best.plan.total_usd_per_h
-    bound = min(
-        plan_outcome.allocation.lower_bound_usd_per_h
-        for plan_outcome in plan_outcomes
-        if plan_outcome.allocation.found
-    )
+    bound = min(each.allocation.lower_bound_usd_per_h for each in plan_outcomes if each.allocation.found)
     bound = min(bound, best.allocation.lower_bound_usd_per_h, cost)
     gap = max(best.plan.gap, (cost - bound) / cost if cost > 0 else 0.0)
     return replace(best, plan=replace(best.plan, gap=gap))

@@ -145,10 +145,7 @@ def flows_of(routed: Iterable[RoutedBucket]) -> tuple[TemplateFlow, ...]:
 def machine_counts(replicas: Iterable[PlannedReplica]) -> dict[str, int]:
     """How many machines of each type some replicas stand on."""
     machines = {
-        (node.node, node.machine)
-        for replica in replicas
-        for stage in replica.layout.stages
-        for node in stage.nodes
+        (node.node, node.machine) for each in replicas for stage in each.layout.stages for node in stage.nodes
     }
     counts: dict[str, int] = {}
     for node, _ in machines:

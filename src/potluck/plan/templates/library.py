@@ -7,7 +7,7 @@ limits, the source of this package's search). `timing/rate_cache.py` says how fi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from json import dumps
 from pathlib import Path
@@ -26,7 +26,6 @@ from potluck.plan.templates.pipeline import (
     memory_limit,
     multisets,
     pipeline_library,
-    with_running,
 )
 from potluck.plan.timing.rate_cache import Arrays, default_folder, load, name_of, save, sources
 from potluck.plan.timing.stage_rates import BucketRule, StageRates, largest_tp, stage_rates
@@ -44,7 +43,6 @@ def pipeline_libraries(
     *,
     max_nodes: int = MAX_NODES,
     memory_ratio: float = MEMORY_RATIO,
-    running: Iterable[Mapping[str, int]] = (),
     calibration: Calibration | None = None,
     rule: BucketRule | None = None,
     folder: Path | None = None,
@@ -52,18 +50,14 @@ def pipeline_libraries(
 ) -> tuple[PipelineLibrary, PipelineLibrary]:
     """(prefill, decode) templates of a model, from disk where they are there.
 
-    `running` are node counts of templates that stay, whatever their role; `folder` is `default_folder()`
-    when left out.
+    `folder` is `default_folder()` when left out.
     """
     place = default_folder() if folder is None else folder
     lengths = (input_tokens, output_tokens)
     both = cached_stage_rates(
         model, nodes, slo, *lengths, max_nodes, calibration=calibration, rule=rule, folder=place, sure=sure
     )
-    stays = list(running)
-    prefill, decode = (
-        with_running(cached_library(rates, max_nodes, memory_ratio, folder=place), stays) for rates in both
-    )
+    prefill, decode = (cached_library(rates, max_nodes, memory_ratio, folder=place) for rates in both)
     return prefill, decode
 
 

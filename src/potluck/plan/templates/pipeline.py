@@ -50,8 +50,8 @@ recursion over stages that supposes nothing of T̂, so it also is a second opini
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import comb
@@ -59,11 +59,9 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.core.errors import InputError, UnknownNameError
+from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout, Stage, StageNode
-from potluck.core.values.plan import BucketCapacity, NodeCount, PlannedReplica, Template
 from potluck.perf.memory import weight_bytes
-from potluck.perf.timers.pipeline_timer import ORDER
 from potluck.plan.timing.stage_rates import UNITS_PER_TOKEN, StageRates
 
 
@@ -75,8 +73,9 @@ class Partitions:
     masks: NDArray[np.uint8]
     """(P, most) stages of each partition; 0 beyond its number of stages."""
     starts: NDArray[np.int64]
-    """(most + 1, 2^(most-1), most + 2): those of n nodes, a pattern and S stages are the rows
-    starts[n, pattern, S] to starts[n, pattern, S + 1]."""
+    """(most + 1, 2^(most-1), most + 2): those of n nodes, a pattern and S stages are the rows starts[n, pattern, S]
+    to starts[n, pattern, S + 1].
+    """
 
     def of(self, n: int, pattern: int, stages: int) -> NDArray[np.uint8]:
         """(P, stages) masks of the partitions of n nodes into so many stages."""
@@ -196,36 +195,6 @@ class PipelineLibrary:
         nodes, tps = self.rates.nodes, self.rates.tps
         return tuple(StageNode(nodes[g].name, tps[g]) for g in group for _ in range(nodes[g].gpus // tps[g]))
 
-    def template(self, index: int, *, ask: str | None = None, bucket: int = 0) -> Template:
-        """A column of the planner's program for the bucket whose lengths the rates are for.
-
-        `ask` is the name under which the model is asked for; by default the model's own.
-        """
-        rates, layout = self.rates, self.placement(index)
-        name = rates.model.name if ask is None else ask
-        per_s = float(self.tokens_per_s[index])
-        prefill = rates.phase == "prefill"
-        capacity = BucketCapacity(
-            bucket=bucket,
-            prefill_per_s=per_s / rates.input_tokens if prefill else 0.0,
-            decode_per_s=0.0 if prefill else per_s / rates.output_tokens,
-            closed_per_s=0.0,
-            ttft_s=rates.latency_s if prefill else 0.0,
-            tpot_s=0.0 if prefill else rates.latency_s,
-        )
-        types = self.space.types_of(int(self.ids[index]))
-        nodes = tuple(NodeCount(rates.nodes[g].name, types.count(g)) for g in sorted(set(types)))
-        listed = " + ".join(f"{node_count.count} {node_count.node}" for node_count in nodes)
-        return Template(
-            name=f"{name}: {rates.phase} pipeline {listed}",
-            kind="pipeline",
-            model=name,
-            nodes=nodes,
-            replicas=(PlannedReplica(rates.phase, layout),),
-            capacity=(capacity,),
-            confidence=max((rates.confidences[g] for g in types), key=ORDER.index),
-        )
-
 
 def pipeline_library(
     rates: StageRates,
@@ -233,38 +202,13 @@ def pipeline_library(
     max_nodes: int = MAX_NODES,
     memory_ratio: float = MEMORY_RATIO,
     prune: bool = True,
-    running: Iterable[Mapping[str, int]] = (),
 ) -> PipelineLibrary:
-    """Every template of at most `max_nodes` nodes; `running` are node counts of templates never to drop."""
+    """Every template of at most `max_nodes` nodes."""
     node_bytes, most_bytes = memory_limit(rates, memory_ratio)
     units, stages = solve(rates.units, node_bytes, most_bytes, max_nodes, prune=prune)
     ids = np.flatnonzero(stages)
     valid = int(np.count_nonzero(units))
-    library = PipelineLibrary(rates, max_nodes, memory_ratio, ids, units[ids], stages[ids], valid)
-    return with_running(library, running)
-
-
-def with_running(library: PipelineLibrary, running: Iterable[Mapping[str, int]]) -> PipelineLibrary:
-    """The library with these node counts in it, though a split may be as good or memory above the limit.
-
-    What can no longer serve within the objective is left out.
-    """
-    added: dict[int, tuple[int, int]] = {}
-    known = set(library.ids.tolist())
-    for types in _running_types(library, running):
-        number = library.space.id_of(types)
-        if number in known or number in added:
-            continue
-        placement = best_placement(library.rates.units, types)
-        if placement is not None:
-            added[number] = placement.units, len(placement.stages)
-    if not added:
-        return library
-    ids = np.concatenate([library.ids, np.fromiter(added, np.int64)])
-    order = np.argsort(ids)
-    units = np.concatenate([library.units, [units for units, _ in added.values()]])
-    stages = np.concatenate([library.stages, np.array([s for _, s in added.values()], np.uint8)])
-    return replace(library, ids=ids[order], units=units[order], stages=stages[order])
+    return PipelineLibrary(rates, max_nodes, memory_ratio, ids, units[ids], stages[ids], valid)
 
 
 def memory_limit(rates: StageRates, memory_ratio: float) -> tuple[Ints, int]:
@@ -351,20 +295,6 @@ def _shape(max_nodes: int, levels: int, space: Multisets) -> tuple[Ints, Ints, I
     tabulated[:2] = 0
     widths = np.where(stages < 2, 0, space.offsets[tabulated + 1])
     return tabulated, widths, np.concatenate([[0], np.cumsum(widths * levels)])
-
-
-def _running_types(
-    library: PipelineLibrary, running: Iterable[Mapping[str, int]]
-) -> Iterator[tuple[int, ...]]:
-    index = {node.name: g for g, node in enumerate(library.rates.nodes)}
-    for counts in running:
-        unknown = next((name for name in counts if name not in index), None)
-        if unknown is not None:
-            raise UnknownNameError("running: node", unknown, index)
-        nodes = sum(counts.values())
-        if not 0 < nodes <= library.max_nodes:
-            raise InputError("running", f"a template of {nodes} nodes; they have 1 to {library.max_nodes}")
-        yield tuple(sorted(index[name] for name, count in counts.items() for _ in range(count)))
 
 
 def _check(rates: Ints, node_bytes: Ints) -> None:
@@ -508,18 +438,6 @@ class Multisets:
             raise InputError("multiset", f"{number} is not below {self.count}")
         size = int(np.searchsorted(self.offsets, number, side="right")) - 1
         return tuple(int(t) for t in self.members[number, :size])
-
-    def part_ids(self, types: Sequence[int]) -> NDArray[np.int64]:
-        """(2^n,) ids of all parts: bit i of the index says whether the i-th type in ascending order is in."""
-        if any(a > b for a, b in pairwise(types)):
-            raise InputError("types", "must be in ascending order")
-        ranks = [0] * (1 << len(types))
-        ids = [0] * (1 << len(types))
-        for mask in range(1, 1 << len(types)):
-            high, size = mask.bit_length() - 1, mask.bit_count()
-            ranks[mask] = ranks[mask ^ (1 << high)] + int(self.terms[types[high], size])
-            ids[mask] = int(self.offsets[size]) + ranks[mask]
-        return np.array(ids, np.int64)
 
 
 @lru_cache(maxsize=4)

@@ -19,7 +19,7 @@ it is timed. `PlacementTable` says which of all these are. Single nodes are left
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -226,22 +226,6 @@ class PlacementTable:
                 order = np.argsort(rank[rows], kind="stable")[:few]
                 chosen.append(rows[order])
         return np.concatenate([np.zeros(0, np.int64), *chosen])
-
-
-def pipelines(
-    problem: PlanningProblem,
-    ask: ModelDemand,
-    prices: Mapping[str, float],
-    *,
-    few: int,
-    folder: Path | None = None,
-) -> list[Template]:
-    """Per bucket, phase and library the `few` pipelines that do most for their price."""
-    placement_table = shelf_of(problem, ask, folder=folder)
-    placement_table.take(
-        placement_table.cheapest(np.array([prices.get(node.name, 0.0) for node in problem.nodes]), few)
-    )
-    return placement_table.templates
 
 
 def shelf_of(

@@ -253,10 +253,7 @@ def layout_text(layout: Layout) -> str:
     """One layout, one line."""
     return " > ".join(
         f"{stage.layers}: "
-        + ", ".join(
-            f"{stage_node.node} tp{stage_node.tp} {stage_node.ep} {stage_node.machine}".strip()
-            for stage_node in stage.nodes
-        )
+        + ", ".join(f"{each.node} tp{each.tp} {each.ep} {each.machine}".strip() for each in stage.nodes)
         for stage in layout.stages
     )
 
