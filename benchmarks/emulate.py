@@ -21,7 +21,7 @@ from collections.abc import Callable
 from parts.common import run
 from potluck.catalog import models, nodes
 from potluck.cli.engine.emulate import emulation
-from potluck.core.replica.sequences import BatchLimits
+from potluck.core.replica.batch import BatchLimits
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
 from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.engine.compute.emulated import StepPacer, steps_of

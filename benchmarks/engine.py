@@ -92,7 +92,7 @@ class Ours:
         import torch
 
         from potluck.cli.engine.engine import described
-        from potluck.core.replica.sequences import BatchLimits
+        from potluck.core.replica.batch import BatchLimits
         from potluck.engine.loop.engine_loop import EngineLoop
         from potluck.engine.memory.prefix_cache import PrefixCache
         from potluck.engine.model.checkpoint import SafetensorsSource

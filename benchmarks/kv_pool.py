@@ -19,12 +19,14 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from math import ceil
 from pathlib import Path
 
 from parts.common import ROOT, cpu_s, run, skip
 from potluck.catalog.models import model
-from potluck.core.replica.blocks import BlockPool, CacheChanges, PrefixHit, checkpoints_at, pool_layout
+from potluck.core.replica.blocks import BlockPool, CacheChanges, PrefixHit
 from potluck.core.routing.prefix_index import CacheAnnouncer, PrefixIndex
+from potluck.perf.memory import kv_bytes_per_token, state_bytes
 
 TRACE = "mooncake_fast25_conversation.jsonl.gz"
 DATA = Path(os.environ.get("POTLUCK_DATA", ROOT.parent / "shared" / "data"))
@@ -37,7 +39,11 @@ SEED = 7
 Policy = Callable[[PrefixHit, int], Sequence[int]]
 POLICIES: dict[str, Policy] = {
     "ends": lambda outcome, blocks: (blocks,) if blocks else (),
-    "branches": checkpoints_at,
+    "branches": lambda found, blocks: (
+        sorted({found.shared_blocks} | {blocks})
+        if blocks and found.shared_blocks > found.blocks
+        else (blocks,) * bool(blocks)
+    ),
     "every": lambda result, blocks: range(1, blocks + 1),
 }
 
@@ -104,9 +110,9 @@ def ratios(trace: Sequence[Prompt], quick: bool) -> Iterator[tuple[str, float]]:
         yield f"full_hit_at_{share:g}", result
         if share == 1.0:
             yield "full_ample_shortfall", 1 - result / best
-    layout = pool_layout(model(HYBRID), block_tokens=TOKENS)
-    units = layout.checkpoint_blocks(TOKENS)
-    yield "hybrid_block_mib", layout.block_bytes / 2**20
+    block_bytes = TOKENS * kv_bytes_per_token(model(HYBRID))
+    units = ceil(state_bytes(model(HYBRID)) / block_bytes)
+    yield "hybrid_block_mib", block_bytes / 2**20
     yield "hybrid_checkpoint_blocks", units
     for name, policy in POLICIES.items():
         limit, held, marks = infinite(trace, policy)

@@ -21,7 +21,7 @@ from aiohttp import ClientSession, ClientTimeout, TCPConnector
 
 from parts.common import most_resident_mb, run, spent_cpu_s
 from potluck.catalog import models, nodes
-from potluck.core.replica.sequences import BatchLimits
+from potluck.core.replica.batch import BatchLimits
 from potluck.core.values.model import Model
 from potluck.engine.compute.executor import RunnerSize
 from potluck.engine.loop.engine_loop import EngineLoop

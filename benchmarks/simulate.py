@@ -23,7 +23,7 @@ import numpy as np
 
 from parts import simulate_fleets as fleets
 from parts.common import COMPILED, ROOT, compiled_copy, cpu_s, run
-from potluck.core.replica.sequences import FINISHED, BatchLimits
+from potluck.core.replica.batch import FINISHED, BatchLimits
 from potluck.core.values.plan import Confidence
 from potluck.perf.step_timer import Floats, StepBatch
 from potluck.perf.timers.roofline import roofline

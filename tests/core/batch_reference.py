@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from potluck.core.replica.sequences import (
+from potluck.core.replica.batch import (
     DONE,
     FINISHED,
     FIRST,

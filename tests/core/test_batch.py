@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.replica.batch import Batcher
-from potluck.core.replica.sequences import (
+from potluck.core.replica.batch import (
     DONE,
     FINISHED,
     FIRST,
     LATE,
     RESUMED,
+    Batcher,
     BatchLimits,
     Happening,
     divided,
@@ -318,7 +318,7 @@ def test_an_end_that_was_not_foreseen_frees_its_blocks() -> None:
     batch.add(0, 30, 0, 1000 // 10)
     batch.commit(batch.next_step())
     step = batch.next_step()
-    batch.finish(0)
+    batch.cancel(0)
     assert batch.free_blocks == 10
     assert batch.commit(step) == []
     assert batch.steady() == 0

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from potluck.catalog.models import model, names
 from potluck.core.errors import InputError
 from potluck.core.replica import blocks
 from potluck.core.replica.blocks import (
@@ -18,12 +17,8 @@ from potluck.core.replica.blocks import (
     BlockPool,
     Checkpoint,
     Name,
-    PrefixHit,
     block_hashes,
-    checkpoints_at,
-    pool_layout,
 )
-from potluck.core.values.model import DenseFfn, FullAttention, LatentAttention, Layer, LinearAttention, Model
 
 SIZE = 4
 PROMPTS = st.builds(
@@ -117,7 +112,6 @@ class Plain:
         self.entries: list[Name] = []
         self.before: dict[Name, Name | None] = {}
         self.sizes: dict[Name, int] = {}
-        self.pins: dict[Name, int] = {}
         self.transfers: dict[int, int] = {}
 
     @property
@@ -132,7 +126,7 @@ class Plain:
         gone: list[Name] = []
         while self.free < blocks:
             inner = {self.before[name] for name in self.entries}
-            able = [n for n in self.entries if n not in inner and not self.pins.get(n) and n != guard]
+            able = [n for n in self.entries if n not in inner and n != guard]
             if not able:
                 break
             gone.append(able[-1])
@@ -144,8 +138,6 @@ class Plain:
         while more := {n for n in self.entries if self.before[n] in lost} - lost:
             lost |= more
         self.entries = [n for n in self.entries if n not in lost]
-        for item in lost:
-            self.pins.pop(item, None)
         return lost
 
 
@@ -245,20 +237,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.places[name] = placed.places
         self.plain.before[name], self.plain.sizes[name] = (names[-1] if names else None), blocks
         self.plain.use([*names, name])
-
-    @precondition(lambda self: self.plain.entries)
-    @rule(data=st.data())
-    def pin(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(self.plain.entries))
-        self.pool.pin(name)
-        self.plain.pins[name] = self.plain.pins.get(name, 0) + 1
-
-    @precondition(lambda self: any(self.plain.pins.values()))
-    @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from([name for name, pins in self.plain.pins.items() if pins]))
-        self.pool.unpin(name)
-        self.plain.pins[name] -= 1
 
     @rule(key=st.integers(0, 2), blocks=st.integers(1, 4))
     def transfer(self, key: int, blocks: int) -> None:
@@ -364,11 +342,9 @@ def test_a_block_is_as_recent_as_what_was_behind_it() -> None:
     pool = BlockPool(3, block_tokens=SIZE)
     pool.keep((1, 2))
     pool.keep((3,))
-    pool.pin(3)
     pool.longest((), (1, 2), 2 * SIZE)
-    assert [one.name for one in pool.keep((4,))[1]] == [2]
-    pool.unpin(3)
-    assert [one.name for one in pool.keep((5,))[1]] == [3], "1 was used later, as part of (1, 2)"
+    assert [one.name for one in pool.keep((4,))[1]] == [3], "1 and 2 were used later"
+    assert [one.name for one in pool.keep((5,))[1]] == [2]
 
 
 def test_to_keep_a_checkpoint_again_is_a_use() -> None:
@@ -400,63 +376,5 @@ def test_what_makes_no_sense_is_refused() -> None:
         with pytest.raises(InputError, match="chained"):
             pool.keep(chain)
     with pytest.raises(InputError, match="not kept"):
-        pool.pin(9)
-    with pytest.raises(InputError, match="unpinned"):
-        pool.unpin(1)
+        pool.places(9)
     pool.check()
-
-
-# Groups of layers over one pool: sizes worked out by hand, and where checkpoints are wanted.
-
-FULL = FullAttention(4, 2, 16, 24)
-SHORT = FullAttention(4, 2, 16, 16, window=24)
-LATENT = LatentAttention(4, 16, 12, 8, 20)
-LINEAR = LinearAttention("gated_delta", 2, 4, 16, 24, conv_kernel=4)
-
-
-def of(*attentions: FullAttention | LatentAttention | LinearAttention) -> Model:
-    return Model("m", 64, 100, tuple(Layer(attention, DenseFfn(8)) for attention in attentions), 1000)
-
-
-def test_sizes_by_hand() -> None:
-    layout = pool_layout(of(LINEAR, FULL, SHORT, LATENT, LINEAR))
-    assert [(group.kind, group.layers) for group in layout.groups] == [
-        ("state", (0, 4)),
-        ("tokens", (1, 3)),
-        ("window", (2,)),
-    ]
-    assert layout.block_bytes == 16 * (2 * (16 + 24) + (16 + 8)) * 2
-    state = 4 * 16 * 24 * 4 + 3 * (2 * 2 * 16 + 4 * 24) * 2
-    assert layout.checkpoint_bytes(16) == 2 * state + 16 * 2 * 32 * 2
-    assert layout.checkpoint_bytes(1000) == 2 * state + 23 * 2 * 32 * 2
-    assert layout.checkpoint_blocks(1000) == -(-layout.checkpoint_bytes(1000) // layout.block_bytes)
-    assert layout.exact
-
-
-def test_without_layers_that_keep_everything_a_block_is_a_checkpoint() -> None:
-    layout = pool_layout(of(LINEAR, SHORT))
-    assert layout.block_bytes == layout.checkpoint_bytes(16)
-    assert not pool_layout(of(FULL, LATENT)).exact
-    assert pool_layout(of(FULL)).checkpoint_blocks(500) == 0
-
-
-def test_llama_keeps_131072_bytes_a_token() -> None:
-    """Llama 3.1 8B: 32 layers x 2 x 8 heads x 128 x 2 bytes."""
-    assert pool_layout(model("llama-3.1-8b")).block_bytes == 16 * 131072
-
-
-@pytest.mark.parametrize("name", names())
-def test_every_model_of_the_catalog_has_a_layout(name: str) -> None:
-    result = pool_layout(model(name))
-    assert sorted(place for group in result.groups for place in group.layers) == list(
-        range(model(name).layer_count)
-    )
-    assert result.block_bytes > 0
-    assert result.exact == (result.checkpoint_blocks(4096) > 0)
-
-
-def test_checkpoints_are_wanted_at_the_end_and_where_prompts_part() -> None:
-    assert checkpoints_at(PrefixHit(0, 0, None, 0), 9) == (9,)
-    assert checkpoints_at(PrefixHit(32, 2, None, 5), 9) == (5, 9)
-    assert checkpoints_at(PrefixHit(80, 5, None, 5), 9) == (9,)
-    assert checkpoints_at(PrefixHit(0, 0, None, 0), 0) == ()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from engine_models import KINDS, VOCAB, prompt
 
-from potluck.core.replica.sequences import BatchLimits
+from potluck.core.replica.batch import BatchLimits
 from potluck.engine.compute.executor import Executor, RunnerSize
 from potluck.engine.compute.local_executor import LocalExecutor
 from potluck.engine.compute.runner import Runner

@@ -9,7 +9,7 @@ from loop_kit import Desk
 from server_kit import NAME, TRIAL
 
 from potluck.catalog import models, nodes
-from potluck.core.replica.sequences import BatchLimits
+from potluck.core.replica.batch import BatchLimits
 from potluck.core.values.layout import single
 from potluck.core.values.model import Model
 from potluck.engine.compute.emulated import Clock

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.replica.blocks import pool_layout
 from potluck.engine.compute.handover import pack
 from potluck.engine.compute.runner import Runner
 from potluck.engine.memory.block_tables import BlockTables, WindowGroup
@@ -171,10 +170,7 @@ def test_what_is_found_is_what_was_kept(kind: str, length: int) -> None:
         same(chunks, engine, row, held)
     assert cache.find(tokens[: length - 1], length - 1)[0] == (0 if cache.exact else (length - 1) // 16 * 16)
     assert PrefixCache(KINDS[kind], 10_000_000, "salt").find(tokens, length) == (0, [])
-    layout = pool_layout(KINDS[kind].model, element_bytes=4)
-    assert cache._pool is None or cache.exact == layout.exact
-    if cache._pool is not None and any(group.kind == "tokens" for group in layout.groups):
-        assert cache._pool.block_bytes == layout.block_bytes
+    assert cache._pool is None or cache.exact == KINDS[kind].model.exact_prefix
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@ import pytest
 from engine_models import KINDS, prompt
 from loop_kit import Desk, desk
 
-from potluck.core.replica.sequences import BatchLimits, BatchStep
+from potluck.core.replica.batch import BatchLimits, BatchStep
 from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.engine.compute.executor import (
     CacheExport,

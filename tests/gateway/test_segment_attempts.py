@@ -10,8 +10,8 @@ import pytest
 from dispatch_helpers import EOS, LIES, Clock, Fleet, Heard, Script, Stage, asked, driver, right_answer
 
 from potluck.api.segments import UNSUPPORTED
+from potluck.core.replica.batch import LATE
 from potluck.core.replica.blocks import block_hashes
-from potluck.core.replica.sequences import LATE
 from potluck.core.state.actions import Abort, QueryAttempt, Refuse, Run
 from potluck.core.state.events import (
     AttemptFailed,

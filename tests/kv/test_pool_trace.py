@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.core.replica.blocks import BlockPool, checkpoints_at
+from potluck.core.replica.blocks import BlockPool
 
 DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data"))
 TRACE = DATA / "mooncake_fast25_conversation.jsonl.gz"
@@ -68,7 +68,8 @@ def test_a_hybrid_model_hits_only_where_a_checkpoint_was_left(
         total += result.blocks
         partial += result.shared_blocks
         pool.keep(prompt)
-        for depth in checkpoints_at(result, full):
+        branch = {result.shared_blocks} if result.shared_blocks > result.blocks else set()
+        for depth in branch | ({full} if full else set()):
             pool.keep_checkpoint(prompt[:depth], (), 3)
             marks.add(prompt[depth - 1])
     assert 0 < total < partial, "some of what is there cannot be resumed"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 from random import Random
 
-from potluck.core.replica.sequences import DONE, FINISHED, FIRST, PREEMPTED, BatchLimits
+from potluck.core.replica.batch import DONE, FINISHED, FIRST, PREEMPTED, BatchLimits
 from potluck.core.state.events import ReplicaStatus
 from potluck.sim.sim_engine import SimEngine
 from potluck.sim.step_table import StepTimes

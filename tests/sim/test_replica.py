@@ -15,8 +15,7 @@ from sim_fleets import LONGEST, MODEL, closed_plan, decode_only, mixed, prefill_
 
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
-from potluck.core.replica.batch import FINISHED, FIRST
-from potluck.core.replica.sequences import PREEMPTED, BatchLimits
+from potluck.core.replica.batch import FINISHED, FIRST, PREEMPTED, BatchLimits
 from potluck.core.state.policy import Policy
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import (

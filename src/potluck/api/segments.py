@@ -7,8 +7,8 @@ from typing import Literal
 
 from potluck.api.http import shaped, tokens_of
 from potluck.core.errors import FormatError, InputError
+from potluck.core.replica.batch import require_weight
 from potluck.core.replica.blocks import LONGEST_SALT
-from potluck.core.replica.sequences import require_weight
 from potluck.core.values.sampling import Sampling
 
 

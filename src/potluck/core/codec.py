@@ -21,7 +21,6 @@ Json = dict[str, "Json"] | list["Json"] | str | int | float | bool | None
 
 
 def encode(value: object) -> Json:
-    """Plain JSON values for a dataclass, tuple, mapping or scalar."""
     if is_dataclass(value) and not isinstance(value, type):
         body: dict[str, Json] = {"type": type(value).__name__}
         body.update({field.name: encode(getattr(value, field.name)) for field in fields(value)})

@@ -20,8 +20,6 @@ class PotluckError(Exception):
 
 
 class InputError(PotluckError):
-    """A field has a value that cannot be used."""
-
     def __init__(self, field: str, problem: str) -> None:
         self.field = field
         self.problem = problem

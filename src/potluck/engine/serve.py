@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from potluck.api.model_files import GenerationConfig
 from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.replica.sequences import BatchLimits
+from potluck.core.replica.batch import BatchLimits
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import Model
 from potluck.core.values.sampling import Sampling

@@ -12,7 +12,7 @@ import numpy as np
 
 from potluck.core.brain.brain import Brain
 from potluck.core.errors import CapacityError, UnknownNameError
-from potluck.core.replica.sequences import BatchLimits
+from potluck.core.replica.batch import BatchLimits
 from potluck.core.routing.balance import balance_rule
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.state.policy import Policy

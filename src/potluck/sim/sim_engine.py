@@ -13,8 +13,7 @@ from typing import Final
 import numpy as np
 
 from potluck.core.errors import InputError
-from potluck.core.replica.batch import Batcher
-from potluck.core.replica.sequences import PREEMPTED, RESUMED, BatchLimits, BatchStep, Happening
+from potluck.core.replica.batch import PREEMPTED, RESUMED, Batcher, BatchLimits, BatchStep, Happening
 from potluck.core.state.events import ReplicaStatus
 from potluck.perf.phases import CHUNK_TOKENS
 from potluck.perf.step_timer import Floats

@@ -64,7 +64,6 @@ class ServiceRate:
         self._at_once = 0.0
 
     def began(self, at_s: float) -> None:
-        """Somebody waits from now on."""
         self._since_s = at_s
         self._at_once = 0.0
 
@@ -102,9 +101,7 @@ class Admission:
         self._table = table
         self._router = router
         self.weights = {tenant.name: tenant.weight for tenant in policy.tenants}
-        self.classes: dict[str, RequestClass] = {
-            request_class.name: request_class for request_class in policy.classes
-        }
+        self.classes: dict[str, RequestClass] = {item.name: item for item in policy.classes}
         self.room = room
         self.queues: dict[str, RequestQueue] = {}
         """By model; only those that somebody waits in."""
@@ -112,13 +109,11 @@ class Admission:
         self._costs: dict[str, float] = {}
         """Prompt tokens that an output token counts for, by model."""
         self._ends: list[tuple[float, int, QueuePosition]] = []
-        """When waiting ends."""
         self._notes = 0
         self._deadlines: list[tuple[float, str]] = []
         """Of requests that are stopped then though they run."""
 
     def behind(self, req: RequestState, table: ModelRoutes) -> bool:
-        """Whether a newcomer has to stand in line."""
         request = req.request
         queue = self.queues.get(request.model) if not req.attempt else None
         if queue is None:
@@ -154,9 +149,8 @@ class Admission:
             full = f"{self._policy.queue_requests} requests of its tenant wait already"
             if least.level >= known.matters:
                 return [Refusal(req, "overloaded", full, _retry(wait_s))]
-            refused.append(
-                self._give_up(at_s, least, "overloaded", f"one that matters more came, and {full}")
-            )
+            why = f"one that matters more came, and {full}"
+            refused.append(self._give_up(at_s, least, "overloaded", why))
             queue = self.queues.setdefault(model, queue)
         place = queue.add(at_s, req, known.matters, kind, work)
         self._notes += 1  # a place's stamp is unlike only those of its own queue
@@ -176,16 +170,11 @@ class Admission:
         return place.req
 
     def _take(self, at_s: float, req: RequestState) -> None:
-        """It was sent."""
         place, model = req.place, req.request.model
         assert place is not None
         self._rate(model).took(at_s, place.work)
         self.queues[model].take(place)
         self._forget(model)
-
-    def _went(self, at_s: float, req: RequestState) -> None:
-        """It was sent when its time to wait was over."""
-        self._rate(req.request.model).took(at_s, self._work(req))
 
     def _left_s(self, at_s: float, req: RequestState) -> float:
         """Until its first token is due; 0 where late answers are wanted too, or nothing was promised."""
@@ -194,12 +183,10 @@ class Admission:
         return req.request.arrival_s + slo.ttft_s - at_s if slo is not None and not known.late else 0.0
 
     def _outranked(self, req: RequestState) -> bool:
-        """Whether somebody waits that matters more."""
         queue = self.queues.get(req.request.model)
         return queue is not None and queue.matters > self.classes[req.request.request_class].matters
 
     def _stuck(self, req: RequestState) -> None:
-        """It found no room."""
         place = req.place
         assert place is not None
         self.queues[req.request.model].stuck.add((place.tenant, place.kind))
@@ -212,7 +199,6 @@ class Admission:
             self._forget(model)
 
     def _expired(self, at_s: float) -> list[Refusal]:
-        """Those whose waiting has ended."""
         expired = []
         while self._ends and self._ends[0][0] <= at_s:
             place = heappop(self._ends)[2]
@@ -238,7 +224,6 @@ class Admission:
         return request_states
 
     def line_up(self, at_s: float, req: RequestState, table: ModelRoutes) -> list[Action]:
-        """Let a request wait for room, or refuse it, or another in its place."""
         if not self._outranked(req) and self._in_time(at_s, req, flows=True):
             return [self.run(at_s, req)]
         refusals = self._wait(at_s, req, table.kind(req))
@@ -252,7 +237,7 @@ class Admission:
         actions: list[Action] = []
         for refusal in refusals:
             if refusal.reason == "overloaded" and self._in_time(at_s, refusal.req):
-                self._went(at_s, refusal.req)
+                self._rate(refusal.req.request.model).took(at_s, self._work(refusal.req))
                 actions.append(self.run(at_s, refusal.req))
             else:
                 actions += self.refuse(at_s, refusal)
@@ -292,35 +277,29 @@ class Admission:
         return actions
 
     def _go(self, at_s: float, model: str, target: Target | None) -> list[Action]:
-        """Send those whose turn it is, as long as they find room: at one target, or anywhere.
-
-        Where many find none the rest are left for the next time, so that this costs no more with a thousand tenants.
-        """
+        """Send those whose turn it is, as long as they find room: at one target, or anywhere. Where many find none
+        the rest wait for the next time, so that a thousand tenants cost no more."""
         actions: list[Action] = []
         misses = 0
         self.room.tenants.now_s = at_s
         router, table = self._router, self._table.models.get(model)
-        while table is not None and (request_state := self._next(at_s, model)) is not None:
-            if isinstance(request_state, Refusal):
-                actions += self._turn_away(at_s, [request_state])
+        while table is not None and (req := self._next(at_s, model)) is not None:
+            if isinstance(req, Refusal):
+                actions += self._turn_away(at_s, [req])
                 continue
-            answer = (
-                router.send(request_state, table)
-                if target is None
-                else router.send_to(target, request_state, table)
-            )
+            answer = router.send(req, table) if target is None else router.send_to(target, req, table)
             if answer is RoutingResult.FULL:
-                self._stuck(request_state)
+                self._stuck(req)
                 misses += 1
                 if misses >= MOST_MISSES:
                     self.queues[model].cut = True
                     break
                 continue
-            self._take(at_s, request_state)
+            self._take(at_s, req)
             if answer is SENT:
-                actions.append(self.run(at_s, request_state))
+                actions.append(self.run(at_s, req))
             else:
-                self.hold(at_s, request_state)
+                self.hold(at_s, req)
         return actions
 
     def _too_late(self, at_s: float, place: QueuePosition) -> Refusal:
@@ -344,7 +323,6 @@ class Admission:
             del self.queues[model]
 
     def _end_s(self, since_s: float, req: RequestState, known: RequestClass) -> float:
-        """When waiting is of no use any more."""
         request = req.request
         end_s = since_s + (known.max_wait_s if known.max_wait_s is not None else self._policy.max_wait_s)
         if request.deadline_s is not None:
@@ -359,11 +337,9 @@ class Admission:
         return req.prompt_tokens + self._costs.get(req.request.model, 1.0) * req.output_tokens
 
     def _rate(self, model: str) -> ServiceRate:
-        """Made when somebody waits for the first time."""
         rate = self._rates.get(model)
         if rate is None:
-            replica_fact = [view.facts for view in self._table.ready(model)]
-            known = [facts for facts in replica_fact if facts is not None]
+            known = [view.facts for view in self._table.ready(model) if view.facts is not None]
             prior = prompts_s = steps_s = 0.0
             for facts in known:
                 prompt_s = max(facts.prefill_s_per_token, 1e-12)

@@ -15,7 +15,6 @@ from heapq import heappop, heappush
 from potluck.core.state.request_state import QUEUED, Kind, QueuePosition, RequestState
 
 Stuck = tuple[str, Kind]
-"""Tenant and kind."""
 
 
 Line = list[tuple[int, int, QueuePosition]]
@@ -23,8 +22,6 @@ Line = list[tuple[int, int, QueuePosition]]
 
 
 class TenantTurn:
-    """A tenant in a level."""
-
     __slots__ = ("count", "entry", "lines", "tag", "weight", "work")
 
     def __init__(self, weight: float) -> None:
@@ -34,7 +31,6 @@ class TenantTurn:
         self.entry = -1
         """Its place in the level's order, by number; -1 when it is in none."""
         self.work = 0.0
-        """Of all that wait."""
         self.lines: dict[Kind, Line] = {}
 
     def head(self, kinds: Container[Stuck], tenant: str) -> QueuePosition | None:
@@ -60,18 +56,14 @@ class PriorityLevel:
         self.turns: dict[str, TenantTurn] = {}
         """All tenants that ever waited, for their tags."""
         self.waiting: dict[str, TenantTurn] = {}
-        """Those that do."""
         self.order: list[tuple[float, int, str]] = []
         """A heap of tags, numbers and tenants; only the number that a turn names is its own."""
         self.aside: list[str] = []
-        """Tenants that wait and found no room."""
         self.kinds: dict[Kind, int] = {}
-        """How many of each wait."""
         self.work = 0.0
         self._entry = 0
 
     def stand(self, tenant: str, turn: TenantTurn) -> None:
-        """Put a tenant where its tag belongs."""
         self._entry += 1
         turn.entry = self._entry
         heappush(self.order, (turn.tag, self._entry, tenant))
@@ -93,7 +85,6 @@ class PriorityLevel:
         return None
 
     def back(self) -> None:
-        """Those who stood aside are tried again."""
         for tenant in self.aside:
             turn = self.turns[tenant]
             if turn.count and turn.entry < 0:
@@ -115,7 +106,6 @@ class RequestQueue:
         """Whether some have not been tried since those did."""
 
     def add(self, at_s: float, req: RequestState, level: int, kind: Kind, work: float) -> QueuePosition:
-        """Let a request wait."""
         tenant = req.request.tenant
         held = self._levels.get(level)
         if held is None:
@@ -142,7 +132,6 @@ class RequestQueue:
         return place
 
     def head(self) -> QueuePosition | None:
-        """Whose turn it is, among those that may find room."""
         for level in self._levels.values():
             place = level.head(self.stuck)
             if place is not None:
@@ -173,7 +162,6 @@ class RequestQueue:
         self.remove(place)
 
     def remove(self, place: QueuePosition) -> None:
-        """It waits no more, whatever the reason."""
         level = self._levels[place.level]
         turn = level.turns[place.tenant]
         place.req.place = None
@@ -251,7 +239,6 @@ class RequestQueue:
         return None
 
     def places(self) -> list[QueuePosition]:
-        """All, in no order."""
         return [
             item[2]
             for held in self._levels.values()

@@ -40,16 +40,10 @@ from potluck.core.state.request_state import RequestState
 
 
 class Brain:
-    """All run-time decisions of one fleet."""
-
     def __init__(self, facts: FleetFacts, policy: Policy) -> None:
         state = BrainState(facts, policy)
-        self.fleet, self.table, self.speeds, self.caches = (
-            state.fleet,
-            state.table,
-            state.speeds,
-            state.caches,
-        )
+        self.fleet, self.table = state.fleet, state.table
+        self.speeds, self.caches = state.speeds, state.caches
         self.router, self.admission, self.autoscaler = state.router, state.admission, state.autoscaler
         self._requests = requests = Requests(state)
         self._recovery = Recovery(state, requests)
@@ -81,7 +75,6 @@ class Brain:
         }
 
     def on(self, at_s: float, event: told.Event) -> list[Action]:
-        """What to do about an event."""
         handler = self._handlers[type(event)]
         return handler(at_s, event) if self._hedges is None else self._hedges.on(at_s, event, handler)
 
@@ -239,20 +232,14 @@ class OperatorNotes:
                 actions.append(OperatorNote(f"{name} {text}", "it is sent less: requests there took so long"))
             elif name in self._slow and view.pace < FINE:
                 self._slow.discard(name)
-                actions.append(
-                    OperatorNote(f"{name} is about as fast as planned again", f"pace {view.pace:.2f}")
-                )
+                text = f"{name} is about as fast as planned again"
+                actions.append(OperatorNote(text, f"pace {view.pace:.2f}"))
         if self._slow:
             self._slow &= fleet.views.keys()
         return actions
 
     def planned(self, links: dict[str, dict[str, LengthThreshold]]) -> None:
-        """A plan brought these with it."""
-        self._thresholds = {
-            (model, link): length_threshold
-            for model, mine in links.items()
-            for link, length_threshold in mine.items()
-        }
+        self._thresholds = {(model, link): now for model, mine in links.items() for link, now in mine.items()}
 
     def thresholds(self, links: dict[str, dict[str, LengthThreshold]], thinks: str) -> list[Action]:
         """Those that moved since they were last spoken of; `thinks` is what scaling thought at last."""

@@ -60,7 +60,6 @@ class Hedging:
         """With more notes than this, those of attempts that are over are dropped."""
 
     def on(self, at_s: float, event: told.Event, handler: Handler) -> list[Action]:
-        """What the handler does about an event, and whoever is late now."""
         actions = self._told(at_s, event, handler) if self.hedges else handler(at_s, event)
         actions = actions + self._after(at_s, actions)
         if self._due and self._due[0][0] <= at_s:
@@ -119,7 +118,6 @@ class Hedging:
         return self._requests.release(at_s, lost) + handler(at_s, event)
 
     def _leave(self, request: str, left: RequestState) -> None:
-        """From now on there is one."""
         del self.hedges[request]
         self._open[request] = left
 
@@ -165,7 +163,6 @@ class Hedging:
         return actions
 
     def _send_second(self, at_s: float, req: RequestState) -> list[Action]:
-        """Send it along a second route, if there is a good one."""
         requests, request = self._requests, req.request
         table = self._table.models.get(request.model)
         if table is None:
@@ -228,7 +225,6 @@ class Hedging:
         return self._speeds.wait_s(view) + max(0.0, more_s) * view.pace
 
     def _cross_s(self, req: RequestState, source: ReplicaState, target: ReplicaState) -> float:
-        """Its KV from one replica to the next; nothing where no rate is known."""
         model, facts = self._facts.models.get(req.request.model), source.facts
         here, there = source.member.region, target.member.region
         gbps = facts.card_gbps if facts is not None else 0.0

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from heapq import nlargest
 from typing import Final, NamedTuple
 
-from potluck.core.errors import InputError
 from potluck.core.routing.link_states import LOCAL_GBPS
 from potluck.core.routing.prefix_index import PrefixIndex
 from potluck.core.state.actions import Action, CopyPrefix, ResyncCache
@@ -36,22 +35,16 @@ MEMORY: Final = 0.3
 
 
 class PrefixCaches:
-    """Changed by the Brain alone."""
-
     def __init__(self, facts: FleetFacts, policy: Policy, fleet: FleetState) -> None:
         self._facts, self._policy, self._fleet = facts, policy, fleet
         self.index = PrefixIndex()
         self._asked_s: dict[str, float] = {}
         self._heat: dict[str, PrefixHeat] = {}
-        """By model."""
         self._busy: dict[str, float] = {}
-        """Of replicas, on average."""
         self._use: dict[tuple[str, str], float] = {}
-        """How full links are."""
         self._copied_s: dict[tuple[int, str], float] = {}
 
     def reported(self, at_s: float, event: CacheReported) -> list[Action]:
-        """Take in what a replica says."""
         replica = event.replica
         view = self._fleet.views.get(replica)
         if view is None or self._policy.affinity == 0:
@@ -85,7 +78,6 @@ class PrefixCaches:
             heat.add(request.blocks[:depth], at_s)
 
     def tick(self, at_s: float) -> list[Action]:
-        """Copies to be made now."""
         if not self._heat:
             return []
         for key in [key for key, until_s in self._copied_s.items() if until_s <= at_s]:
@@ -94,7 +86,7 @@ class PrefixCaches:
         views = self._fleet.views
         for model, heat in self._heat.items():
             for copy in self._copies(at_s, model, heat):
-                self._copied_s[copy.block, copy.target] = at_s + SETTLING_S
+                self._copied_s[copy.chain[-1], copy.target] = at_s + SETTLING_S
                 if views[copy.source].kv_version == views[copy.target].kv_version:
                     actions.append(CopyPrefix(copy.chain, copy.source, copy.target))
         return actions
@@ -104,22 +96,14 @@ class PrefixCaches:
         views = [view for view in self._fleet.views.values() if view.member.model == model and view.serves]
         if facts is None or len(views) < 2:
             return []
-        loads = {}
-        for view in views:
-            load = self._load(view, facts.block_tokens)
-            if load is not None:
-                loads[view.member.id] = load
-        hot = [
-            hot_prefix
-            for hot_prefix in heat.hottest(HOTTEST, at_s)
-            if self._worth(hot_prefix, views, facts.block_tokens)
-            and not any((hot_prefix.block, replica) in self._copied_s for replica in loads)
-        ]
+        every = {view.member.id: self._load(view, facts.block_tokens) for view in views}
+        loads = {name: load for name, load in every.items() if load is not None}
+        hot = [one for one in heat.hottest(HOTTEST, at_s) if self._worth(one, views, facts.block_tokens)]
+        hot = [one for one in hot if not any((one.block, name) in self._copied_s for name in loads)]
         if not hot:
             return []
-        costs = CopyCosts(
-            round(facts.kv_bytes_per_token * facts.block_tokens), round(facts.fixed_bytes), facts.exact_prefix
-        )
+        block_bytes = round(facts.kv_bytes_per_token * facts.block_tokens)
+        costs = CopyCosts(block_bytes, round(facts.fixed_bytes), facts.exact_prefix)
         return rebalance(self.index, hot, loads, self._room_bytes(views), costs)
 
     def _load(self, view: ReplicaState, block_tokens: int) -> ReplicaLoad | None:
@@ -153,17 +137,17 @@ class PrefixCaches:
 
 
 MOST_HOT: Final = 4096
+MOST_MOVES: Final = 8
+MARGIN: Final = 0.2
+"""By which a target must be less busy than all holders."""
 
 
 class HotPrefix(NamedTuple):
-    """A prefix, and how often it is used."""
-
     chain: tuple[int, ...]
     uses_per_s: float
 
     @property
     def block(self) -> int:
-        """Its last block, which stands for all."""
         return self.chain[-1]
 
     @property
@@ -175,19 +159,13 @@ class PrefixHeat:
     """How often prefixes are matched, with older uses counting less: half after `half_life_s`. Bounded."""
 
     def __init__(self, half_life_s: float = 60.0, most: int = MOST_HOT) -> None:
-        if half_life_s <= 0 or most < 2:
-            raise InputError("heat", "needs a half-life above zero and room for two prefixes")
         self._half_life_s, self._most = half_life_s, most
         self._uses: dict[int, tuple[tuple[int, ...], float, float]] = {}
         """Last block to (the chain up to it, uses, when that was)."""
 
-    def __len__(self) -> int:
-        return len(self._uses)
-
     def add(self, chain: tuple[int, ...], now_s: float) -> None:
-        """A request came whose longest known prefix this is."""
-        same, uses, then_s = self._uses.get(chain[-1], (chain, 0.0, now_s))
-        self._uses[chain[-1]] = same, self._faded(uses, then_s, now_s) + 1, now_s
+        use = self._uses.get(chain[-1], (chain, 0.0, now_s))
+        self._uses[chain[-1]] = use[0], self._now(use, now_s) + 1, now_s
         if len(self._uses) > self._most:
             kept = nlargest(self._most // 2, self._uses.items(), key=lambda item: self._now(item[1], now_s))
             self._uses = dict(kept)
@@ -199,27 +177,20 @@ class PrefixHeat:
         return nlargest(count, hot_prefixes, key=lambda hot: (hot.uses_per_s * hot.blocks, hot.block))
 
     def _now(self, one: tuple[tuple[int, ...], float, float], now_s: float) -> float:
-        return self._faded(one[1], one[2], now_s)
-
-    def _faded(self, uses: float, then_s: float, now_s: float) -> float:
+        _, uses, then_s = one
         return uses * float(2.0 ** (-(now_s - then_s) / self._half_life_s))
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """One replica, as far as it matters here."""
-
     cluster: str
     busy: float
     """Its share of time in use, or anything else that is comparable between replicas."""
     free_blocks: int
-    """That it can take without hurting its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyCosts:
-    """What a copy takes."""
-
     block_bytes: int
     state_bytes: int = 0
     """Of layers with a window or a state, if there are any: then only prefixes with a checkpoint can move."""
@@ -227,20 +198,10 @@ class CopyCosts:
 
 
 class PrefixCopy(NamedTuple):
-    """A prefix to be copied from one replica to another."""
-
     chain: tuple[int, ...]
     source: str
     target: str
     size_bytes: int
-
-    @property
-    def block(self) -> int:
-        return self.chain[-1]
-
-    @property
-    def blocks(self) -> int:
-        return len(self.chain)
 
 
 def rebalance(
@@ -249,17 +210,14 @@ def rebalance(
     loads: Mapping[str, ReplicaLoad],
     room_bytes: Mapping[tuple[str, str], int],
     costs: CopyCosts,
-    *,
-    margin: float = 0.2,
-    most_moves: int = 8,
 ) -> list[PrefixCopy]:
     """Moves for one round. `room_bytes`: what may be sent now from cluster to cluster, also within one."""
     left, room = dict(loads), dict(room_bytes)
     moves: list[PrefixCopy] = []
     for one in sorted(hot, key=lambda each: (-each.uses_per_s * each.blocks, each.block)):
-        if len(moves) >= most_moves:
+        if len(moves) >= MOST_MOVES:
             break
-        move = _move(index, one, left, room, costs, margin)
+        move = _move(index, one, left, room, costs)
         if move is None:
             continue
         moves.append(move)
@@ -280,7 +238,6 @@ def _move(
     loads: Mapping[str, ReplicaLoad],
     room: Mapping[tuple[str, str], int],
     costs: CopyCosts,
-    margin: float,
 ) -> PrefixCopy | None:
     holders = [name for name in index.holders(hot.block, exact=costs.exact) if name in loads]
     if not holders or hot.uses_per_s <= 0:
@@ -290,7 +247,7 @@ def _move(
     having = set(index.holders(hot.block))
     best: tuple[tuple[bool, float, float, str, str], PrefixCopy] | None = None
     for target, load in loads.items():
-        if target in having or load.free_blocks < hot.blocks or load.busy > least - margin:
+        if target in having or load.free_blocks < hot.blocks or load.busy > least - MARGIN:
             continue
         for source in holders:
             ways = (loads[source].cluster, load.cluster)

@@ -1,14 +1,12 @@
 """After a failure: again from the tokens already streamed, or a refusal with its reason. Nothing is dropped silently.
 
-A request that lost its replica, link or transfer is sent again over prompt + streamed tokens, away from what failed
-it and from what may be dying with it, while it has retries left and somebody waits for it. Links that break and
-replicas that are lost together with others do not count against its retries; a replica that is lost by itself does,
+A request is sent again over prompt + streamed tokens, away from what failed it and from what may be dying with it.
+Broken links and replicas lost together with others do not count against its retries; a replica lost by itself does,
 unless the attempt had brought new tokens: the request may be what kills it.
 
 A replica that fails a request as if it were gone, or is silent, gets nobody until it reports again, or for
-QUARANTINE_S. One that fails again and again, with no answer completed between, is not believed when it only reports,
-and is tried ever more seldom. A replica that comes up gets no more of those held than it can take at once; at the
-next tick all that are left go to whoever is there.
+QUARANTINE_S; one that fails again and again is tried ever more seldom. A replica that comes up gets no more of those
+held than it can take at once; at the next tick the others go to whoever is there.
 """
 
 from __future__ import annotations
@@ -53,8 +51,6 @@ QUIET_S: Final = 1.0
 
 
 class Recovery:
-    """What is done about requests that failed, and about replicas that failed them."""
-
     def __init__(self, state: BrainState, requests: Requests) -> None:
         self._policy = state.policy
         self._fleet = state.fleet
@@ -99,7 +95,6 @@ class Recovery:
     def one_of_two(
         self, at_s: float, event: told.AttemptFailed, lost: RequestState, left: RequestState
     ) -> list[Action]:
-        """One of two attempts is over, and the other goes on."""
         kind, where = event.kind, event.where
         actions = self._doubt(at_s, where) if kind == "replica" else []
         if where:
@@ -119,11 +114,9 @@ class Recovery:
             req.failures += 1
 
     def _again(self, at_s: float, req: RequestState, kind: told.FailureKind) -> list[Action]:
-        """Send a request that failed: away from what failed it, and from what may be dying.
-
-        With nobody else there, one whose replica was lost for the first time goes wherever somebody is; after that,
-        or when its link broke, it is held until losses cease. After any other failure the same may be tried again.
-        """
+        """Send a request that failed: away from what failed it, and from what may be dying. With nobody else there,
+        one whose replica was lost for the first time goes wherever somebody is; after that, or when its link broke,
+        it is held until losses cease. After any other failure the same may be tried again."""
         req.avoid = req.failed_by
         if kind in LOSSES:
             req.avoid |= self._losses.suspects(at_s)
@@ -135,11 +128,8 @@ class Recovery:
         return self._requests.dispatch(at_s, req)
 
     def linked(self, at_s: float, event: told.LinkReported) -> list[Action]:
-        """A link has become slow: what is on it goes elsewhere, once, if it is done clearly sooner there.
-
-        It may be over the link by now, and its answer on the way to its user. So it is abandoned and asked about:
-        only when its driver has stopped it and said where the user is, it is sent again. That is no failure.
-        """
+        """A link has become slow: what is on it goes elsewhere, once, if it is done clearly sooner there. It is
+        abandoned and asked about; once its driver said where the user is, it is sent again. That is no failure."""
         actions: list[Action] = []
         if not self._router.learns or self._policy.retries < 1:
             return actions
@@ -170,7 +160,6 @@ class Recovery:
         return self._requests.changed(at_s, view)
 
     def sizes(self) -> dict[str, int]:
-        """What is remembered, in entries."""
         return {"doubts": len(self._doubts), "crowded": len(self._crowded), "inquiries": len(self._inquiries)}
 
     def tick(self, at_s: float) -> list[Action]:
@@ -201,13 +190,11 @@ class Recovery:
         return actions
 
     def _inquire(self, at_s: float) -> list[Action]:
-        """Ask after those that went silent; give up those of which nobody knows anything."""
         actions, hopeless = self._inquiries.tick(at_s)
         for req in hopeless:
             actions += self._requests.abandon(req) + self._requests.release(at_s, req)
-            actions += self._requests.refuse(
-                at_s, req, "lost", "nobody knows how much of it reached the user"
-            )
+            why = "nobody knows how much of it reached the user"
+            actions += self._requests.refuse(at_s, req, "lost", why)
         return actions
 
     def _doubt(self, at_s: float, replica: str) -> list[Action]:
@@ -236,7 +223,6 @@ class Recovery:
         return [] if known else self._requests.changed(at_s, view)
 
     def reported(self, at_s: float, view: ReplicaState) -> list[Action]:
-        """A replica that is doubted says that it is well."""
         self._losses.reported(at_s, view.member.id)
         if view.strikes > FREE_STRIKES and at_s < self._doubts.get(view.member.id, at_s):
             return []
@@ -271,12 +257,10 @@ def verdict(req: RequestState, at_s: float, policy: Policy) -> tuple[RefusalReas
 
 
 class AttemptQueries:
-    """Attempts that went silent are asked after (`QueryAttempt`), never guessed about: only the driver knows what its
-    user has. One of which nobody knows anything is refused: sent again it might repeat tokens.
-
-    Asked after is an attempt whose replica was lost or stopped, when `AttemptFailed` did not come within FAILED_S;
-    one of which nothing was heard for SILENCE_S; and at once one that is recalled from a slow link.
-    """
+    """Attempts that went silent are asked after (`QueryAttempt`): only the driver knows what its user has. One of
+    which nobody knows anything is refused: sent again it might repeat tokens. Asked after are attempts whose replica
+    went, when `AttemptFailed` did not come within FAILED_S; those of which nothing was heard for SILENCE_S; and at
+    once one that is recalled from a slow link."""
 
     __slots__ = ("_asked", "_gone", "_open", "_round")
 
@@ -287,7 +271,6 @@ class AttemptQueries:
         self._asked: dict[str, tuple[int, int, float]] = {}
         """Request to (attempt, questions so far, when the answer is overdue)."""
         self._round: list[str] = []
-        """Those still to be looked at in this round."""
 
     def __len__(self) -> int:
         return len(self._asked) + len(self._gone)
@@ -303,12 +286,7 @@ class AttemptQueries:
         if self._asked.pop(req.request.id, None) is not None:
             self._asked[req.request.id] = (req.attempt, 0, at_s + FAILED_S)
 
-    def ask(self, at_s: float, req: RequestState) -> Action:
-        """What became of an attempt that is abandoned: its driver stops it, and then says where its user is."""
-        return self._ask(at_s, req, 0)
-
     def tick(self, at_s: float) -> tuple[list[Action], list[RequestState]]:
-        """Questions to ask now, and requests of which nobody knows anything."""
         actions: list[Action] = []
         hopeless: list[RequestState] = []
         for name, (attempt, questions, due_s) in list(self._asked.items()):
@@ -316,23 +294,15 @@ class AttemptQueries:
             if req is None or req.attempt != attempt or req.state != RUNNING:
                 del self._asked[name]
             elif due_s <= at_s:
-                if questions == 0 and not self._orphan(req):
+                if questions == 0 and not any(view.gone for view in req.views()):
                     del self._asked[name]
                 elif questions >= QUESTIONS:
                     del self._asked[name]
                     hopeless.append(req)
                 else:
-                    actions.append(self._ask(at_s, req, questions))
-        silent = [
-            request_state
-            for request_state in self._silent(at_s)
-            if request_state.state == RUNNING and request_state not in hopeless
-        ]
-        actions += [
-            self._ask(at_s, request_state, 0)
-            for request_state in silent
-            if request_state.request.id not in self._asked
-        ]
+                    actions.append(self.ask(at_s, req, questions))
+        silent = [req for req in self._silent(at_s) if req.state == RUNNING and req not in hopeless]
+        actions += [self.ask(at_s, req) for req in silent if req.request.id not in self._asked]
         return actions, hopeless
 
     def _silent(self, at_s: float) -> list[RequestState]:
@@ -344,20 +314,12 @@ class AttemptQueries:
             self._round = list(self._open)
         names, self._round = self._round[-LOOKS:], self._round[:-LOOKS]
         looked = [self._open.get(name) for name in names]
-        return [
-            request_state
-            for request_state in looked
-            if request_state is not None and at_s - request_state.heard_s >= SILENCE_S
-        ]
+        return [req for req in looked if req is not None and at_s - req.heard_s >= SILENCE_S]
 
-    def _ask(self, at_s: float, req: RequestState, questions: int) -> Action:
+    def ask(self, at_s: float, req: RequestState, questions: int = 0) -> Action:
+        """What became of an attempt; one that is abandoned its driver stops, and then says where its user is."""
         self._asked[req.request.id] = (req.attempt, questions + 1, at_s + ANSWER_S)
         return QueryAttempt(req.request.id, req.attempt)
-
-    @staticmethod
-    def _orphan(req: RequestState) -> bool:
-        """Whether one of its replicas is no longer in the fleet."""
-        return any(view.gone for view in req.views())
 
 
 class RecentLosses:
@@ -378,7 +340,6 @@ class RecentLosses:
         self._recent: dict[str, tuple[float, ReplicaSpec]] = {}
         """Replica to when it was lost, oldest first."""
         self._suspects: frozenset[str] | None = frozenset()
-        """None when it must be worked out anew."""
         self._latest_s = self._woke_s = float("-inf")
         """When one was last lost, and when one that was silent answered again."""
         self._silent: dict[str, float] = {}
@@ -392,18 +353,15 @@ class RecentLosses:
             self._latest_s = max(self._latest_s, at_s)
 
     def silent(self, at_s: float, member: ReplicaSpec) -> None:
-        """It does not answer."""
         self.note(at_s, member)
         self._silent.pop(member.id, None)
         self._silent[member.id] = at_s
 
     def reported(self, at_s: float, replica: str) -> None:
-        """It answers."""
         if replica in self._silent:
             self._woke_s = at_s
 
     def mend(self, replica: str) -> None:
-        """It was heard of again, or is taken to be well."""
         if self._recent.pop(replica, None) is not None:
             self._suspects = None
 
@@ -414,9 +372,7 @@ class RecentLosses:
             regions: dict[str, list[ReplicaSpec]] = {}
             for _, member in self._recent.values():
                 regions.setdefault(member.region, []).append(member)
-            self._suspects = frozenset(
-                name for replica_specs in regions.values() for name in smallest(replica_specs)
-            )
+            self._suspects = frozenset(name for lost in regions.values() for name in smallest(lost))
         return self._suspects
 
     def alone(self, at_s: float, replica: str, visited: frozenset[str]) -> bool:
@@ -429,7 +385,6 @@ class RecentLosses:
         )
 
     def quiet(self, at_s: float) -> bool:
-        """Whether nothing was lost for a while."""
         return at_s - self._latest_s >= QUIET_S
 
     def _forget(self, at_s: float) -> None:

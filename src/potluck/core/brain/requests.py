@@ -54,8 +54,6 @@ class BrainState:
 
 
 class Requests:
-    """All requests that were accepted and have not ended."""
-
     def __init__(self, state: BrainState) -> None:
         self._facts = state.facts
         self._policy = state.policy
@@ -75,7 +73,6 @@ class Requests:
         self._bounded = state.policy.admission
         self._watches = state.autoscaler.watches
         self.open: dict[str, RequestState] = {}
-        """By the request's id."""
         self.held = WaitingRequests(self.open)
         self._ended: set[str] = set()
         self._ended_before: set[str] = set()
@@ -162,7 +159,6 @@ class Requests:
         return True
 
     def knows(self, request: str) -> bool:
-        """Whether it is open, or ended lately."""
         return request in self.open or request in self._ended or request in self._ended_before
 
     def dispatch(self, at_s: float, req: RequestState) -> list[Action]:
@@ -173,7 +169,6 @@ class Requests:
         return self._send(at_s, req, table)
 
     def _send(self, at_s: float, req: RequestState, table: ModelRoutes | None) -> list[Action]:
-        """Send a request, or hold it."""
         if table is not None:
             if self._queues and self._admission.behind(req, table):
                 return self._admission.line_up(at_s, req, table)
@@ -238,7 +233,6 @@ class Requests:
         return actions + self._admission.freed(at_s, view) if self._queues else actions
 
     def _hand_on(self, at_s: float, req: RequestState) -> list[Action]:
-        """The next of the earlier segments is done."""
         view, tokens = req.earlier[req.done]
         if tokens:
             self._fleet.handed(view, tokens)
@@ -262,7 +256,6 @@ class Requests:
         return actions + self._admission.freed(at_s, view) if self._queues else actions
 
     def _prompt_done(self, req: RequestState) -> None:
-        """What balances by load count for the prompt is done."""
         if req.yielding is not None:
             self._router.timely.caught_up(req)
         if len(req.charges) == 2:
@@ -327,7 +320,6 @@ class Requests:
         return self.abandon(req) + self.release(at_s, req)
 
     def end(self, request: str) -> None:
-        """It is over, and does not begin again."""
         self._ended.add(request)
         if len(self._ended) >= ENDED:
             self._ended_before, self._ended = self._ended, set()
@@ -400,7 +392,6 @@ class Requests:
         return Refuse(req.request.id, reason, detail)
 
     def sizes(self) -> dict[str, int]:
-        """What is remembered, in entries."""
         open_, held, doubtful = len(self.open), len(self.held), len(self.doubtful)
         ended = len(self._ended) + len(self._ended_before)
         return {"open": open_, "held": held, "doubtful": doubtful, "ended": ended}
@@ -418,7 +409,6 @@ class Requests:
         return actions + self._admission.freed(at_s, view) if self._queues else actions
 
     def planned(self, at_s: float) -> list[Action]:
-        """A plan was adopted: whoever waits is tried again."""
         actions: list[Action] = []
         for pair in list(self._table.groups.values()):
             actions += self.admit(at_s, pair)
@@ -426,7 +416,6 @@ class Requests:
         return actions + self._admission.retry(at_s)
 
     def tick(self, at_s: float) -> list[Action]:
-        """Refusals of those that waited too long."""
         actions: list[Action] = []
         for req in self.held.expired(at_s):
             deadline_s, waited_s = req.request.deadline_s, at_s - req.held_s
@@ -471,14 +460,12 @@ class WaitingRequests:
         return {model: len(item) for model, item in self._models.items() if item}
 
     def add(self, at_s: float, req: RequestState, policy: Policy) -> None:
-        """Hold a request until somebody can take it."""
         request = req.request
         self._models.setdefault(request.model, {})[request.id] = None
         req.state = HELD
         self._begin(at_s, req, policy)
 
     def wait(self, at_s: float, req: RequestState, policy: Policy) -> None:
-        """It waits for its turn on a pair, no longer than it would be held."""
         assert req.state == WAITING
         self._begin(at_s, req, policy)
 
@@ -503,7 +490,6 @@ class WaitingRequests:
         self._models.get(req.request.model, {}).pop(req.request.id, None)
 
     def take(self, model: str, most: int | None = None) -> list[str]:
-        """Those of a model that wait longest, or all, to be tried again."""
         waiting = self._models.get(model, {})
         taken = list(islice(waiting, most))
         for name in taken:

@@ -21,11 +21,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from heapq import heappop, heappush
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from potluck.core.errors import InputError
 from potluck.core.state.facts import BLOCK_TOKENS
-from potluck.core.values.model import Attention, FullAttention, LatentAttention, Model
 
 
 class _CacheNode:
@@ -67,7 +66,6 @@ class BlockPool:
         self._mark_news: dict[int, bool] = {}
 
     def __len__(self) -> int:
-        """Blocks and checkpoints."""
         return len(self._nodes) + len(self._marks)
 
     def __contains__(self, name: Name) -> bool:
@@ -78,7 +76,6 @@ class BlockPool:
         return len(self._free)
 
     def places(self, name: Name) -> tuple[int, ...]:
-        """Where something is."""
         return self._node(name).places
 
     def names(self) -> Iterable[Name]:
@@ -166,17 +163,6 @@ class BlockPool:
             _note(self._mark_news, hashes[-1], True)
         return BlockPlacement(checkpoint, node.places), gone
 
-    def pin(self, name: Name) -> None:
-        """Keep it, and so all before it, until it is unpinned as often."""
-        self._node(name).pins += 1
-
-    def unpin(self, name: Name) -> None:
-        node = self._node(name)
-        if not node.pins:
-            raise InputError("block pool", "what is not pinned cannot be unpinned")
-        node.pins -= 1
-        self._enqueue(node)
-
     def transfer(self, key: int, blocks: int) -> tuple[tuple[int, ...] | None, list[BlockPlacement]]:
         """Blocks for a hand-over, until `finish` or `adopt`: (their places, unless there are too few; who went)."""
         if key in self._transfers or blocks < 1:
@@ -263,7 +249,6 @@ class BlockPool:
         return node
 
     def _behind(self, node: _CacheNode, lost: set[int]) -> bool:
-        """Whether it is lost, given that nodes are asked about in order."""
         if id(node) in lost or id(node.parent) in lost:
             lost.add(id(node))
             return True
@@ -296,7 +281,6 @@ class BlockPool:
             heappush(self._queue, (node.stamp, self._pushed, node))
 
     def _make_room(self, blocks: int) -> list[BlockPlacement]:
-        """Let go until so many are free, or nothing else can go."""
         gone = []
         queue = self._queue
         while len(self._free) < blocks and queue:
@@ -415,7 +399,6 @@ class BlockNamer:
         """A run's hash to its names, as they are hashed, one behind the other."""
 
     def names(self, tokens: Sequence[int], model: str = "", salt: str = "") -> tuple[int, ...]:
-        """What `block_hashes` says."""
         size = 8 * self._block_tokens
         data = _packed(tokens, len(tokens) // self._block_tokens * self._block_tokens)
         run_bytes, known = RUN_BLOCKS * size, self._known
@@ -433,10 +416,8 @@ class BlockNamer:
                     del known[next(iter(known))]
                 numbers += named
             else:
-                numbers += [
-                    int.from_bytes(run[place : place + HASH_BYTES], "little")
-                    for place in range(0, len(run), HASH_BYTES)
-                ]
+                places = range(0, len(run), HASH_BYTES)
+                numbers += [int.from_bytes(run[at : at + HASH_BYTES], "little") for at in places]
             known[key] = run
             name = run[-HASH_BYTES:]
             start += run_bytes
@@ -488,8 +469,6 @@ NOTHING = PrefixHit(0, 0)
 
 
 class BlockPlacement(NamedTuple):
-    """Something new, and the blocks that it goes to."""
-
     name: Name
     places: tuple[int, ...]
 
@@ -505,89 +484,3 @@ class CacheChanges:
 
     def __bool__(self) -> bool:
         return bool(self.added or self.removed or self.marked or self.unmarked)
-
-
-Kind = Literal["tokens", "window", "state"]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Layers that keep the same kind of thing."""
-
-    kind: Kind
-    layers: tuple[int, ...]
-    bytes_per_token: int = 0
-    """Of all its layers together; 0 for states."""
-    state_bytes: int = 0
-    window: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PoolLayout:
-    """Groups over one pool."""
-
-    groups: tuple[LayerGroup, ...]
-    block_tokens: int
-
-    @property
-    def exact(self) -> bool:
-        """Whether a prefix can be resumed only where there is a checkpoint."""
-        return any(group.kind != "tokens" for group in self.groups)
-
-    @property
-    def block_bytes(self) -> int:
-        """What every block of the pool holds."""
-        per_token = sum(group.bytes_per_token for group in self.groups if group.kind == "tokens")
-        return per_token * self.block_tokens or self.checkpoint_bytes(self.block_tokens)
-
-    def checkpoint_bytes(self, tokens: int) -> int:
-        """To resume after so many tokens, which end with a block: of windows what a query there can still see."""
-        return sum(
-            group.state_bytes + group.bytes_per_token * min(tokens, (group.window or 1) - 1)
-            for group in self.groups
-            if group.kind != "tokens"
-        )
-
-    def checkpoint_blocks(self, tokens: int) -> int:
-        return -(-self.checkpoint_bytes(tokens) // self.block_bytes)
-
-
-def pool_layout(model: Model, element_bytes: int = 2, block_tokens: int = BLOCK_TOKENS) -> PoolLayout:
-    """The groups of a model whose KV has elements of so many bytes."""
-    result: dict[tuple[Kind, int | None], list[int]] = {}
-    for place, layer in enumerate(model.layers):
-        result.setdefault(_kind(layer.attention), []).append(place)
-    groups = []
-    for (kind, window), places in result.items():
-        sizes = [_sizes(model.layers[place].attention, element_bytes) for place in places]
-        per_token, state = sum(size[0] for size in sizes), sum(size[1] for size in sizes)
-        groups.append(LayerGroup(kind, tuple(places), per_token, state, window))
-    return PoolLayout(tuple(groups), block_tokens)
-
-
-def checkpoints_at(prefix_hit: PrefixHit, blocks: int) -> tuple[int, ...]:
-    """After how many blocks a prompt of so many whole ones, of which `found` was there, should leave checkpoints.
-
-    At its end, where its own continuation will look; and where it left a way that others had come: what two prompts
-    share a third is likely to share, and nobody put a state aside there.
-    """
-    branch = {prefix_hit.shared_blocks} if prefix_hit.shared_blocks > prefix_hit.blocks else set()
-    return tuple(sorted(branch | ({blocks} if blocks else set())))
-
-
-def _kind(attention: Attention) -> tuple[Kind, int | None]:
-    if isinstance(attention, LatentAttention):
-        return "tokens", None
-    if isinstance(attention, FullAttention):
-        return ("tokens", None) if attention.window is None else ("window", attention.window)
-    return "state", None
-
-
-def _sizes(attention: Attention, element_bytes: int) -> tuple[int, int]:
-    """Bytes per token, bytes whatever the length."""
-    if isinstance(attention, FullAttention):
-        return attention.kv_heads * (attention.head_dim + attention.v_head_dim) * element_bytes, 0
-    if isinstance(attention, LatentAttention):
-        return (attention.kv_lora_rank + attention.qk_rope_head_dim) * element_bytes, 0
-    conv = max(attention.conv_kernel - 1, 0) * attention.conv_channels * element_bytes
-    return 0, attention.state_elements * attention.state_bytes_per_element + conv

@@ -32,7 +32,6 @@ class SpareCache:
         self._news: dict[int, bool] = {}
         """Changes since they were last asked for: block to whether it is held now."""
         self._marks: dict[int, bool] = {}
-        """The same of states."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -42,11 +41,9 @@ class SpareCache:
 
     @property
     def held_tokens(self) -> float:
-        """Room it takes, in tokens of KV."""
         return len(self._held) * self.block_tokens + self._states * self.state_tokens
 
     def match(self, blocks: Sequence[int]) -> int:
-        """How many leading blocks of a prompt can be resumed from."""
         held, depth = self._held, 0
         for block in blocks:
             if block not in held:
@@ -132,5 +129,4 @@ class SpareCache:
 
 
 def _apart(news: dict[int, bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What is there now, and what is not."""
     return tuple(compress(news, news.values())), tuple(filterfalse(news.__getitem__, news))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 from potluck.core.errors import UnknownNameError
 from potluck.core.routing.round_robin import WeightedRoundRobin
@@ -28,8 +28,6 @@ TRIES: Final = 4
 
 
 class Balancer(Protocol):
-    """Targets with weights, and whose turn it is."""
-
     total: float
 
     def __len__(self) -> int: ...
@@ -38,6 +36,17 @@ class Balancer(Protocol):
     def pick(self) -> Target | None: ...
     def swap(self, picked: Target, other: Target) -> None: ...
     def members(self) -> tuple[Target, ...]: ...
+
+
+class PlacedWork(NamedTuple):
+    """A request, and where it goes: of its prompt so many tokens are computed; `apart` from its answer or not."""
+
+    req: RequestState
+    tokens: int
+    prefills: list[ReplicaState]
+    decodes: list[ReplicaState]
+    answer_tokens: float
+    apart: bool
 
 
 class BalanceRule:
@@ -50,24 +59,14 @@ class BalanceRule:
     learns = False
     """Whether speeds are observed, and late links avoided."""
     by_load = False
-    """Whether requests count on their targets until they end, by `loads`."""
     in_seconds = False
     """Whether loads are seconds; where a target's facts are missing, its planned rate stands in."""
 
     def chooser(self) -> Balancer:
         return WeightedRoundRobin()
 
-    def loads(
-        self,
-        req: RequestState,
-        tokens: int,
-        prefills: list[ReplicaState],
-        decodes: list[ReplicaState],
-        answer_tokens: float,
-        apart: bool,
-    ) -> tuple[float, float]:
-        """What a request counts for: its prompt, of which so many tokens are computed, and its answer; `apart` on two
-        targets."""
+    def loads(self, work: PlacedWork) -> tuple[float, float]:
+        """What a request counts for: its prompt, and its answer."""
         return 0.0, 0.0
 
 
@@ -94,20 +93,10 @@ class TokenBalance(BalanceRule):
 
     def offset(self, target: Target, weight: float) -> float:
         views = target.decodes if target.kind != PLAIN else target.views()
-        return -float(
-            sum(facts.total_blocks * BLOCK_TOKENS for view in views if (facts := view.facts) is not None)
-        )
+        return -float(sum(v.facts.total_blocks * BLOCK_TOKENS for v in views if v.facts is not None))
 
-    def loads(
-        self,
-        req: RequestState,
-        tokens: int,
-        prefills: list[ReplicaState],
-        decodes: list[ReplicaState],
-        answer_tokens: float,
-        apart: bool,
-    ) -> tuple[float, float]:
-        return float(tokens) if apart else 0.0, float(req.total_tokens)
+    def loads(self, work: PlacedWork) -> tuple[float, float]:
+        return float(work.tokens) if work.apart else 0.0, float(work.req.total_tokens)
 
 
 class LearnedBalance(BalanceRule):
@@ -124,19 +113,11 @@ class LearnedBalance(BalanceRule):
     def offset(self, target: Target, weight: float) -> float:
         return 1.0 / weight
 
-    def loads(
-        self,
-        req: RequestState,
-        tokens: int,
-        prefills: list[ReplicaState],
-        decodes: list[ReplicaState],
-        answer_tokens: float,
-        apart: bool,
-    ) -> tuple[float, float]:
-        first, last = prefills[0].facts, decodes[0].facts
-        first_s = prefill_seconds(first, tokens) if first is not None else float(tokens)
+    def loads(self, work: PlacedWork) -> tuple[float, float]:
+        first, last, answer_tokens = work.prefills[0].facts, work.decodes[0].facts, work.answer_tokens
+        first_s = prefill_seconds(first, work.tokens) if first is not None else float(work.tokens)
         rest_s = decode_seconds(last, answer_tokens) if last is not None else float(answer_tokens)
-        return first_s / len(prefills), rest_s / len(decodes)
+        return first_s / len(work.prefills), rest_s / len(work.decodes)
 
 
 BALANCES: Final[dict[str, type[BalanceRule]]] = {
@@ -149,7 +130,6 @@ BALANCES: Final[dict[str, type[BalanceRule]]] = {
 
 
 def balance_rule(name: str) -> BalanceRule:
-    """The rule that `policy.balance` names."""
     if name not in BALANCES:
         raise UnknownNameError("policy: balance", name, BALANCES)
     return BALANCES[name]()
@@ -165,7 +145,6 @@ class _Place:
         self.weight = weight
         self.offset = offset
         self.key = inf
-        """That of its heap item: never more than what it would be now."""
         self.stamp = 0
 
 
@@ -180,7 +159,6 @@ class LeastLoaded:
 
     def __init__(self, offset_of: Callable[[Target, float], float]) -> None:
         self.total = 0.0
-        """Sum of the weights."""
         self._offset_of = offset_of
         """From a target and its weight to what is added to its load."""
         self._heap: list[tuple[float, int, _Place]] = []
@@ -197,7 +175,6 @@ class LeastLoaded:
         return tuple(self._places)
 
     def set(self, member: Target, weight: float) -> None:
-        """Add, change, or remove with a weight of 0."""
         old = self._places.pop(member, None)
         if old is not None:
             self.total -= old.weight
@@ -213,7 +190,6 @@ class LeastLoaded:
             self._heap = []
 
     def lighter(self, member: Target) -> None:
-        """Its load fell: it may be the least now. While its item says still less, that will be put right there."""
         place = self._places.get(member)
         if place is None:
             return
@@ -253,7 +229,6 @@ class LeastLoaded:
 
 
 def unfailed(chooser: Balancer, req: RequestState) -> Target | None:
-    """A target that did not fail the request; None when all did."""
     for _ in range(TRIES):
         target = chooser.pick()
         if target is not None and not avoided(target, req.avoid):

@@ -55,7 +55,6 @@ class DeadlineCheck:
         self._fleet.yielding(view, tokens)
 
     def caught_up(self, req: RequestState) -> None:
-        """It is computed, or given up."""
         if req.yielding is not None:
             view, tokens = req.yielding
             req.yielding = None
@@ -85,7 +84,6 @@ class DeadlineCheck:
     def _soonest(
         self, chooser: Balancer, req: RequestState, left_s: float, phase: int
     ) -> tuple[Target | None, float]:
-        """Who computes its prompt first, and in how long; nobody in time: None."""
         room = self._room
         slo = room.slo(req.request.model) if room is not None else None
         best: Target | None = None
@@ -153,7 +151,6 @@ class DeadlineCheck:
         return tokens * facts.prefill_s_per_token * view.pace > slo.ttft_s
 
     def _own_tokens(self, view: ReplicaState, req: RequestState) -> int:
-        """What it would compute of its prompt."""
         if not req.request.blocks:
             return req.prompt_tokens
         return max(1, req.prompt_tokens - self._affinity.cached(view, req))

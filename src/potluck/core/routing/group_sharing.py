@@ -32,8 +32,6 @@ MARGIN = 0.9
 
 
 class MeanLengths(NamedTuple):
-    """Of requests, on average."""
-
     prompt_tokens: float
     output_tokens: float
 
@@ -51,7 +49,6 @@ Serving = Mapping[int, Role]
 
 
 def planned_parts(template: Template, serving: Serving, bucket: int) -> list[GroupShare]:
-    """The template's flows between those that serve."""
     return [
         GroupShare(flow.prefill, flow.decode, flow.share)
         for flow in template.flows
@@ -76,11 +73,8 @@ def parts(
     served = sum(rate for *_, rate in now)
     if served <= 0:
         return planned_parts(template, serving, bucket)
-    return [
-        GroupShare(i, j, rate / (whole if whole > 0 else served))
-        for i, j, rate in now
-        if rate > 1e-6 * served
-    ]
+    most = whole if whole > 0 else served
+    return [GroupShare(i, j, rate / most) for i, j, rate in now if rate > 1e-6 * served]
 
 
 def rated(
@@ -94,20 +88,14 @@ def rated(
     first = [place for place, role in serving.items() if role == "prefill"]
     second = [place for place, role in serving.items() if role == "decode"]
     result = [(k, k, pace.mixed(k)) for k, role in serving.items() if role == "mixed"]
-    pairs = [
-        KvPair(x, y, *pace.crossing(i, j))
-        for x, i in enumerate(first)
-        for y, j in enumerate(second)
-        if pace.in_time(i, j)
-    ]
+    ends = [(x, y, i, j) for x, i in enumerate(first) for y, j in enumerate(second)]
+    pairs = [KvPair(x, y, *pace.crossing(i, j)) for x, y, i, j in ends if pace.in_time(i, j)]
     flows = orchestrated([pace.prefill(i) for i in first], [pace.decode(j) for j in second], pairs)
     result += [(first[p.prefill], second[p.decode], flow) for p, flow in zip(pairs, flows, strict=True)]
     return [item for item in result if item[2] > 0]
 
 
 class GroupRates:
-    """What each of a group's replicas does of requests of some lengths, and how KV gets from one to another."""
-
     def __init__(self, facts: FleetFacts, template: str, lengths: MeanLengths) -> None:
         self._facts = facts
         self._template = template
@@ -131,7 +119,6 @@ class GroupRates:
         return PLANNED_BUSY * batch / (facts.decode_step_s * max(1.0, self._lengths.output_tokens))
 
     def _batch(self, facts: ReplicaFacts) -> float:
-        """Answers at once, as planned or as many as fit."""
         tokens = self._lengths.prompt_tokens + self._lengths.output_tokens
         return min(float(facts.decode_batch), facts.total_blocks * BLOCK_TOKENS / max(1.0, tokens))
 
@@ -144,9 +131,8 @@ class GroupRates:
         if facts is None or facts.decode_step_s <= 0:
             return 0.0
         batch = self._batch(facts)
-        first_s = (
-            facts.decode_first_s if 0 < facts.decode_first_s <= facts.decode_step_s else facts.decode_step_s
-        )
+        known = 0 < facts.decode_first_s <= facts.decode_step_s
+        first_s = facts.decode_first_s if known else facts.decode_step_s
         slope_s = (facts.decode_step_s - first_s) / max(1, facts.decode_batch - 1)
         prompts_s = self._prefill_s(place) / output
         most = (self._tpot_s - first_s + slope_s) / max(slope_s + prompts_s, 1e-12)
@@ -194,12 +180,9 @@ TINY = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class KvPair:
-    """KV from one replica to another."""
-
     prefill: int
     decode: int
     busy_s: tuple[tuple[str, float], ...]
-    """(link, seconds of it) for one request."""
     handover_s: float
 
 

@@ -42,12 +42,10 @@ class LearnedSpeeds:
         self._learns = learns
         """Otherwise all are as planned."""
         self._answers: dict[str, float] = {}
-        """Mean length, by model."""
         self._prompts: dict[str, float] = {}
         """The same of the prompts that were answered."""
 
     def pace(self, view: ReplicaState) -> float:
-        """Seconds there for each second of its facts."""
         return view.pace
 
     def wait_s(self, view: ReplicaState) -> float:
@@ -129,7 +127,6 @@ class LearnedSpeeds:
         req.watched_s = -1.0
 
     def ended(self, at_s: float, req: RequestState, output_tokens: int) -> None:
-        """The last token of a timed request is there."""
         self.answered(req, output_tokens)
         view = req.last
         if view is None or view.facts is None:
@@ -156,7 +153,6 @@ class LearnedSpeeds:
             req.last_tokens = 0
 
     def answered(self, req: RequestState, output_tokens: int) -> None:
-        """How long an answer got, whether it was timed or not."""
         if not self._learns:
             return
         model = req.request.model
@@ -176,6 +172,5 @@ class LearnedSpeeds:
 
 
 def _time(req: RequestState) -> None:
-    """Its targets take over what was learned."""
     for target, _ in req.charges:
         target.timed()

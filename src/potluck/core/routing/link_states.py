@@ -44,8 +44,6 @@ LOCAL_GBPS: Final = 10.0
 
 
 class TenantInFlight:
-    """A tenant's part of what is on a link."""
-
     __slots__ = ("requests", "size_bytes", "weight")
 
     def __init__(self) -> None:
@@ -55,16 +53,12 @@ class TenantInFlight:
 
 
 class LinkStates:
-    """Changed by the Brain alone."""
-
     def __init__(self, facts: FleetFacts) -> None:
         self._facts = facts
         self._gbps: dict[str, float] = {}
-        """As reported, by `source->target`."""
         self._open: dict[str, dict[RequestState, float]] = {}
         """Link to requests on their way over it, in the order they were sent, with their bytes."""
         self._shares: dict[str, dict[str, TenantInFlight]] = {}
-        """Link to tenants with KV on it."""
         self._cards: dict[str, float] = {}
         """Replica to bytes that have yet to leave or reach it, of prompts with prefixes."""
         self.dead: set[str] = set()
@@ -96,11 +90,7 @@ class LinkStates:
             return inf
         before, codec = 0.0, self.codec(req, source, target)
         if source == target:
-            cards = [
-                replica_state.facts.card_gbps
-                for replica_state in (holder, first)
-                if replica_state.facts is not None
-            ]
+            cards = [view.facts.card_gbps for view in (holder, first) if view.facts is not None]
             gbps = min((card for card in cards if card > 0), default=LOCAL_GBPS)
             before = max(self._cards.get(replica_state.member.id, 0.0) for replica_state in (holder, first))
         else:
@@ -108,9 +98,8 @@ class LinkStates:
             gbps = self._gbps.get(link, self._facts.links_gbps.get((source, target), 0.0))
         if gbps <= 0:
             return inf
-        turn_s = (
-            holder.open_prefill_tokens * facts.prefill_s_per_token + facts.prefill_fixed_s
-        ) * holder.pace
+        waiting_s = holder.open_prefill_tokens * facts.prefill_s_per_token
+        turn_s = (waiting_s + facts.prefill_fixed_s) * holder.pace
         return turn_s + (before + model.wire_bytes(stop, codec, start)) * 8e-9 / gbps
 
     def send(self, req: RequestState, source: str, target: str, tokens: int) -> None:
@@ -127,7 +116,6 @@ class LinkStates:
         req.link = link
 
     def arrived(self, req: RequestState) -> None:
-        """It is over, or given up."""
         tenant, shares = req.request.tenant, self._shares[req.link]
         share = shares[tenant]
         share.size_bytes -= self._open[req.link].pop(req)
@@ -154,7 +142,6 @@ class LinkStates:
             self.arrived(req)
 
     def over(self, req: RequestState) -> None:
-        """It ended, or goes elsewhere."""
         if req.link:
             self.arrived(req)
         if req.cargo:
@@ -176,7 +163,6 @@ class LinkStates:
 
     @property
     def open_bytes(self) -> float:
-        """On their way over all links and cards."""
         total = 0.0
         for size in self._cards.values():
             total += size
@@ -237,7 +223,6 @@ class LinkStates:
         return result[::-1]
 
     def codec(self, req: RequestState, source: str, target: str) -> Codec:
-        """In which a request's KV crosses: as the plan says, unless it must stay exact."""
         if req.request.exact:
             return LOSSLESS
         return self.codecs.get((req.request.model, source, target), LOSSLESS)
@@ -247,7 +232,6 @@ class LinkStates:
         return 0.0 if model is None else model.wire_bytes(tokens, self.codec(req, source, target))
 
     def _planned_bytes(self, req: RequestState, source: str, target: str) -> float:
-        """What the plan counts on for its prompt."""
         name = req.request.model
         model, codec = self._facts.models.get(name), self.codecs.get((name, source, target), LOSSLESS)
         return 0.0 if model is None else model.wire_bytes(req.prompt_tokens, codec)
@@ -267,9 +251,8 @@ class LinkAvoidance:
         first = way.prefills.pick() if late_s > patience_s else None
         if first is None:
             return False
-        there_s = max(
-            prefilled_s(first, req.prompt_tokens), late_s
-        )  # prompts are sent while others are computed
+        # Prompts are sent while others are computed.
+        there_s = max(prefilled_s(first, req.prompt_tokens), late_s)
         return self._soonest_s(req, ways, table) + patience_s < there_s
 
     def again_s(self, req: RequestState, before_tokens: int) -> float:

@@ -17,7 +17,6 @@ from potluck.core.state.facts import ReplicaFacts
 from potluck.core.state.fleet import ReplicaState
 
 Step = Callable[[ReplicaState], float]
-"""Seconds of a replica's decode step with one request more than it has."""
 
 
 def step_seconds(facts: ReplicaFacts | None, batch: int) -> float:
@@ -48,7 +47,6 @@ def step_s(facts: ReplicaFacts, batch: float) -> float:
 
 
 def next_step_seconds(view: ReplicaState) -> float:
-    """A decode step with one request more."""
     return step_seconds(view.facts, view.open_requests + 1) * view.pace
 
 
@@ -80,5 +78,4 @@ def least_loaded(views: Sequence[ReplicaState], fill: Step) -> ReplicaState:
 def shortest_queue(
     views: Sequence[ReplicaState], seconds_per_token: Callable[[ReplicaState], float]
 ) -> ReplicaState:
-    """The prefill replica whose waiting prompts are computed first."""
     return min(views, key=lambda view: (view.open_prefill_tokens + 1) * seconds_per_token(view))

@@ -72,7 +72,6 @@ class PrefixAffinity:
         return min(views, key=lambda v: self._wait_s(v, req) - weight * self._saved_s(v, req))
 
     def most_cached(self, req: RequestState) -> int:
-        """Tokens of the prompt that some replica of the model holds."""
         if not req.request.blocks or self._policy.affinity == 0 or not len(self._index):
             return 0
         return self._cached_where(req, lambda view: True)
@@ -197,7 +196,6 @@ class PrefixAffinity:
         return saved_s * (1.0 + self._beside(view))
 
     def _done_s(self, view: ReplicaState, req: RequestState) -> float:
-        """Until a prompt is computed but for what is cached."""
         return self._wait_s(view, req) - self._saved_s(view, req)
 
     def _wait_s(self, view: ReplicaState, req: RequestState) -> float:

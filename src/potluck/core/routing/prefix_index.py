@@ -51,22 +51,17 @@ class CacheAnnouncer:
 
 
 class PrefixMatch(NamedTuple):
-    """The longest prefix that one cluster can resume, and who has it."""
-
     blocks: int
     replicas: tuple[str, ...]
 
 
 @dataclass(slots=True)
 class _Source:
-    """What is known of one replica's reports."""
-
     cluster: str
     epoch: int
     bit: int
     sequence: int = 0
     late: dict[int, CacheReported] = field(default_factory=dict)
-    """What came before what it builds on."""
 
     @property
     def stale(self) -> bool:
@@ -86,19 +81,15 @@ class PrefixIndex:
         """The same for blocks at whose end layers with a window or a state can be resumed."""
         self._sources: dict[str, _Source] = {}
         self._names: dict[int, str] = {}
-        """Bit to replica."""
         self._clusters: dict[str, int] = {}
-        """Bits of each cluster's replicas."""
         self._fresh = 0
         self._bits = 0
-        """How many were ever given out since the last sweep."""
         self._dead = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def stale(self, replica: str) -> bool:
-        """Whether a snapshot is wanted."""
         source = self._sources.get(replica)
         return source is not None and source.stale
 
@@ -123,7 +114,6 @@ class PrefixIndex:
         return source.stale
 
     def forget(self, replica: str) -> None:
-        """It is gone, and all that it held."""
         source = self._sources.pop(replica, None)
         if source is None:
             return
@@ -186,7 +176,6 @@ class PrefixIndex:
         return high, texts
 
     def held_by(self, replica: str, blocks: Sequence[int], *, exact: bool = False) -> int:
-        """How many leading blocks one replica can resume from."""
         source = self._sources.get(replica)
         if source is None or source.stale:
             return 0
@@ -196,7 +185,6 @@ class PrefixIndex:
         return depth
 
     def holders(self, block: int, *, exact: bool = False) -> tuple[str, ...]:
-        """Who holds the prefix that ends with a block."""
         return self._who((self._marks if exact else self._blocks).get(block, 0) & self._fresh)
 
     def view(self) -> Mapping[str, tuple[int, frozenset[int]]]:

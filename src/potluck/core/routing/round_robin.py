@@ -45,7 +45,6 @@ class WeightedRoundRobin(Generic[Member]):
 
     def __init__(self) -> None:
         self.total = 0.0
-        """Sum of the weights."""
         self._entries: dict[Member, _Entry[Member]] = {}
         self._due: list[tuple[float, int, _Entry[Member]]] = []
         """Heap by deadline: those that may run."""
@@ -95,7 +94,6 @@ class WeightedRoundRobin(Generic[Member]):
             self._compact()
 
     def pick(self) -> Member | None:
-        """Whose turn it is; None without members."""
         if self._only is not None:
             return self._only
         due, later = self._due, self._later

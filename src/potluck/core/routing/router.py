@@ -1,10 +1,9 @@
 """One request's route: the table says where it may go, the policies say where it goes.
 
     ways of its bucket ─▶ way (by turn, or by length threshold) ─▶ target (balance, prefix affinity) ─▶ segments
-                                                          plain: in place      combo: opportunistic
-                                                          pair: split          flow: prefill, then decode
 
-`send` writes the choice into the Flight and counts it on the replicas; `RoutingResult` says whether it could.
+A plain target does all in place, a combo is opportunistic, a pair splits, a flow prefills and then decodes. `send`
+writes the choice into the RequestState and counts it on the replicas.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from enum import Enum
 
-from potluck.core.routing.balance import Balancer, prefill_seconds, unfailed
+from potluck.core.routing.balance import Balancer, PlacedWork, prefill_seconds, unfailed
 from potluck.core.routing.capacity import CLOSED as CLOSED_WAY
 from potluck.core.routing.capacity import DECODE, PREFILL, ReplicaCapacity, easy
 from potluck.core.routing.deadlines import DeadlineCheck
@@ -85,12 +84,10 @@ class Router:
         self.thresholds = LengthThresholds(table, affinity)
 
     def adopt(self, plan: Plan) -> None:
-        """The table has a new plan."""
         self.links.codecs = codecs_between(plan)
         self.thresholds.adopt()
 
     def linked(self, event: LinkReported) -> None:
-        """A link said how full it is."""
         self.links.reported(event)
         self.thresholds.linked(event)
 
@@ -183,7 +180,6 @@ class Router:
         return RoutingResult.NOBODY
 
     def _open(self, way: RouteOption, req: RequestState, shut: frozenset[str]) -> bool:
-        """Whether a way's link carries something, did not fail the request before, and is for such lengths."""
         return not (way.link in self.links.dead or way.link in req.avoid or way.link in shut)
 
     def _way(
@@ -225,7 +221,6 @@ class Router:
     def _over(
         self, first: Target, second: Target, req: RequestState, holder: tuple[ReplicaState, int] | None = None
     ) -> RoutingResult:
-        """The prompt on one replica, the answer on another."""
         here, there = first.view, second.view
         assert here is not None
         assert there is not None
@@ -278,7 +273,6 @@ class Router:
     def _lender(
         self, req: RequestState, first: ReplicaState, abroad: bool, but: ReplicaState | None = None
     ) -> tuple[ReplicaState, int] | None:
-        """Whose prefix is fetched before `first` computes."""
         if not req.request.blocks:
             return None
         return self._affinity.lender(req, first, self.links, abroad, but)
@@ -372,7 +366,8 @@ class Router:
         if self._rule.in_seconds and decodes[0].facts is None:
             first, rest = 0.0, self._table.request_s(target) or 1.0
         else:
-            first, rest = self._rule.loads(req, tokens, prefills, decodes, self._answer_tokens(req), False)
+            work = PlacedWork(req, tokens, prefills, decodes, self._answer_tokens(req), False)
+            first, rest = self._rule.loads(work)
         req.charges = ((target, first), (target, rest))
         target.load += first
         target.load += rest
@@ -391,11 +386,10 @@ class Router:
         req.charges = ((target, first_s), (target, rest_s))
 
     def _charge_apart(self, req: RequestState, first: Target, second: Target, tokens: int) -> None:
-        """The prompt on one target, the answer on another."""
         assert first.view is not None
         assert second.view is not None
-        answer_tokens = self._answer_tokens(req)
-        loads = self._rule.loads(req, tokens, [first.view], [second.view], answer_tokens, True)
+        work = PlacedWork(req, tokens, [first.view], [second.view], self._answer_tokens(req), True)
+        loads = self._rule.loads(work)
         req.charges = ((first, loads[0]), (second, loads[1]))
         for target, load in req.charges:
             target.load += load
@@ -404,7 +398,6 @@ class Router:
         return self._speeds.answer_tokens(req.request.model, req.output_tokens)
 
     def _alone(self, req: RequestState, view: ReplicaState) -> None:
-        """On one of a group's replicas."""
         single = self._table.singles.get(view.member.id)
         self._in_place(req, view, single.route if single is not None else None)
 
@@ -442,9 +435,8 @@ class Router:
         """`first` computes the first `part` tokens, after `lender` sent it a prefix; `second` the rest."""
         prompt = req.prompt_tokens
         route = handed_over(first.member.id, second.member.id, part)
-        earlier: tuple[tuple[ReplicaState, int], ...] = (
-            (first, self._affinity.to_compute(req, first, 0, part)),
-        )
+        own = self._affinity.to_compute(req, first, 0, part)
+        earlier: tuple[tuple[ReplicaState, int], ...] = ((first, own),)
         if lender is not None:
             holder, held = lender
             head = Segment(holder.member.id, 0, held)
@@ -464,7 +456,6 @@ class Router:
 class RoutingResult(Enum):
     SENT = "sent"
     WAITS = "waits"
-    """For a place on a pair's low-end replica."""
     NOBODY = "nobody"
     """No replica is ready that it could go to."""
     FULL = "full"

@@ -45,33 +45,26 @@ ANY: Final = -2
 
 @dataclass(slots=True, eq=False)
 class ModelRoutes:
-    """One model's ways."""
-
     offers: ModelWeights
     limits_tokens: list[int]
-    """How long a request its templates hold, rising, without repeats."""
     threshold: LengthThreshold | None = None
     """The plan's length threshold between regions, if it has one; then every way is open to every bucket."""
     ways: dict[tuple[int, int], RouteOptions] = field(default_factory=dict)
-    """(bucket, class) to ways, as far as asked for."""
 
     longest_tokens: tuple[float, ...] = field(init=False)
     """The longest prompt of each bucket; the last is infinite."""
     limit_tokens: int = field(init=False)
-    """The longest request that any replica holds."""
 
     def __post_init__(self) -> None:
         self.longest_tokens = self.offers.longest_tokens
         self.limit_tokens = self.limits_tokens[-1] if self.limits_tokens else 0
 
     def kind(self, req: RequestState) -> tuple[int, int]:
-        """Its bucket and length class: requests of one kind may go to the same replicas."""
         total, limits = req.total_tokens, self.limits_tokens
         length_class = 0 if total <= limits[0] else bisect_left(limits, total)
         return bisect_left(self.longest_tokens, req.prompt_tokens), length_class
 
     def too_long(self, req: RequestState) -> str:
-        """Why a request fits nobody."""
         return (
             f"prompt and answer take up to {req.total_tokens} tokens, "
             f"the longest that a replica of {req.request.model} holds is {self.limit_tokens}"
@@ -79,8 +72,6 @@ class ModelRoutes:
 
 
 class RoutingTable:
-    """All models. Changed by the Brain when a plan comes or a replica changes."""
-
     def __init__(self, facts: FleetFacts, policy: Policy, rule: BalanceRule, fleet: FleetState) -> None:
         self.facts = facts
         self._balance, self.rule = policy.balance, rule
@@ -89,9 +80,7 @@ class RoutingTable:
         self._templates: dict[str, Template] = {}
         self.models: dict[str, ModelRoutes] = {}
         self.singles: dict[str, Target] = {}
-        """Ready replicas by themselves."""
         self.groups: dict[str, Target] = {}
-        """Combos and pairs, by unit."""
         self._lengths: dict[str, MeanLengths] = {}
         """Models whose lengths have shifted from what groups were planned for."""
 
@@ -245,7 +234,7 @@ class RoutingTable:
             else:
                 pairs.append((singles[first], singles[second], share * weight))
         for place, own in alone.items():
-            ways.put(singles[place], TargetWeights(unit.region, own, 0.0, 0.0))
+            ways.put(singles[place], TargetWeights(unit.region, own))
         ways.join(unit.id, unit.region, pairs)
 
     def _put(
@@ -262,11 +251,7 @@ class RoutingTable:
         if views and views[0].member.model != table.offers.model:
             return
         if not there or not views or not self._fits(table, views, length_class):
-            weights = (
-                TargetWeights("", 0.0, 0.0, 0.0)
-                if not views
-                else TargetWeights(views[0].member.region, 0.0, 0.0, 0.0)
-            )
+            weights = TargetWeights(views[0].member.region if views else "")
             ways.put(target, weights)
             return
         ways.put(target, self._weights(table, ways, bucket, target, views))
@@ -279,22 +264,18 @@ class RoutingTable:
         region = member.region
         grouped = kind_of(template) != PLAIN
         if bucket == ANY:
-            return TargetWeights(region, 1.0 if target.kind == PLAIN else 0.0, 0.0, 0.0)
+            return TargetWeights(region, 1.0 if target.kind == PLAIN else 0.0)
         if grouped and target.kind == PLAIN:
-            return TargetWeights(region, 0.0, 0.0, 0.0)
+            return TargetWeights(region)
         if bucket == CLOSED:
             whole = intact_share(target, template) if grouped else float(views[0].role == "mixed")
-            return TargetWeights(region, _most_closed(template) * whole, 0.0, 0.0)
+            return TargetWeights(region, _most_closed(template) * whole)
         offer = table.offers.copy((member.template, region))
         if offer is None or template.flows:  # what a group's replicas do, `_join` says
-            return TargetWeights(region, 0.0, 0.0, 0.0)
+            return TargetWeights(region)
         if grouped:
-            return TargetWeights(
-                region,
-                self._weight(table, offer, "closed", bucket) * intact_share(target, template),
-                0.0,
-                0.0,
-            )
+            share = intact_share(target, template)
+            return TargetWeights(region, self._weight(table, offer, "closed", bucket) * share)
         role = views[0].role
         closed = self._plain(table, offer, template, "closed", bucket) if role == "mixed" else 0.0
         prefill = self._plain(table, offer, template, "prefill", bucket) if role != "decode" else 0.0
@@ -339,16 +320,13 @@ class RoutingTable:
         return facts.decode_batch / max(facts.decode_step_s, 1e-12)
 
     def ready(self, model: str) -> list[ReplicaState]:
-        """A model's replicas that serve."""
         views = [target.view for target in self.singles.values() if target.view is not None]
         return [view for view in views if view.member.model == model]
 
     def request_s(self, target: Target) -> float:
-        """Seconds between two requests that a target does at best; 0 when not known."""
         template = self._templates[target.views()[0].member.template]
-        best = max(
-            (max(c.closed_per_s, c.prefill_per_s, c.decode_per_s) for c in template.capacity), default=0.0
-        )
+        rates = [max(c.closed_per_s, c.prefill_per_s, c.decode_per_s) for c in template.capacity]
+        best = max(rates, default=0.0)
         share = len(template.replicas) if target.kind == PLAIN else 1
         return share / best if best > 0 else 0.0
 
@@ -392,7 +370,6 @@ class RouteOption:
         self.prefills = prefills
         """Closed targets, or where prompts are prefilled."""
         self.decodes = decodes
-        """None in the closed way."""
         self.source = source
         self.target = target
         self.link = f"{source}->{target}"
@@ -408,8 +385,6 @@ class RouteOption:
 
 
 class SingleChoice:
-    """A chooser with one member."""
-
     __slots__ = ("_member", "total")
 
     def __init__(self, member: Target) -> None:
@@ -436,8 +411,6 @@ class SingleChoice:
 
 
 class RouteOptions:
-    """One bucket of a model, for requests up to some length in all."""
-
     def __init__(self, new_chooser: Callable[[], Balancer], flows: list[tuple[str, str, float]]) -> None:
         self._new = new_chooser
         self._prefill: dict[str, Balancer] = {}
@@ -446,9 +419,7 @@ class RouteOptions:
         self.flows: list[RouteOption] = []
         self.turns: WeightedRoundRobin[RouteOption] = WeightedRoundRobin()
         self.local: WeightedRoundRobin[RouteOption] = WeightedRoundRobin()
-        """Those of `turns` within a region."""
         self.remote: WeightedRoundRobin[RouteOption] = WeightedRoundRobin()
-        """Those over a link."""
         for source, target, planned_per_s in flows:
             way = RouteOption(self.prefill(source), self.decode(target), source, target)
             way.planned_per_s = planned_per_s
@@ -465,7 +436,6 @@ class RouteOptions:
         return self._pool(self._decode, region)
 
     def put(self, target: Target, weights: TargetWeights) -> None:
-        """Set a target's weights in all of the parts; `settle` must follow."""
         self.closed.prefills.set(target, weights.closed)
         if self.simple:
             return
@@ -491,7 +461,6 @@ class RouteOptions:
         self.simple = not (self.flows or self.pairs)
 
     def settle(self) -> None:
-        """Weigh the ways anew."""
         if self.simple:
             return
         for pairs in self.pairs.values():
@@ -522,9 +491,7 @@ class RouteOptions:
 
 
 class TargetWeights(NamedTuple):
-    """A target's weights in one set of ways."""
-
     region: str
-    closed: float
-    prefill: float
-    decode: float
+    closed: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0

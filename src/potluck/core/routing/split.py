@@ -27,7 +27,6 @@ from potluck.core.state.targets import Target
 
 MOST_IN_LOW: Final = 2
 CANDIDATES: Final = 512
-"""Of Algorithm 1 as printed."""
 
 
 def partial_tokens(
@@ -48,10 +47,8 @@ def partial_tokens(
     most = ceil((prompt_tokens - 1) / chunk)
     if facts.k_p >= most * facts.k_ctxp and base_s >= 0:
         return _by_bisection(prompt_tokens, facts, chunk, base_s, most)
-    return min(
-        (_nearest(prompt_tokens, facts, chunk, base_s, n) for n in range(most + 1)),
-        key=lambda result: (result[1], result[0]),
-    )[0]
+    results = [_nearest(prompt_tokens, facts, chunk, base_s, n) for n in range(most + 1)]
+    return min(results, key=lambda result: (result[1], result[0]))[0]
 
 
 def printed_tokens(
@@ -170,7 +167,6 @@ def waits_s(
 
 
 def high_end(view: ReplicaState) -> tuple[int, float, int]:
-    """Decodes, their context and free blocks: as reported, or as sent when nothing was reported yet."""
     status, facts = view.status, view.facts
     if status is not None:
         return status.running, float(status.context_tokens), status.free_blocks

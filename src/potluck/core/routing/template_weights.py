@@ -30,8 +30,6 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class TemplateWeights:
-    """Weights of one copy of a template in a region, by phase and bucket."""
-
     closed: tuple[float, ...]
     prefill: tuple[float, ...]
     decode: tuple[float, ...]
@@ -42,18 +40,13 @@ class TemplateWeights:
 
 @dataclass(frozen=True, slots=True)
 class RegionFlow:
-    """Requests of a bucket from a prefill region to a decode region, at a planned rate."""
-
     source: str
     target: str
     rates_per_s: tuple[float, ...]
-    """By bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """One model's part of a plan."""
-
     model: str
     longest_tokens: tuple[float, ...]
     """The longest prompt of each bucket, rising; the last is infinite, so that every prompt has a bucket."""
@@ -71,7 +64,6 @@ class ModelWeights:
 
 
 def offers(plan: Plan, balance: str) -> dict[str, ModelWeights]:
-    """Every model that the plan has a template for."""
     rule = balance_rule(balance)
     models = dict.fromkeys(template.model for template in plan.templates)
     return {model: _model(plan, model, rule) for model in models}
@@ -114,9 +106,8 @@ def _model(plan: Plan, model: str, rule: BalanceRule) -> ModelWeights:
     counts: dict[Key, int] = {}
     for deployment in plan.deployments:
         if deployment.template in templates:
-            counts[deployment.template, deployment.region] = (
-                counts.get((deployment.template, deployment.region), 0) + deployment.count
-            )
+            key_ = (deployment.template, deployment.region)
+            counts[key_] = counts.get(key_, 0) + deployment.count
     for place, _ in rates:
         counts.setdefault(place, 1)
     copies = {
@@ -150,18 +141,17 @@ def _spare(template: Template, mix: Sequence[float], rule: BalanceRule) -> Templ
             return tuple(float(rate > 0) for rate in able)
         # A bucket that nobody was planned to ask for gets a little, so that it has somewhere to go.
         least = min(asked for asked in mix if asked > 0)
-        return tuple(
+        part = [
             max(asked, least) / busy if rate > 0 and busy > 0 else 0.0
             for rate, asked in zip(able, mix, strict=True)
-        )
+        ]
+        return tuple(part)
 
     whole = weights("closed")
     none = (0.0,) * len(mix)
-    return (
-        TemplateWeights(whole, none, none)
-        if any(whole)
-        else TemplateWeights(whole, weights("prefill"), weights("decode"))
-    )
+    if any(whole):
+        return TemplateWeights(whole, none, none)
+    return TemplateWeights(whole, weights("prefill"), weights("decode"))
 
 
 def _copy(

@@ -47,12 +47,9 @@ class LengthThresholds:
             if self._table.divide(model, LengthThreshold(tokens, tokens)):
                 self._take(model, {})
             return
-        self.links[model] = {
-            link: rebased(length_threshold, tokens) for link, length_threshold in self.links[model].items()
-        }
+        self.links[model] = {link: rebased(old, tokens) for link, old in self.links[model].items()}
 
     def linked(self, event: LinkReported) -> None:
-        """A link said how it fares."""
         link = f"{event.source}->{event.target}"
         for model, links in self.links.items():
             if link in links:
@@ -68,9 +65,8 @@ class LengthThresholds:
         for way in ways.flows:
             threshold = links.get(way.link) if way.crosses else None
             if threshold is not None:
-                prefill_choices[way.link] = decide(
-                    threshold, prompt, cached.get(way.target, 0), cached.get(way.source, 0)
-                )
+                here, there = cached.get(way.target, 0), cached.get(way.source, 0)
+                prefill_choices[way.link] = decide(threshold, prompt, here, there)
         return prefill_choices
 
     def _take(self, model: str, before: dict[str, LengthThreshold]) -> None:
@@ -80,9 +76,8 @@ class LengthThresholds:
             return
         crossing = [flow for flow in table.offers.flows if flow.source != flow.target]
         links = [f"{flow.source}->{flow.target}" for flow in crossing]
-        self.links[model] = {
-            link: rebased(before[link], fresh.base_tokens) if link in before else fresh for link in links
-        }
+        base = fresh.base_tokens
+        self.links[model] = {link: rebased(before[link], base) if link in before else fresh for link in links}
 
     def _ahead_s(self, model: str, event: LinkReported) -> float:
         """By how much a mean prompt waits longer in the link's prefill cluster than where it would be decoded."""
@@ -109,10 +104,8 @@ class LengthThresholds:
 CONGESTED: Final = 0.9
 CLEAR: Final = 0.7
 ABUNDANT: Final = 0.5
-"""Utilisation of the link."""
 QUEUE_S: Final = 0.5
 LOST: Final = 0.01
-"""Of what was sent."""
 AHEAD_S: Final = 1.0
 RAISE: Final = 1.25
 LEAST_TOKENS: Final = 512.0
@@ -123,8 +116,6 @@ MOST_RAISED: Final = 64.0
 
 
 class PrefillChoice(NamedTuple):
-    """Where to prefill, and whose cache to begin with."""
-
     remote: bool
     fetch: bool
     """The other side's cached prefix is the longer one and should be sent over."""

@@ -42,24 +42,12 @@ def _combos(policy: Policy, facts: FleetFacts) -> Scaler:
     return WithCopyRoles(CauchyScaling(policy, facts.regions, facts.models), CopyRoles(policy, facts))
 
 
-def _flips(policy: Policy, facts: FleetFacts) -> Scaler:
-    return WithCopyRoles(ShiftFlips(policy, facts), CopyRoles(policy, facts))
-
-
-def _none(policy: Policy, facts: FleetFacts) -> Scaler:
-    return NoScaling()
-
-
-def _periodic(policy: Policy, facts: FleetFacts) -> Scaler:
-    return PeriodicReplan(policy)
-
-
 SCALERS: dict[str, Callable[[Policy, FleetFacts], Scaler]] = {
-    "none": _none,
+    "none": lambda policy, facts: NoScaling(),
     "cauchy": _combos,
-    "flips": _flips,
+    "flips": lambda policy, facts: WithCopyRoles(ShiftFlips(policy, facts), CopyRoles(policy, facts)),
     "prfaas": PrfaasScaling,
-    "replan": _periodic,
+    "replan": lambda policy, facts: PeriodicReplan(policy),
     "ahead": PredictiveReplan,
 }
 """Nobody; CAUCHY's combos (Algorithm 1); THUNDERSERVE's role flips on a workload shift; PrfaaS's periodic split and
@@ -67,7 +55,6 @@ threshold; CORAL's periodic re-allocation; the same ahead of time, by forecast. 
 
 
 def scaler_of(policy: Policy, facts: FleetFacts) -> Scaler:
-    """The rule that the policy names, set up with its knobs."""
     if policy.scaling not in SCALERS:
         raise UnknownNameError("policy: scaling", policy.scaling, SCALERS)
     return SCALERS[policy.scaling](policy, facts)
@@ -84,15 +71,12 @@ class Autoscaler:
         self._available = available_nodes(facts.regions)
         self._scaler = scaler_of(policy, facts)
         self.watches = policy.scaling != "none"
-        """Whether anybody looks at the window."""
         self.window = TrafficWindow(policy.window_s, policy.global_window_s)
         self.plan: Plan | None = None
         self._wanted: dict[Key, int] = {}
         self.standby: dict[Key, int] = {}
-        """Copies that are to be loaded and idle."""
         self._sleep = ScaleToZero(facts.models)
         self.scale_to_zero = False
-        """Whether any model may sleep."""
         self._known: dict[str, TemplateCapacity] = {}
         self._progress = ReconcileState()
         self._due_s = inf
@@ -120,7 +104,6 @@ class Autoscaler:
         return (*reassign, *(flip for flip in restored(self._fleet) if flip.replica not in settled))
 
     def quoted(self, at_s: float, regions: tuple[Region, ...]) -> tuple[Action, ...]:
-        """Other prices, other nodes."""
         self._regions, self._available = regions, available_nodes(regions)
         self._scaler.quoted(regions)
         return self.step(at_s)
@@ -172,7 +155,6 @@ class Autoscaler:
         return tuple(actions), tuple(thresholds)
 
     def _advice(self, decision: Resize | FlipRole | SetThreshold | SetLengths) -> list[Action]:
-        """What would be done, said once."""
         match decision:
             case Resize(template, region, count, reason):
                 what = f"{count} of {template} in {region}"
@@ -189,14 +171,12 @@ class Autoscaler:
         return [OperatorNote(f"advice: {what}", reason)]
 
     def finished(self, at_s: float, req: RequestState, output_tokens: int) -> None:
-        """Count an answer with its latencies."""
         first_s = req.first_s if req.first_s >= 0 else at_s
         tpot_s = (at_s - first_s) / (output_tokens - 1) if output_tokens > 1 else 0.0
         request = req.request
         self.window.finished(at_s, request.model, output_tokens, first_s - request.arrival_s, tpot_s)
 
     def step(self, at_s: float) -> tuple[Action, ...]:
-        """The next actions towards what is wanted."""
         wanted = {key: 0 if self._sleeps(key[0]) else count for key, count in self._wanted.items()}
         standby = {key: 0 if self._sleeps(key[0]) else count for key, count in self.standby.items()}
         step = reconcile(
@@ -223,7 +203,6 @@ class Autoscaler:
         return standby_usd_per_h(self.plan, self.standby, self._regions)
 
     def asked(self, at_s: float, model: str) -> None:
-        """A request came, for a model that may sleep."""
         self._sleep.asked(at_s, model)
 
     def _sleeps(self, template: str) -> bool:
@@ -231,7 +210,6 @@ class Autoscaler:
         return known is not None and known.template.model in self._sleep.asleep
 
     def _placed(self, member: ReplicaSpec) -> ReplicaSpec:
-        """With the machines it stands on: those its plan names, or its copy's own; and their zone if it is one."""
         blueprint = self._known.get(member.template)
         named = blueprint.template.replicas[member.index].layout.machines if blueprint is not None else {}
         own = self._facts.places.get((member.template, member.index), ())

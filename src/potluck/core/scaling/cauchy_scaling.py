@@ -65,32 +65,25 @@ NO_MODELS: Final[Mapping[str, ModelFacts]] = {}
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    """One model's copies and what they serve."""
-
     counts: dict[Key, int]
     rates: dict[Key, CopyRates]
     """What one copy serves; keys without are not known."""
     moving: int
-    """Copies that start or leave."""
     startable: dict[Key, CopyRates]
     """What one copy would serve of all that could be started."""
     busy: dict[Key, float] | None = None
     """Where copies take different requests: how many of each one request a second keeps busy (`parts`)."""
     planned: frozenset[Key] = frozenset()
-    """What the plan deploys."""
 
     def serves(self, counts: Mapping[Key, int]) -> CopyRates:
         if self.busy is None:
             return total(self.rates.get(key, NOTHING).times(n) for key, n in counts.items())
         added = {key: n for key, n in counts.items() if key not in self.planned}
-        return served_by(self.busy, counts).plus(
-            total(self.rates.get(key, NOTHING).times(n) for key, n in added.items())
-        )
+        more = total(self.rates.get(key, NOTHING).times(n) for key, n in added.items())
+        return served_by(self.busy, counts).plus(more)
 
 
 class CauchyScaling(Scaler):
-    """Algorithm 1, model by model. State: when each model last changed, and the counts asked for."""
-
     def __init__(
         self, policy: Policy, regions: tuple[Region, ...] = (), models: Mapping[str, ModelFacts] = NO_MODELS
     ) -> None:
@@ -101,7 +94,6 @@ class CauchyScaling(Scaler):
         self._plan: Plan | None = None
         self._wanted: dict[Key, int] = {}
         self._quoted = False
-        """Prices or nodes changed, which calls for a refinement."""
 
     def quoted(self, regions: tuple[Region, ...]) -> None:
         self._regions, self._quoted = regions, True
@@ -342,7 +334,6 @@ class CauchyScaling(Scaler):
         return decisions
 
     def _free(self, fleet: FleetState, plan: Plan) -> dict[Resource, int] | None:
-        """The nodes that nobody holds; None where that is not known."""
         limits = available_nodes(self._regions)
         if limits is None:
             return None
@@ -399,8 +390,6 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class CopyOption:
-    """One more copy of a template in a region."""
-
     key: Key
     serves_per_s: float
     weight: float
@@ -463,8 +452,6 @@ def _most(option: CopyOption, free: Mapping[Resource, int] | None) -> int:
 
 
 class _CoverSearch:
-    """Depth first, most copies of the best option first."""
-
     def __init__(self, options: Sequence[CopyOption], free: dict[Resource, int] | None) -> None:
         self.options, self.free = options, free
         self.best: list[int] | None = None
@@ -535,16 +522,14 @@ def startable(
         rates = rates_of(template, mix)
         for region in regions:
             alone = rates.closed_per_s > 0
-            joins = (rates.prefill_per_s > 0 and region.name in sources) or (
-                rates.decode_per_s > 0 and region.name in targets
-            )
+            prefills, decodes = rates.prefill_per_s > 0, rates.decode_per_s > 0
+            joins = (prefills and region.name in sources) or (decodes and region.name in targets)
             if (alone or joins) and unit_price_usd_per_h(template, region.name, regions) is not None:
                 copy_rate[name, region.name] = rates
     return copy_rate
 
 
 def _serves_all(template: Template, mix: Mapping[int, float]) -> bool:
-    """Whether there is no length of the mix that it lacks the room or the speed for."""
     able = {c.bucket for c in template.capacity if c.closed_per_s > 0}
     able = able or {c.bucket for c in template.capacity if c.prefill_per_s > 0 or c.decode_per_s > 0}
     return all(bucket in able for bucket, share in mix.items() if share > 0)

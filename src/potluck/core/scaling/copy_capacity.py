@@ -18,7 +18,6 @@ from potluck.core.state.fleet import FleetState, TemplateCopy
 from potluck.core.values.plan import BucketCapacity, LengthBucket, Plan, Template
 
 Key = tuple[str, str]
-"""(template, region)"""
 Resource = tuple[str, str]
 """(region, node type), or (region, `machine NAME`) where a template names the machine."""
 MACHINE = "machine "
@@ -97,7 +96,6 @@ class FreeNodes:
         return FreeNodes(self._known, dict(self._free))
 
     def take(self, key: Key) -> bool:
-        """Set a copy's nodes aside if all are free."""
         needs = _needs(self._known[key[0]].template, key[1])
         if any(self._free.get(item, count) < count for item, count in needs.items()):
             return False
@@ -105,7 +103,6 @@ class FreeNodes:
         return True
 
     def give(self, unit: TemplateCopy) -> None:
-        """A copy's nodes are coming back."""
         if unit.template in self._known:
             self._add(_needs(self._known[unit.template].template, unit.region), 1)
 
@@ -178,7 +175,6 @@ class CopyRates(NamedTuple):
 
     @property
     def served_per_s(self) -> float:
-        """What copies with these rates in total serve together."""
         return self.closed_per_s + min(self.prefill_per_s, self.decode_per_s)
 
 
@@ -221,7 +217,6 @@ def planned_mix(plan: Plan, model: str) -> dict[int, float]:
 
 
 def buckets_of(plan: Plan, model: str) -> list[LengthBucket]:
-    """A model's buckets, shortest first."""
     return sorted((b for b in plan.buckets if b.model == model), key=lambda b: b.longest_tokens)
 
 
@@ -231,11 +226,7 @@ ROUNDING = 1e-9
 def busy_copies(plan: Plan, model: str, mix: Mapping[int, float]) -> dict[Key, float] | None:
     """u of every deployment of a model; None where each takes all lengths alike and whole copies add up."""
     planned = {b.bucket: b.rate_per_s for b in plan.buckets if b.model == model and b.rate_per_s > 0}
-    capacity = {
-        t.name: {bucket_capacity.bucket: bucket_capacity for bucket_capacity in t.capacity}
-        for t in plan.templates
-        if t.model == model
-    }
+    capacity = {t.name: {c.bucket: c for c in t.capacity} for t in plan.templates if t.model == model}
     taken: dict[tuple[Key, str], set[int]] = {}
     result: dict[Key, float] = {}
     for share in plan.shares:
@@ -255,7 +246,6 @@ def busy_copies(plan: Plan, model: str, mix: Mapping[int, float]) -> dict[Key, f
 
 
 def served_by(busy: Mapping[Key, float], counts: Mapping[Key, int]) -> CopyRates:
-    """What so many copies of each serve together."""
     least = min((counts.get(key, 0) / used for key, used in busy.items()), default=inf)
     return CopyRates(closed_per_s=least if least < inf else 0.0)
 

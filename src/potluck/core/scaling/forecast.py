@@ -26,9 +26,7 @@ DAY, WEEK = 144, 1008
 AHEAD = 6
 """Bins ahead that are forecast: an hour."""
 KEPT = 2 * WEEK
-"""Bins of the past that are remembered."""
 DAYS = 5
-"""Days before that are looked at, at most."""
 TREND_BINS, LEVEL_BINS = 3, 6
 FADE = 0.995
 """What a bin counts after each further one: half after a day."""
@@ -67,7 +65,6 @@ class _Fit:
         self.coefficients = [0.0] * len(VIEWS)
         self.errors: deque[float] = deque()
         self.ordered: list[float] = []
-        """The same, sorted."""
 
     def learn(self, moves: Sequence[float], moved: float) -> None:
         """The views said `moves`, and it moved by `moved`."""
@@ -85,7 +82,6 @@ class _Fit:
         return sum(b * m for b, m in zip(self.coefficients, moves, strict=True))
 
     def quantile(self, share: float) -> float:
-        """The error that is not exceeded in that share of cases."""
         if len(self.ordered) < FEW:
             return NormalDist(0.0, PRIOR).inv_cdf(share)
         place = share * (len(self.ordered) - 1)
@@ -106,7 +102,6 @@ class Forecaster:
 
     def __init__(self, history: Sequence[float] = ()) -> None:
         self._logs: list[float] = []
-        """Of the rates of past bins, oldest first."""
         self._fits = [_Fit() for _ in range(AHEAD)]
         self._made: deque[tuple[float, list[list[float]]]] = deque(maxlen=AHEAD)
         """For each of the last bins: its log, and the moves that each horizon's views suggested."""

@@ -43,23 +43,16 @@ class ClusterBalance:
     """What the balance is struck between."""
 
     remote: Mapping[ReplicaFacts, int]
-    """Alike replicas counted together."""
     local: tuple[Flippable, ...]
-    """Relatively best at prefill first."""
     egress_bytes_per_s: float
     model: ModelFacts
     codec: Codec = "fp16"
-    """In which KV crosses."""
 
 
 def split_lengths(lengths: Sequence[LengthCount], threshold_tokens: int) -> tuple[float, float, float]:
-    """(p, l_long, l_short) of a threshold that falls between two bins."""
     away = [length for length in lengths if length.low_tokens > threshold_tokens]
     stay = [length for length in lengths if length.low_tokens <= threshold_tokens]
-    n_away, n_stay = (
-        sum(length_count.count for length_count in away),
-        sum(length_count.count for length_count in stay),
-    )
+    n_away, n_stay = sum(length.count for length in away), sum(length.count for length in stay)
     p = n_away / max(n_away + n_stay, 1)
     long = sum(length_count.tokens for length_count in away) / n_away if n_away else 0.0
     short = sum(length_count.tokens for length_count in stay) / n_stay if n_stay else 0.0
@@ -105,7 +98,6 @@ def best_split(
 
 
 def _parts(site: ClusterBalance, decoders: Sequence[bool]) -> tuple[Counter[ReplicaFacts], float]:
-    """The local replicas that prefill, alike ones counted together, and the decode rate of the others."""
     both = list(zip(site.local, decoders, strict=True))
     prefill = Counter(item.facts for item, decodes in both if not decodes)
     return prefill, sum(item.decode_per_s for item, decodes in both if decodes)
@@ -179,7 +171,6 @@ class PrfaasScaling(Scaler):
         return tuple(decisions)
 
     def _short(self, seen: ModelTraffic, site: ClusterBalance) -> list[ScaleDecision]:
-        """The threshold alone."""
         now = [item.role == "decode" for item in site.local]
         rate, threshold = best_threshold(site, seen.lengths, now)
         old = self._thresholds.get(seen.model)
@@ -192,7 +183,6 @@ class PrfaasScaling(Scaler):
         return [self._set(seen.model, threshold, f"sustains {rate:.3g} requests/s")]
 
     def _long(self, seen: ModelTraffic, site: ClusterBalance) -> list[ScaleDecision]:
-        """The split, and the threshold with it."""
         now = [item.role == "decode" for item in site.local]
         before, _ = best_threshold(site, seen.lengths, now)
         rate, threshold, flips = best_split(site, seen.lengths)
@@ -211,7 +201,6 @@ class PrfaasScaling(Scaler):
     def _site(
         self, seen: ModelTraffic, observed: ObservedTraffic, fleet: FleetState, plan: Plan
     ) -> ClusterBalance | None:
-        """Regions that decode are local, those that only prefill are remote."""
         model = seen.model
         replicas, untimed = flippable(
             fleet, self._facts, model, seen.mean_prompt_tokens, seen.mean_output_tokens
@@ -241,11 +230,7 @@ class PrfaasScaling(Scaler):
 def _planned(plan: Plan, policy: Policy) -> dict[str, int]:
     """Where routing begins: the plan's own threshold, of models that have one."""
     length_thresholds = {model: planned(offer) for model, offer in offers(plan, policy.balance).items()}
-    return {
-        model: round(length_threshold.base_tokens)
-        for model, length_threshold in length_thresholds.items()
-        if length_threshold is not None
-    }
+    return {model: round(t.base_tokens) for model, t in length_thresholds.items() if t is not None}
 
 
 def _least(gain: float, seen: ModelTraffic) -> float:

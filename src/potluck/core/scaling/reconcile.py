@@ -46,9 +46,8 @@ def wanted_counts(plan: Plan, before: Mapping[Key, int] | None = None) -> dict[K
     """The plan's copies; none of what was wanted before and is not in it."""
     wanted = dict.fromkeys(before or {}, 0)
     for deployment in plan.deployments:
-        wanted[deployment.template, deployment.region] = (
-            wanted.get((deployment.template, deployment.region), 0) + deployment.count
-        )
+        key = (deployment.template, deployment.region)
+        wanted[key] = wanted.get(key, 0) + deployment.count
     return wanted
 
 
@@ -109,9 +108,7 @@ class ReconcileState:
     starting: Mapping[str, Key] = field(default_factory=dict)
     """Replicas whose start was asked for and not yet seen through."""
     draining_s: Mapping[str, float] = field(default_factory=dict)
-    """When each was asked to drain."""
     done: frozenset[str] = frozenset()
-    """Draining replicas that said they are done."""
     attempts: Mapping[Key, FailedStarts] = field(default_factory=dict)
     goal: tuple[tuple[Key, int], ...] = ()
     floors_per_s: Mapping[str, float] = field(default_factory=dict)
@@ -137,8 +134,6 @@ class ReconcileStep(NamedTuple):
 
 
 class ReconcileDraft:
-    """One call's: what it starts, drains and stops."""
-
     def __init__(
         self,
         fleet: FleetState,
@@ -159,7 +154,6 @@ class ReconcileDraft:
         self.stopped: set[str] = set()
 
     def remember_starts(self) -> None:
-        """Which of the starts came to something."""
         failed: set[Key] = set()
         fine: set[Key] = set()
         for replica, key in list(self.starting.items()):
@@ -213,8 +207,6 @@ class ReconcileDraft:
 
 
 class _ReconcileWork(ReconcileDraft):
-    """What is there, what is too much, what is missing."""
-
     def __init__(
         self,
         fleet: FleetState,
@@ -227,7 +219,6 @@ class _ReconcileWork(ReconcileDraft):
     ) -> None:
         self.standby = standby
         self.spare: dict[Key, list[TemplateCopy]] = {}
-        """Copies on standby."""
         super().__init__(fleet, known, progress, at_s, grace_s)
         self.wanted = wanted
         self.goal, self.floors_per_s = progress.goal, dict(progress.floors_per_s)
@@ -304,7 +295,6 @@ class _ReconcileWork(ReconcileDraft):
                 self.leave(unit)
 
     def fill_standby(self, room: FreeNodes) -> None:
-        """What is missing on standby, as far as nodes go."""
         for key, count in sorted(self.standby.items()):
             attempt = self.attempts.get(key)
             missing = count - len(self.spare.get(key, ())) if key[0] in self.known else 0
@@ -463,7 +453,6 @@ class _ReconcileWork(ReconcileDraft):
                 yield unit
 
     def _after_per_s(self, unit: TemplateCopy) -> float:
-        """What the model's ready copies serve without this one."""
         left = self.serving[unit.model].plus(self.measure.unit(unit).times(-1))
         return left.served_per_s
 
@@ -535,7 +524,6 @@ def _best(
     left: Mapping[Key, int],
     known: Mapping[str, TemplateCapacity],
 ) -> tuple[Key, TemplateCopy, list[ReplicaState]] | None:
-    """A copy that can become one of these, with its replicas in their new places."""
     ranked = []
     for source, units in spare.items():
         if left[source] <= 0 or source[1] != key[1] or known[source[0]].template.model != template.model:

@@ -159,7 +159,6 @@ class PeriodicReplan(Scaler):
         self._tokens: dict[str, tuple[float, float]] = {}
         """Mean prompts and answers when a model was first seen, or the planner last asked."""
         self._first_s: dict[str, float] = {}
-        """When the first request for a model was seen."""
         self._quoted = False
         """Prices or nodes changed since the planner was asked."""
 
@@ -191,10 +190,8 @@ class PeriodicReplan(Scaler):
         if not reasons and at_s - self._asked_s >= self._policy.global_window_s:
             reasons.append("prices and nodes may have changed")
         if not reasons or not observed.models:
-            self._notes.say(
-                "replan",
-                f"no rate moved by {LEAST_MOVE:.0%}, no length by {LENGTHS_MOVE:.0%}, or not beyond noise",
-            )
+            why = f"no rate moved by {LEAST_MOVE:.0%}, no length by {LENGTHS_MOVE:.0%}, or not beyond noise"
+            self._notes.say("replan", why)
             return ()
         self._asked_s, self._quoted = at_s, False
         asked = tuple((seen.model, self._with_margin(seen, fleet)) for seen in observed.models)

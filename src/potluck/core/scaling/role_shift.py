@@ -67,7 +67,6 @@ class ShiftFlips(Scaler):
         self._references: dict[str, RoleReference] = {}
         self._last_s: dict[str, float] = {}
         self._towards: dict[str, Role] = {}
-        """Which role the last flips were to."""
 
     def on_tick(
         self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
@@ -176,7 +175,6 @@ class ShiftFlips(Scaler):
         return decisions
 
     def _moved(self, groups: list[TemplateCopy], lengths: MeanLengths) -> bool:
-        """Whether the first look finds other lengths than were planned for."""
         planned = self._facts.groups[groups[0].template]
         band = self._policy.ratio
         return (
@@ -255,7 +253,6 @@ ALIKE = 0.03
 disturbs what is under way."""
 
 Roles = dict[int, Role]
-"""Place of a replica in its template to its role."""
 
 
 class _Choices:

@@ -93,14 +93,13 @@ def flippable(
             untimed.add(member.template)
             continue
         most = card_per_s(timed, facts.models.get(model), prompt_tokens, codec)
-        rates = (
-            min(most, prefill_per_s(timed, prompt_tokens)),
-            min(most, decode_per_s(timed, output_tokens)),
-        )
-        if min(rates) <= 0:
+        prefill = min(most, prefill_per_s(timed, prompt_tokens))
+        decode = min(most, decode_per_s(timed, output_tokens))
+        if min(prefill, decode) <= 0:
             untimed.add(member.template)
             continue
-        flippables.append(Flippable(member.id, member.region, view.role, _load(view), *rates, timed))
+        load = view.open_requests
+        flippables.append(Flippable(member.id, member.region, view.role, load, prefill, decode, timed))
     return sorted(flippables, key=lambda each: each.replica), sorted(untimed)
 
 
@@ -110,10 +109,6 @@ def last_of_role(replicas: list[Flippable]) -> set[str]:
     for item in replicas:
         seen.setdefault((item.region, item.role), []).append(item.replica)
     return {names[0] for names in seen.values() if len(names) == 1}
-
-
-def _load(view: ReplicaState) -> int:
-    return view.open_requests
 
 
 LEAST_GAIN = 0.1
@@ -128,12 +123,9 @@ MIXED = 0.9
 CARDS = 0.8
 """How busy network cards may be."""
 Roles = dict[str, Role]
-"""Replica to its role."""
 
 
 class RoleRates(NamedTuple):
-    """A replica's rates in both roles, in requests a second."""
-
     prefill_per_s: float
     decode_per_s: float
     card_per_s: float = inf
@@ -261,9 +253,8 @@ class CopyRoles:
                 return {}
             most = cards(facts)
             prefill = prefill_per_s(facts, prompt) / view.pace
-            able[view.member.id] = RoleRates(
-                min(prefill, most), min(decode_per_s(facts, output) / view.pace, most)
-            )
+            decode = decode_per_s(facts, output) / view.pace
+            able[view.member.id] = RoleRates(min(prefill, most), min(decode, most))
         return able
 
     def _card_per_s(self, unit: TemplateCopy, prompt: float, codec: Codec) -> CardLimit:
@@ -321,7 +312,6 @@ class WithCopyRoles(Scaler):
 
 
 def served(able: Mapping[str, RoleRates], roles: Mapping[str, Role]) -> float:
-    """What a copy's replicas serve together in these roles."""
     prefill = decode = alone = 0.0
     for name, role in roles.items():
         role_rates = able[name]
@@ -365,9 +355,8 @@ def best_inside(able: Mapping[str, RoleRates], unit: TemplateCopy) -> tuple[Role
     most = max((value for value, *_ in result), default=0.0)
     if not result:
         return _present(unit), 0.0
-    value, _, chosen = min(
-        (item for item in result if item[0] >= most * (1 - 1e-9)), key=lambda each: (each[1], -each[0])
-    )
+    enough = [item for item in result if item[0] >= most * (1 - 1e-9)]
+    value, _, chosen = min(enough, key=lambda each: (each[1], -each[0]))
     return chosen, value
 
 

@@ -19,12 +19,9 @@ QUOTED = "prices or nodes changed"
 LEAST_SEEN = 30
 """Answers that must have ended before lengths mean something to the planner."""
 Nodes = dict[tuple[str, str], int]
-"""(region, node type) to how many."""
 
 
 class Resize(NamedTuple):
-    """Have so many copies of a template in a region."""
-
     template: str
     region: str
     copies: int
@@ -32,8 +29,6 @@ class Resize(NamedTuple):
 
 
 class FlipRole(NamedTuple):
-    """Change one replica's role in place."""
-
     replica: str
     role: Role
     reason: str
@@ -86,7 +81,6 @@ class RuleNotes:
 
     @property
     def any(self) -> str:
-        """What was said, if anything was."""
         return self.text() if self._lines or self._waits else ""
 
     def text(self) -> str:
@@ -118,8 +112,6 @@ class Scaler:
 
 
 class NoScaling(Scaler):
-    """The fleet stays as it was planned."""
-
     def why(self) -> str:
         return "scaling is off"
 
@@ -156,11 +148,8 @@ def unit_price_usd_per_h(template: Template, region: str, regions: tuple[Region,
 
 def queued_requests(fleet: FleetState, model: str) -> int:
     """Requests that replicas report as not begun: work that arrival rates do not show."""
-    return sum(
-        view.status.queued
-        for view in fleet.views.values()
-        if view.status is not None and view.member.model == model
-    )
+    mine = [view.status for view in fleet.views.values() if view.member.model == model]
+    return sum(status.queued for status in mine if status is not None)
 
 
 def missing_copies(fleet: FleetState, plan: Plan) -> int:

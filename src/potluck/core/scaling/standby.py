@@ -66,12 +66,10 @@ def spoken(plan: Plan, copies: int, regions: tuple[Region, ...]) -> str:
 
 
 def reassign(unit: TemplateCopy, standby: bool) -> list[Action]:
-    """A copy goes on standby, or serves from now on."""
     return [Reassign(replace(view.member, standby=standby)) for view in unit.views]
 
 
 def ready_copies(fleet: FleetState, model: str) -> dict[Key, int]:
-    """Copies on standby that could serve at once."""
     numbers: dict[Key, int] = {}
     for unit in fleet.units.values():
         if unit.model == model and unit.standby and unit.whole:
@@ -107,14 +105,12 @@ def taken_by_parts(
 
 
 def _price(plan: Plan, key: Key, regions: tuple[Region, ...]) -> float:
-    """Rent, or nodes where there are no prices."""
     template = plan.template(key[0])
     price = unit_price_usd_per_h(template, key[1], regions)
     return float(sum(node.count for node in template.nodes)) if price is None else price
 
 
 def _best(able_per_s: Mapping[Key, float], prices: Mapping[Key, float]) -> list[Key]:
-    """The one that costs least for what it does; none where none does anything."""
     best: Key | None = None
     least = inf
     for key, able in able_per_s.items():

@@ -153,7 +153,6 @@ class _JumpWatch:
     slot: _WindowSlot
     slo: Slo | None
     end_s: float
-    """When the present slot is over."""
     prompts: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     short: _Sums = field(default_factory=_Sums)
@@ -213,12 +212,10 @@ class TrafficWindow:
         for model in sorted(self._watches):
             _count(self._at(at_s, model))
             model_traffics.append(self._model(at_s, model, (held or {}).get(model, 0)))
-        return ObservedTraffic(
-            at_s, tuple(model_traffics), tuple(self._links[key] for key in sorted(self._links))
-        )
+        links = tuple(self._links[key] for key in sorted(self._links))
+        return ObservedTraffic(at_s, tuple(model_traffics), links)
 
     def _at(self, at_s: float, model: str) -> _JumpWatch:
-        """A model's watch, after moving its windows up to now."""
         watch = self._watches.get(model)
         number = int(at_s / self._slot_s)
         if watch is None:
@@ -275,7 +272,6 @@ class TrafficWindow:
     def _recent_rate(
         self, at_s: float, watch: _JumpWatch, slots: Sequence[_WindowSlot], long_rate_per_s: float
     ) -> tuple[float, float, float]:
-        """(span, rate, its standard deviation)"""
         arrivals, span_s = sum(slot.arrivals for slot in slots), self._span_s(at_s, BLOCK_SLOTS)
         if arrivals < LEAST_RECENT:
             return span_s, 0.0, 0.0
@@ -312,7 +308,6 @@ class TrafficWindow:
 
 
 def _count(watch: _JumpWatch) -> None:
-    """Count what was noted since the last time."""
     slot, bins = watch.slot, watch.slot.bins
     slot.arrivals += len(watch.prompts)
     watch.arrivals_ever += len(watch.prompts)
@@ -334,7 +329,6 @@ def _count(watch: _JumpWatch) -> None:
 
 
 def _recent(slots: Sequence[_WindowSlot]) -> tuple[float, float]:
-    """Mean prompt and mean answer."""
     arrivals, finished = sum(slot.arrivals for slot in slots), sum(slot.finished for slot in slots)
     prompts = sum(slot.prompt_tokens for slot in slots) / arrivals if arrivals >= LEAST_RECENT else 0.0
     outputs = sum(slot.output_tokens for slot in slots) / finished if finished >= LEAST_RECENT else 0.0
@@ -357,7 +351,6 @@ def _error(squares: float, mean: float, count: int) -> float:
 
 
 def _edges(place: int) -> tuple[int, int]:
-    """The lengths [low, high) of a bin."""
     bits, sub = place >> SUB_BITS, place & 7
     if bits == 0:
         return place, place + 1
@@ -373,7 +366,6 @@ def _below(lengths: Sequence[LengthCount], tokens: int) -> float:
         if length.high_tokens <= tokens + 1:
             below += length.count
         elif length.low_tokens <= tokens:
-            below += (
-                length.count * (tokens + 1 - length.low_tokens) / (length.high_tokens - length.low_tokens)
-            )
+            width = length.high_tokens - length.low_tokens
+            below += length.count * (tokens + 1 - length.low_tokens) / width
     return below

@@ -62,7 +62,6 @@ class ReplicaState:
     strikes: int = 0
     """How often in a row it was doubted, with no answer completed between."""
     facts: ReplicaFacts | None = None
-    """What the plan knows of it, if anything."""
     pace: float = 1.0
     """Seconds that things take there for each second of its facts, as learned (`core.routing.learned_speeds`)."""
     late_share: float = 0.0
@@ -81,13 +80,11 @@ class ReplicaState:
     """Prompts computed there, in seconds of its facts."""
     done_prompts: int = 0
     gone: bool = False
-    """It was lost or stopped."""
     kv_version: int = 0
     """Replicas of unlike versions hand nothing over to each other."""
 
     @property
     def serves(self) -> bool:
-        """Whether it may be sent requests."""
         return self.state == "ready" and not self.doubted and not self.cordoned and not self.member.standby
 
     @property
@@ -100,8 +97,6 @@ class ReplicaState:
 
 @dataclass(slots=True, eq=False)
 class TemplateCopy:
-    """A copy of a template: replicas that are routed to together."""
-
     id: str
     template: str
     kind: TemplateKind
@@ -166,7 +161,6 @@ class FleetState:
         self._changed(unit)
 
     def remove(self, replica: str) -> ReplicaState | None:
-        """Forget a replica that stopped or was lost."""
         view = self.views.pop(replica, None)
         if view is None:
             return None
@@ -184,11 +178,9 @@ class FleetState:
         view.doubted = doubted
 
     def cordon(self, view: ReplicaState, cordoned: bool) -> None:
-        """As little a change of the fleet as a doubt."""
         view.cordoned = cordoned
 
     def answered_again(self, view: ReplicaState) -> None:
-        """An answer was completed there: what it was doubted for is over."""
         view.strikes = 0
 
     def gap(self, view: ReplicaState, ratio: float) -> None:
@@ -203,13 +195,11 @@ class FleetState:
         view.status_at_s = at_s
 
     def open(self, view: ReplicaState, prefill_tokens: int, context_tokens: int) -> None:
-        """A segment was sent there."""
         view.open_requests += 1
         view.open_prefill_tokens += prefill_tokens
         view.open_context_tokens += context_tokens
 
     def yielding(self, view: ReplicaState, prefill_tokens: int) -> None:
-        """So many more tokens of prompts sent there let others go before them."""
         view.yielding_tokens += prefill_tokens
 
     def prefilled(self, view: ReplicaState, prefill_tokens: int) -> None:

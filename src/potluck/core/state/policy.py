@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Final, Literal
@@ -106,23 +107,11 @@ class Policy:
     """Scaling only says what it would do."""
 
     def __post_init__(self) -> None:
-        for name in ("affinity", "hedge", "max_wait_s", "grace_s", "disturbance"):
-            if not getattr(self, name) >= 0:
-                raise InputError(f"policy: {name}", f"must not be negative, is {getattr(self, name)}")
-        for name in ("tick_s", "window_s", "ratio", "global_window_s", "replan_s", "keep_s"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"policy: {name}", f"must be positive, is {getattr(self, name)}")
-        for name in ("headroom", "busiest"):
-            if not 0 < getattr(self, name) <= 1:
-                raise InputError(
-                    f"policy: {name}", f"must be above 0 and at most 1, is {getattr(self, name)}"
-                )
-        if not 0 < self.forecast_share < 1:
-            raise InputError("policy: forecast_share", f"must be between 0 and 1, is {self.forecast_share}")
-        if not 0 <= self.dip <= 1:
-            raise InputError("policy: dip", f"must be from 0 to 1, is {self.dip}")
-        if self.queue_requests < 1:
-            raise InputError("policy: queue_requests", f"must be at least 1, is {self.queue_requests}")
+        for bounded, fine, must in BOUNDS:
+            for name in bounded.split():
+                value = getattr(self, name)
+                if not fine(value):
+                    raise InputError(f"policy: {name}", f"must {must}, is {value}")
         for kind, names in (
             ("tenants", [tenant.name for tenant in self.tenants]),
             ("classes", [request_class.name for request_class in self.classes]),
@@ -131,9 +120,19 @@ class Policy:
                 raise InputError(f"policy: {kind}", "must have names of their own")
         for first, second in combinations(self.shared_prefixes, 2):
             if first.meets(second):
-                raise InputError(
-                    "policy: shared_prefixes", "has two entries for the same tenant and model; make them one"
-                )
-        for name in ("retries", "standby"):
-            if getattr(self, name) < 0:
-                raise InputError(f"policy: {name}", f"must not be negative, is {getattr(self, name)}")
+                problem = "has two entries for the same tenant and model; make them one"
+                raise InputError("policy: shared_prefixes", problem)
+
+
+BOUNDS: Final[tuple[tuple[str, Callable[[float], bool], str], ...]] = (
+    (
+        "affinity hedge max_wait_s grace_s disturbance retries standby",
+        lambda value: value >= 0,
+        "not be negative",
+    ),
+    ("tick_s window_s ratio global_window_s replan_s keep_s", lambda value: value > 0, "be positive"),
+    ("headroom busiest", lambda value: 0 < value <= 1, "be above 0 and at most 1"),
+    ("forecast_share", lambda value: 0 < value < 1, "be between 0 and 1"),
+    ("dip", lambda value: 0 <= value <= 1, "be from 0 to 1"),
+    ("queue_requests", lambda value: value >= 1, "be at least 1"),
+)

@@ -41,9 +41,7 @@ class RequestState:
     earlier: tuple[tuple[ReplicaState, int], ...] = ()
     """Segments before the last: where, and how many tokens count as open there."""
     done = 0
-    """How many of these are done."""
     last: ReplicaState | None = None
-    """Where it decodes."""
     last_tokens = 0
     """Prompt tokens open there; 0 once the first token came."""
     charges: tuple[tuple[Target, float], ...] = ()
@@ -96,7 +94,6 @@ class RequestState:
     rho = 0.0
     """Prompt tokens for each output token that it counts for there."""
     weight = 1.0
-    """Of its tenant."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -109,7 +106,6 @@ class RequestState:
         return self.request.max_output_tokens - self.streamed_tokens
 
     def run(self) -> Run:
-        """What sends it along its route."""
         assert self.route is not None
         # One is made for every request, and the constructor of a named tuple is an interpreted function.
         tokens = self.prompt_tokens, self.streamed_tokens
@@ -146,8 +142,6 @@ class RequestState:
 
 
 class QueuePosition:
-    """Where a request waits for room (`core/admission`)."""
-
     __slots__ = ("kind", "level", "req", "since_s", "stamp", "tenant", "work")
 
     def __init__(

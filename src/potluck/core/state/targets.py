@@ -58,7 +58,6 @@ class Target:
         self.kind = kind
         self.unit = unit
         self.view = view
-        """The replica of a plain target."""
         self.route: Route | None = aggregated(view.member.id) if view is not None else None
         """Made once: a plain target's route is the same for every request."""
         self.prefills: list[ReplicaState] = []
@@ -82,7 +81,6 @@ class Target:
         """Requests that wait for a place there, in order of arrival."""
 
     def lighten(self, load: float) -> None:
-        """Some of its work has ended."""
         self.load -= load
         if -ROUNDING < self.load < ROUNDING:  # else who is idle is told apart by what rounding left
             self.load = 0.0
@@ -118,7 +116,6 @@ def _strain(view: ReplicaState) -> float:
 
 
 def _pace(side: list[ReplicaState]) -> float:
-    """Of replicas that share their work."""
     speed = 0.0
     for view in side:
         speed += 1.0 / _strain(view)
@@ -150,21 +147,18 @@ def prefilled_s(target: Target, tokens: float) -> float:
 
 
 def avoided(target: Target, avoid: frozenset[str]) -> bool:
-    """Whether nothing is left of a target without the replicas that are to be avoided."""
     if target.view is not None:
         return target.view.member.lies_in(avoid)
     return any(all(view.member.lies_in(avoid) for view in side) for side in (target.prefills, target.decodes))
 
 
 def unavoided(views: list[ReplicaState], avoid: frozenset[str]) -> list[ReplicaState]:
-    """Those that are left; all when none is."""
     if not avoid:
         return views
     return [view for view in views if not view.member.lies_in(avoid)] or views
 
 
 def seconds_per_token(view: ReplicaState) -> float:
-    """Of a prompt."""
     facts = view.facts
     return (facts.prefill_s_per_token if facts is not None else 1.0) * view.pace
 
@@ -198,7 +192,6 @@ class PrefillUtilization:
         self._found = self._gap_s = self._work_s = self._last_s = 0.0
 
     def seen(self, at_s: float, tokens: int, prefills: Sequence[ReplicaState]) -> float:
-        """After one more prompt that came."""
         self._found = busier(self._found, prefills)
         if self._count:
             part = 1.0 / min(self._count, MEMORY)

@@ -1,12 +1,12 @@
 """How one replica lies on nodes: a pipeline of stages, data-parallel nodes within a stage.
 
-A stage holds consecutive layers. Its nodes may be of unlike types: each holds all the stage's layers,
-shards them over `tp` of its own GPUs, and takes a share of the requests (CORAL 3). Tensor parallelism
-is therefore a property of a node in a stage, not of the stage: unlike nodes have unlike GPU counts.
+Nodes of a stage may be of unlike types: each holds all the stage's layers, shards them over `tp` of its own GPUs, and
+takes a share of the requests (CORAL 3).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -58,8 +58,6 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A whole replica."""
-
     stages: tuple[Stage, ...]
 
     def __post_init__(self) -> None:
@@ -77,21 +75,20 @@ class Layout:
         named: set[tuple[str, str]] = set()
         for stage in self.stages:
             for node in stage.nodes:
-                if node.machine and (node.node, node.machine) in named:
-                    continue
-                named.add((node.node, node.machine))
-                counts[node.node] = counts.get(node.node, 0) + 1
+                if not node.machine or (node.node, node.machine) not in named:
+                    named.add((node.node, node.machine))
+                    counts[node.node] = counts.get(node.node, 0) + 1
         return counts
 
     @property
     def machines(self) -> dict[str, int]:
         """GPUs it takes of each machine that it names."""
-        gpus: dict[str, int] = {}
+        gpus: Counter[str] = Counter()
         for stage in self.stages:
             for node in stage.nodes:
                 if node.machine:
-                    gpus[node.machine] = gpus.get(node.machine, 0) + node.tp
-        return gpus
+                    gpus[node.machine] += node.tp
+        return dict(gpus)
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -101,10 +98,7 @@ class Layout:
 
 def layers_between(first: Layout, second: Layout) -> dict[tuple[str, str], int]:
     """How many layers' KV goes from which machine to which when one replica hands over to another."""
-    layers: dict[tuple[str, str], int] = {}
-    for ends in zip(first.owners, second.owners, strict=True):
-        layers[ends] = layers.get(ends, 0) + 1
-    return layers
+    return dict(Counter(zip(first.owners, second.owners, strict=True)))
 
 
 def single(node: str, tp: int, layers: int, ep: Ep = "none") -> Layout:
@@ -132,14 +126,11 @@ RTT_S = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class PoolNode:
-    """One machine of the pool."""
-
     name: str
     type: NodeType
     gpus: int
     """How many of its GPUs the pool has: fewer than the type's once some were lost."""
     price_usd_per_h: float = 0.0
-    """Of the whole machine."""
     region: str = REGION
     zone: str = ""
     """What of its region goes down by itself with it: a zone or a rack. Empty where nobody says."""
@@ -171,13 +162,11 @@ class Pool:
             if len(rows) != len(names) or any(len(row) != len(names) for row in rows):
                 size = f"{len(names)} x {len(names)}"
                 raise InputError(f"pool: {field}", f"the matrix must be {size}, one row and column per node")
-        for a, first in enumerate(names):
-            for b, second in enumerate(names):
-                if a != b and not (isfinite(self.gbps[a][b]) and self.gbps[a][b] > 0):
-                    problem = f"{first} to {second} must be positive, is {self.gbps[a][b]}"
-                    raise InputError("pool: gbps", problem)
-                if a != b and not (isfinite(self.rtt_s[a][b]) and self.rtt_s[a][b] >= 0):
-                    raise InputError("pool: rtt_s", f"{first} to {second} must not be negative")
+        for first, second, gbps, rtt_s in self.links:
+            if not (isfinite(gbps) and gbps > 0):
+                raise InputError("pool: gbps", f"{first} to {second} must be positive, is {gbps}")
+            if not (isfinite(rtt_s) and rtt_s >= 0):
+                raise InputError("pool: rtt_s", f"{first} to {second} must not be negative")
 
     @property
     def gpus(self) -> int:

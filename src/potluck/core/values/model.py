@@ -1,8 +1,7 @@
 """A model as serving sees it: layers, each with one attention and one feed-forward part.
 
-The four attention kinds cover every model in the catalog. They differ in what a request leaves in
-memory: full and latent attention keep something for every token, a window keeps the last `window`
-tokens, linear attention keeps a state of fixed size. `perf.sizes.arithmetic` does the sums.
+Full and latent attention keep something for every token, a window the last `window` tokens, linear attention a state
+of fixed size. `perf.sizes.arithmetic` does the sums.
 """
 
 from __future__ import annotations
@@ -34,12 +33,8 @@ CHOSEN: Final[tuple[Format, ...]] = ("bf16", "fp8", "fp8_block", "int8", "int4",
 
 def format_of_bits(bits: float) -> Format:
     """The usual format of so many bits, where nothing says which."""
-    if bits > 16.0:
-        return "fp32"
-    if bits > 8.5:
-        return "bf16"
     if bits > 5.0:
-        return "fp8"
+        return "fp32" if bits > 16.0 else "bf16" if bits > 8.5 else "fp8"
     if bits == FORMAT_BITS["mxfp4"]:
         return "mxfp4"
     return "nvfp4" if bits == FORMAT_BITS["nvfp4"] else "int4"
@@ -63,7 +58,6 @@ class FullAttention:
     heads: int
     kv_heads: int
     head_dim: int
-    """Size of a query or key head."""
     v_head_dim: int
     window: int | None = None
     bias: bool = False
@@ -171,8 +165,6 @@ Ffn = DenseFfn | MoeFfn
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One block of the stack."""
-
     attention: Attention
     ffn: Ffn
 
@@ -208,6 +200,15 @@ class Model:
     @property
     def layer_count(self) -> int:
         return len(self.layers)
+
+    @property
+    def exact_prefix(self) -> bool:
+        """Whether a prefix can be resumed only where a checkpoint was kept: some layer has a window or a state."""
+        return any(
+            isinstance(layer.attention, LinearAttention)
+            or getattr(layer.attention, "window", None) is not None
+            for layer in self.layers
+        )
 
     @property
     def weights_are(self) -> Format:

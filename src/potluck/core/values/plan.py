@@ -60,8 +60,6 @@ TemplateKind = Literal["homogeneous", "pipeline", "combo", "pair", "remote_prefi
 
 @dataclass(frozen=True, slots=True)
 class PlannedReplica:
-    """One engine instance of a template."""
-
     role: Role
     layout: Layout
 
@@ -148,17 +146,11 @@ class Template:
     @property
     def machines(self) -> dict[str, int]:
         """GPUs that one copy takes of each machine that it names."""
-        gpus: dict[str, int] = {}
-        for replica in self.replicas:
-            for machine, count in replica.layout.machines.items():
-                gpus[machine] = gpus.get(machine, 0) + count
-        return gpus
+        return dict(sum((Counter(replica.layout.machines) for replica in self.replicas), Counter()))
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """So many copies of a template in a region."""
-
     template: str
     region: str
     count: int
@@ -318,10 +310,7 @@ class Plan:
         return next((item for name, item in self.formats if name == model), None)
 
     def fraction_of(self, model: str) -> float:
-        """Share of a model's demand that is met."""
-        own = next(
-            (prediction.fraction for prediction in self.predictions if prediction.model == model), None
-        )
+        own = next((item.fraction for item in self.predictions if item.model == model), None)
         return self.fraction if own is None else own
 
     @property
@@ -345,16 +334,14 @@ class Plan:
     @property
     def nodes(self) -> dict[tuple[str, str], int]:
         """(region, node type) to how many are rented."""
-        counts: dict[tuple[str, str], int] = {}
+        counts: Counter[tuple[str, str]] = Counter()
         for deployment in self.deployments:
-            for node_count in self.template(deployment.template).nodes:
-                key = (deployment.region, node_count.node)
-                counts[key] = counts.get(key, 0) + node_count.count * deployment.count
-        return counts
+            for item in self.template(deployment.template).nodes:
+                counts[deployment.region, item.node] += item.count * deployment.count
+        return dict(counts)
 
 
 def plan_to_json(plan: Plan) -> str:
-    """The text of a plan file."""
     return dumps(plan, format_name="potluck.plan", version=PLAN_VERSION)
 
 
@@ -378,8 +365,7 @@ def _not_negative(field: str, value: float) -> None:
 
 
 Confidence = Literal["measured", "transferred", "assumed"]
-"""measured: this GPU was measured; transferred: predicted from measurements of its relatives;
-assumed: nothing near it was measured."""
+"""This GPU was measured; it is predicted from measurements of its relatives; nothing near it was measured."""
 
 
 def copies_changed(before: Plan, after: Plan) -> str:
@@ -397,12 +383,9 @@ def copies_changed(before: Plan, after: Plan) -> str:
 
 
 def _said(template: Template) -> str:
-    """Its GPUs with their roles."""
     parts = []
     for replica in template.replicas:
-        nodes = " + ".join(
-            node.removeprefix("1x") if count == 1 else f"{count} {node}"
-            for node, count in replica.layout.node_counts.items()
-        )
+        counts = replica.layout.node_counts
+        nodes = " + ".join(node.removeprefix("1x") if n == 1 else f"{n} {node}" for node, n in counts.items())
         parts.append(nodes if replica.role == "mixed" else f"{nodes} ({replica.role})")
     return " with ".join(parts)

@@ -1,7 +1,6 @@
 """A route is a list of segments: which replica runs which tokens of a request.
 
-KV moves between consecutive segments. The last segment has no end: it also decodes. Every technique
-Potluck knows is such a list; nothing downstream has a special case for one paper.
+KV moves between consecutive segments. The last segment has no end: it also decodes.
 """
 
 from __future__ import annotations
@@ -63,9 +62,6 @@ def aggregated(replica: str) -> Route:
 
 
 def handed_over(first: str, second: str, at_token: int) -> Route:
-    """`first` prefills tokens up to `at_token`, `second` does the rest and decodes.
-
-    With `at_token` equal to the prompt's length this is prefill/decode disaggregation or PrfaaS, below
-    it CRONUS's partial prefill.
-    """
+    """`first` prefills tokens up to `at_token`, `second` does the rest and decodes: PrfaaS and prefill/decode
+    disaggregation at the prompt's length, CRONUS's partial prefill below it."""
     return Route((Segment(first, 0, at_token), Segment(second, at_token, None)))

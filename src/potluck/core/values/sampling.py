@@ -88,13 +88,8 @@ class Sampling(Drawing):
     @property
     def edits(self) -> bool:
         """Whether logits change with what was said, or by token, before anything is drawn."""
-        return bool(
-            self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1
-            or self.logit_bias
-            or self.json_schema
-        )
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(penalties or self.logit_bias or self.json_schema)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import repeat
 from math import isfinite
 from typing import Literal, NamedTuple, Self
@@ -40,19 +40,10 @@ class Gpu:
     bf16: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("fp16_tflops", "memory_gb", "bandwidth_gb_per_s"):
-            _positive(f"gpu {self.name}: {name}", getattr(self, name))
-        for name in (
-            "fp8_tflops",
-            "fp4_tflops",
-            "tdp_w",
-            "sm_count",
-            "l2_mb",
-            "boost_ghz",
-            "compute_capability",
-        ):
-            if getattr(self, name) is not None:
-                _positive(f"gpu {self.name}: {name}", getattr(self, name))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and field.name != "bf16":
+                _positive(f"gpu {self.name}: {field.name}", value)
 
     @property
     def memory_bytes(self) -> float:
@@ -74,8 +65,7 @@ class Interconnect:
             raise InputError(f"interconnect {self.kind}: domain", "must be at least 1")
         if self.kind != "none":
             _positive(f"interconnect {self.kind}: gb_per_s", self.gb_per_s)
-        if not isfinite(self.latency_s) or self.latency_s < 0:
-            raise InputError(f"interconnect {self.kind}: latency_s", "must not be negative")
+        _not_negative(f"interconnect {self.kind}: latency_s", self.latency_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +103,8 @@ class NodeOffer:
     """What these go down with, within the region; empty: nobody said."""
 
     def __post_init__(self) -> None:
-        if self.reserved < 0:
-            raise InputError(f"{self.node}: reserved", f"must not be negative, is {self.reserved}")
-        if not isfinite(self.preemptions_per_h) or self.preemptions_per_h < 0:
-            raise InputError(f"{self.node}: preemptions_per_h", "must not be negative")
-        if not isfinite(self.price_usd_per_h) or self.price_usd_per_h < 0:
-            problem = f"must not be negative, is {self.price_usd_per_h}"
-            raise InputError(f"{self.node}: price_usd_per_h", problem)
-        if self.available < 0:
-            raise InputError(f"{self.node}: available", f"must not be negative, is {self.available}")
+        for name in ("reserved", "preemptions_per_h", "price_usd_per_h", "available"):
+            _not_negative(f"{self.node}: {name}", getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +124,6 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A directed link between regions."""
-
     source: str
     target: str
     gbps: float
@@ -151,8 +132,7 @@ class Link:
 
     def __post_init__(self) -> None:
         _positive(f"link {self.source}->{self.target}: gbps", self.gbps)
-        if not isfinite(self.rtt_s) or self.rtt_s < 0:
-            raise InputError(f"link {self.source}->{self.target}: rtt_s", "must not be negative")
+        _not_negative(f"link {self.source}->{self.target}: rtt_s", self.rtt_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +156,8 @@ class Slo:
     def stricter(self, other: Slo) -> Slo:
         """What keeps both."""
         known = [e2e_s for e2e_s in (self.e2e_s, other.e2e_s) if e2e_s is not None]
-        return Slo(
-            min(self.ttft_s, other.ttft_s),
-            min(self.tpot_s, other.tpot_s),
-            max(self.attainment, other.attainment),
-            min(known, default=None),
-        )
+        ttft_s, tpot_s = min(self.ttft_s, other.ttft_s), min(self.tpot_s, other.tpot_s)
+        return Slo(ttft_s, tpot_s, max(self.attainment, other.attainment), min(known, default=None))
 
     def kept(self, ttft_s: float, tpot_s: float, e2e_s: float) -> bool:
         """Whether an answer with these times is within all of it."""
@@ -198,10 +174,8 @@ class Slo:
         return Slo(self.ttft_s * factor, self.tpot_s * factor, self.attainment, e2e_s)
 
     def within_e2e(self, output_tokens: float) -> Slo:
-        """TTFT and TPOT made tighter, by one factor, so that both together keep E2E for so long an answer.
-
-        Phases on different replicas can each be held to a time of its own, not to a sum of two.
-        """
+        """TTFT and TPOT made tighter, by one factor, so that both together keep E2E for so long an answer: phases on
+        different replicas can each be held to a time of its own, not to a sum of two."""
         if self.e2e_s is None:
             return self
         whole_s = self.ttft_s + max(0.0, output_tokens - 1.0) * self.tpot_s
@@ -242,13 +216,9 @@ class Traffic:
     def __post_init__(self) -> None:
         for what, shares in (("classes", self.classes), ("origins", self.origins)):
             if any(not share >= 0 for _, share in shares) or sum(share for _, share in shares) > 1 + 1e-6:
-                raise InputError(
-                    f"traffic {self.model}: {what}", "shares must not be negative, nor above 1 in all"
-                )
-        if not isfinite(self.rate_per_s) or self.rate_per_s < 0:
-            raise InputError(
-                f"traffic {self.model}: rate_per_s", f"must not be negative, is {self.rate_per_s}"
-            )
+                why = "shares must not be negative, nor above 1 in all"
+                raise InputError(f"traffic {self.model}: {what}", why)
+        _not_negative(f"traffic {self.model}: rate_per_s", self.rate_per_s)
         if not self.lengths:
             raise InputError(f"traffic {self.model}: lengths", "needs at least one bin")
         total = sum(length.share for length in self.lengths)
@@ -266,7 +236,9 @@ class Traffic:
         return sum(length.output_tokens * length.share for length in self.lengths)
 
 
-class _Request(NamedTuple):
+class Request(NamedTuple):
+    """One request as the policies see it: a named tuple, like the events, as it is made by the million."""
+
     id: str
     model: str
     arrival_s: float
@@ -285,49 +257,15 @@ class _Request(NamedTuple):
     exact: bool = False
     """Whether its KV must cross as it is, though the plan allows a lossy codec."""
 
-
-class Request(_Request):
-    """One request as the policies see it: a named tuple, like the events, as it is made by the million."""
-
-    __slots__ = ()
-
-    def __new__(
-        cls,
-        id: str,
-        model: str,
-        arrival_s: float,
-        prompt_tokens: int,
-        max_output_tokens: int,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        blocks: tuple[int, ...] = (),
-        tenant: str = DEFAULT_TENANT,
-        request_class: str = DEFAULT_CLASS,
-        exact: bool = False,
-    ) -> Self:
-        if prompt_tokens < 1:
-            raise InputError(f"request {id}: prompt_tokens", "must be at least 1")
-        if max_output_tokens < 1:
-            raise InputError(f"request {id}: max_output_tokens", "must be at least 1")
-        return super().__new__(
-            cls,
-            id,
-            model,
-            arrival_s,
-            prompt_tokens,
-            max_output_tokens,
-            priority,
-            deadline_s,
-            blocks,
-            tenant,
-            request_class,
-            exact,
-        )
-
     @classmethod
     def many(cls, rows: Iterable[tuple[object, ...]]) -> Iterator[Self]:
-        """Requests of rows whose lengths were checked as a whole; one by one it takes seven times as long."""
+        """Requests of rows; one by one it takes seven times as long."""
         return map(tuple.__new__, repeat(cls), rows)
+
+
+def _not_negative(field: str, value: float) -> None:
+    if not (isfinite(value) and value >= 0):
+        raise InputError(field, f"must not be negative, is {value}")
 
 
 def _positive(field: str, value: float) -> None:

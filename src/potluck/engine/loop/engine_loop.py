@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from potluck.api.segments import UNSUPPORTED
 from potluck.core.errors import CapacityError, InputError, PotluckError
-from potluck.core.replica.sequences import DONE, FINISHED, BatchLimits, BatchStep
+from potluck.core.replica.batch import DONE, FINISHED, BatchLimits, BatchStep
 from potluck.core.state.facts import OUTBOX_BYTES
 from potluck.core.values.sampling import SampledToken
 from potluck.engine.compute.executor import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.replica.sequences import require_weight
+from potluck.core.replica.batch import require_weight
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.engine.compute.executor import CacheExport, Executor, IncomingCache, SequenceWork, TokenDraw

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from potluck.core.replica.batch import Batcher
-from potluck.core.replica.sequences import BatchLimits, BatchStep
+from potluck.core.replica.batch import Batcher, BatchLimits, BatchStep
 from potluck.core.values.sampling import SampledToken
 from potluck.engine.compute.executor import (
     CacheExport,

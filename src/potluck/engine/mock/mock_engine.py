@@ -21,7 +21,7 @@ import numpy as np
 
 from potluck.api.model_files import GenerationConfig, JsonMembers, read_json
 from potluck.api.tokenizer import ModelTokenizer
-from potluck.core.replica.sequences import BatchLimits
+from potluck.core.replica.batch import BatchLimits
 from potluck.core.values.layout import Layout
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
 from potluck.core.values.types import NodeType

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from potluck.core.errors import FormatError
-from potluck.core.replica.blocks import pool_layout
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import Attention, FullAttention, LatentAttention, Model
 from potluck.engine.compute.emulated import Clock
@@ -196,7 +195,7 @@ class KvSizes:
     @cached_property
     def exact(self) -> bool:
         """Whether a prefix can only be resumed where a state was kept."""
-        return pool_layout(self.model).exact
+        return self.model.exact_prefix
 
     @cached_property
     def token_bytes(self) -> float:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from potluck.api.http import error_object
 from potluck.api.segments import UNSUPPORTED, SamplingBody
-from potluck.core.replica.sequences import LATE
+from potluck.core.replica.batch import LATE
 from potluck.core.state.actions import Run
 from potluck.core.state.events import FailureKind
 from potluck.core.values.route import Segment

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import inf
 
-from potluck.core.replica.sequences import DONE, FINISHED, FIRST, LATE, PREEMPTED
+from potluck.core.replica.batch import DONE, FINISHED, FIRST, LATE, PREEMPTED
 from potluck.core.state import events as told
 from potluck.core.state.actions import Abort, Hedge, QueryAttempt, Refuse, Run
 from potluck.core.state.events import FailureKind, FirstToken, RequestFinished, SegmentComputed, SegmentDone
