@@ -8,7 +8,7 @@ Streams come over a minute through a gateway to six engines, of which one after 
     desk      the gateway's own: SIGKILL of the process that decides, every 3 s, with two workers beside it
 
 and never more than half of them at a time (a real one takes seconds to start). Every answer is compared with that of
-an engine left alone: `wrong` counts those that differ, were refused or cut. Pretended engines (tokens are hashes
+an engine left alone: `wrong` counts those that differ, were refused or cut. Mock engines (tokens are hashes
 of the history) take a large rate, real ones (`--real`) a small one.
 A stall is the longest wait between two pieces of one answer.
 """
@@ -231,7 +231,7 @@ def measure(quick: bool, real: bool, kinds: Sequence[str], seed: int) -> dict[st
     """Real engines share the machine's cores, so they are asked for less at a time."""
     streams = (40 if real else 500) // (10 if quick else 1)
     load = Load(streams, streams / (1.0 if real else 8.0), 200, 40 if real else 100)
-    engine = ("--speed-up", "4") if real else ("--pretend",)
+    engine = ("--speed-up", "4") if real else ("--mock",)
     figures: dict[str, float] = {}
     for how in kinds:
         for name, value in trial(how, load, engine, seed).items():

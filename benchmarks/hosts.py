@@ -78,7 +78,7 @@ def upgraded(quick: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name, host_bed.Bed(len(units) + 3) as bed:
         plan, spec = write_plans(Path(name), units)
         gateway = ("--files", f"{MODEL}={WORDS}", "--gateways", "2")
-        engine = ("--pretend", "--end-when-drained")
+        engine = ("--mock", "--end-when-drained")
         with HostsFleet(bed, plan, spec, gateways=2, gateway=gateway, engine=engine, takeover=True) as fleet:
             upkeep = Upkeep(fleet, lambda place: fleet.replace(place, {"version": "9.9.9"}))
             load = Load(fleet, 4.0)

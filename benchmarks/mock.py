@@ -73,7 +73,7 @@ def loop_step_ms(steps: int) -> float:
 @contextmanager
 def serving(count: int) -> Iterator[tuple[int, list[str]]]:
     """A process with so many engines, and their addresses."""
-    flags = ["--emulate", f"{GPU}:{MODEL}", "--pretend", "--json", "--port", "0", "--max-running", str(ROWS)]
+    flags = ["--emulate", f"{GPU}:{MODEL}", "--mock", "--json", "--port", "0", "--max-running", str(ROWS)]
     start = "from potluck.cli.main import main; main()"
     command = [sys.executable, "-c", start, "engine", "serve", *flags, "--count", str(count)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

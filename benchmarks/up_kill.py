@@ -49,7 +49,7 @@ class Service:
             "--state",
             str(self.state),
             "--engine",
-            "pretended",
+            "mock",
             "--averages",
             "--port",
             "0",

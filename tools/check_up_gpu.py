@@ -104,7 +104,7 @@ LOADS = (("--concurrency", "1", "--requests", "8"), ("--concurrency", "16", "--r
 
 def _bench(url: str, *load: str) -> dict[str, object]:
     command = [sys.executable, "-m", "potluck.cli.main", "bench", url, *load, "--json"]
-    command += ["--input", "400", "--output", "64", "--ttft", "2", "--tpot", "0.1"]
+    command += ["--input", "400", "--output", "64", "--slo", "ttft=2s,tpot=100ms"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=BENCH_S)
         document = json.loads(done.stdout)

@@ -46,7 +46,7 @@ class HostsFleet(LiveFleet):
         spec: Path,
         *,
         gateways: int = 1,
-        engine: tuple[str, ...] = ("--pretend",),
+        engine: tuple[str, ...] = ("--mock",),
         gateway: tuple[str, ...] = (),
         limits: Mapping[str, object] | None = None,
         takeover: bool = False,

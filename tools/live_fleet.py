@@ -3,7 +3,7 @@
     with LiveFleet(plan_path, spec_path) as fleet:
         fleet.url, fleet.admin
 
-Each replica of the plan is a process that acts as its GPUs (`engine serve --emulate ... --pretend`). All processes
+Each replica of the plan is a process that acts as its GPUs (`engine serve --emulate ... --mock`). All processes
 are ended, by their ids, when the block is left.
 """
 
@@ -33,7 +33,7 @@ START_S = 60.0
 def emulated(layout: Layout, model: str) -> str:
     """What `--emulate` says for a layout of one stage on one node."""
     if len(layout.stages) != 1 or len(layout.stages[0].nodes) != 1:
-        raise ValueError("only single nodes can be pretended here")
+        raise ValueError("only single nodes can be mocked here")
     node = layout.stages[0].nodes[0]
     return f"{node.node}:{model}:{node.tp}"
 
@@ -105,7 +105,7 @@ class LiveFleet:
         spec: Path,
         *,
         gateway: tuple[str, ...] = (),
-        engine: tuple[str, ...] = ("--pretend",),
+        engine: tuple[str, ...] = ("--mock",),
         env: dict[str, str] | None = None,
         over: Sequence[Process] = (),
         program: tuple[str, ...] = ("-m", "potluck.cli.main"),

@@ -18,7 +18,7 @@ def main(state: Path, spec: Path, plan: Path) -> None:
     )
     files = tuple((name, shipped_model()) for name, _ in names)
     stand = LocalStack(
-        LocalStackSettings(state, spec.resolve(), 0, EngineCommands("pretended", files, names)), made
+        LocalStackSettings(state, spec.resolve(), 0, EngineCommands("mock", files, names)), made
     )
     stand.controller._linger_s = 1.0  # so that there is more to do between two kills
     stand.run(lambda: False, lambda turn: None)

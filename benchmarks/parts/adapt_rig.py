@@ -269,7 +269,7 @@ def service(
     """`potluck up` over a spec, or a plan and its spec, until the block ends."""
     state = folder / "state"
     command = [sys.executable, "-m", "potluck.cli.main", "up", *map(str, files), "--state", str(state)]
-    command += ["--engine", "pretended", "--port", "0", "--json", *flags]
+    command += ["--engine", "mock", "--port", "0", "--json", *flags]
     command += [f"--policy={name}={value}" for name, value in policy.items()]
     process = _spawn(command, folder)
     watchdog = threading.Timer(UP_S, process.kill)

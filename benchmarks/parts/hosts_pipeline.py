@@ -73,7 +73,7 @@ class PipelineFleet(HostsFleet):
         words = process.arguments
         place = words.index("--emulate")
         del words[place : place + 2]
-        words.remove("--pretend")
+        words.remove("--mock")
         if not self.engines:
             one, two, three = (f"{host.address}:{PORT}" for host in self.places)
             words += ["--stages", f"2@{one},4@{two}+{three}", "--secret-file", str(self._secret_file)]

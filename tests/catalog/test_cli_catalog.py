@@ -57,11 +57,10 @@ def test_one_gpu_shows_sources_and_doubt() -> None:
 
 
 def test_nodes_show_their_links() -> None:
-    assert "nvswitch" in run("nodes", "--gpu", "h100")
+    assert "nvswitch" in run("nodes")
     one = run_json("nodes", "2xa40")
     assert one["figures"]["interconnect"]["value"] == "nvlink-bridge-ga102"
     assert "bridge" in one["doubt"]
-    assert {entry["name"] for entry in run_json("nodes", "--gpu", "L4")} == {"1xL4", "2xL4", "4xL4", "8xL4"}
 
 
 def test_one_model_shows_what_is_assumed() -> None:
@@ -77,9 +76,8 @@ def test_one_model_shows_what_is_assumed() -> None:
 def test_price_filters() -> None:
     result = run_json("prices", "--node", "8xH100", "--region", "aws/us-east-1")
     assert [price["price_usd_per_h"] for price in result] == [55.04]
-    result = run_json("prices", "--gpu", "l40s", "--listed")
+    result = run_json("prices", "--gpu", "l40s")
     assert {price["node"].split("x")[1] for price in result} == {"L40S"}
-    assert {price["basis"] for price in result} == {"listed"}
     assert "No such price" in run("prices", "--node", "L20")
 
 

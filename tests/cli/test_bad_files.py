@@ -65,7 +65,6 @@ COMMANDS: list[list[str]] = [
     ["compare", BAD],
     ["compare", "SPEC", "--market", BAD],
     ["schedule", BAD],
-    ["frontier", BAD],
     ["estimate", *ESTIMATE, "--profile", BAD],
     ["replan", BAD, "SPEC", "--lose", "home:1xL40S=1"],
     ["replan", "PLAN", BAD, "--lose", "home:1xL40S=1"],

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 from potluck.cli.main import run
-from potluck.cli.planning.plan_draw import sparkline, svg, ticks
 from potluck.core.values.plan import plan_from_json
 from potluck.plan.strategies import STRATEGIES
 
@@ -71,37 +69,6 @@ def test_a_seed_repeats_a_plan(files: tuple[str, str], capsys: pytest.CaptureFix
         return json.loads(capsys.readouterr().out)
 
     assert plan("--seed", "3") == plan("--seed", "3")
-
-
-@pytest.mark.parametrize("ending", ["html", "svg", "json"])
-def test_a_search_leaves_a_trace(
-    files: tuple[str, str], tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / f"trace.{ending}"
-    options = ["--strategy", "thunderserve", "--no-explain", "--time-limit", "2", "--trace", str(out)]
-    assert run(["plan", files[1], "--averages", *options]) == 0
-    text = out.read_text()
-    if ending == "json":
-        (row,) = json.loads(text)
-        values = [point["attainment"] for point in row["trace"]]
-        assert row["region"] == "pool"
-        assert values == sorted(values)
-        assert 0 < values[-1] <= 1
-        return
-    drawing = text[text.index("<svg") : text.index("</svg>") + 6]
-    lines = ElementTree.fromstring(drawing).findall("{http://www.w3.org/2000/svg}path")
-    assert len(lines) == 1
-    assert ending == "svg" or text.startswith("<!doctype html>")
-    assert "<script" not in text
-
-
-def test_drawings_of_odd_traces() -> None:
-    assert sparkline([(0.0, 0.0)], 4) == "▁▁▁▁"
-    assert sparkline([(0.0, 0.2), (1.0, 1.0)], 4)[-1] == "█"
-    assert ElementTree.fromstring(svg({"a <b>&": [(0.0, 0.5)]})) is not None
-    for end in (0.01, 0.3, 1.0, 4.93, 77.0):
-        assert 4 <= len(ticks(end)) <= 11
-        assert ticks(end)[-1] <= end
 
 
 def test_every_strategy_works_on_a_pool(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +174,6 @@ def test_bad_options_get_one_line(
         ("node1", "node0", [], ":9: pool.machines[1].name: duplicate machine 'node0'"),
         ("Llama-2-13B", "DeepSeek-V3", [], "chat: its weights fit on no node on offer"),
         ("tpot_ms: 100", "tpot_ms: 0.1", [], "out of reach"),
-        ("gbps: 20", "gbps: 20", ["--trace", "x.png"], "trace: 'x.png' must end in .html, .svg, .json"),
         (
             "pool:",
             "- {model: Llama-2-13B, slo: {ttft: 1, tpot: 1}, traffic: {rate_per_s: 1, input: 9, output: 9}}\npool:",
@@ -228,12 +194,3 @@ def test_bad_pools_get_one_line(
     error = capsys.readouterr().err
     assert says in error
     assert len(error.splitlines()) == 1
-
-
-def test_a_trace_needs_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "trace.svg"
-    spec = str(EXAMPLES / "one-node.yaml")
-    assert (
-        run(["plan", spec, "--averages", "--strategy", "melange", "--no-explain", "--trace", str(out)]) == 2
-    )
-    assert "trace: nothing was searched" in capsys.readouterr().err

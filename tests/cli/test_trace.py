@@ -10,7 +10,6 @@ import pytest
 
 from potluck.cli.common.workloads import WorkloadOptions, load
 from potluck.cli.main import run
-from potluck.cli.simulating.trace import sparkline
 from potluck.core.errors import InputError
 from potluck.spec.traces import load_trace
 
@@ -51,7 +50,6 @@ def test_stats(azure: Path, mooncake: Path, capsys: pytest.CaptureFixture[str]) 
     assert run(["trace", "stats", str(azure)]) == 0
     text = capsys.readouterr().out
     assert "0.2 requests/s" in text
-    assert "█" in text
     assert run(["trace", "stats", str(mooncake), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["requests"] == 50
@@ -171,10 +169,6 @@ def test_workloads_for_a_run(azure: Path, mooncake: Path) -> None:
     assert len(named) == 300
     with pytest.raises(InputError, match="did you mean 'azure-conv'"):
         load("azure-con", "chat", WorkloadOptions())
-
-
-def test_a_sparkline_shows_whatever_is_there() -> None:
-    assert sparkline(np.array([0.0, 0.01, 0.5, 1.0])) == " ▁▄█"
 
 
 def test_what_was_written_is_said_for_machines(

@@ -90,7 +90,7 @@ def test_a_driver_that_fails_is_told_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "text"),
     [
         ("NVIDIA H200", "H200"),
         ("NVIDIA H100 80GB HBM3", "H100-SXM"),
@@ -154,9 +154,9 @@ def test_a_model_too_large_for_one_gpu_is_laid_over_several(large: Path, tmp_pat
     path, counts = tmp_path / "spec.yaml", Counter({"L4": 2, "A100-40": 1})
     path.write_text(spec_text(large, "large", counts, 1.0, {"ttft_ms": 8000, "tpot_ms": 400}))
     spec = load_spec(path)
-    wishes = for_this_machine(PlanChoices(10.0), spec)
-    assert wishes == PlanChoices(10.0, here=True, single=False)
-    _, make = planned_for_all(spec, wishes, lambda line: None)
+    choices = for_this_machine(PlanChoices(10.0), spec)
+    assert choices == PlanChoices(10.0, here=True, single=False)
+    _, make = planned_for_all(spec, choices, lambda line: None)
     plan = make(spec).plan
     must_run_here(plan, "gpu")
     replicas = [replica for d in plan.deployments for replica in plan.template(d.template).replicas]
@@ -173,7 +173,7 @@ def test_a_model_too_large_for_one_gpu_is_laid_over_several(large: Path, tmp_pat
         assert [int(part.partition("x")[0]) for part in stages] == [stage.layers for stage in layout.stages]
         assert sum(stage.layers for stage in layout.stages) == 64
         assert int(command[command.index("--kv-blocks") + 1]) > 64
-    with pytest.raises(InputError, match="emulated engines are no pipelines.*--engine pretended"):
+    with pytest.raises(InputError, match="emulated engines are no pipelines.*--engine mock"):
         must_run_here(plan, "emulated")
 
 

@@ -58,7 +58,7 @@ def test_all_of_the_gateway_and_the_controller_are_killed_at_once(tmp_path: Path
     plan, spec = write_plans(tmp_path, [("homogeneous", ("mixed",), "near")])
     state = tmp_path / "state"
     command = [sys.executable, "-m", "potluck.cli.main", "up", str(plan), str(spec)]
-    command += ["--state", str(state), "--engine", "pretended", "--averages", "--port", "0", "--json"]
+    command += ["--state", str(state), "--engine", "mock", "--averages", "--port", "0", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stderr is not None

@@ -30,7 +30,7 @@ def up(tmp_path: Path) -> Iterator[tuple[Path, str, subprocess.Popen[str]]]:
     plan, spec = write_plans(tmp_path, [("homogeneous", ("mixed",), "near")] * 2)
     state = tmp_path / "state"
     command = [sys.executable, "-m", "potluck.cli.main", "up", str(plan), str(spec)]
-    command += ["--state", str(state), "--engine", "pretended", "--averages", "--port", "0", "--json"]
+    command += ["--state", str(state), "--engine", "mock", "--averages", "--port", "0", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -84,7 +84,7 @@ def test_a_service_is_watched_loaded_drained_and_brought_down(
         assert time.monotonic() < until_s, document
         time.sleep(0.1)
     assert document["lacking"] == []
-    load = ("--requests", "8", "--input", "20", "--output", "4", "--ttft", "30", "--tpot", "5")
+    load = ("--requests", "8", "--input", "20", "--output", "4", "--slo", "ttft=30s,tpot=5s")
     bench = json.loads(_said(capsys, "bench", url, "--rate", "20", *load, "--json"))
     assert (bench["loop"], bench["answered"], bench["attainment"]) == ("open", 8, 1.0)
     assert bench["output_tokens"] == 32

@@ -56,7 +56,7 @@ def _stand(tmp_path: Path, maker: EngineCommands, port: int | None = 0) -> tuple
 
 @pytest.fixture
 def stand(tmp_path: Path) -> Iterator[LocalStack]:
-    made, _ = _stand(tmp_path, Other("pretended"), None)
+    made, _ = _stand(tmp_path, Other("mock"), None)
     yield made
     stop_all(made.store, "the test is over", 5.0)
     made.close()
@@ -79,7 +79,7 @@ def _said(capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_a_spec_that_cannot_be_met(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, spec = write_plans(tmp_path, WHOLE, ttft_ms=2, tpot_ms=1)
-    assert run(["up", str(spec), "--state", str(tmp_path / "state"), "--engine", "pretended"]) == 2
+    assert run(["up", str(spec), "--state", str(tmp_path / "state"), "--engine", "mock"]) == 2
     assert "live" in _said(capsys), "which model, and why"
     assert not (tmp_path / "state" / "state.db").exists(), "nothing was begun"
 
@@ -177,7 +177,7 @@ def test_a_corrupt_state_file(text: bytes, tmp_path: Path, capsys: pytest.Captur
     whole = (state / "state.db").read_bytes()
     # Garbage, or cut in the middle of what its header promises.
     (state / "state.db").write_bytes(text or whole[: len(whole) // 2])
-    arguments = ["up", str(plan), str(spec), "--state", str(state), "--engine", "pretended"]
+    arguments = ["up", str(plan), str(spec), "--state", str(state), "--engine", "mock"]
     assert run([*arguments, "--averages", "--check", "--within", "1"]) == 2
     message = _said(capsys)
     assert "state.db is damaged" in message
@@ -211,7 +211,7 @@ def test_a_disk_without_room(most_kb: int, tmp_path: Path) -> None:
     plan, spec = write_plans(tmp_path, WHOLE)
     state = tmp_path / "state"
     command = [sys.executable, "-m", "potluck.cli.main", "up", str(plan), str(spec), "--state", str(state)]
-    command += ["--engine", "pretended", "--averages", "--check", "--within", "60", "--port", "0"]
+    command += ["--engine", "mock", "--averages", "--check", "--within", "60", "--port", "0"]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -242,7 +242,7 @@ def test_a_file_that_could_not_be_written_leaves_the_one_before(tmp_path: Path) 
 
 
 def test_an_engine_that_never_becomes_ready(tmp_path: Path, handlers: None) -> None:
-    stand, prepared = _stand(tmp_path, Other("pretended"))
+    stand, prepared = _stand(tmp_path, Other("mock"))
     owner = owner_of(stand.store)
     show = up_module._Show(
         stand, prepared, False, time.monotonic(), True, 1.0, lambda line: None, lambda: None
@@ -256,7 +256,7 @@ def test_an_engine_that_never_becomes_ready(tmp_path: Path, handlers: None) -> N
 
 def test_an_engine_that_fails_in_the_same_way_stops_the_start(tmp_path: Path, handlers: None) -> None:
     program = "import os; print('a line before'); print(f'port {os.getpid()} is closed'); raise SystemExit(1)"
-    stand, prepared = _stand(tmp_path, Other("pretended", program=program))
+    stand, prepared = _stand(tmp_path, Other("mock", program=program))
     owner, store = owner_of(stand.store), stand.store
     notes: list[str] = []
     show = up_module._Show(
@@ -274,7 +274,7 @@ def test_an_engine_that_fails_in_the_same_way_stops_the_start(tmp_path: Path, ha
 
 def test_a_service_that_is_taken_over_is_not_stopped_for_one_engine(tmp_path: Path) -> None:
     """Its gateway served before: other engines may, and this one is tried ever more rarely."""
-    stand, prepared = _stand(tmp_path, Other("pretended"))
+    stand, prepared = _stand(tmp_path, Other("mock"))
     show = up_module._Show(
         stand, prepared, False, time.monotonic(), False, 600.0, lambda line: None, lambda: None
     )
@@ -310,7 +310,7 @@ def test_an_engine_that_has_no_memory_says_so(tmp_path: Path) -> None:
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 28, 1 << 28)); bytearray(1 << 30)"
     )
-    launcher = LocalLauncher(Other("pretended", program=program), tmp_path, str(tmp_path))
+    launcher = LocalLauncher(Other("mock", program=program), tmp_path, str(tmp_path))
     places = {"one": launcher.start("one", A10)}
     until_s = time.monotonic() + 60.0
     while (seen := launcher.look(places)[0]).state != "dead":
@@ -323,12 +323,12 @@ def test_memory_is_asked_for_before_anything_is_started(
     tmp_path: Path, stand: LocalStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
-        CapacityError, match=r"5 engines need about 2\.1 GB of memory, 1\.0 GB are free; .*pretended"
+        CapacityError, match=r"5 engines need about 2\.1 GB of memory, 1\.0 GB are free; .*mock"
     ):
         must_have_room("emulated", 5, lambda: 1_000_000_000, 150_000_000)
     must_have_room("emulated", 5, lambda: None)
     must_have_room("emulated", 0, lambda: 0)
-    launcher = LocalLauncher(Other("pretended"), tmp_path, str(tmp_path), free=lambda: 1000)
+    launcher = LocalLauncher(Other("mock"), tmp_path, str(tmp_path), free=lambda: 1000)
     with pytest.raises(CapacityError, match="one more engine needs"):
         launcher.start("one", A10)
     assert list(engines_of(str(tmp_path))) == []
@@ -352,7 +352,7 @@ def test_a_controller_that_cannot_go_on_says_what_does(
     check: bool, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full while it runs, say: engines and gateway serve on, unless it was only a check."""
-    stand, prepared = _stand(tmp_path, Other("pretended"))
+    stand, prepared = _stand(tmp_path, Other("mock"))
     mine = spawn([sys.executable, "-c", "import time; time.sleep(600)"], {}, tmp_path / "log")
     stand.store.set("gateway", {"pid": mine.number, "started": mine.started})
     show = up_module._Show(

@@ -50,7 +50,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         ["plan", "SPEC", *QUICK, "--requests", "200"],
         ["simulate", "PLAN", "SPEC", "--requests", "300", "--rate", "60", "--slo-scan"],
         ["estimate", "--model", "Llama-3.1-8B", "--node", "2xL40S", "--input", "1024", "--output", "256"],
-        ["frontier", "SPEC", *QUICK, "--values", "1,2"],
         ["schedule", "SPEC", *QUICK],
         ["replan", "PLAN", "SPEC", "--time-limit", "2", "--lose", "northern-europe-1:1xL40S=1"],
         ["check", "SPEC"],

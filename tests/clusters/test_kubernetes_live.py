@@ -45,7 +45,7 @@ def status(state: Path) -> dict[str, Any]:
 def test_a_node_dies_under_load_and_its_engine_is_started_elsewhere(kube: Kube, tmp_path: Path) -> None:
     plan, spec = write_plans(tmp_path, [("homogeneous", ("mixed",), "near")] * 2)
     state = tmp_path / "state"
-    words = ("--state", str(state), "--engine", "pretended", "--averages", "--port", "0", "--json")
+    words = ("--state", str(state), "--engine", "mock", "--averages", "--port", "0", "--json")
     on = ("--on", "kubernetes", "--cluster", kube.url, "--image", "registry/potluck:1")
     process = subprocess.Popen(
         potluck("up", str(plan), str(spec), *words, *on), stdout=subprocess.PIPE, text=True

@@ -91,7 +91,7 @@ def test_a_host_is_cut_off_under_load_and_no_request_is_lost(
     cluster = cluster_over_hosts
     plan, spec = written(tmp_path)
     head, state = cluster.head, tmp_path / "state"
-    words = ("--state", str(state), "--engine", "pretended", "--averages", "--port", "0", "--json")
+    words = ("--state", str(state), "--engine", "mock", "--averages", "--port", "0", "--json")
     where = ("--on", "ray", "--cluster", cluster.address, "--time-limit", "5")
     authority = make_certificates(tmp_path, [host.address for host in cluster.bed.hosts])
     tls = ("--engine-tls", f"{tmp_path}/%host%.pem", f"{tmp_path}/%host%.key", str(authority))

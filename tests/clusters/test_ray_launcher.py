@@ -50,7 +50,7 @@ Made = Callable[..., RayLauncher]
 def made(cluster: tuple[Any, dict[str, Any]], tmp_path: Path) -> Iterator[Made]:
     ray = connect(cluster[0].address)
 
-    def make(maker: EngineCommands = Scripts("pretended"), **more: Any) -> RayLauncher:  # noqa: B008
+    def make(maker: EngineCommands = Scripts("mock"), **more: Any) -> RayLauncher:  # noqa: B008
         terms = RayOptions(
             maker=maker,
             spellings=SPELLINGS,

@@ -85,7 +85,7 @@ def up(cluster: tuple[Any, dict[str, Any]], tmp_path: Path) -> Iterator[tuple[Pa
     """A state folder, and the address of what runs there."""
     plan, spec = written(tmp_path)
     state = tmp_path / "state"
-    words = ("--state", str(state), "--engine", "pretended", "--averages", "--port", "0", "--json")
+    words = ("--state", str(state), "--engine", "mock", "--averages", "--port", "0", "--json")
     where = ("--on", "ray", "--cluster", cluster[0].address, "--time-limit", "5")
     process = subprocess.Popen(
         potluck("up", str(plan), str(spec), *words, *where), stdout=subprocess.PIPE, text=True

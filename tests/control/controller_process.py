@@ -33,7 +33,7 @@ class SmallMaker:
     """In place of an `EngineMaker`."""
 
     host: str = "127.0.0.1"
-    style: str = "pretended"
+    style: str = "mock"
 
     def workers(self, make: EngineSpec) -> int:
         return 1

@@ -134,7 +134,7 @@ def test_several_regions_need_nodes_that_say_theirs() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is here")
 def test_without_ray_it_is_said_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["up", "--on", "ray", "--engine", "pretended", "--state", str(tmp_path)]) == 2
+    assert run(["up", "--on", "ray", "--engine", "mock", "--state", str(tmp_path)]) == 2
     assert "--on: ray: needs Ray; install potluck[ray]" in capsys.readouterr().err
     assert run(["up", "--on", "kubernetes", "--cluster", "/no/file", "--state", str(tmp_path)]) == 2
     assert "--cluster: /no/file cannot be read; name a kubeconfig, or a URL" in capsys.readouterr().err

@@ -63,7 +63,7 @@ def made(kube: Kube, tmp_path: Path) -> Iterator[Made]:
 
     def make(**more: Any) -> KubernetesLauncher:
         terms = KubernetesOptions(
-            maker=EngineCommands("pretended"),
+            maker=EngineCommands("mock"),
             spellings=SPELLINGS,
             cluster=ManifestOptions("registry/potluck:1"),
             key="the key",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cli.engine.fork_server import MODULES, PRETENDED
+from potluck.cli.engine.fork_server import MOCK_MODULES, MODULES
 from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands, emulate_text
 from potluck.control.launchers.local_capacity import CpuCost, cost_of, needed_cpus, slow_line
@@ -157,15 +157,15 @@ def test_a_log_does_not_grow_for_ever_and_its_writer_goes_on(tmp_path: Path) -> 
 
 
 def test_commands_say_what_was_planned() -> None:
-    command = EngineCommands(style="pretended", catalog_names=(("m", "llama-3.1-8b"),)).command(MAKE, 1, 2)
+    command = EngineCommands(style="mock", catalog_names=(("m", "llama-3.1-8b"),)).command(MAKE, 1, 2)
     assert command[command.index("--emulate") + 1] == "1xA10:llama-3.1-8b:1"
-    assert "--pretend" in command
+    assert "--mock" in command
     long = Layout(
         (Stage(2, (StageNode("1xA10", 1),)), Stage(2, (StageNode("1xL4", 1), StageNode("1xL4", 1))))
     )
     body = json.loads(emulate_text(EngineSpec("m", long, "east"), "x"))
     assert decode(EmulatedReplica, body) == EmulatedReplica("x", long)
-    planned = EngineCommands(style="pretended").command(replace(MAKE, step_tokens=192), 1, 2)
+    planned = EngineCommands(style="mock").command(replace(MAKE, step_tokens=192), 1, 2)
     assert planned[planned.index("--token-budget") + 1] == "192"
     assert "--token-budget" not in command, "nothing was said of it"
     with pytest.raises(InputError, match="layout"):
@@ -271,7 +271,7 @@ def _until(what: object) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("module", sorted({*MODULES, *PRETENDED}))
+@pytest.mark.parametrize("module", sorted({*MODULES, *MOCK_MODULES}))
 def test_what_it_loads_is_there(module: str) -> None:
     """Where something is not, it ends, and every engine is started from nothing: ten times the work, and no word."""
     assert find_spec(module) is not None
@@ -291,7 +291,7 @@ def test_it_outlives_the_fork_server_and_is_known_by_its_mark(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
     assert fork_server.wait_ready(WITHIN_S)
-    arguments = ["engine", "serve", "--emulate", "A10:llama-3.1-8b", "--pretend", "--port", "0", "--json"]
+    arguments = ["engine", "serve", "--emulate", "A10:llama-3.1-8b", "--mock", "--port", "0", "--json"]
     log = tmp_path / "two.log"
     pid = fork_server.fork(arguments, log)
     assert pid is not None

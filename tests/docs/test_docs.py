@@ -254,7 +254,7 @@ OLD_WORDS = (*HOUSE.split(), "herald", "pail", "kits", "yard", "roster", "recast
 
 
 def test_pages_speak_the_fields_words() -> None:
-    """Names that the code once had of its own; `--pretend` and the like may be shown as code."""
+    """Names that the code once had of its own; code may show them."""
     pattern = re.compile(rf"\b({'|'.join(OLD_WORDS)})\b")
     result = []
     for page in written():

@@ -232,8 +232,8 @@ def test_emulations_that_make_no_sense(text: str) -> None:
 
 def made(**flags: object) -> Executor:
     """The executor that an engine started with such flags would have."""
-    none = dict.fromkeys(("emulate", "stages", "secret_file", "random_seed", "threads", "kv_blocks"))
-    make = executor_maker(**{**none, "speed_up": 1.0, "directory": Path(), **flags})  # type: ignore[arg-type]
+    none = dict.fromkeys(("emulate", "stages", "secret_file", "random_weights", "threads", "kv_blocks"))
+    make = executor_maker({**none, "speed_up": 1.0, **flags}, Path())
     return make(PLAIN, RandomSource(SEED), SIZE, "cpu")
 
 
@@ -250,7 +250,11 @@ def test_flags_make_an_executor(tmp_path: Path) -> None:
 def test_flags_that_make_no_executor(tmp_path: Path) -> None:
     short = tmp_path / "secret"
     short.write_text("short\n")
-    for file, says in ((None, "is needed"), (short, "16 characters"), (tmp_path / "none", "cannot be read")):
+    for file, says in (
+        (None, "is needed"),
+        (short, "at least 16 bytes"),
+        (tmp_path / "none", "cannot be read"),
+    ):
         with pytest.raises(InputError, match=says):
             made(stages="1,2@127.0.0.1:9", secret_file=file)
 

@@ -217,7 +217,7 @@ async def once(services, host, port, *, api_key, ready, names, tls):
     print(json.dumps([len(lines), [name for name in heavy if name in sys.modules]]))
 
 serve.serve_all = once
-sys.argv = ["potluck", "engine", "serve", "--emulate", "A100:llama-3.1-8b", "--pretend", "--count", "2",
+sys.argv = ["potluck", "engine", "serve", "--emulate", "A100:llama-3.1-8b", "--mock", "--count", "2",
             "--port", "0", "--kv-from", "127.0.0.1", "--speed-up", "20"]
 cli()
 """
@@ -233,12 +233,15 @@ def test_nothing_heavy_is_loaded_to_serve_and_to_hand_over() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--pretend"], "--pretend: needs --emulate"),
-        (["--pretend", "--emulate", "A100:llama-3.1-8b", "--stages", "2,4"], "--stages: is not for engines"),
-        (["--pretend", "--emulate", "A100:llama-3.1-8b", "--count", "0"], "--count: must be 1 to 256, is 0"),
-        (["--pretend", "--emulate", "T4:llama-3.1-8b"], "does not fit"),
-        (["--count", "2"], "--count: is only for engines that --pretend"),
-        (["--mean-output", "9"], "--mean-output: is only for engines that --pretend"),
+        (["--mock"], "--mock: needs --emulate"),
+        (
+            ["--mock", "--emulate", "A100:llama-3.1-8b", "--stages", "2,4"],
+            "--stages: is not for mock engines",
+        ),
+        (["--mock", "--emulate", "A100:llama-3.1-8b", "--count", "0"], "--count: must be 1 to 256, is 0"),
+        (["--mock", "--emulate", "T4:llama-3.1-8b"], "does not fit"),
+        (["--count", "2"], "--count: is only for mock engines"),
+        (["--mean-output", "9"], "--mean-output: is only for mock engines"),
     ],
 )
 def test_flags_that_do_not_go_together(flags: list[str], says: str) -> None:

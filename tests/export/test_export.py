@@ -286,7 +286,7 @@ def test_the_command_writes_all_of_it(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("--address", "box=1"), "there is no 'box' in this plan; there are chat-0-us-east-1-0-box0"),
+        (("--address", "box=1"), "--address: unknown 'box'"),
         (("--address", "box"), "'box' is not NAME=VALUE"),
         (("--engine", "embedded"), "this engine has no tensor parallelism"),
     ],

@@ -94,7 +94,7 @@ def test_every_answer_is_right_whatever_becomes_of_engines() -> None:
     """One of three engines lies, another is killed, and started again."""
     kill = benchmark("gateway_kill")
     load = kill.Load(streams=24, over_s=2.0, prompt=60, output=40, every_s=1.0, most_strikes=1)
-    figures = kill.trial("killed, lying", load, ("--pretend",), seed=2, units=kill.WHOLE * 3)
+    figures = kill.trial("killed, lying", load, ("--mock",), seed=2, units=kill.WHOLE * 3)
     assert figures["wrong"] == 0
     assert figures["attempts_failed"] > 0, "nothing happened to anybody"
 

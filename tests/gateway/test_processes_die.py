@@ -96,7 +96,7 @@ def test_streams_go_on_while_the_desk_is_killed(tmp_path: Path, capsys: pytest.C
     plan, spec = write_plans(tmp_path, [*WHOLE, *COMBO])
     files = ("--files", f"{MODEL}={shipped_model()}")
     gateway = (*files, "--workers", "2", "--log", str(log), "--keys", str(keys), "--usage", str(usage))
-    with LiveFleet(plan, spec, gateway=gateway, engine=("--pretend",)) as fleet:
+    with LiveFleet(plan, spec, gateway=gateway, engine=("--mock",)) as fleet:
         shots = shots_of()
         for shot in shots:
             shot.key = key

@@ -25,7 +25,7 @@ def test_everything_is_replaced_and_no_request_fails(tmp_path: Path) -> None:
     key.write_text("what operators show")
     gateway = ("--files", f"{MODEL}={WORDS}", "--takeover", str(tmp_path / "gateway.sock"))
     gateway += ("--admin-key-file", str(key))
-    with LiveFleet(plan, spec, gateway=gateway, engine=("--pretend", "--end-when-drained")) as fleet:
+    with LiveFleet(plan, spec, gateway=gateway, engine=("--mock", "--end-when-drained")) as fleet:
         first = [item.popen for item in fleet.engines]
         upkeep, load = Upkeep(fleet, fleet.restart), Load(fleet, 4.0)
         upkeep.start()

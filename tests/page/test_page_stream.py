@@ -234,7 +234,7 @@ def test_notices_and_tokens_are_in_what_is_sent() -> None:
     assert result["plan"]["now"]["notices"] == []
     assert sum(row["tokens_per_s"] for row in result["replicas"].values()) > 0
     core: Any = None
-    assert any("Mock engines" in line for line in notices(core, GatewaySettings(pretended=True)))
+    assert any("Mock engines" in line for line in notices(core, GatewaySettings(mock_engines=True)))
 
 
 def test_reading_is_open_here_and_orders_never_are() -> None:
@@ -362,7 +362,7 @@ def test_a_machine_that_is_too_slow_for_its_gpus_is_told_of() -> None:
         late.told("engine", 10.0, 42.0)
         async with client.get(f"{url}/snapshot", headers={"Authorization": f"Bearer {KEY}"}) as answer:
             message = await answer.json()
-        settings: Any = SimpleNamespace(pretended=False)
+        settings: Any = SimpleNamespace(mock_engines=False)
         return message, [*notices(made.core, settings)]
 
     text, shown = on_stage(run)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from math import inf
 
 import pytest
@@ -12,15 +11,11 @@ from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
 from potluck.core.errors import InputError
-from potluck.core.values.service import ModelTerms
-from potluck.plan.day_and_frontier import (
+from potluck.plan.day_schedule import (
     at_rates,
     change_usd,
     cheapest_round,
-    dominated,
-    frontier,
     schedule,
-    with_value,
 )
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.verify import verify
@@ -75,25 +70,3 @@ def test_a_day_that_stays_the_same_has_one_step() -> None:
     assert day.usd_per_day == pytest.approx(day.static_usd_per_day)
     with pytest.raises(InputError, match="at least two parts"):
         schedule(TemplateFactory(problem), melange, SETTINGS, [{"chat": 5.0}])
-
-
-def test_a_frontier_of_plans_that_keep_what_is_asked() -> None:
-    problem = a_problem(an_ask(rate_per_s=6.0), offers=OFFERS)
-    values = (0.0, 0.5, 1.0)
-    points = frontier(
-        lambda value: with_value(problem, "availability", value, "node"),
-        values,
-        melange,
-        SETTINGS,
-        share_templates=True,
-    )
-    costs = [point.usd_per_h for point in points]
-    assert costs == sorted(costs)
-    assert costs[0] < costs[-1]
-    for point in points:
-        asked = with_value(problem, "availability", point.value, "node")
-        assert verify(asked, point.plan) == ()
-    assert with_value(problem, "spot", 0.3, "node").asks[0].terms == ModelTerms(max_spot_share=0.3)
-    dear = replace(points[0], plan=replace(points[0].plan, cost_usd_per_h=costs[-1] + 1))
-    assert dominated((dear, *points[1:]), less_is_more=False) == {0}
-    assert dominated(points, less_is_more=False) == frozenset()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
 from potluck.catalog import models
-from potluck.cli.engine.emulate import pretence
+from potluck.cli.engine.emulate import mock_model
 from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands, WeightFormats
 from potluck.core.codec import encode
@@ -196,7 +196,7 @@ def test_too_many_combinations_are_refused() -> None:
         ("vllm", "fp8", "bf16", None),
         ("gpu", "bf16", "fp8", None),
         ("gpu", "bf16", "bf16", []),
-        ("pretended", "bf16", "int4", ["1xL4:m@int4:1"]),
+        ("mock", "bf16", "int4", ["1xL4:m@int4:1"]),
     ],
 )
 def test_engines_are_told_or_what_they_cannot_make_is_refused(
@@ -228,9 +228,9 @@ def test_an_engine_that_acts_as_another_is_told_the_format() -> None:
         ("1xL40S:llama-3.1-8b:1", "bf16"),
         (dumps(encode(emulated_replica)), "int8"),
     ):
-        assert pretence(text).model.weights_are == weights
+        assert mock_model(text).model.weights_are == weights
     with pytest.raises(InputError, match="fp9"):
-        pretence("1xL40S:llama-3.1-8b@fp9:1")
+        mock_model("1xL40S:llama-3.1-8b@fp9:1")
 
 
 SPEC = """

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
-from html import escape
 from itertools import repeat
-from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
 from click import argument, option
 
 from potluck.cli.common import render
-from potluck.cli.common.files import FILE
-from potluck.cli.common.inputs import UNSAID_S, slo_option, written_slo
 from potluck.cli.common.render import missed
 from potluck.cli.fleet.service import running_url
 from potluck.core import figures
@@ -27,7 +25,7 @@ from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.types import Slo
 
 if TYPE_CHECKING:
-    from potluck.loadgen.load_client import LoadResult, Style, TimedRequest
+    from potluck.loadgen.load_client import LoadResult
 
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -37,6 +35,12 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 ASK_S = 10.0
 LATE_S = 0.05
 """A client that was later than this is said to have been."""
+UNSAID_S = 1e9
+"""An objective that nothing misses."""
+TIMES, SHARES = ("ttft", "tpot", "e2e"), ("attainment", "share")
+_TIME = re.compile(r"(?P<figure>\d+(\.\d*)?|\.\d+)(?P<unit>ms|s)\Z")
+_SHARE = re.compile(r"(?P<figure>\d+(\.\d*)?|\.\d+)(?P<percent>%?)\Z")
+
 Row = tuple[float, str, int, int]
 
 
@@ -62,37 +66,17 @@ Row = tuple[float, str, int, int]
     help="Token ids (exact lengths), text or a chat.",
 )
 @option("--until-eos", is_flag=True, help="Let answers end by themselves; not all servers know ignore_eos.")
-@option("--ttft", "ttft_s", type=float, help="Objective, in s; counts how many requests keep it.")
-@option("--tpot", "tpot_s", type=float, help="Objective, in s per token after the first.")
-@option("--e2e", "e2e_s", type=float, help="Objective, in s, for the whole answer.")
-@slo_option
+@option(
+    "--slo",
+    "slo_text",
+    metavar="ttft=2s,tpot=50ms,attainment=0.95",
+    help="A promise, of TTFT, TPOT or E2E for a share of requests (0.9 unless told): exit code 3 when it is missed.",
+)
 @option("--timeout", "within_s", type=click.FloatRange(0.1), default=600.0)
 @option("--seed", type=int, default=0)
 @option("--key", help=f"API key; else ${KEY_VARIABLE}.")
-@option("--plot", type=FILE, help="FILE.html with distributions.")
 @option("--json", "as_json", is_flag=True, help="For machines.")
-def bench(
-    url: str | None,
-    model: str | None,
-    rate_per_s: float | None,
-    workload: str | None,
-    concurrency: int | None,
-    requests: int | None,
-    seconds: float | None,
-    prompt: int,
-    output: int,
-    style: Style,
-    until_eos: bool,
-    ttft_s: float | None,
-    tpot_s: float | None,
-    e2e_s: float | None,
-    slo_text: str | None,
-    within_s: float,
-    seed: int,
-    key: str | None,
-    plot: Path | None,
-    as_json: bool,
-) -> None:
+def bench(url: str | None, slo_text: str | None, as_json: bool, **options: Any) -> None:
     """Send requests to the OpenAI server at URL and measure TTFT, TPOT and the whole time of each.
 
     Without a URL it is the service that runs here, or port 8000.
@@ -106,38 +90,37 @@ def bench(
     \b
     Examples:
       potluck bench --concurrency 8 --requests 200
-      potluck bench http://host:8000 --rate 20 --seconds 60 --input 512 --output 64 --ttft 1 --tpot 0.05
+      potluck bench http://host:8000 --rate 20 --seconds 60 --input 512 --output 64
       potluck bench --rate 5 --slo ttft=2s,tpot=50ms,attainment=0.95
-      potluck bench --workload trace.jsonl --rate 5 --requests 500 --plot bench.html
+      potluck bench --workload trace.jsonl --rate 5 --requests 500
     """
     from potluck.loadgen import load_client
 
-    if plot is not None and plot.suffix != ".html":
-        raise InputError("--plot", f"{plot.name} must end in .html")
-    if concurrency is not None and (rate_per_s is not None or workload is not None):
+    asked = SimpleNamespace(**options)
+    open_loop = asked.rate_per_s is not None or asked.workload is not None
+    if asked.concurrency is not None and open_loop:
         raise InputError("--concurrency", "is a closed loop, --rate and --workload an open one: give either")
-    slo = _slo(slo_text, ttft_s, tpot_s, e2e_s)
-    traced = () if workload is None else _traced(workload, rate_per_s, requests, seconds, seed)
+    at_once = None if open_loop else asked.concurrency or 1
+    slo = None if slo_text is None else written_slo(slo_text)
+    traced = () if asked.workload is None else _traced(asked)
     url = url or running_url() or DEFAULT_URL
     load_client.server_of(url)
-    model = _model(url, model, key := key or os.environ.get(KEY_VARIABLE, ""))
-    open_loop = rate_per_s is not None or workload is not None
+    key = asked.key or os.environ.get(KEY_VARIABLE, "")
+    model = _model(url, asked.model, key)
     rows: Iterable[Row] = ((at_s, model, sent, wanted) for at_s, sent, wanted in traced)
-    if workload is None:
-        rows = load_client.same(_times(rate_per_s, requests, seconds, seed), model, prompt, output)
-    made = load_client.shots(rows, seed=seed, style=style, key=key, until_eos=until_eos)
-    if open_loop:
-        load_client.shoot(url, shots := list(made), within_s=within_s)
+    if asked.workload is None:
+        rows = load_client.same(_times(asked), model, asked.prompt, asked.output)
+    made = load_client.shots(rows, seed=asked.seed, style=asked.style, key=key, until_eos=asked.until_eos)
+    if at_once is None:
+        load_client.shoot(url, shots := list(made), within_s=asked.within_s)
     else:
-        shots = load_client.shoot_in_turns(url, made, concurrency or 1, seconds=seconds, within_s=within_s)
+        shots = load_client.shoot_in_turns(url, made, at_once, seconds=asked.seconds, within_s=asked.within_s)
     load_result = load_client.measured(shots, slo)
-    if plot is not None:
-        _write(plot, _page(url, shots, load_result, slo))
     if as_json:
-        render.emit_json(_json(url, model, load_result, slo, open_loop, concurrency))
+        render.emit_json(_json(url, model, load_result, slo, at_once))
     else:
-        _show(url, model, load_result, slo, None if open_loop else concurrency or 1)
-    _keep(load_result, slo if slo_text else None, as_json)
+        _show(url, model, load_result, slo, at_once)
+    _keep(load_result, slo, as_json)
     if not load_result.answered:
         raise click.exceptions.Exit(1)
 
@@ -153,18 +136,7 @@ def _keep(load_result: LoadResult, slo: Slo | None, as_json: bool) -> None:
     missed()
 
 
-def _slo(text: str | None, ttft_s: float | None, tpot_s: float | None, e2e_s: float | None) -> Slo | None:
-    if text is not None:
-        if not (ttft_s is None and tpot_s is None and e2e_s is None):
-            raise InputError("--slo", "has the objectives in it; leave --ttft, --tpot and --e2e out")
-        return written_slo(text)
-    if ttft_s is None and tpot_s is None and e2e_s is None:
-        return None
-    return Slo(UNSAID_S if ttft_s is None else ttft_s, UNSAID_S if tpot_s is None else tpot_s, e2e_s=e2e_s)
-
-
 def _model(url: str, model: str | None, key: str) -> str:
-    """The model to ask for, known to the server."""
     base = url.rstrip("/").removesuffix("/v1")
     asked = urllib.request.Request(f"{base}/v1/models")
     if key:
@@ -191,27 +163,24 @@ def _model(url: str, model: str | None, key: str) -> str:
     return model or names[0]
 
 
-def _times(
-    rate_per_s: float | None, requests: int | None, seconds: float | None, seed: int
-) -> Iterable[float]:
+def _times(asked: SimpleNamespace) -> Iterable[float]:
     """When requests are sent: at times of chance, or in a closed loop all at once, by turns."""
     from potluck.loadgen.load_client import poisson
 
-    count = requests or (None if seconds is not None else DEFAULT_REQUESTS)
-    if rate_per_s is not None:
-        return poisson(Random(seed), rate_per_s, count, seconds)
+    count = asked.requests or (None if asked.seconds is not None else DEFAULT_REQUESTS)
+    if asked.rate_per_s is not None:
+        return poisson(Random(asked.seed), asked.rate_per_s, count, asked.seconds)
     return repeat(0.0) if count is None else repeat(0.0, count)
 
 
-def _traced(
-    what: str, rate_per_s: float | None, count: int | None, seconds: float | None, seed: int
-) -> list[tuple[float, int, int]]:
+def _traced(asked: SimpleNamespace) -> list[tuple[float, int, int]]:
     """A trace is sent whole unless told otherwise; what is drawn by chance has no end of its own."""
     from potluck.cli.common.workloads import WorkloadOptions, is_file, load
 
-    if count is None and not is_file(what):
+    count, seconds = asked.requests, asked.seconds
+    if count is None and not is_file(asked.workload):
         count = DEFAULT_REQUESTS if seconds is None else MOST_REQUESTS
-    made = load(what, "", WorkloadOptions(rate_per_s, count, seed))
+    made = load(asked.workload, "", WorkloadOptions(asked.rate_per_s, count, asked.seed))
     columns = (made.arrival_s.tolist(), made.prompt_tokens.tolist(), made.output_tokens.tolist())
     return [row for row in zip(*columns, strict=True) if seconds is None or row[0] <= seconds]
 
@@ -261,70 +230,56 @@ def _parts(slo: Slo) -> list[tuple[str, float | None]]:
 
 
 def _json(
-    url: str, model: str, load_result: LoadResult, slo: Slo | None, open_loop: bool, concurrency: int | None
+    url: str, model: str, load_result: LoadResult, slo: Slo | None, at_once: int | None
 ) -> dict[str, Any]:
     return {
         "url": url,
         "model": model,
-        "loop": "open" if open_loop else "closed",
-        "times_count_from": "when it should have been sent" if open_loop else "when it was sent",
-        "concurrency": None if open_loop else concurrency or 1,
+        "loop": "open" if at_once is None else "closed",
+        "times_count_from": "when it should have been sent" if at_once is None else "when it was sent",
+        "concurrency": at_once,
         **asdict(load_result),
         "errors": dict(load_result.errors),
         "examples": dict(load_result.examples),
         "attainment": load_result.attainment,
-        "objective": None
-        if slo is None
-        else {
-            **{f"{name.lower()}_s": limit_s for name, limit_s in _parts(slo)},
-            "attainment": slo.attainment,
-        },
+        "objective": slo
+        and {f"{name.lower()}_s": limit_s for name, limit_s in _parts(slo)} | {"attainment": slo.attainment},
         "requests_per_s": load_result.requests_per_s,
         "output_tokens_per_s": load_result.output_tokens_per_s,
     }
 
 
-def _page(url: str, shots: Sequence[TimedRequest], load_result: LoadResult, slo: Slo | None) -> str:
-    """Distributions as one page that needs nothing else."""
-    import numpy as np
-
-    from potluck.loadgen.load_client import tpot_of, whole
-    from potluck.sim.results.report import THEME, charts, sheet
-    from potluck.sim.results.series import LatencyCurve, curve
-
-    answered = [shot for shot in shots if whole(shot)]
-    columns = (
-        ("TTFT", [shot.ttft_s for shot in answered], slo.ttft_s if slo else None),
-        (
-            "TPOT",
-            [tpot for shot in answered if (tpot := tpot_of(shot)) is not None],
-            slo.tpot_s if slo else None,
-        ),
-        ("End to end", [shot.last_s - shot.at_s for shot in answered], slo.e2e_s if slo else None),
-    )
-    drawn = "".join(
-        charts.distribution(
-            (
-                LatencyCurve(
-                    name, curve(np.asarray(values)), limit_s if limit_s and limit_s < UNSAID_S else None
-                ),
-            ),
-            f"{name}: share of requests",
-        )
-        for name, values, limit_s in columns
-        if values
-    )
-    span = figures.seconds(load_result.span_s)
-    words = f"{load_result.answered:,} of {load_result.requests:,} requests answered in {span}"
-    return sheet(
-        f"Potluck bench of {url}",
-        f"<header><h1>{escape(url)}</h1><p>{words}</p>{THEME}</header>\n"
-        f'<main><section><div class="trio">{drawn}</div></section></main>\n',
-    )
+def written_slo(text: str) -> Slo:
+    """The objective that somebody wrote on a command line; what it does not name is not promised."""
+    values: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, value = (item.strip() for item in part.partition("="))
+        if not equals:
+            raise InputError(
+                "--slo", f"{part.strip()!r} is not NAME=VALUE, such as ttft=2s or attainment=0.95"
+            )
+        if name not in (*TIMES, *SHARES):
+            raise UnknownNameError("--slo", name, (*TIMES, *SHARES))
+        name = SHARES[0] if name in SHARES else name
+        if name in values:
+            raise InputError("--slo", f"{name} stands there twice")
+        values[name] = _share(value, name) if name in SHARES else _time_s(value, name)
+    if not any(name in values for name in TIMES):
+        raise InputError("--slo", "must have one of ttft, tpot, e2e, such as ttft=2s")
+    ttft_s, tpot_s = (values.get(name, UNSAID_S) for name in ("ttft", "tpot"))
+    return Slo(ttft_s, tpot_s, values.get(SHARES[0], Slo(1.0, 1.0).attainment), values.get("e2e"))
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise InputError("--plot", f"{path} cannot be written ({error.strerror})") from error
+def _time_s(value: str, name: str) -> float:
+    match = _TIME.match(value)
+    if match is None or not float(match["figure"]) > 0:
+        raise InputError("--slo", f"{name}={value} must be a time with its unit, such as 2s or 50ms")
+    return float(match["figure"]) / (1000 if match["unit"] == "ms" else 1)
+
+
+def _share(value: str, name: str) -> float:
+    match = _SHARE.match(value)
+    share = -1.0 if match is None else float(match["figure"]) / (100 if match["percent"] else 1)
+    if not 0 < share <= 1:
+        raise InputError("--slo", f"{name}={value} must be above 0 and at most 1, such as 0.95 or 95%")
+    return share

@@ -29,8 +29,7 @@ COMMANDS = {
     "estimate": (".planning.estimate:estimate", "How fast, how much and at what cost on one node."),
     "plan": (".planning.plan:plan", "What to rent and how to lay models out, with a proof."),
     "compare": (".planning.plan:compare", "All planning strategies on one spec, in one table."),
-    "schedule": (".planning.plan_series:schedule", "Plans for the hours of a day, and what changing costs."),
-    "frontier": (".planning.plan_series:frontier", "Cost against objective, availability or spot, drawn."),
+    "schedule": (".planning.schedule:schedule", "Plans for the hours of a day, and what changing costs."),
     "replan": (".planning.replan:replan", "Answers to trouble for a running plan, from cheap to dear."),
     "export": (".planning.export:export", "A plan as files: commands, Compose, Kubernetes, SkyPilot."),
     "simulate": (".simulating.simulate:simulate", "Serve a workload with a plan's fleet, in simulation."),
@@ -68,8 +67,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported on first use."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
@@ -179,7 +176,6 @@ def _forget_stdout() -> None:
 
 
 def main() -> NoReturn:
-    """Entry point of the `potluck` script."""
     # Python leaves these None when the caller closed them (`potluck ... >&-`).
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:

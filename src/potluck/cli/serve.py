@@ -8,18 +8,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_bytes
+from types import SimpleNamespace
+from typing import Any
 
 import click
 from click import argument, option
 
-from potluck.cli.common.files import FILE, FOLDER, read_bytes, read_text
-from potluck.cli.engine.listening import LOOPBACK, api_key, key_in, tls_for
+from potluck.cli.common.files import FILE, FOLDER, read_text
+from potluck.cli.engine.listening import LOOPBACK, api_key, key_in, secret_in, tls_for
 from potluck.cli.planning.estimate import profile_option
 from potluck.cli.simulating.simulation import policy_of, read_inputs, scene_of
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.spec.spec_values import SHIPPED, Spec
 
 ADMIN_VARIABLE = "POTLUCK_ADMIN_KEY"
+SETTINGS = "engines keys usage log engine_ca gateways state takeover otlp mock_engines why plan_version"
+"""Options that `GatewaySettings` has by the same names."""
 
 
 @click.command()
@@ -40,7 +44,12 @@ ADMIN_VARIABLE = "POTLUCK_ADMIN_KEY"
 @option("--usage", type=FILE, help="Write a line per request here, to bill from.")
 @option("--log", type=FILE, help="Write what the Brain hears and asks here; `potluck replay` reads it.")
 @option("--files", multiple=True, metavar="MODEL=DIR", help="A model's tokenizer, over the spec's `files`.")
-@option("--pretended", is_flag=True, help="Engines are mocks: requests may be as long as the spec allows.")
+@option(
+    "--mock",
+    "mock_engines",
+    is_flag=True,
+    help="Engines are mocks: requests may be as long as the spec allows.",
+)
 @option("--tls", nargs=2, type=FILE, metavar="CERTIFICATE KEY", help="Serve HTTPS.")
 @option("--engine-ca", type=FILE, help="Authority of engines' certificates; else those trusted here.")
 @option("--gateways", default=1, type=click.IntRange(1, 1000), help="So many share clients and keys' limits.")
@@ -58,32 +67,11 @@ ADMIN_VARIABLE = "POTLUCK_ADMIN_KEY"
 def serve(
     plan: Path,
     spec: Path,
-    engines: Path | None,
     host: str,
-    port: int,
     admin_host: str,
-    admin_port: int,
-    admin_key_file: Path | None,
-    engine_key_file: Path | None,
-    workers: int,
-    keys: Path | None,
-    secret_file: Path | None,
-    usage: Path | None,
-    log: Path | None,
-    files: tuple[str, ...],
-    pretended: bool,
     tls: tuple[Path, Path] | None,
-    engine_ca: Path | None,
-    gateways: int,
-    state: Path | None,
-    takeover: Path | None,
-    otlp: str | None,
-    policy: tuple[str, ...],
-    history: Path | None,
-    why: str,
-    plan_version: int,
-    profile_paths: tuple[Path, ...],
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Serve a PLAN's models at one OpenAI address, over engines that were started for it.
 
@@ -95,40 +83,27 @@ def serve(
     from potluck.gateway.serve import serve_forever
     from potluck.gateway.settings import GatewaySettings, ListenAddresses
 
-    if host not in LOOPBACK and keys is None:
+    asked = SimpleNamespace(**options)
+    if host not in LOOPBACK and asked.keys is None:
         raise InputError("--host", f"{host} is open to others; give --keys, or listen on 127.0.0.1")
-    if takeover is not None and workers > 1:
+    if asked.takeover is not None and asked.workers > 1:
         raise InputError("--takeover", "is for a gateway of one process; leave out --workers")
     tls_for(host, tls)
     inputs, rules = read_inputs(
-        (plan, spec), 0.0, _nothing, lambda read: policy_of(policy, read.policy), profile_paths
+        (plan, spec), 0.0, print, lambda read: policy_of(asked.policy, read.policy), asked.profile_paths
     )
+    engine_key, secret = asked.engine_key_file, asked.secret_file
     settings = GatewaySettings(
-        ListenAddresses(host, port, admin_host, admin_port, workers),
-        engines=engines,
-        keys=keys,
-        usage=usage,
-        log=log,
+        ListenAddresses(host, asked.port, admin_host, asked.admin_port, asked.workers),
         tls=tls,
-        engine_ca=engine_ca,
-        gateways=gateways,
-        state=state,
-        takeover=takeover,
-        otlp=otlp,
-        admin_key=_admin_key(admin_key_file, admin_host),
-        files=files_of(inputs.spec, files),
-        pretended=pretended,
-        engine_key="" if engine_key_file is None else api_key(engine_key_file, "--engine-key-file") or "",
-        secret=token_bytes(32) if secret_file is None else _secret(secret_file),
-        why=why,
-        plan_version=plan_version,
+        admin_key=_admin_key(asked.admin_key_file, admin_host),
+        files=files_of(inputs.spec, asked.files),
+        engine_key="" if engine_key is None else api_key(engine_key, "--engine-key-file") or "",
+        secret=token_bytes(32) if secret is None else secret_in(secret, "--secret-file"),
+        **{name: options[name] for name in SETTINGS.split()},
     )
-    resolved = replace(scene_of(inputs), history=_history(history, inputs.spec))
+    resolved = replace(scene_of(inputs), history=_history(asked.history, inputs.spec))
     serve_forever(resolved, rules, settings, announced(as_json))
-
-
-def _nothing(line: str) -> None:
-    """Nothing is planned here."""
 
 
 def announced(as_json: bool) -> Callable[[str, str], None]:
@@ -167,25 +142,15 @@ def files_of(spec: Spec, pairs: tuple[str, ...]) -> dict[str, Path]:
 def _history(file: Path | None, spec: Spec) -> dict[str, tuple[float, ...]]:
     if file is None:
         return {}
+    text = read_text(file, "--history")
     try:
-        document = json.loads(read_text(file, "--history"))
-    except (ValueError, RecursionError) as error:
-        raise InputError("--history", f"{file} is not JSON") from error
-    try:
-        rates = {str(name): tuple(float(item) for item in listed) for name, listed in document.items()}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise InputError("--history", f"{file} must be an object of lists of rates") from error
+        rates = {str(name): tuple(map(float, listed)) for name, listed in json.loads(text).items()}
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise InputError("--history", f"{file} is not JSON of lists of rates by model") from error
     if not all(0 <= value < 1e9 for listed in rates.values() for value in listed):
         raise InputError("--history", f"{file}: rates must not be negative")
     known = {model.name for model in spec.models}
     return {name: listed for name, listed in rates.items() if name in known}
-
-
-def _secret(file: Path) -> bytes:
-    text = read_bytes(file, "--secret-file").strip()
-    if len(text) < 16:
-        raise InputError("--secret-file", f"{file} must have at least 16 bytes that nobody can guess")
-    return text
 
 
 def _admin_key(file: Path | None, host: str) -> str | None:

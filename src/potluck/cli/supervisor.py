@@ -1,9 +1,9 @@
 """The first process of `potluck up`: it forks the command, and again when that is killed. It imports next to nothing.
 
-The command is the controller. Gateway and engines outlive it in any case; this process brings it back, and keeps the
-gateway's listening sockets meanwhile. Until the controller looks after the gateway again, this process has that
-started too, should it have died as well. A command that ends by itself, or that is killed before it served, has
-ended. Should this process die, the command dies with it.
+The command is the controller. Gateway and engines outlive it; this process brings it back and keeps the gateway's
+listening sockets meanwhile. It also has the gateway started, should that die before the controller looks after it
+again. A command that ends by itself, or that is killed before it served, has ended. Should this process die, the
+command dies with it.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ USUAL_PORT = 8000
 """Where clients ask unless told; operators and the page have the next one. `potluck serve` has the same."""
 PORT_TRIES = 3
 ANSWER_S = 2.0
-FORKED = ("emulated", "pretended")
+FORKED = ("emulated", "mock")
 """Styles of engines that share what they loaded."""
 
 

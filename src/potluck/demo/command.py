@@ -244,7 +244,7 @@ def _stood(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) -
     from potluck.engine.shipped_model import shipped_model
     from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
-    fork_server = fork_server_of(folder, "pretended")
+    fork_server = fork_server_of(folder, "mock")
     click.echo("planning", err=True)
     spec = read_one_spec((day(),))
     problem = load_problem(spec, HEADROOM, None, (), 0.0)
@@ -257,7 +257,7 @@ def _stood(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) -
     )
     files = tuple((model.name, shipped_model()) for model in spec.models)
     maker = EngineCommands(
-        "pretended", files, tuple((model_spec.name, model_spec.model.name) for model_spec in spec.models)
+        "mock", files, tuple((model_spec.name, model_spec.model.name) for model_spec in spec.models)
     )
     market = folder / "market.yaml"
     rules = {

@@ -158,7 +158,7 @@ def cards_of(
     cards = []
     for name, model in resolved.models.items():
         plain = {entry.kind for entry in engine_list if entry.model in ("", name)} == {"openai"}
-        folder, only = settings.files.get(name), settings.pretended
+        folder, only = settings.files.get(name), settings.mock_engines
         cards.append(partial(model_card, name, model.max_context_tokens, model.vocab, plain, folder, only))
     return tuple(cards)
 

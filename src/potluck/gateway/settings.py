@@ -29,7 +29,7 @@ class GatewaySettings:
     engines: Path | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
     """Model to where its tokenizer lies."""
-    pretended: bool = False
+    mock_engines: bool = False
     """Of those only the tokenizer counts: engines act as the models that the spec names."""
     keys: Path | None = None
     usage: Path | None = None

@@ -20,8 +20,26 @@ FOLDER, EXISTING = (
     click.Path(exists=True, dir_okay=False, path_type=Path),
 )
 """Types of options: `EXISTING` is a file that must be there."""
+Command = TypeVar("Command", bound=Callable[..., object])
 MOST_BYTES = 256 << 20
 """Of a file that is read as a whole; plans, profiles and markets take a few MB at most."""
+
+
+def option_group(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Options that several commands have, as one decorator."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def positive(field: str, value: float) -> float:
+    if not 0 < value < float("inf"):
+        raise InputError(field, f"must be positive, is {value:g}")
+    return value
 
 
 def require_writable(option: str, path: Path | None) -> None:
@@ -51,11 +69,17 @@ def read_bytes(path: Path, option: str = "") -> bytes:
 
 
 def read_text(path: Path, option: str = "") -> str:
-    """The same as text."""
     try:
         return read_bytes(path, option).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{option}: {path}" if option else str(path), "is not text in UTF-8") from error
+
+
+def write_text(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(option, f"{path} cannot be written ({error.strerror or error})") from error
 
 
 def named(path: Path, read: Callable[[str], T], option: str = "") -> T:
@@ -72,8 +96,8 @@ def named(path: Path, read: Callable[[str], T], option: str = "") -> T:
 
 @dataclass(slots=True)
 class OutputFiles:
-    """Files that are written at the end. One that cannot be must not cost what was computed: it goes elsewhere if it
-    can, the command goes on and prints what it has, and `complain` says what went wrong."""
+    """Files that are written at the end. One that cannot be must not cost what was computed: the command goes on and
+    prints what it has, and `complain` says what went wrong."""
 
     wrong: list[InputError] = field(default_factory=list)
 
@@ -84,16 +108,14 @@ class OutputFiles:
             _whole(path, write)
         except OSError as error:
             problem = f"{path}: {error.strerror or 'cannot be written'}"
-            self.wrong.append(InputError(option, f"{problem}; {_elsewhere(path, write)}"))
+            self.wrong.append(InputError(option, f"{problem}; what was computed is printed"))
 
     def text(self, option: str, path: Path | None, text: Callable[[], str]) -> None:
         self(option, path, lambda to: to.write_text(text(), encoding="utf-8"))
 
     def complain(self) -> None:
         if self.wrong:
-            raise InputError(
-                self.wrong[0].field, "; ".join(input_error.problem for input_error in self.wrong)
-            )
+            raise InputError(self.wrong[0].field, "; ".join(error.problem for error in self.wrong))
 
 
 def _whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -108,14 +130,3 @@ def _whole(path: Path, write: Callable[[Path], object]) -> None:
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-
-
-def _elsewhere(path: Path, write: Callable[[Path], object]) -> str:
-    try:
-        import tempfile
-
-        other = Path(tempfile.mkdtemp(prefix="potluck-")) / f"{path.stem or 'file'}{path.suffix}"
-        _whole(other, write)
-    except OSError:
-        return "what was computed is printed"
-    return f"it is in {other} instead"

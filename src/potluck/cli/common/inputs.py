@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -10,12 +11,11 @@ from typing import TYPE_CHECKING
 
 from click import option
 
-from potluck.cli.common.files import named
-from potluck.control.launchers.engine_command import WeightFormats
+from potluck.cli.common.files import named, positive
 from potluck.core.errors import InputError, UnknownNameError
-from potluck.core.values.types import Slo
 
 if TYPE_CHECKING:
+    from potluck.control.launchers.engine_command import WeightFormats
     from potluck.core.values.plan import Plan
     from potluck.plan.problem import PlanningProblem
     from potluck.spec.spec_values import Spec
@@ -51,7 +51,6 @@ def load_problem(
     init_penalty: float,
     sure: float = 0.5,
 ) -> PlanningProblem:
-    """The planning problem that a spec and the options pose."""
     from potluck.plan.explain import without_nodes
     from potluck.plan.problem import PlanningProblem, model_demand
 
@@ -117,21 +116,12 @@ def node_name(problem: PlanningProblem, name: str, field: str) -> str:
 
 def weights_in(spec: Spec, plan: Plan) -> dict[str, WeightFormats]:
     """Model to the format of its weights and that of its checkpoint, where the plan says so."""
+    from potluck.control.launchers.engine_command import WeightFormats
+
     stored = {model.name: model.stored for model in spec.models}
     return {name: WeightFormats(planned, stored[name]) for name, planned in plan.formats if name in stored}
 
 
-UNSAID_S = 1e9
-"""An objective that nothing misses."""
-TIMES, SHARES = ("ttft", "tpot", "e2e"), ("attainment", "share")
-_TIME = re.compile(r"(?P<figure>\d+(\.\d*)?|\.\d+)(?P<unit>ms|s)\Z")
-_SHARE = re.compile(r"(?P<figure>\d+(\.\d*)?|\.\d+)(?P<percent>%?)\Z")
-slo_option = option(
-    "--slo",
-    "slo_text",
-    metavar="ttft=2s,tpot=50ms,attainment=0.95",
-    help="A promise, of TTFT, TPOT or E2E for a share of requests (0.9 unless told): exit code 3 when it is missed.",
-)
 scale_option = option(
     "--slo-scale", type=float, default=1.0, help="All objectives (TTFT, TPOT, E2E) times this."
 )
@@ -139,9 +129,7 @@ scale_option = option(
 
 def scaled(spec: Spec, factor: float) -> Spec:
     """Models' objectives, and those that classes have of their own; a class's factor goes on top."""
-    if not 0 < factor < float("inf"):
-        raise InputError("--slo-scale", f"must be positive, is {factor:g}")
-    if factor == 1.0:
+    if positive("--slo-scale", factor) == 1.0:
         return spec
     classes = tuple(
         request_class
@@ -156,37 +144,13 @@ def scaled(spec: Spec, factor: float) -> Spec:
     )
 
 
-def written_slo(text: str, option: str = "--slo") -> Slo:
-    """The objective that somebody wrote on a command line; what it does not name is not promised."""
-    values: dict[str, float] = {}
-    for part in text.split(","):
-        name, equals, value = (item.strip() for item in part.partition("="))
-        if not equals:
-            raise InputError(
-                option, f"{part.strip()!r} is not NAME=VALUE, such as ttft=2s or attainment=0.95"
-            )
-        if name not in (*TIMES, *SHARES):
-            raise UnknownNameError(option, name, (*TIMES, *SHARES))
-        name = SHARES[0] if name in SHARES else name
-        if name in values:
-            raise InputError(option, f"{name} stands there twice")
-        values[name] = _share(value, name, option) if name in SHARES else _time_s(value, name, option)
-    if not any(name in values for name in TIMES):
-        raise InputError(option, "must have one of ttft, tpot, e2e, such as ttft=2s")
-    ttft_s, tpot_s = (values.get(name, UNSAID_S) for name in ("ttft", "tpot"))
-    return Slo(ttft_s, tpot_s, values.get(SHARES[0], Slo(1.0, 1.0).attainment), values.get("e2e"))
-
-
-def _time_s(value: str, name: str, option: str) -> float:
-    match = _TIME.match(value)
-    if match is None or not float(match["figure"]) > 0:
-        raise InputError(option, f"{name}={value} must be a time with its unit, such as 2s or 50ms")
-    return float(match["figure"]) / (1000 if match["unit"] == "ms" else 1)
-
-
-def _share(value: str, name: str, option: str) -> float:
-    match = _SHARE.match(value)
-    share = -1.0 if match is None else float(match["figure"]) / (100 if match["percent"] else 1)
-    if not 0 < share <= 1:
-        raise InputError(option, f"{name}={value} must be above 0 and at most 1, such as 0.95 or 95%")
-    return share
+def pairs(option: str, given: Sequence[str], known: set[str]) -> dict[str, str]:
+    values = {}
+    for item in given:
+        name, equals, value = item.partition("=")
+        if not equals or not value:
+            raise InputError(option, f"{item!r} is not NAME=VALUE")
+        if name not in known:
+            raise UnknownNameError(option, name, known)
+        values[name] = value
+    return values

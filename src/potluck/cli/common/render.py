@@ -12,10 +12,10 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import click
 
@@ -26,12 +26,10 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 
+T = TypeVar("T")
 LEAST_WIDTH, WIDEST = 40, 200
-LISTING_WIDTH = 80
-"""Of listings whose last column is folded, in a terminal and in a pipe alike."""
-LEAST_LAST = 20
-LEAST_TEXT = 18
-"""To what a column of words is folded before a table is printed in parts."""
+LEAST_TEXT, LEAST_WORD = 18, 20
+"""To what a column of words, or of one long word, is folded before a table is printed in parts."""
 PADDING = 3
 """Of a column, with the line that is not drawn between two."""
 _FIGURE = re.compile(r"(?<=\d) (?=(?:%|[mµ]?s\b|min\b|h\b))")
@@ -40,7 +38,6 @@ _NUMBER = re.compile(r"[-+$]*[0-9][0-9.,]*( \S+|%)?\Z")
 
 
 def emit_json(value: object) -> None:
-    """One JSON document on stdout."""
     click.echo(json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False))
 
 
@@ -56,16 +53,8 @@ def bold(text: str) -> str:
 
 def paragraph(text: str, indent: str = "") -> None:
     """A line of words, folded where it is too long; with an empty one below where it ends in a new line."""
-    whole = _FIGURE.sub("\xa0", text)
-    folded = textwrap.fill(
-        whole,
-        _width(),
-        break_on_hyphens=False,
-        break_long_words=False,
-        initial_indent=indent,
-        subsequent_indent=2 * indent,
-    )
-    click.echo(folded.replace("\xa0", " "))
+    fold = textwrap.TextWrapper(_width(), indent, 2 * indent, break_on_hyphens=False, break_long_words=False)
+    click.echo(fold.fill(_FIGURE.sub("\xa0", text)).replace("\xa0", " "))
     if text.endswith("\n"):
         click.echo()
 
@@ -90,7 +79,7 @@ class _Column:
         cells = max(map(len, self.cells), default=0)
         words = max((len(word) for text in self.cells for word in text.split()), default=0)
         head = max((len(word) for word in self.head.split()), default=0)
-        return max(head, cells if self.numeric else min(cells, max(LEAST_TEXT, min(words, LEAST_LAST))))
+        return max(head, cells if self.numeric else min(cells, max(LEAST_TEXT, min(words, LEAST_WORD))))
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -100,10 +89,15 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
         _Column(head, ["" if row[place] is None else str(row[place]) for row in rows])
         for place, head in enumerate(columns)
     ]
-    lines = [bold("\n".join(_folded(title, width)))]
+    lines = [bold("\n".join(_folded(title, width)))] if title else []
     for part in _parts(made, width):
         lines += [*_grid(part, width), ""]
     click.echo("\n".join(lines))
+
+
+def table_of(title: str, items: Iterable[T], columns: Mapping[str, Callable[[T], object]]) -> None:
+    """A table with a row for each item; columns are heads with what makes their cells."""
+    table(title, list(columns), [[cell(item) for cell in columns.values()] for item in items])
 
 
 def _parts(columns: list[_Column], width: int) -> list[list[_Column]]:
@@ -160,7 +154,6 @@ def _widths(columns: list[_Column], width: int) -> list[int]:
 
 
 def _lines(cells: list[list[str]], widths: list[int], right: list[bool]) -> list[str]:
-    """Folded cells beside each other."""
     places = list(zip(cells, widths, right, strict=True))
     lines = []
     for place in range(max(len(cell) for cell in cells)):
@@ -178,35 +171,6 @@ def _folded(text: str, width: int) -> list[str]:
         return [text]
     lines = text.split("\n")
     return [part for line in lines for part in textwrap.wrap(line, width, break_on_hyphens=False) or [""]]
-
-
-def narrow(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table on stdout with one space between columns and no lines, for names that leave little room."""
-    cells = [list(columns), *[["" if cell is None else str(cell) for cell in row] for row in rows]]
-    widths = [max(len(row[place]) for row in cells) for place in range(len(columns))]
-    right = [
-        bool(rows) and all(_NUMBER.match(row[place]) or row[place] in ("", "-") for row in cells[1:])
-        for place in range(len(columns))
-    ]
-    for row in cells:
-        padded = (
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        )
-        click.echo(" ".join(padded).rstrip())
-    click.echo()
-
-
-def listing(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table of 80 columns whose last column, of long names, is folded between words."""
-    widths = [max(len(row[place]) for row in (columns, *rows)) for place in range(len(columns) - 1)]
-    room = max(LISTING_WIDTH - sum(widths) - 2 * len(widths), LEAST_LAST)
-    click.echo(title)
-    for row in (columns, *rows):
-        first = "  ".join(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True))
-        for place, part in enumerate(textwrap.wrap(row[-1], room, break_on_hyphens=False) or [""]):
-            click.echo(f"{first if not place else ' ' * len(first)}  {part}".rstrip())
-    click.echo()
 
 
 def _width() -> int:
@@ -227,18 +191,19 @@ def count(value: float) -> str:
 
 def short(value: float) -> str:
     """`8.03 B`: large counts, such as parameters or FLOPs, in thousands' steps."""
-    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if abs(value) >= limit * 0.9995:
-            return f"{digits(value / limit)} {unit}"
-    return count(value)
+    return _in_steps(value, ("T", "B", "M", "K")) or count(value)
 
 
 def bytes_(value_bytes: float) -> str:
     """`16.1 GB`, decimal as GPU makers count."""
-    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(value_bytes) >= limit * 0.9995:
-            return f"{digits(value_bytes / limit)} {unit}"
-    return f"{value_bytes:.0f} B"
+    return _in_steps(value_bytes, ("TB", "GB", "MB", "kB")) or f"{value_bytes:.0f} B"
+
+
+def _in_steps(value: float, units: Sequence[str]) -> str:
+    for limit, unit in zip((1e12, 1e9, 1e6, 1e3), units, strict=True):
+        if abs(value) >= limit * 0.9995:
+            return f"{digits(value / limit)} {unit}"
+    return ""
 
 
 def percent(share: float, below: float | None = None) -> str:
@@ -283,15 +248,11 @@ def progress(total: int) -> Iterator[ProgressBar]:
 DONE, NO, BAD_INPUT, MISSED, BUG, INTERRUPTED = 0, 1, 2, 3, 70, 130
 MEANINGS = (
     (DONE, "done"),
-    (
-        NO,
-        "no (`replay`: a difference; `simulate`: a replica that the plan counts on got nothing), or broken pipe",
-    ),
+    (NO, "no (`replay`: a difference; `simulate`: a planned replica got nothing), or broken pipe"),
     (BAD_INPUT, "bad input, or nothing can serve it: one line names the field and the fix"),
     (
         MISSED,
-        "done, but a promise is not kept (`simulate`, `plan`, `bench --slo`): an objective is missed, or some "
-        "demand not met",
+        "done, but an objective is missed, or not all demand is met (`simulate`, `plan`, `bench --slo`)",
     ),
     (BUG, "a bug of ours (POTLUCK_DEBUG=1 shows the traceback)"),
     (INTERRUPTED, "interrupted"),

@@ -48,7 +48,6 @@ def is_file(what: str) -> bool:
 
 
 def load(what: str, model: str, asked: WorkloadOptions) -> Workload:
-    """The requests of a trace file or of a catalog workload, for `model`."""
     if is_file(what):
         from potluck.spec.traces import load_trace
 
@@ -98,7 +97,6 @@ def of_trace(trace: Trace, model: str, asked: WorkloadOptions) -> Workload:
 
 
 def to_trace(made: Workload, format_name: str = "made", start_s: float = 0.0) -> Trace:
-    """The other way, for writing."""
     from potluck.spec.traces import Trace
 
     who = made.labels

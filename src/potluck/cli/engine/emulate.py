@@ -1,19 +1,19 @@
 """Other executors than one process at its own pace: `--emulate A10:llama-3.1-8b` and `--stages 3,5x2`.
 
-A10:llama-3.1-8b          one GPU; A10:llama-3.1-8b@fp8 with weights in another format
-2xL40S:qwen3-32b          both GPUs of a node; 2xL40S:qwen3-32b:1 only one of them
+A10:llama-3.1-8b@fp8      one GPU, with weights in another format
+2xL40S:qwen3-32b:1        one of a node's two GPUs
 A10,L4+L4:llama-3.1-8b    a pipeline: its first stage on an A10, the second shared by two L4
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from potluck.cli.common.files import read_text
+from potluck.cli.engine.listening import secret_in
 from potluck.core.codec import decode
 from potluck.core.errors import FormatError, InputError
 from potluck.core.values.layout import EmulatedReplica, Layout, Stage, StageNode
@@ -76,25 +76,24 @@ class Emulation:
         nodes = self.nodes * len(stages) if len(self.nodes) == 1 else self.nodes
         if len(nodes) != len(stages):
             raise InputError("emulate", f"names {len(nodes)} stages, the pipeline has {len(stages)}")
-        few = sum(stage.layers for stage in stages)
-        pipeline_stages, first = [], 0
+        few, many = sum(stage.layers for stage in stages), self.model.layer_count
+        emulated, first, before = [], 0, tuple[NodeType, ...]()
         for place, stage in enumerate(stages):
-            last = first + stage.layers
             kinds = nodes[place] * len(stage.places) if len(nodes[place]) == 1 else nodes[place]
             if len(kinds) != len(stage.places):
-                raise InputError(
-                    "emulate", f"names {len(kinds)} nodes for stage {place}, which has {len(stage.places)}"
-                )
-            layers = range(first * self.model.layer_count // few, last * self.model.layer_count // few)
-            before = nodes[place - 1] if place else ()
-            likes = [self._like(node, layers, before) for node in kinds]
+                given = f"names {len(kinds)} nodes for stage {place}, which has {len(stage.places)}"
+                raise InputError("emulate", given)
+            last = first + stage.layers
+            likes = [
+                self._like(node, range(first * many // few, last * many // few), before) for node in kinds
+            ]
             places = tuple(
                 replace(worker_place, emulate=like, weight=speed)
                 for worker_place, (like, speed) in zip(stage.places, likes, strict=True)
             )
-            pipeline_stages.append(replace(stage, places=places))
-            first = last
-        return tuple(pipeline_stages)
+            emulated.append(replace(stage, places=places))
+            first, before = last, nodes[place]
+        return tuple(emulated)
 
     def _like(self, node: NodeType, layers: range, before: Sequence[NodeType]) -> tuple[EmulatedGpu, float]:
         from potluck.engine.pipeline.pipeline_messages import EmulatedGpu
@@ -164,9 +163,8 @@ def emulation(text: str, speed_up: float = 1.0) -> Emulation:
     return result
 
 
-def pretence(text: str, speed_up: float = 1.0, mean_output_tokens: int = 0) -> MockModel:
-    """What `--emulate` says to an engine that pretends: as above, or a `EmulatedReplica` as JSON, as a controller has
-    it."""
+def mock_model(text: str, speed_up: float = 1.0, mean_output_tokens: int = 0) -> MockModel:
+    """What `--emulate` says to a mock engine: as above, or a controller's `EmulatedReplica` as JSON."""
     from potluck.engine.mock.mock_engine import MockModel
 
     if not text.startswith("{"):
@@ -197,29 +195,20 @@ def pretence(text: str, speed_up: float = 1.0, mean_output_tokens: int = 0) -> M
 
 
 def executor_maker(
-    emulate: str | None,
-    speed_up: float,
-    stages: str | None,
-    secret_file: Path | None,
-    *,
-    tls: tuple[Path, Path, Path] | None = None,
-    directory: Path,
-    random_seed: int | None,
-    threads: int | None,
-    kv_blocks: int | None,
+    options: Mapping[str, Any], directory: Path, tls: tuple[Path, Path, Path] | None = None
 ) -> MakeExecutor:
     """What makes an engine's executor, as the flags say. An emulated GPU also says how much KV there is room for."""
     from potluck.engine.pipeline.launch import launch, parse_stages
     from potluck.engine.pipeline.pipeline_connection import TlsPair
     from potluck.engine.serve import local_executor
 
-    like = None if emulate is None else emulation(emulate, speed_up)
-    parts = None if stages is None else parse_stages(stages)
-    secret = _secret(secret_file, parts)
+    like = None if options["emulate"] is None else emulation(options["emulate"], options["speed_up"])
+    parts = None if options["stages"] is None else parse_stages(options["stages"])
+    secret, seed = _secret(options["secret_file"], parts), options["random_weights"]
     secure = None if tls is None else TlsPair.of(*tls)
 
     def make(config: EngineModelConfig, source: WeightSource, size: RunnerSize, device: str) -> Executor:
-        if like is not None and kv_blocks is None:
+        if like is not None and options["kv_blocks"] is None:
             size = replace(size, blocks=like.blocks())
         if parts is None:
             executor = local_executor(config, source, size, device)
@@ -228,11 +217,11 @@ def executor_maker(
             config,
             parts if like is None else like.stages(parts),
             size,
-            directory=str(directory.resolve()) if random_seed is None else None,
-            seed=random_seed or 0,
+            directory=str(directory.resolve()) if seed is None else None,
+            seed=seed or 0,
             secret=secret,
             tls=secure,
-            threads=threads or 0,
+            threads=options["threads"] or 0,
             device=device,
         )
 
@@ -241,12 +230,8 @@ def executor_maker(
 
 def _secret(file: Path | None, stages: Sequence[PipelineStage] | None) -> bytes | None:
     """The secret that workers elsewhere were started with; those that are started here get one of their own."""
-    elsewhere = any(place.address for stage in stages or () for place in stage.places)
-    if file is None:
-        if elsewhere:
-            raise InputError("--secret-file", "is needed for workers that run elsewhere")
-        return None
-    secret = read_text(file, "--secret-file").strip().encode()
-    if len(secret) < 16:
-        raise InputError("--secret-file", f"{file} must hold 16 characters or more")
-    return secret
+    if file is not None:
+        return secret_in(file, "--secret-file")
+    if any(place.address for stage in stages or () for place in stage.places):
+        raise InputError("--secret-file", "is needed for workers that run elsewhere")
+    return None

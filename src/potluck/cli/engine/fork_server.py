@@ -1,12 +1,11 @@
-"""A process that loads the engine once and forks engines from itself.
+"""A process that loads the engine once and forks engines: `python -m potluck.cli.engine.fork_server STYLE`.
 
-It runs as `python -m potluck.cli.engine.fork_server STYLE`; with `warm` it only compiles ahead of first use.
-Whoever started it writes lines of JSON, {"arguments": ["engine", "serve", ...], "log": PATH}, and reads one for each:
-{"pid": N} or {"refused": WHY}; before them {"ready": true}, once everything is loaded, with what computing takes here
-as "cpu" (`control.launch.cpu`) where engines compute. It ends when its input does; its engines go on.
+With `warm` it only compiles ahead of first use. It reads lines of JSON, {"arguments": ["engine", "serve", ...],
+"log": PATH}, and answers each with {"pid": N} or {"refused": WHY}; first of all, once everything is loaded, with
+{"ready": true, "cpu": what computing takes here}. It ends when its input does; its engines go on.
 
-Forking is only sound while there is one thread: torch computes with one here, as it does for models as small as the
-shipped one anyhow, and nothing of CUDA is touched. Where there are more threads all the same it refuses.
+Forking is only sound while there is one thread: torch computes with one here, and nothing of CUDA is touched. Where
+there are more threads all the same it refuses.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ MODULES = (
     "potluck.perf.timers.roofline",
 )
 """What an engine imports when it starts, beside what is used here."""
-PRETENDED = (
+MOCK_MODULES = (
     "potluck.cli.engine.engine",
     "potluck.cli.engine.emulate",
     "potluck.catalog.models",
@@ -45,7 +44,7 @@ PRETENDED = (
     "potluck.engine.serve",
     "potluck.perf.throughput",
 )
-"""The same for one that pretends: no torch, nothing that computes."""
+"""The same for a mock: no torch, nothing that computes."""
 
 PROMPT_TOKENS, SEQUENCES, TRIES = 64, 4, 3
 """With which computing is measured."""
@@ -55,8 +54,8 @@ ENGINE_TITLE = "potluck-engine"
 
 def load(style: str = "emulated") -> dict[str, float]:
     """Everything that an engine of the shipped model needs, its machine code too; what computing takes of a CPU."""
-    if style == "pretended":
-        load_pretended()
+    if style == "mock":
+        load_mock()
         return {}
     import torch
 
@@ -124,13 +123,12 @@ def _cpu_cost(executor: Executor) -> dict[str, float]:
     return {"prompt_token_s": prompt_s / PROMPT_TOKENS, "step_s": step_s, "sequence_s": sequence_s}
 
 
-def load_pretended() -> None:
-    """Everything that an engine needs which makes its tokens up."""
+def load_mock() -> None:
     from potluck.api.tokenizer import ModelTokenizer
     from potluck.engine.shipped_model import shipped_model
     from potluck.kv import checksum
 
-    for module in PRETENDED:
+    for module in MOCK_MODULES:
         import_module(module)
     checksum.load()
     ModelTokenizer.read(shipped_model())
@@ -146,7 +144,6 @@ def _threads() -> int:
 
 
 def _forked(arguments: list[str], log: str) -> int:
-    """An engine with these arguments; its number."""
     sys.stdout.flush()
     number = os.fork()
     if number:

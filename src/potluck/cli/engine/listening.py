@@ -16,12 +16,11 @@ from potluck.cli.common.files import PATH, read_text
 from potluck.core.errors import InputError
 
 KEY_VARIABLE = "POTLUCK_API_KEY"
+LEAST_SECRET = 16
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def announce(name: str, role: str, as_json: bool, host: str) -> Callable[[str], None]:
-    """Says where an engine listens, once it does."""
-
     def ready(address: str) -> None:
         if address.startswith("http:"):
             warn_of_clear(host)
@@ -81,4 +80,11 @@ def key_in(file: Path, field: str) -> str:
     text = read_text(file, field).strip()
     if not text:
         raise InputError(field, f"{file} is empty")
+    return text
+
+
+def secret_in(file: Path, field: str) -> bytes:
+    text = read_text(file, field).strip().encode()
+    if len(text) < LEAST_SECRET:
+        raise InputError(field, f"{file} must have at least {LEAST_SECRET} bytes that nobody can guess")
     return text

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import click
 from click import argument, option
 
-from potluck.cli.common.files import PATH
+from potluck.cli.common.files import PATH, write_text
 from potluck.cli.common.render import emit_json, percent, progress, table
 from potluck.cli.engine.emulate import emulation
 from potluck.cli.fleet.service import nothing, opened, state_option
@@ -29,37 +30,25 @@ def write_live(state: Path | None, out: Path, as_json: bool) -> None:
     from potluck.perf.timers.profile import profile_to_json
 
     observed = _observed(state)
-    files = []
+    rows = []
     for pace, profile in observed:
-        path = (
-            out if len(observed) == 1 else out.with_stem(f"{out.stem}-{pace.model}-{pace.node}-tp{pace.tp}")
-        )
-        try:
-            path.write_text(profile_to_json(profile), "utf-8")
-        except OSError as error:
-            raise InputError("--out", f"{path} cannot be written ({error.strerror or error})") from error
-        files.append(path)
-    rows = [
-        [
-            observed_speed.model,
-            observed_speed.node,
-            observed_speed.tp,
-            f"{observed_speed.pace:.2f}",
-            observed_speed.replicas,
-            path,
-        ]
-        for (observed_speed, _), path in zip(observed, files, strict=True)
-    ]
-    names = ("model", "node", "tp", "pace", "replicas", "file")
+        name = f"{out.stem}-{pace.model}-{pace.node}-tp{pace.tp}"
+        path = out if len(observed) == 1 else out.with_stem(name)
+        write_text("--out", path, profile_to_json(profile))
+        body = {
+            "model": pace.model,
+            "node": pace.node,
+            "tp": pace.tp,
+            "pace": pace.pace,
+            "replicas": pace.replicas,
+        }
+        rows.append({**body, "file": str(path)})
     if as_json:
-        emit_json(
-            [
-                dict(zip(names, [*row[:3], pace.pace, pace.replicas, str(row[-1])], strict=True))
-                for row, (pace, _) in zip(rows, observed, strict=True)
-            ]
-        )
+        emit_json(rows)
         return
-    table("", names, rows)
+    table(
+        "", list(rows[0]), [[f"{v:.2f}" if isinstance(v, float) else v for v in row.values()] for row in rows]
+    )
     click.echo("`plan`, `simulate`, `goodput`, `estimate` and `serve` read them with --profile")
 
 
@@ -86,26 +75,6 @@ def _observed(state: Path | None) -> list[tuple[ObservedSpeed, Profile]]:
 
 MOST_TOKENS = 4096
 """The longest context that is measured unless more is asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileOptions:
-    """The flags, as click hands them over."""
-
-    model: Path | None
-    device: str
-    threads: int | None
-    emulate: str | None
-    speed_up: float
-    max_batch: int
-    max_tokens: int | None
-    chunk_tokens: int
-    repeats: int
-    quick: bool
-    gpu: str | None
-    tp: int
-    name: str | None
-    api_key_file: Path | None
 
 
 @click.command()
@@ -156,18 +125,15 @@ def profile(
         write_live(state, out, as_json)
         return
     try:
-        flags = ProfileOptions(**options)  # type: ignore[arg-type]
+        flags = SimpleNamespace(**options)
         remote = _remote(url, flags) if url is not None else _local(flags)
     except ModuleNotFoundError as error:
         raise InputError("profile", f"needs {error.name}; install potluck[engine]") from error
-    try:
-        out.write_text(profile_to_json(remote), "utf-8")
-    except OSError as error:
-        raise InputError("--out", f"{out} cannot be written ({error.strerror or error})") from error
+    write_text("--out", out, profile_to_json(remote))
     _show(remote, out, as_json)
 
 
-def _local(options: ProfileOptions) -> Profile:
+def _local(options: SimpleNamespace) -> Profile:
     import torch
 
     from potluck.cli.engine.engine import described
@@ -202,7 +168,7 @@ def _local(options: ProfileOptions) -> Profile:
     return _profile(_device_name(options.device), name, options, {"torch": str(torch.__version__)}, points)
 
 
-def _remote(url: str, options: ProfileOptions) -> Profile:
+def _remote(url: str, options: SimpleNamespace) -> Profile:
     import asyncio
 
     from aiohttp import ClientSession
@@ -244,7 +210,7 @@ def _remote(url: str, options: ProfileOptions) -> Profile:
 def _profile(
     gpu: str,
     name: str,
-    options: ProfileOptions,
+    options: SimpleNamespace,
     versions: dict[str, str],
     points: list[ProfilePoint],
     engine: str = "potluck",
@@ -280,15 +246,8 @@ def _show(result: Profile, out: Path, as_json: bool) -> None:
 
     timer = ProfileTimer(result)
     if as_json:
-        emit_json(
-            {
-                "out": str(out),
-                "gpu": result.gpu,
-                "model": result.model,
-                "points": len(result.points),
-                "fit_error": timer.fit_mape,
-            }
-        )
+        what = {"out": str(out), "gpu": result.gpu, "model": result.model, "points": len(result.points)}
+        emit_json({**what, "fit_error": timer.fit_mape})
         return
     prefills = [p for p in result.points if p.chunk_new and not p.decodes and not p.chunk_cached]
     decodes = [p for p in result.points if p.decodes and not p.chunk_new]
@@ -299,9 +258,8 @@ def _show(result: Profile, out: Path, as_json: bool) -> None:
         for p in decodes
         if p.decode_context / p.decodes <= shortest * 1.5
     ]
-    table(
-        f"{result.model} on {result.gpu}: {len(result.points)} steps measured", ("step", "time", "rate"), rows
-    )
+    title = f"{result.model} on {result.gpu}: {len(result.points)} steps measured"
+    table(title, ("step", "time", "rate"), rows)
     click.echo(f"{out}: written; a smooth formula alone fits it to {percent(timer.fit_mape)} on average")
 
 

@@ -13,7 +13,7 @@ from click import argument, option
 from potluck import __version__
 from potluck.api.http import client_tls, server_tls
 from potluck.cli.common import render
-from potluck.cli.common.files import FILE
+from potluck.cli.common.files import FILE, write_text
 from potluck.cli.engine.listening import key_in, tls_for, tls_option
 from potluck.core.errors import InputError
 
@@ -102,34 +102,23 @@ def find(urls: tuple[str, ...], key_file: Path, ca: Path | None, out: Path | Non
         raise InputError("--name", f"two hosts have the same one: {', '.join(sorted(names))}")
     ways = matrix(asking, [report.url for report in host_reports])
     if out is not None:
-        out.write_text(pool_text(host_reports, ways), "utf-8")
+        write_text("--out", out, pool_text(host_reports, ways))
     if as_json:
         render.emit_json(_as_json(host_reports, ways))
         return
-    for host_report in host_reports:
-        click.echo(
-            f"{host_report.name} in {host_report.region}: {', '.join(host_report.gpus) or 'no GPU'}; "
-            f"version {host_report.version}"
-        )
+    for report in host_reports:
+        gpus = ", ".join(report.gpus) or "no GPU"
+        click.echo(f"{report.name} in {report.region}: {gpus}; version {report.version}")
+    names_of = {report.url: report.name for report in host_reports}
     for (source, target), way in ways.items():
-        here, there = (
-            next(report.name for report in host_reports if report.url == url) for url in (source, target)
-        )
-        click.echo(f"{here} -> {there}: {way.gbps:.3g} Gbit/s, {way.rtt_ms:.2g} ms")
+        click.echo(f"{names_of[source]} -> {names_of[target]}: {way.gbps:.3g} Gbit/s, {way.rtt_ms:.2g} ms")
 
 
 def _as_json(host_reports: list[HostReport], ways: dict[tuple[str, str], HostLink]) -> dict[str, object]:
     names = {host_report.url: host_report.name for host_report in host_reports}
+    fields = ("name", "region", "gpus", "version")
     return {
-        "hosts": [
-            {
-                "name": host_report.name,
-                "region": host_report.region,
-                "gpus": list(host_report.gpus),
-                "version": host_report.version,
-            }
-            for host_report in host_reports
-        ],
+        "hosts": [{field: getattr(report, field) for field in fields} for report in host_reports],
         "links": [
             {"from": names[source], "to": names[target], "gbps": way.gbps, "rtt_ms": way.rtt_ms}
             for (source, target), way in ways.items()
@@ -141,24 +130,25 @@ def pool_text(host_reports: list[HostReport], ways: dict[tuple[str, str], HostLi
     """The `pool:` of a spec. A host's GPUs must be alike; one without any is left out."""
     having = [report for report in host_reports if report.gpus]
     lines = ["pool:", "  machines:"]
-    for host_report in having:
-        if len(set(host_report.gpus)) > 1:
-            raise InputError(
-                host_report.name,
-                f"has unlike GPUs ({', '.join(sorted(set(host_report.gpus)))}); list it by hand",
-            )
-        node = f"{len(host_report.gpus)}x{host_report.gpus[0]}"
-        machine = {"name": host_report.name, "node": node, "region": host_report.region}
-        lines.append(f"    - {json.dumps(machine)}")
+    for report in having:
+        if len(set(report.gpus)) > 1:
+            unlike = ", ".join(sorted(set(report.gpus)))
+            raise InputError(report.name, f"has unlike GPUs ({unlike}); list it by hand")
+        node = f"{len(report.gpus)}x{report.gpus[0]}"
+        lines.append(f"    - {json.dumps({'name': report.name, 'node': node, 'region': report.region})}")
     if not having:
         raise InputError("URL", "none of these hosts has a GPU; there is nothing to plan with")
     for key, digits in (("gbps", 3), ("rtt_ms", 2)):
         rows = [
             [
-                0.0 if here is there else float(f"{getattr(ways[here.url, there.url], key):.{digits}g}")
+                0.0 if here is there else _rounded(getattr(ways[here.url, there.url], key), digits)
                 for there in having
             ]
             for here in having
         ]
         lines.append(f"  {key}: {json.dumps(rows)}")
     return "\n".join(lines) + "\n"
+
+
+def _rounded(value: float, digits: int) -> float:
+    return float(f"{value:.{digits}g}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 import sys
@@ -20,7 +18,7 @@ from click import argument, option
 from potluck.cli.common import render
 from potluck.cli.common.files import FILE
 from potluck.cli.engine.listening import LOOPBACK
-from potluck.cli.fleet.service import nothing, opened, state_option
+from potluck.cli.fleet.service import json_option, nothing, opened, state_option
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,7 +32,6 @@ NOBODY = (
     "no key holds any more: nobody gets in; `potluck keys add NAME` makes a key, "
     "`potluck keys open` lets clients in without one"
 )
-_json = option("--json", "as_json", is_flag=True, help="For machines: one JSON object.")
 
 
 @click.group()
@@ -53,22 +50,20 @@ def keys() -> None:
 @keys.command()
 @argument("name")
 @option("--tenant", help="Whose share of the fleet it uses; else one of the key's name.")
-@option("--requests-per-min", type=click.FloatRange(0, min_open=True))
 @option("--tokens-per-min", type=click.FloatRange(0, min_open=True))
 @option("--concurrent", type=click.IntRange(1), help="Requests at once.")
-@option("--class", "classes", multiple=True, help="Of requests that it may send; else all.")
 @option("--expires", help="A day or a time, such as 2031-01-31.")
 @option("--yes", is_flag=True, help="Do not ask whether clients without a key are to be locked out.")
 @state_option
-@_json
+@json_option
 def add(
     name: str,
-    state: Path | None,
+    tenant: str | None,
     expires: str | None,
-    classes: tuple[str, ...],
     yes: bool,
+    state: Path | None,
     as_json: bool,
-    **given: object,
+    **limits: object,
 ) -> None:
     """Make a key called NAME; the gateway knows it within a second.
 
@@ -78,14 +73,8 @@ def add(
     from potluck.control.accounts import KeptKey, add_key, is_open, kept_keys
     from potluck.gateway.openai.keys import new_key, read_expiry
 
-    tenant = given.pop("tenant")
-    limits = {key: value for key, value in given.items() if value is not None}
-    key, line = new_key(
-        name,
-        None if tenant is None else str(tenant),
-        **limits,
-        **({"classes": list(classes)} if classes else {}),
-    )
+    limits = {name: value for name, value in limits.items() if value is not None}
+    key, line = new_key(name, tenant, **limits)
     ends_s = None if expires is None else read_expiry(expires)
     rest = json.loads(line)
     with _store(state, make=True) as (service, note):
@@ -111,7 +100,7 @@ def _say_shut(ask: bool) -> None:
 @argument("name")
 @option("--grace-h", type=click.FloatRange(0), default=24.0, help="Hours for which the key before holds.")
 @state_option
-@_json
+@json_option
 def rotate(name: str, grace_h: float, state: Path | None, as_json: bool) -> None:
     """Another key for NAME, with the same tenant and limits."""
     from potluck.control.accounts import rotate_key
@@ -127,7 +116,7 @@ def rotate(name: str, grace_h: float, state: Path | None, as_json: bool) -> None
 @keys.command()
 @argument("name")
 @state_option
-@_json
+@json_option
 def revoke(name: str, state: Path | None, as_json: bool) -> None:
     """Let nobody in with a key called NAME any more, within a second."""
     from potluck.control.accounts import is_open, kept_keys, revoke_key
@@ -146,7 +135,7 @@ def revoke(name: str, state: Path | None, as_json: bool) -> None:
 
 @keys.command("open")
 @state_option
-@_json
+@json_option
 def open_(state: Path | None, as_json: bool) -> None:
     """Let clients without a key in again; those that show one are still known by it.
 
@@ -164,7 +153,7 @@ def open_(state: Path | None, as_json: bool) -> None:
 
 @keys.command()
 @state_option
-@_json
+@json_option
 def close(state: Path | None, as_json: bool) -> None:
     """Let only clients with a key in, after `potluck keys open`."""
     with _store(state) as (service, note):
@@ -185,7 +174,7 @@ def _set_open(service: ServiceView, opened: bool, note: str, as_json: bool) -> N
 
 @keys.command("list")
 @state_option
-@option("--json", "as_json", is_flag=True, help="For machines.")
+@json_option
 def listed(state: Path | None, as_json: bool) -> None:
     """Show all keys that there are or were, without the keys themselves."""
     from potluck.control.accounts import is_open, kept_keys
@@ -200,8 +189,8 @@ def listed(state: Path | None, as_json: bool) -> None:
         click.echo("no keys: the gateway asks for none; `potluck keys add NAME` makes one")
     else:
         names = ("name", "tenant", "holds", "made", "ends", "limits", "sha256")
-        table = [[*(row[name] for name in names[:-1]), str(row["sha256"])[:12]] for row in rows]
-        render.narrow(names, [["" if cell is None else str(cell) for cell in row] for row in table])
+        cells = [[*(row[name] for name in names[:-1]), str(row["sha256"])[:12]] for row in rows]
+        render.table("", names, cells)
         if without:
             click.echo("clients without a key are let in; `potluck keys close` ends that")
         elif not any(kept_key.holds(now_s) for kept_key in result):
@@ -212,7 +201,7 @@ def listed(state: Path | None, as_json: bool) -> None:
 @argument("name")
 @option("--tenant", help="Whose share of the fleet it uses; else one of the key's name.")
 @option("--file", "path", type=FILE, help="Add the line to this file instead of printing it.")
-@_json
+@json_option
 def new(name: str, tenant: str | None, path: Path | None, as_json: bool) -> None:
     """Make a key called NAME for a file of `potluck serve --keys`.
 
@@ -294,10 +283,9 @@ _SPAN = re.compile(r"([0-9]{1,6})([mhd])\Z")
     help="One row for each of: hour, day, key, tenant, model, class, outcome; may be given several times. "
     f"Else {', '.join(USUAL)}.",
 )
-@option("--json", "as_json", is_flag=True, help="For machines.")
-@option("--csv", "as_csv", is_flag=True, help="For a spreadsheet.")
+@json_option
 def usage(
-    state: Path | None, since: str | None, until: str | None, by: tuple[str, ...], as_json: bool, as_csv: bool
+    state: Path | None, since: str | None, until: str | None, by: tuple[str, ...], as_json: bool
 ) -> None:
     """Show requests and tokens of each key, tenant and model, in whole hours (UTC).
 
@@ -305,8 +293,6 @@ def usage(
     """
     from potluck.control.accounts import count_all, used
 
-    if as_json and as_csv:
-        raise InputError("--csv", "and --json exclude each other")
     now_s = time.time()
     since_s = 0.0 if since is None else moment(since, now_s, "--since")
     until_s = None if until is None else moment(until, now_s, "--until")
@@ -318,8 +304,6 @@ def usage(
         rows = used(service.store, chosen, since_s, until_s)
     if as_json:
         render.emit_json(rows)
-    elif as_csv:
-        click.echo(_csv(rows), nl=False)
     elif not rows:
         click.echo("no requests were recorded" + (f" since {since}" if since else ""))
     else:
@@ -327,7 +311,6 @@ def usage(
 
 
 def moment(text: str, now_s: float, field: str) -> float:
-    """A day, a time or a span before now."""
     span = _SPAN.match(text)
     if span is not None:
         return max(0.0, now_s - int(span[1]) * UNITS_S[span[2]])
@@ -338,17 +321,3 @@ def moment(text: str, now_s: float, field: str) -> float:
         raise InputError(
             field, f"{text!r} is no day, time or span, such as 2031-01-31, 2031-01-31T12:00, 24h or 30d"
         ) from None
-
-
-def _csv(rows: list[dict[str, object]]) -> str:
-    out = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows([{name: _plain(cell) for name, cell in row.items()} for row in rows])
-    return out.getvalue()
-
-
-def _plain(cell: object) -> object:
-    """A name that a spreadsheet would take for a formula is text."""
-    return f"'{cell}" if isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@") else cell

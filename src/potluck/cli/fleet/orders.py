@@ -16,7 +16,15 @@ import click
 from click import argument, option
 
 from potluck.cli.common import render
-from potluck.cli.fleet.service import at_options, client_at, nothing, opened, state_option
+from potluck.cli.fleet.service import (
+    at_options,
+    client_at,
+    json_option,
+    nothing,
+    opened,
+    state_option,
+    with_gateway,
+)
 from potluck.core.errors import InputError, PotluckError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -29,19 +37,16 @@ CONTROLLER_S = 90.0
 """In which a controller that was asked to end has drained all."""
 
 
-def _with_gateway(service: ServiceView) -> ServiceView:
-    if not service.gateway_lives:
-        raise nothing(f"no gateway runs in {service.folder}; `potluck status` says what does")
-    return service
+def _engines(service: ServiceView) -> dict[str, str]:
+    """Replica to its engine's name."""
+    return {instance.replica: instance.name for instance in service.store.instances() if instance.replica}
 
 
 def _replica(service: ServiceView, text: str) -> str:
     """The replica that is meant: its name, a part that only it has (`east#1/0`), or its engine's name."""
-    names = [str(item["replica"]) for item in _with_gateway(service).client.snapshot().get("replicas", ())]
-    engines = {instance.name: instance.replica for instance in service.store.instances() if instance.replica}
-    if text in engines:
-        return engines[text]
-    return meant("REPLICA", text, names)
+    names = [str(item["replica"]) for item in with_gateway(service).client.snapshot().get("replicas", ())]
+    by_engine = {name: replica for replica, name in _engines(service).items()}
+    return by_engine.get(text) or meant("REPLICA", text, names)
 
 
 def meant(field: str, text: str, names: list[str]) -> str:
@@ -65,7 +70,7 @@ def _note(service: ServiceView, kind: str, what: str) -> None:
 @click.command()
 @argument("replica")
 @state_option
-@option("--json", "as_json", is_flag=True, help="For machines.")
+@json_option
 def drain(replica: str, state: Path | None, as_json: bool) -> None:
     """Let REPLICA finish what it has, stop its engine, and have a fresh one take its place.
 
@@ -76,9 +81,7 @@ def drain(replica: str, state: Path | None, as_json: bool) -> None:
 
     with opened(state) as service:
         replica = _replica(service, replica)
-        engines = {
-            instance.replica: instance.name for instance in service.store.instances() if instance.replica
-        }
+        engines = _engines(service)
         client, mine = service.client, [engines[replica]] if replica in engines else []
         leave(service.store, mine)  # before it is empty, which it may be at once
         try:
@@ -102,7 +105,7 @@ def drain(replica: str, state: Path | None, as_json: bool) -> None:
 @argument("replica")
 @argument("role", type=click.Choice(["prefill", "decode"]))
 @state_option
-@option("--json", "as_json", is_flag=True, help="For machines.")
+@json_option
 def flip(replica: str, role: str, state: Path | None, as_json: bool) -> None:
     """Give REPLICA another ROLE, weights and requests kept.
 
@@ -124,7 +127,7 @@ def flip(replica: str, role: str, state: Path | None, as_json: bool) -> None:
 @argument("what", metavar="TEMPLATE@REGION=COUNT", required=False)
 @state_option
 @option("--auto", is_flag=True, help="Hand the fleet back to the planner: its last plan holds again.")
-@option("--json", "as_json", is_flag=True, help="For machines.")
+@json_option
 def scale(what: str | None, state: Path | None, auto: bool, as_json: bool) -> None:
     """Have COUNT copies of a plan's TEMPLATE in a REGION: a new version of the plan, made by hand.
 
@@ -139,7 +142,7 @@ def scale(what: str | None, state: Path | None, auto: bool, as_json: bool) -> No
     if auto == (what is not None):
         raise InputError("TEMPLATE@REGION=COUNT", "is needed, or --auto, and not both")
     with opened(state) as service:
-        handed_back = _handed_back(service) if what is None else _scaled(_with_gateway(service), what)
+        handed_back = _handed_back(service) if what is None else _scaled(with_gateway(service), what)
         lives = service.controller_lives
     if as_json:
         render.emit_json(handed_back)
@@ -197,7 +200,6 @@ def _scaled(service: ServiceView, what: str) -> dict[str, Any]:
 
 
 def _unserved(plan: Plan) -> list[str]:
-    """Models of the plan without any copy."""
     served = {plan.template(deployment.template).model for deployment in plan.deployments if deployment.count}
     return sorted({item.model for item in plan.templates} - served)
 
@@ -213,7 +215,8 @@ def _handed_back(service: ServiceView) -> dict[str, Any]:
         }
     last = planned_last(service.store) or newest
     reason = f"handed back: as version {last.version}"
-    tell = service.client.set_plan if service.gateway_lives else _tell_nobody
+    # Where no gateway runs, the next one begins with what is written down.
+    tell = service.client.set_plan if service.gateway_lives else lambda plan, reason, version: None
     version = put_plan(service.store, tell, last.plan, reason, time.time())
     _note(service, "plan", f"version {version}, ${last.plan.cost_usd_per_h:.2f}/h, as version {last.version}")
     return {
@@ -225,10 +228,6 @@ def _handed_back(service: ServiceView) -> dict[str, Any]:
     }
 
 
-def _tell_nobody(plan: Plan, reason: str, version: int) -> None:
-    """No gateway runs; the next one begins with what is written down."""
-
-
 def _unless(controller_lives: bool, what: str) -> None:
     if not controller_lives:
         click.echo(f"note: no controller runs there; {what} once `potluck up` does")
@@ -236,14 +235,8 @@ def _unless(controller_lives: bool, what: str) -> None:
 
 @click.command()
 @state_option
-@option(
-    "--timeout",
-    "within_s",
-    default=CONTROLLER_S,
-    type=click.FloatRange(1.0),
-    help="Seconds for the controller to stop all.",
-)
-@option("--json", "as_json", is_flag=True, help="For machines: one JSON object.")
+@option("--timeout", "within_s", default=CONTROLLER_S, type=click.FloatRange(1.0), help="To stop all, in s.")
+@json_option
 def down(state: Path | None, within_s: float, as_json: bool) -> None:
     """Drain a service and stop all of it: gateway, engines, controller."""
     from potluck.cli.up.clusters import launcher_of
@@ -283,17 +276,12 @@ def _say_stopped(service: ServiceView, made: int | None, as_json: bool) -> None:
         click.echo("stopped" + (f"; {made} processes had to be made to end" if made else ""))
 
 
-_json = option("--json", "as_json", is_flag=True, help="For machines.")
-
-
 @click.command()
 @argument("name", metavar="REPLICA|HOST")
 @at_options
 @state_option
-@_json
-def cordon(
-    name: str, at: str | None, key_file: Path | None, ca: Path | None, state: Path | None, as_json: bool
-) -> None:
+@json_option
+def cordon(name: str, **options: Any) -> None:
     """Send nothing new to a REPLICA, or to all on a HOST; what is there ends, and no other is started instead.
 
     It holds until `potluck uncordon`, also for engines that are started again at the same address. A HOST is named as
@@ -304,49 +292,36 @@ def cordon(
       potluck cordon 'east#1/0'
       potluck cordon 10.0.0.5 --at https://10.0.0.9:8001 --key-file admin.key --ca ca.pem
     """
-    _told(name, at, key_file, ca, state, as_json, lift=False)
+    _cordon(name, lift=False, **options)
 
 
 @click.command()
 @argument("name", metavar="REPLICA|HOST")
 @at_options
 @state_option
-@_json
-def uncordon(
-    name: str, at: str | None, key_file: Path | None, ca: Path | None, state: Path | None, as_json: bool
-) -> None:
+@json_option
+def uncordon(name: str, **options: Any) -> None:
     """Send to a REPLICA or a HOST again that was cordoned."""
-    _told(name, at, key_file, ca, state, as_json, lift=True)
+    _cordon(name, lift=True, **options)
 
 
-def _told(
-    name: str,
-    at: str | None,
-    key_file: Path | None,
-    ca: Path | None,
-    state: Path | None,
-    as_json: bool,
-    *,
-    lift: bool,
+def _cordon(
+    name: str, *, lift: bool, at: str | None, state: Path | None, as_json: bool, **access: Any
 ) -> None:
     if at is not None:
-        text = _ask(client_at(at, key_file, ca, state), {}, name, lift)
+        answer = _ask(client_at(at, state=state, **access), {}, name, lift)
     else:
         with opened(state) as service:
-            if not service.gateway_lives:
-                raise nothing(f"no gateway runs in {service.folder}; `potluck status` says what does")
-            engines = {
-                instance.name: instance.replica for instance in service.store.instances() if instance.replica
-            }
-            text = _ask(service.client, engines, name, lift)
+            engines = {engine: replica for replica, engine in _engines(service).items()}
+            answer = _ask(with_gateway(service).client, engines, name, lift)
     if as_json:
-        render.emit_json(text)
+        render.emit_json(answer)
         return
-    for item in text["changed"]:
+    for item in answer["changed"]:
         click.echo(f"{item} is sent {'requests again' if lift else 'nothing new'}")
-    if not text["changed"]:
+    if not answer["changed"]:
         click.echo("no replica changes by that now")
-    click.echo(f"cordoned: {', '.join(text['cordoned']) or 'nothing'}")
+    click.echo(f"cordoned: {', '.join(answer['cordoned']) or 'nothing'}")
 
 
 def _ask(client: GatewayClient, engines: dict[str, str], name: str, lift: bool) -> dict[str, Any]:
@@ -370,9 +345,7 @@ LOOK_S = 0.2
 @option("--within", default=600.0, type=click.FloatRange(1), help="For each copy, in s.")
 @state_option
 @option("--json", "as_json", is_flag=True, help="A JSON object per line: each copy, then the sum.")
-def upgrade(
-    at: str | None, key_file: Path | None, ca: Path | None, within: float, state: Path | None, as_json: bool
-) -> None:
+def upgrade(at: str | None, within: float, state: Path | None, as_json: bool, **access: Any) -> None:
     """Empty every copy in turn, and wait for the engines that take its place: no request is lost.
 
     Install the new release first. Engines of `potluck up` are replaced by its controller; those of other hosts by
@@ -384,7 +357,7 @@ def upgrade(
       potluck upgrade --at https://10.0.0.9:8001 --key-file admin.key --ca ca.pem
     """
     if at is not None:
-        client = client_at(at, key_file, ca, state)
+        client = client_at(at, state=state, **access)
         _all(client, client.drain, within, as_json)
         return
     with opened(state) as service:
@@ -393,9 +366,7 @@ def upgrade(
         from potluck.control.manual_changes import leave
 
         def drain(replica: str) -> None:
-            engines = {
-                instance.replica: instance.name for instance in service.store.instances() if instance.replica
-            }
+            engines = _engines(service)
             unit = replica.rpartition("/")[0]
             leave(service.store, (name for of, name in engines.items() if of.rpartition("/")[0] == unit))
             service.client.drain(replica)

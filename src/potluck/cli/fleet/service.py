@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import click
 from click import option
 
-from potluck.cli.common.files import FILE, PATH
+from potluck.cli.common.files import FILE, PATH, option_group
 from potluck.cli.up.up import STATE
 from potluck.core.errors import InputError
 
@@ -20,27 +20,20 @@ if TYPE_CHECKING:
     from potluck.control.service_view import ServiceView
 
 
-Command = Callable[..., Any]
+state_option = option(
+    "--state", type=PATH, help="The service's folder, as of `potluck up`; else the one that runs."
+)
+json_option = option("--json", "as_json", is_flag=True, help="For machines.")
 
 
-def state_option(command: Command) -> Command:
-    return option(
-        "--state", type=PATH, help="The service's folder, as of `potluck up`; else the one that runs."
-    )(command)
+at_options = option_group(
+    option("--at", metavar="URL", help="A gateway's operators' port; else the service that runs here."),
+    option("--key-file", type=FILE, help="With --at: the operators' key."),
+    option("--ca", type=FILE, help="With --at: authority of its certificate, where it is at https://."),
+)
 
 
-def at_options(command: Command) -> Command:
-    """For commands that a gateway of another host may be told as well."""
-    for name, kind, words in (
-        ("--ca", FILE, "With --at: authority of its certificate, where it is at https://."),
-        ("--key-file", FILE, "With --at: the operators' key."),
-        ("--at", str, "A gateway's operators' port; else the service that runs here."),
-    ):
-        command = option(name, type=kind, metavar="URL" if kind is str else None, help=words)(command)
-    return command
-
-
-def client_at(at: str, key_file: Path | None, ca: Path | None, state: Path | None) -> GatewayClient:
+def client_at(at: str, *, key_file: Path | None, ca: Path | None, state: Path | None) -> GatewayClient:
     from potluck.api.http import client_tls
     from potluck.cli.engine.listening import key_in
     from potluck.control.gateway_client import GatewayClient
@@ -57,6 +50,12 @@ def nothing(line: str) -> click.exceptions.Exit:
     """One line and exit code 1: the question was sound, the answer is no."""
     click.echo(f"potluck: {line}", err=True)
     return click.exceptions.Exit(1)
+
+
+def with_gateway(service: ServiceView) -> ServiceView:
+    if not service.gateway_lives:
+        raise nothing(f"no gateway runs in {service.folder}; `potluck status` says what does")
+    return service
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from math import inf
@@ -16,7 +16,7 @@ from click import argument, option
 
 from potluck.cli.common import render
 from potluck.cli.fleet.orders import meant
-from potluck.cli.fleet.service import nothing, opened, state_option
+from potluck.cli.fleet.service import json_option, nothing, opened, state_option, with_gateway
 from potluck.core import figures
 from potluck.core.errors import PotluckError
 
@@ -39,7 +39,7 @@ TAIL_BYTES = 1_000_000
 
 @click.command()
 @state_option
-@option("--json", "as_json", is_flag=True, help="For machines.")
+@json_option
 def status(state: Path | None, as_json: bool) -> None:
     """Show the plan, models, replicas, what is missing and why, and what was done last.
 
@@ -88,7 +88,7 @@ def _show(result: dict[str, Any], now_s: float) -> None:
     if result["replicas"]:
         columns = ("replica", "role", "state", "engine", "pace", "open", "KV")
         only = next(iter(result["models"])) if len(result["models"]) == 1 else None
-        render.narrow(columns, [_row(one_item, only) for one_item in result["replicas"]])
+        render.table("", columns, [_row(one_item, only) for one_item in result["replicas"]])
     for element in result["lacking"]:
         click.echo(f"missing: {element['what']}: {element['why']}")
         for line in element.get("log", ()):
@@ -199,7 +199,6 @@ def _list(files: dict[str, Path], as_json: bool) -> None:
 
 
 def _files(service: ServiceView) -> dict[str, Path]:
-    """Logs by who wrote them, the newest last."""
     paths = [path for path in (service.folder / "logs").glob("*.log") if path.is_file()]
     return {path.stem: path for path in sorted(paths, key=lambda path: path.stat().st_mtime)}
 
@@ -264,8 +263,7 @@ def top(state: Path | None, every_s: float, once: bool, as_json: bool) -> None:
     from potluck.control.gateway_client import RecentMetrics
 
     with opened(state) as service:
-        if not service.gateway_lives:
-            raise nothing(f"no gateway runs in {service.folder}; `potluck status` says what does")
+        with_gateway(service)
         recent, codes = RecentMetrics(), False if render.unstyled() else None
         _look(service, recent)
         console = Console(highlight=False, force_terminal=codes)
@@ -296,7 +294,6 @@ def _look(service: ServiceView, recent: RecentMetrics) -> dict[str, Any]:
 
 
 def _figures(service: ServiceView, snapshot: dict[str, Any], recent: RecentMetrics) -> dict[str, Any]:
-    """All that a frame shows, as plain JSON."""
     plan = snapshot.get("plan", {})
     return {
         "at_s": time.time(),
@@ -355,64 +352,61 @@ def _frame(shown: dict[str, Any]) -> Group:
     return Group(Text(head, style="bold"), *(item for part in parts for item in part))
 
 
-def _grid(*columns: str, gap: int = 2) -> Table:
+def _grid(items: Iterable[Any], columns: dict[str, Callable[[Any], object]], gap: int = 2) -> Table:
     from rich.table import Table
 
     grid = Table(box=None, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0))
     for place, column in enumerate(columns):
         left = place == 0 or column in ("role", "state")
         grid.add_column(
-            column, justify="left" if left else "right", no_wrap=True, overflow="ellipsis", ratio=None
+            column.strip(), justify="left" if left else "right", no_wrap=True, overflow="ellipsis", ratio=None
         )
+    for item in items:
+        grid.add_row(*(str(cell(item)) for cell in columns.values()))
     return grid
 
 
 def _models(models: dict[str, Any]) -> Table:
-    grid = _grid("model", "req/s", "tok/s", "TTFT p50", "p90", "TPOT p50", "p90", "run", "wait", "$/Mtok")
-    for name, model in models.items():
-        usd = model["usd_per_million_tokens"]
-        grid.add_row(
-            name,
-            f"{model['requests_per_s']:.1f}",
-            render.count(round(model["output_tokens_per_s"])),
-            *(_seconds(model[f"{what}_s"]) for what in ("ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90")),
-            f"{model['running']:.0f}",
-            f"{model['waiting']:.0f}",
-            "-" if usd is None else render.usd(usd),
-        )
-    return grid
+    columns: dict[str, Callable[[Any], object]] = {
+        "model": lambda item: item[0],
+        "req/s": lambda item: f"{item[1]['requests_per_s']:.1f}",
+        "tok/s": lambda item: render.count(round(item[1]["output_tokens_per_s"])),
+        "TTFT p50": lambda item: _seconds(item[1]["ttft_p50_s"]),
+        "p90": lambda item: _seconds(item[1]["ttft_p90_s"]),
+        "TPOT p50": lambda item: _seconds(item[1]["tpot_p50_s"]),
+        "p90 ": lambda item: _seconds(item[1]["tpot_p90_s"]),
+        "run": lambda item: f"{item[1]['running']:.0f}",
+        "wait": lambda item: f"{item[1]['waiting']:.0f}",
+        "$/Mtok": lambda item: "-" if (usd := item[1]["usd_per_million_tokens"]) is None else render.usd(usd),
+    }
+    return _grid(models.items(), columns)
 
 
 def _replicas(replicas: list[dict[str, Any]]) -> Table:
-    grid = _grid("replica", "role", "state", "busy", "wait", "KV", "pace", "step", gap=1)
+    columns: dict[str, Callable[[Any], object]] = {
+        "replica": lambda item: _short(item["replica"]),
+        "role": lambda item: item["role"],
+        "state": lambda item: item["state"] + ("?" if item["doubted"] else ""),
+        "busy": lambda item: item["open_requests"],
+        "wait": lambda item: item["waiting"],
+        "KV": lambda item: "-" if item["kv_used"] is None else f"{item['kv_used']:.0%}",
+        "pace": lambda item: f"{item['pace']:.2f}",
+        "step": lambda item: _seconds(item["step_s"]),
+    }
     shown = sorted(replicas, key=lambda each: -each["open_requests"])[:MOST_ROWS]
-    for item in sorted(shown, key=lambda each: str(each["replica"])):
-        grid.add_row(
-            _short(item["replica"]),
-            item["role"],
-            item["state"] + ("?" if item["doubted"] else ""),
-            str(item["open_requests"]),
-            str(item["waiting"]),
-            "-" if item["kv_used"] is None else f"{item['kv_used']:.0%}",
-            f"{item['pace']:.2f}",
-            _seconds(item["step_s"]),
-        )
-    return grid
+    return _grid(sorted(shown, key=lambda each: str(each["replica"])), columns, gap=1)
 
 
 def _links(links: list[dict[str, Any]]) -> Table | None:
     """Between regions; None where there is but one."""
-    if not links:
-        return None
-    grid = _grid("link", "used", "Gbit/s", "KV that waits")
-    for link in sorted(links, key=lambda each: -each["utilisation"])[:MOST_ROWS]:
-        grid.add_row(
-            f"{_short(link['source'], 26)} > {_short(link['target'], 26)}",
-            f"{link['utilisation']:.0%}",
-            f"{link['gbps']:.3g}",
-            render.bytes_(link["queued_bytes"]),
-        )
-    return grid
+    columns: dict[str, Callable[[Any], object]] = {
+        "link": lambda link: f"{_short(link['source'], 26)} > {_short(link['target'], 26)}",
+        "used": lambda link: f"{link['utilisation']:.0%}",
+        "Gbit/s": lambda link: f"{link['gbps']:.3g}",
+        "KV that waits": lambda link: render.bytes_(link["queued_bytes"]),
+    }
+    busiest = sorted(links, key=lambda each: -each["utilisation"])[:MOST_ROWS]
+    return _grid(busiest, columns) if links else None
 
 
 def _seconds(value_s: float | None) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click import argument, option
 
-from potluck.cli.common.files import FILE
+from potluck.cli.common.files import FILE, write_text
 from potluck.cli.common.inputs import read_spec
 from potluck.cli.common.render import emit_json, table
 from potluck.core.errors import InputError
@@ -86,7 +86,6 @@ def _workload_row(workloads: Any, key: str) -> tuple[str, ...]:
 
 
 def _totals(name: str) -> dict[str, float]:
-    """What follows from a model's architecture."""
     from potluck.catalog import models
     from potluck.perf import memory
 
@@ -143,15 +142,12 @@ def gpus_command(name: str | None, as_json: bool) -> None:
 
 @catalog.command("nodes")
 @argument("name", required=False)
-@option("--gpu", help="Only nodes of this GPU, such as L40S.")
 @_json_option
-def nodes_command(name: str | None, gpu: str | None, as_json: bool) -> None:
+def nodes_command(name: str | None, as_json: bool) -> None:
     """List all node types with their links, or show one, such as 2xL40S, with sources."""
-    from potluck.catalog import gpus, nodes
+    from potluck.catalog import nodes
 
-    wanted = None if gpu is None else gpus.canonical(gpu)
-    chosen = [key for key in nodes.names() if wanted in (None, nodes.parse(key)[1])]
-    _listed(nodes, NODES, name, chosen, as_json)
+    _listed(nodes, NODES, name, nodes.names(), as_json)
 
 
 @catalog.command("models")
@@ -178,7 +174,6 @@ def workloads_command(name: str | None, as_json: bool) -> None:
 @option("--node", help="Only this node type, such as 8xH100 or L4.")
 @option("--gpu", help="Only nodes of this GPU, such as L40S.")
 @option("--region", help="Only this place: aws/us-east-1, us-east-1 or a cloud such as runpod.")
-@option("--listed", is_flag=True, help="Leave out prices that were derived from other machines.")
 @option(
     "--from",
     "source",
@@ -193,7 +188,6 @@ def prices_command(
     node: str | None,
     gpu: str | None,
     region: str | None,
-    listed: bool,
     source: tuple[str, str] | None,
     spec_path: Path | None,
     out: Path | None,
@@ -208,13 +202,12 @@ def prices_command(
       potluck catalog prices --from skypilot installed --spec potluck.yaml --out market.yaml
     """
     from potluck.catalog import gpus, nodes, prices
-    from potluck.cli.planning import catalog as offers
 
     if (spec_path is not None and source is None) or (out is not None and spec_path is None):
         raise InputError("--spec" if out is None else "--out", "goes with --from skypilot and --spec")
-    there = None if source is None else offers.listed_from(source[1])
+    there = None if source is None else listed_from(source[1])
     if there is not None and source is not None and spec_path is not None:
-        offers.write_offers(offers.offers_for(read_spec(spec_path), there.prices, source[1]), out)
+        write_offers(read_spec(spec_path), there.prices, source[1], out)
         return
     placed: Iterable[Price]
     if there is not None:
@@ -227,10 +220,10 @@ def prices_command(
     if gpu is not None:
         name = gpus.canonical(gpu)
         placed = (price for price in placed if nodes.parse(price.node)[1] == name)
-    chosen = [price for price in placed if price.listed or not listed]
+    chosen = list(placed)
     if as_json:
         rest = [] if there is None else [{"left_out": why, "rows": count} for why, count in there.left_out]
-        emit_json([_price_json(price) for price in chosen] + rest)
+        emit_json([asdict(price) | {"instance_type": price.instance_type or None} for price in chosen] + rest)
         return
     rows = [_price_row(price) for price in chosen]
     head = ("node", "place", "USD/h", "spot USD/h", "instance", "date", "basis")
@@ -238,7 +231,7 @@ def prices_command(
     if not rows:
         click.echo("No such price. Leave out a filter, or give price_usd_per_h in the spec.")
     if there is not None:
-        offers.show_left_out(there)
+        show_left_out(there)
 
 
 def _placed(prices: Iterable[Price], region: str) -> list[Price]:
@@ -283,25 +276,14 @@ def _plain(value: object) -> str:
 
 
 def _facts_json(facts: EntryFacts, totals: dict[str, float] | None = None) -> dict[str, object]:
-    figures = {
-        figure.field: {
-            "value": figure.value,
-            "source": figure.source.id,
-            "title": figure.source.title,
-            "date": figure.source.date,
-            "kind": figure.source.kind,
-            "assumed": figure.assumed,
-        }
-        for figure in facts.figures
-    }
-    body: dict[str, object] = {"name": facts.name, "aliases": list(facts.aliases), "figures": figures}
-    if totals is not None:
-        body["derived"] = totals
-    return body | {"doubt": facts.doubt, "assumed": list(facts.assumed)}
-
-
-def _price_json(price: Price) -> dict[str, object]:
-    return asdict(price) | {"instance_type": price.instance_type or None}
+    figures = {}
+    for figure in facts.figures:
+        source = figure.source
+        body = {"value": figure.value, "source": source.id, "title": source.title, "date": source.date}
+        figures[figure.field] = {**body, "kind": source.kind, "assumed": figure.assumed}
+    about = {"name": facts.name, "aliases": list(facts.aliases), "figures": figures}
+    derived = {} if totals is None else {"derived": totals}
+    return {**about, **derived, "doubt": facts.doubt, "assumed": list(facts.assumed)}
 
 
 MOST_SHOWN = 12
@@ -319,17 +301,8 @@ def listed_from(where: str) -> SkyPilotPrices:
     return read(path)
 
 
-@dataclass(frozen=True, slots=True)
-class MarketOffers:
-    """A spec's offers at listed prices, as a market file has them."""
-
-    text: str
-    found: int
-    kept: tuple[str, ...]
-    """Those that nobody lists, which keep the price that they have."""
-
-
-def offers_for(spec: Spec, prices: Sequence[Price], source: str) -> MarketOffers:
+def write_offers(spec: Spec, prices: Sequence[Price], source: str, out: Path | None) -> None:
+    """A spec's offers at listed prices as a market file, or on the screen; what keeps its price is said beside it."""
     from potluck.catalog.prices import offer_price
 
     types = {node.name: node for node in spec.node_types}
@@ -342,29 +315,19 @@ def offers_for(spec: Spec, prices: Sequence[Price], source: str) -> MarketOffers
                 kept.append(f"{offer.node} in {region.name}" + (" (spot)" if offer.spot else ""))
                 continue
             dates.add(price.date)
-            value = {
-                "region": region.name,
-                "node": offer.node,
-                "price_usd_per_h": round(price.price_usd_per_h, 6),
-            }
+            usd_per_h = round(price.price_usd_per_h, 6)
+            value = {"region": region.name, "node": offer.node, "price_usd_per_h": usd_per_h}
             lines.append(f"  - {json.dumps(value)}  # {price.cloud} {price.instance_type}")
     if not lines:
         raise InputError("--spec", "none of its nodes is listed in its regions; those must be named as there")
     head = f"# Prices of SkyPilot's catalog ({source}, {', '.join(sorted(dates))}), for --market.\noffers:\n"
-    return MarketOffers(head + "\n".join(lines) + "\n", len(lines), tuple(kept))
-
-
-def write_offers(offered: MarketOffers, out: Path | None) -> None:
-    """To a file, or to the screen; what keeps its price is said beside it."""
+    text = head + "\n".join(lines) + "\n"
     if out is None:
-        click.echo(offered.text, nl=False)
+        click.echo(text, nl=False)
     else:
-        try:
-            out.write_text(offered.text, encoding="utf-8")
-        except OSError as error:
-            raise InputError("--out", f"{out} cannot be written ({error.strerror})") from error
-        click.echo(f"{out}: {offered.found} offers; `potluck plan SPEC --market {out}` takes them")
-    for name in offered.kept:
+        write_text("--out", out, text)
+        click.echo(f"{out}: {len(lines)} offers; `potluck plan SPEC --market {out}` takes them")
+    for name in kept:
         click.echo(f"not listed, keeps its price: {name}", err=True)
 
 

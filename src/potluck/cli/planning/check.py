@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import asdict
 from importlib import resources
 from itertools import combinations
 from pathlib import Path
@@ -11,11 +13,11 @@ import click
 from click import argument, option
 
 from potluck.cli.common.files import PATH
-from potluck.cli.common.render import bytes_, count, emit_json, percent, short, table, usd
+from potluck.cli.common.render import bytes_, count, emit_json, percent, short, table, table_of, usd
 from potluck.core.errors import InputError
 from potluck.core.figures import seconds
-from potluck.core.values.model import Model
 from potluck.core.values.types import NodeOffer
+from potluck.perf.memory import parameters, weight_bytes
 from potluck.spec.load_spec import load_spec
 from potluck.spec.spec_problems import SpecError
 from potluck.spec.spec_values import ModelSpec, Spec
@@ -41,10 +43,8 @@ def check(context: click.Context, spec: Path, as_json: bool) -> None:
     except SpecError as error:
         if not as_json:
             raise
-        result = [
-            {"file": p.file, "line": p.line, "field": p.field, "problem": p.problem} for p in error.problems
-        ]
-        emit_json({"valid": False, "file": str(spec), "errors": result, "warnings": []})
+        errors = [asdict(problem) for problem in error.problems]
+        emit_json({"valid": False, "file": str(spec), "errors": errors, "warnings": []})
         context.exit(2)
     if as_json:
         emit_json(summary(loaded, str(spec)))
@@ -64,23 +64,14 @@ def summary(spec: Spec, file: str) -> dict[str, Any]:
         "fleet": [
             {
                 "region": region.name,
-                "node": offer.node,
                 "gpus": spec.node_type(offer.node).gpus,
-                "available": offer.available,
-                "price_usd_per_h": offer.price_usd_per_h,
-                "spot": offer.spot,
-                "preemptions_per_h": offer.preemptions_per_h,
-                "reserved": offer.reserved,
-                "zone": offer.zone,
                 "price_source": spec.price_source(region.name, offer.node),
+                **asdict(offer),
             }
             for region in spec.regions
             for offer in region.offers
         ],
-        "links": [
-            {"source": link.source, "target": link.target, "gbps": link.gbps, "rtt_s": link.rtt_s}
-            for link in spec.links
-        ],
+        "links": [asdict(link) for link in spec.links],
         "budget_usd_per_h": spec.budget_usd_per_h,
     }
 
@@ -90,8 +81,8 @@ def _model_row(model: ModelSpec) -> dict[str, Any]:
     return {
         "name": model.name,
         "model": model.model.name,
-        "parameters": _parameters(model.model),
-        "weight_bytes": _weight_bytes(model.model),
+        "parameters": parameters(model.model),
+        "weight_bytes": weight_bytes(model.model),
         "ttft_s": model.slo.ttft_s,
         "tpot_s": model.slo.tpot_s,
         "e2e_s": model.slo.e2e_s,
@@ -110,48 +101,37 @@ def _model_row(model: ModelSpec) -> dict[str, Any]:
 
 
 def show(spec: Spec, file: str) -> None:
-    """The tables."""
-    models = [_model_row(model) for model in spec.models]
-    table(
-        "Models",
-        ("name", "model", "params", "TTFT", "TPOT", "E2E", "for", "req/s", "in", "out", "cached", "lengths"),
-        [
-            (
-                m["name"],
-                m["model"],
-                short(m["parameters"]),
-                seconds(m["ttft_s"]),
-                seconds(m["tpot_s"]),
-                "-" if m["e2e_s"] is None else seconds(m["e2e_s"]),
-                percent(m["attainment"]),
-                count(m["rate_per_s"]),
-                count(round(m["mean_input_tokens"])),
-                count(round(m["mean_output_tokens"])),
-                percent(m["prefix_hit_share"]),
-                m["lengths_from"],
-            )
-            for m in models
-        ],
-    )
-    table(
-        "Fleet",
-        ("region", "node", "available", "per hour", "kind", "price from"),
-        [
-            (
-                region.name,
-                offer.node,
-                count(offer.available),
-                usd(offer.price_usd_per_h),
-                _kind(offer),
-                spec.price_source(region.name, offer.node),
-            )
-            for region in spec.regions
-            for offer in region.offers
-        ],
-    )
+    models: dict[str, Callable[[dict[str, Any]], object]] = {
+        "name": lambda m: m["name"],
+        "model": lambda m: m["model"],
+        "params": lambda m: short(m["parameters"]),
+        "TTFT": lambda m: seconds(m["ttft_s"]),
+        "TPOT": lambda m: seconds(m["tpot_s"]),
+        "E2E": lambda m: "-" if m["e2e_s"] is None else seconds(m["e2e_s"]),
+        "for": lambda m: percent(m["attainment"]),
+        "req/s": lambda m: count(m["rate_per_s"]),
+        "in": lambda m: count(round(m["mean_input_tokens"])),
+        "out": lambda m: count(round(m["mean_output_tokens"])),
+        "cached": lambda m: percent(m["prefix_hit_share"]),
+        "lengths": lambda m: m["lengths_from"],
+    }
+    table_of("Models", map(_model_row, spec.models), models)
+    rows = [
+        (
+            region.name,
+            offer.node,
+            count(offer.available),
+            usd(offer.price_usd_per_h),
+            _kind(offer),
+            spec.price_source(region.name, offer.node),
+        )
+        for region in spec.regions
+        for offer in region.offers
+    ]
+    table("Fleet", ("region", "node", "available", "per hour", "kind", "price from"), rows)
     if spec.links:
-        rows = [(k.source, k.target, f"{k.gbps:g} Gbps", seconds(k.rtt_s)) for k in spec.links]
-        table("Links", ("from", "to", "bandwidth", "RTT"), rows)
+        links = [(k.source, k.target, f"{k.gbps:g} Gbps", seconds(k.rtt_s)) for k in spec.links]
+        table("Links", ("from", "to", "bandwidth", "RTT"), links)
     for model in spec.models:
         for words in model.terms.asked.values():
             click.echo(f"asked of {model.name}: {words}")
@@ -188,8 +168,8 @@ def warnings(spec: Spec) -> list[str]:
 
 
 def _model_warnings(model: ModelSpec, spec: Spec) -> list[str]:
-    model_warnings = []
-    weights = _weight_bytes(model.model)
+    problems = []
+    weights = weight_bytes(model.model)
     per_region = [
         [(_memory_bytes(spec, offer.node), offer.available) for offer in region.offers if offer.available]
         for region in spec.regions
@@ -197,38 +177,27 @@ def _model_warnings(model: ModelSpec, spec: Spec) -> list[str]:
     largest_node = max(memory for region in per_region for memory, _ in region)
     largest_region = max(sum(memory * number for memory, number in region) for region in per_region)
     if weights > largest_region:
-        problem = (
+        problems.append(
             f"no region holds its {bytes_(weights)} of weights, the largest has {bytes_(largest_region)}"
         )
-        model_warnings.append(f"{model.name}: {problem}")
     elif weights > largest_node:
-        problem = f"no single node holds its {bytes_(weights)} of weights, it needs a pipeline over several"
-        model_warnings.append(f"{model.name}: {problem}")
+        problems.append(
+            f"no single node holds its {bytes_(weights)} of weights, it needs a pipeline over several"
+        )
     longest = max(bin_.input_tokens + bin_.output_tokens for bin_ in model.traffic.lengths)
     limit = model.model.max_context_tokens
     if longest > limit:
-        problem = f"some requests have {count(round(longest))} tokens, its context ends at {count(limit)}"
-        model_warnings.append(f"{model.name}: {problem}")
+        problems.append(
+            f"some requests have {count(round(longest))} tokens, its context ends at {count(limit)}"
+        )
     if model.traffic.rate_per_s == 0:
-        model_warnings.append(f"{model.name}: rate_per_s is 0, nothing will be rented for it")
-    return model_warnings
+        problems.append("rate_per_s is 0, nothing will be rented for it")
+    return [f"{model.name}: {problem}" for problem in problems]
 
 
 def _memory_bytes(spec: Spec, node: str) -> float:
     kind = spec.node_type(node)
     return kind.gpus * kind.gpu.memory_bytes
-
-
-def _parameters(model: Model) -> int:
-    from potluck.perf.memory import parameters
-
-    return parameters(model)
-
-
-def _weight_bytes(model: Model) -> float:
-    from potluck.perf.memory import weight_bytes
-
-    return weight_bytes(model)
 
 
 @click.command()
@@ -255,8 +224,6 @@ def init(path: Path, force: bool, as_json: bool) -> None:
     except OSError as error:
         raise InputError(str(path), f"cannot be written: {error.strerror}") from error
     if as_json:
-        from potluck.cli.common.render import emit_json
-
         emit_json({"written": str(path)})
     else:
         click.echo(f"Wrote {path}. Edit it, then run: potluck check {path}")

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
 from click import option
 
-from potluck.cli.common.files import PATH, named
+from potluck.cli.common.files import PATH, named, positive
 from potluck.cli.common.render import bytes_, count, emit_json, table, usd
+from potluck.core.codec import encode
 from potluck.core.errors import InputError
 from potluck.core.figures import seconds
-from potluck.core.values.layout import Ep
 from potluck.core.values.model import format_named, in_format
-from potluck.core.values.types import NodeType, Role, Slo
+from potluck.core.values.types import NodeType, Slo
 
 if TYPE_CHECKING:
     from potluck.core.values.model import Model
@@ -58,20 +59,7 @@ profile_option = option(
 @profile_option
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 def estimate(
-    model_name: str,
-    node_name: str,
-    tp: int | None,
-    ep: Ep,
-    input_tokens: int,
-    output_tokens: int,
-    ttft_ms: float | None,
-    tpot_ms: float | None,
-    weights_in: str | None,
-    role: Role,
-    price_usd_per_h: float | None,
-    region: str | None,
-    profile_paths: tuple[Path, ...],
-    as_json: bool,
+    model_name: str, node_name: str, input_tokens: int, output_tokens: int, as_json: bool, **options: Any
 ) -> None:
     """How fast a node serves a model, how much fits, and what a million tokens cost.
 
@@ -87,30 +75,33 @@ def estimate(
     from potluck.catalog import nodes
     from potluck.perf.estimate import estimate as estimate_node
 
+    asked = SimpleNamespace(**options)
     node, model = nodes.node_type(node_name), find_model(model_name)
-    if weights_in is not None:
-        model = in_format(model, format_named(weights_in, "--weights"))
-    price, price_from = _price(node.name, price_usd_per_h, region)
+    if asked.weights_in is not None:
+        model = in_format(model, format_named(asked.weights_in, "--weights"))
+    price, price_from = _price(node.name, asked.price_usd_per_h, asked.region)
     result = estimate_node(
         model,
         node,
         input_tokens=input_tokens,
         output_tokens=output_tokens,
-        tp=tp,
-        ep=ep,
-        slo=_slo(ttft_ms, tpot_ms),
+        tp=asked.tp,
+        ep=asked.ep,
+        slo=_slo(asked.ttft_ms, asked.tpot_ms),
         price_usd_per_h=price,
-        role=role,
-        profiles=read_profiles(profile_paths, [model], [node]),
+        role=asked.role,
+        profiles=read_profiles(asked.profile_paths, [model], [node]),
     )
+    formats = _formats(model, node)
     if as_json:
-        emit_json({**_as_json(result, input_tokens, output_tokens, price_from), **_formats(model, node)})
+        body = encode(result)
+        assert isinstance(body, dict)
+        body.pop("type")
+        lengths = {"input_tokens": input_tokens, "output_tokens": output_tokens}
+        emit_json({**lengths, "price_from": price_from, **body, **formats})
     else:
         _show(result, input_tokens, output_tokens, price_from)
-        formats = _formats(model, node)
-        click.echo(
-            "; ".join(str(words) for words in (f"Weights in {formats['weights_are']}", *formats["said"]))
-        )
+        click.echo("; ".join((f"Weights in {formats['weights_are']}", *formats["said"])))
 
 
 def read_profiles(
@@ -154,8 +145,8 @@ def find_model(name: str) -> Model:
 
 def _slo(ttft_ms: float | None, tpot_ms: float | None) -> Slo | None:
     for name, value in (("ttft-ms", ttft_ms), ("tpot-ms", tpot_ms)):
-        if value is not None and not value > 0:
-            raise InputError(name, f"must be positive, is {value:g}")
+        if value is not None:
+            positive(name, value)
     if ttft_ms is None and tpot_ms is None:
         return None
     return Slo((ttft_ms or 1e9) / 1e3, (tpot_ms or 1e9) / 1e3)
@@ -192,89 +183,66 @@ def _formats(model: Model, node: NodeType) -> dict[str, Any]:
     return {"weights_are": " and ".join(kinds), "said": [words for words in saids if words]}
 
 
-def _as_json(result: Estimate, input_tokens: int, output_tokens: int, price_from: str) -> dict[str, Any]:
-    from potluck.core.codec import encode
-
-    body = encode(result)
-    assert isinstance(body, dict)
-    body.pop("type")
-    return {"input_tokens": input_tokens, "output_tokens": output_tokens, "price_from": price_from, **body}
-
-
 def _show(result: Estimate, input_tokens: int, output_tokens: int, price_from: str) -> None:
-    at = result.operating
     attention = "data" if result.ep == "dp" else "tensor"
     experts = "" if result.ep == "none" else f", experts spread over {result.tp}"
     gpus = f"{attention} parallelism {result.tp}{experts}, {result.replicas} replica(s)"
-    title = (
-        f"{result.model} on {result.node} ({gpus}), {input_tokens} in / {output_tokens} out, {result.role}"
-    )
-    prefill_s, decode_s = result.prefill_s, result.decode_step_s
-    rows: list[tuple[str, str, str]] = [
-        (
-            "prefill of one prompt",
-            seconds(prefill_s),
-            _time(result.rate_bar, prefill_s, result.prefill_bound),
-        ),
-        ("decode step, alone", seconds(decode_s), _time(result.rate_bar, decode_s)),
+    lengths = f"{input_tokens} in / {output_tokens} out, {result.role}"
+    bar = result.rate_bar
+    rows = [
+        ("prefill of one prompt", *_time(bar, result.prefill_s, result.prefill_bound)),
+        ("decode step, alone", *_time(bar, result.decode_step_s)),
         ("weights", bytes_(result.weight_bytes), "per replica"),
         ("KV memory", bytes_(result.kv_bytes), f"{count(result.max_batch)} such requests per replica"),
+        *_throughput_rows(result),
+        ("what binds", result.binds, ""),
+        (
+            "price per hour",
+            "unknown" if (price := result.price_usd_per_h) is None else usd(price),
+            price_from,
+        ),
     ]
-    if at is not None:
-        chunk = f"{at.chunk_tokens:.0f} prompt tokens per step" if result.role == "mixed" else ""
-        rows += [
-            ("batch per replica", count(at.batch), chunk),
-            ("TTFT, without queueing", seconds(at.ttft_s), _time(result.ttft_bar, at.ttft_s)),
-            ("TPOT", seconds(at.tpot_s), _time(result.tpot_bar, at.tpot_s, result.decode_bound))
-            if at.tpot_s
-            else ("TPOT", "-", ""),
-            (
-                "requests per second",
-                f"{result.requests_per_s:.3g}",
-                _rate(result.rate_bar, result.requests_per_s),
-            ),
-            ("tokens per second", count(round(result.total_tokens_per_s)), "input and output"),
-        ]
-        if result.output_tokens_per_s:
-            rows.append(("output tokens per second", count(round(result.output_tokens_per_s)), ""))
-    rows.append(("what binds", result.binds, ""))
-    if result.price_usd_per_h is not None:
-        rows.append(("price per hour", usd(result.price_usd_per_h), price_from))
-        if result.usd_per_million_tokens is not None:
-            cost = result.usd_per_million_tokens
-            rows.append(("cost per million tokens", usd(cost), _cost(result.rate_bar, cost)))
-        if result.usd_per_million_output_tokens is not None:
-            rows.append(("cost per million output tokens", usd(result.usd_per_million_output_tokens), ""))
-    else:
-        rows.append(("price per hour", "unknown", price_from))
+    if (cost := result.usd_per_million_tokens) is not None:
+        error = "" if bar is None else _between(usd, *bar.around(cost)) + ", "
+        rows.append(("cost per million tokens", usd(cost), f"{error}input and output"))
+    if (cost := result.usd_per_million_output_tokens) is not None:
+        rows.append(("cost per million output tokens", usd(cost), ""))
     rows.append(("confidence", result.confidence, confidence_words(result)))
-    table(title, ("", "estimate", ""), rows)
+    table(f"{result.model} on {result.node} ({gpus}), {lengths}", ("", "estimate", ""), rows)
 
 
-def _time(error_bar: ErrorBar | None, time_s: float, bound: str = "") -> str:
-    words = f"{bound}-bound" if bound else ""
-    if error_bar is None:
-        return words
-    low_s, high_s = error_bar.around(time_s)
-    return ", ".join(part for part in (f"{seconds(low_s)} to {seconds(high_s)}", words) if part)
+def _throughput_rows(result: Estimate) -> list[tuple[str, str, str]]:
+    at, rate = result.operating, result.requests_per_s
+    if at is None:
+        return []
+    chunk = f"{at.chunk_tokens:.0f} prompt tokens per step" if result.role == "mixed" else ""
+    error = (
+        "" if (bar := result.rate_bar) is None else _between("{:.3g}".format, *bar.around_rate(rate)) + ", "
+    )
+    tpot = _time(result.tpot_bar, at.tpot_s, result.decode_bound) if at.tpot_s else ("-", "")
+    rows = [
+        ("batch per replica", count(at.batch), chunk),
+        ("TTFT, without queueing", *_time(result.ttft_bar, at.ttft_s)),
+        ("TPOT", *tpot),
+        ("requests per second", f"{rate:.3g}", f"{error}whole node"),
+        ("tokens per second", count(round(result.total_tokens_per_s)), "input and output"),
+    ]
+    if result.output_tokens_per_s:
+        rows.append(("output tokens per second", count(round(result.output_tokens_per_s)), ""))
+    return rows
 
 
-def _rate(error_bar: ErrorBar | None, rate: float) -> str:
-    if error_bar is None:
-        return "whole node"
-    low, high = error_bar.around_rate(rate)
-    return f"{low:.3g} to {high:.3g}, whole node"
+def _time(error_bar: ErrorBar | None, time_s: float, bound: str = "") -> tuple[str, str]:
+    """The time, and beside it how far to trust it and what bounds it."""
+    parts = [] if error_bar is None else [_between(seconds, *error_bar.around(time_s))]
+    return seconds(time_s), ", ".join([*parts, f"{bound}-bound"] if bound else parts)
 
 
-def _cost(error_bar: ErrorBar | None, price_usd: float) -> str:
-    if error_bar is None:
-        return "input and output"
-    low, high = error_bar.around(price_usd)
-    return f"{usd(low)} to {usd(high)}, input and output"
+def _between(words: Callable[[float], str], low: float, high: float) -> str:
+    return f"{words(low)} to {words(high)}"
 
 
 def confidence_words(result: Estimate) -> str:
-    """What the confidence means for this estimate."""
     if result.rate_bar is None:
         return f"{result.basis}; error unknown"
     return f"{result.basis}; 8 in 10 are within the ranges above, by {result.rate_bar.basis}"

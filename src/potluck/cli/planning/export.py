@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any
 
 import click
 from click import argument, option
@@ -33,19 +33,7 @@ KINDS = ("commands", "compose", "kubernetes", "skypilot")
 @option("--setup", default="pip install potluck[gateway]", help="How SkyPilot's machines get Potluck.")
 @option("--json", "as_json", is_flag=True, help="Say what was written as JSON.")
 def export(
-    kind: str,
-    plan: Path,
-    spec: Path,
-    out: Path,
-    style: str,
-    models: str,
-    image: str,
-    namespace: str,
-    addresses: tuple[str, ...],
-    infra: tuple[str, ...],
-    labels: tuple[str, ...],
-    setup: str,
-    as_json: bool,
+    kind: str, plan: Path, spec: Path, out: Path, addresses: tuple[str, ...], as_json: bool, **options: Any
 ) -> None:
     """Write PLAN, made for SPEC, as files that start it: shell commands, Compose, Kubernetes, SkyPilot.
 
@@ -58,7 +46,7 @@ def export(
       potluck export kubernetes plan.json potluck.yaml --out k8s && kubectl apply -f k8s
       potluck export skypilot plan.json potluck.yaml --out sky --infra us-east-1=aws/us-east-1
     """
-    from potluck.cli.common.inputs import read_plan, read_spec, weights_in
+    from potluck.cli.common.inputs import pairs, read_plan, read_spec, weights_in
     from potluck.control.launchers.kubernetes_pods import ManifestOptions
     from potluck.export import compose, manifests, shell, skypilot
     from potluck.export.placement import CommandOptions, roomed
@@ -67,22 +55,21 @@ def export(
     made = read_plan(plan)
     loaded, text = read_spec(spec), read_text(plan)
     fleet = roomed(made, loaded.node_types, loaded.regions)
-    folders = {model.name: f"{models.rstrip('/')}/{model.name}" for model in loaded.models}
+    folders = {model.name: f"{options['models'].rstrip('/')}/{model.name}" for model in loaded.models}
     key_file = "" if kind == "skypilot" else KEY_FILE
-    style_ = cast("Literal['vllm', 'embedded']", style)
-    wording = CommandOptions(style_, folders, key_file, weights=weights_in(loaded, made))
+    wording = CommandOptions(options["style"], folders, key_file, weights=weights_in(loaded, made))
     served = {"plan.json": text, "potluck.yaml": read_text(spec), **_traces(spec, loaded)}
     regions, boxes = {region.name for region in loaded.regions}, {box.name for box in fleet.boxes}
-    where = _pairs("--address", addresses, boxes)
+    where = pairs("--address", addresses, boxes)
     if kind == "commands":
         files = shell.files(fleet, wording, where)
     elif kind == "compose":
-        files = compose.files(fleet, wording, where, image, served)
+        files = compose.files(fleet, wording, where, options["image"], served)
     elif kind == "skypilot":
-        files = skypilot.files(fleet, wording, _pairs("--infra", infra, regions), setup)
+        files = skypilot.files(fleet, wording, pairs("--infra", options["infra"], regions), options["setup"])
     else:
-        names = _pairs("--gpu-label", labels, {box.node.gpu.name for box in fleet.boxes})
-        cluster = ManifestOptions(image, namespace, gpu_names=names)
+        names = pairs("--gpu-label", options["labels"], {box.node.gpu.name for box in fleet.boxes})
+        cluster = ManifestOptions(options["image"], options["namespace"], gpu_names=names)
         files = manifests.files(fleet, wording, cluster, served)
     if kind != "kubernetes":
         files |= served
@@ -114,27 +101,12 @@ def _say(as_json: bool, out: Path, files: dict[str, str], boxes: int, engines: i
     table(f"{out}: {engines} engines on {boxes} machines", ("file", "lines"), rows)
 
 
-def _pairs(option: str, said: tuple[str, ...], known: set[str]) -> dict[str, str]:
-    pairs = {}
-    for item in said:
-        name, equals, value = item.partition("=")
-        if not equals or not value:
-            raise InputError(option, f"{item!r} is not NAME=VALUE")
-        if name not in known:
-            raise InputError(
-                option, f"there is no {name!r} in this plan; there are {', '.join(sorted(known))}"
-            )
-        pairs[name] = value
-    return pairs
-
-
 def _must_be_empty(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError("--out", f"{out} is not an empty folder; name a new one")
 
 
 def _write(out: Path, files: dict[str, str]) -> None:
-    """All of them or none."""
     new = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`potluck plan`: from a spec to a plan that was tried in simulation."""
+"""`potluck plan` and `compare`: from a spec to plans that were tried in simulation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,24 +16,16 @@ from potluck.cli.common.files import EXISTING, FILE, OutputFiles, require_writab
 from potluck.cli.common.inputs import read_plan
 from potluck.cli.common.render import ProgressBar, emit_json, missed, paragraph, progress, usd
 from potluck.cli.planning.estimate import measured, profile_option
-from potluck.cli.planning.plan_draw import (
-    compared_html,
-    draw_plan,
-    require_html,
-    require_kind,
-    show_search,
-    write_trace,
-)
 from potluck.cli.planning.plan_show import (
     ComparedStrategy,
     show_compared,
     show_notes,
     show_plan,
     show_reasons,
+    show_search,
 )
 from potluck.cli.planning.planning_options import (
     PlanningOptions,
-    html_option,
     json_option,
     posed_of,
     posing_options,
@@ -77,27 +68,13 @@ _PIN = re.compile(r"(?P<template>.+)@(?P<region>[^@=]+)=(?P<count>\d+)\Z")
 @option("--running", type=EXISTING, help="The plan in force.")
 @option("--pin", "pinned", multiple=True, help="TEMPLATE@REGION=COUNT: at least so many copies of it.")
 @option("--init-penalty", type=float, default=0.0, help="CORAL's K, with --running.")
-@option("--exact-kv", is_flag=True, help="Plan as if the spec's kv_codecs were [raw].")
 @option("--explain/--no-explain", "explained", default=True, help="Say why.")
 @profile_option
 @rehearsal_options
-@option("--trace", "trace_path", type=FILE, help="Draw how a search went (.html, .svg or .json).")
 @posing_options()
-@html_option()
 @json_option
 def plan(
-    strategy: str,
-    out: Path | None,
-    running: Path | None,
-    pinned: tuple[str, ...],
-    init_penalty: float,
-    exact_kv: bool,
-    explained: bool,
-    profile_paths: tuple[Path, ...],
-    trace_path: Path | None,
-    html_path: Path | None,
-    as_json: bool,
-    **options: Any,
+    strategy: str, out: Path | None, running: Path | None, explained: bool, as_json: bool, **options: Any
 ) -> None:
     """What to rent and how to lay the models out, with a proof of how cheap. Without SPEC, the bundled example.
 
@@ -106,24 +83,30 @@ def plan(
       potluck plan potluck.yaml --out plan.json
       potluck plan potluck.yaml --rehearse --cv 3 --confidence 0.9
       potluck plan potluck.yaml --strategy coral --what-if 'us-east-1:8xH100=0'
-      potluck plan pool.yaml --strategy thunderserve --trace search.html
     """
     from potluck.core.values.kv import lossy_notices
     from potluck.core.values.plan import plan_to_json
     from potluck.plan.explain import explain, planned_rest
     from potluck.plan.strategies import TemplateFactory
 
+    pins = tuple(map(_pin, options.pop("pinned")))
+    penalty, profiles = options.pop("init_penalty"), options.pop("profile_paths")
     posed, rest = posed_of(options)
     planner, spec, asked, saves = strategy_of(strategy), posed.spec(), asked_of(rest), OutputFiles()
-    _require_places(out, trace_path, html_path)
-    problem = exact(measured(posed.problem(spec, init_penalty), profile_paths), exact_kv)
+    require_writable("--out", out)
+    problem = measured(posed.problem(spec, penalty), profiles)
     before = None if running is None else read_plan(running)
     estimate = estimate_of(spec, problem, asked, posed.seed)
-    settings = posed.settings(running=before, pins=tuple(map(_pin, pinned)), estimate=estimate)
+    settings = posed.settings(running=before, pins=pins, estimate=estimate)
     with progress(4 * len(problem.asks) + 1) as progress_bar:
         factory, outcome, notes = planned_rest(planner, TemplateFactory(problem, said=progress_bar), settings)
-        problem, notes = factory.problem, notes + _remarks(planner, factory, outcome, settings)
-        notes = (*spec.notes, *notes)
+        problem = factory.problem
+        notes = (
+            *spec.notes,
+            *notes,
+            *_enough_budget(planner, factory, outcome, settings),
+            *_hurried(factory),
+        )
         require_service(problem, outcome, posed.limit_s, notes)
         tried = rehearsed(spec, factory, outcome, planner, settings, asked, progress_bar.far)
         if tried is not None:
@@ -131,15 +114,12 @@ def plan(
         require_sound(factory.problem, outcome.plan)
         if tried is not None:
             outcome = replace(outcome, plan=tried.best.plan)
-        outcome = _offering(factory, outcome, spec)
+        outcome = _with_candidates(factory, outcome, spec)
         result = noted(outcome.plan, tried, spec, problem, asked.cv)
         notes = (*lossy_notices(result), *notes)
         saves.text("--out", out, lambda: plan_to_json(result))
-        searched = dict(factory.searched)
-        saves("--trace", trace_path, lambda to: write_trace(to, searched))
         progress_bar("asking what else there was")
         reasons = explain(factory, outcome, planner, settings) if explained else None
-        saves("--html", html_path, lambda to: draw_plan(to, factory.problem, result, reasons))
     if as_json:
         body = _as_json(factory.problem, outcome, reasons, spec.policy.standby)
         emit_json(body | rehearsal_json(tried) | ({"notes": list(notes)} if notes else {}))
@@ -148,29 +128,11 @@ def plan(
         show_plan(problem, outcome, spec.policy.standby, basis_of(tried))
         show_rehearsal(tried, asked, outcome.plan)
         _show_formats(spec, outcome.plan)
-        show_search(searched)
+        show_search(factory.searched)
         show_reasons(reasons if outcome.plan.deployments else None)
     saves.complain()
     if outcome.plan.fraction < 1 or (tried is not None and tried.chosen is None):
         missed()
-
-
-def _require_places(out: Path | None, trace_path: Path | None, html_path: Path | None) -> None:
-    """Files can be written, and those that are drawn have a known ending: said before anything long is done."""
-    for name, path in (("--out", out), ("--trace", trace_path), ("--html", html_path)):
-        require_writable(name, path)
-    if trace_path is not None:
-        require_kind(trace_path)
-    require_html(html_path)
-
-
-def _remarks(
-    planner: Callable[[TemplateFactory, SolveSettings], PlanOutcome],
-    factory: TemplateFactory,
-    outcome: PlanOutcome,
-    settings: SolveSettings,
-) -> tuple[str, ...]:
-    return _money(planner, factory, outcome, settings) + _hurried(factory)
 
 
 def _hurried(factory: TemplateFactory) -> tuple[str, ...]:
@@ -181,32 +143,24 @@ def _hurried(factory: TemplateFactory) -> tuple[str, ...]:
     return (f"there was no time for templates of these kinds: {', '.join(kinds)}; --time-limit gives more",)
 
 
-def _money(
+def _enough_budget(
     planner: Callable[[TemplateFactory, SolveSettings], PlanOutcome],
     factory: TemplateFactory,
     outcome: PlanOutcome,
     settings: SolveSettings,
 ) -> tuple[str, ...]:
-    """Which budget would do, where the one there is does not."""
     from potluck.plan.explain import budget_that_would_do
 
-    if outcome.allocation.shortfall is None or factory.problem.budget_usd_per_h is None:
+    limit = factory.problem.budget_usd_per_h
+    if outcome.allocation.shortfall is None or limit is None:
         return ()
     enough = budget_that_would_do(planner, factory, settings)
-    limit = usd(factory.problem.budget_usd_per_h)
-    return (
-        ()
-        if enough is None
-        else (f"{usd(enough)}/h would do for all of the demand; the budget is {limit}/h",)
-    )
+    if enough is None:
+        return ()
+    return (f"{usd(enough)}/h would do for all of the demand; the budget is {usd(limit)}/h",)
 
 
-def exact(problem: PlanningProblem, exact_kv: bool) -> PlanningProblem:
-    """The problem with KV that is never put into fewer bits, if asked."""
-    return replace(problem, codecs=("fp16",)) if exact_kv else problem
-
-
-def _offering(factory: TemplateFactory, outcome: PlanOutcome, spec: Spec) -> PlanOutcome:
+def _with_candidates(factory: TemplateFactory, outcome: PlanOutcome, spec: Spec) -> PlanOutcome:
     """With what scaling may start beside the plan's copies, where the spec's policy does."""
     from potluck.plan.current_problem import with_candidates
 
@@ -287,8 +241,6 @@ RUNS = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SolvedStrategy:
-    """One strategy's plan, and what it took."""
-
     outcome: PlanOutcome
     cpu_s: float
 
@@ -298,49 +250,40 @@ class SolvedStrategy:
 @cv_option
 @requests_option
 @posing_options()
-@html_option()
 @json_option
-def compare(html_path: Path | None, as_json: bool, **options: Any) -> None:
+def compare(as_json: bool, **options: Any) -> None:
     """All strategies on one spec, in one table. Without SPEC, the bundled example.
 
     Every plan serves the same requests in a short simulation; --averages leaves that out.
     """
     posed, rest = posed_of(options)
-    asked, saves, spec = asked_of(rest), OutputFiles(), posed.spec()
-    require_html(html_path)
-    require_writable("--html", html_path)
+    asked, spec = asked_of(rest), posed.spec()
     problem = posed.problem(spec)
     with progress(4 * len(problem.asks) + 12) as progress_bar:
         factory, solved, left_out, notes = _solved(problem, posed, progress_bar)
         problem = factory.problem
         shown = {} if asked.averages else _rehearsed(spec, problem, solved, asked, posed.seed, progress_bar)
-    rows = [
-        _row(problem, name, solved_strategy, shown.get(name, ())) for name, solved_strategy in solved.items()
-    ]
-    plans = {name: solved_strategy.outcome.plan for name, solved_strategy in solved.items()}
-    saves.text("--html", html_path, lambda: compared_html(rows, problem, plans))
+    rows = [_row(problem, name, strategy, shown.get(name, ())) for name, strategy in solved.items()]
     if as_json:
         from potluck.core.codec import encode
 
         emit_json([encode(row) for row in rows])
-    else:
-        show_notes((*spec.notes, *notes))
-        if any(ask.rate_per_s > 0 for ask in problem.asks):
-            show_compared(rows)
-        else:
-            paragraph("Nothing is rented, as nothing is asked of it: all rates are 0.")
-    for text in left_out:
-        if as_json:
+        for text in left_out:
             click.echo(f"left out: {text}", err=True)
-        else:
-            paragraph(f"left out: {text}")
-    saves.complain()
+        return
+    show_notes((*spec.notes, *notes))
+    if any(ask.rate_per_s > 0 for ask in problem.asks):
+        show_compared(rows)
+    else:
+        paragraph("Nothing is rented, as nothing is asked of it: all rates are 0.")
+    for text in left_out:
+        paragraph(f"left out: {text}")
 
 
 def _solved(
     problem: PlanningProblem, posed: PlanningOptions, said: ProgressBar
 ) -> tuple[TemplateFactory, dict[str, SolvedStrategy], list[str], tuple[str, ...]]:
-    """(the workshop with what is planned for, each strategy's plan, who cannot and why, what nobody can serve)."""
+    """(templates of what is planned for, each strategy's plan, who cannot and why, what nobody can serve)."""
     from potluck.plan.explain import planned_rest
     from potluck.plan.strategies import STRATEGIES, TemplateFactory
 
@@ -398,19 +341,11 @@ def _rehearsed(
         plan = solved_strategy.outcome.plan
         if plan.fraction < 1 or not plan.deployments:
             continue
-        key = _same(plan)
+        key = (plan.deployments, plan.shares, plan.flows, plan.formats)
         if key not in known:
-            known[key] = tried(trial, plan, RUNS, partial(_told, said, name), said.far)
+            known[key] = tried(trial, plan, RUNS, said, said.far)
         result[name] = known[key]
     return result
-
-
-def _told(said: ProgressBar, name: str, what: str) -> None:
-    said(f"{name}: {what}")
-
-
-def _same(plan: Plan) -> object:
-    return plan.deployments, plan.shares, plan.flows, plan.formats
 
 
 def _row(

@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from potluck.cli.common.render import listing, paragraph, percent, short, table, usd
+from potluck.cli.common.render import paragraph, percent, short, table, table_of, usd
 from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from potluck.core.values.model import Format
-    from potluck.core.values.plan import Plan
+    from potluck.core.values.plan import Plan, Prediction
     from potluck.core.values.types import Slo
     from potluck.plan.explain import Explanation, NodeValue, TermPrice
     from potluck.plan.problem import PlanningProblem
+    from potluck.plan.search.tabu import SearchResult
     from potluck.plan.strategies import PlanOutcome
     from potluck.plan.strategies.template_factory import FormatPrice
 
@@ -23,10 +24,8 @@ if TYPE_CHECKING:
 def show_money(problem: PlanningProblem, plan: Plan) -> None:
     """Who gets how much where not all fits, charges beside rent, nodes that are paid for already."""
     if any(prediction.fraction is not None for prediction in plan.predictions):
-        parts = ", ".join(
-            f"{prediction.model} {percent(plan.fraction_of(prediction.model))}"
-            for prediction in plan.predictions
-        )
+        names = [prediction.model for prediction in plan.predictions]
+        parts = ", ".join(f"{name} {percent(plan.fraction_of(name))}" for name in names)
         _say(f"Of the demand is served, by priority: {parts}.")
     if plan.charges:
         parts = ", ".join(f"{charge.what} {usd(charge.usd_per_h)}" for charge in plan.charges)
@@ -35,21 +34,18 @@ def show_money(problem: PlanningProblem, plan: Plan) -> None:
         for offer in region.offers:
             used = min(plan.nodes.get((region.name, offer.node), 0), offer.reserved)
             if used:
-                saved = usd(used * offer.price_usd_per_h)
-                _say(
-                    f"{used} of {offer.reserved} reserved {offer.node} in {region.name} used: {saved}/h less."
-                )
+                what = f"{used} of {offer.reserved} reserved {offer.node} in {region.name}"
+                _say(f"{what} used: {usd(used * offer.price_usd_per_h)}/h less.")
 
 
 def show_classes(problem: PlanningProblem) -> None:
     """What requests of each class were promised, where there are several: all are planned for the strictest."""
     for ask in problem.asks:
         if len(ask.classes) > 1:
-            parts = [
-                f"{class_demand.name} {percent(class_demand.share)} ({_times(class_demand.slo)})"
-                for class_demand in ask.classes
-            ]
-            _say(f"{ask.name}: {', '.join(parts)}; planned for the strictest of all, {_times(ask.slo)}.")
+            parts = ", ".join(
+                f"{item.name} {percent(item.share)} ({_times(item.slo)})" for item in ask.classes
+            )
+            _say(f"{ask.name}: {parts}; planned for the strictest of all, {_times(ask.slo)}.")
 
 
 def _times(slo: Slo) -> str:
@@ -57,19 +53,19 @@ def _times(slo: Slo) -> str:
 
 
 def show_risk(problem: PlanningProblem, plan: Plan) -> None:
-    """How often spot nodes go, and what is left without them."""
     from potluck.plan.explain import spot_risks
 
-    for spot_risk in spot_risks(problem, plan):
-        often = f"one is taken away every {1 / spot_risk.preemptions_per_h:.3g} h"
-        if spot_risk.preemptions_per_h <= 0:
-            often = "none is expected to be taken away"
-        line = f"{spot_risk.model}: {spot_risk.spot_nodes} of {spot_risk.nodes} nodes are spot; {often} on average"
-        _say(f"{line}, and without all of them {percent(spot_risk.served_without)} of its demand is served.")
+    for risk in spot_risks(problem, plan):
+        often = "none is expected to be taken away"
+        if risk.preemptions_per_h > 0:
+            often = f"one is taken away every {1 / risk.preemptions_per_h:.3g} h"
+        _say(
+            f"{risk.model}: {risk.spot_nodes} of {risk.nodes} nodes are spot; {often} on average, and without all "
+            f"of them {percent(risk.served_without)} of its demand is served."
+        )
 
 
 def show_terms(prices: Sequence[TermPrice]) -> None:
-    """Each term with its price."""
     if not prices:
         return
     rows = []
@@ -81,7 +77,7 @@ def show_terms(prices: Sequence[TermPrice]) -> None:
         else:
             cost = ("" if price.exact else "about ") + f"{usd(max(0.0, price.extra_usd_per_h))}/h"
         rows.append((price.model, cost, price.words))
-    listing("What was asked costs (by planning again without it)", ("model", "costs", "asked"), rows)
+    table("What was asked costs (by planning again without it)", ("model", "costs", "asked"), rows)
 
 
 def _say(text: str) -> None:
@@ -90,8 +86,6 @@ def _say(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ComparedStrategy:
-    """One strategy's row."""
-
     strategy: str
     cost_usd_per_h: float
     usd_per_million_tokens: float | None
@@ -118,39 +112,24 @@ def show_notes(notes: Sequence[str]) -> None:
 
 
 def show_compared(rows: Sequence[ComparedStrategy]) -> None:
-    """The table of `potluck compare`."""
-    chosen = any(row.formats for row in rows)
-    cells = [
-        (
-            row.strategy,
-            usd(row.cost_usd_per_h),
-            _attained(row),
-            percent(row.served_fraction),
-            "-" if row.usd_per_million_tokens is None else usd(row.usd_per_million_tokens),
-            "-"
-            if row.range_usd_per_million_tokens is None
-            else _usd_between(row.range_usd_per_million_tokens),
-            *([", ".join(f"{model} {weights}" for model, weights in row.formats)] if chosen else []),
-            row.nodes,
-            percent(row.gap),
-            f"{row.cpu_s:.2f}",
-        )
-        for row in rows
-    ]
-    weights = ("weights",) if chosen else ()
-    columns = (
-        "strategy",
-        "USD/h",
-        "attained",
-        "served",
-        "$/M tokens",
-        "8 in 10",
-        *weights,
-        "nodes",
-        "gap",
-        "CPU s",
-    )
-    table("Strategies on the same templates", columns, cells)
+    def weights(row: ComparedStrategy) -> str:
+        return ", ".join(f"{model} {weights}" for model, weights in row.formats)
+
+    columns: dict[str, Callable[[ComparedStrategy], object]] = {
+        "strategy": lambda row: row.strategy,
+        "USD/h": lambda row: usd(row.cost_usd_per_h),
+        "attained": _attained,
+        "served": lambda row: percent(row.served_fraction),
+        "$/M tokens": lambda row: "-" if (cost := row.usd_per_million_tokens) is None else usd(cost),
+        "8 in 10": lambda row: (
+            "-" if (ends := row.range_usd_per_million_tokens) is None else _usd_between(ends)
+        ),
+        **({"weights": weights} if any(row.formats for row in rows) else {}),
+        "nodes": lambda row: row.nodes,
+        "gap": lambda row: percent(row.gap),
+        "CPU s": lambda row: f"{row.cpu_s:.2f}",
+    }
+    table_of("Strategies on the same templates", rows, columns)
     for row in rows:
         if row.violations:
             paragraph(f"the plan of {row.strategy} failed its own check: {row.violations[0]}.")
@@ -177,7 +156,6 @@ def _attained(row: ComparedStrategy) -> str:
 def show_plan(
     problem: PlanningProblem, outcome: PlanOutcome, standby: int = 0, basis: str = "on averages"
 ) -> None:
-    """What is deployed where, what stands by, and what to expect of it."""
     from potluck.core.scaling.standby import spoken
 
     if not any(ask.rate_per_s > 0 for ask in problem.asks):
@@ -270,51 +248,30 @@ def _usd_between(ends: tuple[float, float], unit_usd: float = 1.0) -> str:
     return f"{usd(ends[0] * unit_usd)} to {usd(ends[1] * unit_usd)}"
 
 
-def _between(low: float, high: float) -> str:
-    return f"{low:.3g} to {high:.3g}" if high > 0 else "-"
-
-
 def _show_predictions(problem: PlanningProblem, outcome: PlanOutcome) -> None:
     from potluck.plan.explain import range_of, tokens_per_usd, usd_per_million_tokens
 
     result = outcome.plan
     cost = {p.model: usd_per_million_tokens(problem, result, p.model) for p in result.predictions}
-    rows = [
-        (
-            p.model,
-            f"{p.demand_per_s:.3g}",
-            f"{p.capacity_per_s:.3g}",
-            _between(p.slowest_per_s, p.fastest_per_s),
-            short(p.prompt_tokens_per_s),
-            short(p.answer_tokens_per_s),
-            seconds(p.ttft_s),
-            seconds(p.tpot_s),
-            usd(cost[p.model]),
-            _usd_between(range_of(p), cost[p.model]),
-            *(short(token) for token in tokens_per_usd(problem, result, p.model)),
-            p.confidence,
-        )
-        for p in result.predictions
-    ]
-    table(
-        "What to expect",
-        (
-            "model",
-            "demand/s",
-            "if always busy/s",
-            "8 in 10 do",
-            "prompt tokens/s",
-            "answer tokens/s",
-            "TTFT",
-            "TPOT",
-            "$/M tokens",
-            "8 in 10",
-            "prompt tokens/$",
-            "answer tokens/$",
-            "confidence",
+    per_usd = {p.model: tokens_per_usd(problem, result, p.model) for p in result.predictions}
+    columns: dict[str, Callable[[Prediction], object]] = {
+        "model": lambda p: p.model,
+        "demand/s": lambda p: f"{p.demand_per_s:.3g}",
+        "if always busy/s": lambda p: f"{p.capacity_per_s:.3g}",
+        "8 in 10 do": lambda p: (
+            f"{p.slowest_per_s:.3g} to {p.fastest_per_s:.3g}" if p.fastest_per_s > 0 else "-"
         ),
-        rows,
-    )
+        "prompt tokens/s": lambda p: short(p.prompt_tokens_per_s),
+        "answer tokens/s": lambda p: short(p.answer_tokens_per_s),
+        "TTFT": lambda p: seconds(p.ttft_s),
+        "TPOT": lambda p: seconds(p.tpot_s),
+        "$/M tokens": lambda p: usd(cost[p.model]),
+        "8 in 10": lambda p: _usd_between(range_of(p), cost[p.model]),
+        "prompt tokens/$": lambda p: short(per_usd[p.model][0]),
+        "answer tokens/$": lambda p: short(per_usd[p.model][1]),
+        "confidence": lambda p: p.confidence,
+    }
+    table_of("What to expect", result.predictions, columns)
     _show_waits(result)
 
 
@@ -343,32 +300,23 @@ def show_reasons(reasons: Explanation | None) -> None:
     show_terms(reasons.terms)
     _show_formats(reasons.formats)
     rows = []
-    for model_reason in reasons.models:
-        if not model_reason.served_by:
+    for reason in reasons.models:
+        extra = "demand could not be met"
+        if not reason.served_by:
             extra = "nothing is asked of it"
-        elif model_reason.next_best_usd_per_h is None:
-            extra = "demand could not be met"
-        else:
-            extra = (
-                f"+{usd(max(0.0, model_reason.next_best_usd_per_h))}/h: {'; '.join(model_reason.next_best)}"
-            )
-        rows.append(
-            (model_reason.model, "; ".join(model_reason.served_by), ", ".join(model_reason.without), extra)
-        )
+        elif reason.next_best_usd_per_h is not None:
+            extra = f"+{usd(max(0.0, reason.next_best_usd_per_h))}/h: {'; '.join(reason.next_best)}"
+        rows.append((reason.model, "; ".join(reason.served_by), ", ".join(reason.without), extra))
     table("Why these GPUs", ("model", "served by", "without", "the next best"), rows)
-    values = [
-        (
-            n.region,
-            n.node,
-            f"{n.rented} of {n.available}",
-            usd(n.price_usd_per_h),
-            usd(n.shadow_usd_per_h),
-            _fewer(n),
-        )
-        for n in reasons.nodes
-    ]
-    columns = ("region", "node", "rented", "price", "one more saves up to", "one fewer costs")
-    table("What a node is worth, per hour", columns, values)
+    columns: dict[str, Callable[[NodeValue], object]] = {
+        "region": lambda n: n.region,
+        "node": lambda n: n.node,
+        "rented": lambda n: f"{n.rented} of {n.available}",
+        "price": lambda n: usd(n.price_usd_per_h),
+        "one more saves up to": lambda n: usd(n.shadow_usd_per_h),
+        "one fewer costs": _fewer,
+    }
+    table_of("What a node is worth, per hour", reasons.nodes, columns)
 
 
 def _fewer(node: NodeValue) -> str:
@@ -382,17 +330,29 @@ def _fewer(node: NodeValue) -> str:
 
 def _show_formats(tried: Sequence[FormatPrice]) -> None:
     """What each format would cost, where the spec leaves a choice."""
-    rows = [
-        (
-            ", ".join(f"{model} in {weights}" for model, weights in format_price.formats),
-            percent(format_price.served_fraction),
-            usd(format_price.usd_per_h),
-        )
-        for format_price in tried
-    ]
-    if rows:
-        table("Weights in the formats that the spec allows", ("weights", "served", "USD/h"), rows)
+    columns: dict[str, Callable[[FormatPrice], object]] = {
+        "weights": lambda price: ", ".join(f"{model} in {weights}" for model, weights in price.formats),
+        "served": lambda price: percent(price.served_fraction),
+        "USD/h": lambda price: usd(price.usd_per_h),
+    }
+    if tried:
+        table_of("Weights in the formats that the spec allows", tried, columns)
 
 
 def _signed(value_usd: float) -> str:
     return f"+{usd(value_usd)}" if value_usd >= 0 else f"-{usd(-value_usd)}"
+
+
+def show_search(searched: Mapping[str, SearchResult]) -> None:
+    """A line per region: what the search expects for mean lengths, and how it got there."""
+    if not searched:
+        return  # nor is the search loaded
+    from potluck.plan.search.search_templates import attainment_trace
+
+    for region, search_result in searched.items():
+        best_s, attained = attainment_trace(search_result)[-1]
+        ended = "converged" if search_result.converged else "out of time"
+        _say(
+            f"search in {region}: {percent(attained)} of requests within the objective at mean lengths "
+            f"(on averages), best after {seconds(best_s)}, {search_result.evaluated:,} states, {ended}"
+        )

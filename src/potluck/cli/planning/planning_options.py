@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from click import argument, option
 
-from potluck.cli.common.files import FILE, PATH, read_text
+from potluck.cli.common.files import FILE, PATH, Command, option_group, positive, read_text
 from potluck.cli.common.inputs import load_problem, read_spec, scale_option, scaled
 from potluck.core.errors import InputError, UnknownNameError
 
@@ -20,13 +20,8 @@ if TYPE_CHECKING:
     from potluck.spec.spec_values import Spec
 
 
-Command = TypeVar("Command", bound=Callable[..., object])
-
-
 @dataclass(frozen=True, slots=True)
 class PlanningOptions:
-    """The options as they were given, by their names."""
-
     spec_path: Path | None
     time_limit_s: float
     headroom: float
@@ -73,50 +68,28 @@ def posing_options(
     limit_s: float = 30.0, limit_help: str = "CPU-seconds, templates included."
 ) -> Callable[[Command], Command]:
     """The options that `PlanningOptions` is made of, and what a spec is named by."""
-
-    def options(command: Command) -> Command:
-        for report in (
-            option("--time-limit", "time_limit_s", type=float, default=limit_s, help=limit_help),
-            option("--headroom", type=float, default=0.8, help="How busy replicas may be."),
-            option(
-                "--confidence",
-                "sure",
-                type=float,
-                default=0.5,
-                help="0.9: plan for the slow end of step times.",
-            ),
-            option("--budget", "budget_usd_per_h", type=float, help="At most so many USD an hour."),
-            option("--what-if", multiple=True, help="Such as 'us-east-1:8xH100=0': another number of nodes."),
-            option("--seed", type=click.IntRange(min=0), default=0, help="Of search and rehearsal."),
-            option("--market", type=FILE, help="Prices and nodes over the spec's; see docs/operating.md."),
-            scale_option,
-            argument("spec_path", metavar="[SPEC]", required=False, type=PATH),
-        ):
-            command = report(command)
-        return command
-
-    return options
+    return option_group(
+        argument("spec_path", metavar="[SPEC]", required=False, type=PATH),
+        scale_option,
+        option("--market", type=FILE, help="Prices and nodes over the spec's; see docs/operating.md."),
+        option("--seed", type=click.IntRange(min=0), default=0, help="Of search and rehearsal."),
+        option("--what-if", multiple=True, help="Such as 'us-east-1:8xH100=0': another number of nodes."),
+        option("--budget", "budget_usd_per_h", type=float, help="At most so many USD an hour."),
+        option(
+            "--confidence", "sure", type=float, default=0.5, help="0.9: plan for the slow end of step times."
+        ),
+        option("--headroom", type=float, default=0.8, help="How busy replicas may be."),
+        option("--time-limit", "time_limit_s", type=float, default=limit_s, help=limit_help),
+    )
 
 
 strategy_option = option("--strategy", default="auto", help="See `potluck compare`.")
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-def html_option(what: str = "Draw it here.") -> Callable[[Command], Command]:
-    path = FILE
-    return option("--html", "html_path", type=path, help=what)
-
-
 def strategy_of(name: str) -> Callable[[TemplateFactory, SolveSettings], PlanOutcome]:
-    """A strategy by its name."""
     from potluck.plan.strategies import STRATEGIES
 
     if name not in STRATEGIES:
         raise UnknownNameError("strategy", name, STRATEGIES)
     return STRATEGIES[name]
-
-
-def positive(field: str, value: float) -> float:
-    if not 0 < value < float("inf"):
-        raise InputError(field, f"must be positive, is {value:g}")
-    return value

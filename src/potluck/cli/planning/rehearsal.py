@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from click import option
 
+from potluck.cli.common.files import option_group
 from potluck.cli.common.render import paragraph, percent, table, usd
 from potluck.cli.planning.planning_options import strategy_of
 from potluck.core.errors import InputError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 KEPT = {"holds": "holds", "unsure": "is not sure to hold", "misses": "misses"}
 """How a promise fared, in words."""
+EVIDENCE = ("model", "promised", "runs_kept", "requests", "holds")
 
 
 def evidence_line(seen: Tried) -> str:
@@ -35,15 +37,13 @@ def evidence_line(seen: Tried) -> str:
     kept = f"{KEPT[seen.verdict]} its {percent(seen.promised)}"
     if seen.verdict == "unsure":
         kept += f" ({percent(seen.at_least, seen.promised)} or more is sure; more runs may tell)"
-    refused = "" if seen.answers else f"; answered {percent(seen.answered)} or more"
+    if not seen.answers:
+        kept += f"; answered {percent(seen.answered)} or more"
     runs = f"{seen.runs} {'fresh ' if seen.fresh else ''}runs" if seen.runs > 1 else "one run"
     if seen.gap_cv is not None:
         runs += f" with gaps of CV {seen.gap_cv:g}"
-    attained = percent(seen.attained, seen.promised)
-    return (
-        f"rehearsed: {seen.model} in time for {attained} of {seen.requests:,} requests ({runs}), "
-        f"{kept}{refused}"
-    )
+    attained = f"{percent(seen.attained, seen.promised)} of {seen.requests:,} requests"
+    return f"rehearsed: {seen.model} in time for {attained} ({runs}), {kept}"
 
 
 def noted(
@@ -75,7 +75,6 @@ def mark_of_trial(plan: Plan, spec: Spec, problem: PlanningProblem) -> str:
     return mark_of(repr((world, tuple(model.traffic for model in spec.models), spec.policy)))
 
 
-Command = TypeVar("Command", bound=Callable[..., object])
 MOST_LINES = 6
 SEED_STRIDE = 10_000_000
 """Between the runs of one `--seed` and the next: more than a rehearsal ever numbers."""
@@ -113,23 +112,19 @@ averages_option = option(
 )
 
 
-def rehearsal_options(command: Command) -> Command:
-    """What `plan` takes beside `--rehearse`."""
-    for report in (
-        option("--runs", type=click.IntRange(2, 1000), help="Per round: else 3, or 5 with --rehearse."),
-        requests_option,
-        cv_option,
-        option(
-            "--attainment",
-            type=click.Choice(["closed", "simulated"]),
-            default="closed",
-            help="How pairs of a pool are judged.",
-        ),
-        averages_option,
-        option("--rehearse", is_flag=True, help="Find the cheapest plan that holds, proven in fresh runs."),
-    ):
-        command = report(command)
-    return command
+rehearsal_options = option_group(
+    option("--rehearse", is_flag=True, help="Find the cheapest plan that holds, proven in fresh runs."),
+    averages_option,
+    option(
+        "--attainment",
+        type=click.Choice(["closed", "simulated"]),
+        default="closed",
+        help="How pairs of a pool are judged.",
+    ),
+    cv_option,
+    requests_option,
+    option("--runs", type=click.IntRange(2, 1000), help="Per round: else 3, or 5 with --rehearse."),
+)
 
 
 def rehearsed(
@@ -218,7 +213,6 @@ def untried_basis(averages: bool) -> str:
 
 
 def asked_of(options: Mapping[str, Any]) -> RehearsalOptions:
-    """The options as `plan` has them, checked."""
     asked = RehearsalOptions(**options)
     if asked.cv is not None and not asked.cv >= 0:
         raise InputError("--cv", f"must not be negative, is {asked.cv:g}")
@@ -233,7 +227,6 @@ def asked_of(options: Mapping[str, Any]) -> RehearsalOptions:
 def tried(
     trial: TrialSetup, plan: Plan, runs: int, said: Said, far: Far = lambda done, total: None
 ) -> tuple[Evidence, ...]:
-    """What simulation says of a plan that stays as it is."""
     from potluck.rehearse.evidence import evidence_of
 
     return evidence_of(trial, plan, range(runs), lambda what: said(f"rehearsing, {what}"), far)
@@ -311,7 +304,6 @@ def _left_out(problem: PlanningProblem) -> dict[str, list[tuple[int, bool]]]:
 
 
 def _means(problem: PlanningProblem, names: Collection[str]) -> dict[str, tuple[float, float]]:
-    """Mean prompt and answer of what is left."""
     means = {}
     for ask in problem.asks:
         if ask.name in names and ask.rate_per_s > 0:
@@ -377,7 +369,6 @@ def show_rehearsal(rehearsal: Rehearsal | None, asked: RehearsalOptions, plan: P
 
 
 def _show_rounds(rehearsal: Rehearsal) -> None:
-    """A row for each model of each round."""
     rows = []
     for step in rehearsal.steps:
         runs = max((len(entry.attained) for entry in step.evidence), default=0)
@@ -401,21 +392,14 @@ def rehearsal_json(rehearsal: Rehearsal | None) -> dict[str, object]:
     steps = [
         {
             "round": step.number,
-            "fresh": step.fresh,
-            "cost_usd_per_h": step.cost_usd_per_h,
-            "factors": step.factors,
-            "holds": step.holds,
+            **{name: getattr(step, name) for name in ("fresh", "cost_usd_per_h", "factors", "holds")},
             "models": [
                 {
-                    "model": item.model,
-                    "promised": item.promised,
+                    **{name: getattr(item, name) for name in EVIDENCE},
                     "attained": item.mean,
                     "at_least": item.lower,
                     "answered": sum(item.answered) / max(1, len(item.answered)),
                     "runs": len(item.attained),
-                    "runs_kept": item.runs_kept,
-                    "requests": item.requests,
-                    "holds": item.holds,
                     "disagreed": list(item.disagreed),
                 }
                 for item in step.evidence

@@ -10,15 +10,16 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from math import isclose
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import click
 from click import argument, option
 
-from potluck.cli.common.files import EXISTING, FILE, PATH, OutputFiles, require_writable
+from potluck.cli.common.files import EXISTING, FILE, PATH, OutputFiles, positive, require_writable
 from potluck.cli.common.inputs import load_problem, node_name, read_plan, read_spec
 from potluck.cli.common.render import emit_json, missed, paragraph, percent, progress, table, usd
-from potluck.cli.fleet.service import nothing, opened, state_option
+from potluck.cli.fleet.service import nothing, opened, state_option, with_gateway
 from potluck.cli.planning.estimate import measured
 from potluck.cli.planning.plan_show import show_groups
 from potluck.cli.planning.rehearsal import (
@@ -52,12 +53,10 @@ VERDICTS = ("holds", "unsure", "misses")
 def spec_now(spec: Spec, problem: PlanningProblem) -> Spec:
     """The spec with the nodes, links and rates that there are after what happened."""
     rates = {ask.name: ask.rate_per_s for ask in problem.asks}
-    models = tuple(
-        replace(
-            model, traffic=replace(model.traffic, rate_per_s=rates.get(model.name, model.traffic.rate_per_s))
-        )
-        for model in spec.models
-    )
+    traffic = {
+        m.name: replace(m.traffic, rate_per_s=rates.get(m.name, m.traffic.rate_per_s)) for m in spec.models
+    }
+    models = tuple(replace(model, traffic=traffic[model.name]) for model in spec.models)
     return replace(spec, models=models, regions=problem.regions, links=problem.links, pool=problem.pool)
 
 
@@ -92,8 +91,9 @@ def best_tried(
         key = (answer.plan.deployments, answer.plan.shares, answer.plan.flows)
         if key not in seen:
             seen[key] = _tried(answer.plan, now, problem, said)
-        result.append((max(map(_rank, seen[key]), default=0), answer, seen[key]))
-        if result[-1][0] == 0:
+        worst = max((VERDICTS.index(tried.verdict) for tried in seen[key]), default=0)
+        result.append((worst, answer, seen[key]))
+        if worst == 0:
             break
     _, best, shown = min(result, key=lambda each: each[0])
     return best, shown
@@ -106,10 +106,6 @@ def _tried(plan: Plan, spec: Spec, problem: PlanningProblem, said: Said) -> tupl
     return tuple(evidence.told() for evidence in tried(trial, plan, SHORT_RUNS, said))
 
 
-def _rank(each: Tried) -> int:
-    return VERDICTS.index(each.verdict)
-
-
 REFUSED = "not applied: this misses in rehearsal. `--yes` applies it all the same; more nodes may help"
 
 
@@ -117,16 +113,14 @@ REFUSED = "not applied: this misses in rehearsal. `--yes` applies it all the sam
 @argument("plan_path", metavar="[PLAN]", required=False, type=EXISTING)
 @argument("spec_path", metavar="[SPEC]", required=False, type=PATH)
 @option("--live", is_flag=True, help="For the service that runs here, without PLAN and SPEC.")
-@option(
-    "--apply", "applied", is_flag=True, help="With --live: put the best answer into force, unless it misses."
-)
+@option("--apply", "applied", is_flag=True, help="With --live: put the best into force, unless it misses.")
 @option("--yes", "anyway", is_flag=True, help="With --apply: also one that misses.")
 @averages_option
 @state_option
 @option("--lose", multiple=True, help="REGION:NODE=COUNT nodes are gone; or NAME,NAME: machines of a pool.")
 @option("--rate", multiple=True, help="MODEL=REQUESTS_PER_S, or MODEL=1.5x for so many times as many.")
 @option(
-    "--workload", multiple=True, help="[MODEL=]LENGTHS: now such as 2048/28, a trace file or a workload's."
+    "--workload", multiple=True, help="[MODEL=]LENGTHS now: such as 2048/28, a trace or a workload's name."
 )
 @option("--link", multiple=True, help="FROM:TO=GBPS: now, between regions or machines, one direction.")
 @option("--price", multiple=True, help="REGION:NODE=USD_PER_H: a node's price is now this.")
@@ -141,20 +135,9 @@ def replan(
     spec_path: Path | None,
     live: bool,
     applied: bool,
-    anyway: bool,
-    averages: bool,
-    state: Path | None,
-    lose: tuple[str, ...],
-    rate: tuple[str, ...],
-    workload: tuple[str, ...],
-    link: tuple[str, ...],
-    price: tuple[str, ...],
     out: Path | None,
-    time_limit_s: float,
-    init_penalty: float,
-    headroom: float,
-    seed: int,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Answers to trouble for a running PLAN: new routing, role flips, a new allocation.
 
@@ -168,35 +151,35 @@ def replan(
     from potluck.core.values.plan import plan_to_json
     from potluck.plan.strategies import SolveSettings
 
-    if not 0 < time_limit_s < float("inf"):
-        raise InputError("time-limit", f"must be positive, is {time_limit_s:g}")
+    asked = SimpleNamespace(**options)
+    settings = SolveSettings(positive("time-limit", asked.time_limit_s), seed=asked.seed)
     if applied and not live:
         raise InputError("--apply", "is for a service that runs; add --live")
     require_writable("--out", out)
-    changes, saves = ChangeOptions(lose, rate, workload, link, price), OutputFiles()
+    changes = ChangeOptions(asked.lose, asked.rate, asked.workload, asked.link, asked.price)
+    saves = OutputFiles()
     now: LiveService | None = None
     with ExitStack() as stack:
         if live:
             if plan_path is not None:
                 raise InputError("--live", "takes plan and spec from the service; leave them out")
-            service = stack.enter_context(opened(state))
+            service = stack.enter_context(opened(asked.state))
             now = live_of(service)
             running, spec = now.plan, read_spec(now.spec)
             # What is said here counts more than what was seen, so it comes last.
-            changes = replace(changes, rate=(*now.rates, *rate))
+            changes = replace(changes, rate=(*now.rates, *changes.rate))
         elif plan_path is None or spec_path is None:
             raise InputError("PLAN SPEC", "are needed, or --live")
         else:
             running, spec = read_plan(plan_path), read_spec(spec_path)
         spec = changed_spec(spec, changes)
-        problem = load_problem(spec, headroom, None, (), init_penalty)
+        problem = load_problem(spec, asked.headroom, None, (), asked.init_penalty)
         if now is not None:
             problem = with_paces(measured(problem, now.profiles), now)
         problem = changed_problem(problem, running, changes)
-        settings = SolveSettings(time_limit_s=time_limit_s, seed=seed)
-        answered = _answered(problem, running, spec, settings, averages, now.style if now else "")
+        answered = _answered(problem, running, spec, settings, asked.averages, now.style if now else "")
         saves.text("--out", out, lambda: plan_to_json(answered.best.plan))
-        refused = applied and answered.misses and not anyway
+        refused = applied and answered.misses and not asked.anyway
         done = REFUSED if refused else ""
         if now is not None and applied and not refused:
             done = apply(service, now, answered.best)
@@ -243,7 +226,6 @@ def _print(answered: Answered, now: LiveService | None, done: str, as_json: bool
 def _answered(
     problem: PlanningProblem, running: Plan, spec: Spec, settings: SolveSettings, averages: bool, style: str
 ) -> Answered:
-    """All answers, each checked, and the best of them."""
     from potluck.core.values.service import ModelTerms
     from potluck.plan.replan_options import best_answer, ladder
     from potluck.plan.strategies import STRATEGIES
@@ -286,17 +268,10 @@ def _show(answered: Answered) -> None:
         for answer in answered.answers
     ]
     columns = ("answer", "served", "USD/h", "in force", "to start", "flips", "starts", "stops")
-    judged = (
-        "served on averages, not rehearsed"
-        if answered.tried is None
-        else "served on averages, the best rehearsed"
-    )
-    table(f"Answers, from cheap to dear; {judged}", columns, rows)
-    table(
-        f"With {best.step}",
-        ("region", "copies", "template"),
-        [(deployment.region, deployment.count, deployment.template) for deployment in best.plan.deployments],
-    )
+    judged = "not rehearsed" if answered.tried is None else "the best rehearsed"
+    table(f"Answers, from cheap to dear; served on averages, {judged}", columns, rows)
+    copies = [(item.region, item.count, item.template) for item in best.plan.deployments]
+    table(f"With {best.step}", ("region", "copies", "template"), copies)
     show_groups(best.plan)
 
 
@@ -309,8 +284,6 @@ _LENGTHS = re.compile(r"(?P<input>[0-9]{1,8})/(?P<output>[0-9]{1,8})\Z")
 
 @dataclass(frozen=True, slots=True)
 class ChangeOptions:
-    """The options as they were written."""
-
     lose: tuple[str, ...] = ()
     rate: tuple[str, ...] = ()
     workload: tuple[str, ...] = ()
@@ -332,7 +305,6 @@ def changed_spec(spec: Spec, changes: ChangeOptions) -> Spec:
 
 
 def changed_problem(problem: PlanningProblem, running: Plan, changes: ChangeOptions) -> PlanningProblem:
-    """The problem after everything else that happened."""
     from potluck.plan.timing.named_machines import named
 
     if any(template.machines for template in running.templates):
@@ -381,11 +353,8 @@ def _with_lengths(model: ModelSpec, bins: Sequence[LengthBin], words: str) -> Mo
     for length_bin in bins:
         output = min(length_bin.output_tokens, most - 1.0)
         prompt = min(length_bin.input_tokens, most - output)
-        cut += (
-            length_bin.share
-            if (prompt, output) != (length_bin.input_tokens, length_bin.output_tokens)
-            else 0.0
-        )
+        whole = (prompt, output) == (length_bin.input_tokens, length_bin.output_tokens)
+        cut += 0.0 if whole else length_bin.share
         kept.append(replace(length_bin, input_tokens=prompt, output_tokens=output))
     if cut > 0:
         note = f"{cut:.0%} of the requests are longer than {model.model.name}'s context of {most:,} tokens"
@@ -394,7 +363,6 @@ def _with_lengths(model: ModelSpec, bins: Sequence[LengthBin], words: str) -> Mo
 
 
 def _with_loss(problem: PlanningProblem, text: str) -> PlanningProblem:
-    """`REGION:NODE=COUNT`, or names of machines with commas between them."""
     if _LOSE.match(text):
         region, node, value = _node_change(problem, "lose", _LOSE, text)
         return _with_offer(problem, region, node, lose=int(value))
@@ -450,7 +418,6 @@ def _with_offer(
 
 
 def _with_link(problem: PlanningProblem, text: str) -> PlanningProblem:
-    """Between regions, or between two machines of a pool; one direction."""
     match = _match("link", _LINK, text, "FROM:TO=GBPS, such as us-east-1:lab=20")
     ends, gbps = (match["source"], match["target"]), float(match["value"])
     if not gbps > 0:
@@ -543,7 +510,6 @@ def for_engines(planner: Planner, style: str) -> Planner:
 
 
 def with_paces(problem: PlanningProblem, running: LiveService) -> PlanningProblem:
-    """As fast as its replicas really are."""
     from potluck.plan.current_problem import observed
 
     return observed(problem, running.paces, datetime.now(UTC).date().isoformat())
@@ -553,8 +519,7 @@ def apply(service: ServiceView, running: LiveService, best: ReplanOption) -> str
     """Hand the best answer to the gateway, and so to the controller; what was done, in a line."""
     from potluck.control.manual_changes import BY_HAND, put_plan
 
-    if not service.gateway_lives:
-        raise nothing(f"no gateway runs in {service.folder}; `potluck status` says what does")
+    with_gateway(service)
     if is_no_better(best.plan, running.plan):
         return f"plan {running.version} is the best answer already; nothing changed"
     newest = service.store.plan()
@@ -576,24 +541,14 @@ def apply(service: ServiceView, running: LiveService, best: ReplanOption) -> str
 def is_no_better(plan: Plan, running: Plan) -> bool:
     """The same copies for the same demand, and no more of it served: other shares alone make no version."""
     asked, before = (
-        {
-            (length_bucket.model, length_bucket.bucket): length_bucket.rate_per_s
-            for length_bucket in one.buckets
-        }
-        for one in (plan, running)
+        {(item.model, item.bucket): item.rate_per_s for item in one.buckets} for one in (plan, running)
     )
-    same = asked.keys() == before.keys() and all(
-        isclose(asked[key], before[key], rel_tol=0.01) for key in asked
-    )
-    return (
-        same
-        and set(plan.deployments) == set(running.deployments)
-        and plan.fraction <= running.fraction + 1e-6
-    )
+    same = asked.keys() == before.keys() and all(isclose(asked[k], before[k], rel_tol=0.01) for k in asked)
+    copies = set(plan.deployments) == set(running.deployments)
+    return same and copies and plan.fraction <= running.fraction + 1e-6
 
 
 def said_of(running: LiveService) -> None:
-    """What the answers are for."""
     from potluck.core.state.facts import spoken
 
     rates = ", ".join(running.rates) or "as the spec has them (nothing was seen for ten minutes yet)"

@@ -9,17 +9,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
 from click import argument, option
 
-from potluck.cli.common.files import FILE, FOLDER, PATH, OutputFiles, require_writable
+from potluck.cli.common.files import FILE, FOLDER, PATH, OutputFiles, option_group, positive, require_writable
 from potluck.cli.common.inputs import scale_option
-from potluck.cli.common.render import ProgressBar, emit_json, missed, paragraph, percent, progress, table
+from potluck.cli.common.render import ProgressBar, emit_json, missed, paragraph, percent, progress, table_of
 from potluck.cli.planning.estimate import profile_option
 from potluck.cli.simulating.simulation import (
+    SimulationInputs,
     offered,
     planner_of,
     policy_of,
@@ -27,6 +29,7 @@ from potluck.cli.simulating.simulation import (
     read_inputs,
     requests,
     scene_of,
+    show_cuts,
     with_schedule,
 )
 from potluck.core.codec import encode
@@ -34,95 +37,73 @@ from potluck.core.errors import InputError
 from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from potluck.core.state.policy import Policy
     from potluck.sim.load.workload import Workload
     from potluck.sim.results.metrics import RunSummary, ScaleScan
     from potluck.sim.results.plan_comparison import PlanDeviation
     from potluck.sim.results.records import SimResult
-    from potluck.sim.sim_settings import SimSettings
-    from potluck.spec.spec_values import Spec
 
 
-Command = TypeVar("Command", bound=Callable[..., object])
 SAMPLES = 200
 
 
-def options(command: Command) -> Command:
-    """The options that every command which simulates has."""
-    for report in (
-        option("--json", "as_json", is_flag=True, help="Print JSON."),
-        profile_option,
-        scale_option,
-        option("--bulk", is_flag=True, help="Send KV in one piece, not layer by layer."),
-        option("--no-fast-forward", "stepwise", is_flag=True, help="Go step by step; same results, slow."),
-        option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, such as balance=goodput."),
-        option("--time-limit", "time_limit_s", type=float, default=30.0, help="To plan, in s."),
-        option(
-            "--cv", type=float, help="Variation of made-up arrivals' gaps: 1 is Poisson, above it bursts."
-        ),
-        option("--seed", type=click.IntRange(min=0), default=0, help="Of all chance."),
-        option("--requests", "count", type=click.IntRange(min=1), help="How many."),
-        option(
-            "--from-log",
-            "logs",
-            multiple=True,
-            type=click.Path(exists=True, path_type=Path),
-            help="Serve the requests of a log again, or of a folder's brain.log; may be repeated, in order.",
-        ),
-        option(
-            "--workload",
-            multiple=True,
-            help="NAME of the catalog or a trace FILE; MODEL=NAME where there are several.",
-        ),
-    ):
-        command = report(command)
-    return command
+options = option_group(
+    argument("paths", metavar="[PLAN] [SPEC]", nargs=-1, type=PATH),
+    option(
+        "--workload",
+        multiple=True,
+        help="NAME of the catalog or a trace FILE; MODEL=NAME where there are several.",
+    ),
+    option(
+        "--from-log",
+        "logs",
+        multiple=True,
+        type=click.Path(exists=True, path_type=Path),
+        help="Serve the requests of a log again, or of a folder's brain.log; may be repeated, in order.",
+    ),
+    option("--rate", "rate_per_s", type=float, help="Requests a second, all models together."),
+    option("--requests", "count", type=click.IntRange(min=1), help="How many."),
+    option("--seed", type=click.IntRange(min=0), default=0, help="Of all chance."),
+    option("--cv", type=float, help="Variation of made-up arrivals' gaps: 1 is Poisson, above it bursts."),
+    option("--time-limit", "time_limit_s", type=float, default=30.0, help="To plan, in s."),
+    option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, such as balance=goodput."),
+    scale_option,
+    profile_option,
+    option("--json", "as_json", is_flag=True, help="Print JSON."),
+)
+
+
+def _read(
+    asked: SimpleNamespace, bar: ProgressBar, market: Path | None = None
+) -> tuple[SimulationInputs, Workload]:
+    return read_inputs(
+        asked.paths,
+        asked.time_limit_s,
+        bar,
+        lambda spec: requests(spec, asked, bar),
+        asked.profile_paths,
+        market,
+        asked.slo_scale,
+    )
 
 
 @click.command()
-@argument("paths", metavar="[PLAN] [SPEC]", nargs=-1, type=PATH)
 @options
-@option("--rate", "rate_per_s", type=float, help="Requests a second, all models together.")
 @option("--faults", "faults_path", type=FILE, help="What goes wrong when (YAML); see docs/simulation.md.")
 @option("--market", type=FILE, help="Prices and nodes over time (YAML); see docs/simulation.md.")
-@option("--warm-up", "warm_up_s", type=float, default=0.0, help="Leave out who arrives in the first seconds.")
-@option("--cold", is_flag=True, help="Replicas start at time 0 instead of being up.")
-@option(
-    "--paced/--unpaced",
-    default=True,
-    help="Engines take steps that fit the objective, as planned; else 2048 tokens at most.",
-)
 @option("--heartbeat", "heartbeat_s", type=float, default=0.0, help="Seconds until a loss is noticed.")
 @option(
     "--slo-scan", "scans", is_flag=True, help="Attainment against SLO scale, and the least for 90 and 99 %."
 )
 @option("--report", type=FILE, help="Write an HTML report here.")
-@option("--records", type=FILE, help="Write one row per request here (.jsonl or .parquet).")
+@option("--records", type=FILE, help="Write one row per request here (JSON lines).")
 @option("--log", type=FILE, help="Write every event and action here (JSON lines); it replays.")
 def simulate(
-    paths: tuple[Path, ...],
-    workload: tuple[str, ...],
-    logs: tuple[Path, ...],
-    rate_per_s: float | None,
-    count: int | None,
-    seed: int,
-    cv: float | None,
     faults_path: Path | None,
     market: Path | None,
-    warm_up_s: float,
-    paced: bool,
-    policy: tuple[str, ...],
-    profile_paths: tuple[Path, ...],
-    slo_scale: float,
-    scans: bool,
-    time_limit_s: float,
     report: Path | None,
     records: Path | None,
     log: Path | None,
-    as_json: bool,
-    **running: Any,
+    **options: Any,
 ) -> None:
     """Serve a workload with a plan's fleet, in simulation. A SPEC alone is planned first.
 
@@ -137,86 +118,51 @@ def simulate(
       potluck simulate potluck.yaml --market day.yaml --policy scaling=replan
       potluck simulate plan.json potluck.yaml --slo-scan --policy admission=false
     """
+    from potluck.cli.simulating.simulate_output import write_records
     from potluck.sim.results.metrics import scan, summarise
     from potluck.sim.results.plan_comparison import compared
+    from potluck.sim.results.report import html
     from potluck.sim.run import simulate as run
+    from potluck.sim.sim_settings import SimSettings
 
-    _require_sound(rate_per_s, report, records, log)
-    rules, saves, faults = policy_of(policy), OutputFiles(), read_faults(faults_path)
+    asked = SimpleNamespace(**options)
+    if asked.rate_per_s is not None:
+        positive("--rate", asked.rate_per_s)
+    for name, path in (("--report", report), ("--records", records), ("--log", log)):
+        require_writable(name, path)
+    rules, saves, faults = policy_of(asked.policy), OutputFiles(), read_faults(faults_path)
     with progress(100) as progress_bar, ExitStack() as stack:
-        asked = workload, rate_per_s, count, seed, cv, logs, progress_bar
-
-        def make(spec: Spec) -> Workload:
-            return requests(spec, *asked)
-
-        inputs, load = read_inputs(paths, time_limit_s, progress_bar, make, profile_paths, market, slo_scale)
-        rules = policy_of(policy, inputs.spec.policy)
-        resolved = replace(scene_of(offered(inputs, rules)), paced=paced)
+        inputs, load = _read(asked, progress_bar, market)
+        rules = policy_of(asked.policy, inputs.spec.policy)
+        resolved = scene_of(offered(inputs, rules))
+        samples = SAMPLES if report is not None else 0
         result = run(
             resolved,
             load,
             rules,
-            seed=seed,
-            settings=_settings(rules, report is not None, **running),
+            seed=asked.seed,
+            settings=SimSettings(tick_s=rules.tick_s, heartbeat_s=asked.heartbeat_s, samples=samples),
             faults=with_schedule(faults, inputs.schedule),
-            planner=planner_of(inputs, rules, time_limit_s),
+            planner=planner_of(inputs, rules, asked.time_limit_s),
             log=None if log is None else stack.enter_context(log.open("w", encoding="utf-8")),
             progress=_counting(progress_bar),
         )
         progress_bar("summing up")
-        summary = summarise(result, warm_up_s)
-        _write(saves, summary, result, report, records)
+        summary = summarise(result)
+        saves("--records", records, lambda to: write_records(to, result))
+        saves.text("--report", report, lambda: html(summary, result))
     plan_deviations = compared(resolved, result, rules.balance)
-    _show(summary, result, plan_deviations, scan(result, warm_up_s) if scans else None, as_json)
+    _show(summary, result, plan_deviations, scan(result) if asked.scans else None, asked.as_json)
     saves.complain()
     _complain(plan_deviations, summary)
 
 
-def _require_sound(
-    rate_per_s: float | None, report: Path | None, records: Path | None, log: Path | None
-) -> None:
-    from potluck.cli.simulating.simulate_output import require_kind
-
-    require_positive("rate", rate_per_s)
-    for name, path in (("--report", report), ("--records", records), ("--log", log)):
-        require_writable(name, path)
-    if records is not None:
-        require_kind(records)
-
-
-def _write(
-    saves: OutputFiles, summary: RunSummary, result: SimResult, report: Path | None, records: Path | None
-) -> None:
-    from potluck.cli.simulating.simulate_output import write_records
-    from potluck.sim.results.report import html
-
-    saves("--records", records, lambda to: write_records(to, result))
-    saves.text("--report", report, lambda: html(summary, result))
-
-
 def _counting(bar: ProgressBar) -> Callable[[int, int], None] | None:
-    """Say how far it is, where somebody looks."""
-
     def told(done: int, total: int) -> None:
         bar(f"{done:,} of {total:,} requests")
         bar.far(done, total)
 
     return told if sys.stderr.isatty() else None
-
-
-def _settings(
-    rules: Policy, samples: bool, *, stepwise: bool, bulk: bool, cold: bool, heartbeat_s: float
-) -> SimSettings:
-    from potluck.sim.sim_settings import SimSettings
-
-    return SimSettings(
-        not stepwise,
-        not bulk,
-        warm=not cold,
-        tick_s=rules.tick_s,
-        heartbeat_s=heartbeat_s,
-        samples=SAMPLES if samples else 0,
-    )
 
 
 def _complain(plan_deviations: tuple[PlanDeviation, ...], summary: RunSummary) -> None:
@@ -247,11 +193,6 @@ def _show(
     if scanned is not None:
         show_scan(scanned)
     show_planned(plan_deviations)
-
-
-def require_positive(field: str, value: float | None) -> None:
-    if value is not None and not 0 < value < float("inf"):
-        raise InputError(f"--{field}", f"must be positive, is {value:g}")
 
 
 TOOLS = Path(__file__).parents[4] / "tools"
@@ -289,8 +230,6 @@ MOST_DOUBLINGS = 12
 
 @dataclass(frozen=True, slots=True)
 class RateTrial:
-    """One rate that was tried."""
-
     scale: float
     rate_per_s: float
     holds: bool
@@ -304,28 +243,10 @@ class RateTrial:
 
 
 @click.command()
-@argument("paths", metavar="[PLAN] [SPEC]", nargs=-1, type=PATH)
 @options
-@option("--rate", "rate_per_s", type=float, help="Requests a second to begin at.")
 @option("--tolerance", type=float, default=0.02, help="Relative, of the rate found.")
-def goodput(
-    paths: tuple[Path, ...],
-    workload: tuple[str, ...],
-    logs: tuple[Path, ...],
-    rate_per_s: float | None,
-    count: int | None,
-    seed: int,
-    cv: float | None,
-    tolerance: float,
-    policy: tuple[str, ...],
-    profile_paths: tuple[Path, ...],
-    slo_scale: float,
-    stepwise: bool,
-    bulk: bool,
-    time_limit_s: float,
-    as_json: bool,
-) -> None:
-    """The highest rate that meets every model's objective: a binary search over simulations.
+def goodput(tolerance: float, **options: Any) -> None:
+    """The highest rate that meets every model's objective: a binary search over simulations, from --rate.
 
     The same requests come faster or slower; the mix of models and lengths stays. Nobody is refused for overload: a
     rate that holds because every tenth user is turned away is not one that the plan serves.
@@ -339,40 +260,35 @@ def goodput(
     from potluck.sim.run import simulate
     from potluck.sim.sim_settings import SimSettings
 
-    require_positive("rate", rate_per_s)
+    asked = SimpleNamespace(**options)
+    if asked.rate_per_s is not None:
+        positive("--rate", asked.rate_per_s)
     if not 0 < tolerance < 1:
         raise InputError("--tolerance", f"must be above 0 and below 1, is {tolerance:g}")
-    policy_of(policy)
+    policy_of(asked.policy)
     with progress(20) as progress_bar:
-        inputs, load = read_inputs(
-            paths,
-            time_limit_s,
-            progress_bar,
-            lambda spec: requests(spec, workload, rate_per_s, count, seed, cv, logs, progress_bar),
-            profile_paths,
-            slo_scale=slo_scale,
-        )
-        rules = replace(policy_of(policy, inputs.spec.policy), admission=False)
+        inputs, load = _read(asked, progress_bar)
+        rules = replace(policy_of(asked.policy, inputs.spec.policy), admission=False)
         inputs = offered(inputs, rules)
-        problem, planner = scene_of(inputs), planner_of(inputs, rules, time_limit_s)
-        how = SimSettings(fast_forward=not stepwise, overlap=not bulk, tick_s=rules.tick_s)
+        resolved, planner = scene_of(inputs), planner_of(inputs, rules, asked.time_limit_s)
+        settings = SimSettings(tick_s=rules.tick_s)
         base_per_s = len(load) / float(load.arrival_s[-1]) if load.arrival_s[-1] > 0 else 0.0
         if base_per_s <= 0:
             raise InputError("--workload", "all requests come at one moment, so there is no rate to vary")
 
         def tried(scale: float) -> RateTrial:
             progress_bar(f"{base_per_s * scale:.3g} requests/s")
-            result = simulate(problem, faster(load, scale), rules, seed=seed, settings=how, planner=planner)
+            result = simulate(
+                resolved, faster(load, scale), rules, seed=asked.seed, settings=settings, planner=planner
+            )
             return step_of(summarise(result), scale, base_per_s)
 
         steps, best = search(tried, tolerance)
-    rate = 0.0 if best is None else best.rate_per_s
-    if as_json:
-        from potluck.core.codec import encode
-
+    if asked.as_json:
+        rate = 0.0 if best is None else best.rate_per_s
         emit_json({"goodput_per_s": rate, "steps": [encode(step) for step in steps]})
-        return
-    _show_goodput(steps, best)
+    else:
+        _show_goodput(steps, best)
 
 
 def search(tried: Callable[[float], RateTrial], tolerance: float) -> tuple[list[RateTrial], RateTrial | None]:
@@ -380,31 +296,27 @@ def search(tried: Callable[[float], RateTrial], tolerance: float) -> tuple[list[
 
     Returns all steps, and the fastest that holds.
     """
-    steps = [tried(1.0)]
-    low = steps[0] if steps[0].holds else None
-    high = None if steps[0].holds else steps[0]
-    while (low is None or high is None) and len(steps) <= MOST_DOUBLINGS:
-        last = steps[-1]
-        step = tried(last.scale * (2.0 if high is None else 0.5))
-        steps.append(step)
-        if step.holds:
-            low = step
+    steps: list[RateTrial] = []
+    low: RateTrial | None = None
+    high: RateTrial | None = None
+    scale = 1.0
+    while True:
+        steps.append(tried(scale))
+        if steps[-1].holds:
+            low = steps[-1]
         else:
-            high = step
-    while low is not None and high is not None and high.scale / low.scale > 1.0 + tolerance:
-        step = tried((low.scale * high.scale) ** 0.5)
-        steps.append(step)
-        if step.holds:
-            low = step
+            high = steps[-1]
+        if low is not None and high is not None:
+            if high.scale / low.scale <= 1.0 + tolerance:
+                return steps, low
+            scale = (low.scale * high.scale) ** 0.5
+        elif len(steps) > MOST_DOUBLINGS:
+            return steps, low
         else:
-            high = step
-    return steps, low
+            scale *= 2.0 if high is None else 0.5
 
 
 def faster(load: Workload, scale: float) -> Workload:
-    """The same requests at so many times the rate."""
-    from dataclasses import replace
-
     return replace(load, arrival_s=np.asarray(load.arrival_s / scale))
 
 
@@ -427,36 +339,28 @@ def step_of(summary: RunSummary, scale: float, base_per_s: float) -> RateTrial:
 
 
 def _show_goodput(steps: list[RateTrial], best: RateTrial | None) -> None:
-    rows = [
-        (
-            f"{step.rate_per_s:.4g}",
-            "holds" if step.holds else "misses",
-            percent(step.attainment, step.promised),
-            percent(step.promised),
-            step.model,
-            seconds(step.ttft_p99_s),
-            seconds(step.tpot_p99_s),
-        )
-        for step in steps
-    ]
-    columns = ("requests/s", "objective", "attained", "promised", "worst model", "TTFT p99", "TPOT p99")
-    table("Rates tried", columns, rows)
+    columns: dict[str, Callable[[RateTrial], object]] = {
+        "requests/s": lambda step: f"{step.rate_per_s:.4g}",
+        "objective": lambda step: "holds" if step.holds else "misses",
+        "attained": lambda step: percent(step.attainment, step.promised),
+        "promised": lambda step: percent(step.promised),
+        "worst model": lambda step: step.model,
+        "TTFT p99": lambda step: seconds(step.ttft_p99_s),
+        "TPOT p99": lambda step: seconds(step.tpot_p99_s),
+    }
+    table_of("Rates tried", steps, columns)
     if best is None:
         click.echo("No rate that was tried keeps the objective.")
         return
     attained, promised = percent(best.attainment), percent(best.promised)
     kept = f"there {best.model} is in time for {attained} of requests, {promised} promised"
     above = min((step for step in steps if not step.holds), key=lambda step: step.rate_per_s, default=None)
-    if above is None:
-        paragraph(
-            f"Goodput: at least {best.rate_per_s:.4g} requests/s; {kept}. Every rate that was tried holds."
-        )
-        return
-    late = percent(above.attainment, above.promised)
-    paragraph(
-        f"Goodput: {best.rate_per_s:.4g} requests/s; {kept}. At {above.rate_per_s:.4g} requests/s "
-        f"{above.model} would be in time for {late} only."
-    )
+    end = "Every rate that was tried holds."
+    if above is not None:
+        late = percent(above.attainment, above.promised)
+        end = f"At {above.rate_per_s:.4g} requests/s {above.model} would be in time for {late} only."
+    least = "at least " if above is None else ""
+    paragraph(f"Goodput: {least}{best.rate_per_s:.4g} requests/s; {kept}. {end}")
 
 
 @click.command()
@@ -483,26 +387,16 @@ def replay(context: click.Context, logs: tuple[Path, ...], as_json: bool) -> Non
     with progress(1000) as progress_bar, log_lines(logs) as lines:
         completed = run(lines, Brain, lambda events: progress_bar(f"{events:,} events"))
     if as_json:
+        body = {name: getattr(completed, name) for name in ("events", "actions", "runs", "since_s")}
+        difference = completed.difference or None
         emit_json(
-            {
-                "same": not completed.difference,
-                "events": completed.events,
-                "actions": completed.actions,
-                "runs": completed.runs,
-                "difference": completed.difference or None,
-                "cut_lines": list(completed.cuts),
-                "since_s": completed.since_s,
-            }
+            {"same": not difference, "difference": difference, "cut_lines": list(completed.cuts)} | body
         )
     else:
-        for number in completed.cuts:
-            click.echo(f"potluck: note: line {number} of the log is cut off and was passed over", err=True)
+        show_cuts(completed.cuts)
         if completed.since_s:
-            click.echo(
-                f"potluck: note: the log begins {completed.since_s:,.0f} s into its first run; "
-                "older pieces were dropped",
-                err=True,
-            )
+            since = f"the log begins {completed.since_s:,.0f} s into its first run"
+            click.echo(f"potluck: note: {since}; older pieces were dropped", err=True)
         runs = f"{completed.runs} runs" if completed.runs > 1 else "1 run"
         verdict = completed.difference or "all the same"
         click.echo(f"{completed.events:,} events and {completed.actions:,} actions in {runs}: {verdict}")

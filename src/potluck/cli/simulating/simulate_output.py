@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from potluck.cli.common.render import bytes_, count, listing, percent, short, table, usd
-from potluck.core.errors import InputError
+from potluck.cli.common.render import bytes_, count, percent, short, table, table_of, usd
 from potluck.core.figures import seconds
 from potluck.sim.results.records import OUTCOMES, REASONS, ROUTES, SimResult
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from potluck.sim.results.metrics import LatencySpread, ModelSummary, RunSummary, ScaleScan
+    from potluck.sim.results.metrics import ModelSummary, RunSummary, ScaleScan
     from potluck.sim.results.plan_comparison import PlanDeviation
     from potluck.sim.results.records import SimResult
 
@@ -52,18 +51,14 @@ def show_planned(plan_deviations: Sequence[PlanDeviation]) -> None:
     from potluck.sim.results.plan_comparison import described, disagreements
 
     wrong = disagreements(plan_deviations)
-    rows = [
-        (str(plan_deviation.what), *described(plan_deviation), plan_deviation.name)
-        for plan_deviation in wrong[:MOST_ROWS]
-    ]
+    rows = [(str(item.what), *described(item), item.name) for item in wrong[:MOST_ROWS]]
     if len(wrong) > MOST_ROWS:
         rows.append(("", "", "", f"and {len(wrong) - MOST_ROWS} more (--json has all)"))
     if rows:
-        listing("Not as planned", ("what", "planned", "ran", "of"), rows)
+        table("Not as planned", ("what", "planned", "ran", "of"), rows)
 
 
 def show_scan(scale_scan: ScaleScan) -> None:
-    """Attainment against SLO scale, and from which scale on it is enough."""
     names = [part.name for part in scale_scan.parts]
     rows = []
     for place, scale in enumerate(scale_scan.scales):
@@ -75,7 +70,7 @@ def show_scan(scale_scan: ScaleScan) -> None:
     least = [
         (
             percent(level),
-            *("none" if s is None else f"x {s:.3g}" for s in (p.least[i] for p in scale_scan.parts)),
+            *("none" if (s := part.least[i]) is None else f"x {s:.3g}" for part in scale_scan.parts),
         )
         for i, level in enumerate(scale_scan.levels)
     ]
@@ -85,20 +80,11 @@ def show_scan(scale_scan: ScaleScan) -> None:
 def _latencies(models: list[ModelSummary]) -> None:
     rows = []
     for model in models:
-        for name, spread in (
-            ("TTFT", model.ttft_s),
-            ("TPOT", model.tpot_s),
-            ("TBT", model.tbt_s),
-            ("E2E", model.e2e_s),
-        ):
-            rows.append((model.model, name, *_spread(spread)))
+        spreads = {"TTFT": model.ttft_s, "TPOT": model.tpot_s, "TBT": model.tbt_s, "E2E": model.e2e_s}
+        for name, spread in spreads.items():
+            values = () if spread is None else (spread.mean, spread.p50, spread.p90, spread.p99)
+            rows.append((model.model, name, *(map(seconds, values) if values else "----")))
     table("Latencies", ("model", "", "mean", "p50", "p90", "p99"), rows)
-
-
-def _spread(spread: LatencySpread | None) -> tuple[str, ...]:
-    if spread is None:
-        return ("-",) * 4
-    return tuple(seconds(value) for value in (spread.mean, spread.p50, spread.p90, spread.p99))
 
 
 def _refusals(models: list[ModelSummary]) -> None:
@@ -112,42 +98,27 @@ def _refusals(models: list[ModelSummary]) -> None:
 
 
 def _promises(title: str, what: str, models: list[ModelSummary]) -> None:
-    rows = []
-    for model in models:
-        ends = model.outcomes
+    def kept(model: ModelSummary) -> str:
         promised = None if model.slo is None else model.slo.attainment
         kept = "-" if model.attainment is None else percent(model.attainment, promised)
-        if model.holds is not None and model.slo is not None:
-            kept += f" ({'holds' if model.holds else 'misses'} {percent(model.slo.attainment)})"
-        rows.append(
-            (
-                model.model,
-                count(model.requests),
-                f"{model.rate_per_s:.3g}",
-                kept,
-                "-" if model.goodput_per_s is None else f"{model.goodput_per_s:.3g}",
-                "-" if model.goodput_tokens_per_s is None else short(model.goodput_tokens_per_s),
-                short(model.output_tokens_per_s),
-                count(ends.refused),
-                count(ends.cancelled),
-                count(ends.retried),
-                count(ends.preempted),
-            )
-        )
-    columns = (
-        what,
-        "requests",
-        "a second",
-        "within objective",
-        "goodput/s",
-        "in tokens/s",
-        "tokens/s",
-        "refused",
-        "cancelled",
-        "retried",
-        "put back",
-    )
-    table(title, columns, rows)
+        if model.holds is None or promised is None:
+            return kept
+        return f"{kept} ({'holds' if model.holds else 'misses'} {percent(promised)})"
+
+    columns: dict[str, Callable[[ModelSummary], object]] = {
+        what: lambda model: model.model,
+        "requests": lambda model: count(model.requests),
+        "a second": lambda model: f"{model.rate_per_s:.3g}",
+        "within objective": kept,
+        "goodput/s": lambda model: "-" if (rate := model.goodput_per_s) is None else f"{rate:.3g}",
+        "in tokens/s": lambda model: "-" if (rate := model.goodput_tokens_per_s) is None else short(rate),
+        "tokens/s": lambda model: short(model.output_tokens_per_s),
+        "refused": lambda model: count(model.outcomes.refused),
+        "cancelled": lambda model: count(model.outcomes.cancelled),
+        "retried": lambda model: count(model.outcomes.retried),
+        "put back": lambda model: count(model.outcomes.preempted),
+    }
+    table_of(title, models, columns)
 
 
 def _use(summary: RunSummary) -> None:
@@ -177,20 +148,16 @@ def _use(summary: RunSummary) -> None:
 ROWS = 65536
 
 
-def require_kind(path: Path) -> None:
-    """Say before a long run that its records could not be written."""
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise InputError("--records", f"{path.name} must end in .jsonl or .parquet")
-    if path.suffix == ".parquet":
-        _pyarrow()
-
-
 def write_records(path: Path, result: SimResult) -> None:
-    require_kind(path)
-    if path.suffix == ".jsonl":
-        _write_lines(path, result)
-    else:
-        _write_parquet(path, result)
+    words = _words(result)
+    columns = result.records.columns()
+    with path.open("w", encoding="utf-8") as out:
+        for start in range(0, len(result.records), ROWS):
+            part = {name: _plain(column[start : start + ROWS]) for name, column in columns.items()}
+            for name, known in words.items():
+                part[name] = [known[code] for code in part[name]]
+            for row in zip(*part.values(), strict=True):
+                out.write(json.dumps(dict(zip(part, row, strict=True)), ensure_ascii=False) + "\n")
 
 
 def _words(result: SimResult) -> dict[str, list[str | None]]:
@@ -210,46 +177,8 @@ def _words(result: SimResult) -> dict[str, list[str | None]]:
     }
 
 
-def _write_lines(path: Path, result: SimResult) -> None:
-    words = _words(result)
-    columns = result.records.columns()
-    with path.open("w", encoding="utf-8") as out:
-        for start in range(0, len(result.records), ROWS):
-            part = {name: _plain(column[start : start + ROWS]) for name, column in columns.items()}
-            for name, known in words.items():
-                part[name] = [known[code] for code in part[name]]
-            for row in zip(*part.values(), strict=True):
-                out.write(json.dumps(dict(zip(part, row, strict=True)), ensure_ascii=False) + "\n")
-
-
 def _plain(column: NDArray[np.generic]) -> list[Any]:
     values: list[Any] = column.tolist()
     if column.dtype.kind == "f":
         return [None if value != value else value for value in values]
     return values
-
-
-def _write_parquet(path: Path, result: SimResult) -> None:
-    pa = _pyarrow()
-    import pyarrow.parquet as pq
-
-    words = _words(result)
-    arrays = {}
-    for name, column in result.records.columns().items():
-        if name in words:
-            known = words[name]
-            codes = column.astype(np.int32)
-            nobody = np.array([word is None for word in known])[codes]
-            keys = pa.array(np.where(nobody, 0, codes), pa.int32(), mask=nobody)
-            arrays[name] = pa.DictionaryArray.from_arrays(keys, pa.array([word or "" for word in known]))
-        else:
-            arrays[name] = pa.array(column, from_pandas=True)  # nan becomes null
-    pq.write_table(pa.table(arrays), path)
-
-
-def _pyarrow() -> Any:
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise InputError("--records", "Parquet needs pyarrow: pip install 'potluck[measure]'") from error
-    return pyarrow

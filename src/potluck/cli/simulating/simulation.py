@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, TypeVar
 
 import click
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SimulationInputs:
-    """What the files say."""
-
     spec: Spec
     problem: PlanningProblem
     plan: Plan
@@ -79,9 +79,8 @@ def _first_plan(problem: PlanningProblem, time_limit_s: float) -> Plan:
     from potluck.plan.explain import planned_rest
     from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
-    _, outcome, notes = planned_rest(
-        STRATEGIES["auto"], TemplateFactory(problem), SolveSettings(time_limit_s)
-    )
+    factory, settings = TemplateFactory(problem), SolveSettings(time_limit_s)
+    _, outcome, notes = planned_rest(STRATEGIES["auto"], factory, settings)
     for note in notes:
         click.echo(f"potluck: note: {note}", err=True)
     if outcome.allocation.status == "unknown" or not outcome.plan.deployments:
@@ -190,59 +189,51 @@ def scene_of(inputs: SimulationInputs) -> ResolvedPlan:
     )
 
 
-def requests(
-    spec: Spec,
-    workloads: tuple[str, ...],
-    rate_per_s: float | None,
-    count: int | None,
-    seed: int,
-    cv: float | None,
-    logs: tuple[Path, ...] = (),
-    said: Callable[[str], None] | None = None,
-) -> Workload:
+def requests(spec: Spec, asked: SimpleNamespace, said: Callable[[str], None]) -> Workload:
     """The spec's own traffic, or for each model what `--workload` names, `NAME` or `MODEL=NAME`, or a log's."""
     from potluck.sim.load.workload import merge, of_traffic
 
-    if logs:
-        if workloads or cv is not None:
+    if asked.logs:
+        if asked.workload or asked.cv is not None:
             raise InputError("--from-log", "has its own requests and times; leave --workload and --cv out")
-        return _logged(spec, logs, rate_per_s, count, said)
-    if not workloads:
+        return _logged(spec, asked, said)
+    if not asked.workload:
         traffic = [model.traffic for model in spec.models]
         total = sum(item.rate_per_s for item in traffic)
-        if rate_per_s is not None and total > 0:
-            traffic = [replace(item, rate_per_s=item.rate_per_s * rate_per_s / total) for item in traffic]
-        return of_traffic(traffic, count or DEFAULT_REQUESTS, seed, 1.0 if cv is None else cv)
+        if asked.rate_per_s is not None and total > 0:
+            factor = asked.rate_per_s
+            traffic = [replace(item, rate_per_s=item.rate_per_s * factor / total) for item in traffic]
+        cv = 1.0 if asked.cv is None else asked.cv
+        return of_traffic(traffic, asked.count or DEFAULT_REQUESTS, asked.seed, cv)
     names = [model.name for model in spec.models]
     parts = []
-    for place, text in enumerate(workloads):
+    for place, text in enumerate(asked.workload):
         model, what = _named(text, names)
-        asked = WorkloadOptions(_rate(spec, model, len(workloads), rate_per_s), count, seed + place, cv)
-        parts.append(load(what, model, asked))
+        rate_per_s = _rate(spec, model, len(asked.workload), asked.rate_per_s)
+        wanted = WorkloadOptions(rate_per_s, asked.count, asked.seed + place, asked.cv)
+        parts.append(load(what, model, wanted))
     return parts[0] if len(parts) == 1 else merge(parts)
 
 
-def _logged(
-    spec: Spec,
-    logs: tuple[Path, ...],
-    rate_per_s: float | None,
-    count: int | None,
-    said: Callable[[str], None] | None,
-) -> Workload:
+def _logged(spec: Spec, asked: SimpleNamespace, said: Callable[[str], None]) -> Workload:
     from potluck.runtime.replay import log_lines
     from potluck.sim.load.workload import at_rate, first, from_log
 
-    with log_lines(logs) as lines:
-        log = from_log(lines, None if said is None else lambda seen: said(f"{seen:,} requests of the log"))
-    for number in log.cuts:
-        click.echo(f"potluck: note: line {number} of the log is cut off and was passed over", err=True)
+    with log_lines(asked.logs) as lines:
+        log = from_log(lines, lambda seen: said(f"{seen:,} requests of the log"))
+    show_cuts(log.cuts)
     made = log.workload
     for name in made.models:
         if name not in {model.name for model in spec.models}:
             raise UnknownNameError("log: model", name, [model.name for model in spec.models])
-    if rate_per_s is not None:
-        made = at_rate(made, rate_per_s)
-    return made if count is None else first(made, count)
+    if asked.rate_per_s is not None:
+        made = at_rate(made, asked.rate_per_s)
+    return made if asked.count is None else first(made, asked.count)
+
+
+def show_cuts(lines: Sequence[int]) -> None:
+    for number in lines:
+        click.echo(f"potluck: note: line {number} of the log is cut off and was passed over", err=True)
 
 
 def _named(text: str, names: list[str]) -> tuple[str, str]:
@@ -326,55 +317,41 @@ def with_schedule(faults: Faults | None, schedule: MarketSchedule | None) -> Fau
     if schedule is None:
         return faults
     faults = Faults() if faults is None else faults
-    later = [(change, change.quote) for change in schedule.changes if change.at_s > 0]
+    spot = [
+        Fault(
+            max(0.0, leaf.at_s - leaf.notice_s),
+            "spot",
+            region=leaf.region,
+            node=leaf.node,
+            count=leaf.count,
+            notice_s=leaf.notice_s,
+        )
+        for leaf in schedule.leaves
+    ]
+    prices, supply = [], []
+    for change in schedule.changes:
+        quote = change.quote
+        if change.at_s > 0 and quote.price_usd_per_h is not None:
+            prices.append(PriceChange(change.at_s, quote.region, quote.node, quote.price_usd_per_h))
+        if change.at_s > 0 and quote.available is not None:
+            supply.append(
+                SupplyChange(change.at_s, quote.region, quote.node, quote.available, change.notice_s)
+            )
     return replace(
         faults,
-        faults=(
-            *faults.faults,
-            *(
-                Fault(
-                    max(0.0, leaf.at_s - leaf.notice_s),
-                    "spot",
-                    region=leaf.region,
-                    node=leaf.node,
-                    count=leaf.count,
-                    notice_s=leaf.notice_s,
-                )
-                for leaf in schedule.leaves
-            ),
-        ),
-        prices=(
-            *faults.prices,
-            *(
-                PriceChange(market_change.at_s, quote.region, quote.node, quote.price_usd_per_h)
-                for market_change, quote in later
-                if quote.price_usd_per_h is not None
-            ),
-        ),
-        availability=(
-            *faults.availability,
-            *(
-                SupplyChange(
-                    market_change.at_s, quote.region, quote.node, quote.available, market_change.notice_s
-                )
-                for market_change, quote in later
-                if quote.available is not None
-            ),
-        ),
+        faults=(*faults.faults, *spot),
+        prices=(*faults.prices, *prices),
+        availability=(*faults.availability, *supply),
     )
 
 
 def _plain(text: str) -> object:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def _is_plan(path: Path) -> bool:

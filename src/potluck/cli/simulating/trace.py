@@ -15,14 +15,9 @@ from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from potluck.spec.traces import Format, Trace, TraceStats
 
 
-BARS = " ▁▂▃▄▅▆▇█"
-PLOT_WIDTH = 72
 _file = argument("file", type=PATH)
 _out = option("--out", required=True, type=PATH, help="File to write; .gz packs it.")
 _to = option("--to", "to", type=click.Choice(["azure", "mooncake", "burstgpt"]), help="Format to write.")
@@ -43,16 +38,11 @@ def stats_command(file: Path, as_json: bool) -> None:
     """How fast, how bursty and how long the requests of FILE are."""
     from potluck.spec.traces import load_trace, trace_stats
 
-    loaded = load_trace(file)
-    stats = trace_stats(loaded)
+    stats = trace_stats(load_trace(file))
     if as_json:
         emit_json({"file": file.name} | asdict(stats))
-        return
-    _show(file.name, stats)
-    if loaded.span_s > 0:
-        _plot_rate(loaded)
-    _plot_lengths("prompt", loaded.input_tokens)
-    _plot_lengths("answer", loaded.output_tokens)
+    else:
+        _show(file.name, stats)
 
 
 @trace.command("scale")
@@ -151,67 +141,34 @@ def _write(made: Trace, out: Path, to: str | None, as_json: bool) -> None:
         click.echo(f"{out}: prefix block ids are left out, {chosen} has no column for them", err=True)
 
 
-def _show(name: str, trace_stats: TraceStats) -> None:
+def _show(name: str, stats: TraceStats) -> None:
     rows = [
-        ("format", trace_stats.format_name),
-        ("requests", count(trace_stats.requests)),
-        ("span", seconds(trace_stats.span_s) if trace_stats.span_s else "-"),
-        ("rate", f"{trace_stats.rate_per_s:.4g} requests/s" if trace_stats.rate_per_s else "-"),
-        ("CV of gaps", _figure(trace_stats.gap_cv), "1 is Poisson, above it bursts"),
-        ("CV of counts in 60 s", _figure(trace_stats.window_cv)),
-        ("peak to mean in 60 s", _figure(trace_stats.window_peak_to_mean)),
-        (
-            "dispersion in 60 s",
-            _figure(trace_stats.dispersion),
-            "variance to mean of the counts; 1 is Poisson",
-        ),
+        ("format", stats.format_name),
+        ("requests", count(stats.requests)),
+        ("span", seconds(stats.span_s) if stats.span_s else "-"),
+        ("rate", f"{stats.rate_per_s:.4g} requests/s" if stats.rate_per_s else "-"),
+        ("CV of gaps", _figure(stats.gap_cv), "1 is Poisson, above it bursts"),
+        ("CV of counts in 60 s", _figure(stats.window_cv)),
+        ("peak to mean in 60 s", _figure(stats.window_peak_to_mean)),
+        ("dispersion in 60 s", _figure(stats.dispersion), "variance to mean of the counts; 1 is Poisson"),
         (
             "prefix-hit share",
-            "-" if trace_stats.prefix_hit_share is None else percent(trace_stats.prefix_hit_share),
+            "-" if stats.prefix_hit_share is None else percent(stats.prefix_hit_share),
             "prompt tokens that an endless cache would have held",
         ),
     ]
-    if trace_stats.empty_outputs:
-        rows.append(("without output", count(trace_stats.empty_outputs), "counted as one token each"))
-    if trace_stats.format_name == "sharegpt":
-        rows.append(("passed over", count(trace_stats.passed_over), "no question with an answer"))
+    if stats.empty_outputs:
+        rows.append(("without output", count(stats.empty_outputs), "counted as one token each"))
+    if stats.format_name == "sharegpt":
+        rows.append(("passed over", count(stats.passed_over), "no question with an answer"))
         rows.append(("token counts", "estimated", "4 bytes of text each, where the file has no counts"))
     table(name, ("", "", ""), [(*row, "")[:3] for row in rows])
     lengths = [
         (label, *(count(round(value, 1)) for value in (one.mean, one.p50, one.p90, one.p99, one.max)))
-        for label, one in (("prompt", trace_stats.input_tokens), ("answer", trace_stats.output_tokens))
+        for label, one in (("prompt", stats.input_tokens), ("answer", stats.output_tokens))
     ]
     table("Tokens", ("", "mean", "p50", "p90", "p99", "max"), lengths)
 
 
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
-
-
-def _plot_rate(loaded: Trace) -> None:
-    import numpy as np
-
-    counts, _ = np.histogram(loaded.time_s, bins=PLOT_WIDTH)
-    peak_per_s = counts.max() / (loaded.span_s / PLOT_WIDTH)
-    click.echo(
-        f"Requests/s over time, {seconds(loaded.span_s / PLOT_WIDTH)} a column, highest {peak_per_s:.3g}"
-    )
-    click.echo(f"  {sparkline(counts / counts.max())}\n")
-
-
-def _plot_lengths(label: str, tokens: NDArray[np.float64]) -> None:
-    """How many requests have which length, on a logarithmic axis."""
-    import numpy as np
-
-    low, high = float(tokens.min()), float(tokens.max())
-    if low == high:
-        return
-    counts, _ = np.histogram(np.log(tokens), bins=PLOT_WIDTH, range=(np.log(low), np.log(high)))
-    click.echo(f"Requests by {label} tokens, {low:,.0f} to {high:,.0f}, logarithmic")
-    click.echo(f"  {sparkline(counts / counts.max())}\n")
-
-
-def sparkline(shares: NDArray[np.float64]) -> str:
-    """A bar per value in [0, 1]; whatever is above 0 shows."""
-    top = len(BARS) - 1
-    return "".join(BARS[0 if share <= 0 else max(1, round(float(share) * top))] for share in shares)

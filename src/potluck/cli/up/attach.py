@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from secrets import token_bytes
 from typing import Any, cast
@@ -45,6 +46,7 @@ from potluck.core.values.plan import (
 from potluck.core.values.types import Role
 from potluck.gateway.registry.engine_list import EngineEntry, read_roster
 
+_say = partial(click.echo, err=True)
 WHOLE, ANY = "melange", "auto"
 """Strategies: whole replicas of whatever GPUs; whatever is cheapest."""
 
@@ -65,7 +67,7 @@ def attach(
     entries = read_entries(file)
     with tempfile.TemporaryDirectory(prefix="potluck-attach-") as folder:
         if paths:
-            inputs = planned_for(entries, paths, time_limit_s, _said)
+            inputs = planned_for(entries, paths, time_limit_s, _say)
         else:
             inputs, file = asked(entries, file, Path(folder))
         rules = policy_of(policy, inputs.spec.policy)
@@ -77,25 +79,18 @@ def attach(
         serve_forever(scene_of(inputs), rules, settings, announced(as_json))
 
 
-def _said(line: str) -> None:
-    click.echo(line, err=True)
-
-
 def asked(entries: tuple[EngineEntry, ...], file: Path, folder: Path) -> tuple[SimulationInputs, Path]:
-    """A spec and a plan of what the servers say they are, and the roster with it."""
     from potluck.cli.common.inputs import load_problem
 
-    found_servers = ask_all(entries)
-    for found_server in found_servers:
-        kind = "an engine" if found_server.kind == "segments" else "plain OpenAI"
-        _said(f"{found_server.entry.url} serves {found_server.model} ({kind})")
+    servers = tuple(map(_asked, entries))
+    for server in servers:
+        kind = "an engine" if server.kind == "segments" else "plain OpenAI"
+        _say(f"{server.entry.url} serves {server.model} ({kind})")
     spec_path, engine_list = folder / "spec.yaml", folder / "servers.yaml"
-    spec_path.write_text(spec_text(found_servers), "utf-8")
-    engine_list.write_text(
-        roster_text(found_servers, file.resolve().parent, read_text(file, "--attach")), "utf-8"
-    )
+    spec_path.write_text(spec_text(servers), "utf-8")
+    engine_list.write_text(roster_text(servers, file.resolve().parent, read_text(file, "--attach")), "utf-8")
     spec = read_one_spec((spec_path,))
-    plan = plan_of(found_servers, {model.name: len(model.model.layers) for model in spec.models})
+    plan = plan_of(servers, {model.name: len(model.model.layers) for model in spec.models})
     return SimulationInputs(spec, load_problem(spec, 0.8, None, (), 0.0), plan), engine_list
 
 
@@ -142,8 +137,6 @@ CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 
 @dataclass(frozen=True, slots=True)
 class FoundServer:
-    """One server, as it says."""
-
     entry: EngineEntry
     kind: str
     model: str
@@ -152,10 +145,6 @@ class FoundServer:
     directory: str = ""
     """Where its model lies, if that is on this machine."""
     token_ids: bool = False
-
-
-def ask_all(entries: Sequence[EngineEntry]) -> tuple[FoundServer, ...]:
-    return tuple(map(_asked, entries))
 
 
 def _asked(entry: EngineEntry) -> FoundServer:
@@ -204,16 +193,16 @@ def _get(entry: EngineEntry, path: str) -> dict[str, Any] | None:
     return document if isinstance(document, dict) else None
 
 
-def spec_text(found_servers: Sequence[FoundServer]) -> str:
+def spec_text(servers: Sequence[FoundServer]) -> str:
     models = []
-    for name in dict.fromkeys(found_server.model for found_server in found_servers):
-        mine = [found_server for found_server in found_servers if found_server.model == name]
-        directory = next((found_server.directory for found_server in mine if found_server.directory), "")
+    for name in dict.fromkeys(server.model for server in servers):
+        mine = [server for server in servers if server.model == name]
+        directory = next((server.directory for server in mine if server.directory), "")
         made: dict[str, object] = {"model": directory or _catalog_name(name), "name": name}
         if directory and (Path(directory) / TOKENIZER).is_file():
             made["files"] = directory
         models.append({**made, "slo": SLO, "traffic": TRAFFIC})
-    nodes = [{"node": NODE, "available": len(found_servers), "price_usd_per_h": 1.0}]
+    nodes = [{"node": NODE, "available": len(servers), "price_usd_per_h": 1.0}]
     body = {"models": models, "fleet": {"regions": [{"name": REGION, "nodes": nodes}]}}
     return yaml.safe_dump(body, sort_keys=False)
 
@@ -228,14 +217,14 @@ def _catalog_name(name: str) -> str:
         return STAND_IN
 
 
-def plan_of(found_servers: Sequence[FoundServer], layers: dict[str, int]) -> Plan:
+def plan_of(servers: Sequence[FoundServer], layers: dict[str, int]) -> Plan:
     """Every server a copy of its own; engines that prefill and decode apart are one copy together."""
     templates: list[Template] = []
     for name in layers:
-        mine = [found_server for found_server in found_servers if found_server.model == name]
-        apart = [found_server for found_server in mine if found_server.role != "mixed"]
-        if len({found_server.role for found_server in apart}) == 2:
-            roles = sorted((found_server.role for found_server in apart), reverse=True)
+        mine = [server for server in servers if server.model == name]
+        apart = [server for server in mine if server.role != "mixed"]
+        if len({server.role for server in apart}) == 2:
+            roles = sorted((server.role for server in apart), reverse=True)
             templates.append(_template(name, f"{name}: apart", roles, layers[name]))
         else:
             apart = []
@@ -249,7 +238,7 @@ def plan_of(found_servers: Sequence[FoundServer], layers: dict[str, int]) -> Pla
         tuple(PlannedShare(template.name, REGION, 0, "closed", 1.0) for template in templates),
         (),
         (),
-        float(len(found_servers)),
+        float(len(servers)),
         0.0,
     )
 
@@ -261,20 +250,16 @@ def _template(model: str, name: str, roles: Sequence[str], layers: int) -> Templ
     return Template(name, kind, model, (NodeCount(NODE, len(roles)),), replicas, capacity, "assumed")
 
 
-def roster_text(found_servers: Sequence[FoundServer], folder: Path, given: str) -> str:
+def roster_text(servers: Sequence[FoundServer], folder: Path, given: str) -> str:
     """The roster with what was learned: which kind each is, and whose model."""
     data = yaml.safe_load(given)
     listed = data["engines"] if isinstance(data, dict) else data
     made = []
-    for found_server, text in zip(found_servers, listed, strict=True):
-        entry = {
-            **text,
-            "kind": found_server.kind,
-            "model": found_server.model,
-            "served_model": found_server.served_model,
-        }
-        if found_server.kind == "openai":
-            entry["token_ids"] = found_server.token_ids
+    for server, text in zip(servers, listed, strict=True):
+        learned = {"kind": server.kind, "model": server.model, "served_model": server.served_model}
+        entry = {**text, **learned}
+        if server.kind == "openai":
+            entry["token_ids"] = server.token_ids
         else:
             entry.pop("served_model")
         if "key_file" in entry:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from click import option
 
+from potluck.cli.common.files import option_group
+from potluck.cli.common.inputs import pairs
 from potluck.core.errors import InputError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -25,46 +27,34 @@ if TYPE_CHECKING:
 ON = "on"
 """Under which the state has where its engines are."""
 ENGINE_KEY = "engine.key"
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def elsewhere_options(command: _F) -> _F:
-    """What `up` is told about where engines run."""
-    for report in reversed(
-        [
-            option(
-                "--on",
-                default="here",
-                type=click.Choice(["here", "ray", "kubernetes"]),
-                help="Where engines run.",
-            ),
-            option("--cluster", default="auto", help="With --on: its address; else the one that is found."),
-            option("--image", default="potluck", help="Of engines on Kubernetes."),
-            option("--namespace", default="potluck", help="Of engines on Kubernetes."),
-            option(
-                "--gpu-label",
-                "gpu_labels",
-                multiple=True,
-                metavar="GPU=NAME",
-                help="With --on: the cluster's name of a GPU.",
-            ),
-            option(
-                "--engine-tls",
-                nargs=3,
-                metavar="CERTIFICATE KEY AUTHORITY",
-                help="With --on ray: files of every machine, for TLS with engines; %host% in a name is its address.",
-            ),
-            option("--host", default="127.0.0.1", help="Where clients reach it."),
-        ]
-    ):
-        command = report(command)
-    return command
+elsewhere_options = option_group(
+    option(
+        "--on", default="here", type=click.Choice(["here", "ray", "kubernetes"]), help="Where engines run."
+    ),
+    option("--cluster", default="auto", help="With --on: its address; else the one that is found."),
+    option("--image", default="potluck", help="Of engines on Kubernetes."),
+    option("--namespace", default="potluck", help="Of engines on Kubernetes."),
+    option(
+        "--gpu-label",
+        "gpu_labels",
+        multiple=True,
+        metavar="GPU=NAME",
+        help="With --on: the cluster's name of a GPU.",
+    ),
+    option(
+        "--engine-tls",
+        nargs=3,
+        metavar="CERTIFICATE KEY AUTHORITY",
+        help="With --on ray: files of every machine, for TLS with engines; %host% in a name is its address.",
+    ),
+    option("--host", default="127.0.0.1", help="Where clients reach it."),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterTarget:
-    """Where engines run, as it was asked for."""
-
     on: str = "here"
     cluster: str = "auto"
     image: str = "potluck"
@@ -79,7 +69,6 @@ class ClusterTarget:
         return cls(**{field.name: options.pop(field.name) for field in fields(cls)})
 
     def spec_there(self, spec: Spec) -> Spec:
-        """With as many nodes as the cluster has."""
         if self.on == "here":
             return spec
         if spec.pool is not None:
@@ -133,11 +122,10 @@ class ClusterTarget:
         store.set(ON, {**texts, "engine_tls": secured})
 
     def _spellings(self, spec: Spec) -> Spellings:
-        from potluck.catalog import gpus
         from potluck.control.market import spellings_of
 
         names = {node.gpu.name for node in spec.node_types}
-        spellings = spellings_of(spec.node_types, _aliases(gpus), _pairs(self.gpu_labels, names))
+        spellings = spellings_of(spec.node_types, _aliases, pairs("--gpu-label", self.gpu_labels, names))
         if self.on == "kubernetes":
             from potluck.control.launchers.kubernetes_pods import spelled_out
 
@@ -192,24 +180,10 @@ def launcher_of(store: StateStore) -> Launcher | None:
     return launcher
 
 
-def _aliases(gpus: Any) -> Callable[[str], Sequence[str]]:
-    def aliases(name: str) -> Sequence[str]:
-        try:
-            texts: Sequence[str] = gpus.facts(name).aliases
-        except UnknownNameError:  # the spec has figures of its own for it
-            return ()
-        return texts
+def _aliases(name: str) -> Sequence[str]:
+    from potluck.catalog import gpus
 
-    return aliases
-
-
-def _pairs(said: Sequence[str], known: set[str]) -> dict[str, str]:
-    pairs = {}
-    for item in said:
-        name, equals, value = item.partition("=")
-        if not equals or not value:
-            raise InputError("--gpu-label", f"{item!r} is not GPU=NAME")
-        if name not in known:
-            raise UnknownNameError("--gpu-label", name, known)
-        pairs[name] = value
-    return pairs
+    try:
+        return gpus.facts(name).aliases
+    except UnknownNameError:  # the spec has figures of its own for it
+        return ()

@@ -84,14 +84,13 @@ def _must_have_memory(chip: LocalGpu, name: str) -> None:
 
 
 def found_chips() -> tuple[LocalGpu, ...]:
-    chips = find_chips()
-    if not chips:
-        raise InputError(
-            "--model",
-            "no GPU was found here (nvidia-smi lists none); `potluck engine serve --model DIR` computes on the CPU, "
-            "`potluck up SPEC` acts as the GPUs of a spec",
-        )
-    return chips
+    if chips := find_chips():
+        return chips
+    raise InputError(
+        "--model",
+        "no GPU was found here (nvidia-smi lists none); `potluck engine serve --model DIR` computes on the CPU, "
+        "`potluck up SPEC` acts as the GPUs of a spec",
+    )
 
 
 def spec_text(
@@ -102,18 +101,9 @@ def spec_text(
         {"node": f"1x{gpu}", "available": count, "price_usd_per_h": _price(f"1x{gpu}")}
         for gpu, count in counts.items()
     ]
-    body = {
-        "models": [
-            {
-                "model": str(model),
-                "name": name,
-                "files": str(model),
-                "slo": dict(slo),
-                "traffic": {"rate_per_s": rate_per_s, "input": INPUT, "output": OUTPUT},
-            }
-        ],
-        "fleet": {"regions": [{"name": "here", "nodes": nodes}]},
-    }
+    traffic = {"rate_per_s": rate_per_s, "input": INPUT, "output": OUTPUT}
+    served = {"model": str(model), "name": name, "files": str(model), "slo": dict(slo), "traffic": traffic}
+    body = {"models": [served], "fleet": {"regions": [{"name": "here", "nodes": nodes}]}}
     return HEADER + yaml.safe_dump(body, sort_keys=False, width=110)
 
 
@@ -129,18 +119,16 @@ def _price(node: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class GpuSetup:
-    """What `up` goes on with."""
-
     spec_path: Path
     prepared: PreparedPlan
     maker: EngineCommands
     profiles: tuple[Path, ...]
-    wishes: PlanChoices = PlanChoices(30.0)
+    choices: PlanChoices = PlanChoices(30.0)
     """How later plans are chosen, too."""
 
 
 def prepared_for_gpus(
-    model: Path, folder: Path, wishes: PlanChoices, device: str, said: Said, *, measure: bool = True
+    model: Path, folder: Path, choices: PlanChoices, device: str, said: Said, *, measure: bool = True
 ) -> GpuSetup:
     """Find the GPUs, measure each kind, plan for all of them, and try how much that holds."""
     from potluck.control.state_store import written
@@ -159,26 +147,26 @@ def prepared_for_gpus(
     if measure:
         profiles, notes = measured_briefly(load_spec(path), model, chips, folder / "profiles", device, said)
     said("planning")
-    wishes = for_this_machine(replace(wishes, profiles=profiles), load_spec(path))
+    choices = for_this_machine(replace(choices, profiles=profiles), load_spec(path))
 
     def text(rate_per_s: float, slo: Mapping[str, float]) -> str:
         return spec_text(model, name, counts, rate_per_s, slo)
 
-    slo, rate_per_s, make = _within_reach(path, text, wishes, said)
+    slo, rate_per_s, make = _within_reach(path, text, choices, said)
     for attempt in range(TRIES):
-        rate_per_s = _rounded(rate_per_s * LESS**attempt)
+        rate_per_s = float(f"{rate_per_s * LESS**attempt:.2g}")
         written(path, text(rate_per_s, slo))
         spec = load_spec(path)
-        tried = tried_as_it_is(make(spec), wishes, said)
+        tried = tried_as_it_is(make(spec), choices, said)
         if tried.holds:
             break
     what = f"planned for {rate_per_s:g} requests/s of about {INPUT['mean']} tokens in, {OUTPUT['mean']} out ({path})"
     lines = (*notes, what, *tried.lines)
-    return GpuSetup(path, PreparedPlan(tried.inputs, lines), maker_of(spec, chips, device), profiles, wishes)
+    return GpuSetup(path, PreparedPlan(tried.inputs, lines), maker_of(spec, chips, device), profiles, choices)
 
 
 def _within_reach(
-    path: Path, text: Callable[[float, Mapping[str, float]], str], wishes: PlanChoices, said: Said
+    path: Path, text: Callable[[float, Mapping[str, float]], str], choices: PlanChoices, said: Said
 ) -> tuple[Mapping[str, float], float, Callable[[Spec], SimulationInputs]]:
     """The first objective that these GPUs can keep, what they can do with it, and a plan for that."""
     from potluck.control.state_store import written
@@ -188,24 +176,18 @@ def _within_reach(
     for slo in slos:
         written(path, text(1.0, slo))
         try:
-            return slo, *planned_for_all(load_spec(path), wishes, said)
+            return slo, *planned_for_all(load_spec(path), choices, said)
         except CapacityError:
             if slo is slos[-1]:
                 raise
     raise AssertionError("one of them was the last")
 
 
-def _rounded(rate_per_s: float) -> float:
-    return float(f"{rate_per_s:.2g}")
-
-
 def maker_of(spec: Spec, chips: Sequence[LocalGpu] | None, device: str = "cuda") -> EngineCommands:
     """How engines of a spec's models are made on these chips; without, on those that somebody else hands out."""
-    mine = tuple((f"1x{gpu_of(chip)}", chip.uuid) for chip in chips or ())
-    for node in (node_type.name for node_type in spec.node_types if chips is not None):
-        if node not in {kind for kind, _ in mine}:
-            there = ", ".join(sorted({kind for kind, _ in mine}))
-            raise InputError("--engine", f"gpu: the spec has {node}, this machine has {there}")
+    mine = _kinds(chips or ())
+    if chips is not None:
+        _must_be_there("gpu", {node.name: node.name for node in spec.node_types}, mine)
     files = tuple((model.name, weights_of(model)) for model in spec.models)
     return EngineCommands("gpu", files, chips=mine, flags=flags_of(spec), device=device)
 
@@ -218,21 +200,24 @@ def vllm_maker(spec: Spec, chips: Sequence[LocalGpu], python: str, more: tuple[s
         (model.name, shipped_model() if model.weights is None and model.files is None else weights_of(model))
         for model in spec.models
     )
-    kinds: dict[str, str] = {}
-    mine = tuple((f"1x{gpu_of(chip)}", chip.uuid) for chip in chips)
-    if mine:
-        kinds = {node.name: f"1x{node.gpu.name}" for node in spec.node_types}
-        there = {kind for kind, _ in mine}
-        for node, kind in kinds.items():
-            if kind not in there:
-                raise InputError(
-                    "--engine", f"vllm: the spec has {node}, this machine has {', '.join(sorted(there))}"
-                )
+    mine = _kinds(chips)
+    kinds = {node.name: f"1x{node.gpu.name}" for node in spec.node_types} if mine else {}
+    _must_be_there("vllm", kinds, mine)
     return EngineCommands("vllm", files, chips=mine, gpus=tuple(kinds.items()), python=python, more=more)
 
 
+def _kinds(chips: Sequence[LocalGpu]) -> tuple[tuple[str, str], ...]:
+    return tuple((f"1x{gpu_of(chip)}", chip.uuid) for chip in chips)
+
+
+def _must_be_there(style: str, kinds: Mapping[str, str], mine: Sequence[tuple[str, str]]) -> None:
+    there = sorted({kind for kind, _ in mine})
+    for node, kind in kinds.items():
+        if kind not in there:
+            raise InputError("--engine", f"{style}: the spec has {node}, this machine has {', '.join(there)}")
+
+
 def must_have_chips(plan: Plan, maker: EngineCommands) -> None:
-    """Refuse a plan for more GPUs than this machine has."""
     there = Counter(kind for kind, _ in maker.chips)
     wanted: Counter[str] = Counter()
     for deployment in plan.deployments:
@@ -242,9 +227,8 @@ def must_have_chips(plan: Plan, maker: EngineCommands) -> None:
                 wanted[kind] += deployment.count
     for kind, count in wanted.items():
         if count > there[kind]:
-            raise InputError(
-                "--engine", f"the plan has {count} GPUs of type {kind}, this machine has {there[kind]}"
-            )
+            has = f"the plan has {count} GPUs of type {kind}, this machine has {there[kind]}"
+            raise InputError("--engine", has)
 
 
 def weights_of(model: ModelSpec) -> Path:
@@ -271,14 +255,14 @@ def weights_of(model: ModelSpec) -> Path:
     return paths[0]
 
 
-def for_this_machine(wishes: PlanChoices, spec: Spec) -> PlanChoices:
+def for_this_machine(choices: PlanChoices, spec: Spec) -> PlanChoices:
     """Engines here are whole on one GPU, or pipelines where a model is too large for some."""
     from potluck.perf.kv_capacity import stage_memory
 
     alone = all(
         stage_memory(model.model, node, 1).kv_bytes > 0 for model in spec.models for node in spec.node_types
     )
-    return replace(wishes, here=True, single=alone)
+    return replace(choices, here=True, single=alone)
 
 
 def must_run_here(plan: Plan, style: str) -> None:
@@ -286,15 +270,14 @@ def must_run_here(plan: Plan, style: str) -> None:
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
         for replica in template.replicas:
+            make = EngineSpec(template.model, replica.layout, deployment.region)
             if style == "gpu":
-                nodes_of(EngineSpec(template.model, replica.layout, deployment.region))
+                nodes_of(make)
             elif style == "vllm":
-                parallel_of(EngineSpec(template.model, replica.layout, deployment.region))
+                parallel_of(make)
             elif style == "emulated" and len(replica.layout.stages) > 1:
-                raise InputError(
-                    "--engine",
-                    f"emulated engines are no pipelines, and the plan has {template.name}; --engine pretended can be",
-                )
+                what = f"emulated engines are no pipelines, and the plan has {template.name}"
+                raise InputError("--engine", f"{what}; --engine mock can be")
 
 
 def flags_of(spec: Spec) -> Callable[[EngineSpec], tuple[str, ...]]:

@@ -25,8 +25,6 @@ FIRST_PER_S, MOST_PER_S = 50.0, 50_000.0
 
 @dataclass(frozen=True, slots=True)
 class PreparedPlan:
-    """What is served, and what is to be said of it."""
-
     inputs: SimulationInputs
     lines: tuple[str, ...] = ()
     holds: bool = True
@@ -35,8 +33,6 @@ class PreparedPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanChoices:
-    """How a plan is chosen."""
-
     time_limit_s: float
     averages: bool = False
     """Do without a rehearsal."""
@@ -48,18 +44,17 @@ class PlanChoices:
     """Only layouts of one GPU: each holds the models alone, and nothing is gained by joining them."""
 
 
-def prepared(paths: tuple[Path, ...], spec: Spec, wishes: PlanChoices, said: Said) -> PreparedPlan:
-    """Read the plan, or make one for the spec."""
+def prepared(paths: tuple[Path, ...], spec: Spec, choices: PlanChoices, said: Said) -> PreparedPlan:
     if len(paths) == 2:
-        return tried_as_it_is(read_plan_and_spec(paths[0], spec, wishes.profiles), wishes, said)
-    return _planned(spec, wishes, said)
+        return tried_as_it_is(read_plan_and_spec(paths[0], spec, choices.profiles), choices, said)
+    return _planned(spec, choices, said)
 
 
-def tried_as_it_is(inputs: SimulationInputs, wishes: PlanChoices, said: Said) -> PreparedPlan:
+def tried_as_it_is(inputs: SimulationInputs, choices: PlanChoices, said: Said) -> PreparedPlan:
     """A plan that stays, with what simulation says of it: what it was proven to do is not tried again in less."""
     from potluck.cli.planning.rehearsal import RehearsalOptions, evidence_line, known_of, trial_of, tried
 
-    if wishes.averages or not any(model.traffic.rate_per_s > 0 for model in inputs.spec.models):
+    if choices.averages or not any(model.traffic.rate_per_s > 0 for model in inputs.spec.models):
         return PreparedPlan(inputs)
     shown = known_of(inputs.plan, inputs.spec, inputs.problem)
     if not shown:
@@ -70,27 +65,27 @@ def tried_as_it_is(inputs: SimulationInputs, wishes: PlanChoices, said: Said) ->
     )
 
 
-def _planned(spec: Spec, wishes: PlanChoices, said: Said) -> PreparedPlan:
+def _planned(spec: Spec, choices: PlanChoices, said: Said) -> PreparedPlan:
     from potluck.cli.planning.plan import require_service
     from potluck.plan.explain import planned_rest
     from potluck.plan.strategies import STRATEGIES, SolveSettings
 
     said("planning")
-    problem = _problem(spec, wishes)
-    factory = workshop_of(problem, wishes, said)
-    settings = SolveSettings(time_limit_s=wishes.time_limit_s)
+    problem = _problem(spec, choices)
+    factory = factory_for(problem, choices, said)
+    settings = SolveSettings(time_limit_s=choices.time_limit_s)
     factory, outcome, notes = planned_rest(STRATEGIES["auto"], factory, settings)
-    require_service(factory.problem, outcome, wishes.time_limit_s, notes)
+    require_service(factory.problem, outcome, choices.time_limit_s, notes)
     lines = (*notes, *_short_of(factory.problem, outcome))
     plan = outcome.plan
     tried: tuple[str, ...] = ()
-    if not wishes.averages:
+    if not choices.averages:
         plan, tried = _rehearsed(spec, factory, outcome, settings)
     return PreparedPlan(SimulationInputs(spec, problem, plan), (*lines, *tried))
 
 
 def planned_for_all(
-    spec: Spec, wishes: PlanChoices, said: Said
+    spec: Spec, choices: PlanChoices, said: Said
 ) -> tuple[float, Callable[[Spec], SimulationInputs]]:
     """The most that a fleet can do a second of what the spec's one model is asked for, and what plans for a spec like
     it, with another rate, so that the whole fleet is used."""
@@ -99,13 +94,13 @@ def planned_for_all(
     from potluck.plan.strategies import STRATEGIES, SolveSettings
     from potluck.rehearse.queueing_margins import restored, scaled
 
-    problem, settings = _problem(spec, wishes), SolveSettings(time_limit_s=wishes.time_limit_s)
-    factory, ask = workshop_of(problem, wishes, said), problem.asks[0]
+    problem, settings = _problem(spec, choices), SolveSettings(time_limit_s=choices.time_limit_s)
+    factory, ask = factory_for(problem, choices, said), problem.asks[0]
     factor = FIRST_PER_S / ask.rate_per_s
     while True:
         more = scaled(problem, {ask.name: factor})
         outcome = STRATEGIES["auto"](replace(factory, problem=more), settings)
-        require_service(more, outcome, wishes.time_limit_s)
+        require_service(more, outcome, choices.time_limit_s)
         if outcome.plan.fraction < 1 or factor * ask.rate_per_s > MOST_PER_S:
             break
         factor *= 4
@@ -113,45 +108,43 @@ def planned_for_all(
     most_per_s = factor * ask.rate_per_s
 
     def plan(other: Spec) -> SimulationInputs:
-        real = _problem(other, wishes)
+        real = _problem(other, choices)
         asked = {ask.name: most_per_s / real.asks[0].rate_per_s}
         return SimulationInputs(other, real, restored(even, real, asked))
 
     return most_per_s * outcome.plan.fraction, plan
 
 
-def _problem(spec: Spec, wishes: PlanChoices) -> PlanningProblem:
+def _problem(spec: Spec, choices: PlanChoices) -> PlanningProblem:
     from potluck.cli.common.inputs import load_problem
     from potluck.cli.planning.estimate import measured
 
-    return measured(load_problem(spec, HEADROOM, None, (), 0.0), wishes.profiles)
+    return measured(load_problem(spec, HEADROOM, None, (), 0.0), choices.profiles)
 
 
-def workshop_of(
-    problem: PlanningProblem, wishes: PlanChoices, said: Said = lambda line: None
+def factory_for(
+    problem: PlanningProblem, choices: PlanChoices, said: Said = lambda line: None
 ) -> TemplateFactory:
-    """With the kinds of templates that the engines here can be."""
     from potluck.plan.strategies import TemplateFactory
 
     made = TemplateFactory(problem, said=said)
-    limit(made, wishes)
+    limit(made, choices)
     return made
 
 
-def limit(factory: TemplateFactory, wishes: PlanChoices) -> None:
+def limit(factory: TemplateFactory, choices: PlanChoices) -> None:
     """Leave the kinds of templates out that the engines here cannot be."""
     from potluck.plan.strategies.pool_strategy import machines_key
 
     problem = factory.problem
     for ask in (variant for model_demand in problem.asks for variant in model_demand.variants):
-        if wishes.single:
+        if choices.single:
             factory.made["pipeline", ask.key] = []
-        if wishes.here:
+        if choices.here:
             factory.made[f"group of {machines_key(problem)}", ask.key] = []
 
 
 def _short_of(problem: PlanningProblem, outcome: PlanOutcome) -> tuple[str, ...]:
-    """What is said of a fleet that cannot do all that is asked of it."""
     fraction = outcome.plan.fraction
     if fraction >= 1:
         return ()
@@ -181,7 +174,7 @@ def _rehearsed(
 
 
 def with_offers(
-    prepared_plan: PreparedPlan, rules: Policy, shop: Callable[[PlanningProblem], TemplateFactory]
+    prepared_plan: PreparedPlan, rules: Policy, make_factory: Callable[[PlanningProblem], TemplateFactory]
 ) -> PreparedPlan:
     """With what scaling may start, and a line on what is on standby."""
     from potluck.core.scaling.standby import spoken
@@ -189,4 +182,4 @@ def with_offers(
     inputs = prepared_plan.inputs
     standby = spoken(inputs.plan, rules.standby, inputs.spec.regions)
     lines = (*prepared_plan.lines, standby) if standby else prepared_plan.lines
-    return replace(prepared_plan, inputs=offered(inputs, rules, shop(inputs.problem)), lines=lines)
+    return replace(prepared_plan, inputs=offered(inputs, rules, make_factory(inputs.problem)), lines=lines)

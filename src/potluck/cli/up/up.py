@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -39,7 +40,7 @@ from potluck.cli.up.gpus import (
     prepared_for_gpus,
     vllm_maker,
 )
-from potluck.cli.up.prepare import PlanChoices, PreparedPlan, prepared, with_offers, workshop_of
+from potluck.cli.up.prepare import PlanChoices, PreparedPlan, factory_for, prepared, with_offers
 from potluck.control.launchers.local_capacity import find_chips
 from potluck.control.launchers.process import last_lines, must_be_free
 from potluck.core.errors import CapacityError, InputError, PotluckError
@@ -47,8 +48,6 @@ from potluck.core.figures import seconds
 from potluck.core.values.kv import lossy_notices
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from potluck.control.controller import ControllerTurn
     from potluck.control.launchers.local_launcher import ForkServer
     from potluck.control.local_stack import LocalStack
@@ -69,8 +68,6 @@ OWN_NAME = "potluck up --check"
 
 @dataclass(frozen=True, slots=True)
 class ServiceSummary:
-    """What there is to say of a service that is ready."""
-
     url: str
     models: tuple[str, ...]
     plan: Plan
@@ -173,8 +170,6 @@ def own_key(store: StateStore, folder: Path) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class FirstAnswer:
-    """What came back for one question."""
-
     model: str
     text: str
     ttft_s: float
@@ -205,7 +200,6 @@ def ask(url: str, model: str, key: str = "") -> FirstAnswer:
 
 
 def _piece(line: bytes) -> str:
-    """The text of one event of a stream."""
     name, _, data = line.decode("utf-8", "replace").strip().partition(": ")
     if name != "data" or data == "[DONE]":
         return ""
@@ -229,7 +223,6 @@ REMIND_S = 30.0
 
 
 def demo() -> Path:
-    """The spec that is served when none is named."""
     return Path(str(resources.files("potluck.cli") / "data" / "demo.yaml"))
 
 
@@ -241,8 +234,8 @@ def demo() -> Path:
     "--engine",
     "style",
     default="emulated",
-    type=click.Choice(["emulated", "pretended", "gpu", "vllm"]),
-    help="emulated: the small model at the planned GPUs' pace; pretended: made-up tokens at that pace; "
+    type=click.Choice(["emulated", "mock", "gpu", "vllm"]),
+    help="emulated: the small model at the planned GPUs' pace; mock: made-up tokens at that pace; "
     "gpu: the models' own weights on this machine's GPUs; vllm: the same in stock vLLM.",
 )
 @option(
@@ -276,75 +269,55 @@ def up(paths: tuple[Path, ...], attach: Path | None, **options: Any) -> None:
       potluck up potluck.yaml        your own
       potluck up --model DIR         a model on the GPUs that this machine has
       potluck up --attach servers.yaml potluck.yaml    servers that somebody else started
-      potluck up potluck.yaml --on ray --engine pretended      on the nodes of a Ray cluster
+      potluck up potluck.yaml --on ray --engine mock      on the nodes of a Ray cluster
       potluck up --check             the same for scripts: start, ask one question, stop
     """
-    elsewhere = ClusterTarget.of(options)
+    elsewhere, asked = ClusterTarget.of(options), SimpleNamespace(**options)
     if attach is None:
-        _up(paths, elsewhere, **options)
+        _up(paths, elsewhere, asked)
         return
     from potluck.cli.up.attach import attach as attached
 
-    attached(attach, paths, *(options[name] for name in ("port", "policy", "time_limit_s", "as_json")))
+    attached(attach, paths, asked.port, asked.policy, asked.time_limit_s, asked.as_json)
 
 
-def _up(
-    paths: tuple[Path, ...],
-    elsewhere: ClusterTarget,
-    port: int | None,
-    state: Path | None,
-    style: str,
-    vllm_python: str,
-    vllm_flags: str,
-    model: Path | None,
-    measure: bool,
-    device: str,
-    averages: bool,
-    advise: bool,
-    market: Path | None,
-    policy: tuple[str, ...],
-    time_limit_s: float,
-    check: bool,
-    within_s: float,
-    as_json: bool,
-) -> None:
+def _up(paths: tuple[Path, ...], elsewhere: ClusterTarget, asked: SimpleNamespace) -> None:
     from potluck.control.local_stack import LocalStack, LocalStackSettings, fork_server_of
     from potluck.control.market import MarketFile
 
-    began_s, here = time.monotonic(), elsewhere.on == "here"
+    began_s, here, model = time.monotonic(), elsewhere.on == "here", asked.model
     if model is not None and (paths or not here):
         raise InputError("--model", "is for a spec that is made here; leave PLAN, SPEC and --on out")
     spec_path = paths[-1] if paths else demo()
-    folder = state or STATE / (spec_path.stem if model is None else model.resolve().name)
+    folder = asked.state or STATE / (spec_path.stem if model is None else model.resolve().name)
     must_be_nobodys(folder)
-    if port and not (folder / "state.db").is_file():  # else its own gateway may be there
-        must_be_free(port)
+    if asked.port and not (folder / "state.db").is_file():  # else its own gateway may be there
+        must_be_free(asked.port)
     with ExitStack() as whole, ExitStack() as until_ready:
         report = until_ready.enter_context(startup(2 * SHORT_RUNS + 12))
         # It loads while the plan is made.
-        fork_server = fork_server_of(folder, style if model is None and here else "gpu")
+        fork_server = fork_server_of(folder, asked.style if model is None and here else "gpu")
         if fork_server is not None:
             whole.callback(fork_server.close)
-        wishes = PlanChoices(time_limit_s, averages)
+        choices = PlanChoices(asked.time_limit_s, asked.averages)
         if model is not None:
-            ready = prepared_for_gpus(model, folder, wishes, device, report, measure=measure)
+            ready = prepared_for_gpus(model, folder, choices, asked.device, report, measure=asked.measure)
         else:
-            below = (vllm_python, vllm_flags)
-            ready = prepared_for(paths, spec_path, style, device, below, wishes, policy, report, elsewhere)
+            ready = prepared_for(paths, spec_path, asked, choices, report, elsewhere)
         spec = ready.prepared.inputs.spec
-        rules = policy_of(policy, spec.policy)
+        rules = policy_of(asked.policy, spec.policy)
         if fork_server is not None:
             report("loading the engine")
             fork_server = fork_server if fork_server.wait_ready() else None
-        ruled = (*policy, "advise=true") if advise else policy
+        policy = (*asked.policy, "advise=true") if asked.advise else asked.policy
         settings = LocalStackSettings(
             folder,
             ready.spec_path.resolve(),
-            port,
+            asked.port,
             ready.maker,
-            (*ready.maker.gateway_words(), *(f"--policy={item}" for item in ruled)),
-            advise,
-            None if market is None else MarketFile(market, spec.regions),
+            (*ready.maker.gateway_words(), *(f"--policy={item}" for item in policy)),
+            asked.advise,
+            None if asked.market is None else MarketFile(asked.market, spec.regions),
             profiles=ready.profiles,
             start_s=start_s(ready),
             host=elsewhere.host,
@@ -352,19 +325,20 @@ def _up(
             why="; ".join((f"potluck up {ready.spec_path.name}", *ready.prepared.lines)),
         )
         settings = elsewhere.settled(settings, spec)
-        shop = partial(workshop_of, wishes=ready.wishes)
-        slow = told_slow(with_offers(ready.prepared, rules, shop), fork_server)
-        planner = planner_of(slow.inputs, rules, time_limit_s, shop)
-        stand = LocalStack(settings, slow.inputs.plan, planner, fork_server)
-        elsewhere.remembered(stand.store)
-        _run(_Show(stand, slow, as_json, began_s, check, within_s, report, until_ready.close))
+        make_factory = partial(factory_for, choices=ready.choices)
+        prepared_plan = told_slow(with_offers(ready.prepared, rules, make_factory), fork_server)
+        planner = planner_of(prepared_plan.inputs, rules, asked.time_limit_s, make_factory)
+        stack = LocalStack(settings, prepared_plan.inputs.plan, planner, fork_server)
+        elsewhere.remembered(stack.store)
+        check = asked.check, asked.within_s
+        _run(_Show(stack, prepared_plan, asked.as_json, began_s, *check, report, until_ready.close))
 
 
 @dataclass(slots=True)
 class _Show:
     """A service that starts, as it is told about; `seen` is its one mutator."""
 
-    stand: LocalStack
+    stack: LocalStack
     prepared: PreparedPlan
     as_json: bool
     began_s: float
@@ -382,7 +356,6 @@ class _Show:
     stop: threading.Event = field(default_factory=threading.Event)
 
     def seen(self, turn: ControllerTurn) -> None:
-        """One turn of the controller."""
         if self.told:
             return
         line = f"{turn.up} of {turn.wanted} engines are up"
@@ -393,14 +366,12 @@ class _Show:
         elif now_s - self.last_s > REMIND_S:
             self.last_s = now_s
             click.echo(f"still {line}: {self._lacking(turn)}", err=True)
-        if turn.wanted and turn.up == turn.wanted and self.stand.ready:
+        if turn.wanted and turn.up == turn.wanted and self.stack.ready:
             self.told = True
             self.quiet()
             self._ready(now_s)
-        elif self.stand.fresh and (
-            failed := next(
-                (stuck_replica for stuck_replica in turn.stuck if stuck_replica.failures.in_vain), None
-            )
+        elif self.stack.fresh and (
+            failed := next((item for item in turn.stuck if item.failures.in_vain), None)
         ):
             self.failed = self._in_vain(failed)
             self.stop.set()
@@ -409,8 +380,7 @@ class _Show:
             self.stop.set()
 
     def _in_vain(self, stuck: StuckReplica) -> str:
-        """What an engine said that cannot be started."""
-        failures, log = stuck.failures, self.stand.launcher.log_of(stuck.failures.engine)
+        failures, log = stuck.failures, self.stack.launcher.log_of(stuck.failures.engine)
         lines = last_lines(log, LOG_LINES)
         shown = [f"its log ends with ({log}):", *(f"  {line}" for line in lines)] if lines else []
         head = f"{stuck.replica}: {failures.alike} starts failed in the same way: {failures.why}"
@@ -420,45 +390,39 @@ class _Show:
         """Why something is not there, and where its log is."""
         for line in turn.waiting:
             return line
-        for instance in self.stand.store.instances():
+        for instance in self.stack.store.instances():
             if instance.state != "up":
                 since = time.time() - instance.since_s
-                log = self.stand.launcher.log_of(instance.name)
+                log = self.stack.launcher.log_of(instance.name)
                 return f"{instance.name} is {instance.state} since {since:.0f} s (its log: {log})"
         return turn.problem or "`potluck status` says what is missing"
 
     def _ready(self, now_s: float) -> None:
-        models = tuple(model.name for model in self.prepared.inputs.spec.models)
-        lines = (*self.stand.said, *self.prepared.lines)
-        keyed = self.stand.keyed
+        stack, models = self.stack, tuple(model.name for model in self.prepared.inputs.spec.models)
         served = ServiceSummary(
-            self.stand.url,
+            stack.url,
             models,
-            self.stand.plan,
-            lines,
+            stack.plan,
+            (*stack.said, *self.prepared.lines),
             now_s - self.began_s,
-            keyed,
-            self.stand.client.url,
-            str(self.stand.key_file),
+            stack.keyed,
+            stack.client.url,
+            str(stack.key_file),
         )
         if self.again:
             return
-        if not self.check:
-            click.echo(json.dumps(ready_json(served))) if self.as_json else show_ready(served)
-            return
-        self.stop.set()
-        try:
-            with own_key(self.stand.store, self.stand.folder) if keyed else nullcontext("") as key:
-                answers = [ask(served.url, model, key) for model in models]
-        except PotluckError as error:
-            self.failed = str(error)
-            return
+        answers: list[FirstAnswer] = []
+        if self.check:
+            self.stop.set()
+            try:
+                with own_key(stack.store, stack.folder) if stack.keyed else nullcontext("") as key:
+                    answers = [ask(served.url, model, key) for model in models]
+            except PotluckError as error:
+                self.failed = str(error)
+                return
         if self.as_json:
-            click.echo(
-                json.dumps(
-                    ready_json(served) | {"answers": [asdict(first_answer) for first_answer in answers]}
-                )
-            )
+            asked = {"answers": [asdict(answer) for answer in answers]} if self.check else {}
+            click.echo(json.dumps(ready_json(served) | asked))
             return
         show_ready(served)
         for answer in answers:
@@ -466,35 +430,35 @@ class _Show:
 
 
 def _run(show: _Show) -> None:
-    stand, stop = show.stand, show.stop
+    stack, stop = show.stack, show.stop
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     try:
-        stand.must_have_room()
+        stack.must_have_room()
         try:
-            stand.run(stop.is_set, show.seen)
+            stack.run(stop.is_set, show.seen)
         except PotluckError as error:
             show.quiet()
             if show.check:  # nobody asked for something that stays
                 with suppress(PotluckError):
-                    stand.down()
-            raise CapacityError(f"{error}\n{_kept(stand)}") from error
+                    stack.down()
+            raise CapacityError(f"{error}\n{_kept(stack)}") from error
         show.quiet()
         click.echo("draining", err=True)
-        made = stand.down()
+        made = stack.down()
         click.echo("stopped" + (f"; {made} processes had to be made to end" if made else ""), err=True)
         if show.failed:
-            raise CapacityError(f"{show.failed}\nall was stopped; state and logs are kept in {stand.folder}")
+            raise CapacityError(f"{show.failed}\nall was stopped; state and logs are kept in {stack.folder}")
     finally:
         with suppress(PotluckError):  # what went wrong first is what counts; a lease ends by itself
-            stand.close()
+            stack.close()
 
 
-def _kept(stand: LocalStack) -> str:
+def _kept(stack: LocalStack) -> str:
     """What is there after the controller could not go on, and how to go on with it."""
-    running = stand.running()
+    running = stack.running()
     if not running:
-        return f"nothing is left running; state and logs are kept in {stand.folder}"
+        return f"nothing is left running; state and logs are kept in {stack.folder}"
     what = ", ".join(running)
     return f"on without a controller: {what}; `potluck up` takes over, `potluck down` stops all"
 
@@ -508,39 +472,36 @@ SLACK = 3.0
 def prepared_for(
     paths: tuple[Path, ...],
     spec_path: Path,
-    style: str,
-    device: str,
-    below: tuple[str, str],
-    wishes: PlanChoices,
-    policy: tuple[str, ...],
+    asked: SimpleNamespace,
+    choices: PlanChoices,
     said: Callable[[str], None],
     elsewhere: ClusterTarget,
 ) -> GpuSetup:
-    """For a spec that somebody wrote, on this machine or elsewhere."""
     from potluck.control.launchers.engine_command import EngineCommands
     from potluck.engine.shipped_model import shipped_model
 
-    spec = read_one_spec(paths or (spec_path,))
-    policy_of(policy, spec.policy)  # what is wrong with it is said before anything long is done
+    spec, style = read_one_spec(paths or (spec_path,)), asked.style
+    policy_of(asked.policy, spec.policy)  # what is wrong with it is said before anything long is done
     here = elsewhere.on == "here"
     spec = elsewhere.spec_there(spec)
     if style == "gpu":
-        chips = found_chips() if here else None
-        maker, wishes = maker_of(spec, chips, device), for_this_machine(wishes, spec)
+        maker = maker_of(spec, found_chips() if here else None, asked.device)
+        choices = for_this_machine(choices, spec)
     elif style == "vllm":
         if here:
-            must_have_vllm(below[0])
-        maker = vllm_maker(spec, find_chips() if here else (), below[0], tuple(shlex.split(below[1])))
+            must_have_vllm(asked.vllm_python)
+        flags = tuple(shlex.split(asked.vllm_flags))
+        maker = vllm_maker(spec, find_chips() if here else (), asked.vllm_python, flags)
     else:
         files = tuple((model.name, shipped_model()) for model in spec.models)
-        names = tuple((model_spec.name, model_spec.model.name) for model_spec in spec.models)
+        names = tuple((model.name, model.model.name) for model in spec.models)
         maker = EngineCommands(style, files, names, links=() if spec.pool is None else spec.pool.links)
-    chosen = replace(wishes, here=True, single=True) if style == "emulated" else wishes
+    chosen = replace(choices, here=True, single=True) if style == "emulated" else choices
     try:
         prepared_plan = prepared(paths, spec, chosen, said)
     except CapacityError:
-        if chosen != wishes:  # would it do with what cannot be emulated?
-            must_run_here(prepared(paths, spec, replace(wishes, averages=True), said).inputs.plan, style)
+        if chosen != choices:  # would it do with what cannot be emulated?
+            must_run_here(prepared(paths, spec, replace(choices, averages=True), said).inputs.plan, style)
         raise
     must_run_here(prepared_plan.inputs.plan, style)
     if here:
@@ -550,7 +511,6 @@ def prepared_for(
 
 
 def must_have_vllm(python: str) -> None:
-    """Refuse to start engines of a vLLM that is not there."""
     from potluck.vllm import TESTED
 
     code = "import importlib.util as u, sys; s = u.find_spec('vllm'); sys.exit(s is None or s.origin is None)"
@@ -606,7 +566,7 @@ def planner_of(
     inputs: SimulationInputs,
     rules: Policy,
     time_limit_s: float,
-    shop: Callable[[PlanningProblem], TemplateFactory],
+    make_factory: Callable[[PlanningProblem], TemplateFactory],
 ) -> Planner | None:
     from potluck.control.replanner import Replanner
 
@@ -617,5 +577,5 @@ def planner_of(
         time_limit_s,
         candidates=rules.scaling == "cauchy",
         startups=startups_of(inputs.spec),
-        shop=shop,
+        shop=make_factory,
     )

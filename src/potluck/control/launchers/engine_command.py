@@ -16,9 +16,9 @@ from potluck.core.values.layout import EmulatedReplica
 from potluck.core.values.model import FORMAT_BITS, Format
 
 EngineStyle = str
-"""`emulated`: the shipped model at the pace of the planned GPUs; `pretended`: tokens made up at that pace; `gpu`: a
+"""`emulated`: the shipped model at the pace of the planned GPUs; `mock`: tokens made up at that pace; `gpu`: a
 model's own weights on the GPUs of this machine; `vllm`: the same in stock vLLM."""
-STYLES = ("emulated", "pretended", "gpu", "vllm")
+STYLES = ("emulated", "mock", "gpu", "vllm")
 
 
 VLLM_MAKES: Final[dict[Format, str]] = {
@@ -94,7 +94,7 @@ class EngineCommands:
 
     def gateway_words(self) -> tuple[str, ...]:
         files = (f"--files={name}={path}" for name, path in self.files)
-        return (*files, "--pretended") if self.style == "pretended" else tuple(files)
+        return (*files, "--mock") if self.style == "mock" else tuple(files)
 
     def command(self, make: EngineSpec, port: int | str, kv_port: int | str) -> list[str]:
         """What to run for an engine at these ports, or words that stand for them."""
@@ -121,10 +121,10 @@ class EngineCommands:
         command += ["--emulate", emulate_text(make, name, self.links, planned)]
         if make.step_tokens:
             command += ["--token-budget", str(make.step_tokens)]
-        if self.style == "pretended":
-            return [*command, "--pretend"]
+        if self.style == "mock":
+            return [*command, "--mock"]
         if len(make.layout.stages) > 1:
-            raise InputError("layout", "a pipeline of several nodes can only be pretended on one machine")
+            raise InputError("layout", "a pipeline of several nodes can only be a mock on one machine")
         return [*command, "--max-running", str(self.max_running)]
 
 

@@ -78,7 +78,7 @@ def slow_line(plan: Plan, traffic: Iterable[Traffic], cost: CpuCost, cpus: int) 
     return (
         f"this machine would have to compute {times:.1f} times faster to stand for these GPUs at the planned "
         f"{digits(rate)} requests/s: beyond about {digits(rate * low)} requests/s latencies are the CPU's, not the "
-        "plan's (`--engine pretended` computes nothing, and keeps their pace)"
+        "plan's (`--engine mock` computes nothing, and keeps their pace)"
     )
 
 
@@ -94,7 +94,7 @@ CGROUP = Path("/sys/fs/cgroup")
 ENGINE_BYTES = {
     "emulated": 400_000_000,
     "forked": 200_000_000,
-    "pretended": 150_000_000,
+    "mock": 150_000_000,
     "gpu": 1_500_000_000,
     "vllm": 1_500_000_000,
 }
@@ -143,7 +143,7 @@ def must_have_room(style: str, engines: int, free: Free = free_bytes, more_bytes
     what = "one more engine needs" if engines == 1 and not more_bytes else f"{engines} engines need"
     raise CapacityError(
         f"{what} about {needed / 1e9:.1f} GB of memory, {there / 1e9:.1f} GB are free; end something else, "
-        "or plan for fewer nodes" + (" (--engine pretended takes a third)" if style == "emulated" else "")
+        "or plan for fewer nodes" + (" (--engine mock takes a third)" if style == "emulated" else "")
     )
 
 

@@ -331,7 +331,7 @@ def _copy_usd_per_h(template: Template, region: str, price: Any) -> float:
 
 
 def notices(core: GatewayCore, settings: GatewaySettings) -> Iterator[str]:
-    if settings.pretended:
+    if settings.mock_engines:
         yield "Mock engines: they take the time of the planned GPUs, and make their tokens up."
     yield from slow_lines(core.watch.lateness.slowdown)
     yield from lossy_notices(core.plan)
