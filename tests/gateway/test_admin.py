@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import re
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +23,14 @@ from potluck.core.state.actions import Run
 from potluck.core.values.route import Route, Segment, aggregated, handed_over
 from potluck.gateway.admin import families as known
 from potluck.gateway.admin.app import AdminContext, build_admin
-from potluck.gateway.admin.counters import MOST_SERIES, Counters, Spans
+from potluck.gateway.admin.counters import MOST_SERIES, Counters
 from potluck.gateway.admin.families import FAMILIES
 from potluck.gateway.admin.metrics import GatewayMetrics
 from potluck.gateway.admin.operations import Json, Operations, QueueView, ReplicaView
 from potluck.gateway.openai.keys import KeyRing
-from potluck.gateway.values import ChoiceRequest, RequestOutcome
+from potluck.gateway.values import RequestOutcome
 
 TOLD = RequestOutcome("req-1", "ann", "co", "m", "standard", "stop", 200, 100, 60, 11, 10.0, 10.5, 12.5, True)
-ASKED = ChoiceRequest("a1", "m", (1, 2), 2, 5)
 
 
 class Fleet(Operations):
@@ -148,7 +143,7 @@ def run(route: Route, attempt: int = 0, prompt: int = 10) -> Run:
 )
 def test_kinds_of_routes(kind: str, told: Run) -> None:
     counters = Counters(region_of=lambda replica: "west" if replica == "far" else "east")
-    counters.routed(ASKED, told)
+    counters.routed("m", told)
     assert counters.counted(known.ROUTES) == {("m", kind): 1}
     assert counters.counted(known.RETRIES) == ({("m",): 1} if told.attempt else {})
 
@@ -260,50 +255,15 @@ def test_the_operators_port_has_a_key_of_its_own() -> None:
 def test_what_happens_is_counted() -> None:
     request_outcomes: list[RequestOutcome] = []
     meter = Counters(told=request_outcomes.append)
-    meter.routed(ASKED, run(handed_over("a", "b", 4)))
-    meter.segment(ASKED, "a", 1.0, 2.0, 30)
-    meter.failed(ASKED, "b", "replica", "it died")
+    meter.routed("m", run(handed_over("a", "b", 4)))
+    meter.segment("a", 1.0, 30)
+    meter.failed("b", "replica")
     meter.moved("a", "b", "int8", 1000, 0.5)
     meter.decided("start r3", "the queue grows")
     meter.answered(TOLD)
     assert request_outcomes == [TOLD]
     assert meter.counted(known.KV_BYTES) == {("a", "b", "int8"): 1000}
     assert meter.counted(known.SEGMENT_TOKENS) == {("a",): 30}
-
-
-def test_spans_need_their_packages() -> None:
-    if find_spec("opentelemetry") is None or find_spec("opentelemetry.exporter") is None:
-        with pytest.raises(InputError, match="potluck\\[otlp\\]"):
-            Spans("http://127.0.0.1:4318/v1/traces")
-
-
-def test_spans_of_one_answer_are_one_trace_and_tell_nothing_of_prompts() -> None:
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'potluck[otlp]'")
-    got: list[bytes] = []
-
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            got.append(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = HTTPServer(("127.0.0.1", 0), Collector)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    spans = Spans(f"http://127.0.0.1:{server.server_port}/v1/traces")
-    secret = ASKED._replace(body=b"my secret")
-    spans("segment", secret, ("r1", 1.0, 2.0, 30, ""))
-    spans("segment", secret, ("r2", 1.0, 2.0, 30, "it died"))
-    spans.close()
-    server.shutdown()
-    thread.join()
-    server.server_close()
-    data = b"".join(got)
-    assert b"secret" not in data
-    assert data.count(hashlib.sha256(ASKED.id.encode()).digest()[:16]) == 2
-    assert b"it died" in data
 
 
 def test_the_command_makes_keys_that_open(tmp_path: Path) -> None:

@@ -332,21 +332,13 @@ class Noted:
     def __init__(self) -> None:
         self.heard: list[tuple[object, ...]] = []
 
-    def routed(self, asked: ChoiceRequest, run: Run) -> None:
+    def routed(self, model: str, run: Run) -> None:
         self.heard.append(("routed", run.attempt))
 
-    def segment(
-        self,
-        asked: ChoiceRequest,
-        replica: str,
-        began_s: float,
-        ended_s: float,
-        tokens: int,
-        problem: str = "",
-    ) -> None:
-        self.heard.append((replica, ended_s - began_s, tokens, problem))
+    def segment(self, replica: str, took_s: float, tokens: int, problem: str = "") -> None:
+        self.heard.append((replica, took_s, tokens, problem))
 
-    def failed(self, asked: ChoiceRequest, where: str, kind: FailureKind, why: str) -> None:
+    def failed(self, where: str, kind: FailureKind) -> None:
         self.heard.append(("failed", where, kind))
 
 

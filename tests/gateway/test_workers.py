@@ -272,7 +272,7 @@ def test_a_workers_counts_are_added_once_and_end_with_it() -> None:
             WorkerChannel, SimpleNamespace(later=lambda letter, text: lines.append((letter, text)))
         )
         used: list[RequestOutcome] = []
-        hand = WorkerMeter(channel, lambda replica: "", spans=False)
+        hand = WorkerMeter(channel, lambda replica: "")
         meter = Counters(told=used.append)
         request_outcome = RequestOutcome("r", "k", "t", "m", "c", "stop", 200, 5, 0, 3, 1.0, 2.0, 3.0, True)
         hand.came()

@@ -22,7 +22,7 @@ from potluck.core.errors import InputError, UnknownNameError
 from potluck.spec.spec_values import SHIPPED, Spec
 
 ADMIN_VARIABLE = "POTLUCK_ADMIN_KEY"
-SETTINGS = "engines keys usage log engine_ca gateways state takeover otlp mock_engines why plan_version"
+SETTINGS = "engines keys usage log engine_ca gateways state takeover mock_engines why plan_version"
 """Options that `GatewaySettings` has by the same names."""
 
 
@@ -57,7 +57,6 @@ SETTINGS = "engines keys usage log engine_ca gateways state takeover otlp mock_e
 @option(
     "--takeover", type=FILE, metavar="SOCKET", help="Take the ports of the gateway with this socket: no gap."
 )
-@option("--otlp", metavar="URL", help="Send a span for each segment there.")
 @option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, over the spec's.")
 @option("--history", type=FILE, help="Past rates for forecasts (JSON): model to rates of 10 min.")
 @option("--why", default="", metavar="TEXT", help="The reason for this plan, as the page shows it.")

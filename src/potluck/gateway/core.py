@@ -300,7 +300,6 @@ class GatewayCore:
         return CODECS["fp16" if result is None else result.codec]
 
     def lacking(self, model: str) -> str:
-        """Why a model cannot be served now; empty when it can."""
         if any(endpoint.model == model for endpoint in self.registry.endpoints):
             return ""
         notes = {engine.note for engine in self.registry.engines if engine.note}
@@ -387,8 +386,6 @@ class BrainLoop:
             self.tell(events.RequestCancelled(request))
             self._owners.pop(request, None)
 
-    # Time.
-
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._ticking = loop.call_later(self._tick_s, self._tick, loop)
 
@@ -417,4 +414,4 @@ class LocalBrainClient:
 
 
 def _nobody(orders: Sequence[Action]) -> None:
-    """Before the keeper is there: what is wanted is asked for again at the next plan."""
+    """Before the registry is there: what is wanted is asked for again at the next plan."""

@@ -1,4 +1,4 @@
-"""A gateway put together: the center, a worker for clients, and the operators' port."""
+"""A gateway put together: the core, a worker for clients, and the operators' port."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from potluck.api.http import ServedNames, server_tls
 from potluck.core.state.policy import Policy
 from potluck.gateway.admin import families
 from potluck.gateway.admin.app import AdminContext, build_admin
-from potluck.gateway.admin.counters import Counters, Spans
+from potluck.gateway.admin.counters import Counters
 from potluck.gateway.admin.metrics import GatewayMetrics
 from potluck.gateway.admin.operations import Operations
 from potluck.gateway.admin.usage import UsageFile
@@ -52,7 +52,6 @@ class AdminServer:
     def __init__(self, core: GatewayCore, settings: GatewaySettings) -> None:
         self._settings = settings
         self._usage = None if settings.usage is None else UsageFile(settings.usage, time.time)
-        self._spans = None if settings.otlp is None else Spans(settings.otlp)
         self.page = PageRoutes(PageStream(core, self._tokens, lambda: notices(core, settings)))
         self.meter = Counters(
             core.registry.region_of,
@@ -60,7 +59,6 @@ class AdminServer:
             if (usage := self._usage) is None
             else lambda told: usage.record(told, time.monotonic()),
             told=self.page.show.hour.told,
-            span=self._spans,
         )
         self._syncing: asyncio.Future[None] | None = None
         self._keys = None
@@ -148,8 +146,6 @@ class AdminServer:
             await self._runner.cleanup()
         if self._usage is not None:
             self._usage.close()
-        if self._spans is not None:
-            self._spans.close()
 
 
 def cards_of(
@@ -170,7 +166,6 @@ def worker_beside(
     meter: Counters,
     answers: Path | None = None,
 ) -> Worker:
-    """The one for clients in the Brain's own process."""
     worker = Worker(
         context, core.registry, outgoing, meter, core.lacking, core.brain_loop.line, answers=answers
     )

@@ -37,7 +37,6 @@ class GatewaySettings:
     tls: tuple[Path, Path] | None = None
     engine_ca: Path | None = None
     """Whose certificates engines show; None: of anybody whom the machine trusts."""
-    otlp: str | None = None
     admin_key: str | None = field(default=None, repr=False)
     engine_key: str = field(default="", repr=False)
     """What engines ask for that a controller tells."""

@@ -40,7 +40,6 @@ class Endpoint:
     fingerprint: str = ""
     """Of its model and weights; hand-overs need equal ones. Whoever answers with another is not who it was."""
     served_model: str = ""
-    """What it calls the model itself."""
     key: str = field(default="", repr=False)
     """What it wants as a bearer, if anything."""
     token_ids: bool = False
@@ -106,7 +105,7 @@ class TokenCounts(NamedTuple):
 
 
 class AnswerSink(Protocol):
-    """Where an answer goes; the door turns it into what the client reads.
+    """Where an answer goes; it is turned into what the client reads.
 
     Either `tokens` are told and then `finished`; or a server of plain OpenAI wrote the client's bytes itself:
     `relay_begin`, `relay` ..., `relay_end`; so does an engine that got the client's own request. Or `refused`, which
@@ -127,11 +126,9 @@ class AnswerSink(Protocol):
 
     def relay_whole(
         self, status: int, content_type: bytes, body: bytes, counts: TokenCounts | None = None
-    ) -> None:
-        """All three at once."""
+    ) -> None: ...
 
-    def refused(self, refusal: Refuse) -> None:
-        """It will not be answered, or not to its end."""
+    def refused(self, refusal: Refuse) -> None: ...
 
 
 class RequestOutcome(NamedTuple):
@@ -159,6 +156,5 @@ class RequestOutcome(NamedTuple):
     estimated: bool = False
     """Whether tokens were guessed, since neither a tokenizer nor the server's usage told them."""
     choices: int = 1
-    """Answers that it asked for."""
     id: str = ""
     """Of its record: unguessable, and the same if it is written twice."""

@@ -1,1 +1,1 @@
-"""For operators: their port, metrics, events, records of use, orders."""
+"""For operators: their port, metrics, records of use, orders."""

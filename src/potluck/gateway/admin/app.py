@@ -88,7 +88,6 @@ def build_admin(office: AdminContext) -> web.Application:
         return operations.set_plan(body, request.query.get("why", "")[:MOST_WHY], _whole(request, "version"))
 
     def order(change: Callable[[Json], Json]) -> Route:
-        """What a person wants: with a key, or not at all."""
 
         carried_out = _change(lambda request, body: change(body))
 

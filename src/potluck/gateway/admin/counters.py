@@ -5,20 +5,16 @@ A worker's tally can be taken apart from time to time and added to another proce
 
 from __future__ import annotations
 
-import hashlib
-import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from potluck import __version__
-from potluck.core.errors import InputError
 from potluck.core.state.actions import Run
 from potluck.core.state.events import FailureKind
 from potluck.gateway.admin import families as known
 from potluck.gateway.admin.families import FAMILIES, Family
-from potluck.gateway.values import ChoiceRequest, RequestOutcome
+from potluck.gateway.values import RequestOutcome
 
 Labels = tuple[str, ...]
 MOST_SERIES = 2_000
@@ -60,11 +56,9 @@ class Counters:
         *,
         record: Callable[[RequestOutcome], None] | None = None,
         told: Callable[[RequestOutcome], None] | None = None,
-        span: Callable[[str, ChoiceRequest, Sequence[Any]], None] | None = None,
     ) -> None:
-        """`record` writes down what this process answered; `told` hears of other processes' answers as well; `span`
-        of segments and failures."""
-        self._region_of, self._record, self.told, self.span = region_of, record, told, span
+        """`record` writes down what this process answered; `told` hears of other processes' answers as well."""
+        self._region_of, self._record, self.told = region_of, record, told
         self.usage_notes: dict[object, tuple[str, int]] = {}
         """What other processes say of their records: what is wrong, and how many were lost."""
         self._counts: dict[str, Counter[Labels]] = {}
@@ -183,19 +177,19 @@ class Counters:
     def replayed(self) -> None:
         self.count(known.REPLAYED)
 
-    def routed(self, asked: ChoiceRequest, run: Run) -> None:
+    def routed(self, model: str, run: Run) -> None:
         if run.attempt == 0 and len(run.route.segments) == 1:
-            self._routes[asked.model, "in_place"] += 1  # Most of them.
+            self._routes[model, "in_place"] += 1  # Most of them.
             return
-        self.count(known.ROUTES, (asked.model, self.route_kind(run)))
+        self.count(known.ROUTES, (model, self.route_kind(run)))
         if run.attempt > 0:
-            self.count(known.RETRIES, (asked.model,))
+            self.count(known.RETRIES, (model,))
         stop = run.route.segments[0].stop
         if stop is not None:
-            self.histogram(known.SPLITS, (asked.model,)).see_all([stop])
+            self.histogram(known.SPLITS, (model,)).see_all([stop])
 
-    def hedged(self, asked: ChoiceRequest, run: Run) -> None:
-        self.count(known.HEDGES, (asked.model,))
+    def hedged(self, model: str) -> None:
+        self.count(known.HEDGES, (model,))
 
     def route_kind(self, run: Run) -> str:
         segments = run.route.segments
@@ -207,25 +201,13 @@ class Counters:
             return "remote"
         return "prefill_decode" if (segments[0].stop or 0) >= run.prompt_tokens - 1 else "split"
 
-    def segment(
-        self,
-        asked: ChoiceRequest,
-        replica: str,
-        began_s: float,
-        ended_s: float,
-        tokens: int,
-        problem: str = "",
-    ) -> None:
-        self._segments.append((replica, ended_s - began_s, tokens, bool(problem)))
+    def segment(self, replica: str, took_s: float, tokens: int, problem: str = "") -> None:
+        self._segments.append((replica, took_s, tokens, bool(problem)))
         if len(self._segments) >= MOST_NOTED:
             self._settle_segments()
-        if self.span is not None:
-            self.span("segment", asked, (replica, began_s, ended_s, tokens, problem))
 
-    def failed(self, asked: ChoiceRequest, where: str, kind: FailureKind, why: str) -> None:
+    def failed(self, where: str, kind: FailureKind) -> None:
         self.count(known.FAILURES, (where, kind))
-        if self.span is not None:
-            self.span("failed", asked, (where, kind, why))
 
     def moved(self, source: str, target: str, codec: str, moved_bytes: int, took_s: float) -> None:
         self.count(known.KV_BYTES, (source, target, codec), moved_bytes)
@@ -265,66 +247,3 @@ class Counters:
     def seen(self, family: Family) -> dict[Labels, Histogram]:
         self._settle()
         return self._histograms.get(family.name, {})
-
-
-class Spans:
-    """OpenTelemetry spans, one for each segment, sent to where `--otlp URL` says. All of an answer are in one trace,
-    whose number is made from the answer's name. Nothing of a prompt is told."""
-
-    def __init__(self, url: str) -> None:
-        try:
-            from opentelemetry import trace
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        except ImportError as error:
-            raise InputError(
-                "--otlp", "needs the OpenTelemetry packages: pip install 'potluck[otlp]'"
-            ) from error
-        self._trace = trace
-        self._provider: Any = TracerProvider(
-            resource=Resource.create({"service.name": "potluck-gateway", "service.version": __version__})
-        )
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
-        self._tracer = self._provider.get_tracer("potluck.gateway")
-
-    def __call__(self, name: str, asked: ChoiceRequest, what: Sequence[Any]) -> None:
-        getattr(self, f"_{name}")(asked, *what)
-
-    def _segment(
-        self, asked: ChoiceRequest, replica: str, began_s: float, ended_s: float, tokens: int, problem: str
-    ) -> None:
-        offset_s = time.time() - time.monotonic()
-        began_ns = int((began_s + offset_s) * 1e9)
-        span = self._tracer.start_span("segment", context=self._trace_of(asked.id), start_time=began_ns)
-        span.set_attributes(
-            {
-                "gen_ai.request.model": asked.model,
-                "potluck.request": asked.id,
-                "potluck.replica": replica,
-                "potluck.tokens": tokens,
-                "potluck.class": asked.request_class,
-            }
-        )
-        if problem:
-            span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, problem[:200]))
-        span.end(end_time=int((ended_s + offset_s) * 1e9))
-
-    def _failed(self, asked: ChoiceRequest, where: str, kind: FailureKind, why: str) -> None:
-        span = self._tracer.start_span("failure", context=self._trace_of(asked.id))
-        span.set_attributes({"potluck.where": where, "potluck.kind": kind, "potluck.why": why[:200]})
-        span.end()
-
-    def close(self) -> None:
-        self._provider.shutdown()
-
-    def _trace_of(self, request: str) -> Any:
-        digest = hashlib.sha256(request.encode()).digest()
-        context = self._trace.SpanContext(
-            int.from_bytes(digest[:16], "big") or 1,
-            int.from_bytes(digest[16:24], "big") or 1,
-            is_remote=True,
-            trace_flags=self._trace.TraceFlags(self._trace.TraceFlags.SAMPLED),
-        )
-        return self._trace.set_span_in_context(self._trace.NonRecordingSpan(context))

@@ -1,4 +1,4 @@
-"""What operators see of the center and say to it: the admin room's `Overseer`."""
+"""What operators see of the gateway, and what they may tell it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ NOTES = ("note", "act", "outcome", "saving", "end")
 
 class Operations:
     def __init__(self, core: GatewayCore, engine_key: str = "") -> None:
-        """The key is what engines ask for that are told here."""
         self._core, self._engine_key = core, engine_key
 
     def replicas(self) -> Iterable[ReplicaView]:
@@ -82,9 +81,9 @@ class Operations:
         for member in copies.values():
             template = replica_models.templates.get(member.template)
             if template is not None:
-                for node_count in template.nodes:
-                    price = self._core.price_usd_per_h(member.region, node_count.node)
-                    counter[member.model] += node_count.count * price  # type: ignore[assignment]
+                for nodes in template.nodes:
+                    price = self._core.price_usd_per_h(member.region, nodes.node)
+                    counter[member.model] += nodes.count * price  # type: ignore[assignment]
         return dict(counter)
 
     def snapshot(self) -> Json:
@@ -117,16 +116,16 @@ class Operations:
                 for name in core.replica_models.resolved.models
             },
             "replicas": [self._replica(name) for name in core.brain.fleet.views],
-            "links": [link_reported._asdict() for link_reported in core.watch.links],
+            "links": [link._asdict() for link in core.watch.links],
             "thresholds": [
                 {
                     "model": model,
                     "link": link,
-                    "tokens": length_threshold.tokens,
-                    "planned_tokens": length_threshold.base_tokens,
+                    "tokens": threshold.tokens,
+                    "planned_tokens": threshold.base_tokens,
                 }
                 for model, mine in core.brain.router.thresholds.links.items()
-                for link, length_threshold in mine.items()
+                for link, threshold in mine.items()
             ],
             "queues": [queue._asdict() for queue in self.queues()],
             **self.fleet(),
@@ -145,13 +144,13 @@ class Operations:
                 "template": template.name,
                 "region": region.name,
                 "usd_per_h": sum(
-                    node_count.count * self._core.price_usd_per_h(region.name, node_count.node)
-                    for node_count in template.nodes
+                    nodes.count * self._core.price_usd_per_h(region.name, nodes.node)
+                    for nodes in template.nodes
                 ),
             }
             for template in self._core.plan.holding(self._live()).templates
             for region in resolved.regions
-            if all(region.offer(node_count.node) is not None for node_count in template.nodes)
+            if all(region.offer(nodes.node) is not None for nodes in template.nodes)
         ]
 
     def _live(self) -> dict[tuple[str, str], int]:
@@ -198,9 +197,9 @@ class Operations:
             raise InputError("engines", "are listed in a file (--engines); change that, or start without it")
         before = {engine.entry.url for engine in self._core.registry.engines}
         roster = read_roster(json.dumps(body), "fleet")
-        entries = tuple(replace(engine_entry, key=self._engine_key) for engine_entry in roster)
+        entries = tuple(replace(entry, key=self._engine_key) for entry in roster)
         self._core.enlist(entries)
-        after = {engine_entry.url for engine_entry in entries}
+        after = {entry.url for entry in entries}
         return {"engines": len(after), "came": sorted(after - before), "went": sorted(before - after)}
 
     def set_plan(self, body: Json, why: str = "", version: int = 0) -> Json:
@@ -215,7 +214,7 @@ class Operations:
     def drain(self, body: Json) -> Json:
         view = self._ready(body)
         unit = self._core.brain.fleet.units[view.member.unit]
-        others = sorted(replica_state.member.id for replica_state in unit.views if replica_state is not view)
+        others = sorted(other.member.id for other in unit.views if other is not view)
         drains, registry = self._core.drains, self._core.registry
         for name in (view.member.id, *others):  # before it is empty, which it may be at once
             endpoint = registry.find(name)

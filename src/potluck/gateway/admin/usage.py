@@ -31,8 +31,6 @@ MOST_WAITING_BYTES = 16_000_000
 
 
 class UsageFile:
-    """The file of records. `calendar` says the time; `look` is called every moment by whoever runs the gateway."""
-
     def __init__(
         self, path: str | Path, calendar: Callable[[], float], largest_bytes: int = LARGEST_BYTES
     ) -> None:

@@ -3,13 +3,10 @@
 Attempts come and go; the tokens that the user sees are one stream. A request ends once: answered, refused or
 cancelled. Nothing of an attempt that is over reaches it, since that attempt was stopped first.
 
-A hedge is a second attempt beside the first, which is late with its first token. The one that has something to pass
-on first leads, and the other is stopped before a byte is passed on. Should the first one fail, the second takes its
-place; should the second fail, the first goes on as if there had been none.
+A hedge is a second attempt beside one that is late with its first token. Whichever has something to pass on first
+leads, and the other is stopped; should one fail before, the other goes on alone.
 
-How long an engine's silence is borne (`SilenceMonitor`): from what it does otherwise, generously, and within bounds.
-
-Several times a second every engine that owes something is looked at:
+`SilenceMonitor` looks several times a second at every engine that owes something, and bears its silence so long:
 
     it is not in the directory any more, and says nothing       GONE_S
     whoever keeps the fleet says that it is gone or silent      HEARD_S, or a few of its usual gaps
@@ -90,10 +87,7 @@ class AwaitingReply(ABC):
         """Nothing was heard for too long: its engine is dead (`replica`), or only this one is (`timeout`)."""
 
     @abstractmethod
-    def undelivered(self) -> None:
-        """Its cache was not fetched in time."""
-
-    # What it says of itself.
+    def undelivered(self) -> None: ...
 
     def expect(self, now_s: float) -> None:
         self.owes = True
@@ -250,15 +244,12 @@ class RelayedStream:
 
 
 class RunningAttempt(ABC):
-    """An attempt under way at the `endpoints` of its route's segments."""
-
     run: Run
     endpoints: Sequence[Endpoint]
     stream: RelayedStream
     streamed_blindly = False
     """Whether nobody knows when its first token is there."""
     done_segments = 0
-    """How many of its segments were handed on."""
 
     @abstractmethod
     def start(self) -> None: ...
@@ -276,16 +267,12 @@ class RunningAttempt(ABC):
 
 
 class CannotStart(NamedTuple):
-    """Why an attempt cannot be begun."""
-
     where: str
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchContext:
-    """What attempts are carried out with."""
-
     pool: ConnectionPool
     directory: ReplicaDirectory
     watch: SilenceMonitor
@@ -303,7 +290,6 @@ class ActiveRequest:
     _second: RunningAttempt | None = None
     """A hedge, while neither has anything to pass on."""
     _first = False
-    """Whether the first token of this attempt came."""
     _whole: Reason | None = None
     """Why no token can come any more, whatever becomes of the engine."""
     _failed: AttemptFailed | None = None
@@ -325,7 +311,6 @@ class ActiveRequest:
         self.ends = frozenset(asked.ends)
         self._stream = RelayedStream()
         self._events = PassthroughEvents(asked, answer) if asked.own else None
-        """What engines said of it in their own words."""
 
     def resume(self, output: Sequence[int], request: Request) -> Event | None:
         """From tokens that another process passed on; what the Brain is told, unless they are all of it."""
@@ -341,7 +326,6 @@ class ActiveRequest:
     # What the Brain wants.
 
     def run(self, run: Run) -> None:
-        """Go along a route, from exactly where the user is."""
         if self._ended or run.attempt <= self._attempt:
             return
         if self._going is not None:
@@ -357,7 +341,7 @@ class ActiveRequest:
         self._going = going
         if self._events is not None:
             self._events.again()
-        self._context.meter.routed(self.asked, run)
+        self._context.meter.routed(self.asked.model, run)
         going.start()
         if self._paused and self._going is going:
             going.pause()
@@ -380,7 +364,7 @@ class ActiveRequest:
             self._tell(AttemptFailed(self.asked.id, run.attempt, "timeout", "", 0))
         else:
             self._second = second
-            self._context.meter.hedged(self.asked, run)
+            self._context.meter.hedged(self.asked.model)
             second.start()
 
     @property
@@ -394,11 +378,9 @@ class ActiveRequest:
             self.answer.refused(refusal)
 
     def abandon(self) -> None:
-        """Stop working on it; what comes next will be said."""
         self._stop()
 
     def inquire(self, inquire: QueryAttempt) -> None:
-        """Say what became of an attempt."""
         if self._ended:
             return
         if inquire.attempt < self._attempt:
@@ -512,7 +494,6 @@ class ActiveRequest:
             self._tell(FirstToken(self.asked.id, self._attempt))
 
     def finished(self, reason: Reason, cached_tokens: int) -> None:
-        """Its engine says that it is whole, and that adds up."""
         self._going = None
         self._finish(reason, min(cached_tokens, self.asked.prompt_tokens))
 
@@ -573,7 +554,6 @@ class ActiveRequest:
     # A server of plain OpenAI.
 
     def relayed(self, output_tokens: int) -> None:
-        """All of it was passed on."""
         self._going = None
         if not self._ended:
             self._end(RequestFinished(self.asked.id, self._attempt, output_tokens))
@@ -619,7 +599,7 @@ class ActiveRequest:
 
     def _note(self, kind: FailureKind, where: str, why: str) -> None:
         log.info("request %s, attempt %d: %s %s (%s)", self.asked.id, self._attempt, where, why, kind)
-        self._context.meter.failed(self.asked, where, kind, why)
+        self._context.meter.failed(where, kind)
 
     def _stop(self) -> None:
         self._stop_second()

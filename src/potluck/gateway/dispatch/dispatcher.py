@@ -187,7 +187,6 @@ class Dispatcher:
                 pass  # About the fleet, which is not ours.
 
     def _inquire(self, inquire: QueryAttempt) -> None:
-        """What is not open here has ended, and the Brain did not hear of it."""
         active = self._open.get(inquire.request)
         if active is not None:
             active.inquire(inquire)

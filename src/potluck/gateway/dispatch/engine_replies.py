@@ -74,8 +74,7 @@ LARGEST_TOKEN = 1 << 31
 TOKEN = b'{"token":'
 
 
-class InvalidReply(PotluckError):
-    """An engine wrote what no engine writes."""
+class InvalidReply(PotluckError): ...
 
 
 class LastLine(NamedTuple):

@@ -363,8 +363,6 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
     def undelivered(self) -> None:
         """It hands nothing on."""
 
-    # A stream.
-
     def _events(self, data: bytes) -> None:
         if not self.flows:
             self.computed(self.heard_s)
@@ -429,8 +427,6 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
         chat = request.asked.path == CHAT
         return EventRewriter(stream.first, chat, len(stream.prompt_ids), len(request.output))
 
-    # Its end.
-
     def _length(self, said: bytes) -> int:
         stream, asked = self.stream, self._request.asked
         number = said.rfind(b'"completion_tokens":')
@@ -447,8 +443,8 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
 
     def _count(self, tokens: int, problem: str = "") -> None:
         if self.pulse is not None:
-            asked, replica, now_s = self._request.asked, self._endpoint.replica, self._now_s()
-            self._context.meter.segment(asked, replica, self._began_s, now_s, tokens, problem)
+            took_s = self._now_s() - self._began_s
+            self._context.meter.segment(self._endpoint.replica, took_s, tokens, problem)
 
     def _leave(self) -> None:
         self._over = True

@@ -52,7 +52,6 @@ GIVEN_UP = "given up"
 JSON = (b"content-type", b"application/json")
 SEGMENTS = b"/segments"
 LONGEST_ERROR = 1 << 13
-"""Bytes of an error's body that are looked at."""
 FINGERPRINT = b"x-potluck-fingerprint"
 CLIENTS_FAULT = 400
 LONGEST_LINE = 64 << 20
@@ -159,7 +158,6 @@ class Hop(AwaitingReply):
         self._status, self._error = 0, b""
         self._lines = LineReader(attempt.vocab)
         self.told = 0
-        """Tokens that it streamed."""
 
     @property
     def replica(self) -> str:
@@ -217,14 +215,11 @@ class Hop(AwaitingReply):
         self._fail(dead(f"lied: {why}"))
 
     def _turn_down(self, error: bytes) -> None:
-        """The engine says that the request itself is at fault."""
         self.over = True
         self.attempt.turned_down(self, error)
 
 
 class PrefillHop(Hop):
-    """A segment that hands its cache on."""
-
     __slots__ = ()
 
     def _said(self, lines: list[Said | InvalidReply]) -> None:
@@ -404,7 +399,6 @@ class PassthroughHop(Hop):
 
 
 def _prompt(tokens: list[object], vocab: int) -> tuple[int, ...]:
-    """An engine's own prompt; nothing where it is none."""
     most = vocab or 1 << 31
     if len(tokens) > MOST_PROMPT:
         return ()
@@ -423,8 +417,6 @@ def _code(error: bytes) -> object:
 
 
 class SegmentAttempt(RunningAttempt):
-    """From its `Run` to its end, its failure, or until it is given up."""
-
     def __init__(
         self, request: ActiveRequest, run: Run, endpoints: Sequence[Endpoint], context: DispatchContext
     ) -> None:
@@ -518,7 +510,6 @@ class SegmentAttempt(RunningAttempt):
         self._request.tokens(choices)
 
     def said(self, events: list[dict[str, Any]], *, stream: bool) -> None:
-        """The next events of an engine that answers in its own words."""
         self._begin()
         self._request.said(events, stream=stream)
 
@@ -543,7 +534,6 @@ class SegmentAttempt(RunningAttempt):
         self._request.turned_down(self, CLIENTS_FAULT, JSON[1], error)
 
     def segment_computed(self, hop: Hop) -> None:
-        """A segment's cache is ready to go."""
         if not self._streams:
             self._request.segment_computed(self, hop.work.place)
 
@@ -578,7 +568,6 @@ class SegmentAttempt(RunningAttempt):
             hop.call = None
 
     def failed(self, hop: Hop, fault: EngineFault) -> None:
-        """One hop failed, or says that another did."""
         if self._over or (self._streams and hop is not self._hops[-1]):
             self._let_go(hop)
         elif fault.blame == "self":
@@ -610,10 +599,9 @@ class SegmentAttempt(RunningAttempt):
         self._request.failed(self, kind, where, why)
 
     def _count(self, hop: Hop, problem: str = "") -> None:
-        """A hop's part in the attempt is over."""
         if hop.pulse is not None:
-            tokens = hop.tokens + hop.told
-            self._context.meter.segment(self.asked, hop.replica, self._began_s, self.now_s(), tokens, problem)
+            took_s = self.now_s() - self._began_s
+            self._context.meter.segment(hop.replica, took_s, hop.tokens + hop.told, problem)
 
     def _let_go(self, hop: Hop, problem: str = GIVEN_UP) -> None:
         """Nothing more is wanted of it; one that has said its end is left to end by itself."""

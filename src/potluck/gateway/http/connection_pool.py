@@ -33,8 +33,7 @@ class ResponseListener(Protocol):
 
     def head(self, status: int, headers: Headers) -> None: ...
 
-    def data(self, data: bytes) -> None:
-        """A piece of the body, without HTTP's own framing."""
+    def data(self, data: bytes) -> None: ...
 
     def done(self) -> None: ...
 
@@ -306,8 +305,6 @@ class ConnectionPool:
         if kept and wire in kept:
             kept.remove(wire)
 
-    # Connections.
-
     def _head(self, address: Address, method: bytes, path: bytes) -> bytes:
         host = address.host.encode("ascii" if address.host.isascii() else "idna")
         if b":" in host:
@@ -376,8 +373,7 @@ class ConnectionPool:
             self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
 
-class NoResponse(PotluckError):
-    """Whoever was asked did not answer, or not in time, or too much."""
+class NoResponse(PotluckError): ...
 
 
 class _Whole:

@@ -54,12 +54,10 @@ class Exchange(Protocol):
 
     method: bytes
     path: bytes
-    """Without the query."""
     query: bytes
     headers: Headers
     body: bytes
     peer: str
-    """The client's address."""
     came_s: float
     """When its first byte came, by the monotonic clock."""
     on_gone: Callable[[], None] | None
@@ -71,8 +69,7 @@ class Exchange(Protocol):
         """The whole answer at once. `lines` are headers as they are sent, each with its line end, that were made of
         nothing that a client or a server said."""
 
-    def begin(self, status: int, headers: Fields = (), lines: bytes = b"") -> None:
-        """An answer that comes in pieces."""
+    def begin(self, status: int, headers: Fields = (), lines: bytes = b"") -> None: ...
 
     def write(self, data: bytes) -> None:
         """A piece. After the client has left this does nothing."""
@@ -88,7 +85,6 @@ Handler = Callable[[Exchange], None]
 
 
 def head_of(status: int, fields: Fields, date: bytes) -> bytes:
-    """Without the empty line at its end."""
     parts = [STATUS_LINES.get(status) or b"HTTP/1.1 %d Other\r\n" % status, date]
     for name, value in fields:
         parts += (name, b": ", value, b"\r\n")
@@ -192,11 +188,9 @@ class ClientExchange:
             connection.abort()
 
     def begun(self) -> bool:
-        """Whether some of the answer was written."""
         return self._state != _NEW
 
     def left(self) -> None:
-        """The client has gone."""
         if self._connection is None:
             return
         tell = self.on_gone
@@ -224,15 +218,12 @@ class ClientConnection(asyncio.Protocol):
         self._leaving = False
         """The last answer was written; what still comes is thrown away."""
         self._full = False
-        """The client reads more slowly than is written."""
         self._unheard = False
-        """Reading rests, since too much came ahead."""
         self._since_s = time.monotonic()
         """Since it was made, since the latest answer, or since it leaves."""
         self._came_s = 0.0
         """When the first byte came of what is not whole; 0 where nothing is there."""
         self._fresh = True
-        """No request has come whole yet."""
         self._stalled_s: float | None = None
         self._unread_bytes = 0
         self.peer = ""
@@ -240,8 +231,6 @@ class ClientConnection(asyncio.Protocol):
     @property
     def busy(self) -> bool:
         return self._exchange is not None
-
-    # What asyncio tells.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = wire = cast(asyncio.Transport, transport)  # uvloop's is none by its class
@@ -286,8 +275,6 @@ class ClientConnection(asyncio.Protocol):
         elif self._exchange.on_room is not None:
             self._exchange.on_room(True)
 
-    # Requests, one after the other.
-
     def _pump(self) -> None:
         """A loop and no recursion: a thousand small requests may lie in one read."""
         if self._pumping:
@@ -328,7 +315,6 @@ class ClientConnection(asyncio.Protocol):
             self._came_s = 0.0
 
     def answered(self, stays: bool) -> None:
-        """By the exchange: its last byte was written."""
         self._exchange = None
         self._since_s = time.monotonic()
         if not stays or self.port.closing:
@@ -392,7 +378,6 @@ class ClientConnection(asyncio.Protocol):
             self._leave()
 
     def overdue(self, now_s: float) -> str:
-        """Why it is to end now, if it is."""
         limits = self.port.limits
         unread_bytes = self._transport.get_write_buffer_size()
         if not unread_bytes:
@@ -414,7 +399,6 @@ class ClientConnection(asyncio.Protocol):
         return "idle" if now_s - self._since_s > (limits.head_s if self._fresh else limits.idle_s) else ""
 
     def end(self, why: str) -> None:
-        """What `overdue` said is done."""
         if why == "late":
             part = "body" if self._reader.in_body else "head"
             self.refuse(HttpRefusal(408, f"the request's {part} did not come in time"))
@@ -481,7 +465,6 @@ class ClientListener:
         self._timed()
 
     def __len__(self) -> int:
-        """Connections that are open."""
         return len(self._crowd)
 
     async def listen(self, sockets: list[socket.socket], tls: ssl.SSLContext | None = None) -> None:
@@ -560,7 +543,6 @@ class ClientListener:
         self._held_bytes -= self.held.pop(connection, 0)
 
     def drop(self, why: str) -> None:
-        """Counted, and told of now and then."""
         self.dropped[why] += 1
 
     def _make_room(self) -> bool:

@@ -193,8 +193,6 @@ class ClientHandler(OpenRequests):
     def close(self) -> None:
         self._counting.close()
 
-    # Who.
-
     def _who(self, exchange: Exchange) -> ApiKey:
         keys = self._keys
         if keys is not None and not keys.opened(self._clock()):
@@ -233,8 +231,6 @@ class ClientHandler(OpenRequests):
             answering.limits = allowance.headers(now_s)
         return answering
 
-    # What for.
-
     def _generate(self, exchange: Exchange, answering: ResponseWriter, key: ApiKey, *, chat: bool) -> None:
         body = parse_object(exchange.body)
         model = body.get("model")
@@ -272,7 +268,7 @@ class ClientHandler(OpenRequests):
         self._counting.do(chars, partial(validated.tokenised, key.tenant), then)
 
     def _tokenises(self, card: ModelCard, validated: ValidatedRequest, length: TenantLength) -> bool:
-        """Whether a prompt is tokenised although servers of plain OpenAI do that themselves (`lengths.py`)."""
+        """Whether a prompt is tokenised although servers of plain OpenAI do that themselves."""
         if (self._directory is not None and self._directory.segments(card.name)) or length.sampled():
             return True
         return not length.fits(validated.chars, validated.limit or 1, card.context_tokens)
@@ -368,8 +364,6 @@ class ClientHandler(OpenRequests):
                 self._salts.clear()
             self._salts[tenant] = made
         return made
-
-    # All else.
 
     def _other(self, exchange: Exchange, tag: tuple[bytes, bytes]) -> None:
         path, method = exchange.path, exchange.method

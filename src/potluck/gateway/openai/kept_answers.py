@@ -358,8 +358,6 @@ class AnswerRecording:
         if self.on_room is not None:
             self.on_room(there)
 
-    # What the driver is asked for.
-
     def begins(
         self, asks: list[ChoiceRequest], word: str, created_s: float
     ) -> tuple[list[ChoiceRequest], str, float]:

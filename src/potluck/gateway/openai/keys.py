@@ -173,7 +173,6 @@ class KeyRing:
         self._path, self._clock, self._shared_use, self._may_open = Path(path), clock, shared_use, may_open
         self._allowances: dict[str, KeyQuota] = {}
         self.open = False
-        """Whether nobody must show a key."""
         self.problem = ""
         self._seen = self._stamp()
         self._next_look_s = now_s + LOOK_S

@@ -111,8 +111,6 @@ GONE = 499
 
 
 class OpenRequests:
-    """Where requests come in."""
-
     open = 0
 
 
@@ -192,8 +190,6 @@ class ResponseWriter:
     @property
     def verbatim(self) -> bool:
         return len(self.voices) == 1
-
-    # What a voice says.
 
     def came(self, tokens: int, before_s: float | None) -> float:
         """More tokens, or pieces where tokens are not seen, of a voice that spoke before; when that is."""
@@ -276,8 +272,6 @@ class ResponseWriter:
             self._exchange.reply(status, body, ((b"content-type", kind), self._tag), self.limits)
         else:
             self._exchange.end()
-
-    # What goes wrong.
 
     def fail(self, error: HttpRefusal, outcome: str, after_s: float | None = None) -> None:
         if self.over:

@@ -59,18 +59,16 @@ class PageHistory:
         self._noted.clear()
         by_model: dict[str, list[RequestOutcome]] = {name: [] for name in tables.get("models", {})}
         tokens: Counter[str] = Counter()
-        for request_outcome in ended:
-            if request_outcome.model:
-                by_model.setdefault(request_outcome.model, []).append(request_outcome)
-                tokens[request_outcome.tenant] += (
-                    request_outcome.prompt_tokens + request_outcome.output_tokens
-                )
+        for one in ended:
+            if one.model:
+                by_model.setdefault(one.model, []).append(one)
+                tokens[one.tenant] += one.prompt_tokens + one.output_tokens
         self._tenants.append(tokens)
         point = {
             "at_s": round(now_s, 2),
             "models": {
-                name: self._figures(request_outcomes, span_s, name, tables.get("models", {}).get(name, {}))
-                for name, request_outcomes in by_model.items()
+                name: self._figures(outcomes, span_s, name, tables.get("models", {}).get(name, {}))
+                for name, outcomes in by_model.items()
             },
         }
         self._points.append(point)
@@ -85,20 +83,20 @@ class PageHistory:
         slo = self._slos.get(model)
         ttft_s, tpot_s, in_time, tokens = [], [], 0, 0
         classes: dict[str, list[int]] = {}
-        for request_outcome in ended:
-            tokens += request_outcome.output_tokens
-            mine = classes.setdefault(request_outcome.request_class, [0, 0])
+        for one in ended:
+            tokens += one.output_tokens
+            mine = classes.setdefault(one.request_class, [0, 0])
             mine[0] += 1
-            if request_outcome.first_s is None:
+            if one.first_s is None:
                 continue
-            waited_s = request_outcome.first_s - request_outcome.came_s
-            value = request_outcome.output_tokens / max(1, request_outcome.choices)
-            gap_s = (request_outcome.ended_s - request_outcome.first_s) / (value - 1) if value > 1 else 0.0
+            waited_s = one.first_s - one.came_s
+            value = one.output_tokens / max(1, one.choices)
+            gap_s = (one.ended_s - one.first_s) / (value - 1) if value > 1 else 0.0
             ttft_s.append(waited_s)
             if value > 1:
                 tpot_s.append(gap_s)
-            if request_outcome.outcome in ANSWERED and (
-                slo is None or slo.kept(waited_s, gap_s, request_outcome.ended_s - request_outcome.came_s)
+            if one.outcome in ANSWERED and (
+                slo is None or slo.kept(waited_s, gap_s, one.ended_s - one.came_s)
             ):
                 in_time += 1
                 mine[1] += 1
@@ -209,8 +207,6 @@ class Waterfall:
         result = {name: self._rows[name] for name in self._changed if name in self._rows}
         self._changed = {}
         return result
-
-    # One request.
 
     def _arrived(self, at_s: float, request: Request) -> None:
         second, begun = self._begun if self._begun[0] == int(at_s) else (int(at_s), 0)

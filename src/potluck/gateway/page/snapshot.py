@@ -138,8 +138,8 @@ class FleetSnapshot:
         rented: Counter[tuple[str, str]] = Counter()
         for unit in core.brain.fleet.units.values():
             template = core.replica_models.templates.get(unit.template)
-            for node_count in () if template is None else template.nodes:
-                rented[unit.region, node_count.node] += node_count.count
+            for nodes in () if template is None else template.nodes:
+                rented[unit.region, nodes.node] += nodes.count
         return {
             region.name: {
                 "offers": [
@@ -203,18 +203,16 @@ class FleetSnapshot:
             before = self._used.get((link.source, link.target), 0.0)
             self._used[link.source, link.target] = before + (link.utilisation - before) * weight
         return {
-            f"{link_reported.source} > {link_reported.target}": {
-                "source": link_reported.source,
-                "target": link_reported.target,
-                "used": round(self._used[link_reported.source, link_reported.target], 2),
-                "gbps": float(f"{link_reported.gbps:.3g}"),
-                "planned_gbps": planned.get((link_reported.source, link_reported.target), link_reported.gbps),
-                "waiting_mb": round(link_reported.queued_bytes / 1e6, 1),
+            f"{link.source} > {link.target}": {
+                "source": link.source,
+                "target": link.target,
+                "used": round(self._used[link.source, link.target], 2),
+                "gbps": float(f"{link.gbps:.3g}"),
+                "planned_gbps": planned.get((link.source, link.target), link.gbps),
+                "waiting_mb": round(link.queued_bytes / 1e6, 1),
             }
-            for link_reported in self._core.watch.links
+            for link in self._core.watch.links
         }
-
-    # Replicas.
 
     def _replicas(self, span_s: float, now_utc_s: float) -> dict[str, Row]:
         weight = min(1.0, span_s / BUSY_S)
@@ -292,10 +290,7 @@ def stages_of(layout: Layout) -> list[Row]:
 
 def deployments_of(plan: Plan, price: Any) -> dict[str, Row]:
     result = {}
-    longest = {
-        (length_bucket.model, length_bucket.bucket): length_bucket.longest_tokens
-        for length_bucket in plan.buckets
-    }
+    longest = {(bucket.model, bucket.bucket): bucket.longest_tokens for bucket in plan.buckets}
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
         shares = [
@@ -327,7 +322,7 @@ def deployments_of(plan: Plan, price: Any) -> dict[str, Row]:
 
 
 def _copy_usd_per_h(template: Template, region: str, price: Any) -> float:
-    return sum(node_count.count * float(price(region, node_count.node)) for node_count in template.nodes)
+    return sum(nodes.count * float(price(region, nodes.node)) for nodes in template.nodes)
 
 
 def notices(core: GatewayCore, settings: GatewaySettings) -> Iterator[str]:

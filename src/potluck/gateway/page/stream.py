@@ -95,8 +95,6 @@ class PageStream:
     def _slos(self) -> dict[str, Slo]:
         return dict(self._core.replica_models.resolved.slos)
 
-    # History.
-
     def look(self) -> None:
         now_s = self._clock()
         if self.hour.due(now_s):
@@ -120,8 +118,6 @@ class PageStream:
         if result is None:
             return None
         return {"format": FORMAT, "version": VERSION, "at_s": result[0], "tables": result[1]}
-
-    # Who watches.
 
     def watch(self) -> PageReader | None:
         if len(self._watchers) >= MOST_WATCHERS:
@@ -166,8 +162,6 @@ class PageStream:
         self._rest()
         for watcher in self._watchers:
             watcher.end(line)
-
-    # What they read.
 
     def _whole(self) -> bytes:
         return message(

@@ -1,4 +1,4 @@
-"""One engine as the keeper knows it, and the calls that are made to it."""
+"""One engine as the registry knows it, and the calls that are made to it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,6 @@ def _link(data: dict[str, Any]) -> LinkCounters:
 
 
 def read_cache(replica: str, body: bytes) -> tuple[int, tuple[CacheReported, ...]]:
-    """(the engine's epoch, its reports) of `GET /cache`."""
     data = _object(body)
     epoch, reports = data.get("epoch"), data.get("reports")
     if type(epoch) is not int or not isinstance(reports, list):
@@ -176,8 +175,7 @@ ASK_S = 2.0
 MOVE_S = 30.0
 
 
-class EngineNoAnswer(PotluckError):
-    """An engine that was asked something did not answer, or with something else."""
+class EngineNoAnswer(PotluckError): ...
 
 
 @dataclass(slots=True, eq=False)

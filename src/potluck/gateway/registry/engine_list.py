@@ -79,12 +79,12 @@ def read_roster(text: str, where: str, folder: Path | None = None) -> tuple[Engi
         raise FormatError(where, "must be a list under `engines:`")
     if len(listed) > MOST_ENGINES:
         raise InputError(where, f"at most {MOST_ENGINES} engines, got {len(listed)}")
-    engine_entries = [_entry(item, f"{where}: engines[{place}]", folder) for place, item in enumerate(listed)]
-    urls = [engine_entry.url for engine_entry in engine_entries]
+    entries = [_entry(item, f"{where}: engines[{place}]", folder) for place, item in enumerate(listed)]
+    urls = [entry.url for entry in entries]
     for url in urls:
         if urls.count(url) > 1:
             raise InputError(where, f"{url} is there twice")
-    return tuple(engine_entries)
+    return tuple(entries)
 
 
 def _entry(data: object, where: str, folder: Path | None) -> EngineEntry:
@@ -160,7 +160,7 @@ def matched(
     members = {member.id: member for member in wanted}
     result = []
     for entry in left:
-        member = next((replica_spec for replica_spec in members.values() if entry.suits(replica_spec)), None)
+        member = next((member for member in members.values() if entry.suits(member)), None)
         if member is not None:
             result.append((member, entry))
             del members[member.id]
@@ -177,19 +177,18 @@ class EngineListFile:
         self.problem = ""
 
     def changed(self) -> bool:
-        """Whether `entries` are others than at the last call."""
         stamp = self._stamped()
         if stamp == self._stamp:
             return False
         self._stamp = stamp
         try:
-            engine_entries = self._read()
+            entries = self._read()
         except PotluckError as error:
             self.problem = str(error)
             return False
         self.problem = ""
-        before, self.entries = self.entries, engine_entries
-        return engine_entries != before
+        before, self.entries = self.entries, entries
+        return entries != before
 
     def _stamped(self) -> tuple[int, int, int] | None:
         try:

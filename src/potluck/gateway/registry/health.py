@@ -1,10 +1,9 @@
 """Looking after engines: each is asked how it fares every POLL_S, and what changed in its prefix cache.
 
 So what the Brain knows of a replica is at most POLL_S + ASK_S old. One that takes longer to answer than it ever does
-(`answers.py`) is silent: its requests go elsewhere, and it gets none until it answers. One that has not answered for
-SILENT_S, or at whose address nobody listens any more, is lost. Waiting is counted in steps of WAIT_S that passed
-here: where this process is held up as well, by a busy machine perhaps, few of them do. Servers of plain OpenAI only
-say that they are alive.
+(`ResponseTimes`) is silent: its requests go elsewhere, and it gets none until it answers. One that has not answered
+for SILENT_S, or at whose address nobody listens, is lost. Waiting is counted in steps of WAIT_S that passed here, few
+where this process is held up as well. Servers of plain OpenAI only say that they are alive.
 """
 
 from __future__ import annotations
@@ -55,18 +54,18 @@ def link_reports(
     Layers cross as they are computed, so a transfer is often slower than its link: the rate seen counts only where
     many bytes wait for the link. A link that nobody waits for is as fast as planned.
     """
-    link_reporteds = []
+    reports = []
     for ends, gbps in planned_gbps.items():
-        link_traffic = passed.get(ends, LinkTraffic())
+        traffic = passed.get(ends, LinkTraffic())
         room_bytes = gbps * 1e9 / 8 * period_s
-        share = min(1.0, link_traffic.moved_bytes / room_bytes) if room_bytes > 0 else 1.0
-        busy_s = min(period_s, link_traffic.busy_s)
-        if link_traffic.queued_bytes > LEAST_QUEUE_S * gbps * 1e9 / 8 and busy_s >= LEAST_BUSY * period_s:
-            gbps = min(gbps, link_traffic.moved_bytes * 8e-9 / busy_s)
-        resent_bytes = link_traffic.resent_segments * SEGMENT_BYTES
-        lost = resent_bytes / (link_traffic.moved_bytes + resent_bytes) if resent_bytes > 0 else 0.0
-        link_reporteds.append(LinkReported(*ends, share, link_traffic.queued_bytes, gbps, lost))
-    return link_reporteds
+        share = min(1.0, traffic.moved_bytes / room_bytes) if room_bytes > 0 else 1.0
+        busy_s = min(period_s, traffic.busy_s)
+        if traffic.queued_bytes > LEAST_QUEUE_S * gbps * 1e9 / 8 and busy_s >= LEAST_BUSY * period_s:
+            gbps = min(gbps, traffic.moved_bytes * 8e-9 / busy_s)
+        resent_bytes = traffic.resent_segments * SEGMENT_BYTES
+        lost = resent_bytes / (traffic.moved_bytes + resent_bytes) if resent_bytes > 0 else 0.0
+        reports.append(LinkReported(*ends, share, traffic.queued_bytes, gbps, lost))
+    return reports
 
 
 POLL_S = 0.5
@@ -81,8 +80,6 @@ Answer = TypeVar("Answer")
 
 
 class HealthChecker:
-    """Keeps a task for every engine of the roster."""
-
     def __init__(
         self,
         registry: ReplicaRegistry,
@@ -106,7 +103,7 @@ class HealthChecker:
         self.moved: Callable[[str, str, str, int, float], None] = lambda source, target, codec, size, took_s: (
             None
         )
-        """Hears what crossed from one replica to another since the last look: parts.Meter."""
+        """Hears what crossed from one replica to another since the last look."""
 
     def meet(self) -> None:
         loop = asyncio.get_running_loop()
@@ -134,8 +131,8 @@ class HealthChecker:
             self._shares[ends] = eased(self._shares.get(ends, 1.0), report.lost_share)
         gbps = {ends: full * self._shares[ends] for ends, full in self._planned_gbps.items()}
         wants = {
-            ends: {replica: size / period_s for replica, size in link_traffic.by_sender.items()}
-            for ends, link_traffic in passed.items()
+            ends: {replica: size / period_s for replica, size in traffic.by_sender.items()}
+            for ends, traffic in passed.items()
         }
         self._granted = granted(self._registry.endpoints, gbps, wants)
 
@@ -153,21 +150,21 @@ class HealthChecker:
             await self._prompt(engine, caller.ask(engine, b"GET", b"/health"))
             registry.heard(engine)
             return
-        status_report, before = await self._prompt(engine, caller.status(engine)), engine.said
-        engine.said = status_report
-        self.lateness.told(engine.entry.url, status_report.predicted_s, status_report.took_s)
+        status, before = await self._prompt(engine, caller.status(engine)), engine.said
+        engine.said = status
+        self.lateness.told(engine.entry.url, status.predicted_s, status.took_s)
         if before is not None and engine.replica:
-            if status_report.uptime_s < before.uptime_s:
+            if status.uptime_s < before.uptime_s:
                 registry.lost(engine, "was restarted")
-            elif status_report.fingerprint != before.fingerprint or status_report.model != before.model:
+            elif status.fingerprint != before.fingerprint or status.model != before.model:
                 registry.lost(engine, "serves something else than before")
-            elif status_report.state == "failed":
-                registry.lost(engine, status_report.problem or "has failed")
+            elif status.state == "failed":
+                registry.lost(engine, status.problem or "has failed")
         registry.heard(engine)
         replica = engine.replica
         if not replica or registry.find(replica) is None:
             return
-        self._report(engine, ReplicaReported(replica, status_report.status))
+        self._report(engine, ReplicaReported(replica, status.status))
         if self._grants and replica in self._granted:
             with suppress(EngineNoAnswer):  # one that knows no grants sends as it always did
                 await caller.grants(engine, self._granted[replica], LASTS_S)
@@ -185,7 +182,7 @@ class HealthChecker:
             self._tell(report)
 
     async def _prompt(self, engine: EngineRecord, question: Coroutine[Any, Any, Answer]) -> Answer:
-        """Its answer; while that takes longer than it ever does, the keeper hears so."""
+        """Its answer; while that takes longer than it ever does, the registry hears so."""
         asking = asyncio.ensure_future(question)
         said_s = -AGAIN_S
         try:
@@ -209,7 +206,7 @@ class HealthChecker:
     def _passed(self) -> dict[tuple[str, str], LinkTraffic]:
         registry = self._registry
         senders = {item.kv: item for item in registry.endpoints if item.kv}
-        link_traffics: dict[tuple[str, str], LinkTraffic] = {}
+        all_traffic: dict[tuple[str, str], LinkTraffic] = {}
         for engine in registry.engines:
             endpoint = registry.find(engine.replica) if engine.replica else None
             if endpoint is None or engine.said is None:
@@ -221,7 +218,7 @@ class HealthChecker:
                     engine.resent[link.peer] = link.retransmits
                     for ends in self._planned_gbps:
                         if ends[0] == endpoint.region:
-                            passed = link_traffics.setdefault(ends, LinkTraffic())
+                            passed = all_traffic.setdefault(ends, LinkTraffic())
                             passed.queued_bytes += link.queue_bytes
                             passed.resent_segments += again
                             passed.wants(endpoint.replica, link.queue_bytes)
@@ -233,13 +230,13 @@ class HealthChecker:
                 moved_bytes, took_s = link.moved_bytes - moved_before, max(0.0, busy_s - busy_before)
                 if moved_bytes <= 0:  # nothing, or it was restarted
                     continue
-                passed = link_traffics.setdefault((sender.region, endpoint.region), LinkTraffic())
+                passed = all_traffic.setdefault((sender.region, endpoint.region), LinkTraffic())
                 passed.moved_bytes += moved_bytes
                 passed.wants(sender.replica, moved_bytes)
                 passed.busy_s += took_s
                 codec = registry.codec(sender, endpoint)
                 self.moved(sender.replica, endpoint.replica, codec, round(moved_bytes), took_s)
-        return link_traffics
+        return all_traffic
 
 
 LASTS_S = 15.0
@@ -290,8 +287,6 @@ SLOW = 1.25
 
 
 class EmulationLag:
-    """Of all engines of a fleet; `told` is its one mutator."""
-
     def __init__(self) -> None:
         self._last: dict[str, tuple[float, float]] = {}
         self._predicted_s = self._took_s = 0.0
@@ -314,7 +309,6 @@ class EmulationLag:
 
 
 def slow_lines(slowdown: float | None) -> list[str]:
-    """What is said of it: nothing where this machine keeps up."""
     if slowdown is None or slowdown < SLOW:
         return []
     return [

@@ -1,4 +1,4 @@
-"""The keeper: what the Brain wants of the fleet beside what is there, and the news of both. Its only writer.
+"""The registry: what the Brain wants of the fleet beside what is there, and the news of both. Its only writer.
 
 The Brain's `StartReplica` makes a replica *wanted*. As soon as an engine of the roster answers that may be this
 replica, it is bound to it: told its role and its peers, and then the Brain hears `ReplicaReady`. An engine that is
@@ -60,8 +60,6 @@ class ReplicaSlot:
 
 @dataclass(frozen=True, slots=True)
 class WantedFleet:
-    """What is asked of whoever starts engines and makes plans."""
-
     replicas: tuple[tuple[ReplicaSpec, Role, bool, str], ...]
     """(which, its role, whether it is being emptied, the engine's URL or nothing)"""
     stop: tuple[str, ...]
@@ -105,14 +103,8 @@ class ReplicaRegistry(ReplicaDirectory):
             (slot.member, slot.role, slot.draining, slot.engine.entry.url if slot.engine else "")
             for slot in self._slots.values()
         )
-        idle = tuple(
-            engine_record.entry.url
-            for engine_record in self.engines
-            if engine_record.up and not engine_record.replica
-        )
+        idle = tuple(engine.entry.url for engine in self.engines if engine.up and not engine.replica)
         return WantedFleet(replicas, idle, self._replan, self._version)
-
-    # The roster.
 
     def enlist(self, entries: Iterable[EngineEntry]) -> None:
         """The whole roster in place of the one before; engines that stay are not disturbed."""
@@ -131,8 +123,6 @@ class ReplicaRegistry(ReplicaDirectory):
         if engine.watching is not None:
             engine.watching.cancel()
         self.lost(engine, "was removed from the list of engines")
-
-    # What the Brain asks (Desk.manage).
 
     def act(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -187,15 +177,13 @@ class ReplicaRegistry(ReplicaDirectory):
         source, target = (self._slots.get(name) for name in (action.source, action.target))
         if source is None or target is None or source.engine is None or target.engine is None:
             return
-        ends = [self._endpoints.get(replica_slot.member.id) for replica_slot in (source, target)]
+        ends = [self._endpoints.get(slot.member.id) for slot in (source, target)]
         if ends[0] is None or ends[1] is None:
             return
         codec = self.codec(ends[0], ends[1])
         names = [f"{block:032x}" for block in action.blocks]
         moving = self.caller.move(source.engine, target.engine, f"move-{secrets.token_hex(8)}", names, codec)
         self._spawn(self._call(moving))
-
-    # What engines say (watch.py).
 
     def heard(self, engine: EngineRecord) -> None:
         engine.up = True
@@ -204,14 +192,14 @@ class ReplicaRegistry(ReplicaDirectory):
         if not engine.replica:
             self.bind()
             return
-        slot, status_report = self._slots.get(engine.replica), engine.said
-        if slot is None or not slot.ready or status_report is None:
+        slot, report = self._slots.get(engine.replica), engine.said
+        if slot is None or not slot.ready or report is None:
             return
-        if status_report.role != slot.role:
+        if report.role != slot.role:
             self._spawn(self._call(self.caller.role(engine, slot.role)))  # a call before did not reach it
         endpoint = self._endpoints.get(engine.replica)
-        if endpoint is not None and endpoint.adapters != status_report.adapters:
-            self._endpoints[engine.replica] = replace(endpoint, adapters=status_report.adapters)
+        if endpoint is not None and endpoint.adapters != report.adapters:
+            self._endpoints[engine.replica] = replace(endpoint, adapters=report.adapters)
             self._changed()
 
     def _emptied_elsewhere(self, engine: EngineRecord) -> None:
@@ -231,7 +219,6 @@ class ReplicaRegistry(ReplicaDirectory):
                 call(engine.replica)
 
     def lost(self, engine: EngineRecord, why: str) -> None:
-        """It does not answer, is not who it was, or is not listed any more."""
         engine.up = False
         engine.peers = None
         replica = engine.replica
@@ -273,13 +260,9 @@ class ReplicaRegistry(ReplicaDirectory):
             return
         self._binding = True
         try:
-            free = {
-                engine_record.entry.url: engine_record
-                for engine_record in self._engines.values()
-                if self._is_free(engine_record)
-            }
+            free = {engine.entry.url: engine for engine in self._engines.values() if self._is_free(engine)}
             lacking = [slot.member for slot in self._slots.values() if slot.engine is None]
-            for member, entry in matched(lacking, [engine_record.entry for engine_record in free.values()]):
+            for member, entry in matched(lacking, [engine.entry for engine in free.values()]):
                 engine, slot = free[entry.url], self._slots[member.id]
                 problem = self._unsuited(engine, member)
                 if problem:
@@ -308,16 +291,14 @@ class ReplicaRegistry(ReplicaDirectory):
         return ""
 
     async def _ready(self, engine: EngineRecord, slot: ReplicaSlot) -> None:
-        member, status_report = slot.member, engine.said
+        member, report = slot.member, engine.said
         try:
             served = engine.entry.served_model
             if engine.entry.kind == "segments":
-                if engine.drained or (
-                    status_report is not None and status_report.state in ("draining", "drained")
-                ):
+                if engine.drained or (report is not None and report.state in ("draining", "drained")):
                     await self.caller.drain(engine, resume=True)
                     engine.drained = False
-                if status_report is None or status_report.role != slot.role:
+                if report is None or report.role != slot.role:
                     await self.caller.role(engine, slot.role)
                 await self._introduce()
             elif not served:
@@ -333,43 +314,36 @@ class ReplicaRegistry(ReplicaDirectory):
             member.region,
             engine.entry.address,
             engine.entry.kind,
-            status_report.kv if status_report else "",
-            status_report.fingerprint if status_report else "",
-            served or (status_report.model if status_report else ""),
+            report.kv if report else "",
+            report.fingerprint if report else "",
+            served or (report.model if report else ""),
             key=engine.entry.key,
             token_ids=engine.entry.token_ids,
             cache_salt=engine.entry.cache_salt,
             unit=member.unit,
             codec=self._codec_inside(member.template),
-            own=status_report is not None and status_report.own,
-            adapters=status_report.adapters if status_report else (),
+            own=report is not None and report.own,
+            adapters=report.adapters if report else (),
         )
         slot.ready = True
         self._version += 1
         self._changed()
-        self._tell(ReplicaReady(member.id, status_report.kv_version if status_report else 0))
+        self._tell(ReplicaReady(member.id, report.kv_version if report else 0))
 
     async def _introduce(self) -> None:
-        there = [
-            engine_record
-            for engine_record in self._engines.values()
-            if engine_record.up and engine_record.said and engine_record.said.kv
-        ]
-        known = frozenset(engine_record.said.kv for engine_record in there if engine_record.said)
-        unaware = [engine_record for engine_record in there if engine_record.peers != known]
+        there = [engine for engine in self._engines.values() if engine.up and engine.said and engine.said.kv]
+        known = frozenset(engine.said.kv for engine in there if engine.said)
+        unaware = [engine for engine in there if engine.peers != known]
         for engine in unaware:
             engine.peers = known
         coroutines = [
-            self.caller.peers(engine_record, known - {engine_record.said.kv if engine_record.said else ""})
-            for engine_record in unaware
+            self.caller.peers(engine, known - {engine.said.kv if engine.said else ""}) for engine in unaware
         ]
         for engine, outcome in zip(
             unaware, await asyncio.gather(*coroutines, return_exceptions=True), strict=True
         ):
             if isinstance(outcome, BaseException):
                 engine.peers = None
-
-    # Calls in the background.
 
     def _changed(self) -> None:
         self.refresh()

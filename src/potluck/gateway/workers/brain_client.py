@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as text_of
-from typing import Any, cast
+from typing import cast
 
 from potluck.core.errors import PotluckError
 from potluck.core.state.actions import Action, Run
@@ -29,7 +29,7 @@ from potluck.core.values.types import Request
 from potluck.gateway.admin.counters import Counters
 from potluck.gateway.admin.usage import UsageFile
 from potluck.gateway.registry.directory import ReplicaDirectory
-from potluck.gateway.values import Address, ChoiceRequest, Endpoint, RequestOutcome
+from potluck.gateway.values import Address, Endpoint, RequestOutcome
 from potluck.runtime.log_lines import blocks_of, line, names, read_line
 
 MOST_BYTES = 64_000_000
@@ -124,8 +124,8 @@ PATIENT = (FirstToken, SegmentComputed, SegmentDone, RequestFinished)
 """What the Brain learns from, and may learn a few milliseconds later."""
 EVENT, ACTIONS, ENDPOINTS, REASONS, GONE = "e", "a", "d", "r", "g"
 START, READY, HELLO, CLOSE = "s", "l", "h", "c"
-COUNTS, USED, SPAN = "t", "u", "o"
-LASTING = frozenset({COUNTS, USED, SPAN})
+COUNTS, USED = "t", "u"
+LASTING = frozenset({COUNTS, USED})
 """What another Brain is told if one dies before it can be."""
 
 
@@ -192,8 +192,6 @@ def _said_of(endpoint: Endpoint) -> dict[str, object]:
 
 
 class RemoteDirectory(ReplicaDirectory):
-    """A worker's: as the Brain's process said last."""
-
     def __init__(self) -> None:
         super().__init__(lambda *key: self._codecs.get(key, "raw"))
         self._codecs: Codecs = {}
@@ -250,22 +248,16 @@ class RemoteBrainClient:
 
 
 class WorkerMeter(Counters):
-    """It counts by itself, and its counts are added to the Brain's process's now and then. Records of use it writes
-    itself, as that process may die. One by one it hears how answers went; of spans, where somebody wants them."""
+    """Its counts are added to the Brain's process's now and then; how answers went that hears one by one. Records of
+    use it writes itself, as that process may die."""
 
     def __init__(
-        self,
-        channel: WorkerChannel,
-        region_of: Callable[[str], str],
-        *,
-        spans: bool,
-        usage: UsageFile | None = None,
+        self, channel: WorkerChannel, region_of: Callable[[str], str], usage: UsageFile | None = None
     ) -> None:
         super().__init__(
             region_of,
             record=None if usage is None else lambda told: usage.record(told, time.monotonic()),
             told=lambda told: channel.later(USED, json.dumps(told)),
-            span=self._send_span if spans else None,
         )
         self._channel, self._usage = channel, usage
         self._sent = ""
@@ -284,10 +276,6 @@ class WorkerMeter(Counters):
         """Another Brain has to hear how many are open, although nothing changed."""
         self._sent = ""
 
-    def _send_span(self, name: str, asked: ChoiceRequest, what: Sequence[Any]) -> None:
-        """Never with a prompt."""
-        self._channel.later(SPAN, json.dumps([name, asked.id, asked.model, asked.request_class, *what]))
-
 
 class WorkerMeterReceiver:
     """In the Brain's process: one worker's counts and news, said to the meter that has all of them."""
@@ -299,7 +287,7 @@ class WorkerMeterReceiver:
     def heard(self, letter: str, text: str) -> bool:
         """False: it is about something else."""
         meter = self._meter
-        if letter not in (COUNTS, USED, SPAN):
+        if letter not in (COUNTS, USED):
             return False
         value = json.loads(text)
         if letter == COUNTS:
@@ -310,9 +298,6 @@ class WorkerMeterReceiver:
                 meter.usage_notes[self] = (problem, lost)
         elif letter == USED and meter.told is not None:
             meter.told(RequestOutcome(*value))
-        elif letter == SPAN and meter.span is not None:
-            name, request, model, request_class, *what = value
-            meter.span(name, ChoiceRequest(request, model, (), 0, 0, request_class=request_class), what)
         return True
 
     def gone(self) -> None:

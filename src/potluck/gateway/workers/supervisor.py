@@ -59,7 +59,6 @@ class BrainProcessContext:
     taken: InheritedSockets | None = None
     orphaned: bool = False
     tell: Callable[[bytes], None] = lambda said: None
-    """In a child: the parent hears it."""
 
     def close(self) -> None:
         for operator in (self.brain_loop, *self.operators, *(item for held in self.clients for item in held)):

@@ -97,8 +97,6 @@ class WorkerPool:
                     await self._none.wait()
         self._server.close()
 
-    # What workers say.
-
     def joined(self, seat: WorkerSlot) -> None:
         self._seats.append(seat)
         seat.channel.send(brain_client.START, repr(self.core.brain_loop.start_s))
@@ -117,8 +115,6 @@ class WorkerPool:
             self._seats.remove(seat)
             if self._closing and not self._seats:
                 self._none.set()
-
-    # What they must know.
 
     def _endpoints(self) -> str:
         codecs = {key: self.core.codec(*key) for key in self.core.replica_models.codecs}

@@ -31,7 +31,6 @@ from potluck.gateway.workers.worker import Worker, WorkerContext, calls_of
 
 FLUSH_S = 0.25
 LONELY_S = 10.0
-"""How long another Brain is waited for."""
 ORPHAN_S = 5.0
 RETRY_S = 0.02
 BRAIN = "brain"
@@ -76,8 +75,6 @@ class WorkerProcess:
                 self.start_s.set_result(float(text))
         elif letter == brain_client.CLOSE:
             self._end(True)
-
-    # When a Brain dies.
 
     def gone(self) -> None:
         if self.line is None or self.ending.done():
@@ -172,8 +169,7 @@ async def work(
     await process.join()
     await process.start_s
     usage = None if settings.usage is None else UsageFile(settings.usage, time.time)
-    spans = settings.otlp is not None
-    process.meter = meter = WorkerMeter(channel, directory.region_of, spans=spans, usage=usage)
+    process.meter = meter = WorkerMeter(channel, directory.region_of, usage)
     outgoing = calls_of(settings)
     shared_use = SharedUse(home / "quotas", place, settings.places.workers)
     answers = settings.answers_in(home)
