@@ -48,7 +48,7 @@ def _watch() -> tuple[HealthChecker, EngineRecord, list[tuple[Any, ...]]]:
         name: Endpoint(name, "m", region, Address("h", port), kv=f"h:{port}")
         for name, region, port in (("a", "east", 1), ("b", "west", 2))
     }
-    receiver = EngineRecord(EngineEntry("http://h:2", Address("h", 2)), up=True, replica="b")
+    receiver = EngineRecord(EngineEntry("http://h:2"), up=True, replica="b")
     registry = SimpleNamespace(
         endpoints=tuple(ends.values()), engines=(receiver,), find=ends.get, codec=lambda *names: "int4"
     )
@@ -276,7 +276,7 @@ def test_the_watch_adds_up_what_engines_say() -> None:
 
     registry = SimpleNamespace(caller=SimpleNamespace(status=status), heard=lambda engine: None)
     watch = HealthChecker(registry, lambda event: None, caches=False, planned_gbps={})  # type: ignore[arg-type]
-    engine = EngineRecord(EngineEntry("http://h:2", Address("h", 2)))
+    engine = EngineRecord(EngineEntry("http://h:2"))
     for _ in range(3):
         asyncio.run(watch._ask(engine))
     assert watch.lateness.slowdown == pytest.approx(2.5)

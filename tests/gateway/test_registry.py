@@ -108,7 +108,7 @@ async def settle() -> None:
 
 
 def _entries(*ports: int, **said: Any) -> list[EngineEntry]:
-    return [EngineEntry(f"http://h:{port}", Address("h", port), **said) for port in ports]
+    return [EngineEntry(f"http://h:{port}", **said) for port in ports]
 
 
 def _member(name: str, index: int = 0) -> ReplicaSpec:
@@ -392,7 +392,7 @@ def _listed_member(
 
 
 def _entry(place: int, **said: object) -> EngineEntry:
-    return EngineEntry(f"http://h:{place}", Address("h", place), **said)  # type: ignore[arg-type]
+    return EngineEntry(f"http://h:{place}", **said)  # type: ignore[arg-type]
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ from potluck.core.state.events import Event, OperatorOrdered
 from potluck.core.state.fleet import ReplicaState
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Region
-from potluck.gateway.registry.engine_list import EngineEntry, address_of
+from potluck.gateway.registry.engine_list import EngineEntry
 from potluck.gateway.registry.registry import ReplicaRegistry
 
 T = TypeVar("T")
@@ -42,14 +41,10 @@ class OperatorState:
         return decode(Plan, result["plan"], "plan"), result["version"], result["why"]
 
     def enlisted(self, entries: tuple[EngineEntry, ...]) -> None:
-        names = [field.name for field in fields(EngineEntry) if field.name != "address"]
-        self._keep("roster", [{name: getattr(entry, name) for name in names} for entry in entries])
+        self._keep("roster", [encode(entry) for entry in entries])
 
     def entries(self) -> tuple[EngineEntry, ...] | None:
-        result: list[dict[str, Any]] | None = self._read("roster")
-        if result is None:
-            return None
-        return tuple(EngineEntry(address=address_of(item["url"], "roster"), **item) for item in result)
+        return self._kept("roster", tuple[EngineEntry, ...])
 
     def quoted(self, regions: tuple[Region, ...]) -> None:
         self._keep("market", [encode(region) for region in regions])

@@ -29,20 +29,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, NamedTuple
 
+from potluck.core.state import events
 from potluck.core.state.actions import Hedge, QueryAttempt, Refuse, Run
-from potluck.core.state.events import (
-    AttemptFailed,
-    AttemptRunning,
-    Event,
-    FailureKind,
-    FirstToken,
-    RequestAdopted,
-    RequestArrived,
-    RequestCancelled,
-    RequestFinished,
-    SegmentComputed,
-    SegmentDone,
-)
+from potluck.core.state.events import Event, FailureKind
 from potluck.core.values.route import Route, Segment
 from potluck.core.values.sampling import SampledToken
 from potluck.core.values.types import Request
@@ -292,7 +281,7 @@ class ActiveRequest:
     _first = False
     _whole: Reason | None = None
     """Why no token can come any more, whatever becomes of the engine."""
-    _failed: AttemptFailed | None = None
+    _failed: events.AttemptFailed | None = None
     _paused = False
     _ended = False
 
@@ -321,7 +310,7 @@ class ActiveRequest:
             self.answer.finished(self._whole, 0)
             return None
         self._attempt = 0
-        return RequestAdopted(request, 0, len(self.output), None)
+        return events.RequestAdopted(request, 0, len(self.output), None)
 
     # What the Brain wants.
 
@@ -358,10 +347,10 @@ class ActiveRequest:
             return
         second = self._context.attempt_for(self, run, RelayedStream())
         if isinstance(second, CannotStart):
-            self._tell(AttemptFailed(self.asked.id, run.attempt, "replica", second.where, 0))
+            self._tell(events.AttemptFailed(self.asked.id, run.attempt, "replica", second.where, 0))
         elif (second.streamed_blindly or self.asked.own) and not self.asked.stream:
             # When its first token is there nobody knows, so it is not late.
-            self._tell(AttemptFailed(self.asked.id, run.attempt, "timeout", "", 0))
+            self._tell(events.AttemptFailed(self.asked.id, run.attempt, "timeout", "", 0))
         else:
             self._second = second
             self._context.meter.hedged(self.asked.model)
@@ -385,10 +374,10 @@ class ActiveRequest:
             return
         if inquire.attempt < self._attempt:
             if self._going is not None:  # Another took its place, which the Brain may not have heard.
-                self._tell(AttemptFailed(self.asked.id, inquire.attempt, "timeout", "", 0))
+                self._tell(events.AttemptFailed(self.asked.id, inquire.attempt, "timeout", "", 0))
             return
         if inquire.attempt == self._attempt and self._going is not None:
-            self._tell(AttemptRunning(self.asked.id, self._attempt))
+            self._tell(events.AttemptRunning(self.asked.id, self._attempt))
         elif self._failed is not None and self._failed.attempt == inquire.attempt:
             self._tell(self._failed)
         else:  # It was abandoned, or its order to run never came.
@@ -399,10 +388,10 @@ class ActiveRequest:
         """For a Brain that knows nothing of it. None: it is under way where that Brain knows nobody yet."""
         self._stop_second()
         if self._attempt < 0:
-            return RequestArrived(request)
+            return events.RequestArrived(request)
         going = self._going
         if going is None:
-            return RequestAdopted(request, self._attempt, len(self.output), None)
+            return events.RequestAdopted(request, self._attempt, len(self.output), None)
         run = going.run
         segments = [
             Segment(name, old.start, old.stop)
@@ -412,7 +401,7 @@ class ActiveRequest:
         if len(segments) < len(going.endpoints):
             return None
         route = Route(tuple(segments))
-        return RequestAdopted(
+        return events.RequestAdopted(
             request, self._attempt, run.streamed_tokens, route, going.done_segments, self._first
         )
 
@@ -420,7 +409,7 @@ class ActiveRequest:
 
     def cancel(self) -> None:
         if not self._ended:
-            self._end(RequestCancelled(self.asked.id))
+            self._end(events.RequestCancelled(self.asked.id))
 
     def room(self, there: bool) -> None:
         if there is not self._paused:
@@ -457,17 +446,17 @@ class ActiveRequest:
 
     def segment_done(self, attempt: RunningAttempt, place: int) -> None:
         attempt.done_segments = place + 1
-        self._tell(SegmentDone(self.asked.id, attempt.run.attempt, place))
+        self._tell(events.SegmentDone(self.asked.id, attempt.run.attempt, place))
 
     def segment_computed(self, attempt: RunningAttempt, place: int) -> None:
-        self._tell(SegmentComputed(self.asked.id, attempt.run.attempt, place))
+        self._tell(events.SegmentComputed(self.asked.id, attempt.run.attempt, place))
 
     def tokens(self, choices: list[SampledToken]) -> None:
         """More of the answer. What is beyond its end was not asked for, and ends it."""
         kept, lied = self._keep(choices)
         if kept and self.answer.tokens(kept):
             self.first_token()
-            self._end(RequestFinished(self.asked.id, self._attempt, len(self.output)))
+            self._end(events.RequestFinished(self.asked.id, self._attempt, len(self.output)))
             return
         if self._ended or not kept:
             return
@@ -491,14 +480,14 @@ class ActiveRequest:
     def first_token(self) -> None:
         if not self._first:
             self._first = True
-            self._tell(FirstToken(self.asked.id, self._attempt))
+            self._tell(events.FirstToken(self.asked.id, self._attempt))
 
     def finished(self, reason: Reason, cached_tokens: int) -> None:
         self._going = None
         self._finish(reason, min(cached_tokens, self.asked.prompt_tokens))
 
     def _finish(self, reason: Reason, cached_tokens: int) -> None:
-        self._end(RequestFinished(self.asked.id, self._attempt, len(self.output)))
+        self._end(events.RequestFinished(self.asked.id, self._attempt, len(self.output)))
         self.answer.finished(reason, cached_tokens)
 
     def failed(self, attempt: RunningAttempt | None, kind: FailureKind, where: str, why: str) -> None:
@@ -506,10 +495,10 @@ class ActiveRequest:
         self._note(kind, where, why)
         if attempt is not None and attempt is self._second:  # The first one goes on.
             self._second = None
-            self._tell(AttemptFailed(self.asked.id, attempt.run.attempt, kind, where, 0))
+            self._tell(events.AttemptFailed(self.asked.id, attempt.run.attempt, kind, where, 0))
             return
         self._going = None
-        failed = AttemptFailed(self.asked.id, self._attempt, kind, where, len(self.output))
+        failed = events.AttemptFailed(self.asked.id, self._attempt, kind, where, len(self.output))
         if self._second is not None:
             self._overtake(self._second)
         elif self._whole is not None:
@@ -536,7 +525,7 @@ class ActiveRequest:
         self._going = None
         if not self._ended:
             most = self.asked.max_output_tokens
-            self._end(RequestFinished(self.asked.id, self._attempt, min(counts.output or 1, most)))
+            self._end(events.RequestFinished(self.asked.id, self._attempt, min(counts.output or 1, most)))
             self._events.end(counts)
 
     def other_prompt(self, attempt: RunningAttempt, prompt: tuple[int, ...]) -> None:
@@ -548,7 +537,7 @@ class ActiveRequest:
         """It cannot be gone on with, and that is nobody's fault."""
         self._note("timeout", "", why)
         if not self._ended:
-            self._end(RequestCancelled(self.asked.id))
+            self._end(events.RequestCancelled(self.asked.id))
             self.answer.refused(Refuse(self.asked.id, "lost", f"the answer broke off: {why}"))
 
     # A server of plain OpenAI.
@@ -556,7 +545,7 @@ class ActiveRequest:
     def relayed(self, output_tokens: int) -> None:
         self._going = None
         if not self._ended:
-            self._end(RequestFinished(self.asked.id, self._attempt, output_tokens))
+            self._end(events.RequestFinished(self.asked.id, self._attempt, output_tokens))
             self.answer.relay_end()
 
     def relayed_whole(self, attempt: RunningAttempt, kind: bytes, body: bytes, output_tokens: int) -> None:
@@ -570,7 +559,7 @@ class ActiveRequest:
         try:
             self.answer.relay_whole(200, kind, body)  # The client first: the Brain is in no hurry.
         finally:
-            self._close(RequestFinished(self.asked.id, self._attempt, output_tokens))
+            self._close(events.RequestFinished(self.asked.id, self._attempt, output_tokens))
 
     def turned_down(self, attempt: RunningAttempt, status: int, kind: bytes, body: bytes) -> None:
         """The server says that the request is at fault, which is passed on: there is nothing to learn from it."""
@@ -580,7 +569,7 @@ class ActiveRequest:
         if self.output or (self._events is not None and self._events.begun):
             self._otherwise(f"asked to go on, the engine refused it ({status})")
         elif not self._ended:
-            self._end(RequestCancelled(self.asked.id))
+            self._end(events.RequestCancelled(self.asked.id))
             self.answer.relay_whole(status, kind, body)
 
     def broken(self, kind: FailureKind, where: str, why: str) -> None:
@@ -589,9 +578,9 @@ class ActiveRequest:
         self._going = None
         if self._ended:
             return
-        self._tell(AttemptFailed(self.asked.id, self._attempt, kind, where, len(self.output)))
+        self._tell(events.AttemptFailed(self.asked.id, self._attempt, kind, where, len(self.output)))
         if not self._ended:
-            self._end(RequestCancelled(self.asked.id))
+            self._end(events.RequestCancelled(self.asked.id))
             detail = f"the server {why} in the middle of its answer"
             self.answer.refused(Refuse(self.asked.id, "lost", detail))
 

@@ -11,19 +11,11 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
-from typing import Any
+from typing import Any, get_args
 
+from potluck.core.state import events
 from potluck.core.state.actions import Action, Hedge, Refuse, Run
-from potluck.core.state.events import (
-    AttemptFailed,
-    Event,
-    FirstToken,
-    RequestArrived,
-    RequestCancelled,
-    RequestFinished,
-    SegmentComputed,
-    SegmentDone,
-)
+from potluck.core.state.events import Event
 from potluck.core.values.types import Request, Slo
 from potluck.gateway.values import RequestOutcome
 
@@ -157,8 +149,23 @@ def quantile(values: list[float], share: float) -> float | None:
 
 
 Row = dict[str, Any]
-Heard = SegmentComputed | SegmentDone | FirstToken | AttemptFailed | RequestFinished | RequestCancelled
-_HEARD = (SegmentComputed, SegmentDone, FirstToken, AttemptFailed, RequestFinished, RequestCancelled)
+Heard = (
+    events.SegmentComputed
+    | events.SegmentDone
+    | events.FirstToken
+    | events.AttemptFailed
+    | events.RequestFinished
+    | events.RequestCancelled
+)
+_HEARD = get_args(Heard)
+_HEARD = (
+    events.SegmentComputed,
+    events.SegmentDone,
+    events.FirstToken,
+    events.AttemptFailed,
+    events.RequestFinished,
+    events.RequestCancelled,
+)
 MOST_ROWS = 4_000
 MOST_SHOWN = 400
 NEW_PER_S = 24
@@ -181,7 +188,7 @@ class Waterfall:
         self._watched = False
 
     def __call__(self, at_s: float, event: Event, actions: Sequence[Action]) -> None:
-        if isinstance(event, RequestArrived):
+        if isinstance(event, events.RequestArrived):
             self._arrived(at_s, event.request)
         elif isinstance(event, _HEARD):
             value = self._came_s.get(event.request)
@@ -256,23 +263,23 @@ class Waterfall:
 
     def _heard(self, after_s: float, event: Heard) -> None:
         match event:
-            case SegmentComputed(request, attempt, place):
+            case events.SegmentComputed(request, attempt, place):
                 self._mark(request, attempt, place, "computed_s", after_s)
-            case SegmentDone(request, attempt, place):
+            case events.SegmentDone(request, attempt, place):
                 self._mark(request, attempt, place, "handed_s", after_s)
-            case FirstToken(request, attempt):
+            case events.FirstToken(request, attempt):
                 result = self._attempt(request, attempt)
                 if result is not None:
                     result["first_s"] = _short(after_s)
                     self._rows[request].setdefault("first_s", _short(after_s))
-            case AttemptFailed(request, attempt, kind, where, streamed):
+            case events.AttemptFailed(request, attempt, kind, where, streamed):
                 result = self._attempt(request, attempt)
                 if result is not None:
                     result.update(failed=kind, where=where, ended_s=_short(after_s), streamed=streamed)
                 self._shown.add(request)
-            case RequestFinished(request, _, output_tokens):
+            case events.RequestFinished(request, _, output_tokens):
                 self._over(after_s, request, "done", {"output_tokens": output_tokens}, since=0.0)
-            case RequestCancelled(request):
+            case events.RequestCancelled(request):
                 self._over(after_s, request, "cancelled", {}, since=0.0)
         self._touch(event.request)
 

@@ -12,26 +12,24 @@ that nobody else fills. `kind: openai` is any server of plain OpenAI; it gets wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast, get_args
 from urllib.parse import urlsplit
 
 import yaml
 
+from potluck.core.codec import decode
 from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.core.values.plan import ReplicaSpec
 from potluck.gateway.values import Address, EngineKind
 
 MOST_ENGINES = 4096
 MOST_BYTES = 64 << 20
-KINDS = get_args(EngineKind)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineEntry:
     url: str
-    address: Address
     kind: EngineKind = "segments"
     model: str = ""
     template: str = ""
@@ -44,6 +42,14 @@ class EngineEntry:
     cache_salt: bool = False
     """Whether it takes vLLM's `cache_salt`; where nothing is said, those with `token_ids` do."""
     key: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        if self.index is not None and self.index < 0:
+            raise InputError("index", "must be a whole number from 0")
+
+    @property
+    def address(self) -> Address:
+        return address_of(self.url, "url")
 
     def suits(self, member: ReplicaSpec) -> bool:
         if self.replica:
@@ -59,9 +65,6 @@ class EngineEntry:
     def precise(self) -> int:
         text = (self.model, self.template, self.region, "" if self.index is None else "index")
         return 8 * bool(self.replica) + sum(map(bool, text))
-
-
-_WRITTEN = {item.name for item in fields(EngineEntry)} - {"address", "key"} | {"key_file"}
 
 
 def read_roster(text: str, where: str, folder: Path | None = None) -> tuple[EngineEntry, ...]:
@@ -90,48 +93,22 @@ def read_roster(text: str, where: str, folder: Path | None = None) -> tuple[Engi
 def _entry(data: object, where: str, folder: Path | None) -> EngineEntry:
     if not isinstance(data, dict):
         raise FormatError(where, "must be a mapping with a url")
-    unknown = {str(name) for name in data} - _WRITTEN
-    if unknown:
-        raise InputError(f"{where}.{min(unknown)}", f"unknown; there are {', '.join(sorted(_WRITTEN))}")
-    values = dict(data)
-    index = values.pop("index", None)
-    if index is not None and (type(index) is not int or index < 0):
-        raise FormatError(f"{where}.index", "must be a whole number from 0")
-    ids = _flag(values, "token_ids", False, where)
-    salt = _flag(values, "cache_salt", ids, where)
-    for name, value in values.items():
-        if not isinstance(value, str) or len(value) > 500:
-            raise FormatError(f"{where}.{name}", "must be text")
-    kind = values.pop("kind", "segments")
-    if kind not in KINDS:
-        raise InputError(f"{where}.kind", f"must be one of {', '.join(KINDS)}, is {kind!r}")
-    url = values.pop("url", "")
-    key = _key(values.pop("key_file", None), where, folder)
-    address = address_of(url, f"{where}.url")
-    return EngineEntry(
-        url.rstrip("/"),
-        address,
-        cast(EngineKind, kind),
-        index=index,
-        token_ids=ids,
-        cache_salt=salt,
-        key=key,
-        **values,
-    )
+    values = {str(name): value for name, value in data.items()}
+    if "key" in values:
+        raise InputError(f"{where}.key", "unknown; name a file that holds it as key_file")
+    values["key"] = _key(values.pop("key_file", None), where, folder)
+    values["url"] = str(values.get("url", "")).rstrip("/")
+    values.setdefault("cache_salt", values.get("token_ids", False))
+    entry = decode(EngineEntry, values, where)
+    address_of(entry.url, f"{where}.url")
+    return entry
 
 
-def _flag(values: dict[str, object], name: str, default: bool, where: str) -> bool:
-    value = values.pop(name, default)
-    if type(value) is not bool:
-        raise FormatError(f"{where}.{name}", "must be true or false")
-    return value
-
-
-def _key(file: str | None, where: str, folder: Path | None) -> str:
+def _key(file: object, where: str, folder: Path | None) -> str:
     if file is None:
         return ""
-    if folder is None:
-        raise InputError(f"{where}.key_file", "can only be named in a file; leave it out")
+    if folder is None or not isinstance(file, str):
+        raise InputError(f"{where}.key_file", "must be the name of a file, and only a file may name one")
     try:
         return (folder / file).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -18,25 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from potluck.core.errors import PotluckError
-from potluck.core.state.actions import (
-    Action,
-    CopyPrefix,
-    DrainReplica,
-    FlipReplica,
-    Reassign,
-    Replan,
-    ResyncCache,
-    StartReplica,
-    StopReplica,
-)
-from potluck.core.state.events import (
-    Event,
-    OperatorOrdered,
-    ReplicaDrained,
-    ReplicaLost,
-    ReplicaReady,
-    ReplicaSilent,
-)
+from potluck.core.state import actions, events
+from potluck.core.state.actions import Action
+from potluck.core.state.events import Event
 from potluck.core.values.plan import ReplicaSpec
 from potluck.core.values.types import Role
 from potluck.gateway.http.connection_pool import ConnectionPool
@@ -63,7 +47,7 @@ class WantedFleet:
     replicas: tuple[tuple[ReplicaSpec, Role, bool, str], ...]
     """(which, its role, whether it is being emptied, the engine's URL or nothing)"""
     stop: tuple[str, ...]
-    replan: Replan | None
+    replan: actions.Replan | None
     version: int
 
 
@@ -85,7 +69,7 @@ class ReplicaRegistry(ReplicaDirectory):
         self.caller = EngineClient(outgoing)
         self._slots: dict[str, ReplicaSlot] = {}
         self._engines: dict[str, EngineRecord] = {}
-        self._replan: Replan | None = None
+        self._replan: actions.Replan | None = None
         self._version = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._binding = False
@@ -124,25 +108,25 @@ class ReplicaRegistry(ReplicaDirectory):
             engine.watching.cancel()
         self.lost(engine, "was removed from the list of engines")
 
-    def act(self, actions: Sequence[Action]) -> None:
-        for action in actions:
+    def act(self, wanted: Sequence[Action]) -> None:
+        for action in wanted:
             self._do(action)
 
     def _do(self, action: Action) -> None:
         self._version += 1
         match action:
-            case StartReplica(member):
+            case actions.StartReplica(member):
                 self._slots[member.id] = ReplicaSlot(member, member.role)
                 self.bind()
-            case DrainReplica(replica) if replica in self._slots:
+            case actions.DrainReplica(replica) if replica in self._slots:
                 self._slots[replica].draining = True
-            case StopReplica(replica):
+            case actions.StopReplica(replica):
                 slot = self._slots.pop(replica, None)
                 if slot is not None and slot.engine is not None:
                     self._release(slot.engine, "was stopped by the plan")
-            case FlipReplica(replica, role) if replica in self._slots:
+            case actions.FlipReplica(replica, role) if replica in self._slots:
                 self._change_role(self._slots[replica], role)
-            case Reassign(member) if member.id in self._slots:
+            case actions.Reassign(member) if member.id in self._slots:
                 self._slots[member.id].member = member
                 if (endpoint := self._endpoints.get(member.id)) is not None:
                     self._endpoints[member.id] = replace(
@@ -150,13 +134,13 @@ class ReplicaRegistry(ReplicaDirectory):
                     )
                     self._changed()
                 self._change_role(self._slots[member.id], member.role)
-            case Replan():
+            case actions.Replan():
                 self._replan = action
-            case ResyncCache(replica) if replica in self._slots:
+            case actions.ResyncCache(replica) if replica in self._slots:
                 engine = self._slots[replica].engine
                 if engine is not None:
                     engine.cache_epoch = None
-            case CopyPrefix():
+            case actions.CopyPrefix():
                 self._move(action)
 
     def _change_role(self, slot: ReplicaSlot, role: Role) -> None:
@@ -173,7 +157,7 @@ class ReplicaRegistry(ReplicaDirectory):
                 self._endpoints[name] = replace(endpoint, codec=self._codec_inside(slot.member.template))
         self._changed()
 
-    def _move(self, action: CopyPrefix) -> None:
+    def _move(self, action: actions.CopyPrefix) -> None:
         source, target = (self._slots.get(name) for name in (action.source, action.target))
         if source is None or target is None or source.engine is None or target.engine is None:
             return
@@ -209,12 +193,12 @@ class ReplicaRegistry(ReplicaDirectory):
         slot = self._slots.get(engine.replica)
         if empties and not engine.drained and slot is not None and slot.ready and not slot.draining:
             engine.drained_elsewhere = True
-            self._tell(OperatorOrdered(engine.replica, "drain"))
+            self._tell(events.OperatorOrdered(engine.replica, "drain"))
 
     def silent(self, engine: EngineRecord) -> None:
         """It takes longer to answer than it ever does. The Brain hears it first: nothing new is sent there."""
         if engine.replica in self._endpoints:
-            self._tell(ReplicaSilent(engine.replica))
+            self._tell(events.ReplicaSilent(engine.replica))
             for call in self.on_gone:
                 call(engine.replica)
 
@@ -236,7 +220,7 @@ class ReplicaRegistry(ReplicaDirectory):
         del self._slots[replica]
         for call in self.on_gone:
             call(replica)
-        self._tell(ReplicaLost(replica, why))
+        self._tell(events.ReplicaLost(replica, why))
 
     def _release(self, engine: EngineRecord, why: str) -> None:
         replica, engine.replica, engine.note = engine.replica, "", why
@@ -252,7 +236,7 @@ class ReplicaRegistry(ReplicaDirectory):
                 if engine is not None and engine.entry.kind == "segments" and not engine.drained_elsewhere:
                     engine.drained = True
                     self._spawn(self._call(self.caller.drain(engine, resume=False)))
-                self._tell(ReplicaDrained(replica))
+                self._tell(events.ReplicaDrained(replica))
         self.bind()
 
     def bind(self) -> None:
@@ -328,7 +312,7 @@ class ReplicaRegistry(ReplicaDirectory):
         slot.ready = True
         self._version += 1
         self._changed()
-        self._tell(ReplicaReady(member.id, report.kv_version if report else 0))
+        self._tell(events.ReplicaReady(member.id, report.kv_version if report else 0))
 
     async def _introduce(self) -> None:
         there = [engine for engine in self._engines.values() if engine.up and engine.said and engine.said.kv]

@@ -13,17 +13,9 @@ from json.encoder import encode_basestring_ascii as text_of
 from typing import cast
 
 from potluck.core.errors import PotluckError
+from potluck.core.state import events
 from potluck.core.state.actions import Action, Run
-from potluck.core.state.events import (
-    Event,
-    FirstToken,
-    RequestArrived,
-    RequestCancelled,
-    RequestFinished,
-    SegmentComputed,
-    SegmentDone,
-    Tick,
-)
+from potluck.core.state.events import Event
 from potluck.core.values.route import Route, aggregated
 from potluck.core.values.types import Request
 from potluck.gateway.admin.counters import Counters
@@ -120,7 +112,7 @@ class WorkerChannel(asyncio.Protocol):
 Act = Callable[[Sequence[Action]], None]
 Codecs = dict[tuple[str, str, str], str]
 
-PATIENT = (FirstToken, SegmentComputed, SegmentDone, RequestFinished)
+PATIENT = (events.FirstToken, events.SegmentComputed, events.SegmentDone, events.RequestFinished)
 """What the Brain learns from, and may learn a few milliseconds later."""
 EVENT, ACTIONS, ENDPOINTS, REASONS, GONE = "e", "a", "d", "r", "g"
 START, READY, HELLO, CLOSE = "s", "l", "h", "c"
@@ -136,7 +128,7 @@ ARRIVED, FINISHED, RUN = "A", "F", "R"
 
 
 def event_text(event: Event) -> str:
-    if type(event) is RequestArrived:
+    if type(event) is events.RequestArrived:
         r = event.request
         deadline_s = "null" if r.deadline_s is None else repr(r.deadline_s)
         return (
@@ -144,7 +136,7 @@ def event_text(event: Event) -> str:
             f'{r.priority},{deadline_s},"{names(r.blocks)}",{text_of(r.tenant)},{text_of(r.request_class)}'
             f"{',true' if r.exact else ''}]"
         )
-    if type(event) is RequestFinished:
+    if type(event) is events.RequestFinished:
         return f"F[{text_of(event.request)},{event.attempt},{event.output_tokens}]"
     return line(0.0, event, ())[:-1]
 
@@ -154,9 +146,9 @@ def event_of(text: str) -> Event:
     if mark == ARRIVED:
         fields = json.loads(text[1:])
         fields[7] = blocks_of(fields[7]) if fields[7] else ()
-        return RequestArrived(Request(*fields))
+        return events.RequestArrived(Request(*fields))
     if mark == FINISHED:
-        return RequestFinished(*json.loads(text[1:]))
+        return events.RequestFinished(*json.loads(text[1:]))
     return read_line(text, "worker")[1]
 
 
@@ -167,7 +159,7 @@ def actions_text(actions: Sequence[Action]) -> str:
             f"R[{text_of(run.request)},{text_of(run.route.segments[0].replica)},{run.attempt},"
             f"{run.prompt_tokens},{run.streamed_tokens},{run.weight!r}{',true' if run.yields else ''}]"
         )
-    return line(0.0, Tick(), actions)[:-1]
+    return line(0.0, events.Tick(), actions)[:-1]
 
 
 def actions_of(text: str) -> list[Action]:
@@ -233,7 +225,7 @@ class RemoteBrainClient:
         if not self.joined:
             return
         if self.untold and getattr(event, "request", None) in self.untold:
-            if isinstance(event, RequestFinished | RequestCancelled):
+            if isinstance(event, events.RequestFinished | events.RequestCancelled):
                 self.untold.discard(event.request)
             else:
                 self.waiting()
