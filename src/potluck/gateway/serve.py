@@ -202,10 +202,18 @@ async def serve(
         workers = WorkerPool(core, operators.meter, settings, post)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def parent_is_gone() -> None:
+        """Nobody would replace this process; where its ports can be taken over, it serves until that is done."""
+        loop.remove_reader(post.life)
+        post.orphaned = True
+        if settings.takeover is None:
+            stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     if post.life >= 0:
-        loop.add_reader(post.life, _parent_is_gone, loop, post, stop, settings.takeover is not None)
+        loop.add_reader(post.life, parent_is_gone)
     heritage: SocketHandover | None = None
     try:
         if isinstance(workers, Worker):
@@ -275,16 +283,6 @@ async def _succeed(
     if taken is not None:
         taken.serving()
     return url, admin, heritage
-
-
-def _parent_is_gone(
-    loop: asyncio.AbstractEventLoop, post: BrainProcessContext, stop: asyncio.Event, lasts: bool
-) -> None:
-    """Nobody would take this process' place; where its ports can be taken over, it serves until that is done."""
-    loop.remove_reader(post.life)
-    post.orphaned = True
-    if not lasts:
-        stop.set()
 
 
 def serve_forever(resolved: ResolvedPlan, policy: Policy, settings: GatewaySettings, ready: Ready) -> None:

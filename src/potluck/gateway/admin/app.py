@@ -142,29 +142,17 @@ def _whole(request: web.Request, name: str) -> int:
 
 
 def _check(request: web.Request, office: AdminContext) -> None:
-    served = office.served
+    served, given = office.served, request.headers.get("Authorization")
     free = (
         office.key is None or request.path == "/health" or (office.page is not None and is_file(request.path))
     )
-    if not free and not _has_key(request, office.key or ""):
-        if not (
-            office.near
-            and "Authorization" not in request.headers
-            and is_reading(request.method, request.path)
-        ):
-            raise _no_key()
+    shown, wanted = (given or "").encode("utf-8", "surrogateescape"), f"Bearer {office.key}".encode()
+    if not free and not hmac.compare_digest(shown, wanted):
+        if given is not None or not office.near or not is_reading(request.method, request.path):
+            line = "the operators' key is needed: send it as `Authorization: Bearer KEY`"
+            raise HttpRefusal(401, line, "invalid_api_key", "authorization")
         served = replace(served, keyed=False)  # so its host name counts
     check_origin(request.method, request.headers, served)
-
-
-def _has_key(request: web.Request, key: str) -> bool:
-    given = request.headers.get("Authorization", "")
-    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), f"Bearer {key}".encode())
-
-
-def _no_key() -> HttpRefusal:
-    line = "the operators' key is needed: send it as `Authorization: Bearer KEY`"
-    return HttpRefusal(401, line, "invalid_api_key", "authorization")
 
 
 def _error(error: Exception) -> web.Response:

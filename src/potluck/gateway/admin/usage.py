@@ -1,12 +1,11 @@
 """Who used what, as records one can bill from: one JSON object per request and line, kept in a file.
 
-A record is in the file before the end of its answer is sent, by whichever process answered: all of a gateway's
-processes append to one file, a line at a time, so that killing any of them loses no record of an answer that somebody
-has. A line tells its record's `id`: should it be there twice, it counts once. What a machine that loses its power
-has not written yet is what `sync` was not called for.
+A record is in the file before the end of its answer is sent. All of a gateway's processes append to one file, a line
+at a time, so that killing any of them loses no record of an answer that somebody has. Of lines with the same `id`
+one counts.
 
-A new day (UTC) or a large file begins a new one: what was `usage.jsonl` is then called `usage-2031-01-31.jsonl`, or
-`usage-2031-01-31.1.jsonl` where that is taken. Whoever notices first does it; the others find another file there.
+A new day (UTC) or a large file begins a new one: `usage.jsonl` is then called `usage-2031-01-31.jsonl`, or
+`usage-2031-01-31.1.jsonl` where that is taken. Whoever notices first does it.
 """
 
 from __future__ import annotations

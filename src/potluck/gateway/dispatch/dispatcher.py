@@ -168,23 +168,15 @@ class Dispatcher:
         self._watch.gone(replica)
 
     def _do(self, action: Action) -> None:
-        match action:
-            case Refuse():
-                active = self._open.get(action.request)
-                if active is not None:
-                    active.refuse(action)
-            case Hedge():
-                active = self._open.get(action.request)
-                if active is not None:
-                    active.hedge(action)
-            case Abort():
-                active = self._open.get(action.request)
-                if active is not None:
-                    active.abandon()
-            case QueryAttempt():
-                self._inquire(action)
-            case _:
-                pass  # About the fleet, which is not ours.
+        if isinstance(action, QueryAttempt):
+            self._inquire(action)
+        elif isinstance(action, Refuse | Hedge | Abort) and (active := self._open.get(action.request)):
+            if isinstance(action, Refuse):
+                active.refuse(action)
+            elif isinstance(action, Hedge):
+                active.hedge(action)
+            else:
+                active.abandon()
 
     def _inquire(self, inquire: QueryAttempt) -> None:
         active = self._open.get(inquire.request)

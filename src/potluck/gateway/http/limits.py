@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import resource
 from dataclasses import dataclass
 
 SHARE_OF_FILES = 0.45
@@ -30,19 +31,11 @@ class HttpLimits:
 
 
 def open_files() -> float:
-    try:
-        import resource
-    except ModuleNotFoundError:
-        return math.inf
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return math.inf if limit == resource.RLIM_INFINITY else limit
 
 
 def allow_open_files() -> None:
-    try:
-        import resource
-    except ModuleNotFoundError:
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

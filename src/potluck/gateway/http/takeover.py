@@ -16,6 +16,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from potluck.core.errors import InputError
@@ -28,22 +29,17 @@ MOST_BYTES = 65_536
 LONGEST_ADDRESS = 100
 
 
+@dataclass(frozen=True, slots=True)
 class InheritedSockets:
-    def __init__(
-        self,
-        link: socket.socket,
-        clients: list[socket.socket],
-        operators: list[socket.socket],
-        cordons: tuple[str, ...] = (),
-    ) -> None:
-        self._link = link
-        self.clients, self.operators = clients, operators
-        self.cordons = cordons
+    link: socket.socket
+    clients: list[socket.socket]
+    operators: list[socket.socket]
+    cordons: tuple[str, ...] = ()
 
     def serving(self) -> None:
         with contextlib.suppress(OSError):  # it has ended by itself
-            self._link.sendall(SERVING)
-        self._link.close()
+            self.link.sendall(SERVING)
+        self.link.close()
 
 
 @contextlib.contextmanager

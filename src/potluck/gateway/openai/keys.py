@@ -3,14 +3,12 @@
     {"name": "ann-laptop", "sha256": "9f86d0...", "tenant": "ann", "requests_per_min": 600, "tokens_per_min": 200000,
      "concurrent": 32, "classes": ["standard", "batch"], "expires": "2031-01-31"}
 
-Only `name` and `sha256` must be there (each object on one line; lines that begin with # are skipped). The file holds
-no key, only what a key's SHA-256 is: keys are long and random, so nothing can be learnt from it. To rotate a key, add
-a line with the same name and the new hash, hand the new key out, and remove the old line: both count as one for
-limits. A file that is broken changes nothing: the keys read last stay, and `problem` says why.
+Only `name` and `sha256` must be there; each object is on one line, and lines that begin with # are skipped. To rotate
+a key, add a line with the same name and the new hash, and remove the old one later: both count as one for limits. A
+file that is broken changes nothing: the keys read last stay, and `problem` says why.
 
-A file with nothing but {"open": true} asks for no key until it has one. One that has keys and {"open": "beside keys"}
-asks for none either: whoever shows a key is known by it, all others are let in as well. Both only where others cannot
-reach us.
+A file with nothing but {"open": true} asks for no key. One that has keys and {"open": "beside keys"} lets others in
+as well. Both only where others cannot reach us.
 """
 
 from __future__ import annotations

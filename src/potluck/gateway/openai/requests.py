@@ -1,10 +1,8 @@
 """A client's body as a validated request, and that with its tokens as one `ChoiceRequest` for each answer.
 
-Tokenising a prompt costs many times what all the rest of a request does. Servers of plain OpenAI tokenise by
-themselves, so for them a prompt's length is only needed to weigh it, and is reckoned by how many characters a token
-had lately: learned for each model and tenant from what servers say they used, and from some prompts where there is a
-tokenizer. Tokenised is where engines run segments, where a prompt might not fit, and the first prompts of a tenant
-and one in SAMPLE later. What a server says it used is what is charged and recorded in the end.
+Tokenising a prompt costs many times what all the rest of a request does. For servers of plain OpenAI, which do it
+themselves, a prompt's length is reckoned by how many characters a token had lately, by model and tenant. Tokenised is
+where engines run segments, where a prompt might not fit, and the first prompts of a tenant and one in SAMPLE later.
 """
 
 from __future__ import annotations

@@ -79,9 +79,7 @@ class PlaygroundProxy:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         if not self.url:
             raise HttpRefusal(503, "the gateway does not listen for clients yet")
-        body = await request.content.read(MOST_BODY_BYTES + 1)
-        while len(body) <= MOST_BODY_BYTES and not request.content.at_eof():
-            body += await request.content.read(MOST_BODY_BYTES + 1)
+        body = await request.read()
         if len(body) > MOST_BODY_BYTES:
             raise HttpRefusal(413, f"a question has at most {MOST_BODY_BYTES} bytes here")
         headers = {"Content-Type": "application/json"}

@@ -89,20 +89,15 @@ class HealthChecker:
         planned_gbps: Mapping[tuple[str, str], float],
         grants: bool = False,
     ) -> None:
-        self._registry = registry
-        self._tell = tell
-        self._caches = caches
-        self._planned_gbps = planned_gbps
-        self._grants = grants
+        self._registry, self._tell = registry, tell
+        self._caches, self._grants, self._planned_gbps = caches, grants, planned_gbps
         self._granted: dict[str, list[dict[str, object]]] = {}
         self._shares: dict[tuple[str, str], float] = {}
         """Of each link's bandwidth, what is dealt out."""
         self._looked_s = time.monotonic()
         self.links: tuple[LinkReported, ...] = ()
         self.lateness = EmulationLag()
-        self.moved: Callable[[str, str, str, int, float], None] = lambda source, target, codec, size, took_s: (
-            None
-        )
+        self.moved: Callable[[str, str, str, int, float], None] = lambda *_: None
         """Hears what crossed from one replica to another since the last look."""
 
     def meet(self) -> None:

@@ -1,10 +1,9 @@
 """The registry: what the Brain wants of the fleet beside what is there, and the news of both. Its only writer.
 
-The Brain's `StartReplica` makes a replica *wanted*. As soon as an engine of the roster answers that may be this
-replica, it is bound to it: told its role and its peers, and then the Brain hears `ReplicaReady`. An engine that is
-gone, or was restarted, is `ReplicaLost`; what comes up in its place becomes another replica. What is wanted lasts: a
-controller reads it (`wanted`) whenever it is there, starts and stops engines, and tells the roster. Without one the
-fleet stays as it is.
+The Brain's `StartReplica` makes a replica *wanted*. Once a listed engine answers that may be this replica, it is
+bound to it: told its role and its peers, and then the Brain hears `ReplicaReady`. An engine that is gone, or was
+restarted, is `ReplicaLost`; what comes up in its place becomes another replica. A controller reads what is wanted,
+starts and stops engines, and tells which there are. Without one the fleet stays as it is.
 """
 
 from __future__ import annotations

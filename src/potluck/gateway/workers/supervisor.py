@@ -3,10 +3,9 @@
     parent ─┬─ Brain: the Brain, the fleet, the log, the operators' port; with one worker, clients as well
             └─ workers, where there are several: clients; each has a line to the Brain
 
-It does nothing else, and holds what must outlive them: the listening sockets, so that nobody is refused while one is
-replaced, the socket that workers call, a directory. All are forks of it, so that a successor is there within
-milliseconds; what is under way a Brain hears from the workers. Should the parent itself die, the Brain ends as if it
-were told to, and the workers with it; one whose ports can be taken over serves until a successor does that.
+It holds what must outlive them: the listening sockets, so that nobody is refused while one is replaced, the socket
+that workers call, a directory. A successor hears from the workers what is under way. Should the parent die, the
+Brain ends, and the workers with it; one whose ports can be taken over serves until a successor does that.
 """
 
 from __future__ import annotations
