@@ -125,6 +125,8 @@ class Machines:
     def stop(self, name: str, place: Place) -> None:
         self.running.pop(name, None)
 
+    kill = stop
+
     def news(self) -> tuple[NodeNews, ...]:
         return ()
 

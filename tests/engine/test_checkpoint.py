@@ -23,13 +23,7 @@ from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.core.values.model import FullAttention, Layer, LinearAttention, Model
 from potluck.engine.compute.executor import RunnerSize
 from potluck.engine.compute.runner import Runner
-from potluck.engine.model.checkpoint import (
-    RandomSource,
-    SafetensorsSource,
-    brought_back,
-    fingerprint,
-    save,
-)
+from potluck.engine.model.checkpoint import RandomSource, SafetensorsSource, brought_back, fingerprint, save
 from potluck.engine.model.config import EngineModelConfig, read_config, read_quantised
 
 SIZE = RunnerSize(rows=1, blocks=20, max_tokens=64)

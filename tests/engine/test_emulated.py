@@ -18,12 +18,7 @@ from potluck.cli.engine.emulate import emulation, executor_maker
 from potluck.core.errors import InputError
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.plan import Confidence
-from potluck.engine.compute.emulated import (
-    EmulatedNic,
-    StepPacer,
-    emulated_blocks,
-    steps_of,
-)
+from potluck.engine.compute.emulated import EmulatedNic, StepPacer, emulated_blocks, steps_of
 from potluck.engine.compute.executor import CacheExport, Executor, SequenceWork, StepInputs
 from potluck.engine.compute.local_executor import LocalExecutor
 from potluck.engine.model.checkpoint import RandomSource

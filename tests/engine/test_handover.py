@@ -73,23 +73,6 @@ def test_every_cut_in_two_gives_the_same_tokens(kind: str) -> None:
     receiver.tables.check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cuts", [(16, 160), (5, 93), (299,), (100, 101)])
-def test_segments_on_machines_of_their_own(kind: str, cuts: tuple[int, ...]) -> None:
-    expected, text = whole(runner(KINDS[kind]))
-    start, cargo, about = 0, [], None
-    for stop in (*cuts, LENGTH):
-        engine = runner(KINDS[kind])
-        row = engine.tables.open()
-        if about is not None:
-            arrive(engine, row, about, cargo)
-        engine.tables.grow(row, LENGTH)
-        logits = run(engine, row, TOKENS[start:stop], [64] * 9)
-        assert same(logits, expected[start:stop])
-        start, cargo, about = stop, chunks(engine, row, 0, stop), manifest(engine, TOKENS, 0, stop)
-    assert greedy(engine, row, logits, 3) == text
-
-
 @pytest.mark.parametrize("kind", ["full", "hybrid"])
 def test_only_what_the_receiver_lacks_crosses(kind: str) -> None:
     sender, receiver = runner(KINDS[kind]), runner(KINDS[kind])
@@ -105,26 +88,6 @@ def test_only_what_the_receiver_lacks_crosses(kind: str) -> None:
         assert (
             entries == {"kv": 141, "latent": 141, "conv": 0, "memory": 0}[chunk.part] or entries == WINDOW - 1
         )
-
-
-def test_a_layer_can_leave_as_soon_as_it_is_computed() -> None:
-    sender, receiver = runner(KINDS["hybrid"]), runner(KINDS["hybrid"])
-    expected, _ = whole(receiver)
-    source, row = opened(sender, LENGTH), receiver.tables.open()
-    run(sender, source, TOKENS[:100], [100])
-    arrival = IncomingHandover(receiver, row, manifest(sender, TOKENS, 0, 150), TOKENS)
-    heard: list[int] = []
-
-    def send(layer: int) -> None:
-        heard.append(layer)
-        for chunk in pack(sender, source, layer, 0, 150):
-            arrival.accept(replace(chunk, data=bytes(chunk.data)))
-
-    sender.step([SequenceWork(source, 100, TOKENS[100:150], "none")], on_layer=send)
-    arrival.finish()
-    assert heard == [0, 1, 2, 3]
-    receiver.tables.grow(row, LENGTH)
-    assert same(run(receiver, row, TOKENS[150:], [LENGTH]), expected[150:])
 
 
 def test_stages_hand_over_their_own_layers() -> None:

@@ -137,10 +137,7 @@ async def test_an_object_ends_when_it_is_whole_or_is_cut_by_max_tokens() -> None
             assert said(cut)[1] == "length"
             assert text.startswith(said(cut)[0])
         chat = {key: value for key, value in body.items() if key != "prompt"}
-        chat |= {
-            "messages": [{"role": "user", "content": "Hi"}],
-            "response_format": {"type": "json_object"},
-        }
+        chat |= {"messages": [{"role": "user", "content": "Hi"}], "response_format": {"type": "json_object"}}
         _, reply = await one.post("/v1/chat/completions", {**chat, "n": 3, "seed": 1, "temperature": 1})
         texts = [choice["message"]["content"] for choice in reply["choices"]]
         assert len(set(texts)) == 3

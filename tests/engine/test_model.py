@@ -17,7 +17,6 @@ from sample_models import BASE, BASES, SAMPLES, Values
 from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.core.values.model import DenseFfn, FullAttention
 from potluck.engine.compute.executor import RunnerSize, SequenceWork
-from potluck.engine.compute.handover import IncomingHandover, manifest, pack
 from potluck.engine.compute.runner import Runner
 from potluck.engine.model.checkpoint import RandomSource, SafetensorsSource, save
 from potluck.engine.model.config import FAMILIES, READ_BY, EngineModelConfig, read_config
@@ -156,34 +155,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tokens_of(length: int) -> list[int]:
     return [token % 96 for token in prompt(length)]
-
-
-def test_any_cut_gives_the_same(folder: Path) -> None:
-    _, engine = load(folder, max_tokens=64)
-    tokens = tokens_of(50)
-    whole = run(engine, opened(engine, 50), tokens, [50])
-    for sizes in ([1] * 50, [7, 20, 23], [49, 1]):
-        row = opened(engine, 50)
-        assert same(run(engine, row, tokens, sizes), whole)
-        engine.tables.close(row)
-
-
-def test_a_cache_is_handed_on_at_any_cut(folder: Path) -> None:
-    (_, sender), (_, receiver) = load(folder, max_tokens=64), load(folder, max_tokens=64)
-    tokens = tokens_of(40)
-    expected = run(receiver, opened(receiver, 40), tokens, [40])[-1:]
-    for cut in (1, 16, 33, 39):
-        source, row = opened(sender, 40), receiver.tables.open()
-        sender.step([SequenceWork(source, 0, tokens[:cut], "none")])
-        arrival = IncomingHandover(receiver, row, manifest(sender, tokens, 0, cut), tokens)
-        for layer in range(3):
-            for chunk in pack(sender, source, layer, 0, cut):
-                arrival.accept(chunk)
-        arrival.finish()
-        receiver.tables.grow(row, 40)
-        assert same(receiver.step([SequenceWork(row, cut, tokens[cut:])]), expected), cut
-        sender.tables.close(source)
-        receiver.tables.close(row)
 
 
 def test_stages_take_their_own_parts(folder: Path) -> None:

@@ -97,10 +97,7 @@ async def test_a_chat_has_its_shape_and_its_template() -> None:
         assert parts[-1]["choices"][0]["finish_reason"] == "length"
         pieces = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
         body = chat(max_tokens=8)
-        body["messages"] = [
-            {"role": "system", "content": "Be kind."},
-            {"role": "user", "content": pieces},
-        ]
+        body["messages"] = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": pieces}]
         assert (await one.post("/v1/chat/completions", body))[1]["choices"] == whole["choices"]
         # Without a limit there is as much as fits.
         _, whole = await one.post("/v1/chat/completions", chat(ignore_eos=True))

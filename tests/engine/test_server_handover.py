@@ -173,13 +173,7 @@ async def test_a_cache_is_only_fetched_from_peers_and_nobody_learns_who_listens(
             assert (await asked(open_at))[0] == 403
             await one.put("/peers", {"peers": []})
             assert (await asked(closed_at))[0] == 403
-        for wrong in (
-            {"peers": ["host"]},
-            {"peers": "x:1"},
-            {"pears": []},
-            {},
-            {"peers": ["h:1"] * 4097},
-        ):
+        for wrong in ({"peers": ["host"]}, {"peers": "x:1"}, {"pears": []}, {}, {"peers": ["h:1"] * 4097}):
             assert (await one.put("/peers", wrong))[0] == 400
         assert (await one.get("/peers"))[1]["peers"] == []
         await one.until_idle()
@@ -296,12 +290,7 @@ async def test_what_came_in_fewer_bits_goes_on_only_as_such(second: str, status:
         answers = await asyncio.gather(
             one.segment(TOKENS, stop=40, handle=first, codec="int4"),
             two.segment(
-                TOKENS,
-                start=40,
-                stop=70,
-                handle=then,
-                codec=second,
-                source={"kv": one.kv, "handle": first},
+                TOKENS, start=40, stop=70, handle=then, codec=second, source={"kv": one.kv, "handle": first}
             ),
             three.segment(TOKENS, start=70, max_tokens=OUTPUT, source={"kv": two.kv, "handle": then}),
         )

@@ -668,12 +668,7 @@ def test_pages_of_others_do_not(served: ServedNames, method: str, headers: dict[
 async def test_no_page_drains_an_engine_and_every_answer_has_a_name() -> None:
     async with face(make_service("full")) as one:
         form = {"Origin": "https://example.org", "Content-Type": "text/plain"}
-        for method, path in (
-            ("POST", "/drain"),
-            ("POST", "/role"),
-            ("PUT", "/peers"),
-            ("POST", "/segments"),
-        ):
+        for method, path in (("POST", "/drain"), ("POST", "/role"), ("PUT", "/peers"), ("POST", "/segments")):
             async with one.session.request(method, one.url + path, data=b"{}", headers=form) as reply:
                 assert reply.status == 403
                 assert (await reply.json())["error"]["code"] == "cross_origin"

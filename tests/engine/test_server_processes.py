@@ -222,13 +222,7 @@ async def test_ends_that_clients_set() -> None:
     async with face(make_service("hybrid")) as one:
 
         async def asked(**fields: object) -> tuple[str, str, int]:
-            body = {
-                "model": NAME,
-                "prompt": TEXT,
-                "temperature": 0,
-                "max_tokens": CLIENT_OUTPUT,
-                **fields,
-            }
+            body = {"model": NAME, "prompt": TEXT, "temperature": 0, "max_tokens": CLIENT_OUTPUT, **fields}
             status, reply = await one.post("/v1/completions", body)
             assert status == 200, reply
             choice = reply["choices"][0]

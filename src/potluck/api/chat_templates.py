@@ -28,15 +28,7 @@ from potluck.core.errors import FormatError, InputError
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 LARGEST_TEMPLATE_BYTES = 4_000_000
-SPECIAL_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """What templates may call by these names; one that the model does not have is undefined."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which a message's reasoning may come; templates read the first, some the second."""

@@ -5,13 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from potluck.catalog.figure_sources import (
-    CatalogNames,
-    EntryFacts,
-    SourcedFigure,
-    entry_source,
-    load_toml,
-)
+from potluck.catalog.figure_sources import CatalogNames, EntryFacts, SourcedFigure, entry_source, load_toml
 from potluck.core.values.types import Gpu
 
 RATES = (
@@ -29,19 +23,14 @@ TRAITS = ("sm_count", "architecture", "bf16")
 FIGURES = RATES + TRAITS
 
 
-def names() -> tuple[str, ...]:
-    """Canonical names, in the order of the file."""
-    return _names.all()
+def _entries() -> dict[str, dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = load_toml("gpus.toml")["gpu"]
+    return entries
 
 
-def known() -> list[str]:
-    """Every spelling that `canonical` accepts."""
-    return _names.spellings()
-
-
-def canonical(name: str) -> str:
-    """The catalog's name for a GPU, whatever case, punctuation or alias is given."""
-    return _names.canonical(name)
+_names = CatalogNames("gpu", _entries)
+names, known, canonical = _names.all, _names.spellings, _names.canonical
+"""Names in the order of the file; every spelling that is accepted; and the name that a spelling stands for."""
 
 
 @lru_cache(maxsize=256)
@@ -62,11 +51,3 @@ def facts(name: str) -> EntryFacts:
         SourcedFigure(field, entry[field], entry_source(entry, field)) for field in FIGURES if field in entry
     )
     return EntryFacts(key, tuple(entry.get("aliases", ())), figures, entry.get("doubt"))
-
-
-def _entries() -> dict[str, dict[str, Any]]:
-    entries: dict[str, dict[str, Any]] = load_toml("gpus.toml")["gpu"]
-    return entries
-
-
-_names = CatalogNames("gpu", _entries)

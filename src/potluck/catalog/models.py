@@ -34,19 +34,14 @@ FORMATS = ("weight_format", "expert_format")
 _RUN = re.compile(r"(?:(\d+) )?([a-z_]+)/([a-z_]+)")
 
 
-def names() -> tuple[str, ...]:
-    """Canonical names, in the order of the file."""
-    return _names.all()
+def _entries() -> dict[str, dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = load_toml("models.toml")["model"]
+    return entries
 
 
-def known() -> list[str]:
-    """Every spelling that `canonical` accepts."""
-    return _names.spellings()
-
-
-def canonical(name: str) -> str:
-    """The catalog's name for a model, whatever case, punctuation or alias is given."""
-    return _names.canonical(name)
+_names = CatalogNames("model", _entries)
+names, known, canonical = _names.all, _names.spellings, _names.canonical
+"""Names in the order of the file; every spelling that is accepted; and the name that a spelling stands for."""
 
 
 @lru_cache(maxsize=256)
@@ -128,11 +123,3 @@ def _attention(spec: dict[str, Any]) -> Attention:
 def _ffn(spec: dict[str, Any]) -> Ffn:
     figures = {field: value for field, value in spec.items() if field != "kind"}
     return DenseFfn(**figures) if spec["kind"] == "dense" else MoeFfn(**figures)
-
-
-def _entries() -> dict[str, dict[str, Any]]:
-    entries: dict[str, dict[str, Any]] = load_toml("models.toml")["model"]
-    return entries
-
-
-_names = CatalogNames("model", _entries)

@@ -35,19 +35,14 @@ class NamedWorkload:
     """Share of prompt tokens that an endless cache would hold."""
 
 
-def names() -> tuple[str, ...]:
-    """Canonical names, in the order of the file."""
-    return _names.all()
+def _entries() -> dict[str, dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = load_toml("workloads.toml")["workload"]
+    return entries
 
 
-def known() -> list[str]:
-    """Every spelling that `canonical` accepts."""
-    return _names.spellings()
-
-
-def canonical(name: str) -> str:
-    """The catalog's name for a workload, whatever case, punctuation or alias is given."""
-    return _names.canonical(name)
+_names = CatalogNames("workload", _entries)
+names, known, canonical = _names.all, _names.spellings, _names.canonical
+"""Names in the order of the file; every spelling that is accepted; and the name that a spelling stands for."""
 
 
 @lru_cache(maxsize=256)
@@ -127,11 +122,3 @@ def _lognormal(mean: float, cv: float, most: float) -> LogNormal:
         else:
             high = middle
     return LogNormal(high, sigma, 1.0, most)
-
-
-def _entries() -> dict[str, dict[str, Any]]:
-    entries: dict[str, dict[str, Any]] = load_toml("workloads.toml")["workload"]
-    return entries
-
-
-_names = CatalogNames("workload", _entries)

@@ -92,9 +92,8 @@ class UsageReader:
 
             def unseen(name: str, hour: int) -> bool:
                 hours.append(hour)
-                return bool(
-                    db.execute("INSERT OR IGNORE INTO usage_ids VALUES (?, ?)", (name, hour)).rowcount
-                )
+                new = db.execute("INSERT OR IGNORE INTO usage_ids VALUES (?, ?)", (name, hour))
+                return bool(new.rowcount)
 
             counts, records, garbled = counted(data[:end].splitlines(), unseen)
             if hours:
@@ -115,10 +114,8 @@ class UsageReader:
 def counted(
     lines: Iterable[bytes], first: Callable[[str, int], bool] = lambda name, hour: True
 ) -> tuple[list[tuple[tuple[Any, ...], tuple[int, ...]]], int, int]:
-    """What lines add up to, by hour and names; how many were records, and how many were none.
-
-    `first` says whether a record of this id and hour has not been counted before.
-    """
+    """What lines add up to, by hour and names; how many were records, and how many were none. `first` says whether a
+    record of this id and hour has not been counted before."""
     sums: dict[tuple[Any, ...], Counter[str]] = {}
     records = garbled = 0
     for line in lines:
@@ -158,10 +155,8 @@ def _record(line: bytes) -> tuple[str, tuple[Any, ...], dict[str, int]]:
 def used(
     store: StateStore, by: Sequence[str], since_s: float = 0.0, until_s: float | None = None
 ) -> list[dict[str, Any]]:
-    """Sums over whole hours, one row for each combination of what is asked for, in its order.
-
-    `by` has names and periods; tokens of requests that were refused count only where `outcome` is among them.
-    """
+    """Sums over whole hours, one row for each combination of what is asked for, in its order. `by` has names and
+    periods; tokens of requests that were refused count only where `outcome` is among them."""
     for item in by:
         if item not in (*NAMES, *PERIODS):
             raise InputError("--by", f"{item!r} is none of {', '.join((*PERIODS, *NAMES))}")
@@ -282,8 +277,6 @@ def set_open(store: StateStore, folder: Path, opened: bool, now_s: float) -> boo
 
 
 def add_key(store: StateStore, folder: Path, key: KeptKey) -> None:
-    """From then on every client needs one."""
-
     def change(db: sqlite3.Connection, known: tuple[KeptKey, ...]) -> None:
         if any(kept_key.name == key.name and kept_key.holds(key.made_s) for kept_key in known):
             raise InputError(key.name, "has a key already; `potluck keys rotate` or `revoke` it")
@@ -310,9 +303,8 @@ def rotate_key(
         made.append(replace(last, sha256=sha256, made_s=now_s))
         _insert(db, made[0])
 
-    _changed(
-        store, folder, now_s, change, f"{name} was rotated; the key before holds for {grace_s / 3600:g} h"
-    )
+    what = f"{name} was rotated; the key before holds for {grace_s / 3600:g} h"
+    _changed(store, folder, now_s, change, what)
     return made[0]
 
 
@@ -331,10 +323,8 @@ def revoke_key(store: StateStore, folder: Path, name: str, now_s: float) -> int:
 
 
 def publish_keys(store: StateStore, folder: Path, now_s: float) -> bool:
-    """Make the gateway's file what the state says; whether it was another.
-
-    A state that has no keys takes those of the file: one that was lost must not open what was closed.
-    """
+    """Make the gateway's file what the state says; whether it was another. A state that has no keys takes those of
+    the file: one that was lost must not open what was closed."""
     path = folder / KEY_FILE
     before = path.read_text("utf-8", "replace") if path.is_file() else ""
     known = kept_keys(store)
@@ -348,13 +338,10 @@ def publish_keys(store: StateStore, folder: Path, now_s: float) -> bool:
     return True
 
 
-def _changed(
-    store: StateStore,
-    folder: Path,
-    now_s: float,
-    change: Callable[[sqlite3.Connection, tuple[KeptKey, ...]], None],
-    what: str,
-) -> None:
+Change = Callable[[sqlite3.Connection, tuple[KeptKey, ...]], None]
+
+
+def _changed(store: StateStore, folder: Path, now_s: float, change: Change, what: str) -> None:
     with store.change() as db:
         change(db, _all(db))
         written(folder / KEY_FILE, _all_text(db))
@@ -390,19 +377,13 @@ def _named(name: str, known: tuple[KeptKey, ...]) -> list[KeptKey]:
 
 
 def _text(keys: tuple[KeptKey, ...], opened: bool) -> str:
-    """Of the gateway's file, in which keys of one name must have the same tenant and limits.
-
-    Where all were revoked the last one stays, ended: an empty file would say nothing.
-    """
+    """Of the gateway's file, in which keys of one name must have the same tenant and limits. Where all were revoked
+    the last one stays, ended: an empty file would say nothing."""
     if not keys:
         return HEADER + OPEN
     newest = {key.name: key.line for key in keys}
     listed = [key for key in keys if key.revoked_s is None and key.line == newest[key.name]]
-    return (
-        HEADER
-        + (OPEN_BESIDE if opened else "")
-        + "".join(_line(kept_key) for kept_key in listed or keys[-1:])
-    )
+    return HEADER + (OPEN_BESIDE if opened else "") + "".join(map(_line, listed or keys[-1:]))
 
 
 def _listed(text: str, path: Path, now_s: float) -> list[KeptKey]:

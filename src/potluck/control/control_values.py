@@ -8,7 +8,7 @@ from typing import Literal
 
 from potluck.core.state.actions import SeenLengths
 from potluck.core.state.facts import ObservedSpeed
-from potluck.core.values.layout import Layout
+from potluck.core.values.layout import Layout, StageNode
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Region, Role
 
@@ -25,6 +25,11 @@ class EngineSpec:
     step_tokens: int = field(default=0, compare=False)
     """New tokens that the plan reckons with in one of its steps, 0: nothing is said. One that was started with others
     serves as well, so it is no other engine for that."""
+
+    @property
+    def nodes(self) -> list[StageNode]:
+        """One for each machine, in the order of its stages."""
+        return [node for stage in self.layout.stages for node in stage.nodes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from potluck.control.control_values import (
 )
 from potluck.control.decision_history import DecisionHistory, ObservedSpeeds, gist
 from potluck.control.gateway_client import GatewayAway, GatewayClient, wants_of
-from potluck.control.launchers.launcher import Killer, Launcher
+from potluck.control.launchers.launcher import Launcher
 from potluck.control.manual_changes import KeptCordons, leave, leaving
 from potluck.control.market import MarketSource
 from potluck.control.plan_requests import Planner, PlanRequests
@@ -124,7 +124,7 @@ class Controller:
         self._heed_notices(instances, wanted)
         self._learn_of(wanted)
         wants = wants_of(wanted, self._templates)
-        reconciler_step = step(
+        to_do = step(
             wants,
             instances,
             self._memory,
@@ -134,12 +134,10 @@ class Controller:
             leaving=leaving(self._store),
             silent=() if problem else silent - _reached(wanted, instances),
         )
-        self._memory = reconciler_step.memory
-        done = tuple(order for order in reconciler_step.orders if self._lease.held and self._do(order))
-        for line in reconciler_step.waiting:
-            cut = line.find(
-                ": ", line.find("@")
-            )  # a replica's name may have a colon of its own, before its region
+        self._memory = to_do.memory
+        done = tuple(order for order in to_do.orders if self._lease.held and self._do(order))
+        for line in to_do.waiting:
+            cut = line.find(": ", line.find("@"))  # a replica's name may have a colon, before its region
             self._note_once(f"wait {line[:cut]}", "waits", line[cut + 2 :])
         there = self._store.instances()
         if not problem:
@@ -150,29 +148,14 @@ class Controller:
         self._accounts.turn()
         failing = stuck(wants, there, self._memory.failures)
         self._keep_stuck(failing)
-        up = {engine_instance.replica for engine_instance in there if engine_instance.state == "up"}
-        return ControllerTurn(
-            True,
-            len(wants),
-            sum(want.replica in up for want in wants),
-            done,
-            reconciler_step.waiting,
-            problem,
-            failing,
-        )
+        up = {instance.replica for instance in there if instance.state == "up"}
+        ready = sum(want.replica in up for want in wants)
+        return ControllerTurn(True, len(wants), ready, done, to_do.waiting, problem, failing)
 
     def _keep_stuck(self, failing: tuple[StuckReplica, ...]) -> None:
         """For `potluck status`, which says why something is missing and when it is tried again."""
-        kept = {
-            stuck_replica.replica: {
-                "count": stuck_replica.failures.count,
-                "alike": stuck_replica.failures.alike,
-                "why": stuck_replica.failures.why,
-                "again_s": stuck_replica.failures.again_s,
-                "engine": stuck_replica.failures.engine,
-            }
-            for stuck_replica in failing
-        }
+        names = ("count", "alike", "why", "again_s", "engine")
+        kept = {one.replica: {name: getattr(one.failures, name) for name in names} for one in failing}
         if kept != (self._store.get(STUCK) or {}):
             self._store.set(STUCK, kept)
 
@@ -199,13 +182,8 @@ class Controller:
                 silent.add(seen.name)
             if before.state == seen.state or (before.state == "up" and seen.state == "starting"):
                 continue  # it is busy for a moment; whether it serves is the gateway's to say
-            now = replace(
-                before,
-                state=seen.state,
-                since_s=self._clock(),
-                url=seen.url or before.url,
-                problem=before.problem or seen.problem,
-            )
+            problem, url = before.problem or seen.problem, seen.url or before.url
+            now = replace(before, state=seen.state, since_s=self._clock(), url=url, problem=problem)
             self._store.put(now)
             instances[seen.name] = now
             self._note(seen.state, seen.name, now.problem or f"for {before.replica or 'no replica'}")
@@ -233,8 +211,7 @@ class Controller:
 
     def _end(self, name: str, insist: bool) -> None:
         launcher, place = self._launcher, self._store.places().get(name, {})
-        end = launcher.kill if insist and isinstance(launcher, Killer) else launcher.stop
-        end(name, place)
+        (launcher.kill if insist else launcher.stop)(name, place)
 
     def _launch(self, want: WantedReplica, why: str) -> bool:
         name = f"{want.make.model}-{secrets.token_hex(4)}"
@@ -303,37 +280,29 @@ class Controller:
         living = [instance for instance in instances if instance.state != "dead"]
         going = self._news()
         if self._market is not None and self._market.market.notices:
-            going |= {
-                name: vanish_notice.at_s - self._clock()
-                for name, vanish_notice in self._market.market.leaving(living).items()
-            }
+            notices = self._market.market.leaving(living).items()
+            going |= {name: notice.at_s - self._clock() for name, notice in notices}
         new = going.keys() - leaving(self._store)
         if not new:
             return
         leave(self._store, new)
-        ready = {
-            item["id"] for item in wanted.get("replicas", ()) if item.get("url") and not item["draining"]
-        }
-        for engine_instance in living:
-            if engine_instance.name not in new:
-                continue
-            self._note(
-                "notice",
-                engine_instance.name,
-                f"its machine goes in {going[engine_instance.name]:.0f} s; it is emptied before",
-            )
-            if engine_instance.replica in ready:
+        replicas = wanted.get("replicas", ())
+        ready = {item["id"] for item in replicas if item.get("url") and not item["draining"]}
+        for one in (one for one in living if one.name in new):
+            line = f"its machine goes in {going[one.name]:.0f} s; it is emptied before"
+            self._note("notice", one.name, line)
+            if one.replica in ready:
                 try:
-                    self._gateway.drain(engine_instance.replica)
+                    self._gateway.drain(one.replica)
                 except PotluckError as error:
-                    self._note("notice", f"{engine_instance.replica} could not be drained", str(error))
+                    self._note("notice", f"{one.replica} could not be drained", str(error))
 
     def _news(self) -> dict[str, float]:
         going: dict[str, float] = {}
-        for node_news in self._launcher.news():
-            self._note(node_news.kind, node_news.node, node_news.why)
-            if node_news.kind == "notice":
-                going |= dict.fromkeys(node_news.engines, node_news.notice_s)
+        for news in self._launcher.news():
+            self._note(news.kind, news.node, news.why)
+            if news.kind == "notice":
+                going |= dict.fromkeys(news.engines, news.notice_s)
         return going
 
     # Plans.

@@ -27,8 +27,6 @@ _NUMBERS = re.compile(r"[0-9.]+")
 
 
 class DecisionHistory:
-    """Made by the controller, which asks for a turn after each of its own."""
-
     def __init__(
         self,
         store: StateStore,
@@ -141,16 +139,12 @@ class ObservedSpeeds:
         kinds: Json = {}
         for item in said:
             kind = self._kind(item)
-            name, learned_s, planned_s = (
-                str(item["replica"]),
-                float(item["learned_s"]),
-                float(item["planned_s"]),
-            )
+            name, learned_s, planned_s = item["replica"], float(item["learned_s"]), float(item["planned_s"])
             if kind is None or planned_s < LEAST_PLANNED_S or self._heard.get(name) == learned_s:
                 continue
             self._heard[name] = learned_s
             if not kinds:
-                kinds = self._kept()
+                kinds = _kinds(self._store)
             replicas = kinds.setdefault(kind, {})
             mean, looks, _ = replicas.pop(name, (None, 0, 0.0))
             ratio = float(item["observed_s"]) / planned_s
@@ -176,16 +170,12 @@ class ObservedSpeeds:
             return None  # profiles are of sharded experts
         return f"{template.model}\n{node.node}\n{node.tp}"
 
-    def _kept(self) -> Json:
-        return _kinds(self._store)
-
 
 def paces_of(store: StateStore, now_s: float) -> tuple[ObservedSpeed, ...]:
     observed_speeds = []
     for kind, replicas in sorted(_kinds(store).items()):
-        means = [
-            mean for mean, looks, at_s in replicas.values() if looks >= ENOUGH and now_s - at_s < FORGET_S
-        ]
+        seen = replicas.values()
+        means = [mean for mean, looks, at_s in seen if looks >= ENOUGH and now_s - at_s < FORGET_S]
         if means:
             model, node, tp = kind.split("\n")
             observed_speeds.append(ObservedSpeed(model, node, int(tp), median(means), len(means)))

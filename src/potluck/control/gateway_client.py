@@ -34,8 +34,6 @@ class KeyRefused(InputError):
 
 
 class GatewayClient:
-    """Its operators' port."""
-
     def __init__(self, url: str, key: str | None = None, tls: ssl.SSLContext | None = None) -> None:
         self._key = key
         self._http = HttpClient(url, lambda: key, tls, self._away)
@@ -56,14 +54,9 @@ class GatewayClient:
 
     def set_fleet(self, instances: Iterable[EngineInstance]) -> None:
         entries = [
-            {
-                "url": instance.url,
-                "replica": instance.replica,
-                "model": instance.make.model,
-                "region": instance.make.region,
-            }
-            for instance in instances
-            if instance.state == "up" and instance.replica
+            {"url": one.url, "replica": one.replica, "model": one.make.model, "region": one.make.region}
+            for one in instances
+            if one.state == "up" and one.replica
         ]
         self._ask("PUT", "/fleet", {"engines": entries})
 

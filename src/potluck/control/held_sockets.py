@@ -25,8 +25,6 @@ MOST_BYTES, MOST_SOCKETS = 65_536, 64
 
 
 class HeldSockets:
-    """Some for clients, some for operators."""
-
     def __init__(self) -> None:
         self.clients: list[socket.socket] = []
         self.operators: list[socket.socket] = []
@@ -62,10 +60,9 @@ class HeldSockets:
         if self.link is None:
             return
         text = json.dumps({"clients": len(self.clients), "folder": self.folder}).encode()
+        files = [client.fileno() for client in (*self.clients, *self.operators)]
         with contextlib.suppress(OSError):
-            socket.send_fds(
-                self.link, [text], [client.fileno() for client in (*self.clients, *self.operators)]
-            )
+            socket.send_fds(self.link, [text], files)
 
     def passed(self) -> tuple[list[int], dict[str, str]]:
         """Files for a process that is started, and the variables by which it finds them; to be closed after that."""

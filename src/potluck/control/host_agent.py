@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import permutations
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -39,7 +40,6 @@ class HostReport:
     name: str
     region: str
     gpus: tuple[str, ...]
-    """As their driver names them."""
     version: str
 
 
@@ -128,12 +128,7 @@ def _way(said: Mapping[str, Any], url: str) -> HostLink:
 
 
 def matrix(asking: HostClient, urls: Sequence[str]) -> dict[tuple[str, str], HostLink]:
-    return {
-        (source, target): asking.measure(source, target)
-        for source in urls
-        for target in urls
-        if source != target
-    }
+    return {pair: asking.measure(*pair) for pair in permutations(dict.fromkeys(urls), 2)}
 
 
 class HostAgent(ThreadingHTTPServer):

@@ -36,7 +36,6 @@ class HttpClient:
 
     @contextmanager
     def call(self, method: str, path: str, timeout_s: float, body: object = None) -> Iterator[HttpAnswer]:
-        """The answer, whatever its status, while it is read."""
         headers: dict[str, str] = {"Accept": "application/json", "Content-Type": "application/json"}
         if key := self._key():
             headers["Authorization"] = f"Bearer {key}"

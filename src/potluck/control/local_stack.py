@@ -22,7 +22,7 @@ from potluck.control.gateway_client import GatewayClient
 from potluck.control.held_sockets import GATEWAY_MARK, HeldSockets, hands_over, launched, takeover_in
 from potluck.control.http_client import answers_well
 from potluck.control.launchers.engine_command import EngineCommands
-from potluck.control.launchers.launcher import Killer, Launcher, Place
+from potluck.control.launchers.launcher import Launcher, Place
 from potluck.control.launchers.local_capacity import GATEWAY_BYTES, must_have_room
 from potluck.control.launchers.local_launcher import (
     FORK_MARK,
@@ -79,7 +79,6 @@ def wait(pids: Iterable[ProcessId], within_s: float) -> list[ProcessId]:
 
 
 def owner_of(store: StateStore) -> str:
-    """The mark that engines of this state carry."""
     return str(store.path.resolve())
 
 
@@ -117,13 +116,6 @@ def stop_all(store: StateStore, why: str, within_s: float = DRAIN_S, launcher: L
     return len(left) + elsewhere
 
 
-def _dead(launcher: Launcher, places: dict[str, Place]) -> set[str]:
-    """Those that are known to be; one that nothing is heard of may still be there."""
-    return {
-        engine_sighting.name for engine_sighting in launcher.look(places) if engine_sighting.state == "dead"
-    }
-
-
 def _ended(launcher: Launcher, places: dict[str, Place]) -> int:
     """A launcher's engines are asked to end, and made to; how many had to be."""
     for name, place in places.items():
@@ -131,14 +123,14 @@ def _ended(launcher: Launcher, places: dict[str, Place]) -> int:
     made = 0
     for within_s in (ENGINES_S, INSIST_S):
         until_s = time.monotonic() + within_s
-        while left := sorted(places.keys() - _dead(launcher, places)):
+        # One that nothing is heard of may still be there.
+        while left := {*places} - {seen.name for seen in launcher.look(places) if seen.state == "dead"}:
             if time.monotonic() > until_s:
                 break
             time.sleep(0.2)
-        for name in left:
-            if within_s == ENGINES_S and isinstance(launcher, Killer):
-                launcher.kill(name, places[name])
-                made += 1
+        for name in sorted(left) if within_s == ENGINES_S else ():
+            launcher.kill(name, places[name])
+            made += 1
     return made
 
 
@@ -155,13 +147,11 @@ FORKED = ("emulated", "mock")
 @dataclass(frozen=True, slots=True)
 class LocalStackSettings:
     folder: Path
-    """Where the state, the logs and the plan lie."""
     spec: Path
     port: int | None = None
     """Where clients ask; 0: any free one; None: the usual one, or the next that is free."""
     maker: EngineCommands = field(default_factory=EngineCommands)
     gateway: tuple[str, ...] = ()
-    """Further words for `potluck serve`."""
     advise: bool = False
     market: MarketSource | None = None
     """Prices and nodes, where somebody says."""
@@ -208,7 +198,6 @@ class LocalStack:
         self._takeover = takeover_in(self.folder)
         self._held = settings.held
         self._told = False
-        """Whether somebody was told that they are held."""
         self.key_file = self._secret("admin.key")
         self.client = GatewayClient("", self.key_file.read_text("utf-8"))
         self.controller = Controller(
@@ -248,11 +237,8 @@ class LocalStack:
             for deployment in self.plan.deployments
             for replica in self.plan.template(deployment.template).replicas
         )
-        there = sum(
-            str(place.get("chip", "")).count(",") + 1
-            for place in self.store.places().values()
-            if living(place)
-        )
+        places = [place for place in self.store.places().values() if living(place)]
+        there = sum(str(place.get("chip", "")).count(",") + 1 for place in places)
         more = 0 if living(self.store.get("gateway")) else GATEWAY_BYTES
         forked = self._fork_server is not None and style == "emulated"
         must_have_room("forked" if forked else style, planned - there, more_bytes=more)
@@ -268,9 +254,8 @@ class LocalStack:
             self.store.note(time.time(), "plan", f"version {newest.version} stays", "its gateway serves it")
             return newest.plan
         if newest is not None and is_by_hand(newest):
-            self.store.note(
-                time.time(), "plan", f"version {newest.version}, made by hand, goes", "potluck up"
-            )
+            line = f"version {newest.version}, made by hand, goes"
+            self.store.note(time.time(), "plan", line, "potluck up")
         if newest is None or newest.plan != plan:
             self.store.add_plan(plan, time.time(), self._settings.why)
         return plan
@@ -397,7 +382,6 @@ class LocalStack:
         return answers_well(self.url, "/ready", ANSWER_S)
 
     def run(self, stopped: Callable[[], bool], seen: Callable[[ControllerTurn], None]) -> None:
-        """Look after it all until told to stop; `seen` hears of every turn."""
         while not stopped():
             began_s = time.monotonic()
             seen(self.turn())
@@ -414,9 +398,7 @@ class LocalStack:
         try:
             texts = ["gateway"] if living(self.store.get("gateway")) else []
             if self._settings.launcher is not None:
-                return texts + [
-                    instance.name for instance in self.store.instances() if instance.state != "dead"
-                ]
+                return texts + [one.name for one in self.store.instances() if one.state != "dead"]
             return texts + [name for name, place in self.store.places().items() if living(place)]
         except PotluckError:
             return ["what was started"]

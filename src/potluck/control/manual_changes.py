@@ -55,10 +55,8 @@ def scaled(
     usd_per_h: Mapping[str, float],
     available: Mapping[tuple[str, str], int] | None = None,
 ) -> Plan:
-    """The same plan with so many copies there; `usd_per_h` is what one costs in each region that can have it.
-
-    `available` says how many nodes there are, (region, node) to a number: what cannot be had is refused.
-    """
+    """The same plan with so many copies there; `usd_per_h` is what one costs in each region that can have it, and
+    `available` how many nodes there are, (region, node) to a number: what cannot be had is refused."""
     names = [item.name for item in plan.templates]
     if template not in names:
         raise UnknownNameError("template", template, names)
@@ -72,36 +70,26 @@ def scaled(
     if count < 0:
         raise InputError("COUNT", f"must not be negative, is {count}")
     _must_be_there(plan, template, region, count, available or {})
-    rest = tuple(
-        deployment
-        for deployment in plan.deployments
-        if (deployment.template, deployment.region) != (template, region)
-    )
-    before = sum(deployment.count for deployment in plan.deployments) - sum(
-        deployment.count for deployment in rest
-    )
+    rest = _others(plan, template, region)
+    before = sum(each.count for each in plan.deployments) - sum(each.count for each in rest)
     deployments = (*rest, Deployment(template, region, count)) if count else rest
     cost = max(0.0, plan.cost_usd_per_h + (count - before) * usd_per_h[region])
     kept = tuple(share for share in plan.shares if (share.template, share.region) != (template, region))
-    new = tuple(
-        replace(copy_share, rate_per_s=copy_share.rate_per_s * count)
-        for copy_share in _copy_shares(plan, template, region)
-    )
+    shares = _copy_shares(plan, template, region)
+    new = tuple(replace(share, rate_per_s=share.rate_per_s * count) for share in shares)
     return replace(plan, deployments=deployments, shares=kept + (new if count else ()), cost_usd_per_h=cost)
+
+
+def _others(plan: Plan, template: str, region: str) -> tuple[Deployment, ...]:
+    """All but the copies of this template there."""
+    return tuple(each for each in plan.deployments if (each.template, each.region) != (template, region))
 
 
 def _must_be_there(
     plan: Plan, template: str, region: str, count: int, available: Mapping[tuple[str, str], int]
 ) -> None:
     """Refuse more copies than there are nodes for beside the plan's others."""
-    others = replace(
-        plan,
-        deployments=tuple(
-            deployment
-            for deployment in plan.deployments
-            if (deployment.template, deployment.region) != (template, region)
-        ),
-    ).nodes
+    others = replace(plan, deployments=_others(plan, template, region)).nodes
     fits = []
     for node_count in plan.template(template).nodes:
         place = (region, node_count.node)
@@ -121,39 +109,22 @@ def _must_be_there(
 
 
 def _copy_shares(plan: Plan, template: str, region: str) -> tuple[PlannedShare, ...]:
-    """What one copy is sent there: as the plan has it, or as for copies elsewhere, or as much as one can do.
-
-    A plan without any shares sends each copy what it can do anyhow.
-    """
+    """What one copy is sent there: as the plan has it, or as for copies elsewhere, or as much as one can do. A plan
+    without any shares sends each copy what it can do anyhow."""
     if not plan.shares:
         return ()
-    counts = {
-        (deployment.template, deployment.region): deployment.count
-        for deployment in plan.deployments
-        if deployment.count
-    }
+    counts = {(each.template, each.region): each.count for each in plan.deployments if each.count}
     others = [item for name, item in counts if name == template and item != region]
     for place in (region, *others):
         result = [share for share in plan.shares if (share.template, share.region) == (template, place)]
         if result and (template, place) in counts:
             count = counts[template, place]
-            return tuple(
-                replace(share, region=region, rate_per_s=share.rate_per_s / count) for share in result
-            )
+            return tuple(replace(each, region=region, rate_per_s=each.rate_per_s / count) for each in result)
     able = plan.template(template).capacity
     shares = (
-        *(
-            PlannedShare(template, region, bucket_capacity.bucket, "prefill", bucket_capacity.prefill_per_s)
-            for bucket_capacity in able
-        ),
-        *(
-            PlannedShare(template, region, bucket_capacity.bucket, "decode", bucket_capacity.decode_per_s)
-            for bucket_capacity in able
-        ),
-        *(
-            PlannedShare(template, region, bucket_capacity.bucket, "closed", bucket_capacity.closed_per_s)
-            for bucket_capacity in able
-        ),
+        *(PlannedShare(template, region, each.bucket, "prefill", each.prefill_per_s) for each in able),
+        *(PlannedShare(template, region, each.bucket, "decode", each.decode_per_s) for each in able),
+        *(PlannedShare(template, region, each.bucket, "closed", each.closed_per_s) for each in able),
     )
     return tuple(share for share in shares if share.rate_per_s > 0)
 
@@ -214,10 +185,8 @@ def turns(snapshot: Snapshot) -> tuple[UpgradeTurn, ...]:
     alike = Counter(_kind(unit[0]) for unit in units.values())
     ordered = sorted(units.values(), key=lambda mappings: -alike[_kind(mappings[0])])
     return tuple(
-        UpgradeTurn(
-            tuple(str(entry["replica"]) for entry in result), tuple(str(entry["url"]) for entry in result)
-        )
-        for result in ordered
+        UpgradeTurn(*(tuple(str(entry[name]) for entry in unit) for name in ("replica", "url")))
+        for unit in ordered
     )
 
 

@@ -12,12 +12,13 @@ emptied before. A file that cannot be read leaves what was read last, and says s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
@@ -59,51 +60,38 @@ class Market:
     notices: tuple[VanishNotice, ...] = ()
 
     def regions(self, spec: Sequence[Region]) -> tuple[Region, ...]:
-        message = {(quote.region, quote.node): quote for quote in self.quotes}
-        return tuple(
-            replace(
-                region, offers=tuple(_quoted(o, message.get((region.name, o.node))) for o in region.offers)
-            )
-            for region in spec
-        )
+        quotes = {(quote.region, quote.node): quote for quote in self.quotes}
+
+        def quoted(region: Region) -> tuple[NodeOffer, ...]:
+            return tuple(_quoted(offer, quotes.get((region.name, offer.node))) for offer in region.offers)
+
+        return tuple(replace(region, offers=quoted(region)) for region in spec)
 
     def leaving(self, instances: Iterable[EngineInstance]) -> dict[str, VanishNotice]:
         """Engines whose machines will vanish. Of a type, those go that were noticed first to be up."""
         ranked = sorted(instances, key=lambda each: (each.since_s, each.name))
-        vanish_notices = {
-            engine_instance.name: notice
-            for notice in self.notices
-            if notice.engine
-            for engine_instance in ranked
-            if engine_instance.name == notice.engine
-        }
+        names = {one.name for one in ranked}
+        leaving = {notice.engine: notice for notice in self.notices if notice.engine in names}
         for notice in self.notices:
             if notice.engine:
                 continue
             alike = [
-                engine_instance
-                for engine_instance in ranked
-                if engine_instance.make.region == notice.region
-                and engine_instance.name not in vanish_notices
-                and _stands_on(engine_instance, notice.node)
+                one.name
+                for one in ranked
+                if one.make.region == notice.region
+                and one.name not in leaving
+                and notice.node in one.make.layout.node_counts
             ]
-            vanish_notices |= {engine_instance.name: notice for engine_instance in alike[: notice.count]}
-        return vanish_notices
-
-
-def _stands_on(instance: EngineInstance, node: str) -> bool:
-    return any(stage_node.node == node for stage in instance.make.layout.stages for stage_node in stage.nodes)
+            leaving |= dict.fromkeys(alike[: notice.count], notice)
+        return leaving
 
 
 def _quoted(offer: NodeOffer, quote: Quote | None) -> NodeOffer:
     if quote is None:
         return offer
     price = offer.price_usd_per_h if quote.price_usd_per_h is None else quote.price_usd_per_h
-    return replace(
-        offer,
-        price_usd_per_h=price,
-        available=offer.available if quote.available is None else quote.available,
-    )
+    available = offer.available if quote.available is None else quote.available
+    return replace(offer, price_usd_per_h=price, available=available)
 
 
 def read_market(text: str, where: str, spec: Sequence[Region]) -> Market:
@@ -200,55 +188,44 @@ def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
-class MarketSource(Protocol):
-    """What costs how much, and how much of it there is, as somebody knows it now."""
+class MarketSource(ABC):
+    """What costs how much, and how much of it there is, as somebody knows it now; else the spec holds."""
 
-    market: Market
-    spec: tuple[Region, ...]
-    """What holds where nobody says anything else."""
-    problem: str
-    """Why what is known now is not used."""
+    def __init__(self, spec: Sequence[Region]) -> None:
+        self.spec = self._shown = tuple(spec)
+        self.market = Market()
+        self.problem = ""
+        """Why what is known now is not used."""
 
+    @abstractmethod
     def look(self) -> None:
         """Find out what has changed."""
 
     @property
     def regions(self) -> tuple[Region, ...]:
         """The spec's at these prices."""
-
-    def changes(self) -> str:
-        """What differs from the last time that somebody asked, or from the spec, in words."""
-
-
-def changed(before: Sequence[Region], after: Sequence[Region]) -> str:
-    known = {(region.name, offer.node): offer for region in before for offer in region.offers}
-    lines = [
-        f"{offer.available} x {offer.node} in {region.name} at ${offer.price_usd_per_h:.2f}/h"
-        for region in after
-        for offer in region.offers
-        if known.get((region.name, offer.node)) != offer
-    ]
-    return ", ".join(lines) or "as before"
-
-
-class MarketFile:
-    """A market in a file, read again when it has changed. Without the file, the spec's own prices hold."""
-
-    def __init__(self, path: Path, spec: Sequence[Region]) -> None:
-        self._path, self.spec = path, tuple(spec)
-        self._stamp: tuple[int, int, int] | None = (-1, -1, -1)
-        self._shown = self.spec
-        self.market = Market()
-        self.problem = ""
-        """Why the file as it is now is not used."""
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
         return self.market.regions(self.spec)
 
     def changes(self) -> str:
-        before, self._shown = self._shown, self.regions
-        return changed(before, self._shown)
+        """What differs from the last time that somebody asked, in words."""
+        known = {(region.name, offer.node): offer for region in self._shown for offer in region.offers}
+        self._shown = self.regions
+        lines = [
+            f"{offer.available} x {offer.node} in {region.name} at ${offer.price_usd_per_h:.2f}/h"
+            for region in self._shown
+            for offer in region.offers
+            if known.get((region.name, offer.node)) != offer
+        ]
+        return ", ".join(lines) or "as before"
+
+
+class MarketFile(MarketSource):
+    """A market in a file, read again when it has changed. Without the file, the spec's own prices hold."""
+
+    def __init__(self, path: Path, spec: Sequence[Region]) -> None:
+        super().__init__(spec)
+        self._path = path
+        self._stamp: tuple[int, int, int] | None = (-1, -1, -1)
 
     def look(self) -> None:
         stamp = self._stamped()
@@ -310,23 +287,13 @@ class MarketSchedule:
 def read_schedule(text: str, where: str, spec: Sequence[Region]) -> MarketSchedule:
     timed = {"at_s", "notice_s"}
     offers, notices = market_lines(text, where, OFFER_KEYS | timed, (NOTICE_KEYS | timed) - {"engine", "at"})
-    changes = [
-        MarketChange(
-            _seconds(item, "at_s", 0.0, at),
-            quote_of(item, at, spec),
-            _seconds(item, "notice_s", NOTICE_S, at),
-        )
-        for item, at in offers
-    ]
-    leaves = [
-        NodesLeave(
-            _seconds(item, "at_s", None, at),
-            *place_of(item, at, spec),
-            count_of(item, at),
-            _seconds(item, "notice_s", NOTICE_S, at),
-        )
-        for item, at in notices
-    ]
+    changes, leaves = [], []
+    for item, at in offers:
+        at_s, notice_s = _seconds(item, "at_s", 0.0, at), _seconds(item, "notice_s", NOTICE_S, at)
+        changes.append(MarketChange(at_s, quote_of(item, at, spec), notice_s))
+    for item, at in notices:
+        at_s, notice_s = _seconds(item, "at_s", None, at), _seconds(item, "notice_s", NOTICE_S, at)
+        leaves.append(NodesLeave(at_s, *place_of(item, at, spec), count_of(item, at), notice_s))
     return MarketSchedule(tuple(sorted(changes, key=lambda each: each.at_s)), tuple(leaves))
 
 
@@ -382,22 +349,16 @@ def quotes_of(
 ) -> tuple[Quote, ...]:
     """How many nodes of each type there are. A node counts for every type that it can be."""
     anywhere = not any(node.region for node in there)
-    return tuple(
-        Quote(
-            region.name,
-            offer.node,
-            available=sum(
-                node.count(spellings[offer.node])
-                for node in there
-                if node.well and (anywhere or node.region == region.name)
-            ),
-        )
-        for region in regions
-        for offer in region.offers
-    )
+    quotes = []
+    for region in regions:
+        here = [node for node in there if node.well and (anywhere or node.region == region.name)]
+        for offer in region.offers:
+            available = sum(node.count(spellings[offer.node]) for node in here)
+            quotes.append(Quote(region.name, offer.node, available=available))
+    return tuple(quotes)
 
 
-class ClusterMarket:
+class ClusterMarket(MarketSource):
     """What a cluster has now; prices and notices are those of `below`, where there is a file of them."""
 
     def __init__(
@@ -407,18 +368,9 @@ class ClusterMarket:
         spec: Sequence[Region],
         below: MarketSource | None = None,
     ) -> None:
-        self._there, self._spellings, self.spec, self._below = there, spellings, tuple(spec), below
-        self._shown: tuple[Region, ...] = ()
-        self.market = Market()
-        self.problem = ""
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        return self.market.regions(self.spec)
-
-    def changes(self) -> str:
-        before, self._shown = self._shown, self.regions
-        return changed(before, self._shown)
+        super().__init__(spec)
+        self._there, self._spellings, self._below = there, spellings, below
+        self._shown = ()  # what there is at first is said, too
 
     def look(self) -> None:
         prices: dict[tuple[str, str], float | None] = {}
@@ -426,11 +378,7 @@ class ClusterMarket:
         if self._below is not None:
             self._below.look()
             self.problem, notices = self._below.problem, self._below.market.notices
-            prices = {
-                (quote.region, quote.node): quote.price_usd_per_h for quote in self._below.market.quotes
-            }
+            prices = {(one.region, one.node): one.price_usd_per_h for one in self._below.market.quotes}
         there = quotes_of(self._there(), self._spellings, self.spec)
-        quotes = tuple(
-            replace(quote, price_usd_per_h=prices.get((quote.region, quote.node))) for quote in there
-        )
-        self.market = Market(quotes, notices)
+        quotes = (replace(one, price_usd_per_h=prices.get((one.region, one.node))) for one in there)
+        self.market = Market(tuple(quotes), notices)

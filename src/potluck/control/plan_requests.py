@@ -112,10 +112,8 @@ class PlanRequests:
         newest = self._store.plan()
         line = f"a plan for ${plan.cost_usd_per_h:.2f}/h: {_listed(plan)}"
         if newest is not None and is_by_hand(newest):
-            held = (
-                f"version {newest.version} was made by hand and holds; `potluck scale --auto` lets go of it"
-            )
-            self._note("advice", line, f"{reason}; {held}")
+            held = f"version {newest.version} was made by hand and holds"
+            self._note("advice", line, f"{reason}; {held}; `potluck scale --auto` lets go of it")
         elif self._advise:
             self._note("advice", line, reason)
         else:
@@ -153,10 +151,7 @@ def _running(planned: Plan | None, wanted: dict[str, Any]) -> Plan | None:
         for item in wanted.get("replicas", ())
         if not item.get("draining") and not item.get("standby") and item["template"] in known
     }
-    counts: dict[tuple[str, str], int] = {}
-    for key in units.values():
-        counts[key] = counts.get(key, 0) + 1
-    return planned.holding(counts)
+    return planned.holding(Counter(units.values()))
 
 
 def _asked(
@@ -172,7 +167,4 @@ def _asked(
 
 
 def _listed(plan: Plan) -> str:
-    return ", ".join(
-        f"{deployment.count} x {deployment.template} in {deployment.region}"
-        for deployment in plan.deployments
-    )
+    return ", ".join(f"{one.count} x {one.template} in {one.region}" for one in plan.deployments)

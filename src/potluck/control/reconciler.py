@@ -131,83 +131,80 @@ def step(
     silent_s: float = SILENT_S,
 ) -> ReconcilerStep:
     """What to do now; engines that are `leaving` are not used again."""
-    orders: list[Order] = []
-    living: list[EngineInstance] = []
     memory = replace(memory, silent_since_s={name: memory.silent_since_s.get(name, now_s) for name in silent})
-    late = f"was not ready after {start_s:g} s"
-    for instance in instances:
-        stuck = ""
-        if instance.state == "starting" and now_s - instance.since_s > start_s:
-            stuck = late
-        elif now_s - memory.silent_since_s.get(instance.name, now_s) >= silent_s and not instance.pinned:
-            stuck = f"was silent for {silent_s:g} s"
-        if instance.state == "dead" or stuck:
-            why = instance.problem or stuck or "ended by itself"
-            orders.append(
-                ForgetEngine(instance.name, why)
-                if instance.state == "dead"
-                else StopEngine(instance.name, why, True)
-            )
-            # It never was up: a start that failed. Of one that was late that is known when it ends.
-            if (stuck == late and not instance.problem) or (
-                instance.state == "dead" and not instance.url and why != late
-            ):
-                memory = memory.failed(instance.make, now_s, why, instance.name)
-        else:
-            living.append(instance)
-            if instance.state == "up" and instance.make in memory.failures:
-                left = {make: failure for make, failure in memory.failures.items() if make != instance.make}
-                memory = replace(memory, failures=left)
+    orders, living, memory = _ended(instances, memory, now_s, start_s, silent_s)
     taken, lacking = _matched(wants, living)
-    free = sorted((item for item in living if item.name not in taken), key=_usefulness)
+    free = sorted((one for one in living if one.name not in taken), key=_usefulness)
     waiting: list[str] = []
     for want in lacking:
-        result = next((item for item in free if item.make == want.make and item.name not in leaving), None)
-        if result is not None:
-            free.remove(result)
-            orders.append(AssignEngine(result.name, want.replica, "it was there and free"))
+        found = next((one for one in free if one.make == want.make and one.name not in leaving), None)
+        failed = memory.failures.get(want.make, StartFailures())
+        if found is not None:
+            free.remove(found)
+            orders.append(AssignEngine(found.name, want.replica, "it was there and free"))
         elif want.draining:
             continue
-        elif now_s < (again_s := memory.failures.get(want.make, StartFailures()).again_s):
-            failed = memory.failures[want.make]
+        elif now_s < failed.again_s:
             alike = " in the same way" if failed.in_vain else ""
             starts = f"{failed.count} starts" if failed.count > 1 else "1 start"
             waiting.append(
                 f"{want.replica}: {starts} failed{alike}, the last as {_cut(failed.why)!r}; "
-                f"the next in {again_s - now_s:.0f} s"
+                f"the next in {failed.again_s - now_s:.0f} s"
             )
         else:
             orders.append(LaunchEngine(want, "the plan wants it, and no engine is free for it"))
-    idle = {item.name: memory.idle_since_s.get(item.name, now_s) for item in free}
-    for engine_instance in free:
-        if engine_instance.replica:
-            orders.append(
-                AssignEngine(engine_instance.name, "", f"{engine_instance.replica} is not wanted any more")
-            )
-        if engine_instance.name in leaving and not engine_instance.pinned:
-            orders.append(
-                StopEngine(engine_instance.name, "its replica was drained by hand, or its machine goes")
-            )
-        elif now_s - idle[engine_instance.name] >= linger_s and not engine_instance.pinned:
-            orders.append(
-                StopEngine(
-                    engine_instance.name, f"is not wanted since {now_s - idle[engine_instance.name]:.0f} s"
-                )
-            )
+    idle = {one.name: memory.idle_since_s.get(one.name, now_s) for one in free}
+    for one in free:
+        idle_s = now_s - idle[one.name]
+        if one.replica:
+            orders.append(AssignEngine(one.name, "", f"{one.replica} is not wanted any more"))
+        if one.name in leaving and not one.pinned:
+            orders.append(StopEngine(one.name, "its replica was drained by hand, or its machine goes"))
+        elif idle_s >= linger_s and not one.pinned:
+            orders.append(StopEngine(one.name, f"is not wanted since {idle_s:.0f} s"))
     return ReconcilerStep(tuple(orders), replace(memory, idle_since_s=idle), tuple(waiting))
+
+
+def _ended(
+    instances: Iterable[EngineInstance],
+    memory: ReconcilerMemory,
+    now_s: float,
+    start_s: float,
+    silent_s: float,
+) -> tuple[list[Order], list[EngineInstance], ReconcilerMemory]:
+    """What becomes of those that are dead, late or silent; those that live; and which starts failed."""
+    orders: list[Order] = []
+    living: list[EngineInstance] = []
+    late = f"was not ready after {start_s:g} s"
+    for one in instances:
+        stuck, dead = "", one.state == "dead"
+        if one.state == "starting" and now_s - one.since_s > start_s:
+            stuck = late
+        elif now_s - memory.silent_since_s.get(one.name, now_s) >= silent_s and not one.pinned:
+            stuck = f"was silent for {silent_s:g} s"
+        if dead or stuck:
+            why = one.problem or stuck or "ended by itself"
+            orders.append(ForgetEngine(one.name, why) if dead else StopEngine(one.name, why, True))
+            # It never was up: a start that failed. Of one that was late that is known when it ends.
+            if (stuck == late and not one.problem) or (dead and not one.url and why != late):
+                memory = memory.failed(one.make, now_s, why, one.name)
+        else:
+            living.append(one)
+            if one.state == "up" and one.make in memory.failures:
+                left = {make: failure for make, failure in memory.failures.items() if make != one.make}
+                memory = replace(memory, failures=left)
+    return orders, living, memory
 
 
 def _matched(
     wants: Sequence[WantedReplica], living: Iterable[EngineInstance]
 ) -> tuple[set[str], list[WantedReplica]]:
-    """(engines that are a wanted replica, wanted replicas without one)"""
-    by_replica = {instance.replica: instance for instance in living if instance.replica}
-    taken: set[str] = set()
-    lacking = []
+    by_replica = {one.replica: one for one in living if one.replica}
+    taken, lacking = set[str](), []
     for want in wants:
-        engine_instance = by_replica.get(want.replica)
-        if engine_instance is not None and engine_instance.make == want.make:
-            taken.add(engine_instance.name)
+        one = by_replica.get(want.replica)
+        if one is not None and one.make == want.make:
+            taken.add(one.name)
         else:
             lacking.append(want)
     return taken, lacking

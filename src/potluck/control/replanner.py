@@ -70,9 +70,8 @@ class Replanner:
         more = plan.fraction - now.served_fraction
         saves = now.cost_usd_per_h - plan.cost_usd_per_h
         if more > 1e-6:
-            return PlanReply(
-                plan, f"this plan serves {plan.fraction:.0%} instead of {now.served_fraction:.0%}"
-            )
+            why = f"this plan serves {plan.fraction:.0%} instead of {now.served_fraction:.0%}"
+            return PlanReply(plan, why)
         if more > -1e-6 and saves > SAME:
             return PlanReply(plan, f"this plan saves ${saves:.2f}/h")
         if running is not None and now.step == "flip" and now.flips:
@@ -96,9 +95,6 @@ def _inherited(plan: Plan, before: Plan) -> Plan:
     """What is left of a plan is still its strategy's, and so is what may be started, if lengths are cut as before."""
     cuts = [[(b.model, b.longest_tokens) for b in item.buckets] for item in (plan, before)]
     there = {template.name for template in plan.templates}
-    kept = (
-        tuple(candidate for candidate in before.candidates if candidate.name not in there)
-        if cuts[0] == cuts[1]
-        else ()
-    )
+    candidates = before.candidates if cuts[0] == cuts[1] else ()
+    kept = tuple(candidate for candidate in candidates if candidate.name not in there)
     return replace(plan, strategy=before.strategy, candidates=kept)

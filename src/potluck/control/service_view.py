@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from potluck.core.values.kv import lossy_notices
 Json = dict[str, Any]
 NOTES = 8
 LOG_LINES = 5
+SHOWN = ("name", "state", "since_s", "url", "replica")
+"""Of an engine."""
 LOOK_BACK = 200
 """Happenings in which the reason for something that is missing is looked for."""
 
@@ -55,6 +58,7 @@ class ServiceView:
         instances = self.store.instances()
         happenings = self.store.happenings(most=LOOK_BACK)
         wanted = snapshot.get("wanted") or self.store.get("wanted") or {}
+        stuck = self.store.get(STUCK) or {} if self.controller_lives else {}
         return {
             "state": str(self.folder),
             "url": self.url,
@@ -75,37 +79,14 @@ class ServiceView:
             "standby": snapshot.get("standby"),
             "models": snapshot.get("models", {}),
             "replicas": replicas_of(snapshot, wanted, instances),
-            "lacking": self._with_logs(
-                lacking_of(snapshot, wanted, instances, happenings, now_s, self._stuck())
-            ),
+            "lacking": self._with_logs(lacking_of(snapshot, wanted, instances, happenings, now_s, stuck)),
             "open_requests": snapshot.get("open_requests"),
-            "engines": [
-                {
-                    "name": instance.name,
-                    "state": instance.state,
-                    "since_s": instance.since_s,
-                    "url": instance.url,
-                    "replica": instance.replica,
-                }
-                for instance in instances
-            ],
+            "engines": [{name: getattr(instance, name) for name in SHOWN} for instance in instances],
             "slowdown": snapshot.get("slowdown"),
             "notices": list(snapshot.get("notices", ())),
             "problems": [item for item in (problem, *snapshot.get("problems", ())) if item],
-            "notes": [
-                {
-                    "id": happening.id,
-                    "at_s": happening.at_s,
-                    "kind": happening.kind,
-                    "what": happening.what,
-                    "why": happening.why,
-                }
-                for happening in happenings[-NOTES:]
-            ],
+            "notes": [asdict(happening) for happening in happenings[-NOTES:]],
         }
-
-    def _stuck(self) -> Json:
-        return self.store.get(STUCK) or {} if self.controller_lives else {}
 
     def _with_logs(self, lacking: list[Json]) -> list[Json]:
         """Each with the last lines of the engine that failed."""
@@ -202,12 +183,8 @@ def _why(
 ) -> str:
     if engine is None:
         for happening in reversed(happenings):
-            if name in f"{happening.what} {happening.why}" and happening.kind in (
-                "waits",
-                "failed",
-                "clear",
-                "dead",
-            ):
+            told = happening.kind in ("waits", "failed", "clear", "dead")
+            if told and name in f"{happening.what} {happening.why}":
                 return f"no engine: {happening.why}"
         return "no engine is there for it"
     if engine.state == "starting":

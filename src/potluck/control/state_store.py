@@ -1,6 +1,6 @@
-"""The state file: plans, engines, what happened and why, rates of the past; keys.py and usage.py have the rest.
+"""The state file: plans, engines, what happened and why, rates of the past; keys and usage are in accounts.py.
 
-One process acts (`lease.py`), any may read; commands of operators add notes and plan versions. Every change is one
+One process acts (`Lease`), any may read; commands of operators add notes and plan versions. Every change is one
 transaction, so that a controller that is killed at any instant leaves either the state before it or the one after.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from potluck.control.control_values import EngineInstance, EngineSpec, InstanceState
+from potluck.control.control_values import EngineInstance, EngineSpec
 from potluck.core.codec import decode, encode
 from potluck.core.errors import CapacityError, FormatError, InputError, PotluckError
 from potluck.core.values.plan import Plan, mark_of, plan_from_json, plan_to_json
@@ -39,6 +39,7 @@ def written(path: Path, text: str) -> None:
         ) from error
 
 
+_INSTANCE = ("name", "make", "state", "since_s", "url", "replica", "problem", "pinned")
 BUSY_S = 5.0
 MOST_EVENTS = 100_000
 BATCH = 1_000
@@ -112,7 +113,6 @@ class StateStore:
 
     @contextmanager
     def change(self) -> Iterator[sqlite3.Connection]:
-        """One transaction: all of it, or nothing."""
         with self.guarded():
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -147,14 +147,12 @@ class StateStore:
         return tuple(self.rows("SELECT version, reason FROM plans ORDER BY version DESC LIMIT ?", last))
 
     def plan(self, version: int | None = None) -> PlanVersion | None:
-        which = "ORDER BY version DESC LIMIT 1" if version is None else "WHERE version = ?"
-        rows = self.rows(
-            f"SELECT version, at_s, reason, plan FROM plans {which}", *(() if version is None else (version,))
-        )
-        if not rows:
-            return None
-        number, at_s, reason, text = rows[0]
-        return PlanVersion(number, at_s, reason, plan_from_json(text))
+        query = "SELECT version, at_s, reason, plan FROM plans"
+        if version is None:
+            rows = self.rows(f"{query} ORDER BY version DESC LIMIT 1")
+        else:
+            rows = self.rows(f"{query} WHERE version = ?", version)
+        return PlanVersion(*rows[0][:3], *map(plan_from_json, rows[0][3:])) if rows else None
 
     def plan_marks(self, last: int = 8) -> tuple[str, ...]:
         """Of the newest versions, the newest first: what a gateway calls the plan that it serves."""
@@ -168,39 +166,24 @@ class StateStore:
     # Engines.
 
     def instances(self) -> tuple[EngineInstance, ...]:
-        rows = self.rows(
-            "SELECT name, make, state, since_s, url, replica, problem, pinned FROM instances ORDER BY name"
-        )
-        return tuple(_instance(row) for row in rows)
+        rows = self.rows(f"SELECT {', '.join(_INSTANCE)} FROM instances ORDER BY name")
+        return tuple(map(_instance, rows))
 
     def places(self) -> dict[str, dict[str, Any]]:
-        return {
-            name: json.loads(place or "{}") for name, place in self.rows("SELECT name, place FROM instances")
-        }
+        rows = self.rows("SELECT name, place FROM instances")
+        return {name: json.loads(place or "{}") for name, place in rows}
 
     def put(self, instance: EngineInstance, place: dict[str, Any] | None = None) -> None:
-        values = (
-            instance.name,
-            json.dumps(encode(instance.make)),
-            instance.state,
-            instance.since_s,
-            instance.url,
-            instance.replica,
-            instance.problem,
-            int(instance.pinned),
-        )
+        values: dict[str, Any] = {name: getattr(instance, name) for name in _INSTANCE}
+        values["make"] = json.dumps(encode(instance.make))
+        if place is not None:
+            values["place"] = json.dumps(place)
         with self.change() as db:
             db.execute(
-                "INSERT INTO instances (name, make, state, since_s, url, replica, problem, pinned) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET make = excluded.make, "
-                "state = excluded.state, since_s = excluded.since_s, url = excluded.url, "
-                "replica = excluded.replica, problem = excluded.problem, pinned = excluded.pinned",
-                values,
+                f"INSERT INTO instances ({', '.join(values)}) VALUES ({', '.join('?' * len(values))}) "
+                f"ON CONFLICT (name) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in values)}",
+                (*values.values(),),
             )
-            if place is not None:
-                db.execute(
-                    "UPDATE instances SET place = ? WHERE name = ?", (json.dumps(place), instance.name)
-                )
 
     def remove(self, name: str) -> None:
         with self.change() as db:
@@ -234,20 +217,14 @@ class StateStore:
 
     def rates(self, model: str, last_bin: int, bins: int) -> tuple[float | None, ...]:
         """Of so many bins up to and with the last one; None where nobody looked."""
-        rows = dict(
-            self.rows(
-                "SELECT bin, rate_per_s FROM rates WHERE model = ? AND bin > ? AND bin <= ?",
-                model,
-                last_bin - bins,
-                last_bin,
-            )
-        )
+        query = "SELECT bin, rate_per_s FROM rates WHERE model = ? AND bin > ? AND bin <= ?"
+        rows = dict(self.rows(query, model, last_bin - bins, last_bin))
         return tuple(rows.get(index) for index in range(last_bin - bins + 1, last_bin + 1))
 
     def rated_models(self) -> tuple[str, ...]:
         return tuple(model for (model,) in self.rows("SELECT DISTINCT model FROM rates ORDER BY model"))
 
-    # Few plain settings: addresses, wishes by hand.
+    # Few plain settings: addresses, changes by hand.
 
     def get(self, name: str) -> Any:
         rows = self.rows("SELECT value FROM settings WHERE name = ?", name)
@@ -261,7 +238,7 @@ class StateStore:
                 (name, json.dumps(value)),
             )
 
-    # The lease (lease.py).
+    # The lease.
 
     def claim(self, holder: str, now_s: float, lasts_s: float) -> int | None:
         """Take or keep the lease: the number of this holder's turn, or None while somebody else has it."""
@@ -286,85 +263,41 @@ class StateStore:
 
 
 def _instance(row: tuple[Any, ...]) -> EngineInstance:
-    name, make, state, since_s, url, replica, problem, pinned = row
+    values = dict(zip(_INSTANCE, row, strict=True))
+    where = f"state: instance {values['name']}"
     try:
-        document = decode(EngineSpec, json.loads(make), f"state: instance {name}")
+        values["make"] = decode(EngineSpec, json.loads(values["make"]), where)
     except ValueError as error:
-        raise FormatError(f"state: instance {name}", "has a garbled make") from error
-    return EngineInstance(
-        name, document, cast(InstanceState, state), since_s, url, replica, problem, bool(pinned)
-    )
+        raise FormatError(where, "has a garbled make") from error
+    return EngineInstance(**values | {"pinned": bool(values["pinned"])})
 
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
-        """CREATE TABLE plans (
-            version INTEGER PRIMARY KEY AUTOINCREMENT,
-            at_s REAL NOT NULL,
-            reason TEXT NOT NULL,
-            plan TEXT NOT NULL
-        )""",
-        """CREATE TABLE instances (
-            name TEXT PRIMARY KEY,
-            make TEXT NOT NULL,
-            state TEXT NOT NULL,
-            since_s REAL NOT NULL,
-            url TEXT NOT NULL DEFAULT '',
-            replica TEXT NOT NULL DEFAULT '',
-            problem TEXT NOT NULL DEFAULT '',
-            pinned INTEGER NOT NULL DEFAULT 0,
-            place TEXT NOT NULL DEFAULT ''
-        )""",
-        """CREATE TABLE events (
-            id INTEGER PRIMARY KEY AUTOINCREMENT,
-            at_s REAL NOT NULL,
-            kind TEXT NOT NULL,
-            what TEXT NOT NULL,
-            why TEXT NOT NULL
-        )""",
-        """CREATE TABLE rates (
-            model TEXT NOT NULL,
-            bin INTEGER NOT NULL,
-            rate_per_s REAL NOT NULL,
-            PRIMARY KEY (model, bin)
-        ) WITHOUT ROWID""",
+        """CREATE TABLE plans (version INTEGER PRIMARY KEY AUTOINCREMENT, at_s REAL NOT NULL,
+            reason TEXT NOT NULL, plan TEXT NOT NULL)""",
+        """CREATE TABLE instances (name TEXT PRIMARY KEY, make TEXT NOT NULL, state TEXT NOT NULL,
+            since_s REAL NOT NULL, url TEXT NOT NULL DEFAULT '', replica TEXT NOT NULL DEFAULT '',
+            problem TEXT NOT NULL DEFAULT '', pinned INTEGER NOT NULL DEFAULT 0,
+            place TEXT NOT NULL DEFAULT '')""",
+        """CREATE TABLE events (id INTEGER PRIMARY KEY AUTOINCREMENT, at_s REAL NOT NULL,
+            kind TEXT NOT NULL, what TEXT NOT NULL, why TEXT NOT NULL)""",
+        """CREATE TABLE rates (model TEXT NOT NULL, bin INTEGER NOT NULL, rate_per_s REAL NOT NULL,
+            PRIMARY KEY (model, bin)) WITHOUT ROWID""",
         """CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID""",
-        """CREATE TABLE lease (
-            id INTEGER PRIMARY KEY CHECK (id = 1),
-            holder TEXT NOT NULL,
-            turn INTEGER NOT NULL,
-            until_s REAL NOT NULL
-        )""",
+        """CREATE TABLE lease (id INTEGER PRIMARY KEY CHECK (id = 1), holder TEXT NOT NULL,
+            turn INTEGER NOT NULL, until_s REAL NOT NULL)""",
     ),
     (
-        """CREATE TABLE keys (
-            sha256 TEXT PRIMARY KEY,
-            name TEXT NOT NULL,
-            line TEXT NOT NULL,
-            made_s REAL NOT NULL,
-            expires_s REAL,
-            revoked_s REAL
-        ) WITHOUT ROWID""",
-        """CREATE TABLE usage (
-            hour INTEGER NOT NULL,
-            key TEXT NOT NULL,
-            tenant TEXT NOT NULL,
-            model TEXT NOT NULL,
-            class TEXT NOT NULL,
-            outcome TEXT NOT NULL,
-            requests INTEGER NOT NULL,
-            prompt_tokens INTEGER NOT NULL,
-            cached_tokens INTEGER NOT NULL,
-            output_tokens INTEGER NOT NULL,
-            estimated INTEGER NOT NULL,
-            PRIMARY KEY (hour, key, tenant, model, class, outcome)
-        ) WITHOUT ROWID""",
-        """CREATE TABLE usage_files (
-            mark TEXT PRIMARY KEY,
-            name TEXT NOT NULL,
-            read_bytes INTEGER NOT NULL,
-            garbled INTEGER NOT NULL
-        ) WITHOUT ROWID""",
+        """CREATE TABLE keys (sha256 TEXT PRIMARY KEY, name TEXT NOT NULL, line TEXT NOT NULL,
+            made_s REAL NOT NULL, expires_s REAL, revoked_s REAL) WITHOUT ROWID""",
+        """CREATE TABLE usage (hour INTEGER NOT NULL, key TEXT NOT NULL, tenant TEXT NOT NULL,
+            model TEXT NOT NULL, class TEXT NOT NULL, outcome TEXT NOT NULL, requests INTEGER NOT NULL,
+            prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL, output_tokens INTEGER NOT NULL,
+            estimated INTEGER NOT NULL, PRIMARY KEY (hour, key, tenant, model, class,
+            outcome)) WITHOUT ROWID""",
+        """CREATE TABLE usage_files (mark TEXT PRIMARY KEY, name TEXT NOT NULL,
+            read_bytes INTEGER NOT NULL, garbled INTEGER NOT NULL) WITHOUT ROWID""",
     ),
     (
         """CREATE TABLE usage_ids (id TEXT PRIMARY KEY, hour INTEGER NOT NULL) WITHOUT ROWID""",

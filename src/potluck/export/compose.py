@@ -31,7 +31,7 @@ def files(
             services["gateway"] = _gateway(image, wording, served)
         texts[f"compose-{box.name}.yaml"] = _text(box, services)
     texts["engines.yaml"] = roster(
-        fleet, lambda placement: f"http://{host_of(placement.box)}:{placement.port}", wording.key_file
+        fleet, lambda one: f"http://{host_of(one.box)}:{one.port}", wording.key_file
     )
     return texts
 
@@ -51,31 +51,18 @@ def _services(
     fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, host_of: HostOf, image: str
 ) -> dict[str, dict[str, Any]]:
     services: dict[str, dict[str, Any]] = {}
-    for placement in fleet.placements:
-        if placement.alone:
-            if placement.box == box:
-                command = wording.engine(placement, host_of(box), host_of)
-                services[placement.name] = _service(
-                    image, command, wording, SECRETS[:1], placement.port, host_of(box)
-                )
-                gpus = tuple(gpu for machine_share in placement.footings for gpu in machine_share.gpus)
-                services[placement.name] |= _gpus(gpus)
-            continue
-        for number, footing in enumerate(placement.footings):
+    here = host_of(box)
+    for one in fleet.placements:
+        for number, footing in enumerate(() if one.alone else one.footings):
             if footing.box == box:
-                command = [
-                    "sh",
-                    "-c",
-                    f"exec {' '.join(wording.worker(placement, host_of(box)))} < {wording.secret_file}",
-                ]
-                services[f"{placement.name}-worker{number}"] = _service(
-                    image, command, wording, SECRETS[1:]
-                ) | _gpus(footing.gpus)
-        if placement.box == box:
-            command = wording.engine(placement, host_of(box), host_of)
-            services[placement.name] = _service(
-                image, command, wording, SECRETS, placement.port, host_of(box)
-            )
+                line = f"exec {' '.join(wording.worker(one, here))} < {wording.secret_file}"
+                worker = _service(image, ["sh", "-c", line], wording, SECRETS[1:])
+                services[f"{one.name}-worker{number}"] = worker | _gpus(footing.gpus)
+        if one.box == box:
+            command, secrets = wording.engine(one, here, host_of), SECRETS[:1] if one.alone else SECRETS
+            services[one.name] = _service(image, command, wording, secrets, one.port, here)
+            if one.alone:
+                services[one.name] |= _gpus(tuple(gpu for footing in one.footings for gpu in footing.gpus))
     return services
 
 

@@ -19,6 +19,7 @@ from potluck.control.launchers.kubernetes_pods import (
     engine_container,
     mounts,
     pod_template,
+    volumes,
     worker_container,
 )
 from potluck.core.errors import InputError
@@ -47,21 +48,17 @@ def files(
     engines: list[Manifest] = []
     for name, placements in groups.items():
         engines += _alike(name, placements, wording, cluster)
-    listed = roster(
-        fleet, lambda placement: f"http://{_host(placement, cluster)}:{placement.port}", wording.key_file
-    )
+    listed = roster(fleet, lambda one: f"http://{_host(one, cluster)}:{one.port}", wording.key_file)
     given = {**served, "engines.yaml": listed}
     size = sum(len(text.encode()) for text in given.values())
     if size > MOST_CONFIG_BYTES:
         problem = f"has {size} bytes with its spec and traces; a ConfigMap holds {MOST_CONFIG_BYTES}"
         raise InputError("plan", f"{problem}: write lengths into the spec instead of traces")
-    config = _named("v1", "ConfigMap", CONFIG, cluster) | {
-        "data": {_key(path): text for path, text in given.items()}
-    }
+    config = {"data": {_key(path): text for path, text in given.items()}}
+    config = _named("v1", "ConfigMap", CONFIG, cluster) | config
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": cluster.namespace}}
     return {
-        "00-namespace.yaml": _text(
-            [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": cluster.namespace}}]
-        ),
+        "00-namespace.yaml": _text([namespace]),
         "10-plan.yaml": _text([config]),
         "20-engines.yaml": _text(engines),
         "30-gateway.yaml": _text(_gateway(wording, cluster, given)),
@@ -100,9 +97,8 @@ def _alike(
     budget = _named("policy/v1", "PodDisruptionBudget", name, cluster) | {
         "spec": {"maxUnavailable": 1, "selector": {"matchLabels": labels}}
     }
-    if first.alone:
-        return [service, _stateful(name, placements, labels, wording, cluster), budget]
-    return [service, _group_of_pods(name, placements, labels, wording, cluster), budget]
+    make = _stateful if first.alone else _group_of_pods
+    return [service, make(name, placements, labels, wording, cluster), budget]
 
 
 def _stateful(
@@ -115,6 +111,7 @@ def _stateful(
     first = placements[0]
     command = wording.engine(first, "$(POD_IP)", lambda box: box.name)
     gpus = sum(len(footing.gpus) for footing in first.footings)
+    engine = engine_container(command, (first.port, first.kv_port), gpus, cluster)
     return _named("apps/v1", "StatefulSet", name, cluster) | {
         "spec": {
             "serviceName": name,
@@ -122,12 +119,7 @@ def _stateful(
             "podManagementPolicy": "Parallel",
             "updateStrategy": {"type": "RollingUpdate"},
             "selector": {"matchLabels": labels},
-            "template": _pod(
-                labels,
-                first.box,
-                [engine_container(command, (first.port, first.kv_port), gpus, cluster)],
-                cluster,
-            ),
+            "template": _pod(labels, first.box, [engine], cluster),
         }
     }
 
@@ -154,17 +146,10 @@ def _group_of_pods(
         pod = "$(LWS_LEADER_ADDRESS)" if not number else f"{name}-$(LWS_GROUP_INDEX)-{number}.{name}"
         return pod if not number else f"{pod}.{cluster.namespace}"
 
-    engine = engine_container(
-        wording.engine(first, "$(POD_IP)", host_of), (first.port, first.kv_port), 0, cluster
-    )
-    engine["env"].append(
-        {
-            "name": "LWS_GROUP_INDEX",
-            "valueFrom": {
-                "fieldRef": {"fieldPath": "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"}
-            },
-        }
-    )
+    command = wording.engine(first, "$(POD_IP)", host_of)
+    engine = engine_container(command, (first.port, first.kv_port), 0, cluster)
+    group = {"fieldRef": {"fieldPath": "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"}}
+    engine["env"].append({"name": "LWS_GROUP_INDEX", "valueFrom": group})
     leads, follows = (
         worker_container(stage_port(first), len(footing.gpus), cluster) for footing in first.footings[:2]
     )
@@ -215,14 +200,7 @@ def _gateway(wording: CommandOptions, cluster: ManifestOptions, given: Mapping[s
             "terminationGracePeriodSeconds": GRACE_S,
             "automountServiceAccountToken": False,
             "containers": [container],
-            "volumes": [
-                {"name": "plan", "configMap": {"name": CONFIG, "items": items}},
-                {
-                    "name": "models",
-                    "persistentVolumeClaim": {"claimName": cluster.models_claim, "readOnly": True},
-                },
-                {"name": "secret", "secret": {"secretName": cluster.secret, "defaultMode": 0o440}},
-            ],
+            "volumes": [{"name": "plan", "configMap": {"name": CONFIG, "items": items}}, *volumes(cluster)],
         },
     }
     spec = {

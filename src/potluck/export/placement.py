@@ -135,23 +135,16 @@ class _Ground:
         if region not in self.regions:
             raise InputError(f"plan: region {region}", "is not in the spec; give the plan's own spec")
         if template.machines:
-            lies = [
-                node
-                for replica in template.replicas
-                for stage in replica.layout.stages
-                for node in stage.nodes
-            ]
-            kinds = {node.machine: node.node for node in lies}
+            stages = [stage for replica in template.replicas for stage in replica.layout.stages]
+            kinds = {node.machine: node.node for stage in stages for node in stage.nodes}
             return [RentedMachine(label(name), region, self._type(kind)) for name, kind in kinds.items()]
-        rented_machines: list[RentedMachine] = []
+        machines: list[RentedMachine] = []
         for wanted in template.nodes:
-            offer = self.regions[region].offer(wanted.node)
+            offer, kind = self.regions[region].offer(wanted.node), self._type(wanted.node)
+            spot = offer is not None and offer.spot
             for _ in range(wanted.count):
-                spot = offer is not None and offer.spot
-                rented_machines.append(
-                    RentedMachine(f"{stem}-box{len(rented_machines)}", region, self._type(wanted.node), spot)
-                )
-        return rented_machines
+                machines.append(RentedMachine(f"{stem}-box{len(machines)}", region, kind, spot))
+        return machines
 
     def _type(self, name: str) -> NodeType:
         if name not in self.types:
@@ -195,18 +188,10 @@ class CommandOptions:
         """Of one engine, on its first box; `listen` is the address by which others reach it."""
         make = EngineSpec(placement.model, placement.layout, placement.region)
         kind = "vllm" if self.style == "vllm" else "serve"
+        port, kv_port = str(placement.port), str(placement.kv_port)
         words = [
             *("potluck", "engine", kind, "--model", self.folders[placement.model], "--name", placement.model),
-            *(
-                "--host",
-                listen,
-                "--port",
-                str(placement.port),
-                "--kv-port",
-                str(placement.kv_port),
-                "--role",
-                placement.role,
-            ),
+            *("--host", listen, "--port", port, "--kv-port", kv_port, "--role", placement.role),
             *(("--api-key-file", self.key_file) if self.key_file else ()),
         ]
         if self.style == "vllm":
@@ -253,13 +238,13 @@ def stage_port(placement: EnginePlacement) -> int:
 def roster(fleet: PlacedPlan, url_of: Callable[[EnginePlacement], str], key_file: str) -> str:
     engines = [
         {
-            "url": url_of(placement),
-            "template": placement.template,
-            "index": placement.index,
-            "region": placement.region,
+            "url": url_of(one),
+            "template": one.template,
+            "index": one.index,
+            "region": one.region,
             "key_file": key_file,
         }
-        for placement in fleet.placements
+        for one in fleet.placements
     ]
     return yaml.safe_dump({"engines": engines}, sort_keys=False, width=120)
 

@@ -23,7 +23,7 @@ def files(fleet: PlacedPlan, wording: CommandOptions, addresses: Mapping[str, st
 
     texts = {f"{box.name}.sh": _box(fleet, box, wording, host_of) for box in fleet.boxes}
     texts["engines.yaml"] = roster(
-        fleet, lambda placement: f"http://{host_of(placement.box)}:{placement.port}", wording.key_file
+        fleet, lambda one: f"http://{host_of(one.box)}:{one.port}", wording.key_file
     )
     texts["gateway.sh"] = _gateway(wording)
     return texts
@@ -35,29 +35,21 @@ def _box(fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, host_of
         f"the models' directories, the key in {wording.key_file} and, for pipelines, {wording.secret_file}"
     )
     lines = [HEAD.format(what=what, needs=needs)]
-    for placement in fleet.placements:
-        workers = (
-            [footing for footing in placement.footings if footing.box == box] if not placement.alone else []
-        )
-        for machine_share in workers:
-            gpus = ",".join(map(str, machine_share.gpus))
-            command = _line(wording.worker(placement, host_of(box)))
+    for one in fleet.placements:
+        workers = [] if one.alone else [footing for footing in one.footings if footing.box == box]
+        for footing in workers:
+            gpus, command = ",".join(map(str, footing.gpus)), _line(wording.worker(one, host_of(box)))
             lines.append(f"CUDA_VISIBLE_DEVICES={gpus} {command} < {wording.secret_file} &")
-        if placement.box == box:
-            gpus = (
-                f"CUDA_VISIBLE_DEVICES={visible(placement, box)} "
-                if placement.alone
-                else "CUDA_VISIBLE_DEVICES= "
-            )
-            lines.append(f"{gpus}{_line(wording.engine(placement, host_of(box), host_of))} &")
+        if one.box == box:
+            gpus, command = visible(one, box), _line(wording.engine(one, host_of(box), host_of))
+            lines.append(f"CUDA_VISIBLE_DEVICES={gpus if one.alone else ''} {command} &")
     return "\n".join([*lines, "wait -n", ""])
 
 
 def _gateway(wording: CommandOptions) -> str:
     what = "The gateway: clients at port 8000, operators at port 8001 of this machine alone"
-    needs = (
-        f"the engines' key in {wording.key_file}, and keys.jsonl of `potluck keys new NAME --file keys.jsonl`"
-    )
+    keys = "keys.jsonl of `potluck keys new NAME --file keys.jsonl`"
+    needs = f"the engines' key in {wording.key_file}, and {keys}"
     command = _line(wording.gateway("", "keys.jsonl"))
     return f'{HEAD.format(what=what, needs=needs)}exec {command} "$@"\n'
 

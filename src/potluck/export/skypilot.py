@@ -36,16 +36,11 @@ def files(fleet: PlacedPlan, wording: CommandOptions, infra: Mapping[str, str], 
                 "is a pipeline over several machines, whose addresses SkyPilot gives out late; export commands",
             )
     texts = {f"{box.name}.yaml": _task(fleet, box, wording, infra, setup) for box in fleet.boxes}
-    listed = roster(
-        fleet, lambda placement: f"http://{_variable(placement.box)}:{placement.port}", "./engine.key"
+    texts["engines.yaml.in"] = roster(
+        fleet, lambda one: f"http://@{one.box.name}@:{one.port}", "./engine.key"
     )
-    texts["engines.yaml.in"] = listed
     texts["launch.sh"] = _launch(fleet, wording)
     return texts
-
-
-def _variable(box: RentedMachine) -> str:
-    return f"@{box.name}@"
 
 
 def _task(

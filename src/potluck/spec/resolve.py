@@ -257,9 +257,7 @@ def _rented(written: SpecIn, hardware: SpecHardware, problems: SpecProblems, bro
 
 
 def _not_empty(written: SpecIn, problems: SpecProblems) -> None:
-    lists: list[tuple[Loc, list[Any]]] = [
-        (("models",), written.models),
-    ]
+    lists: list[tuple[Loc, list[Any]]] = [(("models",), written.models)]
     if written.fleet is not None:
         lists.append((("fleet", "regions"), written.fleet.regions))
         lists += [((*region.at, "nodes"), region.nodes) for region in written.fleet.regions]

@@ -49,7 +49,6 @@ class ClusterLauncher:
         return node_news
 
     def _spelling(self, node: StageNode) -> NodeTypeLabels:
-        """What the cluster calls a node type's GPUs."""
         if node.node not in self._spellings:
             raise CapacityError(f"{node.node} is not in the spec that this service was started with")
         return self._spellings[node.node]
@@ -66,20 +65,14 @@ class ClusterLauncher:
             file.write(written)
 
 
-def nodes_of_layout(make: EngineSpec) -> list[StageNode]:
-    """One for each machine, in the order of its stages."""
-    return [node for stage in make.layout.stages for node in stage.nodes]
-
-
 def over_machines(
     maker: EngineCommands, words: Sequence[str], make: EngineSpec, secret_file: str
 ) -> list[str]:
     """A pipeline's command, with `%0%`, `%1%`, ... where its workers listen: not known before they do."""
     if maker.style != "gpu":
-        raise InputError(
-            "layout", "pipelines over several machines run with --engine gpu, or plan without them"
-        )
-    numbers = iter(range(len(nodes_of_layout(make))))
+        line = "pipelines over several machines run with --engine gpu, or plan without them"
+        raise InputError("layout", line)
+    numbers = iter(range(len(make.nodes)))
     parts = [
         f"{stage.layers}@{'+'.join(f'%{next(numbers)}%' for _ in stage.nodes)}"
         for stage in make.layout.stages

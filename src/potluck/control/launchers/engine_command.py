@@ -19,7 +19,8 @@ EngineStyle = str
 """`emulated`: the shipped model at the pace of the planned GPUs; `mock`: tokens made up at that pace; `gpu`: a
 model's own weights on the GPUs of this machine; `vllm`: the same in stock vLLM."""
 STYLES = ("emulated", "mock", "gpu", "vllm")
-
+MachineLinks = tuple[tuple[str, str, float, float], ...]
+"""(from machine, to machine, gbps, round trip in s), where a pool names its machines."""
 
 VLLM_MAKES: Final[dict[Format, str]] = {
     "fp8": "fp8_per_tensor",
@@ -60,8 +61,7 @@ class EngineCommands:
     flags: Callable[[EngineSpec], tuple[str, ...]] = lambda make: ()
     """Further flags of an engine on them: how much fits, say."""
     device: str = "cuda"
-    links: tuple[tuple[str, str, float, float], ...] = ()
-    """(from machine, to machine, gbps, round trip in s), where a pool names its machines."""
+    links: MachineLinks = ()
     python: str = sys.executable
     """Of the environment that vLLM is in."""
     more: tuple[str, ...] = ()
@@ -84,13 +84,11 @@ class EngineCommands:
         if self.style != "vllm" or not self.chips:
             return ()
         kinds = dict(self.gpus)
-        nodes = [node for stage in make.layout.stages for node in stage.nodes]
-        return tuple(kinds.get(node.node, node.node) for node in nodes for _ in range(node.tp))
+        return tuple(kinds.get(node.node, node.node) for node in make.nodes for _ in range(node.tp))
 
     def workers(self, make: EngineSpec) -> int:
         """Processes of an engine that take a port for KV each."""
-        nodes = [node for stage in make.layout.stages for node in stage.nodes]
-        return sum(node.tp for node in nodes) if self.style == "vllm" else 1
+        return sum(node.tp for node in make.nodes) if self.style == "vllm" else 1
 
     def gateway_words(self) -> tuple[str, ...]:
         files = (f"--files={name}={path}" for name, path in self.files)
@@ -130,26 +128,21 @@ class EngineCommands:
 
 def nodes_of(make: EngineSpec) -> tuple[str, ...]:
     """The node type of each of an engine's GPUs, in the order of its stages' workers."""
-    nodes = [node for stage in make.layout.stages for node in stage.nodes]
-    if any(node.tp != 1 for node in nodes):
-        raise InputError(
-            "layout",
-            "this engine has no tensor parallelism; plan with nodes of one GPU each (1xL4, not 4xL4)",
-        )
-    return tuple(node.node for node in nodes)
+    if any(node.tp != 1 for node in make.nodes):
+        line = "this engine has no tensor parallelism; plan with nodes of one GPU each (1xL4, not 4xL4)"
+        raise InputError("layout", line)
+    return tuple(node.node for node in make.nodes)
 
 
 def parallel_of(make: EngineSpec) -> tuple[str, ...]:
     """The flags of a layout for vLLM, which shards every stage alike and has one node for each."""
     stages = make.layout.stages
-    wide = {node.tp for stage in stages for node in stage.nodes}
+    wide, spread = {node.tp for node in make.nodes}, {node.ep for node in make.nodes}
     if len(wide) != 1 or any(len(stage.nodes) != 1 for stage in stages):
         raise InputError("layout", "vLLM needs one node per stage, and the same tensor parallelism in all")
-    spread = {node.ep for stage in stages for node in stage.nodes}
     if "dp" in spread or len(spread) != 1:
-        raise InputError(
-            "layout", "vLLM with KV hand-overs spreads experts over tensor parallel GPUs (tp) or not at all"
-        )
+        line = "vLLM with KV hand-overs spreads experts over tensor parallel GPUs (tp) or not at all"
+        raise InputError("layout", line)
     texts: tuple[str, ...] = ("--tensor-parallel", str(wide.pop()))
     if "tp" in spread:
         texts = (*texts, "--expert-parallel")
@@ -190,17 +183,12 @@ def as_stored(model: str, weights: WeightFormats | None) -> None:
 
 
 def emulate_text(
-    make: EngineSpec,
-    model: str,
-    links: tuple[tuple[str, str, float, float], ...] = (),
-    weights: Format | None = None,
+    make: EngineSpec, model: str, links: MachineLinks = (), weights: Format | None = None
 ) -> str:
     """What `--emulate` says of a layout: a line for one node, else all of it as JSON."""
-    stages = make.layout.stages
-    if len(stages) == 1 and len(stages[0].nodes) == 1:
-        only = stages[0].nodes[0]
-        if only.ep == "none":
-            return f"{only.node}:{model}@{weights}:{only.tp}" if weights else f"{only.node}:{model}:{only.tp}"
+    only = make.nodes[0]
+    if len(make.nodes) == 1 and only.ep == "none":
+        return f"{only.node}:{model}@{weights}:{only.tp}" if weights else f"{only.node}:{model}:{only.tp}"
     mine = make.layout.machines
     inside = tuple(link for link in links if link[0] in mine and link[1] in mine)
     return json.dumps(encode(EmulatedReplica(model, make.layout, inside, weights)), separators=(",", ":"))

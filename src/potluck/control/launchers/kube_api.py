@@ -125,10 +125,8 @@ def _configured(path: Path) -> KubeApi:
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, StopIteration) as error:
         raise InputError("--cluster", f"{path} is no kubeconfig with a current context") from error
     if "exec" in user or "auth-provider" in user:
-        raise InputError(
-            "--cluster",
-            "its user logs in by a program; run `kubectl proxy`, and say --cluster http://127.0.0.1:8001",
-        )
+        line = "its user logs in by a program; run `kubectl proxy`, and say --cluster http://127.0.0.1:8001"
+        raise InputError("--cluster", line)
     tls = None
     if url.startswith("https://"):
         tls = ssl.create_default_context(cadata=_data(cluster, "certificate-authority") or None)
@@ -208,14 +206,12 @@ class ObjectCache:
         """From one version on, for as long as the server goes along."""
         while not self._stop.is_set():
             began_s = time.monotonic()
-            events = self._api.watch(
-                self._path,
-                WATCH_S,
-                labelSelector=self._selector,
-                resourceVersion=version,
-                allowWatchBookmarks="true",
-            )
-            for event in events:
+            query = {
+                "labelSelector": self._selector,
+                "resourceVersion": version,
+                "allowWatchBookmarks": "true",
+            }
+            for event in self._api.watch(self._path, WATCH_S, **query):
                 if event.get("type") == "ERROR":  # too old: list anew
                     return
                 result = event["object"]

@@ -3,9 +3,9 @@
 Not a Deployment, StatefulSet or LeaderWorkerSet: those choose for themselves which pod goes when there are to be
 fewer, and start again what died where it was. Here the Brain says which replica is emptied.
 
-Kubernetes gives a silent node 40 s, and its pods five minutes more. Here an engine that was ready and has not
-answered for LOST_S is dead. A pipeline over several machines has a worker's pod on each, and the engine's own once
-all of them listen; a worker that dies is started again in its pod, one whose pod is gone takes the engine with it.
+An engine that was ready and has not answered for LOST_S is dead. A pipeline over several machines has a worker's pod
+on each, and the engine's own once all of them listen; a worker that dies is started again in its pod, one whose pod
+is gone takes the engine with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from potluck.control.launchers.cluster_launcher import (
     ClusterLauncher,
     ClusterOptions,
     node_changes,
-    nodes_of_layout,
     over_machines,
     with_addresses,
 )
@@ -103,7 +102,7 @@ class KubernetesLauncher(ClusterLauncher):
     # Starting.
 
     def start(self, name: str, make: EngineSpec) -> Place:
-        nodes, there = nodes_of_layout(make), self.there()
+        nodes, there = make.nodes, self.there()
         gpus = [spelled_there(self._spelling(node), there) for node in nodes]
         region = make.region if any(node.region for node in there) else ""
         maker = replace(self._maker, host="$(POD_IP)")
@@ -121,12 +120,10 @@ class KubernetesLauncher(ClusterLauncher):
             self._create([lead])
             return place
         names = [f"{place['pod']}-w{number}" for number in range(len(nodes))]
-        workers = [
-            self._pod(
-                item, "worker", (gpu, region), worker_container(STAGE_PORT, node.tp, self._cluster), "Always"
-            )
-            for item, gpu, node in zip(names, gpus, nodes, strict=True)
-        ]
+        workers = []
+        for item, gpu, node in zip(names, gpus, nodes, strict=True):
+            container = worker_container(STAGE_PORT, node.tp, self._cluster)
+            workers.append(self._pod(item, "worker", (gpu, region), container, "Always"))
         self._create(workers)
         return {**place, "workers": names, "lead": lead}
 
@@ -167,14 +164,9 @@ class KubernetesLauncher(ClusterLauncher):
 
     def _keep_secret(self) -> None:
         """What engines ask of whoever wants something of them."""
-        body = {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            "metadata": {"name": self._cluster.secret, "labels": {OWNER: self._mark}},
-            "data": {
-                name: base64.b64encode(item.encode()).decode() for name, item in self._secrets().items()
-            },
-        }
+        data = {name: base64.b64encode(item.encode()).decode() for name, item in self._secrets().items()}
+        metadata = {"name": self._cluster.secret, "labels": {OWNER: self._mark}}
+        body = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data}
         try:
             self._api.ask("POST", f"{self._path}/secrets", body)
         except ApiRefused as error:
@@ -198,7 +190,7 @@ class KubernetesLauncher(ClusterLauncher):
         self._ask_engines(pods, now_s)
         self._look_at_nodes(pods, places, now_s)
         engine_sightings = tuple(self._seen(name, place, pods, now_s) for name, place in places.items())
-        known = {worker for place in places.values() for worker in (place.get("pod"), *workers_of(place))}
+        known = {pod for place in places.values() for pod in pods_of(place)}
         for name in pods.keys() - known:
             # Started, and never written down: nobody counts on it.
             self._delete(name)
@@ -207,9 +199,8 @@ class KubernetesLauncher(ClusterLauncher):
     def _ask_engines(self, pods: Mapping[str, Manifest], now_s: float) -> None:
         engines = {name: pod for name, pod in pods.items() if part_of(pod) == "engine"}
         ready = [name for name, pod in engines.items() if is_ready(pod) or name in self._heard_s]
-        for name, well in zip(
-            ready, self._askers.map(lambda each: healthy(url_of(pods[each])), ready), strict=True
-        ):
+        answers = self._askers.map(lambda each: healthy(url_of(pods[each])), ready)
+        for name, well in zip(ready, answers, strict=True):
             if well:
                 self._heard_s[name] = now_s
                 self._silent.pop(node_of(pods[name]), None)
@@ -221,7 +212,7 @@ class KubernetesLauncher(ClusterLauncher):
         pod = pods.get(pod_name)
         lame = self._lame(place, pods, now_s)
         if lame:
-            for worker in (pod_name, *workers_of(place)):
+            for worker in pods_of(place):
                 self._delete(worker, insist=True)
             return EngineSighting(name, "dead", problem=lame)
         if pod is None and workers_of(place) and pod_name not in self._made_s:
@@ -268,22 +259,15 @@ class KubernetesLauncher(ClusterLauncher):
     def _look_at_nodes(self, pods: Mapping[str, Manifest], places: dict[str, Place], now_s: float) -> None:
         self._silent = {node: at_s for node, at_s in self._silent.items() if now_s - at_s < BAN_S}
         nodes = self._nodes.now()
-        engines = {
-            worker: name
-            for name, place in places.items()
-            for worker in (place.get("pod"), *workers_of(place))
-        }
+        engines = {pod: name for name, place in places.items() for pod in pods_of(place)}
         for name, node in nodes.items():
             if is_cordoned(node) and not self._known.get(name):
-                here = tuple(
-                    engines[pod] for pod, item in pods.items() if node_of(item) == name and pod in engines
-                )
+                here = [engines[pod] for pod, one in pods.items() if node_of(one) == name and pod in engines]
                 why = "it is cordoned; its engines are emptied"
-                self._news.append(NodeNews("notice", name, why, float(GRACE_S), here))
+                self._news.append(NodeNews("notice", name, why, float(GRACE_S), tuple(here)))
         if self._known:
-            self._news += node_changes(
-                self._known, nodes.keys(), "it left the cluster", "it joined the cluster"
-            )
+            left, joined = "it left the cluster", "it joined the cluster"
+            self._news += node_changes(self._known, nodes.keys(), left, joined)
         self._known = {name: is_cordoned(node) for name, node in nodes.items()}
 
     def _keep_last_words(self, name: str, pod: str) -> None:
@@ -324,6 +308,10 @@ def pod_name_of(name: str) -> str:
     """As a name in DNS; the end of an engine's name tells it from all others."""
     plain = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in name.lower())
     return plain[-50:].strip("-")
+
+
+def pods_of(place: Place) -> list[str]:
+    return [str(place.get("pod", "")), *workers_of(place)]
 
 
 def url_of(pod: Manifest) -> str:

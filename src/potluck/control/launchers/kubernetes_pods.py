@@ -66,6 +66,15 @@ def mounts() -> list[Manifest]:
     ]
 
 
+def volumes(cluster: ManifestOptions) -> list[Manifest]:
+    """What `mounts` names."""
+    claim = {"claimName": cluster.models_claim, "readOnly": True}
+    return [
+        {"name": "models", "persistentVolumeClaim": claim},
+        {"name": "secret", "secret": {"secretName": cluster.secret, "defaultMode": 0o440}},
+    ]
+
+
 def pod_template(
     labels: dict[str, str], gpu: str, region: str, containers: list[Manifest], cluster: ManifestOptions
 ) -> Manifest:
@@ -77,14 +86,7 @@ def pod_template(
         "nodeSelector": selector,
         "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
         "containers": containers,
-        "volumes": [
-            {
-                "name": "models",
-                "persistentVolumeClaim": {"claimName": cluster.models_claim, "readOnly": True},
-            },
-            {"name": "secret", "secret": {"secretName": cluster.secret, "defaultMode": 0o440}},
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},
-        ],
+        "volumes": [*volumes(cluster), {"name": "shm", "emptyDir": {"medium": "Memory"}}],
     }
     return {"metadata": {"labels": labels}, "spec": spec}
 
@@ -142,9 +144,8 @@ def there_now(api: KubeApi, regions: Collection[str]) -> tuple[ClusterNode, ...]
         raise CapacityError(f"--on: kubernetes: {error}") from error
     result = cluster_nodes(nodes, GPU_LABEL, REGION_LABEL)
     if len(regions) > 1 and not any(node.region for node in result):
-        raise InputError(
-            "--on", f"kubernetes: no node has the label {REGION_LABEL}, and the spec has several regions"
-        )
+        line = f"kubernetes: no node has the label {REGION_LABEL}, and the spec has several regions"
+        raise InputError("--on", line)
     return result
 
 
@@ -171,9 +172,8 @@ def spelled_there(spelling: NodeTypeLabels, nodes: Sequence[ClusterNode]) -> str
 
 def spelled_out(spelling: NodeTypeLabels) -> NodeTypeLabels:
     """With what feature discovery puts before names."""
-    return NodeTypeLabels(
-        spelling.gpus, tuple(dict.fromkeys(p + name for name in spelling.names for p in PREFIXES))
-    )
+    names = dict.fromkeys(prefix + name for name in spelling.names for prefix in PREFIXES)
+    return NodeTypeLabels(spelling.gpus, tuple(names))
 
 
 def elsewhere_than(silent: Collection[str]) -> dict[str, Any]:

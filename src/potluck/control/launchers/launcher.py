@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 from potluck.control.control_values import EngineSpec, InstanceState
 
@@ -46,15 +46,11 @@ class Launcher(Protocol):
     def stop(self, name: str, place: Place) -> None:
         """Ask it to end; insist at later looks."""
 
+    def kill(self, name: str, place: Place) -> None:
+        """End it without asking."""
+
     def news(self) -> tuple[NodeNews, ...]:
         """What is new about machines since the last call."""
 
     def log_of(self, name: str) -> Path:
         """Where on this machine an engine's words can be read."""
-
-
-@runtime_checkable
-class Killer(Protocol):
-    """A launcher that can end an engine without asking it."""
-
-    def kill(self, name: str, place: Place) -> None: ...

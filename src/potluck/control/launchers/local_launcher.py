@@ -114,7 +114,6 @@ class ForkServer:
         return document if isinstance(document, dict) else {}
 
     def close(self) -> None:
-        """End it; its engines go on."""
         self._ready = False
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -191,12 +190,8 @@ class LocalLauncher:
                 # Started, and never written down: nobody counts on it.
                 end(pid)
         self._insist(places)
-        lost = {seen.name for seen in engine_sightings if seen.state == "dead"}
-        self._chips = {
-            name: str(place["chip"])
-            for name, place in places.items()
-            if place.get("chip") and name not in lost
-        }
+        there = {seen.name: places[seen.name] for seen in engine_sightings if seen.state != "dead"}
+        self._chips = {name: str(place["chip"]) for name, place in there.items() if place.get("chip")}
         return tuple(engine_sightings)
 
     def _seen(self, name: str, place: Place) -> EngineSighting:

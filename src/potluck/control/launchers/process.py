@@ -101,7 +101,6 @@ def started_at(number: int) -> int | None:
 
 
 def stands_still(pid: ProcessId) -> bool:
-    """Whether somebody stopped it (SIGSTOP)."""
     return _stat(pid.number)[:1] == ["T"]
 
 
@@ -160,9 +159,8 @@ def marked(name: str, value: str) -> Iterator[tuple[ProcessId, dict[str, str]]]:
         # Only the first of a session was started by us; the others are its children.
         if started is None or os.getsid(int(folder.name)) != int(folder.name):
             continue
-        pairs = (
-            variable.decode("utf-8", "replace").partition("=") for variable in variables if b"=" in variable
-        )
+        texts = (variable.decode("utf-8", "replace") for variable in variables if b"=" in variable)
+        pairs = (text.partition("=") for text in texts)
         yield ProcessId(int(folder.name), started), {key: text for key, _, text in pairs}
 
 
@@ -257,5 +255,4 @@ def next_free(first: int) -> int:
 
 
 def healthy(url: str, within_s: float = ASK_S, authority: str = "") -> bool:
-    """Whether an engine says that it is well."""
     return answers_well(url, "/health", within_s, authority)

@@ -24,7 +24,6 @@ TYPE = "accelerator_type:"
 TYPE_LABEL, NODE_LABEL = "ray.io/accelerator-type", "ray.io/node-id"
 REGION_LABELS = ("ray.io/availability-region", "region")
 MACHINE_LABEL = "machine"
-"""Of a pool whose machines have names."""
 LITTLE = 0.001
 """Of a resource that only says what a node is."""
 ODD = ("CPU", "GPU", "memory", "object_store_memory")
@@ -32,8 +31,6 @@ ODD = ("CPU", "GPU", "memory", "object_store_memory")
 
 @dataclass(frozen=True, slots=True)
 class NodeRequest:
-    """What Ray must find on one node."""
-
     gpus: int
     resources: Mapping[str, float]
     labels: Mapping[str, str]
@@ -63,11 +60,8 @@ def _gpus(resources: Mapping[str, float], labels: Mapping[str, str]) -> dict[str
     names = [name.removeprefix(TYPE) for name in resources if name.startswith(TYPE)]
     if TYPE_LABEL in labels:
         names.append(labels[TYPE_LABEL])
-    own = {
-        name: int(count)
-        for name, count in resources.items()
-        if name not in ODD and ":" not in name and count >= 1
-    }
+    others = {name: count for name, count in resources.items() if name not in ODD and ":" not in name}
+    own = {name: int(count) for name, count in others.items() if count >= 1}
     return {**own, **{name: whole for name in names if whole}}
 
 
@@ -81,17 +75,8 @@ def ask_of(
 ) -> NodeRequest:
     """What to ask for `gpus` GPUs of a kind: by Ray's own type, by a resource of that name, or by a label."""
     there = [node for node in nodes if node.get("Alive")]
-    labels: dict[str, str] = {}
-    key = next(
-        (
-            region_label
-            for region_label in REGION_LABELS
-            if any(region_label in node.get("Labels", {}) for node in there)
-        ),
-        None,
-    )
-    if key is not None:
-        labels[key] = region
+    used = {name for node in there for name in node.get("Labels", {})}
+    labels = dict.fromkeys([name for name in REGION_LABELS if name in used][:1], region)
     if machine:
         labels[MACHINE_LABEL] = machine
     known = sorted(item for item in silent if any(node["NodeID"] == item for node in there))
@@ -189,17 +174,10 @@ class ProcessActor:
         state, address = self._state()
         problem = self._problem
         if state == "dead" and not problem:
-            problem = (
-                "was asked to end" if self._asked else last_words(self._log) or "ended and printed nothing"
-            )
-        return {
-            "state": state,
-            "address": address,
-            "problem": problem,
-            "node": self._node,
-            "log": written,
-            "log_at": at,
-        }
+            words = last_words(self._log) or "ended and printed nothing"
+            problem = "was asked to end" if self._asked else words
+        text = {"state": state, "address": address, "problem": problem}
+        return {**text, "node": self._node, "log": written, "log_at": at}
 
     def _state(self) -> tuple[str, str]:
         if self._problem or (self._pid is not None and not alive(self._pid)):
@@ -241,7 +219,6 @@ class ProcessActor:
             end(self._pid, insist=insist)
 
     def forget(self) -> None:
-        """Remove what it left on the node."""
         self.stop(insist=True)
         self._log.unlink(missing_ok=True)
         self._log.with_suffix(".secret").unlink(missing_ok=True)
@@ -254,14 +231,8 @@ def _here() -> tuple[str, str]:
     return str(get_node_ip_address()), str(ray.get_runtime_context().get_node_id())
 
 
-START_REPORT: Report = {
-    "state": "starting",
-    "address": "",
-    "problem": "",
-    "node": "",
-    "log": b"",
-    "log_at": 0,
-}
+START_REPORT: Report = {"state": "starting", "log": b"", "log_at": 0}
+START_REPORT |= dict.fromkeys(("address", "problem", "node"), "")
 
 
 @dataclass(slots=True)
@@ -286,7 +257,6 @@ class EngineActors:
         workers = [f"{name}/{number}" for number in range(count)]
         self.members = [EngineActor(worker) for worker in (*workers, name)]
         self.began = False
-        """Whether the engine itself was told to start."""
         self.since_s = now_s
         self.stopped_s: float | None = None
 
@@ -310,15 +280,12 @@ class EngineActors:
         """Ask Ray for them; it places them when it can."""
         actor = self._ray.remote(ProcessActor)
         common = {"namespace": self._space, "lifetime": "detached", "max_restarts": 0, "num_cpus": 0}
+        engine = self.name, "engine", environment, secret, python, None, authority
         if len(asks) == 1:
-            only = asks[0]
+            gpus, resources, labels = asks[0].gpus, dict(asks[0].resources), dict(asks[0].labels)
             self.lead.handle = actor.options(
-                name=self.name,
-                num_gpus=only.gpus,
-                resources=dict(only.resources),
-                label_selector=dict(only.labels),
-                **common,
-            ).remote(self.name, "engine", environment, secret, python, None, authority)
+                name=self.name, num_gpus=gpus, resources=resources, label_selector=labels, **common
+            ).remote(*engine)
             return
         from ray.util import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -344,9 +311,8 @@ class EngineActors:
                 **common,
             ).remote(member.name, errand, environment, secret, python)
         common["num_cpus"] = LITTLE
-        self.lead.handle = actor.options(name=self.name, scheduling_strategy=at(0), **common).remote(
-            self.name, "engine", environment, secret, python, None, authority
-        )
+        lead = actor.options(name=self.name, scheduling_strategy=at(0), **common)
+        self.lead.handle = lead.remote(*engine)
 
     @property
     def _group(self) -> str:
@@ -389,7 +355,6 @@ class EngineActors:
             getattr(member.handle, method).remote(*values)
 
     def end(self) -> None:
-        """Take all of it off the cluster, also what does not answer."""
         for member in self.members:
             with suppress(ValueError, self._ray.exceptions.RayError):
                 handle = member.handle or self._ray.get_actor(member.name, self._space)

@@ -23,7 +23,6 @@ from potluck.control.launchers.cluster_launcher import (
     ClusterLauncher,
     ClusterOptions,
     node_changes,
-    nodes_of_layout,
     over_machines,
     with_addresses,
 )
@@ -125,11 +124,10 @@ class RayLauncher(ClusterLauncher):
         return place
 
     def _asks(self, make: EngineSpec) -> list[NodeRequest]:
+        there = self._nodes, self._silent
         return [
-            ask_of(
-                self._spelling(node), node.tp, make.region, self._nodes, self._silent, machine=node.machine
-            )
-            for node in nodes_of_layout(make)
+            ask_of(self._spelling(node), node.tp, make.region, *there, machine=node.machine)
+            for node in make.nodes
         ]
 
     def _words(self, make: EngineSpec, nodes: int) -> tuple[list[str], list[str]]:
@@ -203,19 +201,14 @@ class RayLauncher(ClusterLauncher):
         if actors.stopped_s is not None and now_s - actors.stopped_s > GRACE_S:
             actors.tell(actors.lead, "stop", True)
         text = actors.lead.said
-        return (
-            EngineSighting(name, "up", self._url(text))
-            if text["state"] == "up"
-            else EngineSighting(name, "starting")
-        )
+        if text["state"] != "up":
+            return EngineSighting(name, "starting")
+        return EngineSighting(name, "up", self._url(text))
 
     def _problem(self, actors: EngineActors, now_s: float) -> str:
         """Why an engine is dead; empty where it is not."""
-        if (
-            actors.stopped_s is not None
-            and actors.lead.heard_s is None
-            and now_s - actors.stopped_s > self._lost_s
-        ):
+        stopped_s = actors.stopped_s
+        if stopped_s is not None and actors.lead.heard_s is None and now_s - stopped_s > self._lost_s:
             return "was asked to end before it began"
         for member in actors.members:
             if member.gone:
@@ -225,12 +218,11 @@ class RayLauncher(ClusterLauncher):
             if member.heard_s is None:
                 if now_s - actors.since_s > PLACE_S:
                     return f"Ray found no node for it within {PLACE_S:g} s"
-            elif (member.cut_off or now_s - member.heard_s > self._lost_s) and not self._answers(
-                actors, member
-            ):
-                node = member.said["node"]
-                heard = f"was last heard {now_s - member.heard_s:.1f} s ago"
-                why = f"node {node[:12]} {'cannot be reached, ' if member.cut_off else ''}{heard}"
+                continue
+            quiet_s, node = now_s - member.heard_s, member.said["node"]
+            if (member.cut_off or quiet_s > self._lost_s) and not self._answers(actors, member):
+                unreached = "cannot be reached, " if member.cut_off else ""
+                why = f"node {node[:12]} {unreached}was last heard {quiet_s:.1f} s ago"
                 self._silence(node, node[:12], why, now_s)
                 return why
         return ""
@@ -249,26 +241,22 @@ class RayLauncher(ClusterLauncher):
         self._nodes, self._nodes_s = list(self._ray.nodes()), now_s
         now = {node["NodeID"] for node in self._nodes if node.get("Alive")}
         known = before - (self._silent.keys() - now)
-        self._news += node_changes(
-            known, now, "Ray says that it is dead", "it joined the Ray cluster", short=12
-        )
+        dead, joined = "Ray says that it is dead", "it joined the Ray cluster"
+        self._news += node_changes(known, now, dead, joined, short=12)
         # One that Ray still holds for alive, after the time in which it finds out, is: only our actor was gone.
-        self._silent = {
-            node: since_s for node, since_s in self._silent.items() if node in now and now_s - since_s < BAN_S
-        }
+        silent = self._silent.items()
+        self._silent = {node: at_s for node, at_s in silent if node in now and now_s - at_s < BAN_S}
 
     def _sweep(self, places: Collection[str], now_s: float) -> None:
         """Actors that were started and never written down: nobody counts on them."""
         if now_s - self._swept_s < SWEEP_S:
             return
         self._swept_s = now_s
-        for named_actor in self._ray.util.list_named_actors(all_namespaces=True):
-            if (
-                named_actor["namespace"] == self._space
-                and named_actor["name"].partition("/")[0] not in places
-            ):
+        for actor in self._ray.util.list_named_actors(all_namespaces=True):
+            name = actor["name"]
+            if actor["namespace"] == self._space and name.partition("/")[0] not in places:
                 with suppress(ValueError, self._ray.exceptions.RayError):
-                    self._ray.kill(self._ray.get_actor(named_actor["name"], self._space))
+                    self._ray.kill(self._ray.get_actor(name, self._space))
 
     # Ending.
 

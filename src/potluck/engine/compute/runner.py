@@ -29,10 +29,7 @@ from potluck.engine.compute.batch_layout import (
     lay_out,
     linear_step,
 )
-from potluck.engine.compute.executor import (
-    RunnerSize,
-    SequenceWork,
-)
+from potluck.engine.compute.executor import RunnerSize, SequenceWork
 from potluck.engine.memory.block_tables import BlockTables
 from potluck.engine.memory.kv_cache import LayerCaches, groups_of
 from potluck.engine.model.checkpoint import LayerLoader, WeightSource, fingerprint, parted

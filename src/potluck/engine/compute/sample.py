@@ -31,10 +31,7 @@ def chance(seed: int, position: int) -> float:
 
 @torch.inference_mode()
 def sample(
-    logits: Tensor,
-    ways: Sequence[Drawing],
-    positions: Sequence[int],
-    edits: Sequence[LogitEdit | None] = (),
+    logits: Tensor, ways: Sequence[Drawing], positions: Sequence[int], edits: Sequence[LogitEdit | None] = ()
 ) -> list[SampledToken]:
     """One token for each row of `logits`; `positions` are the places that the tokens will take. `edits`: of each row,
     or none at all. Log probabilities are the model's own."""

@@ -13,12 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from potluck.core.replica.batch import Batcher, BatchLimits, BatchStep
 from potluck.core.values.sampling import SampledToken
-from potluck.engine.compute.executor import (
-    CacheExport,
-    SequenceWork,
-    TokenDraw,
-    WorkerLost,
-)
+from potluck.engine.compute.executor import CacheExport, SequenceWork, TokenDraw, WorkerLost
 from potluck.engine.loop.jobs import RunningJob
 
 

@@ -17,13 +17,7 @@ from potluck.api.http import HEADER, HttpRefusal, ServedNames, check_origin, req
 from potluck.core.errors import InputError
 from potluck.engine.server import control, openai_routes, segment_routes
 from potluck.engine.server.engine_service import SERVICE, EngineService
-from potluck.engine.server.http_connection import (
-    BACKLOG,
-    UPLOADS,
-    EngineListener,
-    arrived,
-    error_response,
-)
+from potluck.engine.server.http_connection import BACKLOG, UPLOADS, EngineListener, arrived, error_response
 from potluck.engine.server.kv_connector import KvConnector
 
 OPEN = frozenset({"/", "/health"})
