@@ -1,24 +1,12 @@
-"""A service that adapts, on mock engines of this machine: `python benchmarks/adapt.py`.
+"""A service that adapts, on mock engines: `python benchmarks/adapt.py [--only SCENARIO]... [--seed N]`.
 
-    slow       one replica takes three times as long as planned
-    killed     a node dies under load, and none like it is left
-    surge      three times the load, then a third of it
-    shift      conversation becomes coding: roles flip
-    cheaper    a cheaper GPU can be had
-    spot       a spot machine goes, with notice
-    sleep      nobody asks for a while: no copy is left, and the next request waits for one
-    restarts   the controller is killed twenty times
-    ahead      a rise that the days before had: copies come before it
-    prfaas     other lengths for a remote prefill cluster: its threshold and the local roles follow
-    advise     three times the load, and only advice
-
-Each scenario starts its own `potluck up` (gateway, controller, engines: real processes), loads it in an open loop and
-tells attainment before, during and after, how long what took, and how many requests were lost.
+Each scenario (a function of `parts/adapt_scenarios.py`) starts its own `potluck up` (gateway, controller, engines:
+real processes), loads it in an open loop and tells attainment before, during and after, how long what took, and how
+many requests were lost.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,9 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from parts.adapt_scenarios import SCENARIOS, slow
-from parts.common import run
+from parts.common import options, run, say
 
-QUICK = ("slow",)
 TARGETS = {
     "slow_noticed_s": ("<=", 10.0),
     "killed_first_answer_s": ("<=", 2.0),
@@ -44,42 +31,28 @@ TARGETS = {
 }
 
 
-def measure(names: Sequence[str], seed: int, loud: bool) -> dict[str, float]:
+def measure(names: Sequence[str], seed: int) -> dict[str, float]:
     figures: dict[str, float] = {}
-
-    def say(line: str) -> None:
-        if loud:
-            print(line, file=sys.stderr, flush=True)
-
     for name in names:
         say(f"{name}:")
         with tempfile.TemporaryDirectory(prefix="adapt-") as folder:
-            result = SCENARIOS[name](Path(folder), seed, say)
+            result = SCENARIOS[name](Path(folder), seed)
         say(f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in result.items()))
         figures |= {f"{name}_{key}": value for key, value in result.items()}
     return figures
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument(
-        "--only", choices=sorted(SCENARIOS), action="append", help="this one; may be repeated"
-    )
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--loud", action="store_true", help="say on stderr what happens")
-    options, rest = parser.parse_known_args()
-    names = options.only or list(QUICK if "--quick" in rest else SCENARIOS)
-    if "--quick" in rest:
-        SCENARIOS["slow"] = partial(slow, happens_s=8.0, lasts_s=26.0)
-    return run(
-        "adapt",
-        lambda quick: measure(names, options.seed, options.loud),
-        {key: target for key, target in TARGETS.items() if key.partition("_")[0] in names},
-        seeds=(options.seed,),
-        arguments=rest,
-        quick_without=f"all but {', '.join(QUICK)}",
-    )
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    given = options(only=tuple(SCENARIOS), seed=1)
+    if "--quick" in sys.argv:
+        SCENARIOS["slow"] = partial(slow, happens_s=8.0, lasts_s=26.0)
+        given.only = ["slow"] if given.only == tuple(SCENARIOS) else given.only
+    sys.exit(
+        run(
+            "adapt",
+            lambda quick: measure(given.only, given.seed),
+            {key: target for key, target in TARGETS.items() if key.partition("_")[0] in given.only},
+            seeds=(given.seed,),
+            quick_without="all but slow",
+        )
+    )

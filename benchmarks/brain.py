@@ -1,7 +1,7 @@
 """What a decision costs: CPU-microseconds of the Brain per request (Arrived, FirstToken, RequestFinished together).
 
 A fleet of like replicas, requests of the Azure conversation trace's mean size, 200 of them open at a time. Each
-figure is the least of several runs, since the machine may be busy with other things.
+figure is the least of several runs.
 """
 
 from __future__ import annotations
@@ -13,31 +13,12 @@ from collections.abc import Sequence
 
 from parts.common import run
 from potluck.core.brain.brain import Brain
+from potluck.core.state import events
 from potluck.core.state.actions import StartReplica
-from potluck.core.state.events import (
-    Event,
-    FirstToken,
-    PlanReceived,
-    ReplicaReady,
-    RequestArrived,
-    RequestFinished,
-    SegmentDone,
-)
 from potluck.core.state.facts import FleetFacts, ModelFacts, ReplicaFacts
 from potluck.core.state.policy import Policy
+from potluck.core.values import plan as plans
 from potluck.core.values.layout import single
-from potluck.core.values.plan import (
-    BucketCapacity,
-    Deployment,
-    LengthBucket,
-    NodeCount,
-    Plan,
-    PlannedFlow,
-    PlannedReplica,
-    PlannedShare,
-    Template,
-    TemplateKind,
-)
 from potluck.core.values.types import Request, Role
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1155, 211
@@ -50,57 +31,57 @@ TARGETS = {
 }
 
 
-def template(name: str, roles: Sequence[Role], kind: TemplateKind = "homogeneous") -> Template:
-    capacity = (BucketCapacity(0, 5.0, 5.0, 5.0, 0.1, 0.02), BucketCapacity(1, 2.0, 2.0, 2.0, 0.1, 0.02))
-    replicas = tuple(PlannedReplica(role, single("node", 1, 8)) for role in roles)
-    return Template(name, kind, "m", (NodeCount("node", 1),), replicas, capacity, "measured")
+def template(name: str, roles: Sequence[Role], kind: plans.TemplateKind = "homogeneous") -> plans.Template:
+    capacity = (
+        plans.BucketCapacity(0, 5.0, 5.0, 5.0, 0.1, 0.02),
+        plans.BucketCapacity(1, 2.0, 2.0, 2.0, 0.1, 0.02),
+    )
+    replicas = tuple(plans.PlannedReplica(role, single("node", 1, 8)) for role in roles)
+    return plans.Template(name, kind, "m", (plans.NodeCount("node", 1),), replicas, capacity, "measured")
 
 
-def plan(templates: Sequence[Template], count: int) -> Plan:
+def plan(templates: Sequence[plans.Template], count: int) -> plans.Plan:
     """So many copies of each; several templates are prefill and decode of one flow."""
-    buckets = (LengthBucket("m", 0, 2000, 1.0), LengthBucket("m", 1, 8000, 1.0))
+    buckets = (plans.LengthBucket("m", 0, 2000, 1.0), plans.LengthBucket("m", 1, 8000, 1.0))
     phases = ("closed",) if len(templates) == 1 else ("prefill", "decode")
     shares = tuple(
-        PlannedShare(item.name, "home", bucket, phase, rate * count)  # type: ignore[arg-type]
+        plans.PlannedShare(item.name, "home", bucket, phase, rate * count)  # type: ignore[arg-type]
         for item, phase in zip(templates, phases, strict=True)
         for bucket, rate in enumerate((3.0, 0.6))
     )
-    flows = (
-        tuple(PlannedFlow("m", bucket, "home", "home", 1.0) for bucket in (0, 1))
-        if len(templates) > 1
-        else ()
-    )
-    deployments = tuple(Deployment(item.name, "home", count) for item in templates)
-    return Plan("benchmark", tuple(templates), deployments, buckets, shares, flows, (), 1.0, 0.0)
+    apart = (0, 1) if len(templates) > 1 else ()
+    flows = tuple(plans.PlannedFlow("m", bucket, "home", "home", 1.0) for bucket in apart)
+    deployments = tuple(plans.Deployment(item.name, "home", count) for item in templates)
+    return plans.Plan("benchmark", tuple(templates), deployments, buckets, shares, flows, (), 1.0, 0.0)
 
 
-def started(templates: Sequence[Template], count: int, policy: Policy) -> Brain:
+def started(templates: Sequence[plans.Template], count: int, policy: Policy) -> Brain:
     replicas = {
         (item.name, place): ReplicaFacts(1e-4, 1e-3, 0.02, 64, 20_000, 16_000)
         for item in templates
         for place in range(len(item.replicas))
     }
     brain = Brain(FleetFacts({"m": ModelFacts(1e5)}, replicas), policy)
-    for action in brain.on(0.0, PlanReceived(plan(templates, count))):
+    for action in brain.on(0.0, events.PlanReceived(plan(templates, count))):
         if isinstance(action, StartReplica):
-            brain.on(0.0, ReplicaReady(action.member.id))
+            brain.on(0.0, events.ReplicaReady(action.member.id))
     return brain
 
 
-def cost_us(templates: Sequence[Template], count: int, policy: Policy, requests: int) -> float:
+def cost_us(templates: Sequence[plans.Template], count: int, policy: Policy, requests: int) -> float:
     """One run: each request arrives, has its first token, and ends when OPEN others have come."""
     brain = started(templates, count, policy)
     asked = [Request(str(n), "m", n * 0.01, PROMPT_TOKENS, OUTPUT_TOKENS) for n in range(requests)]
-    begins: list[list[Event]] = []
+    begins: list[list[events.Event]] = []
     for item in asked:
-        middle: list[Event] = [SegmentDone(item.id, 0, 0)] if len(templates) > 1 else []
-        begins.append([RequestArrived(item), *middle, FirstToken(item.id, 0)])
-    ends = [RequestFinished(entry.id, 0, OUTPUT_TOKENS) for entry in asked]
+        middle: list[events.Event] = [events.SegmentDone(item.id, 0, 0)] if len(templates) > 1 else []
+        begins.append([events.RequestArrived(item), *middle, events.FirstToken(item.id, 0)])
+    ends = [events.RequestFinished(entry.id, 0, OUTPUT_TOKENS) for entry in asked]
     gc.collect()
     gc.disable()
     begin_s = time.process_time()
-    for number, events in enumerate(begins):
-        for event in events:
+    for number, begun in enumerate(begins):
+        for event in begun:
             brain.on(number * 0.01, event)
         if number >= OPEN:
             brain.on(number * 0.01, ends[number - OPEN])
@@ -112,7 +93,7 @@ def cost_us(templates: Sequence[Template], count: int, policy: Policy, requests:
 def measure(quick: bool) -> dict[str, float]:
     requests, rounds = (5_000, 3) if quick else (20_000, 7)
 
-    def least(templates: Sequence[Template], count: int, policy: Policy) -> float:
+    def least(templates: Sequence[plans.Template], count: int, policy: Policy) -> float:
         return min(cost_us(templates, count, policy, requests) for _ in range(rounds))
 
     mixed = [template("mixed", ["mixed"])]
@@ -120,8 +101,7 @@ def measure(quick: bool) -> dict[str, float]:
     apart = [template("prefill", ["prefill"]), template("decode", ["decode"])]
     figures = {f"aggregated_{n}_us": least(mixed, n, Policy()) for n in (1, 8, 1000)}
     figures["ratio_1000_to_1"] = figures["aggregated_1000_us"] / figures["aggregated_1_us"]
-    balances: tuple[str, ...] = ("round-robin", "token")
-    for balance in balances:
+    for balance in ("round-robin", "token"):
         figures[f"{balance}_8_us"] = least(mixed, 8, Policy(balance=balance))
     figures["scaling_8_us"] = least(mixed, 8, Policy(scaling="cauchy"))
     for count in (1, 300):

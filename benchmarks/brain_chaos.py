@@ -3,23 +3,18 @@
     python benchmarks/brain_chaos.py [--quick] [--json] [--events 10000000] [--seed 0]
 
 Every fleet is another one, under other rules. `broken` counts trials that ended in an exception: a request that ended
-twice or never, a token that would have been repeated, a count that did not return to nothing. What broke is printed
-with its seed.
+twice or never, a token that would have been repeated, a count that did not return to nothing.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
-from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "core"))
+from parts.common import ROOT, options, run, say
 
+sys.path.append(str(ROOT / "tests" / "core"))
 import brain_chaos_driver as driver
-
-from parts.common import as_table, context, holds
 
 TARGETS = {"broken": ("==", 0.0)}
 TRIAL_EVENTS = 120_000
@@ -27,7 +22,6 @@ EVENTS, QUICK_EVENTS = 1_200_000, 120_000
 
 
 def measure(events: int, seed: int) -> dict[str, float]:
-    """Trials with seeds of their own until there were so many events."""
     figures = dict.fromkeys(("events", "trials", "broken", "asked", *driver.FATES), 0.0)
     begin_s = time.process_time()
     while figures["events"] < events:
@@ -36,7 +30,7 @@ def measure(events: int, seed: int) -> dict[str, float]:
         try:
             chaos = driver.trial(number, int(min(TRIAL_EVENTS, events - figures["events"])))
         except driver.Broken as error:
-            print(f"brain_chaos: {error}", file=sys.stderr)
+            say(f"brain_chaos: {error}")
             figures["broken"] += 1
             figures["events"] += TRIAL_EVENTS
             continue
@@ -48,30 +42,12 @@ def measure(events: int, seed: int) -> dict[str, float]:
     return figures
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks/brain_chaos.py")
-    parser.add_argument("--quick", action="store_true", help="end within 60 s")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--events", type=int, default=0, help=f"how many; else {EVENTS:,}, quick {QUICK_EVENTS:,}"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    events = options.events or (QUICK_EVENTS if options.quick else EVENTS)
-    if events < 1:
-        parser.error("--events must be at least 1")
-    known = context([options.seed], quick=options.quick)
-    figures = measure(events, options.seed)
-    report = {
-        "name": "brain_chaos",
-        "figures": figures,
-        "targets": {key: list(target) for key, target in TARGETS.items()},
-        "met": all(holds(figures[key], target) for key, target in TARGETS.items()),
-        "context": known,
-    }
-    print(json.dumps(report, indent=1, allow_nan=False) if options.json else as_table(report, TARGETS))
-    return 0 if figures["broken"] == 0 else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    given, broken = options(events=0, seed=0), []
+
+    def trials(quick: bool) -> dict[str, float]:
+        figures = measure(given.events or (QUICK_EVENTS if quick else EVENTS), given.seed)
+        broken.append(figures["broken"] > 0)
+        return figures
+
+    sys.exit(run("brain_chaos", trials, TARGETS, seeds=[given.seed]) or any(broken))

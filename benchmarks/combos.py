@@ -14,11 +14,13 @@ and cost from when they are asked for.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
-from parts.common import run
+from parts.common import run, say
+from parts.problems import resolved
 from potluck.catalog import models, nodes
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Deployment, Plan
@@ -48,25 +50,12 @@ def the_problem(
     traffic = Traffic("m", rate_per_s, (LengthBin(*lengths, 1.0),))
     offers = tuple(NodeOffer(node, usd, available) for node, usd in USD_PER_H.items())
     types = tuple(nodes.node_type(name) for name in USD_PER_H)
-    return PlanningProblem(
-        (model_demand("m", models.model("Llama-3.1-8B"), slo, traffic),),
-        (Region("cluster", offers),),
-        types,
-        codecs=CODECS,
-    )
+    asks = (model_demand("m", models.model("Llama-3.1-8B"), slo, traffic),)
+    return PlanningProblem(asks, (Region("cluster", offers),), types, codecs=CODECS)
 
 
-def scene(
-    plan: Plan, problem: PlanningProblem, lengths: tuple[int, int] = LENGTHS, slo: Slo = SLO
-) -> ResolvedPlan:
-    return ResolvedPlan(
-        plan,
-        {"m": problem.asks[0].model},
-        problem.by_name,
-        problem.regions,
-        slos={"m": slo},
-        mean_tokens={"m": (float(lengths[0]), float(lengths[1]))},
-    )
+def world(plan: Plan, problem: PlanningProblem, lengths: tuple[int, int] = LENGTHS) -> ResolvedPlan:
+    return resolved(problem, plan, {"m": (float(lengths[0]), float(lengths[1]))})
 
 
 def load_of(rates_per_s: Sequence[float], step_s: float, lengths: tuple[int, int] = LENGTHS) -> Workload:
@@ -75,7 +64,6 @@ def load_of(rates_per_s: Sequence[float], step_s: float, lengths: tuple[int, int
 
 
 def kept(result: SimResult, from_s: float, to_s: float, slo: Slo = SLO) -> float:
-    """Share of those who came in that time that were served within the objective."""
     records = result.records
     received = (records.arrival_s >= from_s) & (records.arrival_s < to_s)
     ttft_s = records.first_token_s - records.arrival_s
@@ -92,15 +80,13 @@ def out(strategy: str) -> dict[str, float]:
     policy = Policy(scaling="cauchy")
     figures = {}
     for name, item in (("own", plan), ("offer", with_candidates(factory, plan))):
-        result = simulate(scene(item, problem), load, policy, seed=SEED)
+        result = simulate(world(item, problem), load, policy, seed=SEED)
         key = f"out_{strategy}_{name}"
         figures[f"{key}_kept_after"] = kept(result, 600.0, 1200.0)
         figures[f"{key}_usd"] = summarise(result).cost_usd
         figures[f"{key}_usd_per_h_last"] = result.cost_rates[-1][1]
-        started = {r.template: 0 for r in result.replicas}
-        for _, template in {(r.unit, r.template) for r in result.replicas}:
-            started[template] += 1
-        print(f"  {key}: {figures[f'{key}_kept_after']:.1%} kept, copies ever {started}", file=sys.stderr)
+        started = dict(Counter(template for _, template in {(r.unit, r.template) for r in result.replicas}))
+        say(f"  {key}: {figures[f'{key}_kept_after']:.1%} kept, copies ever {started}")
     return figures
 
 
@@ -115,7 +101,6 @@ def combos_of(copies: int, rate_per_s: float) -> tuple[PlanningProblem, Plan]:
 
 
 def roles() -> dict[str, float]:
-    """A spike of long answers and the loss of either kind of replica, with roles that stay and that change."""
     rng, figures = np.random.default_rng(SEED), {}
     lost = {name: Faults((Fault(300.0, "replica", replica=f"*#0/{i}"),)) for i, name in ((0, "p"), (2, "d"))}
     cases = [("spike", 3, 39.0, 16, None, 300.0)]
@@ -127,7 +112,7 @@ def roles() -> dict[str, float]:
         load = workload("m", when, np.full(len(when), NEWS[0]), answers)
         for way, scaling in (("stay", "none"), ("change", "flips")):
             policy = Policy(scaling=scaling)
-            result = simulate(scene(plan, problem, NEWS, NEWS_SLO), load, policy, seed=SEED, faults=fault)
+            result = simulate(world(plan, problem, NEWS), load, policy, seed=SEED, faults=fault)
             figures[f"{name}_{way}_kept"] = kept(result, 300.0, 300.0 + lasts_s, NEWS_SLO)
             figures[f"{name}_{way}_kept_after"] = kept(result, 300.0 + lasts_s, 900.0, NEWS_SLO)
     return figures

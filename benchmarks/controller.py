@@ -1,7 +1,7 @@
-"""One step of the controller with 1,000 nodes and 300 replicas: `python benchmarks/controller.py`.
+"""One step of the controller with 1,000 nodes and 300 replicas, pipelines of 3 or 4 nodes in 10 regions.
 
-The replicas are pipelines of 3 or 4 nodes, of 30 templates in 10 regions. A Brain wants them; the controller reads
-that and tells what is there in JSON, as over the gateway's port, and keeps it in its state file; nodes are made up.
+A Brain wants them; the controller reads that and tells what is there in JSON, as over the gateway's port, and keeps
+it in its state file; nodes are made up.
 
     adopt      the Brain hears of the plan, and asks for all of it
     start      the controller's turn that starts all 300
@@ -13,50 +13,31 @@ that and tells what is there in JSON, as over the gateway's port, and keeps it i
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from parts.common import run
+from parts.common import peak_bytes, run
 from potluck.control.control_values import EngineSpec
 from potluck.control.controller import Controller
 from potluck.control.gateway_client import GatewayClient
 from potluck.control.launchers.launcher import EngineSighting, NodeNews, Place
 from potluck.control.state_store import Lease, StateStore
 from potluck.core.brain.brain import Brain
+from potluck.core.state import events
 from potluck.core.state.actions import Action, StartReplica
-from potluck.core.state.events import (
-    PlanReceived,
-    ReplicaLost,
-    ReplicaReady,
-    ReplicaReported,
-    ReplicaStatus,
-    Tick,
-)
 from potluck.core.state.facts import FleetFacts, ModelFacts, ReplicaFacts
 from potluck.core.state.policy import Policy
+from potluck.core.values import plan as plans
 from potluck.core.values.layout import Layout, Stage, StageNode
-from potluck.core.values.plan import (
-    BucketCapacity,
-    Deployment,
-    LengthBucket,
-    NodeCount,
-    Plan,
-    PlannedReplica,
-    PlannedShare,
-    ReplicaSpec,
-    Template,
-    plan_mark,
-)
 
 TEMPLATES, COPIES, REGIONS = 30, 10, 10
 LOST = 30
 
 
-def template_of(place: int) -> Template:
+def template_of(place: int) -> plans.Template:
     """A third of them have four nodes, the others three: 1,000 in all."""
     names = [f"1xGPU{place % 7}", f"2xGPU{place % 5}", "1xGPU0"] + (["8xGPU9"] if place % 3 == 0 else [])
     nodes = [StageNode(name, int(name[0])) for name in names]
@@ -64,34 +45,32 @@ def template_of(place: int) -> Template:
         *(Stage(8, (node,)) for node in nodes[:-2]),
         Stage(32 - 8 * (len(nodes) - 2), tuple(nodes[-2:])),
     )
-    counts = tuple(NodeCount(name, names.count(name)) for name in dict.fromkeys(names))
-    capacity = (BucketCapacity(0, 0.0, 0.0, 4.0, 0.2, 0.03),)
-    return Template(
+    counts = tuple(plans.NodeCount(name, names.count(name)) for name in dict.fromkeys(names))
+    capacity = (plans.BucketCapacity(0, 0.0, 0.0, 4.0, 0.2, 0.03),)
+    return plans.Template(
         f"t{place}",
         "homogeneous",
         "m",
         counts,
-        (PlannedReplica("mixed", Layout(stages)),),
+        (plans.PlannedReplica("mixed", Layout(stages)),),
         capacity,
         "measured",
     )
 
 
-def plan_of() -> Plan:
+def plan_of() -> plans.Plan:
     templates = tuple(map(template_of, range(TEMPLATES)))
     shares = tuple(
-        PlannedShare(template.name, f"r{p % REGIONS}", 0, "closed", 4.0 * COPIES)
+        plans.PlannedShare(template.name, f"r{p % REGIONS}", 0, "closed", 4.0 * COPIES)
         for p, template in enumerate(templates)
     )
-    deployments = tuple(
-        Deployment(template.name, f"r{p % REGIONS}", COPIES) for p, template in enumerate(templates)
-    )
+    deployments = tuple(plans.Deployment(share.template, share.region, COPIES) for share in shares)
     rate_per_s = 4.0 * COPIES * TEMPLATES
-    return Plan(
+    return plans.Plan(
         "auto",
         templates,
         deployments,
-        (LengthBucket("m", 0, 100_000, rate_per_s),),
+        (plans.LengthBucket("m", 0, 100_000, rate_per_s),),
         shares,
         (),
         (),
@@ -134,19 +113,17 @@ class Machines:
 class Gateway(GatewayClient):
     """A Brain behind JSON, without the sockets between."""
 
-    def __init__(self, brain: Brain, plan: Plan) -> None:
+    def __init__(self, brain: Brain, plan: plans.Plan) -> None:
         super().__init__("http://127.0.0.1:1")
-        self._brain, self._mark, self.now_s = brain, plan_mark(plan), 0.0
-        self.wanted_members: dict[str, ReplicaSpec] = {}
+        self._brain, self._mark, self.now_s = brain, plans.plan_mark(plan), 0.0
+        self.wanted_members: dict[str, plans.ReplicaSpec] = {}
         self.urls: dict[str, str] = {}
 
     def hear(self, event: Any) -> None:
         self.act(self._brain.on(self.now_s, event))
 
     def act(self, actions: list[Action]) -> None:
-        self.wanted_members |= {
-            action.member.id: action.member for action in actions if isinstance(action, StartReplica)
-        }
+        self.wanted_members |= {one.member.id: one.member for one in actions if isinstance(one, StartReplica)}
 
     def _said(self, method: str, path: str, body: object = None) -> bytes:
         if path == "/fleet":
@@ -154,24 +131,15 @@ class Gateway(GatewayClient):
             for item in fleet:
                 if item["replica"] in self.wanted_members and item["replica"] not in self.urls:
                     self.urls[item["replica"]] = item["url"]
-                    self.hear(ReplicaReady(item["replica"]))
+                    self.hear(events.ReplicaReady(item["replica"]))
             return b"{}"
         if path.startswith("/decisions"):
             return b'{"epoch": "e", "decisions": [], "thinks": "", "ended": {}}'
+        fields = ("id", "template", "index", "model", "region", "role", "unit")
         rows = [
-            {
-                "id": wanted_member.id,
-                "template": wanted_member.template,
-                "index": wanted_member.index,
-                "model": wanted_member.model,
-                "region": wanted_member.region,
-                "role": wanted_member.role,
-                "unit": wanted_member.unit,
-                "draining": False,
-                "url": self.urls.get(wanted_member.id, ""),
-                "step_tokens": 2048,
-            }
-            for wanted_member in self.wanted_members.values()
+            {name: getattr(member, name) for name in fields}
+            | {"draining": False, "url": self.urls.get(member.id, ""), "step_tokens": 2048}
+            for member in self.wanted_members.values()
         ]
         return json.dumps({"replicas": rows, "replan": None, "kill": [], "plan_mark": self._mark}).encode()
 
@@ -198,12 +166,10 @@ def measure(quick: bool) -> dict[str, float]:
         store = StateStore(Path(folder) / "state.db")
         store.add_plan(plan, 0.0, "benchmark")
         controller = Controller(store, Lease(store), machines, gateway)
-        timed("adopt", lambda: gateway.hear(PlanReceived(plan)))
+        timed("adopt", lambda: gateway.hear(events.PlanReceived(plan)))
         figures["replicas"] = len(gateway.wanted_members)
-        figures["nodes"] = sum(
-            sum(plan.template(wanted_member.template).replicas[0].layout.node_counts.values())
-            for wanted_member in gateway.wanted_members.values()
-        )
+        used = [plan.template(member.template).nodes for member in gateway.wanted_members.values()]
+        figures["nodes"] = sum(node.count for counts in used for node in counts)
         timed("start", controller.turn)
         for _ in range(3):
             result = controller.turn()
@@ -213,8 +179,8 @@ def measure(quick: bool) -> dict[str, float]:
         for name in list(gateway.urls)[:LOST]:
             machines.running.pop(gateway.urls.pop(name).removeprefix("http://").rpartition(":")[0])
             del gateway.wanted_members[name]
-            gateway.hear(ReplicaLost(name, "its node is gone"))
-        gateway.hear(Tick())
+            gateway.hear(events.ReplicaLost(name, "its node is gone"))
+        gateway.hear(events.Tick())
         timed("lost", controller.turn)
         for _ in range(4):
             result = controller.turn()
@@ -222,24 +188,17 @@ def measure(quick: bool) -> dict[str, float]:
         assert len(gateway.urls) == figures["replicas"]
         controller.close()
         store.close()
-    scale = 1024 if sys.platform.startswith("linux") else 1
-    figures["memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e6
+    figures["memory_mb"] = peak_bytes() / 1e6
     return figures
 
 
 def reports(gateway: Gateway) -> None:
     gateway.now_s += 0.5
     for name in gateway.urls:
-        gateway.hear(ReplicaReported(name, ReplicaStatus(0, 3, 0, 900, 1000, 1200, 0.02)))
-    gateway.hear(Tick())
-
-
-def main() -> int:
-    names = ("adopt", "start", "settled", "lost", "tick")
-    return run(
-        "controller", measure, {f"{name}_cpu_s": ("<=", 1.0) for name in names} | {"memory_mb": ("<=", 500.0)}
-    )
+        gateway.hear(events.ReplicaReported(name, events.ReplicaStatus(0, 3, 0, 900, 1000, 1200, 0.02)))
+    gateway.hear(events.Tick())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    targets = {f"{name}_cpu_s": ("<=", 1.0) for name in ("adopt", "start", "settled", "lost", "tick")}
+    sys.exit(run("controller", measure, targets | {"memory_mb": ("<=", 500.0)}))

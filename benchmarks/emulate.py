@@ -1,13 +1,13 @@
 """Emulated GPUs on this machine's clock: how far steps are off from what `perf` predicts, at speed-up 1.
 
 A tiny model computes while the engine acts as a GPU with a large one. The time of a step is that from the end of the
-one before to its own end, as a client sees it. Per shape the mean of steps in a row counts: a busy machine wakes
-sleepers late now and then, which the next step makes up for. The spread of single steps is told, too.
+one before to its own end. Per shape the mean of steps in a row counts: a busy machine wakes sleepers late now and
+then, which the next step makes up for.
 
-Then a pipeline of two emulated GPUs, each a process. Two groups of requests under way at once take as long as one of
-them alone if the stages overlap fully (1), or twice as long if not at all (2). A prompt of 2048 tokens in two
-micro-batches against one: 0.75 if time went with tokens and stages overlapped fully. Last the engine's loop over that
-pipeline, with two lanes against one: they win as far as a step of half the requests is shorter.
+Then a pipeline of two emulated GPUs, each a process. Two groups of requests at once take as long as one of them alone
+if the stages overlap fully (1), or twice as long if not at all (2). A prompt of 2048 tokens in two micro-batches
+against one: 0.75 if time went with tokens and stages overlapped fully. Last the engine's loop with two lanes against
+one.
 """
 
 from __future__ import annotations
@@ -41,16 +41,8 @@ from potluck.perf.timers.roofline import roofline
 LAYER = Layer(FullAttention(2, 1, 16, 16), DenseFfn(64))
 SMALL = EngineModelConfig(Model("tiny", 32, 256, (LAYER,) * 2, 8192))
 SIZE = RunnerSize(34, 34 * 160, 2560, 2048)
-SHAPES: tuple[tuple[int, int, int], ...] = (
-    (0, 1, 128),
-    (0, 8, 512),
-    (0, 32, 1024),
-    (128, 0, 0),
-    (512, 0, 0),
-    (1024, 0, 0),
-    (256, 8, 512),
-    (512, 16, 1024),
-)
+DECODES, PROMPTS = ((0, 1, 128), (0, 8, 512), (0, 32, 1024)), ((128, 0, 0), (512, 0, 0), (1024, 0, 0))
+SHAPES = (*DECODES, *PROMPTS, (256, 8, 512), (512, 16, 1024))
 """(prompt tokens, decodes, context of each)."""
 CASES = {"a10_8b": ("A10", "Llama-3.1-8B"), "l40s_8b": ("L40S", "Llama-3.1-8B")}
 TARGETS = {"worst_mean_step_error": ("<=", 0.03)}
@@ -58,7 +50,6 @@ BATCH = 16
 
 
 def measure(quick: bool) -> dict[str, float]:
-    """Errors of step times, and how far stages overlap."""
     import torch
 
     torch.set_num_threads(1)
@@ -155,10 +146,8 @@ def overlap(rounds: int) -> dict[str, float]:
             executor.close(row)
         prompt_s[batches] = statistics.median(times)
     executor.shutdown()
-    return {
-        "decode_two_lanes_over_one": both_s / alone_s,
-        "prompt_two_micro_batches_over_one": prompt_s[2] / prompt_s[1],
-    }
+    ratio = prompt_s[2] / prompt_s[1]
+    return {"decode_two_lanes_over_one": both_s / alone_s, "prompt_two_micro_batches_over_one": ratio}
 
 
 def lanes(requests: int, context: int, speed_up: float) -> dict[str, float]:
@@ -178,7 +167,6 @@ def lanes(requests: int, context: int, speed_up: float) -> dict[str, float]:
 
 
 def decode_speed(executor: Executor, requests: int, context: int) -> float:
-    """Tokens per second from when all have begun to decode."""
     firsts: set[int] = set()
     loop = EngineLoop(
         executor,
@@ -203,6 +191,4 @@ def decode_speed(executor: Executor, requests: int, context: int) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(
-        run("emulate", measure, TARGETS, seeds=(1,), quick_without="all cases but the first, most steps")
-    )
+    sys.exit(run("emulate", measure, TARGETS, seeds=(1,), quick_without="all cases but one, most steps"))

@@ -1,26 +1,21 @@
-"""The embedded engine on a CPU: speed against transformers.generate, start, memory, and a soak.
+"""The embedded engine on a CPU: speed against transformers.generate, start, memory, and a soak (engine_soak.py).
 
-    python benchmarks/engine.py [--quick] [--json] [--part speed|start|soak]
+    python benchmarks/engine.py [--quick] [--json] [--part speed|start|soak]...
 
 POTLUCK_BENCH_MODEL=DIR takes another model than the shipped one.
 
 Speed: N requests with the mean lengths of Azure's conversation trace of 2023, scaled down to the model's context,
-greedy, one thread, CPU-seconds. The engine runs them in its loop, with continuous batching and its prefix cache, as
-served; transformers.generate runs them as one batch in float32, in which the engine computes too: `speed_ratio_N`.
-For perspective, `..._ragged_N`: requests of unlike lengths, as a server gets them, which generate must pad and run
-as long as the longest answer; `..._looped_N`: the same against generate called for one request after the other;
-`..._bfloat16_N`: equal lengths against transformers in the format of the stored weights, which is less exact.
+greedy, one thread, CPU-seconds. The engine runs them in its loop, with continuous batching and its prefix cache;
+transformers.generate as one batch in float32, in which the engine computes too: `speed_ratio_N`. `..._ragged_N`:
+requests of unlike lengths, which generate must pad; `..._looped_N`: the same against generate called for one request
+after the other; `..._bfloat16_N`: equal lengths against transformers in the format of the stored weights.
 
-transformers runs in a child process of the same run, since the engine asks the matrix library for its strict mode
-(see exact.py), which slows single rows down and must not slow the other side.
-
-Start: from starting `potluck engine serve` to the first token over HTTP, seconds of wall clock, CPU-seconds beside
-them, and the most memory that was resident. The soak is in engine_soak.py.
+transformers runs in a child process, since the engine asks the matrix library for its strict mode (see exact.py),
+which slows single rows down. Start: from `potluck engine serve` to the first token over HTTP.
 """
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import json
 import os
@@ -109,7 +104,6 @@ class Ours:
         self.vocab = config.model.vocab
 
     def cpu_s(self, wanted: Sequence[Ask]) -> float:
-        """CPU-seconds to answer all, submitted at once."""
         from potluck.engine.loop.jobs import Job
 
         loop = self._loop
@@ -162,8 +156,6 @@ for line in sys.stdin:
 
 
 class Theirs:
-    """transformers in a process of its own."""
-
     def __init__(self, directory: Path, dtype: str = "float32") -> None:
         environment = {key: value for key, value in os.environ.items() if key != "MKL_CBWR"}
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
@@ -179,12 +171,8 @@ class Theirs:
     def cpu_s(self, wanted: Sequence[Ask], *, padded: bool) -> float:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        body = {
-            "prompts": [ask.prompt for ask in wanted],
-            "outputs": [ask.output for ask in wanted],
-            "padded": padded,
-        }
-        self._process.stdin.write(json.dumps(body) + "\n")
+        asked = {"prompts": [ask.prompt for ask in wanted], "outputs": [ask.output for ask in wanted]}
+        self._process.stdin.write(json.dumps({**asked, "padded": padded}) + "\n")
         self._process.stdin.flush()
         return float(json.loads(self._process.stdout.readline()))
 
@@ -194,12 +182,11 @@ class Theirs:
 
 
 def speed(directory: Path, quick: bool) -> dict[str, float]:
-    """Useful tokens per CPU-second, and the ratios."""
     ours, theirs, budget = Ours(directory), Theirs(directory), common.Budget(quick, QUICK_SPEED_S)
     figures: dict[str, float] = {}
     ours.cpu_s(asks(2, ours.vocab, True))
     if quick:
-        print("left out: bfloat16, looped, ragged; batches of 8", file=sys.stderr)
+        common.say("left out: bfloat16, looped, ragged; batches of 8")
         spent_s = 0.0
         for count in (1, 32):
             # 32 at once take some ten times as long as one.
@@ -245,8 +232,7 @@ def ratios(count: int, useful: int, best: Mapping[str, float]) -> dict[str, floa
 
 @contextmanager
 def engine_process(directory: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`potluck engine serve` and its address."""
-    command = [sys.executable, "-m", "potluck.cli.main", "engine", "serve", "--model", str(directory)]
+    command = [*common.POTLUCK, "engine", "serve", "--model", str(directory)]
     command += ["--port", "0", "--json", "--kv-from", "127.0.0.1", *options]
     with (
         tempfile.TemporaryFile("w+") as errors,
@@ -294,11 +280,8 @@ PARTS: dict[str, Callable[[Path, bool], dict[str, float]]] = {
 }
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--part", choices=sorted(PARTS), action="append", help="only this; may be repeated")
-    asked, rest = parser.parse_known_args(arguments)
-    names = asked.part or list(PARTS)
+if __name__ == "__main__":
+    names = common.options(part=tuple(PARTS)).part
 
     def measure(quick: bool) -> dict[str, float]:
         figures: dict[str, float] = {}
@@ -309,8 +292,4 @@ def main(arguments: Sequence[str]) -> int:
         return figures
 
     wanted = {name: target for part in names for name, target in TARGETS[part].items()}
-    return common.run("engine", measure, wanted, seeds=[SEED], arguments=rest)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    sys.exit(common.run("engine", measure, wanted, seeds=[SEED]))

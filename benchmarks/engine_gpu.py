@@ -1,11 +1,8 @@
 """The engine on a GPU: decode steps recorded as CUDA graphs against the same steps launched one by one.
 
-    python benchmarks/engine_gpu.py          needs a CUDA device; prints one JSON object
-
-For the models that ship and for one of a billion parameters with random weights, 1, 8 and 32 sequences: the share of
-greedy tokens that recorded steps choose like launched ones, each time after the same history (in float32 all must
-agree; in bfloat16 logits that are nearly the same may change places), and milliseconds per step of either, the median
-of many, by wall clock with the device waited for, since what a graph saves is the host's time.
+For the models that ship and for one of a billion random parameters, 1, 8 and 32 sequences: the share of greedy tokens
+that recorded steps choose like launched ones after the same history (in float32 all must agree), and milliseconds per
+step of either, the median of many, by wall clock with the device waited for, since a graph saves the host's time.
 """
 
 from __future__ import annotations
@@ -14,31 +11,20 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
-from parts.common import skip
+from parts.common import WORDS, skip
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
 from potluck.engine.compute.executor import RunnerSize, SequenceWork
 from potluck.engine.compute.runner import Runner
 from potluck.engine.model.checkpoint import RandomSource, SafetensorsSource, WeightSource
 from potluck.engine.model.config import EngineModelConfig, RopeConfig, read_config
 
-DATA = Path(__file__).resolve().parents[1] / "src" / "potluck" / "engine" / "data"
-SHIPPED = Model(
-    "words", 256, 4096, (Layer(FullAttention(4, 2, 64, 64), DenseFfn(704)),) * 6, 2048, tied_embeddings=True
-)
-LARGE = Model(
-    "large",
-    2048,
-    32000,
-    (Layer(FullAttention(32, 8, 64, 64), DenseFfn(8192)),) * 16,
-    4096,
-    tied_embeddings=True,
-)
+SHIPPED_LAYER = Layer(FullAttention(4, 2, 64, 64), DenseFfn(704))
+SHIPPED = Model("words", 256, 4096, (SHIPPED_LAYER,) * 6, 2048, tied_embeddings=True)
+LARGE_LAYER = Layer(FullAttention(32, 8, 64, 64), DenseFfn(8192))
+LARGE = Model("large", 2048, 32000, (LARGE_LAYER,) * 16, 4096, tied_embeddings=True)
 
 
 class Shared:
@@ -105,9 +91,7 @@ def compare(
         expected, slow = steps(engine, count, prompt, decode)
         engine._graphs = graphs
         text, fast = steps(engine, count, prompt, decode, expected)
-        same = sum(
-            a == b for one, two in zip(text, expected, strict=True) for a, b in zip(one, two, strict=True)
-        )
+        same = sum(a == b for pair in zip(text, expected, strict=True) for a, b in zip(*pair, strict=True))
         figures[f"same_tokens_{count}"] = same / (count * decode)
         figures[f"recorded_ms_{count}"] = 1e3 * statistics.median(fast)
         figures[f"launched_ms_{count}"] = 1e3 * statistics.median(slow)
@@ -120,21 +104,22 @@ def compare(
 def main() -> int:
     if not torch.cuda.is_available():
         return skip("engine_gpu", "there is no CUDA device")
-    result: dict[str, object] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    shipped = EngineModelConfig(SHIPPED, rope=RopeConfig(theta=10000.0), norm_eps=1e-6)
-    hybrid = read_config(DATA / "words-hybrid", None)
-    words = SafetensorsSource(DATA / "words")
-    result["words float32"] = compare(shipped, words, torch.float32, 150, 60)
-    result["words bfloat16"] = compare(shipped, words, torch.bfloat16, 150, 60)
-    result["words-hybrid float32"] = compare(
-        hybrid, SafetensorsSource(DATA / "words-hybrid"), torch.float32, 150, 40
-    )
-    result["large bfloat16"] = compare(
-        EngineModelConfig(LARGE, rope=RopeConfig(theta=10000.0)), Shared(), torch.bfloat16, 300, 60
-    )
+    rope, hybrid = RopeConfig(theta=10000.0), WORDS.with_name("words-hybrid")
+    shipped = EngineModelConfig(SHIPPED, rope=rope, norm_eps=1e-6)
+    words = SafetensorsSource(WORDS)
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "words float32": compare(shipped, words, torch.float32, 150, 60),
+        "words bfloat16": compare(shipped, words, torch.bfloat16, 150, 60),
+        "words-hybrid float32": compare(
+            read_config(hybrid, None), SafetensorsSource(hybrid), torch.float32, 150, 40
+        ),
+        "large bfloat16": compare(EngineModelConfig(LARGE, rope=rope), Shared(), torch.bfloat16, 300, 60),
+    }
     print(json.dumps(result, indent=1))
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

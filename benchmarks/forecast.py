@@ -1,25 +1,19 @@
 """A week of real arrival rates: scaling by forecast against reacting, fleets that stay, and an oracle.
 
-ServeGen's language models cover 14 days (../shared/data, servegen_client_rates.parquet). The first week is the
-history that the forecaster learns from; the second is served, in simulation, set up as in benchmarks/autoscale.py.
+The first of ServeGen's two weeks is the history that the forecaster learns from; the second is served, in simulation,
+set up as in autoscale.py.
 
     oracle           for every ten minutes the cheapest plan that serves them; no start-up, nothing to be drained
     static peak      one plan for the week's highest ten minutes; static mean: for its mean
     replan           re-allocation every six minutes at the rates now seen
     ahead            re-allocation at the rates forecast (core/scaling/replan.py)
 
-The oracle's plans are served too: all the ten minutes that have the same plan, one after another, on that plan.
-`POTLUCK_PACED=0` gives all engines 2048 tokens a step.
-
-A reversal is a start and a drain of one template within 30 minutes. `--quick` serves the first hour of the week with
-`replan` and `ahead`.
-`POTLUCK_SOURCE` names another of the models (m-large, m-mid, m-small), `POTLUCK_DAYS` another number of days, and
-`POTLUCK_FROM` the day that is served first (7 unless said); all before it is history.
+The oracle's plans are served too: all the ten minutes that have the same plan, one after another, on that plan. A
+reversal is a start and a drain of one template within 30 minutes. `--quick` serves an hour with `replan` and `ahead`.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from bisect import bisect_left, insort
@@ -28,26 +22,32 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoscale import DATA, NAME, RATE_PER_S, RUNNING, SEED, SLO, STEP_S, lengths, the_problem
-from parts.common import run, skip
+from autoscale import (
+    DAY,
+    NAME,
+    RATE_PER_S,
+    RATES,
+    RUNNING,
+    SEED,
+    STEP_S,
+    load_of,
+    recorded_rates,
+    the_problem,
+)
+from parts.common import DATA, run, say, skip
+from parts.problems import mean_tokens, resolved
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
+from potluck.plan.problem import PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.rehearse.queueing_margins import scaled
-from potluck.runtime.resolved_plan import ResolvedPlan
-from potluck.sim.load import arrivals
-from potluck.sim.load.arrivals import draw
 from potluck.sim.load.workload import Workload, workload
 from potluck.sim.results.metrics import judge, summarise
 from potluck.sim.results.records import ANSWERED, REFUSED, ReplicaRecord, SimResult
 from potluck.sim.run import simulate
 from potluck.sim.world.sim_fleet import PlanQuestion
 
-SOURCE = os.environ.get("POTLUCK_SOURCE", "m-large")
-DAYS = int(os.environ.get("POTLUCK_DAYS", "7"))
-FROM = int(os.environ.get("POTLUCK_FROM", "7"))
-PACED = os.environ.get("POTLUCK_PACED", "1") != "0"
-DAY, WEEK = 144, 1008
+WEEK = 7 * DAY
 QUICK_STEPS = 6
 REVERSAL_S = 1800.0
 START_S = 135.0
@@ -59,21 +59,6 @@ LIMIT_S = 60.0
 with a plan for part of the demand, and the fleet is blamed for it."""
 LIFE_S = 3600.0
 """Over which the planner spreads the price of starting a copy: CORAL's K is START_S / LIFE_S."""
-
-
-def two_weeks() -> np.ndarray | None:
-    """Requests a second in each ten minutes of both weeks, scaled to the mean; None without the data."""
-    path = DATA / "servegen_client_rates.parquet"
-    if not path.exists():
-        return None
-    import pyarrow.parquet as parquet
-
-    mine = parquet.read_table(path, columns=["t_s", "rate_rps"], filters=[("model", "==", SOURCE)])
-    step = (mine["t_s"].to_numpy() // STEP_S).astype(int)
-    rates = mine["rate_rps"].to_numpy().astype(float)
-    inside = step < 2 * WEEK
-    total = np.bincount(step[inside], rates[inside], minlength=2 * WEEK)
-    return np.asarray(total * RATE_PER_S / total.mean())
 
 
 class Stairs:
@@ -98,7 +83,6 @@ class Stairs:
         return cost
 
     def usd(self, rates_per_s: Sequence[float] | np.ndarray, each_s: float) -> float:
-        """Of rates that hold for so long each."""
         values, counts = np.unique(np.asarray(rates_per_s), return_counts=True)
         # The ends first: then what lies between is often known.
         order = sorted(range(len(values)), key=lambda i: min(i, len(values) - 1 - i))
@@ -109,13 +93,16 @@ class Stairs:
 class Planner:
     """Plans for any rate, from what runs: starting a copy has its price. Templates are made once."""
 
-    def __init__(self, factory: TemplateFactory) -> None:
-        self._factory = factory
+    def __init__(self) -> None:
+        self._factory = TemplateFactory(the_problem(RATE_PER_S))
         self._running: Plan | None = None
         self._known: dict[float, Plan] = {}
 
+    @property
+    def problem(self) -> PlanningProblem:
+        return self._factory.problem
+
     def fresh(self, rate_per_s: float) -> Plan:
-        """The cheapest plan for a rate, whatever runs."""
         rate_per_s = max(round(rate_per_s, 2), 0.05)
         if rate_per_s not in self._known:
             self._known[rate_per_s] = self._plan(rate_per_s, None)
@@ -140,12 +127,13 @@ class Planner:
 
 
 def served(
-    policy: Policy, planner: Planner, problem: ResolvedPlan, load: Workload, react: Callable[..., Plan]
-) -> tuple[dict[str, float], SimResult]:
+    policy: Policy, planner: Planner, rate_per_s: float, load: Workload, history: Sequence[float]
+) -> dict[str, float]:
     start_s = time.process_time()
-    result = simulate(
-        problem, load, policy, seed=SEED, settings=replace(RUNNING, tick_s=policy.tick_s), planner=react
-    )
+    past = {NAME: tuple(float(rate) for rate in history)}
+    world = resolved(planner.problem, planner.begin(rate_per_s), mean_tokens(load), history=past)
+    settings = replace(RUNNING, tick_s=policy.tick_s)
+    result = simulate(world, load, policy, seed=SEED, settings=settings, planner=planner.next)
     summary = summarise(result)
     model = summary.models[0]
     days = len(load) and float(load.arrival_s[-1]) / 86_400
@@ -158,7 +146,8 @@ def served(
         "copies_ever": len({replica.unit for replica in result.replicas}),
         "reversals_per_day": reversals(result.replicas) / max(days, 1e-9),
         "cpu_s": time.process_time() - start_s,
-    }, result
+        **missed(result),
+    }
 
 
 def reversals(replicas: Sequence[ReplicaRecord]) -> int:
@@ -195,9 +184,7 @@ def missed(result: SimResult) -> dict[str, float]:
     return {name: int(cause.sum()) / count for name, cause in causes.items()}
 
 
-def oracle_kept(
-    planner: Planner, factory: TemplateFactory, stairs: Stairs, week: np.ndarray, load: Workload
-) -> dict[str, float]:
+def oracle_kept(planner: Planner, stairs: Stairs, week: np.ndarray, load: Workload) -> dict[str, float]:
     """The oracle's plans at work: its attainment and what it misses. Plans that cost the same are the same."""
     bins: dict[float, list[int]] = {}
     for place, rate in enumerate(week):
@@ -207,85 +194,48 @@ def oracle_kept(
     for places in bins.values():
         plan = planner.fresh(float(week[places].max()))
         parts = [np.arange(edges[i], edges[i + 1]) for i in places]
-        when = [
-            load.arrival_s[p] + (k - i) * STEP_S for k, (i, p) in enumerate(zip(places, parts, strict=True))
-        ]
+        pairs = zip(places, parts, strict=True)
+        when = [load.arrival_s[p] + (k - i) * STEP_S for k, (i, p) in enumerate(pairs)]
         rows = np.concatenate(parts)
         if not len(rows):
             continue
         mine = workload(NAME, np.concatenate(when), load.prompt_tokens[rows], load.output_tokens[rows])
-        policy = Policy(tick_s=RUNNING.tick_s)
-        result = simulate(resolved(plan, factory, load, ()), mine, policy, seed=SEED, settings=RUNNING)
+        world = resolved(planner.problem, plan, mean_tokens(load))
+        result = simulate(world, mine, Policy(tick_s=RUNNING.tick_s), seed=SEED, settings=RUNNING)
         kept = {"attainment": summarise(result).models[0].attainment or 0.0} | missed(result)
         for name, value in kept.items():
             outcome[name] += value * len(rows) / len(load)
     return outcome
 
 
-def resolved(plan: Plan, factory: TemplateFactory, load: Workload, history: Sequence[float]) -> ResolvedPlan:
-    problem = factory.problem
-    return ResolvedPlan(
-        plan,
-        {NAME: problem.asks[0].model},
-        problem.by_name,
-        problem.regions,
-        (),
-        {NAME: SLO},
-        {NAME: (float(load.prompt_tokens.mean()), float(load.output_tokens.mean()))},
-        history={NAME: tuple(float(rate) for rate in history)},
-        paced=PACED,
-    )
-
-
 def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
-    first = FROM * DAY
-    history, week = rates[:first], rates[first : first + (QUICK_STEPS if quick else DAY * DAYS)]
-    rng = np.random.default_rng(SEED)
-    when = arrivals.curve(rng, list(week), STEP_S)
-    load = workload(NAME, when, *draw(rng, lengths(), len(when)))
-    factory = TemplateFactory(the_problem(RATE_PER_S))
-    planner = Planner(factory)
+    history, week = rates[:WEEK], rates[WEEK : WEEK + (QUICK_STEPS if quick else WEEK)]
+    load, planner = load_of(week), Planner()
     stairs = Stairs(lambda rate_per_s: planner.fresh(rate_per_s).cost_usd_per_h)
     oracle_usd = stairs.usd(week, STEP_S)
-    figures = {"requests": float(len(load)), "hours": len(week) / 6, "oracle_usd": oracle_usd}
-    oracle = oracle_kept(planner, factory, stairs, week, load)
-    figures |= {f"oracle_{name}": value for name, value in oracle.items()}
-    say(
-        f"  oracle       {oracle_usd:8.2f} USD  {oracle['attainment']:7.2%} within the objective{causes(oracle)}"
-    )
+    figures = {"requests": float(len(load)), "hours": len(week) / 6}
+    oracle = {"usd": oracle_usd, **oracle_kept(planner, stairs, week, load)}
+    tell("oracle", oracle, figures)
     base = Policy(tick_s=RUNNING.tick_s)
     rows = [
-        ("static mean", base, float(week.mean())),
-        ("static peak", base, float(week.max())),
+        ("static_mean", base, float(week.mean())),
+        ("static_peak", base, float(week.max())),
         ("replan", replace(base, scaling="replan"), float(week[0])),
         ("ahead", replace(base, scaling="ahead"), float(week[0])),
     ]
     if quick:
         say(f"left out: all but {len(week) / 6:g} h, the fleets that stay")
     for name, policy, start in rows[2:] if quick else rows:
-        plan = planner.begin(start)
-        problem = resolved(plan, factory, load, history)
-        outcome, result = served(policy, planner, problem, load, planner.next)
-        key = name.replace(" ", "_")
-        lost = missed(result)
-        figures |= {f"{key}_{what}": value for what, value in (outcome | lost).items()}
-        over = figures[f"{key}_over_oracle"] = outcome["usd"] / oracle_usd - 1
-        figures[f"{key}_attainment_over_oracle"] = outcome["attainment"] - oracle["attainment"]
-        say(
-            f"  {name:<12} {outcome['usd']:8.2f} USD ({over:+.1%} of the oracle's)"
-            f"  {outcome['attainment']:7.2%} within the objective{causes(lost)}, {outcome['reversals_per_day']:.1f}"
-            f" reversals a day, {outcome['copies_ever']:.0f} copies ever, {outcome['cpu_s']:.0f} CPU-s"
-        )
+        outcome = served(policy, planner, start, load, history)
+        outcome["over_oracle"] = outcome["usd"] / oracle_usd - 1
+        outcome["attainment_over_oracle"] = outcome["attainment"] - oracle["attainment"]
+        tell(name, outcome, figures)
     return figures
 
 
-def causes(lost: dict[str, float]) -> str:
-    shares = ", ".join(f"{name} {lost[f'{name}_share']:.2%}" for name in ("refused", "late", "slow"))
-    return f" ({shares})"
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def tell(name: str, outcome: dict[str, float], figures: dict[str, float]) -> None:
+    figures |= {f"{name}_{key}": value for key, value in outcome.items()}
+    say(f"  {name}: " + ", ".join(f"{key} {value:.4g}" for key, value in outcome.items()))
 
 
 TARGETS = {
@@ -294,18 +244,9 @@ TARGETS = {
     "ahead_reversals_per_day": ("<=", 4.0),
 }
 
-
-def main() -> int:
-    rates = two_weeks()
-    if rates is None:
-        return skip("forecast", f"{DATA} has no servegen_client_rates.parquet")
-    return run(
-        "forecast",
-        lambda quick: measure(rates, quick),
-        {} if "--quick" in sys.argv else TARGETS,
-        seeds=[SEED],
-    )
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    rates = recorded_rates("m-large", 2 * WEEK)
+    if rates is None:
+        sys.exit(skip("forecast", f"{DATA} has no {RATES}"))
+    targets = {} if "--quick" in sys.argv else TARGETS
+    sys.exit(run("forecast", lambda quick: measure(rates, quick), targets, seeds=[SEED]))

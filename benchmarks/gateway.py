@@ -1,23 +1,17 @@
 """What the gateway costs, beside nginx, vllm-router and sglang-router, over one fake server of OpenAI's API.
 
-Each proxy has a core of its own; clients and the server have others (of those that `taskset` leaves, no two of one
-physical core where there are enough), and cost next to nothing. All speak plain OpenAI to sixteen addresses of the
-same server; prompts are about 1,000 tokens; the routers take turns (their cheapest policy), the gateway decides with
-its Brain, with keys and limits on.
+Each proxy has a core of its own; clients and the server have others, and cost next to nothing. All speak plain OpenAI
+to sixteen addresses of the same server; prompts are about 1,000 tokens; the routers take turns (their cheapest
+policy), the gateway decides with its Brain, with keys and limits on. Who is not there is left out.
 
 ..._us_per_request     CPU of the proxy, user and system, per answer that is not streamed
 ..._us_per_token       the same per part of an answer that is streamed, 50 at once, a part each 20 ms
 ..._added_p50_ms       200 requests a second: the median, less that of asking the server itself
-gateway_...            the whole gateway;  gateway_tokenising_...: it has the model's tokenizer, which no other has,
-                       and uses it as `gateway/openai/requests.py` says: servers of plain OpenAI tokenise by
-                       themselves, so most prompts are only reckoned;  relay_...: its http room alone, with nobody
-                       who decides
-tokenise_us_per_prompt what turning one such prompt into tokens costs by itself, as each does that goes to engines
-streams_...            2,000 streams at once, a part each 250 ms: the 99th percentile of gaps
-                       while all are open, less the server's own
+gateway_tokenising_... with the model's tokenizer, used as `gateway/openai/requests.py` says
+relay_...              the gateway's http part alone, with nobody who decides
+tokenise_us_per_prompt what turning one such prompt into tokens costs by itself
+streams_...            2,000 streams at once, a part each 250 ms: p99 of gaps while all are open
 workers_ratio          CPU per request with two workers, by that with one
-
-Routers come from PyPI and nginx from the system; who is not there is left out.
 """
 
 from __future__ import annotations
@@ -55,9 +49,7 @@ TARGETS = {
 }
 
 
-class Stand:
-    """The server, and every proxy before it."""
-
+class Proxies:
     def __init__(self, stack: ExitStack) -> None:
         cores = proxies.cores_apart()
         self._proxy = {cores[0]}
@@ -91,7 +83,7 @@ class Stand:
         else:
             process = make[name]()
         if process is None:
-            print(f"left out, since it is not installed: {name}", file=sys.stderr)
+            common.say(f"left out, since it is not installed: {name}")
             return False
         self._keep(process)
         ours = name.startswith("gateway") or name == "two_workers"
@@ -100,7 +92,7 @@ class Stand:
         except RuntimeError as error:
             if ours:
                 raise
-            print(f"left out, since it does not start: {name} ({error})", file=sys.stderr)
+            common.say(f"left out, since it does not start: {name} ({error})")
             return False
         proxies.settle(process)
         self.all[name] = (process, port)
@@ -133,15 +125,15 @@ def p99(values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=100)[98]
 
 
-def costs(stand: Stand, rounds: int, requests: int, tokens: int) -> dict[str, float]:
+def costs(running: Proxies, rounds: int, requests: int, tokens: int) -> dict[str, float]:
     """By turns, so that what else the machine does meets all of them; medians."""
-    for process, port in stand.all.values():
+    for process, port in running.all.values():
         per_request(process, port, 200)
         per_token(process, port, 5)
-    asked: dict[str, list[float]] = {name: [] for name in stand.all}
-    streamed: dict[str, list[float]] = {name: [] for name in stand.all}
+    asked: dict[str, list[float]] = {name: [] for name in running.all}
+    streamed: dict[str, list[float]] = {name: [] for name in running.all}
     for _ in range(rounds):
-        for name, (process, port) in stand.all.items():
+        for name, (process, port) in running.all.items():
             count = requests // 4 if name == "gateway_tokenising" else requests
             asked[name].append(per_request(process, port, count))
             if name != "two_workers":
@@ -152,14 +144,14 @@ def costs(stand: Stand, rounds: int, requests: int, tokens: int) -> dict[str, fl
     }
 
 
-def many_streams(stand: Stand, tokens: int) -> dict[str, float]:
-    stand.pace(SLOW_PACE_MS)
-    process, port = stand.all["gateway"]
-    direct = right(uvloop.run(clients.streams(stand.engines[0], STREAMS, tokens, timed=True)))
+def many_streams(running: Proxies, tokens: int) -> dict[str, float]:
+    running.pace(SLOW_PACE_MS)
+    process, port = running.all["gateway"]
+    direct = right(uvloop.run(clients.streams(running.engines[0], STREAMS, tokens, timed=True)))
     began_s = time.monotonic()
     through = right(uvloop.run(clients.streams(port, STREAMS, tokens, timed=True)))
     took_s = time.monotonic() - began_s
-    stand.pace(PACE_MS)
+    running.pace(PACE_MS)
     return {
         "streams_direct_p99_gap_ms": 1e3 * p99(direct.gaps_s),
         "streams_p99_gap_ms": 1e3 * p99(through.gaps_s),
@@ -170,33 +162,25 @@ def many_streams(stand: Stand, tokens: int) -> dict[str, float]:
 
 
 def tokenise_s(count: int) -> float:
-    """CPU for one prompt, the least of some rounds."""
     tokenizer = proxies.tokenizer()
     prompts = [clients.prompt(number).decode() for number in range(count)]
-    spent: list[float] = []
-    for _ in range(5):
-        began_s = time.process_time()
-        for prompt in prompts:
-            tokenizer.encode(prompt)
-        spent.append(time.process_time() - began_s)
-    return min(spent) / count
+    return common.cpu_s(lambda: [tokenizer.encode(prompt) for prompt in prompts], 5) / count
 
 
 def measure(quick: bool) -> dict[str, float]:
     with ExitStack() as stack:
-        stand = Stand(stack)
-        wanted = ["relay", "nginx", *ROUTERS, "gateway", "gateway_tokenising", "two_workers"]
-        for name in wanted:
-            stand.start(name)
-        stand.pace(PACE_MS)
-        result = costs(stand, *((1, 600, 40) if quick else (5, 2000, 100)))
+        running = Proxies(stack)
+        for name in ("relay", "nginx", *ROUTERS, "gateway", "gateway_tokenising", "two_workers"):
+            running.start(name)
+        running.pace(PACE_MS)
+        result = costs(running, *((1, 600, 40) if quick else (5, 2000, 100)))
         seconds = 2.0 if quick else 10.0
-        direct_s = p50_s(stand.engines[0], seconds)
+        direct_s = p50_s(running.engines[0], seconds)
         result["direct_p50_ms"] = 1e3 * direct_s
         for name in ("relay", "nginx", *ROUTERS, "gateway", "gateway_tokenising"):
-            if name in stand.all:
-                result[f"{name}_added_p50_ms"] = 1e3 * (p50_s(stand.all[name][1], seconds) - direct_s)
-        result |= many_streams(stand, 20 if quick else 60)
+            if name in running.all:
+                result[f"{name}_added_p50_ms"] = 1e3 * (p50_s(running.all[name][1], seconds) - direct_s)
+        result |= many_streams(running, 20 if quick else 60)
     result["tokenise_us_per_prompt"] = 1e6 * tokenise_s(20 if quick else 100)
     for other in ("sglang_router", "vllm_router", "nginx"):
         if f"{other}_us_per_request" in result:
@@ -213,6 +197,6 @@ if __name__ == "__main__":
         sys.exit(common.skip("gateway", "it takes two cores that processes can be kept on"))
     missing = proxies.program("sglang-router") is None
     if missing:
-        print("sglang-router is not there: nothing is compared with it", file=sys.stderr)
+        common.say("sglang-router is not there: nothing is compared with it")
     wanted = {name: target for name, target in TARGETS.items() if not (missing and "sglang" in name)}
     sys.exit(common.run("gateway", measure, wanted))

@@ -2,23 +2,17 @@
 
     python benchmarks/gateway_live.py [--quick] [--json] [--only fidelity|overload|flood]...
 
-Engines are mocks (docs/engine.md), so two cores are a fleet. Three questions:
-
 - fidelity: are TTFT and TPOT those of the simulation, on the whole and request by request?
-- overload: at 5 times the capacity, how much of it is still served in time, how soon is the rest refused, and what
-  does the gateway's memory do once it is warm?
+- overload: at 5 times the capacity (`potluck goodput`), how much of it is still served in time, how soon is the rest
+  refused, and what does the gateway's memory do once it is warm?
 - flood: what does a tenant that asks for too much take from one that does not?
 
-Capacity is the rate at which the simulated fleet still keeps its objective (`potluck goodput`).
-
-On a busy machine processes wait for a core, and what they do is late. How long the gateway and the engines did is
-told (Linux), and questions to the gateway's /health, sent beside the refusals, say what the machine alone makes of
-their p99.
+Engines are mocks. On a busy machine processes wait for a core; how long is told, and questions to the gateway's
+/health, sent beside the refusals, say what the machine alone makes of their p99.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import subprocess
@@ -32,12 +26,12 @@ import numpy as np
 import uvloop
 
 from parts.adapt_rig import shots_of_load
-from parts.common import ROOT, run
+from parts.common import POTLUCK, ROOT, options, resident_bytes, run, say
 
 sys.path.insert(0, str(ROOT / "tools"))
 from live_fleet import LiveFleet
 
-from potluck.cli.simulating.simulation import SimulationInputs, read_inputs, scene_of
+from potluck.cli.simulating.simulation import read_inputs, scene_of
 from potluck.core.state.policy import Policy
 from potluck.gateway.openai.keys import new_key
 from potluck.loadgen.load_client import TimedRequest, fire, server_of, shoot
@@ -74,7 +68,8 @@ TARGETS = {
 }
 
 
-PARTS = ("fidelity", "overload", "flood")
+PARTS = {"fidelity": ("ttft", "tpot", "log"), "overload": ("overload",), "flood": ("flood",)}
+"""To how their targets begin."""
 WARM_REQUESTS = 1000
 PROBE_S = 0.05
 
@@ -103,22 +98,17 @@ def _waited_s(pid: int) -> float:
 
 
 def pids_of(fleet: LiveFleet) -> list[int]:
-    """The gateway's, then the engines'."""
     processes = [fleet.gateway, *fleet.engines]
     return [process.popen.pid for process in processes if process is not None and process.popen is not None]
 
 
 class Live:
-    """A plan and all that is measured on it."""
-
     def __init__(self, strategy: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="potluck-gateway-live-"))
         self.spec, self.plan = self.folder / "spec.yaml", self.folder / "plan.json"
         self.spec.write_text(SPEC)
         potluck("plan", str(self.spec), "--strategy", strategy, "--out", str(self.plan))
-        self.inputs: SimulationInputs = read_inputs(
-            (self.plan, self.spec), 0.0, lambda line: None, lambda spec: None
-        )[0]
+        self.inputs = read_inputs((self.plan, self.spec), 0.0, lambda line: None, lambda spec: None)[0]
 
     def requests(self, count: int, rate_per_s: float | None = None, seed: int = SEED) -> Workload:
         made = of_traffic([model.traffic for model in self.inputs.spec.models], count, seed)
@@ -130,18 +120,10 @@ class Live:
 
 
 def potluck(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "potluck.cli.main", *arguments], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*POTLUCK, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"potluck {' '.join(arguments[:2])}: {done.stderr[-500:]}")
     return done.stdout
-
-
-def off(live: Sequence[float], simulated: Sequence[float], share: float | None) -> float:
-    """How far the mean, or a percentile, is from the simulation's."""
-    pick = np.mean if share is None else lambda values: np.percentile(values, share)
-    return abs(float(pick(np.asarray(live))) / float(pick(np.asarray(simulated))) - 1.0)
 
 
 def fidelity(live: Live, count: int) -> dict[str, float]:
@@ -154,7 +136,7 @@ def fidelity(live: Live, count: int) -> dict[str, float]:
         waited = waits.shares()
     wrong = [shot.problem or str(shot.status) for shot in shots if not shot.ended]
     if wrong:
-        print(f"fidelity: {len(wrong)} of {count} were not answered, such as {wrong[0]}", file=sys.stderr)
+        say(f"fidelity: {len(wrong)} of {count} were not answered, such as {wrong[0]}")
     records = simulate(scene_of(live.inputs), load, Policy()).records
     answered = np.array([shot.ended for shot in shots])
     both = answered & np.isfinite(records.first_token_s)
@@ -163,9 +145,7 @@ def fidelity(live: Live, count: int) -> dict[str, float]:
     tpot_s = np.array([shot.tpot_s for shot in shots])
     simulated_ttft_s = records.first_token_s - records.arrival_s
     simulated_tpot_s = (records.finish_s - records.first_token_s) / np.maximum(records.output_tokens - 1, 1)
-    replayed = subprocess.run(
-        [sys.executable, "-m", "potluck.cli.main", "replay", str(log)], capture_output=True, check=False
-    )
+    replayed = subprocess.run([*POTLUCK, "replay", str(log)], capture_output=True, check=False)
     figures = {
         "fidelity: requests": float(count),
         "fidelity: answered": float(answered.mean()),
@@ -179,19 +159,14 @@ def fidelity(live: Live, count: int) -> dict[str, float]:
         ("ttft", ttft_s, simulated_ttft_s, both),
         ("tpot", tpot_s, simulated_tpot_s, many),
     ):
-        figures |= {
-            f"{name} mean, live (s)": float(live_s[mask].mean()),
-            f"{name} mean, simulated (s)": float(simulated_s[mask].mean()),
-            f"{name} p99, live (s)": float(np.percentile(live_s[mask], 99)),
-            f"{name} p99, simulated (s)": float(np.percentile(simulated_s[mask], 99)),
-            f"{name} mean, live over simulated, off by": off(live_s[mask], simulated_s[mask], None),
-            f"{name} p99, live over simulated, off by": off(live_s[mask], simulated_s[mask], 99),
-        }
-        later_s = (live_s - simulated_s)[mask]
+        live_s, simulated_s = live_s[mask], simulated_s[mask]
+        for what, pick in (("mean", np.mean), ("p99", lambda values: np.percentile(values, 99))):
+            ours, theirs = float(pick(live_s)), float(pick(simulated_s))
+            figures |= {f"{name} {what}, live (s)": ours, f"{name} {what}, simulated (s)": theirs}
+            figures[f"{name} {what}, live over simulated, off by"] = abs(ours / theirs - 1.0)
         for share in (10, 50, 90, 99):
-            figures[f"{name} of each, live less simulated, p{share} (s)"] = float(
-                np.percentile(later_s, share)
-            )
+            later_s = float(np.percentile(live_s - simulated_s, share))
+            figures[f"{name} of each, live less simulated, p{share} (s)"] = later_s
     return figures
 
 
@@ -227,17 +202,17 @@ def overload(live: Live, capacity_per_s: float, lasts_s: float, times: float = 5
     shots = shots_of_load(live.requests(round(rate * lasts_s), rate))
     with LiveFleet(live.plan, live.spec) as fleet:
         pids = pids_of(fleet)
-        cold = rss_bytes(pids[0])
+        cold = resident_bytes(pids[0])
         shoot(fleet.url, warming)
-        warm, waits = rss_bytes(pids[0]), Waits(pids)
+        warm, waits = resident_bytes(pids[0]), Waits(pids)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             health_s = runner.run(probed(fleet.url, shots))
-        after, waited = rss_bytes(pids[0]), waits.shares()
+        after, waited = resident_bytes(pids[0]), waits.shares()
     served = [shot for shot in shots if good(shot) and shot.last_s <= lasts_s]
     refused = [shot for shot in shots if shot.status == 429]
     other = [shot for shot in shots if not shot.ended and shot.status != 429]
     if other:
-        print(f"overload: {len(other)} ended otherwise, such as {other[0].problem[:200]}", file=sys.stderr)
+        say(f"overload: {len(other)} ended otherwise, such as {other[0].problem[:200]}")
     waits_s = [shot.head_s - shot.sent_s for shot in refused] or [0.0]
     return {
         "overload: capacity (req/s)": capacity_per_s,
@@ -262,45 +237,31 @@ def overload(live: Live, capacity_per_s: float, lasts_s: float, times: float = 5
     }
 
 
-def rss_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def flood(live: Live, capacity_per_s: float, lasts_s: float) -> dict[str, float]:
     """One tenant at 0.3 of the capacity, alone and beside one that asks for twice the capacity."""
     keys = live.folder / "keys"
-    made = {}
-    lines = []
-    for name in ("calm", "flooder"):
-        made[name], line = new_key(name)
-        lines.append(line)
-    keys.write_text("\n".join(lines) + "\n")
+    made = {name: new_key(name) for name in ("calm", "flooder")}
+    keys.write_text("".join(f"{line}\n" for _, line in made.values()))
     calm = live.requests(round(0.3 * capacity_per_s * lasts_s), 0.3 * capacity_per_s)
     loud = live.requests(round(2 * capacity_per_s * lasts_s), 2 * capacity_per_s, SEED + 1)
-    means = []
-    attained = []
+    means, attained = [], []
     for together in (False, True):
-        shots = shots_of_load(calm, made["calm"])
-        others = shots_of_load(loud, made["flooder"], SEED + 2) if together else []
+        shots = shots_of_load(calm, made["calm"][0])
+        others = shots_of_load(loud, made["flooder"][0], SEED + 2) if together else []
         with LiveFleet(live.plan, live.spec, gateway=("--keys", str(keys))) as fleet:
             shoot(fleet.url, sorted([*shots, *others], key=lambda shot: shot.at_s))
         means.append(float(np.mean([shot.ttft_s for shot in shots if shot.ended])))
         attained.append(float(np.mean([good(shot) for shot in shots])))
-    served = float(np.mean([shot.ended for shot in others]))
     return {
         "flood: the other's ttft alone (s)": means[0],
         "flood: the other's ttft over alone": means[1] / means[0],
         "flood: the other's attainment": attained[1],
-        "flood: the flooder's share served": served,
+        "flood: the flooder's share served": float(np.mean([shot.ended for shot in others])),
     }
 
 
-def measure(quick: bool, parts: Sequence[str] = PARTS) -> dict[str, float]:
-    live = Live("coral")
-    figures: dict[str, float] = {}
+def measure(quick: bool, parts: Sequence[str]) -> dict[str, float]:
+    live, figures = Live("coral"), {}
     if "fidelity" in parts:
         figures |= _said(fidelity(live, 60 if quick else 1500))
     if not quick and parts != ["fidelity"]:
@@ -315,27 +276,19 @@ def measure(quick: bool, parts: Sequence[str] = PARTS) -> dict[str, float]:
 def _said(figures: dict[str, float]) -> dict[str, float]:
     """As they come, since the whole takes minutes."""
     for name, value in figures.items():
-        print(f"{name}: {value:.4g}", file=sys.stderr)
+        say(f"{name}: {value:.4g}")
     return figures
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--only", action="append", choices=PARTS)
-    chosen, rest = parser.parse_known_args()
-    parts = chosen.only or list(PARTS)
-    named = {"fidelity": ("ttft", "tpot", "log"), "overload": ("overload",), "flood": ("flood",)}
-    wanted = tuple(word for part in parts for word in named[part])
-    targets = {key: value for key, value in TARGETS.items() if key.startswith(wanted)}
-    return run(
-        "gateway_live",
-        lambda quick: measure(quick, parts),
-        targets,
-        seeds=[SEED],
-        arguments=rest,
-        quick_without="overload and flood",
-    )
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    parts = options(only=tuple(PARTS)).only
+    wanted = tuple(word for part in parts for word in PARTS[part])
+    sys.exit(
+        run(
+            "gateway_live",
+            lambda quick: measure(quick, parts),
+            {key: value for key, value in TARGETS.items() if key.startswith(wanted)},
+            seeds=[SEED],
+            quick_without="overload and flood",
+        )
+    )

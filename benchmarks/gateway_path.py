@@ -1,17 +1,8 @@
 """What a request costs inside the gateway's own process, with no socket and no system call: counted, not only timed.
 
-The whole gateway (http, door, drive, desk, Brain, keys, limits, metrics) runs over transports that are lists. So the
-number of Python calls is the same at every run, whatever else the machine does, and tells what a change of the code
-gave where timing cannot. Not measured: what uvloop and the kernel spend on reading and writing.
-
-calls_per_request      Python functions called for an answer that is not streamed
-us_per_request         CPU for it, the least of several rounds
-calls_per_token        the same for each part of a stream
-us_per_token
-c_calls_per_request    calls into C: methods of str, bytes, dict, ...
-request_by_hop         us_per_request by what one empty Python call costs here
-
-`--calls` lists the functions that are called for a request.
+The whole gateway runs over transports that are lists: the number of Python calls is the same at every run, and tells
+what a change of the code gave where timing cannot. `request_by_hop` is us_per_request by what one empty Python call
+costs here. `--calls` lists the functions that are called for a request.
 """
 
 from __future__ import annotations
@@ -46,8 +37,6 @@ TOKENS = 64
 
 
 class Sink:
-    """A transport that keeps what is written."""
-
     def __init__(self) -> None:
         self.written: list[bytes] = []
         self.write = self.written.append
@@ -83,8 +72,6 @@ class Answering(Sink):
 
 
 class Bench(ConnectionPool):
-    """Calls that open no connections."""
-
     def __init__(self) -> None:
         super().__init__()
         self.waiting: list[EngineConnection] = []
@@ -97,8 +84,6 @@ class Bench(ConnectionPool):
 
 
 class Stage:
-    """One gateway, and one client's connection to it."""
-
     def __init__(self, home: Path) -> None:
         inputs, rules = read_inputs(
             (home / "plan.json", home / "spec.yaml"), 0.0, print, lambda read: policy_of((), read.policy)
@@ -124,7 +109,6 @@ class Stage:
         calm()
 
     def answered(self, request: bytes) -> None:
-        """One request, from its bytes to the bytes of its answer."""
         self.visit.data_received(request)
         self.calls.waiting.pop().data_received(upstream.ANSWER)
         self._check(b"}}")
@@ -154,9 +138,7 @@ def counted(do: Callable[[], object]) -> tuple[Counter[str], int]:
         nonlocal in_c
         if event == "call":
             code = frame.f_code
-            seen[
-                f"{Path(code.co_filename).parent.name}/{Path(code.co_filename).name}:{code.co_qualname}"
-            ] += 1
+            seen["/".join(Path(code.co_filename).parts[-2:]) + f":{code.co_qualname}"] += 1
         elif event == "c_call":
             in_c += 1
 
@@ -168,25 +150,14 @@ def counted(do: Callable[[], object]) -> tuple[Counter[str], int]:
     return seen, in_c
 
 
-def least_s(do: Callable[[], object], rounds: int) -> float:
-    result = []
-    for _ in range(rounds):
-        began_s = time.process_time()
-        do()
-        result.append(time.process_time() - began_s)
-    return min(result)
-
-
 def hop_s() -> float:
-    """One empty call of Python."""
-
     def nothing(value: object) -> None: ...
 
     def many() -> None:
         for number in range(10_000):
             nothing(number)
 
-    return least_s(many, 20) / 10_000
+    return common.cpu_s(many, 20) / 10_000
 
 
 async def measured(home: Path, quick: bool, shown: bool) -> dict[str, float]:
@@ -218,9 +189,9 @@ async def measured(home: Path, quick: bool, shown: bool) -> dict[str, float]:
     result = {
         "calls_per_request": seen.total() / 100,
         "c_calls_per_request": in_c / 100,
-        "us_per_request": 1e4 * least_s(requests, rounds),
+        "us_per_request": 1e4 * common.cpu_s(requests, rounds),
         "calls_per_token": (all_seen.total() - empty_seen.total()) / (10 * TOKENS),
-        "us_per_token": 1e5 * (least_s(tokens, rounds) - least_s(begun, rounds)) / TOKENS,
+        "us_per_token": 1e5 * (common.cpu_s(tokens, rounds) - common.cpu_s(begun, rounds)) / TOKENS,
     }
     result["request_by_hop"] = result["us_per_request"] / (1e6 * hop_s())
     await stage.core.close()
@@ -236,6 +207,5 @@ def measure(quick: bool, shown: bool = False) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    shown = "--calls" in sys.argv
-    rest = [item for item in sys.argv[1:] if item != "--calls"]
-    sys.exit(common.run("gateway_path", partial(measure, shown=shown), {}, arguments=rest))
+    shown = common.options(calls=False).calls
+    sys.exit(common.run("gateway_path", partial(measure, shown=shown), {}))

@@ -1,7 +1,8 @@
-"""Whatever way a request takes, its answer is that of one engine asked directly: `python benchmarks/gateway_same.py`.
+"""Whatever way a request takes, its answer is that of one engine asked directly.
 
-A gateway in a process of its own stands before engines that compute the shipped models, each in a process as well.
-64 clients ask at once, and each answer is compared with that of a lone engine, asked one thing at a time:
+    python benchmarks/gateway_same.py [--quick] [--json] [--only KIND]...
+
+64 clients ask a gateway before engines that compute, and each answer is compared with that of a lone engine:
 
     in place    one engine does all
     P/D         the prompt on one engine, the answer on another
@@ -9,18 +10,14 @@ A gateway in a process of its own stands before engines that compute the shipped
     remote      the prompt in another region
     recovered   two of four engines (or one of two) are killed with SIGKILL while answers are under way
 
-Half of the answers are drawn with a seed, half greedy; texts, tokens and chats as prompts, streamed or not (the lone
-engine the other way round), with stop strings at random, penalties, biases, JSON, log probabilities, several choices.
-Compared are text, reason to end, log probabilities to the last bit, and the usage. Caches go raw; with a lossy codec
-(`compared`) all is asked twice, the second time with x-potluck-exact, when the first has left what it may in caches:
-that must be the lone engine's again. Which way each answer took is read from the gateway's log: `taken` counts those
-that ended on a route of that kind, `cuts` the different places at which prompts were cut. What is refused is a
-mismatch too.
+`parts/same_asks.py` has what is asked. Compared are text, reason to end, log probabilities to the last bit, and the
+usage. With a lossy codec (`compared`) all is asked twice, the second time with x-potluck-exact: that must be the lone
+engine's again. `taken` counts answers that ended on a route of that kind (from the gateway's log), `cuts` the
+different places at which prompts were cut. What is refused is a mismatch too.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import signal
@@ -39,23 +36,22 @@ from typing import Any
 
 import aiohttp
 
-from parts.common import ROOT, run
+from parts.common import POTLUCK, ROOT, WORDS, options, run, say
 
 sys.path.insert(0, str(ROOT / "tools"))
 
 from live_fleet import LiveFleet, Process, listening
 from live_plans import COMBO, MODEL, PAIR, REMOTE, WHOLE, Unit, write_plans
 
-import potluck.engine
 from parts.same_asks import Ask, asks_of, other_way
 from potluck.core.state.actions import Run, StartReplica
 from potluck.core.state.events import RequestFinished
 from potluck.core.values.types import Codec
 from potluck.runtime.log_lines import read_line
 
-DATA = Path(potluck.engine.__file__).parent / "data"
+DATA = WORDS.parent
 MODELS = ("words", "words-hybrid")
-STREAMS = 64
+STREAMS, SEED = 64, 1
 WITHIN_S = 600.0
 PATIENT = f"max_wait_s={WITHIN_S:g}"
 Heard = Callable[[int], None]
@@ -98,8 +94,6 @@ class Choice:
 
 @dataclass
 class Said:
-    """An answer put together, however it came."""
-
     choices: dict[int, Choice] = field(default_factory=dict)
     usage: tuple[int, int] | None = None
     problem: str = ""
@@ -179,10 +173,9 @@ def pieces_of(asks: Sequence[Ask]) -> int:
 
 
 def start_engines(count: int, model: str, folder: Path, most: int) -> list[Process]:
-    """That compute, as fast as they can."""
     made = []
     for place in range(count):
-        arguments = [sys.executable, "-m", "potluck.cli.main", "engine", "serve", "--json", "--port", "0"]
+        arguments = [*POTLUCK, "engine", "serve", "--json", "--port", "0"]
         arguments += ["--model", str(DATA / model), "--name", MODEL, "--max-running", str(most)]
         made.append(Process(arguments, folder / f"{model}-{place}.log"))
         made[-1].start()
@@ -209,11 +202,7 @@ def taken_of(log: Path) -> tuple[Counter[str], set[int]]:
         if isinstance(event, RequestFinished):
             run = runs[event.request, event.attempt]
             taken[kind_of(run, regions)] += 1
-            cuts |= {
-                segment.stop
-                for segment in run.route.segments
-                if segment.stop not in (None, run.prompt_tokens)
-            }
+            cuts |= {segment.stop for segment in run.route.segments} - {None, run.prompt_tokens}
             if run.attempt:
                 taken["recovered"] += 1
                 taken["recovered within its answer"] += run.streamed_tokens > 0
@@ -242,14 +231,10 @@ def wait_for_all(fleet: LiveFleet) -> None:
 
 
 def trial(
-    kind: str,
-    engines: Sequence[Process],
-    model: str,
-    asks: Sequence[Ask],
-    expected: Sequence[Said],
-    codec: Codec = "fp16",
+    kind: str, engines: Sequence[Process], model: str, asked: Sequence[tuple[Ask, Said]], codec: Codec
 ) -> dict[str, float]:
     """All of it at once over one kind of route; what was cached for another kind is under another salt."""
+    asks, expected = map(list, zip(*asked, strict=True))
     lossy = codec != "fp16"
     way = WAYS[kind]
     units = _fitting(way.units * len(engines), len(engines))
@@ -271,7 +256,7 @@ def trial(
         taken, cuts = taken_of(log)
     wrong = [place for place, text in enumerate(completed) if text != expected[place]]
     for place in wrong[:3]:
-        print(f"{kind}: {asks[place].body}: {completed[place]} is not {expected[place]}", file=sys.stderr)
+        say(f"{kind}: {asks[place].body}: {completed[place]} is not {expected[place]}")
     figures = {
         "requests": float(len(asks)),
         "answers": float(sum(len(text.choices) for text in expected)),
@@ -299,17 +284,9 @@ def _fitting(units: tuple[Unit, ...], engines: int) -> tuple[Unit, ...]:
 
 
 def compared(
-    model: str,
-    kinds: Sequence[str],
-    count: int,
-    output: int,
-    engines: int,
-    seed: int,
-    codec: Codec = "fp16",
-    repeats: int = 1,
+    model: str, kinds: Sequence[str], count: int, output: int, engines: int, seed: int, codec: Codec = "fp16"
 ) -> dict[str, float]:
-    """One model over all kinds of routes. The engines are the same for all: only the gateway is another. Each request
-    is sent so many times, all at once."""
+    """One model over all kinds of routes. The engines are the same for all: only the gateway is another."""
     asks = asks_of(count, output, seed)
     figures: dict[str, float] = {}
     with ExitStack() as stack:
@@ -323,39 +300,32 @@ def compared(
         if problems:
             raise RuntimeError(f"the lone engine says {problems[0]}")
         for kind in kinds:
-            result = trial(kind, started, model, asks * repeats, expected * repeats, codec)
+            result = trial(kind, started, model, list(zip(asks, expected, strict=True)), codec)
             for name, value in result.items():
-                print(f"{model}, {name}: {value:g}", file=sys.stderr)
+                say(f"{model}, {name}: {value:g}")
                 figures[f"{model}, {name}"] = value
     return figures
 
 
-def measure(quick: bool, kinds: Sequence[str], seed: int) -> dict[str, float]:
+def measure(quick: bool, kinds: Sequence[str]) -> dict[str, float]:
     figures: dict[str, float] = {}
     for model in MODELS[:1] if quick else MODELS:
-        figures |= compared(model, kinds, STREAMS, 16 if quick else 64, 2 if quick else 4, seed)
+        figures |= compared(model, kinds, STREAMS, 16 if quick else 64, 2 if quick else 4, SEED)
     return figures
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--only", choices=tuple(WAYS), help="one kind of route")
-    parser.add_argument("--seed", type=int, default=1)
-    options, rest = parser.parse_known_args()
-    kinds = [options.only] if options.only else list(WAYS)
+if __name__ == "__main__":
+    kinds = options(only=tuple(WAYS)).only
     targets: dict[str, tuple[str, float]] = {}
     for model in MODELS:
         for kind in kinds:
             targets |= {f"{model}, {kind}: mismatches": ("<=", 0), f"{model}, {kind}: taken": (">=", 1)}
-    return run(
-        "gateway_same",
-        lambda quick: measure(quick, kinds, options.seed),
-        targets,
-        seeds=(options.seed,),
-        arguments=rest,
-        quick_without="the second model, two engines, and three quarters of the answers' length",
+    sys.exit(
+        run(
+            "gateway_same",
+            lambda quick: measure(quick, kinds),
+            targets,
+            seeds=(SEED,),
+            quick_without="the second model, two engines, and three quarters of the answers' length",
+        )
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

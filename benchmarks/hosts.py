@@ -1,30 +1,26 @@
-"""Several hosts in trouble under load, each in a network namespace of its own: `python benchmarks/hosts.py`.
+"""Several hosts in trouble under load, each in a network namespace: `python benchmarks/hosts.py [--only PART]...`.
 
-    cut       a host's cable is pulled, and put in again
-    slow      a host's cable carries next to nothing for a while: its engine is given up, and taken back
-    crawls    it carries too little for its answers: found out by how long they take, and sent less
-    killed    an engine dies, and the same release is started in its place
-    older     an engine dies, and an older release is started, whose KV crosses in another format
-
+    troubles  a cable is pulled and put in again (cut), carries next to nothing for a while (slow: the engine is given
+              up), or too little (crawls: it is sent less); an engine dies (killed) and an older release is started in
+              its place (older), whose KV crosses in another format
     upgrade   every engine through `potluck upgrade`, then both gateways by successors that take their ports
     pipeline  an engine whose stages are on three hosts loses workers, and gets them back by itself
     beside    two gateways in the place of one: how right limits of keys and affinity to caches are then
 
-Engines are mocks; gateway, engines and their KV speak TLS, and one engine's clock is a day behind. Every answer is
-compared with an engine's that nobody disturbs: `wrong` counts those that differ, were refused or cut. A stall is the
-longest wait between two pieces of one answer. Needs root, Linux and iproute2.
+Engines are mocks; all speak TLS, one engine's clock is a day behind. `wrong` counts answers that differ from those of
+an engine that nobody disturbs, were refused or cut. A stall is the longest wait between two pieces of one answer.
+Needs root, Linux and iproute2.
 """
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from parts.common import ROOT, run, skip
+from parts.common import POTLUCK, ROOT, WORDS, options, run, say, skip
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -33,13 +29,11 @@ from hosts_fleet import HostsFleet
 from live_plans import COMBO, MODEL, WHOLE, write_plans
 
 from parts.hosts_beside import beside
-from parts.hosts_load import Load, Times, Troubles, Upkeep, within, wrong
+from parts.hosts_load import Load, Troubles, Upkeep, within, wrong
 from parts.hosts_pipeline import pipeline
 
-WORDS = ROOT / "src" / "potluck" / "engine" / "data" / "words"
 OLDER: dict[str, object] = {"kv_version": 1, "version": "0.0.9"}
 FAILURES = "potluck_failures_total"
-PARTS = ("troubles", "upgrade", "pipeline", "beside")
 SLOW_BITS_PER_S, CRAWLING_BITS_PER_S = 4e3, 20e3
 
 
@@ -61,14 +55,16 @@ def troubled(quick: bool) -> dict[str, float]:
             times["killed"] = troubles.kill(prefill)
             times["older"] = troubles.kill(decode, OLDER)
             troubles.kill(decode)
-            shots = load.end()
+            shots = load.sent()
             result = wrong(fleet, shots, by=2)
     for line in result:
-        print(f"wrong: {line}", file=sys.stderr)
+        say(f"wrong: {line}")
     gaps = sorted(max(shot.longest_gap_s, shot.ttft_s) for shot in shots)
     figures = {"requests": float(len(shots)), "wrong": float(len(result))}
     figures |= {"stall_p50_s": gaps[len(gaps) // 2], "stall_most_s": gaps[-1]}
-    return figures | spread(times)
+    for name, item in times.items():
+        figures |= {f"{name}_noticed_s": item.noticed_s, f"{name}_back_s": item.back_s}
+    return figures
 
 
 def upgraded(quick: bool) -> dict[str, float]:
@@ -87,24 +83,18 @@ def upgraded(quick: bool) -> dict[str, float]:
             began_s, rounds, successors, troubles = time.monotonic(), 0, [], []
             while not rounds or time.monotonic() - began_s < lasts_s:
                 upgrade(fleet)
-                troubles += [
-                    line for place in range(2) for line in fleet.metrics(place) if line.startswith(FAILURES)
-                ]
+                troubles += [line for place in range(2) for line in fleet.metrics(place) if FAILURES in line]
                 successors += [fleet.succeed(place) for place in range(2)]
                 rounds += 1
             took_s = time.monotonic() - began_s
-            shots = load.end()
-            within(
-                lambda: all(
-                    successor.popen is not None and successor.popen.poll() == 0 for successor in successors
-                )
-            )
+            shots = load.sent()
+            within(lambda: all(old.popen is not None and old.popen.poll() == 0 for old in successors))
             upkeep.end()
             result = wrong(fleet, shots, by=0)
     for line in result:
-        print(f"failed: {line}", file=sys.stderr)
+        say(f"failed: {line}")
     if result:
-        print("attempts that failed, as gateways counted them:", *troubles, sep="\n", file=sys.stderr)
+        say("\n".join(["attempts that failed, as gateways counted them:", *troubles]))
     waits = sorted(max(shot.longest_gap_s, shot.ttft_s) for shot in shots)
     return {
         "upgrade_requests": len(shots),
@@ -119,44 +109,25 @@ def upgraded(quick: bool) -> dict[str, float]:
 
 def upgrade(fleet: HostsFleet) -> None:
     message = ("--at", fleet.gateways[0].admin, "--key-file", str(fleet.folder / "admin.key"))
-    command = [sys.executable, "-m", "potluck.cli.main", "upgrade", *message, "--ca", str(fleet.authority)]
+    command = [*POTLUCK, "upgrade", *message, "--ca", str(fleet.authority)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"potluck upgrade: {done.stderr}")
 
 
-def spread(times: dict[str, Times]) -> dict[str, float]:
-    result = {}
-    for name, item in times.items():
-        result |= {f"{name}_noticed_s": item.noticed_s, f"{name}_back_s": item.back_s}
-    return result
-
-
-def main() -> int:
-    why_not = host_bed.missing()
-    if why_not:
-        return skip("hosts", why_not)
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--only", choices=PARTS)
-    options, rest = parser.parse_known_args()
-    parts = (options.only,) if options.only else PARTS
-
-    def measure(quick: bool) -> dict[str, float]:
-        work = dict(zip(PARTS, (troubled, upgraded, pipeline, beside), strict=True))
-        return {name: value for part in parts for name, value in work[part](quick).items()}
-
-    return run(
-        "hosts",
-        measure,
-        {
-            key: ("<=", 0.0)
-            for part, key in zip(PARTS, ("wrong", "upgrade_failed", "pipeline_wrong"), strict=False)
-            if part in parts
-        },
-        arguments=rest,
-        quick_without="half the load, most of the time between two troubles, and the host that crawls",
-    )
-
+PARTS = {"troubles": troubled, "upgrade": upgraded, "pipeline": pipeline, "beside": beside}
+TARGETS = {"troubles": "wrong", "upgrade": "upgrade_failed", "pipeline": "pipeline_wrong"}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    why_not = host_bed.missing()
+    if why_not:
+        sys.exit(skip("hosts", why_not))
+    parts = options(only=tuple(PARTS)).only
+    sys.exit(
+        run(
+            "hosts",
+            lambda quick: {name: value for part in parts for name, value in PARTS[part](quick).items()},
+            {TARGETS[part]: ("<=", 0.0) for part in parts if part in TARGETS},
+            quick_without="half the load, most of the time between two troubles, and the host that crawls",
+        )
+    )

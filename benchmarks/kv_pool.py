@@ -1,35 +1,29 @@
 """The block pool and the index over all pools: hits on a real trace at several sizes, and CPU time.
 
-Trace: Mooncake's conversation trace (12,031 requests in an hour, blocks of 512 tokens), each request looked up and
-then kept. `hit` is the share of all prompt blocks that were found. An infinite cache is computed apart, with sets.
-The trace names a prompt's last block also when it is not full; a checkpoint at its end is after the last full one.
-The hybrid model is one of the catalog, with states as many of the pool's blocks as they need; it resumes only where a
-checkpoint is: at the end of each prompt (`ends`), there and where a prompt left the way of others (`branches`), or
-after every block (`every`). Pool sizes are shares of what the infinite cache of the same policy holds; `at_50000` is
-one size for all, in blocks.
-
-A million operations are 500,000 look-ups of whole prompts and 500,000 blocks kept, with as many let go.
+Mooncake's conversation trace (12,031 requests in an hour, blocks of 512 tokens), each request looked up and then
+kept. `hit` is the share of all prompt blocks that were found; an infinite cache is computed apart, with sets. The
+hybrid model resumes only where a checkpoint is: at the end of each prompt (`ends`), there and where a prompt left the
+way of others (`branches`), or after every block (`every`). Pool sizes are shares of what the infinite cache of the
+same policy holds; `at_50000` is in blocks. A million operations are half look-ups of whole prompts and half blocks
+kept.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from math import ceil
-from pathlib import Path
 
-from parts.common import ROOT, cpu_s, run, skip
+from parts.common import DATA, cpu_s, run, say, skip
 from potluck.catalog.models import model
 from potluck.core.replica.blocks import BlockPool, CacheChanges, PrefixHit
 from potluck.core.routing.prefix_index import CacheAnnouncer, PrefixIndex
 from potluck.perf.memory import kv_bytes_per_token, state_bytes
 
 TRACE = "mooncake_fast25_conversation.jsonl.gz"
-DATA = Path(os.environ.get("POTLUCK_DATA", ROOT.parent / "shared" / "data"))
 TOKENS = 512
 HYBRID = "kimi-linear-48b-a3b"
 SHARES = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
@@ -104,7 +98,7 @@ def ratios(trace: Sequence[Prompt], quick: bool) -> Iterator[tuple[str, float]]:
     yield "full_hit_infinite", best
     shares = QUICK_SHARES if quick else SHARES
     if quick:
-        print(f"left out: all sizes but {shares[0]:g} and {shares[1]:g} of what is held", file=sys.stderr)
+        say(f"left out: all sizes but {shares[0]:g} and {shares[1]:g} of what is held")
     for share in shares:
         result = hit(trace, round(blocks * share))
         yield f"full_hit_at_{share:g}", result
@@ -203,11 +197,7 @@ TARGETS = {
 }
 
 
-def main() -> int:
-    if not (DATA / TRACE).exists():
-        return skip("kv_pool", f"{DATA} has no {TRACE}")
-    return run("kv_pool", measure, TARGETS, seeds=[SEED])
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    if not (DATA / TRACE).exists():
+        sys.exit(skip("kv_pool", f"{DATA} has no {TRACE}"))
+    sys.exit(run("kv_pool", measure, TARGETS, seeds=[SEED]))

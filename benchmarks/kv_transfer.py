@@ -1,31 +1,31 @@
 """KV between two processes: against bare sockets, layer by layer against all at once, and over shaped links.
 
-loopback     2,048 tokens of Llama 3.1 8B (32 layers, 256 MiB): our share of what bare sockets reach with the same
-             number of connections. Ours includes attaching, both checksums, and acknowledgement; the sender puts
-             its parcels only once the receiver has attached. `..._ready_...`: they lie ready, as most of them do
-             when layers are computed one after the other. Bare and ours by turns, medians of ratios.
+loopback     2,048 tokens of Llama 3.1 8B (256 MiB): our share of what bare sockets reach with the same number of
+             connections, attaching, checksums and acknowledgement included; parcels are put once the receiver has
+             attached, or lie ready (`..._ready_...`). Bare and ours by turns, medians of ratios.
 migration    CAUCHY, Figure 11: from the end of the prefill until the receiver has everything. "Bulk" sends after
              the last layer, over one connection; the others send each layer as it is computed. A layer takes
              2.6 ms: 2 x 8e9 FLOP x 2,048 tokens / 32 layers at 400 TFLOP/s, about what an H800 reaches.
-shaped       two network namespaces, a token bucket on the wire between them: our share of the line.
-             Needs root; without, these figures are missing from the output and their targets are not asked.
+shaped       two hosts (`tools/host_bed.py`, needs root) with a token bucket between them: our share of the line.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from parts import common, kv_peer
 from potluck.kv.handles import new_handle
+
+sys.path.insert(0, str(common.ROOT / "tools"))
+import host_bed
 
 DEGREES = (1, 2, 4, 8, 16)
 LAYERS, TOKENS = 32, 2048
@@ -77,19 +77,15 @@ class Side:
 
 
 @contextmanager
-def sides(
-    sender: Sequence[str] = (),
-    receiver: Sequence[str] = (),
-    host: str = "127.0.0.1",
-    other: str = "127.0.0.1",
-    shared_memory: bool = False,
-) -> Iterator[tuple[Side, Side]]:
-    with ExitStack() as stack:
-        one = Side(sender, host, shared_memory)
-        stack.callback(one.close)
-        two = Side(receiver, other, shared_memory)
-        stack.callback(two.close)
-        yield one, two
+def sides(hosts: Sequence[host_bed.Host] = (), shared_memory: bool = False) -> Iterator[tuple[Side, Side]]:
+    """Sender and receiver, on hosts of their own if given."""
+    places = [(host.inside([]), host.address) for host in hosts] or [((), "127.0.0.1")] * 2
+    made = [Side(prefix, address, shared_memory) for prefix, address in places]
+    try:
+        yield made[0], made[1]
+    finally:
+        for side in made:
+            side.close()
 
 
 def bare(sender: Side, receiver: Side, degree: int, size: int) -> tuple[float, float]:
@@ -117,16 +113,14 @@ class Run:
     """From the end of the last layer until all was there."""
 
 
-def ours(
-    sender: Side, receiver: Side, degree: int, when: str, tokens: int = TOKENS, layers: int = LAYERS
-) -> Run:
+def ours(sender: Side, receiver: Side, degree: int, when: str, tokens: int = TOKENS) -> Run:
     handle = new_handle()
     port = sender.do("port")["port"]
-    sender.do("offer", handle=handle, tokens=tokens, layers=layers, when=when, layer_s=LAYER_S)
+    sender.do("offer", handle=handle, tokens=tokens, layers=LAYERS, when=when, layer_s=LAYER_S)
     before_s = float(sender.do("port")["cpu_s"])
     got = receiver.do("fetch", host=sender.host, port=port, handle=handle, degree=degree)
     sent = sender.do("sent")
-    if got["bytes"] != kv_peer.layer_bytes(tokens) * layers or sent["state"] != "fetched":
+    if got["bytes"] != kv_peer.layer_bytes(tokens) * LAYERS or sent["state"] != "fetched":
         raise RuntimeError(f"the cache did not come whole: {got}, {sent}")
     cpu_s = float(got["cpu_s"] + sent["cpu_s"]) - before_s
     return Run(float(got["wall_s"]), cpu_s, float(got["end_s"] - sent["computed_s"]))
@@ -178,53 +172,15 @@ def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
     return statistics.median(one / other for one, other in zip(above, below, strict=True))
 
 
-# Shaped links.
-
-
-@contextmanager
-def shaped(bits_per_s: float) -> Iterator[tuple[str, str]]:
-    """Two namespaces with a token bucket in each direction between them."""
-    names = ("potluck-kv-a", "potluck-kv-b")
-    with ExitStack() as stack:
-        for name in names:
-            _ip("netns", "add", name)
-            stack.callback(_ip, "netns", "del", name)
-        _ip(
-            "link",
-            "add",
-            "veth",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "veth",
-            "netns",
-            names[1],
-        )
-        for number, name in enumerate(names, 1):
-            inside = ("netns", "exec", name)
-            _ip(*inside, "ip", "address", "add", f"10.213.77.{number}/24", "dev", "veth")
-            _ip(*inside, "ip", "link", "set", "veth", "up")
-            _ip(*inside, "ip", "link", "set", "lo", "up")
-            bucket = f"rate {bits_per_s:.0f}bit burst 128kb latency 50ms".split()
-            _ip(*inside, "tc", "qdisc", "add", "dev", "veth", "root", "tbf", *bucket)
-        yield names
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
 def lines(quick: bool) -> dict[str, float]:
     figures: dict[str, float] = {}
     for name, bits_per_s in LINES.items():
         tokens = TOKENS if bits_per_s >= 1e9 else TOKENS // (16 if quick else 4)
         size = kv_peer.layer_bytes(tokens) * LAYERS
-        with shaped(bits_per_s) as (a, b):
-            there, here = (["ip", "netns", "exec", one] for one in (a, b))
-            with sides(there, here, "10.213.77.1", "10.213.77.2") as (sender, receiver):
+        with host_bed.Bed(2) as bed:
+            for host in bed.hosts:
+                bed.slow(host, bits_per_s, burst_bytes=128 << 10, latency_ms=50)
+            with sides(bed.hosts) as (sender, receiver):
                 ours(sender, receiver, 4, "attached", 16)
                 walls, plain = [], []
                 for _ in range(1 if quick else 3):
@@ -235,35 +191,16 @@ def lines(quick: bool) -> dict[str, float]:
     return figures
 
 
-def may_shape() -> str:
-    """Why links cannot be shaped here; empty if they can."""
-    if not shutil.which("ip") or not shutil.which("tc"):
-        return "ip and tc are not installed"
-    try:
-        with shaped(1e9):
-            return ""
-    except (subprocess.CalledProcessError, OSError) as error:
-        return f"no network namespaces ({error})"
-
-
-def main() -> int:
-    why_not = may_shape()
+if __name__ == "__main__":
+    why_not = host_bed.missing()
     if why_not:
-        print(f"kv_transfer: links are not shaped: {why_not}", file=sys.stderr)
+        common.say(f"kv_transfer: links are not shaped: {why_not}")
 
     def measure(quick: bool) -> dict[str, float]:
-        if quick:
-            print(
-                "left out: most repeats, and so the targets of loopback; slow lines carry less",
-                file=sys.stderr,
-            )
         return loopback(quick) | migration(quick) | ({} if why_not else lines(quick))
 
     targets = TARGETS | ({} if why_not else SHAPED_TARGETS)
     if "--quick" in sys.argv:  # a few runs over loopback tell how busy the machine is, and little else
         targets = {name: target for name, target in targets.items() if not name.startswith("loopback_")}
-    return common.run("kv_transfer", measure, targets, seeds=(0,))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    without = "most repeats, and so the targets of loopback; slow lines carry less"
+    sys.exit(common.run("kv_transfer", measure, targets, seeds=(0,), quick_without=without))

@@ -1,9 +1,9 @@
 """Mock engines: what they cost, and how well they keep the pace of the GPU that they act as.
 
-The loop alone first, in a clock that does not wait: CPU per step of 64 decodes. Then a whole engine as a process, and
-a client that streams: memory, CPU until it serves, idle CPU, CPU per token, and the time that all streams took beside
-what `perf` predicts for their steps, which a busy machine makes longer. Last twenty engines in one process, each with
-a few streams: how late their steps are.
+The loop alone, in a clock that does not wait: CPU per step of 64 decodes. A whole engine as a process, and a client
+that streams: memory, CPU until it serves, idle CPU, CPU per token, and the time that all streams took beside what
+`perf` predicts for their steps. Last twenty engines in one process, each with a few streams: how late their steps
+are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from aiohttp import ClientSession, ClientTimeout, TCPConnector
 
-from parts.common import most_resident_mb, run, spent_cpu_s
+from parts.common import POTLUCK, most_resident_mb, run, spent_cpu_s
 from potluck.catalog import models, nodes
 from potluck.core.replica.batch import BatchLimits
 from potluck.core.values.model import Model
@@ -72,10 +72,8 @@ def loop_step_ms(steps: int) -> float:
 
 @contextmanager
 def serving(count: int) -> Iterator[tuple[int, list[str]]]:
-    """A process with so many engines, and their addresses."""
     flags = ["--emulate", f"{GPU}:{MODEL}", "--mock", "--json", "--port", "0", "--max-running", str(ROWS)]
-    start = "from potluck.cli.main import main; main()"
-    command = [sys.executable, "-c", start, "engine", "serve", *flags, "--count", str(count)]
+    command = [*POTLUCK, "engine", "serve", *flags, "--count", str(count)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -86,13 +84,8 @@ def serving(count: int) -> Iterator[tuple[int, list[str]]]:
 
 
 async def stream(session: ClientSession, url: str, number: int, tokens: int) -> int:
-    """Tokens that came."""
-    body = {
-        "request": f"r{number}",
-        "model": "words",
-        "tokens": [3 + (number * 31 + place) % 4000 for place in range(100)],
-        "max_tokens": tokens,
-    }
+    prompt = [3 + (number * 31 + place) % 4000 for place in range(100)]
+    body = {"request": f"r{number}", "model": "words", "tokens": prompt, "max_tokens": tokens}
     count = 0
     async with session.post(f"{url}/segments", json=body) as reply:
         reply.raise_for_status()
@@ -103,8 +96,7 @@ async def stream(session: ClientSession, url: str, number: int, tokens: int) -> 
 
 async def notes(session: ClientSession, url: str) -> dict[str, Any]:
     async with session.get(f"{url}/status") as reply:
-        result: dict[str, Any] = await reply.json()
-        return result
+        return dict(await reply.json())
 
 
 def client() -> ClientSession:
@@ -135,7 +127,6 @@ async def one_engine(tokens: int) -> dict[str, float]:
 
 
 async def fleet(seconds: float) -> dict[str, float]:
-    """Twenty engines with some streams each, for a while."""
     with serving(FLEET) as (pid, urls):
         start_s, resident = spent_cpu_s(pid), most_resident_mb(pid)
         async with client() as session:

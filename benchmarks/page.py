@@ -1,12 +1,9 @@
 """What the page costs: a browser and a gateway with 200 replicas and 100 requests a second on it.
 
-    python benchmarks/page.py [--quick] [--json]
-
-The gateway is the page's stage (tools/page_stage.py): the real Brain, desk, stream and operators' port, with engines
-that are made up. Its cost is that of the page's own code, and what its whole process takes with one who watches, less
-what it takes with nobody. The browser is Chromium without a GPU, all of its processes. Then the page is told 50 times
-a second: how busy its main thread is (by its own clock), and the share of time in tasks over 50 ms, which others on
-the same cores lengthen.
+The gateway is the page's stage (tools/page_stage.py). Its cost is that of the page's own code, and what its process
+takes with one who watches, less what it takes with nobody. The browser is Chromium without a GPU, all of its
+processes. Then the page is told 50 times a second: how busy its main thread is (by its own clock), and the share of
+time in tasks over 50 ms, which others on the same cores lengthen.
 """
 
 from __future__ import annotations
@@ -19,16 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from parts.common import ROOT, Figures, run, say
+from potluck.gateway.page.history import Waterfall
+from potluck.gateway.page.stream import TICK_S
+
 sys.path.insert(0, str(ROOT / "tools"))
-
-from browser import Browser, Tab, browser, chromium  # noqa: E402
-from page_fleets import large_fleet  # noqa: E402
-from page_stage import Stage, stage  # noqa: E402
-
-from parts.common import Figures, run  # noqa: E402
-from potluck.gateway.page.history import Waterfall  # noqa: E402
-from potluck.gateway.page.stream import TICK_S  # noqa: E402
+from browser import Browser, Tab, browser, chromium
+from page_fleets import large_fleet
+from page_stage import Stage, stage
 
 REPLICAS, RATE_PER_S, UPDATES_PER_S = 200, 100.0, 50.0
 JANK = """(() => { window.long = 0; window.longest = 0;
@@ -40,8 +35,6 @@ FRAMES = """(async (ms) => { let count = 0; const until = performance.now() + ms
 
 
 class Own:
-    """CPU seconds in the page's own code."""
-
     def __init__(self) -> None:
         self.cpu_s = 0.0
 
@@ -55,13 +48,8 @@ class Own:
 
         return counting
 
-    def counted_method(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        counting = self.counted(call)
-        return lambda *given: counting(*given)
-
 
 def waited_s() -> float:
-    """How long this process waited for a core so far."""
     return float(Path("/proc/self/schedstat").read_text("utf-8").split()[1]) / 1e9
 
 
@@ -87,7 +75,7 @@ async def measured(quick: bool) -> dict[str, float]:
         waits_s, start_s, sent = waited_s(), time.monotonic(), made.sent
         show = made.operators.page.show
         show._tick = own_code.counted(show._tick)  # type: ignore[method-assign]
-        Waterfall.__call__ = own_code.counted_method(Waterfall.__call__)  # type: ignore[method-assign]
+        Waterfall.__call__ = own_code.counted(Waterfall.__call__)  # type: ignore[method-assign]
         for _ in range(rounds):
             result["alone"].append((await cpu(seconds))[0])
             async with there.tab(url) as tab:
@@ -127,7 +115,6 @@ def history_cores(made: Stage) -> float:
 
 
 async def busy_s(tab: Tab) -> float:
-    """CPU seconds of a page's main thread."""
     text = await tab.call("Performance.getMetrics")
     return next(float(item["value"]) for item in text["metrics"] if item["name"] == "TaskDuration")
 
@@ -160,21 +147,16 @@ async def updates(made: Stage, there: Browser, url: str, seconds: float) -> dict
 def measure(quick: bool) -> Figures:
     if chromium() is None:
         raise SystemExit("needs Chromium: apt-get install chromium")
-    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", file=sys.stderr)
+    say(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     return asyncio.run(measured(quick))
 
 
+TARGETS = {
+    "browser, cores": ("<=", 0.30),
+    "gateway, cores of the page's code": ("<=", 0.05),
+    "50 updates/s: main thread busy, share": ("<=", 0.5),
+    "50 updates/s: time in tasks over 50 ms, share": ("<=", 0.01),
+}
+
 if __name__ == "__main__":
-    sys.exit(
-        run(
-            "page",
-            measure,
-            {
-                "browser, cores": ("<=", 0.30),
-                "gateway, cores of the page's code": ("<=", 0.05),
-                "50 updates/s: main thread busy, share": ("<=", 0.5),
-                "50 updates/s: time in tasks over 50 ms, share": ("<=", 0.01),
-            },
-            seeds=(1,),
-        )
-    )
+    sys.exit(run("page", measure, TARGETS, seeds=(1,)))

@@ -1,6 +1,6 @@
 """Is what is planned what is served? A plan of each kind on mock engines, beside the simulator.
 
-    python benchmarks/planned_live.py [--quick] [--json] [--only KIND]... [--loud]
+    python benchmarks/planned_live.py [--quick] [--json] [--only KIND]...
 
     pool      groups of machines with flows between them; conversations become coding, and roles flip (THUNDERSERVE)
     pair      a prompt shared by a slow and a fast GPU (CRONUS)
@@ -8,38 +8,32 @@
     remote    prefill in another region; its engine gets slow, and the threshold moves (PrfaaS)
     price     another GPU gets cheaper, and the plan follows (CORAL)
 
-Each starts its own `potluck up` (gateway, controller, engines: real processes) and sends the simulator's requests at
-the simulator's times, in an open loop. Shares are of all requests before anything happens: of those that a replica
-has a part in, and of those from one replica to another. `planned_live_kinds.py` has what happens to each kind.
+Each starts its own `potluck up` (real processes) and sends the simulator's requests at the simulator's times. Shares
+are of all requests before anything happens: of those that a replica has a part in, and of those from one to another.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from parts.adapt_rig import Rig, service, shots_of_load
+from parts.adapt_rig import News, Sent, service, shots_of_load, told_by
 from parts.adapt_scenarios import NEVER_S, report
-from parts.common import run
-from parts.planned_live_kinds import KINDS, Happened, Kind, News, load_of
+from parts.common import options, run
+from parts.planned_live_kinds import KINDS, Kind, load_of
 from potluck.cli.common.inputs import load_problem, read_spec
 from potluck.cli.simulating.simulation import SimulationInputs, planner_of, policy_of, scene_of
 from potluck.core.routing.template_weights import offers
-from potluck.core.state.actions import Run
 from potluck.core.values.plan import plan_to_json
-from potluck.gateway.admin.counters import Counters
-from potluck.gateway.core import DecisionLog
 from potluck.loadgen.load_client import kept
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
-from potluck.runtime.replay import read
 from potluck.runtime.replica_models import ReplicaModels
 from potluck.sim.load.workload import Workload
 from potluck.sim.results.metrics import judge, tpot
@@ -54,15 +48,10 @@ SHARE = 0.1
 """Shares may differ by so much, live from simulated, and both from planned where a plan tells them."""
 TOLD = ("pool", "remote")
 """Kinds whose plans say what each replica gets; in pairs and combos the Brain decides request by request."""
-Say = Callable[[str], None]
-Sent = tuple[float, str, tuple[str, ...]]
-"""When, which kind of route, over whom."""
 
 
 @dataclass
 class Seen:
-    """What was seen of a plan, planned, simulated or live."""
-
     replicas: Counter[str] = field(default_factory=Counter)
     flows: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
@@ -71,7 +60,7 @@ class Seen:
     latency_s: dict[str, float] = field(default_factory=dict)
     """Before what happens."""
     lost: int = 0
-    happened: Happened = field(default_factory=Happened)
+    times_s: dict[str, float] = field(default_factory=dict)
 
     def share(self, what: str, name: str) -> float:
         counts: Counter[str] = getattr(self, what)
@@ -80,7 +69,6 @@ class Seen:
 
 
 def counted(sent: Iterable[Sent], from_s: float, to_s: float, roles: Mapping[str, str]) -> Seen:
-    """Of requests that were sent within a time."""
     seen = Seen()
     for at_s, kind, replicas in sent:
         if not from_s <= at_s < to_s:
@@ -107,32 +95,9 @@ def simulated(
     policy = policy_of(tuple(f"{name}={value}" for name, value in kind.rules.items()), inputs.spec.policy)
     log = io.StringIO()
     planner = planner_of(inputs, policy, 5.0)
-    result = simulate(
-        scene_of(inputs), load, policy, faults=kind.wrong(inputs.plan, cause_s), planner=planner, log=log
-    )
-    regions = {item.id: item.region for item in result.replicas}
-    counters = Counters(regions.__getitem__)
-    sent: list[Sent] = []
-    news: list[News] = []
-    decisions = DecisionLog(lambda: "")
+    result = simulate(scene_of(inputs), load, policy, faults=kind.wrong(cause_s), planner=planner, log=log)
     log.seek(0)
-    for at_s, event, actions in read(log):
-        known = len(decisions.kept)
-        decisions(at_s, event, actions)
-        news += [(at_s, item.what, item.why) for item in list(decisions.kept)[known:]]
-        for action in actions:
-            if isinstance(action, Run) and not action.attempt:
-                names = tuple(segment.replica for segment in action.route.segments)
-                sent.append((at_s, counters.route_kind(action), names))
-    return result, sent, news
-
-
-def live_sent(rig: Rig) -> list[Sent]:
-    return [
-        (at_s, item["kind"], tuple(name for name, *_ in item["segments"]))
-        for at_s, item in rig.routes
-        if not item["attempt"]
-    ]
+    return result, *told_by(log)
 
 
 def planned(inputs: SimulationInputs, result: SimResult) -> Seen:
@@ -172,9 +137,9 @@ def latencies(ttft_s: Sequence[float], tpot_s: Sequence[float]) -> dict[str, flo
     }
 
 
-def served(kind: Kind, folder: Path, quick: bool, say: Say) -> dict[str, float]:
+def served(kind: Kind, folder: Path, quick: bool) -> dict[str, float]:
     spec_path = folder / "potluck.yaml"
-    spec_path.write_text(kind.text(), "utf-8")
+    spec_path.write_text(kind.text, "utf-8")
     spec = read_spec(spec_path)
     problem = load_problem(spec, 0.8, None, (), 0.0)
     plan = STRATEGIES[kind.strategy](TemplateFactory(problem), SolveSettings(time_limit_s=kind.plan_s)).plan
@@ -193,16 +158,15 @@ def served(kind: Kind, folder: Path, quick: bool, say: Say) -> dict[str, float]:
     sim.latency_s = latencies(
         (result.records.first_token_s - result.records.arrival_s)[rows], tpot(result.records)[rows]
     )
-    sim.happened = kind.happened(sim_news, cause_s)
+    sim.times_s = kind.times_s(sim_news, cause_s)
     shots = shots_of_load(load)
-    rules = dict(kind.rules)
     market = folder / "market.yaml"
-    with service(folder, [plan_path, spec_path], rules, ["--market", str(market)]) as rig:
+    with service(folder, [plan_path, spec_path], kind.rules, ["--market", str(market)]) as rig:
         with rig.fired(shots):
             rig.sleep_until(cause_s)
             kind.cause(rig, folder)
-        report(rig, say)
-        live = counted(live_sent(rig), begin_s, cause_s, roles)
+        report(rig)
+        live = counted(rig.sent, begin_s, cause_s, roles)
         slos = {model.name: model.slo for model in spec.models}
         for name, low, high in (("before", begin_s, cause_s), ("after", cause_s, end_s)):
             mine = [shot for shot in rig.shots if low <= shot.at_s < high]
@@ -212,19 +176,15 @@ def served(kind: Kind, folder: Path, quick: bool, say: Say) -> dict[str, float]:
                 whole = [shot for shot in mine if shot.ended]
                 live.latency_s = latencies([s.ttft_s for s in whole], [s.tpot_s for s in whole])
         live.lost = rig.lost
-        live.happened = kind.happened(rig.news, cause_s)
-    message = planned(inputs, result)
-    return figures(kind, message, sim, live)
+        live.times_s = kind.times_s(rig.news, cause_s)
+    return figures(planned(inputs, result), sim, live)
 
 
-def figures(kind: Kind, said: Seen, sim: Seen, live: Seen) -> dict[str, float]:
-    names = {*sim.replicas, *live.replicas}
-    flows = {*sim.flows, *live.flows}
-    kinds = {*sim.kinds, *live.kinds}
+def figures(said: Seen, sim: Seen, live: Seen) -> dict[str, float]:
     off = [
-        *(abs(live.share("replicas", name) - sim.share("replicas", name)) for name in names),
-        *(abs(live.share("flows", name) - sim.share("flows", name)) for name in flows),
-        *(abs(live.share("kinds", name) - sim.share("kinds", name)) for name in kinds),
+        abs(live.share(what, name) - sim.share(what, name))
+        for what in ("replicas", "flows", "kinds")
+        for name in {*getattr(sim, what), *getattr(live, what)}
     ]
     message = [
         abs(item.share("replicas", name) - said.share("replicas", name))
@@ -242,31 +202,24 @@ def figures(kind: Kind, said: Seen, sim: Seen, live: Seen) -> dict[str, float]:
         **{f"{name} live (s)": value for name, value in live.latency_s.items()},
         "shares, live off simulated, at most": max(off, default=1.0),
         "kinds of routes": float(len(live.kinds)),
-        **{f"{name} after (s), simulated": value for name, value in sim.happened.times_s.items()},
-        **{f"{name} after (s), live": value for name, value in live.happened.times_s.items()},
+        **{f"{name} after (s), simulated": value for name, value in sim.times_s.items()},
+        **{f"{name} after (s), live": value for name, value in live.times_s.items()},
     }
 
 
-def measure(names: Sequence[str], quick: bool, loud: bool) -> dict[str, float]:
+def measure(names: Sequence[str], quick: bool) -> dict[str, float]:
     result: dict[str, float] = {}
     for name in names:
         with tempfile.TemporaryDirectory(prefix="planned-live-") as folder:
-            mine = served(KINDS[name], Path(folder), quick, _loud if loud else lambda line: None)
+            mine = served(KINDS[name], Path(folder), quick)
         result |= {f"{name}: {key}": value for key, value in mine.items()}
     return result
 
 
-def _loud(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--only", choices=sorted(KINDS), action="append", help="this one; may be repeated")
-    parser.add_argument("--loud", action="store_true", help="say on stderr what happens")
-    options, rest = parser.parse_known_args()
-    quick = "--quick" in rest
-    names = options.only or (["pair"] if quick else list(KINDS))
+if __name__ == "__main__":
+    names = options(only=tuple(KINDS)).only
+    if "--quick" in sys.argv and names == tuple(KINDS):
+        names = ("pair",)
     targets: dict[str, tuple[str, float]] = {}
     for name in names:
         targets |= {
@@ -276,15 +229,9 @@ def main() -> int:
             **({f"{name}: shares, off planned, at most": ("<=", SHARE)} if name in TOLD else {}),
             **{f"{name}: {what} after (s), live": ("<", NEVER_S) for what in KINDS[name].waits_for},
         }
-    return run(
-        "planned_live",
-        lambda quick: measure(names, quick, options.loud),
-        targets,
-        seeds=(SEED,),
-        arguments=rest,
-        quick_without="all but one kind, or with --only a shorter run",
+    without = "all but one kind, or with --only a shorter run"
+    sys.exit(
+        run(
+            "planned_live", lambda quick: measure(names, quick), targets, seeds=(SEED,), quick_without=without
+        )
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

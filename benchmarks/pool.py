@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from itertools import pairwise
 
 import numpy as np
 
@@ -59,9 +60,7 @@ def planned() -> ResolvedPlan:
     limits = SearchLimits(walks=2, steps=STEPS, time_limit_s=600.0)
     result = search(pool, work, Searching(phases=("prefill", "decode"), limits=limits))
     templates = {ask.name: to_templates(problem, ask, pool, result)}
-    plan = allocated(
-        TemplateFactory(problem), SolveSettings(time_limit_s=20.0), "thunderserve", templates
-    ).plan
+    plan = allocated(TemplateFactory(problem), SolveSettings(20.0), "thunderserve", templates).plan
     return scene_of(SimulationInputs(spec, problem, plan))
 
 
@@ -97,9 +96,7 @@ def first_flip_s(result: SimResult) -> float:
     times = [
         after
         for replica in result.replicas
-        for (_, _, before_role), (after, state, role) in zip(
-            replica.changes, replica.changes[1:], strict=False
-        )
+        for (_, _, before_role), (after, state, role) in pairwise(replica.changes)
         if role != before_role and state == "ready" and after >= HAPPENS_S
     ]
     return min(times, default=SPAN_S) - HAPPENS_S

@@ -6,35 +6,31 @@
     replan hour  the same with K over an hour, as CORAL amortises starts
     oracle       for every stretch between two changes the cheapest plan for it, at once and for nothing: a bound
 
-Two models at a steady rate on 1xL4, 1xA10G and 1xL40S. The market (`prices_market.py`) is AWS's spot prices in two
-regions, an hour for each day of the record, with the counts of spot machines that could be had, five minutes apart,
-from a record of other GPUs; and the same nodes on demand. Without the data a seeded market is made up. Machines go
-with two minutes of notice; fleets start warm; copies started later take what `perf.moves.startup` says and are paid
-meanwhile.
+Two models at a steady rate on a recorded market (`prices_market.py`): spot machines, which go with two minutes of
+notice, and the same nodes on demand. Fleets start warm; copies started later take what `perf.moves.startup` says.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
-from parts.common import Budget, run
-from parts.prices_market import NODES, NOTICE_S, ON_DEMAND, Market, the_market
+from parts.common import DATA, Budget, run, say, skip
+from parts.prices_market import FILES, NODES, NOTICE_S, ON_DEMAND, Market, the_market
+from parts.problems import length_bins, mean_tokens, resolved
 from potluck.catalog import models, nodes
 from potluck.catalog import named_workloads as named
 from potluck.core.errors import CapacityError
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
-from potluck.core.values.types import LengthBin, Region, Slo, Traffic
+from potluck.core.values.types import Region, Slo, Traffic
 from potluck.plan.current_problem import INTERVAL_S, TemplateFactories, problem_now
 from potluck.plan.problem import CODECS, PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, SolveSettings
-from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load import arrivals
 from potluck.sim.load.arrivals import draw
 from potluck.sim.load.workload import Workload, merge, workload
@@ -59,8 +55,6 @@ SEED = 1
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way to provide the day."""
-
     name: str
     scaling: bool = False
     interval_s: float = REPLAN_S
@@ -81,13 +75,13 @@ class Planners:
 
     def __init__(self, problem: PlanningProblem) -> None:
         self.problem = problem
-        self._shops = TemplateFactories()
+        self._factories = TemplateFactories()
         self.cpu_s = 0.0
 
     def plan(self, problem: PlanningProblem, running: Plan | None = None) -> Plan:
         start_s = time.process_time()
         settings = SolveSettings(time_limit_s=LIMIT_S, gap_target=1e-3, running=running)
-        plan = STRATEGIES["coral"](self._shops.at(problem), settings).plan
+        plan = STRATEGIES["coral"](self._factories.at(problem), settings).plan
         self.cpu_s += time.process_time() - start_s
         return plan
 
@@ -109,15 +103,10 @@ class Planners:
 
 
 def the_problem(market: Market) -> PlanningProblem:
-    """Demand in bins drawn from the workloads' lengths, so that the planner knows their spread."""
     asks = []
     for name, model, lengths, rate_per_s, slo in ASKED:
-        prompt, output = draw(np.random.default_rng(0), named.workload(lengths).lengths, 4000)
-        bins = [
-            LengthBin(float(prompt[part].mean()), float(output[part].mean()), len(part) / len(prompt))
-            for part in np.array_split(np.argsort(prompt), 10)
-        ]
-        asks.append(model_demand(name, models.model(model), slo, Traffic(name, rate_per_s, tuple(bins))))
+        traffic = Traffic(name, rate_per_s, length_bins(named.workload(lengths).lengths, 10))
+        asks.append(model_demand(name, models.model(model), slo, traffic))
     types = tuple(nodes.node_type(node) for node in NODES)
     return PlanningProblem(tuple(asks), market.regions(0.0), types, codecs=CODECS)
 
@@ -132,23 +121,12 @@ def the_load(hours: float) -> Workload:
 
 
 def served(row: Row, planners: Planners, market: Market, load: Workload, hours: float) -> dict[str, float]:
-    """The day with one way to provide for it."""
-    problem = planners.problem
     regions = market.regions(0.0)
     offered = tuple(region for region in regions if region.name == ON_DEMAND) if row.on_demand else regions
-    first = planners.at(offered)
-    resolved = ResolvedPlan(
-        first,
-        {ask.name: ask.model for ask in problem.asks},
-        problem.by_name,
-        regions,
-        (),
-        {ask.name: ask.slo for ask in problem.asks},
-        {ask.name: _means(load, ask.name) for ask in problem.asks},
-    )
+    world = resolved(planners.problem, planners.at(offered), mean_tokens(load), regions=regions)
     policy = Policy(tick_s=5.0, scaling="replan" if row.scaling else "none", replan_s=REPLAN_S)
     result = simulate(
-        resolved,
+        world,
         load,
         policy,
         seed=SEED,
@@ -169,13 +147,7 @@ def served(row: Row, planners: Planners, market: Market, load: Workload, hours: 
     }
 
 
-def _means(load: Workload, name: str) -> tuple[float, float]:
-    mine = load.model == load.models.index(name)
-    return float(load.prompt_tokens[mine].mean()), float(load.output_tokens[mine].mean())
-
-
 def faults_of(market: Market, end_s: float) -> Faults:
-    """What the simulator is told of a market."""
     later = [change for change in market.changes if 0 < change.at_s < end_s]
     return Faults(
         prices=tuple(
@@ -208,12 +180,12 @@ def measure(quick: bool) -> dict[str, float]:
     hours = QUICK_H if quick else 24.0
     if quick:
         market = market.after(QUICK_FROM_H * HOUR_S)
-        print(f"left out: all but {QUICK_H} h from {QUICK_FROM_H} h on", file=sys.stderr)
+        say(f"left out: all but {QUICK_H} h from {QUICK_FROM_H} h on")
     load, planners, budget = the_load(hours), Planners(the_problem(market)), Budget(quick)
     figures: dict[str, float] = {
         "hours": hours,
         "requests": float(len(load)),
-        "market_is_recorded": float(market.recorded),
+        "market_is_recorded": 1.0,
         "changes": float(sum(0 < at_s < hours * HOUR_S for at_s in market.times)),
     }
     _tell("oracle", oracle(planners, market, hours * HOUR_S), figures)
@@ -221,24 +193,22 @@ def measure(quick: bool) -> dict[str, float]:
         if budget.allows(row.name, 12.0 if row.scaling else 4.0):
             _tell(row.name, served(row, planners, market, load, hours), figures)
     figures["planning_cpu_s"] = planners.cpu_s
-    _ratios(figures, ("kept", "on_demand", "replan", "replan_hour"))
+    for row in ROWS:  # the oracle serves all that can be served and pays for no switch
+        name = row.name.replace(" ", "_")
+        if f"{name}_usd" in figures:
+            figures[f"{name}_cost_over_oracle"] = figures[f"{name}_usd"] / figures["oracle_usd"]
+    if "replan_hour_usd" in figures and "on_demand_usd" in figures:
+        figures["replan_hour_cost_over_on_demand"] = figures["replan_hour_usd"] / figures["on_demand_usd"]
     return figures
 
 
 def _tell(name: str, result: dict[str, float], figures: dict[str, float]) -> None:
     figures |= {f"{name.replace(' ', '_')}_{key}": value for key, value in result.items()}
     text = ", ".join(f"{key} {value:.4g}" for key, value in result.items())
-    print(f"  {name:<12} {text}", file=sys.stderr, flush=True)
-
-
-def _ratios(figures: dict[str, float], names: Sequence[str]) -> None:
-    """Costs as multiples of the oracle's, which serves all that can be served and pays for no switch."""
-    for name in names:
-        if f"{name}_usd" in figures and "oracle_usd" in figures:
-            figures[f"{name}_cost_over_oracle"] = figures[f"{name}_usd"] / figures["oracle_usd"]
-    if "replan_hour_usd" in figures and "on_demand_usd" in figures:
-        figures["replan_hour_cost_over_on_demand"] = figures["replan_hour_usd"] / figures["on_demand_usd"]
+    say(f"  {name:<12} {text}")
 
 
 if __name__ == "__main__":
+    if not all((DATA / name).exists() for name in FILES):
+        sys.exit(skip("prices", f"{DATA} has not all of {', '.join(FILES)}"))
     sys.exit(run("prices", measure, {}, seeds=[SEED]))

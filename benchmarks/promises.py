@@ -10,7 +10,6 @@ too small for them are left out. `rehearse/queueing_margins.py` was fitted to th
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -19,8 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from parts.common import ROOT, run
-from parts.planned_specs import KINDS, spec_text
+from parts.common import ROOT, options, run, say
+from parts.planned_specs import random_specs
 from potluck.cli.common.inputs import load_problem, read_spec
 from potluck.cli.planning.rehearsal import RehearsalOptions, trial_of
 from potluck.core.errors import PotluckError
@@ -31,8 +30,6 @@ from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.rehearse.evidence import TrialSetup, evidence_of
 from potluck.rehearse.queueing_margins import margined, restored
 from potluck.rehearse.request_sources import made_up
-from potluck.runtime.resolved_plan import ResolvedPlan
-from potluck.sim.sim_settings import SimSettings as Running
 from potluck.spec.spec_values import Spec
 from rehearse import Case, case
 
@@ -47,45 +44,23 @@ def of_spec(spec: Spec, problem: PlanningProblem) -> Maker:
 
 
 def of_case(each: Case) -> Maker:
-    def made(plan: Plan, cv: float) -> TrialSetup:
-        asks = each.problem.asks
-        world = ResolvedPlan(
-            plan,
-            {ask.name: ask.model for ask in asks},
-            each.problem.by_name,
-            each.problem.regions,
-            (),
-            {ask.name: ask.slo for ask in asks},
-            {one.model: (one.mean_input_tokens, one.mean_output_tokens) for one in each.traffic},
-        )
-        return TrialSetup(world, made_up(each.traffic, cv, REQUESTS), Policy(), Running())
-
-    return made
+    return lambda plan, cv: each.trial(plan, made_up(each.traffic, cv, REQUESTS), Policy())
 
 
 def specs(count: int, folder: Path, quick: bool) -> Iterator[tuple[str, PlanningProblem, Maker]]:
-    paths: list[tuple[str, Path | None]] = []
+    paths = list(random_specs(count, folder))
     if not quick:
-        paths = [
-            ("bundled", None),
-            *((path.stem, path) for path in sorted((ROOT / "examples").glob("*.yaml"))),
-        ]
-    for number in range(count):
-        kind = KINDS[number % len(KINDS)]
-        path = folder / f"{kind}-{number // len(KINDS)}.yaml"
-        path.write_text(spec_text(kind, number // len(KINDS)), encoding="utf-8")
-        paths.append((path.stem, path))
-    for name, path in paths:
+        paths = [None, *sorted((ROOT / "examples").glob("*.yaml")), *paths]  # None: the bundled example
+    for path in paths:
         spec = read_spec(path)
         problem = replace(load_problem(spec, 0.8, None, (), 0.0), codecs=CODECS)
-        yield name, problem, of_spec(spec, problem)
+        yield path.stem if path else "bundled", problem, of_spec(spec, problem)
     for seed in range(1, count + 1):
         item = case(seed)
         yield f"random-{seed}", item.problem, of_case(item)
 
 
 def tried(name: str, problem: PlanningProblem, trial: Maker) -> Iterator[dict[str, object]]:
-    """A row for each variation of gaps."""
     settings, planner = SolveSettings(LIMIT_S), STRATEGIES["auto"]
     factory = TemplateFactory(problem)
     start_s = time.process_time()
@@ -127,11 +102,11 @@ def measure(count: int, quick: bool) -> dict[str, float]:
             try:
                 result = list(tried(name, problem, trial))
             except PotluckError as error:
-                print(f"{name}: {error}", file=sys.stderr, flush=True)
+                say(f"{name}: {error}")
                 continue
             rows += result
             for row in result:
-                print(json.dumps(row), file=sys.stderr, flush=True)
+                say(json.dumps(row))
     figures: dict[str, float] = {}
     for cv in CVS:
         mine = [row for row in rows if row["cv"] == cv]
@@ -147,19 +122,13 @@ def measure(count: int, quick: bool) -> dict[str, float]:
     return figures
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--specs", type=int)
-    options, rest = parser.parse_known_args()
-    targets = {f"cv_{cv:g}_margins_lose": ("<=", 0.0) for cv in CVS}
-    return run(
-        "promises",
-        lambda quick: measure(options.specs or (2 if quick else 18), quick),
-        targets,
-        arguments=rest,
-        quick_without="the examples and most random specs",
-    )
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    given = options(specs=0)
+    sys.exit(
+        run(
+            "promises",
+            lambda quick: measure(given.specs or (2 if quick else 18), quick),
+            {f"cv_{cv:g}_margins_lose": ("<=", 0.0) for cv in CVS},
+            quick_without="the examples and most random specs",
+        )
+    )

@@ -1,10 +1,8 @@
 """What rehearsal is worth: random specs with bursty arrivals, planned on averages and planned with rehearsal.
 
-Each spec has one or two models, random lengths, objectives and rates, a random choice of GPUs, and arrivals that are
-gamma-distributed (coefficient of variation 2 to 4) or switch between busy and quiet. Both plans then serve the same
-requests, drawn from seeds that neither planning nor rehearsal has seen; a model misses when the share of its requests
-within the objective, over all those runs, is below what was promised. Specs are drawn until there are enough whose
-fleet can serve them at all on averages; nothing else is left out.
+Arrivals are gamma-distributed (coefficient of variation 2 to 4) or switch between busy and quiet. Both plans serve
+the same requests, drawn from seeds that neither planning nor rehearsal has seen; a model misses when the share of its
+requests within the objective is below what was promised. Specs that cannot be served at all are drawn anew.
 """
 
 from __future__ import annotations
@@ -15,17 +13,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parts.common import run
-from potluck.catalog import models, nodes, prices
+from parts.common import run, say
+from parts.problems import one_region, resolved
+from potluck.catalog import models
 from potluck.core.state.policy import Policy
 from potluck.core.values.length_laws import Binned
-from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import LengthBin, Slo, Traffic
 from potluck.plan.problem import CODECS, PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.rehearse.evidence import Evidence, TrialSetup, evidence_of
 from potluck.rehearse.rehearsal import Rehearsal, RehearsalRules, rehearse
 from potluck.rehearse.request_sources import FRESH, Source, enough, made_up
-from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load import arrivals
 from potluck.sim.load.arrivals import draw
 from potluck.sim.load.workload import Workload, merge, workload
@@ -50,13 +49,15 @@ SWITCH_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A spec, as the planner and the simulator see it."""
-
     seed: int
     problem: PlanningProblem
     traffic: tuple[Traffic, ...]
     source: Source
     bursts: str
+
+    def trial(self, plan: Plan, source: Source, policy: Policy) -> TrialSetup:
+        means = {one.model: (one.mean_input_tokens, one.mean_output_tokens) for one in self.traffic}
+        return TrialSetup(resolved(self.problem, plan, means), source, policy, Running())
 
 
 def case(seed: int, quick: bool = False) -> Case:
@@ -72,11 +73,8 @@ def case(seed: int, quick: bool = False) -> Case:
         one = Traffic(name, float(rng.uniform(3.0, 15.0)) * size, _lengths(rng))
         traffic.append(one)
         asks.append(model_demand(name, models.model(name), slo, one))
-    types = [nodes.node_type(str(item)) for item in rng.choice(NODES, size=4, replace=False)]
-    offers = tuple(
-        NodeOffer(node.name, prices.price_usd_per_h(node.name).price_usd_per_h, AVAILABLE) for node in types
-    )
-    problem = PlanningProblem(tuple(asks), (Region("here", offers),), tuple(types), codecs=CODECS)
+    chosen_nodes = [str(item) for item in rng.choice(NODES, size=4, replace=False)]
+    problem = PlanningProblem(tuple(asks), *one_region(chosen_nodes, AVAILABLE), codecs=CODECS)
     count = enough(traffic) // (2 if quick else 1)
     if seed % 2:
         cv = float(rng.uniform(2.0, 4.0))
@@ -125,16 +123,7 @@ def tried(each: Case, settings: SolveSettings, rules: RehearsalRules, test_runs:
     first = STRATEGIES["auto"](factory, settings)
     if first.plan.fraction < 1:
         return None
-    world = ResolvedPlan(
-        first.plan,
-        {one.name: one.model for one in each.problem.asks},
-        each.problem.by_name,
-        each.problem.regions,
-        (),
-        {one.name: one.slo for one in each.problem.asks},
-        {one.model: (one.mean_input_tokens, one.mean_output_tokens) for one in each.traffic},
-    )
-    trial = TrialSetup(world, each.source, Policy(admission=False), Running())
+    trial = each.trial(first.plan, each.source, Policy(admission=False))
     result = rehearse(factory, STRATEGIES["auto"], settings, trial, rules)
     runs = range(TEST, TEST + test_runs)
     return result, evidence_of(trial, first.plan, runs), evidence_of(trial, result.best.plan, runs)
@@ -145,9 +134,10 @@ def _missed(evidence: tuple[Evidence, ...]) -> bool:
 
 
 def _told(each: Case, rehearsal: Rehearsal, before: tuple[Evidence, ...], after: tuple[Evidence, ...]) -> str:
-    words = []
-    for old, new in zip(before, after, strict=True):
-        words.append(f"{old.model} {old.promised:.0%}: {old.mean:.1%} -> {new.mean:.1%}")
+    words = [
+        f"{old.model} {old.promised:.0%}: {old.mean:.1%} -> {new.mean:.1%}"
+        for old, new in zip(before, after, strict=True)
+    ]
     cost = f"{rehearsal.first.cost_usd_per_h:.2f} -> {rehearsal.best.cost_usd_per_h:.2f} USD/h"
     state = "" if rehearsal.chosen else f"; no plan held: {rehearsal.reason}"
     return f"  spec {each.seed} ({each.bursts}): {cost}; {'; '.join(words)}; {len(rehearsal.steps)} rounds{state}"
@@ -166,7 +156,7 @@ def measure(quick: bool) -> dict[str, float]:
         if result is None:
             left_out += 1
             continue
-        print(_told(item, *result), file=sys.stderr, flush=True)
+        say(_told(item, *result))
         results.append(result)
     first = sum(outcome.first.cost_usd_per_h for outcome, _, _ in results)
     best = sum(outcome.best.cost_usd_per_h for outcome, _, _ in results)

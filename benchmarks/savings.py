@@ -1,25 +1,23 @@
 """What joint planning saves: CORAL's two settings at its rates, beside the paper's figures.
 
-    python benchmarks/savings.py [--quick] [--json] [--only core|extended] [--limit 60]
+    python benchmarks/savings.py [--quick] [--json] [--only core|extended]... [--limit 60]
 
-CORAL reports the hourly cost of Homo and Cauchy over that of its own plans: 1.62 and 1.60 in its core setting (10
-requests/s a model), 3.14 and 2.66 in the extended one (25), averaged over epochs of traces and prices that are not
-published. Here every model has that rate at its trace's mean lengths, nodes are ample, prices are the catalog's.
-
-Baselines are made twice. *As printed*: a replica is one whole node of one type, which does one phase; Homo takes
-for each model and phase the type that does most for a dollar, Cauchy combos of such nodes by CO-LP. *As strong as
-there are*: all degrees of tensor parallelism, several replicas on a node, both phases on one node where that is
-cheaper, and counts by the same integer program as ours (`single`); Cauchy's combos for the least cost (`cauchy-mc`).
+CORAL reports the hourly cost of Homo and Cauchy over that of its own plans, averaged over epochs of traces and prices
+that are not published. Here every model has the paper's rate at its trace's mean lengths, nodes are ample, prices are
+the catalog's. Baselines are made twice. *As printed*: a replica is one whole node of one type, which does one phase;
+Homo takes for each model and phase the type that does most for a dollar, Cauchy combos of such nodes by CO-LP. *As
+strong as there are*: all degrees of tensor parallelism, several replicas on a node, both phases on one node where
+that is cheaper, and counts by the same integer program as ours (`single`); Cauchy's combos for the least cost
+(`cauchy-mc`).
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from parts.common import run
+from parts.common import options, run
 from potluck.catalog import models, nodes, prices
 from potluck.core.values.plan import Plan, Template
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
@@ -63,46 +61,41 @@ def problem(setting: str) -> PlanningProblem:
     types = [nodes.node_type(f"{count}x{gpu}") for gpu in gpus for count in COUNTS]
     regions = []
     for place in REGIONS[:2] if core else REGIONS:
-        offers = []
-        for node in types:
-            result = [price for price in prices.in_region(place) if price.node == node.name]
-            if result:
-                offers.append(NodeOffer(node.name, result[0].price_usd_per_h, AMPLE))
-        regions.append(Region(place, tuple(offers)))
+        usd = {price.node: price.price_usd_per_h for price in reversed(list(prices.in_region(place)))}
+        offers = tuple(NodeOffer(node.name, usd[node.name], AMPLE) for node in types if node.name in usd)
+        regions.append(Region(place, offers))
     return PlanningProblem(tuple(asks), tuple(regions), tuple(types), codecs=CODECS)
 
 
 def as_printed(each: PlanningProblem) -> TemplateFactory:
-    """A workshop whose nodes are one replica each, which does one phase."""
-    shop = TemplateFactory(each)
+    factory = TemplateFactory(each)
     for one in each.asks:
-        whole = [t for t in shop.phased(one) if len(t.replicas) == 1]
+        whole = [t for t in factory.phased(one) if len(t.replicas) == 1]
         there = {t.replicas[0].role for t in whole}
-        shop.made["homogeneous", one.key] = whole + [
-            t for t in shop.phased(one) if t.replicas[0].role not in there
+        factory.made["homogeneous", one.key] = whole + [
+            t for t in factory.phased(one) if t.replicas[0].role not in there
         ]
-    return shop
+    return factory
 
 
-def homo_as_printed(shop: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
+def homo_as_printed(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """For each model and phase the type that does most for a dollar."""
 
     def worth(template: Template) -> float:
         (rates,) = template.capacity
-        return (rates.prefill_per_s + rates.decode_per_s) / shop.prices[template.nodes[0].node]
+        return (rates.prefill_per_s + rates.decode_per_s) / factory.prices[template.nodes[0].node]
 
     chosen = {}
-    for one in shop.problem.asks:
-        made = shop.homogeneous(one)
+    for one in factory.problem.asks:
+        made = factory.homogeneous(one)
         phases = [[t for t in made if t.replicas[0].role == role] for role in ("prefill", "decode")]
         chosen[one.name] = [max(phase, key=worth) for phase in phases if phase]
-    return allocated(shop, settings, "homo", chosen)
+    return allocated(factory, settings, "homo", chosen)
 
 
-def single(shop: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-    """Single nodes of every kind, by the program: the best there is without a replica of several nodes."""
-    made = {one.name: shop.homogeneous(one) for one in shop.problem.asks}
-    return allocated(shop, settings, "single", made)
+def single(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
+    made = {one.name: factory.homogeneous(one) for one in factory.problem.asks}
+    return allocated(factory, settings, "single", made)
 
 
 def plans(each: PlanningProblem, limit_s: float) -> Iterator[tuple[str, Plan, float]]:
@@ -111,16 +104,16 @@ def plans(each: PlanningProblem, limit_s: float) -> Iterator[tuple[str, Plan, fl
     ways = {
         "homo as printed": (theirs, homo_as_printed),
         "cauchy as printed": (theirs, STRATEGIES["cauchy"]),
-        "homo": (ours, STRATEGIES["homo"]),
         "single": (ours, single),
-        "cauchy": (ours, STRATEGIES["cauchy"]),
-        "cauchy-mc": (ours, STRATEGIES["cauchy-mc"]),
-        "coral": (ours, STRATEGIES["coral"]),
-        "auto": (ours, STRATEGIES["auto"]),
+        **{name: (ours, STRATEGIES[name]) for name in ("homo", "cauchy", "cauchy-mc", "coral", "auto")},
     }
-    for name, (shop, strategy) in ways.items():
+    for name, (factory, strategy) in ways.items():
         start_s = time.process_time()
-        yield name, strategy(shop, SolveSettings(time_limit_s=limit_s)).plan, time.process_time() - start_s
+        yield name, strategy(factory, SolveSettings(time_limit_s=limit_s)).plan, time.process_time() - start_s
+
+
+def key_of(strategy: str) -> str:
+    return strategy.replace(" ", "_")
 
 
 def measure(quick: bool, settings: Sequence[str], limit_s: float) -> dict[str, float]:
@@ -128,35 +121,29 @@ def measure(quick: bool, settings: Sequence[str], limit_s: float) -> dict[str, f
     for setting in settings[:1] if quick else settings:
         item = problem(setting)
         for name, plan, cpu_s in plans(item, 4.0 if quick else limit_s):
-            key = f"{setting}_{name.replace(' ', '_')}"
-            figures[f"{key}_usd_per_h"] = plan.cost_usd_per_h
-            figures[f"{key}_gap"] = plan.gap
-            figures[f"{key}_served"] = plan.fraction
-            figures[f"{key}_cpu_s"] = cpu_s
-            figures[f"{key}_gpus"] = gpus(item, plan)
-            figures[f"{key}_violations"] = len(verify(item, plan))
+            key = f"{setting}_{key_of(name)}"
+            figures |= {
+                f"{key}_usd_per_h": plan.cost_usd_per_h,
+                f"{key}_gap": plan.gap,
+                f"{key}_served": plan.fraction,
+                f"{key}_cpu_s": cpu_s,
+                f"{key}_gpus": sum(item.node(node).gpus * count for (_, node), count in plan.nodes.items()),
+                f"{key}_violations": len(verify(item, plan)),
+            }
             for (model, role), usd in sorted(by_phase(item, plan).items()):
                 figures[f"{key}_{model}_{role}_usd_per_h"] = usd
         for baseline, published in PAPER[setting].items():
             figures[f"{setting}_{baseline}_over_coral_published"] = published
             for rival in RIVALS[baseline]:
                 for mine in ("coral", "auto"):
-                    theirs, own = (
-                        figures[f"{setting}_{one.replace(' ', '_')}_usd_per_h"] for one in (rival, mine)
-                    )
-                    figures[f"{setting}_{rival.replace(' ', '_')}_over_{mine}"] = theirs / own
+                    theirs, own = (figures[f"{setting}_{key_of(one)}_usd_per_h"] for one in (rival, mine))
+                    figures[f"{setting}_{key_of(rival)}_over_{mine}"] = theirs / own
     return figures
-
-
-def gpus(each: PlanningProblem, plan: Plan) -> int:
-    return sum(each.node(node).gpus * count for (_, node), count in plan.nodes.items())
 
 
 def by_phase(each: PlanningProblem, plan: Plan) -> dict[tuple[str, str], float]:
     """Rent of each model's prefill, decode and other nodes."""
-    paid = {
-        (region.name, offer.node): offer.price_usd_per_h for region in each.regions for offer in region.offers
-    }
+    paid = {(at.name, offer.node): offer.price_usd_per_h for at in each.regions for offer in at.offers}
     phase: dict[tuple[str, str], float] = {}
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
@@ -170,17 +157,13 @@ def by_phase(each: PlanningProblem, plan: Plan) -> dict[tuple[str, str], float]:
 
 
 if __name__ == "__main__":
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--only", choices=tuple(PAPER), action="append", default=[])
-    own.add_argument("--limit", type=float, default=60.0)
-    options, rest = own.parse_known_args()
-    chosen = options.only or tuple(PAPER)
+    given = options(only=tuple(PAPER), limit=60.0)
+    targets = {f"{one}_{item}_over_auto": (">=", 1.0) for one in given.only for item in PAPER[one]}
     sys.exit(
         run(
             "savings",
-            lambda quick: measure(quick, chosen, options.limit),
-            {f"{setting}_{item}_over_auto": (">=", 1.0) for setting in chosen for item in PAPER[setting]},
-            arguments=rest,
+            lambda quick: measure(quick, given.only, given.limit),
+            targets,
             quick_without="the extended setting",
         )
     )

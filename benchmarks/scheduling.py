@@ -7,12 +7,10 @@ it, lengths are drawn.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from parts.common import ROOT, cpu_s, run
+from parts.common import DATA, ROOT, cpu_s, run, say
 
 sys.path.insert(0, str(ROOT / "tools"))
 from papers import cauchy, cauchy_rows, cronus, cronus_beyond, cronus_rows
@@ -29,9 +27,7 @@ KEYS = {
 
 
 def requests() -> tuple[cronus.RequestLengthList, bool]:
-    """What CRONUS ran, and whether it is the real trace."""
-    folder = Path(os.environ.get("POTLUCK_DATA", ROOT.parent / "shared" / "data"))
-    trace = folder / cronus.TRACE
+    trace = DATA / cronus.TRACE
     if trace.is_file():
         return cronus.trace_requests(trace), True
     return cronus.synthetic_requests(SEED), False
@@ -42,7 +38,7 @@ def measure(quick: bool) -> dict[str, float]:
     figures["cronus_cpu_s"] = cpu_s(lambda: figures.update(of_cronus(quick)))
     figures |= beyond_cronus(cronus.SETTINGS[:3:2])
     if quick:
-        print("left out: CAUCHY, a new fit of the host's time", file=sys.stderr)
+        say("left out: CAUCHY, a new fit of the host's time")
     else:
         figures["cauchy_cpu_s"] = cpu_s(lambda: figures.update(of_cauchy()))
     return figures

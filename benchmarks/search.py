@@ -1,15 +1,13 @@
 """The search on THUNDERSERVE's cloud: 32 GPUs of four types, LLaMA-30B, conversation and coding.
 
-`schedule_cpu_s` is the worst over workloads and seeds, from nothing to convergence, in the paper's space (prefill
-and decode replicas) and with its Table 1 figures at fixed shares of their peaks; `mixed_*` allows mixed replicas
-too. `*_over_longer` is the attained rate over that of one search that gets `longer_times` the mean CPU time and
-another seed: the worst seed, above 1 when the short search is better. "No worse" is 0.999. The paper shows its
-bandwidth matrix as a picture without numbers; here links are 10 to 40 Gbps at random. Gaps are to
-`plan.search.bound`: every group of the pool as a column of a whole program up to 32 GPUs, classes of nodes beyond.
-
-Table 3 and 5 figures: shares of GPUs, and 1 where what the paper reports comes out. Table 5 does not print its output
-length, but that one request decodes for 1126 ms on four 3090Ti: each cost model gets the length that takes it so
-long (`table_5_*_output_tokens`).
+`schedule_cpu_s` is the worst over workloads and seeds, from nothing to convergence, in the paper's space (prefill and
+decode replicas) and with its Table 1 figures at fixed shares of their peaks; `mixed_*` allows mixed replicas too.
+`*_over_longer` is the attained rate over that of one search that gets `longer_times` the mean CPU time and another
+seed: the worst seed, above 1 when the short search is better. The paper's bandwidth matrix has no numbers; here links
+are 10 to 40 Gbps at random. Gaps are to `plan.search.bound`: every group of the pool as a column of a whole program
+up to 32 GPUs, classes of nodes beyond. Table 3 and 5 figures: shares of GPUs, and 1 where what the paper reports
+comes out. Table 5 tells only that one request decodes for 1126 ms on four 3090Ti: the output length is what takes so
+long.
 """
 
 from __future__ import annotations
@@ -18,24 +16,17 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from parts.common import Budget, cpu_s, run
+from parts.common import Budget, cpu_s, run, say
 from potluck.catalog import models, nodes
 from potluck.catalog.figure_sources import load_toml
 from potluck.core.values.types import NodeType, Role, Slo
 from potluck.perf.step_timer import steps
+from potluck.plan.search import tabu
 from potluck.plan.search.bound import class_bound, exact_bound
-from potluck.plan.search.deduce import Takes
-from potluck.plan.search.tabu import (
-    SearchLimits,
-    SearchResult,
-    SearchSettings,
-    groups_left,
-    reschedule,
-    search,
-)
 from potluck.plan.search.workload import PeakCosts, Pool, PoolNode, PoolWorkload
 
 SEED = 1
@@ -73,14 +64,11 @@ TARGETS = {
 
 
 def measure(quick: bool) -> dict[str, float]:
-    search(cloud(1), work("coding"), settings(ALL, limits=SearchLimits(steps=2)))  # load compiled code
+    tabu.search(cloud(1), work("coding"), settings(ALL, limits=tabu.SearchLimits(steps=2)))
     figures: dict[str, float] = {}
     budget = Budget(quick)
     if quick:
-        print(
-            f"left out: longer searches, bounds, other pools, table 3, {len(SEEDS) - 1} of {len(SEEDS)} seeds",
-            file=sys.stderr,
-        )
+        say(f"left out: longer searches, bounds, other pools, table 3, all seeds but {SEEDS[0]}")
     result = schedule(figures, quick, budget)
     if not quick:
         figures |= large_pool()
@@ -95,7 +83,6 @@ def measure(quick: bool) -> dict[str, float]:
 
 
 def node(gpu: str, count: int) -> NodeType:
-    """A machine with Table 1's figures."""
     row = load_toml("gpus.toml")["paper"]["thunderserve"][gpu]
     base = nodes.node_type(f"{count}x{row['gpu']}")
     message = {name: row[name] for name in ("fp16_tflops", "bandwidth_gb_per_s", "memory_gb")}
@@ -122,43 +109,30 @@ def work(name: str, rate_per_s: float = RATE_PER_S) -> PoolWorkload:
 def settings(
     phases: tuple[Role, ...],
     seed: int = SEED,
-    limits: SearchLimits | None = None,
+    limits: tabu.SearchLimits | None = None,
     max_group_gpus: int | None = None,
-) -> SearchSettings:
+) -> tabu.SearchSettings:
     """Limits count CPU time, so that a busy machine searches as far as an idle one."""
-    chosen = limits or SearchLimits()
-    return SearchSettings(phases, max_group_gpus, seed, chosen, PeakCosts(), time.process_time)
+    chosen = limits or tabu.SearchLimits()
+    return tabu.SearchSettings(phases, max_group_gpus, seed, chosen, PeakCosts(), time.process_time)
 
 
-def timed(pool: Pool, wanted: PoolWorkload, chosen: SearchSettings) -> tuple[SearchResult, float]:
+def timed(pool: Pool, wanted: PoolWorkload, chosen: tabu.SearchSettings) -> tuple[tabu.SearchResult, float]:
     start = time.process_time()
-    result = search(pool, wanted, chosen)
+    result = tabu.search(pool, wanted, chosen)
     return result, time.process_time() - start
 
 
-def several(
-    pool: Pool, wanted: PoolWorkload, phases: tuple[Role, ...], seeds: Sequence[int]
-) -> list[tuple[SearchResult, float]]:
-    return [timed(pool, wanted, settings(phases, seed=seed)) for seed in seeds]
+def longer(pool: Pool, wanted: PoolWorkload, phases: tuple[Role, ...], time_limit_s: float) -> float:
+    """What a search attains that takes so long."""
+    limits = replace(tabu.SearchLimits(), walks=10**6, time_limit_s=time_limit_s)
+    return tabu.search(pool, wanted, settings(phases, seed=LONG_SEED, limits=limits)).score.attainment
 
 
-def longer(
-    pool: Pool,
-    wanted: PoolWorkload,
-    phases: tuple[Role, ...],
-    short: Sequence[tuple[SearchResult, float]],
-    times: float,
-) -> float:
-    """What a search attains that takes so many times the mean of the short ones."""
-    mean_s = sum(took_s for _, took_s in short) / len(short)
-    limits = replace(SearchLimits(), walks=10**6, time_limit_s=times * mean_s)
-    return search(pool, wanted, settings(phases, seed=LONG_SEED, limits=limits)).score.attainment
-
-
-def schedule(figures: dict[str, float], quick: bool, budget: Budget) -> dict[str, SearchResult]:
+def schedule(figures: dict[str, float], quick: bool, budget: Budget) -> dict[str, tabu.SearchResult]:
     """Both workloads in both spaces, each against a longer search and a bound."""
     pool, times = cloud(1), 20.0
-    answers: dict[str, SearchResult] = {}
+    answers: dict[str, tabu.SearchResult] = {}
     if not quick:
         figures["longer_times"] = times
     for prefix, phases in SPACES:
@@ -167,21 +141,20 @@ def schedule(figures: dict[str, float], quick: bool, budget: Budget) -> dict[str
         took: list[float] = []
         speed: list[float] = []
         for name in WORK:
-            short = several(pool, work(name), phases, SEEDS[:1] if quick else SEEDS)
+            seeds = SEEDS[:1] if quick else SEEDS
+            short = [timed(pool, work(name), settings(phases, seed=seed)) for seed in seeds]
             took += [took_s for _, took_s in short]
             speed += [result.evaluated / took_s for result, took_s in short]
             answers[f"{prefix}{name}"] = short[0][0]
             attained = [result.score.attainment for result, _ in short]
             figures[f"{prefix}{name}_attainment"] = attained[0]
             if not quick:
-                long = longer(pool, work(name), phases, short, times)
+                long = longer(pool, work(name), phases, times * float(np.mean([s for _, s in short])))
                 figures[f"{prefix}{name}_attainment_longer"] = long
                 figures[f"{prefix}{name}_over_longer"] = min(attained) / long
                 figures[f"{prefix}{name}_mean_over_longer"] = float(np.mean(attained)) / long
                 best = max(*attained, long) * RATE_PER_S
-                bound = exact_bound(
-                    pool, work(name), PeakCosts(), phases, known_per_s=best, time_limit_s=240.0
-                )
+                bound = exact_bound(pool, work(name), PeakCosts(), phases, known_per_s=best, time_limit_s=240)
                 figures[f"{prefix}{name}_gap_32_gpus"] = 1.0 - min(attained) * RATE_PER_S / bound
                 figures[f"{prefix}{name}_best_gap_32_gpus"] = 1.0 - best / bound
         figures[f"{prefix}schedule_cpu_s"] = max(took)
@@ -190,7 +163,7 @@ def schedule(figures: dict[str, float], quick: bool, budget: Budget) -> dict[str
     return answers
 
 
-def losing_a_node(before: SearchResult, quick: bool) -> dict[str, float]:
+def losing_a_node(before: tabu.SearchResult, quick: bool) -> dict[str, float]:
     """Four of 32 GPUs go: as it is, lightly rescheduled, searched anew; with large groups and with small ones."""
     pool, wanted = cloud(1), work("conversation")
     figures: dict[str, float] = {}
@@ -198,17 +171,17 @@ def losing_a_node(before: SearchResult, quick: bool) -> dict[str, float]:
         if quick and most is not None:
             continue
         if most is not None:
-            before = search(pool, wanted, settings(PAPER, max_group_gpus=most))
-        left = groups_left(pool, before, {"node0": 4})
-        untouched = reschedule(left, before, wanted, settings(PAPER, limits=SearchLimits(steps=0)))
-        light = reschedule(left, before, wanted, settings(PAPER))
-        figures[f"lost_{label}attainment_before"] = before.score.attainment
-        figures[f"lost_{label}attainment_untouched"] = untouched.score.attainment
-        figures[f"lost_{label}attainment_rescheduled"] = light.score.attainment
+            before = tabu.search(pool, wanted, settings(PAPER, max_group_gpus=most))
+        left = tabu.groups_left(pool, before, {"node0": 4})
+        untouched = tabu.reschedule(left, before, wanted, settings(PAPER, limits=tabu.SearchLimits(steps=0)))
+        light = tabu.reschedule(left, before, wanted, settings(PAPER))
+        for name, result in (("before", before), ("untouched", untouched), ("rescheduled", light)):
+            figures[f"lost_{label}attainment_{name}"] = result.score.attainment
         if most is None:
-            figures["reschedule_cpu_s"] = cpu_s(lambda: reschedule(left, before, wanted, settings(PAPER)), 3)  # noqa: B023
+            again = partial(tabu.reschedule, left, before, wanted, settings(PAPER))
+            figures["reschedule_cpu_s"] = cpu_s(again, 3)
         if not quick:
-            anew = search(left.pool, wanted, settings(PAPER, max_group_gpus=most))
+            anew = tabu.search(left.pool, wanted, settings(PAPER, max_group_gpus=most))
             figures[f"lost_{label}attainment_searched_anew"] = anew.score.attainment
     return figures
 
@@ -224,7 +197,7 @@ def small_pools(count: int) -> dict[str, float]:
         machines = [nodes.node_type(f"{size}x{rng.choice(SMALL)}") for size in sizes]
         pool = pool_of(machines, rng.choice([1.0, 5.0, 10.0, 40.0, 100.0], (len(sizes), len(sizes))))
         wanted = PoolWorkload(models.model("Llama-3.1-8B"), Slo(1.0, 0.06), 1155, 211, 500.0, "int4")
-        got_per_s = search(pool, wanted, settings(ALL, seed=index)).score.goodput_per_s
+        got_per_s = tabu.search(pool, wanted, settings(ALL, seed=index)).score.goodput_per_s
         bound = exact_bound(pool, wanted, PeakCosts(), known_per_s=got_per_s)
         gaps.append(1.0 - got_per_s / bound)
     return {
@@ -235,9 +208,8 @@ def small_pools(count: int) -> dict[str, float]:
 
 
 def large_pool() -> dict[str, float]:
-    """Four times the cloud, four times the traffic."""
     pool, wanted = cloud(4), work("conversation", 4 * RATE_PER_S)
-    result, took_s = timed(pool, wanted, settings(PAPER, limits=SearchLimits(time_limit_s=50.0)))
+    result, took_s = timed(pool, wanted, settings(PAPER, limits=tabu.SearchLimits(time_limit_s=50.0)))
     got_per_s = result.score.attainment * wanted.rate_per_s
     bound = class_bound(pool, wanted, PeakCosts(), PAPER, known_per_s=got_per_s, time_limit_s=240.0)
     return {
@@ -248,22 +220,18 @@ def large_pool() -> dict[str, float]:
     }
 
 
-def share(search_result: SearchResult, phase: int, gpu: str | None = None) -> float:
+def share(search_result: tabu.SearchResult, phase: int, gpu: str | None = None) -> float:
     """Share of the GPUs (of one type) that are in groups of a phase."""
     mine = [place for place, (name, _) in enumerate(CLOUD) if gpu in (None, name)]
     total = sum(count for name, count in CLOUD if gpu in (None, name))
     taken = [group.takes for group in search_result.state.groups if group.phase == phase]
-    return sum(_count(takes, mine) for takes in taken) / total
+    return sum(count for takes in taken for place, count in takes if place in mine) / total
 
 
-def _count(takes: Takes, mine: Sequence[int]) -> int:
-    return sum(count for place, count in takes if place in mine)
-
-
-def table_3(result: Mapping[str, SearchResult]) -> dict[str, float]:
+def table_3(result: Mapping[str, tabu.SearchResult]) -> dict[str, float]:
     """Who prefills and who decodes: free, in groups of up to four as the paper's are, and with other figures."""
     figures: dict[str, float] = {}
-    small = {name: search(cloud(1), work(name), settings(PAPER, max_group_gpus=4)) for name in WORK}
+    small = {name: tabu.search(cloud(1), work(name), settings(PAPER, max_group_gpus=4)) for name in WORK}
     plans = {"": {name: result[name] for name in WORK}, "of_4_": small}
     for label, mine in plans.items():
         for name, plan in mine.items():
@@ -299,7 +267,7 @@ def table_5() -> dict[str, float]:
     for gbps, what in ((40.0, "apart_at_40"), (5.0, "across_at_5")):
         pool = pool_of([node("A40", 4), node("3090Ti", 4)], np.full((2, 2), gbps))
         wanted = PoolWorkload(model, Slo(10.0, 0.2), 1024, output, 100.0, "int4")
-        split = search(pool, wanted, settings(PAPER))
+        split = tabu.search(pool, wanted, settings(PAPER))
         groups = [(group.phase, group.takes) for group in split.state.groups]
         types = {(phase, node) for phase, takes in groups for node, _ in takes}
         apart = types == {(0, 0), (1, 1)} and not split.state.idle
@@ -307,9 +275,9 @@ def table_5() -> dict[str, float]:
         figures[f"table_5_{what}_gbps"] = float(apart if gbps > 20 else across)
         figures[f"table_5_replicas_at_{gbps:.0f}_gbps"] = len(groups)
         figures[f"table_5_goodput_at_{gbps:.0f}_gbps"] = split.score.goodput_per_s
-        free = search(pool, wanted, settings(ALL))
+        free = tabu.search(pool, wanted, settings(ALL))
         figures[f"table_5_goodput_with_mixed_at_{gbps:.0f}_gbps"] = free.score.goodput_per_s
-    alone = search(pool, wanted, settings(("mixed",), max_group_gpus=4))
+    alone = tabu.search(pool, wanted, settings(("mixed",), max_group_gpus=4))
     figures["table_5_goodput_mixed_only"] = alone.score.goodput_per_s
     return figures
 

@@ -2,14 +2,13 @@
 
     python benchmarks/signed.py [--quick] [--json] [--specs 60] [--limit 10] [--only 3,17] [--workers 16]
 
-Every strategy plans every spec within the limit, templates included and nothing kept from before. For each spec:
-whether `auto` serves as much as any of them and for as much costs no more, how far it is from its bound, and how much
-CPU time it took. Targets: never worse than any strategy; time within the limit + 10 %; median gap 0.5 %, worst 3 %.
+Every strategy plans every spec within the limit, templates included and nothing kept from before. Targets: `auto`
+never worse than any strategy (serves as much, and for as much costs no more), sound; CPU time within the limit + 10
+%; gap to its bound 0.5 % in the median, 3 % at worst.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -17,10 +16,12 @@ import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing import get_context
 from tempfile import TemporaryDirectory
+from typing import Any
 
+from parts.common import options, say
 from potluck.catalog import models, nodes
 from potluck.core.values.types import LengthBin, Link, NodeOffer, Region, Slo, Traffic
 from potluck.plan.assemble.codecs import served
@@ -28,38 +29,13 @@ from potluck.plan.problem import CODECS, ModelDemand, PlanningProblem, model_dem
 from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
 from potluck.plan.verify import verify
 
-NODES = (
-    "1xL4",
-    "4xL4",
-    "1xL40S",
-    "4xL40S",
-    "1xA10G",
-    "2xRTX4090",
-    "1xA100-80",
-    "8xA100-80",
-    "1xH100",
-    "8xH100",
-)
+KINDS = "1xL4 4xL4 1xL40S 4xL40S 1xA10G 2xRTX4090 1xA100-80 8xA100-80 1xH100 8xH100"
+NODES = tuple(KINDS.split())
 MODELS = ("Llama-3.1-8B", "Qwen2-7B", "Phi-4", "Qwen3-32B", "Llama-3-70B")
 PRICES = {"L4": 0.8, "L40S": 1.9, "A10G": 1.0, "RTX4090": 0.6, "A100-80": 3.5, "H100": 7.0}
 SAME = 1e-6
 LEFT_OUT = ("thunderserve",)
 """For a pool of one model; not compared here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One spec."""
-
-    seed: int
-    models: int
-    served: float
-    cost_usd_per_h: float
-    gap: float
-    """Of the cost, or of what is served where not all is."""
-    cpu_s: float
-    worse_than: tuple[str, ...]
-    sound: bool
 
 
 def problem_of(seed: int) -> PlanningProblem:
@@ -71,10 +47,7 @@ def problem_of(seed: int) -> PlanningProblem:
     regions = []
     for name in ("east", "west")[: draw.randint(1, 2)]:
         kinds = draw.sample(NODES, draw.randint(2, 6))
-        offers = [
-            NodeOffer(nodes.canonical(kind), _price(draw, kind), _available(draw, plenty)) for kind in kinds
-        ]
-        regions.append(Region(name, tuple(offers)))
+        regions.append(Region(name, tuple(_offer(draw, kind, plenty) for kind in kinds)))
     used = {offer.node for region in regions for offer in region.offers}
     links = (Link("east", "west", 10.0, 0.02),) if len(regions) == 2 and draw.random() < 0.5 else ()
     types = tuple(nodes.node_type(kind) for kind in NODES if nodes.canonical(kind) in used)
@@ -91,19 +64,14 @@ def _ask(draw: random.Random, place: int) -> ModelDemand:
     )
 
 
-def _price(draw: random.Random, kind: str) -> float:
+def _offer(draw: random.Random, kind: str, plenty: float) -> NodeOffer:
     count, gpu = kind.split("x", 1)
-    return round(int(count) * PRICES[gpu] * draw.uniform(0.7, 1.4), 3)
-
-
-def _available(draw: random.Random, plenty: float) -> int:
-    return max(1, round(plenty * draw.uniform(0.5, 3.0)))
+    usd_per_h = round(int(count) * PRICES[gpu] * draw.uniform(0.7, 1.4), 3)
+    return NodeOffer(nodes.canonical(kind), usd_per_h, max(1, round(plenty * draw.uniform(0.5, 3.0))))
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """One plan of one spec."""
-
     served: tuple[float, ...]
     fraction: float
     usd_per_h: float
@@ -133,11 +101,18 @@ def plans_of(tasks: list[tuple[int, str, float]], workers: int) -> Iterator[Made
         yield from pool.map(made, tasks)
 
 
-def row_of(seed: int, plans: dict[str, Made]) -> Row:
+def row_of(seed: int, plans: dict[str, Made]) -> dict[str, Any]:
     best = plans["auto"]
-    worse = tuple(name for name, other in plans.items() if _beaten(best, other))
-    count = len(problem_of(seed).asks)
-    return Row(seed, count, best.fraction, best.usd_per_h, best.gap, best.cpu_s, worse, best.sound)
+    return {
+        "seed": seed,
+        "models": len(problem_of(seed).asks),
+        "served": best.fraction,
+        "cost_usd_per_h": best.usd_per_h,
+        "gap": best.gap,
+        "cpu_s": best.cpu_s,
+        "worse_than": [name for name, other in plans.items() if _beaten(best, other)],
+        "sound": best.sound,
+    }
 
 
 def _beaten(best: Made, other: Made) -> bool:
@@ -154,62 +129,30 @@ def _gap(outcome: PlanOutcome) -> float:
     return outcome.plan.gap
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--specs", type=int, default=60)
-    parser.add_argument("--only", default="", help="these specs, by number: 3,17")
-    parser.add_argument("--limit", type=float, default=10.0, help="CPU seconds for each plan")
-    parser.add_argument("--workers", type=int, default=1, help="processes that plan side by side")
-    parser.add_argument("--quick", action="store_true", help="three small specs, 3 s each")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    seeds = [int(part) for part in options.only.split(",") if part] or list(range(options.specs))
-    limit_s = options.limit
-    if options.quick:
-        seeds, limit_s = [seed for seed in range(40) if len(problem_of(seed).asks) == 1][:3], 3.0
-    names = [name for name in STRATEGIES if name not in LEFT_OUT]
-    tasks = [(seed, name, limit_s) for seed in seeds for name in names]
-    rows = []
-    plans = plans_of(tasks, options.workers)
-    for seed in seeds:
-        rows.append(row_of(seed, {name: next(plans) for name in names}))
-        if not options.json:
-            _say(rows[-1])
-    summary = _summary(rows, limit_s)
-    if options.json:
-        print(json.dumps({"summary": summary, "rows": [asdict(row) for row in rows]}, indent=1))
-        return
-    print(
-        f"{summary['worse']} of {summary['specs']} worse than some strategy (target 0), {summary['late']} beyond "
-        f"the limit + 10 % (0), slowest {summary['slowest_s']:.1f} s, gap: median {summary['median_gap']:.2%} "
-        f"(0.5 %), worst {summary['worst_gap']:.2%} (3 %)"
-    )
-
-
-def _say(row: Row) -> None:
-    worse = ", ".join(row.worse_than) or "none"
-    print(
-        f"{row.seed:3d}  {row.models:2d} models  served {row.served:6.1%}  ${row.cost_usd_per_h:9.2f}/h  "
-        f"gap {row.gap:6.2%}  {row.cpu_s:6.2f} s  worse than: {worse}{'' if row.sound else '  NOT SOUND'}",
-        flush=True,
-    )
-
-
-def _summary(rows: list[Row], limit_s: float) -> dict[str, float]:
-    gaps = [row.gap for row in rows]
+def summary(rows: list[dict[str, Any]], limit_s: float) -> dict[str, float]:
+    gaps = [row["gap"] for row in rows]
     return {
         "specs": len(rows),
         "limit_s": limit_s,
-        "worse": sum(bool(row.worse_than) for row in rows),
-        "unsound": sum(not row.sound for row in rows),
-        "late": sum(row.cpu_s > 1.1 * limit_s for row in rows),
-        "slowest_s": max(row.cpu_s for row in rows),
+        "worse": sum(bool(row["worse_than"]) for row in rows),
+        "unsound": sum(not row["sound"] for row in rows),
+        "late": sum(row["cpu_s"] > 1.1 * limit_s for row in rows),
+        "slowest_s": max(row["cpu_s"] for row in rows),
         "median_gap": statistics.median(gaps),
         "worst_gap": max(gaps),
     }
 
 
 if __name__ == "__main__":
-    main()
+    given = options(specs=60, only="", limit=10.0, workers=1, quick=False, json=False)
+    seeds = [int(part) for part in given.only.split(",") if part] or list(range(given.specs))
+    if given.quick:
+        seeds, given.limit = [seed for seed in range(40) if len(problem_of(seed).asks) == 1][:3], 3.0
+    names = [name for name in STRATEGIES if name not in LEFT_OUT]
+    plans = plans_of([(seed, name, given.limit) for seed in seeds for name in names], given.workers)
+    rows = []
+    for seed in seeds:
+        rows.append(row_of(seed, {name: next(plans) for name in names}))
+        say(", ".join(f"{name} {value}" for name, value in rows[-1].items()))
+    result = summary(rows, given.limit)
+    print(json.dumps({"summary": result, "rows": rows}, indent=1) if given.json else result)

@@ -1,13 +1,11 @@
 """The simulator's speed: requests per CPU-second, memory, and whether the cost per request stays flat.
 
 Requests have the lengths of Azure's conversation trace (1155 / 211 tokens on average) and arrive at 0.7 of what the
-fleet sustains; per-request records are kept. For scale, in the same run: a bare loop that advances one replica in
-closed form and does nothing else (no blocks, no chunks, no routing, no records). Queueing theory is checked here on
-long runs, too; the tests do it on short ones. Disaggregated runs share prefixes (0.3 of the prompt tokens) in blocks
-of 512 tokens, as Mooncake's traces do, and for comparison of 16.
-
-Where a compiled copy lies in build/compiled (`make compiled`), all figures are of that one, and the speed of the
-interpreted source is beside them as `interpreted_...`.
+fleet sustains; per-request records are kept. For scale: a bare loop that advances one replica in closed form and does
+nothing else. Queueing theory is checked on long runs. Disaggregated runs share prefixes (0.3 of the prompt tokens) in
+blocks of 512 tokens, as Mooncake's traces do, and for comparison of 16. Where a compiled copy lies in build/compiled
+(`make compiled`), all figures are of that one, and those of the interpreted source are beside them as
+`interpreted_...`.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from math import factorial, inf
 import numpy as np
 
 from parts import simulate_fleets as fleets
-from parts.common import COMPILED, ROOT, compiled_copy, cpu_s, run
+from parts.common import COMPILED, ROOT, compiled_copy, cpu_s, run, say
 from potluck.core.replica.batch import FINISHED, BatchLimits
 from potluck.core.values.plan import Confidence
 from potluck.perf.step_timer import Floats, StepBatch
@@ -62,9 +60,9 @@ def measure(quick: bool) -> dict[str, float]:
     interpreted = step_table_module.__file__.endswith(".py")
     if not interpreted or not compiled_copy():
         return {"compiled": float(not interpreted)} | everything(quick)
-    print("interpreted ...", file=sys.stderr)
+    say("interpreted ...")
     ours = speeds(quick) | {"cost_growth_with_replicas": growth_with_replicas(quick)}
-    print("compiled ...", file=sys.stderr)
+    say("compiled ...")
     command = [sys.executable, __file__, "--json", *(["--quick"] if quick else [])]
     environment = os.environ | {"PYTHONPATH": str(COMPILED)}
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
@@ -73,7 +71,6 @@ def measure(quick: bool) -> dict[str, float]:
 
 
 def speeds(quick: bool) -> dict[str, float]:
-    """Requests per CPU-second."""
     count, repeats = (10_000, 2) if quick else (50_000, 5)
     one, eight, combos = fleets.aggregated(1), fleets.aggregated(8), fleets.combos(4)
     return {
@@ -130,7 +127,6 @@ def stepping_over_jumping(count: int) -> float:
 
 
 def replica_alone_s(count: int, repeats: int) -> float:
-    """CPU-seconds of the replica itself, called directly."""
     made = fleets.requests(fleets.aggregated(1), count, SEED)
     arrivals_s, prompts, outputs = (
         column.tolist() for column in (made.arrival_s, made.prompt_tokens, made.output_tokens)
@@ -140,15 +136,12 @@ def replica_alone_s(count: int, repeats: int) -> float:
     return cpu_s(lambda: ends_s(SimEngine(table, limits), arrivals_s, prompts, outputs), repeats)
 
 
-def ends_s(
-    replica: SimEngine, arrivals_s: list[float], prompts: list[int], outputs: list[int]
-) -> list[float]:
-    """When each request ends."""
-    result, place, count = [0.0] * len(arrivals_s), 0, len(arrivals_s)
+def ends_s(replica: SimEngine, when_s: list[float], prompts: list[int], outputs: list[int]) -> list[float]:
+    result, place, count = [0.0] * len(when_s), 0, len(when_s)
     while True:
         due_s = replica.wake_s
-        if place < count and arrivals_s[place] < due_s:
-            replica.add(arrivals_s[place], place, prompts[place], 0, outputs[place])
+        if place < count and when_s[place] < due_s:
+            replica.add(when_s[place], place, prompts[place], 0, outputs[place])
             place += 1
         elif due_s < inf:
             for at_s, kind, key in replica.advance(due_s):
@@ -214,6 +207,4 @@ def _served(arrivals_s: Floats, outputs: list[int], slots: int, step_s: float) -
 
 
 if __name__ == "__main__":
-    raise SystemExit(
-        run("simulate", measure, TARGETS, seeds=[SEED], quick_without="large runs, most repeats")
-    )
+    sys.exit(run("simulate", measure, TARGETS, seeds=[SEED], quick_without="large runs, most repeats"))

@@ -13,7 +13,7 @@ import tempfile
 
 import numpy as np
 
-from parts.common import child_cpu_s, cpu_s, run
+from parts.common import POTLUCK, child_cpu_s, cpu_s, run
 from potluck.catalog import models, nodes
 from potluck.perf.step_timer import StepBatch, steps
 from potluck.perf.timers.roofline import RooflineTimer, roofline
@@ -45,7 +45,6 @@ def mixed_steps(count: int, chunks: int = 1) -> StepBatch:
 
 
 def measure(quick: bool) -> dict[str, float]:
-    """Everything, in CPU-seconds and ratios."""
     figures: dict[str, float] = {}
     repeats = 3 if quick else 7
     many, few = mixed_steps(STEPS), mixed_steps(LOOP_STEPS)
@@ -64,7 +63,6 @@ def measure(quick: bool) -> dict[str, float]:
 
 
 def one_by_one(timer: RooflineTimer, batch: StepBatch) -> float:
-    """The plain loop: one call for each step."""
     total = 0.0
     for row in range(len(batch)):
         one = steps(
@@ -84,8 +82,7 @@ def build() -> RooflineTimer:
 
 def estimate_figures(name: str, model: str, node: str, repeats: int) -> dict[str, float]:
     """CPU time of `potluck estimate` in fresh processes that find their bytecode, as once installed."""
-    command = [sys.executable, "-m", "potluck.cli.main", "estimate", "--model", model, "--node", node]
-    command += ["--input", "1024", "--output", "256"]
+    command = [*POTLUCK, "estimate", "--model", model, "--node", node, "--input", "1024", "--output", "256"]
     with tempfile.TemporaryDirectory() as folder:
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
         environment["PYTHONPYCACHEPREFIX"] = folder

@@ -1,13 +1,11 @@
 """Pipeline templates in CORAL's extended setting: 6 models, prefill and decode, 20 node types, N_max 6, ρ 12.
 
-`total_cpu_s` is all 12 libraries from nothing but models and node types, stage rates included, pruned, when
-the compiled code is there; `every_cpu_s` is the same with the optimum of every valid multiset, the dominated
-ones too. CORAL's own way, an integer program per multiset and number of stages, is measured with HiGHS on
-multisets drawn evenly from all valid ones; a program that reaches its time limit counts with what it took, so
-`program_over_ours`, the ratio per template to `every_cpu_s`, is too low where not all are proven. Optima are
-compared with the programs: equal where proven, never below what was found; small multisets, which can be
-proven, are drawn for that as well. More multisets, also of tables with noise, are compared with a search that
-shares nothing with the compiled one but its list of partitions.
+`total_cpu_s` is all 12 libraries from nothing but models and node types, stage rates included, pruned, when the
+compiled code is there; `every_cpu_s` the same with the optimum of every valid multiset. CORAL's own way, an integer
+program per multiset and number of stages, is measured with HiGHS on multisets drawn evenly from all valid ones; where
+not all are proven, `program_over_ours` (per template, to `every_cpu_s`) is too low. Optima are compared with the
+programs (equal where proven, never below what was found) and with a search that shares nothing with the compiled one
+but its list of partitions, also on tables with noise.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parts.common import ROOT, Budget, cpu_s, peak_bytes, run
+from parts.common import ROOT, Budget, cpu_s, peak_bytes, run, say
 from potluck.catalog import models, nodes
 from potluck.core.values.types import NodeType, Slo
 from potluck.plan.templates.library import pipeline_libraries
@@ -57,7 +55,6 @@ def node_types() -> tuple[NodeType, ...]:
 
 
 def all_rates(kinds: Sequence[NodeType]) -> list[StageRates]:
-    """Prefill and decode of every model."""
     return [
         rates
         for name, (slo, lengths) in ASKED.items()
@@ -65,17 +62,12 @@ def all_rates(kinds: Sequence[NodeType]) -> list[StageRates]:
     ]
 
 
-def all_libraries(kinds: Sequence[NodeType], *, prune: bool) -> list[PipelineLibrary]:
-    return [pipeline_library(rates, prune=prune) for rates in all_rates(kinds)]
-
-
 def timed(kinds: Sequence[NodeType], repeats: int, *, prune: bool) -> tuple[list[PipelineLibrary], float]:
     """All libraries, and the least CPU-seconds that they took."""
     made: list[PipelineLibrary] = []
 
     def make() -> None:
-        made.clear()
-        made.extend(all_libraries(kinds, prune=prune))
+        made[:] = [pipeline_library(rates, prune=prune) for rates in all_rates(kinds)]
 
     return made, cpu_s(make, repeats)
 
@@ -95,7 +87,7 @@ def measure(quick: bool) -> dict[str, float]:
         name = f"{library.rates.model.name}_{library.rates.phase}".lower().replace("-", "_")
         figures[f"{name}_before"], figures[f"{name}_after"] = library.valid, len(library)
     if quick:
-        print("left out: repeats, and all but a few of the multisets that are compared", file=sys.stderr)
+        say("left out: repeats, and all but a few of the multisets that are compared")
     if budget.allows("the second search", figures["every_cpu_s"]):
         figures |= search(every, quick)
     if budget.allows("integer programs", 8.0):
@@ -106,7 +98,6 @@ def measure(quick: bool) -> dict[str, float]:
 
 
 def stored_cpu_s(kinds: Sequence[NodeType]) -> float:
-    """All 12 libraries and their rates from disk."""
     with tempfile.TemporaryDirectory() as folder:
 
         def load() -> None:

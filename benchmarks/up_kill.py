@@ -3,15 +3,13 @@
     python benchmarks/up_kill.py [--quick] [--json] [--seconds 60] [--every 6] [--clients 8] [--whole]
 
 Each client asks for answers of two to four seconds, one after the other, each under a name of its own
-(Idempotency-Key), and asks again at once whenever a connection is refused or cut off, or the answer is an error.
-Counted are connections that were refused or cut off, answers, how long they took from the first time of asking, and
-what was billed. What is killed are the processes that the state names; with --whole all of the gateway's: its
-supervisor, and whoever answers. Should `potluck up` itself end, it is started again.
+(Idempotency-Key), and asks again at once whenever a connection is refused or cut off, or the answer is an error. What
+is killed are the processes that the state names; with --whole all of the gateway's. Should `potluck up` itself end,
+it is started again.
 """
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import os
@@ -28,7 +26,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from parts.common import ROOT, run
+from parts.common import POTLUCK, ROOT, options, run
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -43,17 +41,8 @@ class Service:
     def __init__(self, folder: Path) -> None:
         plan, spec = write_plans(folder, WHOLE * 2)
         self.state = folder / "state"
-        command = [sys.executable, "-m", "potluck.cli.main", "up", str(plan), str(spec), "--json"]
-        self._command = [
-            *command,
-            "--state",
-            str(self.state),
-            "--engine",
-            "mock",
-            "--averages",
-            "--port",
-            "0",
-        ]
+        self._command = [*POTLUCK, "up", str(plan), str(spec), "--json", "--state", str(self.state)]
+        self._command += ["--engine", "mock", "--averages", "--port", "0"]
         self._log = (folder / "up.log").open("w")
         self.starts = 0
         self.process = self._started(subprocess.PIPE)
@@ -65,7 +54,6 @@ class Service:
         return subprocess.Popen(self._command, stdout=out, stderr=self._log, text=True)
 
     def place(self, name: str) -> int:
-        """The process that the state names."""
         with sqlite3.connect(self.state / "state.db", timeout=10) as db:
             (text,) = db.execute("SELECT value FROM settings WHERE name = ?", (name,)).fetchone()
         return int(json.loads(text)["pid"])
@@ -85,7 +73,7 @@ class Service:
         self.process.kill()
         self.process.wait()
         time.sleep(1.0)
-        command = [sys.executable, "-m", "potluck.cli.main", "down", "--state", str(self.state)]
+        command = [*POTLUCK, "down", "--state", str(self.state)]
         subprocess.run(command, stdout=subprocess.DEVNULL, stderr=self._log, check=False)
 
 
@@ -102,9 +90,7 @@ class Clients:
         self.counts: Counter[str] = Counter()
         self.took_s: list[float] = []
         self.over = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._ask, args=(place,), daemon=True) for place in range(count)
-        ]
+        self._threads = [threading.Thread(target=self._ask, args=(n,), daemon=True) for n in range(count)]
         for thread in self._threads:
             thread.start()
 
@@ -179,23 +165,15 @@ def measure(seconds: float, every_s: float, count: int, whole: bool) -> dict[str
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--seconds", type=float)
-    parser.add_argument("--every", type=float, default=6.0)
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--whole", action="store_true")
-    options, rest = parser.parse_known_args()
-    return run(
-        "up_kill",
-        lambda quick: measure(
-            options.seconds or (15.0 if quick else 60.0), options.every, options.clients, options.whole
-        ),
-        {"refused": ("<=", 0.0), "answered": (">=", 1.0), "unbilled": ("<=", 0.0)},
-        arguments=rest,
-        quick_without="most of the time",
-    )
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    given = options(seconds=0.0, every=6.0, clients=8, whole=False)
+    sys.exit(
+        run(
+            "up_kill",
+            lambda quick: measure(
+                given.seconds or (15.0 if quick else 60.0), given.every, given.clients, given.whole
+            ),
+            {"refused": ("<=", 0.0), "answered": (">=", 1.0), "unbilled": ("<=", 0.0)},
+            quick_without="most of the time",
+        )
+    )

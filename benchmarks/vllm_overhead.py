@@ -36,7 +36,6 @@ TARGETS = {"ours_over_none": ("<=", 1.02)}
 
 
 def python() -> str | None:
-    """Of an environment with vLLM."""
     if importlib.util.find_spec("vllm") is not None:
         return sys.executable
     made = ROOT / ".venv-vllm" / "bin" / "python"
@@ -44,8 +43,6 @@ def python() -> str | None:
 
 
 class Bare(Instance):
-    """With or without one of the connectors."""
-
     def __init__(self, kind: str, model: Path, channel: Path, where: str) -> None:
         self._kind, self._channel = kind, channel
         super().__init__(model, model.parent / f"{kind}.log", connector=kind not in PLAIN, python=where)
@@ -64,7 +61,6 @@ class Bare(Instance):
         return connected
 
     def spent_s(self) -> float:
-        """All its processes."""
         pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
         return sum(_spent_s(pid) for pid in pids if _group(pid) == self._process.pid)
 

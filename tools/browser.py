@@ -1,4 +1,4 @@
-"""A headless Chromium driven over the DevTools protocol: for tests, the page's benchmark and its pictures.
+"""A headless Chromium driven over the DevTools protocol, for tests and the page's benchmark.
 
 Needs the `chromium` of the system; nothing is downloaded, and the browser gets an empty profile.
 """
@@ -6,35 +6,22 @@ Needs the `chromium` of the system; nothing is downloaded, and the browser gets 
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import shutil
 import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from aiohttp import ClientSession, ClientWebSocketResponse, WSMsgType
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-FLAGS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-extensions",
-    "--disable-sync",
-    "--no-first-run",
-    "--no-default-browser-check",
-    "--disable-dev-shm-usage",
-    "--force-color-profile=srgb",
-    "--hide-scrollbars",
-    "--remote-debugging-port=0",
-)
+FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-background-networking --disable-component-update
+--disable-extensions --disable-sync --no-first-run --no-default-browser-check --disable-dev-shm-usage
+--force-color-profile=srgb --hide-scrollbars --remote-debugging-port=0"""
 HELPERS = """
 window.one = (css) => document.querySelector(css);
 window.all = (css) => [...document.querySelectorAll(css)];
@@ -46,7 +33,6 @@ WAIT_S = 30.0
 
 
 def chromium() -> str | None:
-    """Where it is, if it is there."""
     return next((result for name in NAMES if (result := shutil.which(name))), None)
 
 
@@ -103,33 +89,23 @@ class Tab:
 
     async def press(self, key: str, text: str = "") -> None:
         codes = {"Enter": 13, "Tab": 9, " ": 32, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39}
-        more: dict[str, Any] = {"text": text or ("\r" if key == "Enter" else " " if key == " " else "")}
-        code = "Space" if key == " " else key
-        for kind in ("keyDown", "keyUp"):
-            await self.call(
-                "Input.dispatchKeyEvent",
-                type=kind,
-                key=key,
-                code=code,
-                windowsVirtualKeyCode=codes.get(key, 0),
-                **(more if kind == "keyDown" and more["text"] else {}),
-            )
+        text = text or {"Enter": "\r", " ": " "}.get(key, "")
+        pressed = {
+            "key": key,
+            "code": "Space" if key == " " else key,
+            "windowsVirtualKeyCode": codes.get(key, 0),
+        }
+        await self.call(
+            "Input.dispatchKeyEvent", type="keyDown", **pressed, **({"text": text} if text else {})
+        )
+        await self.call("Input.dispatchKeyEvent", type="keyUp", **pressed)
 
     async def write(self, text: str) -> None:
         await self.call("Input.insertText", text=text)
 
     async def size(self, width: int, height: int, scale: float = 1.0, phone: bool = False) -> None:
-        await self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=scale,
-            mobile=phone,
-        )
-
-    async def picture(self, path: Path, whole: bool = False) -> None:
-        text = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(text["data"]))
+        screen = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": phone}
+        await self.call("Emulation.setDeviceMetricsOverride", **screen)
 
     async def _read(self) -> None:
         async for message in self._socket:
@@ -148,9 +124,7 @@ class Tab:
             result = said["exceptionDetails"]
             self.errors.append(str(result.get("exception", {}).get("description", result["text"])))
         elif method == "Runtime.consoleAPICalled" and said["type"] in ("error", "warning", "assert"):
-            self.errors.append(
-                " ".join(str(item.get("value", item.get("description"))) for item in said["args"])
-            )
+            self.errors.append(" ".join(str(x.get("value", x.get("description"))) for x in said["args"]))
         elif method == "Log.entryAdded" and said["entry"]["level"] in ("error", "warning"):
             self.errors.append(f"{said['entry']['text']} {said['entry'].get('url', '')}")
         elif method == "Network.requestWillBeSent":
@@ -164,12 +138,11 @@ class Tab:
 
 @asynccontextmanager
 async def browser(*flags: str) -> AsyncIterator[Browser]:
-    """A browser of our own, which ends with the block."""
     result = chromium()
     if result is None:
         raise FileNotFoundError("no chromium: apt-get install chromium")
     with tempfile.TemporaryDirectory(prefix="potluck-browser-", ignore_cleanup_errors=True) as folder:
-        command = [result, *FLAGS, *flags, f"--user-data-dir={folder}", "about:blank"]
+        command = [result, *FLAGS.split(), *flags, f"--user-data-dir={folder}", "about:blank"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             port = await _port(Path(folder) / "DevToolsActivePort", process)
@@ -206,8 +179,16 @@ class Browser:
                 pass
 
     def cpu_s(self) -> float:
-        """Seconds of all its processes so far."""
-        return sum(_cpu_s(pid) for pid in _family(self.pid))
+        """Of all its processes."""
+        stats: dict[int, tuple[int, float]] = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                rest = path.read_text("utf-8").rpartition(")")[2].split()
+                stats[int(path.parent.name)] = int(rest[1]), (int(rest[11]) + int(rest[12])) / 100.0
+        family = {self.pid}
+        while more := {pid for pid, (parent, _) in stats.items() if parent in family} - family:
+            family |= more
+        return sum(stats[pid][1] for pid in family if pid in stats)
 
 
 async def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
@@ -217,27 +198,3 @@ async def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
             return int(lines[0])
         await asyncio.sleep(0.05)
     raise TimeoutError("chromium did not start")
-
-
-def _family(pid: int) -> list[int]:
-    """A process and all below it."""
-    parents: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            rest = path.read_text("utf-8").rpartition(")")[2].split()
-        except OSError:
-            continue
-        parents.setdefault(int(rest[1]), []).append(int(path.parent.name))
-    family, new = [], [pid]
-    while new:
-        family += new
-        new = [child for item in new for child in parents.get(item, ())]
-    return family
-
-
-def _cpu_s(pid: int) -> float:
-    try:
-        rest = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(rest[11]) + int(rest[12])) / 100.0

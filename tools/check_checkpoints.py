@@ -81,7 +81,6 @@ def truth(values: Values, folder: Path) -> Any:
 
 
 def configured(folder: Path) -> EngineModelConfig:
-    """What the engine makes of a config.json."""
     return read_config(folder, read_model(folder))
 
 
@@ -135,7 +134,6 @@ def compare(case: Case) -> Outcome:
 
 
 def written(result: Mapping[tuple[str, str], str]) -> str:
-    """By family and change, the outcome, as CSV."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["change", *BASES])
@@ -145,7 +143,6 @@ def written(result: Mapping[tuple[str, str], str]) -> str:
 
 
 def documented(text: str) -> dict[tuple[str, str], str]:
-    """What such a file says."""
     (_, *families), *rows = csv.reader(text.splitlines())
     return {
         (family, label): cell

@@ -1,18 +1,12 @@
 """Every family that the engine runs, on a GPU against the CPU: float32 and bfloat16, recorded and launched steps.
 
-    PYTHONPATH=src python tools/check_gpu.py                    on a machine with CUDA
-    PYTHONPATH=src python tools/check_gpu.py --device cpu       the same steps without one
+    PYTHONPATH=src python tools/check_gpu.py [--device cpu]
 
 For each of `sample_models.py`, with random weights: sequences of unlike lengths, their prompts in chunks beside one
-another, then some steps in which all of them decode. All logits of the prompts and of the decodes are compared:
-
-- float32 on the device against float32 on the CPU, to rounding;
-- bfloat16 on the device against float32 on the CPU. How far it may be off is measured too: bfloat16 on the CPU is
-  off by so much, and the device may be off by a few times that (experts that are nearly alike change places);
-- each with decode steps recorded as CUDA graphs and with steps launched one by one. On a CPU the steps that would be
-  recorded are run as they are. Models with experts or latent layers are never recorded.
-
-Prints a table; exits with 1 when anything differs. Needs torch and numba, and Triton on a GPU.
+another, then some steps in which all of them decode. All logits are compared: float32 with float32 on the CPU, to
+rounding; bfloat16 with float32 on the CPU, a few times as far off as bfloat16 on the CPU; each with decode steps
+recorded as CUDA graphs and launched one by one (models with experts or latent layers are never recorded). Exits with
+1 when anything differs.
 """
 
 from __future__ import annotations
@@ -48,8 +42,6 @@ SPREAD = 0.35
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
-
     name: str
     dtype: str
     steps: str

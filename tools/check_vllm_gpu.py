@@ -1,21 +1,13 @@
 """KV between two workers' blocks on a GPU, as vLLM lays them out there: exact, and without holding steps up.
 
-vLLM itself is not needed.
+    PYTHONPATH=src python tools/check_vllm_gpu.py [--small]               on a machine with CUDA; vLLM is not needed
 
-    PYTHONPATH=src python tools/check_vllm_gpu.py               on a machine with CUDA
-    PYTHONPATH=src python tools/check_vllm_gpu.py --small       few layers, few tokens
-
-Both workers are in this process and hand over by the transport that the connector uses. A made-up model "computes":
-for each layer a product as large as a real one, then keys and values into the blocks, on a stream of its own, all
-launched ahead of the GPU as an engine does. The receiver's stream computes as well while KV comes.
-
-For every order of blocks (`NHD`, `HND`), format, codec and pair of block sizes:
-
-- what is found in the receiver's blocks on its own stream is what was computed, bit for bit with `raw`;
-- blocks are overwritten as soon as they are said to be free, which must not change what was sent.
-
-Then what giving costs the one who computes: the same steps with nothing booked, and with all prompts handed over.
-Prints a table and exits with 1 when something differs.
+Both workers are in this process and hand over by the transport that the connector uses. A made-up model computes a
+product for each layer, then keys and values into the blocks, on a stream of its own, launched ahead of the GPU as an
+engine does; so does the receiver while KV comes. For every order of blocks (`NHD`, `HND`), format, codec and pair of
+block sizes what is found in the receiver's blocks is what was computed (bit for bit with `raw`), although blocks are
+overwritten as soon as they are free. Then what giving costs the one who computes. Exits with 1 when something
+differs.
 """
 
 from __future__ import annotations
@@ -94,8 +86,6 @@ def blocks_of(model: Model, order: str, dtype: torch.dtype, size: int) -> dict[i
 
 @dataclass
 class Worker:
-    """One that computes: weights, blocks and a stream."""
-
     model: Model
     blocks: dict[int, VllmLayer]
     dtype: torch.dtype
@@ -137,9 +127,7 @@ class Rig:
         self.giver = Worker(model, blocks_of(model, case.order, self.dtype, case.sizes[0]), self.dtype)
         self.taker = Worker(model, blocks_of(model, case.order, self.dtype, case.sizes[1]), self.dtype)
         shape = (model.tokens, 2, model.heads, model.width)
-        self.values = {
-            layer: torch.randn(shape, dtype=self.dtype, device=DEVICE) for layer in range(model.layers)
-        }
+        self.values = {n: torch.randn(shape, dtype=self.dtype, device=DEVICE) for n in range(model.layers)}
         outbox = KvSender()
         host, port = outbox.address
         self.kv = f"{host}:{port}"

@@ -46,8 +46,6 @@ class Host:
 
 
 class Bed:
-    """So many hosts, as long as the block lasts."""
-
     def __init__(self, hosts: int) -> None:
         self._tag = secrets.token_hex(3)
         self._switch = f"pl-{self._tag}"
@@ -55,9 +53,7 @@ class Bed:
         self._slowed: set[str] = set()
         net = _network()
         self.address = f"{net}.1"
-        self.hosts = tuple(
-            Host(f"{self._switch}-{number}", f"{net}.{number + 10}", f"p{number}") for number in range(hosts)
-        )
+        self.hosts = tuple(Host(f"{self._switch}-{n}", f"{net}.{n + 10}", f"p{n}") for n in range(hosts))
 
     def __enter__(self) -> Self:
         try:
@@ -92,10 +88,10 @@ class Bed:
     def mend(self, host: Host) -> None:
         _ip("-n", self._switch, "link", "set", host.port, "master", "switch")
 
-    def slow(self, host: Host, bits_per_s: float) -> None:
-        """Both ways, so much and no more; packets wait for at most 400 ms."""
-        burst_bytes = max(2048, round(bits_per_s / 8 * BURST_S))
-        bucket = f"root tbf rate {bits_per_s:.0f}bit burst {burst_bytes} latency 400ms".split()
+    def slow(self, host: Host, bits_per_s: float, burst_bytes: int = 0, latency_ms: int = 400) -> None:
+        """Both ways, so much and no more; packets wait for at most so long."""
+        burst_bytes = burst_bytes or max(2048, round(bits_per_s / 8 * BURST_S))
+        bucket = f"root tbf rate {bits_per_s:.0f}bit burst {burst_bytes} latency {latency_ms}ms".split()
         _run("tc", "-n", host.name, "qdisc", "replace", "dev", "eth0", *bucket)
         _run("tc", "-n", self._switch, "qdisc", "replace", "dev", host.port, *bucket)
         self._slowed.add(host.name)

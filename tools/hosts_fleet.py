@@ -25,8 +25,6 @@ ENGINE_KEY, ADMIN_KEY = "what engines ask for", "what operators show"
 
 
 class Gateway:
-    """One of several: its process and where it listens."""
-
     def __init__(self, process: Process, host: Host) -> None:
         self.process, self.host = process, host
         self.url = self.admin = ""
@@ -70,22 +68,9 @@ class HostsFleet(LiveFleet):
         (self.folder / "keys.jsonl").write_text(line + "\n")
         (self.folder / "secret").write_text("salts of tenants, the same at all gateways")
 
-    # Engines.
-
     def _engine_process(self, like: str, model: str, name: str) -> Process:
         host = self.engine_hosts[len(self.engines)]
-        words = [
-            "engine",
-            "serve",
-            "--emulate",
-            like,
-            "--name",
-            model,
-            "--port",
-            "0",
-            "--json",
-            *self._engine,
-        ]
+        words = self._engine_words(like, model)
         words += ["--host", host.address, "--api-key-file", str(self.folder / "engine.key")]
         words += ["--tls", *self._shown(host), "--kv-tls", *self._shown(host), str(self.authority)]
         log = self.folder / f"{name.replace('/', '_')}.log"
@@ -104,16 +89,14 @@ class HostsFleet(LiveFleet):
         """Start an engine anew at its address, perhaps of another release: an `odd` one, or the code of `source`."""
         process = self.engines[place]
         process.end()
-        before = [*self.engine_hosts[place].inside(self._program_of(place))]
+        before = self.engine_hosts[place].inside(self._program_of(place))
         self._odd[place] = odd or {}
-        now = [*self.engine_hosts[place].inside(self._program_of(place))]
+        now = self.engine_hosts[place].inside(self._program_of(place))
         process.arguments = now + process.arguments[len(before) :]
         if source is not None:
             process.env = {**self._env, "PYTHONPATH": str(source)}
         process.start()
         process.hear()
-
-    # Gateways.
 
     def _start_gateway(self) -> None:
         for entry in self.engine_list:
@@ -124,9 +107,7 @@ class HostsFleet(LiveFleet):
         for gateway in self.gateways:
             gateway.hear()
         self.url, self.admin = self.gateways[0].url, self.gateways[0].admin
-        self.until(
-            lambda: all(self.serving(place) == len(self.engines) for place in range(len(self.gateways)))
-        )
+        self.until(lambda: all(self.serving(n) == len(self.engines) for n in range(len(self.gateways))))
 
     def gateway_process(self, place: int, port: int = 0, admin_port: int = 0) -> Gateway:
         host = self._gateway_hosts[place]
@@ -158,7 +139,6 @@ class HostsFleet(LiveFleet):
         return before.process
 
     def ask(self, gateway: int, path: str, body: object = None, method: str | None = None) -> Any:
-        """The operators' port of one of the gateways."""
         return json.loads(self._said(gateway, path, body, method))
 
     def metrics(self, gateway: int) -> list[str]:

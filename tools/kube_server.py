@@ -1,9 +1,8 @@
 """A small server that speaks Kubernetes' API for pods, nodes and secrets, with a scheduler and a kubelet behind it.
 
-It is no API server: what is posted is checked strictly against the published schemas (kubernetes-validate),
-versions grow, watches tell of changes and grow too old, deletions have their grace. Pods run as processes of this
-machine, each at its own address (127.0.0.0/8), on nodes that have labels and GPUs in name only. What the real one
-does beyond (admission, quotas, permissions, images) is not here.
+What is posted is checked strictly against the published schemas (kubernetes-validate), versions grow, watches tell of
+changes and grow too old, deletions have their grace. Pods run as processes of this machine, each at its own address
+(127.0.0.0/8), on nodes that have labels and GPUs in name only. Admission, quotas, permissions, images: not here.
 """
 
 from __future__ import annotations
@@ -36,10 +35,8 @@ Json = dict[str, Any]
 
 
 class Refusal(Exception):
-    """Answered with a Status."""
-
     def __init__(self, code: int, reason: str, message: str) -> None:
-        self.code, self.reason, self.message = code, reason, message
+        self.code, self.reason = code, reason
         super().__init__(message)
 
 
@@ -70,8 +67,6 @@ class Kube:
         for thread in self._threads:
             thread.start()
 
-    # Objects.
-
     def put(self, kind: str, happened: str, result: Json) -> Json:
         """With the lock held."""
         self.version += 1
@@ -86,11 +81,8 @@ class Kube:
         return result
 
     def add_node(self, name: str, gpu: str, gpus: int, region: str) -> None:
-        labels = {
-            "nvidia.com/gpu.product": gpu,
-            "topology.kubernetes.io/region": region,
-            "kubernetes.io/hostname": name,
-        }
+        labels = {"nvidia.com/gpu.product": gpu, "topology.kubernetes.io/region": region}
+        labels["kubernetes.io/hostname"] = name
         node = {
             "apiVersion": "v1",
             "kind": "Node",
@@ -113,10 +105,13 @@ class Kube:
         with self.changed:
             self.deaf.add(name)
             for pod in self._on(name):
-                process = self.processes.pop(pod["metadata"]["name"], None)
-                if process is not None:
-                    process.kill()
-                    process.wait()
+                self._end(pod["metadata"]["name"])
+
+    def _end(self, name: str) -> None:
+        process = self.processes.pop(name, None)
+        if process is not None:
+            process.kill()
+            process.wait()
 
     def forget_history(self) -> None:
         """Whoever watches from before now is told that it is too old."""
@@ -140,10 +135,7 @@ class Kube:
             if name in self.objects[kind]:
                 raise Refusal(409, "AlreadyExists", f"{kind} {name!r} already exists")
             if kind == "pods":
-                secret = next(item["secret"] for item in body["spec"]["volumes"] if "secret" in item)
-                assert secret["secretName"] in self.objects["secrets"], (
-                    "a pod without its secret never starts"
-                )
+                assert _secret(body) in self.objects["secrets"], "a pod without its secret never starts"
                 body["status"] = {"phase": "Pending"}
             return self.put(kind, "ADDED", body)
 
@@ -158,13 +150,8 @@ class Kube:
                 if process is not None:
                     process.send_signal(signal.SIGTERM)
                 return self.put(kind, "MODIFIED", result)
-            process = self.processes.pop(name, None)
-            if process is not None:
-                process.kill()
-                process.wait()
+            self._end(name)
             return self.put(kind, "DELETED", result)
-
-    # Scheduler and kubelet.
 
     def _run(self) -> None:
         while not self.stopping:
@@ -224,21 +211,15 @@ class Kube:
         ip = ip or f"{self._first_ip}{len(self.events) % 200 + 10}"
         (container,) = pod["spec"]["containers"]
         secrets = self._files(pod)
-        words = self._command(
-            [
-                word.replace("$(POD_IP)", ip).replace("/etc/potluck", str(secrets))
-                for word in container["command"]
-            ]
-        )
+        words = [word.replace("$(POD_IP)", ip) for word in container["command"]]
+        command = self._command([word.replace("/etc/potluck", str(secrets)) for word in words])
         with (self.folder / f"{name}.log").open("wb") as log:
-            self.processes[name] = subprocess.Popen(
-                words, stdout=log, stderr=log, env={**os.environ, "POD_IP": ip}
-            )
+            env = {**os.environ, "POD_IP": ip}
+            self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         pod["status"] = {"phase": "Running", "podIP": ip}
 
     def _files(self, pod: Json) -> Path:
-        """What is in /etc/potluck of a pod."""
-        named = next(item["secret"]["secretName"] for item in pod["spec"]["volumes"] if "secret" in item)
+        named = _secret(pod)
         folder = self.folder / named
         folder.mkdir(exist_ok=True)
         for name, text in self.objects["secrets"][named]["data"].items():
@@ -253,9 +234,12 @@ class Kube:
         self._server.server_close()
         for thread in self._threads:
             thread.join()
-        for process in self.processes.values():
-            process.kill()
-            process.wait()
+        for name in list(self.processes):
+            self._end(name)
+
+
+def _secret(pod: Json) -> str:
+    return str(next(item["secret"]["secretName"] for item in pod["spec"]["volumes"] if "secret" in item))
 
 
 def _gpus(pod: Json) -> int:
@@ -278,15 +262,6 @@ def _probed(pod: Json, ip: str) -> bool:
 
 def _handler(kube: Kube) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._do()
-
-        def do_POST(self) -> None:
-            self._do()
-
-        def do_DELETE(self) -> None:
-            self._do()
-
         def log_message(self, *words: object) -> None: ...
 
         def _do(self) -> None:
@@ -297,14 +272,10 @@ def _handler(kube: Kube) -> type[BaseHTTPRequestHandler]:
                 with suppress(BrokenPipeError, ConnectionResetError):
                     self._answer(parts.path, query)
             except Refusal as refusal:
-                body = {
-                    "kind": "Status",
-                    "status": "Failure",
-                    "code": refusal.code,
-                    "reason": refusal.reason,
-                    "message": refusal.message,
-                }
-                self._say(refusal.code, body)
+                about = {"code": refusal.code, "reason": refusal.reason, "message": str(refusal)}
+                self._say(refusal.code, {"kind": "Status", "status": "Failure", **about})
+
+        do_GET = do_POST = do_DELETE = _do
 
         def _answer(self, path: str, query: dict[str, str]) -> None:
             outcome = re.fullmatch(

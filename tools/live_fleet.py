@@ -21,7 +21,7 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from potluck.cli.common.inputs import read_spec
 from potluck.core.values.layout import Layout
@@ -49,19 +49,17 @@ class Process:
     said: dict[str, Any] = field(default_factory=dict)
 
     def start(self) -> None:
-        out: IO[str] = self.log.open("a")
-        self.popen = subprocess.Popen(
-            self.arguments,
-            stdout=subprocess.PIPE,
-            stderr=out,
-            text=True,
-            env={**os.environ, **self.env},
-            start_new_session=True,
-        )
-        out.close()
+        with self.log.open("a") as out:
+            self.popen = subprocess.Popen(
+                self.arguments,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                text=True,
+                env={**os.environ, **self.env},
+                start_new_session=True,
+            )
 
     def hear(self) -> dict[str, Any]:
-        """Wait for the line that says where it listens."""
         assert self.popen is not None
         assert self.popen.stdout is not None
         line = self.popen.stdout.readline()
@@ -110,8 +108,7 @@ class LiveFleet:
         over: Sequence[Process] = (),
         program: tuple[str, ...] = ("-m", "potluck.cli.main"),
     ) -> None:
-        """`over` are engines that somebody else started and ends, in the order of the plan; `program` is what the
-        gateway is started with."""
+        """`over` are engines that somebody else started and ends; `program` is what the gateway is started with."""
         self.folder = Path(tempfile.mkdtemp(prefix="potluck-live-"))
         self._plan_path, self._spec_path = plan, spec
         self.plan: Plan = plan_from_json(plan.read_text("utf-8"))
@@ -132,7 +129,6 @@ class LiveFleet:
 
     @property
     def urls(self) -> list[str]:
-        """Where clients may ask."""
         return [self.url]
 
     def __enter__(self) -> Self:
@@ -157,27 +153,16 @@ class LiveFleet:
                         name = f"{template.name}-{copy}-{index}"
                         self.engines.append(self._engine_process(like, template.model, name))
                         self.engines[-1].start()
-                    self.engine_list.append(
-                        {"template": template.name, "index": index, "region": deployment.region}
-                    )
+                    entry = {"template": template.name, "index": index, "region": deployment.region}
+                    self.engine_list.append(entry)
         for process, entry in zip(self._over or self.engines, self.engine_list, strict=True):
             entry["url"] = process.said["url"] if self._over else listening(process)
 
+    def _engine_words(self, like: str, model: str) -> list[str]:
+        return ["engine", "serve", "--emulate", like, "--name", model, "--port", "0", "--json", *self._engine]
+
     def _engine_process(self, like: str, model: str, name: str) -> Process:
-        arguments = [
-            *(
-                sys.executable,
-                "-m",
-                "potluck.cli.main",
-                "engine",
-                "serve",
-                "--emulate",
-                like,
-                "--name",
-                model,
-            ),
-            *("--port", "0", "--json", *self._engine),
-        ]
+        arguments = [sys.executable, "-m", "potluck.cli.main", *self._engine_words(like, model)]
         return Process(arguments, self.folder / f"{name.replace('/', '_')}.log", self._env)
 
     def _gateway_process(self) -> Process:
@@ -197,7 +182,6 @@ class LiveFleet:
         self.wait_ready()
 
     def wait_ready(self, within_s: float = START_S) -> None:
-        """Until every model can be served."""
         until_s = time.monotonic() + within_s
         while True:
             try:

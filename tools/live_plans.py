@@ -10,20 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, cast
 
+from potluck.core.values import plan as plans
 from potluck.core.values.layout import single
-from potluck.core.values.plan import (
-    BucketCapacity,
-    Deployment,
-    LengthBucket,
-    NodeCount,
-    Plan,
-    PlannedFlow,
-    PlannedReplica,
-    PlannedShare,
-    Template,
-    TemplateKind,
-    plan_to_json,
-)
 from potluck.core.values.types import Codec, Role
 
 MODEL, CATALOG_MODEL, LAYERS, NODE = "live", "Llama-3.1-8B", 32, "1xA10"
@@ -62,32 +50,37 @@ def write_plans(
 
     KV crosses in this codec, which the spec allows.
     """
-    templates: list[Template] = []
-    shares: list[PlannedShare] = []
+    templates: list[plans.Template] = []
+    shares: list[plans.PlannedShare] = []
     for place, (kind, roles, region) in enumerate(units):
         phases = [role for role in roles if role != "mixed"] if flows else ["closed"]
         rates = [1.0 if phase in phases else 0.0 for phase in ("prefill", "decode", "closed")]
-        capacity = (BucketCapacity(0, *rates, 0.1, 0.02),)
-        replicas = tuple(PlannedReplica(cast(Role, role), single(NODE, 1, LAYERS)) for role in roles)
-        count = (NodeCount(NODE, len(roles)),)
+        capacity = (plans.BucketCapacity(0, *rates, 0.1, 0.02),)
+        replicas = tuple(plans.PlannedReplica(cast(Role, role), single(NODE, 1, LAYERS)) for role in roles)
+        count = (plans.NodeCount(NODE, len(roles)),)
         name = f"unit{place}"
         templates.append(
-            Template(name, cast(TemplateKind, kind), MODEL, count, replicas, capacity, "measured", codec)
+            plans.Template(
+                name, cast(plans.TemplateKind, kind), MODEL, count, replicas, capacity, "measured", codec
+            )
         )
-        shares += [PlannedShare(name, region, 0, cast(Phase, phase), 1.0) for phase in phases]
-    plan = Plan(
+        shares += [plans.PlannedShare(name, region, 0, cast(Phase, phase), 1.0) for phase in phases]
+    plan = plans.Plan(
         "by hand",
         tuple(templates),
-        tuple(Deployment(template.name, unit[2], 1) for template, unit in zip(templates, units, strict=True)),
-        (LengthBucket(MODEL, 0, 100_000, 1.0),),
+        tuple(
+            plans.Deployment(template.name, unit[2], 1)
+            for template, unit in zip(templates, units, strict=True)
+        ),
+        (plans.LengthBucket(MODEL, 0, 100_000, 1.0),),
         tuple(shares),
-        tuple(PlannedFlow(MODEL, 0, source, target, 1.0, codec) for source, target in flows),
+        tuple(plans.PlannedFlow(MODEL, 0, source, target, 1.0, codec) for source, target in flows),
         (),
         float(len(units)),
         0.0,
     )
     plan_path, spec_path = folder / "plan.json", folder / "potluck.yaml"
-    plan_path.write_text(plan_to_json(plan), "utf-8")
+    plan_path.write_text(plans.plan_to_json(plan), "utf-8")
     spec = SPEC.format(catalog=CATALOG_MODEL, model=MODEL, node=NODE, ttft_ms=ttft_ms, tpot_ms=tpot_ms)
     allowed = "" if codec == "fp16" else f"kv_codecs: [raw, {codec}]\n"
     spec_path.write_text(spec + allowed, "utf-8")

@@ -1,8 +1,6 @@
 """Potluck's commands as another release, or a machine whose clock is wrong, would run them; for tests and benchmarks.
 
-    python tools/odd_process.py '{"kv_version": 1, "version": "0.0.9", "clock_s": -86400}' engine serve ...
-
-A real older release can be had from history as well: `benchmarks/hosts.py --older REVISION`.
+python tools/odd_process.py '{"kv_version": 1, "version": "0.0.9", "clock_s": -86400}' engine serve ...
 """
 
 from __future__ import annotations

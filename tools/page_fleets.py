@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from potluck.catalog import models
+from potluck.core.values import plan as plans
 from potluck.core.values.layout import single
-from potluck.core.values.plan import (
-    BucketCapacity,
-    Deployment,
-    LengthBucket,
-    NodeCount,
-    Plan,
-    PlannedReplica,
-    PlannedShare,
-    Prediction,
-    Template,
-)
 from potluck.core.values.types import Link, NodeOffer, Region
 
 MODEL = "chat"
@@ -26,38 +17,33 @@ TPOT_S = {"1xL4": 0.034, "1xA10": 0.028, "1xL40S": 0.019, "1xA100-80": 0.013, "1
 PRICE = {"1xL4": 0.49, "1xA10": 0.85, "1xL40S": 1.09, "1xA100-80": 1.59, "1xH100": 2.49}
 
 
-def template(name: str, kind: Any, parts: Sequence[tuple[Any, str]]) -> Template:
+def template(name: str, kind: Any, parts: Sequence[tuple[Any, str]]) -> plans.Template:
     layers = models.model("llama-3.1-8b").layer_count
-    counts: dict[str, int] = {}
-    for _, node in parts:
-        counts[node] = counts.get(node, 0) + 1
-    return Template(
+    counts = Counter(node for _, node in parts)
+    return plans.Template(
         f"{MODEL}: {name}",
         kind,
         MODEL,
-        tuple(NodeCount(node, count) for node, count in counts.items()),
-        tuple(PlannedReplica(role, single(node, 1, layers)) for role, node in parts),
-        (BucketCapacity(0, 0.0, 0.0, 9.0, 0.4, 0.02), BucketCapacity(1, 0.0, 0.0, 4.0, 0.9, 0.02)),
+        tuple(plans.NodeCount(node, count) for node, count in counts.items()),
+        tuple(plans.PlannedReplica(role, single(node, 1, layers)) for role, node in parts),
+        tuple(
+            plans.BucketCapacity(n, 0.0, 0.0, *most, 0.02) for n, most in enumerate(((9.0, 0.4), (4.0, 0.9)))
+        ),
         "transferred",
     )
 
 
-def small_fleet() -> tuple[Plan, tuple[Region, ...], tuple[Link, ...]]:
-    """Two regions, five kinds of GPU, ten replicas."""
+def small_fleet() -> tuple[plans.Plan, tuple[Region, ...], tuple[Link, ...]]:
     kinds = (
         template("pair 1xL4 + 1xA100-80", "pair", [("prefill", "1xL4"), ("mixed", "1xA100-80")]),
-        template(
-            "combo 1xH100 + 2 1xL40S",
-            "combo",
-            [("prefill", "1xH100"), ("decode", "1xL40S"), ("decode", "1xL40S")],
-        ),
+        template("combo 1xH100 + 2 1xL40S", "combo", [("prefill", "1xH100"), *[("decode", "1xL40S")] * 2]),
         template("1xA10", "homogeneous", [("mixed", "1xA10")]),
     )
     held = (
-        Deployment(kinds[0].name, "east", 2),
-        Deployment(kinds[2].name, "east", 1),
-        Deployment(kinds[1].name, "west", 1),
-        Deployment(kinds[2].name, "west", 2),
+        plans.Deployment(kinds[0].name, "east", 2),
+        plans.Deployment(kinds[2].name, "east", 1),
+        plans.Deployment(kinds[1].name, "west", 1),
+        plans.Deployment(kinds[2].name, "west", 2),
     )
     regions = (
         _region("east", {"1xL4": 2, "1xA100-80": 3, "1xA10": 2}),
@@ -67,7 +53,7 @@ def small_fleet() -> tuple[Plan, tuple[Region, ...], tuple[Link, ...]]:
     return _plan(kinds, held, 30.0), regions, links
 
 
-def large_fleet(replicas: int = 200) -> tuple[Plan, tuple[Region, ...], tuple[Link, ...]]:
+def large_fleet(replicas: int = 200) -> tuple[plans.Plan, tuple[Region, ...], tuple[Link, ...]]:
     """Four regions with as many replicas as asked for."""
     kinds = (
         template("combo 1xH100 + 1xL40S", "combo", [("prefill", "1xH100"), ("decode", "1xL40S")]),
@@ -78,8 +64,8 @@ def large_fleet(replicas: int = 200) -> tuple[Plan, tuple[Region, ...], tuple[Li
     item = replicas // len(names)
     held, regions = [], []
     for name in names:
-        held += [Deployment(kinds[0].name, name, item // 4), Deployment(kinds[1].name, name, item // 4)]
-        held.append(Deployment(kinds[2].name, name, item - 3 * (item // 4)))
+        counts = (item // 4, item // 4, item - 3 * (item // 4))
+        held += [plans.Deployment(kind.name, name, n) for kind, n in zip(kinds, counts, strict=True)]
         regions.append(_region(name, dict.fromkeys(PRICE, item)))
     links = tuple(Link(one, other, 25.0, 0.03) for one in names for other in names if one != other)
     return _plan(kinds, tuple(held), 200.0), tuple(regions), links
@@ -89,27 +75,23 @@ def _region(name: str, available: dict[str, int]) -> Region:
     return Region(name, tuple(NodeOffer(node, PRICE[node], count) for node, count in available.items()))
 
 
-def _plan(kinds: tuple[Template, ...], held: tuple[Deployment, ...], rate: float) -> Plan:
+def _plan(kinds: tuple[plans.Template, ...], held: tuple[plans.Deployment, ...], rate: float) -> plans.Plan:
     copies = sum(item.count for item in held)
     shares = tuple(
-        PlannedShare(item.template, item.region, bucket, "closed", rate * part * item.count / copies)
+        plans.PlannedShare(item.template, item.region, bucket, "closed", rate * part * item.count / copies)
         for item in held
         for bucket, part in ((0, 0.7), (1, 0.3))
     )
-    cost = sum(
-        item.count * sum(one.count * PRICE[one.node] for one in kind.nodes)
-        for item in held
-        for kind in kinds
-        if kind.name == item.template
-    )
-    return Plan(
+    usd = {kind.name: sum(one.count * PRICE[one.node] for one in kind.nodes) for kind in kinds}
+    cost = sum(item.count * usd[item.template] for item in held)
+    return plans.Plan(
         "auto",
         kinds,
         held,
-        (LengthBucket(MODEL, 0, 800, rate * 0.7), LengthBucket(MODEL, 1, 8000, rate * 0.3)),
+        (plans.LengthBucket(MODEL, 0, 800, rate * 0.7), plans.LengthBucket(MODEL, 1, 8000, rate * 0.3)),
         shares,
         (),
-        (Prediction(MODEL, rate * 0.8, rate, 0.62, 0.024, "transferred"),),
+        (plans.Prediction(MODEL, rate * 0.8, rate, 0.62, 0.024, "transferred"),),
         cost,
         0.0,
     )

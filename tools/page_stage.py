@@ -20,21 +20,8 @@ from aiohttp import web
 from page_fleets import MODEL, PREFILL_PER_S, TPOT_S, small_fleet
 
 from potluck.catalog import models, nodes
-from potluck.core.state.actions import Action, DrainReplica, Refuse, Run, StartReplica, StopReplica
-from potluck.core.state.events import (
-    AttemptFailed,
-    FirstToken,
-    LinkReported,
-    ReplicaDrained,
-    ReplicaLost,
-    ReplicaReady,
-    ReplicaReported,
-    ReplicaStatus,
-    RequestArrived,
-    RequestFinished,
-    SegmentComputed,
-    SegmentDone,
-)
+from potluck.core.state import events
+from potluck.core.state.actions import Action, DrainReplica, Refuse, Run, StartReplica
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.service import Tenant
@@ -57,8 +44,6 @@ ANSWER_WORDS = ANSWER.count(" ") + 1
 
 @dataclass(slots=True)
 class StagedRequest:
-    """A request under way."""
-
     request: Request
     output_tokens: int
     came_s: float
@@ -101,7 +86,6 @@ class Stage:
         self._moved: dict[tuple[str, str], float] = {}
 
     async def start(self) -> str:
-        """Where operators look."""
         url = await self.operators.listen()
         self.core.start()
         self._begun = True
@@ -117,8 +101,6 @@ class Stage:
         await self.core.close()
         await self.operators.close()
 
-    # The fleet.
-
     def _manage(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
@@ -127,30 +109,26 @@ class Stage:
                     self._later(wait_s, self._ready, member.id)
                 case DrainReplica(replica):
                     self._later(0.2, self._drained, replica)
-                case StopReplica():
-                    pass
 
     def _ready(self, replica: str) -> None:
         if replica in self.core.brain.fleet.views:
-            self.core.brain_loop.tell(ReplicaReady(replica))
+            self.core.brain_loop.tell(events.ReplicaReady(replica))
 
     def _drained(self, replica: str) -> None:
         view = self.core.brain.fleet.views.get(replica)
         if view is not None and view.open_requests:
             self._later(0.2, self._drained, replica)
         elif view is not None:
-            self.core.brain_loop.tell(ReplicaDrained(replica))
+            self.core.brain_loop.tell(events.ReplicaDrained(replica))
 
     def kill(self, replica: str) -> None:
         """Its engine is gone, and all that it worked on has failed."""
-        self.core.brain_loop.tell(ReplicaLost(replica, "its process ended"))
-        for staged in list(self.open_requests.values()):
+        self.core.brain_loop.tell(events.ReplicaLost(replica, "its process ended"))
+        for name, staged in list(self.open_requests.items()):
             run = staged.run
             if run is not None and any(segment.replica == replica for segment in run.route.segments):
                 self._stop(staged)
-                self.line.tell(
-                    AttemptFailed(staged.request.id, run.attempt, "replica", replica, staged.streamed)
-                )
+                self.line.tell(events.AttemptFailed(name, run.attempt, "replica", replica, staged.streamed))
 
     async def _control(self) -> None:
         """As a controller does: asks what is wanted, and kills whom it should."""
@@ -167,17 +145,15 @@ class Stage:
                     continue
                 total = 4000
                 used = min(total - 1, view.open_context_tokens // 16 + view.open_requests)
-                status = ReplicaStatus(
+                status = events.ReplicaStatus(
                     0, view.open_requests, view.open_prefill_tokens, 0, total - used, total, 0.02
                 )
-                self.core.brain_loop.tell(ReplicaReported(name, status))
+                self.core.brain_loop.tell(events.ReplicaReported(name, status))
             self.core.watch.links = tuple(
-                LinkReported(*ends, min(1.0, self._moved.pop(ends, 0.0) * 2 * 8e-9 / gbps), 0.0, gbps)
+                events.LinkReported(*ends, min(1.0, self._moved.pop(ends, 0.0) * 2 * 8e-9 / gbps), 0.0, gbps)
                 for ends, gbps in self.core.links_gbps.items()
             )
             await asyncio.sleep(0.5)
-
-    # Requests.
 
     def send(
         self, prompt_tokens: int, output_tokens: int, tenant: str = "search", name: str = "", news: Any = None
@@ -187,7 +163,7 @@ class Stage:
         request = Request(name, MODEL, now_s, prompt_tokens, output_tokens, tenant=tenant)
         self.open_requests[name] = StagedRequest(request, output_tokens, time.monotonic(), news=news)
         self.sent += 1
-        self.line.tell(RequestArrived(request))
+        self.line.tell(events.RequestArrived(request))
         return name
 
     def _act(self, actions: Sequence[Action]) -> None:
@@ -216,7 +192,9 @@ class Stage:
             at_s += (stop - segment.start) / PREFILL_PER_S[node] * crowd + 0.012
             if segment.stop is None:
                 break
-            staged.timers.append(self._later(at_s, self.line.tell, SegmentComputed(name, run.attempt, place)))
+            staged.timers.append(
+                self._later(at_s, self.line.tell, events.SegmentComputed(name, run.attempt, place))
+            )
             size = (stop - segment.start) * KV_BYTES_PER_TOKEN
             at_s += 0.008 + size / 2.5e9
             target = segments[place + 1].replica
@@ -244,18 +222,18 @@ class Stage:
         if source in views and target in views:
             ends = (views[source].member.region, views[target].member.region)
             self._moved[ends] = self._moved.get(ends, 0.0) + size
-        self.line.tell(SegmentDone(staged.request.id, run.attempt, place))
+        self.line.tell(events.SegmentDone(staged.request.id, run.attempt, place))
 
     def _token(self, staged: StagedRequest, run: Run, tpot_s: float) -> None:
         if staged.first_s is None:
             staged.first_s = time.monotonic()
         if staged.streamed == run.streamed_tokens:
-            self.line.tell(FirstToken(staged.request.id, run.attempt))
+            self.line.tell(events.FirstToken(staged.request.id, run.attempt))
         staged.streamed += 1
         if staged.news is not None:
             staged.news.put_nowait(ANSWER.split()[(staged.streamed - 1) % ANSWER_WORDS])
         if staged.streamed >= staged.output_tokens:
-            self.line.tell(RequestFinished(staged.request.id, run.attempt, staged.streamed))
+            self.line.tell(events.RequestFinished(staged.request.id, run.attempt, staged.streamed))
             self.operators.meter.count(SEGMENT_TOKENS, (run.route.decoder,), staged.streamed)
             self._ended(staged, "length", 200)
             return
@@ -269,27 +247,19 @@ class Stage:
         if staged.news is not None:
             staged.news.put_nowait(None)
         request = staged.request
-        self.operators.meter.answered(
-            RequestOutcome(
-                request.id,
-                "",
-                request.tenant,
-                MODEL,
-                "standard",
-                outcome,
-                status,
-                request.prompt_tokens,
-                0,
-                staged.streamed,
-                staged.came_s,
-                staged.first_s,
-                time.monotonic(),
-                True,
-            )
+        ends = (
+            request.prompt_tokens,
+            0,
+            staged.streamed,
+            staged.came_s,
+            staged.first_s,
+            time.monotonic(),
+            True,
         )
+        asked = (request.id, "", request.tenant, MODEL, "standard")
+        self.operators.meter.answered(RequestOutcome(*asked, outcome, status, *ends))
 
     async def flood(self, rate_per_s: float, lasts_s: float, output_tokens: int = 60) -> None:
-        """Requests by chance, as many a second as asked for."""
         end_s = time.monotonic() + lasts_s
         next_s = time.monotonic()
         while next_s < end_s:
@@ -298,8 +268,6 @@ class Stage:
             prompt = int(self._chance.lognormvariate(6.0, 0.6)) + 20
             self.send(min(prompt, 4000), max(2, int(self._chance.expovariate(1 / output_tokens))), tenant)
             next_s += self._chance.expovariate(rate_per_s)
-
-    # Clients.
 
     async def _clients(self) -> str:
         app = web.Application()
@@ -321,11 +289,8 @@ class Stage:
         piece, first = f"You asked: {asked}\n", True
         with suppress(ConnectionError):
             while piece is not None:
-                choice = {
-                    "index": 0,
-                    "delta": {"content": piece if first else f" {piece}"},
-                    "finish_reason": None,
-                }
+                delta = {"content": piece if first else f" {piece}"}
+                choice = {"index": 0, "delta": delta, "finish_reason": None}
                 line = json.dumps({"id": f"chatcmpl-{name}", "choices": [choice]})
                 await response.write(f"data: {line}\n\n".encode())
                 piece, first = await news.get(), False  # type: ignore[assignment]
@@ -335,7 +300,6 @@ class Stage:
 
 @asynccontextmanager
 async def stage(fleet: Any = None, key: str | None = KEY, seed: int = 1) -> AsyncIterator[tuple[Stage, str]]:
-    """A stage that runs, and its page's address."""
     made = Stage(fleet or small_fleet(), key, seed)
     try:
         yield made, await made.start()

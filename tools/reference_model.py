@@ -63,7 +63,6 @@ class ReferenceModel(nn.Module):
             self.register_parameter(name.replace(".", "/"), tensor)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All weights by the name that they have in a file."""
         return {name: tensor.detach() for name, tensor in self._tensors.items()}
 
     def _take(self, name: str, *shape: int) -> Tensor:
@@ -120,9 +119,7 @@ class ReferenceModel(nn.Module):
         query = self._project(x, name + "q_proj", heads * wide, part.bias).view(batch, length, heads, wide)
         query, gate = query[..., :dim], query[..., dim:]
         key = self._project(x, name + "k_proj", kv_heads * dim, part.bias).view(batch, length, kv_heads, dim)
-        value = self._project(x, name + "v_proj", kv_heads * dim, part.bias).view(
-            batch, length, kv_heads, dim
-        )
+        value = self._project(x, name + "v_proj", kv_heads * dim, part.bias).view_as(key)
         if part.qk_norm == "head":
             query = F.rms_norm(query, (dim,), self._take(name + "q_norm.weight", dim), self.config.norm_eps)
             key = F.rms_norm(key, (dim,), self._take(name + "k_norm.weight", dim), self.config.norm_eps)

@@ -114,5 +114,4 @@ SAMPLES: dict[str, tuple[str, Values]] = {**{family: (family, {}) for family in 
 
 
 def config_of(family: str, changes: Values | None = None) -> Values:
-    """The members of a config.json."""
     return {"model_type": family, **BASE, **BASES[family], **(changes or {})}

@@ -13,9 +13,7 @@ from potluck.engine.shipped_model import shipped_model
 
 def main(state: Path, spec: Path, plan: Path) -> None:
     made = plan_from_json(plan.read_text("utf-8"))
-    names = tuple(
-        (model, "Llama-3.1-8B") for model in sorted({template.model for template in made.templates})
-    )
+    names = tuple((model, "Llama-3.1-8B") for model in sorted({item.model for item in made.templates}))
     files = tuple((name, shipped_model()) for name, _ in names)
     stand = LocalStack(
         LocalStackSettings(state, spec.resolve(), 0, EngineCommands("mock", files, names)), made

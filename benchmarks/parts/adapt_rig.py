@@ -6,14 +6,12 @@ Times of everything are seconds since the load began: requests', the controller'
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,14 +19,20 @@ from typing import Any
 
 import numpy as np
 
+from parts.common import POTLUCK
 from potluck.control.gateway_client import GatewayClient
 from potluck.control.launchers.local_launcher import engines_of
 from potluck.control.launchers.process import ProcessId
 from potluck.control.local_stack import owner_of, pid_of, stop_all
 from potluck.control.state_store import RecordedEvent, StateStore
 from potluck.core.errors import PotluckError
+from potluck.core.state.actions import Run, StartReplica
 from potluck.core.values.types import Slo
+from potluck.gateway.admin.counters import Counters
+from potluck.gateway.core import DecisionLog
 from potluck.loadgen.load_client import TimedRequest, kept, shoot, whole
+from potluck.runtime.brain_log import FLUSH_S
+from potluck.runtime.replay import LogHead, LogReader
 from potluck.sim.load.workload import Workload
 
 MODEL = "m"
@@ -39,10 +43,36 @@ TOKENS = range(5, 200)
 Json = dict[str, Any]
 
 
+Sent = tuple[float, str, tuple[str, ...]]
+"""When a request was sent for the first time, on which kind of route, over whom."""
+News = tuple[float, str, str]
+"""When something was decided, what, and why."""
+
+
+def told_by(log: Iterable[str], zero_utc_s: float = 0.0) -> tuple[list[Sent], list[News]]:
+    """What a Brain's log tells; times are seconds since a moment, or of a simulation."""
+    sent: list[Sent] = []
+    news: list[News] = []
+    regions: dict[str, str] = {}
+    counters, decisions, begun_s = Counters(regions.__getitem__), DecisionLog(str), 0.0
+    for item in LogReader(log):
+        if isinstance(item, LogHead):
+            begun_s = (item.zero_utc_s or 0.0) - zero_utc_s
+            continue
+        at_s = begun_s + item.at_s
+        decisions.decided = lambda what, why, at_s=at_s: news.append((at_s, what, why))
+        decisions(item.at_s, item.event, item.actions)
+        for action in item.actions:
+            if isinstance(action, StartReplica):
+                regions[action.member.id] = action.member.region
+            elif isinstance(action, Run) and not action.attempt:
+                names = tuple(segment.replica for segment in action.route.segments)
+                sent.append((at_s, counters.route_kind(action), names))
+    return sent, news
+
+
 @dataclass(frozen=True)
 class Phase:
-    """So many requests a second of such lengths, for so long."""
-
     lasts_s: float
     rate_per_s: float
     prompt_tokens: int
@@ -68,17 +98,10 @@ def shots_of(phases: Sequence[Phase], seed: int) -> list[TimedRequest]:
 def shots_of_load(load: Workload, key: str = "", seed: int = 11) -> list[TimedRequest]:
     """The simulator's requests for a live gateway; no two prompts begin alike."""
     numbers = np.random.default_rng(seed)
+    columns = (load.arrival_s, load.model, load.prompt_tokens, load.output_tokens)
     return [
-        TimedRequest(
-            at_s, load.models[model], numbers.integers(20, 400, size=prompt).tolist(), output, key=key
-        )
-        for at_s, model, prompt, output in zip(
-            load.arrival_s.tolist(),
-            load.model.tolist(),
-            load.prompt_tokens.tolist(),
-            load.output_tokens.tolist(),
-            strict=True,
-        )
+        TimedRequest(at_s, load.models[model], numbers.integers(20, 400, prompt).tolist(), output, key=key)
+        for at_s, model, prompt, output in zip(*(column.tolist() for column in columns), strict=True)
     ]
 
 
@@ -88,8 +111,6 @@ def _about(chance: random.Random, mean: int) -> int:
 
 @dataclass
 class Seen:
-    """One look at the fleet."""
-
     at_s: float
     replicas: list[Json]
     usd_per_h: float
@@ -103,8 +124,6 @@ class Seen:
 
 @dataclass
 class Rig:
-    """One service and its load."""
-
     folder: Path
     url: str
     process: subprocess.Popen[str]
@@ -113,10 +132,8 @@ class Rig:
     store: StateStore
     shots: list[TimedRequest] = field(default_factory=list)
     looks: list[Seen] = field(default_factory=list)
-    news: list[tuple[float, str, str]] = field(default_factory=list)
-    """What the gateway said happened: when, what, why."""
-    routes: list[tuple[float, Json]] = field(default_factory=list)
-    """What was sent where: when, and what the gateway said of it."""
+    sent: list[Sent] = field(default_factory=list)
+    news: list[News] = field(default_factory=list)
     zero_s: float = 0.0
     """When the load began, by the time of day."""
     _over: threading.Event = field(default_factory=threading.Event)
@@ -125,13 +142,15 @@ class Rig:
     def now_s(self) -> float:
         return time.time() - self.zero_s
 
-    # Load.
-
     @contextmanager
     def loaded(self, phases: Sequence[Phase], seed: int) -> Iterator[None]:
         """Requests come while the block runs, and all of them are waited for at its end."""
         with self.fired(shots_of(phases, seed)):
             yield
+
+    def load(self, phases: Sequence[Phase], seed: int) -> None:
+        with self.loaded(phases, seed):
+            pass
 
     @contextmanager
     def fired(self, shots: list[TimedRequest]) -> Iterator[None]:
@@ -141,7 +160,6 @@ class Rig:
         threads = [
             threading.Thread(target=shoot, args=(self.url, self.shots), kwargs={"within_s": 180.0}),
             threading.Thread(target=self._watch, daemon=True),
-            threading.Thread(target=self._listen, daemon=True),
         ]
         for thread in threads:
             thread.start()
@@ -151,6 +169,9 @@ class Rig:
         finally:
             self._over.set()
             threads[1].join()
+            time.sleep(2 * FLUSH_S)
+            with (self.folder / "state" / "brain.log").open() as log:
+                self.sent, self.news = told_by(log, self.zero_s)
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK_S):
@@ -160,18 +181,6 @@ class Rig:
                 continue
             usd = sum(item["usd_per_h"] for item in result["models"].values())
             self.looks.append(Seen(self.now_s, result["replicas"], usd))
-
-    def _listen(self) -> None:
-        try:
-            for kind, event in self.client.events():
-                if self._over.is_set():
-                    return
-                if kind == "decision":
-                    self.news.append((self.now_s, str(event.get("what")), str(event.get("why"))))
-                elif kind == "route":
-                    self.routes.append((self.now_s, event))
-        except PotluckError:
-            return
 
     def sleep_until(self, at_s: float) -> None:
         time.sleep(max(0.0, at_s - self.now_s))
@@ -186,18 +195,14 @@ class Rig:
             time.sleep(LOOK_S / 2)
         return None
 
-    # What was seen.
-
     def notes(self, *kinds: str) -> list[RecordedEvent]:
         return [happening for happening in self.store.happenings(most=10_000) if happening.kind in kinds]
 
     def note_s(self, kind: str, after_s: float, part: str = "") -> float | None:
-        """When the controller first noted something after a moment."""
         times = [note.at_s - self.zero_s for note in self.notes(kind) if part in f"{note.what} {note.why}"]
         return min((item for item in times if item >= after_s), default=None)
 
     def news_s(self, part: str, after_s: float) -> float | None:
-        """When the gateway first said something after a moment."""
         return min((at_s for at_s, what, why in self.news if part in what and at_s >= after_s), default=None)
 
     def attainment(self, slo: Slo, from_s: float, to_s: float) -> float:
@@ -216,13 +221,10 @@ class Rig:
 
     @property
     def lost(self) -> int:
-        """Requests that were not answered whole."""
         return sum(not whole(shot) for shot in self.shots)
 
     def problems(self) -> list[str]:
         return sorted({f"{shot.status} {shot.problem[:160]}" for shot in self.shots if not whole(shot)})[:5]
-
-    # Processes.
 
     def engines(self) -> list[tuple[ProcessId, str]]:
         """Those that run and carry this service's mark, each with its name; one that nobody wrote down has none."""
@@ -230,7 +232,6 @@ class Rig:
         return [(pid, names.get(pid, f"process {pid.number}")) for pid in engines_of(owner_of(self.store))]
 
     def again(self) -> None:
-        """Start the controller again over the same state."""
         self.process = _spawn(self.command, self.folder)
 
     def controlled(self, within_s: float) -> None:
@@ -255,11 +256,8 @@ class Rig:
 
 
 def _spawn(command: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    log = (folder / "up.log").open("a")
-    try:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=dict(os.environ))
-    finally:
-        log.close()
+    with (folder / "up.log").open("a") as log:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
 
 
 @contextmanager
@@ -268,7 +266,7 @@ def service(
 ) -> Iterator[Rig]:
     """`potluck up` over a spec, or a plan and its spec, until the block ends."""
     state = folder / "state"
-    command = [sys.executable, "-m", "potluck.cli.main", "up", *map(str, files), "--state", str(state)]
+    command = [*POTLUCK, "up", *map(str, files), "--state", str(state)]
     command += ["--engine", "mock", "--port", "0", "--json", *flags]
     command += [f"--policy={name}={value}" for name, value in policy.items()]
     process = _spawn(command, folder)
@@ -282,8 +280,7 @@ def service(
     store = StateStore(state / "state.db")
     place = store.get("gateway")
     key = (state / "admin.key").read_text()
-    rig = Rig(state, json.loads(line)["url"], process, command, GatewayClient(place["admin"], key), store)
-    rig.folder = folder
+    rig = Rig(folder, json.loads(line)["url"], process, command, GatewayClient(place["admin"], key), store)
     try:
         yield rig
     finally:

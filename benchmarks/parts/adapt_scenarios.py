@@ -1,9 +1,8 @@
 """What happens to the service in `adapt.py`: one function for each, from a folder to figures.
 
 Every one has a time before, one in which something happens, and one after; attainment is told for each. `lost` counts
-requests that were not answered whole, and must be nothing everywhere. Late answers are wanted here: nothing is
-refused and everything that goes wrong shows in attainment. Windows and waits are short, so that a run takes a minute:
-the figures that follow from them are said where they are set.
+requests that were not answered whole, and must be nothing everywhere. Nothing is refused, so that everything that
+goes wrong shows in attainment. Windows and waits are short, so that a run takes a minute.
 """
 
 from __future__ import annotations
@@ -13,14 +12,15 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from parts.adapt_rig import MODEL, Phase, Rig, Seen, service
-from potluck.control.control_values import EngineInstance
+from parts.common import Background, say
 from potluck.control.manual_changes import BY_HAND, scaled
 from potluck.control.state_store import StateStore
 from potluck.core.scaling.forecast import BIN_S, DAY
@@ -32,30 +32,42 @@ SPEC = """kv_codecs: [raw, int8, int4]
 models:
   - model: Llama-3.1-8B
     name: {model}
-    slo: {{ttft_ms: 4000, tpot_ms: 250}}
-    traffic: {{rate_per_s: {rate}, input: {{mean: {prompt}, cv: 0.15}}, output: {{mean: {output}, cv: 0.15}}}}
-{more}fleet:
-  regions:
-    - name: east
-      nodes: [{nodes}]
-policy:
+    slo: {{ttft_ms: {ttft}, tpot_ms: {tpot}}}
+    traffic: {{rate_per_s: {rate}, input: {{mean: {prompt}, cv: {cv}}}, output: {{mean: {output}, cv: {cv_out}}}}}
+{more}policy:
   classes: [{{name: standard, late: true, max_wait_s: 120}}]
+fleet:
+  regions:
 """
+REMOTE = """\
+    - {name: near, nodes: [{node: 1xA10, available: 8}]}
+    - {name: far, nodes: [{node: 1xL40S, available: 1}]}
+links:
+  - {from: far, to: near, gbps: 40, rtt_ms: 10}
+  - {from: near, to: far, gbps: 0.05, rtt_ms: 10}
+"""
+REMOTE_LOAD = {"tpot": 60, "rate": 10, "prompt": 1500, "cv": 1.0, "output": 60, "cv_out": 0.5}
 PROMPT, OUTPUT = 1200, 40
 """Requests that keep slow GPUs busy at few a second, so that the machine itself is not what is measured."""
+MARKET_NODES = (
+    "{node: 1xL4, available: 6, price_usd_per_h: 0.6}, {node: 1xA10, available: 0, price_usd_per_h: 0.9}"
+)
 FEW_L4 = "{node: 1xL4, available: 4, price_usd_per_h: 0.6}, {node: 1xA10, available: 4, price_usd_per_h: 1.6}"
 NEVER_S = 1e3
 """For what did not happen."""
 Figures = dict[str, float]
-Say = Callable[[str], None]
+
+
+def spec_text(regions: str, **changes: object) -> str:
+    usual = {"model": MODEL, "ttft": 4000, "tpot": 250, "prompt": PROMPT, "output": OUTPUT, "more": ""}
+    return SPEC.format(**{**usual, "cv": 0.15, "cv_out": 0.15, **changes}) + regions
 
 
 def write_spec(
-    folder: Path, rate: float, nodes: str, prompt: int = PROMPT, output: int = OUTPUT, more: str = ""
+    folder: Path, rate: float, nodes: str = "{node: 1xL4, available: 10}", **changes: object
 ) -> Path:
     path = folder / "potluck.yaml"
-    text = SPEC.format(model=MODEL, rate=rate, nodes=nodes, prompt=prompt, output=output, more=more)
-    path.write_text(text, "utf-8")
+    path.write_text(spec_text(f"    - {{name: east, nodes: [{nodes}]}}\n", rate=rate, **changes), "utf-8")
     return path
 
 
@@ -68,10 +80,17 @@ def plan_as(strategy: str, spec: Path) -> Plan:
     return STRATEGIES[strategy](TemplateFactory(problem), SolveSettings(time_limit_s=20.0)).plan
 
 
-def write_plan(plan: Plan, spec: Path) -> Path:
+@contextmanager
+def serving(
+    spec: Path, rules: Mapping[str, object] = MappingProxyType({}), *flags: str, plan: Plan | None = None
+) -> Iterator[Rig]:
+    """A service with a plan (`melange` unless given), and a market beside its spec."""
     path = spec.with_name("plan.json")
-    path.write_text(plan_to_json(plan), "utf-8")
-    return path
+    path.write_text(plan_to_json(plan or plan_as("melange", spec)), "utf-8")
+    market = spec.with_name("market.yaml")
+    with service(spec.parent, [path, spec], rules, ["--market", str(market), *flags]) as rig:
+        yield rig
+        report(rig)
 
 
 def write_market(folder: Path, offers: Mapping[str, tuple[int, float]], notices: str = "") -> Path:
@@ -87,7 +106,6 @@ def write_market(folder: Path, offers: Mapping[str, tuple[int, float]], notices:
 
 
 def told(rig: Rig, happens_s: float, settled_s: float, slo: Slo = SLO) -> Figures:
-    """Attainment before, during and after, and what was lost."""
     end_s = max((shot.at_s for shot in rig.shots), default=0.0) + 1.0
     return {
         "requests": len(rig.shots),
@@ -98,10 +116,10 @@ def told(rig: Rig, happens_s: float, settled_s: float, slo: Slo = SLO) -> Figure
     }
 
 
-def slow(folder: Path, seed: int, say: Say, happens_s: float = 20.0, lasts_s: float = 50.0) -> Figures:
+def slow(folder: Path, seed: int, happens_s: float = 20.0, lasts_s: float = 50.0) -> Figures:
     """One replica takes three times as long as planned: it is noticed, and gets less to do."""
     spec = write_spec(folder, 6.0, "{node: 1xL4, available: 8}")
-    with service(folder, [write_plan(plan_as("melange", spec), spec), spec], {}) as rig:
+    with serving(spec) as rig:
         with rig.loaded([Phase(lasts_s, 4.5, PROMPT, OUTPUT)], seed):
             rig.sleep_until(happens_s)
             victim = next(replica for replica in rig.looks[-1].replicas if replica["state"] == "ready")
@@ -116,18 +134,15 @@ def slow(folder: Path, seed: int, say: Say, happens_s: float = 20.0, lasts_s: fl
         figures = told(rig, happens_s, happens_s + 10.0)
         figures["noticed_s"] = after(rig.note_s("brain", happens_s, "times as long as planned"), happens_s)
         figures["pace_seen"] = max((pace(item) for item in rig.looks if item.at_s > happens_s), default=1.0)
-        report(rig, say)
         return figures
 
 
-def killed(folder: Path, seed: int, say: Say) -> Figures:
+def killed(folder: Path, seed: int) -> Figures:
     """A node dies and none like it is left: what is left is routed anew, then a full plan takes another GPU."""
     spec = write_spec(folder, 6.0, FEW_L4)
-    plan = plan_as("melange", spec)
-    market = folder / "market.yaml"
     happens_s, lasts_s = 25.0, 65.0
     rules = {"scaling": "replan", "window_s": 20, "replan_s": 3600, "grace_s": 15}
-    with service(folder, [write_plan(plan, spec), spec], rules, ["--market", str(market)]) as rig:
+    with serving(spec, rules) as rig:
         with rig.loaded([Phase(lasts_s, 4.5, PROMPT, OUTPUT)], seed):
             rig.sleep_until(happens_s)
             pid, name = rig.engines()[0]
@@ -144,36 +159,29 @@ def killed(folder: Path, seed: int, say: Say) -> Figures:
         figures["first_answer_s"] = after(rig.note_s("plan", happens_s, "what is left"), happens_s)
         figures["full_plan_s"] = after(rig.note_s("plan", happens_s, "instead of"), happens_s)
         figures["replaced_s"] = settled_s - happens_s
-        report(rig, say)
         return figures
 
 
-def surge(folder: Path, seed: int, say: Say) -> Figures:
+def surge(folder: Path, seed: int) -> Figures:
     """Three times the load, then a third of it: copies come, and go after their grace. Windows of 15 s."""
-    spec = write_spec(folder, 3.0, "{node: 1xL4, available: 10}")
-    plan = plan_as("melange", spec)
     base, up_s, down_s, end_s = 2.4, 25.0, 85.0, 140.0
     rules = {"scaling": "cauchy", "window_s": 15, "grace_s": 10}
-    with service(folder, [write_plan(plan, spec), spec], rules) as rig:
+    with serving(write_spec(folder, 3.0), rules) as rig:
         phases = [
             Phase(up_s, base, PROMPT, OUTPUT),
             Phase(down_s - up_s, 3 * base, PROMPT, OUTPUT),
             Phase(end_s - down_s, base, PROMPT, OUTPUT),
         ]
-        with rig.loaded(phases, seed):
-            pass
+        rig.load(phases, seed)
         most = max(look.ready() for look in rig.looks)
-        at_first, at_last = rig.looks[0].ready(), rig.looks[-1].ready()
-        out_s = next(
-            (look.at_s for look in rig.looks if look.at_s > up_s and look.ready() > at_first), NEVER_S
-        )
+        first, at_last = rig.looks[0].ready(), rig.looks[-1].ready()
+        out_s = next((seen.at_s for seen in rig.looks if seen.at_s > up_s and seen.ready() > first), NEVER_S)
         in_s = next((look.at_s for look in rig.looks if look.at_s > down_s and look.ready() < most), NEVER_S)
         recovered = rig.recovered_s(SLO, up_s, 0.9)
         settled_s = up_s + (NEVER_S if recovered is None else recovered)
-        report(rig, say)
         return {
             **told(rig, up_s, min(settled_s, down_s)),
-            "copies_before": at_first,
+            "copies_before": first,
             "copies_most": most,
             "copies_after": at_last,
             "out_s": out_s - up_s,
@@ -182,10 +190,10 @@ def surge(folder: Path, seed: int, say: Say) -> Figures:
         }
 
 
-def shift(folder: Path, seed: int, say: Say) -> Figures:
+def shift(folder: Path, seed: int) -> Figures:
     """From conversation to coding: prompts five times as long, answers a tenth. Roles flip. Windows of 15 s."""
     talk, code = (300, 120), (1500, 12)
-    spec = write_spec(folder, 8.0, "{node: 1xL4, available: 6}", *talk)
+    spec = write_spec(folder, 8.0, "{node: 1xL4, available: 6}", prompt=talk[0], output=talk[1])
     plan = plan_as("prfaas", spec)
     for template in plan.templates:
         count = 2 if template.replicas[0].role == "prefill" else 4
@@ -193,16 +201,14 @@ def shift(folder: Path, seed: int, say: Say) -> Figures:
     happens_s, lasts_s = 35.0, 100.0
     slo = Slo(2.0, SLO.tpot_s)
     rules = {"scaling": "flips", "window_s": 15}
-    with service(folder, [write_plan(plan, spec), spec], rules) as rig:
+    with serving(spec, rules, plan=plan) as rig:
         # Five that prefill for one that decodes are bound by its card (6.4 a second), four for two by prefill (7.8).
         phases = [Phase(happens_s, 7.0, *talk), Phase(lasts_s - happens_s, 7.0, *code)]
-        with rig.loaded(phases, seed):
-            pass
+        rig.load(phases, seed)
         flips = [at_s for at_s, what, _ in rig.news if " becomes " in what]
         roles = [replica["role"] for replica in rig.looks[-1].replicas]
         recovered = rig.recovered_s(slo, happens_s, 0.9)
         settled_s = happens_s + (NEVER_S if recovered is None else recovered)
-        report(rig, say)
         return {
             **told(rig, happens_s, min(settled_s, lasts_s), slo),
             "first_flip_s": min((flip for flip in flips if flip > happens_s), default=NEVER_S) - happens_s,
@@ -212,18 +218,11 @@ def shift(folder: Path, seed: int, say: Say) -> Figures:
         }
 
 
-def cheaper(folder: Path, seed: int, say: Say) -> Figures:
+def cheaper(folder: Path, seed: int) -> Figures:
     """A cheaper GPU can be had: the service moves to it without a failed request."""
-    spec = write_spec(
-        folder,
-        6.0,
-        "{node: 1xL4, available: 6, price_usd_per_h: 0.6}, {node: 1xA10, available: 0, price_usd_per_h: 0.9}",
-    )
-    market = folder / "market.yaml"
     happens_s, lasts_s = 25.0, 75.0
     rules = {"scaling": "replan", "window_s": 20, "replan_s": 3600, "grace_s": 15}
-    flags = ["--market", str(market)]
-    with service(folder, [write_plan(plan_as("melange", spec), spec), spec], rules, flags) as rig:
+    with serving(write_spec(folder, 6.0, MARKET_NODES), rules) as rig:
         with rig.loaded([Phase(lasts_s, 4.5, PROMPT, OUTPUT)], seed):
             rig.sleep_until(happens_s)
             usd_before = rig.looks[-1].usd_per_h
@@ -235,7 +234,6 @@ def cheaper(folder: Path, seed: int, say: Say) -> Figures:
 
             moved_s = rig.wait_for(moved, 50.0)
         settled_s = moved_s or lasts_s
-        report(rig, say)
         return {
             **told(rig, happens_s, settled_s),
             "plan_s": after(rig.note_s("plan", happens_s, "saves"), happens_s),
@@ -245,16 +243,13 @@ def cheaper(folder: Path, seed: int, say: Say) -> Figures:
         }
 
 
-def spot(folder: Path, seed: int, say: Say) -> Figures:
+def spot(folder: Path, seed: int) -> Figures:
     """A spot machine is said to go in 15 s, and goes: its replica was emptied and replaced before."""
-    spec = write_spec(folder, 6.0, "{node: 1xL4, available: 6}")
-    market = folder / "market.yaml"
     happens_s, lasts_s, notice_s = 10.0, 45.0, 15.0
-    flags = ["--market", str(market)]
-    with service(folder, [write_plan(plan_as("melange", spec), spec), spec], {}, flags) as rig:
+    with serving(write_spec(folder, 6.0, "{node: 1xL4, available: 6}")) as rig:
         with rig.loaded([Phase(lasts_s, 4.0, PROMPT, OUTPUT)], seed):
             rig.sleep_until(happens_s)
-            victim = _instance(rig)
+            victim = next(item for item in rig.store.instances() if item.state == "up" and item.replica)
             line = f"  - {{engine: {victim.name}, at: {time.time() + notice_s:.0f}}}"
             write_market(folder, {"1xL4": (5, 0.6)}, line)
             happens_s = rig.now_s
@@ -267,7 +262,6 @@ def spot(folder: Path, seed: int, say: Say) -> Figures:
             for pid, name in rig.engines():
                 if name == victim.name:
                     os.killpg(pid.number, signal.SIGKILL)
-        report(rig, say)
         return {
             **told(rig, happens_s, happens_s + notice_s),
             "emptied_s": after(emptied_s, happens_s),
@@ -275,17 +269,15 @@ def spot(folder: Path, seed: int, say: Say) -> Figures:
         }
 
 
-def sleep(folder: Path, seed: int, say: Say) -> Figures:
+def sleep(folder: Path, seed: int) -> Figures:
     """Nobody asks for 8 s: all copies go. The next request is held until one is back."""
     spec = write_spec(folder, 3.0, "{node: 1xL4, available: 4}", more="    idle_s: 8\n")
     quiet_s, again_s = 6.0, 36.0
-    with service(folder, [write_plan(plan_as("melange", spec), spec), spec], {"grace_s": 5}) as rig:
+    with serving(spec, {"grace_s": 5}) as rig:
         phases = [Phase(quiet_s, 1.5, PROMPT, OUTPUT), Phase(again_s - quiet_s, 0.0, 1, 1)]
-        with rig.loaded([*phases, Phase(15.0, 1.5, PROMPT, OUTPUT)], seed):
-            pass
+        rig.load([*phases, Phase(15.0, 1.5, PROMPT, OUTPUT)], seed)
         asleep = [look.at_s for look in rig.looks if look.at_s > quiet_s and not look.replicas]
         first = min((shot for shot in rig.shots if shot.at_s >= again_s), key=lambda shot: shot.at_s)
-        report(rig, say)
         return {
             "requests": len(rig.shots),
             "lost": rig.lost,
@@ -294,23 +286,16 @@ def sleep(folder: Path, seed: int, say: Say) -> Figures:
         }
 
 
-def report(rig: Rig, say: Say) -> None:
-    """What was done and said, for whoever reads along."""
-    for happening in sorted(rig.store.happenings(most=1000), key=lambda each: each.at_s):
-        if happening.at_s - rig.zero_s > -5.0:
-            say(
-                f"  {happening.at_s - rig.zero_s:7.2f}  {happening.kind:8} {happening.what}  ({happening.why})"
-            )
+def report(rig: Rig) -> None:
+    for item in sorted(rig.store.happenings(most=1000), key=lambda each: each.at_s):
+        if item.at_s - rig.zero_s > -5.0:
+            say(f"  {item.at_s - rig.zero_s:7.2f}  {item.kind:8} {item.what}  ({item.why})")
     for line in rig.problems():
         say(f"  lost: {line}")
 
 
 def after(at_s: float | None, happens_s: float) -> float:
     return NEVER_S if at_s is None else at_s - happens_s
-
-
-def _instance(rig: Rig) -> EngineInstance:
-    return next(instance for instance in rig.store.instances() if instance.state == "up" and instance.replica)
 
 
 def post(url: str, body: object) -> None:
@@ -322,16 +307,21 @@ def post(url: str, body: object) -> None:
 KILLS = 20
 
 
-def restarts(folder: Path, seed: int, say: Say) -> Figures:
+def restarts(folder: Path, seed: int) -> Figures:
     """The controller is killed twenty times while copies are asked for and taken back; the gateway serves on."""
     spec = write_spec(folder, 3.0, "{node: 1xL4, available: 8}")
     plan = plan_as("melange", spec)
     (template,) = (deployment.template for deployment in plan.deployments)
     chance = random.Random(seed)
-    files = [write_plan(plan, spec), spec]
-    with service(folder, files, {}) as rig:
+    with serving(spec, plan=plan) as rig:
         script = Path(__file__).with_name("adapt_controller.py")
-        rig.command = [sys.executable, str(script), str(rig.store.path.parent), str(spec), str(files[0])]
+        rig.command = [
+            sys.executable,
+            str(script),
+            str(rig.store.path.parent),
+            str(spec),
+            str(folder / "plan.json"),
+        ]
         twice = Twice(rig)
         with rig.loaded([Phase(KILLS * 7.0 + 30.0, 1.5, PROMPT, OUTPUT)], seed):
             twice.start()
@@ -355,7 +345,6 @@ def restarts(folder: Path, seed: int, say: Say) -> Figures:
             known = {instance.name for instance in rig.store.instances()}
             orphans = [name for _, name in rig.engines() if name not in known]
             twice.end()
-        report(rig, say)
         return {
             **told(rig, begun_s, killed_s),
             "kills": KILLS,
@@ -366,34 +355,23 @@ def restarts(folder: Path, seed: int, say: Say) -> Figures:
         }
 
 
-class Twice(threading.Thread):
+class Twice(Background):
     """Looks for replicas that two engines are at once."""
 
     def __init__(self, rig: Rig) -> None:
-        super().__init__(daemon=True)
-        self._path, self._rig = rig.store.path, rig
-        self._over = threading.Event()
-        self.seen = 0
+        super().__init__()
+        self._rig, self.seen = rig, 0
 
-    def run(self) -> None:
-        store = StateStore(self._path)
-        while not self._over.wait(0.2):
+    def work(self) -> None:
+        store = StateStore(self._rig.store.path)
+        while not self.over.wait(0.2):
             lives = {name for _, name in self._rig.engines()}
-            there = [
-                instance.replica
-                for instance in store.instances()
-                if instance.replica and instance.name in lives
-            ]
+            there = [one.replica for one in store.instances() if one.replica and one.name in lives]
             self.seen += len(there) - len(set(there))
         store.close()
 
-    def end(self) -> None:
-        self._over.set()
-        self.join()
-
 
 def _scale(rig: Rig, template: str, count: int) -> None:
-    """As `potluck scale` does."""
     newest = rig.store.plan()
     assert newest is not None
     plan = scaled(newest.plan, template, "east", count, {"east": 0.6})
@@ -405,39 +383,19 @@ DAYS = 9
 RISE = 1.6
 """A jump that the days before had as well; a forecast follows one of this size within a bin of ten minutes."""
 HIGH_BINS = 18
-REMOTE = """kv_codecs: [raw, int8, int4]
-models:
-  - model: Llama-3.1-8B
-    name: {model}
-    slo: {{ttft_ms: 4000, tpot_ms: 60}}
-    traffic: {{rate_per_s: 10, input: {{mean: 1500, cv: 1.0}}, output: {{mean: 60, cv: 0.5}}}}
-fleet:
-  regions:
-    - {{name: near, nodes: [{{node: 1xA10, available: 8}}]}}
-    - {{name: far, nodes: [{{node: 1xL40S, available: 1}}]}}
-links:
-  - {{from: far, to: near, gbps: 40, rtt_ms: 10}}
-  - {{from: near, to: far, gbps: 0.05, rtt_ms: 10}}
-policy:
-  classes: [{{name: standard, late: true, max_wait_s: 120}}]
-"""
 
 
-def ahead(folder: Path, seed: int, say: Say) -> Figures:
+def ahead(folder: Path, seed: int) -> Figures:
     """Every morning at this time the rate rises by 60 %: copies come before it does. The state knows nine days."""
     base, rise_s, lasts_s = 3.0, 75.0, 120.0
-    spec = write_spec(folder, base, "{node: 1xL4, available: 10}")
-    plan = plan_as("melange", spec)
     remember(folder / "state", base)
     rules = {"scaling": "ahead", "window_s": 20, "grace_s": 15}
-    with service(folder, [write_plan(plan, spec), spec], rules) as rig:
+    with serving(write_spec(folder, base), rules) as rig:
         phases = [Phase(rise_s, base, PROMPT, OUTPUT), Phase(lasts_s - rise_s, RISE * base, PROMPT, OUTPUT)]
-        with rig.loaded(phases, seed):
-            pass
+        rig.load(phases, seed)
         copies = rig.looks[0].ready()
         more_s = next((look.at_s for look in rig.looks if look.ready() > copies), NEVER_S)
         at_rise = [look for look in rig.looks if look.at_s <= rise_s]
-        report(rig, say)
         return {
             **told(rig, rise_s, rise_s + 20.0),
             "copies_before": copies,
@@ -459,21 +417,19 @@ def remember(state: Path, base_per_s: float) -> None:
     store.close()
 
 
-def prfaas(folder: Path, seed: int, say: Say) -> Figures:
+def prfaas(folder: Path, seed: int) -> Figures:
     """Prompts get short and answers long: the threshold of the remote cluster follows, and local replicas that
     prefilled decode. Windows of 15 s for the threshold, 30 s for roles."""
     spec = folder / "potluck.yaml"
-    spec.write_text(REMOTE.format(model=MODEL), "utf-8")
+    spec.write_text(spec_text(REMOTE, **REMOTE_LOAD), "utf-8")
     happens_s, lasts_s = 45.0, 120.0
     slo = Slo(4.0, 0.06)
     rules = {"scaling": "prfaas", "window_s": 15, "global_window_s": 30}
-    with service(folder, [write_plan(plan_as("prfaas", spec), spec), spec], rules) as rig:
+    with serving(spec, rules, plan=plan_as("prfaas", spec)) as rig:
         phases = [Phase(happens_s, 6.5, 1500, 60), Phase(lasts_s - happens_s, 6.5, 400, 170)]
-        with rig.loaded(phases, seed):
-            pass
+        rig.load(phases, seed)
         sides = [sum(replica["role"] == "prefill" for replica in look.replicas) for look in rig.looks]
         flips = [at_s for at_s, what, _ in rig.news if " becomes " in what and at_s > happens_s]
-        report(rig, say)
         return {
             **told(rig, happens_s, happens_s + 45.0, slo),
             "first_threshold_s": after(rig.news_s(" may go over ", 0.0), 0.0),
@@ -486,19 +442,21 @@ def prfaas(folder: Path, seed: int, say: Say) -> Figures:
         }
 
 
-def advise(folder: Path, seed: int, say: Say) -> Figures:
+def advise(folder: Path, seed: int) -> Figures:
     """Three times the load, and nothing may be changed: what would be done is said."""
     base, up_s, end_s = 2.4, 25.0, 60.0
-    spec = write_spec(folder, 3.0, "{node: 1xL4, available: 10}")
     rules = {"scaling": "cauchy", "window_s": 15, "grace_s": 10}
-    with service(folder, [write_plan(plan_as("melange", spec), spec), spec], rules, ["--advise"]) as rig:
+    with serving(write_spec(folder, 3.0), rules, "--advise") as rig:
         phases = [Phase(up_s, base, PROMPT, OUTPUT), Phase(end_s - up_s, 3 * base, PROMPT, OUTPUT)]
-        with rig.loaded(phases, seed):
-            pass
-        text = [note.at_s - rig.zero_s for note in rig.notes("brain", "advice") if _advises(note)]
+        rig.load(phases, seed)
+        notes = [
+            note
+            for note in rig.notes("brain", "advice")
+            if "advice" in (note.kind, note.what.partition(":")[0])
+        ]
+        text = [note.at_s - rig.zero_s for note in notes]
         begun = [note for note in rig.notes("start", "stop") if note.at_s > rig.zero_s]
         newest = rig.store.plan()
-        report(rig, say)
         return {
             **told(rig, up_s, end_s, SLO),
             "advice": len(text),
@@ -508,11 +466,7 @@ def advise(folder: Path, seed: int, say: Say) -> Figures:
         }
 
 
-def _advises(each: object) -> bool:
-    return "advice" in (getattr(each, "kind", ""), str(getattr(each, "what", "")).partition(":")[0])
-
-
-SCENARIOS: dict[str, Callable[[Path, int, Say], Figures]] = {
+SCENARIOS: dict[str, Callable[[Path, int], Figures]] = {
     scenario.__name__: scenario
     for scenario in (slow, killed, surge, shift, cheaper, spot, sleep, restarts, ahead, prfaas, advise)
 }

@@ -1,9 +1,7 @@
-"""What every benchmark shares: its two flags, its context, and the one object or table that it prints.
+"""What every benchmark shares: `python benchmarks/NAME.py [--quick] [--json]`.
 
-    python benchmarks/NAME.py [--quick] [--json]
-
-A benchmark is a function from `quick` to figures; `run` does the rest. Costs are CPU-seconds or ratios to
-something measured in the same run, since the machine may be busy with other things.
+A benchmark is a function from `quick` to figures; `run` does the rest. Costs are CPU-seconds or ratios to something
+measured in the same run, since the machine may be busy with other things.
 """
 
 from __future__ import annotations
@@ -16,25 +14,46 @@ import platform
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
+DATA = Path(os.environ.get("POTLUCK_DATA", ROOT.parent / "shared" / "data"))
+"""Recorded traces, rates and prices, which are not part of the repository."""
+WORDS = ROOT / "src" / "potluck" / "engine" / "data" / "words"
+"""The model that ships."""
 COMPILED = ROOT / "build" / "compiled"
 """Where `make compiled` puts a compiled copy of the package."""
-OPERATORS: dict[str, Callable[[float, float], bool]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "==": operator.eq,
-}
-LIBRARIES = ("potluck", "numpy")
+POTLUCK = (sys.executable, "-m", "potluck.cli.main")
+OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq}
 
 Figures = Mapping[str, float]
 Targets = Mapping[str, tuple[str, float]]
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def options(**known: Any) -> argparse.Namespace:
+    """A benchmark's own options, taken off the command line: flags (False), numbers, text, or words to
+    choose from (a tuple: may be repeated, all unless given)."""
+    parser = argparse.ArgumentParser(add_help=False)
+    for name, default in known.items():
+        if default is False:
+            parser.add_argument(f"--{name}", action="store_true")
+        elif isinstance(default, tuple | list):
+            parser.add_argument(f"--{name}", action="append", choices=default)
+        else:
+            parser.add_argument(f"--{name}", type=type(default), default=default)
+    given, sys.argv[1:] = parser.parse_known_args()
+    for name, default in known.items():
+        setattr(given, name, getattr(given, name) or default)
+    return given
 
 
 def run(
@@ -48,24 +67,23 @@ def run(
 ) -> int:
     """Measure, print, and return the exit code: 0 unless a target names a figure that is not there.
 
-    A quick run says what it always does without; it may leave figures out (see `Budget`), and names those that have
-    a target.
+    A quick run may leave figures out (see `Budget`); it names those that have a target.
     """
     parser = argparse.ArgumentParser(prog=f"benchmarks/{name}.py")
     parser.add_argument("--quick", action="store_true", help="end within 60 s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(arguments)
-    started = context(seeds, quick=options.quick)
-    if options.quick and quick_without:
-        print(f"{name}: --quick does without {quick_without}", file=sys.stderr)
-    figures = {key: float(value) for key, value in measure(options.quick).items()}
+    chosen = parser.parse_args(arguments)
+    started = context(seeds, quick=chosen.quick)
+    if chosen.quick and quick_without:
+        say(f"{name}: --quick does without {quick_without}")
+    figures = {key: float(value) for key, value in measure(chosen.quick).items()}
     missing = sorted(set(targets) - set(figures))
-    if missing and options.quick:
-        print(f"{name}: left out by --quick: {', '.join(missing)}", file=sys.stderr)
-        targets = {key: target for key, target in targets.items() if key in figures}
-    elif missing:
-        print(f"{name}: no figure for the target(s) {', '.join(missing)}", file=sys.stderr)
+    if missing and not chosen.quick:
+        say(f"{name}: no figure for the target(s) {', '.join(missing)}")
         return 1
+    if missing:
+        say(f"{name}: left out by --quick: {', '.join(missing)}")
+        targets = {key: target for key, target in targets.items() if key in figures}
     report = {
         "name": name,
         "figures": figures,
@@ -73,21 +91,19 @@ def run(
         "met": all(holds(figures[key], target) for key, target in targets.items()),
         "context": started,
     }
-    print(json.dumps(report, indent=1, allow_nan=False) if options.json else as_table(report, targets))
+    print(json.dumps(report, indent=1, allow_nan=False) if chosen.json else as_table(report, targets))
     return 0
 
 
 def skip(name: str, why: str) -> int:
-    """For a benchmark that cannot run here: says why, as one object where that is asked for, and returns 0."""
-    print(f"{name}: skipped, {why}", file=sys.stderr)
+    say(f"{name}: skipped, {why}")
     if "--json" in sys.argv:
         print(json.dumps({"name": name, "skipped": why}))
     return 0
 
 
 class Budget:
-    """CPU-seconds for a quick run, so that it ends in time on a slow machine: what would take longer is left out, and
-    named. A run that is not quick has no end."""
+    """CPU-seconds for a quick run, so that it ends in time on a slow machine. Other runs have no end."""
 
     def __init__(self, quick: bool, cpu_s: float = 30.0) -> None:
         self._quick, self._left_s, self._before_s = quick, cpu_s, self._now_s()
@@ -100,26 +116,44 @@ class Budget:
         """Whether something that takes about so long may begin; if not, says that it is left out."""
         if not self._quick or self._now_s() - self._before_s + cpu_s <= self._left_s:
             return True
-        print(f"left out, for lack of time: {what}", file=sys.stderr)
+        say(f"left out, for lack of time: {what}")
         return False
 
     @staticmethod
     def _now_s() -> float:
         """Of this process and those of its children that have ended."""
-        times = os.times()
-        return times.user + times.system + times.children_user + times.children_system
+        return sum(os.times()[:4])
+
+
+class Background(threading.Thread):
+    """Does its `work` until it is told to end; what went wrong there is raised then."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.over = threading.Event()
+        self._problem: Exception | None = None
+
+    work: Callable[[], None]
+
+    def run(self) -> None:
+        try:
+            self.work()
+        except Exception as error:
+            self._problem = error
+
+    def end(self) -> None:
+        self.over.set()
+        self.join()
+        if self._problem is not None:
+            raise self._problem
 
 
 def holds(figure: float, target: tuple[str, float]) -> bool:
-    """Whether a figure meets `(op, number)`."""
     return OPERATORS[target[0]](figure, target[1])
 
 
-def as_table(report: Mapping[str, object], targets: Targets) -> str:
-    """Figures, their targets and whether they hold, then the context."""
+def as_table(report: Mapping[str, Any], targets: Targets) -> str:
     figures, known = report["figures"], report["context"]
-    assert isinstance(figures, dict)
-    assert isinstance(known, dict)
     width = max(map(len, figures), default=0)
     lines = [str(report["name"])]
     for key, value in figures.items():
@@ -133,12 +167,11 @@ def as_table(report: Mapping[str, object], targets: Targets) -> str:
 
 
 def context(seeds: Sequence[int], *, quick: bool) -> dict[str, object]:
-    """Where and on what the figures were measured; the load is that before the measurement."""
     return {
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "versions": {library: _version(library) for library in LIBRARIES},
+        "versions": {library: _version(library) for library in ("potluck", "numpy")},
         "commit": _commit(),
         "seeds": list(seeds),
         "quick": quick,
@@ -147,13 +180,18 @@ def context(seeds: Sequence[int], *, quick: bool) -> dict[str, object]:
 
 def cpu_s(work: Callable[[], object], repeats: int = 1) -> float:
     """CPU-seconds of this process for a piece of work; the least of several runs."""
-    return min(_once_s(work) for _ in range(repeats))
+    spent_s = []
+    for _ in range(repeats):
+        start_s = time.process_time()
+        work()
+        spent_s.append(time.process_time() - start_s)
+    return min(spent_s)
 
 
 def child_cpu_s(command: Sequence[str], environment: Mapping[str, str] | None = None) -> float:
     """CPU-seconds, user and system, of a child process; an error when it fails."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT, env=environment)
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env=environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -166,7 +204,6 @@ def compiled_copy() -> bool:
 
 
 def spent_cpu_s(pid: int) -> float:
-    """CPU-seconds of another process that is still running."""
     if sys.platform == "linux":
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -177,18 +214,19 @@ def spent_cpu_s(pid: int) -> float:
     return total_s + 86_400 * int(days or 0)
 
 
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def most_resident_mb(pid: int) -> float:
     """Of another process, up to now; where only the present is known, that."""
     if sys.platform == "linux":
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) / 1000
-        raise RuntimeError("the kernel does not say how much is resident")
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) / 1000 for line in lines if line.startswith("VmHWM:"))
     return int(_ps(pid, "rss")) / 1000
 
 
 def peak_bytes() -> float:
-    """Memory that this process had at most."""
     unit = 1 if sys.platform == "darwin" else 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
@@ -196,12 +234,6 @@ def peak_bytes() -> float:
 def _ps(pid: int, field: str) -> str:
     command = ["ps", "-o", f"{field}=", "-p", str(pid)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def _once_s(work: Callable[[], object]) -> float:
-    start = time.process_time()
-    work()
-    return time.process_time() - start
 
 
 def _version(library: str) -> str | None:

@@ -11,11 +11,12 @@ import asyncio
 import json
 import random
 import secrets
-import sys
 import time
 from collections import Counter
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
+
+from parts.common import say
 
 TARGETS = {
     "soak_unanswered": ("==", 0.0),
@@ -25,30 +26,11 @@ TARGETS = {
     "soak_idle_checks": (">=", 1.0),
 }
 AT_ONCE = 48
-WORDS = (
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "that",
-    "it",
-    "was",
-    "his",
-    "with",
-    "for",
-    "as",
-    "had",
-    "on",
-    "be",
-    "at",
-    "by",
-)
+TEXT = "the of and to in that it was his with for as had on be at by"
+WORDS = TEXT.split()
 
 
 class Soak:
-    """Sends requests of every kind and counts what became of them."""
-
     def __init__(self, session: ClientSession, url: str, kv: str, model: str, vocab: int) -> None:
         self._session, self._url, self._kv, self._model, self._vocab = session, url, kv, model, vocab
         self.outcomes: Counter[str] = Counter()
@@ -91,14 +73,11 @@ class Soak:
         if status != 200:
             return f"wrong: {status}"
         if body["stream"]:
-            return (
-                "answered" if text.endswith("data: [DONE]\n\n") and '"error"' not in text else "wrong: stream"
-            )
-        document = json.loads(text)
-        ends = [choice["finish_reason"] for choice in document["choices"]]
-        return (
-            "answered" if set(ends) <= {"stop", "length"} and len(ends) == body.get("n", 1) else "wrong: end"
-        )
+            whole = text.endswith("data: [DONE]\n\n") and '"error"' not in text
+            return "answered" if whole else "wrong: stream"
+        ends = [choice["finish_reason"] for choice in json.loads(text)["choices"]]
+        whole = set(ends) <= {"stop", "length"} and len(ends) == body.get("n", 1)
+        return "answered" if whole else "wrong: end"
 
     async def _completion(self, chance: random.Random) -> str:
         return await self._whole("/v1/completions", {**self._body(chance), "prompt": self._text(chance)})
@@ -133,13 +112,7 @@ class Soak:
             await asyncio.gather(task, return_exceptions=True)
             status, text = await self._post("/segments", body)
             # The sender may have been quick enough, or is known to be gone.
-            return (
-                _judged(status, text, output)
-                if status == 200
-                else "refused"
-                if status == 424
-                else f"wrong: {status} {text[-200:]}"
-            )
+            return "refused" if status == 424 else _judged(status, text, output)
         (first, message), (status, text) = await asyncio.gather(sender, self._post("/segments", body))
         if first != 200 or "handed_on" not in message:
             return f"wrong: {first} {message[-200:]}"
@@ -204,9 +177,7 @@ class Soak:
 
 def _judged(status: int, text: str, output: int) -> str:
     lines = [json.loads(line) for line in text.splitlines()] if status == 200 else []
-    right = (
-        status == 200 and sum("token" in line for line in lines) == output and lines[-1]["ended"] == "length"
-    )
+    right = lines and sum("token" in line for line in lines) == output and lines[-1]["ended"] == "length"
     return "answered" if right else f"wrong: {status} {text[-120:]}"
 
 
@@ -226,11 +197,8 @@ async def _run(url: str, model: str, count: int, seed: int) -> dict[str, float]:
         for _ in range(300):
             async with session.get(url + "/status") as reply:
                 status = await reply.json()
-            if (
-                not status["running"]
-                and not status["waiting"]
-                and status["free_blocks"] == status["total_blocks"]
-            ):
+            busy = status["running"] or status["waiting"]
+            if not busy and status["free_blocks"] == status["total_blocks"]:
                 break
             await asyncio.sleep(0.1)
         # The engine checks its blocks whenever it has been idle for a moment, and fails for good if one is lost.
@@ -241,7 +209,7 @@ async def _run(url: str, model: str, count: int, seed: int) -> dict[str, float]:
     outcomes = soak.outcomes
     for what, number in outcomes.items():
         if what.startswith(("unanswered", "wrong")):
-            print(f"  soak: {number} x {what}", file=sys.stderr)
+            say(f"  soak: {number} x {what}")
     unanswered = sum(number for what, number in outcomes.items() if what.startswith("unanswered"))
     wrong = sum(number for what, number in outcomes.items() if what.startswith("wrong"))
     return {

@@ -37,8 +37,6 @@ def request(number: int, tokens: int, stream: bool, key: bytes = KEY) -> bytes:
 
 @dataclass
 class Result:
-    """What the clients saw."""
-
     answers: int = 0
     tokens: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -50,8 +48,6 @@ class Result:
 
 
 class Client(asyncio.Protocol):
-    """One connection, one request at a time."""
-
     def __init__(self, result: Result, stream: bool, timed: bool) -> None:
         self._result, self._stream, self._timed = result, stream, timed
         self._free: asyncio.Future[None] | None = None
@@ -153,14 +149,12 @@ async def at_rate(port: int, rate: float, seconds: float, clients: int = 32) -> 
     return result
 
 
-async def streams(port: int, clients: int, tokens: int, each: int = 1, timed: bool = False) -> Result:
-    """So many at once, each some times."""
+async def streams(port: int, clients: int, tokens: int, timed: bool = False) -> Result:
     result = Result(awaited=clients)
 
     async def work(number: int) -> None:
         client = await join(port, result, True, timed)
-        for turn in range(each):
-            await client.ask(request(number * 1000 + turn, tokens, True))
+        await client.ask(request(number * 1000, tokens, True))
         client.transport.close()
 
     await asyncio.gather(*(work(number) for number in range(clients)))

@@ -13,12 +13,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from glob import glob
 from pathlib import Path
 from typing import Any
 
+from parts.common import POTLUCK, ROOT
+
 HERE = Path(__file__).parent
-PAGES = sorted((HERE.parents[1] / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 ROUTERS = Path(os.environ.get("POTLUCK_ROUTERS", Path.home() / ".cache" / "potluck" / "routers"))
 """A virtual environment with vllm-router and sglang-router; made where pip can fetch them."""
 
@@ -82,37 +86,21 @@ class Process:
         return self._process.poll() is None
 
     def pids(self) -> list[int]:
-        """Its own and its children's."""
         result, left = [], [self._process.pid]
         while left:
-            pid = left.pop()
-            result.append(pid)
-            for task in _listed(f"/proc/{pid}/task"):
-                try:
-                    left += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-                except OSError:
-                    continue
+            result.append(left.pop())
+            for text in _read(f"/proc/{result[-1]}/task/*/children"):
+                left += map(int, text.split())
         return result
 
     def cpu_s(self) -> float:
         """User and system time so far, exact to the nanosecond where the kernel counts so."""
-        total_ns = 0
-        for pid in self.pids():
-            for task in _listed(f"/proc/{pid}/task"):
-                try:
-                    total_ns += int(Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()[0])
-                except OSError:
-                    continue
-        return total_ns / 1e9
+        spent = [text for pid in self.pids() for text in _read(f"/proc/{pid}/task/*/schedstat")]
+        return sum(int(text.split()[0]) for text in spent) / 1e9
 
     def rss_bytes(self) -> int:
-        total = 0
-        for pid in self.pids():
-            try:
-                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            except OSError:
-                continue
-        return total
+        pages = [text for pid in self.pids() for text in _read(f"/proc/{pid}/statm")]
+        return sum(int(text.split()[1]) for text in pages) * os.sysconf("SC_PAGE_SIZE")
 
     def stop(self) -> None:
         if self.alive:
@@ -124,11 +112,11 @@ class Process:
                 self._process.wait()
 
 
-def _listed(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
+def _read(pattern: str) -> Iterator[str]:
+    """Files of processes and tasks, but those that have ended."""
+    for name in glob(pattern):
+        with suppress(OSError):
+            yield Path(name).read_text()
 
 
 def await_port(process: Process, port: int, within_s: float = 60.0, path: str = "/v1/models") -> None:
@@ -180,7 +168,6 @@ def nginx(port: int, engines: Sequence[int], cores: set[int], home: Path) -> Pro
 
 
 def program(name: str) -> Path | None:
-    """A router's program, fetched if that can be done."""
     result = ROUTERS / "bin" / name
     if not result.exists():
         if not (ROUTERS / "bin" / "pip").exists():
@@ -219,28 +206,16 @@ fleet:
 TOKENS = 8192
 
 
-def potluck(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "potluck.cli.main", *arguments]
-
-
 def prepare(home: Path, engines: Sequence[int], key: str) -> None:
     """What `potluck serve` reads: a plan, its engines, a key, and a tokenizer of a common kind."""
     (home / "spec.yaml").write_text(SPEC)
     out = str(home / "plan.json")
-    command = potluck("plan", str(home / "spec.yaml"), "--strategy", "homo", "--no-explain", "--out", out)
+    command = [*POTLUCK, "plan", str(home / "spec.yaml"), "--strategy", "homo", "--no-explain", "--out", out]
     subprocess.run(command, check=True, capture_output=True)
-    entries = [
-        {"url": f"http://127.0.0.1:{engine}", "kind": "openai", "model": "bench"} for engine in engines
-    ]
+    entries = [{"url": f"http://127.0.0.1:{port}", "kind": "openai", "model": "bench"} for port in engines]
     (home / "engines.yaml").write_text(json.dumps({"engines": entries}))
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    line = {
-        "name": "bench",
-        "sha256": digest,
-        "requests_per_min": 1e9,
-        "tokens_per_min": 1e12,
-        "concurrent": 10_000,
-    }
+    limits = {"requests_per_min": 1e9, "tokens_per_min": 1e12, "concurrent": 10_000}
+    line = {"name": "bench", "sha256": hashlib.sha256(key.encode()).hexdigest(), **limits}
     (home / "keys.jsonl").write_text(json.dumps(line) + "\n")
     model = home / "model"
     model.mkdir()
@@ -267,15 +242,9 @@ def tokenizer() -> Any:
 
 
 def gateway(port: int, cores: set[int], home: Path, *, tokens: bool, workers: int = 1) -> Process:
-    command = potluck("serve", str(home / "plan.json"), str(home / "spec.yaml"), "--port", str(port))
-    command += [
-        "--engines",
-        str(home / "engines.yaml"),
-        "--admin-port",
-        "0",
-        "--keys",
-        str(home / "keys.jsonl"),
-    ]
+    command = [*POTLUCK, "serve", str(home / "plan.json"), str(home / "spec.yaml"), "--port", str(port)]
+    command += ["--engines", str(home / "engines.yaml"), "--admin-port", "0"]
+    command += ["--keys", str(home / "keys.jsonl")]
     command += ["--files", f"bench={home / 'model'}"] if tokens else []
     command += ["--workers", str(workers)] if workers > 1 else []
     return Process(command, cores)

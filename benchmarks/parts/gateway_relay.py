@@ -19,8 +19,6 @@ from potluck.gateway.values import Address
 
 
 class Relay:
-    """Hears the engine, writes to the client."""
-
     __slots__ = ("_exchange", "_parts", "_status", "_type", "call")
 
     def __init__(self, exchange: Exchange) -> None:

@@ -136,12 +136,10 @@ def number(text: bytes, after: bytes) -> int:
 
 
 async def main(ports: list[int]) -> None:
-    paces = Paces()
+    paces, loop = Paces(), asyncio.get_running_loop()
     paces.start()
     for port in ports:
-        await asyncio.get_running_loop().create_server(
-            partial(Server, paces), "127.0.0.1", port, backlog=4096
-        )
+        await loop.create_server(partial(Server, paces), "127.0.0.1", port, backlog=4096)
     print("ready", flush=True)
     await asyncio.Event().wait()
 

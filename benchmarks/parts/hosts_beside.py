@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 import host_bed
 import uvloop
 from hosts_fleet import HostsFleet
 from live_plans import MODEL, WHOLE, write_plans
 
+from parts.common import WORDS
 from potluck.loadgen.load_client import LoadTarget, TimedRequest
 
-WORDS = Path(__file__).parents[2] / "src" / "potluck" / "engine" / "data" / "words"
 REQUESTS_PER_MIN = 60
 ASKED_PER_S = 6.0
 TALKS, TURNS, TURN_TOKENS = 12, 5, 160
@@ -27,9 +25,8 @@ def beside(quick: bool) -> dict[str, float]:
     """The same clients, sent to one gateway or to two, by turns or at random as balancers do."""
     figures: dict[str, float] = {}
     for count, balancer in ((1, "turns"), (2, "turns"), (2, "random")):
-        figures |= {
-            f"{name}_{count}_{balancer}": value for name, value in trial(quick, count, balancer).items()
-        }
+        result = trial(quick, count, balancer)
+        figures |= {f"{name}_{count}_{balancer}": value for name, value in result.items()}
     for balancer in ("turns", "random"):
         for name in ("granted", "cached"):
             figures[f"{name}_share_{balancer}"] = figures[f"{name}_2_{balancer}"] / figures[f"{name}_1_turns"]
@@ -42,16 +39,11 @@ def trial(quick: bool, count: int, balancer: str) -> dict[str, float]:
         plan, spec = write_plans(Path(name), units)
         words = ("--files", f"{MODEL}={WORDS}", "--gateways", str(count))
         with HostsFleet(bed, plan, spec, gateways=count, gateway=words) as fleet:
-            cached = run(talks(fleet, balancer))
+            cached = uvloop.run(talks(fleet, balancer))
         limits = {"requests_per_min": REQUESTS_PER_MIN}
         with HostsFleet(bed, plan, spec, gateways=count, gateway=words, limits=limits) as fleet:
-            granted = run(crowd(fleet, balancer, 20.0 if quick else 90.0))
+            granted = uvloop.run(crowd(fleet, balancer, 20.0 if quick else 90.0))
     return {"cached": cached, "granted": granted}
-
-
-def run(work: Coroutine[Any, Any, float]) -> float:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
 
 
 class Balancer:
@@ -61,10 +53,8 @@ class Balancer:
 
     async def send(self, shot: TimedRequest) -> None:
         self._turn += 1
-        place = (
-            self._chance.randrange(len(self._to)) if self._kind == "random" else self._turn % len(self._to)
-        )
-        await self._to[place].shoot(shot)
+        to = self._chance.choice(self._to) if self._kind == "random" else self._to[self._turn % len(self._to)]
+        await to.shoot(shot)
 
 
 async def crowd(fleet: HostsFleet, kind: str, lasts_s: float) -> float:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import signal
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -20,9 +19,10 @@ from hosts_fleet import HostsFleet
 from live_fleet import LiveFleet
 from live_plans import MODEL
 
+from parts.common import Background
 from potluck.loadgen.load_client import LoadTarget, TimedRequest
 
-VOCAB = 200
+WITHIN_S, PROMPT, VOCAB = 120.0, 60, 200
 """Prompts are of these tokens, which every model has."""
 
 
@@ -34,58 +34,40 @@ def shot_of(place: int, at_s: float, key: str, prompt: int, output: int) -> Time
     return TimedRequest(at_s, MODEL, tokens, output, key=key, extra=extra)
 
 
-class Load(threading.Thread):
+class Load(Background):
     """Sends from the moment it is started; over all gateways by turns, as a balancer before them would."""
 
-    def __init__(
-        self,
-        fleet: LiveFleet,
-        rate_per_s: float,
-        *,
-        prompt: int = 60,
-        output: int = 30,
-        within_s: float = 120.0,
-    ) -> None:
-        super().__init__(daemon=True)
-        self._fleet, self._rate_per_s = fleet, rate_per_s
-        self._prompt, self._output, self._within_s = prompt, output, within_s
-        self._enough = threading.Event()
+    def __init__(self, fleet: LiveFleet, rate_per_s: float, output: int = 30) -> None:
+        super().__init__()
+        self._fleet, self._rate_per_s, self._output = fleet, rate_per_s, output
         self.urls = fleet.urls
         """Those that the balancer sends to; may be changed meanwhile."""
         self.shots: list[TimedRequest] = []
-        self._problem: Exception | None = None
 
-    def run(self) -> None:
-        try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(self._send())
-        except Exception as error:
-            self._problem = error
+    def work(self) -> None:
+        uvloop.run(self._send())
 
     async def _send(self) -> None:
         to = {}
         under_way = []
-        clock = LoadTarget(self.urls[0], True, self._within_s, self._fleet.tls)
+        clock = LoadTarget(self.urls[0], True, WITHIN_S, self._fleet.tls)
         place = 0
-        while not self._enough.is_set():
+        while not self.over.is_set():
             at_s = place / self._rate_per_s
             await clock.wait(at_s)
             url = self.urls[place % len(self.urls)]
             if url not in to:
-                to[url] = LoadTarget(url, True, self._within_s, self._fleet.tls)
+                to[url] = LoadTarget(url, True, WITHIN_S, self._fleet.tls)
                 to[url].start_s = clock.start_s
-            shot = shot_of(place, at_s, self._fleet.key, self._prompt, self._output)
+            shot = shot_of(place, at_s, self._fleet.key, PROMPT, self._output)
             self.shots.append(shot)
             under_way.append(asyncio.ensure_future(to[url].shoot(shot)))
             place += 1
         await asyncio.gather(*under_way)
 
-    def end(self) -> list[TimedRequest]:
+    def sent(self) -> list[TimedRequest]:
         """No more are sent; all that were, are over."""
-        self._enough.set()
-        self.join()
-        if self._problem is not None:
-            raise self._problem
+        self.end()
         return self.shots
 
 
@@ -109,40 +91,27 @@ def wrong(fleet: LiveFleet, shots: Sequence[TimedRequest], by: int) -> list[str]
     ]
 
 
-LOOK_S = 0.1
+LOOK_S = 0.2
 
 
-class Upkeep(threading.Thread):
+class Upkeep(Background):
     """Starts the next release of whatever ended, until it is told to stop."""
 
     def __init__(self, fleet: LiveFleet, again: Callable[[int], None]) -> None:
         """`again` starts an engine by its place among the fleet's."""
-        super().__init__(daemon=True)
-        self._fleet, self._again = fleet, again
-        self._over = threading.Event()
-        self.started = 0
-        self.problem: Exception | None = None
+        super().__init__()
+        self._fleet, self._again, self.started = fleet, again, 0
 
-    def run(self) -> None:
-        try:
-            while not self._over.wait(LOOK_S):
-                for place, process in enumerate(self._fleet.engines):
-                    if process.popen is not None and process.popen.poll() is not None:
-                        self._again(place)
-                        self.started += 1
-        except Exception as error:
-            self.problem = error
-
-    def end(self) -> None:
-        self._over.set()
-        self.join()
-        if self.problem is not None:
-            raise self.problem
+    def work(self) -> None:
+        while not self.over.wait(LOOK_S):
+            for place, process in enumerate(self._fleet.engines):
+                if process.popen is not None and process.popen.poll() is not None:
+                    self._again(place)
+                    self.started += 1
 
 
 SLOW = 1.3
 """A replica that takes so many times as long as it did counts as found to be slow."""
-LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -154,7 +123,6 @@ class Times:
 
 
 def within(holds: Callable[[], bool], most_s: float = 60.0) -> float:
-    """Seconds until it holds."""
     began_s = time.monotonic()
     while not holds():
         if time.monotonic() - began_s > most_s:
@@ -183,7 +151,6 @@ class Troubles:
         return self.row(place) is not None
 
     def cut(self, place: int) -> Times:
-        """Its cable is pulled, and put in again."""
         fleet = self._fleet
         fleet.bed.cut(fleet.engine_hosts[place])
         noticed_s = within(lambda: self.away(place))
@@ -192,7 +159,6 @@ class Troubles:
         return Times(noticed_s, within(lambda: self.back(place)))
 
     def slow(self, place: int, bits_per_s: float) -> Times:
-        """So little goes over its cable that answers come late."""
         fleet, before = self._fleet, self.row(place)
         usual = 1.0 if before is None else float(before["pace"])
 

@@ -1,9 +1,7 @@
 """A pipeline over three hosts beside an engine in one process: the same answers, and stages that die come back.
 
-    stage 0    2 layers, on the engine's own host
-    stage 1    4 layers, two workers on hosts of their own that share the requests
-
-Both compute the model that ships. Workers are started again by whoever looks after them, as systemd would.
+Stage 0 has 2 layers, on the engine's own host; stage 1 has 4, on two workers with hosts of their own that share the
+requests. Both engines compute the model that ships. Workers are started again by whoever looks after them.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ from hosts_fleet import ENGINE_KEY, HostsFleet
 from live_fleet import Process
 from live_plans import MODEL, WHOLE, write_plans
 
+from parts.common import WORDS, say
 from parts.hosts_load import Load, within, wrong
 
-WORDS = Path(__file__).parents[2] / "src" / "potluck" / "engine" / "data" / "words"
 PORT, OUTPUT = 7000, 24
 SECRET = "what the workers of this pipeline know"
 
@@ -80,7 +78,6 @@ class PipelineFleet(HostsFleet):
         return process
 
     def status(self) -> dict[str, Any]:
-        """What the pipeline says of itself."""
         url = str(self.engine_list[0]["url"])
         request = urllib.request.Request(f"{url}/status", headers={"Authorization": f"Bearer {ENGINE_KEY}"})
         with urllib.request.urlopen(request, timeout=10, context=self.tls) as answer:
@@ -116,16 +113,17 @@ def pipeline(quick: bool) -> dict[str, float]:
             lasts(load, requests)
             alone = len(load.shots)
             figures |= killed(fleet, load, requests, "beside")
-            shots = load.end()
+            shots = load.sent()
             result = wrong(fleet, shots, by=1)
     for line in result:
-        print(f"wrong: {line}", file=sys.stderr)
+        say(f"wrong: {line}")
+    waits_s = [max(shot.longest_gap_s, shot.ttft_s) for shot in shots]
     return figures | {
         "pipeline_requests": len(shots),
         "pipeline_requests_alone": alone,
         "pipeline_wrong": len(result),
-        "pipeline_wait_most_alone_s": max(max(shot.longest_gap_s, shot.ttft_s) for shot in shots[:alone]),
-        "pipeline_wait_most_beside_s": max(max(shot.longest_gap_s, shot.ttft_s) for shot in shots[alone:]),
+        "pipeline_wait_most_alone_s": max(waits_s[:alone]),
+        "pipeline_wait_most_beside_s": max(waits_s[alone:]),
     }
 
 
@@ -151,7 +149,6 @@ def killed(fleet: PipelineFleet, load: Load, requests: int, kind: str) -> dict[s
 
 
 def settled(fleet: PipelineFleet, serving: int) -> bool:
-    """Whether all workers are there, and the gateway has as many engines as before."""
     return fleet.status()["state"] == "ready" and fleet.serving() == serving
 
 

@@ -35,13 +35,13 @@ def layer_bytes(tokens: int) -> int:
 
 class Peer:
     def __init__(self, host: str, shared_memory: bool) -> None:
-        self._outbox = KvSender(host, shared_memory=shared_memory)
+        self._sender = KvSender(host, shared_memory=shared_memory)
         self._links: PeerConnections | None = None
         self._shared = shared_memory
         self._host = host
         self._bare: list[socket.socket] = []
         self._memory = np.zeros(0, dtype=np.uint8)
-        self._shipments: list[OutgoingTransfer] = []
+        self._transfers: list[OutgoingTransfer] = []
         self._computed_s = 0.0
 
     def _room(self, size: int) -> memoryview:
@@ -50,19 +50,15 @@ class Peer:
         return self._memory.data[:size]
 
     def port(self, _: dict[str, Any]) -> dict[str, Any]:
-        return {"port": self._outbox.address[1], "cpu_s": time.process_time()}
-
-    # The sender.
+        return {"port": self._sender.address[1], "cpu_s": time.process_time()}
 
     def offer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """A cache, `when` "ready" before it is asked for, "attached" once it is, or "layers" as each is computed."""
         tokens, layers, when = asked["tokens"], asked["layers"], asked["when"]
         size = layer_bytes(tokens)
         memory = self._room(size * layers)
-        parcels = [
-            KvChunk(
-                n, "kv", 0, tokens, "bfloat16", (tokens, 2, HEADS, DIM), memory[n * size : (n + 1) * size]
-            )
+        chunks = [
+            KvChunk(n, "kv", 0, tokens, "bfloat16", (tokens, 2, HEADS, DIM), memory[n * size :][:size])
             for n in range(layers)
         ]
         begin = threading.Event()
@@ -72,41 +68,35 @@ class Peer:
             return KvManifest(FINGERPRINT, 0, tokens, TOKEN_HASH)
 
         bound = bound_to(REQUEST, FINGERPRINT, TOKEN_HASH)
-        transfer = self._outbox.offer(asked["handle"], bound, opened, 120.0)
+        transfer = self._sender.offer(asked["handle"], bound, opened, 120.0)
 
         def fill() -> None:
             if when != "ready":
                 begin.wait(60)
             start_s = time.monotonic()
-            for n, parcel in enumerate(parcels, 1):
+            for n, chunk in enumerate(chunks, 1):
                 if when in ("layers", "bulk"):
                     late_s = start_s + n * asked["layer_s"] - time.monotonic()
                     if late_s > 0:
                         time.sleep(late_s)
                 if when != "bulk":
-                    transfer.put(parcel)
+                    transfer.put(chunk)
             self._computed_s = time.monotonic()
             if when == "bulk":
-                for parcel in parcels:
-                    transfer.put(parcel)
+                for chunk in chunks:
+                    transfer.put(chunk)
             transfer.finish()
 
         if when == "ready":
             fill()
         else:
             threading.Thread(target=fill, daemon=True).start()
-        self._shipments.append(transfer)
+        self._transfers.append(transfer)
         return {}
 
     def sent(self, _: dict[str, Any]) -> dict[str, Any]:
-        state = self._shipments.pop().wait(30)
-        links = self._outbox.links()
-        return {
-            "state": state,
-            "computed_s": self._computed_s,
-            "retransmits": sum(link.retransmits for link in links),
-            "cpu_s": time.process_time(),
-        }
+        state = self._transfers.pop().wait(30)
+        return {"state": state, "computed_s": self._computed_s, "cpu_s": time.process_time()}
 
     def bare_connect(self, asked: dict[str, Any]) -> dict[str, Any]:
         self._close_bare()
@@ -125,8 +115,6 @@ class Peer:
         self._each(work, self._room(asked["bytes"]))
         return {"cpu_s": time.process_time()}
 
-    # The receiver.
-
     def fetch(self, asked: dict[str, Any]) -> dict[str, Any]:
         address = (asked["host"], asked["port"])
         if self._links is None:
@@ -134,24 +122,18 @@ class Peer:
         wanted = FetchRequest(asked["handle"], REQUEST, FINGERPRINT, TOKEN_HASH)
         sizes: list[int] = []
         start_s, cpu_s = time.monotonic(), time.process_time()
-        fetched = fetch(
+        fetch(
             self._links,
             address,
             wanted,
             lambda _: None,
-            lambda parcel: sizes.append(len(parcel.data)),
+            lambda chunk: sizes.append(len(chunk.data)),
             degree=asked["degree"],
             deadline_s=120.0,
         )
         end_s = time.monotonic()
-        return {
-            "wall_s": end_s - start_s,
-            "end_s": end_s,
-            "cpu_s": time.process_time() - cpu_s,
-            "bytes": sum(sizes),
-            "lost": fetched.lost_connections,
-            "shared": fetched.shared_memory,
-        }
+        spent_s = time.process_time() - cpu_s
+        return {"wall_s": end_s - start_s, "end_s": end_s, "cpu_s": spent_s, "bytes": sum(sizes)}
 
     def bare_listen(self, _: dict[str, Any]) -> dict[str, Any]:
         self._listener = socket.create_server((self._host, 0), backlog=64)

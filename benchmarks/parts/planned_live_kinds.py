@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from parts.adapt_rig import Rig
-from parts.adapt_scenarios import NEVER_S, post, write_market
+from parts.adapt_rig import News, Rig
+from parts.adapt_scenarios import MARKET_NODES, NEVER_S, REMOTE, REMOTE_LOAD, post, spec_text, write_market
 from parts.common import ROOT
-from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, Traffic
 from potluck.sim.load.workload import Workload, merge, of_traffic
 from potluck.sim.world.faults import Fault, Faults, PriceChange, SupplyChange
@@ -20,50 +19,17 @@ SMOOTH = 0.1
 SLOW = 4.0
 """Times as long as planned, for the engine that gets slow."""
 CHEAP_USD_PER_H = 0.2
-News = tuple[float, str, str]
-"""When, what, why."""
-MODEL = """kv_codecs: [raw, int8, int4]
-models:
-  - model: Llama-3.1-8B
-    name: m
-    slo: {{ttft_ms: {ttft}, tpot_ms: {tpot}}}
-    traffic: {{rate_per_s: {rate}, input: {{mean: {prompt}, cv: {cv}}}, output: {{mean: {output}, cv: 0.5}}}}
-policy:
-  classes: [{{name: standard, late: true, max_wait_s: 120}}]
-fleet:
-  regions:
-"""
-LATE = "policy:\n  classes: [{name: standard, late: true, max_wait_s: 120}]\n"
-"""Late answers are wanted: nothing is refused, and what goes wrong shows in attainment."""
-PAIR = (
-    MODEL.format(ttft=3000, tpot=150, rate=7.5, prompt=1200, cv=0.5, output=120)
-    + """\
+PAIR = """\
     - {name: east, nodes: [{node: 1xA100-80, available: 1}, {node: 1xA10, available: 1}]}
 """
-)
-COMBO = (
-    MODEL.format(ttft=3000, tpot=45, rate=4, prompt=1200, cv=0.5, output=120)
-    + """\
+COMBO = """\
     - {name: east, nodes: [{node: 1xL40S, available: 3}]}
 """
+PRICE = f"    - {{name: east, nodes: [{MARKET_NODES}]}}\n"
+POOL = (ROOT / "examples" / "pool.yaml").read_text("utf-8") + (
+    "policy:\n  classes: [{name: standard, late: true, max_wait_s: 120}]\n"
 )
-REMOTE = (
-    MODEL.format(ttft=4000, tpot=60, rate=10, prompt=1500, cv=1.0, output=60)
-    + """\
-    - {name: near, nodes: [{node: 1xA10, available: 8}]}
-    - {name: far, nodes: [{node: 1xL40S, available: 1}]}
-links:
-  - {from: far, to: near, gbps: 40, rtt_ms: 10}
-  - {from: near, to: far, gbps: 0.05, rtt_ms: 10}
-"""
-)
-PRICE = (
-    MODEL.format(ttft=4000, tpot=250, rate=6, prompt=1200, cv=0.3, output=40)
-    + """\
-    - name: east
-      nodes: [{node: 1xL4, available: 6, price_usd_per_h: 0.6}, {node: 1xA10, available: 0, price_usd_per_h: 0.9}]
-"""
-)
+"""Late answers are wanted: nothing is refused, and what goes wrong shows in attainment."""
 CODING = (1900, 16)
 """Mean tokens of prompts and answers once conversations have become coding."""
 CHAT = (150, 300)
@@ -80,33 +46,18 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Happened:
-    """How long after its cause what happened, and the reasons that were given."""
-
-    times_s: Mapping[str, float] = field(default_factory=dict)
-    reasons: Sequence[str] = ()
-
-
-def _nothing(rig: Rig, folder: Path) -> None:
-    """Other requests come, that is all."""
-
-
-def _nothing_wrong(plan: Plan, at_s: float) -> Faults | None:
-    return None
-
-
-@dataclass(frozen=True)
 class Kind:
     name: str
     strategy: str
-    text: Callable[[], str]
+    text: str
     before: Part
     after: Part
     quick: tuple[float, float]
     """How long each lasts in a quick run."""
     rules: Mapping[str, object] = field(default_factory=dict)
-    cause: Callable[[Rig, Path], None] = _nothing
-    wrong: Callable[[Plan, float], Faults | None] = _nothing_wrong
+    cause: Callable[[Rig, Path], None] = lambda rig, folder: None
+    """Unless given other requests come, that is all."""
+    wrong: Callable[[float], Faults | None] = lambda at_s: None
     """The same cause for the simulator."""
     waits_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """What must follow, and parts of what is then said; the last of several where its name says so."""
@@ -118,21 +69,17 @@ class Kind:
         first_s, then_s = self.quick
         return replace(self.before, lasts_s=first_s), replace(self.after, lasts_s=then_s)
 
-    def happened(self, news: Iterable[News], cause_s: float) -> Happened:
+    def times_s(self, news: Iterable[News], cause_s: float) -> dict[str, float]:
+        """How long after its cause what happened."""
         later = [item for item in news if item[0] >= cause_s]
         times: dict[str, float] = {}
-        reasons = []
         for name, words in self.waits_for.items():
-            fits = [item for item in later if all(word in item[1] for word in words)]
-            fit = None if not fits else fits[-1] if name.startswith("last") else fits[0]
-            times[name] = NEVER_S if fit is None else fit[0] - cause_s
-            if fit is not None:
-                reasons.append(f"{name}: {fit[1]} ({fit[2]})")
-        return Happened(times, reasons)
+            fits = [at_s for at_s, what, _ in later if all(word in what for word in words)]
+            times[name] = NEVER_S if not fits else fits[-1 if name.startswith("last") else 0] - cause_s
+        return times
 
 
 def load_of(spec: Spec, parts: Sequence[Part], fraction: float, seed: int) -> Workload:
-    """The spec's requests, one part after the other."""
     made, begins_s = [], 0.0
     for part in parts:
         traffic = [_traffic(model.traffic, part, fraction) for model in spec.models]
@@ -151,16 +98,12 @@ def _traffic(planned: Traffic, part: Part, fraction: float) -> Traffic:
     return replace(planned, rate_per_s=rate, lengths=(LengthBin(*map(float, part.lengths), 1.0),))
 
 
-def _pool() -> str:
-    return (ROOT / "examples" / "pool.yaml").read_text("utf-8") + LATE
-
-
 def _slow_prefill(rig: Rig, folder: Path) -> None:
     victim = next(replica for replica in rig.looks[-1].replicas if replica["region"] == "far")
     post(f"{victim['url']}/pace", {"pace": SLOW})
 
 
-def _slow_far(plan: Plan, at_s: float) -> Faults:
+def _slow_far(at_s: float) -> Faults:
     return Faults((Fault(at_s, "slow", replica="*@far*", factor=SLOW),))
 
 
@@ -168,7 +111,7 @@ def _cheaper(rig: Rig, folder: Path) -> None:
     write_market(folder, {"1xA10": (6, CHEAP_USD_PER_H)})
 
 
-def _cheaper_there(plan: Plan, at_s: float) -> Faults:
+def _cheaper_there(at_s: float) -> Faults:
     return Faults(
         prices=(PriceChange(at_s, "east", "1xA10", CHEAP_USD_PER_H),),
         availability=(SupplyChange(at_s, "east", "1xA10", 6),),
@@ -181,7 +124,7 @@ KINDS = {
         Kind(
             "pool",
             "thunderserve",
-            _pool,
+            POOL,
             Part(60.0, 0.8),
             Part(60.0, 0.8, CODING),
             (20.0, 20.0),
@@ -189,12 +132,26 @@ KINDS = {
             waits_for={"first flip": (" becomes ",)},
             plan_s=60.0,
         ),
-        Kind("pair", "cronus", lambda: PAIR, Part(60.0), Part(15.0, 0.5), (15.0, 5.0)),
-        Kind("combo", "cauchy", lambda: COMBO, Part(60.0), Part(60.0, 1.0, CHAT), (20.0, 20.0)),
+        Kind(
+            "pair",
+            "cronus",
+            spec_text(PAIR, ttft=3000, tpot=150, rate=7.5, cv=0.5, output=120, cv_out=0.5),
+            Part(60.0),
+            Part(15.0, 0.5),
+            (15.0, 5.0),
+        ),
+        Kind(
+            "combo",
+            "cauchy",
+            spec_text(COMBO, ttft=3000, tpot=45, rate=4, cv=0.5, output=120, cv_out=0.5),
+            Part(60.0),
+            Part(60.0, 1.0, CHAT),
+            (20.0, 20.0),
+        ),
         Kind(
             "remote",
             "prfaas",
-            lambda: REMOTE,
+            spec_text(REMOTE, **REMOTE_LOAD),
             Part(60.0, 0.8),
             Part(45.0, 0.8),
             (25.0, 15.0),
@@ -206,7 +163,7 @@ KINDS = {
         Kind(
             "price",
             "coral",
-            lambda: PRICE,
+            spec_text(PRICE, rate=6, cv=0.3, cv_out=0.5),
             Part(40.0, 0.8),
             Part(60.0, 0.8),
             (20.0, 25.0),

@@ -1,9 +1,14 @@
-"""Specs drawn at random for `planned.py`, each of a kind that some technique was made for."""
+"""Specs drawn at random for `planned.py` and `promises.py`, each of a kind that some technique was made for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import numpy as np
 
+Objectives = dict[str, tuple[int, int]]
+Range = tuple[float, float]
 KINDS = ("pool", "pair", "combo", "pipeline", "remote", "several")
 SMALL = {"Llama-3.1-8B": (1000, 50), "Phi-4": (1500, 80), "GPT-OSS-20B": (1000, 40)}
 """Model to the objective it gets: TTFT and TPOT in ms."""
@@ -11,6 +16,15 @@ LARGE = {"Qwen3-32B": (4000, 120), "LLaMA-30B": (3000, 200)}
 LOW, HIGH = ("1xA10", "1xL4", "2xRTX4090"), ("1xA100-80GB", "1xL40S", "1xH100")
 PRICES = {"1xA10": 0.7, "1xL4": 0.6, "2xRTX4090": 0.9, "1xA100-80GB": 1.8, "1xL40S": 1.1, "1xH100": 3.0}
 BOXES = ("4xA40", "4xA5000", "2xRTX4090", "4xA6000", "4xRTX3090Ti")
+
+
+def random_specs(count: int, folder: Path) -> Iterator[Path]:
+    """The kinds in turn."""
+    for number in range(count):
+        kind = KINDS[number % len(KINDS)]
+        path = folder / f"{kind}-{number // len(KINDS)}.yaml"
+        path.write_text(spec_text(kind, number // len(KINDS)), encoding="utf-8")
+        yield path
 
 
 def spec_text(kind: str, seed: int) -> str:
@@ -45,12 +59,12 @@ def spec_text(kind: str, seed: int) -> str:
 
 def _model(
     rng: np.random.Generator,
-    known: dict[str, tuple[int, int]],
+    known: Objectives,
     name: str,
-    rates: tuple[float, float],
-    prompts: tuple[int, int],
-    outputs: tuple[int, int],
-    slower: int = 1,
+    rates: Range,
+    prompts: Range,
+    outputs: Range,
+    slower=1,
 ) -> str:
     model = str(rng.choice(list(known)))
     ttft_ms, tpot_ms = known[model]

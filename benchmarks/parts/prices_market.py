@@ -1,26 +1,22 @@
-"""A day of spot prices and spot machines, recorded or made up: see `prices.py`.
+"""A day of spot prices and spot machines, for `prices.py`.
 
-Recorded (../shared/data): AWS's spot prices of g6.xlarge (1xL4), g5.xlarge (1xA10G) and g6e.xlarge (1xL40S) in the
-first zone of us-east-2 and of ap-northeast-2, the last 24 days on record, each played for an hour; and how many of 16
-spot machines could be had in us-east-2b and us-west-2a, every five minutes, in the campaign of 2023-08-27: of V100s,
-since there is no record of these.
+AWS's spot prices of g6.xlarge (1xL4), g5.xlarge (1xA10G) and g6e.xlarge (1xL40S) in the first zone of us-east-2 and
+ap-northeast-2, the last 24 days on record, each played for an hour; and how many of 16 spot machines could be had in
+us-east-2b and us-west-2a, every five minutes, from 2023-08-27 on: of V100s, as there is no record of these.
 """
 
 from __future__ import annotations
 
 import csv
 import gzip
-import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 
-import numpy as np
-
+from parts.common import DATA
 from potluck.core.values.types import NodeOffer, Region
 
-DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
+FILES = ("aws_gpu_spot_price_history_daily.parquet", "spot_v100_k80_traces_rle.csv.gz")
 INSTANCES = {"g6.xlarge": "1xL4", "g5.xlarge": "1xA10G", "g6e.xlarge": "1xL40S"}
 NODES = tuple(INSTANCES.values())
 ZONES = {"us-east-2": "use2-az1", "ap-northeast-2": "apne2-az1"}
@@ -28,12 +24,12 @@ COUNTS = {"us-east-2": ("us-east-2b", (3, 0, 1)), "ap-northeast-2": ("us-west-2a
 """Region to whose record its counts are, and which days of it its node types have: of each record's first week those
 three in which counts changed most, the most restless for the dearest."""
 CAMPAIGN = "aws-08-27-2023"
+COLUMNS = "date availability_zone region instance_type price_usd_per_h spot_price_usd_per_h"
 ON_DEMAND = "us-east-2 on demand"
 AMPLE = 16
 HOUR_S, TICK_S, TICKS = 3600.0, 300.0, 288
 NOTICE_S = 120.0
 """What AWS gives."""
-MADE_UP_SEED = 7
 Key = tuple[str, str]
 
 
@@ -50,20 +46,16 @@ class Change:
 
 @dataclass(frozen=True)
 class Market:
-    """What there is at first, and what changes."""
-
     changes: tuple[Change, ...]
     """In order of time; those at 0 say how it begins."""
-    recorded: bool
 
     @cached_property
     def times(self) -> tuple[float, ...]:
         return tuple(sorted({change.at_s for change in self.changes}))
 
     def after(self, at_s: float) -> Market:
-        """The same from a later moment on."""
         moved = (replace(change, at_s=max(0.0, change.at_s - at_s)) for change in self.changes)
-        return replace(self, changes=tuple(moved))
+        return Market(tuple(moved))
 
     def regions(self, at_s: float) -> tuple[Region, ...]:
         offers: dict[Key, NodeOffer] = {}
@@ -80,18 +72,14 @@ class Market:
 
 
 def the_market() -> Market:
-    recorded = all(
-        (DATA / name).exists()
-        for name in ("aws_gpu_spot_price_history_daily.parquet", "spot_v100_k80_traces_rle.csv.gz")
-    )
-    hourly, steady = recorded_prices() if recorded else made_up_prices()
-    counts = recorded_counts() if recorded else made_up_counts()
+    hourly, steady = recorded_prices()
+    counts = recorded_counts()
     changes = [Change(0.0, ON_DEMAND, node, price, AMPLE) for node, price in steady.items()]
     for (region, node), prices in hourly.items():
         changes += [Change(h * HOUR_S, region, node, usd_per_h=p) for h, p in _changes(prices)]
     for (region, node), ticks in counts.items():
         changes += [Change(t * TICK_S, region, node, available=int(n)) for t, n in _changes(ticks)]
-    return Market(tuple(sorted(changes, key=lambda change: change.at_s)), recorded)
+    return Market(tuple(sorted(changes, key=lambda change: change.at_s)))
 
 
 def _changes(values: list[float]) -> list[tuple[int, float]]:
@@ -103,15 +91,8 @@ def recorded_prices() -> tuple[dict[Key, list[float]], dict[str, float]]:
     import pyarrow.parquet as parquet
 
     rows = parquet.read_table(
-        DATA / "aws_gpu_spot_price_history_daily.parquet",
-        columns=[
-            "date",
-            "availability_zone",
-            "region",
-            "instance_type",
-            "price_usd_per_h",
-            "spot_price_usd_per_h",
-        ],
+        DATA / FILES[0],
+        columns=COLUMNS.split(),
         filters=[("instance_type", "in", list(INSTANCES)), ("region", "in", list(ZONES))],
     ).to_pylist()
     spot: dict[Key, dict[str, float]] = {}
@@ -128,7 +109,7 @@ def recorded_prices() -> tuple[dict[Key, list[float]], dict[str, float]]:
 
 def recorded_counts() -> dict[Key, list[float]]:
     ticks: dict[str, list[float]] = {}
-    with gzip.open(DATA / "spot_v100_k80_traces_rle.csv.gz", "rt") as file:
+    with gzip.open(DATA / FILES[1], "rt") as file:
         for row in csv.DictReader(file):
             if row["campaign"] == CAMPAIGN and row["kind"] == "availability":
                 run = [float(row["value"])] * int(row["run_length_ticks"])
@@ -138,29 +119,3 @@ def recorded_counts() -> dict[Key, list[float]]:
         for region, (zone, days) in COUNTS.items()
         for node, day in zip(NODES, days, strict=True)
     }
-
-
-def made_up_prices() -> tuple[dict[Key, list[float]], dict[str, float]]:
-    """A third to nine tenths of the fixed price, wandering by about 5 % an hour."""
-    rng = np.random.default_rng(MADE_UP_SEED)
-    steady = dict(zip(NODES, (0.8, 1.01, 1.86), strict=True))
-    hourly = {}
-    for region in ZONES:
-        for node, price in steady.items():
-            walk = np.clip(rng.uniform(0.4, 0.8) * np.exp(np.cumsum(rng.normal(0, 0.05, 24))), 0.33, 0.9)
-            hourly[region, node] = [round(float(price * share), 3) for share in walk]
-    return hourly, steady
-
-
-def made_up_counts() -> dict[Key, list[float]]:
-    """Plenty or nothing for hours at a time, and something between for minutes."""
-    rng = np.random.default_rng(MADE_UP_SEED + 1)
-    counts: dict[Key, list[float]] = {}
-    for region in ZONES:
-        for node in NODES:
-            ticks: list[float] = []
-            while len(ticks) < TICKS:
-                value = float(rng.choice([16, 0, rng.integers(1, 16)], p=[0.5, 0.25, 0.25]))
-                ticks += [value] * int(rng.integers(1, 12 if 0 < value < 16 else 40))
-            counts[region, node] = ticks[:TICKS]
-    return counts

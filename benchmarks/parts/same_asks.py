@@ -8,22 +8,8 @@ from typing import Any
 
 from live_plans import MODEL
 
-WORDS = (
-    "the",
-    "a",
-    "of",
-    "king",
-    "river",
-    "stone",
-    "and",
-    "ship",
-    "night",
-    "under",
-    "every",
-    "was",
-    "came",
-    "said",
-)
+TEXT = "the a of king river stone and ship night under every was came said"
+WORDS = TEXT.split()
 TEXTS = (" the ", ", and ", "ing to", "er was", "ould", ".\n", "ness")
 ENTRY = {
     "type": "object",
@@ -45,14 +31,11 @@ STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 @dataclass(frozen=True)
 class Ask:
-    """One request, as a client sends it."""
-
     path: str
     body: dict[str, Any]
 
 
 def asks_of(count: int, output: int, seed: int) -> list[Ask]:
-    """All manners of asking, spread so that each meets each."""
     chance = random.Random(seed)
     made = []
     for place in range(count):

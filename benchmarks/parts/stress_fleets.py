@@ -18,31 +18,19 @@ from potluck.catalog import named_workloads as named
 from potluck.catalog import nodes
 from potluck.cli.simulating.simulate import RateTrial, faster, search, step_of
 from potluck.core.state.policy import Policy
-from potluck.core.values.plan import (
-    BucketCapacity,
-    Deployment,
-    LengthBucket,
-    Plan,
-    PlannedFlow,
-    PlannedShare,
-    Prediction,
-    Template,
-)
-from potluck.core.values.types import Link, NodeOffer, Region, Role, Slo
-from potluck.perf.throughput import best_operating
-from potluck.perf.timers.roofline import roofline
+from potluck.core.values import plan as plans
+from potluck.core.values.types import Link, Role, Slo
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load import arrivals
 from potluck.sim.load.workload import Workload, merge, synthetic, workload
 from potluck.sim.results.metrics import judge, summarise
 from potluck.sim.results.records import REFUSED, RequestRecords, SimResult
 from potluck.sim.run import simulate
-from potluck.sim.sim_settings import SimSettings
 from potluck.sim.world.faults import Fault, Faults
 
 MODEL = fleets.MODEL
 SEED = 11
-SLO = Slo(2.0, 0.06)
+SLO = fleets.SLO
 FAST, SMALL = "1xH100-SXM", "1xL4"
 TOLERANCE = 0.02
 Mask = NDArray[np.bool_]
@@ -50,39 +38,19 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What every scenario is run with."""
-
     policy: Policy
     quick: bool
 
     def span_s(self, whole_s: float, quick_s: float) -> float:
         return quick_s if self.quick else whole_s
 
-    def run(
-        self,
-        problem: ResolvedPlan,
-        load: Workload,
-        faults: Sequence[Fault] = (),
-        settings: SimSettings | None = None,
-    ) -> SimResult:
-        return simulate(
-            problem,
-            load,
-            self.policy,
-            seed=SEED,
-            settings=settings,
-            faults=Faults(tuple(faults)) if faults else None,
-        )
+    def run(self, problem: ResolvedPlan, load: Workload, faults: Sequence[Fault] = ()) -> SimResult:
+        every = Faults(tuple(faults)) if faults else None
+        return simulate(problem, load, self.policy, seed=SEED, faults=every)
 
 
 def per_s(node: str, role: Role = "mixed") -> float:
-    """Requests a second that one replica sustains, by the model that plans are made with."""
-    kind = nodes.node_type(node)
-    result = best_operating(
-        roofline(fleets.LLAMA, kind, kind.gpus), fleets.INPUT, fleets.OUTPUT, 300, None, role
-    )
-    assert result is not None
-    return result.requests_per_s
+    return fleets.per_s(role, nodes.node_type(node))
 
 
 def alike(replicas: int) -> ResolvedPlan:
@@ -90,36 +58,29 @@ def alike(replicas: int) -> ResolvedPlan:
     return closed([(mixed(FAST), "east", replicas)])
 
 
-def mixed(node: str, weight: float = 1.0) -> Template:
+def mixed(node: str, weight: float = 1.0) -> plans.Template:
     """One replica on a node; its planned rate is `weight` times what it can do."""
-    return fleets.template(
-        f"chat: {node}", "homogeneous", [("mixed", node)], (0.0, 0.0, weight * per_s(node))
-    )
+    return fleets.template(f"chat: {node}", "homogeneous", [("mixed", node)], (0, 0, weight * per_s(node)))
 
 
-def closed(
-    fleet: Sequence[tuple[Template, str, int]], slo: Slo = SLO, links: Sequence[Link] = ()
-) -> ResolvedPlan:
+def closed(fleet: Sequence[tuple[plans.Template, str, int]], slo: Slo = SLO) -> ResolvedPlan:
     """(template, region, copies): each serves by itself."""
     shares = tuple(
-        PlannedShare(t.name, region, 0, "closed", n * t.capacity[0].closed_per_s) for t, region, n in fleet
+        plans.PlannedShare(t.name, region, 0, "closed", n * t.capacity[0].closed_per_s)
+        for t, region, n in fleet
     )
-    return _problem(fleet, shares, (), slo, links)
+    return fleets.planned(fleet, shares, sum(share.rate_per_s for share in shares), slo=slo)
 
 
 def apart(prefills: Sequence[tuple[str, int]], decodes: tuple[str, int], gbps: float) -> ResolvedPlan:
     """(region, replicas): prefill in some regions, decode in one, with a link from each of the former."""
-    first = fleets.template(
-        "chat: prefill", "homogeneous", [("prefill", FAST)], (per_s(FAST, "prefill"), 0.0, 0.0)
-    )
-    last = fleets.template(
-        "chat: decode", "homogeneous", [("decode", FAST)], (0.0, per_s(FAST, "decode"), 0.0)
-    )
+    first = fleets.template("prefill", "homogeneous", [("prefill", FAST)], (per_s(FAST, "prefill"), 0, 0))
+    last = fleets.template("chat: decode", "homogeneous", [("decode", FAST)], (0, per_s(FAST, "decode"), 0))
     place, count = decodes
     rates = {region: n * first.capacity[0].prefill_per_s for region, n in prefills}
-    shares = [PlannedShare(first.name, region, 0, "prefill", rate) for region, rate in rates.items()]
-    shares.append(PlannedShare(last.name, place, 0, "decode", count * last.capacity[0].decode_per_s))
-    flows = tuple(PlannedFlow(MODEL, 0, region, place, rate) for region, rate in rates.items())
+    shares = [plans.PlannedShare(first.name, region, 0, "prefill", rate) for region, rate in rates.items()]
+    shares.append(plans.PlannedShare(last.name, place, 0, "decode", count * last.capacity[0].decode_per_s))
+    flows = tuple(plans.PlannedFlow(MODEL, 0, region, place, rate) for region, rate in rates.items())
     links = [
         Link(*ends, gbps, 0.01)
         for region in rates
@@ -127,42 +88,11 @@ def apart(prefills: Sequence[tuple[str, int]], decodes: tuple[str, int], gbps: f
         for ends in ((region, place), (place, region))
     ]
     fleet = [*((first, region, n) for region, n in prefills), (last, place, count)]
-    return _problem(fleet, tuple(shares), flows, SLO, links)
-
-
-def _problem(
-    fleet: Sequence[tuple[Template, str, int]],
-    shares: tuple[PlannedShare, ...],
-    flows: tuple[PlannedFlow, ...],
-    slo: Slo,
-    links: Sequence[Link],
-) -> ResolvedPlan:
-    rate = sum(n * max(_rates(t.capacity[0])) for t, _, n in fleet)
-    templates = tuple({t.name: t for t, _, _ in fleet}.values())
-    plan = Plan(
-        "by hand",
-        templates,
-        tuple(Deployment(t.name, region, n) for t, region, n in fleet),
-        (LengthBucket(MODEL, 0, 1 << 20, rate),),
-        shares,
-        flows,
-        (Prediction(MODEL, rate, rate, 0.2, 0.03, "measured"),),
-        1.0,
-        0.0,
-    )
-    used = {item.node: nodes.node_type(item.node) for t in templates for item in t.nodes}
-    offers = tuple(NodeOffer(name, 2.0, 100_000) for name in used)
-    regions = tuple(Region(name, offers) for name in dict.fromkeys(region for _, region, _ in fleet))
-    mean = {MODEL: (float(fleets.INPUT), float(fleets.OUTPUT))}
-    return ResolvedPlan(plan, {MODEL: fleets.LLAMA}, used, regions, tuple(links), {MODEL: slo}, mean)
-
-
-def _rates(capacity: BucketCapacity) -> tuple[float, float, float]:
-    return capacity.prefill_per_s, capacity.decode_per_s, capacity.closed_per_s
+    rate_per_s = sum(share.rate_per_s for share in shares)
+    return fleets.planned(fleet, shares, rate_per_s, flows=flows, links=links)
 
 
 def chat(rate_per_s: float, span_s: float, seed: int = SEED, start_s: float = 0.0) -> Workload:
-    """Poisson arrivals of chat requests from a time on for so long."""
     lengths = named.workload("azure-conv").lengths
     made = synthetic(MODEL, lengths, rate_per_s, int(rate_per_s * span_s * 1.2) + 50, seed)
     made = made.take(np.flatnonzero(made.arrival_s < span_s))
@@ -170,7 +100,6 @@ def chat(rate_per_s: float, span_s: float, seed: int = SEED, start_s: float = 0.
 
 
 def alike_requests(rate_per_s: float, span_s: float, prompt: int, output: int, seed: int = SEED) -> Workload:
-    """Poisson arrivals of requests that are all as long."""
     arrival_s = arrivals.gamma(
         np.random.default_rng(seed), rate_per_s, 1.0, int(rate_per_s * span_s * 1.5) + 50
     )
@@ -210,23 +139,19 @@ def _capacity(make: Callable[[], ResolvedPlan], policy: Policy, span_s: float) -
 
 
 def good(result: SimResult) -> Mask:
-    """Which requests kept their objective."""
     return judge(result.records, result.slos, result.end_s).met
 
 
 def between(records: RequestRecords, from_s: float, to_s: float) -> Mask:
-    """Which requests arrived in a time."""
     mask: Mask = (records.arrival_s >= from_s) & (records.arrival_s < to_s)
     return mask
 
 
 def good_per_s(result: SimResult, from_s: float, to_s: float) -> float:
-    """Of those that arrived in a time, so many a second kept their objective."""
     return float((good(result) & between(result.records, from_s, to_s)).sum()) / (to_s - from_s)
 
 
 def attainment(result: SimResult, from_s: float, to_s: float) -> float:
-    """The share of those that arrived in a time that kept their objective."""
     inside = between(result.records, from_s, to_s)
     return float((good(result) & inside).sum()) / max(1, int(inside.sum()))
 
@@ -244,6 +169,5 @@ def broken_promises(result: SimResult, tick_s: float) -> int:
 
 
 def slowest_refusal_s(result: SimResult) -> float:
-    """From arrival to refusal, at most."""
     waits_s = (result.records.finish_s - result.records.arrival_s)[refused(result)]
     return float(waits_s.max(initial=0.0))

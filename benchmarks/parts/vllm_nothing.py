@@ -16,8 +16,6 @@ class Nothing(KVConnectorMetadata):
 
 
 class NothingConnector(KVConnectorBase_V1, SupportsHMA):
-    """Vllm's own defaults, and no more than it asks for."""
-
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass
 

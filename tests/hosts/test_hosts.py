@@ -51,7 +51,7 @@ def test_no_request_is_lost_whatever_becomes_of_hosts(bed: Bed, tmp_path: Path) 
         load.start()
         in_trouble(fleet, load)
         followed(fleet, load)
-        shots = load.end()
+        shots = load.sent()
         assert wrong(fleet, shots, by=WHOLE_ONE) == []
 
 

@@ -38,7 +38,7 @@ def test_everything_is_replaced_and_no_request_fails(tmp_path: Path) -> None:
         assert all(item is not None and item.poll() == 0 for item in first), "both ended by themselves"
         before, sent = fleet.succeed(), len(load.shots)
         within(lambda: len(load.shots) >= sent + 4)
-        shots = load.end()
+        shots = load.sent()
         within(lambda: before.popen is not None and before.popen.poll() == 0)
         upkeep.end()
         assert upkeep.started == 2

@@ -14,9 +14,7 @@ from docsite.assemble import ROOT, assemble
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "site")
-    parser.add_argument(
-        "--pages", type=Path, default=ROOT / "build" / "docs", help="where pages are put together"
-    )
+    parser.add_argument("--pages", type=Path, default=ROOT / "build" / "docs", help="where pages are made")
     chosen = parser.parse_args()
     assemble(chosen.pages)
     command = [

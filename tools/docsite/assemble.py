@@ -51,7 +51,6 @@ CALLED = re.compile(r"(?<!\[)`potluck (\w+)`(?!\])")
 
 
 def place_of(path: str) -> str:
-    """Where the site has a file of the repository."""
     if path in OWN:
         return OWN[path]
     if path.rstrip("/") == "docs/decisions":
@@ -60,13 +59,11 @@ def place_of(path: str) -> str:
 
 
 def written() -> list[str]:
-    """The repository's pages, as paths from its root."""
     docs = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
     return [*(path for path in OWN if path.endswith(".md") and not path.startswith("docs/")), *docs]
 
 
 def resolved(page: str, target: str) -> str:
-    """The file in the repository that a link of a page means, without its anchor."""
     name = target.partition("#")[0]
     return posixpath.normpath(posixpath.join(posixpath.dirname(page), name)) if name else page
 

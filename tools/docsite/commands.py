@@ -19,7 +19,6 @@ ROOMS = {
 
 
 def tree() -> Iterator[tuple[tuple[str, ...], click.Command, click.Context]]:
-    """Every command and subcommand with the words it is called by."""
     top = click.Context(cli, info_name="potluck")
     for name in COMMANDS:
         command = cli.get_command(top, name)
@@ -40,25 +39,19 @@ def _below(
 
 
 def pages() -> dict[str, str]:
-    """Pages of the site, by their places."""
     texts: dict[str, list[str]] = {}
     for words, command, context in tree():
         level = "#" * len(words)
-        texts.setdefault(words[0], []).append(
-            f"{level} potluck {' '.join(words)}\n\n{_told(command, context)}"
-        )
+        text = f"{level} potluck {' '.join(words)}\n\n{_told(command, context)}"
+        texts.setdefault(words[0], []).append(text)
     result = {f"commands/{name}.md": "\n".join(parts) for name, parts in texts.items()}
     result["commands/index.md"] = _index()
     return result
 
 
 def _index() -> str:
-    lines = [
-        "# Command reference",
-        "",
-        "Made of the commands when the site is built; `--help` says the same.",
-        "",
-    ]
+    intro = "Made of the commands when the site is built; `--help` says the same."
+    lines = ["# Command reference", "", intro, ""]
     for title, places in ROOMS.items():
         lines += [f"## {title}", "", "| command | what it does |", "|---|---|"]
         for name, (place, line) in COMMANDS.items():
@@ -82,9 +75,8 @@ def _exit_codes() -> list[str]:
 def _told(command: click.Command, context: click.Context) -> str:
     usage = " ".join(command.collect_usage_pieces(context))
     lines = ["```text", f"{context.command_path} {usage}", "```", "", *_help(command), ""]
-    options = [
-        param for param in command.get_params(context) if isinstance(param, click.Option) and not param.hidden
-    ]
+    given = command.get_params(context)
+    options = [item for item in given if isinstance(item, click.Option) and not item.hidden]
     if options:
         lines += ["| option | what it is | default |", "|---|---|---|"]
         lines += [_row(option, context) for option in options if "--help" not in option.opts]
@@ -98,14 +90,8 @@ def _help(command: click.Command) -> list[str]:
         if part.startswith("\b"):
             title, *rest = part.split("\n")[1:]
             heading, block = ([title], rest) if title.endswith(":") and rest else ([], [title, *rest])
-            result += [
-                *heading,
-                "",
-                "```console",
-                *(inspect.cleandoc("\n".join(block)).split("\n")),
-                "```",
-                "",
-            ]
+            code = inspect.cleandoc("\n".join(block)).split("\n")
+            result += [*heading, "", "```console", *code, "```", ""]
         else:
             result += [_escaped(" ".join(part.split())), ""]
     return result

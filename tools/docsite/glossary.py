@@ -21,15 +21,12 @@ _KEPT = re.compile(r"`[^`]*`|\[[^\]]*\]\([^)]*\)|<[^>]+>|\*\*[^*]+\*\*")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One row: words that share a meaning."""
-
     section: str
     words: tuple[str, ...]
     meaning: str
 
 
 def entries(page: str) -> list[Entry]:
-    """All rows of the glossary's tables."""
     result: list[Entry] = []
     section = ""
     for line in page.splitlines():
@@ -91,39 +88,22 @@ def linked(page: str, words: dict[str, str]) -> str:
 
 
 PLURALS = ("replica", "template", "segment", "combo", "bucket", "tenant", "stage", "pipeline", "hedge")
-ALONE = (
-    *("prefill", "decode", "TTFT", "TPOT", "E2E", "KV", "goodput", "attainment", "headroom", "rehearsal"),
-    *("gateway", "controller", "Brain", "route", "standby"),
-)
+ALONE = """prefill decode TTFT TPOT E2E KV goodput attainment headroom rehearsal gateway controller Brain route
+standby"""
 """Words that mean nothing else in a sentence; "copy" would be linked where it is not meant."""
-ON_THE_PAGE = (
-    *(
-        "replica",
-        "template",
-        "role",
-        "prefill",
-        "decode",
-        "KV",
-        "TTFT",
-        "TPOT",
-        "objective",
-        "goodput",
-        "tenant",
-    ),
-    *("pace", "draining", "cordoned", "standby", "doubted", "flip", "reassign", "replan", "market", "remark"),
-)
+ON_THE_PAGE = """replica template role prefill decode KV TTFT TPOT objective goodput tenant pace draining cordoned
+standby doubted flip reassign replan market remark"""
 """The first word of each row that the page explains."""
 
 
 def linked_words() -> dict[str, str]:
     """What is written, to the glossary's word for it."""
-    return {word: word for word in ALONE} | {w: w for w in PLURALS} | {f"{w}s": w for w in PLURALS}
+    return {word: word for word in ALONE.split()} | {w: w for w in PLURALS} | {f"{w}s": w for w in PLURALS}
 
 
 def page_words() -> str:
-    """The page's own file, as it should be."""
     rows = {entry.words[0]: entry for entry in entries((ROOT / "docs" / "glossary.md").read_text("utf-8"))}
-    shown = [[list(rows[word].words), rows[word].meaning.replace("`", "")] for word in ON_THE_PAGE]
+    shown = [[list(rows[word].words), rows[word].meaning.replace("`", "")] for word in ON_THE_PAGE.split()]
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in shown)
     return f"// From docs/glossary.md, by tools/docsite/glossary.py.\nexport const WORDS = [\n{lines},\n];\n"
 

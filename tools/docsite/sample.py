@@ -29,25 +29,20 @@ def spec() -> str:
 
 
 def in_page() -> str:
-    """What the page shows."""
     return next(block.text for block in blocks(PAGE.read_text("utf-8")) if block.language == "text")
 
 
 def heads(output: str) -> list[list[str]]:
-    """The columns of each table that was printed."""
     result = [above for above, below in pairwise(output.splitlines()) if below.startswith("───")]
     return [re.split(r"\s{2,}", line.strip()) for line in result]
 
 
 def printed() -> str:
-    """What is printed now."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "potluck.yaml").write_text(spec(), "utf-8")
         command = [sys.executable, "-m", "potluck.cli.main", *COMMAND]
-        path = {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": COLUMNS}
-        done = subprocess.run(
-            command, cwd=folder, env={**os.environ, **path}, check=True, capture_output=True, text=True
-        )
+        env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": COLUMNS}
+        done = subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True, text=True)
     return "\n".join(line.rstrip() for line in done.stdout.rstrip().splitlines())
 
 

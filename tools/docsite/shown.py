@@ -34,7 +34,6 @@ class Call:
 
 
 def calls(page: str) -> Iterator[Call]:
-    """Every command line of a page."""
     for block in blocks(page):
         if block.language in ("", "console", "sh"):
             text = block.text.replace("\\\n", " ")
@@ -130,14 +129,11 @@ _LIKE = {
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A command of a page, and what the page says that it prints."""
-
     command: str
     output: str
 
 
 def shown(text: str) -> Iterator[Shown]:
-    """The commands of a page in order."""
     for block in blocks(text):
         if block.language == "console":
             for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:

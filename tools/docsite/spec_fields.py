@@ -36,8 +36,6 @@ This page is made of the schema when the site is built; every example on it is r
 
 @dataclass(frozen=True, slots=True)
 class FieldText:
-    """One row of the reference."""
-
     name: str
     others: tuple[str, ...]
     says: str
@@ -59,12 +57,10 @@ def section(name: str) -> type[Written]:
 
 
 def all_sections() -> set[str]:
-    """Names of all mappings that a person may write."""
-    result = {
-        name: var for name, var in vars(schema).items() if isinstance(var, type) and issubclass(var, Written)
-    }
+    kinds = [kind for kind in vars(schema).values() if isinstance(kind, type)]
+    result = {kind.__name__ for kind in kinds if issubclass(kind, Written)}
     roots = {"Written", "FleetSpecIn"}  # what all are made of; the same as SpecIn
-    return set(result) - roots
+    return result - roots
 
 
 @cache
@@ -98,17 +94,9 @@ def docstrings(kind: type) -> dict[str, str]:
     assert isinstance(body, ast.ClassDef)
     result: dict[str, str] = {}
     for before, after in zip(body.body, body.body[1:], strict=False):
-        text = (
-            after.value.value
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            else None
-        )
-        if (
-            isinstance(before, ast.AnnAssign)
-            and isinstance(before.target, ast.Name)
-            and isinstance(text, str)
-        ):
-            result[before.target.id] = " ".join(text.split())
+        named = isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name)
+        if named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            result[before.target.id] = " ".join(str(after.value.value).split())
     return result
 
 
@@ -127,9 +115,8 @@ def rows(kind: type[Written]) -> list[FieldText]:
         names = written_name(name, field)
         shape = shapes["properties"][written]
         default = "needed" if field.is_required() else _default(field, defaults.get(name))
-        field_texts.append(
-            FieldText(written, names[1:], says, _kind(shape), default, word[written]["example"])
-        )
+        example = word[written]["example"]
+        field_texts.append(FieldText(written, names[1:], says, _kind(shape), default, example))
     return field_texts
 
 
@@ -169,13 +156,8 @@ def _kind(shape: dict[str, Any]) -> str:
 def _plain(shape: dict[str, Any]) -> str:
     kind = {"number": "number", "integer": "whole number", "string": "text", "boolean": "true or false"}
     text = kind.get(shape.get("type", ""), "number or matrix")
-    bounds = (
-        ("exclusiveMinimum", "above"),
-        ("minimum", "from"),
-        ("exclusiveMaximum", "below"),
-        ("maximum", "up to"),
-    )
-    limits = [f"{word} {shape[key]:,g}" for key, word in bounds if key in shape]
+    bounds = {"exclusiveMinimum": "above", "minimum": "from", "exclusiveMaximum": "below", "maximum": "up to"}
+    limits = [f"{word} {shape[key]:,g}" for key, word in bounds.items() if key in shape]
     return f"{text} {', '.join(limits)}" if limits else text
 
 
@@ -192,13 +174,11 @@ def anchor(name: str) -> str:
 
 
 def shown(example: dict[str, Any]) -> str:
-    """An example as one line of YAML."""
     text = yaml.safe_dump(example, default_flow_style=True, sort_keys=False, width=10**6).strip()
     return text.removeprefix("{").removesuffix("}") if len(example) == 1 else text
 
 
 def pages() -> dict[str, str]:
-    """The page of the site, by its place."""
     parts = [INTRO]
     for kind in sections():
         name = kind.__name__
@@ -206,12 +186,10 @@ def pages() -> dict[str, str]:
         lines += ["| field | what it is |", "|---|---|"]
         for row in rows(kind):
             also = f"<br>also {', '.join(f'`{other}`' for other in row.others)}" if row.others else ""
-            default = (
-                "; needed" if row.default == "needed" else f"; default {row.default}" if row.default else ""
-            )
+            default = f"; default {row.default}" if row.default else ""
+            default = "; needed" if row.default == "needed" else default
             text = f"{row.says}<br>*{row.kind}{default}*<br>`{shown(row.example)}`"
-            lines.append(
-                "| " + " | ".join(item.replace("|", "\\|") for item in (f"`{row.name}`{also}", text)) + " |"
-            )
+            cells = (item.replace("|", "\\|") for item in (f"`{row.name}`{also}", text))
+            lines.append(f"| {' | '.join(cells)} |")
         parts.append("\n".join(lines) + "\n")
     return {"reference/spec.md": "\n".join(parts)}

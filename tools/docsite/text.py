@@ -50,21 +50,18 @@ def links(text: str) -> Iterator[Link]:
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """Blocks of code: between fences, or indented."""
     for line, token in _tokens(text):
         if token.type in ("fence", "code_block"):
             yield Block(line, token.info.strip(), token.content)
 
 
 def phrases(text: str) -> Iterator[tuple[int, str]]:
-    """Code within lines."""
     for line, token in _tokens(text):
         if token.type == "code_inline":
             yield line, token.content
 
 
 def headings(text: str) -> list[tuple[int, str]]:
-    """Level and words of every heading."""
     result: list[tuple[int, str]] = []
     level = 0
     for token in _PARSER.parse(text):
@@ -115,8 +112,6 @@ def outside_code(text: str, change: Callable[[str], str]) -> str:
 
 
 def relinked(text: str, change: Callable[[str], str]) -> str:
-    """The page with the target of every link changed."""
-
     def line(words: str) -> str:
         return LINK.sub(lambda result: result[1] + change(result[2]) + result[3], words)
 

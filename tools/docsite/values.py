@@ -30,7 +30,6 @@ the files and their versions. Every object also has `type`, its name here. Names
 
 
 def pages() -> dict[str, str]:
-    """The page of the site, by its place."""
     seen: set[type] = set()
     parts = [INTRO]
     for title, root in ROOTS:
