@@ -2,8 +2,6 @@
 
     python benchmarks/engine.py [--quick] [--json] [--part speed|start|soak]...
 
-POTLUCK_BENCH_MODEL=DIR takes another model than the shipped one.
-
 Speed: N requests with the mean lengths of Azure's conversation trace of 2023, scaled down to the model's context,
 greedy, one thread, CPU-seconds. The engine runs them in its loop, with continuous batching and its prefix cache;
 transformers.generate as one batch in float32, in which the engine computes too: `speed_ratio_N`. `..._ragged_N`:
@@ -16,7 +14,6 @@ which slows single rows down. Start: from `potluck engine serve` to the first to
 
 from __future__ import annotations
 
-import bisect
 import json
 import os
 import random
@@ -25,10 +22,13 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from parts import common, engine_soak
 
@@ -56,10 +56,7 @@ ANSWERS = (41, 54, 77, 91, 103, 129, 177, 384, 400, 424, 451, 601)
 
 def length(chance: random.Random, quantiles: Sequence[int], scale: int) -> int:
     share = chance.uniform(SHARES[0], SHARES[-1])
-    place = bisect.bisect(SHARES, share) - 1
-    low, high = quantiles[place], quantiles[min(place + 1, len(quantiles) - 1)]
-    part = (share - SHARES[place]) / (SHARES[min(place + 1, len(SHARES) - 1)] - SHARES[place] or 1)
-    return max(2, round((low + part * (high - low)) / scale))
+    return max(2, round(float(np.interp(share, SHARES, quantiles)) / scale))
 
 
 def asks(count: int, vocab: int, quick: bool, *, even: bool = False) -> list[Ask]:
@@ -71,13 +68,6 @@ def asks(count: int, vocab: int, quick: bool, *, even: bool = False) -> list[Ask
         mean = (sum(pair[0] for pair in lengths) // count, sum(pair[1] for pair in lengths) // count)
         lengths = [mean] * count
     return [Ask(tuple(chance.randrange(1, vocab) for _ in range(p)), o) for p, o in lengths]
-
-
-def model_directory() -> Path:
-    from potluck.engine.shipped_model import shipped_model
-
-    given = os.environ.get("POTLUCK_BENCH_MODEL")
-    return Path(given) if given else shipped_model()
 
 
 class Ours:
@@ -183,51 +173,43 @@ class Theirs:
 
 def speed(directory: Path, quick: bool) -> dict[str, float]:
     ours, theirs, budget = Ours(directory), Theirs(directory), common.Budget(quick, QUICK_SPEED_S)
+    coarse = None if quick else Theirs(directory, "bfloat16")
     figures: dict[str, float] = {}
     ours.cpu_s(asks(2, ours.vocab, True))
     if quick:
         common.say("left out: bfloat16, looped, ragged; batches of 8")
-        spent_s = 0.0
-        for count in (1, 32):
-            # 32 at once take some ten times as long as one.
-            if budget.allows(f"speed at {count}", 10 * spent_s):
-                alike = asks(count, ours.vocab, quick, even=True)
-                best = {"ours": ours.cpu_s(alike), "theirs": theirs.cpu_s(alike, padded=True)}
-                figures |= ratios(count, sum(ask.output for ask in alike), best)
-                spent_s = sum(best.values())
-                budget.spend(best["theirs"])
-        theirs.close()
-        return figures
-    coarse, repeats = Theirs(directory, "bfloat16"), 4
-    for count in (1, 8, 32):
+    spent_s = 0.0
+    for count in (1, 32) if quick else (1, 8, 32):
+        # 32 at once take some ten times as long as one.
+        if not budget.allows(f"speed at {count}", 10 * spent_s):
+            continue
         alike, ragged = asks(count, ours.vocab, quick, even=True), asks(count, ours.vocab, quick)
-        runs: dict[str, list[float]] = {"ours": [], "theirs": [], "bfloat16": [], "ragged": [], "padded": []}
+        runs: dict[str, list[float]] = defaultdict(list)
         # In turns, so that a busy moment of the machine meets all.
-        for _ in range(repeats):
+        for _ in range(1 if quick else 4):
             runs["ours"].append(ours.cpu_s(alike))
             runs["theirs"].append(theirs.cpu_s(alike, padded=True))
-            runs["bfloat16"].append(coarse.cpu_s(alike, padded=True))
-            if count > 1:
+            if coarse is not None:
+                runs["bfloat16"].append(coarse.cpu_s(alike, padded=True))
+            if coarse is not None and count > 1:
                 runs["ragged"].append(ours.cpu_s(ragged))
                 runs["padded"].append(theirs.cpu_s(ragged, padded=True))
-        best = {name: min(run) for name, run in runs.items() if run}
-        figures |= ratios(count, sum(ask.output for ask in alike), best)
-        figures[f"speed_ratio_bfloat16_{count}"] = best["bfloat16"] / best["ours"]
-        if count > 1:
-            looped = theirs.cpu_s(ragged, padded=False)
+        best = {name: min(run) for name, run in runs.items()}
+        spent_s = best["ours"] + best["theirs"]
+        budget.spend(best["theirs"])
+        useful = sum(ask.output for ask in alike)
+        figures[f"tokens_per_cpu_s_{count}"] = useful / best["ours"]
+        figures[f"generate_tokens_per_cpu_s_{count}"] = useful / best["theirs"]
+        figures[f"speed_ratio_{count}"] = best["theirs"] / best["ours"]
+        if coarse is not None:
+            figures[f"speed_ratio_bfloat16_{count}"] = best["bfloat16"] / best["ours"]
+        if coarse is not None and count > 1:
             figures[f"speed_ratio_ragged_{count}"] = best["padded"] / best["ragged"]
+            looped = theirs.cpu_s(ragged, padded=False)
             figures[f"speed_ratio_looped_{count}"] = looped / best["ragged"]
-    theirs.close()
-    coarse.close()
+    for process in filter(None, (theirs, coarse)):
+        process.close()
     return figures
-
-
-def ratios(count: int, useful: int, best: Mapping[str, float]) -> dict[str, float]:
-    return {
-        f"tokens_per_cpu_s_{count}": useful / best["ours"],
-        f"generate_tokens_per_cpu_s_{count}": useful / best["theirs"],
-        f"speed_ratio_{count}": best["theirs"] / best["ours"],
-    }
 
 
 @contextmanager
@@ -288,7 +270,7 @@ if __name__ == "__main__":
         budget = common.Budget(quick)
         for name in names:
             if budget.allows(name):
-                figures |= PARTS[name](model_directory(), quick)
+                figures |= PARTS[name](common.WORDS, quick)
         return figures
 
     wanted = {name: target for part in names for name, target in TARGETS[part].items()}

@@ -2,7 +2,7 @@
 
 The whole gateway runs over transports that are lists: the number of Python calls is the same at every run, and tells
 what a change of the code gave where timing cannot. `request_by_hop` is us_per_request by what one empty Python call
-costs here. `--calls` lists the functions that are called for a request.
+costs here.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import uvloop
 
@@ -129,25 +128,15 @@ class Stage:
         written.clear()
 
 
-def counted(do: Callable[[], object]) -> tuple[Counter[str], int]:
-    """Python functions called by something, and how many calls of C there were."""
+def counted(do: Callable[[], object]) -> tuple[int, int]:
+    """Calls of Python functions by something, and of C's."""
     seen: Counter[str] = Counter()
-    in_c = 0
-
-    def look(frame: Any, event: str, argument: object) -> None:
-        nonlocal in_c
-        if event == "call":
-            code = frame.f_code
-            seen["/".join(Path(code.co_filename).parts[-2:]) + f":{code.co_qualname}"] += 1
-        elif event == "c_call":
-            in_c += 1
-
-    sys.setprofile(look)
+    sys.setprofile(lambda frame, event, argument: seen.update((event,)))
     try:
         do()
     finally:
         sys.setprofile(None)
-    return seen, in_c
+    return seen["call"], seen["c_call"]
 
 
 def hop_s() -> float:
@@ -160,7 +149,7 @@ def hop_s() -> float:
     return common.cpu_s(many, 20) / 10_000
 
 
-async def measured(home: Path, quick: bool, shown: bool) -> dict[str, float]:
+async def measured(home: Path, quick: bool) -> dict[str, float]:
     stage = Stage(home)
     await stage.start()
     asked = [clients.request(number, TOKENS, False) for number in range(100)]
@@ -181,16 +170,13 @@ async def measured(home: Path, quick: bool, shown: bool) -> dict[str, float]:
     for do in (requests, tokens, begun):
         do()
     seen, in_c = counted(requests)
-    if shown:
-        for name, count in seen.most_common():
-            print(f"{count / 100:7.2f}  {name}")
     all_seen, empty_seen = counted(tokens)[0], counted(begun)[0]
     rounds = 10 if quick else 60
     result = {
-        "calls_per_request": seen.total() / 100,
+        "calls_per_request": seen / 100,
         "c_calls_per_request": in_c / 100,
         "us_per_request": 1e4 * common.cpu_s(requests, rounds),
-        "calls_per_token": (all_seen.total() - empty_seen.total()) / (10 * TOKENS),
+        "calls_per_token": (all_seen - empty_seen) / (10 * TOKENS),
         "us_per_token": 1e5 * (common.cpu_s(tokens, rounds) - common.cpu_s(begun, rounds)) / TOKENS,
     }
     result["request_by_hop"] = result["us_per_request"] / (1e6 * hop_s())
@@ -199,13 +185,12 @@ async def measured(home: Path, quick: bool, shown: bool) -> dict[str, float]:
     return result
 
 
-def measure(quick: bool, shown: bool = False) -> dict[str, float]:
+def measure(quick: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         proxies.prepare(home, list(range(20_001, 20_001 + ENGINES)), clients.KEY.decode())
-        return uvloop.run(measured(home, quick, shown))
+        return uvloop.run(measured(home, quick))
 
 
 if __name__ == "__main__":
-    shown = common.options(calls=False).calls
-    sys.exit(common.run("gateway_path", partial(measure, shown=shown), {}))
+    sys.exit(common.run("gateway_path", measure, {}))

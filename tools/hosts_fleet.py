@@ -83,18 +83,14 @@ class HostsFleet(LiveFleet):
         odd = self._odd.get(place)
         return [sys.executable, *((ODD, json.dumps(odd)) if odd else ("-m", "potluck.cli.main"))]
 
-    def replace(
-        self, place: int, odd: Mapping[str, object] | None = None, source: Path | None = None
-    ) -> None:
-        """Start an engine anew at its address, perhaps of another release: an `odd` one, or the code of `source`."""
+    def replace(self, place: int, odd: Mapping[str, object] | None = None) -> None:
+        """Start an engine anew at its address, perhaps as another release."""
         process = self.engines[place]
         process.end()
         before = self.engine_hosts[place].inside(self._program_of(place))
         self._odd[place] = odd or {}
         now = self.engine_hosts[place].inside(self._program_of(place))
         process.arguments = now + process.arguments[len(before) :]
-        if source is not None:
-            process.env = {**self._env, "PYTHONPATH": str(source)}
         process.start()
         process.hear()
 

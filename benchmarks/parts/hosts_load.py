@@ -11,7 +11,6 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -172,12 +171,12 @@ class Troubles:
         fleet.bed.full_speed(fleet.engine_hosts[place])
         return Times(noticed_s, within(lambda: self.back(place)))
 
-    def kill(self, place: int, odd: dict[str, object] | None = None, source: Path | None = None) -> Times:
+    def kill(self, place: int, odd: dict[str, object] | None = None) -> Times:
         """It dies, and what is started in its place may be of another release."""
         process = self._fleet.engines[place]
         process.send(signal.SIGKILL)
         noticed_s = within(lambda: self.away(place))
         began_s = time.monotonic()
-        self._fleet.replace(place, odd, source)
+        self._fleet.replace(place, odd)
         within(lambda: self.back(place))
         return Times(noticed_s, time.monotonic() - began_s)
