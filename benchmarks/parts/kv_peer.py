@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from potluck.kv.chunks import KvChunk, KvManifest
-from potluck.kv.fetch import FetchRequest, fetch
+from potluck.kv.fetch import FetchRequest, KvFetch
 from potluck.kv.handles import bound_to
 from potluck.kv.kv_sender import KvSender, OutgoingTransfer
 from potluck.kv.peer_connections import PeerConnections
@@ -122,15 +122,8 @@ class Peer:
         wanted = FetchRequest(asked["handle"], REQUEST, FINGERPRINT, TOKEN_HASH)
         sizes: list[int] = []
         start_s, cpu_s = time.monotonic(), time.process_time()
-        fetch(
-            self._links,
-            address,
-            wanted,
-            lambda _: None,
-            lambda chunk: sizes.append(len(chunk.data)),
-            degree=asked["degree"],
-            deadline_s=120.0,
-        )
+        fetching = KvFetch(self._links, address, wanted, degree=asked["degree"], deadline_s=120.0)
+        fetching.run(lambda _: None, lambda chunk: sizes.append(len(chunk.data)))
         end_s = time.monotonic()
         spent_s = time.process_time() - cpu_s
         return {"wall_s": end_s - start_s, "end_s": end_s, "cpu_s": spent_s, "bytes": sum(sizes)}

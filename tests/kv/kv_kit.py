@@ -10,11 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from potluck.kv import shared_memory
 from potluck.kv.chunks import KvChunk, KvManifest
 from potluck.kv.codec_layout import sizes
-from potluck.kv.fetch import FetchRequest, FetchResult, fetch
+from potluck.kv.fetch import FetchRequest, FetchResult, KvFetch
 from potluck.kv.handles import bound_to, new_handle
 from potluck.kv.kv_sender import KvSender, OutgoingTransfer, SenderLimits
 from potluck.kv.peer_connections import LinkLimits, PeerConnections
@@ -113,11 +114,21 @@ class Ends:
 
         wanted = FetchRequest(handle, request, FINGERPRINT, TOKENS_HASH)
         kv_manifests: list[KvManifest] = []
-        fetched = fetch(
-            self.links, self.address, wanted, kv_manifests.append, keep, degree=degree, deadline_s=deadline_s
-        )
+        more = {"degree": degree, "deadline_s": deadline_s}
+        fetched = fetch(self.links, self.address, wanted, kv_manifests.append, keep, **more)
         assert kv_manifests == [ABOUT]
         return fetched, got
+
+
+def fetch(
+    links: PeerConnections,
+    address: tuple[str, int],
+    wanted: FetchRequest,
+    opened: Callable[[KvManifest], None],
+    sink: Callable[[KvChunk], None],
+    **more: Any,
+) -> FetchResult:
+    return KvFetch(links, address, wanted, **more).run(opened, sink)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from kv_kit import (
     SMALL_LINKS,
     TOKENS_HASH,
     ends,
+    fetch,
     made,
     plain,
     until,
@@ -33,7 +34,7 @@ import potluck
 from potluck.core.errors import CapacityError, FormatError, InputError
 from potluck.kv import checksum, kv_connection, peer_connections, shared_memory
 from potluck.kv.chunks import KvChunk, KvManifest, TransferError
-from potluck.kv.fetch import FetchRequest, KvFetch, fetch
+from potluck.kv.fetch import FetchRequest, KvFetch
 from potluck.kv.frames import SharedMemoryOffer
 from potluck.kv.handles import new_handle
 from potluck.kv.kv_sender import KvSender

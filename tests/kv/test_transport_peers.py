@@ -21,6 +21,7 @@ from kv_kit import (
     TOKENS_HASH,
     Ends,
     ends,
+    fetch,
     made,
     plain,
     until,
@@ -30,7 +31,7 @@ from potluck.core.errors import InputError, PotluckError
 from potluck.kv import checksum
 from potluck.kv.checksum import sums
 from potluck.kv.chunks import KvManifest, TransferError
-from potluck.kv.fetch import FetchRequest, fetch
+from potluck.kv.fetch import FetchRequest
 from potluck.kv.frames import (
     Ack,
     ChunkHeader,

@@ -2,8 +2,9 @@
 
     turn   prices and notices (the market) ─▶ the gateway
            wanted (the gateway, or what it wanted last) + seen (the launcher) ─▶ step ─▶ orders, each done and noted
-           ─▶ the roster told to the gateway ─▶ a plan, where one was asked for (planning.py)
-           what the gateway decided meanwhile, and rates ─▶ the store (chronicle.py); usage and keys (books.py)
+           ─▶ the engines told to the gateway ─▶ a plan, where one was asked for (plan_requests.py)
+           what the gateway decided meanwhile, and rates ─▶ the store (decision_history.py)
+           usage and keys (accounts.py)
 
 A turn does not wait for anything to become ready. Everything that must be known after a crash is in the store before
 the next thing is begun; an engine is written down before it is started.

@@ -91,7 +91,7 @@ class PlanRequests:
             reply = finished.result()
         except PotluckError as error:
             reply = PlanReply(None, str(error))
-        except Exception as error:  # a planner that fails must not take the engines' keeper with it
+        except Exception as error:  # a planner that fails must not take the controller with it
             log.error("the planner failed", exc_info=error)
             reply = PlanReply(None, f"the planner failed ({type(error).__name__}); the log says more")
         if reply.plan is not None and regions != asked.regions and (short := _short(reply.plan, regions)):

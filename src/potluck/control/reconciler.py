@@ -3,7 +3,7 @@
 1. A replica keeps its engine as long as that lives.
 2. One without takes an engine of its make that is free: up before starting, oldest first. So a replica that was
    lost for a moment, or wanted in another role, costs no start.
-3. Else one is started, unless starts of this make failed lately: then later, ever more rarely (`failing.py`).
+3. Else one is started, unless starts of this make failed lately: then later, ever more rarely (`StartFailures`).
 4. An engine that is free is stopped once that lasted `linger_s`, sooner never: a plan often changes its mind.
    One that was started by hand is left alone. One whose replica was drained by hand goes at once.
 5. A start that takes longer than `start_s` has failed, and is ended without asking. So is an engine that is silent

@@ -179,8 +179,6 @@ def first_needed(start: int, stop: int, window: int | None) -> int:
 
 
 class MissingParts:
-    """The books of one hand-over."""
-
     def __init__(self, wanted: Mapping[tuple[int, str], Range]) -> None:
         self._gaps: dict[tuple[int, str], list[Range]] = {key: [item] for key, item in wanted.items()}
 

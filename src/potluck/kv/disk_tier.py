@@ -55,7 +55,6 @@ class DiskTier:
         return self._rests.get(after, ())
 
     def put(self, name: Name, pieces: Pieces) -> None:
-        """Keep a copy, if it fits."""
         if name in self._sizes:
             self._sizes[name] = self._sizes.pop(name)
             return

@@ -184,20 +184,6 @@ class FetchResult:
     shared_memory: bool
 
 
-def fetch(
-    links: PeerConnections,
-    address: Address,
-    wanted: FetchRequest,
-    opened: Callable[[KvManifest], None],
-    sink: Sink,
-    *,
-    degree: int = 4,
-    deadline_s: float = 30.0,
-) -> FetchResult:
-    """Bring a cache here. `opened` is told once what is coming, before the first parcel."""
-    return KvFetch(links, address, wanted, degree=degree, deadline_s=deadline_s).run(opened, sink)
-
-
 class KvFetch:
     """One fetch; `run` it in a thread of its own, and `cancel` it from any other."""
 
@@ -248,7 +234,8 @@ class KvFetch:
     def run(
         self, opened: Callable[[KvManifest], None], sink: Sink, whole: Callable[[], None] | None = None
     ) -> FetchResult:
-        """`whole` is called when all is there, before the connections are ended, which takes a while."""
+        """Bring a cache here. `opened` is told once what is coming, before the first parcel; `whole` is called when
+        all is there, before the connections are ended, which takes a while."""
         for thread in self._threads:
             thread.start()
         moved_bytes = number = 0

@@ -30,9 +30,7 @@ triton: Any = import_module("triton")
 tl: Any = import_module("triton.language")
 
 COLUMNS = 64
-"""Columns of one program."""
 ROWS = 64
-"""Rows of one program."""
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

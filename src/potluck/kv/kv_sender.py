@@ -565,7 +565,6 @@ class PeerLink:
     """Where a grant holds for the link to it."""
 
     def add(self, chunks: int, now_s: float) -> None:
-        """So many more chunks are under way, or fewer."""
         if self.under_way:
             self.busy_s += now_s - self.since_s
         self.under_way += chunks

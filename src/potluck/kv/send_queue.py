@@ -19,8 +19,6 @@ from potluck.kv.frames import Ack, ChunkHeader, ChunkPiece, SenderProblem, Trans
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """A parcel that is ready to be sent."""
-
     parcel: KvChunk
     """But for its bytes."""
     body: memoryview
@@ -112,7 +110,6 @@ class SendQueue:
             self._last = TransferEnd(self._parcels, self._total_bytes)
 
     def fail(self, line: str) -> None:
-        """Whatever was not sent is not going to be."""
         self._last = SenderProblem(line)
         self.drop()
 

@@ -32,8 +32,6 @@ _PREFIX = "potluck-kv-"
 
 
 class SharedSlots:
-    """Both sides' view of the memory."""
-
     def __init__(
         self, memory: mmap.mmap, shared: SharedMemoryOffer, slot_bytes: int, path: Path | None
     ) -> None:

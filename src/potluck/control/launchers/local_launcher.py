@@ -53,7 +53,7 @@ class ForkServer:
     def __init__(
         self, marks: Mapping[str, str], log: Path, module: str = MODULE, style: str = "emulated"
     ) -> None:
-        """`style`: of the engines that are to come, as `EngineMaker` has it."""
+        """`style`: of the engines that are to come, as `EngineCommands` has it."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self._ready = False
         self._read = b""

@@ -83,7 +83,7 @@ class LinearStep:
     tails: Tensor
     """The rows to keep for the next step, all sequences' one after the other."""
     sequences: tuple[np.ndarray, np.ndarray, np.ndarray]
-    """Rows, first packed tokens and numbers of tokens, as packed, for kernels/delta.py."""
+    """Rows, first packed tokens and numbers of tokens, as packed, for kernels/rows.py."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ What crosses is exactly what the receiver needs to go on at token `stop`: keys a
 where a prompt takes several:
 
     sender      runner.step(works, on_layer=lambda layer: send(pack(runner, row, layer, start, stop, whole)))
-    receiver    arrival = Arrival(runner, row, manifest, tokens)
+    receiver    arrival = IncomingHandover(runner, row, manifest, tokens)
                 arrival.accept(chunk)          for each, in any order
                 arrival.finish()
 

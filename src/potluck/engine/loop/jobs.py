@@ -157,7 +157,7 @@ Event = OutputToken | RowReady | LayerSent | JobComputed | JobEnded
 
 
 class RunningJob:
-    """A job while it is here. Written by the loop and by Rows."""
+    """A job while it is here. Written by the loop and by `CacheRows`."""
 
     # fmt: off
     __slots__ = ("computed", "edits", "exact", "fetched_from", "found", "incoming", "job", "row", "sent", "times",

@@ -3,7 +3,7 @@
 It is a hand-over to oneself: chunks out of one row, and later into another. Layers that keep every token are stored
 block by block, so that prefixes share what they have in common. If there are others (windows, states), what they need
 at the end of the prefix is stored as a checkpoint, with what paged layers have behind the last whole block.
-`kv.store.pool` holds the bytes, `core.replica.blocks` says what is where and what goes.
+`kv.prefix_pool` holds the bytes, `core.replica.blocks` says what is where and what goes.
 """
 
 from __future__ import annotations

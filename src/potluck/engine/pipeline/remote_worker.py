@@ -180,7 +180,7 @@ END_S = 5.0
 
 
 def start_worker(secret: bytes) -> subprocess.Popen[bytes]:
-    """A worker that listens on a loopback port; `port_of` waits for it."""
+    """A worker that listens on a loopback port; `worker_port` waits for it."""
     command = [sys.executable, "-m", "potluck.engine.pipeline", "--listen", "127.0.0.1:0"]
     # In a session of its own: Ctrl-C is for the driver, which then stops its workers in order.
     process = subprocess.Popen(
