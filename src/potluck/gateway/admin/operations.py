@@ -242,15 +242,10 @@ class Operations:
             raise InputError(
                 "replica", f"{member.id} ({member.kind}, {view.role}) does both and keeps its role"
             )
-        peers = self._core.brain.fleet.views.values()
-        others = [
-            peer.role
-            for peer in peers
-            if peer.member.model == member.model and peer.serves and peer is not view
-        ]
-        for needed, says in (("decode", "prefill"), ("prefill", "decode")):
-            if role == says and all(item == says for item in others):
-                raise InputError("role", f"{says} would leave no replica to {needed} for {member.model}")
+        peers = [peer for peer in self._core.brain.fleet.views.values() if peer.member.model == member.model]
+        if all(peer.role == role for peer in peers if peer.serves and peer is not view):
+            needed = "decode" if role == "prefill" else "prefill"
+            raise InputError("role", f"{role} would leave no replica to {needed} for {member.model}")
         before = view.role
         self._core.brain_loop.tell(OperatorOrdered(member.id, "prefill" if role == "prefill" else "decode"))
         return {"replica": member.id, "role": view.role, "before": before, "planned": member.role}

@@ -111,6 +111,8 @@ log = logging.getLogger(__name__)
 Ready = Callable[[str], str]
 MOST_SALTS = 100_000
 POST_ONLY = frozenset({b"/v1/completions", b"/v1/chat/completions"})
+OPEN = frozenset({b"/health", b"/ready", b"/openapi.json"})
+"""Without a key."""
 UNSERVED = frozenset(
     {b"/v1/embeddings", b"/v1/audio/speech", b"/v1/images/generations", b"/v1/moderations", b"/v1/rerank"}
 )
@@ -276,11 +278,9 @@ class ClientHandler(OpenRequests):
     def _card(self, model: object) -> ModelCard:
         if not isinstance(model, str):
             raise InputError("model", f"must be the name of a model, one of {', '.join(self._cards)}"[:400])
-        card = self._cards.get(model)
+        card = self._cards.get(model) or self._adapters().get(model)
         if card is None:
-            card = self._adapters().get(model)
-            if card is None:
-                raise UnknownNameError("model", model[:100], self._cards)
+            raise UnknownNameError("model", model[:100], self._cards)
         return card
 
     def _adapters(self) -> dict[str, ModelCard]:
@@ -301,13 +301,10 @@ class ClientHandler(OpenRequests):
     ) -> None:
         word = random_word()
         tenant, own = key.tenant, validated.own_salt
-        base, adapter = (
-            validated.card.base or validated.card.name,
-            validated.card.name if validated.card.base else "",
-        )
-        circle = self._circle(tenant, base) if self._settings.sharing else tenant
-        if adapter:  # Its KV is not the model's.
-            own = f"{adapter}\0{own or ''}"
+        card = validated.card
+        circle = self._circle(tenant, card.base or card.name) if self._settings.sharing else tenant
+        if card.base:  # An adapter: its KV is not the model's.
+            own = f"{card.name}\0{own or ''}"
         salt = (self._salts.get(circle) if own is None else None) or self._salt(circle, own)
         asking = Submission(validated, tenant, salt, exchange.path, exchange.body)
         asks = asking.asks(word, prompts)
@@ -366,36 +363,30 @@ class ClientHandler(OpenRequests):
         return made
 
     def _other(self, exchange: Exchange, tag: tuple[bytes, bytes]) -> None:
-        path, method = exchange.path, exchange.method
+        path, named = exchange.path, exchange.path.removeprefix(b"/v1/models/")
+        if path not in OPEN:
+            self._who(exchange)
+        reads = path in OPEN or path == b"/v1/models" or named != path
+        if reads and exchange.method not in (b"GET", b"HEAD"):
+            raise HttpRefusal(405, f"{_shown(path)} takes GET", "method_not_allowed")
         if path == b"/health":
-            _must_read(method, path)
             reply_json(exchange, tag, {"status": "ok"})
-            return
-        if path == b"/ready":
-            _must_read(method, path)
+        elif path == b"/ready":
             self._say_ready(exchange, tag)
-            return
-        if path == b"/openapi.json":
-            _must_read(method, path)
+        elif path == b"/openapi.json":
             self._openapi = self._openapi or openapi(self._cards)
             exchange.reply(200, self._openapi, [JSON, tag])
-            return
-        self._who(exchange)
-        if path == b"/v1/models":
-            _must_read(method, path)
+        elif path == b"/v1/models":
             cards = [*self._cards.values(), *self._adapters().values()]
             reply_json(exchange, tag, {"object": "list", "data": [_entry(card) for card in cards]})
-        elif path.startswith(b"/v1/models/"):
-            _must_read(method, path)
-            reply_json(exchange, tag, _entry(self._card(_unquoted(path[len(b"/v1/models/") :]))))
+        elif named != path:
+            reply_json(exchange, tag, _entry(self._card(_unquoted(named))))
         elif path in UNSERVED:
-            raise HttpRefusal(
-                400, f"{_shown(path)}: no model here can do this; they complete text", "unsupported"
-            )
+            line = f"{_shown(path)}: no model here can do this; they complete text"
+            raise HttpRefusal(400, line, "unsupported")
         else:
-            raise HttpRefusal(
-                404, f"nothing is at {_shown(path)}; docs/gateway.md has what there is", "not_found"
-            )
+            line = f"nothing is at {_shown(path)}; docs/gateway.md has what there is"
+            raise HttpRefusal(404, line, "not_found")
 
     def _say_ready(self, exchange: Exchange, tag: tuple[bytes, bytes]) -> None:
         wanted = [_unquoted(part[6:]) for part in exchange.query.split(b"&") if part.startswith(b"model=")]
@@ -428,11 +419,6 @@ def _outcome(error: HttpRefusal) -> str:
 
 def _entry(card: ModelCard) -> dict[str, object]:
     return model_entry(card.name, card.created_s, card.context_tokens)
-
-
-def _must_read(method: bytes, path: bytes) -> None:
-    if method not in (b"GET", b"HEAD"):
-        raise HttpRefusal(405, f"{_shown(path)} takes GET", "method_not_allowed")
 
 
 def _unquoted(value: bytes) -> str:

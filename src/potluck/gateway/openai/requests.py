@@ -203,12 +203,12 @@ class ValidatedRequest:
 
     def tokenised(self, tenant: str = "") -> list[tuple[int, ...]]:
         """The prompts as tokens; takes as long as the text is that the tenant has not sent lately."""
-        if self.card.plain:
-            try:
-                return self._tokenised(tenant)
-            except InputError:  # what the template cannot do the server may
-                return []
-        return self._tokenised(tenant)
+        try:
+            return self._tokenised(tenant)
+        except InputError:
+            if not self.card.plain:
+                raise
+            return []  # what the template cannot do the server may
 
     def _tokenised(self, tenant: str) -> list[tuple[int, ...]]:
         text = self.card.text
@@ -247,22 +247,15 @@ def validate(card: ModelCard, body: dict[str, object], *, chat: bool, owns: bool
 
 
 def _chars(prompts: list[Prompt], messages: list[Message] | None) -> int:
-    chars = 0
-    for message in messages or ():
-        chars += len(message["content"])
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            chars += len(prompt)
-    return chars
+    texts = [*(message["content"] for message in messages or ()), *prompts]
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def understand(validated: ValidatedRequest) -> CompletionRequest | ChatRequest:
     try:
-        completion_request = validate(
-            replace(validated.card, plain=False), validated.body, chat=validated.chat
-        ).asked
-        assert completion_request is not None
-        return completion_request
+        asked = validate(replace(validated.card, plain=False), validated.body, chat=validated.chat).asked
+        assert asked is not None
+        return asked
     except PotluckError:  # It took what engines do not: of that the text alone is shown.
         return (ChatRequest if validated.chat else CompletionRequest)(validated.card.name, validated.stream)
 
@@ -326,10 +319,8 @@ def _texts(value: object) -> list[Message]:
 
 
 def reckoned(validated: ValidatedRequest) -> int:
-    known, length = 0, validated.length
-    for prompt in validated.prompts:
-        if not isinstance(prompt, str):
-            known += len(prompt)
+    length = validated.length
+    known = sum(len(prompt) for prompt in validated.prompts if not isinstance(prompt, str))
     return known + int(validated.chars / (GUESSED_CHARS if length is None else length.chars_per_token)) or 1
 
 
@@ -389,15 +380,9 @@ GREEDY = Sampling()
 
 class Submission:
     def __init__(self, validated: ValidatedRequest, tenant: str, salt: str, path: bytes, body: bytes) -> None:
-        self._validated, self._tenant, self._salt, self._path, self._body = (
-            validated,
-            tenant,
-            salt,
-            path,
-            body,
-        )
-        self.prompt_tokens = 0
-        self.expected_tokens = 0
+        self._validated, self._tenant, self._salt = validated, tenant, salt
+        self._path, self._body = path, body
+        self.prompt_tokens = self.expected_tokens = 0
         self.estimated = False
         self._seed: int | None = None
         self._ends: tuple[int, ...] = ()

@@ -5,13 +5,12 @@ The status is only said with the first part, so that what fails before has its o
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from typing import Literal
 
-from potluck.api.http import HttpRefusal, compact, error_object, random_word
+from potluck.api.http import HttpRefusal, compact, error_object, parse_object, random_word
 from potluck.api.openai_replies import (
     LAST_EVENT,
     ChoiceChunks,
@@ -93,18 +92,8 @@ class EventParser:
         for line in lines:
             value = line.strip()
             if value.startswith(PART) and (value := value[len(PART) :].strip()) != b"[DONE]":
-                result.append(parsed(value))
+                result.append(parse_object(value))
         return result
-
-
-def parsed(data: bytes) -> dict[str, object]:
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError("answer", "the server's answer is not JSON") from error
-    if not isinstance(document, dict):
-        raise FormatError("answer", "the server's answer is not an object")
-    return document
 
 
 GONE = 499
@@ -607,7 +596,7 @@ class ChoiceWriter:
         if self._pieces is not None:
             body = b"".join(self._pieces)
             try:
-                result = parsed(body)
+                result = parse_object(body)
             except FormatError as error:
                 answering.fail(HttpRefusal(502, str(error), "upstream_failed"), "upstream")
                 return

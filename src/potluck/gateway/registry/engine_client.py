@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, NamedTuple
 
+from potluck.api.http import parse_object
 from potluck.core.errors import FormatError, PotluckError
 from potluck.core.state.events import CacheReported, ReplicaReported, ReplicaStatus
 from potluck.gateway.http.connection_pool import ConnectionPool, fetch
@@ -73,7 +74,7 @@ class StatusReport:
 
 
 def read_status(body: bytes, host: str = "") -> StatusReport:
-    data = _object(body)
+    data: dict[str, Any] = parse_object(body)
     idle = not _number(data, "running") and not _number(data, "waiting")
     step_s = 0.0 if idle else _number(data, "step_mean_s")
     status = ReplicaStatus._make([*(_whole(data, name) for name in COUNTS), step_s])
@@ -114,7 +115,7 @@ def _link(data: dict[str, Any]) -> LinkCounters:
 
 
 def read_cache(replica: str, body: bytes) -> tuple[int, tuple[CacheReported, ...]]:
-    data = _object(body)
+    data: dict[str, Any] = parse_object(body)
     epoch, reports = data.get("epoch"), data.get("reports")
     if type(epoch) is not int or not isinstance(reports, list):
         raise FormatError("cache", "has no epoch or no reports")
@@ -134,16 +135,6 @@ def _names(data: dict[str, Any], kind: str) -> tuple[int, ...]:
         return tuple(int(name, 16) for name in given)
     except (TypeError, ValueError) as error:
         raise FormatError(f"cache: {kind}", "must be a list of hexadecimal names") from error
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    try:
-        data = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise FormatError("answer", "is not JSON") from error
-    if not isinstance(data, dict):
-        raise FormatError("answer", "must be a JSON object")
-    return data
 
 
 def _text(data: dict[str, Any], name: str) -> str:
