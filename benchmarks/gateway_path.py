@@ -95,7 +95,7 @@ class Stage:
         assert self.core.engine_list is not None
         cards = cards_of(resolved, settings, self.core.engine_list.entries)
         worker = worker_beside(self.core, WorkerContext(settings, rules, cards), self.calls, operators.meter)
-        self.port = ClientListener(worker.door, HttpLimits())
+        self.port = ClientListener(worker.handler, HttpLimits())
         self.sink = Sink()
         self.visit = ClientConnection(self.port)
 

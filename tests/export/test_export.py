@@ -25,7 +25,7 @@ from potluck.core.values.plan import PlannedReplica, plan_to_json
 from potluck.export import compose, manifests, shell, skypilot
 from potluck.export.placement import PlacedPlan, label
 from potluck.gateway.registry.engine_client import read_status
-from potluck.gateway.registry.engine_list import read_roster
+from potluck.gateway.registry.engine_list import read_engines
 
 GOLDEN = Path(__file__).parent / "golden"
 CLUSTER = ManifestOptions("registry/potluck:1", gpu_names={"L40S": "NVIDIA-L40S"})
@@ -143,7 +143,7 @@ def test_the_gateway_reads_the_roster(tmp_path: Path) -> None:
     result = fleet((COMBO, "us-east-1", 2))
     (tmp_path / "engine.key").write_text("secret")
     text = shell.files(result, wording(), {})["engines.yaml"].replace("/etc/potluck", str(tmp_path))
-    entries = read_roster(text, "engines.yaml", tmp_path)
+    entries = read_engines(text, "engines.yaml", tmp_path)
     assert [(entry.template, entry.index, entry.region, entry.key) for entry in entries] == [
         (placement.template, placement.index, "us-east-1", "secret") for placement in result.placements
     ]

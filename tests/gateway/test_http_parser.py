@@ -16,6 +16,8 @@ from potluck.gateway.http.parser import ONCE, ChunkedReader, RequestReader
 
 SMALL = HttpLimits(line_bytes=200, head_bytes=600, fields=8, body_bytes=500)
 HOST = b"Host: here\r\n"
+GET, POST = b"GET / HTTP/1.1\r\n" + HOST, b"POST / HTTP/1.1\r\n" + HOST
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 Seen = list[tuple[object, ...]]
 
@@ -50,42 +52,36 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 
 
 SMUGGLED = {
-    "both lengths": b"POST / HTTP/1.1\r\n"
-    + HOST
-    + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "two lengths": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 4\r\nContent-Length: 5\r\n\r\nabcde",
-    "equal lengths": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 4\r\nContent-Length: 4\r\n\r\nabcd",
-    "a list of lengths": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 4, 4\r\n\r\nabcd",
-    "a signed length": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: +4\r\n\r\nabcd",
-    "a hex length": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 0x4\r\n\r\nabcd",
-    "an empty length": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length:\r\n\r\nabcd",
+    "both lengths": POST + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "two lengths": POST + b"Content-Length: 4\r\nContent-Length: 5\r\n\r\nabcde",
+    "equal lengths": POST + b"Content-Length: 4\r\nContent-Length: 4\r\n\r\nabcd",
+    "a list of lengths": POST + b"Content-Length: 4, 4\r\n\r\nabcd",
+    "a signed length": POST + b"Content-Length: +4\r\n\r\nabcd",
+    "a hex length": POST + b"Content-Length: 0x4\r\n\r\nabcd",
+    "an empty length": POST + b"Content-Length:\r\n\r\nabcd",
     "another digit": "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: ٤\r\n\r\nabcd".encode(),
-    "another coding": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-    "chunked twice": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
-    "an odd coding": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
-    "two codings": b"POST / HTTP/1.1\r\n"
-    + HOST
-    + b"Transfer-Encoding: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "another coding": POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "chunked twice": POST + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+    "an odd coding": POST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "two codings": POST + b"Transfer-Encoding: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "chunked in 1.0": b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "space before colon": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
-    "tab before colon": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length\t: 4\r\n\r\nabcd",
-    "tab after the colon": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding:\tchunked\r\n\r\n0\r\n\r\n",
-    "tab after the coding": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\t\r\n\r\n0\r\n\r\n",
-    "tab before a length": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length:\t4\r\n\r\nabcd",
-    "a length in a trailer": b"POST / HTTP/1.1\r\n"
-    + HOST
-    + b"Transfer-Encoding: chunked\r\n\r\n0\r\nContent-Length: 4\r\n\r\n",
-    "folded": b"POST / HTTP/1.1\r\n" + HOST + b"X: a\r\n b\r\nContent-Length: 4\r\n\r\nabcd",
+    "space before colon": POST + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+    "tab before colon": POST + b"Content-Length\t: 4\r\n\r\nabcd",
+    "tab after the colon": POST + b"Transfer-Encoding:\tchunked\r\n\r\n0\r\n\r\n",
+    "tab after the coding": POST + b"Transfer-Encoding: chunked\t\r\n\r\n0\r\n\r\n",
+    "tab before a length": POST + b"Content-Length:\t4\r\n\r\nabcd",
+    "a length in a trailer": CHUNKED + b"0\r\nContent-Length: 4\r\n\r\n",
+    "folded": POST + b"X: a\r\n b\r\nContent-Length: 4\r\n\r\nabcd",
     "folded at once": b"POST / HTTP/1.1\r\n Host: here\r\n\r\n",
     "bare LF": b"GET / HTTP/1.1\nHost: here\n\n",
-    "bare LF in a header": b"GET / HTTP/1.1\r\n" + HOST + b"X: a\nContent-Length: 4\r\n\r\nabcd",
-    "bare CR in a header": b"GET / HTTP/1.1\r\n" + HOST + b"X: a\rContent-Length: 4\r\n\r\nabcd",
-    "NUL": b"GET / HTTP/1.1\r\n" + HOST + b"X: a\0b\r\n\r\n",
-    "NUL in a name": b"GET / HTTP/1.1\r\n" + HOST + b"X\0: b\r\n\r\n",
-    "two hosts": b"GET / HTTP/1.1\r\n" + HOST + HOST + b"\r\n",
+    "bare LF in a header": GET + b"X: a\nContent-Length: 4\r\n\r\nabcd",
+    "bare CR in a header": GET + b"X: a\rContent-Length: 4\r\n\r\nabcd",
+    "NUL": GET + b"X: a\0b\r\n\r\n",
+    "NUL in a name": GET + b"X\0: b\r\n\r\n",
+    "two hosts": GET + HOST + b"\r\n",
     "no host": b"GET / HTTP/1.1\r\nX: y\r\n\r\n",
-    "no name": b"GET / HTTP/1.1\r\n" + HOST + b": y\r\n\r\n",
-    "no colon": b"GET / HTTP/1.1\r\n" + HOST + b"nothing\r\n\r\n",
+    "no name": GET + b": y\r\n\r\n",
+    "no colon": GET + b"nothing\r\n\r\n",
     "absolute form": b"GET http://there/ HTTP/1.1\r\n" + HOST + b"\r\n",
     "authority form": b"CONNECT there:80 HTTP/1.1\r\n" + HOST + b"\r\n",
     "a star": b"GET * HTTP/1.1\r\n" + HOST + b"\r\n",
@@ -94,32 +90,14 @@ SMUGGLED = {
     "no version": b"GET /\r\n" + HOST + b"\r\n",
     "another version": b"GET / HTTP/2.0\r\n" + HOST + b"\r\n",
     "a long version": b"GET / HTTP/1.10\r\n" + HOST + b"\r\n",
-    "a bad size": b"POST / HTTP/1.1\r\n"
-    + HOST
-    + b"Transfer-Encoding: chunked\r\n\r\n0x4\r\nabcd\r\n0\r\n\r\n",
-    "a negative size": b"POST / HTTP/1.1\r\n"
-    + HOST
-    + b"Transfer-Encoding: chunked\r\n\r\n-4\r\nabcd\r\n0\r\n\r\n",
-    "a huge size": b"POST / HTTP/1.1\r\n"
-    + HOST
-    + b"Transfer-Encoding: chunked\r\n\r\n"
-    + b"f" * 17
-    + b"\r\n",
-    "a short size": b"POST / HTTP/1.1\r\n"
-    + HOST
-    + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabcd\r\n0\r\n\r\n",
-    "LF after a size": b"POST / HTTP/1.1\r\n"
-    + HOST
-    + b"Transfer-Encoding: chunked\r\n\r\n4\nabcd\r\n0\r\n\r\n",
-    "LF after a chunk": b"POST / HTTP/1.1\r\n"
-    + HOST
-    + b"Transfer-Encoding: chunked\r\n\r\n4\r\nabcd\n0\r\n\r\n",
-    "CR in an extension": b"POST / HTTP/1.1\r\n"
-    + HOST
-    + b"Transfer-Encoding: chunked\r\n\r\n4;a\rb\r\nabcd\r\n0\r\n\r\n",
-    "a bad trailer": b"POST / HTTP/1.1\r\n"
-    + HOST
-    + b"Transfer-Encoding: chunked\r\n\r\n0\r\nnothing\r\n\r\n",
+    "a bad size": CHUNKED + b"0x4\r\nabcd\r\n0\r\n\r\n",
+    "a negative size": CHUNKED + b"-4\r\nabcd\r\n0\r\n\r\n",
+    "a huge size": CHUNKED + b"f" * 17 + b"\r\n",
+    "a short size": CHUNKED + b"3\r\nabcd\r\n0\r\n\r\n",
+    "LF after a size": CHUNKED + b"4\nabcd\r\n0\r\n\r\n",
+    "LF after a chunk": CHUNKED + b"4\r\nabcd\n0\r\n\r\n",
+    "CR in an extension": CHUNKED + b"4;a\rb\r\nabcd\r\n0\r\n\r\n",
+    "a bad trailer": CHUNKED + b"0\r\nnothing\r\n\r\n",
     "not HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
 }
 
@@ -131,28 +109,16 @@ def test_doubtful_messages_are_refused_however_they_are_cut(data: bytes) -> None
     assert refusal(data).status in (400, 501, 505)
 
 
-NAMES = (
-    b"TE\t",
-    b"TE ",
-    b" TE",
-    b"\tTE",
-    b"T E",
-    b"T\tE",
-    b"TE\x0b",
-    b"TE\xa0",
-    b"(TE)",
-    b"",
-    b"Transfer-Encoding\t",
-)
+NAMES = [*b"TE\t|TE | TE|\tTE|T E|T\tE|TE\x0b|TE\xa0|(TE)||Transfer-Encoding\t".split(b"|")]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_with_white_space_is_refused_before_the_head_is_whole(name: bytes) -> None:
     """Nobody waits for the rest of what can never be read."""
-    begun = b"POST / HTTP/1.1\r\n" + HOST + name + b": chunked"
+    begun = POST + name + b": chunked"
     assert refusal(begun).status == 400
     assert read([begun[i : i + 1] for i in range(len(begun))]) == ([], True)
-    later = b"POST / HTTP/1.1\r\n" + HOST + b"X: a b\tc: d\r\nTE"
+    later = POST + b"X: a b\tc: d\r\nTE"
     assert read([later]) == ([], False)
     assert read([later, b"\t"]) == ([], True)
     assert read([later, b"\r\n"]) == ([], True)
@@ -161,23 +127,14 @@ def test_a_name_with_white_space_is_refused_before_the_head_is_whole(name: bytes
 def test_what_is_too_large_is_told_apart() -> None:
     assert refusal(b"GET /" + b"a" * 300 + b" HTTP/1.1\r\n" + HOST + b"\r\n").status == 414
     assert refusal(b"G" * 300).status == 414
-    assert refusal(b"GET / HTTP/1.1\r\n" + HOST + b"x: y\r\n" * 8 + b"\r\n").status == 431
-    assert refusal(b"GET / HTTP/1.1\r\n" + HOST + b"x: " + b"y" * 600 + b"\r\n\r\n").status == 431
-    assert refusal(b"GET / HTTP/1.1\r\n" + HOST + b"x: " + b"y" * 600).status == 431
-    assert refusal(b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 501\r\n\r\n").status == 413
-    big = (
-        b"POST / HTTP/1.1\r\n"
-        + HOST
-        + b"Transfer-Encoding: chunked\r\n\r\n"
-        + b"7f\r\n"
-        + b"x" * 127
-        + b"\r\n"
-    )
-    assert refusal(big + (b"7f\r\n" + b"x" * 127 + b"\r\n") * 4).status == 413
-    assert (
-        refusal(b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n").status == 400
-    )
-    assert refusal(b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 4\r\nExpect: wine\r\n\r\n").status == 417
+    assert refusal(GET + b"x: y\r\n" * 8 + b"\r\n").status == 431
+    assert refusal(GET + b"x: " + b"y" * 600 + b"\r\n\r\n").status == 431
+    assert refusal(GET + b"x: " + b"y" * 600).status == 431
+    assert refusal(POST + b"Content-Length: 501\r\n\r\n").status == 413
+    chunk = b"7f\r\n" + b"x" * 127 + b"\r\n"
+    assert refusal(CHUNKED + chunk * 5).status == 413
+    assert refusal(POST + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n").status == 400
+    assert refusal(POST + b"Content-Length: 4\r\nExpect: wine\r\n\r\n").status == 417
 
 
 def test_a_body_at_the_limit_is_taken() -> None:
@@ -189,7 +146,7 @@ def test_a_body_at_the_limit_is_taken() -> None:
 
 
 def test_a_word_is_wanted_before_the_body_only_where_it_has_not_come() -> None:
-    head = b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 4\r\nExpect: 100-Continue\r\n\r\n"
+    head = POST + b"Content-Length: 4\r\nExpect: 100-Continue\r\n\r\n"
     reader = RequestReader(SMALL)
     reader.feed(head)
     assert reader.take() is None
@@ -221,13 +178,10 @@ def test_who_stays(version: bytes, said: bytes, stays: bool) -> None:
 
 
 def test_a_field_that_comes_twice_is_joined_or_refused() -> None:
-    seen, _ = read([b"GET / HTTP/1.1\r\n" + HOST + b"X-A: 1\r\nx-a: 2\r\n\r\n"])
+    seen, _ = read([GET + b"X-A: 1\r\nx-a: 2\r\n\r\n"])
     assert seen[0][3] == {b"host": b"here", b"x-a": b"1, 2"}
     for name in ONCE - {b"host"}:
-        assert (
-            refusal(b"GET / HTTP/1.1\r\n" + HOST + name + b": 1\r\n" + name.upper() + b": 1\r\n\r\n").status
-            == 400
-        )
+        assert refusal(GET + name + b": 1\r\n" + name.upper() + b": 1\r\n\r\n").status == 400
 
 
 # Properties.

@@ -28,7 +28,7 @@ from potluck.core.values.types import NodeOffer, Region
 from potluck.engine.shipped_model import shipped_model
 from potluck.gateway.openai.keys import new_key
 from potluck.gateway.operator_state import OperatorState
-from potluck.gateway.registry.engine_list import read_roster
+from potluck.gateway.registry.engine_list import read_engines
 from potluck.loadgen.load_client import TimedRequest, shoot
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -146,7 +146,7 @@ def test_what_operators_told_is_remembered(tmp_path: Path) -> None:
     assert (memory.plan()[0], memory.entries(), memory.market()) == (None, None, None)
     plan = plan_from_json(write_plans(tmp_path, [*WHOLE, *COMBO])[0].read_text())
     listed = {"url": "https://h:1", "kind": "openai", "model": "m", "token_ids": True}
-    entries = read_roster(json.dumps({"engines": [listed, {"url": "http://[::1]:2", "index": 3}]}), "")
+    entries = read_engines(json.dumps({"engines": [listed, {"url": "http://[::1]:2", "index": 3}]}), "")
     market = (Region("near", (NodeOffer("1xA10", 0.5, 3),)),)
     memory.planned(plan, 7, "more load")
     memory.enlisted(entries)

@@ -37,7 +37,7 @@ from potluck.core.state.events import (
 from potluck.core.values.plan import ReplicaSpec
 from potluck.gateway.registry.directory import abilities_of
 from potluck.gateway.registry.engine_client import EngineNoAnswer, EngineRecord, StatusReport, read_status
-from potluck.gateway.registry.engine_list import EngineEntry, address_of, matched, read_roster
+from potluck.gateway.registry.engine_list import EngineEntry, address_of, matched, read_engines
 from potluck.gateway.registry.registry import ReplicaRegistry
 from potluck.gateway.values import Address, Endpoint
 
@@ -397,7 +397,7 @@ def _entry(place: int, **said: object) -> EngineEntry:
 
 def test_a_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "east.key").write_text("secret\n")
-    roster = read_roster(
+    roster = read_engines(
         """
         engines:
           - {url: "http://10.0.0.5:8100/", template: combo, index: 1, region: east, key_file: east.key}
@@ -437,7 +437,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_said_in_one_line(text: str, said: str) -> None:
     with pytest.raises(PotluckError) as error:
-        read_roster(text, "engines.yaml")
+        read_engines(text, "engines.yaml")
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -445,7 +445,7 @@ def test_what_is_wrong_is_said_in_one_line(text: str, said: str) -> None:
 @given(st.text(max_size=80))
 def test_nothing_else_is_ever_raised(text: str) -> None:
     with suppress(PotluckError):
-        read_roster(text, "roster")
+        read_engines(text, "roster")
 
 
 @given(st.text(max_size=40))

@@ -21,7 +21,7 @@ from potluck.core.values.route import aggregated
 from potluck.gateway.dispatch import relay_attempt
 from potluck.gateway.dispatch.active_request import BACKSTOP_S
 from potluck.gateway.dispatch.dispatcher import Dispatcher
-from potluck.gateway.registry.engine_list import read_roster
+from potluck.gateway.registry.engine_list import read_engines
 from potluck.gateway.values import ChoiceRequest
 
 CHAT, COMPLETIONS = b"/v1/chat/completions", b"/v1/completions"
@@ -450,7 +450,7 @@ def test_a_salt_joins_what_else_is_added() -> None:
 
 def test_the_roster_says_who_takes_salts() -> None:
     def flags(said: str) -> tuple[bool, bool]:
-        (result,) = read_roster(f'engines: [{{url: "http://h:1", kind: openai{said}}}]', "engines.yaml")
+        (result,) = read_engines(f'engines: [{{url: "http://h:1", kind: openai{said}}}]', "engines.yaml")
         return result.token_ids, result.cache_salt
 
     assert flags("") == (False, False)

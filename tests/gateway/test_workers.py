@@ -159,14 +159,14 @@ def test_workers_share_the_brain_and_the_limits_and_are_replaced(tmp_path: Path)
 
             # One dies: its requests are cancelled, those of the other go on, and somebody takes its place. Meanwhile
             # its port is open: whoever comes there waits.
-            seat = pool._seats[0]
-            os.kill(workers_of(supervisor)[seat.place], signal.SIGKILL)
+            slot = pool._slots[0]
+            os.kill(workers_of(supervisor)[slot.place], signal.SIGKILL)
             waiting = [asyncio.create_task(ask(url, "hello")) for _ in range(10)]
-            lost = {request for request, line in owners.items() if line is seat.line}
+            lost = {request for request, line in owners.items() if line is slot.line}
             await until(lambda: set(mind.requests) >= set(owners) - lost and not set(mind.requests) & lost)
             assert {event.request for event in mind.heard if isinstance(event, RequestCancelled)} >= lost
             assert 0 not in [status for status, _ in await asyncio.gather(*waiting)], "nobody was cut off"
-            await until(lambda: len(pool._seats) == 2)
+            await until(lambda: len(pool._slots) == 2)
             await until(lambda: len(pool._listening) == 2)
             await asyncio.sleep(0.3)
             assert [(await ask(url, "hello"))[0] for _ in range(10)] == [200] * 10

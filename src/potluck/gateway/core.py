@@ -1,8 +1,7 @@
 """The one Brain: who tells it what, who does what it asks, and what it decided of late.
 
-Workers tell it of requests through their clients, the registry tells it of replicas. What it asks of a request goes
-back to the worker whose request it is; what it asks of the fleet goes to the registry. As in the simulator, what
-happens while its orders are carried out is told afterwards, in order.
+What it asks of a request goes back to the worker whose request it is; what it asks of the fleet goes to the registry.
+As in the simulator, what happens while its orders are carried out is told afterwards, in order.
 """
 
 from __future__ import annotations
@@ -60,10 +59,7 @@ class Decision(NamedTuple):
 
 
 class DecisionLog:
-    """`decided` hears everything at once; `kept` has the latest, for a controller that asks every second or so.
-
-    Numbers begin at 1 with each epoch, which is this process's.
-    """
+    """`decided` hears everything at once; `kept` has the latest. Numbers begin at 1 with each epoch: each process."""
 
     def __init__(
         self,

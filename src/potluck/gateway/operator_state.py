@@ -1,7 +1,4 @@
-"""What operators told a Brain, kept for another one that takes its place: the plan, the roster, prices, cordons.
-
-Files in a directory for nobody else's eyes, which ends with the gateway unless it was given one (`--state`).
-"""
+"""What operators told a Brain, kept in files for another that takes its place: plan, engines, prices, cordons."""
 
 from __future__ import annotations
 

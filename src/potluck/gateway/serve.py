@@ -66,7 +66,7 @@ class AdminServer:
             unreachable = settings.places.unreachable
             self._keys = KeyRing(settings.keys, time.monotonic(), time.time, may_open=unreachable)
         self.metrics = GatewayMetrics(self.meter, Operations(core), self._gauges)
-        self._office = AdminContext(
+        self._context = AdminContext(
             self.metrics,
             Operations(core, settings.engine_key),
             self._notes,
@@ -125,7 +125,7 @@ class AdminServer:
         tls = server_tls(*self._settings.tls) if far and self._settings.tls else None
         # Who has gone watches no more, and what was asked for them is given up.
         self._runner = web.AppRunner(
-            build_admin(self._office), access_log=None, shutdown_timeout=1.0, handler_cancellation=True
+            build_admin(self._context), access_log=None, shutdown_timeout=1.0, handler_cancellation=True
         )
         await self._runner.setup()
         for item in sockets:
@@ -176,11 +176,7 @@ def worker_beside(
 async def serve(
     resolved: ResolvedPlan, context: WorkerContext, ready: Ready, post: BrainProcessContext
 ) -> None:
-    """Serve until a signal says to end; `ready` hears the addresses.
-
-    A parent looks after this process, and holds its ports; where the post is for several workers they have processes
-    of their own.
-    """
+    """Serve until a signal says to end; `ready` hears the addresses. A parent holds the ports."""
     settings = context.settings
     allow_open_files()
     outgoing = calls_of(settings)
@@ -214,10 +210,10 @@ async def serve(
         loop.add_signal_handler(number, stop.set)
     if post.life >= 0:
         loop.add_reader(post.life, parent_is_gone)
-    heritage: SocketHandover | None = None
+    handover: SocketHandover | None = None
     try:
         if isinstance(workers, Worker):
-            url, admin, heritage = await _succeed(core, workers, operators, settings, post, stop)
+            url, admin, handover = await _succeed(core, workers, operators, settings, post, stop)
         else:
             url, admin = await workers.start(), await operators.listen(post.operators)
             core.start()
@@ -227,11 +223,11 @@ async def serve(
         post.tell(SERVES)
         await stop.wait()
     finally:
-        followed = heritage is not None and heritage.handed
+        followed = handover is not None and handover.handed
         if followed:
             post.tell(FOLLOWED)
-        if heritage is not None:
-            heritage.close()
+        if handover is not None:
+            handover.close()
         if followed:
             await operators.leave()
         await workers.close(HANDED_S if followed else settings.drain_s, followed)
@@ -274,15 +270,15 @@ async def _succeed(
                     await asyncio.sleep(LOOK_S)
     url = await worker.listen(post.clients[0])
     admin = await operators.listen(post.operators)
-    heritage = None
+    handover = None
     if settings.takeover is not None:
         marks = core.cordons
-        heritage = SocketHandover(
+        handover = SocketHandover(
             settings.takeover, post.clients[0], operators.sockets, stop.set, lambda: marks.marks
         )
     if taken is not None:
         taken.serving()
-    return url, admin, heritage
+    return url, admin, handover
 
 
 def serve_forever(resolved: ResolvedPlan, policy: Policy, settings: GatewaySettings, ready: Ready) -> None:

@@ -43,11 +43,9 @@ class Endpoint:
     key: str = field(default="", repr=False)
     """What it wants as a bearer, if anything."""
     token_ids: bool = False
-    """Whether, over plain OpenAI, it tells tokens when asked (`return_token_ids`) and takes them as a prompt: then
-    an answer that breaks off goes on elsewhere."""
+    """Whether, over plain OpenAI, it tells tokens (`return_token_ids`): a broken answer goes on elsewhere."""
     cache_salt: bool = False
-    """Whether, over plain OpenAI, it keeps prefixes apart by a `cache_salt` in the body, as vLLM does. Others may
-    refuse what they do not know."""
+    """Whether, over plain OpenAI, it keeps prefixes apart by a `cache_salt` in the body, as vLLM does."""
     unit: str = ""
     """The copy that it belongs to."""
     codec: str = "raw"
@@ -71,8 +69,7 @@ class ChoiceRequest(NamedTuple):
     max_output_tokens: int
     sampling: Sampling = Sampling()
     ends: tuple[int, ...] = ()
-    """Tokens that end the answer; where they are known, the model's own among them unless `ignore_eos`. By them the
-    driver knows that an answer is whole although its engine died before saying so."""
+    """Tokens that end the answer: by them it is known to be whole although its engine died before saying so."""
     ignore_eos: bool = False
     min_tokens: int = 0
     tenant: str = DEFAULT_TENANT

@@ -44,7 +44,7 @@ from potluck.core.values.plan import (
     TemplateKind,
 )
 from potluck.core.values.types import Role
-from potluck.gateway.registry.engine_list import EngineEntry, read_roster
+from potluck.gateway.registry.engine_list import EngineEntry, read_engines
 
 _say = partial(click.echo, err=True)
 WHOLE, ANY = "melange", "auto"
@@ -96,7 +96,7 @@ def asked(entries: tuple[EngineEntry, ...], file: Path, folder: Path) -> tuple[S
 
 def read_entries(file: Path) -> tuple[EngineEntry, ...]:
     text = read_text(file, "--attach")
-    entries = read_roster(text, file.name, file.parent)
+    entries = read_engines(text, file.name, file.parent)
     if not entries:
         raise InputError("--attach", f"{file} names no server")
     return entries

@@ -1,8 +1,4 @@
-"""The operators' port: metrics, a snapshot, the fleet, the plan, the page. An ordinary web application.
-
-It has a key of its own, and without one it only listens on the loopback address. What the page reads needs none
-there; orders always do.
-"""
+"""The operators' port. Without a key of its own it listens on loopback only; there the page needs none, orders do."""
 
 from __future__ import annotations
 
@@ -55,13 +51,13 @@ class AdminContext:
 Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def build_admin(office: AdminContext) -> web.Application:
-    operations, counters = office.operations, office.metrics.counters
+def build_admin(context: AdminContext) -> web.Application:
+    operations, counters = context.operations, context.metrics.counters
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            _check(request, office)
+            _check(request, context)
             response = await handler(request)
         except asyncio.CancelledError:
             raise
@@ -72,11 +68,11 @@ def build_admin(office: AdminContext) -> web.Application:
         return response
 
     async def metrics(request: web.Request) -> web.StreamResponse:
-        return web.Response(body=office.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=context.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     def snapshot(request: web.Request) -> Json:
         counted = {"counters": figures(counters)}
-        return {"version": __version__, **operations.snapshot(), **office.notes(), **counted}
+        return {"version": __version__, **operations.snapshot(), **context.notes(), **counted}
 
     def decisions(request: web.Request) -> Json:
         ended: Counter[str] = Counter()
@@ -92,7 +88,7 @@ def build_admin(office: AdminContext) -> web.Application:
         carried_out = _change(lambda request, body: change(body))
 
         async def handler(request: web.Request) -> web.StreamResponse:
-            if office.key is None:
+            if context.key is None:
                 line = (
                     "orders need an operators' key, and this gateway has none: start it with --admin-key-file"
                 )
@@ -114,8 +110,8 @@ def build_admin(office: AdminContext) -> web.Application:
     add.add_put("/market", _change(lambda request, body: operations.set_market(body)))
     for name in ("drain", "cordon", "uncordon", "flip", "kill", "note"):
         add.add_post(f"/{name}", order(getattr(operations, name)))
-    if office.page is not None:
-        add_page(app, office.page)
+    if context.page is not None:
+        add_page(app, context.page)
     return app
 
 
@@ -141,14 +137,16 @@ def _whole(request: web.Request, name: str) -> int:
     return int(text)
 
 
-def _check(request: web.Request, office: AdminContext) -> None:
-    served, given = office.served, request.headers.get("Authorization")
+def _check(request: web.Request, context: AdminContext) -> None:
+    served, given = context.served, request.headers.get("Authorization")
     free = (
-        office.key is None or request.path == "/health" or (office.page is not None and is_file(request.path))
+        context.key is None
+        or request.path == "/health"
+        or (context.page is not None and is_file(request.path))
     )
-    shown, wanted = (given or "").encode("utf-8", "surrogateescape"), f"Bearer {office.key}".encode()
+    shown, wanted = (given or "").encode("utf-8", "surrogateescape"), f"Bearer {context.key}".encode()
     if not free and not hmac.compare_digest(shown, wanted):
-        if given is not None or not office.near or not is_reading(request.method, request.path):
+        if given is not None or not context.near or not is_reading(request.method, request.path):
             line = "the operators' key is needed: send it as `Authorization: Bearer KEY`"
             raise HttpRefusal(401, line, "invalid_api_key", "authorization")
         served = replace(served, keyed=False)  # so its host name counts

@@ -1,7 +1,4 @@
-"""What happens, counted: cheap enough to be called for every token.
-
-A worker's tally can be taken apart from time to time and added to another process's: all of it is sums.
-"""
+"""What happens, counted: cheap enough for every token. All of it is sums, so that processes' counts can be added."""
 
 from __future__ import annotations
 
@@ -44,11 +41,7 @@ class Histogram:
 
 
 class Counters:
-    """Counts of everything in `families` that is not read when asked for, and who else hears of it.
-
-    What comes with every request and every token is noted, and counted many at a time: when somebody reads, as the
-    gateway itself does every second, or when so many are noted.
-    """
+    """What comes with every request and token is noted, and counted many at a time."""
 
     def __init__(
         self,
@@ -72,9 +65,7 @@ class Counters:
     def count(self, family: Family, labels: Labels = (), amount: float = 1) -> None:
         if not amount:
             return
-        series = self._counts.get(family.name)
-        if series is None:
-            series = self._counts[family.name] = Counter()
+        series = self._counts.setdefault(family.name, Counter())
         if labels not in series and len(series) >= MOST_SERIES:
             labels = (OTHER,) * len(labels)
         series[labels] += amount  # type: ignore[assignment]

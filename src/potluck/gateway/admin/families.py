@@ -1,7 +1,4 @@
-"""Every metric that there is: its name, kind, labels and what it means.
-
-Names are vLLM's where the meaning is the same, so that dashboards and autoscalers made for it work; ours elsewhere.
-"""
+"""Every metric. Names are vLLM's where the meaning is the same, so that dashboards and autoscalers for it work."""
 
 from __future__ import annotations
 

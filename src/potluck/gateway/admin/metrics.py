@@ -27,8 +27,7 @@ WINDOW_S = 300.0
 
 
 class TokenCosts:
-    def __init__(self, window_s: float = WINDOW_S) -> None:
-        self._window_s = window_s
+    def __init__(self) -> None:
         self._seen: deque[tuple[float, Counter[str]]] = deque()
 
     def look(self, counters: Counters, now_s: float) -> None:
@@ -37,7 +36,7 @@ class TokenCosts:
             for labels, value in counters.counted(family).items():
                 tokens[labels[0]] += int(value)
         self._seen.append((now_s, tokens))
-        while len(self._seen) > 2 and self._seen[1][0] <= now_s - self._window_s:
+        while len(self._seen) > 2 and self._seen[1][0] <= now_s - WINDOW_S:
             self._seen.popleft()
 
     def usd_per_million(self, usd_per_h: float, model: str) -> float | None:

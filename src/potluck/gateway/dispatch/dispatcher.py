@@ -1,8 +1,4 @@
-"""All requests of a worker that are under way.
-
-The Brain hears of what happens in the order in which it happened, and its orders are carried out in theirs: what
-carrying out one of them makes known at once is told when all of them are done.
-"""
+"""All requests of a worker that are under way. What carrying out orders makes known is told when all are done."""
 
 from __future__ import annotations
 

@@ -54,10 +54,7 @@ STRANGE = (
 
 
 def forwarded(body: bytes, model: str, served: str, extra: bytes = b"", salt: str = "") -> bytes:
-    """A client's body for a server that calls the model otherwise; `extra` fields are added at its end.
-
-    A `salt` takes the place of the client's own, of which it was made: no name stands there twice.
-    """
+    """A client's body for a server that calls the model otherwise; `extra` fields and a `salt` are put in."""
     if salt:
         if b"cache_salt" in body:
             asked = {name: value for name, value in json.loads(body).items() if name != "cache_salt"}

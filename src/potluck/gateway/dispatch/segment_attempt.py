@@ -325,9 +325,8 @@ class PassthroughHop(Hop):
         {"token": 5}  {"said": {an event as OpenAI has it}}  ...  {"ended": "stop", "prompt_tokens": ..., ...}
 
     An answer that is not streamed is one event; until then `{"steps": n}` says that it goes on. `{"refused": ...}` is
-    what the client is told where its request is at fault. Where the engine makes another prompt of the client's
-    messages than we did, KV that was computed for ours is of no use to it: it says which tokens its own has, and the
-    request is sent again with those.
+    what the client is told where its request is at fault. An engine whose own prompt differs from ours says its
+    tokens, and the request is sent again with those.
     """
 
     __slots__ = ("_prompt", "_refusal", "_said_any", "_streamed")

@@ -1,8 +1,7 @@
 """Requests to engines, over connections that are kept alive.
 
-The connection used last is used next, so that those too many fall idle and are closed. An idle one is closed before
-the engine would do it (uvicorn waits 5 s); should it have been quicker all the same, the request goes once more over
-a new one. Silence is noticed by whoever waits.
+An idle one is closed before the engine would do it (uvicorn waits 5 s); should it have been quicker all the same, the
+request goes once more over a new one. Silence is noticed by whoever waits.
 """
 
 from __future__ import annotations

@@ -66,8 +66,7 @@ class Exchange(Protocol):
     """Set as well: False when the client reads more slowly than is written, True when it has caught up."""
 
     def reply(self, status: int, body: bytes, headers: Fields = (), lines: bytes = b"") -> None:
-        """The whole answer at once. `lines` are headers as they are sent, each with its line end, that were made of
-        nothing that a client or a server said."""
+        """The whole answer. `lines` are headers as they are sent, made of nothing that a client or a server said."""
 
     def begin(self, status: int, headers: Fields = (), lines: bytes = b"") -> None: ...
 
@@ -483,9 +482,8 @@ class ClientListener:
     async def close(self, within_s: float = 5.0, *, gently: bool = False, for_good: bool = False) -> None:
         """Nobody comes in any more; what is being answered may end, for a while. Then the rest is cut off.
 
-        `for_good`: the port closes, although other processes hold its sockets too; else they may go on with it.
-        `gently`: whoever has come in may still ask, once; a request may be on its way, and would be lost. How long a
-        connection may wait is limited as ever.
+        `for_good`: the port closes, although other processes hold its sockets too. `gently`: whoever has come in may
+        still ask, once.
         """
         self.closing, self._gentle = True, gently
         held = [entry.dup() for entry in self.sockets] if for_good else []
@@ -600,8 +598,7 @@ def url_of(listening: socket.socket, tls: ssl.SSLContext | None) -> str:
 
 
 async def bound(host: str, port: int, shared: bool = False) -> list[socket.socket]:
-    """Sockets for each address of a host, on one port. `shared`: there are several of each, and the system deals
-    connections out among them."""
+    """Sockets for each address of a host, on one port. `shared`: several processes each have their own of these."""
     made: list[socket.socket] = []
     try:
         loop = asyncio.get_running_loop()

@@ -90,28 +90,28 @@ class SocketHandover:
         self._loop = asyncio.get_running_loop()
         self._links: set[socket.socket] = set()
         self._inode = 0
-        self._door = socket.socket(socket.AF_UNIX)
+        self._listener = socket.socket(socket.AF_UNIX)
         fresh = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             before = os.umask(0o177)
             try:
                 fresh.unlink(missing_ok=True)
                 with _short(fresh) as address:
-                    self._door.bind(address)
+                    self._listener.bind(address)
             finally:
                 os.umask(before)
-            self._door.listen(4)
+            self._listener.listen(4)
             self._inode = fresh.stat().st_ino
             fresh.replace(path)  # whoever looks finds the one before or this one
         except OSError as error:
-            self._door.close()
+            self._listener.close()
             raise InputError(FIELD, f"{path} cannot be made ({error.strerror or error})") from error
-        self._door.setblocking(False)
-        self._loop.add_reader(self._door, self._came)
+        self._listener.setblocking(False)
+        self._loop.add_reader(self._listener, self._came)
 
     def _came(self) -> None:
         try:
-            link, _ = self._door.accept()
+            link, _ = self._listener.accept()
             self._links.add(link)
             message = json.dumps({"clients": len(self._clients), "cordons": list(self._cordons())}).encode()
             sockets = [client.fileno() for client in (*self._clients, *self._operators)]
@@ -137,8 +137,8 @@ class SocketHandover:
         link.close()
 
     def close(self) -> None:
-        self._loop.remove_reader(self._door)
-        self._door.close()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
         for link in tuple(self._links):
             self._drop(link)
         with contextlib.suppress(OSError):

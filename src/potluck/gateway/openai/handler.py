@@ -339,8 +339,7 @@ class ClientHandler(OpenRequests):
         answering.limits = key.allowance.headers(now_s)
 
     def _circle(self, tenant: str, model: str) -> str:
-        """Those who share a salt: a tenant alone, or with others; nobody's name has such a character. Whoever leaves
-        a circle finds nothing of it any more, as it is another one then."""
+        """Those who share a salt: a tenant alone, or with others, joined by what no name holds."""
         for prefix_sharing in self._settings.sharing:
             if prefix_sharing.covers(tenant, model):
                 return "".join(f"\x01{name}" for name in prefix_sharing.tenants)

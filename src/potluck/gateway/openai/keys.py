@@ -165,8 +165,7 @@ class KeyRing:
         may_open: bool = False,
         gateways: int = 1,
     ) -> None:
-        """With a `shared_use`, limits hold across the workers that share it. `may_open`: nobody else reaches us.
-        `gateways` on other machines share the clients: each grants its part of the limits."""
+        """`may_open`: nobody else reaches us. So many `gateways` share the clients: each grants its part."""
         self._gateways = gateways
         self._path, self._clock, self._shared_use, self._may_open = Path(path), clock, shared_use, may_open
         self._allowances: dict[str, KeyQuota] = {}
@@ -274,8 +273,7 @@ class KeyRing:
 
 
 def read_lines(path: Path) -> tuple[list[KeyRecord], bool]:
-    """The file's keys, each checked, and whether none is asked for; raises for the first line that is wrong, never
-    with what it holds."""
+    """The file's keys, and whether none is asked for; an error never tells what a line holds."""
     try:
         if path.stat().st_size > MOST_BYTES:
             raise InputError(str(path), f"is larger than {MOST_BYTES} bytes")
@@ -397,8 +395,7 @@ class TokenBucket:
         return self._level
 
     def draw(self, amount: float, now_s: float) -> float:
-        """Take so much. Where it is not there nothing is taken: until when; more than it ever holds is waited for
-        until it is full."""
+        """Take so much, or nothing and say how long to wait; more than it ever holds waits until it is full."""
         level, most = self._level, self.most
         if now_s > self._seen_s:
             level += (now_s - self._seen_s) * self.rate_per_s

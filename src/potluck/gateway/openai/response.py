@@ -1,7 +1,5 @@
-"""One request's answer, from its first word to its last: what its choices say becomes what the client reads.
-
-The status is only said with the first part, so that what fails before has its own.
-"""
+"""One request's answer: what its choices say becomes what the client reads. What fails before the first part has its
+own status."""
 
 from __future__ import annotations
 
@@ -104,10 +102,7 @@ class OpenRequests:
 
 
 class ResponseWriter:
-    """From the first word of an answer to the last, whoever says it; told to the meter once.
-
-    What most answers never change is the class's: making one is then cheap.
-    """
+    """Told to the meter once. What most answers never change is the class's: making one is then cheap."""
 
     limits = b""
     validated: ValidatedRequest | None = None

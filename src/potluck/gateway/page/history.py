@@ -1,7 +1,4 @@
-"""The last hour, in memory and bounded: a point of figures every POINT_S for each model, and the fleet every FRAME_S.
-
-Every request that ends is noted, which is an append; all else is done once in POINT_S.
-"""
+"""The last hour, in memory and bounded: figures of each model every POINT_S, and the fleet every FRAME_S."""
 
 from __future__ import annotations
 
@@ -174,10 +171,9 @@ LATEST = 60
 
 
 class Waterfall:
-    """A watcher of the Brain's loop. Times are seconds since the request came."""
+    """A watcher of the Brain's loop. Times are seconds since the request came; the Brain's began at `zero_utc_s`."""
 
     def __init__(self, zero_utc_s: float) -> None:
-        """`zero_utc_s`: the time of day when the Brain's time was 0."""
         self._zero_utc_s = zero_utc_s
         self._rows: dict[str, Row] = {}
         self._came_s: dict[str, float] = {}

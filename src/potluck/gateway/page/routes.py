@@ -1,7 +1,7 @@
 """The page's paths at the operators' port, and who may ask for them.
 
-Its files have no secrets. What they show is open to this machine where the port is, and needs the operators' key
-elsewhere; a host name that is not this machine's is refused, so that no page of somebody else reads it either.
+What they show is open to this machine, and needs the operators' key elsewhere. A host name that is not this machine's
+is refused, so that no page of somebody else reads it.
 """
 
 from __future__ import annotations

@@ -77,7 +77,6 @@ class FleetSnapshot:
         tokens: Callable[[], Mapping[str, float]] = dict,
         notices: Callable[[], Iterable[str]] = tuple,
     ) -> None:
-        """`tokens`: what each replica computed or streamed since the gateway began."""
         self._core, self._flows = core, flows
         self._tokens, self._notices = tokens, notices
         self._counted: Mapping[str, float] | None = None

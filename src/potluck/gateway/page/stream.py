@@ -70,8 +70,6 @@ class PageReader:
 
 
 class PageStream:
-    """Made once. `look` is called at every tick of the Brain, `listen` begins the stream's own ticks."""
-
     def __init__(
         self,
         core: GatewayCore,

@@ -28,8 +28,7 @@ class ResponseTimes(NamedTuple):
         return min(MOST_S, max(LEAST_S, FACTOR * self.longest_s))
 
     def heard(self, took_s: float) -> ResponseTimes:
-        """After another answer. One that stood still counts as little more than what was borne before: else the next
-        time would be noticed late. If it is merely slower than it was, a few answers are enough."""
+        """One that stood still counts as little more than what was borne before, so that the next is noticed."""
         return ResponseTimes(max(KEEP * self.longest_s, min(took_s, self.limit_s / 2)))
 
 

@@ -67,9 +67,8 @@ class EngineEntry:
         return 8 * bool(self.replica) + sum(map(bool, text))
 
 
-def read_roster(text: str, where: str, folder: Path | None = None) -> tuple[EngineEntry, ...]:
-    """The entries of a file, or of what was sent in its place. `folder` is where the files lie that it names; None:
-    it may name none, as what is sent over a network must not make us read files."""
+def read_engines(text: str, where: str, folder: Path | None = None) -> tuple[EngineEntry, ...]:
+    """`folder` is where the files lie that it names; None: what is sent over a network may name none."""
     try:
         data = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
@@ -145,7 +144,7 @@ def matched(
 
 
 class EngineListFile:
-    """A roster in a file, read again when it has changed; a broken one leaves the entries read last."""
+    """A list in a file, read again when it has changed; a broken one leaves the entries read last."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -181,4 +180,4 @@ class EngineListFile:
             text = self._path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(str(self._path), "cannot be read") from error
-        return read_roster(text, self._path.name, self._path.parent)
+        return read_engines(text, self._path.name, self._path.parent)

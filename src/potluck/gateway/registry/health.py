@@ -25,8 +25,7 @@ from potluck.gateway.values import Endpoint
 LEAST_BUSY = 0.1
 """Share of a period in which something must have been on its way for its rate to say anything."""
 LEAST_QUEUE_S = 0.1
-"""So long bytes must have to wait at the planned rate for the rate seen to say anything: some layers of a prompt that
-is being computed are always about to leave."""
+"""Bytes must wait so long for the rate seen to say anything: some layers are always about to leave."""
 SEGMENT_BYTES = 1448
 """Payload of a segment of TCP in a frame of 1,500 bytes."""
 
@@ -49,11 +48,7 @@ def link_reports(
     planned_gbps: Mapping[tuple[str, str], float],
     period_s: float,
 ) -> list[LinkReported]:
-    """One report for each link that is planned.
-
-    Layers cross as they are computed, so a transfer is often slower than its link: the rate seen counts only where
-    many bytes wait for the link. A link that nobody waits for is as fast as planned.
-    """
+    """One for each planned link. Layers cross as they are computed: the rate seen counts only where bytes wait."""
     reports = []
     for ends, gbps in planned_gbps.items():
         traffic = passed.get(ends, LinkTraffic())
@@ -107,8 +102,7 @@ class HealthChecker:
                 engine.watching = loop.create_task(self._watch(engine))
 
     def look(self) -> None:
-        """At every tick: watch those that are new, and report links. Not at other times: what crosses in a moment
-        says little of how full a link is."""
+        """At every tick, and not between: what crosses in a moment says little of how full a link is."""
         self.meet()
         now_s = time.monotonic()
         period_s, self._looked_s = now_s - self._looked_s, now_s

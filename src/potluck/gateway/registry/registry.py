@@ -90,7 +90,7 @@ class ReplicaRegistry(ReplicaDirectory):
         return WantedFleet(replicas, idle, self._replan, self._version)
 
     def enlist(self, entries: Iterable[EngineEntry]) -> None:
-        """The whole roster in place of the one before; engines that stay are not disturbed."""
+        """The whole list in place of the one before; engines that stay are not disturbed."""
         listed = {entry.url: entry for entry in entries}
         for url in [url for url in self._engines if url not in listed]:
             self._dismiss(self._engines.pop(url))

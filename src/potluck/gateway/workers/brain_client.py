@@ -33,10 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerChannel(asyncio.Protocol):
-    """One end of the wire: `heard` gets each line's letter and the rest of it, `gone` is called when it is cut.
-
-    It may then be connected again; lines whose letter is in `kept` wait for that, others are dropped.
-    """
+    """One end of the wire. When it is cut it may be connected again: lines whose letter is in `kept` wait."""
 
     def __init__(
         self, heard: Callable[[str, str], None], gone: Callable[[], None], kept: frozenset[str] = frozenset()
@@ -199,7 +196,7 @@ class RemoteDirectory(ReplicaDirectory):
         self.refresh()
 
     def named(self, endpoint: Endpoint) -> str | None:
-        """What the engine behind an endpoint is called now; another Brain may have given it another name."""
+        """Its name now: another Brain may have given it another."""
         for item in self._endpoints.values():
             if item.address == endpoint.address and item.fingerprint == endpoint.fingerprint:
                 return item.replica
@@ -207,11 +204,7 @@ class RemoteDirectory(ReplicaDirectory):
 
 
 class RemoteBrainClient:
-    """The `Line` of a worker. All processes of a machine have the same monotonic clock.
-
-    A Brain can die. Until another one is `joined` nothing is told, as it will hear of all that is open then; `untold`
-    are those that it has not heard of yet.
-    """
+    """A Brain can die: until another is `joined` nothing is told; of `untold` requests it has not heard yet."""
 
     __slots__ = ("_channel", "act", "joined", "start_s", "untold", "waiting")
 

@@ -256,8 +256,7 @@ class Supervisor:
 
 
 def _entitle(title: str) -> None:
-    """What `ps` shows of this process, where the system lets it be said: over the words that its parent was started
-    with, whose place is in /proc/self/stat (fields 48 and 49; its name, which may hold anything, is the second)."""
+    """What `ps` shows: over the words that the parent was started with (/proc/self/stat, fields 48 and 49)."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         start, room = int(fields[45]), int(fields[46]) - int(fields[45])

@@ -47,8 +47,7 @@ class Worker:
         answers: Path | None = None,
         shared_use: SharedUse | None = None,
     ) -> None:
-        """`connect` makes the line to the Brain from what the Brain's orders go to. `answers` are kept there for
-        whoever asks again. Workers beside others share their keys' limits."""
+        """`connect` makes the line to the Brain. Workers beside others share their keys' limits."""
         loop = asyncio.get_running_loop()
         settings, policy = context.settings, context.policy
         line = connect(_too_early)
@@ -64,7 +63,7 @@ class Worker:
                 may_open=settings.places.unreachable,
                 gateways=settings.gateways,
             )
-        self.door = ClientHandler(
+        self.handler = ClientHandler(
             {card.name: card for card in [make() for make in context.cards]},
             self.dispatcher,
             meter,
@@ -84,19 +83,18 @@ class Worker:
     async def listen(self, sockets: Sequence[socket.socket] = ()) -> str:
         places = self._settings.places
         tls = None if self._settings.tls is None else server_tls(*self._settings.tls)
-        self.port = await open_port(self.door, places.host, places.port, tls=tls, taken=sockets)
+        self.port = await open_port(self.handler, places.host, places.port, tls=tls, taken=sockets)
         return self.port.address
 
     async def close(self, within_s: float, followed: bool = False, *, for_good: bool | None = None) -> None:
-        """Nothing new is taken; what is open may end. Where a successor has the port (`followed`), what comes by
-        connections that were made before is answered too."""
+        """`followed`: a successor has the port, and what comes by connections made before is answered too."""
         if not followed:
-            self.door.closing = "the gateway is shutting down; try again"
+            self.handler.closing = "the gateway is shutting down; try again"
         if self.port is not None:
             await self.port.close(
                 within_s, gently=followed, for_good=not followed if for_good is None else for_good
             )
-        self.door.close()
+        self.handler.close()
 
 
 def calls_of(settings: GatewaySettings) -> ConnectionPool:

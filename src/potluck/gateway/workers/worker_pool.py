@@ -62,7 +62,7 @@ class WorkerPool:
         self.core, self.meter = core, meter
         self._count = settings.places.workers
         self._post = post
-        self._seats: list[WorkerSlot] = []
+        self._slots: list[WorkerSlot] = []
         self._listening: dict[int, str] = {}
         self._all: asyncio.Event = asyncio.Event()
         self._none: asyncio.Event = asyncio.Event()
@@ -89,31 +89,31 @@ class WorkerPool:
 
     async def close(self, within_s: float, followed: bool = False) -> None:
         self._closing = True
-        for seat in self._seats:
-            seat.channel.send(brain_client.CLOSE, "")
-        if self._seats:
+        for slot in self._slots:
+            slot.channel.send(brain_client.CLOSE, "")
+        if self._slots:
             with suppress(TimeoutError):
                 async with asyncio.timeout(within_s + 5.0):
                     await self._none.wait()
         self._server.close()
 
-    def joined(self, seat: WorkerSlot) -> None:
-        self._seats.append(seat)
-        seat.channel.send(brain_client.START, repr(self.core.brain_loop.start_s))
-        seat.channel.send(brain_client.ENDPOINTS, self._endpoints())
-        seat.channel.send(brain_client.REASONS, self._lacking())
+    def joined(self, slot: WorkerSlot) -> None:
+        self._slots.append(slot)
+        slot.channel.send(brain_client.START, repr(self.core.brain_loop.start_s))
+        slot.channel.send(brain_client.ENDPOINTS, self._endpoints())
+        slot.channel.send(brain_client.REASONS, self._lacking())
         if self._closing:
-            seat.channel.send(brain_client.CLOSE, "")
+            slot.channel.send(brain_client.CLOSE, "")
 
     def listens(self, place: int, url: str) -> None:
         self._listening[place] = url
         if len(self._listening) == self._count:
             self._all.set()
 
-    def left(self, seat: WorkerSlot) -> None:
-        if seat in self._seats:
-            self._seats.remove(seat)
-            if self._closing and not self._seats:
+    def left(self, slot: WorkerSlot) -> None:
+        if slot in self._slots:
+            self._slots.remove(slot)
+            if self._closing and not self._slots:
                 self._none.set()
 
     def _endpoints(self) -> str:
@@ -126,17 +126,17 @@ class WorkerPool:
 
     def _changed(self) -> None:
         endpoints = self._endpoints()
-        for seat in self._seats:
-            seat.channel.send(brain_client.ENDPOINTS, endpoints)
+        for slot in self._slots:
+            slot.channel.send(brain_client.ENDPOINTS, endpoints)
         self._look()
 
     def _lost(self, replica: str) -> None:
-        for seat in self._seats:
-            seat.channel.send(brain_client.GONE, json.dumps(replica))
+        for slot in self._slots:
+            slot.channel.send(brain_client.GONE, json.dumps(replica))
 
     def _look(self) -> None:
         reasons = self._lacking()
         if reasons != self._reasons:
             self._reasons = reasons
-            for seat in self._seats:
-                seat.channel.send(brain_client.REASONS, reasons)
+            for slot in self._slots:
+                slot.channel.send(brain_client.REASONS, reasons)

@@ -1,8 +1,4 @@
-"""A worker's process, forked by `supervisor.py`.
-
-It ends when it is told to. When the Brain's process is gone its answers go on; another that takes its place hears of
-all that is open. With none after LONELY_S it ends as well.
-"""
+"""A worker's process. Without the Brain's, answers go on; with no successor after LONELY_S it ends."""
 
 from __future__ import annotations
 
@@ -121,10 +117,7 @@ class WorkerProcess:
         self._loop.call_soon(self.tell_anew)
 
     def tell_anew(self) -> None:
-        """What another Brain has not heard of yet, as far as it knows the engines by now.
-
-        An attempt elsewhere goes on by itself, and is told of when it fails.
-        """
+        """What another Brain has not heard of yet, as far as it knows the engines by now."""
         line, worker = self.line, self.worker
         if line is None or worker is None or not line.joined:
             return
