@@ -267,7 +267,7 @@ def test_reading_is_open_here_and_orders_never_are() -> None:
 
 def test_beyond_loopback_reading_needs_the_key_too() -> None:
     async def run(made: Stage, url: str, client: ClientSession) -> None:
-        object.__setattr__(made.operators._office, "near", False)
+        object.__setattr__(made.operators._context, "near", False)
         async with client.get(f"{url}/history") as answer:
             assert answer.status == 401
         async with client.get(f"{url}/history", headers={"Authorization": f"Bearer {KEY}"}) as answer:

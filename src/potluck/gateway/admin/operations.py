@@ -196,8 +196,8 @@ class Operations:
         if self._core.engine_list is not None:
             raise InputError("engines", "are listed in a file (--engines); change that, or start without it")
         before = {engine.entry.url for engine in self._core.registry.engines}
-        roster = read_engines(json.dumps(body), "fleet")
-        entries = tuple(replace(entry, key=self._engine_key) for entry in roster)
+        listed = read_engines(json.dumps(body), "fleet")
+        entries = tuple(replace(entry, key=self._engine_key) for entry in listed)
         self._core.enlist(entries)
         after = {entry.url for entry in entries}
         return {"engines": len(after), "came": sorted(after - before), "went": sorted(before - after)}

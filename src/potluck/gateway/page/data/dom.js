@@ -66,8 +66,8 @@ export const gpu = (name) => name.replace(/(^|\s)1x/g, "$1").replace(/(\d)x/g, "
 export function copy(name, rows) {
   const place = /#(\d+)\/(\d+)$/.exec(name), row = rows?.[name];
   if (!place) return "";
-  const twins = row && row.members > 1 ? Object.values(rows).some((each) => each !== row && each.unit === row.unit && each.gpu === row.gpu) : false;
-  return `#${place[1]}${twins ? `.${place[2]}` : ""}`;
+  const alike = row && row.members > 1 ? Object.values(rows).some((each) => each !== row && each.unit === row.unit && each.gpu === row.gpu) : false;
+  return `#${place[1]}${alike ? `.${place[2]}` : ""}`;
 }
 
 /** A replica's name as people would say it: its GPU, its region, and which copy it is of. */
