@@ -135,17 +135,17 @@ def test_a_successor_that_dies_before_it_serves_changes_nothing(tmp_path: Path) 
     async def scenario() -> None:
         path, handed = tmp_path / "gateway.sock", asyncio.Event()
         old = await gateway(b"old")
-        heritage = SocketHandover(path, old.sockets, (), handed.set)
+        handover = SocketHandover(path, old.sockets, (), handed.set)
         for _ in range(2):
             taken = await asyncio.to_thread(take_over, path)
             assert taken is not None
             for client in taken.clients:
                 client.close()
-            taken._link.close()
+            taken.link.close()
         await asyncio.sleep(0.05)
         assert not handed.is_set()
         assert await asked(old) == b"old"
-        heritage.close()
+        handover.close()
         await old.close(1.0)
 
     in_a_loop(scenario)
