@@ -1,4 +1,4 @@
-"""`potluck schedule`: what it prints and writes, and what it refuses."""
+"""`potluck schedule` and `frontier`: what they print and write, and what they refuse."""
 
 from __future__ import annotations
 
@@ -63,9 +63,26 @@ def test_a_schedule_is_told_and_written(spec: Path, tmp_path: Path, run: Callabl
     assert body["usd_per_day"] < body["static"]["usd_per_day"]
 
 
+@pytest.mark.parametrize("against", ["availability", "spot"])
+def test_a_frontier_has_a_row_for_each_plan(
+    spec: Path, against: str, run: Callable[..., Shown], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ("frontier", spec, "--strategy", "melange", "--against", against, "--values", "0,0.5,1")
+    shown = run(*words)
+    assert shown.exit_code == 0, shown.stderr
+    assert all(len(line) <= 80 for line in shown.stdout.splitlines())
+    assert sum("█" in line for line in shown.stdout.splitlines()) == 3
+    costs = [point["usd_per_h"] for point in json.loads(run(*words, "--json").stdout)["points"]]
+    assert costs == sorted(costs, reverse=against == "spot")
+
+
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
+        (("frontier", "--values", "0.5,x"), "--values: '0.5,x' is not numbers"),
+        (("frontier", "--against", "spot", "--values", "2"), "--values: must be between 0 and 1, one is 2"),
+        (("frontier", "--against", "availability", "--survive", "zone"), "--survive: zone is not known"),
         (("schedule", "--strategy", "best"), "strategy: unknown 'best'"),
         (("schedule", "--time-limit", "0"), "time-limit: must be positive"),
     ],
@@ -84,3 +101,5 @@ def test_a_spec_without_hours_has_no_schedule(spec: Path, run: Callable[..., Sho
     shown = run("schedule", spec)
     assert shown.exit_code == 2
     assert "none says how its demand changes over the day" in shown.stderr
+    spec.write_text(SPEC.replace(", spot: true, preemptions_per_h: 0.1", ", zone: b"), encoding="utf-8")
+    assert "spot needs spot nodes" in run("frontier", spec, "--against", "spot").stderr

@@ -1,8 +1,9 @@
-"""Schedules over the day: against every way round, and whole ones."""
+"""Schedules over the day: against every way round, and whole ones; frontiers."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -11,12 +12,14 @@ from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
 from potluck.core.errors import InputError
+from potluck.core.values.service import ModelTerms
 from potluck.plan.day_schedule import (
     at_rates,
     change_usd,
     cheapest_round,
     schedule,
 )
+from potluck.plan.frontier import dominated, frontier, with_value
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.verify import verify
 
@@ -70,3 +73,18 @@ def test_a_day_that_stays_the_same_has_one_step() -> None:
     assert day.usd_per_day == pytest.approx(day.static_usd_per_day)
     with pytest.raises(InputError, match="at least two parts"):
         schedule(TemplateFactory(problem), melange, SETTINGS, [{"chat": 5.0}])
+
+
+def test_a_frontier_of_plans_that_keep_what_is_asked() -> None:
+    problem = a_problem(an_ask(rate_per_s=6.0), offers=OFFERS)
+    problems = [(value, with_value(problem, "availability", value, "node")) for value in (0.0, 0.5, 1.0)]
+    points = frontier(problems, melange, SETTINGS, share_templates=True)
+    costs = [plan.total_usd_per_h for _, plan in points]
+    assert costs == sorted(costs)
+    assert costs[0] < costs[-1]
+    for (_, asked), (_, plan) in zip(problems, points, strict=True):
+        assert verify(asked, plan) == ()
+    assert with_value(problem, "spot", 0.3, "node").asks[0].terms == ModelTerms(max_spot_share=0.3)
+    dear = (0.0, replace(points[0][1], cost_usd_per_h=costs[-1] + 1))
+    assert dominated((dear, *points[1:]), less_is_more=False) == {0.0}
+    assert dominated(points, less_is_more=False) == frozenset()

@@ -29,6 +29,7 @@ COMMANDS = {
     "estimate": (".planning.estimate:estimate", "How fast, how much and at what cost on one node."),
     "plan": (".planning.plan:plan", "What to rent and how to lay models out, with a proof."),
     "compare": (".planning.plan:compare", "All planning strategies on one spec, in one table."),
+    "frontier": (".planning.frontier:frontier", "What stricter objectives, redundancy or less spot cost."),
     "schedule": (".planning.schedule:schedule", "Plans for the hours of a day, and what changing costs."),
     "replan": (".planning.replan:replan", "Answers to trouble for a running plan, from cheap to dear."),
     "export": (".planning.export:export", "A plan as files: commands, Compose, Kubernetes, SkyPilot."),

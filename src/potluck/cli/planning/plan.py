@@ -16,6 +16,7 @@ from potluck.cli.common.files import EXISTING, FILE, OutputFiles, require_writab
 from potluck.cli.common.inputs import read_plan
 from potluck.cli.common.render import ProgressBar, emit_json, missed, paragraph, progress, usd
 from potluck.cli.planning.estimate import measured, profile_option
+from potluck.cli.planning.plan_page import plan_html
 from potluck.cli.planning.plan_show import (
     ComparedStrategy,
     show_compared,
@@ -65,6 +66,7 @@ _PIN = re.compile(r"(?P<template>.+)@(?P<region>[^@=]+)=(?P<count>\d+)\Z")
 @click.command()
 @strategy_option
 @option("--out", type=FILE, help="Write the plan (JSON) here.")
+@option("--html", "page", type=FILE, help="Draw the plan on a page here.")
 @option("--running", type=EXISTING, help="The plan in force.")
 @option("--pin", "pinned", multiple=True, help="TEMPLATE@REGION=COUNT: at least so many copies of it.")
 @option("--init-penalty", type=float, default=0.0, help="CORAL's K, with --running.")
@@ -74,7 +76,7 @@ _PIN = re.compile(r"(?P<template>.+)@(?P<region>[^@=]+)=(?P<count>\d+)\Z")
 @posing_options()
 @json_option
 def plan(
-    strategy: str, out: Path | None, running: Path | None, explained: bool, as_json: bool, **options: Any
+    strategy: str, out: Path | None, page: Path | None, explained: bool, as_json: bool, **options: Any
 ) -> None:
     """What to rent and how to lay the models out, with a proof of how cheap. Without SPEC, the bundled example.
 
@@ -90,10 +92,11 @@ def plan(
     from potluck.plan.strategies import TemplateFactory
 
     pins = tuple(map(_pin, options.pop("pinned")))
-    penalty, profiles = options.pop("init_penalty"), options.pop("profile_paths")
+    penalty, profiles, running = (options.pop(name) for name in ("init_penalty", "profile_paths", "running"))
     posed, rest = posed_of(options)
     planner, spec, asked, saves = strategy_of(strategy), posed.spec(), asked_of(rest), OutputFiles()
     require_writable("--out", out)
+    require_writable("--html", page)
     problem = measured(posed.problem(spec, penalty), profiles)
     before = None if running is None else read_plan(running)
     estimate = estimate_of(spec, problem, asked, posed.seed)
@@ -120,6 +123,7 @@ def plan(
         saves.text("--out", out, lambda: plan_to_json(result))
         progress_bar("asking what else there was")
         reasons = explain(factory, outcome, planner, settings) if explained else None
+        saves.text("--html", page, lambda: plan_html(factory.problem, outcome.plan, reasons))
     if as_json:
         body = _as_json(factory.problem, outcome, reasons, spec.policy.standby)
         emit_json(body | rehearsal_json(tried) | ({"notes": list(notes)} if notes else {}))

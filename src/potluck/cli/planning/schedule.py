@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from potluck.spec.spec_values import ModelSpec, Spec
 
 
-def _nodes(plan: Plan) -> str:
+def rented(plan: Plan) -> str:
     nodes: dict[str, int] = {}
     for (_, node), count in plan.nodes.items():
         nodes[node] = nodes.get(node, 0) + count
@@ -110,7 +110,7 @@ def _schedule_row(step: DayStep) -> tuple[str, ...]:
     asked = " ".join(f"{rate:.3g}" for rate in step.rates_per_s.values())
     served = "" if step.plan.fraction >= 1 else f" ({percent(step.plan.fraction)} of demand)"
     hours = f"{_clock(step.from_h)}-{_clock(step.from_h + step.hours)}"
-    return hours, asked, usd(step.plan.total_usd_per_h), usd(step.change_usd), _nodes(step.plan) + served
+    return hours, asked, usd(step.plan.total_usd_per_h), usd(step.change_usd), rented(step.plan) + served
 
 
 def _show_schedule(day_schedule: DaySchedule, basis: str) -> None:

@@ -114,12 +114,12 @@ def _models(summary: RunSummary) -> str:
     columns = ("model", "requests", "rate/s", "promised", "within objective", "TTFT kept", "TPOT kept")
     more = ("E2E kept", "goodput/s", "output tokens/s", "refused", "sent again", "preempted")
     rows = [_model_row(model) for model in shown]
-    text = _table("Models", (*columns, *more), rows) + _latencies(shown)
+    text = table_section("Models", (*columns, *more), rows) + _latencies(shown)
     for name, groups in (("tenant", summary.tenants), ("class", summary.classes)):
         if groups:
             rows = [_model_row(group) for group in groups]
             title = {"tenant": "Tenants", "class": "Classes"}[name]
-            text += _table(title, (name, *columns[1:], *more), rows) + _latencies(groups, name)
+            text += table_section(title, (name, *columns[1:], *more), rows) + _latencies(groups, name)
     return text
 
 
@@ -214,7 +214,7 @@ def _hardware(summary: RunSummary) -> str:
         )
         for one in summary.hardware
     ]
-    text = _table("Hardware", ("nodes", "replicas", "GPUs", "GPU-hours", "busy", "lost"), rows)
+    text = table_section("Hardware", ("nodes", "replicas", "GPUs", "GPU-hours", "busy", "lost"), rows)
     links = [
         (
             escape(f"{one.source} → {one.target}" if one.kind == "link" else f"card of {one.source}"),
@@ -227,7 +227,7 @@ def _hardware(summary: RunSummary) -> str:
     ]
     if links:
         links.sort(key=lambda row: row[0])
-        text += _table("Network", ("link", "bandwidth", "sent", "mean use", "time in use"), links[:40])
+        text += table_section("Network", ("link", "bandwidth", "sent", "mean use", "time in use"), links[:40])
     return f'<div class="pair">{text}</div>'
 
 
@@ -235,7 +235,7 @@ def _events(over_time: RunSeries) -> str:
     text = ""
     if over_time.faults:
         rows = [(moment(round(at_s, 1)), escape(what)) for at_s, what in over_time.faults]
-        text += _table("Faults", ("time", "what"), rows)
+        text += table_section("Faults", ("time", "what"), rows)
         if over_time.more_faults:
             text += f"<p>and {over_time.more_faults:,} more</p>"
     if over_time.notes:
@@ -249,7 +249,7 @@ def _section(title: str, body: str, words: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{note}{body}</section>"
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table_section(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Cells are HTML already; every column but the first (and words) stands to the right."""
     kinds = [" class=n" if i > 0 and name != "what" else "" for i, name in enumerate(columns)]
     pairs = zip(kinds, columns, strict=True)

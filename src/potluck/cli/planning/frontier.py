@@ -1,0 +1,135 @@
+"""`potluck frontier`: cost against the objective, against availability, or against the share on spot nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+from click import option
+
+from potluck.cli.common.inputs import scaled
+from potluck.cli.common.render import emit_json, percent, progress, table, usd
+from potluck.cli.planning.planning_options import json_option, posed_of, posing_options, strategy_option
+from potluck.cli.planning.rehearsal import averages_option, planner_of, untried_basis
+from potluck.cli.planning.schedule import rented
+from potluck.core.errors import InputError
+
+if TYPE_CHECKING:
+    from potluck.plan.problem import PlanningProblem
+
+BAR_LETTERS = 16
+
+
+@click.command()
+@option(
+    "--against",
+    type=click.Choice(["objective", "availability", "spot"]),
+    default="objective",
+    help="What cost is set against.",
+)
+@option("--values", help="Such as 0.5,1,2: what to ask for; else some that are usual.")
+@option(
+    "--survive",
+    "domain",
+    type=click.Choice(["node", "zone", "region"]),
+    default="node",
+    help="With --against availability: what is lost.",
+)
+@strategy_option
+@averages_option
+@posing_options(10.0, "CPU-seconds, for each plan.")
+@json_option
+def frontier(strategy: str, averages: bool, as_json: bool, **options: Any) -> None:
+    """What being stricter costs: each row is a plan, with the margins of `plan`. Without SPEC, the bundled example.
+
+    \b
+    Examples:
+      potluck frontier potluck.yaml
+      potluck frontier potluck.yaml --against availability --survive region
+      potluck frontier potluck.yaml --against spot --values 0,0.25,0.5,1
+    """
+    from potluck.core.codec import encode
+    from potluck.plan.frontier import VALUES, dominated, with_value
+    from potluck.plan.frontier import frontier as frontier_of
+
+    against, values, domain = (options.pop(name) for name in ("against", "values", "domain"))
+    posed, _ = posed_of(options)
+    asked = VALUES[against] if values is None else _values(values, against)
+    spec = posed.spec()
+    plain = posed.problem(spec)
+    _possible(plain, against, domain)
+    problems = [
+        (
+            value,
+            posed.problem(scaled(spec, value))
+            if against == "objective"
+            else with_value(plain, against, value, domain),
+        )
+        for value in asked
+    ]
+    with progress(len(asked)) as progress_bar:
+        points = frontier_of(
+            problems,
+            planner_of(strategy, averages),
+            posed.settings(),
+            share_templates=against != "objective",
+            said=progress_bar,
+        )
+    basis, worse = untried_basis(averages), dominated(points, less_is_more=against != "availability")
+    if as_json:
+        rows = [
+            {
+                "asked": value,
+                "usd_per_h": plan.total_usd_per_h,
+                "served": plan.fraction,
+                "gap": plan.gap,
+                "plan": encode(replace(plan, candidates=())),
+            }
+            for value, plan in points
+        ]
+        emit_json({"against": against, "points": rows, "basis": basis})
+        return
+    most_usd = max(plan.total_usd_per_h for _, plan in points) or 1.0
+    words = {
+        "objective": "objectives times what is promised",
+        "availability": f"share served without any one {domain}",
+        "spot": "share that spot nodes may carry",
+    }[against]
+    table(
+        f"Cost against {words}: each row is a plan, {basis}",
+        ("asked", "USD/h", "", "served", "gap", "nodes"),
+        [
+            (
+                f"{value:g}",
+                usd(plan.total_usd_per_h),
+                "█" * round(plan.total_usd_per_h / most_usd * BAR_LETTERS),
+                percent(plan.fraction),
+                percent(plan.gap) if plan.gap >= 1e-6 else "proven",
+                rented(plan) + (" (not needed: a stricter one costs less)" if value in worse else ""),
+            )
+            for value, plan in points
+        ],
+    )
+
+
+def _values(text: str, against: str) -> tuple[float, ...]:
+    try:
+        values = tuple(sorted({float(part) for part in text.split(",")}))
+    except ValueError:
+        problem = f"{text!r} is not numbers with commas between, such as 0.5,1,2"
+        raise InputError("--values", problem) from None
+    low, high = (1e-3, 1e3) if against == "objective" else (0.0, 1.0)
+    wrong = next((value for value in values if not low <= value <= high), None)
+    if wrong is not None:
+        raise InputError("--values", f"must be between {low:g} and {high:g}, one is {wrong:g}")
+    return values
+
+
+def _possible(problem: PlanningProblem, against: str, domain: str) -> None:
+    """Complain of what the fleet has none of, before anything is planned."""
+    offers = [offer for region in problem.regions for offer in region.offers]
+    if against == "spot" and not any(offer.spot for offer in offers):
+        raise InputError("--against", "spot needs spot nodes; add some with spot: true")
+    if against == "availability" and domain == "zone" and not any(offer.zone for offer in offers):
+        raise InputError("--survive", "zone is not known of any node; add zone: to the fleet's nodes")
