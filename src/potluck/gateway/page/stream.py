@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from potluck.core.values.types import Slo
 from potluck.gateway.core import Decision, GatewayCore
 from potluck.gateway.page.history import PageHistory, Waterfall
 from potluck.gateway.page.snapshot import FleetSnapshot, KvFlows, Row, Tables
@@ -80,7 +79,7 @@ class PageStream:
     ) -> None:
         self._core, self._clock, self._tick_s = core, clock, tick_s
         self.flows = KvFlows()
-        self.hour = PageHistory(self._slos())
+        self.hour = PageHistory(dict(core.replica_models.resolved.slos))
         self._snapshot = FleetSnapshot(core, self.flows, tokens, notices)
         self._watchers: list[PageReader] = []
         self._before: Tables = {}
@@ -89,9 +88,6 @@ class PageStream:
         self._ticking: asyncio.TimerHandle | None = None
         self.requests = Waterfall(clock() - core.brain_loop.now_s())
         core.brain_loop.watchers.append(self.requests)
-
-    def _slos(self) -> dict[str, Slo]:
-        return dict(self._core.replica_models.resolved.slos)
 
     def look(self) -> None:
         now_s = self._clock()
