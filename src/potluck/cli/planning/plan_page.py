@@ -19,7 +19,7 @@ STYLE = """<style>
 .replica { display: grid; grid-template-columns: 70px 1fr; gap: 8px; align-items: center; margin: 4px 0; }
 .stages { display: flex; gap: 2px; }
 .stage { border: 1px solid var(--rule); border-radius: 4px; padding: 0 6px; min-width: 0; overflow-wrap: anywhere; }
-meter { width: 160px; display: block; }
+meter { width: 160px; display: block; margin-left: auto; }
 </style>"""
 
 
