@@ -7,21 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cli_services import chat_spec
 
 from potluck.cli.main import run
 
-SPEC = """\
-models:
-  - model: Llama-3.1-8B
-    name: chat
-    slo: {ttft_ms: 800, tpot_ms: 40}
-    traffic: {rate_per_s: 2, input: 500, output: 100}
-fleet:
-  regions:
-    - name: home
-      nodes:
-        - {node: 1xL40S, available: 4, price_usd_per_h: 1.5}
-"""
+SPEC = chat_spec(
+    "ttft_ms: 800, tpot_ms: 40",
+    "rate_per_s: 2, input: 500, output: 100",
+    "1xL40S, available: 4, price_usd_per_h: 1.5",
+)
 BAD = "there.file"
 HUGE_BYTES = 40 << 30
 """Of a file without a block on the disk: more than fits into memory."""
@@ -84,7 +78,7 @@ COMMANDS: list[list[str]] = [
     ["export", "kubernetes", "PLAN", BAD, "--out", "made"],
     ["replay", BAD],
     ["trace", "stats", BAD],
-    ["trace", "scale", BAD, "--rate", "2", "--out", "made.csv"],
+    ["trace", "convert", BAD, "--rate", "2", "--out", "made.csv"],
     ["trace", "convert", BAD, "--out", "made.csv"],
     ["catalog", "prices", "--from", "skypilot", BAD],
     ["up", BAD],

@@ -1,15 +1,15 @@
-"""`potluck bench` against a small server: what is asked, shown, drawn and refused."""
+"""`potluck bench` against a small server: what is asked, shown and refused."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_services import QuietHandler, said, served
 
 from potluck.cli.main import run
 
@@ -20,10 +20,11 @@ class Server:
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
+        self.url = ""
         lock = threading.Lock()
         server = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_GET(self) -> None:
                 server.keys.add(self.headers["Authorization"])
                 self.say(200, json.dumps({"data": [{"id": "words"}]}).encode())
@@ -39,37 +40,15 @@ class Server:
                     piece = b'data: {"choices":[{"text":"a"}]}\n\n'
                     self.say(200, piece * body["max_tokens"] + b"data: [DONE]\n\n")
 
-            def say(self, status: int, body: bytes) -> None:
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                """Tests are quiet."""
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+        self.handler = Handler
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     made = Server()
-    thread = threading.Thread(target=made.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    yield made
-    made.http.shutdown()
-    made.http.server_close()
-    thread.join()
-
-
-def _said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, rc: int = 0) -> str:
-    assert run([str(argument) for argument in ("bench", *arguments)]) == rc, capsys.readouterr().err
-    result = capsys.readouterr()
-    if rc:
-        assert result.err.count("\n") == 1, result.err
-    return result.err if rc else result.out
+    with served(made.handler) as made.url:
+        yield made
 
 
 def test_a_trace_is_sent_at_its_times_with_its_lengths(
@@ -79,7 +58,7 @@ def test_a_trace_is_sent_at_its_times_with_its_lengths(
     trace = tmp_path / "trace.csv"
     trace.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}\n")
     limits = ("--slo", "ttft=20s,share=0.7", "--rate", "40")
-    document = json.loads(_said(capsys, server.url, "--workload", trace, *limits, "--json"))
+    document = json.loads(said(capsys, "bench", server.url, "--workload", trace, *limits, "--json"))
     assert (document["loop"], document["requests"], document["answered"]) == ("open", 4, 3)
     assert document["errors"] == {"HTTP 429": 1}
     assert document["attainment"] == 0.75
@@ -91,8 +70,18 @@ def test_a_trace_is_sent_at_its_times_with_its_lengths(
 def test_a_closed_loop_says_what_it_hides_and_errors_have_kinds(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = _said(
-        capsys, server.url, "--concurrency", "2", "--requests", "6", "--output", "2", "--prompts", "text"
+    text = said(
+        capsys,
+        "bench",
+        server.url,
+        "--concurrency",
+        "2",
+        "--requests",
+        "6",
+        "--output",
+        "2",
+        "--prompts",
+        "text",
     )
     assert "4 of 6 requests answered" in text
     assert "2 x HTTP 429: too much" in text
@@ -122,7 +111,7 @@ def test_a_promise_that_is_missed_is_exit_code_3(server: Server, capsys: pytest.
 
 
 def test_seconds_end_a_closed_loop(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    document = json.loads(_said(capsys, server.url, "--seconds", "0.2", "--output", "1", "--json"))
+    document = json.loads(said(capsys, "bench", server.url, "--seconds", "0.2", "--output", "1", "--json"))
     assert document["requests"] == len(server.asked) > 0
     assert document["concurrency"] == 1
 
@@ -147,10 +136,12 @@ def test_seconds_end_a_closed_loop(server: Server, capsys: pytest.CaptureFixture
 def test_what_cannot_be_asked_is_said_in_one_line(
     server: Server, arguments: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert line in _said(capsys, server.url, *arguments, rc=2)
+    assert line in said(capsys, "bench", server.url, *arguments, rc=2)
     assert server.asked == []
 
 
 def test_nobody_there_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no OpenAI server answers at http://127.0.0.1:9" in _said(capsys, "http://127.0.0.1:9", rc=2)
-    assert "write it as http://HOST:PORT" in _said(capsys, "localhost:8000", rc=2)
+    assert "no OpenAI server answers at http://127.0.0.1:9" in said(
+        capsys, "bench", "http://127.0.0.1:9", rc=2
+    )
+    assert "write it as http://HOST:PORT" in said(capsys, "bench", "localhost:8000", rc=2)

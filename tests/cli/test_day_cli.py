@@ -8,23 +8,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from cli_services import chat_spec
 
 from potluck.cli.main import run as run_command
 from potluck.core.values.plan import plan_from_json
 
-SPEC = """\
-models:
-  - model: Llama-3.1-8B
-    name: chat
-    slo: {ttft_ms: 2000, tpot_ms: 60}
-    traffic: {rate_by_hour: [2, 2, 12, 6], input: 800, output: 200}
-fleet:
-  regions:
-    - name: east
-      nodes:
-        - {node: 1xL40S, available: 8, price_usd_per_h: 1.86}
-        - {node: 1xL40S, available: 8, price_usd_per_h: 0.7, spot: true, preemptions_per_h: 0.1}
-"""
+SPEC = chat_spec(
+    "ttft_ms: 2000, tpot_ms: 60",
+    "rate_by_hour: [2, 2, 12, 6], input: 800, output: 200",
+    "1xL40S, available: 8, price_usd_per_h: 1.86",
+    "1xL40S, available: 8, price_usd_per_h: 0.7, spot: true, preemptions_per_h: 0.1",
+)
 
 
 @pytest.fixture

@@ -22,14 +22,7 @@ def test_init_then_check(
     assert run(["check"]) == 0
     out = capsys.readouterr().out
     for text in (
-        "Models",
-        "Fleet",
-        "Links",
-        "chat",
-        "8.03 B",
-        "4xL40S",
-        "catalog: aws/us-east-1",
-        "is valid.",
+        *("Models", "Fleet", "Links", "chat", "8.03 B", "4xL40S", "catalog: aws/us-east-1", "is valid."),
     ):
         assert text in out
     assert "warning" not in out

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from cli_services import chat_spec
 
 from potluck.catalog import models, nodes
 from potluck.cli.main import run
@@ -14,19 +15,12 @@ from potluck.perf.step_timer import steps
 from potluck.perf.timers.profile import Profile, ProfilePoint, profile_to_json
 from potluck.perf.timers.roofline import roofline
 
-SPEC = """\
-models:
-- model: Llama-3.1-8B
-  name: chat
-  slo: {ttft_ms: 4000, tpot_ms: 120}
-  traffic: {rate_per_s: 4, input: 1000, output: 200}
-fleet:
-  regions:
-  - name: home
-    nodes:
-    - {node: 1xL40S, available: 8, price_usd_per_h: 1.9}
-    - {node: 1xA10G, available: 8, price_usd_per_h: 1.0}
-"""
+SPEC = chat_spec(
+    "ttft_ms: 4000, tpot_ms: 120",
+    "rate_per_s: 4, input: 1000, output: 200",
+    "1xL40S, available: 8, price_usd_per_h: 1.9",
+    "1xA10G, available: 8, price_usd_per_h: 1.0",
+)
 
 
 def written(folder: Path, gpu: str, slower: float) -> Path:
@@ -72,14 +66,7 @@ def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -
     spec, out = tmp_path / "potluck.yaml", tmp_path / "plan.json"
     spec.write_text(SPEC)
     command = [
-        "plan",
-        str(spec),
-        "--averages",
-        "--strategy",
-        "melange",
-        "--no-explain",
-        "--out",
-        str(out),
+        *("plan", str(spec), "--averages", "--strategy", "melange", "--no-explain", "--out", str(out)),
         *options,
     ]
     assert run(command) == 0, capsys.readouterr().err

@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from test_operators_cli import Port, _said, _sleeper, folder, port
+from cli_services import said
+from test_operators_cli import Port, _sleeper, folder, port
 
 from potluck.cli.fleet import status
 from potluck.cli.main import run
@@ -18,7 +19,7 @@ __all__ = ["folder", "port"]
 
 
 def test_top_as_json_has_what_a_frame_shows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (line,) = _said(capsys, "top", "--once", "--every", "0.2", "--json", "--state", folder).splitlines()
+    (line,) = said(capsys, "top", "--once", "--every", "0.2", "--json", "--state", folder).splitlines()
     document = json.loads(line)
     assert (document["plan"]["version"], document["usd_per_h"], document["open_requests"]) == (1, 1.5, 3)
     words = document["models"]["words"]
@@ -38,20 +39,18 @@ def test_top_in_a_pipe_prints_frame_after_frame(
             raise KeyboardInterrupt
 
     monkeypatch.setattr("potluck.cli.fleet.status.time.sleep", sleep)
-    assert _said(capsys, "top", "--state", folder).count("plan 1 (auto)") == 2
+    assert said(capsys, "top", "--state", folder).count("plan 1 (auto)") == 2
 
 
 def test_logs_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = _said(capsys, "logs", "--json", "--state", folder).splitlines()
+    lines = said(capsys, "logs", "--json", "--state", folder).splitlines()
     assert [json.loads(line) for line in lines] == [{"name": "words-1", "bytes": 13}]
-    lines = _said(capsys, "logs", "east#0/0", "--json", "--lines", "2", "--state", folder).splitlines()
+    lines = said(capsys, "logs", "east#0/0", "--json", "--lines", "2", "--state", folder).splitlines()
     assert [json.loads(line) for line in lines] == [
         {"name": "words-1", "line": "first"},
         {"name": "words-1", "line": "second"},
     ]
-    (line,) = _said(capsys, "logs", "controller", "--json", "--state", folder).splitlines()
-    assert json.loads(line)["kind"] == "start"
-    assert "t@east#1/0 has written nothing yet" in _said(capsys, "logs", "east#1/0", "--state", folder, rc=1)
+    assert "t@east#1/0 has written nothing yet" in said(capsys, "logs", "east#1/0", "--state", folder, rc=1)
 
 
 def test_down_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,19 +58,11 @@ def test_down_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     gateway = _sleeper(tmp_path, "gateway")
     try:
         store.set("gateway", {"pid": gateway.number, "started": gateway.started})
-        document = json.loads(_said(capsys, "down", "--json", "--state", tmp_path))
+        document = json.loads(said(capsys, "down", "--json", "--state", tmp_path))
         assert document == {"state": str(tmp_path), "stopped": True, "made_to_end": 0}
         assert not alive(gateway)
     finally:
         end(gateway, insist=True)
-
-
-def test_a_key_for_a_file_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "keys.jsonl"
-    document = json.loads(_said(capsys, "keys", "new", "ann", "--tenant", "co", "--file", file, "--json"))
-    kept = json.loads(file.read_text())
-    assert (document["name"], document["tenant"], document["file"]) == ("ann", "co", str(file))
-    assert (kept["sha256"], document["key"] in file.read_text()) == (document["sha256"], False)
 
 
 def test_events_are_in_the_order_of_their_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,10 +71,9 @@ def test_events_are_in_the_order_of_their_time(folder: Path, capsys: pytest.Capt
     for at_s, what in ((3.0, "third"), (1.0, "first"), (2.0, "second")):
         store.note(now_s + at_s, "brain", what, "")
     want = ["words-2 for t@east#1/0", "first", "second", "third"]
-    for command in (["events", "--json"], ["logs", "controller", "--json"]):
-        lines = _said(capsys, *command, "--state", folder).splitlines()
-        assert [json.loads(line)["what"] for line in lines] == want
-    document = json.loads(_said(capsys, "status", "--json", "--state", folder))
+    lines = said(capsys, "events", "--json", "--state", folder).splitlines()
+    assert [json.loads(line)["what"] for line in lines] == want
+    document = json.loads(said(capsys, "status", "--json", "--state", folder))
     assert [item["what"] for item in document["notes"]] == want
     store.close()
 
@@ -115,4 +105,4 @@ def test_events_that_are_followed_are_in_order_too(
 
 def test_usage_of_no_time_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("usage", "--since", "2d", "--until", "3d", "--state", folder)
-    assert "--until: 3d is before --since 2d" in _said(capsys, *asked, rc=2)
+    assert "--until: 3d is before --since 2d" in said(capsys, *asked, rc=2)

@@ -1,20 +1,18 @@
-"""What operators read and order, over a state folder made by hand and an operators' port that only pretends."""
+"""What operators read and order, over a state folder made by hand and an operators' port that is a mock."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_services import QuietHandler, said, served
 
-from potluck.cli.main import run
 from potluck.control.control_values import EngineInstance, EngineSpec
 from potluck.control.launchers.local_launcher import NAME_MARK, OWNER_MARK
 from potluck.control.launchers.process import ProcessId, alive, end, spawn, started_at
@@ -66,9 +64,10 @@ class Port:
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any]] = []
         self.scraped = 0
+        self.url = ""
         port = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_GET(self) -> None:
                 assert self.headers["Authorization"] == "Bearer secret"
                 if self.path == "/metrics":
@@ -96,17 +95,7 @@ class Port:
 
             do_PUT = do_POST
 
-            def say(self, status: int, body: bytes) -> None:
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                """Tests are quiet."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.handler = Handler
 
 
 SNAPSHOT = {
@@ -132,12 +121,8 @@ SNAPSHOT = {
 @pytest.fixture
 def port() -> Iterator[Port]:
     made = Port()
-    thread = threading.Thread(target=made.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
-    thread.join()
+    with served(made.handler) as made.url:
+        yield made
 
 
 @pytest.fixture
@@ -160,22 +145,14 @@ def folder(tmp_path: Path, port: Port) -> Path:
     return tmp_path
 
 
-def _said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, rc: int = 0) -> str:
-    assert run([str(argument) for argument in arguments]) == rc, capsys.readouterr().err
-    result = capsys.readouterr()
-    if rc:
-        assert result.err.count("\n") == 1, result.err
-    return result.err if rc else result.out
-
-
 def test_status_shows_what_is_there_and_what_is_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = _said(capsys, "status", "--state", folder)
+    text = said(capsys, "status", "--state", folder)
     for part in ("plan 1 (auto), $1.50/h", "2 x t in east", "model words: ready; TTFT <= 1.50 s", "words-1"):
         assert part in text
     assert re.search(r"missing: t@east#1/0: words-2 is starting, since \d+ s", text)
     assert "missing: words: mixed t@west: 1 wanted, but there are no nodes" in text
     assert "notice: this machine computes 3.1 times slower" in text
-    document = json.loads(_said(capsys, "status", "--state", folder, "--json"))
+    document = json.loads(said(capsys, "status", "--state", folder, "--json"))
     assert (document["notices"], document["plan"]["version"]) == (SNAPSHOT["notices"], 1)
     assert document["lacking"][1]["what"] == "words: mixed t@west"
     first = document["replicas"][0]
@@ -187,14 +164,14 @@ def test_status_shows_what_is_there_and_what_is_not(folder: Path, capsys: pytest
 def test_where_nothing_runs_there_is_one_line_and_one(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "nothing runs in" in _said(capsys, *command.split(), "--state", tmp_path, rc=1)
+    assert "nothing runs in" in said(capsys, *command.split(), "--state", tmp_path, rc=1)
     StateStore(tmp_path / "state.db").close()
-    assert "nothing runs in" in _said(capsys, *command.split(), "--state", tmp_path, rc=1)
+    assert "nothing runs in" in said(capsys, *command.split(), "--state", tmp_path, rc=1)
 
 
 def test_a_damaged_state_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "state.db").write_bytes(b"rubbish" * 1000)
-    assert "state.db is damaged" in _said(capsys, "status", "--state", tmp_path, rc=2)
+    assert "state.db is damaged" in said(capsys, "status", "--state", tmp_path, rc=2)
 
 
 def test_a_gateway_that_is_gone_is_told_and_its_last_wishes_shown(
@@ -204,15 +181,15 @@ def test_a_gateway_that_is_gone_is_told_and_its_last_wishes_shown(
     store.set("gateway", {**store.get("gateway"), "started": 1})
     store.set("wanted", {"replicas": [{"id": "t@east#2/0", "model": "words"}]})
     store.close()
-    text = _said(capsys, "status", "--state", folder)
+    text = said(capsys, "status", "--state", folder)
     assert "gateway is gone, controller runs" in text
     assert "missing: t@east#2/0: no engine is there for it" in text
-    assert "no gateway runs" in _said(capsys, "top", "--once", "--state", folder, rc=1)
+    assert "no gateway runs" in said(capsys, "top", "--once", "--state", folder, rc=1)
     assert port.asked == []
 
 
 def test_top_shows_one_frame_of_eighty_columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = _said(capsys, "top", "--once", "--every", "0.2", "--state", folder)
+    text = said(capsys, "top", "--once", "--every", "0.2", "--state", folder)
     assert max(map(len, text.splitlines())) <= 80
     row = next(line for line in text.splitlines() if line.startswith("words"))
     assert float(row.split()[1]) > 1.0, "ten more answers than at the reading before"
@@ -226,17 +203,16 @@ def test_top_shows_one_frame_of_eighty_columns(folder: Path, capsys: pytest.Capt
 
 
 def test_logs_by_engine_replica_and_role(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "words-1" in _said(capsys, "logs", "--state", folder)
-    assert _said(capsys, "logs", "words-1", "--state", folder) == "long ago\nfirst\nsecond\n"
-    assert _said(capsys, "logs", "t@east#0/0", "--lines", "1", "--state", folder) == "second\n"
-    assert "words-2 for t@east#1/0" in _said(capsys, "logs", "controller", "--state", folder)
-    assert "did you mean 'words-1'" in _said(capsys, "logs", "words-9", "--state", folder, rc=2)
+    assert "words-1" in said(capsys, "logs", "--state", folder)
+    assert said(capsys, "logs", "words-1", "--state", folder) == "long ago\nfirst\nsecond\n"
+    assert said(capsys, "logs", "t@east#0/0", "--lines", "1", "--state", folder) == "second\n"
+    assert "did you mean 'words-1'" in said(capsys, "logs", "words-9", "--state", folder, rc=2)
 
 
 def test_events_of_the_past(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = _said(capsys, "events", "--state", folder)
+    text = said(capsys, "events", "--state", folder)
     assert "start    words-2 for t@east#1/0  (the plan wants it)" in text
-    (line,) = _said(capsys, "events", "--json", "--state", folder).splitlines()
+    (line,) = said(capsys, "events", "--json", "--state", folder).splitlines()
     assert json.loads(line)["why"] == "the plan wants it"
 
 
@@ -244,29 +220,29 @@ def test_a_cordon_goes_to_the_gateway_for_a_replica_or_a_host(
     folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("east#0/0", "words-1"):
-        text = _said(capsys, "cordon", name, "--state", folder)
+        text = said(capsys, "cordon", name, "--state", folder)
         assert text == "t@east#0/0 is sent nothing new\ncordoned: h:1\n"
         assert port.asked[-1] == ("POST /cordon", {"replica": "t@east#0/0"})
     at = ("--at", port.url, "--key-file", folder / "admin.key")
-    assert "is sent requests again" in _said(capsys, "uncordon", "east#0/0", *at)
+    assert "is sent requests again" in said(capsys, "uncordon", "east#0/0", *at)
     assert port.asked[-1] == ("POST /uncordon", {"replica": "t@east#0/0"})
-    assert json.loads(_said(capsys, "cordon", "10.0.0.5", *at, "--json"))["cordoned"] == ["h:1"]
+    assert json.loads(said(capsys, "cordon", "10.0.0.5", *at, "--json"))["cordoned"] == ["h:1"]
     assert port.asked[-1] == ("POST /cordon", {"node": "10.0.0.5"})
-    assert "is a part of several" in _said(capsys, "cordon", "east", "--state", folder, rc=2)
-    assert "leave out --state" in _said(capsys, "cordon", "x", *at, "--state", folder, rc=2)
+    assert "is a part of several" in said(capsys, "cordon", "east", "--state", folder, rc=2)
+    assert "leave out --state" in said(capsys, "cordon", "x", *at, "--state", folder, rc=2)
 
 
 def test_a_drain_goes_to_the_gateway_and_its_engine_leaves(
     folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "replica: unknown 'x'" in _said(capsys, "drain", "t@east#1/0", "--state", folder, rc=2)
+    assert "replica: unknown 'x'" in said(capsys, "drain", "t@east#1/0", "--state", folder, rc=2)
     store = StateStore(folder / "state.db")
     assert leaving(store) == frozenset()
-    assert "is a part of several" in _said(capsys, "drain", "east", "--state", folder, rc=2)
-    assert "did you mean 't@east#" in _said(capsys, "drain", "t@east#2/0", "--state", folder, rc=2)
+    assert "is a part of several" in said(capsys, "drain", "east", "--state", folder, rc=2)
+    assert "did you mean 't@east#" in said(capsys, "drain", "t@east#2/0", "--state", folder, rc=2)
     assert len(port.asked) == 1
     for name in ("t@east#0/0", "#0/0", "words-1"):
-        assert "t@east#0/0 drains; 3 requests are open" in _said(capsys, "drain", name, "--state", folder)
+        assert "t@east#0/0 drains; 3 requests are open" in said(capsys, "drain", name, "--state", folder)
     assert port.asked[-1] == ("POST /drain", {"replica": "t@east#0/0"})
     assert leaving(store) == {"words-1"}
     last = store.happenings()[-1]
@@ -276,17 +252,17 @@ def test_a_drain_goes_to_the_gateway_and_its_engine_leaves(
 def test_a_flip_says_until_when_it_holds(
     folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = _said(capsys, "flip", "t@east#0/0", "decode", "--state", folder)
+    text = said(capsys, "flip", "t@east#0/0", "decode", "--state", folder)
     assert "is decode until you flip it back to prefill" in text
     assert port.asked == [("POST /flip", {"replica": "t@east#0/0", "role": "decode"})]
-    assert "by hand" in _said(capsys, "events", "--state", folder)
-    assert "mixed" in _said(capsys, "flip", "t@east#0/0", "mixed", "--state", folder, rc=2)
+    assert "by hand" in said(capsys, "events", "--state", folder)
+    assert "mixed" in said(capsys, "flip", "t@east#0/0", "mixed", "--state", folder, rc=2)
 
 
 def test_a_count_is_a_plan_version_that_holds_until_it_is_handed_back(
     folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = _said(capsys, "scale", "t@east=3", "--state", folder)
+    text = said(capsys, "scale", "t@east=3", "--state", folder)
     assert "plan 2: t@east=3, $2.25/h (was $1.50/h)" in text
     assert "scaling (cauchy) goes on from there" in text
     what, body = port.asked[-1]
@@ -296,15 +272,15 @@ def test_a_count_is_a_plan_version_that_holds_until_it_is_handed_back(
     newest = store.plan()
     assert newest is not None
     assert (newest.version, newest.reason) == (2, "by hand: t@east=3")
-    assert "nothing changed" in _said(capsys, "scale", "t@east=3", "--state", folder)
-    text = _said(capsys, "scale", "--auto", "--state", folder)
+    assert "nothing changed" in said(capsys, "scale", "t@east=3", "--state", folder)
+    text = said(capsys, "scale", "--auto", "--state", folder)
     assert "plan 3: the planner's plan 1 holds again, $1.50/h (was $2.25/h)" in text
     what, body = port.asked[-1]
     assert what == "PUT /plan?why=handed%20back%3A%20as%20version%201&version=3"
     assert plan_from_json(json.dumps(body)) == PLAN, "as it was before any was made by hand"
     assert (store.plan() or newest).plan == PLAN
-    assert "nothing changed" in _said(capsys, "scale", "--auto", "--state", folder)
-    assert "nothing is left to serve words" in _said(capsys, "scale", "t@east=0", "--state", folder)
+    assert "nothing changed" in said(capsys, "scale", "--auto", "--state", folder)
+    assert "nothing is left to serve words" in said(capsys, "scale", "t@east=0", "--state", folder)
     for wrong, line in (
         ("t@east", "not of that form"),
         ("u@east=1", "unknown 'u'"),
@@ -313,9 +289,9 @@ def test_a_count_is_a_plan_version_that_holds_until_it_is_handed_back(
         ("t@east=99", "COUNT: 99 cannot be had: east has 4 x 1xA10, enough for 4; ask for 4 at most"),
     ):
         before = len(port.asked)
-        assert line in _said(capsys, "scale", wrong, "--state", folder, rc=2)
+        assert line in said(capsys, "scale", wrong, "--state", folder, rc=2)
         assert len(port.asked) == before, "nothing was told"
-    assert "and not both" in _said(capsys, "scale", "--state", folder, rc=2)
+    assert "and not both" in said(capsys, "scale", "--state", folder, rc=2)
 
 
 def _sleeper(folder: Path, name: str, **marks: str) -> ProcessId:
@@ -328,7 +304,7 @@ def test_down_asks_the_controller_that_lives(tmp_path: Path, capsys: pytest.Capt
     try:
         store.set("controller", {"pid": controller.number, "started": controller.started})
         store.set("gateway", {"pid": gateway.number, "started": gateway.started})
-        assert _said(capsys, "down", "--state", tmp_path) == "stopped\n"
+        assert said(capsys, "down", "--state", tmp_path) == "stopped\n"
         assert not alive(controller)
         assert alive(gateway), "that is its controller's to end"
     finally:
@@ -349,7 +325,7 @@ def test_down_ends_all_itself_where_no_controller_lives(
         place = {"pid": engine.number, "started": engine.started}
         store.put(EngineInstance("w-1", EngineSpec("words", LAYOUT, "east"), "up", 0.0, replica="r"), place)
         assert store.claim("one that was killed", time.time(), 0.5) is not None
-        assert _said(capsys, "down", "--state", tmp_path) == "stopped\n"
+        assert said(capsys, "down", "--state", tmp_path) == "stopped\n"
         assert not any(map(alive, (gateway, engine, unwritten)))
         assert alive(stranger)
         assert store.instances() == ()
@@ -366,19 +342,19 @@ def test_the_only_service_that_runs_need_not_be_named(
     home.mkdir()
     monkeypatch.setattr("potluck.cli.fleet.service.STATE", home)
     for command in (["status"], ["top", "--once"], ["down"]):
-        assert "potluck: nothing runs; start it with" in _said(capsys, *command, rc=1)
+        assert "potluck: nothing runs; start it with" in said(capsys, *command, rc=1)
     (home / "one").symlink_to(folder)
     StateStore(home / "two" / "state.db").close()
-    assert "plan 1 (auto)" in _said(capsys, "status")
-    assert "answers at http://127.0.0.1:1 " in _said(capsys, "bench", rc=2)
+    assert "plan 1 (auto)" in said(capsys, "status")
+    assert "answers at http://127.0.0.1:1 " in said(capsys, "bench", rc=2)
     (home / "three").symlink_to(folder)
-    assert "several run: " in _said(capsys, "status", rc=2)
+    assert "several run: " in said(capsys, "status", rc=2)
     for name in ("one", "three"):
         (home / name).unlink()
     StateStore(home / "four" / "state.db").close()
     for command in (["status"], ["top", "--once"], ["down"], ["cordon", "x"], ["events", "--follow"]):
-        assert _said(capsys, *command, rc=1) == "potluck: nothing runs; start it with `potluck up`\n"
-    assert "nothing runs now, and several have ended: " in _said(capsys, "logs", rc=2)
+        assert said(capsys, *command, rc=1) == "potluck: nothing runs; start it with `potluck up`\n"
+    assert "nothing runs now, and several have ended: " in said(capsys, "logs", rc=2)
 
 
 def test_engines_that_were_left_alone_still_run(
@@ -391,8 +367,8 @@ def test_engines_that_were_left_alone_still_run(
     try:
         place = {"pid": engine.number, "started": engine.started}
         store.put(EngineInstance("w-1", EngineSpec("words", LAYOUT, "east"), "up", 0.0, replica="r"), place)
-        assert "gateway is gone, controller is gone" in _said(capsys, "status")
-        assert _said(capsys, "down") == "stopped\n"
+        assert "gateway is gone, controller is gone" in said(capsys, "status")
+        assert said(capsys, "down") == "stopped\n"
         assert not alive(engine)
     finally:
         end(engine, insist=True)

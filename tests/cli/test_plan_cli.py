@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli_services import chat_spec
 
 from potluck.cli.common.inputs import load_problem, read_spec
 from potluck.cli.main import run
@@ -19,19 +20,12 @@ from potluck.plan.explain import NodeValue
 from potluck.plan.strategies import TemplateFactory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SPEC = """\
-models:
-- model: Llama-3.1-8B
-  name: chat
-  slo: {ttft_ms: 2000, tpot_ms: 60}
-  traffic: {rate_per_s: %s, input: 1000, output: 200}
-fleet:
-  regions:
-  - name: home
-    nodes:
-    - {node: 1xL40S, available: 4, price_usd_per_h: 1.9}
-    - {node: 1xA10G, available: 4, price_usd_per_h: 1.0}
-"""
+SPEC = chat_spec(
+    "ttft_ms: 2000, tpot_ms: 60",
+    "rate_per_s: %s, input: 1000, output: 200",
+    "1xL40S, available: 4, price_usd_per_h: 1.9",
+    "1xA10G, available: 4, price_usd_per_h: 1.0",
+)
 
 
 @pytest.fixture
@@ -74,22 +68,8 @@ def test_what_if_changes_the_fleet(spec: Path, capsys: pytest.CaptureFixture[str
 def test_a_plan_from_the_one_in_force(spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = tmp_path / "first.json"
     assert run(["plan", str(spec), "--averages", "--out", str(first), "--no-explain"]) == 0
-    assert (
-        run(
-            [
-                "plan",
-                str(spec),
-                "--averages",
-                "--running",
-                str(first),
-                "--init-penalty",
-                "0.5",
-                "--no-explain",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    running = ("--running", str(first), "--init-penalty", "0.5")
+    assert run(["plan", str(spec), "--averages", *running, "--no-explain", "--json"]) == 0
     capsys.readouterr()
 
 

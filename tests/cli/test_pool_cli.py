@@ -51,21 +51,8 @@ def test_a_plan_names_its_machines(files: tuple[str, str], capsys: pytest.Captur
 
 def test_a_seed_repeats_a_plan(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     def plan(*options: str) -> object:
-        assert (
-            run(
-                [
-                    "plan",
-                    files[1],
-                    "--averages",
-                    "--json",
-                    "--no-explain",
-                    "--strategy",
-                    "thunderserve",
-                    *options,
-                ]
-            )
-            == 0
-        )
+        chosen = ("--averages", "--json", "--no-explain", "--strategy", "thunderserve")
+        assert run(["plan", files[1], *chosen, *options]) == 0
         return json.loads(capsys.readouterr().out)
 
     assert plan("--seed", "3") == plan("--seed", "3")
@@ -187,10 +174,8 @@ def test_bad_pools_get_one_line(
 ) -> None:
     path = tmp_path / "pool.yaml"
     path.write_text(SPEC.replace(old, new, 1))
-    assert (
-        run(["plan", str(path), "--averages", "--strategy", "thunderserve", "--time-limit", "2", *options])
-        == 2
-    )
+    chosen = ("--averages", "--strategy", "thunderserve", "--time-limit", "2")
+    assert run(["plan", str(path), *chosen, *options]) == 2
     error = capsys.readouterr().err
     assert says in error
     assert len(error.splitlines()) == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_services import chat_spec
 
 from potluck.cli.main import run
 from potluck.cli.planning import rehearsal as rehearsing
@@ -16,19 +17,12 @@ from potluck.core.values.plan import Plan, plan_from_json
 from potluck.rehearse.evidence import Evidence
 from potluck.spec.load_spec import load_spec
 
-SPEC = """\
-models:
-- model: Llama-3.1-8B
-  name: chat
-  slo: {ttft_ms: 1000, tpot_ms: 60}
-  traffic: {%s}
-fleet:
-  regions:
-  - name: home
-    nodes:
-    - {node: 1xL40S, available: %d, price_usd_per_h: 1.9}
-    - {node: 1xA10G, available: %d, price_usd_per_h: 1.0}
-"""
+SPEC = chat_spec(
+    "ttft_ms: 1000, tpot_ms: 60",
+    "%s",
+    "1xL40S, available: %d, price_usd_per_h: 1.9",
+    "1xA10G, available: %d, price_usd_per_h: 1.0",
+)
 TRAFFIC = "rate_per_s: 8, input: 600, output: 80"
 QUICK = ["--rehearse", "--no-explain", "--strategy", "melange", "--runs", "3", "--requests", "300"]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_services import chat_spec
 
 from potluck.cli.common.render import percent
 from potluck.cli.main import run
@@ -14,18 +15,11 @@ from potluck.cli.simulating.simulate import RateTrial, search
 from potluck.core.brain.brain import Brain
 from potluck.runtime.replay import replay
 
-SPEC = """\
-models:
-- model: Llama-3.1-8B
-  name: chat
-  slo: {ttft_ms: 2000, tpot_ms: 60}
-  traffic: {rate_per_s: 4, input: 1000, output: 200}
-fleet:
-  regions:
-  - name: home
-    nodes:
-    - {node: 1xL40S, available: 3, price_usd_per_h: 1.9}
-"""
+SPEC = chat_spec(
+    "ttft_ms: 2000, tpot_ms: 60",
+    "rate_per_s: 4, input: 1000, output: 200",
+    "1xL40S, available: 3, price_usd_per_h: 1.9",
+)
 TWO = SPEC.replace(
     "fleet:",
     "- {model: Llama-3.1-8B, name: code, slo: {ttft_ms: 2000, tpot_ms: 60}, traffic: {rate_per_s: 1, input: 500,"
@@ -53,13 +47,7 @@ def test_a_plan_is_simulated_with_everything_written(
     assert run(["simulate", *files, *options]) == 0
     out = capsys.readouterr().out
     for word in (
-        "TTFT",
-        "TPOT",
-        "TBT",
-        "E2E",
-        "within objective",
-        "1xL40S",
-        "output tokens per dollar",
+        *("TTFT", "TPOT", "TBT", "E2E", "within objective", "1xL40S", "output tokens per dollar"),
         "lost replica",
     ):
         assert word in out
@@ -77,23 +65,8 @@ def test_json_is_the_same_for_the_same_seed(
 ) -> None:
     result = []
     for more in ([], [], ["--seed", "9"]):
-        assert (
-            run(
-                [
-                    "simulate",
-                    *files,
-                    "--workload",
-                    "azure-conv",
-                    "--rate",
-                    "3",
-                    "--requests",
-                    "200",
-                    "--json",
-                    *more,
-                ]
-            )
-            == 0
-        )
+        load = ("--workload", "azure-conv", "--rate", "3", "--requests", "200")
+        assert run(["simulate", *files, *load, "--json", *more]) == 0
         result.append(json.loads(capsys.readouterr().out))
     assert result[0] == result[1]
     assert result[0] != result[2]

@@ -62,7 +62,7 @@ def test_stats(azure: Path, mooncake: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("how", ["stretch", "superpose"])
 def test_scale(mooncake: Path, tmp_path: Path, how: str) -> None:
     out = tmp_path / "scaled.jsonl.gz"
-    command = ["trace", "scale", str(mooncake), "--rate", "30", "--how", how, "--out", str(out)]
+    command = ["trace", "convert", str(mooncake), "--rate", "30", "--how", how, "--out", str(out)]
     assert run(command) == 0
     scaled = load_trace(out, blocks=True)
     assert scaled.format_name == "mooncake"
@@ -74,7 +74,7 @@ def test_scale(mooncake: Path, tmp_path: Path, how: str) -> None:
 
 def test_scale_keeps_when_an_azure_trace_began(azure: Path, tmp_path: Path) -> None:
     out = tmp_path / "scaled.csv"
-    assert run(["trace", "scale", str(azure), "--rate", "2", "--out", str(out)]) == 0
+    assert run(["trace", "convert", str(azure), "--rate", "2", "--out", str(out)]) == 0
     assert load_trace(out).time_s[0] == pytest.approx(load_trace(azure).time_s[0], abs=1e-5)
     assert load_trace(out).span_s == pytest.approx(1.0, abs=1e-5)
 
@@ -95,15 +95,7 @@ def test_make(tmp_path: Path) -> None:
     def made(name: str, *more: str) -> bytes:
         out = tmp_path / name
         command = [
-            "trace",
-            "make",
-            "azure-conv",
-            "--requests",
-            "5000",
-            "--seed",
-            "3",
-            "--out",
-            str(out),
+            *("trace", "make", "azure-conv", "--requests", "5000", "--seed", "3", "--out", str(out)),
             *more,
         ]
         assert run(command) == 0
@@ -122,7 +114,7 @@ def test_sharegpt_gets_poisson_arrivals(tmp_path: Path, capsys: pytest.CaptureFi
     path = tmp_path / "s.json"
     path.write_text(json.dumps([talk] * 3000))
     out = tmp_path / "s.csv"
-    assert run(["trace", "scale", str(path), "--rate", "5", "--out", str(out)]) == 0
+    assert run(["trace", "convert", str(path), "--rate", "5", "--out", str(out)]) == 0
     gaps = np.diff(load_trace(out).time_s)
     assert gaps.mean() == pytest.approx(0.2, rel=0.1)
     assert gaps.std() / gaps.mean() == pytest.approx(1.0, abs=0.1)
@@ -139,11 +131,11 @@ def test_what_is_wrong_is_one_line(azure: Path, tmp_path: Path, capsys: pytest.C
     assert "a.csv:3: ContextTokens must be between" in fails(capsys, "trace", "stats", azure)
     azure.write_text(AZURE.replace("18:15:56", "18:15:16"))
     assert "a.csv:4: TIMESTAMP goes back by" in fails(
-        capsys, "trace", "scale", azure, "--rate", 3, "--out", out
+        capsys, "trace", "convert", azure, "--rate", 3, "--out", out
     )
     azure.write_text(AZURE.replace("GeneratedTokens", "Tokens"))
     assert "'GeneratedTokens' is missing" in fails(capsys, "trace", "convert", azure, "--out", out)
-    assert "--rate" in fails(capsys, "trace", "scale", azure, "--rate", 0, "--out", out)
+    assert "--rate" in fails(capsys, "trace", "convert", azure, "--rate", 0, "--out", out)
     unknown = fails(capsys, "trace", "make", "nonsense-name", "--rate", 1, "--out", out)
     assert unknown.endswith("NAME: unknown 'nonsense-name' (`potluck catalog workloads` lists them)")
     assert "--rate: is needed" in fails(capsys, "trace", "make", "prfaas", "--out", out)
@@ -176,7 +168,7 @@ def test_what_was_written_is_said_for_machines(
 ) -> None:
     out = tmp_path / "made.csv"
     for words, requests, blocks in (
-        (["scale", mooncake, "--rate", "2"], 50, True),
+        (["convert", mooncake, "--rate", "2"], 50, True),
         (["convert", mooncake], 50, True),
         (["make", "azure-conv", "--requests", "70"], 70, False),
     ):

@@ -7,20 +7,17 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from live_plans import MODEL, write_plans
+from cli_services import WITHIN_S, service_up
+from live_plans import MODEL
 
-from potluck.control.local_stack import living, stop_all
+from potluck.control.local_stack import living
 from potluck.control.state_store import StateStore
 
-WITHIN_S = 120.0
 TOKENS = 80
 
 
@@ -55,19 +52,8 @@ def until(holds: Callable[[], bool]) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes by /proc")
 def test_all_of_the_gateway_and_the_controller_are_killed_at_once(tmp_path: Path) -> None:
-    plan, spec = write_plans(tmp_path, [("homogeneous", ("mixed",), "near")])
-    state = tmp_path / "state"
-    command = [sys.executable, "-m", "potluck.cli.main", "up", str(plan), str(spec)]
-    command += ["--state", str(state), "--engine", "mock", "--averages", "--port", "0", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    watchdog = threading.Timer(3 * WITHIN_S, process.kill)
-    watchdog.start()
-    try:
-        line = process.stdout.readline()
-        assert line, process.stderr.read()
-        url = json.loads(line)["url"]
+    with service_up(tmp_path, 1) as (state, ready, process):
+        url = ready["url"]
         store = StateStore(state / "state.db")
         gateway, controller = store.get("gateway"), store.get("controller")
         assert gateway is not None
@@ -105,13 +91,4 @@ def test_all_of_the_gateway_and_the_controller_are_killed_at_once(tmp_path: Path
         process.send_signal(signal.SIGTERM)
         assert process.wait(WITHIN_S) == 0
         assert not living(again)
-        store.close()
-    finally:
-        watchdog.cancel()
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        process.stderr.close()
-        store = StateStore(state / "state.db")
-        stop_all(store, "the test is over", 5.0)
         store.close()

@@ -4,71 +4,40 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_plans import write_plans
+from cli_services import WITHIN_S, said, service_up
 
 from potluck.cli.main import run
 from potluck.control.launchers.local_launcher import OWNER_MARK
 from potluck.control.launchers.process import marked
-from potluck.control.local_stack import living, owner_of, stop_all
+from potluck.control.local_stack import living, owner_of
 from potluck.control.state_store import StateStore
-
-WITHIN_S = 120.0
-"""For machines that have much else to do."""
 
 
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[tuple[Path, str, subprocess.Popen[str]]]:
     """A state folder, the address of what runs there, and what looks after it."""
-    plan, spec = write_plans(tmp_path, [("homogeneous", ("mixed",), "near")] * 2)
-    state = tmp_path / "state"
-    command = [sys.executable, "-m", "potluck.cli.main", "up", str(plan), str(spec)]
-    command += ["--state", str(state), "--engine", "mock", "--averages", "--port", "0", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    watchdog = threading.Timer(3 * WITHIN_S, process.kill)
-    watchdog.start()
-    try:
-        line = process.stdout.readline()
-        assert line, process.stderr.read()
-        body = json.loads(line)
-        with urllib.request.urlopen(f"{body['page']}/", timeout=WITHIN_S) as answer:
+    with service_up(tmp_path, 2) as (state, ready, process):
+        with urllib.request.urlopen(f"{ready['page']}/", timeout=WITHIN_S) as answer:
             assert b"<title>Potluck</title>" in answer.read()
-        yield state, body["url"], process
-    finally:
-        watchdog.cancel()
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        process.stderr.close()
-        store = StateStore(state / "state.db")
-        stop_all(store, "the test is over", 5.0)
-        store.close()
-
-
-def _said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    assert run([str(argument) for argument in arguments]) == 0, capsys.readouterr().err
-    return capsys.readouterr().out
+        yield state, ready["url"], process
 
 
 def _cordoned(capsys: pytest.CaptureFixture[str], state: Path, url: str, load: tuple[str, ...]) -> None:
     """A replica that gets nothing new while the other serves, and is not replaced."""
-    _said(capsys, "cordon", "unit1@near#1/0", "--state", state)
-    assert json.loads(_said(capsys, "bench", url, "--rate", "20", *load, "--json"))["answered"] == 8
-    document = json.loads(_said(capsys, "status", "--json", "--state", state))
+    said(capsys, "cordon", "unit1@near#1/0", "--state", state)
+    assert json.loads(said(capsys, "bench", url, "--rate", "20", *load, "--json"))["answered"] == 8
+    document = json.loads(said(capsys, "status", "--json", "--state", state))
     assert [(item["replica"], item["cordoned"]) for item in document["replicas"]] == [
         ("unit0@near#0/0", False),
         ("unit1@near#1/0", True),
     ]
-    assert "cordoned: nothing" in _said(capsys, "uncordon", "unit1@near#1/0", "--state", state)
+    assert "cordoned: nothing" in said(capsys, "uncordon", "unit1@near#1/0", "--state", state)
 
 
 def test_a_service_is_watched_loaded_drained_and_brought_down(
@@ -77,7 +46,7 @@ def test_a_service_is_watched_loaded_drained_and_brought_down(
     state, url, process = up
     until_s = time.monotonic() + WITHIN_S
     while True:  # the model is served once one of its replicas is there
-        document = json.loads(_said(capsys, "status", "--json", "--state", state))
+        document = json.loads(said(capsys, "status", "--json", "--state", state))
         assert document["models"]["live"]["ready"]
         if [item["state"] for item in document["replicas"]] == ["ready", "ready"]:
             break
@@ -85,25 +54,25 @@ def test_a_service_is_watched_loaded_drained_and_brought_down(
         time.sleep(0.1)
     assert document["lacking"] == []
     load = ("--requests", "8", "--input", "20", "--output", "4", "--slo", "ttft=30s,tpot=5s")
-    bench = json.loads(_said(capsys, "bench", url, "--rate", "20", *load, "--json"))
+    bench = json.loads(said(capsys, "bench", url, "--rate", "20", *load, "--json"))
     assert (bench["loop"], bench["answered"], bench["attainment"]) == ("open", 8, 1.0)
     assert bench["output_tokens"] == 32
-    assert "closed loop, 2 at once" in _said(capsys, "bench", url, "--concurrency", "2", *load)
+    assert "closed loop, 2 at once" in said(capsys, "bench", url, "--concurrency", "2", *load)
     while True:  # records are written every second
-        rows = json.loads(_said(capsys, "usage", "--json", "--state", state))
+        rows = json.loads(said(capsys, "usage", "--json", "--state", state))
         if rows and rows[0]["requests"] == 16:
             break
         assert time.monotonic() < until_s, rows
         time.sleep(0.2)
     assert (rows[0]["model"], rows[0]["answered"], rows[0]["output_tokens"]) == ("live", 16, 64)
-    assert "unit0@near#0/0" in _said(capsys, "top", "--once", "--every", "0.2", "--state", state)
+    assert "unit0@near#0/0" in said(capsys, "top", "--once", "--every", "0.2", "--state", state)
     _cordoned(capsys, state, url, load)
     store = StateStore(state / "state.db")
     engines = {instance.replica: instance.name for instance in store.instances()}
-    _said(capsys, "drain", "unit0@near#0/0", "--state", state)
+    said(capsys, "drain", "unit0@near#0/0", "--state", state)
     until_s = time.monotonic() + WITHIN_S
     while True:  # until a fresh engine has taken its place
-        document = json.loads(_said(capsys, "status", "--json", "--state", state))
+        document = json.loads(said(capsys, "status", "--json", "--state", state))
         ready = {item["replica"]: item["engine"] for item in document["replicas"] if item["state"] == "ready"}
         if len(ready) == 2 and "unit0@near#0/0" not in ready:
             break
@@ -111,11 +80,11 @@ def test_a_service_is_watched_loaded_drained_and_brought_down(
         time.sleep(0.2)
     assert engines["unit0@near#0/0"] not in ready.values(), "the engine that was drained is used no more"
     assert ready["unit1@near#1/0"] == engines["unit1@near#1/0"], "the other was left alone"
-    assert "unit0@near#0/0  (by hand)" in _said(capsys, "events", "--state", state)
+    assert "unit0@near#0/0  (by hand)" in said(capsys, "events", "--state", state)
     _replanned(capsys, state, store)
     _handed_back(capsys, state, store)
     gateway = store.get("gateway")
-    assert _said(capsys, "down", "--state", state) == "stopped\n"
+    assert said(capsys, "down", "--state", state) == "stopped\n"
     assert process.wait(WITHIN_S) == 0
     assert not living(gateway)
     assert list(marked(OWNER_MARK, owner_of(store))) == [], "no engine is left"
@@ -126,8 +95,8 @@ def test_a_service_is_watched_loaded_drained_and_brought_down(
 
 def _versions(capsys: pytest.CaptureFixture[str], state: Path) -> set[int]:
     """The number of the plan, wherever it is shown."""
-    status = json.loads(_said(capsys, "status", "--json", "--state", state))
-    top = json.loads(_said(capsys, "top", "--once", "--every", "0.2", "--json", "--state", state))
+    status = json.loads(said(capsys, "status", "--json", "--state", state))
+    top = json.loads(said(capsys, "top", "--once", "--every", "0.2", "--json", "--state", state))
     store = StateStore(state / "state.db")
     place = store.get("gateway")
     store.close()
@@ -146,7 +115,7 @@ def _handed_back(capsys: pytest.CaptureFixture[str], state: Path, store: StateSt
     template = newest.plan.templates[0].name
     assert run(["scale", f"{template}@near=1000", "--state", str(state)]) == 2
     assert "1000 cannot be had: near has " in capsys.readouterr().err
-    body = json.loads(_said(capsys, "scale", "--auto", "--json", "--state", state))
+    body = json.loads(said(capsys, "scale", "--auto", "--json", "--state", state))
     assert (body["version"], body["as_version"]) == (newest.version + 1, 1)
     after = store.plan()
     assert after is not None
@@ -159,7 +128,7 @@ def _replanned(capsys: pytest.CaptureFixture[str], state: Path, store: StateStor
     asked = ("replan", "--live", "--state", state, "--rate", "live=14")
     newest = store.plan()
     assert newest is not None
-    document = json.loads(_said(capsys, *asked, "--apply", "--json"))
+    document = json.loads(said(capsys, *asked, "--apply", "--json"))
     assert (document["version"], document["best"]) == (newest.version, "reallocate")
     assert "is in force: reallocate" in document["done"]
     after = store.plan()
@@ -173,12 +142,12 @@ def _replanned(capsys: pytest.CaptureFixture[str], state: Path, store: StateStor
     names = {deployment.template for deployment in plan.deployments if deployment.count}
     until_s = time.monotonic() + WITHIN_S
     while True:
-        status = json.loads(_said(capsys, "status", "--json", "--state", state))
+        status = json.loads(said(capsys, "status", "--json", "--state", state))
         ready = [item for item in status["replicas"] if item["state"] == "ready"]
         if len(ready) == wanted and {item["replica"].split("@")[0] for item in ready} == names:
             break
         assert time.monotonic() < until_s, status
         time.sleep(0.2)
-    assert "nothing changed" in _said(capsys, *asked, "--apply")
+    assert "nothing changed" in said(capsys, *asked, "--apply")
     assert run([str(item) for item in asked[:4]] + ["--apply", "plan.json", "spec.yaml"]) == 2
     capsys.readouterr()

@@ -200,10 +200,9 @@ def _show(url: str, model: str, load_result: LoadResult, slo: Slo | None, at_onc
         f"{render.count(load_result.requests_per_s)} requests/s, "
         f"{render.count(load_result.output_tokens_per_s)} output tokens/s"
     )
-    if load_result.attainment is not None:
-        click.echo(
-            f"objective kept by {render.percent(load_result.attainment)} of all requests ({_said(slo)})"
-        )
+    if load_result.attainment is not None and slo is not None:
+        limits = ", ".join(f"{name} <= {figures.seconds(s)}" for name, s in _parts(slo) if s is not None)
+        click.echo(f"objective kept by {render.percent(load_result.attainment)} of all requests ({limits})")
     examples = dict(load_result.examples)
     for kind, count in load_result.errors:
         click.echo(f"  {count:,} x {kind}" + (f": {examples[kind]}" if examples[kind] else ""))
@@ -218,13 +217,7 @@ def _show(url: str, model: str, load_result: LoadResult, slo: Slo | None, at_onc
         click.echo(f"closed loop, {at_once} at once: {line}")
 
 
-def _said(slo: Slo | None) -> str:
-    parts = [] if slo is None else _parts(slo)
-    return ", ".join(f"{name} <= {figures.seconds(s)}" for name, s in parts if s is not None)
-
-
 def _parts(slo: Slo) -> list[tuple[str, float | None]]:
-    """Its times; None where nothing was said."""
     text = (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s), ("E2E", slo.e2e_s))
     return [(name, limit_s if limit_s is not None and limit_s < UNSAID_S else None) for name, limit_s in text]
 

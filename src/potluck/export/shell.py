@@ -48,7 +48,7 @@ def _box(fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, host_of
 
 def _gateway(wording: CommandOptions) -> str:
     what = "The gateway: clients at port 8000, operators at port 8001 of this machine alone"
-    keys = "keys.jsonl of `potluck keys new NAME --file keys.jsonl`"
+    keys = "keys.jsonl of `potluck keys new NAME >> keys.jsonl`"
     needs = f"the engines' key in {wording.key_file}, and {keys}"
     command = _line(wording.gateway("", "keys.jsonl"))
     return f'{HEAD.format(what=what, needs=needs)}exec {command} "$@"\n'

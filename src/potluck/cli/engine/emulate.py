@@ -69,10 +69,8 @@ class Emulation:
         )
 
     def stages(self, stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:
-        """A pipeline's stages, each worker acting as its node with the large model's share of layers.
-
-        Within a stage, workers get requests in proportion to their speed in decoding.
-        """
+        """A pipeline's stages, each worker acting as its node with the large model's share of layers; within a stage
+        they get requests in proportion to their speed in decoding."""
         nodes = self.nodes * len(stages) if len(self.nodes) == 1 else self.nodes
         if len(nodes) != len(stages):
             raise InputError("emulate", f"names {len(nodes)} stages, the pipeline has {len(stages)}")

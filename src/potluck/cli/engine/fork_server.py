@@ -24,28 +24,22 @@ if TYPE_CHECKING:
     from potluck.engine.compute.executor import Executor
 
 
-MODULES = (
+BOTH = (
     "potluck.cli.engine.engine",
     "potluck.cli.engine.emulate",
     "potluck.catalog.models",
     "potluck.catalog.nodes",
+)
+MODULES = (
+    *BOTH,
     "potluck.engine.compute.emulated",
     "potluck.engine.server.kv_connector",
     "potluck.engine.server.engine_service",
     "potluck.perf.timers.roofline",
 )
 """What an engine imports when it starts, beside what is used here."""
-MOCK_MODULES = (
-    "potluck.cli.engine.engine",
-    "potluck.cli.engine.emulate",
-    "potluck.catalog.models",
-    "potluck.catalog.nodes",
-    "potluck.engine.mock.mock_engine",
-    "potluck.engine.serve",
-    "potluck.perf.throughput",
-)
+MOCK_MODULES = (*BOTH, "potluck.engine.mock.mock_engine", "potluck.engine.serve", "potluck.perf.throughput")
 """The same for a mock: no torch, nothing that computes."""
-
 PROMPT_TOKENS, SEQUENCES, TRIES = 64, 4, 3
 """With which computing is measured."""
 ENGINE_TITLE = "potluck-engine"

@@ -165,7 +165,9 @@ def _local(options: SimpleNamespace) -> Profile:
             progress_bar(_words(point))
     executor.shutdown()
     name = options.name or directory.resolve().name
-    return _profile(_device_name(options.device), name, options, {"torch": str(torch.__version__)}, points)
+    device = options.device
+    gpu = str(torch.cuda.get_device_name(device)) if device.startswith("cuda") else "cpu"
+    return _profile(gpu, name, options, {"torch": str(torch.__version__)}, points)
 
 
 def _remote(url: str, options: SimpleNamespace) -> Profile:
@@ -222,14 +224,6 @@ def _profile(
     today = datetime.now(UTC).date().isoformat()
     versions = {"potluck": __version__, **versions, **emulated}
     return Profile(options.gpu or gpu, name, options.tp, engine, versions, today, tuple(points))
-
-
-def _device_name(device: str) -> str:
-    if not device.startswith("cuda"):
-        return "cpu"
-    import torch
-
-    return str(torch.cuda.get_device_name(device))
 
 
 def _words(point: ProfilePoint) -> str:

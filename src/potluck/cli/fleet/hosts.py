@@ -71,7 +71,6 @@ def serve(
 
 
 def _name(chip: LocalGpu) -> str:
-    """The catalog's, where it has one."""
     from potluck.cli.up.gpus import gpu_of
 
     try:

@@ -16,7 +16,6 @@ import click
 from click import argument, option
 
 from potluck.cli.common import render
-from potluck.cli.common.files import FILE
 from potluck.cli.engine.listening import LOOPBACK
 from potluck.cli.fleet.service import json_option, nothing, opened, state_option
 from potluck.core.errors import InputError
@@ -43,7 +42,7 @@ def keys() -> None:
       potluck keys add ann --tenant research     the service that runs here asks for keys from now on
       potluck keys rotate ann                    another key; the one before holds for a day
       potluck keys open                          clients without a key are let in again
-      potluck keys new ann --file keys.jsonl     for `potluck serve --keys keys.jsonl`
+      potluck keys new ann >> keys.jsonl         for `potluck serve --keys keys.jsonl`
     """
 
 
@@ -200,33 +199,20 @@ def listed(state: Path | None, as_json: bool) -> None:
 @keys.command()
 @argument("name")
 @option("--tenant", help="Whose share of the fleet it uses; else one of the key's name.")
-@option("--file", "path", type=FILE, help="Add the line to this file instead of printing it.")
 @json_option
-def new(name: str, tenant: str | None, path: Path | None, as_json: bool) -> None:
-    """Make a key called NAME for a file of `potluck serve --keys`.
+def new(name: str, tenant: str | None, as_json: bool) -> None:
+    """Make a key called NAME: its line for a file of `potluck serve --keys` goes to stdout, the key to stderr.
 
-    The key itself is kept nowhere: only its SHA-256 goes into the file.
+    The key itself is kept nowhere: only its SHA-256 is in the line.
     """
     from potluck.gateway.openai.keys import new_key
 
     key, line = new_key(name, tenant)
-    if path is not None:
-        _append(path, line)
     if as_json:
-        render.emit_json({"key": key, **json.loads(line), "file": None if path is None else str(path)})
+        render.emit_json({"key": key, **json.loads(line)})
         return
-    click.echo(f"key, shown only now:  {key}")
-    click.echo(f"line for the file of --keys:\n{line}" if path is None else f"its line was added to {path}")
-
-
-def _append(path: Path, line: str) -> None:
-    try:
-        text = path.read_text("utf-8") if path.exists() else ""
-        path.touch(mode=0o600)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(("" if not text or text.endswith("\n") else "\n") + line + "\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(str(path), f"cannot be written ({error})") from error
+    click.echo(f"key, shown only now:  {key}", err=True)
+    click.echo(line)
 
 
 @contextmanager

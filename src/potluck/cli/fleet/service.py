@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -64,25 +64,21 @@ def opened(state: Path | None, *, running: bool = True, left: bool = False) -> I
     make it one that runs."""
     from potluck.control.service_view import ServiceView
 
-    service = ServiceView(_folder(state, running or left, left))
-    try:
+    with closing(ServiceView(_folder(state, running or left, left))) as service:
         if running and not service.runs:
             raise nothing(f"nothing runs in {service.folder}; start it with `potluck up`")
         yield service
-    finally:
-        service.close()
 
 
 def running_url() -> str | None:
     """Where clients ask the only service that runs here; None where there is none, or several."""
     from potluck.control.service_view import ServiceView
 
-    texts = []
+    urls = []
     for folder in _known():
-        service = ServiceView(folder)
-        texts += [service.url] if service.gateway_lives else []
-        service.close()
-    return texts[0] if len(texts) == 1 else None
+        with closing(ServiceView(folder)) as service:
+            urls += [service.url] if service.gateway_lives else []
+    return urls[0] if len(urls) == 1 else None
 
 
 def _known() -> list[Path]:
@@ -113,8 +109,5 @@ def _folder(state: Path | None, running: bool, left: bool) -> Path:
 def _runs(folder: Path, left: bool) -> bool:
     from potluck.control.service_view import ServiceView
 
-    service = ServiceView(folder)
-    try:
+    with closing(ServiceView(folder)) as service:
         return service.runs or (left and bool(service.store.instances()))
-    finally:
-        service.close()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime
+from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 LOOK_S = 0.3
 SETTLE_S = 2.0
 """After which nothing older is added: what the gateway decided is read at the controller's next turn."""
-CONTROLLER = "controller"
 TAIL_BYTES = 1_000_000
 """Of a log, from which its last lines are taken."""
 
@@ -159,7 +159,7 @@ def _happening(each: RecordedEvent, as_json: bool) -> str:
 @option("--follow", "-f", is_flag=True, help="Go on with what is written, until Ctrl-C.")
 @option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 def logs(name: str | None, state: Path | None, lines: int, follow: bool, as_json: bool) -> None:
-    """What engines, gateway or controller wrote. NAME is an engine, a replica, `gateway` or `controller`.
+    """What engines and gateway wrote. NAME is an engine, a replica or `gateway`; `potluck events` has the controller.
 
     A part of the name will do where only one has it. Without a NAME it lists what there is.
 
@@ -173,29 +173,15 @@ def logs(name: str | None, state: Path | None, lines: int, follow: bool, as_json
         if name is None:
             _list(files, as_json)
             return
-        if name == CONTROLLER:
-            _past(service, lines, follow, as_json)
-            return
         path = _log_of(service, files, name)
-    for line in _last(path, lines):
-        _tell(path, line, as_json)
-    for line in _follow(path) if follow else ():
-        _tell(path, line, as_json)
-
-
-def _tell(path: Path, line: str, as_json: bool) -> None:
-    click.echo(json.dumps({"name": path.stem, "line": line}) if as_json else line)
+    for line in chain(_last(path, lines), _follow(path) if follow else ()):
+        click.echo(json.dumps({"name": path.stem, "line": line}) if as_json else line)
 
 
 def _list(files: dict[str, Path], as_json: bool) -> None:
-    sizes = {known: path.stat().st_size for known, path in files.items()}
-    if as_json:
-        for known, size in sizes.items():
-            click.echo(json.dumps({"name": known, "bytes": size}))
-        return
-    for known, size in sizes.items():
-        click.echo(f"{known}  {render.bytes_(size)}")
-    click.echo(f"{CONTROLLER}  (what it did; the same as `potluck events`)")
+    for name, path in files.items():
+        size = path.stat().st_size
+        click.echo(json.dumps({"name": name, "bytes": size}) if as_json else f"{name}  {render.bytes_(size)}")
 
 
 def _files(service: ServiceView) -> dict[str, Path]:
@@ -205,7 +191,7 @@ def _files(service: ServiceView) -> dict[str, Path]:
 
 def _log_of(service: ServiceView, files: dict[str, Path], name: str) -> Path:
     replicas = {instance.replica: instance.name for instance in service.store.instances() if instance.replica}
-    text = meant("NAME", name, [*files, *replicas, CONTROLLER])
+    text = meant("NAME", name, [*files, *replicas])
     path = files.get(replicas.get(text, text))
     if path is None:
         raise nothing(f"{text} has written nothing yet")
@@ -226,7 +212,8 @@ def _last(path: Path, lines: int) -> list[str]:
 def _follow(path: Path) -> Iterator[str]:
     """Whole lines, as they are written."""
     at, rest = path.stat().st_size, ""
-    for size in _sizes(path):
+    while path.is_file():
+        size = path.stat().st_size
         if size < at:
             at = 0  # it was rotated
         if size > at:
@@ -236,11 +223,6 @@ def _follow(path: Path) -> Iterator[str]:
             at += len(received)
             *lines, rest = (rest + received.decode("utf-8", "replace")).split("\n")
             yield from lines
-
-
-def _sizes(path: Path) -> Iterator[int]:
-    while path.is_file():
-        yield path.stat().st_size
         time.sleep(LOOK_S)
 
 

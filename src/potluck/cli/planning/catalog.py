@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,24 +35,15 @@ def catalog() -> None:
 class _Kind:
     """One kind of entries: how all of them are listed, and what else is said of one."""
 
+    module: str
+    """Of `potluck.catalog`."""
+    all_of_them: str
     title: str
     heads: tuple[str, ...]
     row: Callable[[Any, str], tuple[str, ...]]
     """Of the catalog's module and a name."""
     notes: tuple[str, ...] = ()
     totals: Callable[[str], dict[str, float] | None] = lambda name: None
-
-
-def _listed(module: Any, kind: _Kind, name: str | None, names: Iterable[str], as_json: bool) -> None:
-    """The entry NAME with its sources, or all entries in a table."""
-    if name is not None:
-        _show(module.facts(name), as_json, kind.totals(name))
-    elif as_json:
-        emit_json([_facts_json(module.facts(key), kind.totals(key)) for key in names])
-    else:
-        table(kind.title, kind.heads, [kind.row(module, key) for key in names])
-        for note in kind.notes:
-            click.echo(note)
 
 
 def _gpu_row(gpus: Any, key: str) -> tuple[str, ...]:
@@ -101,6 +93,8 @@ def _totals(name: str) -> dict[str, float]:
 
 
 GPUS = _Kind(
+    "gpus",
+    "all GPUs",
     "GPUs (dense rates, per GPU)",
     ("GPU", "architecture", "FP16\nTFLOPS", "FP8\nTFLOPS", "memory\nGB", "GB/s", "W", "doubt"),
     _gpu_row,
@@ -110,9 +104,15 @@ GPUS = _Kind(
     ),
 )
 NODES = _Kind(
-    "Node types", ("node", "link", "GB/s per GPU\none direction", "latency\nus", "network\nGbps"), _node_row
+    "nodes",
+    "all node types with their links",
+    "Node types",
+    ("node", "link", "GB/s per GPU\none direction", "latency\nus", "network\nGbps"),
+    _node_row,
 )
 MODELS = _Kind(
+    "models",
+    "all models",
     "Models",
     (
         *("model", "layers", "params\nB", "active\nB", "weights\nGB", "KV\nKiB/token", "state\nMiB"),
@@ -123,6 +123,8 @@ MODELS = _Kind(
     _totals,
 )
 WORKLOADS = _Kind(
+    "named_workloads",
+    "named workloads to simulate with",
     "Workloads (mean lengths)",
     ("workload", "prompt\ntokens", "answer\ntokens", "rate\nper s", "CV of\ngaps", "what it is", "assumed"),
     _workload_row,
@@ -130,44 +132,28 @@ WORKLOADS = _Kind(
 )
 
 
-@catalog.command("gpus")
-@argument("name", required=False)
-@_json_option
-def gpus_command(name: str | None, as_json: bool) -> None:
-    """List all GPUs, or show every figure of the GPU NAME with source, date and doubt."""
-    from potluck.catalog import gpus
-
-    _listed(gpus, GPUS, name, gpus.names(), as_json)
-
-
-@catalog.command("nodes")
-@argument("name", required=False)
-@_json_option
-def nodes_command(name: str | None, as_json: bool) -> None:
-    """List all node types with their links, or show one, such as 2xL40S, with sources."""
-    from potluck.catalog import nodes
-
-    _listed(nodes, NODES, name, nodes.names(), as_json)
+def _add_command(name: str, kind: _Kind) -> None:
+    @catalog.command(
+        name, help=f"List {kind.all_of_them}, or show the one called NAME with its figures' sources."
+    )
+    @argument("entry", metavar="[NAME]", required=False)
+    @_json_option
+    def command(entry: str | None, as_json: bool) -> None:
+        module = import_module(f"potluck.catalog.{kind.module}")
+        if entry is not None:
+            _show(module.facts(entry), as_json, kind.totals(entry))
+        elif as_json:
+            emit_json([_facts_json(module.facts(key), kind.totals(key)) for key in module.names()])
+        else:
+            table(kind.title, kind.heads, [kind.row(module, key) for key in module.names()])
+            for note in kind.notes:
+                click.echo(note)
 
 
-@catalog.command("models")
-@argument("name", required=False)
-@_json_option
-def models_command(name: str | None, as_json: bool) -> None:
-    """List all models, or show every figure of the model NAME with source, date and doubt."""
-    from potluck.catalog import models
-
-    _listed(models, MODELS, name, models.names(), as_json)
-
-
-@catalog.command("workloads")
-@argument("name", required=False)
-@_json_option
-def workloads_command(name: str | None, as_json: bool) -> None:
-    """List named workloads to simulate with, or show the workload NAME with sources."""
-    from potluck.catalog import named_workloads
-
-    _listed(named_workloads, WORKLOADS, name, named_workloads.names(), as_json)
+_add_command("gpus", GPUS)
+_add_command("nodes", NODES)
+_add_command("models", MODELS)
+_add_command("workloads", WORKLOADS)
 
 
 @catalog.command("prices")
@@ -230,8 +216,8 @@ def prices_command(
     table("Prices", head, rows)
     if not rows:
         click.echo("No such price. Leave out a filter, or give price_usd_per_h in the spec.")
-    if there is not None:
-        show_left_out(there)
+    for why, number in () if there is None else there.left_out:
+        click.echo(f"left out: {why} ({number} row{'s' if number > 1 else ''})")
 
 
 def _placed(prices: Iterable[Price], region: str) -> list[Price]:
@@ -286,9 +272,6 @@ def _facts_json(facts: EntryFacts, totals: dict[str, float] | None = None) -> di
     return {**about, **derived, "doubt": facts.doubt, "assumed": list(facts.assumed)}
 
 
-MOST_SHOWN = 12
-
-
 def listed_from(where: str) -> SkyPilotPrices:
     """Of a file, a folder of SkyPilot's catalogs, or the one that it has fetched."""
     from potluck.catalog.prices import installed, read, read_all
@@ -329,15 +312,3 @@ def write_offers(spec: Spec, prices: Sequence[Price], source: str, out: Path | N
         click.echo(f"{out}: {len(lines)} offers; `potluck plan SPEC --market {out}` takes them")
     for name in kept:
         click.echo(f"not listed, keeps its price: {name}", err=True)
-
-
-def show_left_out(listed: SkyPilotPrices) -> None:
-    """Every reason for which rows are not in the table, with how many there are."""
-    if not listed.left_out:
-        return
-    click.echo("left out:")
-    for why, count in listed.left_out[:MOST_SHOWN]:
-        click.echo(f"  {why} ({count} row{'s' if count > 1 else ''})")
-    rest = listed.left_out[MOST_SHOWN:]
-    if rest:
-        click.echo(f"  and {len(rest)} more reasons ({sum(count for _, count in rest)} rows); --json has all")

@@ -53,7 +53,6 @@ def check(context: click.Context, spec: Path, as_json: bool) -> None:
 
 
 def summary(spec: Spec, file: str) -> dict[str, Any]:
-    """What `--json` prints for a valid spec."""
     return {
         "valid": True,
         "file": file,
@@ -145,7 +144,6 @@ def show(spec: Spec, file: str) -> None:
 
 
 def _kind(offer: NodeOffer) -> str:
-    """How it is paid for, and what it goes down with."""
     parts = [f"spot, {offer.preemptions_per_h:g} lost/h" if offer.spot else "on demand"]
     if offer.reserved:
         parts.append(f"{offer.reserved} reserved")
@@ -170,8 +168,9 @@ def warnings(spec: Spec) -> list[str]:
 def _model_warnings(model: ModelSpec, spec: Spec) -> list[str]:
     problems = []
     weights = weight_bytes(model.model)
+    memory_bytes = {node.name: node.gpus * node.gpu.memory_bytes for node in spec.node_types}
     per_region = [
-        [(_memory_bytes(spec, offer.node), offer.available) for offer in region.offers if offer.available]
+        [(memory_bytes[offer.node], offer.available) for offer in region.offers if offer.available]
         for region in spec.regions
     ]
     largest_node = max(memory for region in per_region for memory, _ in region)
@@ -193,11 +192,6 @@ def _model_warnings(model: ModelSpec, spec: Spec) -> list[str]:
     if model.traffic.rate_per_s == 0:
         problems.append("rate_per_s is 0, nothing will be rented for it")
     return [f"{model.name}: {problem}" for problem in problems]
-
-
-def _memory_bytes(spec: Spec, node: str) -> float:
-    kind = spec.node_type(node)
-    return kind.gpus * kind.gpu.memory_bytes
 
 
 @click.command()

@@ -160,15 +160,12 @@ def _price(node: str, given_usd_per_h: float | None, region: str | None) -> tupl
             raise InputError("price", f"must not be negative, is {given_usd_per_h:g}")
         return given_usd_per_h, "given"
     try:
-        price_usd = prices.price_usd_per_h(node, region)
+        price = prices.price_usd_per_h(node, region)
     except InputError:
         if region is not None:
             raise
         return None, "none known; give one with --price"
-    return (
-        price_usd.price_usd_per_h,
-        f"{price_usd.cloud}/{price_usd.region}, {price_usd.date}, {price_usd.basis}",
-    )
+    return price.price_usd_per_h, f"{price.cloud}/{price.region}, {price.date}, {price.basis}"
 
 
 def _formats(model: Model, node: NodeType) -> dict[str, Any]:

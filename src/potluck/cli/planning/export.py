@@ -51,7 +51,8 @@ def export(
     from potluck.export import compose, manifests, shell, skypilot
     from potluck.export.placement import CommandOptions, roomed
 
-    _must_be_empty(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError("--out", f"{out} is not an empty folder; name a new one")
     made = read_plan(plan)
     loaded, text = read_spec(spec), read_text(plan)
     fleet = roomed(made, loaded.node_types, loaded.regions)
@@ -101,15 +102,8 @@ def _say(as_json: bool, out: Path, files: dict[str, str], boxes: int, engines: i
     table(f"{out}: {engines} engines on {boxes} machines", ("file", "lines"), rows)
 
 
-def _must_be_empty(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError("--out", f"{out} is not an empty folder; name a new one")
-
-
 def _write(out: Path, files: dict[str, str]) -> None:
-    new = not out.exists()
     try:
-        out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             path = out / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,6 +111,5 @@ def _write(out: Path, files: dict[str, str]) -> None:
             if name.endswith(".sh"):
                 path.chmod(0o755)
     except OSError as error:
-        if new:
-            shutil.rmtree(out, ignore_errors=True)
+        shutil.rmtree(out, ignore_errors=True)
         raise InputError("--out", f"{out} cannot be written ({error.strerror})") from error

@@ -325,7 +325,8 @@ def _fewer(node: NodeValue) -> str:
         return "-"
     if node.one_fewer_usd_per_h is None:
         return "not enough"
-    return _signed(node.one_fewer_usd_per_h) + (" on averages" if node.one_fewer_usd_per_h < 0 else "")
+    more = node.one_fewer_usd_per_h
+    return f"+{usd(more)}" if more >= 0 else f"-{usd(-more)} on averages"
 
 
 def _show_formats(tried: Sequence[FormatPrice]) -> None:
@@ -337,10 +338,6 @@ def _show_formats(tried: Sequence[FormatPrice]) -> None:
     }
     if tried:
         table_of("Weights in the formats that the spec allows", tried, columns)
-
-
-def _signed(value_usd: float) -> str:
-    return f"+{usd(value_usd)}" if value_usd >= 0 else f"-{usd(-value_usd)}"
 
 
 def show_search(searched: Mapping[str, SearchResult]) -> None:

@@ -136,10 +136,8 @@ def rehearsed(
     asked: RehearsalOptions,
     far: Far = lambda done, total: None,
 ) -> Rehearsal | None:
-    """The rehearsal that the options ask for; None without one, or where nothing is asked of the fleet.
-
-    A short one is of plans for all of the demand: what serves a part of it misses whatever simulation would say. It
-    begins with as much headroom as queueing asks for, and tries the plan without it as well.
+    """The rehearsal that the options ask for; None without one, or where nothing is asked of the fleet. A short one
+    is of plans for all of the demand; it begins with the headroom that queueing asks for, and tries without it too.
     """
     if asked.averages or not any(ask.rate_per_s > 0 for ask in factory.problem.asks):
         return None
@@ -179,10 +177,8 @@ def rehearsed(
 def _plainer(
     problem: PlanningProblem, made: PlanOutcome, settings: SolveSettings
 ) -> Callable[[TemplateFactory, SolveSettings], PlanOutcome] | None:
-    """Single nodes alone, where the plan may be of anything; None where more is asked than they know of.
-
-    `made` is the plan of all kinds for the same demand: what single nodes cost more is in their gap.
-    """
+    """Single nodes alone, where the plan may be of anything; None where more is asked than they know of. What they
+    cost more than `made`, the plan of all kinds for the same demand, is in their gap."""
     from potluck.plan.strategies.programs import single_nodes
 
     other = made.plan.strategy != "auto" or settings.running is not None or bool(settings.pins)
@@ -230,6 +226,14 @@ def tried(
     from potluck.rehearse.evidence import evidence_of
 
     return evidence_of(trial, plan, range(runs), lambda what: said(f"rehearsing, {what}"), far)
+
+
+def tried_briefly(spec: Spec, problem: PlanningProblem, plan: Plan, said: Said) -> tuple[Tried, ...]:
+    """The same in a few runs; nothing where nothing is asked of the fleet."""
+    if not any(model.traffic.rate_per_s > 0 for model in spec.models):
+        return ()
+    trial, _ = trial_of(spec, problem, plan, RehearsalOptions())
+    return tuple(evidence.told() for evidence in tried(trial, plan, SHORT_RUNS, said))
 
 
 def estimate_of(

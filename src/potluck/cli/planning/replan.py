@@ -18,22 +18,21 @@ from click import argument, option
 
 from potluck.cli.common.files import EXISTING, FILE, PATH, OutputFiles, positive, require_writable
 from potluck.cli.common.inputs import load_problem, node_name, read_plan, read_spec
-from potluck.cli.common.render import emit_json, missed, paragraph, percent, progress, table, usd
+from potluck.cli.common.render import emit_json, missed, paragraph, percent, progress, table, table_of, usd
 from potluck.cli.fleet.service import nothing, opened, state_option, with_gateway
 from potluck.cli.planning.estimate import measured
 from potluck.cli.planning.plan_show import show_groups
 from potluck.cli.planning.rehearsal import (
-    SHORT_RUNS,
     RehearsalOptions,
     Said,
     averages_option,
     evidence_line,
     rehearsed,
-    trial_of,
-    tried,
+    tried_briefly,
 )
 from potluck.core.errors import CapacityError, InputError, UnknownNameError, did_you_mean
 from potluck.core.figures import seconds
+from potluck.core.state.facts import spoken
 from potluck.core.values.types import LengthBin
 
 if TYPE_CHECKING:
@@ -90,20 +89,13 @@ def best_tried(
             continue
         key = (answer.plan.deployments, answer.plan.shares, answer.plan.flows)
         if key not in seen:
-            seen[key] = _tried(answer.plan, now, problem, said)
+            seen[key] = tried_briefly(now, problem, answer.plan, said)
         worst = max((VERDICTS.index(tried.verdict) for tried in seen[key]), default=0)
         result.append((worst, answer, seen[key]))
         if worst == 0:
             break
     _, best, shown = min(result, key=lambda each: each[0])
     return best, shown
-
-
-def _tried(plan: Plan, spec: Spec, problem: PlanningProblem, said: Said) -> tuple[Tried, ...]:
-    if not any(model.traffic.rate_per_s > 0 for model in spec.models):
-        return ()
-    trial, _ = trial_of(spec, problem, plan, RehearsalOptions())
-    return tuple(evidence.told() for evidence in tried(trial, plan, SHORT_RUNS, said))
 
 
 REFUSED = "not applied: this misses in rehearsal. `--yes` applies it all the same; more nodes may help"
@@ -149,6 +141,7 @@ def replan(
       potluck replan --live --rate words=2x --apply
     """
     from potluck.core.values.plan import plan_to_json
+    from potluck.plan.current_problem import observed
     from potluck.plan.strategies import SolveSettings
 
     asked = SimpleNamespace(**options)
@@ -156,7 +149,6 @@ def replan(
     if applied and not live:
         raise InputError("--apply", "is for a service that runs; add --live")
     require_writable("--out", out)
-    changes = ChangeOptions(asked.lose, asked.rate, asked.workload, asked.link, asked.price)
     saves = OutputFiles()
     now: LiveService | None = None
     with ExitStack() as stack:
@@ -167,16 +159,17 @@ def replan(
             now = live_of(service)
             running, spec = now.plan, read_spec(now.spec)
             # What is said here counts more than what was seen, so it comes last.
-            changes = replace(changes, rate=(*now.rates, *changes.rate))
+            asked.rate = (*now.rates, *asked.rate)
         elif plan_path is None or spec_path is None:
             raise InputError("PLAN SPEC", "are needed, or --live")
         else:
             running, spec = read_plan(plan_path), read_spec(spec_path)
-        spec = changed_spec(spec, changes)
+        spec = changed_spec(spec, asked.workload)
         problem = load_problem(spec, asked.headroom, None, (), asked.init_penalty)
         if now is not None:
-            problem = with_paces(measured(problem, now.profiles), now)
-        problem = changed_problem(problem, running, changes)
+            day = datetime.now(UTC).date().isoformat()
+            problem = observed(measured(problem, now.profiles), now.paces, day)
+        problem = changed_problem(problem, running, asked)
         answered = _answered(problem, running, spec, settings, asked.averages, now.style if now else "")
         saves.text("--out", out, lambda: plan_to_json(answered.best.plan))
         refused = applied and answered.misses and not asked.anyway
@@ -215,7 +208,10 @@ def _print(answered: Answered, now: LiveService | None, done: str, as_json: bool
         emit_json(body | ({} if now is None else {"version": now.version, "done": done}))
         return
     if now is not None:
-        said_of(now)
+        rates = ", ".join(now.rates) or "as the spec has them (nothing was seen for ten minutes yet)"
+        click.echo(f"plan {now.version} runs, ${now.plan.cost_usd_per_h:.2f}/h; requests/s: {rates}")
+        if paces := spoken(now.paces):
+            click.echo(paces)
     _show(answered)
     for item in answered.tried or ():
         paragraph(f"{evidence_line(item)}.")
@@ -254,22 +250,18 @@ def _answered(
 
 def _show(answered: Answered) -> None:
     best = answered.best
-    rows = [
-        (
-            f"{answer.step} (best)" if answer is best else answer.step,
-            percent(answer.served_fraction),
-            usd(answer.cost_usd_per_h),
-            f"in {seconds(answer.time_s)}" if answer.time_s else "at once",
-            usd(answer.start_cost_usd),
-            answer.flips,
-            answer.starts,
-            answer.stops,
-        )
-        for answer in answered.answers
-    ]
-    columns = ("answer", "served", "USD/h", "in force", "to start", "flips", "starts", "stops")
+    columns: dict[str, Callable[[ReplanOption], object]] = {
+        "answer": lambda answer: f"{answer.step} (best)" if answer is best else answer.step,
+        "served": lambda answer: percent(answer.served_fraction),
+        "USD/h": lambda answer: usd(answer.cost_usd_per_h),
+        "in force": lambda answer: f"in {seconds(answer.time_s)}" if answer.time_s else "at once",
+        "to start": lambda answer: usd(answer.start_cost_usd),
+        "flips": lambda answer: answer.flips,
+        "starts": lambda answer: answer.starts,
+        "stops": lambda answer: answer.stops,
+    }
     judged = "not rehearsed" if answered.tried is None else "the best rehearsed"
-    table(f"Answers, from cheap to dear; served on averages, {judged}", columns, rows)
+    table_of(f"Answers, from cheap to dear; served on averages, {judged}", answered.answers, columns)
     copies = [(item.region, item.count, item.template) for item in best.plan.deployments]
     table(f"With {best.step}", ("region", "copies", "template"), copies)
     show_groups(best.plan)
@@ -282,19 +274,10 @@ _RATE = re.compile(r"(?P<model>[^=]+)=(?P<value>[0-9.]+)(?P<times>x?)\Z")
 _LENGTHS = re.compile(r"(?P<input>[0-9]{1,8})/(?P<output>[0-9]{1,8})\Z")
 
 
-@dataclass(frozen=True, slots=True)
-class ChangeOptions:
-    lose: tuple[str, ...] = ()
-    rate: tuple[str, ...] = ()
-    workload: tuple[str, ...] = ()
-    link: tuple[str, ...] = ()
-    price: tuple[str, ...] = ()
-
-
-def changed_spec(spec: Spec, changes: ChangeOptions) -> Spec:
+def changed_spec(spec: Spec, workloads: Sequence[str]) -> Spec:
     """The spec with other lengths; rates stay what they are."""
     models = list(spec.models)
-    for text in changes.workload:
+    for text in workloads:
         name, _, workload = text.rpartition("=")
         known = [model.name for model in models]
         if name and name not in known:
@@ -304,19 +287,19 @@ def changed_spec(spec: Spec, changes: ChangeOptions) -> Spec:
     return replace(spec, models=tuple(models))
 
 
-def changed_problem(problem: PlanningProblem, running: Plan, changes: ChangeOptions) -> PlanningProblem:
+def changed_problem(problem: PlanningProblem, running: Plan, asked: SimpleNamespace) -> PlanningProblem:
     from potluck.plan.timing.named_machines import named
 
     if any(template.machines for template in running.templates):
         problem = named(problem)
-    for text in changes.lose:
+    for text in asked.lose:
         problem = _with_loss(problem, text)
-    for text in changes.price:
+    for text in asked.price:
         region, node, value = _node_change(problem, "price", _PRICE, text)
         problem = _with_offer(problem, region, node, price_usd_per_h=float(value))
-    for text in changes.link:
+    for text in asked.link:
         problem = _with_link(problem, text)
-    for text in changes.rate:
+    for text in asked.rate:
         problem = _with_rate(problem, text)
     return problem
 
@@ -509,12 +492,6 @@ def for_engines(planner: Planner, style: str) -> Planner:
     return planned
 
 
-def with_paces(problem: PlanningProblem, running: LiveService) -> PlanningProblem:
-    from potluck.plan.current_problem import observed
-
-    return observed(problem, running.paces, datetime.now(UTC).date().isoformat())
-
-
 def apply(service: ServiceView, running: LiveService, best: ReplanOption) -> str:
     """Hand the best answer to the gateway, and so to the controller; what was done, in a line."""
     from potluck.control.manual_changes import BY_HAND, put_plan
@@ -524,17 +501,14 @@ def apply(service: ServiceView, running: LiveService, best: ReplanOption) -> str
         return f"plan {running.version} is the best answer already; nothing changed"
     newest = service.store.plan()
     if newest is not None and newest.version != running.version:
-        raise InputError(
-            "--apply", f"plan {newest.version} came while this was reckoned; ask again, it may be enough"
-        )
-    why = f"replan --live, {best.step}"
+        came = f"plan {newest.version} came while this was reckoned"
+        raise InputError("--apply", f"{came}; ask again, it may be enough")
+    why, cost = f"replan --live, {best.step}", f"${best.cost_usd_per_h:.2f}/h"
     version = put_plan(service.store, service.client.set_plan, best.plan, f"{BY_HAND}: {why}", time.time())
-    service.store.note(
-        time.time(), "plan", f"version {version}, ${best.cost_usd_per_h:.2f}/h, {why}", BY_HAND
-    )
+    service.store.note(time.time(), "plan", f"version {version}, {cost}, {why}", BY_HAND)
+    was = f"(was ${running.plan.cost_usd_per_h:.2f}/h)"
     return (
-        f"plan {version} is in force: {best.step}, ${best.cost_usd_per_h:.2f}/h "
-        f"(was ${running.plan.cost_usd_per_h:.2f}/h); `potluck scale --auto` hands the fleet back"
+        f"plan {version} is in force: {best.step}, {cost} {was}; `potluck scale --auto` hands the fleet back"
     )
 
 
@@ -546,12 +520,3 @@ def is_no_better(plan: Plan, running: Plan) -> bool:
     same = asked.keys() == before.keys() and all(isclose(asked[k], before[k], rel_tol=0.01) for k in asked)
     copies = set(plan.deployments) == set(running.deployments)
     return same and copies and plan.fraction <= running.fraction + 1e-6
-
-
-def said_of(running: LiveService) -> None:
-    from potluck.core.state.facts import spoken
-
-    rates = ", ".join(running.rates) or "as the spec has them (nothing was seen for ten minutes yet)"
-    click.echo(f"plan {running.version} runs, ${running.plan.cost_usd_per_h:.2f}/h; requests/s: {rates}")
-    if paces := spoken(running.paces):
-        click.echo(paces)

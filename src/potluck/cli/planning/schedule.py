@@ -90,7 +90,6 @@ def hourly_rates(spec: Spec) -> list[dict[str, float]]:
 
 
 def _own_rates(model: ModelSpec) -> tuple[float, ...]:
-    """As written, or as a trace has them, about the rate that the spec asks for."""
     from potluck.spec.traces import load_trace, rates_by_hour
 
     if model.rates_by_hour or model.trace is None:

@@ -292,10 +292,7 @@ def goodput(tolerance: float, **options: Any) -> None:
 
 
 def search(tried: Callable[[float], RateTrial], tolerance: float) -> tuple[list[RateTrial], RateTrial | None]:
-    """Double or halve until one rate holds and one does not, then halve the gap between them.
-
-    Returns all steps, and the fastest that holds.
-    """
+    """Double or halve until one rate holds and one does not, then halve the gap: all steps, the best that holds."""
     steps: list[RateTrial] = []
     low: RateTrial | None = None
     high: RateTrial | None = None
@@ -321,7 +318,6 @@ def faster(load: Workload, scale: float) -> Workload:
 
 
 def step_of(summary: RunSummary, scale: float, base_per_s: float) -> RateTrial:
-    """What a run at a scaled rate shows of the model that is worst off."""
     judged = [m for m in summary.models if m.slo is not None and m.attainment is not None]
     if not judged:
         raise InputError("slo", "no model has an objective to keep")

@@ -57,10 +57,8 @@ def read_inputs(
     market: Path | None = None,
     slo_scale: float = 1.0,
 ) -> tuple[SimulationInputs, Made]:
-    """`PLAN SPEC`, or a SPEC alone, which is planned first; nothing at all means the bundled example.
-
-    `make` is called with the spec before anything long is done, so that what is wrong is said at once.
-    """
+    """`PLAN SPEC`, or a SPEC alone, which is planned first; nothing at all means the bundled example. `make` is
+    called with the spec before anything long is done, so that what is wrong is said at once."""
     if len(paths) > 2:
         raise InputError("files", "takes a SPEC, or a PLAN and its SPEC")
     if len(paths) == 2:
@@ -280,10 +278,7 @@ def policy_of(pairs: tuple[str, ...], base: Policy | None = None) -> Policy:
 
 def planner_of(inputs: SimulationInputs, policy: Policy, time_limit_s: float) -> Planner | None:
     """Answers a Replan at the rates seen, for the prices and nodes of the moment; None for policies that never ask.
-
-    It plans by the strategy that made the plan in force and pays for what it starts: CORAL's K is the longest
-    start-up over the time between two plans.
-    """
+    It pays for what it starts: CORAL's K is the longest start-up over the time between two plans."""
     from potluck.plan.current_problem import TemplateFactories, problem_now
 
     if policy.scaling == "none":

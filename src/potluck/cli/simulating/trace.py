@@ -1,4 +1,4 @@
-"""`potluck trace`: look at request traces, scale them to a rate, convert them, make them from the catalog."""
+"""`potluck trace`: look at request traces, convert them, also to another rate, make them from the catalog."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
+    from potluck.sim.load.workload import Scaling
     from potluck.spec.traces import Format, Trace, TraceStats
 
 
@@ -45,9 +46,9 @@ def stats_command(file: Path, as_json: bool) -> None:
         _show(file.name, stats)
 
 
-@trace.command("scale")
+@trace.command("convert")
 @_file
-@option("--rate", required=True, type=_positive, help="Requests a second to bring it to, on average.")
+@option("--rate", type=_positive, help="Requests a second to bring it to, on average; else its own.")
 @option(
     "--how",
     type=click.Choice(["stretch", "superpose"]),
@@ -58,39 +59,26 @@ def stats_command(file: Path, as_json: bool) -> None:
 @_seed
 @_out
 @_json
-def scale_command(
-    file: Path, rate: float, how: str, to: str | None, seed: int, out: Path, as_json: bool
+def convert_command(
+    file: Path, rate: float | None, how: Scaling, to: str | None, seed: int, out: Path, as_json: bool
 ) -> None:
-    """Bring FILE to another rate. A file without times gets Poisson arrivals."""
+    """Write FILE in another format or at another rate. A file without times gets Poisson arrivals of that rate."""
     from potluck.cli.common.workloads import WorkloadOptions, of_trace, to_trace
     from potluck.spec.traces import load_trace
 
     loaded = load_trace(file, blocks=True)
-    made = of_trace(
-        loaded,
-        "",
-        WorkloadOptions(rate_per_s=rate, seed=seed, how="stretch" if how == "stretch" else "superpose"),
-    )
+    timeless = loaded.format_name == "sharegpt"
+    if rate is None:
+        if timeless:
+            raise InputError(file.name, "has no arrival times; make them with --rate")
+        _write(loaded, out, to, as_json)
+        return
+    made = of_trace(loaded, "", WorkloadOptions(rate_per_s=rate, seed=seed, how=how))
     if not len(made):
         raise click.UsageError(f"at {rate:g} requests/s nothing is left of {file.name}")
     start_s = float(loaded.time_s[0]) if loaded.format_name == "azure" else 0.0
-    own = loaded.format_name if loaded.format_name != "sharegpt" else None
+    own = None if timeless else loaded.format_name
     _write(to_trace(made, loaded.format_name, start_s), out, to or own, as_json)
-
-
-@trace.command("convert")
-@_file
-@_to
-@_out
-@_json
-def convert_command(file: Path, to: str | None, out: Path, as_json: bool) -> None:
-    """Write FILE in another format."""
-    from potluck.spec.traces import load_trace
-
-    loaded = load_trace(file, blocks=True)
-    if loaded.format_name == "sharegpt":
-        raise InputError(file.name, "has no arrival times; make them with `potluck trace scale --rate`")
-    _write(loaded, out, to, as_json)
 
 
 @trace.command("make")
@@ -142,6 +130,7 @@ def _write(made: Trace, out: Path, to: str | None, as_json: bool) -> None:
 
 
 def _show(name: str, stats: TraceStats) -> None:
+    shared = "-" if stats.prefix_hit_share is None else percent(stats.prefix_hit_share)
     rows = [
         ("format", stats.format_name),
         ("requests", count(stats.requests)),
@@ -151,11 +140,7 @@ def _show(name: str, stats: TraceStats) -> None:
         ("CV of counts in 60 s", _figure(stats.window_cv)),
         ("peak to mean in 60 s", _figure(stats.window_peak_to_mean)),
         ("dispersion in 60 s", _figure(stats.dispersion), "variance to mean of the counts; 1 is Poisson"),
-        (
-            "prefix-hit share",
-            "-" if stats.prefix_hit_share is None else percent(stats.prefix_hit_share),
-            "prompt tokens that an endless cache would have held",
-        ),
+        ("prefix-hit share", shared, "prompt tokens that an endless cache would have held"),
     ]
     if stats.empty_outputs:
         rows.append(("without output", count(stats.empty_outputs), "counted as one token each"))

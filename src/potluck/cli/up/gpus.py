@@ -310,10 +310,7 @@ def flags_of(spec: Spec) -> Callable[[EngineSpec], tuple[str, ...]]:
 def measured_briefly(
     spec: Spec, model: Path, chips: Sequence[LocalGpu], folder: Path, device: str, said: Said
 ) -> tuple[tuple[Path, ...], tuple[str, ...]]:
-    """A profile of each kind of GPU, and what is to be said of those that could not be measured.
-
-    One that is there from before, for this model, is used again.
-    """
+    """A profile of each kind of GPU, also from before, and what is to be said of those that could not be measured."""
     from potluck.perf.kv_capacity import stage_memory
 
     name = spec.models[0].model.name

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from potluck.cli.planning.rehearsal import SHORT_RUNS, Said
+from potluck.cli.planning.rehearsal import Said
 from potluck.cli.simulating.simulation import SimulationInputs, offered, read_plan_and_spec
 
 if TYPE_CHECKING:
@@ -52,17 +52,14 @@ def prepared(paths: tuple[Path, ...], spec: Spec, choices: PlanChoices, said: Sa
 
 def tried_as_it_is(inputs: SimulationInputs, choices: PlanChoices, said: Said) -> PreparedPlan:
     """A plan that stays, with what simulation says of it: what it was proven to do is not tried again in less."""
-    from potluck.cli.planning.rehearsal import RehearsalOptions, evidence_line, known_of, trial_of, tried
+    from potluck.cli.planning.rehearsal import evidence_line, known_of, tried_briefly
 
-    if choices.averages or not any(model.traffic.rate_per_s > 0 for model in inputs.spec.models):
+    if choices.averages:
         return PreparedPlan(inputs)
-    shown = known_of(inputs.plan, inputs.spec, inputs.problem)
-    if not shown:
-        trial, _ = trial_of(inputs.spec, inputs.problem, inputs.plan, RehearsalOptions())
-        shown = tuple(evidence.told() for evidence in tried(trial, inputs.plan, SHORT_RUNS, said))
-    return PreparedPlan(
-        inputs, tuple(map(evidence_line, shown)), all(item.verdict == "holds" for item in shown)
-    )
+    about = inputs.spec, inputs.problem, inputs.plan
+    shown = known_of(inputs.plan, inputs.spec, inputs.problem) or tried_briefly(*about, said)
+    holds = all(item.verdict == "holds" for item in shown)
+    return PreparedPlan(inputs, tuple(map(evidence_line, shown)), holds)
 
 
 def _planned(spec: Spec, choices: PlanChoices, said: Said) -> PreparedPlan:
@@ -176,7 +173,6 @@ def _rehearsed(
 def with_offers(
     prepared_plan: PreparedPlan, rules: Policy, make_factory: Callable[[PlanningProblem], TemplateFactory]
 ) -> PreparedPlan:
-    """With what scaling may start, and a line on what is on standby."""
     from potluck.core.scaling.standby import spoken
 
     inputs = prepared_plan.inputs

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import resources
@@ -155,7 +155,6 @@ def body_of(model: str) -> dict[str, object]:
 
 @contextmanager
 def own_key(store: StateStore, folder: Path) -> Iterator[str]:
-    """A key for one question of our own, which ends with it."""
     from potluck.control.accounts import KeptKey, add_key, revoke_key
     from potluck.gateway.openai.keys import LOOK_S, new_key
 
@@ -177,7 +176,6 @@ class FirstAnswer:
 
 
 def ask(url: str, model: str, key: str = "") -> FirstAnswer:
-    """One streamed answer; none at all is an error."""
     data = json.dumps(body_of(model)).encode()
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     request = urllib.request.Request(f"{url}/v1/chat/completions", data, headers)
@@ -205,13 +203,6 @@ def _piece(line: bytes) -> str:
         return ""
     choices = json.loads(data).get("choices") or [{}]
     return str(choices[0].get("delta", {}).get("content") or "")
-
-
-def show_answer(answer: FirstAnswer) -> None:
-    click.echo(
-        f"{answer.model}, asked {QUESTION!r}: first token after {seconds(answer.ttft_s)}, "
-        f"all after {seconds(answer.e2e_s)}\n  {' '.join(answer.text.split())[:200]}"
-    )
 
 
 STATE = Path.home() / ".local" / "state" / "potluck"
@@ -426,7 +417,10 @@ class _Show:
             return
         show_ready(served)
         for answer in answers:
-            show_answer(answer)
+            times = f"first token after {seconds(answer.ttft_s)}, all after {seconds(answer.e2e_s)}"
+            click.echo(
+                f"{answer.model}, asked {QUESTION!r}: {times}\n  {' '.join(answer.text.split())[:200]}"
+            )
 
 
 def _run(show: _Show) -> None:
@@ -516,16 +510,14 @@ def must_have_vllm(python: str) -> None:
     code = "import importlib.util as u, sys; s = u.find_spec('vllm'); sys.exit(s is None or s.origin is None)"
     try:
         done = subprocess.run([python, "-c", code], capture_output=True, timeout=FIND_S, check=False)
-    except OSError as error:
-        raise InputError("--vllm-python", f"{python} cannot be run ({error.strerror or error})") from error
-    except subprocess.TimeoutExpired as error:
-        raise InputError("--vllm-python", f"{python} did not answer within {FIND_S:g} s") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = getattr(error, "strerror", None) or f"did not answer within {FIND_S:g} s"
+        raise InputError("--vllm-python", f"{python} cannot be run ({why})") from error
     if done.returncode:
-        raise InputError(
-            "--engine",
-            f"vllm: {python} has no vLLM; `{python} -m pip install vllm=={TESTED[-1]}`, or name the Python "
-            "that has it with --vllm-python",
+        fix = (
+            f"`{python} -m pip install vllm=={TESTED[-1]}`, or name the Python that has it with --vllm-python"
         )
+        raise InputError("--engine", f"vllm: {python} has no vLLM; {fix}")
 
 
 def start_s(ready: GpuSetup) -> float:
@@ -555,11 +547,11 @@ def must_be_nobodys(folder: Path) -> None:
     from potluck.control.service_view import ServiceView
 
     if (folder / "state.db").is_file():
-        service = ServiceView(folder)
-        lives = service.controller_lives
-        service.close()
-        if lives:
-            raise InputError("--state", f"{folder}: another controller runs it; `potluck status` shows it")
+        with closing(ServiceView(folder)) as service:
+            if service.controller_lives:
+                raise InputError(
+                    "--state", f"{folder}: another controller runs it; `potluck status` shows it"
+                )
 
 
 def planner_of(
