@@ -57,9 +57,8 @@ def shots_of(load: Load, seed: int) -> list[TimedRequest]:
     chance = random.Random(seed)
     made = []
     for place in range(load.streams):
-        prompt = [
-            chance.randrange(5, VOCAB) for _ in range(chance.randrange(load.prompt // 2, load.prompt * 2))
-        ]
+        size = chance.randrange(load.prompt // 2, load.prompt * 2)
+        prompt = [chance.randrange(5, VOCAB) for _ in range(size)]
         extra: dict[str, object] = {}
         if place % 2:
             extra |= {"temperature": 0.9, "seed": place}
@@ -109,9 +108,8 @@ def desk_of(fleet: LiveFleet) -> int:
     assert fleet.gateway.popen is not None
     pid = fleet.gateway.popen.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    (result,) = [
-        child for child in children if b"worker_process" not in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
+    named = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+    (result,) = [pid for pid, name in named.items() if b"worker_process" not in name]
     return int(result)
 
 

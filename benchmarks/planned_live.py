@@ -155,9 +155,8 @@ def served(kind: Kind, folder: Path, quick: bool) -> dict[str, float]:
     end_s = float(load.arrival_s[-1]) + 1.0
     sim.attainment = {"before": attained(result, begin_s, cause_s), "after": attained(result, cause_s, end_s)}
     rows = (result.records.arrival_s >= begin_s) & (result.records.arrival_s < cause_s)
-    sim.latency_s = latencies(
-        (result.records.first_token_s - result.records.arrival_s)[rows], tpot(result.records)[rows]
-    )
+    ttft_s = result.records.first_token_s - result.records.arrival_s
+    sim.latency_s = latencies(ttft_s[rows], tpot(result.records)[rows])
     sim.times_s = kind.times_s(sim_news, cause_s)
     shots = shots_of_load(load)
     market = folder / "market.yaml"

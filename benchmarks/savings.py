@@ -51,9 +51,8 @@ RIVALS = {
 def problem(setting: str) -> PlanningProblem:
     """CORAL's setting: some models, GPU types times 1, 2, 4, 8, and regions with the catalog's prices."""
     core = setting == "core"
-    asked, gpus = (
-        (CORE, ("L40S", "L4", "A10G")) if core else (EXTENDED, ("H100", "A100", "L40S", "L4", "A10G"))
-    )
+    asked = CORE if core else EXTENDED
+    gpus = ("L40S", "L4", "A10G") if core else ("H100", "A100", "L40S", "L4", "A10G")
     asks = []
     for name, (ttft_s, tpot_s, trace) in asked.items():
         traffic = Traffic(name, RATES_PER_S[setting], (LengthBin(*LENGTHS[trace], 1.0),))
@@ -72,9 +71,8 @@ def as_printed(each: PlanningProblem) -> TemplateFactory:
     for one in each.asks:
         whole = [t for t in factory.phased(one) if len(t.replicas) == 1]
         there = {t.replicas[0].role for t in whole}
-        factory.made["homogeneous", one.key] = whole + [
-            t for t in factory.phased(one) if t.replicas[0].role not in there
-        ]
+        rest = [t for t in factory.phased(one) if t.replicas[0].role not in there]
+        factory.made["homogeneous", one.key] = whole + rest
     return factory
 
 
@@ -149,9 +147,8 @@ def by_phase(each: PlanningProblem, plan: Plan) -> dict[tuple[str, str], float]:
         template = plan.template(deployment.template)
         roles = {replica.role for replica in template.replicas}
         key = (template.model, roles.pop() if len(roles) == 1 else "both")
-        usd = (
-            sum(paid[deployment.region, node.node] * node.count for node in template.nodes) * deployment.count
-        )
+        rents = [paid[deployment.region, item.node] * item.count for item in template.nodes]
+        usd = deployment.count * sum(rents)
         phase[key] = phase.get(key, 0.0) + usd
     return phase
 

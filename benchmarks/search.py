@@ -243,9 +243,8 @@ def table_3(result: Mapping[str, tabu.SearchResult]) -> dict[str, float]:
             figures[f"table_3_{label}{name}_decode_replicas"] = phases.count(1)
 
     def replicas(name: str) -> float:
-        return (
-            figures[f"table_3_of_4_{name}_prefill_replicas"] - figures[f"table_3_of_4_{name}_decode_replicas"]
-        )
+        at = f"table_3_of_4_{name}"
+        return figures[f"{at}_prefill_replicas"] - figures[f"{at}_decode_replicas"]
 
     for name in WORK:
         apart = share(small[name], 0, "A40") > share(small[name], 0, "3090Ti")

@@ -59,9 +59,9 @@ def _ask(draw: random.Random, place: int) -> ModelDemand:
     mean_in, mean_out = draw.choice((300, 1000, 3000)), draw.choice((100, 300))
     lengths = (LengthBin(mean_in / 2, mean_out, 0.6), LengthBin(2 * mean_in, mean_out, 0.4))
     slo = Slo(draw.choice((0.8, 2.0, 5.0)), draw.choice((0.05, 0.1)))
-    return model_demand(
-        name, models.model(draw.choice(MODELS)), slo, Traffic(name, draw.uniform(0.3, 10.0), lengths)
-    )
+    model = models.model(draw.choice(MODELS))
+    traffic = Traffic(name, draw.uniform(0.3, 10.0), lengths)
+    return model_demand(name, model, slo, traffic)
 
 
 def _offer(draw: random.Random, kind: str, plenty: float) -> NodeOffer:

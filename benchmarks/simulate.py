@@ -128,9 +128,8 @@ def stepping_over_jumping(count: int) -> float:
 
 def replica_alone_s(count: int, repeats: int) -> float:
     made = fleets.requests(fleets.aggregated(1), count, SEED)
-    arrivals_s, prompts, outputs = (
-        column.tolist() for column in (made.arrival_s, made.prompt_tokens, made.output_tokens)
-    )
+    columns = (made.arrival_s, made.prompt_tokens, made.output_tokens)
+    arrivals_s, prompts, outputs = (column.tolist() for column in columns)
     table = step_table(roofline(fleets.LLAMA, fleets.NODE, 1))
     limits = replica_limits(table, 28_000)
     return cpu_s(lambda: ends_s(SimEngine(table, limits), arrivals_s, prompts, outputs), repeats)

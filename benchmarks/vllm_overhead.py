@@ -118,9 +118,8 @@ def one_round(instance: Bare, seed: int) -> float:
 def measure(quick: bool) -> dict[str, float]:
     where = python()
     assert where is not None
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")])
-    )
+    paths = [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with tempfile.TemporaryDirectory() as folder, listening(Path(folder) / "channel") as heard:
         model = make_model(Path(folder) / "tiny")
         made = {kind: Bare(kind, model, Path(folder) / "channel", where) for kind in KINDS}

@@ -85,9 +85,8 @@ def configured(folder: Path) -> EngineModelConfig:
 
 
 def engine_logits(folder: Path, tokens: Tensor) -> Tensor:
-    runner = Runner(
-        configured(folder), SafetensorsSource(folder), RunnerSize(rows=1, blocks=8, max_tokens=len(tokens))
-    )
+    size = RunnerSize(rows=1, blocks=8, max_tokens=len(tokens))
+    runner = Runner(configured(folder), SafetensorsSource(folder), size)
     row = runner.tables.open()
     runner.tables.grow(row, len(tokens))
     return torch.cat(

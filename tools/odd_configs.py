@@ -41,6 +41,7 @@ def _scaling(**more: Any) -> Values:
     return {"rope_scaling": {**more, "original_max_position_embeddings": 64}}
 
 
+PLAIN: Values = {"rope_theta": 777.0, "rope_type": "default"}
 LINEAR: Values = {"rope_type": "linear", "factor": 4.0}
 SHORT_LONG: Values = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
 ROPE: list[Values] = [
@@ -48,7 +49,7 @@ ROPE: list[Values] = [
     {"rope_theta": 0},
     {"rope_theta": -1.0},
     {"rope_theta": "big"},
-    {"rope_parameters": {"rope_theta": 777.0, "rope_type": "default"}},
+    {"rope_parameters": PLAIN},
     {"rope_scaling": {"type": "default"}},
     {"rope_scaling": LINEAR},
     {"rope_scaling": {"type": "linear", "factor": 4.0}},
@@ -68,6 +69,7 @@ ROPE: list[Values] = [
     {"partial_rotary_factor": 0.5},
     {"rope_scaling": "linear"},
 ]
+MIXED = ["full_attention", "sliding_attention", "full_attention"]
 COMMON: list[Values] = [
     *ROPE,
     *_each(hidden_act=["gelu", "gelu_pytorch_tanh"], attention_bias=[True], mlp_bias=[True]),
@@ -83,12 +85,8 @@ COMMON: list[Values] = [
     {"use_sliding_window": True, "sliding_window": 20},
     {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     {"use_sliding_window": False, "sliding_window": 20, "max_window_layers": 1},
-    {"sliding_window": 20, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-    {
-        "use_sliding_window": True,
-        "sliding_window": 20,
-        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-    },
+    {"sliding_window": 20, "layer_types": MIXED},
+    {"use_sliding_window": True, "sliding_window": 20, "layer_types": MIXED},
 ]
 EXPERTS: list[Values] = [
     *_each(num_experts_per_tok=[1], norm_topk_prob=[True, False], router_jitter_noise=[0.3]),
@@ -104,15 +102,8 @@ DELTA: list[Values] = [
     *_each(attn_output_gate=[True, False], mamba_ssm_dtype=["float32"]),
     {"layer_types": ABSENT, "full_attention_interval": 2},
     {"partial_rotary_factor": 1.0},
-    {"rope_parameters": {"rope_theta": 777.0, "rope_type": "default", "partial_rotary_factor": 0.5}},
-    {
-        "rope_parameters": {
-            "rope_theta": 777.0,
-            "rope_type": "default",
-            "mrope_section": [1, 1, 0],
-            "mrope_interleaved": True,
-        }
-    },
+    {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
+    {"rope_parameters": {**PLAIN, "mrope_section": [1, 1, 0], "mrope_interleaved": True}},
 ]
 LATENT: list[Values] = [
     *_each(q_lora_rank=[None, 12, ABSENT], first_k_dense_replace=[0, 2, 3, ABSENT]),

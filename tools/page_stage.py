@@ -145,9 +145,8 @@ class Stage:
                     continue
                 total = 4000
                 used = min(total - 1, view.open_context_tokens // 16 + view.open_requests)
-                status = events.ReplicaStatus(
-                    0, view.open_requests, view.open_prefill_tokens, 0, total - used, total, 0.02
-                )
+                prefill, free = view.open_prefill_tokens, total - used
+                status = events.ReplicaStatus(0, view.open_requests, prefill, 0, free, total, 0.02)
                 self.core.brain_loop.tell(events.ReplicaReported(name, status))
             self.core.watch.links = tuple(
                 events.LinkReported(*ends, min(1.0, self._moved.pop(ends, 0.0) * 2 * 8e-9 / gbps), 0.0, gbps)

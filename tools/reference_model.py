@@ -1,7 +1,7 @@
 """The same models as plain differentiable functions of whole sequences, without caches, packing or reordering.
 
-Tests hold the engine to it, and the models that ship are trained with it: `ReferenceModel(config, Fresh(seed))`, then
-`save(directory, config, reference.tensors())`. Tensors are named as `checkpoint.Files` will look for them.
+Tests hold the engine to it, and the models that ship were trained with it. Tensors are named as
+`checkpoint.SafetensorsSource` will look for them.
 """
 
 from __future__ import annotations
@@ -90,14 +90,8 @@ class ReferenceModel(nn.Module):
             ffn = self._dense if isinstance(layer.ffn, DenseFfn) else self._moe
             x = x + ffn(y, layer.ffn, name + "mlp.")  # type: ignore[arg-type]
         x = F.rms_norm(x, (model.hidden,), self._take("model.norm.weight", model.hidden), eps)
-        return (
-            x
-            @ (
-                embedding
-                if model.tied_embeddings
-                else self._take("lm_head.weight", model.vocab, model.hidden)
-            ).T
-        )
+        head = embedding if model.tied_embeddings else self._take("lm_head.weight", model.vocab, model.hidden)
+        return x @ head.T
 
     def _project(self, x: Tensor, name: str, out: int, bias: bool = False) -> Tensor:
         weight = self._take(name + ".weight", out, x.shape[-1])
@@ -133,19 +127,14 @@ class ReferenceModel(nn.Module):
 
     def _latent(self, x: Tensor, part: LatentAttention, name: str) -> Tensor:
         batch, length, hidden = x.shape
-        heads, rank, plain, rotary = (
-            part.heads,
-            part.kv_lora_rank,
-            part.qk_nope_head_dim,
-            part.qk_rope_head_dim,
-        )
+        heads, rank = part.heads, part.kv_lora_rank
+        plain, rotary = part.qk_nope_head_dim, part.qk_rope_head_dim
         if part.q_lora_rank is None:
             query = self._project(x, name + "q_proj", heads * (plain + rotary))
         else:
             low = self._project(x, name + "q_a_proj", part.q_lora_rank)
-            low = F.rms_norm(
-                low, low.shape[-1:], self._take(name + "q_a_layernorm.weight", part.q_lora_rank), 1e-6
-            )
+            weight = self._take(name + "q_a_layernorm.weight", part.q_lora_rank)
+            low = F.rms_norm(low, low.shape[-1:], weight, 1e-6)
             query = self._project(low, name + "q_b_proj", heads * (plain + rotary))
         query = query.view(batch, length, heads, plain + rotary)
         down = self._project(x, name + "kv_a_proj_with_mqa", rank + rotary)
@@ -161,17 +150,12 @@ class ReferenceModel(nn.Module):
 
     def _linear(self, x: Tensor, part: LinearAttention, name: str) -> Tensor:
         batch, length, hidden = x.shape
-        key_heads, heads, key_dim, dim = (
-            part.key_heads,
-            part.value_heads,
-            part.key_head_dim,
-            part.value_head_dim,
-        )
+        key_heads, heads = part.key_heads, part.value_heads
+        key_dim, dim = part.key_head_dim, part.value_head_dim
         mixed = self._project(x, name + "in_proj_qkv", part.conv_channels)
         conv = self._take(name + "conv1d.weight", part.conv_channels, 1, part.conv_kernel)
-        mixed = F.conv1d(
-            F.pad(mixed.transpose(1, 2), (part.conv_kernel - 1, 0)), conv, groups=part.conv_channels
-        )
+        padded = F.pad(mixed.transpose(1, 2), (part.conv_kernel - 1, 0))
+        mixed = F.conv1d(padded, conv, groups=part.conv_channels)
         mixed = F.silu(mixed.transpose(1, 2))
         keys = key_heads * key_dim
         query, key, value = mixed[..., :keys], mixed[..., keys : 2 * keys], mixed[..., 2 * keys :]
@@ -199,7 +183,14 @@ class ReferenceModel(nn.Module):
         return torch.stack(result, 1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        return _attention(query, key, value, scale, window)
+        """All [batch, length, heads, dim]; each query sees itself and what is before it, within the window."""
+        places = torch.arange(query.shape[1], device=query.device)
+        seen = places[:, None] >= places
+        if window is not None:
+            seen &= places[:, None] - places < window
+        scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * scale
+        weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, value)
 
     def _dense(self, x: Tensor, part: DenseFfn, name: str) -> Tensor:
         return self._gated(x, name, part.intermediate, self.config.ffn_bias)
@@ -218,9 +209,8 @@ class ReferenceModel(nn.Module):
         shares = torch.zeros(len(flat), part.experts).to(weights).scatter(1, experts, weights)
         out = torch.zeros_like(flat)
         for index in range(part.experts):
-            out = out + shares[:, index, None] * self._gated(
-                flat, f"{name}experts.{index}.", part.intermediate
-            )
+            expert = self._gated(flat, f"{name}experts.{index}.", part.intermediate)
+            out = out + shares[:, index, None] * expert
         if part.shared_intermediate:
             kind = "shared_expert." if part.shared_gate else "shared_experts."
             shared = self._gated(flat, name + kind, part.shared_intermediate)
@@ -228,14 +218,3 @@ class ReferenceModel(nn.Module):
                 shared = shared * torch.sigmoid(self._project(flat, name + "shared_expert_gate", 1))
             out = out + shared
         return out.view_as(x)
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-    """All [batch, length, heads, dim]; each query sees itself and what is before it, within the window."""
-    places = torch.arange(query.shape[1], device=query.device)
-    seen = places[:, None] >= places
-    if window is not None:
-        seen &= places[:, None] - places < window
-    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * scale
-    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
-    return torch.einsum("bhqk,bkhd->bqhd", weights, value)

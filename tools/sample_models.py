@@ -100,7 +100,7 @@ VARIANTS: dict[str, tuple[str, Values]] = {
     ),
     "qwen2-some-windows": (
         "qwen2",
-        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+        {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 1},
     ),
     "qwen3-moe-some-dense": ("qwen3_moe", {"mlp_only_layers": [1]}),
     "deepseek-v2-groups": (

@@ -87,9 +87,8 @@ async def talk(fleet: HostsFleet, balancer: Balancer, place: int) -> tuple[float
     for turn in range(TURNS):
         before = len(text)
         text = [*text, *(chance.randrange(5, 200) for _ in range(TURN_TOKENS))]
-        shot = TimedRequest(
-            0.0, MODEL, text, 4, key=fleet.key, extra={"stream_options": {"include_usage": True}}
-        )
+        usage = {"stream_options": {"include_usage": True}}
+        shot = TimedRequest(0.0, MODEL, text, 4, key=fleet.key, extra=usage)
         await balancer.send(shot)
         if not shot.ended:
             raise RuntimeError(f"a conversation was not answered: {shot.problem}")

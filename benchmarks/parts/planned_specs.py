@@ -34,9 +34,8 @@ def spec_text(kind: str, seed: int) -> str:
         return _models([_model(rng, LARGE, "one", (1.0, 5.0), (400, 1500), (30, 250))]) + _pool(rng)
     if kind == "pipeline":
         wanted = _model(rng, LARGE, "one", (1.0, 4.0), (400, 1500), (50, 250))
-        return _models([wanted]) + _fleet(
-            {"home": rng.choice(("2xRTX4090", "4xA10", "2xL4"), 2, replace=False)}, rng
-        )
+        kinds = rng.choice(("2xRTX4090", "4xA10", "2xL4"), 2, replace=False)
+        return _models([wanted]) + _fleet({"home": kinds}, rng)
     if kind == "remote":
         wanted = _model(rng, SMALL, "one", (1.0, 5.0), (3000, 7000), (100, 300), slower=3)
         fleet = _fleet({"near": (rng.choice(LOW),), "far": (rng.choice(HIGH),)}, rng)

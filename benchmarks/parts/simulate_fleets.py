@@ -57,9 +57,8 @@ def template(
     names = [node for _, node in parts]
     counts = tuple(plans.NodeCount(node, names.count(node)) for node in dict.fromkeys(names))
     replicas = tuple(plans.PlannedReplica(role, single(node, 1, LLAMA.layer_count)) for role, node in parts)
-    return plans.Template(
-        name, kind, MODEL, counts, replicas, (plans.BucketCapacity(0, *rates, 0.2, 0.03),), "measured"
-    )
+    capacity = (plans.BucketCapacity(0, *rates, 0.2, 0.03),)
+    return plans.Template(name, kind, MODEL, counts, replicas, capacity, "measured")
 
 
 def _problem(template: plans.Template, copies: int) -> ResolvedPlan:

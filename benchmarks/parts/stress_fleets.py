@@ -100,9 +100,8 @@ def chat(rate_per_s: float, span_s: float, seed: int = SEED, start_s: float = 0.
 
 
 def alike_requests(rate_per_s: float, span_s: float, prompt: int, output: int, seed: int = SEED) -> Workload:
-    arrival_s = arrivals.gamma(
-        np.random.default_rng(seed), rate_per_s, 1.0, int(rate_per_s * span_s * 1.5) + 50
-    )
+    rng, count = np.random.default_rng(seed), int(rate_per_s * span_s * 1.5) + 50
+    arrival_s = arrivals.gamma(rng, rate_per_s, 1.0, count)
     arrival_s = arrival_s[arrival_s < span_s]
     lengths = np.ones(len(arrival_s), dtype=np.int64)
     return workload(MODEL, arrival_s, prompt * lengths, output * lengths)
