@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_kit import three_nodes
+from ray_helpers import three_nodes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from host_bed import Bed, Host, make_certificates, missing
-from ray_kit import NODES, STORE_BYTES
+from ray_helpers import NODES, STORE_BYTES
 from test_ray_live import WITHIN_S, potluck, written
 
 from potluck.control.state_store import StateStore

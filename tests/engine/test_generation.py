@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from engine_models import KINDS, VOCAB
 from reference_model import ReferenceModel
-from server_kit import NAME, face, letters
+from server_helpers import NAME, face, letters
 
 from potluck.api.model_files import NEUTRAL, GenerationConfig, read_generation
 from potluck.cli.engine.engine import generation_of

@@ -10,7 +10,7 @@ import torch
 from engine_models import KINDS, WINDOW, greedy, opened, prompt, run, runner, same
 from hypothesis import given
 from hypothesis import strategies as st
-from loop_kit import Desk, desk
+from loop_helpers import LoopHarness, harness
 from torch import Tensor
 
 from potluck.core.errors import FormatError, PotluckError
@@ -219,7 +219,7 @@ def test_what_is_not_missing_is_refused(wrong: KvChunk, says: str) -> None:
 def test_a_row_crosses_step_by_step(kind: str) -> None:
     """The receiver goes on exactly as if it had computed all of it."""
     tokens = prompt(300)
-    one, two = desk(kind), desk(kind)
+    one, two = harness(kind), harness(kind)
     sender, receiver = one.executor.runner, two.executor.runner  # type: ignore[attr-defined]
     source, row = sender.tables.open(), receiver.tables.open()
     sender.tables.grow(source, 300)
@@ -247,7 +247,7 @@ def run_to(runner, row, tokens, start, stop):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("kind", ["full", "latent", "hybrid"])
 def test_kv_leaves_with_each_chunk_and_not_with_the_last_one_only(kind: str) -> None:
-    engine = desk(kind, chunk=50, budget=50)
+    engine = harness(kind, chunk=50, budget=50)
     key = engine.submit(prompt(300), stop=290)
     engine.loop.attach(key, 0, engine.now_s)
     turns = []
@@ -262,7 +262,7 @@ def test_kv_leaves_with_each_chunk_and_not_with_the_last_one_only(kind: str) -> 
 
 
 def test_who_attaches_late_gets_what_was_computed_before() -> None:
-    engine = desk("full", chunk=50, budget=50)
+    engine = harness("full", chunk=50, budget=50)
     key = engine.submit(prompt(300), stop=290)
     engine.turn()
     engine.turn()
@@ -276,7 +276,7 @@ def test_who_attaches_late_gets_what_was_computed_before() -> None:
     assert engine.end(key).reason == "handed_on"
 
 
-def sent(engine: Desk, key: int) -> int:
+def sent(engine: LoopHarness, key: int) -> int:
     return len(engine.chunks(key)) if key in engine.said else 0
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import jsonschema
 import pytest
 from engine_models import EXACT
-from mock_kit import LLAMA_ON_A100
+from mock_helpers import LLAMA_ON_A100
 from pipeline_workers import SECRET, placed, standing
-from server_kit import TRIAL, Client, face, make_service, tokens_in
+from server_helpers import TRIAL, Client, face, make_service, tokens_in
 
 from potluck.api.openai_requests import ANY_OBJECT, LONGEST_SCHEMA
 from potluck.api.tokenizer import ModelTokenizer

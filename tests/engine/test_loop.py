@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from loop_kit import KINDS, VOCAB, carry, desk, prompt
+from loop_helpers import KINDS, VOCAB, carry, harness, prompt
 
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.sampling import SampledToken, Sampling
@@ -18,18 +18,18 @@ LENGTH, OUTPUT = 150, 12
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[int]]:
-    return {kind: desk(kind).answer(prompt(LENGTH), OUTPUT) for kind in KINDS}
+    return {kind: harness(kind).answer(prompt(LENGTH), OUTPUT) for kind in KINDS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [1, 7, 64, 512])
 def test_chunks_do_not_matter(kind: str, chunk: int, expected: dict[str, list[int]]) -> None:
-    assert desk(kind, chunk=chunk).answer(prompt(LENGTH), OUTPUT) == expected[kind]
+    assert harness(kind, chunk=chunk).answer(prompt(LENGTH), OUTPUT) == expected[kind]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_neighbours_do_not_matter(kind: str, expected: dict[str, list[int]]) -> None:
-    engine = desk(kind)
+    engine = harness(kind)
     chance = random.Random(3)
     keys = []
     for place in range(17):
@@ -46,20 +46,20 @@ def test_neighbours_do_not_matter(kind: str, expected: dict[str, list[int]]) -> 
 @pytest.mark.parametrize("kind", KINDS)
 def test_preemption_does_not_matter(kind: str) -> None:
     # The important one grows into what the other has.
-    engine = desk(kind, blocks=22)
+    engine = harness(kind, blocks=22)
     mine = engine.submit(prompt(LENGTH), 40)
     other = engine.submit(prompt(150, 5), 60, priority=1)
     engine.run()
     assert engine.loop.counters.preemptions > 0
-    assert engine.tokens(mine) == desk(kind).answer(prompt(LENGTH), 40)
-    assert engine.tokens(other) == desk(kind).answer(prompt(150, 5), 60)
+    assert engine.tokens(mine) == harness(kind).answer(prompt(LENGTH), 40)
+    assert engine.tokens(other) == harness(kind).answer(prompt(150, 5), 60)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("cut", [1, 50, 64, LENGTH])
 def test_a_hand_over_does_not_matter(kind: str, late: bool, cut: int, expected: dict[str, list[int]]) -> None:
-    first, second = desk(kind, chunk=40), desk(kind)
+    first, second = harness(kind, chunk=40), harness(kind)
     source = first.submit(prompt(LENGTH), stop=cut)
     target = second.submit(prompt(LENGTH), OUTPUT, start=cut)
     carry(first, source, second, target, late=late)
@@ -71,7 +71,7 @@ def test_a_hand_over_does_not_matter(kind: str, late: bool, cut: int, expected: 
 
 @pytest.mark.parametrize("kind", ["full", "hybrid"])
 def test_neither_do_three_segments(kind: str, expected: dict[str, list[int]]) -> None:
-    one, two, three = desk(kind), desk(kind), desk(kind)
+    one, two, three = harness(kind), harness(kind), harness(kind)
     a = one.submit(prompt(LENGTH), stop=37)
     b = two.submit(prompt(LENGTH), start=37, stop=120)
     c = three.submit(prompt(LENGTH), OUTPUT, start=120)
@@ -82,7 +82,7 @@ def test_neither_do_three_segments(kind: str, expected: dict[str, list[int]]) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cached_prefix_does_not_matter(kind: str, expected: dict[str, list[int]]) -> None:
-    engine = desk(kind, prefix_bytes=10_000_000)
+    engine = harness(kind, prefix_bytes=10_000_000)
     assert engine.answer(prompt(LENGTH), OUTPUT) == expected[kind]
     again = engine.submit(prompt(LENGTH), OUTPUT)
     engine.run()
@@ -92,13 +92,13 @@ def test_a_cached_prefix_does_not_matter(kind: str, expected: dict[str, list[int
     more = prompt(LENGTH) + expected[kind] + prompt(30, 9)
     turn = engine.submit(more, OUTPUT)
     engine.run()
-    assert engine.tokens(turn) == desk(kind).answer(more, OUTPUT)
+    assert engine.tokens(turn) == harness(kind).answer(more, OUTPUT)
     assert engine.end(turn).times.cached_tokens >= LENGTH
 
 
 @pytest.mark.parametrize("kind", ["full", "hybrid"])
 def test_what_the_receiver_has_does_not_cross(kind: str, expected: dict[str, list[int]]) -> None:
-    first, second = desk(kind), desk(kind, prefix_bytes=10_000_000)
+    first, second = harness(kind), harness(kind, prefix_bytes=10_000_000)
     second.answer(prompt(LENGTH), 1)
     source = first.submit(prompt(LENGTH), stop=LENGTH)
     target = second.submit(prompt(LENGTH), OUTPUT, start=LENGTH)
@@ -110,10 +110,10 @@ def test_what_the_receiver_has_does_not_cross(kind: str, expected: dict[str, lis
 
 def test_a_small_cache_forgets_and_is_never_wrong() -> None:
     for kind, room in (("full", 60_000), ("hybrid", 200_000)):
-        engine = desk(kind, prefix_bytes=room, chunk=32, max_running=2)
+        engine = harness(kind, prefix_bytes=room, chunk=32, max_running=2)
         chance = random.Random(4)
         wanted: dict[int, list[int]] = {}
-        plain = desk(kind)
+        plain = harness(kind)
         base = prompt(200, 11)
         keys = {}
         ends = [(chance.randrange(20, 200), chance.randrange(1, 40)) for _ in range(5)]
@@ -131,18 +131,18 @@ def test_a_small_cache_forgets_and_is_never_wrong() -> None:
 
 def test_draws_depend_on_seed_and_position_only() -> None:
     way = Sampling(temperature=1.0, top_p=0.9, seed=5)
-    alone = desk("full").answer(prompt(40), 20, sampling=way)
-    crowd = desk("full", chunk=9)
+    alone = harness("full").answer(prompt(40), 20, sampling=way)
+    crowd = harness("full", chunk=9)
     for other in range(5):
         crowd.submit(prompt(30, other), 10)
     assert crowd.answer(prompt(40), 20, sampling=way) == alone
     # A replay behind the tokens that were streamed goes on with the same ones.
-    assert desk("full").answer(prompt(40) + alone[:8], 12, sampling=way) == alone[8:]
+    assert harness("full").answer(prompt(40) + alone[:8], 12, sampling=way) == alone[8:]
 
 
 def test_an_end_token_ends() -> None:
-    whole = desk("full").answer(prompt(40), 20)
-    engine = desk("full")
+    whole = harness("full").answer(prompt(40), 20)
+    engine = harness("full")
     key = engine.submit(prompt(40), 20, ends=frozenset({whole[5]}))
     engine.run()
     assert engine.tokens(key) == whole[: whole.index(whole[5]) + 1]
@@ -150,7 +150,7 @@ def test_an_end_token_ends() -> None:
 
 
 def test_the_important_go_first() -> None:
-    engine = desk("full", max_running=1, rows=4)
+    engine = harness("full", max_running=1, rows=4)
     keys = [engine.submit(prompt(20, n), 5, priority=n) for n in range(3)]
     engine.run()
     times = {key: engine.end(key).times for key in keys}
@@ -161,7 +161,7 @@ def test_the_important_go_first() -> None:
 @pytest.mark.parametrize("kind", ["full-fancy", "latent"])
 def test_rows_that_lie_in_any_order_do_not_matter(kind: str) -> None:
     # The long one takes the home of the last, whose block then lies before that of the one before it.
-    engine, plain = desk(kind, blocks=8, rows=4, max_running=2), desk(kind)
+    engine, plain = harness(kind, blocks=8, rows=4, max_running=2), harness(kind)
     lengths = (70, 5, 6, 7)
     rows = [engine.executor.open() for _ in lengths]
     for row, length in zip(rows, lengths, strict=True):
@@ -176,7 +176,7 @@ def test_rows_that_lie_in_any_order_do_not_matter(kind: str) -> None:
 
 def test_cancelling_anything_at_any_time_leaks_nothing() -> None:
     chance = random.Random(8)
-    engine = desk("hybrid", blocks=120, rows=8, max_running=5, chunk=30, prefix_bytes=100_000, lease_s=0.2)
+    engine = harness("hybrid", blocks=120, rows=8, max_running=5, chunk=30, prefix_bytes=100_000, lease_s=0.2)
     keys = []
     for _ in range(150):
         tokens = prompt(chance.randrange(2, 120), chance.randrange(4))
@@ -208,7 +208,7 @@ def test_cancelling_anything_at_any_time_leaks_nothing() -> None:
 
 
 def test_a_lease_ends() -> None:
-    engine = desk("full", lease_s=1.0)
+    engine = harness("full", lease_s=1.0)
     key = engine.submit(prompt(40), stop=40)
     engine.run()
     assert engine.loop.next_expiry_s() is not None
@@ -221,7 +221,7 @@ def test_a_lease_ends() -> None:
 
 
 def test_a_worker_that_is_lost_fails_its_own_requests_only() -> None:
-    engine = desk("full")
+    engine = harness("full")
     keys = [engine.submit(prompt(20, n), 10) for n in range(3)]
     engine.turn()
     begin, calls = engine.executor.begin, []
@@ -236,17 +236,17 @@ def test_a_worker_that_is_lost_fails_its_own_requests_only() -> None:
     engine.run()
     assert [engine.end(key).reason for key in keys] == ["length", "error", "length"]
     assert engine.end(keys[1]).problem == "worker 1 is gone"
-    assert engine.tokens(keys[2]) == desk("full").answer(prompt(20, 2), 10)
+    assert engine.tokens(keys[2]) == harness("full").answer(prompt(20, 2), 10)
 
 
 def test_a_prefix_that_cannot_be_read_out_is_not_kept_and_harms_nobody() -> None:
-    engine = desk("full", prefix_bytes=1_000_000)
+    engine = harness("full", prefix_bytes=1_000_000)
 
     def gone(*_: object) -> object:
         raise WorkerLost([], "worker 1 is gone")
 
     engine.executor.export = gone  # type: ignore[method-assign, assignment]
-    assert engine.answer(prompt(LENGTH), OUTPUT) == desk("full").answer(prompt(LENGTH), OUTPUT)
+    assert engine.answer(prompt(LENGTH), OUTPUT) == harness("full").answer(prompt(LENGTH), OUTPUT)
     assert engine.prefixes.used_bytes == 0
     # A cache that was to be fetched from there ends in an error that says so.
     key = engine.submit(prompt(40), stop=40)
@@ -258,7 +258,7 @@ def test_a_prefix_that_cannot_be_read_out_is_not_kept_and_harms_nobody() -> None
 
 
 def test_no_worker_for_a_cache_that_comes_in_ends_that_request_only() -> None:
-    engine = desk("full")
+    engine = harness("full")
     begun, key = engine.submit(prompt(20), 10), engine.submit(prompt(40), 4, start=30)
     engine.turn()
     opened = engine.executor.open
@@ -277,7 +277,7 @@ def test_no_worker_for_a_cache_that_comes_in_ends_that_request_only() -> None:
 
 
 def test_what_can_never_run_is_refused() -> None:
-    engine = desk("full", blocks=10)
+    engine = harness("full", blocks=10)
     with pytest.raises(CapacityError):
         engine.submit(prompt(150), 20)
     with pytest.raises(InputError, match="vocabulary"):
@@ -289,7 +289,7 @@ def test_what_can_never_run_is_refused() -> None:
 
 
 def test_a_wrong_hand_over_is_refused_and_the_row_is_free_again() -> None:
-    engine, sender = desk("full"), desk("full")
+    engine, sender = harness("full"), harness("full")
     target = engine.submit(prompt(40), 4, start=40)
     engine.loop.want(target)
     engine.turn()

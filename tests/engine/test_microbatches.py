@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from engine_models import KINDS, prompt
-from loop_kit import Desk, desk
+from loop_helpers import LoopHarness, harness
 
 from potluck.core.replica.batch import BatchLimits, BatchStep
 from potluck.core.values.sampling import SampledToken, Sampling
@@ -68,8 +68,8 @@ class Late(LocalExecutor):
         super().grow(row, tokens, since)
 
 
-def late(kind: str, **fields: int) -> Desk:
-    return Desk(KINDS[kind], executor=Late(kind), **fields)  # type: ignore[arg-type]
+def late(kind: str, **fields: int) -> LoopHarness:
+    return LoopHarness(KINDS[kind], executor=Late(kind), **fields)  # type: ignore[arg-type]
 
 
 ASKS = [(length, output) for length in (1, 30, 77, 150) for output in (1, 9, 20)]
@@ -77,7 +77,7 @@ ASKS = [(length, output) for length in (1, 30, 77, 150) for output in (1, 9, 20)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_lanes_do_not_matter(kind: str) -> None:
-    engine, plain = late(kind, chunk=40, prefix_bytes=200_000), desk(kind)
+    engine, plain = late(kind, chunk=40, prefix_bytes=200_000), harness(kind)
     keys = [engine.submit(prompt(length, output), output) for length, output in ASKS]
     engine.run()
     assert engine.executor.most_at_once > len(ASKS) / 2  # type: ignore[attr-defined]
@@ -96,7 +96,7 @@ def test_a_lone_request_is_run_whatever_lane_it_is_in() -> None:
 
 def test_whoever_leaves_while_a_step_is_under_way_leaves_nothing_behind() -> None:
     chance = random.Random(3)
-    engine = Desk(KINDS["hybrid"], executor=Late("hybrid"), blocks=200, lease_s=0.3)
+    engine = LoopHarness(KINDS["hybrid"], executor=Late("hybrid"), blocks=200, lease_s=0.3)
     keys: list[int] = []
     for _ in range(120):
         tokens = prompt(chance.randrange(2, 90), chance.randrange(4))
@@ -157,7 +157,7 @@ def test_rows_that_are_lost_end_whatever_lane_they_are_in() -> None:
     assert reasons.count("length") == 6
     for place, (key, reason) in enumerate(zip(keys, reasons, strict=True)):
         if reason == "length":
-            assert engine.tokens(key) == desk("full").answer(prompt(20, place), 12)
+            assert engine.tokens(key) == harness("full").answer(prompt(20, place), 12)
     engine.loop.check()
     assert engine.loop.idle
 
@@ -203,7 +203,7 @@ def test_an_engine_that_stops_refuses_from_then_on() -> None:
     """Nothing that is asked is left without an answer, whenever it is asked."""
     from potluck.engine.loop.loop_thread import LoopStopped, LoopThread
 
-    driver = LoopThread(desk("full").loop)
+    driver = LoopThread(harness("full").loop)
     driver.start()
     futures = []
     asker = threading.Thread(

@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_kit import carry
-from mock_kit import HYBRID, LLAMA, TIMER, VOCAB, WINDOWED, WORDS, PretendDesk, executor
+from loop_helpers import carry
+from mock_helpers import HYBRID, LLAMA, TIMER, VOCAB, WINDOWED, WORDS, MockLoopHarness, executor
 
 from potluck.core.errors import CapacityError, FormatError, InputError
 from potluck.core.state.facts import BLOCK_TOKENS
@@ -48,7 +48,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def answer(tokens: list[int], output: int, way: Sampling = SAMPLED) -> list[int]:
-    return PretendDesk().answer(tokens, output, sampling=way)
+    return MockLoopHarness().answer(tokens, output, sampling=way)
 
 
 # Histories.
@@ -95,18 +95,18 @@ def test_any_cut_gives_the_tokens_of_one_engine(
     expected = answer(tokens, output, way)
     tokens, rest = tokens + expected[:streamed], output - streamed
     places = [0, *sorted(cut for cut in cuts if cut < len(tokens) - 1)]
-    desks = [PretendDesk(chunk=chunk, budget=chunk + 18, most_blocks=None) for _ in places]
-    before: tuple[PretendDesk, int] | None = None
-    for n, (brain_loop, start) in enumerate(zip(desks, places, strict=True)):
+    harnesses = [MockLoopHarness(chunk=chunk, budget=chunk + 18, most_blocks=None) for _ in places]
+    before: tuple[MockLoopHarness, int] | None = None
+    for n, (brain_loop, start) in enumerate(zip(harnesses, places, strict=True)):
         last = n == len(places) - 1
         stop = None if last else places[n + 1]
         key = brain_loop.submit(tokens, rest if last else 0, start=start, stop=stop, sampling=way)
         if before is not None:
             carry(before[0], before[1], brain_loop, key, late=late)
         before = brain_loop, key
-    desks[-1].run()
-    assert desks[-1].tokens(key) == expected[streamed:]
-    for brain_loop in desks:
+    harnesses[-1].run()
+    assert harnesses[-1].tokens(key) == expected[streamed:]
+    for brain_loop in harnesses:
         assert brain_loop.loop.idle
         brain_loop.loop.check()
 
@@ -121,7 +121,7 @@ def test_seeds_count_only_where_there_is_a_temperature() -> None:
 
 
 def test_neighbours_change_nothing_and_preempted_requests_neither() -> None:
-    brain_loop = PretendDesk(blocks=24)
+    brain_loop = MockLoopHarness(blocks=24)
     keys = [brain_loop.submit(prompt(60, seed), 40, sampling=SAMPLED) for seed in range(6)]
     brain_loop.run()
     assert brain_loop.loop.counters.preemptions > 0
@@ -218,7 +218,7 @@ def test_codecs_shrink_what_is_pretended_and_change_nothing() -> None:
 def test_prefixes_are_found_and_make_room_for_requests(model: Model) -> None:
     cargo = KvSizes(model)
     states = 3 * cargo.state_tokens // BLOCK_TOKENS if cargo.exact else 0
-    brain_loop = PretendDesk(model, blocks=40 + int(states), most_blocks=None)
+    brain_loop = MockLoopHarness(model, blocks=40 + int(states), most_blocks=None)
     tokens = prompt(100)
     first = brain_loop.answer(tokens, 4)
     assert brain_loop.answer(tokens, 4) == first
@@ -234,10 +234,10 @@ def test_prefixes_are_found_and_make_room_for_requests(model: Model) -> None:
 
 
 def test_a_prefix_cache_of_no_bytes_keeps_nothing() -> None:
-    brain_loop = PretendDesk(most_blocks=0)
+    brain_loop = MockLoopHarness(most_blocks=0)
     brain_loop.answer(prompt(100), 2)
     assert (brain_loop.spare.used_bytes, brain_loop.spare.everything().added) == (0, ())
-    brain_loop = PretendDesk(most_blocks=3)
+    brain_loop = MockLoopHarness(most_blocks=3)
     brain_loop.answer(prompt(100), 2)
     assert len(brain_loop.spare.everything().added) == 3
 
@@ -288,13 +288,13 @@ def test_outputs_end_by_chance_only_where_that_is_asked_for() -> None:
     words = replace(WORDS, mean_tokens=20)
     lengths = []
     for seed in range(60):
-        brain_loop = PretendDesk(words=words)
+        brain_loop = MockLoopHarness(words=words)
         key = brain_loop.submit(prompt(20, seed), 400, ends=frozenset({2}))
         brain_loop.run()
         assert (brain_loop.tokens(key)[-1] == 2) == (brain_loop.end(key).reason == "stop")
         lengths.append(len(brain_loop.tokens(key)))
     assert 12 < sum(lengths) / len(lengths) < 32
-    brain_loop = PretendDesk(words=words)
+    brain_loop = MockLoopHarness(words=words)
     brain_loop.answer(prompt(20), 100, sampling=Sampling(barred=(2,), barred_before=120), ends=frozenset({2}))
     assert 2 not in brain_loop.tokens(1)
     assert len(answer(prompt(20), 100)) == 100
@@ -431,11 +431,11 @@ def test_a_receiver_that_comes_while_the_step_is_under_way_gets_the_layers_as_th
     now_s = 0.0
     made, cargo = executor(SIZE_HANDOVER, clock=lambda: now_s), KvSizes(LLAMA)
     sent: list[tuple[float, int, ChunkTimes | None]] = []
-    desk_tells = lambda _row, chunks: sent.append((now_s, chunks[0].layer, times_of(chunks[0])))  # noqa: E731
+    tells = lambda _row, chunks: sent.append((now_s, chunks[0].layer, times_of(chunks[0])))  # noqa: E731
     row = made.open()
     made.grow(row, 64)
     assert not made.join(CacheExport(row, 0, 64))  # nothing is under way
-    made.begin(StepInputs([SequenceWork(row, 0, prompt_handover(64), "none")], [], [], desk_tells))
+    made.begin(StepInputs([SequenceWork(row, 0, prompt_handover(64), "none")], [], [], tells))
     length_s = made.due_s
     assert length_s is not None
     layer_s = length_s / cargo.layers
@@ -473,7 +473,7 @@ def test_layers_leave_while_their_step_is_under_way() -> None:
 def test_a_hand_over_begins_while_both_ends_compute() -> None:
     """A receiver that attaches during the only step of a prompt gets all of it with that step; and it gets a row
     although a step of its own is under way."""
-    sender, receiver = PretendDesk(), PretendDesk()
+    sender, receiver = MockLoopHarness(), MockLoopHarness()
     tokens = prompt_handover(100)
     source = sender.submit(tokens, stop=len(tokens) - 1)
     sender.turn()
@@ -493,7 +493,7 @@ def test_a_hand_over_begins_while_both_ends_compute() -> None:
         receiver.loop.accept(target, event.chunks[0])
     receiver.loop.arrived(target)
     receiver.run()
-    alone = PretendDesk()
+    alone = MockLoopHarness()
     whole = alone.submit(tokens, 4)
     alone.run()
     assert receiver.tokens(target) == alone.tokens(whole)

@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 from click.testing import CliRunner
-from mock_kit import A100, FAST, LLAMA, pretend_service
-from server_kit import Client, face, make_service, tokens_in
+from mock_helpers import A100, FAST, LLAMA, mock_service
+from server_helpers import Client, face, make_service, tokens_in
 
 from potluck.api.tokenizer import ModelTokenizer
 from potluck.cli.main import cli
@@ -43,7 +43,7 @@ async def handed_over(one: Client, two: Client, stop: int, **fields: object) -> 
 
 @pytest.mark.parametrize("codec", ["raw", "int4"])
 async def test_hand_overs_give_the_same_tokens_and_tell_pretended_bytes(codec: str) -> None:
-    async with face(pretend_service()) as one, face(pretend_service()) as two:
+    async with face(mock_service()) as one, face(mock_service()) as two:
         expected = tokens_in((await one.segment(TOKENS, **GREEDY))[1])
         tokens, end = await handed_over(one, two, 70, codec=codec)
         assert (tokens, end["ended"]) == (expected, "handed_on")
@@ -63,8 +63,8 @@ async def test_hand_overs_give_the_same_tokens_and_tell_pretended_bytes(codec: s
 async def test_a_wrong_cache_is_refused() -> None:
     """What came in fewer bits does not become a prefix; and a sender of another model is not understood."""
 
-    other = pretend_service(mean_output=30)
-    async with face(pretend_service(RequestLimits(attach_s=0.3))) as one, face(other) as two:
+    other = mock_service(mean_output=30)
+    async with face(mock_service(RequestLimits(attach_s=0.3))) as one, face(other) as two:
         handle = new_handle()
         sender = asyncio.create_task(one.segment(TOKENS, stop=70, handle=handle))
         source = {"kv": one.kv, "handle": handle}
@@ -72,7 +72,7 @@ async def test_a_wrong_cache_is_refused() -> None:
         assert (status, body["error"]["code"]) == (424, "hand_over")
         sender.cancel()
         await asyncio.gather(sender, return_exceptions=True)
-    async with face(pretend_service()) as one, face(pretend_service()) as two:
+    async with face(mock_service()) as one, face(mock_service()) as two:
         await handed_over(one, two, 70, codec="int8")
         assert (await two.get("/cache"))[1]["reports"][0]["added"] == []
         await handed_over(one, two, 70)
@@ -80,7 +80,7 @@ async def test_a_wrong_cache_is_refused() -> None:
 
 
 async def test_a_kept_prefix_is_copied_by_the_names_of_its_blocks() -> None:
-    async with face(pretend_service()) as one, face(pretend_service()) as two:
+    async with face(mock_service()) as one, face(mock_service()) as two:
         expected = tokens_in((await one.segment(TOKENS, **GREEDY))[1])
         names = block_hashes(TOKENS, one.service.fingerprint)[:5]
         ask = {"request": "m", "model": "tiny", "blocks": [f"{name:032x}" for name in names]}
@@ -117,7 +117,7 @@ def keys_of(value: object) -> object:
 
 async def test_status_cache_and_metrics_have_the_shape_of_a_real_engines() -> None:
     result = []
-    for make in (lambda: make_service("full"), pretend_service):
+    for make in (lambda: make_service("full"), mock_service):
         tokens = [token % 90 for token in range(64)]
         async with face(make()) as client:
             ends = (await client.segment(tokens, max_tokens=4))[1][-1]
@@ -131,14 +131,14 @@ async def test_status_cache_and_metrics_have_the_shape_of_a_real_engines() -> No
             }
             result.append((keys_of(ends), keys_of(pages), names))
             assert len(pages["/cache"]["reports"][0]["added"]) == 4
-            if make is pretend_service:
+            if make is mock_service:
                 assert pages["/status"]["total_blocks"] == emulated_blocks(LLAMA, A100, 1)
                 assert pages["/status"]["prefix_bytes"] == 4 * 16 * 131072
     assert result[0] == result[1]
 
 
 async def test_drain_roles_and_text_are_those_of_an_engine() -> None:
-    async with face(pretend_service()) as client:
+    async with face(mock_service()) as client:
         asked = {"model": "tiny", "prompt": "Call me", "max_tokens": 9, "seed": 3, "stream": True}
         events = (await client.post("/v1/completions", asked))[1]
         text = "".join(event["choices"][0]["text"] for event in events)
@@ -156,7 +156,7 @@ async def test_drain_roles_and_text_are_those_of_an_engine() -> None:
 
 
 async def test_an_engine_that_ends_when_drained_ends_after_its_last_request() -> None:
-    service, text = pretend_service(), asyncio.Queue[str]()
+    service, text = mock_service(), asyncio.Queue[str]()
     service.ends_drained = True
     serving = asyncio.create_task(serve_all([service], "127.0.0.1", 0, api_key=None, ready=text.put_nowait))
     url = await text.get()
@@ -173,7 +173,7 @@ async def test_an_engine_that_ends_when_drained_ends_after_its_last_request() ->
 
 
 async def test_who_leaves_frees_everything() -> None:
-    async with face(pretend_service()) as client:
+    async with face(mock_service()) as client:
         tasks = [asyncio.create_task(client.segment([n + 1] * 50, max_tokens=5000)) for n in range(12)]
         await asyncio.sleep(0.3)
         for task in tasks:
@@ -250,7 +250,7 @@ def test_flags_that_do_not_go_together(flags: list[str], says: str) -> None:
 
 
 async def test_a_pretended_engine_can_be_made_slower_and_a_real_one_cannot() -> None:
-    async with face(pretend_service()) as one, face(make_service()) as real:
+    async with face(mock_service()) as one, face(make_service()) as real:
         status, text = await one.post("/pace", {"pace": 3})
         assert (status, text) == (200, {"pace": 3})
         for wrong in ({"pace": 0}, {"pace": "fast"}, {}, {"pace": 2, "more": 1}):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from engine_models import prompt
-from loop_kit import desk
-from server_kit import NAME, Client, face, letters, make_service, spell
+from loop_helpers import harness
+from server_helpers import NAME, Client, face, letters, make_service, spell
 
 from potluck.api.tokenizer import ModelTokenizer, plain_chat
 from potluck.core.errors import InputError
@@ -20,7 +20,7 @@ OUTPUT = 12
 
 @pytest.fixture(scope="module")
 def expected() -> str:
-    return spell(desk("hybrid").answer(prompt(40), OUTPUT))
+    return spell(harness("hybrid").answer(prompt(40), OUTPUT))
 
 
 def ask(text: object = TEXT, **fields: object) -> dict[str, object]:
@@ -88,7 +88,7 @@ async def test_a_chat_has_its_shape_and_its_template() -> None:
         message = whole["choices"][0]["message"]
         assert message["role"] == "assistant"
         # The letters have no newline; what the tokenizer does not know it leaves out.
-        assert message["content"] == spell(desk("hybrid").answer(tokens, 8))
+        assert message["content"] == spell(harness("hybrid").answer(tokens, 8))
         _, parts = await one.post("/v1/chat/completions", chat(max_tokens=8, stream=True))
         assert {part["object"] for part in parts} == {"chat.completion.chunk"}
         assert parts[0]["choices"][0]["delta"]["role"] == "assistant"
@@ -136,7 +136,7 @@ async def test_seeds_repeat_and_differ() -> None:
         assert len(set(await drawn(seed=1, n=4))) == 4
         assert await drawn() != await drawn()
         way = Sampling(temperature=1.5, seed=1)
-        assert await drawn(seed=1) == [spell(desk("hybrid").answer(prompt(40), 20, sampling=way))]
+        assert await drawn(seed=1) == [spell(harness("hybrid").answer(prompt(40), 20, sampling=way))]
 
 
 async def test_log_probabilities_have_both_shapes(expected: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from engine_models import EXACT, VOCAB, prompt
-from loop_kit import desk
-from server_kit import NAME, Client, face, make_service, played, tokens_in
+from loop_helpers import harness
+from server_helpers import NAME, Client, face, make_service, played, tokens_in
 
 from potluck.core.replica.blocks import block_hashes
 from potluck.core.routing.prefix_index import PrefixIndex
@@ -27,7 +27,7 @@ QUICK = RequestLimits(
 
 @pytest.fixture(scope="module")
 def expected() -> list[int]:
-    return desk("hybrid").answer(TOKENS, OUTPUT)
+    return harness("hybrid").answer(TOKENS, OUTPUT)
 
 
 async def pair(sender: Client, receiver: Client, cut: int, **fields: object) -> tuple[Any, Any]:

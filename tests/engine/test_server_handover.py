@@ -15,9 +15,9 @@ import pytest
 from engine_models import prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_kit import desk
-from mock_kit import PretendDesk, pretend_service
-from server_kit import TRIAL, Client, face, make_service, played, tokens_in
+from loop_helpers import harness
+from mock_helpers import MockLoopHarness, mock_service
+from server_helpers import TRIAL, Client, face, make_service, played, tokens_in
 
 from potluck.core.errors import InputError
 from potluck.engine.loop.jobs import NOT_FETCHED, LayerSent, RowReady
@@ -37,7 +37,7 @@ QUICK = RequestLimits(handover_s=2.0, attach_s=0.3, lease_s=0.3, deadline_s=20.0
 
 @pytest.fixture(scope="module")
 def expected() -> list[int]:
-    return desk("hybrid").answer(TOKENS, OUTPUT)
+    return harness("hybrid").answer(TOKENS, OUTPUT)
 
 
 async def test_a_handle_is_good_for_one_request_only() -> None:
@@ -181,12 +181,12 @@ async def test_a_cache_is_only_fetched_from_peers_and_nobody_learns_who_listens(
 
 def wrong_sender(damage: str, handle: str) -> tuple[KvSender, str]:
     """A sender that is wrong in one way."""
-    other = desk("hybrid" if damage != "shape" else "window")
+    other = harness("hybrid" if damage != "shape" else "window")
     key = other.submit(TOKENS, stop=50)
     about = other.loop.attach(key, 0, 0.0)
     other.run()
     chunks = other.chunks(key)
-    fingerprint = desk("hybrid").executor.fingerprint
+    fingerprint = harness("hybrid").executor.fingerprint
     bound = bound_to("r", fingerprint, about.token_hash)
     text = {
         "model": KvManifest("0" * 32, 0, 50, about.token_hash),
@@ -372,7 +372,7 @@ async def test_a_cache_that_nobody_comes_for_is_told_of_too() -> None:
 
 
 async def test_a_receiver_that_fails_is_told_of_and_one_that_does_not_is_not() -> None:
-    expected = desk("hybrid").answer(LONG_TOKENS, 3)
+    expected = harness("hybrid").answer(LONG_TOKENS, 3)
 
     async with (
         face(make_service(limits=SHORT_LEASES, kv=KV)) as one,
@@ -401,9 +401,9 @@ RING_OUTPUT = 3
 
 
 class Leg:
-    """A request that is computed at one desk and answered at another."""
+    """A request that is computed at one harness and answered at another."""
 
-    def __init__(self, sender: PretendDesk, receiver: PretendDesk, tokens: Sequence[int]) -> None:
+    def __init__(self, sender: MockLoopHarness, receiver: MockLoopHarness, tokens: Sequence[int]) -> None:
         self.sender, self.receiver = sender, receiver
         whole = len(tokens) - 1
         self.source = sender.submit(tokens, stop=whole)
@@ -437,26 +437,26 @@ class Leg:
         return sent[-1].last
 
 
-def finished(desks: list[PretendDesk], hops: list[Leg]) -> bool:
+def finished(harnesses: list[MockLoopHarness], hops: list[Leg]) -> bool:
     """Run all until nothing changes any more."""
-    lines = {brain_loop: [hop for hop in hops if hop.receiver is brain_loop] for brain_loop in desks}
+    lines = {brain_loop: [hop for hop in hops if hop.receiver is brain_loop] for brain_loop in harnesses}
     still = 0
     while still < 50:
-        busy = [brain_loop.turn() for brain_loop in desks]
+        busy = [brain_loop.turn() for brain_loop in harnesses]
         for line in lines.values():
             for hop in line[:FETCHES]:
                 if hop.fetched:
                     line.remove(hop)
                     busy.append(True)
         still = 0 if any(busy) else still + 1
-    return not any(lines.values()) and all(brain_loop.loop.idle for brain_loop in desks)
+    return not any(lines.values()) and all(brain_loop.loop.idle for brain_loop in harnesses)
 
 
-def desks_of(count: int, **fields: int) -> list[PretendDesk]:
-    return [PretendDesk(**fields) for _ in range(count)]  # type: ignore[arg-type]
+def harnesses_of(count: int, **fields: int) -> list[MockLoopHarness]:
+    return [MockLoopHarness(**fields) for _ in range(count)]  # type: ignore[arg-type]
 
 
-def put_aside(brain_loop: PretendDesk, hops: list[Leg]) -> list[Leg]:
+def put_aside(brain_loop: MockLoopHarness, hops: list[Leg]) -> list[Leg]:
     """Those whose chunks went out, though nobody came."""
     return [
         hop
@@ -467,13 +467,14 @@ def put_aside(brain_loop: PretendDesk, hops: list[Leg]) -> list[Leg]:
 
 def test_a_ring_whose_fetches_come_in_the_other_order_goes_on() -> None:
     """Those that are fetched first are computed last: they wait for rows of caches that nobody fetches yet."""
-    desks = desks_of(3)
+    harnesses = harnesses_of(3)
     hops = [
-        Leg(desks[place % 3], desks[(place + 1) % 3], prompt(40 + place, seed=place)) for place in range(45)
+        Leg(harnesses[place % 3], harnesses[(place + 1) % 3], prompt(40 + place, seed=place))
+        for place in range(45)
     ]
-    assert finished(desks, hops[::-1])
+    assert finished(harnesses, hops[::-1])
     assert all(hop.receiver.end(hop.target).reason == "length" for hop in hops)
-    for brain_loop in desks:
+    for brain_loop in harnesses:
         brain_loop.loop.check()
 
 
@@ -486,20 +487,20 @@ def test_a_ring_whose_fetches_come_in_the_other_order_goes_on() -> None:
 def test_whoever_hands_on_to_whom_all_are_answered(
     pairs: list[tuple[int, int]], seed: int, blocks: int
 ) -> None:
-    chance, desks = Random(seed), desks_of(4, blocks=blocks)
+    chance, harnesses = Random(seed), harnesses_of(4, blocks=blocks)
     hops = [
-        Leg(desks[first], desks[(first + step) % 4], prompt(chance.randint(20, 250), seed=place))
+        Leg(harnesses[first], harnesses[(first + step) % 4], prompt(chance.randint(20, 250), seed=place))
         for place, (first, step) in enumerate(pairs)
     ]
     chance.shuffle(hops)
-    assert finished(desks, hops)
+    assert finished(harnesses, hops)
     assert all(hop.receiver.end(hop.target).reason == "length" for hop in hops)
-    for brain_loop in desks:
+    for brain_loop in harnesses:
         brain_loop.loop.check()
 
 
 def test_a_cache_that_nobody_came_for_leaves_its_row_only_when_somebody_waits() -> None:
-    sender, receiver = desks_of(2)
+    sender, receiver = harnesses_of(2)
     hops = [Leg(sender, receiver, prompt(100, seed=place)) for place in range(3)]
     sender.run()
     assert put_aside(sender, hops) == []
@@ -517,7 +518,7 @@ def test_a_cache_that_nobody_came_for_leaves_its_row_only_when_somebody_waits() 
 
 
 def test_what_is_put_aside_is_bounded_and_may_be_dropped() -> None:
-    sender, receiver = desks_of(2)
+    sender, receiver = harnesses_of(2)
     sender.loop.host_kv.most_bytes = 1
     hops = [Leg(sender, receiver, prompt(100, seed=place)) for place in range(9)]
     sender.run()
@@ -535,7 +536,7 @@ async def test_a_ring_of_engines_goes_on_over_their_faces(monkeypatch: pytest.Mo
     async with AsyncExitStack() as stack:
         ring = [
             await stack.enter_async_context(
-                face(pretend_service(max_running=4, handover_rows=4, prefix_cache_bytes=0))
+                face(mock_service(max_running=4, handover_rows=4, prefix_cache_bytes=0))
             )
             for _ in range(3)
         ]

@@ -24,7 +24,7 @@ from engine_models import KINDS, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from reference_model import ReferenceModel
-from server_kit import NAME, Client, face, make_service, spell, tokens_in
+from server_helpers import NAME, Client, face, make_service, spell, tokens_in
 
 from potluck.api.http import ConnectionLimits, HttpRefusal, ServedNames, check_origin
 from potluck.cli.main import run

@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 import pytest
 from engine_models import KINDS, VOCAB, prompt
-from loop_kit import Desk
+from loop_helpers import LoopHarness
 from pipeline_workers import HYBRID, PLAIN, SECRET, SEED, placed, standing
-from server_kit import NAME, TRIAL, Client, face, letters, make_service, spell, tokens_in
+from server_helpers import NAME, TRIAL, Client, face, letters, make_service, spell, tokens_in
 
 from potluck.core.state.actions import Refuse, Run
 from potluck.core.state.events import AttemptFailed, Event, RequestArrived, RequestFinished
@@ -51,7 +51,7 @@ def workers() -> list[tuple[str, int]]:
 def expected() -> dict[str, list[list[int]]]:
     result = {}
     for name, config in (("hybrid", HYBRID), ("plain", PLAIN)):
-        engine = Desk(config)
+        engine = LoopHarness(config)
         result[name] = [engine.answer(tokens, OUTPUT) for tokens in ASKS]
     return result
 

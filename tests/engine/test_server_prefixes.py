@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_models import KINDS, prompt, runner
-from server_kit import NAME, TRIAL, Client, face, make_service, tokens_in
+from server_helpers import NAME, TRIAL, Client, face, make_service, tokens_in
 from test_memory import computed, keep
 from test_server import read
 

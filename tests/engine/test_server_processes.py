@@ -15,10 +15,10 @@ import pytest
 from aiohttp import ClientSession
 from click.testing import CliRunner
 from engine_models import KINDS, prompt
-from loop_kit import desk
+from loop_helpers import harness
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, PermissionDeniedError
 from reference_model import ReferenceModel
-from server_kit import NAME, Client, face, letters, make_service, spell, tokens_in
+from server_helpers import NAME, Client, face, letters, make_service, spell, tokens_in
 
 from potluck.cli.engine.engine import serve
 from potluck.cli.engine.listening import api_key
@@ -51,7 +51,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 async def test_a_request_crosses_between_two_processes_both_ways(address: str) -> None:
-    expected = desk("hybrid").answer(TOKENS, OUTPUT)
+    expected = harness("hybrid").answer(TOKENS, OUTPUT)
 
     async with face(make_service(prefix_cache_bytes=0)) as here, ClientSession() as session:
         there = Client(here.service, session, address, None)
@@ -134,7 +134,7 @@ TEXT, CLIENT_OUTPUT = spell(prompt(40)), 12
 
 
 async def test_openais_client_is_served() -> None:
-    expected = spell(desk("full").answer(prompt(40), CLIENT_OUTPUT))
+    expected = spell(harness("full").answer(prompt(40), CLIENT_OUTPUT))
 
     async with (
         face(make_service("full"), key="k" * 20) as one,
@@ -215,7 +215,7 @@ async def test_guidellms_body_gets_the_usage_so_far_in_every_part() -> None:
 
 async def test_ends_that_clients_set() -> None:
     """min_tokens holds ends back, stop_token_ids add some, and what ended an answer is shown where asked for."""
-    plain = desk("hybrid").answer(prompt(40), CLIENT_OUTPUT)
+    plain = harness("hybrid").answer(prompt(40), CLIENT_OUTPUT)
     at = next(place for place in range(2, CLIENT_OUTPUT - 2) if plain[place] not in plain[:place])
     end = plain[at]
 
@@ -239,7 +239,7 @@ async def test_ends_that_clients_set() -> None:
         # The end that would have been drawn is not; nothing else of the model is touched.
         held = Sampling(barred=(end,), barred_before=40 + at + 3)
         text, _, count = await asked(stop_token_ids=[end], min_tokens=at + 3)
-        assert text == spell(desk("hybrid").answer(prompt(40), CLIENT_OUTPUT, sampling=held)[:count])
+        assert text == spell(harness("hybrid").answer(prompt(40), CLIENT_OUTPUT, sampling=held)[:count])
         assert count >= at + 3
         assert text[:at] == spell(plain[:at])
         assert text[at] != spell([end])

@@ -11,7 +11,7 @@ import click
 import pytest
 import yaml
 from click.testing import CliRunner
-from export_kit import COMBO, FOLDERS, PIPELINE, fleet, plan, template, wording
+from export_helpers import COMBO, FOLDERS, PIPELINE, fleet, plan, template, wording
 from hypothesis import given
 from hypothesis import strategies as st
 

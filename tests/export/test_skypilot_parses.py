@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from export_kit import COMBO, fleet, wording
+from export_helpers import COMBO, fleet, wording
 
 from potluck.export import skypilot
 

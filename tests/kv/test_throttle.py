@@ -8,7 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_kit import SMALL, ends, made, plain
+from kv_helpers import SMALL, ends, made, plain
 
 from potluck.kv.kv_sender import BandwidthGrant
 from potluck.kv.throttle import BURST_S, LEAST_CHUNK_BYTES, LinkThrottle

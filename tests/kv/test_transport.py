@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kv_kit import (
+from kv_helpers import (
     ABOUT,
     BOUND,
     FINGERPRINT,
@@ -475,7 +475,7 @@ sys.stdin.read()
 """
 SENDER = """
 import sys
-from kv_kit import ABOUT, BOUND, SMALL
+from kv_helpers import ABOUT, BOUND, SMALL
 from potluck.kv.kv_sender import KvSender
 sender = KvSender(limits=SMALL)
 sender.offer(sys.argv[1], BOUND, lambda have: ABOUT, 60.0)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from kv_kit import ABOUT, SMALL, SMALL_LINKS, Harm, ends, made, plain
+from kv_helpers import ABOUT, SMALL, SMALL_LINKS, Harm, ends, made, plain
 
 from potluck.core.errors import PotluckError
 from potluck.kv.chunks import TransferError

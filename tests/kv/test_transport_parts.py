@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kv_kit import BOUND, made, plain
+from kv_helpers import BOUND, made, plain
 
 from potluck.core.errors import FormatError, InputError
 from potluck.kv.assembly import ChunkAssembly

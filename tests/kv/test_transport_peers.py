@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from kv_kit import (
+from kv_helpers import (
     ABOUT,
     BOUND,
     FINGERPRINT,

@@ -11,7 +11,7 @@ import zlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_kit import ABOUT, BOUND, ends
+from kv_helpers import ABOUT, BOUND, ends
 
 from potluck.core.errors import FormatError
 from potluck.kv import checksum

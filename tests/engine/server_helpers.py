@@ -1,4 +1,4 @@
-"""An engine's face in this process: a small model, a tokenizer of single characters, a client."""
+"""An engine's server in this process: a small model, a tokenizer of single characters, a client."""
 
 from __future__ import annotations
 

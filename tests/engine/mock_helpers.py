@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from loop_kit import Desk
-from server_kit import NAME, TRIAL
+from loop_helpers import LoopHarness
+from server_helpers import NAME, TRIAL
 
 from potluck.catalog import models, nodes
 from potluck.core.replica.batch import BatchLimits
@@ -35,7 +35,7 @@ WORDS = Vocabulary(VOCAB, tuple(range(3, VOCAB)), 2)
 TIMER = roofline(LLAMA, A100, 1)
 FAST = 50.0
 """So many times as fast as the GPU, where a test has to wait for it."""
-LLAMA_ON_A100 = MockModel(LLAMA, single("A100", 1, LLAMA.layer_count), (A100,), speed_up=FAST)
+LLAMA_ON_A100 = MockModel(LLAMA, single(A100.name, 1, LLAMA.layer_count), (A100,), speed_up=FAST)
 
 
 def executor(
@@ -50,7 +50,7 @@ def executor(
     return MockExecutor(config, size, words, StepDurations(TIMER), fingerprint=fingerprint, **more)
 
 
-class PretendDesk(Desk):
+class MockLoopHarness(LoopHarness):
     """A loop that pretends, without a thread or a clock."""
 
     def __init__(
@@ -74,7 +74,7 @@ class PretendDesk(Desk):
         )
 
 
-def pretend_service(
+def mock_service(
     limits: RequestLimits | None = None, *, mean_output: int = 0, **fields: Any
 ) -> EngineService:
     settings = EngineSettings(**{"max_running": 8, **fields})

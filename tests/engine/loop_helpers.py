@@ -17,10 +17,10 @@ from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.model.config import EngineModelConfig
 from potluck.kv.chunks import KvChunk, KvManifest
 
-__all__ = ["KINDS", "VOCAB", "Desk", "desk", "prompt"]
+__all__ = ["KINDS", "VOCAB", "LoopHarness", "harness", "prompt"]
 
 
-class Desk:
+class LoopHarness:
     """A loop, and what it said about each key."""
 
     def __init__(
@@ -88,11 +88,13 @@ class Desk:
         return self.tokens(key)
 
 
-def desk(kind: str, **fields: int) -> Desk:
-    return Desk(KINDS[kind], **fields)  # type: ignore[arg-type]
+def harness(kind: str, **fields: int) -> LoopHarness:
+    return LoopHarness(KINDS[kind], **fields)  # type: ignore[arg-type]
 
 
-def carry(sender: Desk, source: int, receiver: Desk, target: int, *, late: bool = False) -> None:
+def carry(
+    sender: LoopHarness, source: int, receiver: LoopHarness, target: int, *, late: bool = False
+) -> None:
     """The cache that `source` hands on, to `target`. `late`: the receiver comes when the work is done."""
     have = receiver.loop.look_up(target)
     if late:
