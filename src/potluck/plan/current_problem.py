@@ -66,7 +66,6 @@ def start_share(
 
 
 def longest_start_s(problem: PlanningProblem, startups: Startups | None = None) -> float:
-    """Of any model, on one node."""
     costs = startups or {}
     return max(
         startup_s(weight_bytes(ask.model), costs=costs.get(ask.name, DEFAULT_COSTS)).total_s
@@ -132,7 +131,6 @@ class TemplateFactories:
     """One for each market and lengths that were seen: templates depend on these, not on rates or how many nodes."""
 
     _kept: dict[object, TemplateFactory] = field(default_factory=dict)
-    """By prices and lengths, the newest last."""
     _timed: tuple[object, Timed] = field(default_factory=lambda: ((), {}))
     """Rates of pipelines for the lengths last seen."""
 
@@ -161,7 +159,6 @@ MOST = 24
 
 
 def with_candidates(factory: TemplateFactory, plan: Plan) -> Plan:
-    """The plan with what scaling may start; of a strategy that is not known here it has none."""
     factory = factory.settled(plan)
     used = {template.name for template in plan.templates}
     result: list[Template] = []

@@ -44,8 +44,6 @@ class DayStep:
 
 @dataclass(frozen=True, slots=True)
 class DaySchedule:
-    """A schedule beside the best plan that stays the same."""
-
     steps: tuple[DayStep, ...]
     usd_per_day: float
     static: Plan
@@ -104,7 +102,6 @@ def _steps(
     changes: Sequence[Sequence[float]],
     hours: float,
 ) -> tuple[DayStep, ...]:
-    """Parts with one plan put together, round the clock."""
     parts = len(chosen)
     begins = [i for i in range(parts) if plans[chosen[i]] is not plans[chosen[i - 1]]] or [0]
     steps = []
@@ -130,13 +127,10 @@ def _rounded_up(asked: Sequence[Peaks], part: Peaks) -> Peaks:
 
 
 def peak_of(parts: Sequence[Peaks]) -> Peaks:
-    """The most of each model in any of these parts."""
     return tuple(max(values) for values in zip(*parts, strict=True))
 
 
 def at_rates(problem: PlanningProblem, rates_per_s: Peaks) -> PlanningProblem:
-    """The problem with each model asked for so much."""
-
     def at(ask: ModelDemand, rate: float) -> ModelDemand:
         factor = rate / ask.rate_per_s if ask.rate_per_s > 0 else 0.0
         demands = tuple(replace(demand, rate_per_s=demand.rate_per_s * factor) for demand in ask.demands)
@@ -147,7 +141,6 @@ def at_rates(problem: PlanningProblem, rates_per_s: Peaks) -> PlanningProblem:
 
 
 def change_usd(problem: PlanningProblem, before: Plan, after: Plan) -> float:
-    """What is paid while copies start that were not there, and while those drain that go."""
     if before is after:
         return 0.0
     offers, asks = offers_of(problem), {ask.name: ask for ask in problem.asks}

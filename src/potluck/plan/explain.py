@@ -45,8 +45,6 @@ class TermPrice:
 
 @dataclass(frozen=True, slots=True)
 class SpotRisk:
-    """A model's spot nodes."""
-
     model: str
     spot_nodes: int
     nodes: int
@@ -59,7 +57,6 @@ class SpotRisk:
 def term_prices(
     factory: TemplateFactory, outcome: PlanOutcome, planner: Planner, settings: SolveSettings
 ) -> tuple[TermPrice, ...]:
-    """Every term of every model, priced by planning without it."""
     prices = []
     for ask in factory.problem.asks:
         for term, words, changed in _changes(ask):
@@ -76,7 +73,6 @@ def term_prices(
 
 
 def _changes(ask: ModelDemand) -> Iterator[tuple[str, str, ModelDemand]]:
-    """Every term with its words, and what is asked without it."""
     for term, words in ask.terms.asked.items():
         yield term, words, replace(ask, terms=ask.terms.without(term))
     for class_demand in ask.classes:
@@ -128,8 +124,6 @@ ASKING_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class NodeValue:
-    """What a node type in a region means to the plan."""
-
     region: str
     node: str
     rented: int
@@ -143,11 +137,8 @@ class NodeValue:
 
 @dataclass(frozen=True, slots=True)
 class ModelReason:
-    """Where a model runs, and what it would cost without that."""
-
     model: str
     served_by: tuple[str, ...]
-    """Deployments in words."""
     usd_per_million_tokens: float
     without: tuple[str, ...]
     """The node types of the template that serves the most of it."""
@@ -161,7 +152,6 @@ class Explanation:
     models: tuple[ModelReason, ...]
     nodes: tuple[NodeValue, ...]
     terms: tuple[TermPrice, ...] = ()
-    """What was asked beside demand, and what each of it costs."""
     formats: tuple[FormatPrice, ...] = ()
     """What it would cost in each combination of formats, where there was a choice."""
 
@@ -184,7 +174,6 @@ def explain(
 
 
 def without_nodes(problem: PlanningProblem, region: str, node: str, available: int) -> PlanningProblem:
-    """The problem with another number of a node type."""
     regions = tuple(
         _changed(item, node, available) if item.name == region else item for item in problem.regions
     )
@@ -301,7 +290,6 @@ def tokens_json(problem: PlanningProblem, plan: Plan) -> dict[str, object]:
 
 
 def _usd_per_h(problem: PlanningProblem, plan: Plan, model: str) -> float:
-    """What the nodes that serve a model cost."""
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
     cost = 0.0
     for deployment in plan.deployments:
@@ -315,7 +303,6 @@ def _usd_per_h(problem: PlanningProblem, plan: Plan, model: str) -> float:
 def _without_nodes(
     factory: TemplateFactory, planner: Planner, settings: SolveSettings, model: str, barred: tuple[str, ...]
 ) -> PlanOutcome:
-    """Plan again with a model kept off these node types."""
     problem = factory.problem
     asks = tuple(_off(problem, ask, barred) if ask.name == model else ask for ask in problem.asks)
     return planner(replace(factory, problem=replace(problem, asks=asks)), settings)
@@ -360,7 +347,6 @@ def _last_node(problem: PlanningProblem, offer: NodeOffer, rented: int) -> bool:
 
 
 def why_not(problem: PlanningProblem, model: str) -> str:
-    """Why nothing on offer can serve a model at all."""
     ask = next(model_demand for model_demand in problem.asks if model_demand.name == model)
     fastest: list[tuple[float, float]] = []
     for node in problem.offered:

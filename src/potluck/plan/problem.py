@@ -34,8 +34,6 @@ CODECS: tuple[Codec, ...] = ("fp16", "int8", "int4")
 
 @dataclass(frozen=True, slots=True)
 class BucketDemand:
-    """Requests of one model with prompts of about one length."""
-
     model: str
     bucket: int
     input_tokens: int
@@ -54,14 +52,11 @@ class BucketDemand:
 
     @property
     def new_tokens(self) -> int:
-        """Prompt tokens that are really computed."""
         return max(1, self.input_tokens - self.cached_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class ClassDemand:
-    """Requests of one class, and what they were promised."""
-
     name: str
     share: float
     slo: Slo
@@ -83,8 +78,6 @@ class UserOrigin:
 
 @dataclass(frozen=True, slots=True)
 class ModelDemand:
-    """One model to serve, within its objective."""
-
     name: str
     model: Model
     slo: Slo
@@ -121,12 +114,10 @@ class ModelDemand:
         return self if not left else replace(self, classes=left, slo=strictest([each.slo for each in left]))
 
     def in_format(self, weights: Format) -> ModelDemand:
-        """Settled on one of its formats."""
         return replace(self, model=in_format(self.model, weights), formats=(weights,))
 
     @property
     def variants(self) -> tuple[ModelDemand, ...]:
-        """Itself in each of its formats."""
         return tuple(self.in_format(item) for item in self.formats) or (self,)
 
     @property
@@ -136,14 +127,11 @@ class ModelDemand:
 
     @property
     def tokens_per_s(self) -> float:
-        """Input and output tokens of the whole demand."""
         return sum(d.rate_per_s * (d.input_tokens + d.output_tokens) for d in self.demands)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanningProblem:
-    """Everything a strategy is given."""
-
     asks: tuple[ModelDemand, ...]
     regions: tuple[Region, ...]
     nodes: tuple[NodeType, ...]
@@ -191,7 +179,6 @@ class PlanningProblem:
 
     @property
     def offered(self) -> tuple[NodeType, ...]:
-        """Node types of which some region has at least one."""
         names = {o.node for region in self.regions for o in region.offers if o.available > 0}
         return tuple(node for node in self.nodes if node.name in names)
 
@@ -275,7 +262,6 @@ def _promised(demands: tuple[BucketDemand, ...], attainment: float) -> tuple[Buc
 
 
 def prefill_work(model: Model, tokens: Floats) -> Floats:
-    """FLOPs of prefilling prompts alone."""
     return step_sums(model, steps(np.asarray(tokens, np.float64))).flops
 
 

@@ -65,7 +65,6 @@ def settled(problem: PlanningProblem, running: Plan) -> PlanningProblem:
 
 
 def left_of(problem: PlanningProblem, running: Plan) -> Left:
-    """The replicas of the plan's groups whose machines are all there."""
     left: Left = {}
     for deployment in running.deployments:
         template = running.template(deployment.template)
@@ -116,14 +115,12 @@ def flipped(
 
 
 def changed_roles(left: Left, templates: Iterable[Template]) -> int:
-    """How many replicas of some templates have another role than the replicas there were."""
     before = Counter(replica for replicas in left.values() for replica in replicas)
     after = Counter(replica for template in templates for replica in template.replicas)
     return sum((after - before).values())
 
 
 def new_replicas(left: Left, template: Template) -> list[PlannedReplica]:
-    """The replicas of a group whose weights are not loaded already."""
     loaded = Counter(replica.layout for replicas in left.values() for replica in replicas)
     planned_replicas = []
     for replica in template.replicas:
@@ -135,7 +132,6 @@ def new_replicas(left: Left, template: Template) -> list[PlannedReplica]:
 
 
 def moved(left: Left, templates: Iterable[Template]) -> tuple[int, int]:
-    """(replicas of groups to start, replicas to stop), by where their weights lie."""
     before = Counter(replica.layout for replicas in left.values() for replica in replicas)
     after = Counter(replica.layout for template in templates for replica in template.replicas)
     return sum((after - before).values()), sum((before - after).values())
@@ -156,8 +152,6 @@ MARK = "#"
 
 @dataclass(frozen=True, slots=True)
 class ReplanOption:
-    """One rung of the ladder."""
-
     step: Step
     plan: Plan
     served_fraction: float
@@ -165,7 +159,6 @@ class ReplanOption:
     start_cost_usd: float
     """Rent of what is started until it serves."""
     time_s: float
-    """Until it is in force."""
     starts: int
     stops: int
     flips: int
@@ -215,7 +208,6 @@ def _at_once(
 
 
 def _gains(answer: ReplanOption, before: ReplanOption) -> bool:
-    """Whether more is served, or the same for less, beyond rounding."""
     more = answer.served_fraction - before.served_fraction
     return more > ROUNDING or (
         more >= -ROUNDING and answer.cost_usd_per_h < before.cost_usd_per_h * (1.0 - ROUNDING)

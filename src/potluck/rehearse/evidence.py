@@ -49,13 +49,10 @@ _T = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.79
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One model over several runs."""
-
     model: str
     promised: float
     """Share of requests that the objective must hold for."""
     attained: tuple[float, ...]
-    """Share in each run."""
     requests: int
     """Judged, over all runs."""
     disagreed: tuple[str, ...] = field(default=(), compare=False)
@@ -90,7 +87,6 @@ class Evidence:
         return self.lower >= self.promised and self.answers
 
     def told(self, fresh: bool = False, gap_cv: float | None = None) -> Tried:
-        """As a plan keeps it."""
         least, runs = min(self.answered, default=1.0), len(self.attained)
         seen = (self.promised, self.mean, self.lower, least, self.requests, runs, self.answers)
         return Tried(self.model, *seen, fresh, gap_cv)
@@ -130,7 +126,6 @@ def student_t(degrees: int) -> float:
 
 
 def wilson(share: float, count: int) -> float:
-    """Wilson's lower bound of a share seen in so many independent requests."""
     if count == 0:
         return 0.0
     middle = share + Z * Z / (2 * count)
@@ -139,8 +134,6 @@ def wilson(share: float, count: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TrialSetup:
-    """How plans are tried: everything but the plan."""
-
     world: ResolvedPlan
     """Its plan is replaced by the one on trial."""
     source: Callable[[int], Workload]
@@ -154,8 +147,6 @@ class TrialSetup:
 
 
 def of_models(trial: TrialSetup, names: Collection[str]) -> TrialSetup:
-    """The same with requests of some models alone; those come when they came."""
-
     def source(run: int) -> Workload:
         load = trial.source(run)
         mine = [place for place, name in enumerate(load.models) if name in names]
@@ -280,7 +271,6 @@ def _rate(ask: ModelDemand, template: Template) -> float:
 
 
 def pair_plan(problem: PlanningProblem, ask: ModelDemand, template: Template, rate_per_s: float) -> Plan:
-    """One copy of a template that takes so many of a model's requests."""
     machine = machine_of(problem, next(iter(template.machines)))
     assert machine is not None, "a group names machines of its pool"
     rates = [rate_per_s * demand.rate_per_s / ask.rate_per_s for demand in ask.demands]

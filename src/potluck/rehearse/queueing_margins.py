@@ -23,7 +23,6 @@ Factors = Mapping[str, float]
 
 
 def scaled(problem: PlanningProblem, factors: Factors) -> PlanningProblem:
-    """The problem with each model's demand multiplied."""
     asks = []
     for ask in problem.asks:
         factor = factors.get(ask.name, 1.0)
@@ -89,7 +88,6 @@ def assembled(parts: Mapping[str, Plan], problem: PlanningProblem) -> Plan:
 
 
 def cost_by_model(plan: Plan, problem: PlanningProblem) -> dict[str, float]:
-    """USD an hour of what is deployed for each model."""
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
     cost = {ask.name: 0.0 for ask in problem.asks}
     for deployment in plan.deployments:
@@ -207,7 +205,6 @@ class DeploymentQueue:
     """Squared coefficient of variation of that."""
     answer_s: float
     answers: float
-    """At a time, on average."""
     own_s: float
     """TTFT of a request that finds nobody before it."""
     share: float
@@ -260,7 +257,6 @@ def queues_of(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iterato
 
 
 def _shares(plan: Plan, deployment: Deployment, phase: str) -> dict[int, float]:
-    """Bucket to requests a second."""
     where = (deployment.template, deployment.region, phase)
     return {
         share.bucket: share.rate_per_s

@@ -106,8 +106,6 @@ ABOUT_AS_CLOSE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class RehearsalRules:
-    """How far the search goes."""
-
     runs: int = 5
     """Per round, and as many fresh ones in the end."""
     most_rounds: int = 30
@@ -115,15 +113,12 @@ class RehearsalRules:
     """Factors closer than this are not told apart."""
     most_factor: float = 16.0
     verdict_runs: int = 10
-    """Fresh runs for the final word."""
     first: bool = False
     """The first plan that holds will do: not the cheapest, and without fresh runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RehearsedPlan:
-    """One plan that was tried."""
-
     number: int
     factors: dict[str, float]
     """What each model's demand was multiplied by, as far as the fleet goes."""
@@ -172,14 +167,11 @@ class Rehearsal:
 
     @property
     def first(self) -> RehearsedPlan:
-        """The plan on averages alone."""
         return self.steps[0]
 
 
 @dataclass(slots=True)
 class _RehearsalSearch:
-    """The state of a rehearsal; its methods are its mutators."""
-
     factory: TemplateFactory
     planner: Planner
     settings: SolveSettings
@@ -249,7 +241,6 @@ class _RehearsalSearch:
         return self._try(replace(last.outcome, plan=plan), factors)
 
     def _attempt(self) -> RehearsedPlan:
-        """Plan for the present factors and try that."""
         factors = {model: bracket.factor for model, bracket in self.brackets.items()}
         self.said(f"round {len(self.steps) + 1}: planning")
         shop = replace(self.factory, problem=scaled(self.factory.problem, factors))
@@ -263,7 +254,6 @@ class _RehearsalSearch:
         return self._try(replace(outcome, plan=self._kept(even, factors)), factors)
 
     def _try_plainer(self, planner: Planner) -> None:
-        """A plan of another kind for the same demand."""
         factors = {model: bracket.factor for model, bracket in self.brackets.items()}
         shop = replace(self.factory, problem=scaled(self.factory.problem, factors))
         outcome = planner(shop, self.settings)
@@ -315,7 +305,6 @@ class _RehearsalSearch:
         return step
 
     def _verdict(self, step: RehearsedPlan) -> RehearsedPlan:
-        """The same plan in runs that nobody has seen."""
         start = FRESH + self.verdicts * self.rules.verdict_runs
         self.verdicts += 1
         runs = range(start, start + self.rules.verdict_runs)
@@ -442,5 +431,4 @@ def _parts(plan: Plan, models: Iterable[str]) -> dict[str, object]:
 
 
 def crossing(plan: Plan) -> set[str]:
-    """Models whose KV crosses between regions."""
     return {flow.model for flow in plan.flows if flow.prefill_region != flow.decode_region}

@@ -189,7 +189,6 @@ def _empty(written: list[Any]) -> Any:
 
 @cache
 def _found(name: str) -> Any:
-    """A class or function of the core, by its name."""
     module, _, path = name.partition(":")
     if not module.startswith(CORE):
         raise ValueError(f"names {name}, which is not of the core")
@@ -260,7 +259,6 @@ class LoggedBrain:
         return answer
 
     def _begin_piece(self, at_s: float) -> None:
-        """Its first line."""
         begins: Begins = "facts"
         state = None
         if at_s - self._state_s >= STATE_S:
@@ -270,7 +268,6 @@ class LoggedBrain:
         self._out.write(header(self._facts, self._policy, begins, self._zero_utc_s, state))
 
     def close(self) -> None:
-        """Everything reaches the file."""
         try:
             self._out.close()
         except OSError as error:
@@ -300,14 +297,12 @@ def header(
     zero_utc_s: float | None = None,
     state: object = None,
 ) -> str:
-    """The line that says what all others rest on."""
     start = {"format": FORMAT, "version": VERSION, "begins": begins, "zero_utc_s": zero_utc_s}
     has = {} if state is None else {"state": state}
     return dumps(start | {"policy": encode(policy)} | facts_body(facts) | has) + "\n"
 
 
 def facts_body(facts: FleetFacts) -> dict[str, Any]:
-    """The facts as plain values."""
     return {
         "models": {name: encode(model) for name, model in facts.models.items()},
         "replicas": [[*key, encode(replica)] for key, replica in facts.replicas.items()],
@@ -358,7 +353,6 @@ class LogFiles:
 
     @property
     def full(self) -> bool:
-        """Whether what is written next had better stand in another piece."""
         return self._size >= self._cut_at
 
     def write(self, text: str) -> int:

@@ -33,22 +33,18 @@ def line(at_s: float, event: Event, answer: Sequence[Action]) -> str:
 
 
 def written(answer: Sequence[Action]) -> str:
-    """Actions alone."""
     return f"[{','.join([_WRITERS.get(type(item), _other)(item) for item in answer])}]"
 
 
 def number(value: float) -> str:
-    """A float, exactly."""
     return repr(value) if value.__class__ is float and value - value == 0.0 else dumps(value)
 
 
 def names(blocks: Sequence[int]) -> str:
-    """Block names in one string."""
     return ("%x " * len(blocks) % tuple(blocks))[:-1] if blocks else ""
 
 
 def blocks_of(said: str) -> tuple[int, ...]:
-    """What `names` wrote."""
     return tuple([int(part, 16) for part in said.split()])
 
 

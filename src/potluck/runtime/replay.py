@@ -39,8 +39,6 @@ class LogHead(NamedTuple):
 
 
 class LogEntry(NamedTuple):
-    """What was told and asked for."""
-
     line: int
     at_s: float
     event: Event
@@ -99,8 +97,6 @@ class LogReader:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """How a replay went."""
-
     events: int
     actions: int
     runs: int
@@ -150,7 +146,6 @@ def replay(
 
 
 def read(lines: Iterable[str]) -> Iterator[tuple[float, Event, list[Action]]]:
-    """The events and actions of a log."""
     for entry in LogReader(lines):
         if isinstance(entry, LogEntry):
             yield entry.at_s, entry.event, entry.actions

@@ -161,7 +161,6 @@ class ReplicaModels:
         )
 
     def learn(self, plan: Plan) -> None:
-        """Work out what is new in a plan."""
         self.codecs = codecs_between(plan)
         used = {deployment.template for deployment in plan.deployments}
         for template in plan.repertoire:

@@ -25,7 +25,6 @@ class EngineSetup:
     token_budget: int = CHUNK_TOKENS
     """New tokens of a step; a pipeline has as many in each of its lanes."""
     slots: int = MAX_BATCH
-    """Sequences that have begun."""
     host: EngineHost = DEFAULT_HOST
     """Seconds of a step in which no GPU works."""
     pipelined: bool = True
@@ -39,8 +38,6 @@ PROMPT_ENGINE = EngineSetup(STEP_TOKENS)
 
 @dataclass(frozen=True, slots=True)
 class ResolvedPlan:
-    """A plan with all that its names mean."""
-
     plan: Plan
     models: Mapping[str, Model]
     """By the name that requests use; the plan says in which format their weights are."""

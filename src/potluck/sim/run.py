@@ -79,7 +79,6 @@ def _wrong_requests(world: SimWorld) -> list[str]:
 
 
 def _left_over(world: SimWorld) -> list[str]:
-    """With no request open, nothing may be left anywhere."""
     if world.attempts.open:
         return []
     texts = []
@@ -97,8 +96,6 @@ def _left_over(world: SimWorld) -> list[str]:
 
 
 class WorldOptions(TypedDict, total=False):
-    """What `simulate` and `build` may be given besides."""
-
     settings: SimSettings | None
     planner: Planner | None
     log: IO[str] | None
@@ -148,7 +145,6 @@ def uncollected() -> Iterator[None]:
 def build(
     resolved: ResolvedPlan, workload: Workload, policy: Policy | None = None, **options: Unpack[WorldOptions]
 ) -> SimWorld:
-    """The world before its first event."""
     policy = Policy() if policy is None else policy
     log, mind = options.get("log"), options.get("mind")
     settings = options.get("settings") or SimSettings(tick_s=policy.tick_s)
@@ -207,7 +203,6 @@ def maker(fast_forward: bool = True) -> Make:
 
 
 def result_of(world: SimWorld, seed: int) -> SimResult:
-    """Everything a finished run tells."""
     end_s = max(world.attempts.ended_s, world.workload.last_s)
     cards = [pipe for pipe in world.network.pipes if pipe.kind != "link"]
     counts = {

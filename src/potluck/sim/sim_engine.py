@@ -29,7 +29,6 @@ BUFFER: Final = 1 << 14
 EDGES_S: Floats = LEAST_S * 2.0 ** (np.arange(BINS + 1) / BINS_PER_DOUBLING)
 """Bin i holds gaps from EDGES_S[i] to EDGES_S[i + 1]; what lies outside is in the first or last bin."""
 UPPER_S: Final = [LEAST_S * 2.0 ** ((place + 1) / BINS_PER_DOUBLING) for place in range(BINS)]
-"""Where each bin ends."""
 
 
 class TokenGaps:
@@ -42,14 +41,12 @@ class TokenGaps:
         self.tokens: list[int] = []
 
     def add(self, gap_s: float, tokens: int) -> None:
-        """So many tokens came this long after the one before them."""
         self.gaps_s.append(gap_s)
         self.tokens.append(tokens)
         if len(self.tokens) >= BUFFER:
             self._count()
 
     def filled(self) -> list[tuple[int, int]]:
-        """The bins that hold any, and how many."""
         self._count()
         if self._counts is None:
             return []
@@ -183,7 +180,6 @@ class SimEngine:
         return out
 
     def cancel(self, now_s: float, key: int) -> None:
-        """Forget a request, whatever became of it."""
         self._settle(now_s)
         self.batch.cancel(key)
         self._paused.pop(key, None)
@@ -220,7 +216,6 @@ class SimEngine:
         self._speed = factor
 
     def status(self, now_s: float) -> ReplicaStatus:
-        """What it would report now."""
         done, batch = self._done(now_s), self.batch
         held, free, step_s = batch.held_tokens, 0, self._step_s
         if done is None:
@@ -243,7 +238,6 @@ class SimEngine:
         return self._busy_s if self._end_s == inf else self._busy_s + max(0.0, now_s - self._since_s)
 
     def streamed(self, now_s: float, key: int) -> int:
-        """Output tokens of a request made here so far."""
         self._settle(now_s)
         return self.batch.streamed(key)
 
@@ -266,7 +260,6 @@ class SimEngine:
         self._begin(now_s)
 
     def _begin(self, at_s: float) -> None:
-        """Begin a step by itself."""
         step = self.batch.next_step()
         for key in step.preempted:
             self._out.append((at_s, PREEMPTED, key))
@@ -287,7 +280,6 @@ class SimEngine:
         self._end_s = self.wake_s = at_s + seconds
 
     def _rest(self, at_s: float, step: BatchStep) -> None:
-        """There is nothing to do."""
         self.batch.commit(step)
         self._busy_s += at_s - self._since_s
         self._ahead = self._step = None
@@ -296,7 +288,6 @@ class SimEngine:
         self._end_s = self.wake_s = inf
 
     def _committed(self, step: BatchStep) -> list[Happening]:
-        """A step is done: count it."""
         decodes = step.decodes
         if decodes:
             self.gaps.add(self._step_s, decodes - step.newcomers)

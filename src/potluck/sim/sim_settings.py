@@ -10,8 +10,6 @@ from potluck.core.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class SimSettings:
-    """The switches and delays of a run."""
-
     fast_forward: bool = True
     overlap: bool = True
     """Send KV layer by layer while the prefill runs; otherwise in one piece after it."""

@@ -37,7 +37,6 @@ REFERENCE: Final = 512
 CONTEXTS: Final = sorted({0, *(round(2 ** (i / 4)) for i in range(89))})
 """Mean contexts of decodes at which the timer is asked; beyond the last the line goes on."""
 BEHIND: Final = sorted({0, 1, 16, *(round(2 ** (i / 4)) for i in range(20, 85))})
-"""Contexts of chunks at which the timer is asked."""
 SHARED_BEHIND: Final = [0, 1, *(4**i for i in range(2, 11))]
 COPIES: Final = 16
 """Chunks that share a GPU when it is fully used."""
@@ -142,7 +141,6 @@ class StepTable:
         """q(T) / 2T: seconds of two tokens that see each other"""
 
     def row(self, decodes: int) -> DecodeRow:
-        """Steps of so many decodes and nothing else."""
         decode_row = self.rows.get(decodes)
         return decode_row if decode_row is not None else self._make_rows(decodes)
 
@@ -255,11 +253,8 @@ def _between(grid: list[int], line: Line, at: float) -> float:
 
 
 class StepTimes(Protocol):
-    """What a replica asks about time."""
-
     lanes: int
     rows: dict[int, DecodeRow]
-    """Those made so far."""
 
     def row(self, decodes: int) -> DecodeRow:
         """Steps of so many decodes and nothing else."""

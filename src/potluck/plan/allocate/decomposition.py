@@ -56,8 +56,6 @@ class ModelChoice:
 
 
 class ModelDecomposition:
-    """Choices of every model so far, and the prices that gave the best bound."""
-
     def __init__(self, program: FlowProgram, state: FlowState, deadline: Deadline) -> None:
         self.state, self.deadline = state, deadline
         fleet = replace(
@@ -243,7 +241,6 @@ class ModelDecomposition:
 
 
 def _mix(program: FlowProgram, choices: list[list[ModelChoice]]) -> tuple[list[ModelChoice], Milp]:
-    """One choice for each model, within the nodes there are."""
     every = [(m, choice) for m, group in enumerate(choices) for choice in group]
     models, nodes = len(choices), program.fleet.available.size
     entries: list[tuple[int, int, float]] = []
@@ -269,7 +266,6 @@ def _mix(program: FlowProgram, choices: list[list[ModelChoice]]) -> tuple[list[M
 def cheapest_mix(
     program: FlowProgram, choices: list[list[ModelChoice]], below: float, deadline: Deadline
 ) -> list[ModelChoice] | None:
-    """The cheapest whole mix; None when there is none that costs less than `below`."""
     if not all(choices):
         return None
     every, problem = _mix(program, choices)

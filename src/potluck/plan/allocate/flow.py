@@ -21,7 +21,6 @@ WHOLE = 1e-6
 FIRST = 6
 """Columns per model and region beside those of the relaxation, in the first integer program."""
 TRIES = 4
-"""Integer programs over all columns that matter before giving up."""
 SMALL = 60
 """Columns with which an integer program is soon solved: no need to try a few of them first."""
 MOST_SURVIVORS = 800
@@ -44,7 +43,6 @@ class FlowState:
     counts: dict[ColumnKey, int] | None = None
     infeasible: bool = False
     ready: bool = False
-    """Whether there is a relaxation at cost to go on from."""
 
     @property
     def goal(self) -> float:
@@ -76,7 +74,6 @@ def begun(
     warm: list[ColumnKey],
     starts: list[dict[ColumnKey, int]],
 ) -> FlowState:
-    """The relaxation, and the best of the plans that are known."""
     pricer = Pricer(program)
     state = FlowState(pricer, deadline, gap_target)
     keys = sorted({*pricer.first_keys(), *warm})

@@ -43,8 +43,6 @@ class Milp:
 
 @dataclass(frozen=True, slots=True)
 class MilpResult:
-    """`x` is None when no solution was found; `bound` is -inf when nothing is proven."""
-
     x: Floats | None
     objective: float
     bound: float

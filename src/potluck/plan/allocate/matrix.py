@@ -22,8 +22,6 @@ THETA = 0
 
 @dataclass(frozen=True, slots=True)
 class NumberedBucket:
-    """A bucket of a model, numbered through all models."""
-
     model: int
     bucket: int
     rate_per_s: float
@@ -45,8 +43,6 @@ def bins_of(program: FlowProgram) -> tuple[NumberedBucket, ...]:
 
 @dataclass(slots=True)
 class MatrixEntries:
-    """A growing list of matrix entries, variables and rows."""
-
     row: list[int] = field(default_factory=list)
     column: list[int] = field(default_factory=list)
     value: list[float] = field(default_factory=list)
@@ -260,7 +256,6 @@ class FlowRows:
         )
 
     def counts(self, x: Floats) -> dict[ColumnKey, int]:
-        """n_j > 0 of a solution, running and new together."""
         numbers: dict[ColumnKey, int] = {}
         for variables in (self.new, self.old):
             for key, variable in variables.items():
@@ -269,7 +264,6 @@ class FlowRows:
         return numbers
 
     def read(self, x: Floats) -> tuple[tuple[ColumnShare, ...], tuple[FlowRate, ...]]:
-        """Shares and flows of a solution, without what is nought."""
         shares = tuple(
             ColumnShare(key, self.bins[b].bucket, PHASES[p], float(x[variable]), float(x[variable]) * rate)
             for key, b, p, variable, rate in self.shares

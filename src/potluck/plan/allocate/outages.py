@@ -55,8 +55,6 @@ Attempt = Callable[[FlowProgram, Deadline, dict[ColumnKey, int]], FlowState]
 
 
 class NodeLoss(NamedTuple):
-    """Nodes that go together, or one copy of a column."""
-
     name: str
     shares: tuple[float, ...]
     gone: Outage | None
@@ -73,7 +71,6 @@ class AfterLoss:
 
 
 def losses(program: FlowProgram, keys: Mapping[ColumnKey, float]) -> list[NodeLoss]:
-    """All losses that a plan with these columns must survive."""
     node_losses = [
         NodeLoss(outage.name, shares, outage, None)
         for outage in program.outages
@@ -232,7 +229,6 @@ def broken(
 
 
 def survives(program: FlowProgram, counts: Mapping[ColumnKey, int], theta: float, deadline: Deadline) -> bool:
-    """Whether these copies serve enough after every loss."""
     return not program.guarded or not broken(program, counts, theta, deadline)
 
 
@@ -363,8 +359,6 @@ def solve_guarded(
     warm: list[ColumnKey],
     starts: list[dict[ColumnKey, int]],
 ) -> FlowState:
-    """The cheapest plan that survives its losses, or the proof that there is none."""
-
     def attempt(each: FlowProgram, limit: Deadline, best: dict[ColumnKey, int]) -> FlowState:
         return solve_models(each, limit, gap_target, sorted({*warm, *best}), [best] if best else starts)
 

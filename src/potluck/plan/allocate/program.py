@@ -57,8 +57,6 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class ExtraVariable:
-    """A variable beside counts, shares and flows."""
-
     name: str
     upper: float = 1.0
     whole: bool = True
@@ -70,8 +68,6 @@ class ExtraVariable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CountLimit:
-    """One row over counts."""
-
     name: str
     low: float
     high: float
@@ -106,15 +102,11 @@ class ColumnKey(NamedTuple):
 
 
 class ColumnCount(NamedTuple):
-    """So many copies of a column."""
-
     key: ColumnKey
     copies: int
 
 
 class ColumnPin(NamedTuple):
-    """A person's wish: at least so many copies of a column, or exactly so many."""
-
     key: ColumnKey
     copies: int
     exactly: bool = False
@@ -203,8 +195,6 @@ class ModelColumns:
 
 @dataclass(frozen=True, slots=True)
 class LinkRow:
-    """A directed link between two regions, by index."""
-
     source: int
     target: int
     bits_per_s: float
@@ -218,8 +208,6 @@ class LinkRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlowProgram:
-    """The whole program: buckets, shares, flows and links."""
-
     fleet: NodeSupply
     models: tuple[ModelColumns, ...]
     links: tuple[LinkRow, ...] = ()
@@ -264,7 +252,6 @@ class FlowProgram:
 
     @property
     def guarded(self) -> bool:
-        """Whether some loss must be survived."""
         return any(self.spare) or any(any(outage.shares) for outage in self.outages)
 
     def fixed_usd_per_h(self, counts: Mapping[ColumnKey, int]) -> float:
@@ -281,7 +268,6 @@ class FlowProgram:
         return paid
 
     def fee_usd_per_h(self, key: ColumnKey) -> float:
-        """e_j"""
         fees = self.models[key.group].fees_usd_per_h
         return 0.0 if fees is None else float(fees[key.template, key.region])
 
@@ -317,7 +303,6 @@ def paid_usd_per_h(program: FlowProgram, counts: Mapping[ColumnKey, int]) -> flo
 
 
 def price_of(fleet: NodeSupply, uses: Bytes, region: int) -> float:
-    """p_j: dollars an hour for one copy."""
     return float(uses @ fleet.price_usd_per_h[region])
 
 
@@ -329,7 +314,6 @@ def check_limits(
     shapes: Sequence[tuple[int, int]],
     fleet: tuple[int, int],
 ) -> None:
-    """Raises where tables do not fit the program they are for."""
     for limit in limits:
         if len(limit.copies) != len(shapes) or any(
             table is not None and table.shape != shape

@@ -60,8 +60,6 @@ class Relaxation:
 
 
 class Pricer:
-    """What of pricing does not depend on the duals."""
-
     def __init__(self, program: FlowProgram) -> None:
         self.program = program
         fleet = program.fleet
@@ -342,7 +340,6 @@ def _rows(pricer: Pricer, m: int, prefill: Floats, decode: Floats) -> list[Count
 
 
 def _units(pricer: Pricer, m: int, earned: Floats) -> list[float]:
-    """What a copy earns of those that cost least for it and do not suffice alone."""
     if any(bucket.firm for bucket in pricer.program.models[m].buckets):
         return []
     cost = pricer.uses[m] @ pricer.program.fleet.price_usd_per_h.T

@@ -164,7 +164,6 @@ def _answer(
 
 
 def cost_of(program: FlowProgram, counts: Iterable[tuple[ColumnKey, int]]) -> tuple[float, float]:
-    """Rent that is still to be paid, and that with the initialisation penalty and fees."""
     running, held = dict(program.running), dict(counts)
     rent = cost = 0.0
     for key, count in held.items():
@@ -303,7 +302,6 @@ def _most(
 
 
 def overpinned(program: FlowProgram) -> tuple[str, ...]:
-    """What the pinned copies alone need too much of."""
     fleet = program.fleet
     need = np.zeros(fleet.available.shape, dtype=np.int64)
     rent = 0.0
@@ -351,7 +349,6 @@ def unserved(program: FlowProgram, pricer: Pricer) -> tuple[str, ...]:
 
 
 def _binding(program: FlowProgram, relaxed: Relaxation) -> tuple[str, ...]:
-    """Resources with a price, dearest first by what all of them together are worth."""
     fleet, duals = program.fleet, relaxed.duals
     worth: list[tuple[float, str]] = []
     for r, c in np.argwhere(duals.nodes > 1e-12):

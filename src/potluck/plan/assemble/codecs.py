@@ -41,7 +41,6 @@ Solve = Callable[[PlanningProblem], tuple[ProgramColumns, Allocation]]
 
 
 def levels(problem: PlanningProblem) -> list[int]:
-    """Priorities there are, the highest first."""
     return sorted({ask.terms.priority for ask in problem.asks if ask.rate_per_s > 0}, reverse=True)
 
 
@@ -112,8 +111,6 @@ DIGITS = 6
 
 
 def _at(problem: PlanningProblem, given: Mapping[str, float], mine: list[str]) -> PlanningProblem:
-    """The problem of one level: its own demand, and what those above it were given."""
-
     def at(ask: ModelDemand) -> ModelDemand:
         share = 1.0 if ask.name in mine else given[ask.name]
         firm = ask.name not in mine and share > 0
@@ -210,7 +207,6 @@ def _solved(
 def _put_back(
     program_columns: ProgramColumns, answer: Allocation, deadline: Deadline
 ) -> tuple[ProgramColumns, Allocation]:
-    """The same copies with KV as exact as it may be."""
     problem, best = program_columns.problem, (program_columns, answer)
     names = [ask.name for m, ask in enumerate(problem.asks) if _crosses(program_columns, answer, m)]
     chosen = dict(program_columns.codecs)
@@ -229,7 +225,6 @@ def _put_back(
 
 
 def _crosses(program_columns: ProgramColumns, answer: Allocation, model: int) -> bool:
-    """Whether any of a model's KV is handed over in this plan, within a template or between them."""
     inside = any(
         key.group == model and program_columns.templates[model][key.template].hands_over
         for key, _ in answer.counts

@@ -144,20 +144,16 @@ def crossing_room_s(each: ModelDemand, demand: BucketDemand) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ProgramColumns:
-    """A program and the templates its columns stand for, model by model."""
-
     problem: PlanningProblem
     templates: tuple[tuple[Template, ...], ...]
     program: FlowProgram
     codecs: Mapping[str, Codec] = field(default_factory=dict)
-    """In which each model's KV crosses."""
     fractions: Mapping[str, float] = field(default_factory=dict)
     """Of each model's demand, what the program was asked for, where that is not all."""
     books: RateCaches = field(default_factory=partial(RateCaches, None))
     """What layouts were timed to do."""
 
     def key(self, template: str, region: str) -> ColumnKey | None:
-        """The column of a template in a region, by name."""
         regions = self.program.fleet.regions
         for group, members in enumerate(self.templates):
             for index, member in enumerate(members):
@@ -280,7 +276,6 @@ def _in_codec(
 
 
 def codecs_of(plan: Plan) -> dict[str, Codec]:
-    """In which each model's KV crosses in a plan."""
     result = {t.model: t.codec for t in plan.templates if t.kind in CROSSING and t.hands_over}
     return result | {flow.model: flow.codec for flow in plan.flows}
 
@@ -348,7 +343,6 @@ def plan_of(program_columns: ProgramColumns, allocation: Allocation, strategy: s
 
 
 def egress_usd_per_h(problem: PlanningProblem, plan: Plan) -> float:
-    """What the KV that crosses between regions costs."""
     prices = {(link.source, link.target): link.egress_usd_per_gb for link in problem.links}
     asks, total = {ask.name: ask for ask in problem.asks}, 0.0
     for flow in plan.flows:

@@ -27,7 +27,6 @@ from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.verify import verify
 
 BY_LENGTH = "prfaas"
-"""The strategy whose plans cross by length."""
 
 MORE = 64.0
 """Times the demand that is asked for: more than any plan's copies serve."""
@@ -101,7 +100,6 @@ def _crosses(plan: Plan, model: str) -> bool:
 
 
 def _told_by_length(plan: Plan, model: str) -> bool:
-    """Whether routing has a threshold in it."""
     return planned(offers(plan, "fixed")[model]) is not None
 
 

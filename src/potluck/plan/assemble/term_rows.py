@@ -25,13 +25,10 @@ from potluck.plan.problem import ModelDemand, PlanningProblem
 HOURS_PER_MONTH = 730.0
 INFINITY = float("inf")
 EGRESS, LOSSES, STORAGE, HEADS = "egress", "preemptions", "weights in storage", "head nodes"
-"""What charges are for."""
 
 
 @dataclass(slots=True)
 class TermRows:
-    """Limits and helpers as they are gathered."""
-
     models: int
     limits: list[CountLimit] = field(default_factory=list)
     helpers: list[ExtraVariable] = field(default_factory=list)
@@ -58,7 +55,6 @@ class TermRows:
 def with_terms(
     problem: PlanningProblem, groups: Sequence[Sequence[Template]], program: FlowProgram
 ) -> FlowProgram:
-    """The program with all that is asked of it beside demand."""
     models = tuple(
         replace(
             columns,
@@ -128,7 +124,6 @@ def require_rows(problem: PlanningProblem, strategy: str) -> None:
 
 
 def runs_in(problem: PlanningProblem, ask: ModelDemand, template: Template, region: str) -> bool:
-    """Whether the terms let a template run there."""
     terms = ask.terms
     if not terms.allows(region):
         return False
@@ -240,7 +235,6 @@ def _gpu_of(problem: PlanningProblem, node: str) -> str:
 
 
 def storage_usd_per_h(problem: PlanningProblem, ask: ModelDemand, region: str) -> float:
-    """What a model's weights cost in a region's storage while it runs there."""
     price = next(item.storage_usd_per_gb_month for item in problem.regions if item.name == region)
     return float(weight_bytes(ask.model)) / 1e9 * price / HOURS_PER_MONTH
 
@@ -327,7 +321,6 @@ def charges_of(problem: PlanningProblem, plan: Plan, egress_usd_per_h: float) ->
 
 
 def rent_usd_per_h(problem: PlanningProblem, nodes: Mapping[tuple[str, str], int]) -> float:
-    """What nodes cost, beyond those that are paid for already."""
     offers, total = offers_of(problem), 0.0
     for key, count in nodes.items():
         offer = offers.get(key)

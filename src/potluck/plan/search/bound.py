@@ -65,8 +65,6 @@ GAP = 1e-4
 
 
 class GroupColumn(NamedTuple):
-    """A group in a phase."""
-
     phase: int
     rate: float
     """h r_j"""
@@ -93,8 +91,6 @@ class PlaceLinks(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupColumns:
-    """Columns as arrays."""
-
     phase: Ints
     rate: Floats
     share: Floats
@@ -181,7 +177,6 @@ def _whole(
     links: PlaceLinks | None,
     time_limit_s: float,
 ) -> float:
-    """The bound of the whole program over some columns."""
     count = len(columns)
     j = np.arange(count)
     rows = ProgramRows(2 * count)  # n, then x
@@ -254,7 +249,6 @@ class ProgramRows:
     """Rows in the making: sum of value x column, at most a limit or equal to it."""
 
     size: int
-    """Columns."""
     row: list[Ints] = field(default_factory=list)
     column: list[Ints] = field(default_factory=list)
     value: list[Floats] = field(default_factory=list)
@@ -350,7 +344,6 @@ def class_bound(
 
 
 def groups_of(pool: Pool) -> Iterator[Takes]:
-    """Every group of up to MAX_NODES nodes of the pool."""
     having = [(i, node.gpus) for i, node in enumerate(pool.nodes) if node.gpus]
     for size in range(1, min(MAX_NODES, len(having)) + 1):
         for nodes in combinations(having, size):

@@ -78,8 +78,6 @@ Takes = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class StageTake:
-    """One stage of a configuration."""
-
     node: int
     tp: int
     layers: int
@@ -87,8 +85,6 @@ class StageTake:
 
 @dataclass(frozen=True, slots=True)
 class GroupConfiguration:
-    """The best configuration of a group in a phase, and what it does."""
-
     stages: tuple[StageTake, ...]
     rate_per_s: float
     """Requests a second when it is always busy."""
@@ -97,7 +93,6 @@ class GroupConfiguration:
     service_s: float
     """Prefill: between two prompts. Else TPOT."""
     batch: int
-    """Requests in each stage's batch."""
     attained: float
     """Share within TTFT at the planned utilisation, hand-over taken as a tenth of it."""
 
@@ -132,7 +127,6 @@ class ConfigurationSearch:
         self._ways = self.cuts.ways.tolist()
 
     def best(self, takes: Takes, phase: int) -> GroupConfiguration | None:
-        """The best configuration; None when the group cannot do this phase."""
         key = (takes, phase)
         if key not in self.seen:
             self.seen[key] = self._search(takes, phase)
@@ -204,7 +198,6 @@ def _scratch() -> DeduceScratch:
 
 
 def deducer(pool: Pool, work: PoolWorkload, timing: LayerTiming) -> ConfigurationSearch:
-    """Tables for a pool and a workload, and an empty memory."""
     costs = costs_of(pool, work, timing)
     tables = CostTables(
         costs.batches,

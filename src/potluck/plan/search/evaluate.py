@@ -77,8 +77,6 @@ class Pairing:
 
 @dataclass(frozen=True, slots=True)
 class Orchestration:
-    """How requests are routed."""
-
     pairings: tuple[Pairing, ...]
 
     @property
@@ -166,8 +164,6 @@ PER_NUMBER = ("owner", "rate", "latency_s", "service_s", "attained")
 
 
 class GpuGroup(NamedTuple):
-    """GPUs that serve as one replica."""
-
     takes: Takes
     phase: int
 
@@ -181,8 +177,6 @@ class PoolUse(NamedTuple):
 
 @dataclass(frozen=True, slots=True, order=True)
 class PoolScore:
-    """What a state is worth; compares by `value`."""
-
     value: float
     attainment: float
     """Estimated share of the offered requests that are served within the objective."""
@@ -248,7 +242,6 @@ class PoolEvaluator:
         return self.deducer.best(group.takes, group.phase)
 
     def orchestrated(self, groups: tuple[GpuGroup, ...]) -> Orchestration:
-        """The routing of a state that has a score."""
         sides = self._sides(groups)
         assert sides is not None, "a group cannot do its phase"
         self._run(*sides)
@@ -279,7 +272,6 @@ class PoolEvaluator:
         return shares_of(flow, weight, *_places(groups))
 
     def number(self, group: GpuGroup) -> int:
-        """The group's row in the store."""
         known = self.numbers.get(group)
         if known is None:
             configuration = self.deducer.best(group.takes, group.phase)
@@ -338,7 +330,6 @@ class PoolEvaluator:
 
 
 def _places(groups: tuple[GpuGroup, ...]) -> tuple[list[int], list[int], list[int]]:
-    """Of those that prefill, decode and do both."""
     pre, dec, mix = (
         [i for i, group in enumerate(groups) if group.phase == p] for p in (PREFILL, DECODE, MIXED)
     )
@@ -352,7 +343,6 @@ def _pairs(groups: tuple[GpuGroup, ...]) -> list[tuple[int, int]]:
 
 
 def describe(state: PoolUse, evaluator: PoolEvaluator) -> list[str]:
-    """One line per group: GPUs, phase, stages."""
     pool = evaluator.deducer.pool
     lines = []
     for group in state.groups:

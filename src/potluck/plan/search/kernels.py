@@ -18,8 +18,6 @@ GOODPUT, RATE, LATENCY_S, SERVICE_S, BATCH, SHARE = range(6)
 
 
 class CostTables(NamedTuple):
-    """Costs, and the figures of the work."""
-
     batches: Floats
     prefill: Floats
     decode: Floats
@@ -88,7 +86,6 @@ def fill(count: int, layers: int, scratch: DeduceScratch) -> bool:
 
 @compiled
 def given(count: int, layers: Ints, scratch: DeduceScratch) -> bool:
-    """The split in `layers`, if memory takes it."""
     for s in range(count):
         scratch.held[s] = layers[s]
         if scratch.held[s] > scratch.cap[s]:
@@ -114,7 +111,6 @@ def relieve(count: int, slowest: int, interval_s: float, scratch: DeduceScratch)
 
 @compiled
 def load(phase: int, kinds: Ints, count: int, b: int, tables: CostTables, scratch: DeduceScratch) -> None:
-    """Seconds and room of every stage for a batch."""
     only = 1 if count == 1 else 0
     for s in range(count):
         k = kinds[s]
@@ -591,8 +587,6 @@ class StageCuts(NamedTuple):
 
 
 class StageListing(NamedTuple):
-    """Candidates, one a row: the node, degree and kind of each stage."""
-
     node: Ints
     tp: Ints
     kind: Ints

@@ -139,12 +139,10 @@ def size_of(takes: Takes) -> int:
 
 
 def usable_bytes(pool: Pool, takes: Takes) -> float:
-    """Memory of a group that weights and KV may fill."""
     return sum(count * pool.nodes[node].type.gpu.memory_bytes for node, count in takes) * USABLE_SHARE
 
 
 def joined(parts: Iterable[Takes]) -> Takes:
-    """All GPUs of some groups together."""
     counts: dict[int, int] = {}
     for part in parts:
         for node, count in part:
@@ -153,7 +151,6 @@ def joined(parts: Iterable[Takes]) -> Takes:
 
 
 def make_state(groups: Iterable[GpuGroup], idle: Takes) -> PoolUse:
-    """A state in its canonical form."""
     return PoolUse(tuple(sorted(groups)), idle)
 
 
@@ -165,8 +162,6 @@ EXCHANGE_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class NeighbourMoves:
-    """Random neighbours of states of one pool."""
-
     pool: Pool
     phases: tuple[int, ...]
     model_bytes: float
@@ -210,7 +205,6 @@ def _gpu_bytes(pool: Pool) -> tuple[float, ...]:
 
 
 def flip(moves: NeighbourMoves, state: PoolUse, rng: Random) -> PoolUse | None:
-    """Another phase for one group."""
     if not state.groups or len(moves.phases) < 2:
         return None
     place = rng.randrange(len(state.groups))
@@ -241,7 +235,6 @@ def split(moves: NeighbourMoves, state: PoolUse, rng: Random) -> PoolUse | None:
 
 
 def merge(moves: NeighbourMoves, state: PoolUse, rng: Random) -> PoolUse | None:
-    """One group in place of two."""
     if len(state.groups) < 2:
         return None
     i, j = rng.sample(range(len(state.groups)), 2)
@@ -333,7 +326,6 @@ def _exchanges(moves: NeighbourMoves, state: PoolUse, i: int, j: int) -> Iterato
 
 
 def swap(moves: NeighbourMoves, state: PoolUse, rng: Random) -> PoolUse | None:
-    """Two like nodes in each other's place."""
     return _swapped(state, *rng.choice(moves.alike))
 
 
@@ -362,7 +354,6 @@ def _some(takes: Takes, rng: Random) -> Takes:
 
 
 def without(takes: Takes, part: Takes) -> Takes:
-    """What is left of a group."""
     counts = dict(takes)
     for node, count in part:
         counts[node] -= count

@@ -40,7 +40,6 @@ from potluck.plan.templates.group import Attained, components, group_template, r
 
 
 def replicas_of(pool: Pool, search_result: SearchResult) -> tuple[PlannedReplica, ...]:
-    """One replica per group, in their order."""
     return tuple(
         PlannedReplica(NAMES[group.phase], layout_of(pool, mine))
         for group, mine in zip(search_result.state.groups, search_result.configurations, strict=True)
@@ -84,7 +83,6 @@ def templates_of(
 
 
 def layout_of(pool: Pool, group_configuration: GroupConfiguration) -> Layout:
-    """A configuration as stages on named machines."""
     stages = []
     for stage in group_configuration.stages:
         node = pool.nodes[stage.node]
@@ -127,7 +125,6 @@ def _takes(stages: Sequence[StageTake]) -> Takes:
 Estimate = Callable[[PlannedReplica, PlannedReplica, float], float]
 """(who prefills, who decodes or the same one, requests a second) to the share within the objective."""
 SHORTLIST = 6
-"""States that are tried."""
 
 
 def tried(

@@ -47,8 +47,6 @@ MOST_OTHERS = 20
 
 @dataclass(frozen=True, slots=True)
 class SearchLimits:
-    """How long to search."""
-
     neighbours: int = 30
     """N_neigh: states looked at in a step."""
     memory: int = 40
@@ -63,8 +61,6 @@ class SearchLimits:
 
 @dataclass(frozen=True, slots=True)
 class SearchSettings:
-    """How to search."""
-
     phases: tuple[Role, ...] = ("prefill", "decode", "mixed")
     """THUNDERSERVE knows only the first two."""
     max_group_gpus: int | None = None
@@ -77,8 +73,6 @@ class SearchSettings:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The best way found to use the pool."""
-
     state: PoolUse
     score: PoolScore
     configurations: tuple[GroupConfiguration, ...]
@@ -87,7 +81,6 @@ class SearchResult:
     trace: tuple[tuple[float, float], ...]
     """(seconds since the start, attainment with its tie-break) whenever that rose."""
     evaluated: int
-    """States scored."""
     steps: int
     converged: bool
     """False when a limit ended the search."""
@@ -129,8 +122,6 @@ def search_with(evaluator: PoolEvaluator, settings: SearchSettings | None = None
 
 @dataclass(slots=True)
 class TabuSearch:
-    """A search under way."""
-
     evaluator: PoolEvaluator
     moves: NeighbourMoves
     settings: SearchSettings
@@ -289,8 +280,6 @@ MOST_COMBINATIONS = 3000
 
 @dataclass(frozen=True, slots=True)
 class PoolSurvivors:
-    """What is left after a loss."""
-
     pool: Pool
     kept: tuple[int, ...]
     """Places of the groups that are whole."""
@@ -392,7 +381,6 @@ def _named(answer: SearchResult, left: PoolSurvivors, before: SearchResult) -> S
 
 
 def flipped(before: SearchResult, after: SearchResult) -> tuple[tuple[GroupConfiguration, int, int], ...]:
-    """(configuration, old phase, new phase) of every group that changes its phase."""
     old: dict[tuple[Takes, tuple[StageTake, ...]], list[int]] = {}
     for group, mine in zip(before.state.groups, before.configurations, strict=True):
         old.setdefault((group.takes, mine.stages), []).append(group.phase)

@@ -48,8 +48,6 @@ __all__ = ["Pool", "PoolLinks", "PoolNode", "PoolWorkload", "uniform_pool", "wir
 
 @dataclass(frozen=True, slots=True)
 class PoolWorkload:
-    """One model's requests in their means, and the promise."""
-
     model: Model
     slo: Slo
     input_tokens: int
@@ -210,7 +208,6 @@ class StageCosts:
 
 
 def costs_of(pool: Pool, work: PoolWorkload, timing: LayerTiming) -> StageCosts:
-    """The tables of every node type and tensor-parallel degree in the pool."""
     model = work.model
     batches = _batches(pool, work)
     ids: dict[tuple[object, ...], int] = {}

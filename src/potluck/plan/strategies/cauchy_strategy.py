@@ -52,7 +52,6 @@ def cauchy_co(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
 
 
 def cauchy_mc(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-    """MC-LP: price alone."""
     return _cauchy(factory, settings, "cauchy-mc", lambda price, efficiency: price)
 
 
@@ -85,7 +84,6 @@ def _cauchy(factory: TemplateFactory, settings: SolveSettings, name: str, weight
 
 
 def _served(factory: TemplateFactory) -> Efficiency:
-    """Tokens per dollar as combos are timed."""
     prices = factory.prices
     return lambda ask, template: efficiency_tokens_per_usd(ask, template, prices)
 

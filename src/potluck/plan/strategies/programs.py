@@ -102,7 +102,6 @@ def _whole_nodes(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
 
 
 def _others(factory: TemplateFactory, groups: Mapping[str, list[Template]]) -> dict[str, list[Template]]:
-    """All but pipelines."""
     return {ask.name: [*_whole_nodes(factory, ask), *groups[ask.name]] for ask in factory.problem.asks}
 
 
@@ -145,7 +144,6 @@ PROVEN = 1e-6
 
 
 def rank_of(problem: PlanningProblem, outcome: PlanOutcome) -> tuple[tuple[float, ...], float]:
-    """What is served first, then what it costs."""
     return served(problem, outcome.plan), -outcome.plan.total_usd_per_h
 
 
@@ -215,7 +213,6 @@ def cronus(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
 
 
 def melange(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-    """Aggregated replicas on mixed GPUs."""
     return _over(factory, settings, "melange", TemplateFactory.mixed)
 
 

@@ -46,8 +46,6 @@ def codec_of(
 
 
 class SimHandovers:
-    """All KV on the move, and the only one who moves it."""
-
     def __init__(self, events: EventQueue, network: SimNetwork, overlap: bool = True) -> None:
         self._events = events
         self.network = network
@@ -74,7 +72,6 @@ class SimHandovers:
             self._computing(now_s, hand)
 
     def computed(self, now_s: float, running: SimAttempt) -> None:
-        """The segment's last token is computed."""
         hand = running.hand
         assert hand is not None
         hand.computed_s = now_s
@@ -120,7 +117,6 @@ class SimHandovers:
         return list(handovers.values())
 
     def pipe_due(self, now_s: float, pipe: SharedPipe) -> None:
-        """The agenda says that a pipe has something to tell."""
         if now_s < pipe.due_s:
             return  # an older look; a later one is on the agenda, and following both would double them
         pipe.due_s = inf
@@ -169,7 +165,6 @@ class SimHandovers:
         self.schedule(pipe)
 
     def broken(self, pipe: SharedPipe) -> list[SimAttempt]:
-        """Journeys whose KV is on a pipe."""
         hands = (self._open[key] for key in pipe.keys)
         return [hand.running for hand in hands if isinstance(hand, SimHandover)]
 
@@ -222,7 +217,6 @@ class SimHandovers:
             hand.source.aside_bytes -= hand.size_bytes
 
     def _ask(self, now_s: float, hand: SimHandover) -> None:
-        """Set blocks aside at the receiver, in turn."""
         target = hand.target
         if hand.reserved or hand in target.waiting:
             return

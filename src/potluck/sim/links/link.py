@@ -17,8 +17,6 @@ from potluck.core.errors import InputError
 
 
 class TenantTransfers:
-    """One tenant's transfers on a pipe."""
-
     def __init__(self, weight: float) -> None:
         self.weight = weight
         self.count = 0
@@ -56,7 +54,6 @@ class SharedPipe:
         """W"""
 
     def __len__(self) -> int:
-        """Transfers under way."""
         return len(self._open)
 
     def __contains__(self, key: int) -> bool:
@@ -64,7 +61,6 @@ class SharedPipe:
 
     @property
     def keys(self) -> list[int]:
-        """Transfers under way, oldest first."""
         return list(self._open)
 
     def start(self, now_s: float, key: int, size_bytes: float, tenant: str = "", weight: float = 1.0) -> None:
@@ -119,7 +115,6 @@ class SharedPipe:
         return got
 
     def _next(self) -> tuple[float, str]:
-        """When the next transfer ends, and whose it is."""
         if self.rate_bytes_per_s <= 0:
             return inf, ""
         opened, best_s, first = self._open, inf, ""
@@ -140,7 +135,6 @@ class SharedPipe:
         return self._at_s + best_s, first
 
     def _close(self, key: int) -> None:
-        """It is under way no more."""
         tenant = self._open.pop(key)[2]
         lane = self._lanes[tenant]
         lane.count -= 1
@@ -155,7 +149,6 @@ class SharedPipe:
         self._weight = weight
 
     def set_rate(self, now_s: float, rate_bytes_per_s: float) -> None:
-        """From now on it carries so much."""
         self._advance(now_s)
         self.rate_bytes_per_s = rate_bytes_per_s
 

@@ -70,7 +70,6 @@ class SimNetwork:
         return self.specs[ends].gbps * self.links[ends].rate_bytes_per_s / full
 
     def carries(self, source: str, target: str) -> bool:
-        """Whether there is a link between two regions that carries something at present."""
         pipe = self.links.get((source, target))
         return pipe is not None and pipe.rate_bytes_per_s > 0
 
@@ -163,7 +162,6 @@ class SimNetwork:
 
 
 def near(source: SimReplica, target: SimReplica) -> bool:
-    """Whether two replicas stand on one machine."""
     machines = target.machines
     for machine in source.machines:  # noqa: SIM110 - asked for every hand-over, and `any` makes a generator each time
         if machine in machines:

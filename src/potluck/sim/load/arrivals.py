@@ -119,7 +119,6 @@ def _positive(field: str, value: float) -> None:
 
 
 def draw(rng: np.random.Generator, lengths: Lengths, count: int) -> tuple[Ints, Ints]:
-    """(prompt tokens, output tokens) of `count` requests."""
     if isinstance(lengths, Binned):
         return draw_bins(rng, lengths, count)
     inputs, outputs = rng.spawn(2)

@@ -64,7 +64,6 @@ class RequestLabels:
 
     @property
     def from_origin(self) -> Places:
-        """Of every request."""
         return np.zeros(len(self), dtype=np.int32) if self.origin is None else self.origin
 
     def rows(
@@ -87,7 +86,6 @@ class RequestLabels:
 def same_labels(
     count: int, tenant: str = DEFAULT_TENANT, request_class: str = DEFAULT_CLASS, wait_s: float = np.inf
 ) -> RequestLabels:
-    """The same for all."""
     places = np.zeros(count, dtype=np.int32)
     return RequestLabels((tenant,), places, (request_class,), places, np.full(count, wait_s))
 
@@ -184,13 +182,11 @@ class PrefixBlocks:
         return tuple(self.ids[self.starts[i] : self.starts[i + 1]].tolist())
 
     def rows(self, first: int, last: int) -> list[tuple[int, ...]]:
-        """Those of requests [first, last), or as many as there are."""
         starts = self.starts[first : last + 1].tolist()
         ids = self.ids[starts[0] : starts[-1]].tolist()
         return [tuple(ids[low - starts[0] : high - starts[0]]) for low, high in pairwise(starts)]
 
     def take(self, chosen: Ints) -> PrefixBlocks:
-        """The blocks of the chosen requests, in that order."""
         counts = np.diff(self.starts)[chosen]
         starts = np.concatenate(([0], np.cumsum(counts)))
         within = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
@@ -237,12 +233,10 @@ class Workload:
 
     @property
     def last_s(self) -> float:
-        """When the last request arrives."""
         return float(self.arrival_s[-1]) if len(self) else 0.0
 
     @property
     def span_s(self) -> float:
-        """From the first arrival to the last."""
         return float(self.arrival_s[-1] - self.arrival_s[0]) if len(self) else 0.0
 
     @property
@@ -263,7 +257,6 @@ def workload(
     priority: int = 0,
     blocks: PrefixBlocks | None = None,
 ) -> Workload:
-    """One model's requests."""
     count = len(arrival_s)
     if count and max(int(prompt_tokens.max()), int(output_tokens.max())) > MOST_TOKENS:
         raise InputError("workload: tokens", f"must be at most {MOST_TOKENS:,}")
@@ -448,8 +441,6 @@ WANTED = frozenset({"RequestArrived", "RequestFinished"})
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequests:
-    """What a log tells of its requests."""
-
     workload: Workload
     answered: int
     runs: int
@@ -470,7 +461,6 @@ class _Rows:
 
 
 def from_log(lines: Iterable[str], progress: Callable[[int], None] | None = None) -> RecordedRequests:
-    """The requests of a log, in order of arrival."""
     reader = LogReader(lines, WANTED)
     rows = _Rows()
     places: dict[str, int] = {}

@@ -62,7 +62,6 @@ class CostMeter:
         self._note(at_s)
 
     def up(self, at_s: float, region: str, node: str) -> None:
-        """A node serves for the first time."""
         self._starting[region, node] -= 1
         self._note(at_s)
 

@@ -68,7 +68,6 @@ class LinkUse:
 
 
 def hardware_use(replicas: Sequence[ReplicaRecord], end_s: float) -> tuple[HardwareUse, ...]:
-    """How busy each kind of hardware was."""
     groups: dict[str, list[ReplicaRecord]] = {}
     for replica in replicas:
         groups.setdefault("+".join(sorted(set(replica.nodes))) or "unknown", []).append(replica)
@@ -84,7 +83,6 @@ def hardware_use(replicas: Sequence[ReplicaRecord], end_s: float) -> tuple[Hardw
 
 
 def serving_s(replica: ReplicaRecord, end_s: float) -> float:
-    """From ready to stopped."""
     ready_s = replica.ready_s
     return 0.0 if ready_s is None else max(0.0, min(replica.ended_s(end_s), end_s) - ready_s)
 
@@ -125,15 +123,12 @@ class LatencySpread:
 
 @dataclass(frozen=True, slots=True)
 class OutcomeCounts:
-    """How many requests ended how; `refusals` by reason."""
-
     answered: int
     refused: int
     cancelled: int
     open: int
     refusals: dict[str, int]
     retried: int
-    """Sent more than once."""
     preempted: int
     """Put back at least once for want of memory."""
 
@@ -147,7 +142,6 @@ class ModelSummary:
     outcomes: OutcomeCounts
     rate_per_s: float
     throughput_per_s: float
-    """Answered requests a second."""
     output_tokens_per_s: float
     prompt_tokens: int
     output_tokens: int
@@ -178,8 +172,6 @@ class ModelSummary:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A whole run."""
-
     total: ModelSummary
     models: tuple[ModelSummary, ...]
     start_s: float
@@ -188,7 +180,6 @@ class RunSummary:
     cost_usd: float
     """From `start_s` to `end_s`."""
     cost_usd_per_h: float
-    """On average."""
     output_tokens_per_usd: float | None
     met_per_usd: float | None
     """Requests within their objective for a dollar."""
@@ -250,7 +241,6 @@ def summarise(result: SimResult, warm_up_s: float = 0.0) -> RunSummary:
 def _groups(
     result: SimResult, counted: Mask, verdict: RequestVerdicts, window: _Window
 ) -> tuple[tuple[ModelSummary, ...], tuple[ModelSummary, ...]]:
-    """By tenant, and by class."""
     labels = result.records.labels
     if labels is None:
         return (), ()
@@ -442,8 +432,6 @@ LEVELS = (0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class ScalePart:
-    """One objective, or all at once."""
-
     name: str
     attainment: tuple[float, ...]
     """At each of the scan's scales."""
@@ -453,8 +441,6 @@ class ScalePart:
 
 @dataclass(frozen=True, slots=True)
 class ScaleScan:
-    """Attainment against SLO scale."""
-
     requests: int
     scales: tuple[float, ...]
     levels: tuple[float, ...]

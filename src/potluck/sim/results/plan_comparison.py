@@ -37,8 +37,6 @@ Place = tuple[str, str, int]
 
 @dataclass(frozen=True, slots=True)
 class BucketLengths:
-    """Mean lengths of a bucket's requests."""
-
     prompt_tokens: float
     """Those that are computed."""
     output_tokens: float
@@ -62,8 +60,6 @@ class ValueRange:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaExpectation:
-    """One of a template's replicas in one copy."""
-
     place: Place
     model: str
     rate_per_s: ValueRange
@@ -78,8 +74,6 @@ class ReplicaExpectation:
 
 @dataclass(frozen=True, slots=True)
 class FlowExpectation:
-    """Requests a second from where they are prefilled to where they are decoded."""
-
     model: str
     source: str
     """A region, or a replica of a copy as `template@region/index`."""
@@ -108,8 +102,6 @@ class ModelExpectation:
 
 @dataclass(frozen=True, slots=True)
 class PlanExpectations:
-    """All of it, at the planned demand."""
-
     models: tuple[ModelExpectation, ...]
     replicas: tuple[ReplicaExpectation, ...]
     flows: tuple[FlowExpectation, ...]
@@ -183,7 +175,6 @@ def promises(
 def copy_rates(
     plan: Plan, read: Mapping[str, ModelWeights]
 ) -> dict[tuple[str, str], dict[tuple[Phase, int], tuple[float, float]]]:
-    """Per copy, phase and bucket: requests a second by the program, and by the weights that routing has."""
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for each in plan.deployments:
         counts[each.template, each.region] += each.count
@@ -276,7 +267,6 @@ def busy_span(
     lengths: Mapping[int, BucketLengths],
     side: int,
 ) -> ValueRange:
-    """How busy prompts and answers of each bucket at these rates keep a replica."""
     least = most = alone = 0.0
     for bucket, rates in prompts.items():
         if bucket in lengths:
@@ -328,7 +318,6 @@ def _pair(ends: tuple[str, Place, Place], rate: float) -> FlowExpectation:
 
 
 def _between(plan: Plan, replica_models: ReplicaModels, lengths: MeanLengths) -> dict[tuple[str, str], float]:
-    """Bytes a second over links between regions."""
     values: dict[tuple[str, str], float] = {}
     for flow in plan.flows:
         length = lengths.get((flow.model, flow.bucket))
@@ -420,7 +409,6 @@ def described(each: PlanDeviation) -> tuple[str, str]:
 
 
 def disagreements(plan_deviations: Iterable[PlanDeviation]) -> tuple[PlanDeviation, ...]:
-    """Those to speak of, the worst first."""
     wrong = [each for each in plan_deviations if each.verdict != "agrees"]
     return tuple(sorted(wrong, key=lambda each: each.verdict != "broken"))
 
@@ -438,7 +426,6 @@ def steady(replicas: tuple[ReplicaRecord, ...]) -> bool:
 
 
 def lengths_of(records: RequestRecords, read: Mapping[str, ModelWeights]) -> MeanLengths:
-    """Mean lengths of what came, by model and bucket."""
     lengths: MeanLengths = {}
     for place, name in enumerate(records.models):
         mine = read.get(name)

@@ -49,8 +49,6 @@ Ints = NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True)
 class RequestRecords:
-    """One row per request; see the module's text for every column."""
-
     models: tuple[str, ...]
     arrival_s: Floats
     model: Ints
@@ -75,7 +73,6 @@ class RequestRecords:
         return len(self.arrival_s)
 
     def columns(self) -> dict[str, NDArray[np.generic]]:
-        """Name to column, in the order above."""
         names = [item.name for item in fields(self) if item.name not in ("models", "labels")]
         result = {name: getattr(self, name) for name in names}
         if self.labels is not None:
@@ -85,8 +82,6 @@ class RequestRecords:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRecord:
-    """One replica that ever was in the run."""
-
     id: str
     unit: str
     template: str
@@ -116,7 +111,6 @@ class ReplicaRecord:
 
     @property
     def stood_by(self) -> bool:
-        """Whether it was never more than on standby."""
         return {state for _, state, _ in self.changes} <= {"starting", "standby"} and self.ready_s is None
 
     def ended_s(self, end_s: float) -> float:
@@ -132,7 +126,6 @@ class LinkRecord:
     source: str
     target: str
     kind: str
-    """link, card"""
     gbps: float
     sent_bytes: float
     lost_bytes: float
@@ -165,8 +158,6 @@ class FaultRecord:
 
 @dataclass(frozen=True, slots=True)
 class SimResult:
-    """Everything that a run tells."""
-
     records: RequestRecords
     slos: dict[str, Slo]
     """By model name; a model without one is not in it."""
@@ -180,7 +171,6 @@ class SimResult:
     faults: tuple[FaultRecord, ...] = ()
     notes: tuple[str, ...] = ()
     counts: dict[str, int] = field(default_factory=dict)
-    """How often each kind of event and action came."""
     seed: int = 0
     classes: dict[str, RequestClass] = field(default_factory=dict)
     """What requests of each class were promised, by its name."""
@@ -189,7 +179,6 @@ class SimResult:
 
     @property
     def cost_usd(self) -> float:
-        """What the nodes cost from 0 to `end_s`."""
         total = 0.0
         rates = [*self.cost_rates, (self.end_s, 0.0)]
         for (from_s, usd_per_h), (to_s, _) in pairwise(rates):

@@ -26,7 +26,6 @@ BINS = 200
 ROWS = 64
 """Rows of the heat maps and the timeline; more replicas than that are put together or left out."""
 POINTS = 160
-"""Points of a distribution's curve."""
 MOST_LINKS = 6
 MOST_FAULTS = 200
 
@@ -40,7 +39,6 @@ class LatencyCurve:
     model: str
     points: tuple[tuple[float, float], ...]
     limit_s: float | None = None
-    """The objective, where there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +86,13 @@ class RunSeries:
     utilisation: HeatMap | None
     queue: HeatMap | None
     memory: HeatMap | None
-    """Share of KV blocks in use."""
     links: tuple[PlotLine, ...]
-    """Share of each link's bandwidth."""
     faults: tuple[tuple[float, str], ...]
     more_faults: int
     notes: tuple[str, ...]
 
 
 def series(result: SimResult, bins: int = BINS) -> RunSeries:
-    """Everything that the report plots."""
     records, end_s = result.records, max(result.end_s, 1e-9)
     edges = np.linspace(0.0, end_s, bins + 1)
     verdict = judge(records, result.slos, result.end_s, result.classes)
@@ -230,7 +225,6 @@ def _row_label(members: Sequence[ReplicaRecord]) -> str:
 def _heat_map(
     labels: tuple[str, ...], rows: list[list[int]], values: Floats, there: NDArray[np.bool_]
 ) -> HeatMap:
-    """Means over the members that were there, three digits."""
     cells = []
     for members in rows:
         weight = there[:, members]

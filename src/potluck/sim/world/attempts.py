@@ -22,8 +22,6 @@ from potluck.sim.world.sim_state import SimAttempt, SimHandover, SimReplica
 
 
 class SimAttempts:
-    """All requests that have come and not ended."""
-
     def __init__(self, common: CommonState, tell: Tell) -> None:
         self._events = common.events
         self._handovers = common.handovers
@@ -96,7 +94,6 @@ class SimAttempts:
             self.run(at_s, Run(*action))
 
     def _run(self, at_s: float, action: Run, key: int, request: Request, hedge: bool = False) -> None:
-        """The same for any route, attempt and prompt."""
         _, route, attempt, prompt_tokens, streamed, weight, yields = action
         segments = route.segments
         sites = []
@@ -141,7 +138,6 @@ class SimAttempts:
         self._take_off(at_s, other)
 
     def _begin(self, at_s: float, running: SimAttempt) -> None:
-        """Give the segment under way to its replica."""
         place = running.place
         site, segment, request = running.sites[place], running.segments[place], running.request
         stop, start = segment.stop, segment.start
@@ -245,7 +241,6 @@ class SimAttempts:
         self._tell(at_s, tuple.__new__(RequestFinished, (request.id, running.attempt, tokens)))
 
     def _computed(self, at_s: float, site: SimReplica, running: SimAttempt) -> None:
-        """A segment that hands over is computed."""
         blocks = running.request.blocks
         whole = running.segments[running.place].stop == running.prompt_tokens
         if blocks and whole and running.codec == LOSSLESS:
@@ -286,7 +281,6 @@ class SimAttempts:
         self._tell(at_s, tuple.__new__(SegmentDone, (running.request.id, running.attempt, place)))
 
     def _left(self, at_s: float, site: SimReplica, key: int) -> None:
-        """A request has nothing more to do at a replica."""
         site.attempts.pop(key, None)
         if site.state == "draining" and not site.attempts:
             self._tell(at_s, told.ReplicaDrained(site.id))
@@ -304,7 +298,6 @@ class SimAttempts:
         return streamed
 
     def _take_off(self, at_s: float, running: SimAttempt) -> int:
-        """The same for one journey alone."""
         key = running.key
         self._handovers.drop(at_s, running)
         streamed = running.before_tokens

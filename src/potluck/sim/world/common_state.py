@@ -24,8 +24,6 @@ from potluck.sim.world.sim_state import SimReplica
 
 
 class StatusReports:
-    """Who has news, and the looks at them."""
-
     def __init__(self, events: EventQueue, network: SimNetwork, settings: SimSettings) -> None:
         self._events = events
         self._network = network
@@ -40,7 +38,6 @@ class StatusReports:
         """Reports that did not arrive."""
 
     def touched(self, at_s: float, site: SimReplica) -> None:
-        """A replica has news."""
         if not self.on:
             return
         site.touched = True
@@ -49,12 +46,10 @@ class StatusReports:
             self._plan(at_s)
 
     def link_touched(self, at_s: float) -> None:
-        """A link's bandwidth changed."""
         if self.on and not self._planned:
             self._plan(at_s)
 
     def collect(self, at_s: float, _: object) -> None:
-        """Take the reports of this period; they arrive after the delay."""
         self._planned = False
         events: list[Event] = []
         for site in self._news:
@@ -106,7 +101,6 @@ class StatusReports:
         return events
 
     def _plan(self, at_s: float) -> None:
-        """Look at the end of this period."""
         self._planned = True
         self._events.push((floor(at_s / self._period_s) + 1) * self._period_s, COLLECT, None)
 
@@ -116,8 +110,6 @@ Tell = Callable[[float, Event], None]
 
 
 class CommonState:
-    """One run's givens, and what several parts of the world read and change."""
-
     def __init__(self, replica_models: ReplicaModels, workload: Workload, settings: SimSettings) -> None:
         self.replica_models = replica_models
         self.workload = workload

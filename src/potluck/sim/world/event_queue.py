@@ -36,7 +36,6 @@ Entry = tuple[float, int, int, Any]
 FEW: Final = 64
 """With fewer replicas everything is in the heap."""
 TOGETHER: Final = 32
-"""Entries of a slice, about."""
 SLOWEST_PER_S: Final = 1e-6
 """With fewer requests a second than this there is nothing to gain."""
 LATEST_S: Final = 2.0**40

@@ -102,15 +102,12 @@ class SupplyChange:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Everything that happens to a fleet from outside."""
-
     faults: tuple[Fault, ...] = ()
     random: FaultRates = FaultRates()
     prices: tuple[PriceChange, ...] = ()
     availability: tuple[SupplyChange, ...] = ()
 
     def drawn(self, seed: int, horizon_s: float) -> tuple[Fault, ...]:
-        """The listed faults and those by chance, in order of time."""
         chance = random_faults(self.random, seed, horizon_s)
         return tuple(sorted((*self.faults, *chance), key=lambda fault: fault.at_s))
 
@@ -210,7 +207,6 @@ class ExternalEvents:
         """(region, node) to what there is, where that was ever said."""
 
     def plan(self, faults: Faults, seed: int, horizon_s: float) -> None:
-        """Put everything on the agenda."""
         for fault in faults.drawn(seed, horizon_s):
             ends = (fault.source, fault.target)
             if fault.kind == "link" and fault.pick is None and ends not in self._common.network.links:
@@ -245,7 +241,6 @@ class ExternalEvents:
             self.enforce(at_s, region, node, notice_s)
 
     def regions(self) -> tuple[Region, ...]:
-        """Prices and nodes as they are now."""
         return tuple(
             replace(region, offers=tuple(self._offer(region.name, offer) for offer in region.offers))
             for region in self._common.replica_models.resolved.regions

@@ -40,8 +40,6 @@ STOPPED = 1e12
 
 
 class SimFleet:
-    """All replicas that ever were, and the machines under them."""
-
     def __init__(self, common: CommonState, attempts: SimAttempts, tell: Tell, make: Make) -> None:
         self._common = common
         self._attempts = attempts
@@ -96,7 +94,6 @@ class SimFleet:
             self._tell(at_s, ReplicaDrained(site.id))
 
     def stop(self, at_s: float, action: StopReplica) -> None:
-        """End a replica; whoever is still there fails."""
         site = self._common.sites.get(action.replica)
         if site is not None:
             self._end(at_s, site, "stopped")
@@ -181,13 +178,10 @@ class SimFleet:
 
 @dataclass(frozen=True, slots=True)
 class PlanQuestion:
-    """One question to the planner."""
-
     at_s: float
     rates_per_s: tuple[tuple[str, float], ...]
     """Model to requests a second that a plan is wanted for."""
     regions: tuple[Region, ...]
-    """Prices and nodes as they are now."""
     running: Plan
     """The newest plan with the copies of it that are there and stay."""
     lengths: tuple[SeenLengths, ...] = ()
@@ -224,7 +218,6 @@ class StateSampler:
         self._rows: list[tuple[float, list[tuple[int, int, float, float]], list[float]]] = []
 
     def plan(self) -> None:
-        """Spread the looks evenly over the time in which requests arrive."""
         common = self._common
         count = common.settings.samples
         if count <= 0 or not len(common.workload):

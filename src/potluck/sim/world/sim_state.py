@@ -38,8 +38,6 @@ class SimMachine:
 
 
 class SimReplica:
-    """A replica in its place."""
-
     def __init__(
         self,
         index: int,

@@ -40,8 +40,6 @@ PATIENCE_S: Final = 86400.0
 
 
 class SimWorld(CommonState):
-    """Everything that is simulated. Made for one run."""
-
     def __init__(
         self,
         replica_models: ReplicaModels,
@@ -98,7 +96,6 @@ class SimWorld(CommonState):
         }
 
     def run(self) -> None:
-        """From the first plan to the end of the last request."""
         self.fleet.warm = self.settings.warm
         self.tell(0.0, PlanReceived(self.replica_models.resolved.plan))
         self.fleet.warm = False

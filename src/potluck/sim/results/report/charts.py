@@ -47,7 +47,6 @@ Ticks = Iterable[tuple[float, str]]
 
 
 def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers within a range: steps of 1, 2 or 5 times a power of ten."""
     if not (isfinite(low) and isfinite(high) and high > low):
         return [low]
     raw = (high - low) / max(about, 1)
@@ -66,7 +65,6 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def time_ticks(end_s: float, about: int = 10) -> list[tuple[float, str]]:
-    """Times at round numbers of seconds, minutes, hours or days."""
     steps = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
     if end_s < about:
         return [(at, f"{at:g} s") for at in nice_ticks(0.0, end_s, about)]
@@ -94,7 +92,6 @@ def short(text: str) -> str:
 
 
 def axes(frame: PlotFrame, x_ticks: Ticks, y_ticks: Ticks, y_title: str = "") -> str:
-    """Grid lines, labels and the title of the y axis, which stands above it."""
     parts = []
     right, base = frame.width - frame.right, frame.height - frame.bottom
     left = frame.left
@@ -115,13 +112,11 @@ def axes(frame: PlotFrame, x_ticks: Ticks, y_ticks: Ticks, y_title: str = "") ->
 
 
 def line(frame: PlotFrame, points: Points, name: str) -> str:
-    """A line through the points."""
     path = "L".join(f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in points)
     return f'<path class="line {name}" d="M{path}"/>' if points else ""
 
 
 def area(frame: PlotFrame, points: Points, name: str) -> str:
-    """What lies between a line and the x axis."""
     if not points:
         return ""
     base = frame.height - frame.bottom
@@ -204,12 +199,10 @@ def over_time(
 
 
 def _hover(kind: str, axis: dict[str, float], frame: PlotFrame, more: dict[str, object]) -> dict[str, object]:
-    """What the page's script shows under the pointer."""
     return {"kind": kind} | axis | {"left": frame.left, "right": frame.width - frame.right} | more
 
 
 def cost(edges_s: Sequence[float], paid_usd: Sequence[float], usd_per_h: Sequence[float]) -> str:
-    """Money spent so far, and what an hour costs."""
     half = []
     for values, title, name in ((usd_per_h, "USD an hour", "c1"), (paid_usd, "USD in all", "c0")):
         top = max(values, default=0.0) * 1.08 or 1.0

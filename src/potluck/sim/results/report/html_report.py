@@ -22,12 +22,10 @@ THEME = '<button id="theme" type="button" aria-label="Switch between light and d
 
 
 def html(summary: RunSummary, result: SimResult, title: str = "Potluck simulation") -> str:
-    """The report of a run as one self-contained page."""
     return page(summary, series(result), title)
 
 
 def page(summary: RunSummary, over_time: RunSeries, title: str = "Potluck simulation") -> str:
-    """The same from plain data, wherever it came from."""
     return sheet(
         title,
         f"{_header(summary, title)}\n<main>\n{_tiles(summary)}\n{_models(summary)}\n"
@@ -36,7 +34,6 @@ def page(summary: RunSummary, over_time: RunSeries, title: str = "Potluck simula
 
 
 def sheet(title: str, body: str) -> str:
-    """A page around what is shown, with all that it needs."""
     style, script = (_data(name) for name in ("style.css", "page.js"))
     style = base_css() + style
     return (
