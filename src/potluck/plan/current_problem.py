@@ -2,22 +2,14 @@
 
     K = node initialisation time / cluster adjustment interval
 
-so that a copy that is not there yet costs its price times 1 + K for one interval: what it is paid while it starts,
-spread over the time it is expected to stay.
+so that a copy that is not there yet costs its price times 1 + K for one interval.
 
-What scaling may start beside what a plan deploys: a short list of its strategy's templates, carried with it.
+What scaling may start beside what a plan deploys is a short list of its strategy's templates, made, timed and ranked
+with the plan: those whose nodes are on offer and beside which no other does as much on the same nodes or fewer; for
+every set of node types the best, then the others, as the strategy's program weighs a request a second.
 
-A decision to scale out is made within a tick, so templates are made, timed and ranked with the plan. Of all that the
-strategy chooses from, those stay whose nodes are on offer and beside which no other does as much on the same nodes or
-fewer; of these, for every set of node types the best, then the others, in the order in which the strategy's program
-weighs a request a second (`core.scale.repertoire`). MOST of a model are kept, so that a plan stays small.
-
-Planning with what replicas really take: the pace of a kind of node, as a profile that the planner reads.
-
-    observed step = step of the facts x pace          facts: a measured profile, or the roofline
-
-A pace says how much, not where: so all steps take as much longer. It is believed within bounds, and only where it is
-worth it: facts that are nearly right are used as they are.
+The observed pace of a kind of node makes all steps longer alike (observed step = step of the facts x pace). It is
+believed within bounds, and only where facts are not nearly right.
 """
 
 from __future__ import annotations

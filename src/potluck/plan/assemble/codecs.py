@@ -1,15 +1,11 @@
-"""In which codec KV crosses: the most exact one that costs no more.
+"""In which codec KV crosses: the most exact one that costs no more. And who is served first where not all fits.
 
-Fewer bits on the wire only widen the program, so it is solved with the smallest codec that is allowed, whose bound
-holds for all. Then, with the counts that were found, each model's KV is put back to the most exact codec in which
-these copies still serve as much: a lossy one stays only where it saves nodes, or serves what could not be served.
+The program is solved with the smallest codec that is allowed, whose bound holds for all. Then, with the counts that
+were found, each model's KV is put back to the most exact codec in which these copies still serve as much.
 
-Where not all demand fits: models of a higher priority first, each level as much as the ones above it leave.
-
-Level by level, the largest fraction of its models' demand is asked for, while what the levels above were given must
-be met whole (`Demand.firm`) and the levels below are asked for nothing. Models of one level share alike, as all do
-where none has a priority. But where that leaves nothing to any of them, since not even a copy of each fits, they come
-one after another, those whose first copy costs least before others: what can be served is.
+Level by level of priority, the largest fraction of its models' demand is asked for, while what the levels above were
+given must be met whole (`Demand.firm`). Models of one level share alike; where not even a copy of each fits, they
+come one after another, those whose first copy costs least before others.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """Spread requests over a plan's copies so that none is busier than it must be.
 
-The program only asks that demand is met within the headroom, so where copies have time to spare, one may be full and
-another idle; at equal cost it does not care. A burst does. Here counts are fixed and, model by model, the most that
-its copies could serve is asked for: the largest t such that t times every bucket's demand fits, a linear program. Its
-shares, divided by t, serve the planned demand with every bottleneck equally far from full.
+Counts are fixed and, model by model, the largest t is found such that t times every bucket's demand fits, a linear
+program. Its shares, divided by t, serve the planned demand with every bottleneck equally far from full.
 
-PrfaaS sends long prompts to another region and keeps short ones (its 3.3). The program does not care which of them
-cross, and the threshold that decides at run time could not carry out what it happens to choose. So of a plan of
-that strategy every length is tried as the threshold, and the one with the largest t is taken (equation 7: where both
-sides are equally full); where none serves the demand, or length cannot tell, the plan stays as it is.
+PrfaaS sends long prompts to another region and keeps short ones (its 3.3). So of a plan of that strategy every length
+is tried as the threshold, and the one with the largest t is taken (equation 7); where none serves the demand, or
+length cannot tell, the plan stays as it is.
 """
 
 from __future__ import annotations

@@ -2,45 +2,35 @@
 
 Columns j are groups with a phase and their deduced configuration, at rate r_j; h is the planned utilisation:
 
-Maximise    sum_{j prefill} D_j x_j + sum_{j mixed} D_j x_j Rows        time_j     x_j <= h r_j n_j
-            decode     sum_{j prefill} x_j <= sum_{j decode} x_j
-            offered    sum_{j not decode} x_j <= R
-            gpus_v     sum_j U_jv n_j <= G_v
-            n_j        whole and not negative
+    maximise   sum_{j prefill} D_j x_j + sum_{j mixed} D_j x_j
+    time_j     x_j <= h r_j n_j                  n_j whole and not negative
+    decode     sum_{j prefill} x_j <= sum_{j decode} x_j
+    offered    sum_{j not decode} x_j <= R
+    gpus_v     sum_j U_jv n_j <= G_v
 
 and, between nodes a and b of the pool, with s_ja the layers that j keeps on a and F_ab layers of KV a second:
 
-            out_a      sum_{j prefill} s_ja x_j = sum_b F_ab
-            in_b       sum_{j decode} s_jb x_j = sum_a F_ab
-            F_ab       <= bandwidth_ab / bytes of a layer, a != b
+    out_a      sum_{j prefill} s_ja x_j = sum_b F_ab
+    in_b       sum_{j decode} s_jb x_j = sum_a F_ab
+    F_ab       <= bandwidth_ab / bytes of a layer, a != b
 
 D_j is the attainment with KV that takes no time, and which prefill feeds which decode is free, so no state of the
-search is worth more. Both bounds know groups of up to `MAX_NODES` nodes, as the search does.
+search is worth more. `exact_bound` has a column for every group of the pool's own nodes. `class_bound` is for larger
+pools: inside groups all links are the pool's best, and like nodes are one class that groups draw parts from; a and b
+above are then classes, with all bandwidth between their nodes. KV within a class is free. Further rows:
 
-`exact_bound` has a column for every group of the pool's own nodes (17,695 groups on 32 GPUs). `class_bound` is for
-pools beyond that: inside groups all links are the pool's best, and like nodes are one class that groups draw parts
-from; a and b above are then classes, with all bandwidth between their nodes, and
+    into_ab    F_ab <= most bandwidth from a to one node of b x parts of decoders in b;  out_ab likewise
+    fit_k      sum_j n_j sum_{parts p of j} u_k(p) <= N,     k = 1 ... C/2       N nodes of C GPUs in a class
+    u_k(p)     1 if p > C - k,  p/C if k <= p <= C - k,  else 0
 
-            into_ab    F_ab <= most bandwidth from a to one node of b x parts of decoders in b;  out_ab likewise
+fit_k holds since no node has room for parts whose u_k add up to more than 1 (Martello and Toth's bound).
 
-KV within a class is free, since it may stay in a node. That the parts of whole groups must fit into the class's N
-nodes of C GPUs each gives rows
-
-            fit_k      sum_j n_j sum_{parts p of j} u_k(p) <= N,     k = 1 ... C/2
-            u_k(p)     1 if p > C - k,  p/C if k <= p <= C - k,  else 0
-
-whose first one is gpus; each holds since no node has room for parts whose u_k add up to more than 1 (Martello and
-Toth's bound for bin packing). `bound_program` solves both.
-
-The program behind `plan.search.bound`, which has it with its letters: relaxed first, then whole.
-
-With n in fractions a column that is not fully used only wastes GPUs, so x_j = h r_j n_j and the rows are few. Its
-dual prices y say what a whole copy of column j costs of the relaxed value U at least:
+Relaxed first: x_j = h r_j n_j, and dual prices y say what a whole copy of column j costs of the value U at least:
 
     loss_j = sum_v y_v U_jv - h r_j max(0, D_j - y_decode - y_offered)        decoders: y_decode in the brackets
 
-So nothing better than a known value has a column whose loss is above the distance from U. Of the columns left, the
-`MOST_COLUMNS` of least loss form the whole program; what uses any other is worth at most U less its loss.
+Of the columns whose loss is not above the distance from U, the `MOST_COLUMNS` of least loss form the whole program;
+what uses any other is worth at most U less its loss.
 """
 
 from __future__ import annotations

@@ -1,39 +1,28 @@
 """How good a way to use the pool is: estimated SLO attainment, thousands of times a second.
 
 A state says which groups of GPUs there are and which phase each does. Its parallel configurations come from `deduce`,
-once per (group, phase). What is left is the orchestration (`orchestrate` has it with its letters):
+once per (group, phase). What is left is which prefill replica feeds which decode replica: THUNDERSERVE's two-stage
+transportation problem.
 
-    attainment = max over flows of  sum_ij f_ij D_ij + sum_k g_k D_k,  over the offered rate
+    i, j, k    prefill, decode and mixed replicas;  (a, b)  links between nodes;  R  the offered rate
+    D_ij, D_k  share of requests within the objective when i prefills and j decodes, or k does both
+    P, Q, C    requests a second that a replica is planned to take
+    s_ij,ab    seconds that one request from i to j keeps the link (a, b) busy
 
-within every replica's planned share h of its rate, the links' bandwidth and the offered rate. D_ij is the share of
-requests within TTFT when i prefills and j decodes:
+    maximise   sum_ij D_ij f_ij + sum_k D_k g_k
+    prefill_i  sum_j f_ij <= P_i
+    decode_j   sum_i f_ij <= Q_j
+    mixed_k    g_k <= C_k
+    offered    sum_ij f_ij + sum_k g_k <= R
+    link_ab    sum_ij s_ij,ab f_ij <= 1
 
     D_ij = P(W_i <= TTFT - T_i - KV_ij)        W_i: the wait at i, see `deduce`
     KV_ij = max over links (a, b) of  alpha_ab + bytes_ab / beta_ab
 
-where bytes_ab are the layers that i keeps on node a and j on node b, through the codec. So two pipelines that cut the
-model alike over the same two nodes hand everything over inside the nodes. The KV goes in one piece after the prefill,
-as in THUNDERSERVE's equation 1. TPOT is kept by every decoding configuration.
-
-What two states attain alike is told apart by the rate that they would attain if more were offered.
-
-Which prefill replica feeds which decode replica: THUNDERSERVE's two-stage transportation problem.
-
-Sets        i  prefill replicas    j  decode replicas    k  mixed replicas    (a, b)  links between nodes Given
-D_ij  share of requests within the objective when i prefills and j decodes;  D_k  likewise
-            P_i, Q_j, C_k  requests a second that a replica is planned to take
-            s_ij,ab  seconds that one request from i to j keeps the link (a, b) busy;  R  the offered rate
-
-Maximise    sum_ij D_ij f_ij + sum_k D_k g_k Rows        prefill_i   sum_j f_ij <= P_i
-            decode_j    sum_i f_ij <= Q_j
-            mixed_k     g_k <= C_k
-            offered     sum_ij f_ij + sum_k g_k <= R
-            link_ab     sum_ij s_ij,ab f_ij <= 1
-
-The paper's own X_i (share of requests that i prefills) and Y_ij (share of i's that j decodes) are f_ij = R X_i Y_ij;
-as printed it has no capacities, and would send everything to the best pair. No right-hand side is negative, so f = 0
-is feasible and a primal simplex on a condensed tableau needs no first phase. Links are thick enough in most states,
-so their rows are added only when an answer overloads one, and it is solved again.
+bytes_ab are the layers that i keeps on node a and j on node b, through the codec; they go in one piece after the
+prefill, as in THUNDERSERVE's equation 1. What two states attain alike is told apart by the rate that they would
+attain if more were offered. The paper's X_i and Y_ij are f_ij = R X_i Y_ij; as printed it has no capacities. f = 0 is
+feasible, so a primal simplex needs no first phase; rows of links are added only when an answer overloads one.
 """
 
 from __future__ import annotations

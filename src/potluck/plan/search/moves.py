@@ -1,9 +1,8 @@
 """THUNDERSERVE's four ways from a state to a neighbour: flip a phase, split a group, merge two, move GPUs.
 
-A fifth, `swap`, exchanges two nodes that differ only in their links, everywhere at once: which groups there are and
-where they lie are two questions, and to move one group's GPUs at a time passes through bad states between two good
-answers to the second. GPUs in no group can be moved into one, or made into one, and the other way round. A neighbour
-one of whose new groups has less memory than the weights need is dropped before anything else is asked about it.
+A fifth, `swap`, exchanges two nodes that differ only in their links, everywhere at once. GPUs in no group can be
+moved into one, or made into one, and the other way round. A neighbour one of whose new groups has less memory than
+the weights need is dropped at once.
 """
 
 from __future__ import annotations

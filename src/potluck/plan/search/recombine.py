@@ -1,15 +1,16 @@
 """A start made of the best groups that walks have come across, by an integer program.
 
 Columns j are (group, phase)s that were deduced; w_j is the goodput of one (for a decoder: its rate), times the
-planned utilisation, with KV that takes no time over links without limit; the walk that follows sees them.
+planned utilisation, with KV that takes no time.
 
-Maximise    F + sum_{j mixed} w_j n_j Rows        prefill    F <= sum_{j prefill} w_j n_j
-            decode     F <= sum_{j decode} w_j n_j
-            offered    F + sum_{j mixed} w_j n_j <= R
-            gpus_v     sum_j U_jv n_j <= G_v            n_j whole
+    maximise   F + sum_{j mixed} w_j n_j                n_j whole
+    prefill    F <= sum_{j prefill} w_j n_j
+    decode     F <= sum_{j decode} w_j n_j
+    offered    F + sum_{j mixed} w_j n_j <= R
+    gpus_v     sum_j U_jv n_j <= G_v
 
 First with n in fractions: a column whose reduced cost would bring the bound below what is already there cannot be
-part of anything better (within these columns); of the rest the `MOST_COLUMNS` nearest are taken whole.
+part of anything better; of the rest the `MOST_COLUMNS` nearest are taken whole.
 """
 
 from __future__ import annotations

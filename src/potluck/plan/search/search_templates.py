@@ -1,20 +1,12 @@
 """What the search found, in the planner's words: templates of the kind `group` on named machines.
 
-Groups that share a machine or hand KV to one another become one template of whole machines (`templates.group`).
-They are timed again by `replica_rates`, bucket by bucket, so a template promises what `verify` finds; what the
-search itself expects, for mean lengths, is in `SearchResult`.
+Groups that share a machine or hand KV to one another become one template of whole machines (`templates.group`), timed
+again by `replica_rates`, bucket by bucket.
 
-D_ij by trying each pair of replicas, in place of the closed form: the orchestration as THUNDERSERVE prints it.
-
-The closed form (`evaluate`) knows the wait for a prefill and the time of a hand-over on idle links, and takes for
-granted that a decoding replica keeps its pace. A trial of the pair knows what its queue, links and batches do with
-real arrivals and lengths, but takes a good part of a second where the form takes a microsecond. So the search
-itself goes by the form; of the states that it ends with, the best few that differ are weighed again with
-
-    D_ij   the share of requests within the objective when i prefills and j decodes, at the rate
-           min(h P_i, h Q_j, R) at which the pair would be used;      D_k  likewise, of a replica that does both
-
-and routed anew over the same rows. What tries a pair is handed in (`Estimate`): planning knows no simulator.
+D_ij can also be had by trying each pair of replicas, as THUNDERSERVE prints it. A trial knows what queues, links and
+batches do with real arrivals and lengths, but takes a good part of a second. So the search goes by the closed form
+(`evaluate`); of the states that it ends with, the best few that differ are weighed again with trials at the rate
+min(h P_i, h Q_j, R), and routed anew. What tries a pair is handed in (`Estimate`): planning knows no simulator.
 """
 
 from __future__ import annotations

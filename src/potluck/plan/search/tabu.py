@@ -1,11 +1,10 @@
 """Tabu search over groups and phases (THUNDERSERVE's algorithm 1), with restarts and a climb after each walk.
 
-From a start, every step looks at some random neighbours and goes to the best that is not tabu, better or not. A
-walk that has not improved on its own best for `patience` steps ends; from that best on, all single moves are tried
-until none betters it (`_climb`): a walk sees too few neighbours to find the last ones. The next walk starts from
-clusters, from even shares of every kind of node, from the best state found, shaken, or from the best mixture of
-the groups seen so far (`recombine`). The search has converged when `walks` walks in a row have brought nothing. The
-random numbers come from a seed, so the same limits in steps give the same answer; the clock can only cut it short.
+Every step looks at some random neighbours and goes to the best that is not tabu, better or not. A walk that has not
+improved on its own best for `patience` steps ends; from that best on, all single moves are tried until none betters
+it (`_climb`). The next walk starts from clusters, even shares of every kind of node, the best state, shaken, or the
+best mixture of the groups seen so far (`recombine`). The search has converged when `walks` walks in a row have
+brought nothing. Random numbers come from a seed; the clock can only cut the search short.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
-"""What the search is given: GPUs on nodes with the bandwidth between them (`core.pool`), and the work.
+"""What the search is given: GPUs on nodes with the bandwidth between them (`core.pool`), the work, and costs of
+stages.
 
-GPUs of one node are alike and linked alike, so a group of GPUs is how many it takes of which node.
-
-What a stage costs: seconds per layer and beside the layers, and how many layers its memory takes.
-
-A stage of l layers on tp GPUs of a node takes l·a(B) + r(B) seconds for a step of B requests. The search asks
-for these a million times, so they are tables: one row per (GPU type and links, tp), one column per batch B.
+A stage of l layers on tp GPUs of a node takes l·a(B) + r(B) seconds for a step of B requests. These are tables: one
+row per (GPU type and links, tp), one column per batch B.
 
     prefill   one prompt
     decode    B requests that are on average half done
     mixed     B decodes with the c = B·L/O prompt tokens that keep them coming, at most `CHUNK_TOKENS`; and
               beside it the first-token tables: a whole prompt in such chunks among B decodes
 
-Every stage is charged the output head and the larger of embedding and head, since which one is first or last
-is decided later (the same safe side as `plan.timing.stage_rates`); so a stage's cost does not depend on its place.
+Every stage is charged the output head and the larger of embedding and head, so that its cost does not depend on its
+place (as in `plan.timing.stage_rates`).
 """
 
 from __future__ import annotations

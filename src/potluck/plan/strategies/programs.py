@@ -29,11 +29,10 @@ from potluck.plan.strategies.template_factory import (
 def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """Everything at once, and never worse than any one strategy.
 
-    The program over all columns is solved first, and again with those for which there was no time, where some is
-    left. Where that leaves no doubt, no strategy can do better: their columns are among these. Else each of them is
-    tried, the best of their plans is where the program begins again, and what it ends with serves no less and costs
-    no more. Groups of machines are columns where the pool is written down. A small fleet without one is searched as
-    well, but what that finds stands apart: it is taken only when it is better than the plan without it.
+    The program over all columns is solved first, and again with those for which there was no time. Where that leaves
+    no doubt, no strategy can do better. Else each of them is tried, and the best of their plans is where the program
+    begins again. Groups of machines are columns where the pool is written down; a small fleet without one is searched
+    as well, and what that finds is taken only when it is better than the plan without it.
     """
     problem = factory.problem
     pooled = worth_searching(problem)

@@ -1,14 +1,10 @@
-"""Weights in one of several formats, where the spec allows them: which one is chosen with the plan.
+"""Weights in one of several formats, and how far a request may travel: both chosen with the plan.
 
-All replicas of a model share a format. Any two of them may come to hand KV to each other (flows, flips, prefixes
-that are lent, requests that outlive a machine), and where a request was sent should not change its answer. So for
-every combination of the models' formats the strategy is asked for a plan, and the best is taken: most served, then
-cheapest, then the format that the spec names first.
+All replicas of a model share a format: any two may come to hand KV to each other. For every combination of the
+models' formats the strategy is asked for a plan, and the best is taken: most served, then cheapest, then the format
+that the spec names first.
 
-Users have places: how far a request may travel is chosen with the plan.
-
-A request's way to a region and back counts in its TTFT, and nobody knows which region it is sent to; so a model that
-runs in some regions must make its first tokens within what the farthest of its users leave of the objective. For each
+A request's way to a region and back counts in its TTFT, and nobody knows which region it is sent to. For each
 distance d that some region is at: only regions within d, and TTFT shorter by d. The best of these plans is taken.
 Several models have one d each: the largest of their own that is no farther than the d at hand.
 """

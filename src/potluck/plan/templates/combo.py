@@ -5,21 +5,15 @@ A combo is a closed group: it serves what the slowest of its two sides and their
     C_b = min(n_p P_b, n_d Q_b, u G_p / (h kv_b), u G_d / (h kv_b))
 
 G are the bits a second of each side's cards, u how busy they may be so that KV is there in time (`network_cards`;
-CAUCHY's equations 17 and 18), h the share of time that the program plans with. Of the two directions of a pair of
-types the one with the higher cost efficiency (tokens per dollar) is kept, as the paper does; aggregated replicas
-(one type, both phases) are combos too.
+equations 17 and 18), h the share of time that the program plans with. Of the two directions of a pair of types the
+one with the higher cost efficiency (tokens per dollar) is kept; aggregated replicas are combos too.
 
-CAUCHY's combos as the paper counts them: in GPUs, <2 x H800, 4 x H20>, for pairs of types ranked by equation 15.
-
-*Ranking* (3.3.1). A pair's cost efficiency is equation 15 of `perf.timers.cauchy` with the demand's mean lengths,
-the price of one GPU of a node, and the batch that the decoding GPUs run at. Of the two directions of a pair the
-better one is kept, and the SHORTLIST best pairs whose sides keep the objective are candidates. A model that the
-closed form does not cover is ranked by what its combos are seen to serve per dollar.
-
-*Counts.* One or two units of GPUs prefill for one to six that decode (1:1 to 2:6), a unit being as many GPUs as the
-model needs on that node. GPUs of one phase are one tensor-parallel instance, as far as a node and the model allow.
-Nodes are rented whole, so a template is as many combos as fill its nodes; two sides that fit one node share it,
-and their KV uses no network card.
+The paper counts combos in GPUs, <2 x H800, 4 x H20>. *Ranking* (3.3.1): a pair's cost efficiency is equation 15 of
+`perf.timers.cauchy` with the demand's mean lengths; the SHORTLIST best pairs whose sides keep the objective are
+candidates. A model that the closed form does not cover is ranked by what its combos are seen to serve per dollar.
+*Counts*: one or two units of GPUs prefill for one to six that decode, a unit being as many GPUs as the model needs on
+that node. Nodes are rented whole, so a template is as many combos as fill its nodes; two sides that fit one node
+share it, and their KV uses no network card.
 """
 
 from __future__ import annotations

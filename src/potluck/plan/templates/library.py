@@ -1,8 +1,7 @@
 """Pipeline templates kept on disk, so that planning again loads them in milliseconds.
 
-Two kinds of file, each named by a hash of everything its content depends on: the stage rates (model, node
-types, objective, lengths, calibration, the source of `perf`) and the templates (stage rates, node memory,
-limits, the source of this package's search). `timing/rate_cache.py` says how files are kept.
+Stage rates and templates each have a file, named by a hash of everything its content depends on
+(`timing/rate_cache.py`).
 """
 
 from __future__ import annotations

@@ -1,20 +1,14 @@
 """All pipelines that a model's libraries hold, and which of them are worth timing at given prices.
 
-A library says of every placement what it does in one bucket of lengths and one phase. That is enough to price it:
-what its nodes cost, less what its time would earn at the duals of the program so far. Only those that might earn more
-than they cost are timed stage by stage, and become templates.
+A library says of every placement what it does in one bucket of lengths and one phase (`pipeline`). That is enough to
+price it; only those that might earn more than they cost are timed stage by stage, and become templates.
 
     reduced_e = cost_er - h q P_e pi_br        cost: its nodes and all that is asked (`grow`)
                                                q: how much better pipelines prove than libraries say
 
-Libraries are on the safe side (`timing.stage_rates`), so q is the largest ratio seen among those that were timed.
-
-Pipelines as columns: the libraries of a model by the plan's own rule, and placements of them as templates.
-
-Every bucket of lengths has libraries of its own (`pipeline`), exact for its mean lengths by the rule that templates
-are timed by: what one drops is no better than its parts, for that bucket. The first gives every stage the same time;
-others give each of several stages more, for pipelines of unlike nodes, and whether the whole is in time is seen when
-it is timed. `PlacementTable` says which of all these are. Single nodes are left to `homogeneous`.
+Libraries are on the safe side (`timing.stage_rates`), so q is the largest ratio seen among those that were timed. The
+first library gives every stage the same time; others give each of several stages more, for pipelines of unlike nodes.
+Single nodes are left to `homogeneous`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Machines by name: which there are, the links between them, and how long a layout on them takes.
 
-A problem with a pool names its machines. Otherwise `region/type/number` stands for each that a region has, with
-the smaller of two network cards between them. Groups of machines never span regions, as no template does: a
-pool is searched region by region.
+A problem with a pool names its machines. Otherwise `region/type/number` stands for each that a region has, with the
+smaller of two network cards between them. Groups of machines never span regions.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """What layouts were timed to do for a model: looked up where it is known, kept on disk for the next plan.
 
-Templates of many kinds are of the same few layouts: a combo of two and six nodes is timed by one of each. And a plan
-is made again for another rate, price or number of nodes, of which a layout's rates know nothing. So every layout is
-timed once, by itself, and what several do together is worked out from that. A book is named by all that times follow
-from (`header`): the model, node types, objective and lengths, and the code and data that time them.
+Every layout is timed once, by itself; what several do together is worked out from that. A cache is named by all that
+times follow from (`header`): model, node types, objective, lengths, and the code and data that time them.
 """
 
 from __future__ import annotations

@@ -1,32 +1,23 @@
 """How many tokens a second a node gives as one stage of a pipeline: CORAL's T̂_j(g), for every j and S.
 
-A stage of j layers on node type g, one of S stages that share a latency budget of ℓ seconds, runs steps of B
-requests (one new token each when it decodes, a whole prompt each when it prefills):
+A stage of j layers on node type g, one of S stages that share a latency budget of ℓ seconds, runs steps of B requests
+(one new token each when it decodes, a whole prompt each when it prefills):
 
     τ_j(B) = j·a(B) + c(B)          seconds of a step: a is the mean over the model's layers, c the rest
     λ_j(B) = τ_j(B) + 2·w(B)        with the hand-overs to and from its neighbours; w = 0 when S = 1
     T̂_j(g) = max B·t / τ_j(B)       over B with λ_j(B) ≤ ℓ/S and S·B·j·m ≤ room for KV beside j layers
 
-where t is the tokens of one request in a step (1, or the prompt) and m the KV bytes of one request and layer.
-A pipeline keeps S batches in flight, so a stage holds the KV of S·B requests. The rest is on the safe side,
-so that what a template promises holds for every order of its stages and every choice of neighbours:
+where t is the tokens of one request in a step (1, or the prompt) and m the KV bytes of one request and layer. A
+pipeline keeps S batches in flight. What a template promises must hold for every order of its stages, so:
 
-- c(B), the head's product and the time between steps, is charged to every stage, though only the last one has
-  the head: a stage does not know whether it will be the last. Exact when S = 1; a layer or so too much else.
-- Likewise every stage keeps room for the embedding or the head, whichever is larger (both when S = 1).
-- w(B) is the hand-over through the node's own card. One between unlike nodes takes the time of the slower
-  card, which is at most the sum of the two, and each end pays its part.
+- c(B), with the head's product, is charged to every stage, and each keeps room for the embedding or the head,
+  whichever is larger. Exact when S = 1; a layer or so too much else.
+- w(B) is the hand-over through the node's own card; each end pays its part.
 
-That is CORAL's rule. A plan asks for more (`BucketRule`): prompts are computed one by one and wait for others, some
-of TTFT is kept for handing KV over, the longest prompt of a bucket must be in time too, and KV does not fill all its
-room. A library that is to lose nothing in a plan must compare nodes by that, or single nodes that are a little too
-slow for the plan make the pipelines of them look superfluous.
-
-All GPUs of a node are one tensor-parallel group. Where the model's heads do not allow that, the node carries
-several copies of its stage, each on the largest group that is allowed; they share the card and add up.
-
-T̂ does not increase in j: more layers make each step longer and leave fewer steps to choose from. It is kept
-in whole hundredths of a token a second, so that comparing two placements leaves no doubt of rounding.
+That is CORAL's rule. A plan asks for more (`BucketRule`): prompts wait for others, some of TTFT is kept for handing
+KV over, the longest prompt of a bucket must be in time too, and KV does not fill all its room. All GPUs of a node are
+one tensor-parallel group; where the model's heads do not allow that, the node carries several copies of its stage. T̂
+does not increase in j. It is kept in whole hundredths of a token a second, so that comparisons do not round.
 """
 
 from __future__ import annotations
