@@ -7,47 +7,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from potluck.core.brain.brain import Brain
-from potluck.core.state.actions import (
-    Abort,
-    Action,
-    DrainReplica,
-    FlipReplica,
-    QueryAttempt,
-    Refuse,
-    Run,
-    StartReplica,
-    StopReplica,
-)
-from potluck.core.state.events import (
-    AttemptFailed,
-    AttemptRunning,
-    Event,
-    FailureKind,
-    FirstToken,
-    PlanReceived,
-    ReplicaDrained,
-    ReplicaLost,
-    ReplicaReady,
-    RequestArrived,
-    RequestFinished,
-    SegmentDone,
-)
+from potluck.core.state import actions as act
+from potluck.core.state import events as told
 from potluck.core.state.facts import FleetFacts, ModelFacts, ReplicaFacts, SplitFacts
 from potluck.core.state.policy import Policy
+from potluck.core.values import plan as plans
 from potluck.core.values.layout import single
-from potluck.core.values.plan import (
-    BucketCapacity,
-    Deployment,
-    LengthBucket,
-    NodeCount,
-    Plan,
-    PlannedFlow,
-    PlannedReplica,
-    PlannedShare,
-    ReplicaSpec,
-    Template,
-    TemplateKind,
-)
 from potluck.core.values.types import Request, Role
 
 Phase = Literal["closed", "prefill", "decode"]
@@ -59,41 +24,41 @@ SHORT_TOKENS = 2000
 def template(
     name: str,
     roles: Sequence[Role] = ("mixed",),
-    kind: TemplateKind = "homogeneous",
+    kind: plans.TemplateKind = "homogeneous",
     model: str = "m",
     closed: Sequence[float] = (),
     prefill: Sequence[float] = (),
     decode: Sequence[float] = (),
-) -> Template:
+) -> plans.Template:
     size = max(len(closed), len(prefill), len(decode))
     rates = [list(item) + [0.0] * (size - len(item)) for item in (prefill, decode, closed)]
-    capacity = tuple(BucketCapacity(b, *(rate[b] for rate in rates), 0.1, 0.02) for b in range(size))
-    replicas = tuple(PlannedReplica(role, single("node", 1, 8)) for role in roles)
-    return Template(name, kind, model, (NodeCount("node", 1),), replicas, capacity, "measured")
+    capacity = tuple(plans.BucketCapacity(b, *(rate[b] for rate in rates), 0.1, 0.02) for b in range(size))
+    replicas = tuple(plans.PlannedReplica(role, single("node", 1, 8)) for role in roles)
+    return plans.Template(name, kind, model, (plans.NodeCount("node", 1),), replicas, capacity, "measured")
 
 
 def plan(
-    templates: Sequence[Template],
+    templates: Sequence[plans.Template],
     counts: dict[tuple[str, str], int],
     shares: dict[tuple[str, str, Phase], Sequence[float]],
     flows: dict[tuple[str, str, str], Sequence[float]] | None = None,
     longest: Sequence[int] = (SHORT_TOKENS, 100_000),
-) -> Plan:
+) -> plans.Plan:
     """Counts by (template, region), rates by (template, region, phase), flows by (model, from, to)."""
     models = dict.fromkeys(item.model for item in templates)
-    return Plan(
+    return plans.Plan(
         "test",
         tuple(templates),
-        tuple(Deployment(name, region, count) for (name, region), count in counts.items()),
-        tuple(LengthBucket(m, b, tokens, 1.0) for m in models for b, tokens in enumerate(longest)),
+        tuple(plans.Deployment(name, region, count) for (name, region), count in counts.items()),
+        tuple(plans.LengthBucket(m, b, tokens, 1.0) for m in models for b, tokens in enumerate(longest)),
         tuple(
-            PlannedShare(t, r, b, p, x)
+            plans.PlannedShare(t, r, b, p, x)
             for (t, r, p), rates in shares.items()
             for b, x in enumerate(rates)
             if x
         ),
         tuple(
-            PlannedFlow(m, b, s, d, x)
+            plans.PlannedFlow(m, b, s, d, x)
             for (m, s, d), rates in (flows or {}).items()
             for b, x in enumerate(rates)
             if x
@@ -105,7 +70,7 @@ def plan(
 
 
 def facts(
-    templates: Sequence[Template],
+    templates: Sequence[plans.Template],
     *,
     batch: int = 8,
     longest: dict[str, int] | None = None,
@@ -138,7 +103,7 @@ def request(
 class Job:
     """A request that the world runs."""
 
-    run: Run
+    run: act.Run
     done: int = 0
     first: bool = False
 
@@ -152,23 +117,23 @@ class World:
 
     brain: Brain
     jobs: dict[str, Job] = field(default_factory=dict)
-    members: dict[str, ReplicaSpec] = field(default_factory=dict)
+    members: dict[str, plans.ReplicaSpec] = field(default_factory=dict)
     ready: set[str] = field(default_factory=set)
     draining: set[str] = field(default_factory=set)
-    dying: dict[str, ReplicaSpec] = field(default_factory=dict)
+    dying: dict[str, plans.ReplicaSpec] = field(default_factory=dict)
     """Gone, and the Brain does not know yet: it may still send there, and that fails."""
     requests: dict[str, Request] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
     attempts: dict[str, int] = field(default_factory=dict)
-    log: list[tuple[float, Event, tuple[Action, ...]]] = field(default_factory=list)
+    log: list[tuple[float, told.Event, tuple[act.Action, ...]]] = field(default_factory=list)
     answers: bool = False
     """Whether it says itself what is inquired after; else the test does."""
     left: dict[str, int] = field(default_factory=dict)
     """Attempts that were abandoned, and how many tokens their users have."""
     now_s: float = 0.0
 
-    def tell(self, event: Event) -> list[Action]:
-        if isinstance(event, RequestArrived) and event.request.id not in self.requests:
+    def tell(self, event: told.Event) -> list[act.Action]:
+        if isinstance(event, told.RequestArrived) and event.request.id not in self.requests:
             self.requests[event.request.id] = event.request
         actions = self.brain.on(self.now_s, event)
         self.log.append((self.now_s, event, tuple(actions)))
@@ -176,38 +141,38 @@ class World:
             self._do(action)
         return actions
 
-    def _do(self, action: Action) -> None:
+    def _do(self, action: act.Action) -> None:
         match action:
-            case Run():
+            case act.Run():
                 self._run(action)
-            case Refuse(name, _, detail):
+            case act.Refuse(name, _, detail):
                 assert detail
                 self._end(name, "refused")
-            case Abort(name, replicas):
+            case act.Abort(name, replicas):
                 assert replicas
                 assert set(replicas) <= self.members.keys() | self.dying.keys()
                 job = self.jobs.pop(name, None)
                 if job is not None:
                     self.left[name] = job.run.streamed_tokens + int(job.first)
-            case QueryAttempt(name, attempt) if self.answers:
+            case act.QueryAttempt(name, attempt) if self.answers:
                 if name in self.jobs:
                     assert self.jobs[name].run.attempt == attempt
-                    self.tell(AttemptRunning(name, attempt))
+                    self.tell(told.AttemptRunning(name, attempt))
                 else:
-                    self.tell(AttemptFailed(name, attempt, "timeout", "", self.left.pop(name)))
-            case StartReplica(member):
+                    self.tell(told.AttemptFailed(name, attempt, "timeout", "", self.left.pop(name)))
+            case act.StartReplica(member):
                 assert member.id not in self.members
                 self.members[member.id] = member
-            case DrainReplica(replica):
+            case act.DrainReplica(replica):
                 assert replica in self.ready
                 self.ready.discard(replica)
                 self.draining.add(replica)
-            case StopReplica(replica):
+            case act.StopReplica(replica):
                 self.lose(replica, tell=False)
-            case FlipReplica(replica, _):
+            case act.FlipReplica(replica, _):
                 assert replica in self.members
 
-    def _run(self, run: Run) -> None:
+    def _run(self, run: act.Run) -> None:
         wanted = self.requests[run.request]
         assert run.request not in self.ended
         assert run.request not in self.jobs
@@ -227,12 +192,12 @@ class World:
 
     # What may happen.
 
-    def make_ready(self, replica: str, kv_version: int = 0) -> list[Action]:
+    def make_ready(self, replica: str, kv_version: int = 0) -> list[act.Action]:
         self.ready.add(replica)
-        return self.tell(ReplicaReady(replica, kv_version))
+        return self.tell(told.ReplicaReady(replica, kv_version))
 
-    def plan(self, new: Plan, ready: bool = True) -> list[Action]:
-        actions = self.tell(PlanReceived(new))
+    def plan(self, new: plans.Plan, ready: bool = True) -> list[act.Action]:
+        actions = self.tell(told.PlanReceived(new))
         if ready:
             self.all_ready()
         return actions
@@ -241,28 +206,28 @@ class World:
         for replica in [m for m in self.members if m not in self.ready and m not in self.draining]:
             self.make_ready(replica)
 
-    def arrive(self, new: Request) -> list[Action]:
-        return self.tell(RequestArrived(new))
+    def arrive(self, new: Request) -> list[act.Action]:
+        return self.tell(told.RequestArrived(new))
 
-    def advance(self, name: str) -> list[Action]:
+    def advance(self, name: str) -> list[act.Action]:
         """The next thing on a request's way."""
         job = self.jobs[name]
         if job.done < len(job.run.route.segments) - 1:
             job.done += 1
-            return self.tell(SegmentDone(name, job.run.attempt, job.done - 1))
+            return self.tell(told.SegmentDone(name, job.run.attempt, job.done - 1))
         if not job.first:
             job.first = True
-            return self.tell(FirstToken(name, job.run.attempt))
+            return self.tell(told.FirstToken(name, job.run.attempt))
         self._end(name, "answered")
-        return self.tell(RequestFinished(name, job.run.attempt, self.requests[name].max_output_tokens))
+        return self.tell(told.RequestFinished(name, job.run.attempt, self.requests[name].max_output_tokens))
 
     def finish(self, name: str) -> None:
         while name in self.jobs:
             self.advance(name)
 
-    def fail(self, name: str, kind: FailureKind, where: str, streamed: int = 0) -> list[Action]:
+    def fail(self, name: str, kind: told.FailureKind, where: str, streamed: int = 0) -> list[act.Action]:
         attempt = self.jobs.pop(name).run.attempt
-        return self.tell(AttemptFailed(name, attempt, kind, where, streamed))
+        return self.tell(told.AttemptFailed(name, attempt, kind, where, streamed))
 
     def lose(self, replica: str, tell: bool = True, late: bool = False) -> None:
         """A replica dies, or was stopped; its requests fail, before or after that is known."""
@@ -270,24 +235,24 @@ class World:
         self.ready.discard(replica)
         self.draining.discard(replica)
         if tell and not late:
-            self.tell(ReplicaLost(replica, "died"))
+            self.tell(told.ReplicaLost(replica, "died"))
         if not (tell and late):
             del self.dying[replica]
         while broken := [name for name, job in self.jobs.items() if job.needs(replica)]:
             job = self.jobs[broken[0]]
             self.fail(broken[0], "replica", replica, job.run.streamed_tokens + int(job.first))
         if tell and late:
-            self.tell(ReplicaLost(replica, "died"))
+            self.tell(told.ReplicaLost(replica, "died"))
             self.dying.pop(replica, None)
 
     def drain_out(self, replica: str) -> None:
         while busy := [name for name, job in self.jobs.items() if job.needs(replica)]:
             self.finish(busy[0])
-        self.tell(ReplicaDrained(replica))
+        self.tell(told.ReplicaDrained(replica))
 
 
 def world(
-    new: Plan, policy: Policy | None = None, known: FleetFacts | None = None, ready: bool = True
+    new: plans.Plan, policy: Policy | None = None, known: FleetFacts | None = None, ready: bool = True
 ) -> World:
     made = World(Brain(known or facts(new.templates), policy or Policy()))
     made.plan(new, ready)

@@ -20,38 +20,8 @@ import brain_builders as build
 
 from potluck.core.brain.brain import Brain
 from potluck.core.brain.requests import ENDED
-from potluck.core.state.actions import (
-    Abort,
-    Action,
-    DrainReplica,
-    FlipReplica,
-    Hedge,
-    QueryAttempt,
-    Refuse,
-    Run,
-    StartReplica,
-    StopReplica,
-)
-from potluck.core.state.events import (
-    AttemptFailed,
-    AttemptRunning,
-    Event,
-    FailureKind,
-    FirstToken,
-    LinkReported,
-    PlanReceived,
-    ReplicaDrained,
-    ReplicaLost,
-    ReplicaReady,
-    ReplicaReported,
-    ReplicaStatus,
-    RequestArrived,
-    RequestCancelled,
-    RequestFinished,
-    SegmentComputed,
-    SegmentDone,
-    Tick,
-)
+from potluck.core.state import actions as act
+from potluck.core.state import events as told
 from potluck.core.state.facts import FleetFacts
 from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.policy import Policy
@@ -59,7 +29,14 @@ from potluck.core.values.plan import Plan, ReplicaSpec
 from potluck.core.values.service import RequestClass, with_built_in
 from potluck.core.values.types import Request, Slo
 
-SURE = (RequestArrived, RequestCancelled, ReplicaReady, ReplicaLost, PlanReceived, Tick)
+SURE = (
+    told.RequestArrived,
+    told.RequestCancelled,
+    told.ReplicaReady,
+    told.ReplicaLost,
+    told.PlanReceived,
+    told.Tick,
+)
 """They may be late or doubled, but come."""
 MODELS = (*("m",) * 12, *("f",) * 6, "other")
 KINDS = ("interactive", "standard", "batch", "hasty", "none such")
@@ -90,15 +67,15 @@ class Chaos:
         self.members: dict[str, ReplicaSpec] = {}
         self.up: set[str] = set()
         self.draining: set[str] = set()
-        self.late: list[Event] = []
+        self.late: list[told.Event] = []
         self.views: list[ReplicaState] = []
-        self._news: deque[Event] = deque()
+        self._news: deque[told.Event] = deque()
         self.calm = False
-        self.tell(PlanReceived(plan(chance)))
+        self.tell(told.PlanReceived(plan(chance)))
 
     # Telling.
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: told.Event) -> None:
         """Now, later, twice or never."""
         dice = 1.0 if self.calm else self.random.random()
         if dice < 0.06 and len(self.late) < LATE_MOST:
@@ -106,11 +83,11 @@ class Chaos:
             return
         if dice < 0.08 and not isinstance(event, SURE):
             return
-        if dice < 0.14 and not isinstance(event, PlanReceived) and len(self.late) < LATE_MOST:
+        if dice < 0.14 and not isinstance(event, told.PlanReceived) and len(self.late) < LATE_MOST:
             self.late.append(event)
         self._on(event)
 
-    def _on(self, event: Event) -> None:
+    def _on(self, event: told.Event) -> None:
         """What comes of carrying out actions is told when all of them are done."""
         self._news.append(event)
         if len(self._news) > 1:
@@ -121,48 +98,50 @@ class Chaos:
                 self._do(action)
             self._news.popleft()
 
-    def _do(self, action: Action) -> None:
+    def _do(self, action: act.Action) -> None:
         match action:
-            case Run():
+            case act.Run():
                 self._run(action)
-            case Hedge():
+            case act.Hedge():
                 run_beside(self, action)
-            case Refuse(name):
+            case act.Refuse(name):
                 job = self._open(name, action)
                 self._end(job, "refused")
-            case Abort(name):
+            case act.Abort(name):
                 if name in self.jobs:
                     self.jobs[name].run = None
-            case QueryAttempt(name, attempt):
+            case act.QueryAttempt(name, attempt):
                 self._answer(name, attempt)
-            case StartReplica(member):
+            case act.StartReplica(member):
                 if member.id in self.members:
                     raise Broken(f"{member.id} was started twice")
                 self.members[member.id] = member
                 self.views.append(self.brain.fleet.views[member.id])
-            case DrainReplica(replica):
+            case act.DrainReplica(replica):
                 if replica in self.up:
                     self.draining.add(replica)
-            case StopReplica(replica):
+            case act.StopReplica(replica):
                 self._down(replica)
-            case FlipReplica(replica):
+            case act.FlipReplica(replica):
                 if replica not in self.members and not self._unheard(replica):
                     raise Broken(f"{replica} is flipped and not there")
 
     def _unheard(self, replica: str) -> bool:
         """Whether the Brain knows that it is gone, or the letter that says so is still under way."""
         letters = (*self.late, *self._news)
-        crossed = any(isinstance(letter, ReplicaLost) and letter.replica == replica for letter in letters)
+        crossed = any(
+            isinstance(letter, told.ReplicaLost) and letter.replica == replica for letter in letters
+        )
         return crossed or replica not in self.brain.fleet.views
 
-    def _open(self, name: str, action: Action) -> Job:
+    def _open(self, name: str, action: act.Action) -> Job:
         """A request that may still be answered; an action for any other is a mistake, but for crossed letters."""
         job = self.jobs.get(name)
         if job is None:
             raise Broken(f"{action} is about a request that ended")
         return job
 
-    def _run(self, run: Run) -> None:
+    def _run(self, run: act.Run) -> None:
         job = self._open(run.request, run)
         if job.fate:  # the driver knows that it ended, the Brain does not yet: nothing to do
             return
@@ -183,21 +162,21 @@ class Chaos:
 
     def _answer(self, name: str, attempt: int) -> None:
         self.asked += 1
-        job = self._open(name, QueryAttempt(name, attempt))
+        job = self._open(name, act.QueryAttempt(name, attempt))
         if job.run is not None and job.attempt == attempt:
-            self.tell(AttemptRunning(name, attempt))
+            self.tell(told.AttemptRunning(name, attempt))
         elif job.last is not None and job.last.attempt == attempt:
             self.tell(job.last)
         elif job.run is not None and attempt < job.attempt:  # its hedge took its place
-            self.tell(AttemptFailed(name, attempt, "timeout", "", 0))
+            self.tell(told.AttemptFailed(name, attempt, "timeout", "", 0))
         elif job.fate != "cancelled":
-            self.tell(AttemptFailed(name, attempt, "timeout", "", job.streamed))
+            self.tell(told.AttemptFailed(name, attempt, "timeout", "", job.streamed))
 
-    def _fail(self, job: Job, kind: FailureKind, where: str) -> None:
+    def _fail(self, job: Job, kind: told.FailureKind, where: str) -> None:
         job.run = None
         if job.streamed >= job.request.max_output_tokens:  # nothing is missing
             self._end(job, "answered")
-        job.last = AttemptFailed(job.request.id, job.attempt, kind, where, job.streamed)
+        job.last = told.AttemptFailed(job.request.id, job.attempt, kind, where, job.streamed)
         self.tell(job.last)
 
     def _end(self, job: Job, fate: str) -> None:
@@ -233,7 +212,7 @@ class Chaos:
                 self._on(self.late.pop(chance.randrange(len(self.late))))
         elif dice < 0.88:
             self.now_s += chance.choice((0.1, 0.5, 1.0, 1.0, 3.0))
-            self.tell(Tick())
+            self.tell(told.Tick())
             self._sweep()
         elif dice < 0.92:
             self._trouble()
@@ -245,7 +224,7 @@ class Chaos:
         if self.recent and chance.random() < 0.05:  # said again although it is long over
             name, ended = chance.choice(self.recent)
             if self._number - ended < ENDED // 2:  # the Brain remembers only the last ENDED
-                self._on(RequestArrived(build.request(name, at_s=self.now_s)))
+                self._on(told.RequestArrived(build.request(name, at_s=self.now_s)))
             return
         self._number += 1
         wait_s = chance.choice((None, None, None, 0.5, 5.0))
@@ -258,7 +237,7 @@ class Chaos:
             None if wait_s is None else self.now_s + wait_s,
         )._replace(tenant=chance.choice("xy"), request_class=chance.choice(KINDS))
         self.jobs[request.id] = Job(request)
-        self.tell(RequestArrived(request))
+        self.tell(told.RequestArrived(request))
 
     def _any(self) -> Job:
         """One of the requests, mostly of the oldest."""
@@ -275,18 +254,18 @@ class Chaos:
         if job.done < len(run.route.segments) - 1:
             job.done += 1
             if self.random.random() < 0.3:  # late or not at all, as drivers may be
-                self.tell(SegmentComputed(name, job.attempt, job.done - 1))
-            self.tell(SegmentDone(name, job.attempt, job.done - 1))
+                self.tell(told.SegmentComputed(name, job.attempt, job.done - 1))
+            self.tell(told.SegmentDone(name, job.attempt, job.done - 1))
         elif not job.first:
             job.first = True
             job.streamed += 1
-            self.tell(FirstToken(name, job.attempt))
+            self.tell(told.FirstToken(name, job.attempt))
         elif job.streamed + 5 < job.request.max_output_tokens and self.random.random() < 0.5:
             job.streamed += self.random.randrange(5)
         else:
             job.streamed = job.request.max_output_tokens
             self._end(job, "answered")
-            job.last = RequestFinished(name, job.attempt, job.streamed)
+            job.last = told.RequestFinished(name, job.attempt, job.streamed)
             self.tell(job.last)
 
     def _trouble(self) -> None:
@@ -297,7 +276,7 @@ class Chaos:
         if dice < 0.5 and running:
             job = chance.choice(running)
             assert job.run is not None
-            kinds: tuple[FailureKind, ...] = ("replica", "link", "transfer", "timeout", "memory")
+            kinds: tuple[told.FailureKind, ...] = ("replica", "link", "transfer", "timeout", "memory")
             kind = chance.choice(kinds)
             replicas = [segment.replica for segment in job.run.route.segments]
             where = "far->near" if kind in ("link", "transfer") else chance.choice(replicas)
@@ -306,12 +285,12 @@ class Chaos:
             job = self._any()
             if not job.fate:
                 self._end(job, "cancelled")
-                self.tell(RequestCancelled(job.request.id))
+                self.tell(told.RequestCancelled(job.request.id))
         elif self.members:
             count = 1 if chance.random() < 0.8 else len(self.members) // 2
             for replica in chance.sample(sorted(self.members), max(1, count)):
                 self._down(replica)
-                self.tell(ReplicaLost(replica, "chance", chance.choice((0.0, 0.0, 30.0))))
+                self.tell(told.ReplicaLost(replica, "chance", chance.choice((0.0, 0.0, 30.0))))
 
     def _fleet_news(self) -> None:
         chance = self.random
@@ -319,18 +298,20 @@ class Chaos:
         starting = [name for name in self.members if name not in self.up]
         if dice < 0.6 and starting:
             self.up.add(replica := chance.choice(starting))
-            self.tell(ReplicaReady(replica))
+            self.tell(told.ReplicaReady(replica))
         elif dice < 0.65:
-            self.tell(PlanReceived(plan(chance)))
+            self.tell(told.PlanReceived(plan(chance)))
         elif dice < 0.75 and self.draining:
             replica = chance.choice(sorted(self.draining))
-            self.tell(ReplicaDrained(replica))
+            self.tell(told.ReplicaDrained(replica))
         elif dice < 0.9 and self.members:
             free = chance.randrange(20_000)
-            status = ReplicaStatus(chance.randrange(4), chance.randrange(4), 5000, 9000, free, 20_000, 0.02)
-            self.tell(ReplicaReported(chance.choice(list(self.members)), status))
+            status = told.ReplicaStatus(
+                chance.randrange(4), chance.randrange(4), 5000, 9000, free, 20_000, 0.02
+            )
+            self.tell(told.ReplicaReported(chance.choice(list(self.members)), status))
         else:
-            self.tell(LinkReported("far", "near", chance.random(), 1e9, chance.choice((0.0, 10.0))))
+            self.tell(told.LinkReported("far", "near", chance.random(), 1e9, chance.choice((0.0, 10.0))))
 
     # Checking.
 
@@ -338,7 +319,7 @@ class Chaos:
         """Let go of those that ended on both sides."""
         requests, waiting = (
             self.brain.requests,
-            {e.request.id for e in self.late if isinstance(e, RequestArrived)},
+            {e.request.id for e in self.late if isinstance(e, told.RequestArrived)},
         )
         for name in [name for name, job in self.jobs.items() if job.fate and name not in requests]:
             if name not in waiting:
@@ -354,13 +335,13 @@ class Chaos:
         for _ in range(400):
             for replica in [name for name in self.members if name not in self.up]:
                 self.up.add(replica)
-                self.tell(ReplicaReady(replica))
+                self.tell(told.ReplicaReady(replica))
             for _ in range(20):
                 for job in list(self.jobs.values()):
                     if job.run is not None:
                         self._finish(job)
             self.now_s += 20.0
-            self._on(Tick())
+            self._on(told.Tick())
             self._sweep()
             if not self.jobs and not self.brain.sizes()["inquiries"]:
                 break
@@ -377,7 +358,7 @@ class Chaos:
             return
         job.streamed = job.request.max_output_tokens
         self._end(job, "answered")
-        job.last = RequestFinished(job.request.id, job.attempt, job.streamed)
+        job.last = told.RequestFinished(job.request.id, job.attempt, job.streamed)
         self.tell(job.last)
 
     def _at_rest(self) -> None:
@@ -441,7 +422,7 @@ class Job:
     request: Request
     attempt: int = -1
     """The last one it was asked to run."""
-    run: Run | None = None
+    run: act.Run | None = None
     """That, while it runs."""
     done: int = 0
     first: bool = False
@@ -450,7 +431,7 @@ class Job:
     fate: str = ""
     ended: int = 0
     """How many requests had come then."""
-    last: RequestFinished | AttemptFailed | None = None
+    last: told.RequestFinished | told.AttemptFailed | None = None
     """How the last attempt ended, to be told again when asked."""
 
 
@@ -497,8 +478,8 @@ def plan(chance: Random) -> Plan:
     return build.plan(templates, places, shares, flows)  # type: ignore[arg-type]
 
 
-def run_beside(chaos: Chaos, hedge: Hedge) -> None:
-    job, run = chaos._open(hedge.request, hedge), Run(*hedge)
+def run_beside(chaos: Chaos, hedge: act.Hedge) -> None:
+    job, run = chaos._open(hedge.request, hedge), act.Run(*hedge)
     if run.attempt <= job.attempt or run.streamed_tokens:
         raise Broken(f"{hedge} is no attempt beside {job.attempt}")
     if job.fate or job.streamed:  # the first one has a token, which the Brain has not heard
@@ -512,12 +493,12 @@ def run_beside(chaos: Chaos, hedge: Hedge) -> None:
         raise Broken(f"{hedge} is where the first attempt is")
     dice, name = chaos.random.random(), job.request.id
     if dice < 0.3 or not there <= chaos.up:
-        chaos.tell(AttemptFailed(name, run.attempt, "replica", run.route.decoder, 0))
+        chaos.tell(told.AttemptFailed(name, run.attempt, "replica", run.route.decoder, 0))
         return
     before, job.attempt, job.run = job.attempt, run.attempt, run
     if dice < 0.6:
         job.done = 0
-        chaos.tell(AttemptFailed(name, before, "replica", run.route.decoder, 0))
+        chaos.tell(told.AttemptFailed(name, before, "replica", run.route.decoder, 0))
     else:
         job.done, job.first, job.streamed = len(run.route.segments) - 1, True, 1
-        chaos.tell(FirstToken(name, run.attempt))
+        chaos.tell(told.FirstToken(name, run.attempt))

@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 from hypothesis import strategies as st
 
+from potluck.core.values import types
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.model import (
     DenseFfn,
@@ -32,27 +33,13 @@ from potluck.core.values.plan import (
     TemplateKind,
 )
 from potluck.core.values.route import Route, Segment
-from potluck.core.values.types import (
-    Codec,
-    Gpu,
-    Interconnect,
-    LengthBin,
-    Link,
-    NodeOffer,
-    NodeType,
-    Region,
-    Request,
-    Role,
-    Slo,
-    Traffic,
-)
 
 names = st.text(min_size=1, max_size=12)
 counts = st.integers(1, 10**6)
 small = st.integers(1, 8)
 positive = st.floats(1e-9, 1e15)
 not_negative = st.floats(0, 1e15)
-roles = st.sampled_from(get_args(Role))
+roles = st.sampled_from(get_args(types.Role))
 confidences = st.sampled_from(get_args(Confidence))
 
 
@@ -65,7 +52,7 @@ def optional(items: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 gpus = st.builds(
-    Gpu,
+    types.Gpu,
     name=names,
     fp16_tflops=positive,
     memory_gb=positive,
@@ -79,22 +66,26 @@ gpus = st.builds(
     bf16=st.booleans(),
 )
 interconnects = st.builds(
-    Interconnect,
+    types.Interconnect,
     kind=st.sampled_from(["pcie", "nvlink", "nvswitch", "xgmi"]),
     gb_per_s=positive,
     latency_s=not_negative,
 )
 node_types = st.builds(
-    NodeType, name=names, gpu=gpus, gpus=small, interconnect=interconnects, network_gbps=positive
+    types.NodeType, name=names, gpu=gpus, gpus=small, interconnect=interconnects, network_gbps=positive
 )
 offers = st.builds(
-    NodeOffer, node=names, price_usd_per_h=not_negative, available=st.integers(0, 99), spot=st.booleans()
+    types.NodeOffer,
+    node=names,
+    price_usd_per_h=not_negative,
+    available=st.integers(0, 99),
+    spot=st.booleans(),
 )
-regions = st.builds(Region, name=names, offers=tuples_of(offers))
-links = st.builds(Link, source=names, target=names, gbps=positive, rtt_s=not_negative)
-slos = st.builds(Slo, ttft_s=positive, tpot_s=positive, attainment=st.floats(1e-6, 1))
+regions = st.builds(types.Region, name=names, offers=tuples_of(offers))
+links = st.builds(types.Link, source=names, target=names, gbps=positive, rtt_s=not_negative)
+slos = st.builds(types.Slo, ttft_s=positive, tpot_s=positive, attainment=st.floats(1e-6, 1))
 requests = st.builds(
-    Request,
+    types.Request,
     id=names,
     model=names,
     arrival_s=not_negative,
@@ -105,11 +96,11 @@ requests = st.builds(
 
 
 @st.composite
-def traffics(draw: st.DrawFn) -> Traffic:
+def traffics(draw: st.DrawFn) -> types.Traffic:
     weights = draw(st.lists(st.integers(1, 1000), min_size=1, max_size=5))
     shares = [weight / sum(weights) for weight in weights]
-    bins = tuple(LengthBin(draw(positive), draw(positive), share) for share in shares)
-    return Traffic(draw(names), draw(not_negative), bins, draw(st.floats(0, 0.99)))
+    bins = tuple(types.LengthBin(draw(positive), draw(positive), share) for share in shares)
+    return types.Traffic(draw(names), draw(not_negative), bins, draw(st.floats(0, 0.99)))
 
 
 @st.composite
@@ -207,7 +198,7 @@ flows = st.builds(
     prefill_region=names,
     decode_region=names,
     rate_per_s=not_negative,
-    codec=st.sampled_from(get_args(Codec)),
+    codec=st.sampled_from(get_args(types.Codec)),
 )
 buckets = st.builds(LengthBucket, model=names, bucket=counts, longest_tokens=counts, rate_per_s=not_negative)
 shares = st.builds(

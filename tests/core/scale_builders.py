@@ -14,16 +14,8 @@ from potluck.core.scaling.traffic_window import LengthCount, ModelTraffic, Obser
 from potluck.core.state.actions import Action, DrainReplica, Reassign, StartReplica, StopReplica
 from potluck.core.state.events import LinkReported
 from potluck.core.state.fleet import FleetState, TemplateCopy
+from potluck.core.values import plan as plans
 from potluck.core.values.layout import single
-from potluck.core.values.plan import (
-    BucketCapacity,
-    Deployment,
-    LengthBucket,
-    NodeCount,
-    Plan,
-    PlannedReplica,
-    Template,
-)
 from potluck.core.values.types import Role
 
 
@@ -36,25 +28,29 @@ def template(
     model: str = "m",
     roles: Sequence[Role] = ("mixed",),
     nodes: Mapping[str, int] | None = None,
-) -> Template:
+) -> plans.Template:
     """One bucket of capacity; an empty one when all rates are 0."""
-    capacity = (BucketCapacity(0, prefill, decode, closed, 0.1, 0.01),) if closed + prefill + decode else ()
-    counts = tuple(NodeCount(node, count) for node, count in (nodes or {"n": 1}).items())
+    capacity = (
+        (plans.BucketCapacity(0, prefill, decode, closed, 0.1, 0.01),) if closed + prefill + decode else ()
+    )
+    counts = tuple(plans.NodeCount(node, count) for node, count in (nodes or {"n": 1}).items())
     kind = "homogeneous" if len(set(roles)) == 1 else "combo"
-    replicas = tuple(PlannedReplica(role, single("n", 1, 1)) for role in roles)
-    return Template(name, kind, model, counts, replicas, capacity, "measured")
+    replicas = tuple(plans.PlannedReplica(role, single("n", 1, 1)) for role in roles)
+    return plans.Template(name, kind, model, counts, replicas, capacity, "measured")
 
 
 def plan_of(
-    templates: Sequence[Template], counts: Mapping[Key, int], buckets: Sequence[LengthBucket] | None = None
-) -> Plan:
+    templates: Sequence[plans.Template],
+    counts: Mapping[Key, int],
+    buckets: Sequence[plans.LengthBucket] | None = None,
+) -> plans.Plan:
     models = sorted({item.model for item in templates})
-    length_buckets = buckets or [LengthBucket(model, 0, 10**6, 1.0) for model in models]
-    deployments = tuple(Deployment(name, region, count) for (name, region), count in counts.items())
-    return Plan("test", tuple(templates), deployments, tuple(length_buckets), (), (), (), 0.0, 0.0)
+    length_buckets = buckets or [plans.LengthBucket(model, 0, 10**6, 1.0) for model in models]
+    deployments = tuple(plans.Deployment(name, region, count) for (name, region), count in counts.items())
+    return plans.Plan("test", tuple(templates), deployments, tuple(length_buckets), (), (), (), 0.0, 0.0)
 
 
-def fleet_of(plan: Plan) -> FleetState:
+def fleet_of(plan: plans.Plan) -> FleetState:
     """The plan's copies, all ready."""
     world = World(blueprints(plan), {}, random.Random(0))
     for deployment in plan.deployments:

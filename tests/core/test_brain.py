@@ -13,27 +13,8 @@ from hypothesis import strategies as st
 from test_brain_stateful import PLANS, POLICIES
 
 from potluck.core.brain.brain import Brain
-from potluck.core.state.actions import (
-    Abort,
-    Action,
-    DrainReplica,
-    OperatorNote,
-    Refuse,
-    Replan,
-    Run,
-    StartReplica,
-    StopReplica,
-)
-from potluck.core.state.events import (
-    AttemptFailed,
-    MarketReported,
-    PlanReceived,
-    RequestAdopted,
-    RequestArrived,
-    RequestCancelled,
-    RequestFinished,
-    Tick,
-)
+from potluck.core.state import actions as act
+from potluck.core.state import events as told
 from potluck.core.state.policy import Policy
 from potluck.core.values.layout import single
 from potluck.core.values.plan import Plan, PlannedReplica
@@ -45,23 +26,23 @@ PLAIN = build.plan((ONE,), {("one", "near"): 1}, {("one", "near", "closed"): (0.
 TWO = build.plan((ONE,), {("one", "near"): 2}, {("one", "near", "closed"): (1.0, 1.0)})
 
 
-def only_run(actions: list[Action]) -> Run:
+def only_run(actions: list[act.Action]) -> act.Run:
     (run,) = actions
-    assert isinstance(run, Run)
+    assert isinstance(run, act.Run)
     return run
 
 
-def only_refusal(actions: list[Action]) -> Refuse:
+def only_refusal(actions: list[act.Action]) -> act.Refuse:
     (refusal,) = actions
-    assert isinstance(refusal, Refuse)
+    assert isinstance(refusal, act.Refuse)
     return refusal
 
 
 def test_the_first_plan_starts_every_replica() -> None:
     template = build.template("two", ("mixed", "mixed"), closed=(1.0,))
     plan = build.plan((template,), {("two", "near"): 2}, {}, longest=(1000,))
-    actions = Brain(build.facts((template,)), Policy()).on(0.0, PlanReceived(plan))
-    names = [action.member.id for action in actions if isinstance(action, StartReplica)]
+    actions = Brain(build.facts((template,)), Policy()).on(0.0, told.PlanReceived(plan))
+    names = [action.member.id for action in actions if isinstance(action, act.StartReplica)]
     assert names == ["two@near#0/0", "two@near#0/1", "two@near#1/0", "two@near#1/1"]
     assert len(actions) == 4
 
@@ -69,7 +50,7 @@ def test_the_first_plan_starts_every_replica() -> None:
 def test_a_request_runs_in_place_and_leaves_nothing_behind() -> None:
     world = build.world(PLAIN)
     run = only_run(world.arrive(build.request("a")))
-    assert run == Run("a", aggregated("one@near#0/0"), 0, 1000, 0)
+    assert run == act.Run("a", aggregated("one@near#0/0"), 0, 1000, 0)
     view = world.brain.fleet.views["one@near#0/0"]
     assert (view.open_requests, view.open_prefill_tokens, view.open_context_tokens) == (1, 1000, 1100)
     assert world.advance("a") == []
@@ -83,7 +64,7 @@ def test_requests_wait_for_the_first_replica_in_their_order() -> None:
     assert world.arrive(build.request("a")) == []
     assert world.arrive(build.request("b")) == []
     runs = world.make_ready("one@near#0/0")
-    assert [run.request for run in runs if isinstance(run, Run)] == ["a", "b"]
+    assert [run.request for run in runs if isinstance(run, act.Run)] == ["a", "b"]
 
 
 def test_requests_wait_even_for_the_first_plan() -> None:
@@ -98,13 +79,13 @@ def test_waiting_ends_with_a_reason() -> None:
     world.arrive(build.request("patient"))
     world.arrive(build.request("urgent", deadline_s=3.0))
     world.now_s = 2.9
-    assert world.tell(Tick()) == []
+    assert world.tell(told.Tick()) == []
     world.now_s = 3.0
-    assert only_refusal(world.tell(Tick())).reason == "deadline"
+    assert only_refusal(world.tell(told.Tick())).reason == "deadline"
     world.now_s = 9.9
-    assert world.tell(Tick()) == []
+    assert world.tell(told.Tick()) == []
     world.now_s = 10.0
-    refusal = only_refusal(world.tell(Tick()))
+    refusal = only_refusal(world.tell(told.Tick()))
     assert (refusal.request, refusal.reason) == ("patient", "no_capacity")
     assert "10 s" in refusal.detail
     assert world.make_ready("one@near#0/0") == []
@@ -156,8 +137,8 @@ def test_retries_end_and_so_does_patience() -> None:
     first = only_run(world.arrive(build.request("a")))
     again = only_run(world.fail("a", "timeout", first.route.decoder)[1:])
     abandoned, refusal = world.fail("a", "timeout", again.route.decoder)
-    assert isinstance(abandoned, Abort)
-    assert isinstance(refusal, Refuse)
+    assert isinstance(abandoned, act.Abort)
+    assert isinstance(refusal, act.Refuse)
     assert refusal.reason == "retries"
     run = only_run(world.arrive(build.request("b", deadline_s=5.0)))
     world.now_s = 5.0
@@ -169,21 +150,21 @@ def test_the_only_replica_is_tried_again_unless_it_was_lost() -> None:
     world = build.world(PLAIN)
     run = only_run(world.arrive(build.request("a")))
     abandoned, again = world.fail("a", "timeout", run.route.decoder)
-    assert abandoned == Abort("a", (run.route.decoder,))
-    assert isinstance(again, Run)
+    assert abandoned == act.Abort("a", (run.route.decoder,))
+    assert isinstance(again, act.Run)
     assert world.fail("a", "replica", run.route.decoder) == []  # held: it may be gone
     world.now_s = 1.0
-    assert only_run(world.tell(Tick())).attempt == 2  # it was not
+    assert only_run(world.tell(told.Tick())).attempt == 2  # it was not
 
 
 def test_late_and_repeated_failures_are_ignored() -> None:
     world = build.world(TWO)
     first = only_run(world.arrive(build.request("a")))
     world.fail("a", "replica", first.route.decoder)
-    assert world.tell(AttemptFailed("a", 0, "replica", first.route.decoder, 0)) == []
+    assert world.tell(told.AttemptFailed("a", 0, "replica", first.route.decoder, 0)) == []
     world.finish("a")
-    assert world.tell(AttemptFailed("a", 1, "replica", first.route.decoder, 0)) == []
-    assert world.tell(RequestFinished("a", 1, 100)) == []
+    assert world.tell(told.AttemptFailed("a", 1, "replica", first.route.decoder, 0)) == []
+    assert world.tell(told.RequestFinished("a", 1, 100)) == []
     build.assert_at_rest(world.brain)
 
 
@@ -197,8 +178,8 @@ def test_a_failure_after_the_last_token_is_no_failure() -> None:
 def test_cancelling_frees_the_replica() -> None:
     world = build.world(PLAIN)
     run = only_run(world.arrive(build.request("a")))
-    assert world.tell(RequestCancelled("a")) == [Abort("a", (run.route.decoder,))]
-    assert world.tell(RequestCancelled("a")) == []
+    assert world.tell(told.RequestCancelled("a")) == [act.Abort("a", (run.route.decoder,))]
+    assert world.tell(told.RequestCancelled("a")) == []
     build.assert_at_rest(world.brain)
 
 
@@ -206,7 +187,7 @@ def test_a_repeated_arrival_is_one_request() -> None:
     world = build.world(PLAIN)
     asked = build.request("a")
     world.arrive(asked)
-    assert world.tell(RequestArrived(asked)) == []
+    assert world.tell(told.RequestArrived(asked)) == []
 
 
 def test_while_plans_change_the_old_copies_serve_until_the_new_are_ready() -> None:
@@ -215,26 +196,26 @@ def test_while_plans_change_the_old_copies_serve_until_the_new_are_ready() -> No
     new = build.plan((other,), {("other", "near"): 1}, {("other", "near", "closed"): (0.5, 0.5)})
     world = build.world(PLAIN, known=build.facts((ONE, other)))
     actions = world.plan(new, ready=False)
-    assert [type(action) for action in actions] == [StartReplica]
+    assert [type(action) for action in actions] == [act.StartReplica]
     assert only_run(world.arrive(build.request("a"))).route.decoder == "one@near#0/0"
     world.make_ready("other@near#1/0")
     world.now_s = 1.0
-    assert world.tell(Tick()) == [DrainReplica("one@near#0/0")]
+    assert world.tell(told.Tick()) == [act.DrainReplica("one@near#0/0")]
     assert only_run(world.arrive(build.request("b"))).route.decoder == "other@near#1/0"
     world.drain_out("one@near#0/0")
-    assert world.log[-1][2] == (StopReplica("one@near#0/0"),)
+    assert world.log[-1][2] == (act.StopReplica("one@near#0/0"),)
     world.finish("b")
     build.assert_at_rest(world.brain)
 
 
 def test_a_lost_replica_is_started_again() -> None:
     world = build.world(TWO)
-    world.tell(Tick())
+    world.tell(told.Tick())
     world.lose("one@near#0/0")
     assert {only_run(world.arrive(build.request(str(n)))).route.decoder for n in range(4)} == {"one@near#1/0"}
     world.now_s = 1.0
-    (start,) = world.tell(Tick())
-    assert isinstance(start, StartReplica)
+    (start,) = world.tell(told.Tick())
+    assert isinstance(start, act.StartReplica)
     assert start.member.unit != "one@near#1"
 
 
@@ -245,9 +226,9 @@ def test_under_a_rush_the_scaler_adds_copies() -> None:
         world.now_s = number * 0.1  # ten times what was planned
         world.arrive(build.request(str(number), at_s=world.now_s))
         if number % 10 == 9:
-            world.tell(Tick())
+            world.tell(told.Tick())
         world.finish(str(number))
-    started = [a for _, _, actions in world.log for a in actions if isinstance(a, StartReplica)]
+    started = [a for _, _, actions in world.log for a in actions if isinstance(a, act.StartReplica)]
     assert len(started) > 1
     assert world.brain.autoscaler.why()
 
@@ -269,11 +250,11 @@ def test_advice_is_said_and_nothing_is_done() -> None:
         world.now_s = number * 0.1
         world.arrive(build.request(str(number), at_s=world.now_s))
         if number % 10 == 9:
-            world.tell(Tick())
+            world.tell(told.Tick())
         world.finish(str(number))
     actions = [a for _, _, made in world.log for a in made]
-    assert len([a for a in actions if isinstance(a, StartReplica)]) == 1
-    advice = [a.what for a in actions if isinstance(a, OperatorNote)]
+    assert len([a for a in actions if isinstance(a, act.StartReplica)]) == 1
+    advice = [a.what for a in actions if isinstance(a, act.OperatorNote)]
     assert any("advice: " in item and "of one in near" in item for item in advice)
     assert len(advice) == len(set(advice)), "said once"
 
@@ -284,7 +265,7 @@ def test_a_slow_replica_is_said_to_be_slow_once_and_when_it_is_well_again() -> N
     text = []
     for pace in (1.0, 1.6, 2.5, 1.4, 1.1, 1.1):
         view.pace = pace
-        text += [item.what for item in world.tell(Tick()) if isinstance(item, OperatorNote)]
+        text += [item.what for item in world.tell(told.Tick()) if isinstance(item, act.OperatorNote)]
     assert [item.partition(" ")[2] for item in text] == [
         "takes 1.6 times as long as planned",
         "is about as fast as planned again",
@@ -294,13 +275,13 @@ def test_a_slow_replica_is_said_to_be_slow_once_and_when_it_is_well_again() -> N
 @pytest.mark.parametrize("scaling", ["replan", "ahead", "cauchy"])
 def test_other_prices_call_for_a_plan_at_once(scaling: str) -> None:
     world = build.world(PLAIN, Policy(scaling=scaling))  # type: ignore[arg-type]
-    world.tell(Tick())
+    world.tell(told.Tick())
     cheaper = (Region("near", (NodeOffer("node", 0.1, 5),)),)
     world.now_s = 1.0
-    (asked,) = [item for item in world.tell(MarketReported(cheaper)) if isinstance(item, Replan)]
+    (asked,) = [item for item in world.tell(told.MarketReported(cheaper)) if isinstance(item, act.Replan)]
     assert "prices or nodes changed" in asked.reason
     world.now_s = 2.0
-    assert not [item for item in world.tell(Tick()) if isinstance(item, Replan)]
+    assert not [item for item in world.tell(told.Tick()) if isinstance(item, act.Replan)]
 
 
 def test_a_service_that_has_just_started_lets_nothing_go_for_want_of_requests() -> None:
@@ -308,7 +289,7 @@ def test_a_service_that_has_just_started_lets_nothing_go_for_want_of_requests() 
     asked: list[float] = []
     for second in range(60):
         world.now_s = float(second)
-        asked += [world.now_s for item in world.tell(Tick()) if isinstance(item, Replan)]
+        asked += [world.now_s for item in world.tell(told.Tick()) if isinstance(item, act.Replan)]
     assert asked
     assert asked[0] >= 24.0, "a window that nobody has looked through says nothing"
 
@@ -317,8 +298,8 @@ def test_nodes_that_can_be_had_now_are_used_at_once() -> None:
     known = replace(build.facts((ONE,)), regions=(Region("near", (NodeOffer("node", 1.0, 1),)),))
     world = build.world(TWO, known=known)
     assert len(world.brain.fleet.views) == 1
-    actions = world.tell(MarketReported((Region("near", (NodeOffer("node", 1.0, 2),)),)))
-    assert [type(action) for action in actions] == [StartReplica]
+    actions = world.tell(told.MarketReported((Region("near", (NodeOffer("node", 1.0, 2),)),)))
+    assert [type(action) for action in actions] == [act.StartReplica]
 
 
 def test_requests_that_wait_for_room_are_demand_to_scaling() -> None:
@@ -337,7 +318,7 @@ def test_requests_that_wait_for_room_are_demand_to_scaling() -> None:
         seen.append(observed.of("m").held),  # type: ignore[union-attr]
         message(at_s, observed, fleet, plan),
     )[1]
-    world.tell(Tick())
+    world.tell(told.Tick())
     assert seen == [waiting]
 
 
@@ -354,12 +335,12 @@ def adopt(world: World, plan: Plan, policy: Policy, ready: bool) -> World:
         after.requests[name] = request
         job = world.jobs.get(name)
         if job is None:
-            after.tell(RequestArrived(request))
+            after.tell(told.RequestArrived(request))
             continue
         run = job.run
         after.attempts[name] = run.attempt + 1
         actions = after.tell(
-            RequestAdopted(request, run.attempt, run.streamed_tokens, run.route, job.done, job.first)
+            told.RequestAdopted(request, run.attempt, run.streamed_tokens, run.route, job.done, job.first)
         )
         if not actions:
             after.jobs[name] = job
@@ -398,9 +379,9 @@ def test_whatever_is_under_way_is_counted_and_let_go_of(
     while after.jobs:
         after.finish(next(iter(after.jobs)))
         after.now_s += 1.0
-        after.tell(Tick())
+        after.tell(told.Tick())
     after.now_s += 10.0
-    after.tell(Tick())
+    after.tell(told.Tick())
     while after.jobs:
         after.finish(next(iter(after.jobs)))
     build.assert_at_rest(after.brain)
@@ -422,15 +403,17 @@ def world() -> World:
 def test_it_goes_on_and_recovers_as_any_other(world: World) -> None:
     one, other = sorted(world.members)
     request = world.requests["r"]
-    assert world.tell(RequestAdopted(request, 2, 10, aggregated(one), 0, True)) == []
-    assert world.tell(RequestAdopted(request, 2, 10, aggregated(other), 0, True)) == [], "once"
-    assert world.tell(RequestArrived(request)) == []
-    assert world.tell(RequestFinished("r", 1, 50)) == [], "of an earlier attempt"
+    assert world.tell(told.RequestAdopted(request, 2, 10, aggregated(one), 0, True)) == []
+    assert world.tell(told.RequestAdopted(request, 2, 10, aggregated(other), 0, True)) == [], "once"
+    assert world.tell(told.RequestArrived(request)) == []
+    assert world.tell(told.RequestFinished("r", 1, 50)) == [], "of an earlier attempt"
     world.attempts["r"] = 3
     (run,) = [
-        item for item in world.tell(AttemptFailed("r", 2, "replica", one, 17)) if not isinstance(item, Abort)
+        item
+        for item in world.tell(told.AttemptFailed("r", 2, "replica", one, 17))
+        if not isinstance(item, act.Abort)
     ]
-    assert run == Run("r", aggregated(other), 3, 117, 17)
+    assert run == act.Run("r", aggregated(other), 3, 117, 17)
     world.finish("r")
     build.assert_at_rest(world.brain)
 
@@ -438,8 +421,8 @@ def test_it_goes_on_and_recovers_as_any_other(world: World) -> None:
 def test_what_is_nowhere_is_sent_from_where_its_user_is(world: World) -> None:
     request = world.requests["r"]
     world.attempts["r"] = 5
-    (run,) = world.tell(RequestAdopted(request, 4, 20, None))
-    assert isinstance(run, Run)
+    (run,) = world.tell(told.RequestAdopted(request, 4, 20, None))
+    assert isinstance(run, act.Run)
     assert (run.attempt, run.streamed_tokens, run.prompt_tokens) == (5, 20, 120)
     world.finish("r")
     build.assert_at_rest(world.brain)
@@ -449,10 +432,10 @@ def test_where_a_replica_is_not_known_it_is_sent_again(world: World) -> None:
     one = min(world.members)
     request = world.requests["r"]
     world.attempts["r"] = 1
-    (run,) = world.tell(RequestAdopted(request, 0, 0, handed_over("gone", one, 60), 0, False))
-    assert isinstance(run, Run)
+    (run,) = world.tell(told.RequestAdopted(request, 0, 0, handed_over("gone", one, 60), 0, False))
+    assert isinstance(run, act.Run)
     assert run.attempt == 1
-    assert world.tell(RequestCancelled("r"))
+    assert world.tell(told.RequestCancelled("r"))
     build.assert_at_rest(world.brain)
 
 
@@ -497,7 +480,7 @@ def replicas_of(plan: Plan, versions: tuple[int, int]) -> list[tuple[str, ...]]:
     replicas = []
     for place in range(12):
         (run,) = world.arrive(build.request(f"r{place}", prompt=3000))
-        assert isinstance(run, Run)
+        assert isinstance(run, act.Run)
         replicas.append(tuple(segment.replica for segment in run.route.segments))
         world.finish(f"r{place}")
     build.assert_at_rest(world.brain)

@@ -19,32 +19,8 @@ from potluck.core.brain.recovery import (
 )
 from potluck.core.brain.requests import ENDED
 from potluck.core.scaling.rule import FlipRole
-from potluck.core.state.actions import (
-    Abort,
-    Action,
-    DrainReplica,
-    FlipReplica,
-    QueryAttempt,
-    Refuse,
-    Run,
-    StartReplica,
-    StopReplica,
-)
-from potluck.core.state.events import (
-    AttemptFailed,
-    AttemptRunning,
-    FirstToken,
-    OperatorOrdered,
-    ReplicaLost,
-    ReplicaReported,
-    ReplicaSilent,
-    ReplicaStatus,
-    RequestArrived,
-    RequestCancelled,
-    RequestFinished,
-    SegmentDone,
-    Tick,
-)
+from potluck.core.state import actions as act
+from potluck.core.state import events as told
 from potluck.core.state.fleet import FleetState
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import ReplicaSpec
@@ -59,8 +35,8 @@ def many(near: int, far: int = 0) -> build.Plan:
     return build.plan((ONE,), counts, shares, longest=(200_000,))  # type: ignore[arg-type]
 
 
-def sent(actions: list[Action]) -> Run:
-    (run,) = [action for action in actions if isinstance(action, Run)]
+def sent(actions: list[act.Action]) -> act.Run:
+    (run,) = [action for action in actions if isinstance(action, act.Run)]
     return run
 
 
@@ -71,12 +47,12 @@ def test_news_of_an_attempt_that_is_over_change_nothing() -> None:
     view = world.brain.fleet.views[again.route.decoder]
     counts = (view.open_requests, view.open_prefill_tokens, view.open_context_tokens)
     for late in (
-        SegmentDone("a", 0, 0),
-        FirstToken("a", 0),
-        RequestFinished("a", 0, 100),
-        AttemptFailed("a", 0, "timeout", first.route.decoder, 3),
-        AttemptFailed("a", 0, "timeout", again.route.decoder, 3),
-        AttemptFailed("a", 2, "timeout", again.route.decoder, 3),
+        told.SegmentDone("a", 0, 0),
+        told.FirstToken("a", 0),
+        told.RequestFinished("a", 0, 100),
+        told.AttemptFailed("a", 0, "timeout", first.route.decoder, 3),
+        told.AttemptFailed("a", 0, "timeout", again.route.decoder, 3),
+        told.AttemptFailed("a", 2, "timeout", again.route.decoder, 3),
     ):
         assert world.tell(late) == []
         assert (view.open_requests, view.open_prefill_tokens, view.open_context_tokens) == counts
@@ -90,17 +66,17 @@ def test_what_ended_does_not_begin_again(end: str) -> None:
     world = build.world(many(1))
     asked = build.request("a", deadline_s=0.0 if end == "refused" else None)
     if end == "before":
-        assert world.tell(RequestCancelled("a")) == []
-        assert world.tell(RequestArrived(asked)) == []
+        assert world.tell(told.RequestCancelled("a")) == []
+        assert world.tell(told.RequestArrived(asked)) == []
     else:
         assert world.arrive(asked)
     if end == "finished":
         world.finish("a")
     elif end == "cancelled":
-        assert world.tell(RequestCancelled("a")) == [Abort("a", ("one@near#0/0",))]
-    assert world.tell(RequestArrived(asked)) == []
+        assert world.tell(told.RequestCancelled("a")) == [act.Abort("a", ("one@near#0/0",))]
+    assert world.tell(told.RequestArrived(asked)) == []
     for number in range(2 * ENDED):
-        world.brain.on(0.0, RequestCancelled(f"other{number}"))
+        world.brain.on(0.0, told.RequestCancelled(f"other{number}"))
     assert world.brain.sizes()["ended"] <= 2 * ENDED
 
 
@@ -109,14 +85,14 @@ def test_a_loss_without_its_failures_is_asked_about_and_resumed_where_the_user_i
     run = sent(world.arrive(build.request("a")))
     world.advance("a")
     lost = run.route.decoder
-    world.tell(ReplicaLost(lost, "died"))
+    world.tell(told.ReplicaLost(lost, "died"))
     world.now_s = FAILED_S - 0.1
-    assert not [item for item in world.tell(Tick()) if isinstance(item, QueryAttempt)]
+    assert not [item for item in world.tell(told.Tick()) if isinstance(item, act.QueryAttempt)]
     world.now_s = FAILED_S
-    assert QueryAttempt("a", 0) in world.tell(Tick())
+    assert act.QueryAttempt("a", 0) in world.tell(told.Tick())
     again = sent(world.fail("a", "replica", lost, streamed=57))
     assert (again.attempt, again.streamed_tokens, again.prompt_tokens) == (1, 57, 1057)
-    assert world.tell(AttemptFailed("a", 0, "replica", lost, 57)) == []
+    assert world.tell(told.AttemptFailed("a", 0, "replica", lost, 57)) == []
     world.finish("a")
     build.assert_at_rest(world.brain)
 
@@ -124,16 +100,18 @@ def test_a_loss_without_its_failures_is_asked_about_and_resumed_where_the_user_i
 def test_a_loss_that_was_not_one_and_notice_leave_requests_alone() -> None:
     world = build.world(many(2))
     run = sent(world.arrive(build.request("a")))
-    world.tell(ReplicaLost(run.route.decoder, "spot", 30.0))
+    world.tell(told.ReplicaLost(run.route.decoder, "spot", 30.0))
     for second in range(1, 34):
         world.now_s = float(second)
-        assert not [item for item in world.tell(Tick()) if isinstance(item, QueryAttempt | Refuse)]
+        assert not [
+            item for item in world.tell(told.Tick()) if isinstance(item, act.QueryAttempt | act.Refuse)
+        ]
     asked = 0
     for second in range(34, 200):
         world.now_s = float(second)
-        if QueryAttempt("a", 0) in world.tell(Tick()):
+        if act.QueryAttempt("a", 0) in world.tell(told.Tick()):
             asked += 1
-            world.tell(AttemptRunning("a", 0))
+            world.tell(told.AttemptRunning("a", 0))
     assert asked > 10
     assert "a" in world.brain.requests
     world.finish("a")
@@ -145,11 +123,11 @@ def test_silence_ends_in_a_question_and_then_in_a_refusal() -> None:
     world.arrive(build.request("a"))
     world.now_s = SILENCE_S
     for _ in range(QUESTIONS):
-        assert world.tell(Tick()) == [QueryAttempt("a", 0)]
+        assert world.tell(told.Tick()) == [act.QueryAttempt("a", 0)]
         world.now_s += ANSWER_S
-    abandoned, refused = world.tell(Tick())
-    assert abandoned == Abort("a", ("one@near#0/0",))
-    assert isinstance(refused, Refuse)
+    abandoned, refused = world.tell(told.Tick())
+    assert abandoned == act.Abort("a", ("one@near#0/0",))
+    assert isinstance(refused, act.Refuse)
     assert refused.reason == "lost"
     build.assert_at_rest(world.brain)
     assert world.brain.sizes()["inquiries"] == 0
@@ -200,7 +178,7 @@ def test_a_request_that_kills_replicas_is_stopped() -> None:
         world.lose(world.jobs["poison"].run.route.decoder)
         killed += 1
         world.now_s += 2 * TOGETHER_S
-        world.tell(Tick())
+        world.tell(told.Tick())
     assert killed == 3
     assert world.ended == {"poison": "refused"}
     assert run.attempt == 0
@@ -212,12 +190,12 @@ def test_a_request_that_kills_replicas_after_some_tokens_is_stopped_too() -> Non
     world.arrive(build.request("poison", output=50))
     killed = 0
     while "poison" in world.jobs:
-        world.tell(FirstToken("poison", world.jobs["poison"].run.attempt))
+        world.tell(told.FirstToken("poison", world.jobs["poison"].run.attempt))
         decoder = world.jobs["poison"].run.route.decoder
         world.fail("poison", "replica", decoder, streamed=7)
         killed += 1
         world.now_s += 2 * TOGETHER_S
-        world.tell(Tick())
+        world.tell(told.Tick())
     assert killed == 4
 
 
@@ -230,16 +208,16 @@ def test_a_request_on_replicas_that_fall_silent_is_what_silences_them_unless_oth
     first = sent(world.arrive(build.request("a"))).route.decoder
     spared = [name for name in sorted(world.members) if name != first]
     if sign == "another":
-        world.tell(ReplicaSilent(spared[0]))
+        world.tell(told.ReplicaSilent(spared[0]))
     if sign == "woke":
-        world.tell(ReplicaSilent(first))
-        world.tell(ReplicaReported(first, ReplicaStatus(0, 0, 0, 0, 1, 1, 0.0)))
+        world.tell(told.ReplicaSilent(first))
+        world.tell(told.ReplicaReported(first, told.ReplicaStatus(0, 0, 0, 0, 1, 1, 0.0)))
     silenced = 0
     while "a" in world.jobs and silenced < 8:
         world.now_s += 1.1 * TOGETHER_S
-        world.tell(Tick())
+        world.tell(told.Tick())
         replica = world.jobs["a"].run.route.decoder
-        world.tell(ReplicaSilent(replica))
+        world.tell(told.ReplicaSilent(replica))
         world.fail("a", "replica", replica)
         silenced += 1
     assert silenced == (3 if sign == "none" else 8)
@@ -252,7 +230,7 @@ def test_a_request_that_gets_further_each_time_is_not_what_kills() -> None:
     for number in range(1, 8):
         world.fail("unlucky", "replica", world.jobs["unlucky"].run.route.decoder, streamed=5 * number)
         world.now_s += 2 * TOGETHER_S
-        world.tell(Tick())
+        world.tell(told.Tick())
         assert world.jobs["unlucky"].run.streamed_tokens == 5 * number
     assert world.ended == {}
 
@@ -269,9 +247,9 @@ def test_waiting_for_a_pair_ends_as_well(deadline_s: float | None, reason: str) 
     waiting = sorted(set("abcdef") - world.jobs.keys())
     assert waiting
     world.now_s = (deadline_s or 10.0) - 0.1
-    assert not [item for item in world.tell(Tick()) if isinstance(item, Refuse)]
+    assert not [item for item in world.tell(told.Tick()) if isinstance(item, act.Refuse)]
     world.now_s += 0.1
-    refused = [item for item in world.tell(Tick()) if isinstance(item, Refuse)]
+    refused = [item for item in world.tell(told.Tick()) if isinstance(item, act.Refuse)]
     assert sorted(item.request for item in refused) == waiting
     assert {item.reason for item in refused} == {reason}
     for name in list(world.jobs):
@@ -304,9 +282,9 @@ def test_a_drained_replica_ends_what_it_has_and_another_takes_its_place() -> Non
     world = build.world(_closed(ONE_ORDERS, 2))
     (run,) = world.arrive(build.request("a"))
     replica = run.route.decoder
-    actions = world.tell(OperatorOrdered(replica, "drain"))
-    assert DrainReplica(replica) in actions
-    (start,) = [action for action in actions if isinstance(action, StartReplica)]
+    actions = world.tell(told.OperatorOrdered(replica, "drain"))
+    assert act.DrainReplica(replica) in actions
+    (start,) = [action for action in actions if isinstance(action, act.StartReplica)]
     assert start.member.id != replica
     assert "a" in world.jobs, "what is open goes on"
     for number in range(4):
@@ -315,22 +293,22 @@ def test_a_drained_replica_ends_what_it_has_and_another_takes_its_place() -> Non
     world.drain_out(replica)
     assert replica not in world.members
     assert world.ended["a"] == "answered"
-    assert world.tell(OperatorOrdered(replica, "drain")) == [], "it is gone"
+    assert world.tell(told.OperatorOrdered(replica, "drain")) == [], "it is gone"
 
 
 def test_a_cordoned_replica_keeps_what_it_has_and_gets_nothing_new_until_that_is_over() -> None:
     world = build.world(_closed(ONE_ORDERS, 2))
     (run,) = world.arrive(build.request("a"))
     replica = run.route.decoder
-    assert world.tell(OperatorOrdered(replica, "cordon")) == [], "nobody is started in its place"
+    assert world.tell(told.OperatorOrdered(replica, "cordon")) == [], "nobody is started in its place"
     assert "a" in world.jobs
     for number in range(4):
         (other,) = world.arrive(build.request(f"b{number}"))
         assert other.route.decoder != replica
-    assert world.tell(Tick()) == []
+    assert world.tell(told.Tick()) == []
     world.finish("a")
     assert world.ended["a"] == "answered"
-    assert world.tell(OperatorOrdered(replica, "uncordon")) == []
+    assert world.tell(told.OperatorOrdered(replica, "uncordon")) == []
     (last,) = world.arrive(build.request("c"))
     assert last.route.decoder == replica, "the other one has four"
 
@@ -338,17 +316,17 @@ def test_a_cordoned_replica_keeps_what_it_has_and_gets_nothing_new_until_that_is
 def test_what_comes_while_all_are_cordoned_waits_until_one_is_not() -> None:
     world = build.world(_closed(ONE_ORDERS, 1))
     (replica,) = world.members
-    world.tell(OperatorOrdered(replica, "cordon"))
+    world.tell(told.OperatorOrdered(replica, "cordon"))
     assert world.arrive(build.request("a")) == []
-    (run,) = world.tell(OperatorOrdered(replica, "uncordon"))
-    assert isinstance(run, Run)
+    (run,) = world.tell(told.OperatorOrdered(replica, "uncordon"))
+    assert isinstance(run, act.Run)
     assert run.route.decoder == replica
 
 
 def test_a_copy_of_which_one_is_cordoned_gets_nothing_new() -> None:
     world = build.world(_closed(PAIR, 2))
     away = sorted(world.members)[0]
-    world.tell(OperatorOrdered(away, "cordon"))
+    world.tell(told.OperatorOrdered(away, "cordon"))
     for number in range(4):
         (run,) = world.arrive(build.request(f"b{number}"))
         assert away not in [segment.replica for segment in run.route.segments]
@@ -358,7 +336,9 @@ def test_a_copys_replicas_go_together() -> None:
     world = build.world(_closed(PAIR, 1))
     first, second = sorted(world.members)
     assert {
-        item.replica for item in world.tell(OperatorOrdered(first, "drain")) if isinstance(item, DrainReplica)
+        item.replica
+        for item in world.tell(told.OperatorOrdered(first, "drain"))
+        if isinstance(item, act.DrainReplica)
     } == {first, second}
     for replica in (first, second):
         world.drain_out(replica)
@@ -369,14 +349,14 @@ def test_a_copys_replicas_go_together() -> None:
 def test_a_replica_that_is_not_ready_takes_no_orders() -> None:
     world = build.world(_closed(ONE_ORDERS, 1), ready=False)
     (replica,) = world.members
-    assert world.tell(OperatorOrdered(replica, "drain")) == []
-    assert world.tell(OperatorOrdered("nobody", "decode")) == []
+    assert world.tell(told.OperatorOrdered(replica, "drain")) == []
+    assert world.tell(told.OperatorOrdered("nobody", "decode")) == []
 
 
 def test_a_role_by_hand_outlasts_rules_and_plans_until_it_is_given_back() -> None:
     world = build.world(FLOW)
     replica = next(name for name in world.members if name.startswith("p@"))
-    assert world.tell(OperatorOrdered(replica, "decode")) == [FlipReplica(replica, "decode")]
+    assert world.tell(told.OperatorOrdered(replica, "decode")) == [act.FlipReplica(replica, "decode")]
     autoscaler = world.brain.autoscaler
     autoscaler.watches = True
 
@@ -385,25 +365,25 @@ def test_a_role_by_hand_outlasts_rules_and_plans_until_it_is_given_back() -> Non
             return (FlipRole(replica, "prefill", "a shift"),)
 
     autoscaler._scaler = Flips()  # type: ignore[assignment]
-    assert not [item for item in world.tell(Tick()) if isinstance(item, FlipReplica)]
-    assert not [item for item in world.plan(FLOW) if isinstance(item, FlipReplica | StopReplica)]
+    assert not [item for item in world.tell(told.Tick()) if isinstance(item, act.FlipReplica)]
+    assert not [item for item in world.plan(FLOW) if isinstance(item, act.FlipReplica | act.StopReplica)]
     assert world.brain.fleet.views[replica].role == "decode"
-    assert world.tell(OperatorOrdered(replica, "prefill")) == [FlipReplica(replica, "prefill")]
+    assert world.tell(told.OperatorOrdered(replica, "prefill")) == [act.FlipReplica(replica, "prefill")]
     assert autoscaler.by_hand == {}
     world.brain.fleet.flip(replica, "decode")
-    assert FlipReplica(replica, "prefill") in world.tell(Tick()), "the rules decide again"
+    assert act.FlipReplica(replica, "prefill") in world.tell(told.Tick()), "the rules decide again"
 
 
 def test_what_was_lost_just_before_an_order_is_replaced_all_the_same() -> None:
     world = build.world(FLOW)
     lost = next(name for name in world.members if name.startswith("d@"))
     flipped = next(name for name in world.members if name.startswith("p@"))
-    world.tell(Tick())
-    actions = world.tell(ReplicaLost(lost, "died"))
-    actions += world.tell(OperatorOrdered(flipped, "decode"))
+    world.tell(told.Tick())
+    actions = world.tell(told.ReplicaLost(lost, "died"))
+    actions += world.tell(told.OperatorOrdered(flipped, "decode"))
     for _ in range(3):
-        actions += world.tell(Tick())
-    assert [action.member.template for action in actions if isinstance(action, StartReplica)] == ["d"]
+        actions += world.tell(told.Tick())
+    assert [action.member.template for action in actions if isinstance(action, act.StartReplica)] == ["d"]
 
 
 # What the Brain makes of doubtful replicas, of crowds that waited, of promises kept, and of copies in part.
@@ -416,7 +396,7 @@ COMBO = build.template("combo", ("prefill", "decode", "decode"), kind="combo", c
 COMBOS = build.plan(
     (COMBO,), {("combo", "near"): 2}, {("combo", "near", "closed"): (1.0,)}, longest=(200_000,)
 )
-IDLE = ReplicaStatus(0, 0, 0, 0, 100, 100, 0.0)
+IDLE = told.ReplicaStatus(0, 0, 0, 0, 100, 100, 0.0)
 
 
 def sent_trouble(world: build.World, prefix: str, count: int = 12) -> set[str]:
@@ -424,7 +404,7 @@ def sent_trouble(world: build.World, prefix: str, count: int = 12) -> set[str]:
     result: set[str] = set()
     for number in range(count):
         for action in world.arrive(build.request(f"{prefix}{number}")):
-            assert isinstance(action, Run)
+            assert isinstance(action, act.Run)
             result |= {segment.replica for segment in action.route.segments}
     return result
 
@@ -434,20 +414,20 @@ def sent_trouble(world: build.World, prefix: str, count: int = 12) -> set[str]:
 def test_a_replica_that_may_be_gone_gets_nobody_until_it_is_heard_of(plan: build.Plan, heals: str) -> None:
     world = build.world(plan, Policy(opportunistic=False))
     (run,) = world.arrive(build.request("a"))
-    assert isinstance(run, Run)
+    assert isinstance(run, act.Run)
     doubted = run.route.decoder
     again = world.fail("a", "replica", doubted)[-1]
-    assert isinstance(again, Run)
+    assert isinstance(again, act.Run)
     assert doubted not in sent_trouble(world, "b")
     world.now_s = 0.5 * QUARANTINE_S
-    world.tell(Tick())
-    world.tell(ReplicaReported(again.route.decoder, IDLE))
+    world.tell(told.Tick())
+    world.tell(told.ReplicaReported(again.route.decoder, IDLE))
     assert doubted not in sent_trouble(world, "c")
     if heals == "report":
-        world.tell(ReplicaReported(doubted, IDLE))
+        world.tell(told.ReplicaReported(doubted, IDLE))
     else:
         world.now_s = QUARANTINE_S
-        world.tell(Tick())
+        world.tell(told.Tick())
     assert doubted in sent_trouble(world, "d")
 
 
@@ -458,25 +438,25 @@ def test_a_silent_replica_gets_nobody_for_as_long_as_that_is_said() -> None:
     for turn in range(5):
         start_s = world.now_s
         while world.now_s < start_s + 3 * QUARANTINE_S:
-            world.tell(ReplicaSilent(silent))
+            world.tell(told.ReplicaSilent(silent))
             world.now_s += QUARANTINE_S / 2
-            world.tell(Tick())
+            world.tell(told.Tick())
             assert silent not in sent_trouble(world, f"{turn} {world.now_s} ", 3)
-        world.tell(ReplicaReported(silent, IDLE))
+        world.tell(told.ReplicaReported(silent, IDLE))
         assert silent in sent_trouble(world, f"{turn} again ")
-    world.tell(ReplicaSilent(silent))
+    world.tell(told.ReplicaSilent(silent))
     world.now_s += QUARANTINE_S
-    world.tell(Tick())
+    world.tell(told.Tick())
     assert silent in sent_trouble(world, "time ", 12), (
         "some do not report; nobody says that it is silent any more"
     )
-    assert world.tell(ReplicaSilent("nobody")) == []
+    assert world.tell(told.ReplicaSilent("nobody")) == []
 
 
 def test_other_failures_are_no_reason_to_doubt_a_replica() -> None:
     world = build.world(THREE)
     (run,) = world.arrive(build.request("a"))
-    assert isinstance(run, Run)
+    assert isinstance(run, act.Run)
     world.fail("a", "timeout", run.route.decoder)
     assert run.route.decoder in sent_trouble(world, "b")
 
@@ -486,17 +466,17 @@ def test_a_crowd_that_waited_is_spread_over_those_that_come_up() -> None:
     world = build.world(THREE, known=build.facts((ONE_TROUBLE,), batch=batch), ready=False)
     for number in range(40):
         assert world.arrive(build.request(f"{number:02}")) == []
-    first = [run for run in world.make_ready("one@near#0/0") if isinstance(run, Run)]
+    first = [run for run in world.make_ready("one@near#0/0") if isinstance(run, act.Run)]
     assert [run.request for run in first] == [f"{number:02}" for number in range(batch)]
     assert len(world.make_ready("one@near#1/0")) == batch
     world.now_s = 1.0
-    rest = [run for run in world.tell(Tick()) if isinstance(run, Run)]
+    rest = [run for run in world.tell(told.Tick()) if isinstance(run, act.Run)]
     assert [run.request for run in rest] == [f"{number:02}" for number in range(2 * batch, 40)]
     loads = [world.brain.fleet.views[f"one@near#{copy}/0"].open_requests for copy in (0, 1)]
     assert sum(loads) == 40
     assert max(loads) <= 40 - 2 * batch
     world.now_s = 2.0
-    assert world.tell(Tick()) == []
+    assert world.tell(told.Tick()) == []
 
 
 @pytest.mark.parametrize(("slo", "attained"), [(Slo(1.0, 0.05), 1), (Slo(0.5, 0.05), 0), (None, 2)])
@@ -542,8 +522,8 @@ def test_one_that_fails_again_and_again_is_tried_ever_more_seldom_however_well_i
     tried: list[float] = []
     for number in range(900):
         world.now_s = number / 10
-        world.tell(Tick())
-        world.tell(ReplicaReported(bad, IDLE))
+        world.tell(told.Tick())
+        world.tell(told.ReplicaReported(bad, IDLE))
         name = f"r{number}"
         world.arrive(build.request(name))
         while world.jobs[name].run.route.decoder == bad and not (heals and number >= 300):

@@ -10,24 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from potluck.core.brain.brain import Brain
 from potluck.core.brain.recovery import MOST_ATTEMPTS
 from potluck.core.scaling.roles import FLIPPABLE
+from potluck.core.state import events as told
 from potluck.core.state.actions import ResyncCache, Run
-from potluck.core.state.events import (
-    AttemptFailed,
-    CacheReported,
-    FirstToken,
-    LinkReported,
-    OperatorOrdered,
-    ReplicaDrained,
-    ReplicaLost,
-    ReplicaReady,
-    ReplicaReported,
-    ReplicaStatus,
-    RequestArrived,
-    RequestCancelled,
-    RequestFinished,
-    SegmentDone,
-    Tick,
-)
 from potluck.core.state.policy import Policy
 
 TEMPLATES = (
@@ -147,7 +131,7 @@ class Everything(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         name = self.any_of(data, self.world.requests)
         if name not in self.world.ended:
-            self.world.tell(RequestCancelled(name))
+            self.world.tell(told.RequestCancelled(name))
             assert name not in self.world.jobs, "work on it goes on"
             self.world.ended[name] = "cancelled"
 
@@ -180,26 +164,26 @@ class Everything(RuleBasedStateMachine):
         if what in ("drain", "cordon", "uncordon") or (
             view.role != "mixed" and view.member.kind in FLIPPABLE
         ):
-            self.world.tell(OperatorOrdered(replica, what))  # type: ignore[arg-type]
+            self.world.tell(told.OperatorOrdered(replica, what))  # type: ignore[arg-type]
 
     @rule(passed_s=st.sampled_from([0.1, 1.0, 4.0]))
     def tick(self, passed_s: float) -> None:
         self.world.now_s += passed_s
-        self.world.tell(Tick())
+        self.world.tell(told.Tick())
 
     @precondition(lambda self: self.world.members)
     @rule(data=st.data(), busy=st.booleans())
     def report(self, data: st.DataObject, busy: bool) -> None:
         status = (
-            ReplicaStatus(3, 2, 5000, 9000, 10, 20_000, 0.02)
+            told.ReplicaStatus(3, 2, 5000, 9000, 10, 20_000, 0.02)
             if busy
-            else ReplicaStatus(0, 0, 0, 0, 20_000, 20_000, 0.0)
+            else told.ReplicaStatus(0, 0, 0, 0, 20_000, 20_000, 0.0)
         )
-        self.world.tell(ReplicaReported(self.any_of(data, self.world.members), status))
+        self.world.tell(told.ReplicaReported(self.any_of(data, self.world.members), status))
 
     @rule(use=st.floats(0, 1), queued=st.sampled_from([0.0, 1e10]), gbps=st.sampled_from([0.0, 1.0, 10.0]))
     def link(self, use: float, queued: float, gbps: float) -> None:
-        self.world.tell(LinkReported("far", "near", use, queued, gbps))
+        self.world.tell(told.LinkReported("far", "near", use, queued, gbps))
 
     @precondition(lambda self: self.world.members)
     @rule(
@@ -218,12 +202,12 @@ class Everything(RuleBasedStateMachine):
         self.caches[replica] = held, sequence + 1
         if lost:
             return
-        event = CacheReported(replica, sequence + 1, () if gone else blocks, blocks if gone else ())
+        event = told.CacheReported(replica, sequence + 1, () if gone else blocks, blocks if gone else ())
         for action in self.world.tell(event):
             if isinstance(action, ResyncCache):
                 assert action.replica == replica
                 assert not self.world.tell(
-                    CacheReported(replica, sequence + 1, tuple(sorted(held)), whole=True)
+                    told.CacheReported(replica, sequence + 1, tuple(sorted(held)), whole=True)
                 )
 
     @rule(
@@ -233,22 +217,26 @@ class Everything(RuleBasedStateMachine):
         """Late, repeated and unknown: none of it does anything."""
         if name not in self.world.jobs and name not in self.world.requests:
             for event in (
-                SegmentDone(name, 0, 0),
-                FirstToken(name, 0),
-                RequestFinished(name, 0, 5),
-                RequestCancelled("nobody"),
+                told.SegmentDone(name, 0, 0),
+                told.FirstToken(name, 0),
+                told.RequestFinished(name, 0, 5),
+                told.RequestCancelled("nobody"),
             ):
                 assert self.world.tell(event) == []
         for attempt in (self.world.attempts.get(name, 0), -1):  # the next one and none
-            assert self.world.tell(AttemptFailed(name, attempt, "replica", "elsewhere", 1)) == []
-            assert self.world.tell(SegmentDone(name, attempt, 7)) == []
-            assert self.world.tell(FirstToken(name, attempt)) == []
-            assert self.world.tell(RequestFinished(name, attempt, 1)) == []
-        for event in (ReplicaLost("nowhere", ""), ReplicaReady("nowhere"), ReplicaDrained("nowhere")):
+            assert self.world.tell(told.AttemptFailed(name, attempt, "replica", "elsewhere", 1)) == []
+            assert self.world.tell(told.SegmentDone(name, attempt, 7)) == []
+            assert self.world.tell(told.FirstToken(name, attempt)) == []
+            assert self.world.tell(told.RequestFinished(name, attempt, 1)) == []
+        for event in (
+            told.ReplicaLost("nowhere", ""),
+            told.ReplicaReady("nowhere"),
+            told.ReplicaDrained("nowhere"),
+        ):
             assert self.world.tell(event) == []
         if name in self.world.requests:
-            assert self.world.tell(RequestArrived(self.world.requests[name])) == []
-        assert self.world.tell(ReplicaReported(replica, ReplicaStatus(0, 0, 0, 0, 1, 1, 0.0))) == []
+            assert self.world.tell(told.RequestArrived(self.world.requests[name])) == []
+        assert self.world.tell(told.ReplicaReported(replica, told.ReplicaStatus(0, 0, 0, 0, 1, 1, 0.0))) == []
 
     @invariant()
     def counts_are_right(self) -> None:
@@ -275,9 +263,9 @@ class Everything(RuleBasedStateMachine):
         while world.jobs:
             world.finish(next(iter(world.jobs)))
         world.now_s += 100.0
-        world.tell(Tick())
+        world.tell(told.Tick())
         world.now_s += 100.0
-        world.tell(Tick())
+        world.tell(told.Tick())
         while world.jobs:
             world.finish(next(iter(world.jobs)))
         assert set(world.ended) == set(world.requests)

@@ -19,17 +19,8 @@ from potluck.core.routing.group_sharing import GroupRates, KvPair, MeanLengths, 
 from potluck.core.routing.opportunistic import in_place, step_seconds
 from potluck.core.routing.split import partial_tokens, printed_tokens
 from potluck.core.scaling.role_shift import ALIKE, ROLES, _Choices, _tabu, best_roles
+from potluck.core.state import events as told
 from potluck.core.state.actions import Run
-from potluck.core.state.events import (
-    PlanReceived,
-    ReplicaReported,
-    ReplicaStatus,
-    RequestArrived,
-    RequestCancelled,
-    SegmentComputed,
-    SegmentDone,
-    Tick,
-)
 from potluck.core.state.facts import FleetFacts, GroupFacts, ModelFacts, ReplicaFacts
 from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.policy import Policy
@@ -107,7 +98,7 @@ def test_the_rules_of_running_in_place() -> None:
     assert in_place([decoding_p], [full_d], step, 0.2) is None
     assert in_place([view("p", "prefill", 5)], [full_d], step, 0.0) is None
     reporting = view("d", "decode")
-    reporting.status = ReplicaStatus(0, 2, 0, 100, 5, 10, 0.02)
+    reporting.status = told.ReplicaStatus(0, 2, 0, 100, 5, 10, 0.02)
     assert in_place([busy_p], [reporting], step, 0.0) is None  # others' work, by its own word
 
 
@@ -155,7 +146,7 @@ def test_a_pair_takes_two_prompts_at_a_time_on_its_low_end() -> None:
     (after,) = world.advance("a")  # its part is done: the next may come
     assert isinstance(after, Run)
     assert after.request == "c"
-    world.tell(RequestCancelled("d"))
+    world.tell(told.RequestCancelled("d"))
     world.requests.pop("d")
     for name in "abc":
         world.finish(name)
@@ -164,13 +155,13 @@ def test_a_pair_takes_two_prompts_at_a_time_on_its_low_end() -> None:
 
 def test_the_split_follows_the_high_end_replicas_report() -> None:
     world = build.world(PAIRS)
-    world.tell(ReplicaReported(HIGH, ReplicaStatus(0, 40, 0, 60_000, 10_000, 20_000, 0.04)))
+    world.tell(told.ReplicaReported(HIGH, told.ReplicaStatus(0, 40, 0, 60_000, 10_000, 20_000, 0.04)))
     run = sent(world, "a", 4000)
     assert run is not None
     expected = partial_tokens(4000, build.SPLIT, 40, 60_000.0, 10_000, 16)
     assert run.route == handed_over(LOW, HIGH, expected)
     assert 1 < expected < 4000
-    world.tell(ReplicaReported(HIGH, ReplicaStatus(0, 40, 0, 60_000, 100, 20_000, 0.04)))
+    world.tell(told.ReplicaReported(HIGH, told.ReplicaStatus(0, 40, 0, 60_000, 100, 20_000, 0.04)))
     whole = sent(world, "b", 4000)
     assert whole is not None
     assert whole.route == handed_over(LOW, HIGH, 4000)  # 100 blocks do not hold it
@@ -206,7 +197,7 @@ def test_a_prompt_that_finds_no_place_may_go_whole_to_the_high_end() -> None:
     whole = sent(world, "c")
     assert whole is not None
     assert whole.route == aggregated(HIGH)
-    world.tell(ReplicaReported(HIGH, ReplicaStatus(0, 40, 0, 60_000, 10, 20_000, 0.04)))
+    world.tell(told.ReplicaReported(HIGH, told.ReplicaStatus(0, 40, 0, 60_000, 10, 20_000, 0.04)))
     assert sent(world, "d") is None  # it has no blocks for it
 
 
@@ -241,7 +232,7 @@ def test_a_segment_is_done_once() -> None:
     for name in "abcd":
         sent(world, name)
     assert len(world.advance("a")) == 1
-    assert world.tell(SegmentDone("a", 0, 0)) == []
+    assert world.tell(told.SegmentDone("a", 0, 0)) == []
 
 
 def test_a_low_end_place_is_free_once_its_prefill_is_computed() -> None:
@@ -250,9 +241,9 @@ def test_a_low_end_place_is_free_once_its_prefill_is_computed() -> None:
     for name in "abcd":
         sent(world, name)
     assert set(world.jobs) == {"a", "b"}
-    assert len(world.tell(SegmentComputed("a", 0, 0))) == 1  # c
-    assert world.tell(SegmentComputed("a", 0, 0)) == []
-    assert world.tell(SegmentComputed("a", 1, 0)) == []  # of another attempt
+    assert len(world.tell(told.SegmentComputed("a", 0, 0))) == 1  # c
+    assert world.tell(told.SegmentComputed("a", 0, 0)) == []
+    assert world.tell(told.SegmentComputed("a", 1, 0)) == []  # of another attempt
     assert world.advance("a") == []  # handed over: its place was given away already
     assert len(world.advance("b")) == 1  # d, though nobody said that b was computed
     for name in "abcd":
@@ -351,7 +342,7 @@ def facts_of(
 def world_of(facts: FleetFacts, policy: Policy | None = None, made: Template | None = None) -> World:
     made = made or group()
     world = World(Brain(facts, policy or Policy(admission=False)))
-    world.tell(PlanReceived(plan([made], {("g", "near"): 1}, {("g", "near", "closed"): (5.0, 1.0)})))
+    world.tell(told.PlanReceived(plan([made], {("g", "near"): 1}, {("g", "near", "closed"): (5.0, 1.0)})))
     world.all_ready()
     return world
 
@@ -360,7 +351,7 @@ def ends(world: World, count: int, start: int = 0, prompt: int = 1000) -> Counte
     """Where requests went: (who prefills, who decodes), by the places of the replicas."""
     seen: Counter[tuple[int, int]] = Counter()
     for number in range(start, start + count):
-        world.tell(RequestArrived(request(f"r{number}", prompt, at_s=world.now_s)))
+        world.tell(told.RequestArrived(request(f"r{number}", prompt, at_s=world.now_s)))
         route = world.jobs[f"r{number}"].run.route
         first, last = (int(s.replica.rpartition("/")[2]) for s in (route.segments[0], route.segments[-1]))
         assert len(route.segments) == (1 if first == last else 2)
@@ -484,10 +475,10 @@ def test_a_lost_replica_makes_others_flip_at_the_next_tick() -> None:
         ends(world, 1, number)
         world.finish(f"r{number}")
         if number % 2:
-            world.tell(Tick())
+            world.tell(told.Tick())
     world.lose("g@near#0/0")
     world.now_s += 1.0
-    world.tell(Tick())
+    world.tell(told.Tick())
     views = world.brain.fleet.views
     assert {views[f"g@near#0/{i}"].role for i in (1, 2)} == {"mixed"}
     assert set(ends(world, 10, 100)) == {(1, 1), (2, 2)}

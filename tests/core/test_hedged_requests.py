@@ -10,18 +10,8 @@ from hypothesis import strategies as st
 from potluck.core.brain.brain import Brain
 from potluck.core.brain.hedging import LEAST_S, SHARE
 from potluck.core.errors import InputError
+from potluck.core.state import events as told
 from potluck.core.state.actions import Abort, Action, Hedge, Refuse, Run, StartReplica
-from potluck.core.state.events import (
-    AttemptFailed,
-    Event,
-    FirstToken,
-    PlanReceived,
-    ReplicaReady,
-    RequestArrived,
-    RequestCancelled,
-    RequestFinished,
-    Tick,
-)
 from potluck.core.state.policy import Policy
 from potluck.core.values.service import RequestClass, with_built_in
 from potluck.runtime.log_lines import line, read_line
@@ -40,24 +30,24 @@ class Told:
             build.facts(templates, batch=batch),
             Policy(hedge=hedge, **more),  # type: ignore[arg-type]
         )
-        self.log: list[tuple[float, Event, list[Action]]] = []
-        for action in self.on(0.0, PlanReceived(made)):
+        self.log: list[tuple[float, told.Event, list[Action]]] = []
+        for action in self.on(0.0, told.PlanReceived(made)):
             if isinstance(action, StartReplica):
-                self.on(0.0, ReplicaReady(action.member.id))
+                self.on(0.0, told.ReplicaReady(action.member.id))
 
-    def on(self, at_s: float, event: Event) -> list[Action]:
+    def on(self, at_s: float, event: told.Event) -> list[Action]:
         actions = self.brain.on(at_s, event)
         self.log.append((at_s, event, actions))
         return actions
 
     def arrive(self, name: str, at_s: float = 0.0, **more: object) -> Run:
         made = build.request(name, PROMPT, at_s=at_s, **more)  # type: ignore[arg-type]
-        (run,) = self.on(at_s, RequestArrived(made))
+        (run,) = self.on(at_s, told.RequestArrived(made))
         assert isinstance(run, Run)
         return run
 
     def late(self, at_s: float = 5.0) -> list[Hedge]:
-        return [item for item in self.on(at_s, Tick()) if isinstance(item, Hedge)]
+        return [item for item in self.on(at_s, told.Tick()) if isinstance(item, Hedge)]
 
     def both(self) -> tuple[Run, Hedge]:
         run = self.arrive("a")
@@ -91,7 +81,7 @@ def test_after_so_many_times_what_was_predicted_it_is_sent_elsewhere_as_well() -
 def test_any_event_is_an_occasion_to_look() -> None:
     message = Told()
     message.arrive("a")
-    actions = message.on(5.0, RequestArrived(build.request("b")))
+    actions = message.on(5.0, told.RequestArrived(build.request("b")))
     assert [type(action) for action in actions] == [Run, Hedge]
 
 
@@ -108,12 +98,12 @@ def test_it_is_off_unless_wanted_and_a_wrong_value_is_named() -> None:
 def test_whoever_has_the_first_token_answers_and_the_other_counts_no_more(winner: int) -> None:
     message = Told()
     routes = [item.route.decoder for item in message.both()]
-    message.on(5.1, FirstToken("a", winner))
+    message.on(5.1, told.FirstToken("a", winner))
     assert message.where() == [routes[winner]]
-    assert message.on(5.2, FirstToken("a", 1 - winner)) == []
-    assert message.on(5.2, RequestFinished("a", 1 - winner, 100)) == []
+    assert message.on(5.2, told.FirstToken("a", 1 - winner)) == []
+    assert message.on(5.2, told.RequestFinished("a", 1 - winner, 100)) == []
     assert message.where() == [routes[winner]]
-    message.on(6.0, RequestFinished("a", winner, 100))
+    message.on(6.0, told.RequestFinished("a", winner, 100))
     message.nothing_left()
 
 
@@ -121,17 +111,17 @@ def test_whoever_has_the_first_token_answers_and_the_other_counts_no_more(winner
 def test_when_one_fails_the_other_goes_on_and_numbers_are_used_once(loser: int) -> None:
     message = Told(4, retries=9)
     routes = [item.route.decoder for item in message.both()]
-    assert message.on(5.1, AttemptFailed("a", loser, "replica", routes[loser], 0)) == []
+    assert message.on(5.1, told.AttemptFailed("a", loser, "replica", routes[loser], 0)) == []
     assert message.where() == [routes[1 - loser]]
     (run,) = [
         item
-        for item in message.on(5.2, AttemptFailed("a", 1 - loser, "transfer", routes[1 - loser], 0))
+        for item in message.on(5.2, told.AttemptFailed("a", 1 - loser, "transfer", routes[1 - loser], 0))
         if isinstance(item, Run)
     ]
     assert run.attempt == 2
     assert run.route.decoder not in routes
-    message.on(5.3, FirstToken("a", 2))
-    message.on(5.4, RequestFinished("a", 2, 100))
+    message.on(5.3, told.FirstToken("a", 2))
+    message.on(5.4, told.RequestFinished("a", 2, 100))
     message.nothing_left()
 
 
@@ -139,7 +129,9 @@ def test_one_that_fails_behind_tokens_had_the_first_though_nobody_said_so() -> N
     message = Told()
     message.both()
     (run,) = [
-        item for item in message.on(5.1, AttemptFailed("a", 1, "timeout", "", 7)) if isinstance(item, Run)
+        item
+        for item in message.on(5.1, told.AttemptFailed("a", 1, "timeout", "", 7))
+        if isinstance(item, Run)
     ]
     assert (run.attempt, run.streamed_tokens) == (2, 7)
     assert message.where() == [run.route.decoder]
@@ -149,7 +141,7 @@ def test_one_that_fails_behind_tokens_had_the_first_though_nobody_said_so() -> N
 def test_who_goes_away_leaves_nothing_behind() -> None:
     message = Told()
     routes = {item.route.decoder for item in message.both()}
-    actions = message.on(5.1, RequestCancelled("a"))
+    actions = message.on(5.1, told.RequestCancelled("a"))
     assert {action.replicas[0] for action in actions if isinstance(action, Abort)} == routes
     message.nothing_left()
 
@@ -157,9 +149,9 @@ def test_who_goes_away_leaves_nothing_behind() -> None:
 def test_a_deadline_ends_both() -> None:
     message = Told(classes=with_built_in((RequestClass("hasty", stops=True),)))
     hasty = build.request("a", PROMPT, deadline_s=8.0)._replace(request_class="hasty")
-    message.on(0.0, RequestArrived(hasty))
+    message.on(0.0, told.RequestArrived(hasty))
     assert len(message.late()) == 1
-    assert any(isinstance(item, Refuse) for item in message.on(9.0, Tick()))
+    assert any(isinstance(item, Refuse) for item in message.on(9.0, told.Tick()))
     message.nothing_left()
 
 
@@ -170,7 +162,7 @@ def test_no_more_twins_than_the_budget_allows() -> None:
         message.arrive(f"r{number}")
     hedges = [item for second in range(30, 90) for item in message.late(float(second))]
     assert 1 < len(hedges) <= SHARE * count
-    more = message.on(90.0, FirstToken(hedges[0].request, 1))
+    more = message.on(90.0, told.FirstToken(hedges[0].request, 1))
     assert [type(item) for item in more] == [Hedge], "there is a place again, and the others are still late"
 
 
@@ -197,8 +189,8 @@ def test_a_replica_that_is_outrun_again_and_again_is_believed_to_be_slow() -> No
         if run.route.decoder == slow:
             attempt = len(message.late(at_s + 2.0))
             assert attempt == 1
-        message.on(at_s + 0.22 + 2.0 * attempt, FirstToken(name, attempt))
-        message.on(at_s + 0.3 + 2.0 * attempt, RequestFinished(name, attempt, 2))
+        message.on(at_s + 0.22 + 2.0 * attempt, told.FirstToken(name, attempt))
+        message.on(at_s + 0.3 + 2.0 * attempt, told.RequestFinished(name, attempt, 2))
         if message.brain.fleet.views[slow].pace > 2.0:
             break
     else:
@@ -235,24 +227,24 @@ def test_whatever_is_told_twins_are_few_and_nothing_is_left(steps: list[tuple[st
         at_s += LEAST_S
         event = _event(what, f"r{who}", attempt, at_s)
         req = message.brain.requests.get(f"r{who}")
-        if isinstance(event, FirstToken) and req is not None and attempt == req.attempt:
+        if isinstance(event, told.FirstToken) and req is not None and attempt == req.attempt:
             streamed.add(f"r{who}")
         for action in message.on(at_s, event):
             assert not (isinstance(action, Hedge) and action.request in streamed)
         assert message.brain.sizes()["hedges"] <= max(1.0, SHARE * len(message.brain.requests))
     for number in range(10):
-        message.on(at_s, RequestCancelled(f"r{number}"))
+        message.on(at_s, told.RequestCancelled(f"r{number}"))
     message.nothing_left()
 
 
-def _event(what: str, name: str, attempt: int, at_s: float) -> Event:
+def _event(what: str, name: str, attempt: int, at_s: float) -> told.Event:
     match what:
         case "f":
-            return FirstToken(name, attempt)
+            return told.FirstToken(name, attempt)
         case "g":
-            return RequestFinished(name, attempt, 100)
+            return told.RequestFinished(name, attempt, 100)
         case "x":
-            return AttemptFailed(name, attempt, "transfer", "", 0)
+            return told.AttemptFailed(name, attempt, "transfer", "", 0)
         case "t":
-            return Tick()
-    return RequestArrived(build.request(name, PROMPT, at_s=at_s))
+            return told.Tick()
+    return told.RequestArrived(build.request(name, PROMPT, at_s=at_s))

@@ -26,15 +26,8 @@ from potluck.core.routing.thresholds import (
     decide,
     rebased,
 )
+from potluck.core.state import events as told
 from potluck.core.state.actions import Abort, QueryAttempt, Refuse, Run
-from potluck.core.state.events import (
-    AttemptFailed,
-    AttemptRunning,
-    FirstToken,
-    LinkReported,
-    RequestFinished,
-    Tick,
-)
 from potluck.core.state.policy import Policy
 from potluck.core.state.request_state import RequestState
 
@@ -50,8 +43,8 @@ ACROSS = build.plan(
 """One way: prompts are computed far away. Facts: 10 Gb/s, 100 kB a token, so 1,000 tokens take 0.08 s."""
 
 
-def slow(gbps: float) -> LinkReported:
-    return LinkReported("far", "near", 1.0, 0.0, gbps)
+def slow(gbps: float) -> told.LinkReported:
+    return told.LinkReported("far", "near", 1.0, 0.0, gbps)
 
 
 def hops(run: Run) -> int:
@@ -110,7 +103,7 @@ def test_what_is_stuck_is_done_again_elsewhere_once() -> None:
     assert len(actions) == 6  # nothing is sent while the first may still be streaming
     assert world.tell(slow(0.05)) == []
     message = [
-        item for name in asked for item in world.tell(AttemptFailed(name.request, 0, "timeout", "", 0))
+        item for name in asked for item in world.tell(told.AttemptFailed(name.request, 0, "timeout", "", 0))
     ]
     again = [action for action in message if isinstance(action, Run)]
     assert {action.attempt for action in again} == {1}
@@ -127,7 +120,7 @@ def test_what_streams_already_goes_on_from_where_its_user_is() -> None:
     world = build.world(ACROSS)
     send(world, 3)
     world.tell(slow(0.1))
-    message = world.tell(AttemptFailed("r0", 0, "timeout", "", 7))
+    message = world.tell(told.AttemptFailed("r0", 0, "timeout", "", 7))
     (run,) = (action for action in message if isinstance(action, Run))
     assert (run.attempt, run.streamed_tokens, run.prompt_tokens) == (
         1,
@@ -135,15 +128,15 @@ def test_what_streams_already_goes_on_from_where_its_user_is() -> None:
         world.requests["r0"].prompt_tokens + 7,
     )
     assert (
-        world.tell(RequestFinished("r1", 0, 50)) == []
+        world.tell(told.RequestFinished("r1", 0, 50)) == []
     )  # it was complete before it was stopped: that counts
     assert "r1" not in world.brain.requests
     world.jobs.pop("r1", None)
-    assert world.tell(FirstToken("r2", 0)) == []
-    world.tell(AttemptRunning("r2", 0))  # it could not be stopped: then it goes on
+    assert world.tell(told.FirstToken("r2", 0)) == []
+    world.tell(told.AttemptRunning("r2", 0))  # it could not be stopped: then it goes on
     world.now_s = 60.0
-    assert not any(isinstance(action, Run | Refuse) for action in world.tell(Tick()))
-    world.tell(RequestFinished("r2", 0, 50))
+    assert not any(isinstance(action, Run | Refuse) for action in world.tell(told.Tick()))
+    world.tell(told.RequestFinished("r2", 0, 50))
     world.finish("r0")
     build.assert_at_rest(world.brain)
 
@@ -155,7 +148,7 @@ def test_nobody_answers_for_what_was_recalled() -> None:
     message = []
     for _ in range(6):
         world.now_s += 5.0
-        message += world.tell(Tick())
+        message += world.tell(told.Tick())
     assert [action.reason for action in message if isinstance(action, Refuse)] == ["lost"]
     build.assert_at_rest(world.brain)
 
@@ -269,8 +262,8 @@ def test_a_link_that_loses_is_eased_and_recovers() -> None:
 tokens = st.integers(1, 200_000)
 
 
-def report(utilisation: float, queued_bytes: float = 0.0, gbps: float = 10.0) -> LinkReported:
-    return LinkReported("there", "here", utilisation, queued_bytes, gbps)
+def report(utilisation: float, queued_bytes: float = 0.0, gbps: float = 10.0) -> told.LinkReported:
+    return told.LinkReported("there", "here", utilisation, queued_bytes, gbps)
 
 
 @given(tokens, tokens, tokens, tokens)

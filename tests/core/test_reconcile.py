@@ -14,16 +14,7 @@ from scale_builders import World, plan_of, served, target_per_s, template
 
 from potluck.core.scaling.copy_capacity import Key, blueprints
 from potluck.core.scaling.reconcile import restored, wanted_counts
-from potluck.core.state.actions import (
-    DrainReplica,
-    FlipReplica,
-    OperatorNote,
-    Reassign,
-    Refuse,
-    Run,
-    StartReplica,
-    StopReplica,
-)
+from potluck.core.state import actions as act
 from potluck.core.state.events import OperatorOrdered, PlanReceived, ReplicaStatus, Tick
 from potluck.core.state.policy import Policy
 from potluck.core.values.layout import Layout, Stage, StageNode, single
@@ -168,15 +159,15 @@ def test_new_copies_start_first_and_the_least_loaded_old_ones_leave_as_they_get_
         view.open_requests = load
     replaced(world, {("large", "east"): 1, ("small", "east"): 1})
     first = world.call()
-    assert [type(action) for action in first.actions] == [StartReplica]
+    assert [type(action) for action in first.actions] == [act.StartReplica]
     world.fleet.ready("large@east#3/0")
-    assert world.call().actions == (DrainReplica("small@east#1/0"), DrainReplica("small@east#2/0"))
+    assert world.call().actions == (act.DrainReplica("small@east#1/0"), act.DrainReplica("small@east#2/0"))
     world.progress = world.progress.drained("small@east#2/0")
-    assert world.call().actions == (StopReplica("small@east#2/0"),)
+    assert world.call().actions == (act.StopReplica("small@east#2/0"),)
     world.at_s += 29.9
     assert world.call().actions == ()
     world.at_s += 0.2
-    assert world.call().actions == (StopReplica("small@east#1/0"),)
+    assert world.call().actions == (act.StopReplica("small@east#1/0"),)
     assert world.call().settled
 
 
@@ -187,9 +178,9 @@ def test_copies_that_do_not_serve_yet_are_stopped_not_drained() -> None:
         world.fleet.ready(replica)
     world.wanted["combo", "east"] = 1
     assert world.call().actions == (
-        DrainReplica("combo@east#0/0"),
-        StopReplica("combo@east#0/1"),
-        StopReplica("combo@east#0/2"),
+        act.DrainReplica("combo@east#0/0"),
+        act.StopReplica("combo@east#0/1"),
+        act.StopReplica("combo@east#0/2"),
     )
 
 
@@ -197,7 +188,7 @@ def test_a_copy_that_lost_a_replica_gets_it_back_under_a_new_id() -> None:
     world = at_rest({("combo", "east"): 1})
     world.fleet.remove("combo@east#0/1")
     (start,) = world.call().actions
-    assert isinstance(start, StartReplica)
+    assert isinstance(start, act.StartReplica)
     assert (start.member.unit, start.member.index, start.member.role) == ("combo@east#0", 1, "decode")
     assert start.member.id != "combo@east#0/1"
 
@@ -225,7 +216,7 @@ def test_starts_that_fail_are_tried_again_ever_more_slowly() -> None:
 def test_without_spare_nodes_it_says_which_dip_it_needs() -> None:
     world = at_rest({("small", "east"): 4}, {("east", "n"): 4})
     replaced(world, {("dec", "east"): 2, ("small", "east"): 2})
-    assert world.call().actions[0] == DrainReplica(
+    assert world.call().actions[0] == act.DrainReplica(
         "small@east#3/0"
     )  # the decode copies bring nothing by themselves
     world = at_rest({("small", "east"): 4}, {("east", "n"): 5})
@@ -234,23 +225,27 @@ def test_without_spare_nodes_it_says_which_dip_it_needs() -> None:
     replaced(world, {("better", "east"): 2})
     step = world.call()
     assert [type(action) for action in step.actions] == [
-        DrainReplica,
-        DrainReplica,
+        act.DrainReplica,
+        act.DrainReplica,
     ]  # four served 12, two are wanted
     for view in list(world.fleet.views.values()):
         if view.state == "draining":
             world.progress = world.progress.drained(view.member.id)
-    assert [type(action) for action in world.call().actions] == [StopReplica, StopReplica, StartReplica]
+    assert [type(action) for action in world.call().actions] == [
+        act.StopReplica,
+        act.StopReplica,
+        act.StartReplica,
+    ]
     started(world)
     step = world.call()
-    assert [type(action) for action in step.actions] == [DrainReplica]  # 3 + 3 + 3 serve, 6 are needed
+    assert [type(action) for action in step.actions] == [act.DrainReplica]  # 3 + 3 + 3 serve, 6 are needed
     world.progress = world.progress.drained(step.actions[0][0])
     step = world.call()
-    assert [type(action) for action in step.actions] == [StopReplica]
+    assert [type(action) for action in step.actions] == [act.StopReplica]
     assert "a dip of 50% would let" in step.notes[0]
     world.dip = 0.5
     step = world.call()
-    assert [type(action) for action in step.actions] == [DrainReplica]
+    assert [type(action) for action in step.actions] == [act.DrainReplica]
     assert "no spare nodes, so" in step.notes[0]
 
 
@@ -299,9 +294,9 @@ def test_a_start_that_was_called_off_is_no_failure() -> None:
     world = World(KNOWN, {("small", "east"): 1}, random.Random(0))
     world.call()
     world.wanted["small", "east"] = 0
-    assert world.call().actions == (StopReplica("small@east#0/0"),)
+    assert world.call().actions == (act.StopReplica("small@east#0/0"),)
     world.wanted["small", "east"] = 1
-    assert [type(action) for action in world.call().actions] == [StartReplica]
+    assert [type(action) for action in world.call().actions] == [act.StartReplica]
     assert not world.progress.attempts
 
 
@@ -322,25 +317,25 @@ def test_a_replica_drained_by_hand_takes_its_copy_out_and_is_replaced() -> None:
     world = at_rest({("combo", "east"): 1})
     world.fleet.drain("combo@east#0/1")
     actions = world.call().actions
-    assert actions[:2] == (DrainReplica("combo@east#0/0"), DrainReplica("combo@east#0/2"))
-    assert sum(isinstance(action, StartReplica) for action in actions) == 3
+    assert actions[:2] == (act.DrainReplica("combo@east#0/0"), act.DrainReplica("combo@east#0/2"))
+    assert sum(isinstance(action, act.StartReplica) for action in actions) == 3
 
 
 def test_copies_whose_rates_are_unknown_are_counted() -> None:
     world = at_rest({("dull", "east"): 3})
     replaced(world, {("dull", "west"): 2})
     step = world.call()
-    drains = [action for action in step.actions if isinstance(action, DrainReplica)]
+    drains = [action for action in step.actions if isinstance(action, act.DrainReplica)]
     assert len(drains) == 1
     started(world)
-    assert sum(isinstance(action, DrainReplica) for action in world.call().actions) == 2
+    assert sum(isinstance(action, act.DrainReplica) for action in world.call().actions) == 2
 
 
 def test_a_flipped_copy_is_not_taken_for_what_it_was() -> None:
     world = at_rest({("pre", "east"): 1, ("dec", "east"): 2})
     world.fleet.flip("dec@east#0/0", "prefill")
     replaced(world, {("pre", "east"): 1, ("dec", "east"): 1})
-    drains = [action.replica for action in world.call().actions if isinstance(action, DrainReplica)]
+    drains = [action.replica for action in world.call().actions if isinstance(action, act.DrainReplica)]
     assert drains == ["dec@east#0/0"]
 
 
@@ -348,7 +343,7 @@ def test_a_new_plan_gives_roles_back() -> None:
     world = at_rest({("pre", "east"): 2, ("dec", "east"): 1})
     assert restored(world.fleet) == ()
     world.fleet.flip("pre@east#1/0", "decode")
-    assert restored(world.fleet) == (FlipReplica("pre@east#1/0", "prefill"),)
+    assert restored(world.fleet) == (act.FlipReplica("pre@east#1/0", "prefill"),)
 
 
 def test_a_named_machine_must_be_free_first() -> None:
@@ -365,9 +360,9 @@ def test_a_named_machine_must_be_free_first() -> None:
     assert step.actions == ()
     assert "a dip of 100% would let" in step.notes[0]
     world.dip = 1.0
-    assert [type(action) for action in world.call().actions] == [DrainReplica]
+    assert [type(action) for action in world.call().actions] == [act.DrainReplica]
     world.progress = world.progress.drained("old@east#0/0")
-    assert [type(action) for action in world.call().actions] == [StopReplica, StartReplica]
+    assert [type(action) for action in world.call().actions] == [act.StopReplica, act.StartReplica]
 
 
 def test_busy_reports_do_not_count_as_load_but_open_requests_do() -> None:
@@ -375,7 +370,7 @@ def test_busy_reports_do_not_count_as_load_but_open_requests_do() -> None:
     world.fleet.views["small@east#0/0"].status = ReplicaStatus(9, 9, 9, 9, 0, 1, 0.1)
     world.fleet.views["small@east#1/0"].open_requests = 1
     world.wanted["small", "east"] = 1
-    assert world.call().actions == (DrainReplica("small@east#0/0"),)
+    assert world.call().actions == (act.DrainReplica("small@east#0/0"),)
 
 
 def test_wanted_counts_end_what_the_plan_no_longer_names() -> None:
@@ -423,7 +418,7 @@ def test_roles_change_in_place_and_only_what_is_missing_is_started() -> None:
     )
     names = set(world.brain.fleet.views)
     actions = world.plan(plan_of_recast({("prefill", "node"): 3, ("decode", "node"): 2}))
-    assert [type(action) for action in actions] == [Reassign, StartReplica]
+    assert [type(action) for action in actions] == [act.Reassign, act.StartReplica]
     assert names <= set(world.brain.fleet.views)
     roles = sorted(view.role for view in world.brain.fleet.views.values())
     assert roles == ["decode", "decode", "prefill", "prefill", "prefill"]
@@ -448,7 +443,7 @@ def test_flipped_replicas_are_taken_first_and_roles_by_hand_stay() -> None:
     world.tell(OperatorOrdered(decodes[2], "prefill"))
     world.brain.fleet.flip(decodes[1], "prefill")
     actions = world.plan(plan_of_recast({("prefill", "node"): 3, ("decode", "node"): 2}))
-    assert [action.member.id for action in actions if isinstance(action, Reassign)] == [decodes[1]]
+    assert [action.member.id for action in actions if isinstance(action, act.Reassign)] == [decodes[1]]
     assert world.brain.fleet.views[decodes[2]].role == "prefill"
     assert world.brain.fleet.views[decodes[2]].member.role == "decode"
 
@@ -458,10 +453,12 @@ def test_other_layouts_and_copies_that_work_together_are_started_anew() -> None:
     together = build.plan((combo,), {("combo", "near"): 1}, {}, longest=(1000,))
     known = build.facts((*TEMPLATES_RECAST, combo))
     world = build.world(plan_of_recast({("mixed", "node"): 2}), known=known)
-    assert not [item for item in world.plan(together) if isinstance(item, Reassign)]
+    assert not [item for item in world.plan(together) if isinstance(item, act.Reassign)]
     world = build.world(plan_of_recast({("mixed", "node"): 2}), known=known)
     assert not [
-        item for item in world.plan(plan_of_recast({("mixed", "another"): 2})) if isinstance(item, Reassign)
+        item
+        for item in world.plan(plan_of_recast({("mixed", "another"): 2}))
+        if isinstance(item, act.Reassign)
     ]
 
 
@@ -480,9 +477,9 @@ def test_no_more_is_started_than_layouts_lack(before: dict, after: dict) -> None
     for node in ("node", "another"):
         there = sum(n for (_, where), n in before.items() if where == node)
         wanted = sum(n for (_, where), n in after.items() if where == node)
-        started = [a for a in actions if isinstance(a, StartReplica) and a.member.template.endswith(node)]
+        started = [a for a in actions if isinstance(a, act.StartReplica) and a.member.template.endswith(node)]
         assert len(started) == max(0, wanted - there)
-    reassign = [action.member.id for action in actions if isinstance(action, Reassign)]
+    reassign = [action.member.id for action in actions if isinstance(action, act.Reassign)]
     assert len(reassign) == len(set(reassign))
 
 
@@ -510,30 +507,32 @@ def pass_time(world: build.World, until_s: float) -> list[object]:
 def test_it_sleeps_after_a_while_and_the_first_request_waits_for_a_replica() -> None:
     world = build.world(PLAN, Policy(max_wait_s=120.0), known=facts(30.0, Slo(1.0, 0.1)))
     text = pass_time(world, 29.0)
-    assert not [item for item in text if isinstance(item, OperatorNote | DrainReplica)]
+    assert not [item for item in text if isinstance(item, act.OperatorNote | act.DrainReplica)]
     text = pass_time(world, 32.0)
-    assert [item.what for item in text if isinstance(item, OperatorNote)] == ["m sleeps"]
-    for name in [item.replica for item in text if isinstance(item, DrainReplica)]:
+    assert [item.what for item in text if isinstance(item, act.OperatorNote)] == ["m sleeps"]
+    for name in [item.replica for item in text if isinstance(item, act.DrainReplica)]:
         world.drain_out(name)
     assert not world.brain.fleet.views
     assert world.arrive(build.request("a")) == []
     text = pass_time(world, 34.0)
-    assert [item.what for item in text if isinstance(item, OperatorNote)] == ["m wakes"]
-    starts = [item for item in text if isinstance(item, StartReplica)]
+    assert [item.what for item in text if isinstance(item, act.OperatorNote)] == ["m wakes"]
+    starts = [item for item in text if isinstance(item, act.StartReplica)]
     assert len(starts) == 2
     pass_time(world, 60.0)
     actions = world.make_ready(starts[0].member.id)
-    assert [type(action) for action in actions] == [Run], "late, but nobody could have been in time"
-    assert not [item for _, _, made in world.log for item in made if isinstance(item, Refuse)]
+    assert [type(action) for action in actions] == [act.Run], "late, but nobody could have been in time"
+    assert not [item for _, _, made in world.log for item in made if isinstance(item, act.Refuse)]
 
 
 def test_one_that_has_something_to_do_stays_awake_and_others_never_sleep() -> None:
     world = build.world(PLAN, known=facts(10.0))
     world.arrive(build.request("a"))
     assert not [
-        item for item in pass_time(world, 30.0) if isinstance(item, OperatorNote | DrainReplica | StopReplica)
+        item
+        for item in pass_time(world, 30.0)
+        if isinstance(item, act.OperatorNote | act.DrainReplica | act.StopReplica)
     ]
     world.finish("a")
-    assert [item for item in pass_time(world, 45.0) if isinstance(item, DrainReplica)]
+    assert [item for item in pass_time(world, 45.0) if isinstance(item, act.DrainReplica)]
     world = build.world(PLAN, known=facts(None))
     assert not pass_time(world, 200.0)

@@ -37,15 +37,7 @@ from potluck.core.state.events import ReplicaStatus
 from potluck.core.state.facts import ModelFacts
 from potluck.core.state.fleet import FleetState
 from potluck.core.state.policy import Policy
-from potluck.core.values.plan import (
-    BucketCapacity,
-    LengthBucket,
-    Plan,
-    PlannedFlow,
-    PlannedShare,
-    ReplicaSpec,
-    Template,
-)
+from potluck.core.values import plan as plans
 from potluck.core.values.types import NodeOffer, Region, Request
 
 POLICY = Policy(scaling="cauchy")
@@ -53,13 +45,13 @@ SMALL, LARGE = template("small", 10.0), template("large", 25.0, nodes={"big": 1}
 REGIONS = (Region("east", (NodeOffer("n", 1.0, 10), NodeOffer("big", 3.0, 4))),)
 
 
-def plan(small: int = 2, large: int = 0) -> Plan:
+def plan(small: int = 2, large: int = 0) -> plans.Plan:
     return plan_of((SMALL, LARGE), {("small", "east"): small, ("large", "east"): large})
 
 
 def ask(
     seen: ModelTraffic,
-    there: Plan | None = None,
+    there: plans.Plan | None = None,
     regions: tuple[Region, ...] = REGIONS,
     fleet: FleetState | None = None,
 ) -> tuple[tuple[ScaleDecision, ...], str]:
@@ -152,7 +144,7 @@ def test_a_fleet_with_a_spare_copy_is_left_alone() -> None:
     assert "starts" in _why(far, there, seen)  # one region alone: nothing would be left of it
 
 
-def _why(rule: CauchyScaling, there: Plan, seen: ModelTraffic) -> str:
+def _why(rule: CauchyScaling, there: plans.Plan, seen: ModelTraffic) -> str:
     rule.on_tick(1000.0, observed(1000.0, seen), fleet_of(there), there)
     return rule.why()
 
@@ -188,12 +180,12 @@ def test_unknown_capacity_is_not_scaled_and_said() -> None:
 
 def test_copies_put_there_by_hand_count_and_are_not_touched() -> None:
     fleet = fleet_of(plan())
-    fleet.add(ReplicaSpec("x", "x", "large", 0, "homogeneous", "m", "mixed", "west"))
+    fleet.add(plans.ReplicaSpec("x", "x", "large", 0, "homogeneous", "m", "mixed", "west"))
     fleet.ready("x")
     assert ask(traffic(30.0), fleet=fleet)[0] == ()  # 45 of capacity: 36
     result, _ = ask(traffic(0.0), fleet=fleet)
     assert {item.region for item in result if isinstance(item, Resize)} == {"east"}
-    fleet.add(ReplicaSpec("y", "y", "strange", 0, "homogeneous", "m", "mixed", "west"))
+    fleet.add(plans.ReplicaSpec("y", "y", "strange", 0, "homogeneous", "m", "mixed", "west"))
     assert "capacity of strange is not known" in ask(traffic(30.0), fleet=fleet)[1]
 
 
@@ -207,7 +199,7 @@ def test_copies_that_are_gone_are_missed_whatever_was_planned() -> None:
 
 def test_while_copies_start_or_leave_nothing_is_taken_away() -> None:
     fleet = fleet_of(plan(4))
-    fleet.add(ReplicaSpec("s", "small@east#9", "small", 0, "homogeneous", "m", "mixed", "east"))
+    fleet.add(plans.ReplicaSpec("s", "small@east#9", "small", 0, "homogeneous", "m", "mixed", "east"))
     result, why = ask(traffic(5.0), plan(4), fleet=fleet)
     assert result == ()
     assert "waits for 1 copies" in why
@@ -256,10 +248,12 @@ def test_prefill_and_decode_apart_are_each_brought_up() -> None:
 
 
 def test_capacity_follows_the_lengths_now_seen() -> None:
-    capacity = (BucketCapacity(0, 0, 0, 20.0, 0.1, 0.01), BucketCapacity(1, 0, 0, 5.0, 0.1, 0.01))
+    capacity = (plans.BucketCapacity(0, 0, 0, 20.0, 0.1, 0.01), plans.BucketCapacity(1, 0, 0, 5.0, 0.1, 0.01))
     two = replace(SMALL, capacity=capacity)
     there = plan_of(
-        (two,), {("small", "east"): 2}, [LengthBucket("m", 0, 1023, 1.0), LengthBucket("m", 1, 99999, 1.0)]
+        (two,),
+        {("small", "east"): 2},
+        [plans.LengthBucket("m", 0, 1023, 1.0), plans.LengthBucket("m", 1, 99999, 1.0)],
     )
     assert rates_of(two, {0: 1.0, 1: 1.0}) == CopyRates(closed_per_s=pytest.approx(8.0))
     assert rates_of(two, {}) == CopyRates()
@@ -379,17 +373,17 @@ def test_it_follows_a_rate_that_really_changes(seed: int) -> None:
 # Scaling a plan in which copies take different requests: each part by its own demand.
 
 SHORT, LONG = 1000, 100_000
-BUCKETS = (LengthBucket("m", 0, SHORT, 6.0), LengthBucket("m", 1, LONG, 2.0))
+BUCKETS = (plans.LengthBucket("m", 0, SHORT, 6.0), plans.LengthBucket("m", 1, LONG, 2.0))
 REGIONS_PARTS = (Region("east", (NodeOffer("n", 1.0, 40),)),)
 
 
 def a_template(name: str, *rates: tuple[float, float, float]) -> object:
     """(prefill, decode, closed) a second for each bucket."""
-    capacity = tuple(BucketCapacity(i, p, d, c, 0.1, 0.01) for i, (p, d, c) in enumerate(rates))
+    capacity = tuple(plans.BucketCapacity(i, p, d, c, 0.1, 0.01) for i, (p, d, c) in enumerate(rates))
     return replace(template(name, 1.0), capacity=capacity)
 
 
-def split_plan(prefills: int = 2, decodes: int = 1, wholes: int = 2) -> Plan:
+def split_plan(prefills: int = 2, decodes: int = 1, wholes: int = 2) -> plans.Plan:
     """Short prompts are handed over, long ones go to replicas that do all: which could do the short ones too."""
     templates = (
         a_template("prefill", (4.0, 0.0, 0.0), (1.0, 0.0, 0.0)),
@@ -398,9 +392,9 @@ def split_plan(prefills: int = 2, decodes: int = 1, wholes: int = 2) -> Plan:
     )
     counts = {("prefill", "east"): prefills, ("decode", "east"): decodes, ("whole", "east"): wholes}
     shares = (
-        PlannedShare("prefill", "east", 0, "prefill", 6.0),
-        PlannedShare("decode", "east", 0, "decode", 6.0),
-        PlannedShare("whole", "east", 1, "closed", 2.0),
+        plans.PlannedShare("prefill", "east", 0, "prefill", 6.0),
+        plans.PlannedShare("decode", "east", 0, "decode", 6.0),
+        plans.PlannedShare("whole", "east", 1, "closed", 2.0),
     )
     return replace(plan_of(templates, counts, BUCKETS), shares=shares)
 
@@ -415,7 +409,7 @@ def seen(rate_per_s: float, short_share: float = 0.75, **more: object) -> object
     return replace(traffic(rate_per_s), lengths=lengths, error_per_s=0.01, **more)
 
 
-def asked(rate_per_s: float, plan: Plan, short_share: float = 0.75, **more: object) -> dict[str, int]:
+def asked(rate_per_s: float, plan: plans.Plan, short_share: float = 0.75, **more: object) -> dict[str, int]:
     rule = CauchyScaling(Policy(scaling="cauchy"), REGIONS_PARTS)
     tick = rule.on_tick(1000.0, observed(1000.0, seen(rate_per_s, short_share, **more)), fleet_of(plan), plan)
     return {item.template: item.copies for item in tick if isinstance(item, Resize)}
@@ -444,11 +438,11 @@ def test_each_part_shrinks_to_its_own_need_and_none_vanishes() -> None:
 def test_a_plan_whose_copies_all_take_everything_is_no_plan_of_parts() -> None:
     plan = split_plan()
     closed = tuple(
-        PlannedShare("whole", "east", bucket, "closed", rate) for bucket, rate in ((0, 6.0), (1, 2.0))
+        plans.PlannedShare("whole", "east", bucket, "closed", rate) for bucket, rate in ((0, 6.0), (1, 2.0))
     )
     assert busy_copies(replace(plan, shares=closed), "m", {0: 0.75, 1: 0.25}) is None
     apart = tuple(
-        PlannedShare(name, "east", bucket, name, rate)
+        plans.PlannedShare(name, "east", bucket, name, rate)
         for name in ("prefill", "decode")
         for bucket, rate in ((0, 6.0), (1, 2.0))
     )
@@ -497,13 +491,13 @@ MARKET = (
 )
 
 
-def plan_repertoire(*candidates: Template, strategy: str = "auto") -> Plan:
+def plan_repertoire(*candidates: plans.Template, strategy: str = "auto") -> plans.Plan:
     made = plan_of((SMALL_REPERTOIRE,), {("small", "east"): 2})
     return replace(made, candidates=candidates, strategy=strategy)
 
 
 def resized(
-    there: Plan, rate_per_s: float, regions: tuple[Region, ...] = MARKET
+    there: plans.Plan, rate_per_s: float, regions: tuple[Region, ...] = MARKET
 ) -> tuple[dict[tuple[str, str], int], str]:
     rule = CauchyScaling(Policy(scaling="cauchy"), regions)
     tick = rule.on_tick(1000.0, observed(1000.0, traffic(rate_per_s)), fleet_of(there), there)
@@ -538,7 +532,10 @@ def test_what_was_started_counts_and_goes_again() -> None:
 
 
 def test_a_template_that_lacks_a_length_is_not_started() -> None:
-    both = (BucketCapacity(0, 0.0, 0.0, 20.0, 0.1, 0.01), BucketCapacity(1, 0.0, 0.0, 5.0, 0.1, 0.01))
+    both = (
+        plans.BucketCapacity(0, 0.0, 0.0, 20.0, 0.1, 0.01),
+        plans.BucketCapacity(1, 0.0, 0.0, 5.0, 0.1, 0.01),
+    )
     cut = replace(OTHER, name="cut", capacity=(both[0], replace(both[1], closed_per_s=0.0)))
     there = replace(plan_repertoire(replace(OTHER, capacity=both), cut), buckets=two_buckets())
     result = startable(there, "m", {0: 0.5, 1: 0.5}, MARKET, ())
@@ -549,7 +546,7 @@ def test_a_template_that_lacks_a_length_is_not_started() -> None:
 def test_phases_are_started_where_they_have_somebody_to_work_with() -> None:
     """Prefill replicas for a region from which the plan has a flow, and nowhere else."""
     first = template("first", prefill=10.0, roles=("prefill",), nodes={"big": 1})
-    there = replace(plan_repertoire(first), flows=(PlannedFlow("m", 0, "west", "east", 1.0),))
+    there = replace(plan_repertoire(first), flows=(plans.PlannedFlow("m", 0, "west", "east", 1.0),))
     assert ("first", "west") in startable(there, "m", {0: 1.0}, MARKET, ())
     assert ("first", "east") not in startable(there, "m", {0: 1.0}, MARKET, ())
 
@@ -562,7 +559,10 @@ def test_where_copies_take_different_lengths_one_that_takes_all_may_be_better() 
     )
     whole = replace(template("all", nodes={"big": 1}), capacity=buckets(40.0, 40.0))
     made = plan_of((short, long), {("short", "east"): 1, ("long", "east"): 1}, two_buckets())
-    shares = (PlannedShare("short", "east", 0, "closed", 8.0), PlannedShare("long", "east", 1, "closed", 8.0))
+    shares = (
+        plans.PlannedShare("short", "east", 0, "closed", 8.0),
+        plans.PlannedShare("long", "east", 1, "closed", 8.0),
+    )
     there = replace(made, shares=shares, candidates=(whole,), strategy="auto")
     seen = traffic(60.0, prompt=100)
     half = seen.arrivals // 2
@@ -582,8 +582,8 @@ def test_a_copy_that_scaling_began_is_sent_what_it_serves_of_the_mix() -> None:
         plan_repertoire(replace(OTHER, capacity=buckets(30.0, 10.0))),
         buckets=two_buckets(),
         shares=(
-            PlannedShare("small", "east", 0, "closed", 15.0),
-            PlannedShare("small", "east", 1, "closed", 5.0),
+            plans.PlannedShare("small", "east", 0, "closed", 15.0),
+            plans.PlannedShare("small", "east", 1, "closed", 5.0),
         ),
     )
     read = offers(there, "goodput")["m"]
@@ -599,9 +599,9 @@ def test_a_copy_that_scaling_began_is_sent_what_it_serves_of_the_mix() -> None:
     assert set(blueprints(there)) == {"small", "other"}
 
 
-def buckets(short: float, long: float) -> tuple[BucketCapacity, ...]:
-    return tuple(BucketCapacity(b, 0.0, 0.0, rate, 0.1, 0.01) for b, rate in enumerate((short, long)))
+def buckets(short: float, long: float) -> tuple[plans.BucketCapacity, ...]:
+    return tuple(plans.BucketCapacity(b, 0.0, 0.0, rate, 0.1, 0.01) for b, rate in enumerate((short, long)))
 
 
-def two_buckets() -> Sequence[LengthBucket]:
-    return (LengthBucket("m", 0, 1000, 8.0), LengthBucket("m", 1, 10**6, 8.0))
+def two_buckets() -> Sequence[plans.LengthBucket]:
+    return (plans.LengthBucket("m", 0, 1000, 8.0), plans.LengthBucket("m", 1, 10**6, 8.0))

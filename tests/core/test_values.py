@@ -13,45 +13,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
+from potluck.core.values import model as models
+from potluck.core.values import types
 from potluck.core.values.layout import Layout, Stage, StageNode, single
-from potluck.core.values.model import (
-    DenseFfn,
-    FullAttention,
-    LatentAttention,
-    Layer,
-    LinearAttention,
-    Model,
-    MoeFfn,
-)
 from potluck.core.values.plan import Deployment
 from potluck.core.values.route import Route, Segment, aggregated, handed_over
 from potluck.core.values.service import RequestClass
-from potluck.core.values.types import (
-    Gpu,
-    Interconnect,
-    LengthBin,
-    Link,
-    NodeOffer,
-    NodeType,
-    Region,
-    Request,
-    Slo,
-    Traffic,
-)
 
-GPU = Gpu("L4", 121, 24, 300)
-PCIE = Interconnect("pcie", 25, 1e-5)
-NODE = NodeType("2xL4", GPU, 2, PCIE, 25)
-OFFER = NodeOffer("2xL4", 1.5, 4)
-LINK = Link("east", "west", 100, 0.04)
-SLO = Slo(0.5, 0.05)
-BIN = LengthBin(1024, 256, 1)
-TRAFFIC = Traffic("llama", 3, (BIN,))
-FULL = FullAttention(32, 8, 128, 128)
-LATENT = LatentAttention(128, 512, 128, 64, 128)
-LINEAR = LinearAttention("kda", 32, 32, 128, 128)
-MOE = MoeFfn(8, 2, 1024)
-MODEL = Model("m", 64, 100, (Layer(FULL, DenseFfn(128)),), 4096)
+GPU = types.Gpu("L4", 121, 24, 300)
+PCIE = types.Interconnect("pcie", 25, 1e-5)
+NODE = types.NodeType("2xL4", GPU, 2, PCIE, 25)
+OFFER = types.NodeOffer("2xL4", 1.5, 4)
+LINK = types.Link("east", "west", 100, 0.04)
+SLO = types.Slo(0.5, 0.05)
+BIN = types.LengthBin(1024, 256, 1)
+TRAFFIC = types.Traffic("llama", 3, (BIN,))
+FULL = models.FullAttention(32, 8, 128, 128)
+LATENT = models.LatentAttention(128, 512, 128, 64, 128)
+LINEAR = models.LinearAttention("kda", 32, 32, 128, 128)
+MOE = models.MoeFfn(8, 2, 1024)
+MODEL = models.Model("m", 64, 100, (models.Layer(FULL, models.DenseFfn(128)),), 4096)
 
 NAN, INF = float("nan"), float("inf")
 NOT_POSITIVE = (0.0, -1.0, NAN, INF)
@@ -66,7 +47,7 @@ REFUSED: list[tuple[Any, str, tuple[Any, ...], str]] = [
     (PCIE, "latency_s", NEGATIVE, "interconnect pcie: latency_s"),
     (PCIE, "gb_per_s", NOT_POSITIVE, "interconnect pcie: gb_per_s"),
     (NODE, "gpus", (0, -1), "node 2xL4: gpus"),
-    (NODE, "interconnect", (Interconnect("none", 0, 0),), "node 2xL4: interconnect"),
+    (NODE, "interconnect", (types.Interconnect("none", 0, 0),), "node 2xL4: interconnect"),
     (NODE, "network_gbps", NOT_POSITIVE, "node 2xL4: network_gbps"),
     (OFFER, "price_usd_per_h", NEGATIVE, "2xL4: price_usd_per_h"),
     (OFFER, "available", (-1,), "2xL4: available"),
@@ -118,7 +99,7 @@ def test_a_field_that_cannot_be_is_named(value: Any, name: str, bad: Any, says: 
         lambda: dataclasses.replace(LINK, rtt_s=0.0),
         lambda: dataclasses.replace(SLO, attainment=1.0),
         lambda: dataclasses.replace(TRAFFIC, rate_per_s=0.0, prefix_hit_share=0.0),
-        lambda: dataclasses.replace(NODE, gpus=1, interconnect=Interconnect("none", 0, 0)),
+        lambda: dataclasses.replace(NODE, gpus=1, interconnect=types.Interconnect("none", 0, 0)),
         lambda: dataclasses.replace(MOE, active=8),
     ],
 )
@@ -137,17 +118,17 @@ def test_values_are_frozen(value: Any, data: st.DataObject) -> None:
 
 @given(build.requests, st.data())
 def test_requests_are_frozen_and_the_same_one_by_one_and_many_at_once(
-    request: Request, data: st.DataObject
+    request: types.Request, data: st.DataObject
 ) -> None:
     with pytest.raises(AttributeError):
         setattr(request, data.draw(st.sampled_from(request._fields)), None)
     assert not hasattr(request, "__dict__")
-    [again] = Request.many([tuple(request)])
-    assert (type(again), again, hash(again)) == (Request, request, hash(request))
+    [again] = types.Request.many([tuple(request)])
+    assert (type(again), again, hash(again)) == (types.Request, request, hash(request))
 
 
 @given(build.traffics())
-def test_mean_lengths_lie_within_the_bins(traffic: Traffic) -> None:
+def test_mean_lengths_lie_within_the_bins(traffic: types.Traffic) -> None:
     for mean, values in [
         (traffic.mean_input_tokens, [length.input_tokens for length in traffic.lengths]),
         (traffic.mean_output_tokens, [length.output_tokens for length in traffic.lengths]),
@@ -156,8 +137,8 @@ def test_mean_lengths_lie_within_the_bins(traffic: Traffic) -> None:
 
 
 def test_an_objective_is_scaled_as_a_whole() -> None:
-    slo = Slo(2.0, 0.1, 0.95, 20.0)
-    assert slo.scaled(0.5) == Slo(1.0, 0.05, 0.95, 10.0)
+    slo = types.Slo(2.0, 0.1, 0.95, 20.0)
+    assert slo.scaled(0.5) == types.Slo(1.0, 0.05, 0.95, 10.0)
     assert SLO.scaled(3.0).e2e_s is None
     assert RequestClass("batch", factor=10.0).objective(slo) == slo.scaled(10.0)
     with pytest.raises(InputError, match="slo: scale"):
@@ -168,7 +149,7 @@ def test_an_objective_is_scaled_as_a_whole() -> None:
 def test_tighter_phases_keep_an_objective_for_the_whole_answer(
     ttft_s: float, tpot_s: float, e2e_s: float, output_tokens: int
 ) -> None:
-    slo = Slo(ttft_s, tpot_s, 0.9, e2e_s)
+    slo = types.Slo(ttft_s, tpot_s, 0.9, e2e_s)
     limits = slo.within_e2e(output_tokens)
     whole_s = limits.ttft_s + (output_tokens - 1) * limits.tpot_s
     assert whole_s <= e2e_s * (1 + 1e-9)
@@ -180,7 +161,7 @@ def test_tighter_phases_keep_an_objective_for_the_whole_answer(
 
 
 def test_a_region_finds_its_offer() -> None:
-    region = Region("east", (OFFER, NodeOffer("1xL4", 0.8, 2)))
+    region = types.Region("east", (OFFER, types.NodeOffer("1xL4", 0.8, 2)))
     assert region.offer("2xL4") is OFFER
     assert region.offer("8xH100") is None
 

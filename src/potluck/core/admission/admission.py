@@ -1,15 +1,13 @@
 """Who waits for room before the replicas, in which order they go, and who is told no at once.
 
-Whoever finds no room (`routing/capacity.py`) waits in a queue per model (`queue.py`); each time a replica has done
-something, those whose turn it is are tried there. How long a newcomer would wait is predicted from what left lately:
+Whoever finds no room (`routing/capacity.py`) waits in a queue per model. How long is predicted from what left lately:
 
     W      work ahead of it, in prompt tokens, those of answers at their cost in prompt tokens
     r, l   work that left the queue lately: a second, and at a time (the mean, weighted by itself)
     wait   (W + SURE sqrt(W l)) / r          the mean and SURE standard deviations of work that leaves at random
 
-With more than WAIT of the TTFT objective to wait, a request is refused at once and told when to try again, unless its
-class wants late answers. Classes that matter less give way: where a tenant has as many waiting as it may, the one
-that matters least and came last makes place for one that matters more.
+With more than WAIT of the TTFT objective to wait, a request is refused at once, unless its class wants late answers.
+Where a tenant has as many waiting as it may, the one that matters least makes place for one that matters more.
 """
 
 from __future__ import annotations

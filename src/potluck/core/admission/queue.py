@@ -1,10 +1,8 @@
 """Requests that wait for room, of one model: classes that matter more go first, tenants share by weight.
 
-Within a level (how much a class matters) it is start-time fair queueing (Goyal, Vin, Cheng 1996) over the work asked
-for: the tenant with the least tag goes, virtual time becomes that tag, and the tag grows by work / weight. So of
-tenants that all wait, none is behind another by more than one request of each. Within a tenant higher priority goes
-first, then earlier arrival. Requests that may go to different replicas wait side by side (`kind`). A tenant that
-found no room stands aside until something has ended. Whose turn it is costs O(log n).
+Within a level (how much a class matters) it is start-time fair queueing (Goyal, Vin, Cheng 1996): the tenant with the
+least tag goes, virtual time becomes that tag, and the tag grows by work / weight. Within a tenant higher priority
+goes first, then earlier arrival. A tenant that found no room stands aside until something has ended. O(log n).
 """
 
 from __future__ import annotations
@@ -182,10 +180,7 @@ class RequestQueue:
             self.stuck.clear()
 
     def waits(self, tenant: str, level: int, kind: Kind) -> bool:
-        """Whether somebody of this kind waits that goes before a newcomer: of its tenant, or who matters more.
-
-        Other tenants have been tried whenever there was room, so what there is now is none that they could use.
-        """
+        """Whether somebody of this kind waits that goes before a newcomer: of its tenant, or who matters more."""
         for rank, held in self._levels.items():
             if rank < level:
                 return False
@@ -239,14 +234,9 @@ class RequestQueue:
         return None
 
     def places(self) -> list[QueuePosition]:
-        return [
-            item[2]
-            for held in self._levels.values()
-            for turn in held.turns.values()
-            for line in turn.lines.values()
-            for item in line
-            if _waits(item[2])
-        ]
+        turns = [turn for held in self._levels.values() for turn in held.turns.values()]
+        lines = [line for turn in turns for line in turn.lines.values()]
+        return [item[2] for line in lines for item in line if _waits(item[2])]
 
 
 def _waits(place: QueuePosition) -> bool:

@@ -2,13 +2,9 @@
 
     actions = Brain(facts, policy).on(at_s, event)
 
-`on` is its only mutator. It reads no clock and draws no random number: the same events give the same actions. What it
-costs does not grow with the fleet or the open requests, but for PlanReceived and Tick. Every accepted request ends
-once: in RequestFinished, in a Refuse or in RequestCancelled. Events that name an unknown request or replica, or an
-attempt that is over, change nothing.
-
-Here is who is told what, and what happens to replicas and links; the way of requests is in `requests.py`, of those
-that fail in `recovery.py`.
+`on` is its only mutator: the same events give the same actions. What it costs does not grow with the fleet or the
+open requests, but for PlanReceived and Tick. Every accepted request ends once: in RequestFinished, in a Refuse or in
+RequestCancelled. Events that name an unknown request or replica, or an attempt that is over, change nothing.
 """
 
 from __future__ import annotations

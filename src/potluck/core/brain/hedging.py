@@ -7,9 +7,8 @@ one, it is sent along a second route that shares no replica with the first, if
     room      nobody waits in line, admission has room there, the batch and the KV there are not full
     sense     its first token is predicted sooner there than it has waited already
 
-else it is looked at again AGAIN_S later. The driver lets the first of both that has a token answer and stops the
-other. A second attempt is a RequestState of its own; what is told of it is told to it: for that it takes the first
-one's place among the open requests, for good once it has won.
+else it is looked at again AGAIN_S later. A second attempt is a RequestState of its own; while it is told something it
+takes the first one's place among the open requests, for good once it has won.
 """
 
 from __future__ import annotations
@@ -86,14 +85,9 @@ class Hedging:
             hedge = self.hedges.get(event.request)
             stops = self._requests.abandon(hedge) if hedge is not None else []
             return stops + handler(at_s, event) + self._end(at_s, event.request)
-        if not isinstance(
-            event,
-            told.FirstToken
-            | told.RequestFinished
-            | told.SegmentDone
-            | told.SegmentComputed
-            | told.AttemptFailed
-            | told.AttemptRunning,
+        going_on = isinstance(event, told.SegmentDone | told.SegmentComputed | told.AttemptRunning)
+        if not going_on and not isinstance(
+            event, told.FirstToken | told.RequestFinished | told.AttemptFailed
         ):
             return handler(at_s, event)
         name = event.request
@@ -101,7 +95,7 @@ class Hedging:
         if hedge is None or first is None or event.attempt not in (first.attempt, hedge.attempt):
             return handler(at_s, event)
         its = event.attempt == hedge.attempt
-        if isinstance(event, told.SegmentDone | told.SegmentComputed | told.AttemptRunning):
+        if going_on:
             self._open[name] = hedge if its else first
             actions = handler(at_s, event)
             self._open[name] = first
@@ -192,10 +186,8 @@ class Hedging:
             return False
         if not set(hedge.workers()).isdisjoint(req.workers()):
             return False
-        facts = last.facts
-        if last.open_requests > facts.decode_batch:
-            return False
-        if last.open_context_tokens > facts.total_blocks * BLOCK_TOKENS:
+        facts, full = last.facts, last.facts.total_blocks * BLOCK_TOKENS
+        if last.open_requests > facts.decode_batch or last.open_context_tokens > full:
             return False
         return self._first_s(hedge) < at_s - req.heard_s
 

@@ -1,8 +1,7 @@
 """What is known of all replicas' prefix caches, and what is done about it: the Brain's part of PrfaaS 3.2.
 
 Reports go into the index; when one was lost the replica is asked for all it holds. Prefixes that are asked for often
-are copied to replicas that have less to do than all who hold them, while links have room. A copy must be worth it:
-the prefill that it saves per second, and the bytes that may be spent on it.
+are copied to replicas that have less to do than all who hold them, while links have room.
 """
 
 from __future__ import annotations
@@ -107,10 +106,8 @@ class PrefixCaches:
         return rebalance(self.index, hot, loads, self._room_bytes(views), costs)
 
     def _load(self, view: ReplicaState, block_tokens: int) -> ReplicaLoad | None:
-        """How busy a replica that prefills is, a full batch counting as much as a second of waiting prompts.
-
-        None for those that only decode, and where nothing was reported.
-        """
+        """How busy a replica that prefills is, a full batch counting as much as a second of waiting prompts; None for
+        those that only decode, and where nothing was reported."""
         facts = view.facts
         if facts is None or view.status is None or view.role == "decode":
             return None

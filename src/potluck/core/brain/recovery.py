@@ -64,8 +64,8 @@ class Recovery:
         """Replicas that may be gone, and until when to think so."""
 
     def failed(self, at_s: float, event: told.AttemptFailed) -> list[Action]:
-        req = self._requests.open.get(event.request)
-        if req is None or req.state != RUNNING or event.attempt != req.attempt:
+        req = self._requests.running(event.request, event.attempt)
+        if req is None:
             return []
         kind, where = event.kind, event.where
         if req.recalled and kind == "timeout" and not where:  # it was we who stopped it
@@ -147,8 +147,8 @@ class Recovery:
         return actions
 
     def underway(self, at_s: float, event: told.AttemptRunning) -> list[Action]:
-        req = self._requests.open.get(event.request)
-        if req is not None and req.state == RUNNING and event.attempt == req.attempt:
+        req = self._requests.running(event.request, event.attempt)
+        if req is not None:
             self._inquiries.underway(at_s, req)
         return []
 

@@ -1,7 +1,6 @@
 """Requests under way: accepted, held, sent, handed on, until each ends once.
 
-What becomes of those that fail is in `recovery.py`, what happens to replicas and links in `brain.py`. Nobody else
-changes a `RequestState`, but for the router that sends it.
+Nobody else changes a `RequestState`, but for the router that sends it.
 """
 
 from __future__ import annotations
@@ -121,8 +120,7 @@ class Requests:
             self._tenants.asks(at_s, req)
 
     def adopted(self, at_s: float, event: told.RequestAdopted) -> list[Action]:
-        """A request of an earlier Brain, whose process is gone: it goes on where it is, or is sent as after a
-        failure. It is no arrival: that was counted then."""
+        """A request of an earlier Brain, whose process is gone: it goes on where it is, or is sent again."""
         request = event.request
         if self.knows(request.id):
             return []
@@ -157,6 +155,11 @@ class Requests:
             self._fleet.open(view, tokens, 0)
         self._fleet.open(last, req.last_tokens, req.total_tokens)
         return True
+
+    def running(self, request: str, attempt: int) -> RequestState | None:
+        """Whom news of an attempt are about, while it runs."""
+        req = self.open.get(request)
+        return req if req is not None and req.state == RUNNING and req.attempt == attempt else None
 
     def knows(self, request: str) -> bool:
         return request in self.open or request in self._ended or request in self._ended_before
@@ -208,18 +211,16 @@ class Requests:
         hold(at_s, req, self._policy)
 
     def segment_done(self, at_s: float, event: told.SegmentDone) -> list[Action]:
-        req = self.open.get(event.request)
-        if req is None or req.state != RUNNING or event.attempt != req.attempt:
-            return []
+        req = self.running(event.request, event.attempt)
         actions: list[Action] = []
-        while req.done <= event.segment and req.done < len(req.earlier):
+        while req is not None and req.done <= event.segment and req.done < len(req.earlier):
             actions += self._hand_on(at_s, req)
         return actions
 
     def computed(self, at_s: float, event: told.SegmentComputed) -> list[Action]:
         """A replica is done with its part of a prompt, and has room for the next while KV is on its way."""
-        req = self.open.get(event.request)
-        if req is None or req.state != RUNNING or event.attempt != req.attempt:
+        req = self.running(event.request, event.attempt)
+        if req is None:
             return []
         if event.segment != req.done or event.segment >= len(req.earlier) or req.leaves_region():
             return []
@@ -264,8 +265,8 @@ class Requests:
             req.charges = (rest,)
 
     def first_token(self, at_s: float, event: told.FirstToken) -> list[Action]:
-        req = self.open.get(event.request)
-        if req is None or req.state != RUNNING or event.attempt != req.attempt:
+        req = self.running(event.request, event.attempt)
+        if req is None:
             return []
         actions: list[Action] = []
         while req.done < len(req.earlier):
@@ -287,8 +288,8 @@ class Requests:
         return actions
 
     def finished(self, at_s: float, event: told.RequestFinished) -> list[Action]:
-        req = self.open.get(event.request)
-        if req is None or req.state != RUNNING or event.attempt != req.attempt:
+        req = self.running(event.request, event.attempt)
+        if req is None:
             return []
         del self.open[event.request]
         self._ended.add(event.request)  # `end`, written out

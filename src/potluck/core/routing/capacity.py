@@ -63,7 +63,6 @@ class TenantMix:
         """The sum of theirs, each as it was when it was sent."""
         self.requests: dict[str, int] = {}
         self.long: dict[str, int] = {}
-        """Long prompts that are not computed."""
         self.answers = 0
         """Answers of tenants that are not heavy."""
         self.light_tokens = 0
@@ -71,8 +70,6 @@ class TenantMix:
 
 
 class TenantHistory:
-    """What a tenant's requests to a model were like lately."""
-
     __slots__ = ("_count", "answer_tokens", "prompt_tokens")
 
     def __init__(self) -> None:
@@ -93,9 +90,7 @@ class ReplicaCapacity:
     def __init__(self, policy: Policy, table: RoutingTable) -> None:
         self._facts = table.facts
         self._fleet = table.fleet
-        self._classes: Mapping[str, RequestClass] = {
-            request_class.name: request_class for request_class in policy.classes
-        }
+        self._classes: Mapping[str, RequestClass] = {item.name: item for item in policy.classes}
         self._overflow = policy.split_overflow
         self._histories: dict[tuple[str, str], TenantHistory] = {}
         self._owed: dict[ReplicaState, tuple[float, float]] = {}
@@ -105,11 +100,9 @@ class ReplicaCapacity:
         self.several = False
         """Whether there was ever more than one tenant."""
         self.tenant: str | None = None
-        """The first one that was seen."""
         self.tenants = TenantPlacement(self, policy, table)
 
     def slo(self, model: str) -> Slo | None:
-        """What requests are admitted by."""
         known = self._facts.models.get(model)
         if known is None:
             return None
@@ -129,7 +122,6 @@ class ReplicaCapacity:
     # What requests are like, and where they are.
 
     def seen(self, req: RequestState) -> None:
-        """A request came when things were not easy."""
         request = req.request
         key = request.model, request.tenant
         history = self._histories.get(key)
@@ -151,16 +143,12 @@ class ReplicaCapacity:
 
     # Whether it fits.
 
-    def fill(self, req: RequestState) -> float:
-        known = self._classes.get(req.request.request_class)
-        return known.fill if known is not None else 1.0
-
     def fits(self, target: Target, req: RequestState, phase: int = CLOSED) -> bool:
-        """Whether a target has room for a request."""
         slo = self.slo(req.request.model)
         if slo is None:
             return True
-        fill = self.fill(req)
+        known = self._classes.get(req.request.request_class)
+        fill = known.fill if known is not None else 1.0
         if target.kind == PLAIN:
             assert target.view is not None
             return self._view(target.view, req, slo, fill, phase)
@@ -209,11 +197,8 @@ class ReplicaCapacity:
         return phase == PREFILL or self.answers(view, req, slo, phase, fill)
 
     def bears(self, view: ReplicaState, req: RequestState, tokens: int) -> bool:
-        """Whether answers that a decoding replica makes keep their pace while it computes so much of a prompt.
-
-        The planner gave it answers alone, so each of them waits once for the whole of it: with answers of A tokens
-        a token takes s(n) + prompt seconds / A, of all prompts in the time of an answer.
-        """
+        """Whether answers of a decoding replica keep their pace while it computes so much of a prompt. Each of them
+        waits once for the whole of it: with answers of A tokens a token takes s(n) + prompt seconds / A."""
         slo, facts = self.slo(req.request.model), view.facts
         if slo is None or facts is None or not view.open_requests:
             return True
@@ -265,9 +250,8 @@ class ReplicaCapacity:
         if req.heavy:  # a full KV takes as long to read as the planned batch does, however few share it
             filled = view.open_context_tokens / max(1, facts.total_blocks * BLOCK_TOKENS)
             gap_s = step_seconds(facts, max(n, int(filled * facts.decode_batch)))
-            return (gap_s + part * self._prompts_s(view, req, facts, n)) / (
-                1.0 - self.tenants.isolation.taken(req, view)
-            )
+            free = 1.0 - self.tenants.isolation.taken(req, view)
+            return (gap_s + part * self._prompts_s(view, req, facts, n)) / free
         gap_s = step_seconds(facts, n)
         return gap_s + part * self._prompts_s(view, req, facts, n) if part else gap_s
 
@@ -285,7 +269,6 @@ class ReplicaCapacity:
         return total * facts.prefill_s_per_token
 
     def rho(self, model: str, tenant: str) -> float:
-        """Prompt tokens for each output token."""
         history = self._histories.get((model, tenant))
         return history.prompt_tokens / history.answer_tokens if history is not None else 0.0
 
@@ -301,12 +284,10 @@ def crowded(view: ReplicaState) -> bool:
 
 def easy(view: ReplicaState) -> bool:
     """Whether it has so little to do that there is room for sure."""
-    bounds = view.easy
-    return (
-        view.open_requests <= bounds[0]
-        and view.open_prefill_tokens <= bounds[1]
-        and view.open_context_tokens <= bounds[2]
-    )
+    requests, prompts, context = view.easy
+    if view.open_requests > requests or view.open_prefill_tokens > prompts:
+        return False
+    return view.open_context_tokens <= context
 
 
 LONG: Final = 2.0
@@ -324,7 +305,6 @@ class TenantPlacement:
         """Of the replicas' time, for one tenant's long prompts beside others."""
         self.isolation = TenantIsolation(policy.disturbance if policy.set_apart else 0.0)
         self._token_s: dict[str, float] = {}
-        """Seconds that a token of a prompt takes, by model."""
         self._next_s: dict[tuple[str, str], float] = {}
         """From when on a tenant may send a long prompt beside others, by model and tenant."""
         self.now_s = 0.0
@@ -344,17 +324,12 @@ class TenantPlacement:
             return
         token_s = self._token_s.get(model, 0.0)
         if not token_s:
-            replica_facts = next(
-                (view.facts for view in self._table.ready(model) if view.facts is not None), None
-            )
-            token_s = self._token_s[model] = (
-                replica_facts.prefill_s_per_token if replica_facts is not None else 0.0
-            )
+            known = [view.facts for view in self._table.ready(model) if view.facts is not None]
+            token_s = self._token_s[model] = known[0].prefill_s_per_token if known else 0.0
         prompt_s = req.prompt_tokens * token_s
         self.isolation.asks(at_s, req, prompt_s if prompt_s > LONG * slo.tpot_s else 0.0)
 
     def sent(self, req: RequestState) -> None:
-        """Note where it is."""
         if req.last is None:
             return
         earlier = [view for view, _ in req.earlier if view is not req.last]
@@ -380,7 +355,6 @@ class TenantPlacement:
             mix.light_tokens += req.light_tokens
 
     def computed(self, req: RequestState) -> None:
-        """Its prompt is computed."""
         if req.light_tokens and req.mixed:
             self._room.mixes[req.mixed[0]].light_tokens -= req.light_tokens
             req.light_tokens = 0
@@ -389,7 +363,6 @@ class TenantPlacement:
             _less(self._room.mixes[req.mixed[0]].long, req.request.tenant)
 
     def left(self, req: RequestState) -> None:
-        """It is nowhere any more."""
         self.computed(req)
         if req.mixed and not req.heavy:
             self._room.mixes[req.mixed[-1]].answers -= 1
@@ -411,14 +384,8 @@ class TenantPlacement:
         apart = self.isolation.views(model)
         if self._is_long(req, picked.views()[0]) and not self.crowded and (req.heavy or not apart):
             if req.heavy:
-                self.isolation.may_go(
-                    model,
-                    [
-                        member.view
-                        for member in chooser.members()
-                        if member.view is not None and member.view.serves
-                    ],
-                )
+                views = [member.view for member in chooser.members()]
+                self.isolation.may_go(model, [view for view in views if view is not None and view.serves])
             idle = [target for target in roomy if not _open(target)]
             if idle:
                 return picked if picked in idle else idle[0]
@@ -429,12 +396,10 @@ class TenantPlacement:
                     return min(free, key=_open)
             if not roomy or self.now_s < self._next_s.get((model, tenant), 0.0) or not self._share:
                 return None
-            return min(roomy, key=lambda each: self._foreign(each, tenant))
+            return min(roomy, key=lambda t: sum(self._beside(view, tenant) for view in t.views()))
         if not roomy:
             return None
-        calm = [
-            target for target in roomy if target.view not in apart and not self._disturbed(target, tenant)
-        ] or roomy
+        calm = [t for t in roomy if t.view not in apart and not self._disturbed(t, tenant)] or roomy
         return picked if picked in calm else min(calm, key=_open)
 
     def via(self, chooser: Balancer, req: RequestState) -> tuple[Target, Target] | None:
@@ -452,14 +417,8 @@ class TenantPlacement:
         first = min(firsts, key=_open_prefill)
         assert first.view is not None
         region = first.view.member.region
-        seconds = [
-            target
-            for target in members
-            if target.view is not None
-            and target.view not in apart
-            and target.view.member.region == region
-            and self._room.fits(target, req, DECODE)
-        ]
+        near = [t for t in members if t.view is not None and t.view.member.region == region]
+        seconds = [t for t in near if t.view not in apart and self._room.fits(t, req, DECODE)]
         if not seconds:
             return None
         if req.place is None:
@@ -479,21 +438,13 @@ class TenantPlacement:
         mixes = [self._room.mixes.get(view) for view in target.views()]
         return sum(mix.answers for mix in mixes if mix is not None)
 
-    def _foreign(self, target: Target, tenant: str) -> int:
-        """Requests of others there."""
-        return sum(self._beside(view, tenant) for view in target.views())
-
     def _beside(self, view: ReplicaState, tenant: str) -> int:
         mix = self._room.mixes.get(view)
         return view.open_requests - (mix.requests.get(tenant, 0) if mix is not None else 0)
 
     def _disturbed(self, target: Target, tenant: str) -> bool:
-        """Whether another tenant has a long prompt there."""
-        for view in target.views():
-            mix = self._room.mixes.get(view)
-            if mix is not None and any(name != tenant for name in mix.long):
-                return True
-        return False
+        mixes = [self._room.mixes.get(view) for view in target.views()]
+        return any(name != tenant for mix in mixes if mix is not None for name in mix.long)
 
     def _charge(self, req: RequestState, view: ReplicaState) -> None:
         """A long prompt goes beside others: when its tenant may send the next."""
@@ -501,11 +452,10 @@ class TenantPlacement:
             return
         key = req.request.model, req.request.tenant
         prompt_s = view.facts.prefill_s_per_token * req.prompt_tokens
-        ready = self._table.ready(key[0])
         idle = 0.0
-        for replica_state in ready:
-            if self._beside(replica_state, key[1]) > (replica_state is view):
-                idle += self._idle(replica_state, req)
+        for other in self._table.ready(key[0]):
+            if self._beside(other, key[1]) > (other is view):
+                idle += self._idle(other, req)
         if not idle:  # nobody else is there
             return
         time_s = prompt_s / (self._share * idle)

@@ -84,7 +84,6 @@ class IsolatedReplicas:
         """Of the others, counted."""
         self.prompt_tokens = 0.0
         self.answer_tokens = 0.0
-        """Their mean."""
         self.requests = 0.0
         """Of the others lately."""
         self.work_s = 0.0
@@ -98,7 +97,6 @@ class IsolatedReplicas:
         """When all that are set apart were last needed."""
 
     def now(self, at_s: float) -> None:
-        """Let what was fade."""
         passed_s = max(0.0, at_s - self.since_s)
         keep = exp(-passed_s / MEMORY_S)
         self.requests *= keep
@@ -151,7 +149,6 @@ class TenantIsolation:
             self._resize(at_s, isolated)
 
     def views(self, model: str) -> list[ReplicaState]:
-        """Those that are set apart."""
         isolated = self._isolated.get(model)
         return isolated.views if isolated is not None else []
 
@@ -175,7 +172,6 @@ class TenantIsolation:
         return long or due >= 0.5 * req.prompt_tokens
 
     def sent(self, req: RequestState, away: bool) -> None:
-        """It was sent, its prompt there or not."""
         isolated = self._isolated.get(req.request.model)
         if isolated is not None and isolated.views and not req.heavy:
             tokens = req.prompt_tokens
@@ -184,7 +180,6 @@ class TenantIsolation:
             isolated.owed_tokens = min(most, max(-most, owed))
 
     def answered(self, req: RequestState, output_tokens: int) -> None:
-        """An answer is complete."""
         isolated = self._isolated.get(req.request.model)
         if isolated is not None and not req.heavy:
             isolated.answered(output_tokens)

@@ -7,12 +7,10 @@ With Q the window's mean rate and C what the copies serve under the lengths now 
     C - Q >  ratio C      take away copies, the largest first, as long as the rest still serves Q
     else, when the global window has passed: ask for a new plan at its mean rate
 
-Beyond the paper, each for a failure seen in other scalers: a jump in the last quarter of a window is acted on at
-once; requests that queue are demand; differences must exceed NOISE standard deviations; C counts copies that are
-there, and while some start or leave nothing goes; a template of unknown capacity is never scaled, the last copy
-stays; a part of the deficit is started where nodes are few; copies on standby come first; where a model must survive
-a loss, C is what is left after the worst one; where the plan sends some lengths here and others there, each
-deployment is scaled apart.
+Beyond the paper: a jump in the last quarter of a window is acted on at once; requests that queue are demand;
+differences must exceed NOISE standard deviations; while copies start or leave nothing goes; the last copy stays;
+copies on standby come first; where a model must survive a loss, C is what is left after the worst one; where the plan
+sends some lengths here and others there, each deployment is scaled apart.
 """
 
 from __future__ import annotations
@@ -257,7 +255,8 @@ class CauchyScaling(Scaler):
             numbers = cheapest_cover(offers, missing, free)
             if numbers is None:
                 numbers, partly = largest_within(offers, free or {}), True
-            _take(free, offers, numbers)
+            for offer in offers:
+                _take(free, offer, numbers.get(offer.key, 0))
             for key, n in numbers.items():
                 more[key] = more.get(key, 0) + n
         return more, partly
@@ -270,10 +269,7 @@ class CauchyScaling(Scaler):
         free: dict[Resource, int] | None,
         ready: Mapping[Key, int],
     ) -> tuple[dict[Key, int], bool]:
-        """Where copies take different requests: more of each, or copies that take all of them, whichever is better.
-
-        Where there are nodes for neither, more of each as far as they go.
-        """
+        """Where copies take different requests: more of each, or copies that take all, whichever is better."""
         assert standing.busy is not None
         rate_per_s = demand / self._policy.headroom
         offers = options(plan, standing.startable, self._regions)
@@ -299,10 +295,8 @@ class CauchyScaling(Scaler):
         return ("prefill_per_s", "decode_per_s")
 
     def _in(self, model: str, needed: float, standing: _Standing, state: str) -> list[ScaleDecision]:
-        """Take away the copy that fits the excess most closely, again and again.
-
-        What is needed includes noise and so is never nothing: the last copy stays.
-        """
+        """Take away the copy that fits the excess most closely, again and again. What is needed includes noise and so
+        is never nothing: the last copy stays."""
         counts = dict(standing.counts)
         less: dict[Key, int] = {}
         while True:
@@ -354,19 +348,15 @@ def _state(rate_per_s: float, queued: int, demand: float, serves: float) -> str:
 
 
 def asked_per_s(seen: ModelTraffic, steady: bool) -> float:
-    """The rate to plan for: the long window's mean if it held, else the latest.
-
-    Never nothing: the model's last copy would go.
-    """
+    """The rate to plan for: the long window's mean if it held, else the latest. Never nothing: a last copy stays."""
     rate = seen.long_rate_per_s if steady else seen.rate_per_s
     return max(rate, 1.0 / max(seen.long_span_s, 1.0))
 
 
-def _take(free: dict[Resource, int] | None, offers: Sequence[CopyOption], counts: Mapping[Key, int]) -> None:
-    for offer in offers if free is not None else ():
-        for node, need in offer.needs.items():
-            assert free is not None
-            free[node] = free.get(node, 0) - need * counts.get(offer.key, 0)
+def _take(free: dict[Resource, int] | None, option: CopyOption, count: int) -> None:
+    if free is not None:
+        for node, need in option.needs.items():
+            free[node] = free.get(node, 0) - need * count
 
 
 def _sum(counts: Mapping[Key, int], more: Mapping[Key, int]) -> dict[Key, int]:
@@ -374,10 +364,7 @@ def _sum(counts: Mapping[Key, int], more: Mapping[Key, int]) -> dict[Key, int]:
 
 
 def _weighs(counts: Mapping[Key, int], weights: Mapping[Key, float]) -> float:
-    whole = 0.0
-    for key, n in counts.items():
-        whole += n * weights.get(key, 0.0)
-    return whole
+    return sum(n * weights.get(key, 0.0) for key, n in counts.items())
 
 
 def _listed(counts: Mapping[Key, int]) -> str:
@@ -401,12 +388,9 @@ def cheapest_cover(
     options: Sequence[CopyOption], deficit_per_s: float, free: Mapping[Resource, int] | None
 ) -> dict[Key, int] | None:
     """How many of each; None when no cover within the free nodes was found. Without `free` they are plenty."""
-    useful = undominated(
-        sorted(
-            (copy_option for copy_option in options if copy_option.serves_per_s > 0),
-            key=lambda o: (o.weight / o.serves_per_s, -o.serves_per_s, o.key),
-        )
-    )
+    able = [option for option in options if option.serves_per_s > 0]
+    able.sort(key=lambda o: (o.weight / o.serves_per_s, -o.serves_per_s, o.key))
+    useful = undominated(able)
     search = _CoverSearch(useful, dict(free) if free is not None else None)
     search.branch(0, deficit_per_s, 0.0)
     if search.best is None:
@@ -418,30 +402,21 @@ def undominated(options: Sequence[CopyOption]) -> list[CopyOption]:
     """Without those beside which another one serves as much, weighs no more and needs no more nodes."""
     kept: list[CopyOption] = []
     for option in options:
-        if not any(_dominates(other, option) for other in kept):
+        better = [o for o in kept if o.serves_per_s >= option.serves_per_s and o.weight <= option.weight]
+        if not any(all(n <= option.needs.get(node, 0) for node, n in o.needs.items()) for o in better):
             kept.append(option)
     return kept
-
-
-def _dominates(one: CopyOption, other: CopyOption) -> bool:
-    return (
-        one.serves_per_s >= other.serves_per_s
-        and one.weight <= other.weight
-        and all(count <= other.needs.get(node, 0) for node, count in one.needs.items())
-    )
 
 
 def largest_within(options: Sequence[CopyOption], free: Mapping[Resource, int]) -> dict[Key, int]:
     """As much capacity as the free nodes hold, taken greedily in order of cost per capacity."""
     left, largest = dict(free), {}
-    for option in sorted(
-        options, key=lambda o: (o.weight / max(o.serves_per_s, 1e-30), -o.serves_per_s, o.key)
-    ):
+    able = [option for option in options if option.serves_per_s > 0]
+    for option in sorted(able, key=lambda o: (o.weight / o.serves_per_s, -o.serves_per_s, o.key)):
         count = _most(option, left)
-        if count and option.serves_per_s > 0:
+        if count:
             largest[option.key] = count
-            for node, need in option.needs.items():
-                left[node] = left.get(node, 0) - need * count
+            _take(left, option, count)
     return largest
 
 
@@ -473,19 +448,14 @@ class _CoverSearch:
             return
         enough = ceil(left_per_s / option.serves_per_s - ROUNDING)
         for count in range(min(enough, _most(option, self.free)), -1, -1):
-            self._take(option, count)
+            _take(self.free, option, count)
             self.counts[place] = count
             spent = cost + count * option.weight
             self.branch(place + 1, left_per_s - count * option.serves_per_s, spent)
-            self._take(option, -count)
+            _take(self.free, option, -count)
             if self.steps > SEARCH_STEPS:
                 break
         self.counts[place] = 0
-
-    def _take(self, option: CopyOption, count: int) -> None:
-        if self.free is not None:
-            for node, need in option.needs.items():
-                self.free[node] = self.free.get(node, 0) - need * count
 
 
 def weight(strategy: str, template: Template, price_usd_per_h: float, serves_per_s: float) -> float:
@@ -503,11 +473,8 @@ def weight(strategy: str, template: Template, price_usd_per_h: float, serves_per
 def startable(
     plan: Plan, model: str, mix: Mapping[int, float], regions: tuple[Region, ...], wanted: Iterable[Key]
 ) -> dict[Key, CopyRates]:
-    """What one copy would serve of everything that could be started now.
-
-    Without candidates only what the plan has, where it has it. Copies that prefill or decode for others are begun
-    where the plan has others that they work with.
-    """
+    """What one copy would serve of everything that could be started now: without candidates what the plan has, where
+    it has it. Copies that prefill or decode for others are begun where the plan has others that they work with."""
     templates = {item.name: item for item in plan.repertoire if item.model == model and not item.machines}
     if not plan.candidates or not regions:
         keys = [key for key in wanted if key[0] in templates]

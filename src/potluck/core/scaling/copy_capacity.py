@@ -36,11 +36,8 @@ def blueprints(plan: Plan) -> dict[str, TemplateCapacity]:
 
 
 class CopyMeasure:
-    """What copies serve, for comparing before and after.
-
-    Where the rates of one of a model's templates are not known, or replicas were flipped so that they no longer hold,
-    copies of that model are counted instead, by what their replicas do.
-    """
+    """What copies serve, for comparing before and after. Where the rates of one of a model's templates are not known,
+    or replicas were flipped so that they no longer hold, its copies are counted instead, by their roles."""
 
     def __init__(
         self, fleet: FleetState, wanted: Mapping[Key, int], known: Mapping[str, TemplateCapacity]
@@ -127,11 +124,9 @@ def room_in(
     available: Mapping[Resource, int] | None,
     stopped: Collection[str] = (),
 ) -> FreeNodes:
-    """What is free beside all copies but those whose replicas have all been stopped.
-
-    Node types that `available` does not name cannot be had; without it they are unlimited. How many GPUs a named
-    machine has is not known here; both what is there and what is wanted fit, so the larger of the two is its limit.
-    """
+    """What is free beside all copies but those whose replicas have all been stopped. Node types that `available` does
+    not name cannot be had; without it they are unlimited. How many GPUs a named machine has is not known here; both
+    what is there and what is wanted fit, so the larger of the two is its limit."""
     held: dict[Resource, int] = {}
     for unit in fleet.units.values():
         if unit.template in known and not all(view.member.id in stopped for view in unit.views):
@@ -187,10 +182,8 @@ def total(each: Iterable[CopyRates]) -> CopyRates:
 
 
 def rates_of(template: Template, mix: Mapping[int, float]) -> CopyRates:
-    """What one copy does for a mix of buckets (bucket to weight); all 0 when its capacity is not known.
-
-    A copy that serves requests by itself is counted as doing that only: it cannot give the same time twice.
-    """
+    """What one copy does for a mix of buckets (bucket to weight); all 0 when its capacity is not known. A copy that
+    serves requests by itself is counted as doing that only: it cannot give the same time twice."""
     closed = _harmonic(((c, c.closed_per_s) for c in template.capacity), mix)
     if closed > 0:
         return CopyRates(closed_per_s=closed)

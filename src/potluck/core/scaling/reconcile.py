@@ -1,11 +1,10 @@
 """From the fleet there is to the copies that are wanted, without serving less on the way.
 
-Each call of `reconcile` says what to do next; the caller carries it out on its `FleetState` and calls again when a
-count changes, at `ReplicaDrained`, and at ticks when the fleet changed or `step.due_s` has come. The rules, per
-model:
+Each call of `reconcile` says what to do next; the caller carries it out and calls again when a count changes, at
+`ReplicaDrained`, and at ticks when the fleet changed or `step.due_s` has come. The rules, per model:
 
-1. Start what is missing while there are nodes. A copy that lost some replicas gets those back, under new ids. After a
-   start that failed, the next waits 10 s, then 20 s, 40 s, ... up to 5 min.
+1. Start what is missing while there are nodes. Lost replicas of a copy come back under new ids. After a start that
+   failed, the next waits 10 s, then 20 s, 40 s, ... up to 5 min.
 2. Of what is too much, copies that do not serve yet are stopped; then the least loaded are drained (CORAL 5.1), while
    the rest serves at least the smaller of what is ready now and what is wanted (the two phases of CAUCHY 3.5.2).
 3. A draining replica is stopped when it says it is done, or `grace_s` after it was asked.
@@ -133,16 +132,21 @@ class ReconcileStep(NamedTuple):
         return not self.notes and self.due_s == inf and not self.progress.starting
 
 
-class ReconcileDraft:
+class _ReconcileWork:
+    """One call's: what is there, what is too much, what is missing; and what it starts, drains and stops."""
+
     def __init__(
         self,
         fleet: FleetState,
+        wanted: Mapping[Key, int],
         known: Mapping[str, TemplateCapacity],
         progress: ReconcileState,
         at_s: float,
         grace_s: float,
+        standby: Mapping[Key, int],
     ) -> None:
         self.fleet, self.known, self.at_s, self.grace_s = fleet, known, at_s, grace_s
+        self.wanted, self.standby = wanted, standby
         self.actions: list[Action] = []
         self.notes: list[str] = []
         self.next_number = progress.next_number
@@ -152,6 +156,26 @@ class ReconcileDraft:
         self.attempts = dict(progress.attempts)
         self.due_s = inf
         self.stopped: set[str] = set()
+        self.goal, self.floors_per_s = progress.goal, dict(progress.floors_per_s)
+        self.spare: dict[Key, list[TemplateCopy]] = {}
+        """Copies on standby."""
+        self.live: dict[Key, list[TemplateCopy]] = {}
+        """Copies that stay or may stay, of the keys that are ours."""
+        self.measure = CopyMeasure(fleet, wanted, known)
+        self.serving: dict[str, CopyRates] = {}
+        self.whole: set[str] = set()
+        for unit in fleet.units.values():
+            key, idle = (unit.template, unit.region), unit.standby
+            if unit.whole:
+                self.whole.add(unit.id)
+                if not idle:
+                    self._serve(unit, 1)
+            if key not in wanted and not idle:
+                continue
+            if any(view.state == "draining" for view in unit.views):
+                self.leave(unit)
+            else:
+                (self.spare if idle else self.live).setdefault(key, []).append(unit)
 
     def remember_starts(self) -> None:
         failed: set[Key] = set()
@@ -205,41 +229,6 @@ class ReconcileDraft:
         self.next_number += 1
         return self.next_number - 1
 
-
-class _ReconcileWork(ReconcileDraft):
-    def __init__(
-        self,
-        fleet: FleetState,
-        wanted: Mapping[Key, int],
-        known: Mapping[str, TemplateCapacity],
-        progress: ReconcileState,
-        at_s: float,
-        grace_s: float,
-        standby: Mapping[Key, int],
-    ) -> None:
-        self.standby = standby
-        self.spare: dict[Key, list[TemplateCopy]] = {}
-        super().__init__(fleet, known, progress, at_s, grace_s)
-        self.wanted = wanted
-        self.goal, self.floors_per_s = progress.goal, dict(progress.floors_per_s)
-        self.live: dict[Key, list[TemplateCopy]] = {}
-        """Copies that stay or may stay, of the keys that are ours."""
-        self.measure = CopyMeasure(fleet, wanted, known)
-        self.serving: dict[str, CopyRates] = {}
-        self.whole: set[str] = set()
-        for unit in fleet.units.values():
-            key, idle = (unit.template, unit.region), unit.standby
-            if unit.whole:
-                self.whole.add(unit.id)
-                if not idle:
-                    self._serve(unit, 1)
-            if key not in wanted and not idle:
-                continue
-            if any(view.state == "draining" for view in unit.views):
-                self.leave(unit)
-            else:
-                (self.spare if idle else self.live).setdefault(key, []).append(unit)
-
     def set_goal(self) -> None:
         goal = tuple(sorted(self.wanted.items()))
         if goal == self.goal:
@@ -273,14 +262,11 @@ class _ReconcileWork(ReconcileDraft):
                     self._serve(unit, 1)
 
     def _demote(self, unit: TemplateCopy) -> bool:
-        """Whether a copy that is too much goes on standby instead: with planned roles, where no ready one is in its
-        place."""
+        """Whether a copy that is too much goes on standby: with planned roles, where no ready one is in its place."""
         key = (unit.template, unit.region)
         spare = self.spare.setdefault(key, [])
         planned = all(view.role == view.member.role for view in unit.views)
-        if not planned or sum(template_copy.id in self.whole for template_copy in spare) >= self.standby.get(
-            key, 0
-        ):
+        if not planned or sum(item.id in self.whole for item in spare) >= self.standby.get(key, 0):
             return False
         self.actions += reassign(unit, True)
         self._serve(unit, -1)
@@ -318,18 +304,16 @@ class _ReconcileWork(ReconcileDraft):
             if unit.id not in self.whole:
                 self._retire(unit)
                 continue
-            serving = self.serving[unit.model].served_per_s
-            needed = min(serving, self.measure.target_per_s(unit.model))
-            if self._after_per_s(unit) >= needed * (1 - ROUNDING) and not self._demote(unit):
+            serving = self.serving[unit.model]
+            needed = min(serving.served_per_s, self.measure.target_per_s(unit.model))
+            left = serving.plus(self.measure.unit(unit).times(-1)).served_per_s
+            if left >= needed * (1 - ROUNDING) and not self._demote(unit):
                 self._retire(unit)
 
     def candidates(self) -> list[TemplateCopy]:
         """Copies of what there is too much of: first those that do not serve, then the least loaded, the youngest."""
-        template_copies: list[TemplateCopy] = []
-        for key, units in self.live.items():
-            if len(units) > self.wanted[key]:
-                template_copies += units
-        return self._idlest(template_copies)
+        surplus = [units for key, units in self.live.items() if len(units) > self.wanted[key]]
+        return self._idlest(unit for units in surplus for unit in units)
 
     def start_missing(self, room: FreeNodes, dip: float) -> bool:
         """Whether there were nodes for all of it."""
@@ -357,15 +341,8 @@ class _ReconcileWork(ReconcileDraft):
         return not short
 
     def step(self) -> ReconcileStep:
-        progress = ReconcileState(
-            self.next_number,
-            self.starting,
-            self.draining_s,
-            self.done,
-            self.attempts,
-            self.goal,
-            self.floors_per_s,
-        )
+        seen = (self.next_number, self.starting, self.draining_s, self.done, self.attempts)
+        progress = ReconcileState(*seen, self.goal, self.floors_per_s)
         return ReconcileStep(tuple(self.actions), progress, self.due_s, tuple(self.notes))
 
     def _missing(self) -> dict[Key, int]:
@@ -451,10 +428,6 @@ class _ReconcileWork(ReconcileDraft):
             waits = [view.member.id for view in unit.views if view.member.id not in self.stopped]
             if waits and all(replica in self.draining_s for replica in waits):
                 yield unit
-
-    def _after_per_s(self, unit: TemplateCopy) -> float:
-        left = self.serving[unit.model].plus(self.measure.unit(unit).times(-1))
-        return left.served_per_s
 
     def _serve(self, unit: TemplateCopy, sign: int) -> None:
         rates = self.measure.unit(unit).times(sign)
