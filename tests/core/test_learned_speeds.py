@@ -86,7 +86,7 @@ def test_a_slow_replica_is_found_out_avoided_and_tried_again() -> None:
     counts = serve(world, first, 6.0, 60)
     assert 1 <= counts[first] <= 6  # then the other is done sooner even with all of its work
     assert world.brain.fleet.views[first].pace > 1.5
-    assert world.brain.speeds.pace(world.brain.fleet.views[second]) == pytest.approx(1.0, abs=0.1)
+    assert world.brain.fleet.views[second].pace == pytest.approx(1.0, abs=0.1)
     for _ in range(20):
         world.now_s += FADE_S
         world.tell(Tick())

@@ -305,10 +305,8 @@ TICK_S = 15.0
 def day(
     rates: Sequence[float], unit: float, seed: int, burst: float = 1.0, hours: float = 4.0
 ) -> tuple[Counter[str], list[tuple[float, float]]]:
-    """Decisions, and at each tick what copies serve and what queues, while the rate goes through `rates`.
-
-    Copies start after a minute and a half; a fluid queue builds up and empties.
-    """
+    """Decisions, and at each tick what copies serve and what queues, while the rate goes through `rates`. Copies
+    start after a minute and a half; a fluid queue builds up and empties."""
     chance = random.Random(seed)
     first = max(1, round(rates[0] / POLICY.headroom / unit))
     there = plan_of((template("small", unit),), {("small", "east"): first})
@@ -350,10 +348,8 @@ def day(
 )
 @settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 def test_a_steady_rate_moves_almost_nothing(rate: float, fill: float, seed: int, burst: float) -> None:
-    """Wherever a rate lies against the copies' capacity, few of 120 windows see a change.
-
-    Algorithm 1 as printed, without the noise of the rate, changes something in up to 97 of them, or 114 in bursts.
-    """
+    """Wherever a rate lies against the copies' capacity, few of 120 windows see a change. Algorithm 1 as printed,
+    without the noise of the rate, changes something in up to 97 of them, or 114 in bursts."""
     made, _ = day([rate], rate / fill, seed, burst)
     assert made["Resize"] <= (8 if burst == 1.0 else 24), made
 

@@ -190,7 +190,6 @@ class Admission:
         self.queues[req.request.model].stuck.add((place.tenant, place.kind))
 
     def remove(self, req: RequestState) -> None:
-        """It waits no more: cancelled, or held for want of any replica."""
         place, model = req.place, req.request.model
         if place is not None:
             self.queues[model].remove(place)
@@ -213,7 +212,6 @@ class Admission:
             heappush(self._deadlines, (deadline_s, req.request.id))
 
     def overdue(self, at_s: float, flights: dict[str, RequestState]) -> list[RequestState]:
-        """Running requests whose deadline has passed and that are to be stopped."""
         request_states = []
         while self._deadlines and self._deadlines[0][0] <= at_s:
             req = flights.get(heappop(self._deadlines)[1])
@@ -253,7 +251,6 @@ class Admission:
         return self._router.in_time(req, ways, self._left_s(at_s, req))
 
     def freed(self, at_s: float, view: ReplicaState) -> list[Action]:
-        """Something was done at a replica: whoever waits may find room there."""
         member = view.member
         queue = self.queues.get(member.model)
         if queue is None:
@@ -263,7 +260,6 @@ class Admission:
         return self._go(at_s, member.model, target) if target is not None else []
 
     def tick(self, at_s: float) -> list[Action]:
-        """Refuse those who waited too long; the others are tried again."""
         return self._turn_away(at_s, self._expired(at_s)) + self.retry(at_s)
 
     def retry(self, at_s: float) -> list[Action]:

@@ -215,11 +215,8 @@ class RequestQueue:
 
     def others(self, tenant: str, level: int) -> bool:
         """Whether another tenant waits that matters as much."""
-        return any(
-            len(held.waiting) > (tenant in held.waiting)
-            for rank, held in self._levels.items()
-            if rank >= level
-        )
+        levels = [held for rank, held in self._levels.items() if rank >= level]
+        return any(len(held.waiting) > (tenant in held.waiting) for held in levels)
 
     def tenant_count(self, tenant: str) -> int:
         return sum(held.turns[tenant].count for held in self._levels.values() if tenant in held.turns)

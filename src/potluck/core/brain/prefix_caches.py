@@ -65,7 +65,6 @@ class PrefixCaches:
         self._use[event.source, event.target] = event.utilisation if event.gbps > 0 else 1.0
 
     def asked_for(self, at_s: float, request: Request) -> None:
-        """A request came; what somebody holds of it was used once more."""
         if not self._policy.rebalance or not len(self.index):
             return
         prefix_matches = self.index.longest(request.blocks)
@@ -124,7 +123,6 @@ class PrefixCaches:
         return hot.uses_per_s * hot.blocks * block_tokens * facts.prefill_s_per_token >= LEAST_SAVED
 
     def _room_bytes(self, views: list[ReplicaState]) -> dict[tuple[str, str], int]:
-        """What may be sent until the next tick."""
         regions = {view.member.region for view in views}
         per_gbps = SPARE_LINK * self._policy.tick_s * 1e9 / 8
         room = {(region, region): round(LOCAL_GBPS * per_gbps) for region in regions}

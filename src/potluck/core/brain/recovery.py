@@ -163,7 +163,6 @@ class Recovery:
         return {"doubts": len(self._doubts), "crowded": len(self._crowded), "inquiries": len(self._inquiries)}
 
     def tick(self, at_s: float) -> list[Action]:
-        """Doubts and fears that are over; questions after those that went silent."""
         actions: list[Action] = []
         for name in [name for name, until_s in self._doubts.items() if until_s <= at_s]:
             view = self._fleet.views.get(name)

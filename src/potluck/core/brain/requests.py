@@ -501,7 +501,6 @@ class WaitingRequests:
         return [model for model, item in self._models.items() if item]
 
     def expired(self, at_s: float) -> list[RequestState]:
-        """Those that wait and whose time is over; they are no longer held."""
         request_states = []
         while self._expiries and self._expiries[0][0] <= at_s:
             _, sequence, name = heappop(self._expiries)

@@ -223,7 +223,6 @@ class DecodeLockstep:
         return (self.context_tokens + self.count * (steps + self.size - 1)) // self.size
 
     def until_full(self, room_blocks: int) -> int:
-        """Steps that so many blocks suffice for."""
         rounds, rest = divmod(room_blocks - self.blocks(), self.count)
         steps = rounds * self.size
         while (needed := self.fill[(self.clock + steps) % self.size]) <= rest:
@@ -252,7 +251,6 @@ MOST_WEIGHT: Final = 1e9
 
 
 def require_weight(weight: float) -> None:
-    """A weight that somebody else sent."""
     if not 0 < weight < MOST_WEIGHT:
         raise InputError("weight", f"must be above 0 and below {MOST_WEIGHT:g}, is {weight}")
 
@@ -580,10 +578,8 @@ class Batcher:
         return happenings
 
     def lone(self, steps: int) -> tuple[int, int, int] | None:
-        """The only one that waits, if after so many steady steps it is sure to begin, and whole.
-
-        As a chunk: (key, new tokens, context before them); no new tokens: it is a decode at once.
-        """
+        """The only one that waits, if after so many steady steps it is sure to begin, and whole. As a chunk: (key,
+        new tokens, context before them); no new tokens: it is a decode at once."""
         decoding = self.decoding
         if self.queued != 1 or self._prefills or decoding.count >= self._slots or self._shares is not None:
             return None

@@ -9,8 +9,8 @@ a *checkpoint*, rounded up to whole blocks of the same pool, so nothing is set a
     transfer blocks   of one hand-over; gone when it is done, or made prefix blocks where they are (`adopt`)
 
 A block is kept only while the one before it is, so how much of a prompt there is can be found by bisection. Only what
-nothing builds on and nobody has pinned can go, the least recently used first; the use of a block is the use of all
-before it. The pool holds names and places; whoever owns it holds the data (`kv.pool`).
+nothing builds on can go, the least recently used first; the use of a block is the use of all before it. The pool
+holds names and places; whoever owns it holds the data (`kv/prefix_pool.py`).
 """
 
 from __future__ import annotations
@@ -84,17 +84,14 @@ class BlockPool:
         yield from self._marks
 
     def depth(self, hashes: Sequence[int]) -> int:
-        """How many leading blocks there are; not a use of them."""
         nodes = self._nodes
         return bisect_left(hashes, True, key=lambda name: name not in nodes)
 
     def longest(
         self, tokens: Sequence[int], hashes: Sequence[int], most_tokens: int, root: int = 0
     ) -> PrefixHit:
-        """What there is of a prompt, at most `most_tokens`; the use counts as recent.
-
-        `root` tells checkpoints apart that no block comes before: those of another root are another's.
-        """
+        """What there is of a prompt, at most `most_tokens`; the use counts as recent. `root` tells checkpoints apart
+        that no block comes before."""
         if most_tokens < 1:
             return NOTHING
         depth = self.depth(hashes)
@@ -174,7 +171,6 @@ class BlockPool:
         return self._transfers[key], gone
 
     def finish(self, key: int) -> None:
-        """The hand-over is over, however it ended."""
         self._free.extend(self._transfers.pop(key, ()))
 
     def adopt(self, key: int, hashes: Sequence[int]) -> list[BlockPlacement]:
@@ -381,16 +377,12 @@ def names_behind(
 
 
 def as_bytes(name: int) -> bytes:
-    """A name as it goes into those behind it."""
     return name.to_bytes(HASH_BYTES, "little")
 
 
 class BlockNamer:
-    """Names for one who names prompts all day: what begins as an earlier prompt did is not worked out again.
-
-    Remembered are runs of blocks, by a hash of their tokens and all before them; no tokens are. The least recently
-    used are forgotten.
-    """
+    """Names for one who names prompts all day. Remembered are runs of blocks, by a hash of their tokens and all
+    before them; the least recently used are forgotten."""
 
     def __init__(self, runs: int = 4096, block_tokens: int = BLOCK_TOKENS) -> None:
         """A run takes half a kilobyte."""
@@ -443,10 +435,8 @@ def _chain(name: bytes, data: bytes, size: int, numbers: list[int]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A length at which everything can be resumed: behind the block `after`, `rest` further tokens.
-
-    Without a block before it `after` is 0, or what stands for a salt.
-    """
+    """A length at which everything can be resumed: behind the block `after`, `rest` further tokens. Without a block
+    before it `after` is 0, or what stands for a salt."""
 
     after: int
     rest: tuple[int, ...] = ()
@@ -456,8 +446,6 @@ Name = int | Checkpoint
 
 
 class PrefixHit(NamedTuple):
-    """The longest prefix that can be resumed."""
-
     tokens: int
     blocks: int
     checkpoint: Checkpoint | None = None

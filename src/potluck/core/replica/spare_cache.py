@@ -55,10 +55,8 @@ class SpareCache:
         return depth
 
     def keep(self, blocks: Sequence[int]) -> None:
-        """A prompt with these blocks was computed or received; `shrink` must follow.
-
-        Prompts may have many blocks; then each is left to calls that go over all of them.
-        """
+        """A prompt with these blocks was computed or received; `shrink` must follow. Many blocks are left to calls
+        that go over all of them."""
         held = self._held
         if len(blocks) <= FEW and not self.exact:
             news = self._news
@@ -78,21 +76,17 @@ class SpareCache:
         held.update(zip(reversed(blocks), states, strict=True))
 
     def shrink(self, room_tokens: float) -> None:
-        """Give up the least recently used blocks until what is left fits the room."""
         held = self._held
         over_tokens = len(held) * self.block_tokens + self._states * self.state_tokens - room_tokens
         if over_tokens <= 0:
             return
-        if self._states:
-            victims = self._victims(over_tokens)
-        else:
-            victims = list(islice(held, ceil(over_tokens / self.block_tokens)))
         if not self._states:
             news = self._news
-            for block in victims:
+            for block in list(islice(held, ceil(over_tokens / self.block_tokens))):
                 del held[block]
                 news[block] = False
             return
+        victims = self._victims(over_tokens)
         states = list(map(held.pop, victims))
         self._news.update(dict.fromkeys(victims, False))
         self._states -= sum(states)
@@ -120,7 +114,6 @@ class SpareCache:
         return cache_changes
 
     def everything(self) -> CacheChanges:
-        """All there is. Nothing is left to tell then."""
         self._news.clear()
         self._marks.clear()
         held = self._held

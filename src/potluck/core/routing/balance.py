@@ -149,11 +149,8 @@ class _Place:
 
 
 class LeastLoaded:
-    """The target with the least (load + offset) x pace; equals take turns.
-
-    A heap whose keys are put right when they surface: a load that grew is found too low and sinks, one that fell is
-    pushed anew. A pick costs O(log n).
-    """
+    """The target with the least (load + offset) x pace; equals take turns. A heap whose keys are put right when they
+    surface: a load that grew is found too low and sinks, one that fell is pushed anew. O(log n)."""
 
     __slots__ = ("_heap", "_offset_of", "_places", "_stamp", "total")
 

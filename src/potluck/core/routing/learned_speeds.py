@@ -2,11 +2,10 @@
 
     pace = (PRIOR_S + sum of observed) / (PRIOR_S + sum of planned)      older ones count ever less
 
-Observed is the time from a request's first token to its last, or from sending a prompt until it is computed: all that
-time its replica had work. Planned is what the facts say for the prompts and decode steps done meanwhile. Both are the
-Brain's own counts, so no report can be late or wrong. Sums fade, so a replica that gets nothing counts as planned
-again after a while. One that is suddenly much slower (or faster) several times in a row has changed: what was
-observed before is forgotten. How long answers get is learned as well, per model.
+Observed is the time from a request's first token to its last, or from sending a prompt until it is computed; planned
+is what the facts say for what was done meanwhile. Sums fade, so a replica that gets nothing counts as planned again.
+One that is suddenly much slower (or faster) several times in a row has changed: what was observed before is
+forgotten.
 """
 
 from __future__ import annotations
@@ -45,9 +44,6 @@ class LearnedSpeeds:
         self._prompts: dict[str, float] = {}
         """The same of the prompts that were answered."""
 
-    def pace(self, view: ReplicaState) -> float:
-        return view.pace
-
     def wait_s(self, view: ReplicaState) -> float:
         """Until a request sent there now would be computed: prompts before it, and places in a full batch."""
         facts = view.facts
@@ -60,7 +56,6 @@ class LearnedSpeeds:
         return wait_s * view.pace
 
     def answer_tokens(self, model: str, most: int) -> float:
-        """How long an answer gets, as far as is known."""
         return min(most, self._answers.get(model, inf))
 
     def prompt_tokens(self, model: str) -> float:
@@ -76,9 +71,8 @@ class LearnedSpeeds:
             req.watched = (view.done_s, view.done_prompts, view.open_requests)
 
     def computed(self, at_s: float, req: RequestState, view: ReplicaState) -> None:
-        """A prompt was computed where it is answered. As long as one waits, a replica computes prompts, a step each
-        and the one that was under way; so much is planned at most. It only tells whether the replica has changed,
-        and nothing where prompts may have waited for memory."""
+        """A prompt was computed where it is answered. It only tells whether the replica has changed, and nothing
+        where prompts may have waited for memory."""
         planned_s, sent_s = self._planned_s(req, view, 1), req.sent[0]
         req.sent = (-1.0, 0.0, 0)
         if planned_s >= 0:
@@ -87,9 +81,8 @@ class LearnedSpeeds:
                 _time(req)
 
     def outrun(self, at_s: float, req: RequestState, view: ReplicaState) -> None:
-        """Another replica had the first token of a prompt sooner (`core/brain/hedging.py`): here it takes longer than
-        until now. ODDS such races in a row will do, however short the prompts; of a replica that may be in time
-        nothing is learned."""
+        """Another replica had the first token of a prompt sooner (`hedging.py`): here it takes longer than until now.
+        ODDS such races in a row will do, however short the prompts."""
         facts = view.facts
         if req.sent[0] < 0 or not req.last_tokens or facts is None:
             return
@@ -105,8 +98,8 @@ class LearnedSpeeds:
                 _time(req)
 
     def _planned_s(self, req: RequestState, view: ReplicaState, more: int) -> float:
-        """What a replica should have taken for all that it computed since a request was sent there, with so many
-        steps more; below 0 where that tells nothing."""
+        """For all that a replica computed since a request was sent there, and so many steps; below 0: tells
+        nothing."""
         _, done_s, prompts = req.sent
         facts = view.facts
         if not self._learns or facts is None or view.open_requests > facts.decode_batch:
@@ -117,8 +110,7 @@ class LearnedSpeeds:
         return view.done_s - done_s + steps * step_s(facts, view.open_requests)
 
     def handed(self, at_s: float, req: RequestState, view: ReplicaState, tells: bool = True) -> None:
-        """A timed prompt was computed, or handed on where nobody said so before; whether that tells anything: between
-        regions a link takes its time, which says nothing of a replica."""
+        """A timed prompt was computed, or handed on; between regions a link takes its time, which tells nothing."""
         if tells:
             done_s, prompts, others = req.watched
             counts = others < FEW or prompts % SAMPLE == 0

@@ -2,9 +2,8 @@
 
     late_s = bytes before it / present rate + its own bytes (1 / present rate - 1 / planned rate)
 
-is by how much KV sent now would come later than planned. The rate is what the link last reported, or the planned one;
-the bytes are the Brain's own count. Tenants share a link by weight: before a request's KV are all bytes of its
-tenant, and of each other tenant its due until those have passed.
+is by how much KV sent now would come later than planned. Tenants share a link by weight: before a request's KV are
+all bytes of its tenant, and of each other tenant its due until those have passed.
 """
 
 from __future__ import annotations
@@ -79,11 +78,8 @@ class LinkStates:
     def fetch_s(
         self, req: RequestState, holder: ReplicaState, first: ReplicaState, start: int, stop: int
     ) -> float:
-        """Until a held prefix is at another replica: the holder's turn, then its bytes at the present rate.
-
-        Network cards first carry what was promised of them before. Links are asked only where they have bandwidth to
-        spare, so what is on them is not counted.
-        """
+        """Until a held prefix is at another replica: the holder's turn, what its network card carries before, then
+        its bytes at the present rate."""
         source, target = holder.member.region, first.member.region
         facts, model = holder.facts, self._facts.models.get(req.request.model)
         if facts is None or model is None:
@@ -103,7 +99,6 @@ class LinkStates:
         return turn_s + (before + model.wire_bytes(stop, codec, start)) * 8e-9 / gbps
 
     def send(self, req: RequestState, source: str, target: str, tokens: int) -> None:
-        """Count a request's KV as on its way; none within a region."""
         if source == target:
             return
         link, size = f"{source}->{target}", self._size_bytes(req, source, target, tokens)
@@ -125,7 +120,6 @@ class LinkStates:
         req.link = ""
 
     def load(self, req: RequestState, route: Route) -> None:
-        """Count what a request with a prefix will send between replicas."""
         model, cargo = self._facts.models.get(req.request.model), []
         for here, there in pairwise(route.segments):
             size = 0.0 if model is None else model.wire_bytes(there.start)
@@ -195,14 +189,14 @@ class LinkStates:
         before += self._others_bytes(link, tenant, req.weight, before + own)
         late_s = before * 8e-9 / gbps + own * 8e-9 * (1.0 / gbps - 1.0 / planned)
         if req.request.exact:  # its own bytes may be more than the plan counted on
-            late_s += (own - self._planned_bytes(req, source, target)) * 8e-9 / planned
+            model = self._facts.models.get(req.request.model)
+            codec = self.codecs.get((req.request.model, source, target), LOSSLESS)
+            counted = 0.0 if model is None else model.wire_bytes(req.prompt_tokens, codec)
+            late_s += (own - counted) * 8e-9 / planned
         return max(0.0, late_s)
 
     def patience_s(self, source: str, target: str) -> float:
-        """How much later than planned a link may be: the less of its rate is left, the less.
-
-        Transfers share a link, so a slow one keeps all of them longer than its queue alone says.
-        """
+        """How much later than planned a link may be: the less of its rate is left, the less."""
         planned = self._facts.links_gbps.get((source, target), 0.0)
         gbps = self._gbps.get(f"{source}->{target}", planned)
         return LATE_S * min(1.0, gbps / planned) if planned > 0 else LATE_S
@@ -230,11 +224,6 @@ class LinkStates:
     def _size_bytes(self, req: RequestState, source: str, target: str, tokens: int) -> float:
         model = self._facts.models.get(req.request.model)
         return 0.0 if model is None else model.wire_bytes(tokens, self.codec(req, source, target))
-
-    def _planned_bytes(self, req: RequestState, source: str, target: str) -> float:
-        name = req.request.model
-        model, codec = self._facts.models.get(name), self.codecs.get((name, source, target), LOSSLESS)
-        return 0.0 if model is None else model.wire_bytes(req.prompt_tokens, codec)
 
 
 class LinkAvoidance:

@@ -1,12 +1,10 @@
 """Opportunistic scheduling inside a combo (CAUCHY 3.4.2): do not let a replica idle for its role.
 
-By rule a prompt goes to a prefill replica and then to the least loaded decode replica. Instead it runs in place:
+A prompt goes to a prefill replica and then to the least loaded decode replica, or runs in place:
 
 1. on a decode replica that has nothing to do, while every prefill replica is busy (Figure 5b);
 2. on a prefill replica without a waiting prompt, if decoding there is faster than on the least loaded decode replica,
-   its step counting 1 / (1 - busy) times for the prompts between, and the TPOT objective kept.
-
-The paper says "underutilized" and gives no measure; that of rule 2 is ours.
+   its step counting 1 / (1 - busy) times for the prompts between (our measure), and the TPOT objective kept.
 """
 
 from __future__ import annotations
@@ -20,11 +18,8 @@ Step = Callable[[ReplicaState], float]
 
 
 def step_seconds(facts: ReplicaFacts | None, batch: int) -> float:
-    """Seconds per token of each of so many requests; their number itself where nothing is known.
-
-    Up to the planned batch it is a step of that many. More requests than that take turns, so it grows with their
-    number.
-    """
+    """Seconds per token of each of so many requests; their number itself where nothing is known. More than the
+    planned batch take turns, so it grows with their number."""
     if facts is None:
         return float(batch)
     planned, full_s = facts.decode_batch, facts.decode_step_s

@@ -8,7 +8,6 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 from potluck.core.routing.balance import Balancer, decode_seconds
@@ -74,7 +73,7 @@ class PrefixAffinity:
     def most_cached(self, req: RequestState) -> int:
         if not req.request.blocks or self._policy.affinity == 0 or not len(self._index):
             return 0
-        return self._cached_where(req, lambda view: True)
+        return self._cached_where(req)
 
     def by_region(self, req: RequestState, ways: RouteOptions) -> dict[str, int]:
         """Tokens cached by some replica of each region that ways over links begin or end in."""
@@ -84,7 +83,7 @@ class PrefixAffinity:
         for way in ways.flows:
             for region in (way.source, way.target) if way.crosses else ():
                 if region not in numbers:
-                    numbers[region] = self._cached_in(req, region)
+                    numbers[region] = self._cached_where(req, region)
         return numbers
 
     def to_compute(self, req: RequestState, view: ReplicaState, start: int, stop: int) -> int:
@@ -101,10 +100,8 @@ class PrefixAffinity:
         abroad: bool,
         but: ReplicaState | None = None,
     ) -> tuple[ReplicaState, int] | None:
-        """Who holds more of the prefix than `first` and can send it sooner than it is computed, and how much.
-
-        Replicas of its region; with `abroad` those of others too, over links that carry something.
-        """
+        """Who holds more of the prefix than `first` and can send it sooner than it is computed, and how much; with
+        `abroad` also over links that carry something."""
         blocks, facts = req.request.blocks, first.facts
         if not blocks or facts is None or self._policy.affinity == 0 or not len(self._index):
             return None
@@ -146,7 +143,8 @@ class PrefixAffinity:
             return False
         if self.cached(second, req) <= self.cached(first, req):
             return False
-        return self._done_s(second, req) < self._done_s(first, req)
+        second_s = self._wait_s(second, req) - self._saved_s(second, req)
+        return second_s < self._wait_s(first, req) - self._saved_s(first, req)
 
     def _holder(self, replica: str, chooser: Balancer, req: RequestState) -> Target | None:
         """The target of these ways that would prefill on a replica, if any."""
@@ -161,19 +159,18 @@ class PrefixAffinity:
             return group
         return None
 
-    def _cached_where(self, req: RequestState, wanted: Callable[[ReplicaState], bool]) -> int:
-        """The most that one of the wanted replicas of the request's model holds."""
+    def _cached_where(self, req: RequestState, region: str = "") -> int:
+        """The most that one of the model's replicas holds; with a region, of those that serve there."""
         blocks, model = req.request.blocks, req.request.model
 
         def accepts(replica: str) -> bool:
             view = self._fleet.views.get(replica)
-            return view is not None and view.member.model == model and wanted(view)
+            if view is None or view.member.model != model:
+                return False
+            return not region or (view.serves and view.member.region == region)
 
         _, holders = self._index.deepest(blocks, accepts, exact=self._exact(req))
         return max((self.cached(self._fleet.views[holder], req) for holder in holders), default=0)
-
-    def _cached_in(self, req: RequestState, region: str) -> int:
-        return self._cached_where(req, lambda view: view.serves and view.member.region == region)
 
     def cached(self, view: ReplicaState, req: RequestState) -> int:
         """Tokens of the prompt that a replica is known to hold; the last one is always computed."""
@@ -194,9 +191,6 @@ class PrefixAffinity:
             return 0.0
         saved_s = self.cached(view, req) * facts.prefill_s_per_token * view.pace
         return saved_s * (1.0 + self._beside(view))
-
-    def _done_s(self, view: ReplicaState, req: RequestState) -> float:
-        return self._wait_s(view, req) - self._saved_s(view, req)
 
     def _wait_s(self, view: ReplicaState, req: RequestState) -> float:
         """Until the request's prefill is done but for what is cached: prompts before it, a full batch, its own."""
@@ -227,7 +221,6 @@ def best_holder(saved_s: dict[str, float], waits_s: dict[str, float], default: s
 
 
 def may_lend(view: ReplicaState, req: RequestState) -> bool:
-    """Whether a replica of the request's model is there and did not fail it before."""
     return view.serves and view.member.model == req.request.model and not (req.avoid and req.avoids(view))
 
 
@@ -238,7 +231,6 @@ def _roomy(view: ReplicaState, tokens: int) -> bool:
 
 
 def _prefiller(target: Target) -> ReplicaState:
-    """The replica whose cache counts: of a group, the prefill one with the shortest queue."""
     if target.view is not None:
         return target.view
     if len(target.prefills) == 1:

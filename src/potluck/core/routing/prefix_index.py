@@ -1,12 +1,11 @@
 """Which replica of which cluster holds which prefix: one index over all block pools, made of what they report.
 
 Every pool numbers its reports. What comes early waits for what is missing; until then the replica is *stale*: it is
-left out of answers, and `apply` says that a snapshot is wanted, which replaces all that was known. A replica that
-starts anew has a higher epoch.
+left out of answers, and `apply` says that a snapshot is wanted, which replaces all that was known.
 
 A block's holders are the bits of one number; a replica that is forgotten leaves a bit out of use, swept out when
 there are many. Names are chained, so the longest match is found by bisection. The index is bounded: it forgets the
-blocks that were neither reported nor matched for the longest, which costs a missed saving, never a wrong answer.
+blocks that were neither reported nor matched for the longest.
 """
 
 from __future__ import annotations
@@ -189,13 +188,13 @@ class PrefixIndex:
 
     def view(self) -> Mapping[str, tuple[int, frozenset[int]]]:
         """Replica to (last report taken in, blocks), those that are stale left out; slow, to look at."""
+        fresh = {name: source for name, source in self._sources.items() if not source.stale}
         return {
             name: (
                 source.sequence,
                 frozenset(b for b, bits in self._blocks.items() if bits >> source.bit & 1),
             )
-            for name, source in self._sources.items()
-            if not source.stale
+            for name, source in fresh.items()
         }
 
     # Inside.

@@ -64,10 +64,6 @@ class WeightedRoundRobin(Generic[Member]):
     def members(self) -> tuple[Member, ...]:
         return tuple(self._entries)
 
-    def weight(self, member: Member) -> float:
-        entry = self._entries.get(member)
-        return entry.weight if entry is not None else 0.0
-
     def lag(self, member: Member) -> float:
         """Picks that a member is owed; negative when it is ahead."""
         entry = self._entries[member]
@@ -115,10 +111,7 @@ class WeightedRoundRobin(Generic[Member]):
         return None
 
     def swap(self, picked: Member, other: Member) -> None:
-        """The turn just picked goes to another member after all, and counts as its own.
-
-        One that is far ahead already is not charged more, so that it gets turns of its own again soon.
-        """
+        """The turn just picked goes to another member after all, and counts as its own unless it is far ahead."""
         giver, taker = self._entries.get(picked), self._entries.get(other)
         if giver is None or taker is None or giver is taker or self._only is not None:
             return

@@ -100,7 +100,6 @@ class Router:
         return self.to(target, req) if fits else RoutingResult.FULL
 
     def send(self, req: RequestState, table: ModelRoutes) -> RoutingResult:
-        """Choose a route for a request that is not on its way."""
         prompt, total = req.prompt_tokens, req.total_tokens
         bucket = bisect_left(table.longest_tokens, prompt)
         ways = table.ways.get((bucket, 0)) if total <= table.limits_tokens[0] else None

@@ -5,9 +5,9 @@ replicas, or a hand-over inside a group's copy. Ways take turns by weight; a flo
 
     planned rate x min(ready prefill weight / planned prefill, ready decode weight / planned decode)
 
-and over a link never more than planned. Ways are built when the first request comes; then a change of the fleet
-touches only the replica that changed: O(buckets log n). Should all be shut, any target that does whole requests is
-used, then any replica by itself. Requests that fit only some replicas have ways of just those, by length class.
+and over a link never more than planned. A change of the fleet touches only the replica that changed: O(buckets log
+n). Should all be shut, any target that does whole requests is used, then any replica by itself. Requests that fit
+only some replicas have ways of just those, by length class.
 """
 
 from __future__ import annotations
@@ -137,29 +137,27 @@ class RoutingTable:
         table = self.models.get(changed.member.model)
         if table is None:
             return
-        for (bucket, length_class), ways in table.ways.items():
+        for ways in table.ways.values():
             if single is not None:
-                self._put(table, ways, bucket, length_class, single, ready)
+                self._put(table, ways, single, ready)
             if group is not None:
-                self._put(table, ways, bucket, length_class, group, unit is not None)
+                self._put(table, ways, group, unit is not None)
             if unit is None:
                 ways.join(unit_id, "", [])
             else:
-                self._join(table, ways, bucket, length_class, unit)
+                self._join(table, ways, unit)
             ways.settle()
 
     def shifted(self, model: str, lengths: MeanLengths) -> None:
-        """Requests are of other lengths now: groups share them anew."""
         self._lengths[model] = lengths
         table = self.models.get(model)
-        for (bucket, length_class), ways in table.ways.items() if table is not None else ():
+        for ways in table.ways.values() if table is not None else ():
             for unit in self.fleet.units.values():
                 if unit.model == model and table is not None:
-                    self._join(table, ways, bucket, length_class, unit)
+                    self._join(table, ways, unit)
             ways.settle()
 
     def timed(self, views: Iterable[ReplicaState]) -> None:
-        """Replicas count as faster than before."""
         for view in views if self.rule.learns else ():
             for target in (self.singles.get(view.member.id), self.groups.get(view.member.unit)):
                 if target is not None:
@@ -197,20 +195,18 @@ class RoutingTable:
                     rate = sum(flow.rates_per_s) / len(flow.rates_per_s)
                 if rate:
                     flows.append((flow.source, flow.target, rate))
-        ways = RouteOptions(self.rule.chooser, flows)
+        ways = RouteOptions(self.rule.chooser, flows, bucket, length_class)
         for target in (*self.singles.values(), *self.groups.values()):
-            self._put(table, ways, bucket, length_class, target, True)
+            self._put(table, ways, target, True)
         for unit in self.fleet.units.values():
             if unit.model == table.offers.model:
-                self._join(table, ways, bucket, length_class, unit)
+                self._join(table, ways, unit)
         ways.settle()
         return ways
 
-    def _join(
-        self, table: ModelRoutes, ways: RouteOptions, bucket: int, length_class: int, unit: TemplateCopy
-    ) -> None:
+    def _join(self, table: ModelRoutes, ways: RouteOptions, unit: TemplateCopy) -> None:
         """Share a group's requests among its replicas; other units have nothing to share."""
-        template = self._templates.get(unit.template)
+        template, bucket = self._templates.get(unit.template), ways.bucket
         if template is None or not template.flows or bucket < 0:
             return
         offer = table.offers.copy((unit.template, unit.region))
@@ -218,7 +214,7 @@ class RoutingTable:
         singles: dict[int, Target] = {}
         for view in unit.views:
             single = self.singles.get(view.member.id)
-            if single is not None and weight > 0 and self._fits(table, [view], length_class):
+            if single is not None and weight > 0 and self._fits(table, [view], ways.length_class):
                 singles[view.member.index] = single
         serving = {place: target.view.role for place, target in singles.items() if target.view is not None}
         known = self.facts.groups.get(unit.template)
@@ -237,29 +233,20 @@ class RoutingTable:
             ways.put(singles[place], TargetWeights(unit.region, own))
         ways.join(unit.id, unit.region, pairs)
 
-    def _put(
-        self,
-        table: ModelRoutes,
-        ways: RouteOptions,
-        bucket: int,
-        length_class: int,
-        target: Target,
-        there: bool,
-    ) -> None:
+    def _put(self, table: ModelRoutes, ways: RouteOptions, target: Target, there: bool) -> None:
         """Set what a target weighs in these ways; nothing when it is another model's, too small or gone."""
         views = target.views()
         if views and views[0].member.model != table.offers.model:
             return
-        if not there or not views or not self._fits(table, views, length_class):
-            weights = TargetWeights(views[0].member.region if views else "")
-            ways.put(target, weights)
-            return
-        ways.put(target, self._weights(table, ways, bucket, target, views))
+        if there and views and self._fits(table, views, ways.length_class):
+            ways.put(target, self._weights(table, ways, target, views))
+        else:
+            ways.put(target, TargetWeights(views[0].member.region if views else ""))
 
     def _weights(
-        self, table: ModelRoutes, ways: RouteOptions, bucket: int, target: Target, views: list[ReplicaState]
+        self, table: ModelRoutes, ways: RouteOptions, target: Target, views: list[ReplicaState]
     ) -> TargetWeights:
-        member = views[0].member
+        member, bucket = views[0].member, ways.bucket
         template = self._templates[member.template]
         region = member.region
         grouped = kind_of(template) != PLAIN
@@ -289,7 +276,6 @@ class RoutingTable:
     def _plain(
         self, table: ModelRoutes, offer: TemplateWeights, template: Template, phase: Phase, bucket: int
     ) -> float:
-        """One replica's part of what a copy is sent."""
         role = {"closed": "mixed", "prefill": "prefill", "decode": "decode"}[phase]
         able = [replica for replica in template.replicas if replica.role in (role, "mixed")]
         return self._weight(table, offer, phase, bucket) / max(1, len(able))
@@ -411,8 +397,14 @@ class SingleChoice:
 
 
 class RouteOptions:
-    def __init__(self, new_chooser: Callable[[], Balancer], flows: list[tuple[str, str, float]]) -> None:
-        self._new = new_chooser
+    def __init__(
+        self,
+        new_chooser: Callable[[], Balancer],
+        flows: list[tuple[str, str, float]],
+        bucket: int = 0,
+        length_class: int = 0,
+    ) -> None:
+        self._new, self.bucket, self.length_class = new_chooser, bucket, length_class
         self._prefill: dict[str, Balancer] = {}
         self._decode: dict[str, Balancer] = {}
         self.closed = RouteOption(new_chooser(), None)

@@ -12,7 +12,7 @@ Algorithm 1 prints T_chunked = N (k_ctxp (L_in + L_last) / 2 + ...), whose first
 
 Beyond the paper: `low_decodes` (its section 6) keeps a request on the low-end GPU while the high-end one is over its
 planned batch and slower; with `split_overflow` a prompt that finds the low-end GPU full goes whole to the high-end
-one if that is sooner and within its batch, which the planner's capacity of a pair counts on.
+one.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ def chunked_s(facts: SplitFacts, chunk: int, base_s: float, prompt_tokens: int, 
 def keeps_decode(
     high: ReplicaFacts, high_open: int, low: ReplicaFacts, low_decoding: int, low_busy: float
 ) -> bool:
-    """Whether the next request's decode should stay on the low-end GPU."""
     if high_open < high.decode_batch:
         return False
     low_s, high_s = step_seconds(low, low_decoding + 1), step_seconds(high, high_open + 1)
@@ -115,11 +114,9 @@ def sooner_whole(
 
 
 def _by_bisection(prompt: int, facts: SplitFacts, chunk: int, base_s: float, most: int) -> int:
-    """The low-end GPU's time minus the high-end one's rises with L_p throughout, so its root is bracketed.
-
-    Fewer chunks mean a longer L_p. The best L_p has either the least number of chunks with which the low-end GPU
-    is not yet behind at the longest L_p, or one chunk less.
-    """
+    """The low-end GPU's time minus the high-end one's rises with L_p throughout, so its root is bracketed. The best
+    L_p has the least number of chunks with which the low-end GPU is not yet behind at the longest L_p, or one
+    less."""
     low, high = 0, most  # chunks; find the least count where the difference at its longest L_p is <= 0
     while low < high:
         middle = (low + high) // 2
@@ -178,10 +175,8 @@ def high_end(view: ReplicaState) -> tuple[int, float, int]:
 def passes(
     splits: SplitFacts, target: Target, low: ReplicaState, high: ReplicaState, prompt_tokens: int, part: int
 ) -> bool:
-    """Whether a prompt that finds the low-end side full goes whole to the high-end one.
-
-    Not beyond the batch that this was planned for: there decoding binds, and all its answers pay for the prompt.
-    """
+    """Whether a prompt that finds the low-end side full goes whole to the high-end one; not beyond its planned
+    batch."""
     decodes, context, free = high_end(high)
     if free * BLOCK_TOKENS < prompt_tokens:
         return False
@@ -192,7 +187,6 @@ def passes(
 
 
 def stays_low(target: Target, low: ReplicaState, high: ReplicaState, total_tokens: int) -> bool:
-    """Whether a request of so many tokens should also decode on the low-end side."""
     weak, strong = low.facts, high.facts
     if weak is None or strong is None:
         return False

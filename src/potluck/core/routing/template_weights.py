@@ -6,8 +6,7 @@ A copy divides its time among buckets and phases; x = rate / (count capacity) of
     rates         rate / count: what the plan sends there
     even          1 where the plan sends anything
 
-With one bucket the first is the profiled goodput itself (CAUCHY 3.4.1, CORAL 5.1). With several it spreads a plan's
-slack without moving load between buckets.
+With one bucket the first is the profiled goodput itself (CAUCHY 3.4.1, CORAL 5.1).
 """
 
 from __future__ import annotations
@@ -70,10 +69,8 @@ def offers(plan: Plan, balance: str) -> dict[str, ModelWeights]:
 
 
 def merged(new: ModelWeights, old: ModelWeights, live: Collection[Key]) -> ModelWeights:
-    """The new plan's offers, and the old one's for copies that are live but no longer planned.
-
-    They serve until they are drained, in the bucket of the old plan that the new one's longest prompt falls into.
-    """
+    """The new plan's offers, and the old one's for copies that are live but no longer planned, in the bucket of the
+    old plan that the new one's longest prompt falls into."""
     left = {
         key: offer for key in sorted(live) if key not in new.copies and (offer := old.copy(key)) is not None
     }
@@ -125,11 +122,8 @@ def _model(plan: Plan, model: str, rule: BalanceRule) -> ModelWeights:
 
 
 def _spare(template: Template, mix: Sequence[float], rule: BalanceRule) -> TemplateWeights:
-    """A copy that the plan does not count on takes every bucket that it can, as much of each as is asked for.
-
-    One that does whole requests does nothing else. With m the mix, its time is shared so that it serves
-    m_b / (sum of m / C) of each bucket.
-    """
+    """A copy that the plan does not count on takes every bucket that it can: with m the mix, it serves
+    m_b / (sum of m / C) of each. One that does whole requests does nothing else."""
     capacities = {bucket_capacity.bucket: bucket_capacity for bucket_capacity in template.capacity}
 
     def weights(phase: Phase) -> tuple[float, ...]:
@@ -141,11 +135,8 @@ def _spare(template: Template, mix: Sequence[float], rule: BalanceRule) -> Templ
             return tuple(float(rate > 0) for rate in able)
         # A bucket that nobody was planned to ask for gets a little, so that it has somewhere to go.
         least = min(asked for asked in mix if asked > 0)
-        part = [
-            max(asked, least) / busy if rate > 0 and busy > 0 else 0.0
-            for rate, asked in zip(able, mix, strict=True)
-        ]
-        return tuple(part)
+        both = zip(able, mix, strict=True)
+        return tuple(max(asked, least) / busy if rate > 0 and busy > 0 else 0.0 for rate, asked in both)
 
     whole = weights("closed")
     none = (0.0,) * len(mix)
@@ -218,10 +209,8 @@ class LengthThreshold:
 
 
 def planned(offers: ModelWeights) -> LengthThreshold | None:
-    """The plan's own threshold; None where the plan has no choice between here and there, or not by length.
-
-    The first bucket that crosses at all is cut where its part that crosses begins, as if lengths were spread evenly.
-    """
+    """The plan's own threshold; None where it has no choice between here and there, or not by length. The first
+    bucket that crosses at all is cut where its part that crosses begins, as if lengths were spread evenly."""
     crossing = [0.0] * len(offers.longest_tokens)
     local = [0.0] * len(offers.longest_tokens)
     for flow in offers.flows:

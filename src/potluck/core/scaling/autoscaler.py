@@ -86,7 +86,6 @@ class Autoscaler:
         """Roles that a person gave: they stay, whatever plans and scaling say."""
         self._advised: tuple[str, ...] = ()
         self.notes: tuple[str, ...] = ()
-        """What cannot be done at present, and why."""
 
     def adopt(self, at_s: float, plan: Plan) -> tuple[Action, ...]:
         """From now on this plan: roles that change in place; what is to be started comes with the next step."""

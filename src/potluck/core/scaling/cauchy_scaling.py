@@ -63,6 +63,7 @@ NO_MODELS: Final[Mapping[str, ModelFacts]] = {}
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
+    plan: Plan
     counts: dict[Key, int]
     rates: dict[Key, CopyRates]
     """What one copy serves; keys without are not known."""
@@ -120,7 +121,7 @@ class CauchyScaling(Scaler):
                 self._notes.wait(model, f"looks again in {left_s:.0f} s, a window after the last change")
                 continue
             standing = self._standing(model, seen, fleet, plan)
-            resizes = self._resizes(seen, standing, fleet, plan, only_out=left_s > 0)
+            resizes = self._resizes(seen, standing, fleet, only_out=left_s > 0)
             if left_s > 0 and not resizes:
                 self._notes.wait(model, f"looks again in {left_s:.0f} s, unless more is needed before")
                 continue
@@ -157,10 +158,10 @@ class CauchyScaling(Scaler):
         copy_rate = startable(plan, model, mix, self._regions, keys)
         able = {key: copy_rates for key, copy_rates in copy_rate.items() if copy_rates.known}
         planned = frozenset((deployment.template, deployment.region) for deployment in plan.deployments)
-        return _Standing(counts, rates, moving, able, busy_copies(plan, model, mix), planned)
+        return _Standing(plan, counts, rates, moving, able, busy_copies(plan, model, mix), planned)
 
     def _resizes(
-        self, seen: ModelTraffic, standing: _Standing, fleet: FleetState, plan: Plan, only_out: bool
+        self, seen: ModelTraffic, standing: _Standing, fleet: FleetState, only_out: bool
     ) -> list[ScaleDecision]:
         model, policy = seen.model, self._policy
         unknown = sorted({key[0] for key, n in standing.counts.items() if n and key not in standing.rates})
@@ -181,13 +182,13 @@ class CauchyScaling(Scaler):
         demand = seen.recent_rate_per_s + late / policy.window_s
         if seen.recent_rate_per_s > seen.rate_per_s and demand - serves > max(policy.ratio * serves, noise):
             state = _state(seen.recent_rate_per_s, queued, demand, serves)
-            return self._out(model, demand + spare, standing, fleet, plan, state)
+            return self._out(model, demand + spare, standing, fleet, state)
         # And a whole one?
         noise = NOISE * max(seen.error_per_s, sqrt(serves / seen.span_s))
         demand = seen.rate_per_s + late / policy.window_s
         state = _state(seen.rate_per_s, queued, demand, serves)
         if demand - serves > max(policy.ratio * serves, noise):
-            return self._out(model, demand + spare, standing, fleet, plan, state)
+            return self._out(model, demand + spare, standing, fleet, state)
         if only_out:
             return []
         if serves - demand > policy.ratio * serves:
@@ -218,13 +219,11 @@ class CauchyScaling(Scaler):
         return sure
 
     def _out(
-        self, model: str, demand: float, standing: _Standing, fleet: FleetState, plan: Plan, state: str
+        self, model: str, demand: float, standing: _Standing, fleet: FleetState, state: str
     ) -> list[ScaleDecision]:
-        free, ready = self._free(fleet, plan), ready_copies(fleet, model)
-        if standing.busy is not None:
-            more, partly = self._parts(demand, standing, plan, free, ready)
-        else:
-            more, partly = self._cover(demand, standing, plan, free, ready)
+        free, ready = self._free(fleet, standing.plan), ready_copies(fleet, model)
+        cover = self._cover if standing.busy is None else self._parts
+        more, partly = cover(demand, standing, free, ready)
         if not more:
             self._notes.say(model, f"{state}; more is needed but no nodes are free")
             return []
@@ -233,17 +232,12 @@ class CauchyScaling(Scaler):
         return self._resized(standing, more, f"{state}{short}")
 
     def _cover(
-        self,
-        demand: float,
-        standing: _Standing,
-        plan: Plan,
-        free: dict[Resource, int] | None,
-        ready: dict[Key, int],
+        self, demand: float, standing: _Standing, free: dict[Resource, int] | None, ready: dict[Key, int]
     ) -> tuple[dict[Key, int], bool]:
         """The best copies for what is missing of each phase; and whether nodes allow only some."""
         rates, more, partly = standing.serves(standing.counts), dict[Key, int](), False
         for phase in self._phases(standing):
-            offers = options(plan, standing.startable, self._regions, phase)
+            offers = options(standing.plan, standing.startable, self._regions, phase)
             missing = demand / self._policy.headroom - (
                 rates.served_per_s if phase == "closed_per_s" else rates.closed_per_s + getattr(rates, phase)
             )
@@ -262,17 +256,12 @@ class CauchyScaling(Scaler):
         return more, partly
 
     def _parts(
-        self,
-        demand: float,
-        standing: _Standing,
-        plan: Plan,
-        free: dict[Resource, int] | None,
-        ready: Mapping[Key, int],
+        self, demand: float, standing: _Standing, free: dict[Resource, int] | None, ready: dict[Key, int]
     ) -> tuple[dict[Key, int], bool]:
         """Where copies take different requests: more of each, or copies that take all, whichever is better."""
         assert standing.busy is not None
         rate_per_s = demand / self._policy.headroom
-        offers = options(plan, standing.startable, self._regions)
+        offers = options(standing.plan, standing.startable, self._regions)
         weights = {offer.key: offer.weight for offer in offers}
         added = {key: n for key, n in standing.counts.items() if key not in standing.planned}
         alone = total(standing.rates.get(key, NOTHING).times(n) for key, n in added.items()).served_per_s

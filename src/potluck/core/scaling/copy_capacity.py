@@ -104,7 +104,6 @@ class FreeNodes:
             self._add(_needs(self._known[unit.template].template, unit.region), 1)
 
     def helps(self, key: Key, unit: TemplateCopy) -> bool:
-        """Whether a copy holds some of what this one lacks."""
         if unit.template not in self._known:
             return False
         holds = _needs(self._known[unit.template].template, unit.region)

@@ -45,8 +45,6 @@ VIEWS = ("trend", "level", "day", "week")
 
 
 class RateForecast(NamedTuple):
-    """A model's highest rate within a span ahead."""
-
     mean_per_s: float
     high_per_s: float
     """Not exceeded in the share of cases that was asked for."""

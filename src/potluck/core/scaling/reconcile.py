@@ -128,7 +128,6 @@ class ReconcileStep(NamedTuple):
 
     @property
     def settled(self) -> bool:
-        """Nothing is missing, starting or leaving."""
         return not self.notes and self.due_s == inf and not self.progress.starting
 
 

@@ -143,12 +143,10 @@ NOISE = 3.0
 
 class PeriodicReplan(Scaler):
     """CORAL's periodic re-allocation (its 5.1): every `replan_s` the planner is asked again, with the rates now seen.
-
     Each rate has a margin for the noise of its window and for requests that queue. If no rate moved by more than
     LEAST_MOVE, no mean length by LENGTHS_MOVE (or their noise) and every copy is there, the planner is spared; but
     after the global window it is asked all the same, since prices and nodes move too, and at once where such a change
-    is told (`MarketReported`).
-    """
+    is told (`MarketReported`)."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -212,7 +210,6 @@ class PeriodicReplan(Scaler):
         return ""
 
     def _shifted(self, seen: ModelTraffic) -> str:
-        """Whether prompts or answers are of other lengths than the fleet is for."""
         if not _told(seen):
             return ""
         before = self._tokens.setdefault(seen.model, _tokens(seen))

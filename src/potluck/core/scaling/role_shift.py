@@ -142,7 +142,6 @@ class ShiftFlips(Scaler):
         return [FlipRole(name, role, shift) for name, role in flips]
 
     def _groups(self, at_s: float, seen: ModelTraffic, groups: list[TemplateCopy]) -> list[ScaleDecision]:
-        """New roles inside each copy of a group, found by search."""
         model, lengths = seen.model, MeanLengths(seen.mean_prompt_tokens, seen.mean_output_tokens)
         ready = {unit.id: [view for view in unit.views if view.state == "ready"] for unit in groups}
         now = _reference(seen, sum(map(len, ready.values())))
@@ -291,10 +290,8 @@ class _Choices:
 def best_roles(
     facts: FleetFacts, template: str, now: Mapping[int, Role], lengths: MeanLengths, gain: float
 ) -> tuple[Roles, float, float]:
-    """(roles, what they serve, what the present ones do); the present roles when others serve no more by `gain`.
-
-    Of choices that serve ALIKE the one with the fewest flips is taken.
-    """
+    """(roles, what they serve, what the present ones do); the present roles when others serve no more by `gain`. Of
+    choices that serve ALIKE the one with the fewest flips is taken."""
     choices = _Choices(facts, template, list(now), lengths)
     before = choices.served(now)
     few = len(ROLES) ** len(now) <= MOST_CHOICES

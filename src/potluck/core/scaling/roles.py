@@ -325,10 +325,8 @@ def served(able: Mapping[str, RoleRates], roles: Mapping[str, Role]) -> float:
 
 
 def best_inside(able: Mapping[str, RoleRates], unit: TemplateCopy) -> tuple[Roles, float]:
-    """The roles that serve most, of those that change replicas one way only; with the fewest changes.
-
-    Replicas with the same rates are interchangeable, so only how many of them prefill is tried.
-    """
+    """The roles that serve most, of those that change replicas one way only; with the fewest changes. Replicas with
+    the same rates are interchangeable, so only how many of them prefill is tried."""
     views = [view for view in unit.views if view.member.id in able]
     if not views:
         return {}, 0.0

@@ -61,10 +61,8 @@ ScaleDecision = Resize | FlipRole | AskReplan | SetThreshold | SetLengths
 
 
 class RuleNotes:
-    """What a rule says for itself: one line per model or topic, the latest word of each.
-
-    While it waits for its next look it says so beside what it found at the last one.
-    """
+    """What a rule says for itself: one line per model or topic, the latest word of each. While it waits for its next
+    look it says so beside what it found at the last one."""
 
     __slots__ = ("_lines", "_waits")
 

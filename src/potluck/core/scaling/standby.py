@@ -47,7 +47,6 @@ def standby_counts(plan: Plan, copies: int, regions: tuple[Region, ...]) -> dict
 
 
 def standby_usd_per_h(plan: Plan, counts: Mapping[Key, int], regions: tuple[Region, ...]) -> float:
-    """Their rent, beside the plan's own."""
     templates = {template.name: template for template in plan.repertoire}
     rent = 0.0
     for key, count in counts.items():

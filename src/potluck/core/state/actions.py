@@ -14,10 +14,8 @@ RefusalReason = Literal[
 
 
 class Run(NamedTuple):
-    """Send a request along a route. On a retry the prompt is the user's plus what was streamed so far.
-
-    Whatever is told of it carries its `attempt`. `streamed_tokens` is what `Failed` said of the attempt before it.
-    """
+    """Send a request along a route. On a retry the prompt is the user's plus what was streamed so far. Whatever is
+    told of it carries its `attempt`. `streamed_tokens` is what `Failed` said of the attempt before it."""
 
     request: str
     route: Route
@@ -31,11 +29,9 @@ class Run(NamedTuple):
 
 
 class Hedge(NamedTuple):
-    """Send a request along a second route, beside the attempt under way, which is late with its first token.
-
-    Whoever drives it lets the first of the two that has a token answer, stops the other at once and tells nothing
-    more of it; should the former have a token already, or be over, this is not begun beside it.
-    """
+    """Send a request along a second route, beside the attempt under way, which is late with its first token. Whoever
+    drives it lets the first of the two that has a token answer, stops the other at once and tells nothing more of it;
+    should the former have a token already, or be over, this is not begun beside it."""
 
     request: str
     route: Route

@@ -85,10 +85,8 @@ class RequestFinished(NamedTuple):
 
 
 class AttemptFailed(NamedTuple):
-    """An attempt lost its replica, link or transfer.
-
-    Whoever tells this passes no more tokens of that attempt on: `streamed_tokens` is where the next one goes on.
-    """
+    """An attempt lost its replica, link or transfer. Whoever tells this passes no more tokens of that attempt on:
+    `streamed_tokens` is where the next one goes on."""
 
     request: str
     attempt: int
@@ -137,11 +135,9 @@ class LinkReported(NamedTuple):
 
 
 class CacheReported(NamedTuple):
-    """What changed in a replica's prefix cache, or with `whole` all that it holds, as of `sequence`.
-
-    Blocks have the chained names of `core.replica.blocks`. Marked are blocks at whose end the state of linear
-    and window layers is held too; models that have such can only be resumed there.
-    """
+    """What changed in a replica's prefix cache, or with `whole` all that it holds, as of `sequence`. Blocks have the
+    chained names of `core.replica.blocks`. Marked are blocks at whose end the state of linear and window layers is
+    held too; models that have such can only be resumed there."""
 
     replica: str
     sequence: int

@@ -92,10 +92,8 @@ class ReplicaFacts:
 @dataclass(frozen=True, slots=True)
 class SplitFacts:
     """CRONUS's two predictors for a pair: the low-end GPU's prefill, the high-end one's chunked iteration.
-
-    T_parprefill = k_p L + b_p                          low-end, L tokens
-    t_chunked    = k_ctxp L_p + k_ctxd sum L_d + b_c    high-end, one iteration of `chunk_tokens`
-    """
+    T_parprefill = k_p L + b_p                          low-end, L tokens t_chunked    = k_ctxp L_p + k_ctxd sum L_d +
+    b_c    high-end, one iteration of `chunk_tokens`"""
 
     k_p: float
     b_p: float

@@ -184,7 +184,6 @@ class FleetState:
         view.strikes = 0
 
     def gap(self, view: ReplicaState, ratio: float) -> None:
-        """Tokens of an answer there came so much slower than was reckoned."""
         view.gap_pace += (min(MOST, max(LEAST, ratio)) - view.gap_pace) * (1.0 - KEEP)
 
     def bound(self, view: ReplicaState, easy: tuple[int, int, int]) -> None:
@@ -211,7 +210,6 @@ class FleetState:
             view.done_prompts += 1
 
     def handed(self, view: ReplicaState, prefill_tokens: int) -> None:
-        """A segment before the last is computed and handed on."""
         self.prefilled(view, prefill_tokens)
         view.open_requests -= 1
 
@@ -255,7 +253,6 @@ class FleetState:
         return False
 
     def answered(self, view: ReplicaState, late: bool) -> None:
-        """An answer ended there, in time per token or not."""
         view.late_share += ((1.0 if late else 0.0) - view.late_share) * (1.0 - KEEP)
 
     def fade(self, at_s: float, view: ReplicaState) -> bool:

@@ -36,18 +36,14 @@ class Policy:
     """Seconds of waiting that a second of saved prefill is worth; 0 ignores caches."""
     pool_caches: bool = True
     """Fetch a prefix that another replica of the region holds, where that is sooner than computing it (PrfaaS 3.2).
-
-    Engines must be able to hand over; those that tell what they hold can.
-    """
+    Engines must be able to hand over; those that tell what they hold can."""
     rebalance: bool = False
     """Copy prefixes that many ask for to replicas with less to do, while links have room (PrfaaS 3.2)."""
     grants: bool = False
     """Share links between regions out among their senders, which keep to what they are granted (PrfaaS 3.3)."""
     split_overflow: bool = True
-    """In pairs, a prompt that finds no place on the low-end GPU goes whole to the high-end one if that is sooner.
-
-    The planner counts on it; CRONUS lets prompts wait.
-    """
+    """In pairs, a prompt that finds no place on the low-end GPU goes whole to the high-end one if that is sooner. The
+    planner counts on it; CRONUS lets prompts wait."""
     low_decodes: bool = True
     """In pairs, keep some decodes on the low-end GPU while the high-end one is over its batch (beyond CRONUS)."""
     scaling: str = "none"
@@ -61,10 +57,8 @@ class Policy:
     max_wait_s: float = 60.0
     """Requests wait so long for a replica, or for their turn, before they are refused."""
     admission: bool = True
-    """Send replicas no more than they can begin soon, let the rest wait, refuse what would be late.
-
-    Only where a model has an objective; without one every answer is in time and all are sent at once.
-    """
+    """Send replicas no more than they can begin soon, let the rest wait, refuse what would be late. Only where a
+    model has an objective; without one every answer is in time and all are sent at once."""
     queue_requests: int = 1000
     """Requests of one tenant for one model that may wait for their turn."""
     disturbance: float = 0.08

@@ -23,11 +23,9 @@ NOWHERE: Final[frozenset[str]] = frozenset()
 
 
 class RequestState:
-    """One accepted request, from its arrival to its end. The Brain alone changes it.
-
-    What most requests never change is the class's: making one by the million is then nearly free. What every event
-    looks at comes first, as compiled code lays fields out in this order, and with many open each line is a miss.
-    """
+    """One accepted request, from its arrival to its end. The Brain alone changes it. What most requests never change
+    is the class's: making one by the million is then nearly free. What every event looks at comes first, as compiled
+    code lays fields out in this order, and with many open each line is a miss."""
 
     request: Request
     prompt_tokens: int
@@ -102,7 +100,6 @@ class RequestState:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens still to come, at most."""
         return self.request.max_output_tokens - self.streamed_tokens
 
     def run(self) -> Run:

@@ -94,7 +94,6 @@ class Target:
         self.pace = 1.0 if abs(pace - 1.0) < ALIKE else pace
 
     def refresh(self, unit: TemplateCopy | None) -> None:
-        """Look again which replicas of a group are ready."""
         ready = [view for view in unit.views if view.serves] if unit is not None else []
         self.prefills = [view for view in ready if view.role == "prefill"]
         self.decodes = [view for view in ready if view.role != "prefill"]
@@ -123,11 +122,8 @@ def _pace(side: list[ReplicaState]) -> float:
 
 
 def intact_share(target: Target, template: Template) -> float:
-    """How much of a group's planned capacity its ready replicas are.
-
-    A group serves what its scarcer side can. Once roles were flipped, that was done to balance it, so then all of its
-    replicas count alike.
-    """
+    """How much of a group's planned capacity its ready replicas are. A group serves what its scarcer side can. Once
+    roles were flipped, that was done to balance it, so then all of its replicas count alike."""
     if not target.usable:
         return 0.0
     planned = len([replica for replica in template.replicas if replica.role == "prefill"])
@@ -141,7 +137,6 @@ def intact_share(target: Target, template: Template) -> float:
 
 
 def prefilled_s(target: Target, tokens: float) -> float:
-    """Until so many tokens more would be computed there."""
     views = [target.view] if target.view is not None else target.prefills
     return min((view.open_prefill_tokens + tokens) * seconds_per_token(view) for view in views)
 
@@ -169,7 +164,6 @@ def _prompt_s(view: ReplicaState, tokens: int) -> float:
 
 
 def busier(busy: float, prefills: Sequence[ReplicaState]) -> float:
-    """The running share of busy prefill replicas after one more look."""
     at_work = 0
     for view in prefills:
         at_work += view.open_prefill_tokens > 0
@@ -178,12 +172,9 @@ def busier(busy: float, prefills: Sequence[ReplicaState]) -> float:
 
 
 class PrefillUtilization:
-    """How busy prompts keep a combo's prefill replicas: the larger of two measures.
-
-    The share of arrivals that found one at work is its utilisation where arrivals come by chance. Where they come in
-    turn, each may come just after the one before it is done, and all find it free; so what they ask for in the time
-    between them counts too.
-    """
+    """How busy prompts keep a combo's prefill replicas: the larger of two measures. The share of arrivals that found
+    one at work is its utilisation where arrivals come by chance. Where they come in turn, each may come just after
+    the one before it is done, and all find it free; so what they ask for in the time between them counts too."""
 
     __slots__ = ("_count", "_found", "_gap_s", "_last_s", "_work_s")
 

@@ -20,10 +20,8 @@ CODEC_BITS: dict[Codec, tuple[float, float]] = {"fp16": (16.0, 0.0), "int8": (8.
 
 
 def codec_ratio(codec: Codec, group: int = 128, stored_bits: float = 16.0) -> float:
-    """Wire bytes per byte of KV held at `stored_bits`: (bits + side bits / group) / stored_bits, at most 1.
-
-    With groups of 128 int8 sends 50.8 % and int4 26.6 % of fp16. Under fp16 every cache is sent as it is.
-    """
+    """Wire bytes per byte of KV held at `stored_bits`: (bits + side bits / group) / stored_bits, at most 1. With
+    groups of 128 int8 sends 50.8 % and int4 26.6 % of fp16. Under fp16 every cache is sent as it is."""
     if codec not in CODEC_BITS:
         raise InputError("codec", f"{codec!r} is not one of {', '.join(CODEC_BITS)}")
     if codec == "fp16":

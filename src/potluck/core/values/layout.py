@@ -82,7 +82,6 @@ class Layout:
 
     @property
     def machines(self) -> dict[str, int]:
-        """GPUs it takes of each machine that it names."""
         gpus: Counter[str] = Counter()
         for stage in self.stages:
             for node in stage.nodes:
@@ -201,13 +200,11 @@ class Pool:
         return replace(self, nodes=kept)
 
     def only(self, places: Sequence[int]) -> Pool:
-        """The pool of some of its machines, in the order given."""
         gbps = tuple(tuple(self.gbps[a][b] for b in places) for a in places)
         rtt_s = tuple(tuple(self.rtt_s[a][b] for b in places) for a in places)
         return Pool(tuple(self.nodes[a] for a in places), gbps, rtt_s)
 
     def with_link(self, source: str, target: str, gbps: float) -> Pool:
-        """The pool with another bandwidth in one direction."""
         a, b = self.index(source), self.index(target)
         rows = [list(row) for row in self.gbps]
         rows[a][b] = gbps
@@ -215,6 +212,5 @@ class Pool:
 
 
 def uniform_pool(nodes: Sequence[PoolNode], gbps: float, rtt_s: float = RTT_S) -> Pool:
-    """A pool with the same link between any two nodes."""
     size = len(nodes)
     return Pool(tuple(nodes), ((gbps,) * size,) * size, ((rtt_s,) * size,) * size)

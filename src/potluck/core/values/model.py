@@ -121,7 +121,6 @@ class LinearAttention:
 
     @property
     def conv_channels(self) -> int:
-        """Channels that the short convolution runs over."""
         return 2 * self.key_heads * self.key_head_dim + self.value_heads * self.value_head_dim
 
 

@@ -145,7 +145,6 @@ class Template:
 
     @property
     def machines(self) -> dict[str, int]:
-        """GPUs that one copy takes of each machine that it names."""
         return dict(sum((Counter(replica.layout.machines) for replica in self.replicas), Counter()))
 
 

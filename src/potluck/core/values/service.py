@@ -17,8 +17,6 @@ from potluck.core.values.types import DEFAULT_CLASS, Slo
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Somebody with a share of the fleet."""
-
     name: str
     weight: float = 1.0
 
@@ -49,8 +47,6 @@ class PrefixSharing:
 
 @dataclass(frozen=True, slots=True)
 class RequestClass:
-    """What requests of a class allow."""
-
     name: str
     matters: int = 1
     """Classes that matter more go first, and those that matter least are turned away first."""
@@ -152,7 +148,6 @@ class ModelTerms:
         return {name: text for name, text in words.items() if text}
 
     def without(self, name: str) -> ModelTerms:
-        """The terms less one of `asked`."""
         if name == "redundancy":
             return replace(self, survive=None)
         if name == "min_copies":
@@ -160,7 +155,6 @@ class ModelTerms:
         return replace(self, **{name: None})  # type: ignore[arg-type]
 
     def allows(self, region: str) -> bool:
-        """Whether it may run there."""
         return all(only is None or region in only for only in (self.regions, self.residency))
 
 

@@ -154,7 +154,6 @@ class Slo:
             _positive("slo: e2e_s", self.e2e_s)
 
     def stricter(self, other: Slo) -> Slo:
-        """What keeps both."""
         known = [e2e_s for e2e_s in (self.e2e_s, other.e2e_s) if e2e_s is not None]
         ttft_s, tpot_s = min(self.ttft_s, other.ttft_s), min(self.tpot_s, other.tpot_s)
         return Slo(ttft_s, tpot_s, max(self.attainment, other.attainment), min(known, default=None))
