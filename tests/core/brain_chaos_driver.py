@@ -317,10 +317,8 @@ class Chaos:
 
     def _sweep(self) -> None:
         """Let go of those that ended on both sides."""
-        requests, waiting = (
-            self.brain.requests,
-            {e.request.id for e in self.late if isinstance(e, told.RequestArrived)},
-        )
+        requests = self.brain.requests
+        waiting = {e.request.id for e in self.late if isinstance(e, told.RequestArrived)}
         for name in [name for name, job in self.jobs.items() if job.fate and name not in requests]:
             if name not in waiting:
                 self.recent.append((name, self.jobs[name].ended))
@@ -439,11 +437,8 @@ def facts(chance: Random) -> FleetFacts:
     slo = chance.choice((None, None, Slo(2.0, 0.1)))
     known = build.facts(TEMPLATES, batch=chance.choice((2, 8)), longest={"plain": 5000})
     models = {name: replace(model, slo=slo) for name, model in known.models.items()}
-    places = {
-        (template.name, i): (f"node/{i // 2}",)
-        for template in TEMPLATES
-        for i in range(len(template.replicas))
-    }
+    sizes = {template.name: len(template.replicas) for template in TEMPLATES}
+    places = {(name, i): (f"node/{i // 2}",) for name, count in sizes.items() for i in range(count)}
     return replace(known, models=models, places=places)
 
 

@@ -74,13 +74,8 @@ interconnects = st.builds(
 node_types = st.builds(
     types.NodeType, name=names, gpu=gpus, gpus=small, interconnect=interconnects, network_gbps=positive
 )
-offers = st.builds(
-    types.NodeOffer,
-    node=names,
-    price_usd_per_h=not_negative,
-    available=st.integers(0, 99),
-    spot=st.booleans(),
-)
+some, cheap = st.integers(0, 99), not_negative
+offers = st.builds(types.NodeOffer, node=names, price_usd_per_h=cheap, available=some, spot=st.booleans())
 regions = st.builds(types.Region, name=names, offers=tuples_of(offers))
 links = st.builds(types.Link, source=names, target=names, gbps=positive, rtt_s=not_negative)
 slos = st.builds(types.Slo, ttft_s=positive, tpot_s=positive, attainment=st.floats(1e-6, 1))

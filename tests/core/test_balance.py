@@ -28,12 +28,8 @@ def targets(count: int) -> list[Target]:
     return [Target(PLAIN, member.unit, ReplicaState(member)) for member in members]
 
 
-steps = st.lists(
-    st.tuples(
-        st.sampled_from(["pick", "heavier", "lighter", "set", "remove"]), st.integers(0, 5), st.floats(0.1, 9)
-    ),
-    max_size=60,
-)
+what = st.sampled_from(["pick", "heavier", "lighter", "set", "remove"])
+steps = st.lists(st.tuples(what, st.integers(0, 5), st.floats(0.1, 9)), max_size=60)
 
 
 @given(steps)
@@ -300,11 +296,8 @@ def test_one_bucket_weighs_as_its_goodput() -> None:
 
 def test_a_unit_that_is_planned_for_long_prompts_is_not_flooded_with_short_ones() -> None:
     # Two copies of A: a tenth of their time for short prompts, the rest for long ones; B: short ones only.
-    plan = build.plan(
-        (A, B),
-        {("a", "near"): 2, ("b", "near"): 1},
-        {("a", "near", "closed"): (0.2, 1.8), ("b", "near", "closed"): (0.8, 0.0)},
-    )
+    shares = {("a", "near", "closed"): (0.2, 1.8), ("b", "near", "closed"): (0.8, 0.0)}
+    plan = build.plan((A, B), {("a", "near"): 2, ("b", "near"): 1}, shares)
     offer = offers(plan, "goodput")["m"]
     assert offer.copies["a", "near"].closed == pytest.approx((0.1, 0.9))
     assert offer.copies["b", "near"].closed == pytest.approx((1.0, 0.0))
@@ -351,16 +344,10 @@ def test_every_prompt_has_a_bucket() -> None:
 
 
 def test_what_an_old_plan_runs_keeps_its_weights_by_length() -> None:
-    old = offers(
-        build.plan((A,), {("a", "near"): 1}, {("a", "near", "closed"): (0.5, 0.0)}, longest=(1000, 9000)),
-        "goodput",
-    )["m"]
-    new = offers(
-        build.plan(
-            (B,), {("b", "near"): 1}, {("b", "near", "closed"): (1.0, 1.0, 1.0)}, longest=(500, 1000, 9000)
-        ),
-        "goodput",
-    )["m"]
+    before = build.plan((A,), {("a", "near"): 1}, {("a", "near", "closed"): (0.5, 0.0)}, longest=(1000, 9000))
+    old = offers(before, "goodput")["m"]
+    shares = {("b", "near", "closed"): (1.0, 1.0, 1.0)}
+    new = offers(build.plan((B,), {("b", "near"): 1}, shares, longest=(500, 1000, 9000)), "goodput")["m"]
     both = merged(new, old, {("a", "near"), ("b", "near")})
     assert both.copies["a", "near"].closed == (1.0, 1.0, 0.0)
     assert both.copies["b", "near"] == new.copies["b", "near"]

@@ -266,10 +266,8 @@ def test_a_slow_replica_is_said_to_be_slow_once_and_when_it_is_well_again() -> N
     for pace in (1.0, 1.6, 2.5, 1.4, 1.1, 1.1):
         view.pace = pace
         text += [item.what for item in world.tell(told.Tick()) if isinstance(item, act.OperatorNote)]
-    assert [item.partition(" ")[2] for item in text] == [
-        "takes 1.6 times as long as planned",
-        "is about as fast as planned again",
-    ]
+    said = ["takes 1.6 times as long as planned", "is about as fast as planned again"]
+    assert [item.partition(" ")[2] for item in text] == said
 
 
 @pytest.mark.parametrize("scaling", ["replan", "ahead", "cauchy"])
@@ -408,11 +406,8 @@ def test_it_goes_on_and_recovers_as_any_other(world: World) -> None:
     assert world.tell(told.RequestArrived(request)) == []
     assert world.tell(told.RequestFinished("r", 1, 50)) == [], "of an earlier attempt"
     world.attempts["r"] = 3
-    (run,) = [
-        item
-        for item in world.tell(told.AttemptFailed("r", 2, "replica", one, 17))
-        if not isinstance(item, act.Abort)
-    ]
+    message = world.tell(told.AttemptFailed("r", 2, "replica", one, 17))
+    (run,) = [item for item in message if not isinstance(item, act.Abort)]
     assert run == act.Run("r", aggregated(other), 3, 117, 17)
     world.finish("r")
     build.assert_at_rest(world.brain)

@@ -335,11 +335,8 @@ def test_a_copy_of_which_one_is_cordoned_gets_nothing_new() -> None:
 def test_a_copys_replicas_go_together() -> None:
     world = build.world(_closed(PAIR, 1))
     first, second = sorted(world.members)
-    assert {
-        item.replica
-        for item in world.tell(told.OperatorOrdered(first, "drain"))
-        if isinstance(item, act.DrainReplica)
-    } == {first, second}
+    message = world.tell(told.OperatorOrdered(first, "drain"))
+    assert {item.replica for item in message if isinstance(item, act.DrainReplica)} == {first, second}
     for replica in (first, second):
         world.drain_out(replica)
     assert len(world.members) == 2

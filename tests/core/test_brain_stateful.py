@@ -174,11 +174,8 @@ class Everything(RuleBasedStateMachine):
     @precondition(lambda self: self.world.members)
     @rule(data=st.data(), busy=st.booleans())
     def report(self, data: st.DataObject, busy: bool) -> None:
-        status = (
-            told.ReplicaStatus(3, 2, 5000, 9000, 10, 20_000, 0.02)
-            if busy
-            else told.ReplicaStatus(0, 0, 0, 0, 20_000, 20_000, 0.0)
-        )
+        figures = (3, 2, 5000, 9000, 10, 20_000, 0.02) if busy else (0, 0, 0, 0, 20_000, 20_000, 0.0)
+        status = told.ReplicaStatus(*figures)
         self.world.tell(told.ReplicaReported(self.any_of(data, self.world.members), status))
 
     @rule(use=st.floats(0, 1), queued=st.sampled_from([0.0, 1e10]), gbps=st.sampled_from([0.0, 1.0, 10.0]))

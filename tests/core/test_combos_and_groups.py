@@ -122,10 +122,8 @@ def test_busy_is_the_share_of_arrivals_that_find_work() -> None:
 def test_without_it_every_request_takes_its_turn_on_the_fixed_path() -> None:
     world = build.world(COMBOS, Policy(opportunistic=False))
     runs = [sent(world, str(number)) for number in range(20)]
-    assert Counter(run.route for run in runs if run) == {
-        handed_over(P, D0, 1000): 10,
-        handed_over(P, D1, 1000): 10,
-    }
+    expected = {handed_over(P, D0, 1000): 10, handed_over(P, D1, 1000): 10}
+    assert Counter(run.route for run in runs if run) == expected
 
 
 def test_a_combo_that_lost_its_prefill_replica_still_answers() -> None:
@@ -282,13 +280,8 @@ def test_arrivals_in_turn_do_not_hide_how_busy_a_prefill_replica_is() -> None:
 
 
 def test_copies_that_are_alike_have_alike_though_their_paces_scatter() -> None:
-    there = build.world(
-        build.plan(
-            [build.template("one", closed=(5.0, 5.0))],
-            {("one", "near"): 3},
-            {("one", "near", "closed"): (5.0, 5.0)},
-        )
-    )
+    one = build.template("one", closed=(5.0, 5.0))
+    there = build.world(build.plan([one], {("one", "near"): 3}, {("one", "near", "closed"): (5.0, 5.0)}))
     targets = list(there.brain.table.singles.values())
     for number, target in enumerate(targets):
         assert target.view is not None
@@ -464,10 +457,8 @@ def test_roles_stay_for_less_than_the_gain_that_was_asked_for() -> None:
 
 def test_a_lost_replica_makes_others_flip_at_the_next_tick() -> None:
     roles: tuple[Role, ...] = ("prefill", "decode", "decode")
-    made = replace(
-        template("g", roles, "group", closed=(4.0,)),
-        flows=(TemplateFlow(0, 0, 1, 0.5), TemplateFlow(0, 0, 2, 0.5)),
-    )
+    flows = (TemplateFlow(0, 0, 1, 0.5), TemplateFlow(0, 0, 2, 0.5))
+    made = replace(template("g", roles, "group", closed=(4.0,)), flows=flows)
     facts = facts_of(3, {(i, j): 1e-3 for i in range(3) for j in range(3)})
     world = world_of(facts, Policy(admission=False, scaling="flips", window_s=10.0), made)
     for number in range(60):

@@ -166,10 +166,8 @@ def test_a_prefix_is_worth_more_beside_many_answers_and_costs_more_there() -> No
 
 def apart(**known: float) -> World:
     """Prefill and decode on replicas of their own."""
-    first, second = (
-        template("p", ("prefill",), prefill=(5.0, 5.0)),
-        template("d", ("decode",), decode=(5.0, 5.0)),
-    )
+    first = template("p", ("prefill",), prefill=(5.0, 5.0))
+    second = template("d", ("decode",), decode=(5.0, 5.0))
     fleet = plan(
         [first, second],
         {("p", "near"): 1, ("d", "near"): 1},

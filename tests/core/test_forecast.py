@@ -25,10 +25,8 @@ FLEET = build.fleet_of(PLAN)
 def days(count: int, noise: float = 0.03, seed: int = 1) -> list[float]:
     """A rate with a day's wave and some noise."""
     rng = random.Random(seed)
-    return [
-        5.0 * (1 + 0.6 * math.sin(2 * math.pi * i / DAY)) * math.exp(rng.gauss(0, noise))
-        for i in range(count * DAY)
-    ]
+    swing = [5.0 * (1 + 0.6 * math.sin(2 * math.pi * i / DAY)) for i in range(count * DAY)]
+    return [rate * math.exp(rng.gauss(0, noise)) for rate in swing]
 
 
 def walk(count: int, seed: int = 1, step: float = 0.1) -> list[float]:

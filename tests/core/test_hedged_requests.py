@@ -113,11 +113,8 @@ def test_when_one_fails_the_other_goes_on_and_numbers_are_used_once(loser: int) 
     routes = [item.route.decoder for item in message.both()]
     assert message.on(5.1, told.AttemptFailed("a", loser, "replica", routes[loser], 0)) == []
     assert message.where() == [routes[1 - loser]]
-    (run,) = [
-        item
-        for item in message.on(5.2, told.AttemptFailed("a", 1 - loser, "transfer", routes[1 - loser], 0))
-        if isinstance(item, Run)
-    ]
+    failed = told.AttemptFailed("a", 1 - loser, "transfer", routes[1 - loser], 0)
+    (run,) = [item for item in message.on(5.2, failed) if isinstance(item, Run)]
     assert run.attempt == 2
     assert run.route.decoder not in routes
     message.on(5.3, told.FirstToken("a", 2))
@@ -128,11 +125,8 @@ def test_when_one_fails_the_other_goes_on_and_numbers_are_used_once(loser: int) 
 def test_one_that_fails_behind_tokens_had_the_first_though_nobody_said_so() -> None:
     message = Told()
     message.both()
-    (run,) = [
-        item
-        for item in message.on(5.1, told.AttemptFailed("a", 1, "timeout", "", 7))
-        if isinstance(item, Run)
-    ]
+    failed = told.AttemptFailed("a", 1, "timeout", "", 7)
+    (run,) = [item for item in message.on(5.1, failed) if isinstance(item, Run)]
     assert (run.attempt, run.streamed_tokens) == (2, 7)
     assert message.where() == [run.route.decoder]
     assert message.late(50.0) == [], "nothing that was streamed has a hedge"

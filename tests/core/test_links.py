@@ -122,11 +122,8 @@ def test_what_streams_already_goes_on_from_where_its_user_is() -> None:
     world.tell(slow(0.1))
     message = world.tell(told.AttemptFailed("r0", 0, "timeout", "", 7))
     (run,) = (action for action in message if isinstance(action, Run))
-    assert (run.attempt, run.streamed_tokens, run.prompt_tokens) == (
-        1,
-        7,
-        world.requests["r0"].prompt_tokens + 7,
-    )
+    tokens = world.requests["r0"].prompt_tokens + 7
+    assert (run.attempt, run.streamed_tokens, run.prompt_tokens) == (1, 7, tokens)
     assert (
         world.tell(told.RequestFinished("r1", 0, 50)) == []
     )  # it was complete before it was stopped: that counts

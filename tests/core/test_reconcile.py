@@ -31,11 +31,8 @@ TEMPLATES = (
     template("other", 2.0, model="o"),
 )
 KNOWN = blueprints(plan_of(TEMPLATES, {}))
-counts = st.dictionaries(
-    st.sampled_from([(t.name, region) for t in TEMPLATES for region in ("east", "west")]),
-    st.integers(0, 4),
-    max_size=5,
-)
+places = [(t.name, region) for t in TEMPLATES for region in ("east", "west")]
+counts = st.dictionaries(st.sampled_from(places), st.integers(0, 4), max_size=5)
 
 
 def settle(world: World, rounds: int = 400) -> int:
@@ -177,11 +174,8 @@ def test_copies_that_do_not_serve_yet_are_stopped_not_drained() -> None:
     for replica in ("combo@east#0/0", "combo@east#1/0", "combo@east#1/1", "combo@east#1/2"):
         world.fleet.ready(replica)
     world.wanted["combo", "east"] = 1
-    assert world.call().actions == (
-        act.DrainReplica("combo@east#0/0"),
-        act.StopReplica("combo@east#0/1"),
-        act.StopReplica("combo@east#0/2"),
-    )
+    stops = (act.StopReplica("combo@east#0/1"), act.StopReplica("combo@east#0/2"))
+    assert world.call().actions == (act.DrainReplica("combo@east#0/0"), *stops)
 
 
 def test_a_copy_that_lost_a_replica_gets_it_back_under_a_new_id() -> None:
@@ -224,18 +218,13 @@ def test_without_spare_nodes_it_says_which_dip_it_needs() -> None:
     world.available = {("east", "n"): 4}
     replaced(world, {("better", "east"): 2})
     step = world.call()
-    assert [type(action) for action in step.actions] == [
-        act.DrainReplica,
-        act.DrainReplica,
-    ]  # four served 12, two are wanted
+    # Four served 12, two are wanted.
+    assert [type(action) for action in step.actions] == [act.DrainReplica] * 2
     for view in list(world.fleet.views.values()):
         if view.state == "draining":
             world.progress = world.progress.drained(view.member.id)
-    assert [type(action) for action in world.call().actions] == [
-        act.StopReplica,
-        act.StopReplica,
-        act.StartReplica,
-    ]
+    kinds = [type(action) for action in world.call().actions]
+    assert kinds == [act.StopReplica, act.StopReplica, act.StartReplica]
     started(world)
     step = world.call()
     assert [type(action) for action in step.actions] == [act.DrainReplica]  # 3 + 3 + 3 serve, 6 are needed
@@ -455,11 +444,8 @@ def test_other_layouts_and_copies_that_work_together_are_started_anew() -> None:
     world = build.world(plan_of_recast({("mixed", "node"): 2}), known=known)
     assert not [item for item in world.plan(together) if isinstance(item, act.Reassign)]
     world = build.world(plan_of_recast({("mixed", "node"): 2}), known=known)
-    assert not [
-        item
-        for item in world.plan(plan_of_recast({("mixed", "another"): 2}))
-        if isinstance(item, act.Reassign)
-    ]
+    message = world.plan(plan_of_recast({("mixed", "another"): 2}))
+    assert not [item for item in message if isinstance(item, act.Reassign)]
 
 
 counts_recast = st.dictionaries(
@@ -527,11 +513,8 @@ def test_it_sleeps_after_a_while_and_the_first_request_waits_for_a_replica() -> 
 def test_one_that_has_something_to_do_stays_awake_and_others_never_sleep() -> None:
     world = build.world(PLAN, known=facts(10.0))
     world.arrive(build.request("a"))
-    assert not [
-        item
-        for item in pass_time(world, 30.0)
-        if isinstance(item, act.OperatorNote | act.DrainReplica | act.StopReplica)
-    ]
+    said = act.OperatorNote | act.DrainReplica | act.StopReplica
+    assert not [item for item in pass_time(world, 30.0) if isinstance(item, said)]
     world.finish("a")
     assert [item for item in pass_time(world, 45.0) if isinstance(item, act.DrainReplica)]
     world = build.world(PLAN, known=facts(None))

@@ -250,11 +250,8 @@ def test_prefill_and_decode_apart_are_each_brought_up() -> None:
 def test_capacity_follows_the_lengths_now_seen() -> None:
     capacity = (plans.BucketCapacity(0, 0, 0, 20.0, 0.1, 0.01), plans.BucketCapacity(1, 0, 0, 5.0, 0.1, 0.01))
     two = replace(SMALL, capacity=capacity)
-    there = plan_of(
-        (two,),
-        {("small", "east"): 2},
-        [plans.LengthBucket("m", 0, 1023, 1.0), plans.LengthBucket("m", 1, 99999, 1.0)],
-    )
+    lengths = [plans.LengthBucket("m", 0, 1023, 1.0), plans.LengthBucket("m", 1, 99999, 1.0)]
+    there = plan_of((two,), {("small", "east"): 2}, lengths)
     assert rates_of(two, {0: 1.0, 1: 1.0}) == CopyRates(closed_per_s=pytest.approx(8.0))
     assert rates_of(two, {}) == CopyRates()
     assert ask(traffic(20.0, prompt=500), there)[0] == ()  # 32 counted on, one copy would serve 16
@@ -398,10 +395,8 @@ def split_plan(prefills: int = 2, decodes: int = 1, wholes: int = 2) -> plans.Pl
 def seen(rate_per_s: float, short_share: float = 0.75, **more: object) -> object:
     arrivals = round(rate_per_s * 120)
     short = round(arrivals * short_share)
-    lengths = (
-        LengthCount(500, 501, short, short * 500),
-        LengthCount(5000, 5001, arrivals - short, (arrivals - short) * 5000),
-    )
+    long = arrivals - short
+    lengths = (LengthCount(500, 501, short, short * 500), LengthCount(5000, 5001, long, long * 5000))
     return replace(traffic(rate_per_s), lengths=lengths, error_per_s=0.01, **more)
 
 
@@ -555,10 +550,8 @@ def test_where_copies_take_different_lengths_one_that_takes_all_may_be_better() 
     )
     whole = replace(template("all", nodes={"big": 1}), capacity=buckets(40.0, 40.0))
     made = plan_of((short, long), {("short", "east"): 1, ("long", "east"): 1}, two_buckets())
-    shares = (
-        plans.PlannedShare("short", "east", 0, "closed", 8.0),
-        plans.PlannedShare("long", "east", 1, "closed", 8.0),
-    )
+    share = plans.PlannedShare
+    shares = (share("short", "east", 0, "closed", 8.0), share("long", "east", 1, "closed", 8.0))
     there = replace(made, shares=shares, candidates=(whole,), strategy="auto")
     seen = traffic(60.0, prompt=100)
     half = seen.arrivals // 2

@@ -150,11 +150,8 @@ TEMPLATES = (
     template("pre", prefill=1.0, roles=("prefill",)),
     template("dec", decode=1.0, roles=("decode",)),
 )
-FACTS = FleetFacts(
-    models={"m": CARGO},
-    replicas={("far", 0): FAST, ("pre", 0): SLOW, ("dec", 0): SLOW},
-    links_gbps={("there", "here"): 100.0},
-)
+REPLICAS = {("far", 0): FAST, ("pre", 0): SLOW, ("dec", 0): SLOW}
+FACTS = FleetFacts({"m": CARGO}, REPLICAS, links_gbps={("there", "here"): 100.0})
 
 
 def plan(far: int = 4, pre: int = 3, dec: int = 5) -> Plan:

@@ -36,10 +36,11 @@ def asked(
 ) -> list[tuple[int, ScaleDecision]]:
     there = there or plan()
     fleet = fleet_of(there)
+    ticks = [float(at_s) for at_s in range(from_s, to_s, 10)]
     return [
-        (at_s, item)
-        for at_s in range(from_s, to_s, 10)
-        for item in rule.on_tick(float(at_s), observed(float(at_s), *seen), fleet, there)
+        (int(at_s), item)
+        for at_s in ticks
+        for item in rule.on_tick(at_s, observed(at_s, *seen), fleet, there)
     ]
 
 

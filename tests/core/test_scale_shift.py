@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scale_builders import fleet_of, observed, plan_of, template, traffic
 
+from potluck.core.routing.group_sharing import MeanLengths
 from potluck.core.scaling.role_shift import LEAST_GAIN, MAX_FLIPS, ShiftFlips, best_flips
 from potluck.core.scaling.roles import Flippable, decode_per_s, flippable, prefill_per_s
 from potluck.core.scaling.rule import FlipRole, ScaleDecision
@@ -21,14 +22,7 @@ from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Request, Role
 
-TIMED = ReplicaFacts(
-    prefill_s_per_token=1e-4,
-    prefill_fixed_s=0.01,
-    decode_step_s=0.02,
-    decode_batch=32,
-    total_blocks=1000,
-    max_tokens=10**5,
-)
+TIMED = ReplicaFacts(1e-4, 0.01, decode_step_s=0.02, decode_batch=32, total_blocks=1000, max_tokens=10**5)
 POLICY = Policy(scaling="flips")
 TEMPLATES = (
     template("pre", prefill=9.0, roles=("prefill",)),
@@ -234,20 +228,20 @@ def test_nobody_is_counted_for_more_than_its_card_carries() -> None:
         models={"m": ModelFacts(kv_bytes_per_token=1e5)}, replicas={("pre", 0): carded, ("dec", 0): carded}
     )
     fleet = fleet_of(plan(1, 5))
-    result, _ = flippable(fleet, facts, "m", 2000, 4)
+    result, _ = flippable(fleet, facts, "m", MeanLengths(2000, 4))
     assert {item.decode_per_s for item in result} == {5.0}, "1 GB/s, and 0.2 GB for each prompt"
     assert [item.prefill_per_s for item in result] == pytest.approx([1 / 0.21] * 6)
     assert len(best_flips(result)) == 2, "three for three"
-    unbound, _ = flippable(fleet, FACTS, "m", 2000, 4)
+    unbound, _ = flippable(fleet, FACTS, "m", MeanLengths(2000, 4))
     assert len(best_flips(unbound)) == 4
-    small, _ = flippable(fleet, facts, "m", 2000, 4, "int4")
+    small, _ = flippable(fleet, facts, "m", MeanLengths(2000, 4), "int4")
     assert max(item.decode_per_s for item in small) > 15.0
 
 
 def test_rates_come_from_the_timings() -> None:
     assert prefill_per_s(TIMED, 1000) == pytest.approx(1 / 0.11)
     assert decode_per_s(TIMED, 100) == pytest.approx(32 / 2.0)
-    result, untimed = flippable(fleet_of(plan(1, 1)), FACTS, "m", 1000, 100)
+    result, untimed = flippable(fleet_of(plan(1, 1)), FACTS, "m", MeanLengths(1000, 100))
     assert untimed == []
     assert [(item.role, round(item.prefill_per_s, 3)) for item in result] == [
         ("decode", 9.091),

@@ -354,23 +354,15 @@ def chain_root(model: str = "", salt: str = "") -> bytes:
 
 
 def block_hashes(
-    tokens: Sequence[int],
-    model: str = "",
-    block_tokens: int = BLOCK_TOKENS,
-    most: int | None = None,
-    salt: str = "",
+    tokens: Sequence[int], model: str = "", block_tokens: int = BLOCK_TOKENS, salt: str = ""
 ) -> tuple[int, ...]:
     """The names of the whole blocks in `tokens`. Different models share nothing, nor do different salts (tenants)."""
-    return names_behind(chain_root(model, salt), tokens, block_tokens, most)
+    return names_behind(chain_root(model, salt), tokens, block_tokens)
 
 
-def names_behind(
-    before: bytes, tokens: Sequence[int], block_tokens: int = BLOCK_TOKENS, most: int | None = None
-) -> tuple[int, ...]:
+def names_behind(before: bytes, tokens: Sequence[int], block_tokens: int = BLOCK_TOKENS) -> tuple[int, ...]:
     """The names of the whole blocks in tokens that come behind a root, or behind a block (`as_bytes`)."""
     count = len(tokens) // block_tokens
-    if most is not None:
-        count = min(count, most)
     numbers: list[int] = []
     _chain(before, _packed(tokens, count * block_tokens), 8 * block_tokens, numbers)
     return tuple(numbers)

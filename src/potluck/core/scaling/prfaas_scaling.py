@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from potluck.core.routing.group_sharing import MeanLengths
 from potluck.core.routing.template_weights import offers, planned
 from potluck.core.scaling.roles import Flippable, flippable
 from potluck.core.scaling.rule import FlipRole, ScaleDecision, Scaler, SetThreshold
@@ -202,9 +203,8 @@ class PrfaasScaling(Scaler):
         self, seen: ModelTraffic, observed: ObservedTraffic, fleet: FleetState, plan: Plan
     ) -> ClusterBalance | None:
         model = seen.model
-        replicas, untimed = flippable(
-            fleet, self._facts, model, seen.mean_prompt_tokens, seen.mean_output_tokens
-        )
+        lengths = MeanLengths(seen.mean_prompt_tokens, seen.mean_output_tokens)
+        replicas, untimed = flippable(fleet, self._facts, model, lengths)
         cargo = self._facts.models.get(model)
         if untimed or cargo is None:
             self._notes.say(model, f"no balance: no times are known of {', '.join(untimed) or 'its KV'}")

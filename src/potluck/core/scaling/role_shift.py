@@ -100,9 +100,8 @@ class ShiftFlips(Scaler):
             return []
         if groups:
             return self._groups(at_s, seen, groups)
-        replicas, untimed = flippable(
-            fleet, self._facts, model, seen.mean_prompt_tokens, seen.mean_output_tokens
-        )
+        lengths = MeanLengths(seen.mean_prompt_tokens, seen.mean_output_tokens)
+        replicas, untimed = flippable(fleet, self._facts, model, lengths)
         codec = codec_of(self._plan, model)
         if untimed:
             self._notes.say(model, f"no flips: no times are known of {', '.join(untimed)} in both roles")
@@ -124,7 +123,8 @@ class ShiftFlips(Scaler):
                 model, f"the workload stays within {self._policy.ratio:.0%} of what roles are for"
             )
             return []
-        replicas, _ = flippable(fleet, self._facts, model, now.prompt_tokens, now.output_tokens, codec)
+        lengths = MeanLengths(now.prompt_tokens, now.output_tokens)
+        replicas, _ = flippable(fleet, self._facts, model, lengths, codec)
         towards = self._towards.get(model)
         back: Role | None = None
         if towards is not None and at_s - self._last_s[model] < BACK_S:

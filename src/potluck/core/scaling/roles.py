@@ -21,6 +21,7 @@ from itertools import product
 from math import inf
 from typing import NamedTuple
 
+from potluck.core.routing.group_sharing import MeanLengths
 from potluck.core.scaling.copy_capacity import planned_mix, rates_of
 from potluck.core.scaling.rule import FlipRole, RuleNotes, ScaleDecision, Scaler, queued_requests
 from potluck.core.scaling.traffic_window import ModelTraffic, ObservedTraffic
@@ -72,12 +73,7 @@ def codec_of(plan: Plan | None, model: str) -> Codec:
 
 
 def flippable(
-    fleet: FleetState,
-    facts: FleetFacts,
-    model: str,
-    prompt_tokens: float,
-    output_tokens: float,
-    codec: Codec = "fp16",
+    fleet: FleetState, facts: FleetFacts, model: str, lengths: MeanLengths, codec: Codec = "fp16"
 ) -> tuple[list[Flippable], list[str]]:
     """A model's replicas that prefill or decode alone and are ready; and the templates nobody timed."""
     flippables: list[Flippable] = []
@@ -92,9 +88,9 @@ def flippable(
         if timed is None:
             untimed.add(member.template)
             continue
-        most = card_per_s(timed, facts.models.get(model), prompt_tokens, codec)
-        prefill = min(most, prefill_per_s(timed, prompt_tokens))
-        decode = min(most, decode_per_s(timed, output_tokens))
+        most = card_per_s(timed, facts.models.get(model), lengths.prompt_tokens, codec)
+        prefill = min(most, prefill_per_s(timed, lengths.prompt_tokens))
+        decode = min(most, decode_per_s(timed, lengths.output_tokens))
         if min(prefill, decode) <= 0:
             untimed.add(member.template)
             continue
@@ -132,6 +128,14 @@ class RoleRates(NamedTuple):
     """What its network cards carry of others' prompts, or of its own to others."""
 
 
+class ComboRates(NamedTuple):
+    """A model's combos, by unit the rates of their replicas, and what each serves now."""
+
+    units: Sequence[TemplateCopy]
+    able: Mapping[str, Mapping[str, RoleRates]]
+    now: dict[str, float]
+
+
 class CopyRoles:
     """State: when a copy's roles last changed, with how many replicas, and since when it could go back."""
 
@@ -167,9 +171,10 @@ class CopyRoles:
         demand = seen.rate_per_s + late / LATE_S
         headroom = self._policy.headroom
         state = f"{demand:.3g} requests/s are asked for, {headroom * whole:.3g} counted on"
-        flips, whole = self._back(at_s, demand, known, able, now, whole)
+        found = ComboRates(known, able, now)
+        flips, whole = self._back(at_s, demand, found, whole)
         if demand > headroom * whole:
-            flips += self._change(at_s, demand, known, able, now, whole)
+            flips += self._change(at_s, demand, found, whole)
         else:
             self.notes.say(model, f"{state}: roles in combos stay")
         if flips:
@@ -178,16 +183,11 @@ class CopyRoles:
         return []
 
     def _back(
-        self,
-        at_s: float,
-        demand: float,
-        units: Sequence[TemplateCopy],
-        able: Mapping[str, Mapping[str, RoleRates]],
-        now: dict[str, float],
-        whole: float,
+        self, at_s: float, demand: float, found: ComboRates, whole: float
     ) -> tuple[list[FlipRole], float]:
         """Planned roles where they serve no less, or enough for long enough; and what all copies serve then."""
         flips: list[FlipRole] = []
+        units, able, now = found
         for unit in units:
             planned = {view.member.id: view.member.role for view in unit.views if view.serves}
             if planned == _present(unit):
@@ -206,17 +206,10 @@ class CopyRoles:
                 now[unit.id] = then
         return flips, whole
 
-    def _change(
-        self,
-        at_s: float,
-        demand: float,
-        units: Sequence[TemplateCopy],
-        able: Mapping[str, Mapping[str, RoleRates]],
-        now: Mapping[str, float],
-        whole: float,
-    ) -> list[FlipRole]:
+    def _change(self, at_s: float, demand: float, found: ComboRates, whole: float) -> list[FlipRole]:
         """New roles in as many copies as it takes, the one that gains most first."""
         ranked = []
+        units, able, now = found
         for unit in units:
             ready = sum(view.serves for view in unit.views)
             when_s, count = self._changed.get(unit.id, (-HOLD_S, ready))
