@@ -157,10 +157,7 @@ def test_reasons_candidates_and_answers_stay_in_the_format(
         homogeneou.name: homogeneou.capacity
         for homogeneou in TemplateFactory(problem).settled(outcome.plan).homogeneous(settled)
     }
-    assert any(
-        candidate.name in own and candidate.capacity == own[candidate.name]
-        for candidate in offered.candidates
-    )
+    assert any(each.name in own and each.capacity == own[each.name] for each in offered.candidates)
     rerouted, _ = at_once(problem, outcome.plan, SolveSettings(time_limit_s=2.0))
     assert rerouted.plan.formats == outcome.plan.formats
     assert rerouted.served_fraction == pytest.approx(1.0)

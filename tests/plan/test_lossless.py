@@ -87,11 +87,7 @@ def test_no_plan_is_lost(ttft_s: float, prompt: int, rate_per_s: float, tmp_path
     ask = an_ask(rate_per_s=rate_per_s, slo=Slo(ttft_s, 0.06), lengths=((prompt, 100, 1.0),))
     problem = a_problem(ask, offers=FLEET)
     prices = {offer.node: offer.price_usd_per_h for offer in problem.regions[0].offers}
-    single = [
-        homogeneou
-        for homogeneou in homogeneous(problem, ask, unwritten(ask))
-        if homogeneou.replicas[0].role != "mixed"
-    ]
+    single = [each for each in homogeneous(problem, ask, unwritten(ask)) if each.replicas[0].role != "mixed"]
     made = [
         t for t in pipelines(problem, ask, prices, few=20, folder=tmp_path) if t.replicas[0].role == "prefill"
     ]
@@ -113,11 +109,7 @@ def test_nodes_too_slow_alone_serve_as_pipelines() -> None:
     ask = an_ask(rate_per_s=25.0, slo=Slo(0.5, 0.06), lengths=((1000, 100, 1.0),))
     problem = a_problem(ask, offers=FLEET)
     prices = {offer.node: offer.price_usd_per_h for offer in problem.regions[0].offers}
-    single = [
-        homogeneou
-        for homogeneou in homogeneous(problem, ask, unwritten(ask))
-        if homogeneou.replicas[0].role != "mixed"
-    ]
+    single = [each for each in homogeneous(problem, ask, unwritten(ask)) if each.replicas[0].role != "mixed"]
     assert not any(t.nodes[0].node == "1xL4" and t.replicas[0].role == "prefill" for t in single)
     _, answer = solved(
         problem, {ask.name: [*single, *pipelines(problem, ask, prices, few=20)]}, time_limit_s=20

@@ -185,10 +185,7 @@ def test_every_term_has_its_price() -> None:
     problem = asked(ModelTerms(survive="node", regions=("west",)))
     factory = TemplateFactory(problem)
     outcome = STRATEGIES["melange"](factory, SETTINGS)
-    prices = {
-        term_price.term: term_price
-        for term_price in term_prices(factory, outcome, STRATEGIES["melange"], SETTINGS)
-    }
+    prices = {each.term: each for each in term_prices(factory, outcome, STRATEGIES["melange"], SETTINGS)}
     assert set(prices) == {"redundancy", "regions"}
     for price in prices.values():
         assert price.extra_usd_per_h is not None
@@ -232,9 +229,7 @@ def test_who_has_priority_is_served_first(spare: bool) -> None:
     assert plan.fraction_of("high") == 1
     assert plan.fraction == plan.fraction_of("low") < alike.fraction
     assert verify(problem, plan) == ()
-    wrong = replace(
-        plan, predictions=tuple(replace(prediction, fraction=1.0) for prediction in plan.predictions)
-    )
+    wrong = replace(plan, predictions=tuple(replace(each, fraction=1.0) for each in plan.predictions))
     assert any(line.startswith("low bucket") for line in verify(problem, wrong))
 
 

@@ -46,10 +46,7 @@ def test_over_budget() -> None:
 def test_busier_than_the_headroom_allows() -> None:
     fewer = [deployment for deployment in PLAN.deployments if deployment.count > 1]
     assert fewer, "the case needs a template with several copies"
-    cut = tuple(
-        replace(deployment, count=1) if deployment == fewer[0] else deployment
-        for deployment in PLAN.deployments
-    )
+    cut = tuple(replace(each, count=1) if each == fewer[0] else each for each in PLAN.deployments)
     says(replace(PLAN, deployments=cut), "copies busy")
 
 

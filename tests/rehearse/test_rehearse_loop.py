@@ -320,8 +320,4 @@ def test_a_plan_of_such_pipelines_runs_as_planned() -> None:
     (seen,) = summarise(result).models
     assert seen.attainment is not None
     assert seen.attainment >= wanted.slo.attainment
-    assert not [
-        disagreement
-        for disagreement in disagreements(compared(world, result, "learned"))
-        if disagreement.what != "rate"
-    ]
+    assert not [each for each in disagreements(compared(world, result, "learned")) if each.what != "rate"]

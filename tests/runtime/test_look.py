@@ -10,7 +10,7 @@ import pytest
 
 from potluck.gateway.page.routes import files
 from potluck.runtime.style import base_css
-from potluck.sim.results.report import sheet
+from potluck.sim.results.report.html_report import sheet
 
 MEANINGS = ("prefill", "decode", "mixed", "kv", "bad", "queue", "c0")
 """What may stand side by side on one page."""

@@ -145,9 +145,7 @@ def test_a_lost_machine_is_noticed_when_its_heartbeat_is_missing_and_stays_lost(
         for wait_s in (0.0, 5.0)
     ]
     for run, wait_s in zip(runs, (0.0, 5.0), strict=True):
-        first = [
-            replica for replica in run.replicas if replica.changes[-1][1] == "lost" and replica.ready_s == 0.0
-        ]
+        first = [each for each in run.replicas if each.changes[-1][1] == "lost" and each.ready_s == 0.0]
         assert [item.changes[-1][0] for item in first] == [100.0 + wait_s]
         # Every later try to have it back comes to nothing: there is no other machine c.
         again = [replica for replica in run.replicas if replica.changes[0][0] > 0]

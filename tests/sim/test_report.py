@@ -16,7 +16,6 @@ from made_results import MODELS, made_replica, made_result
 from potluck.core.figures import digits, seconds
 from potluck.sim.results.metrics import summarise
 from potluck.sim.results.records import OPEN, SimResult
-from potluck.sim.results.report import html
 from potluck.sim.results.report.charts import (
     attribute,
     clipped,
@@ -27,6 +26,7 @@ from potluck.sim.results.report.charts import (
     stairs,
     time_ticks,
 )
+from potluck.sim.results.report.html_report import html
 from potluck.sim.results.series import BINS, ROWS, bands, curve, series
 
 VOID = {"meta", "br", "path", "rect"}
@@ -124,7 +124,7 @@ def test_names_do_no_harm() -> None:
     links = tuple(replace(link, source=bad) for link in made.links)
     records = replace(made.records, models=(bad, MODELS[1]))
     slos = {bad: made.slos[MODELS[0]], MODELS[1]: made.slos[MODELS[1]]}
-    result = replace(made, replicas=replicas, links=links, records=records, slos=slos, notes=(bad,))
+    result = replace(made, replicas=replicas, links=links, records=records, slos=slos)
     page = parsed(report(result, bad))
     assert page.tags.count("script") == 1
     assert "img" not in page.tags
@@ -140,7 +140,7 @@ def test_it_draws_whatever_is_there() -> None:
         made.records, outcome=np.full(300, OPEN, dtype=np.int8), first_token_s=np.full(300, np.nan)
     )
     for result in (
-        replace(made, samples=None, faults=(), notes=(), links=()),
+        replace(made, samples=None, faults=(), links=()),
         replace(made, slos={}),
         replace(made, replicas=()),
         replace(made, records=nothing),

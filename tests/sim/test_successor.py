@@ -112,9 +112,7 @@ class Mortal:
         known = {view.member for view in self.brain.fleet.views.values()}
         self.brain = Brain(self._kits.facts(), self._policy)
         started = self.brain.on(at_s, PlanReceived(self._plan))
-        assert {entry.member for entry in started if isinstance(entry, StartReplica)} == known, (
-            "the same names"
-        )
+        assert {each.member for each in started if isinstance(each, StartReplica)} == known, "the same names"
         actions: list[Action] = []
         for replica in self._ready:
             actions += self._noted(self.brain.on(at_s, ReplicaReady(replica)))

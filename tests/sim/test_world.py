@@ -410,7 +410,6 @@ def test_a_broken_link_fails_what_is_on_it_and_a_slow_one_delays() -> None:
     down = Fault(0.05, "link", source="west", target="east", factor=0.0, duration_s=5.0)
     broken = simulate(problem(plan, gbps=10.0), work, Policy(opportunistic=False), faults=Faults((down,)))
     assert broken.records.attempts[0] > 1
-    assert broken.links[1].lost_bytes > 0
     slow = Fault(0.0, "link", source="west", target="east", gbps=1.0)
     straight = Policy(balance="goodput")  # the default goes around a slow link
     calm = simulate(problem(plan, gbps=10.0), work, straight)

@@ -79,9 +79,8 @@ def problem_now(
     regions = problem.regions if regions is None else regions
     if not any(offer.available for region in regions for offer in region.offers):
         raise CapacityError("no region has any node at present")
-    return replace(
-        problem, asks=asks, regions=regions, init_penalty=start_share(problem, interval_s, startups)
-    )
+    share = start_share(problem, interval_s, startups)
+    return replace(problem, asks=asks, regions=regions, init_penalty=share)
 
 
 def ask_now(known: ModelDemand, rate_per_s: float | None, seen: SeenLengths | None) -> ModelDemand:
@@ -137,9 +136,8 @@ class TemplateFactories:
         )
         if self._timed[0] != lengths:
             self._timed = (lengths, {})
-        template_factory = self._kept.pop((prices, lengths), None) or TemplateFactory(
-            problem, timed=self._timed[1]
-        )
+        kept = self._kept.pop((prices, lengths), None)
+        template_factory = kept or TemplateFactory(problem, timed=self._timed[1])
         self._kept[prices, lengths] = template_factory
         for old in list(self._kept)[:-KEPT]:
             del self._kept[old]

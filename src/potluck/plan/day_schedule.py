@@ -83,9 +83,8 @@ def schedule(
     ]
     changes = [[change_usd(problem, before, after) for after in plans] for before in plans]
     chosen, total = cheapest_round(cost, changes)
-    return DaySchedule(
-        _steps(names, asked, chosen, plans, changes, hours), total, static, static.total_usd_per_h * 24
-    )
+    steps = _steps(names, asked, chosen, plans, changes, hours)
+    return DaySchedule(steps, total, static, static.total_usd_per_h * 24)
 
 
 def _usd(plan: Plan, peak: Peaks, asked: Peaks) -> float:

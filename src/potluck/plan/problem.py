@@ -160,10 +160,8 @@ class PlanningProblem:
         chosen = dict(formats)
         if not any(ask.formats and ask.name in chosen for ask in self.asks):
             return self
-        asks = (
-            ask.in_format(chosen[ask.name]) if ask.formats and ask.name in chosen else ask
-            for ask in self.asks
-        )
+        named = (chosen.get(ask.name) if ask.formats else None for ask in self.asks)
+        asks = (ask if n is None else ask.in_format(n) for ask, n in zip(self.asks, named, strict=True))
         return replace(self, asks=tuple(asks))
 
     def node(self, name: str) -> NodeType:

@@ -209,9 +209,8 @@ def _at_once(
 
 def _gains(answer: ReplanOption, before: ReplanOption) -> bool:
     more = answer.served_fraction - before.served_fraction
-    return more > ROUNDING or (
-        more >= -ROUNDING and answer.cost_usd_per_h < before.cost_usd_per_h * (1.0 - ROUNDING)
-    )
+    cheaper = answer.cost_usd_per_h < before.cost_usd_per_h * (1.0 - ROUNDING)
+    return more > ROUNDING or (more >= -ROUNDING and cheaper)
 
 
 def best_answer(answers: Sequence[ReplanOption]) -> ReplanOption:

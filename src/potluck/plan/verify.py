@@ -103,7 +103,6 @@ def after_losses(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iter
 
 
 def copies_without(plan: Plan, copies: Copies, cells: list[tuple[str, str]]) -> Copies:
-    """The copies that have none of these nodes."""
     return {
         (name, region): count
         for (name, region), count in copies.items()
@@ -148,9 +147,8 @@ def served_share(problem: PlanningProblem, plan: Plan, ask: ModelDemand, copies:
                 phase.setdefault((what, capacity.bucket, region), {})[spent] = rate
                 sent[what][spent] = rate * float(bits[capacity.bucket]) / 1e9
         rows.append((-INFINITY, problem.headroom * count, time))
-        rows += [
-            (-INFINITY, busy * cards.all_bits_per_s * count / 1e9, item) for item in sent.values() if item
-        ]
+        most = busy * cards.all_bits_per_s * count / 1e9
+        rows += [(-INFINITY, most, item) for item in sent.values() if item]
     loads = _flows(problem, ask, bits, phase, met, variable)
     for link in problem.links:
         if load := loads.get((link.source, link.target)):
@@ -175,11 +173,9 @@ def _flows(
     for demand in ask.demands:
         for source in regions:
             for target in regions:
-                link = links.get((source, target))
-                if source != target and (
-                    link is None
-                    or crossing_s(float(bits[demand.bucket]), link) > crossing_room_s(ask, demand)
-                ):
+                link, size = links.get((source, target)), float(bits[demand.bucket])
+                late = link is None or crossing_s(size, link) > crossing_room_s(ask, demand)
+                if source != target and late:
                     continue
                 flow = variable()
                 met[demand.bucket][flow] = 1.0
@@ -227,7 +223,6 @@ SLACK = 1e-6
 
 
 def verify(problem: PlanningProblem, plan: Plan) -> tuple[str, ...]:
-    """All violations; empty for a sound plan."""
     broken = (*_names(problem, plan), *_formats(problem, plan), *_codecs(problem, plan))
     problem = problem.in_formats(plan.formats)
     broken = (*broken, *_layers(problem, plan))
@@ -365,9 +360,8 @@ def _shared(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
                 yield f"{template.name}: flows of bucket {capacity.bucket} add up to {whole:.4g}, not to 1"
         for index, replica in enumerate(template.replicas):
             timer = timer_of(problem, ask, replica.layout)
-            own = replica_capacity(
-                ask, replica.layout, problem.by_name, replica.role, problem.headroom, timer=timer
-            )
+            layout, role = replica.layout, replica.role
+            own = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, timer=timer)
             for capacity, most in zip(template.capacity, own, strict=True):
                 mine = (f for f in template.flows if f.bucket == capacity.bucket)
                 load = sum(f.share for f in mine if index in (f.prefill, f.decode)) * capacity.closed_per_s
@@ -394,9 +388,8 @@ def retimed(problem: PlanningProblem, ask: ModelDemand, template: Template) -> t
     for bucket in range(len(ask.demands)):
         prefill, decode, mixed = (side[bucket][0] for side in sides)
         ttft_s, tpot_s = (max(side[bucket][place] for side in sides) for place in (1, 2))
-        bucket_capacities.append(
-            BucketCapacity(bucket, prefill, decode, min(prefill, decode) + mixed, ttft_s, tpot_s)
-        )
+        closed = min(prefill, decode) + mixed
+        bucket_capacities.append(BucketCapacity(bucket, prefill, decode, closed, ttft_s, tpot_s))
     return tuple(bucket_capacities)
 
 
@@ -412,14 +405,11 @@ def _role(
         rates = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, copies, timer=timer)
         total = [
             (
-                rate
-                + bucket_capacity.prefill_per_s
-                + bucket_capacity.decode_per_s
-                + bucket_capacity.closed_per_s,
-                max(ttft_s, bucket_capacity.ttft_s),
-                max(tpot_s, bucket_capacity.tpot_s),
+                rate + c.prefill_per_s + c.decode_per_s + c.closed_per_s,
+                max(ttft_s, c.ttft_s),
+                max(tpot_s, c.tpot_s),
             )
-            for (rate, ttft_s, tpot_s), bucket_capacity in zip(total, rates, strict=True)
+            for (rate, ttft_s, tpot_s), c in zip(total, rates, strict=True)
         ]
     return total
 

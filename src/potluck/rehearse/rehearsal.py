@@ -129,7 +129,6 @@ class RehearsedPlan:
     outcome: PlanOutcome
     """As the planner gave it, for the multiplied demand."""
     fresh: bool = False
-    """Whether its runs were seen by no round before."""
     short: bool = False
     """Whether the fleet could not give what was asked for."""
 
@@ -158,7 +157,6 @@ class Rehearsal:
 
     @property
     def best(self) -> RehearsedPlan:
-        """The chosen step, or the cheapest of those that came about as close as any."""
         if self.chosen is not None:
             return self.chosen
         closest = max(step.margin for step in self.steps)
@@ -244,7 +242,8 @@ class _RehearsalSearch:
         factors = {model: bracket.factor for model, bracket in self.brackets.items()}
         self.said(f"round {len(self.steps) + 1}: planning")
         shop = replace(self.factory, problem=scaled(self.factory.problem, factors))
-        outcome = self._made(factors) or self.planner(shop, self.settings)
+        made = next((outcome for known, outcome in self.known if _alike(known, factors)), None)
+        outcome = made or self.planner(shop, self.settings)
         self.factory.searched = shop.searched
         if not outcome.plan.deployments:
             raise CapacityError("no plan was found to rehearse; allow more time, or see the plan without it")
@@ -316,9 +315,6 @@ class _RehearsalSearch:
         self.seen.update({parts[item.model]: item for item in evidence if not item.holds})
         return verdict
 
-    def _made(self, factors: dict[str, float]) -> PlanOutcome | None:
-        return next((made for known, made in self.known if _alike(known, factors)), None)
-
     def _cheaper(self, held: RehearsedPlan) -> RehearsedPlan:
         """A plan that was made before and costs less, where it holds too: margins are a guess."""
         best = held
@@ -348,7 +344,6 @@ class _RehearsalSearch:
                 self.held_in[model] = step
 
     def _better(self, model: str, step: RehearsedPlan) -> bool:
-        """Cheaper for a model than where it held before, or as cheap and farther from missing."""
         best = self.held_in.get(model)
         if best is None:
             return True

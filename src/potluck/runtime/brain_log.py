@@ -125,7 +125,6 @@ def _name(what: Any) -> str:
 
 
 def restored(data: Any, where: str) -> Any:
-    """What `checkpoint` wrote. `where` it stands, for errors."""
     try:
         return _Reader(data["things"]).read(data["root"])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ImportError) as error:
@@ -381,7 +380,6 @@ class LogFiles:
         return True
 
     def close(self) -> None:
-        """All that was written is in the file; a piece that is being packed is packed."""
         self._out.close()
         if self._packing is not None:
             self._packing.join()

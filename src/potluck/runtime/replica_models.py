@@ -340,7 +340,6 @@ def longest_in_use(plan: Plan, name: str, model: Model, mean_tokens: float) -> i
 
 
 def _names(layout: Layout, placed: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    """The machines of a replica's places; empty where they have no names."""
     names = dict.fromkeys(node.machine for stage in layout.stages for node in stage.nodes)
     return tuple(names) if all(names) and len(names) == len(placed) else ()
 

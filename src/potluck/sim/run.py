@@ -30,7 +30,7 @@ from potluck.sim.sim_settings import SimSettings
 from potluck.sim.step_table import StepTable, StepTimes, step_table
 from potluck.sim.world.faults import Faults
 from potluck.sim.world.sim_fleet import Make, Planner
-from potluck.sim.world.sim_state import SimHandover, SimReplica
+from potluck.sim.world.sim_state import SimReplica
 from potluck.sim.world.world import SimWorld
 
 RELATIVE = 1e-6
@@ -91,7 +91,7 @@ def _left_over(world: SimWorld) -> list[str]:
     return texts + [
         f"{pipe.name} still has {len(pipe)} transfers"
         for pipe in world.network.pipes
-        if any(isinstance(world.handovers.what(key), SimHandover) for key in pipe.keys)
+        if world.handovers.broken(pipe)
     ]
 
 
@@ -260,7 +260,6 @@ def _link_record(world: SimWorld, pipe: SharedPipe) -> recorded.LinkRecord:
         pipe.kind,
         gbps,
         pipe.sent_bytes,
-        pipe.lost_bytes,
         pipe.transfers,
         pipe.busy_s,
     )

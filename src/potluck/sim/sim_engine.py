@@ -201,7 +201,6 @@ class SimEngine:
         return taken
 
     def release(self, now_s: float, key: int) -> None:
-        """Free the blocks of a segment that was handed over, or of a reservation."""
         if self.batch.queued:
             self._settle(now_s)
         self.batch.release(key)
@@ -234,7 +233,6 @@ class SimEngine:
         return self.batch.free_blocks if done is None else self.batch.free_after(done + 1)
 
     def busy_s(self, now_s: float) -> float:
-        """Seconds of work done by a time, which must not lie before the last call's."""
         return self._busy_s if self._end_s == inf else self._busy_s + max(0.0, now_s - self._since_s)
 
     def streamed(self, now_s: float, key: int) -> int:

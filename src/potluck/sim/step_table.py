@@ -23,7 +23,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from math import ceil, inf, sqrt
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -177,7 +177,6 @@ class StepTable:
         self._pair.extend(pairs.tolist())
 
     def _behinds_s(self, chunks: Chunks) -> float:
-        """What their contexts add to several chunks."""
         longest = shared = 0.0
         for _, new, behind in chunks:
             if behind:
@@ -252,19 +251,7 @@ def _between(grid: list[int], line: Line, at: float) -> float:
     return value + (further - value) * (at - low) / (grid[cell] - low)
 
 
-class StepTimes(Protocol):
-    lanes: int
-    rows: dict[int, DecodeRow]
-
-    def row(self, decodes: int) -> DecodeRow:
-        """Steps of so many decodes and nothing else."""
-
-    def step_s(self, chunks: Chunks, decodes: int, context: int) -> float:
-        """A step of chunks beside decodes."""
-
-
 def step_table(timer: StepTimer) -> StepTimes:
-    """The table for a timer. Make one and share it among replicas of the same kind."""
     if isinstance(timer, PipelineTimer) and sum(map(len, timer.stages)) > 1:
         return RoundTable(timer)
     if isinstance(timer, RooflineTimer | PipelineTimer):
@@ -339,3 +326,7 @@ class RoundTable:
             total = total + (self.lanes - more) * pace[full]
             self.rows[number] = DecodeRow(number, np.maximum(longest, total))
         return self.rows[decodes]
+
+
+StepTimes = StepTable | RoundTable
+"""What a replica asks about time."""

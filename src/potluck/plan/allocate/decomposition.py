@@ -58,9 +58,8 @@ class ModelChoice:
 class ModelDecomposition:
     def __init__(self, program: FlowProgram, state: FlowState, deadline: Deadline) -> None:
         self.state, self.deadline = state, deadline
-        fleet = replace(
-            program.fleet, price_usd_per_h=program.fleet.price_usd_per_h * (1 + program.init_penalty)
-        )
+        prices = program.fleet.price_usd_per_h * (1 + program.init_penalty)
+        fleet = replace(program.fleet, price_usd_per_h=prices)
         self.program = replace(
             program, fleet=fleet, init_penalty=0.0, budget_usd_per_h=None, outages=(), spare=()
         )
@@ -309,9 +308,8 @@ def master(
 def falls_apart(program: FlowProgram) -> bool:
     """Whether nothing but nodes, links and a budget joins its models."""
     joined = (program.limits, program.helpers, program.running, program.pins)
-    return len(program.models) > 1 and not (
-        any(joined) or program.guarded or program.fleet.reserved is not None
-    )
+    bound = any(joined) or program.guarded or program.fleet.reserved is not None
+    return len(program.models) > 1 and not bound
 
 
 def solve_models(

@@ -121,9 +121,8 @@ class FlowRows:
             entries.new_variable(each.usd_per_h, each.upper, each.whole) for each in program.helpers
         ]
         for variable, helper in zip(self.helpers, program.helpers, strict=True):
-            entries.put(
-                self.budget, variable, helper.usd_per_h if program.budget_usd_per_h is not None else 0.0
-            )
+            paid = helper.usd_per_h if program.budget_usd_per_h is not None else 0.0
+            entries.put(self.budget, variable, paid)
         self.limits = [entries.new_row(count_limit.low, count_limit.high) for count_limit in program.limits]
         for row, limit in zip(self.limits, program.limits, strict=True):
             entries.put(row, THETA, -limit.theta)

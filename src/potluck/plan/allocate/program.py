@@ -184,9 +184,8 @@ class ModelColumns:
         for cards in (self.sends_bits_per_s, self.takes_bits_per_s):
             if cards is not None and (cards.shape != (len(self.uses),) or not (cards > 0).all()):
                 raise InputError(f"model {self.name}: cards", "needs one rate per template, all positive")
-        _check_table(
-            f"model {self.name}", self.uses, (self.prefill_per_s, self.decode_per_s, self.closed_per_s)
-        )
+        rates = (self.prefill_per_s, self.decode_per_s, self.closed_per_s)
+        _check_table(f"model {self.name}", self.uses, rates)
         if self.prefill_per_s.shape != (len(self.uses), len(self.buckets)):
             raise InputError(
                 f"model {self.name}: prefill_per_s", "needs a row per template, a column per bucket"

@@ -173,9 +173,8 @@ class ProgramColumns:
         for deployment in plan.deployments:
             if deployment.template not in places or deployment.region not in regions:
                 return None
-            counts[ColumnKey(*places[deployment.template], regions.index(deployment.region))] = (
-                deployment.count
-            )
+            key = ColumnKey(*places[deployment.template], regions.index(deployment.region))
+            counts[key] = deployment.count
         return counts
 
 

@@ -114,6 +114,5 @@ def _divided(program_columns: ProgramColumns, plan: Plan, cut: int) -> ProgramCo
     buckets: tuple[DemandBucket, ...] = tuple(
         replace(bucket, barred=bucket.barred | more) for bucket, more in zip(model.buckets, bars, strict=True)
     )
-    return replace(
-        program_columns, program=replace(program_columns.program, models=(replace(model, buckets=buckets),))
-    )
+    program = replace(program_columns.program, models=(replace(model, buckets=buckets),))
+    return replace(program_columns, program=program)

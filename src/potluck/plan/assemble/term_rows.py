@@ -118,9 +118,8 @@ def unsupported(problem: PlanningProblem) -> str:
 def require_rows(problem: PlanningProblem, strategy: str) -> None:
     """Refuses what a strategy that counts its own copies cannot keep."""
     if text := unsupported(problem):
-        raise InputError(
-            "strategy", f"{strategy} picks its copies by its own rule and cannot keep {text}; use auto"
-        )
+        why = f"{strategy} picks its copies by its own rule and cannot keep {text}; use auto"
+        raise InputError("strategy", why)
 
 
 def runs_in(problem: PlanningProblem, ask: ModelDemand, template: Template, region: str) -> bool:

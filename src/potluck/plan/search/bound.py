@@ -289,15 +289,9 @@ def exact_bound(
         for node, count in takes:
             uses[node] = count
         columns += _columns(dict.fromkeys(range(3), source), takes, uses, phases, range(len(uses)))
-    gpus = np.array([float(node.gpus) for node in pool.nodes])
-    return best_value(
-        columns,
-        gpus,
-        work.rate_per_s,
-        _links(source, None),
-        known_per_s=known_per_s,
-        time_limit_s=time_limit_s,
-    )
+    gpus, links = np.array([float(node.gpus) for node in pool.nodes]), _links(source, None)
+    given = (columns, gpus, work.rate_per_s, links)
+    return best_value(*given, known_per_s=known_per_s, time_limit_s=time_limit_s)
 
 
 def class_bound(
@@ -328,9 +322,8 @@ def class_bound(
         ]
         columns += _columns(sources, takes, np.array(fits), phases, owner)
     links = _links(deducer(pool, work, timing), members)
-    return best_value(
-        columns, np.array(most), work.rate_per_s, links, known_per_s=known_per_s, time_limit_s=time_limit_s
-    )
+    given = (columns, np.array(most), work.rate_per_s, links)
+    return best_value(*given, known_per_s=known_per_s, time_limit_s=time_limit_s)
 
 
 def groups_of(pool: Pool) -> Iterator[Takes]:

@@ -62,10 +62,8 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
         templates = _with_pipelines(factory, others)
         begun = replace(settings.within(FIRST_SHARE), starts=(*first, whole.plan))
         whole = allocated(factory, begun, "auto", templates)
-    if (
-        whole.allocation.found
-        and grow(factory, settings, others, whole.plan.total_usd_per_h, LATER_ROUNDS).added
-    ):
+    cost = whole.plan.total_usd_per_h
+    if whole.allocation.found and grow(factory, settings, others, cost, LATER_ROUNDS).added:
         templates = _with_pipelines(factory, others)
         begun = replace(settings.within(FIRST_SHARE), starts=(whole.plan,))
         whole = allocated(factory, begun, "auto", templates)

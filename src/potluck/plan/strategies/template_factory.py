@@ -94,8 +94,6 @@ class SolveSettings:
 
 @dataclass(frozen=True, slots=True)
 class FormatPrice:
-    """The best plan with models' weights in these formats."""
-
     formats: tuple[tuple[str, Format], ...]
     served_fraction: float
     usd_per_h: float
@@ -164,7 +162,6 @@ class TemplateFactory:
         return self._once("homogeneous", ask, lambda: homogeneous(self.problem, ask, self.book(ask)))
 
     def mixed(self, ask: ModelDemand) -> list[Template]:
-        """Aggregated single-node templates only."""
         return [t for t in self.homogeneous(ask) if t.replicas[0].role == "mixed"]
 
     def phased(self, ask: ModelDemand) -> list[Template]:
@@ -208,7 +205,6 @@ class TemplateFactory:
         return self._once("pipeline", ask, make)
 
     def aggregated(self, ask: ModelDemand) -> list[Template]:
-        """Pipelines that do both phases."""
         return self._once(
             "mixed pipeline",
             ask,
@@ -257,7 +253,6 @@ class TemplateFactory:
 
 Planner = Callable[[TemplateFactory, SolveSettings], PlanOutcome]
 Kind = Callable[[TemplateFactory, ModelDemand], list[Template]]
-"""Templates of one kind, or of several."""
 
 
 def allocated(
@@ -315,8 +310,6 @@ def with_running(
 
 @dataclass(slots=True)
 class ColumnGrowth:
-    """How far it went."""
-
     rounds: int = 0
     added: int = 0
     complete: bool = False
@@ -379,7 +372,6 @@ def _relaxed(
 def _taken(
     factory: TemplateFactory, program: FlowProgram, duals: Duals, factor: float, ceiling: float
 ) -> int:
-    """Time the rows that are worth it; how many templates came of it."""
     problem, added, first = factory.problem, 0, 0
     for m, ask in enumerate(problem.asks):
         buckets = len(ask.demands)

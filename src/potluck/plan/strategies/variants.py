@@ -93,8 +93,6 @@ def _rank(outcome: PlanOutcome) -> tuple[float, float]:
 
 
 def near_users(strategy: Planner) -> Planner:
-    """The strategy, made to know where users are."""
-
     def planned(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
         problem = factory.problem
         if not any(ask.origins for ask in problem.asks):

@@ -195,7 +195,6 @@ def _pair(problem: PlanningProblem, ask: ModelDemand, prefill: Template, decode:
 
 
 def _times(problem: PlanningProblem, template: Template, n: int) -> _Side:
-    """So many copies of a single-node template."""
     capacity = [
         replace(c, prefill_per_s=c.prefill_per_s * n, decode_per_s=c.decode_per_s * n)
         for c in template.capacity
@@ -295,7 +294,6 @@ def ranked(
 def gpu_combos(
     problem: PlanningProblem, ask: ModelDemand, pairs: Sequence[RankedPair], book: RateCache
 ) -> list[Template]:
-    """The combos of some pairs of types, counted in GPUs."""
     templates: dict[str, Template] = {}
     for pair in pairs:
         first, second = problem.node(pair.prefill), problem.node(pair.decode)

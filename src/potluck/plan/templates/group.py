@@ -52,8 +52,6 @@ class KvRoute:
 
 @dataclass(frozen=True, slots=True)
 class RoutedBucket:
-    """What some replicas do together for one bucket."""
-
     capacity: BucketCapacity
     flows: tuple[tuple[int, int, float], ...]
     """(prefilling replica, decoding one or itself, requests/s at the planned utilisation)"""
@@ -66,7 +64,6 @@ Attained = Mapping[tuple[Layout, Layout], float]
 def group_capacity(
     problem: PlanningProblem, ask: ModelDemand, replicas: Sequence[PlannedReplica], codec: Codec
 ) -> tuple[BucketCapacity, ...]:
-    """What replicas on named machines serve by themselves, bucket by bucket."""
     return tuple(routed_bucket.capacity for routed_bucket in route(problem, ask, replicas, codec))
 
 

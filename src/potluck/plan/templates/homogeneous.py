@@ -24,7 +24,6 @@ WORDS: dict[Ep, str] = {"none": "tp{}", "tp": "tp{0} ep{0}", "dp": "dp{0} ep{0}"
 
 
 def homogeneous(problem: PlanningProblem, ask: ModelDemand, book: RateCache) -> list[Template]:
-    """All useful single-node templates of a model."""
     templates: list[Template] = []
     for node in problem.offered:
         for role in ROLES:
@@ -77,7 +76,6 @@ def best_of(templates: Iterable[Template]) -> list[Template]:
 
 
 def _at_least(a: Template, b: Template) -> bool:
-    """Whether `a` does as much as `b` in every bucket."""
     return all(_rates(x) >= _rates(y) for x, y in zip(a.capacity, b.capacity, strict=True))
 
 

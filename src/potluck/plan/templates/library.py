@@ -130,7 +130,6 @@ def cached_library(
 
 
 def library_key(rates: StageRates, max_nodes: int, memory_ratio: float, *, prune: bool) -> str:
-    """A name for the templates that follow from all this."""
     node_bytes, most_bytes = memory_limit(rates, memory_ratio)
     numbers = np.array([*rates.units.shape, max_nodes, most_bytes, int(prune)], np.int64)
     search = sources(CODE[-1])

@@ -84,7 +84,6 @@ def pair_capacity(
     codec: Codec,
     book: RateCache,
 ) -> tuple[BucketCapacity, ...]:
-    """What low-end and high-end replicas serve together, bucket by bucket."""
     low, high = sides(replicas)
     both = " + ".join(f"{len(side)} x {layout_text(side[0].layout)}" for side in (low, high))
     return book.rated(f"pair {codec} {both}", partial(_rated, problem, ask, low, high, codec, book)).capacity
@@ -127,8 +126,6 @@ def _rated(
 
 @dataclass(frozen=True, slots=True)
 class _PairWork:
-    """The two sides of a pair and what lies between them."""
-
     problem: PlanningProblem
     ask: ModelDemand
     low: StepTimer
@@ -160,8 +157,6 @@ def _balanced(work: _PairWork, demand: BucketDemand, room: int, alone: BucketCap
 
 
 class _First(NamedTuple):
-    """The low-end side with so many tokens of each prompt."""
-
     tokens: int
     per_s: float
     taken_s: float

@@ -85,7 +85,6 @@ class Partitions:
 
 @lru_cache(maxsize=8)
 def partitions(most: int) -> Partitions:
-    """The table for up to `most` nodes."""
     starts = np.zeros((most + 1, 1 << (most - 1), most + 2), np.int64)
     blocks: list[NDArray[np.uint8]] = []
     total = 0
@@ -160,7 +159,6 @@ class PipelineLibrary:
     units: Ints
     """(n,) throughput in hundredths of a token a second."""
     stages: Bytes
-    """(n,) number of stages."""
     valid: int
     """Multisets within the memory limit that can serve the model at all: templates before pruning."""
 
@@ -382,7 +380,6 @@ class Multisets:
 
     @property
     def count(self) -> int:
-        """How many there are, the empty one included."""
         return comb(self.kinds + self.most, self.most)
 
     @cached_property
@@ -411,7 +408,6 @@ class Multisets:
         return table
 
     def sizes(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many nodes each multiset has."""
         return np.asarray(np.searchsorted(self.offsets, ids, side="right") - 1, np.int64)
 
     def counts(self, ids: NDArray[np.int64]) -> NDArray[np.uint8]:
@@ -425,7 +421,6 @@ class Multisets:
         return array
 
     def id_of(self, types: Iterable[int]) -> int:
-        """The id of a multiset, given in any order."""
         ordered = sorted(types)
         if len(ordered) > self.most or any(not 0 <= t < self.kinds for t in ordered):
             raise InputError("nodes", f"{ordered} is not a multiset of at most {self.most} of {self.kinds}")

@@ -18,8 +18,6 @@ Bytes = NDArray[np.uint8]
 
 
 class PipelineTables(NamedTuple):
-    """What the search reads."""
-
     rates: Ints
     """(S_max, G, L) T̂ in whole units."""
     upper: Ints

@@ -21,15 +21,12 @@ from potluck.plan.timing.replica_rates import layout_timer
 
 @dataclass(frozen=True, slots=True)
 class NamedMachine:
-    """What a name stands for."""
-
     region: str
     type: NodeType
     gpus: int
 
 
 def machine_of(problem: PlanningProblem, name: str) -> NamedMachine | None:
-    """The machine of this name; None when there is none."""
     if problem.pool is not None:
         node = problem.pool.node(name)
         return None if node is None else NamedMachine(node.region, node.type, node.gpus)
@@ -71,7 +68,6 @@ def region_pool(problem: PlanningProblem, region_name: str) -> Pool | None:
 
 
 def gpus_of(problem: PlanningProblem) -> int:
-    """All GPUs that the regions have."""
     return sum(o.available * problem.node(o.node).gpus for region in problem.regions for o in region.offers)
 
 
@@ -99,7 +95,6 @@ def named(problem: PlanningProblem) -> PlanningProblem:
 
 
 def _link(problem: PlanningProblem, first: str, second: str) -> tuple[float, float]:
-    """(Gbps, round trip) from one machine to another."""
     if problem.pool is not None:
         a, b = problem.pool.index(first), problem.pool.index(second)
         return problem.pool.gbps[a][b], problem.pool.rtt_s[a][b]

@@ -42,8 +42,6 @@ LEAST_BUSY = 0.1
 
 @dataclass(frozen=True, slots=True)
 class NetworkCards:
-    """The network cards of some replicas that do the same."""
-
     one_bits_per_s: float
     """What the KV of one request can have at most."""
     all_bits_per_s: float
@@ -82,7 +80,6 @@ def _layout_bits_per_s(layout: Layout, nodes: Mapping[str, NodeType]) -> tuple[f
 
 
 def card_bits_per_s(node: NodeType) -> float:
-    """Payload of a node's card, one direction."""
     return alpha_beta(node.network_gbps, window_bytes=None).beta_bytes_per_s * 8
 
 

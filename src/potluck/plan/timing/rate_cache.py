@@ -162,8 +162,6 @@ class RatedLayout(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RateCache:
-    """The rates of one model's layouts."""
-
     buckets: int
     key: str
     folder: Path | None
@@ -203,7 +201,6 @@ class RateCache:
         return self.rated(f"{role} {layout_text(layout)}", time)
 
     def keep(self) -> None:
-        """Write it where there is something new."""
         if len(self.known) > self.written:
             self.written = len(self.known)
             save(self.folder, self.key, _arrays(self.known))
@@ -243,12 +240,10 @@ def header(ask: ModelDemand, nodes: tuple[object, ...], headroom: float) -> str:
 
 
 def nothing(buckets: int) -> RatedLayout:
-    """What a layout does that fits nowhere."""
     return RatedLayout(tuple(BucketCapacity(b, 0.0, 0.0, 0.0, 0.0, 0.0) for b in range(buckets)), ORDER[0])
 
 
 def layout_text(layout: Layout) -> str:
-    """One layout, one line."""
     return " > ".join(
         f"{stage.layers}: "
         + ", ".join(f"{each.node} tp{each.tp} {each.ep} {each.machine}".strip() for each in stage.nodes)

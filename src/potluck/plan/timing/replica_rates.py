@@ -101,7 +101,6 @@ def replica_capacity(
 
 
 def useful(capacity: tuple[BucketCapacity, ...]) -> bool:
-    """Whether it can do anything at all."""
     return any(c.prefill_per_s > 0 or c.decode_per_s > 0 or c.closed_per_s > 0 for c in capacity)
 
 
@@ -177,7 +176,6 @@ def _prefill(
 
 
 def _prompts(counts: NDArray[np.int64], new: int, cached: int) -> StepBatch:
-    """Steps of so many whole prompts."""
     there = np.arange(len(counts))[None, :] < counts[:, None]
     return steps(there * float(new), there * float(cached))
 

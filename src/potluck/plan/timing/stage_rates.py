@@ -105,8 +105,6 @@ class StageRates:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one of `tp` GPUs keeps of a model, in bytes."""
-
     layer: float
     embedding: float
     head: float

@@ -289,7 +289,3 @@ class SimHandovers:
             if pipe is not None:
                 at_s += pipe.alpha_s
         self._events.push(max(at_s, now_s), HANDED, hand)
-
-    def what(self, key: int) -> object:
-        """What a transfer carries: a hand-over, or a call to make when it is there."""
-        return self._open.get(key)

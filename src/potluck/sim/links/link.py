@@ -40,7 +40,6 @@ class SharedPipe:
         self.alpha_s = alpha_s
         self.sent_bytes = 0.0
         self.served_bytes = 0.0
-        self.lost_bytes = 0.0
         self.busy_s = 0.0
         self.transfers = 0
         self.due_s = inf
@@ -84,7 +83,6 @@ class SharedPipe:
         return self._next()[0]
 
     def done(self, now_s: float) -> list[int]:
-        """The transfers that have ended by now, in the order of their ends."""
         numbers: list[int] = []
         while True:
             due_s, tenant = self._next()
@@ -111,7 +109,6 @@ class SharedPipe:
         got = min(size_bytes, max(0.0, size_bytes - (end - self._lanes[tenant].virtual)))
         self._close(key)
         self.sent_bytes += got
-        self.lost_bytes += got
         return got
 
     def _next(self) -> tuple[float, str]:
@@ -160,7 +157,6 @@ class SharedPipe:
         return self.rate_bytes_per_s * (weight / (weight + max(0.0, others))) / max(1, own)
 
     def queued_bytes(self, now_s: float) -> float:
-        """Bytes that still have to pass for the transfers under way."""
         self._advance(now_s)
         queued = 0.0
         for end, _, tenant in self._open.values():
@@ -168,7 +164,6 @@ class SharedPipe:
         return queued
 
     def open_bytes(self, now_s: float) -> float:
-        """Bytes that the transfers under way have already got."""
         asked = 0.0
         for _, size_bytes, _ in self._open.values():
             asked += size_bytes

@@ -54,7 +54,6 @@ class SimNetwork:
         return self._add(SharedPipe("card", name, "", path.beta_bytes_per_s, path.alpha_s))
 
     def full_rate(self, ends: tuple[str, str]) -> float:
-        """Bytes a second that a link was built for."""
         return self.rate_of(ends, self.specs[ends].gbps)
 
     def rate_of(self, ends: tuple[str, str], gbps: float) -> float:

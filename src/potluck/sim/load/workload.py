@@ -45,10 +45,9 @@ class RequestLabels:
     """Whose KV must cross as it is; None: nobody's."""
 
     def __post_init__(self) -> None:
-        for name, places, names in (
-            ("tenant", self.tenant, self.tenants),
-            ("request_class", self.request_class, self.classes),
-        ):
+        kinds = (("tenant", self.tenants), ("request_class", self.classes))
+        for name, names in kinds:
+            places = getattr(self, name)
             if len(places) and not (places.min() >= 0 and places.max() < len(names)):
                 raise InputError(f"workload: {name}", f"must be a place in the {len(names)} names")
         if len(self.wait_s) and not (self.wait_s > 0).all():
@@ -127,7 +126,6 @@ def named_labels(
 
 
 def joined_labels(parts: Sequence[RequestLabels | None], counts: Sequence[int]) -> RequestLabels | None:
-    """One after another; equal names are one. None when nobody has any."""
     if all(part is None for part in parts):
         return None
     whole = [part or same_labels(count) for part, count in zip(parts, counts, strict=True)]
@@ -206,7 +204,6 @@ class Workload:
     priority: NDArray[np.int32]
     blocks: PrefixBlocks | None = None
     labels: RequestLabels | None = None
-    """Tenants, classes and deadlines, where there are any."""
 
     def __post_init__(self) -> None:
         count = len(self.arrival_s)

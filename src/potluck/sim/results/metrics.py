@@ -37,6 +37,7 @@ from potluck.sim.results.records import (
     ReplicaRecord,
     RequestRecords,
     SimResult,
+    cost_between,
 )
 
 
@@ -111,8 +112,6 @@ MOMENT_S = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class LatencySpread:
-    """A distribution of seconds."""
-
     count: int
     mean: float
     p50: float
@@ -197,13 +196,8 @@ class RunSummary:
     def to_json(self) -> str:
         return codec.dumps(self, format_name=FORMAT, version=VERSION)
 
-    @staticmethod
-    def from_json(text: str) -> RunSummary:
-        return codec.loads(RunSummary, text, format_name=FORMAT, version=VERSION)
-
 
 def summarise(result: SimResult, warm_up_s: float = 0.0) -> RunSummary:
-    """Sum a run up, without the requests that arrived before `warm_up_s`."""
     records = result.records
     counted = records.arrival_s >= warm_up_s
     verdict = judge(records, result.slos, result.end_s, result.classes)
@@ -363,15 +357,6 @@ def gap_spread(gaps: dict[float, float]) -> LatencySpread | None:
     return LatencySpread(round(total), mean, at(0.5), at(0.9), at(0.99), edges[-1])
 
 
-def cost_between(rates: Sequence[tuple[float, float]], start_s: float, end_s: float) -> float:
-    """USD paid in a time, of rates in USD an hour that hold from their time on."""
-    total = 0.0
-    for place, (from_s, usd_per_h) in enumerate(rates):
-        to_s = rates[place + 1][0] if place + 1 < len(rates) else end_s
-        total += max(0.0, min(to_s, end_s) - max(from_s, start_s)) * usd_per_h / 3600.0
-    return total
-
-
 def _summary(
     name: str,
     result: SimResult,
@@ -386,6 +371,8 @@ def _summary(
     ttft_s = (records.first_token_s - records.arrival_s)[chosen]
     asked = chosen & verdict.judged
     count, arriving_s, running_s = int(asked.sum()), window.arriving_s, window.running_s
+
+    kept_tokens = records.streamed_tokens[verdict.met & asked].sum()
 
     def share(kept: Mask) -> float | None:
         return int((kept & asked).sum()) / count if count else None
@@ -410,9 +397,7 @@ def _summary(
         share(verdict.tpot_ok),
         int((verdict.met & asked).sum()) / arriving_s if count and arriving_s else None,
         share(verdict.e2e_ok) if bool((asked & verdict.e2e_promised).any()) else None,
-        int(records.streamed_tokens[verdict.met & asked].sum()) / arriving_s
-        if count and arriving_s
-        else None,
+        int(kept_tokens) / arriving_s if count and arriving_s else None,
     )
 
 

@@ -53,10 +53,6 @@ class ValueRange:
     low: float
     high: float
 
-    def away(self, value: float) -> float:
-        """How far outside it is."""
-        return max(self.low - value, value - self.high, 0.0)
-
 
 @dataclass(frozen=True, slots=True)
 class ReplicaExpectation:
@@ -94,7 +90,6 @@ class LinkExpectation:
 class ModelExpectation:
     model: str
     demand_per_s: float
-    """That the plan was made for."""
     served_per_s: float
     attainment: float | None
     """Share of what is served; None without an objective."""
@@ -358,8 +353,6 @@ Verdict = Literal["agrees", "differs", "broken"]
 
 @dataclass(frozen=True, slots=True)
 class PlanDeviation:
-    """One thing that the plan said, and what became of it."""
-
     what: What
     name: str
     planned: ValueRange
@@ -373,7 +366,6 @@ Deviations = Iterable[PlanDeviation]
 def compared(
     resolved: ResolvedPlan, result: SimResult, balance: str = "learned"
 ) -> tuple[PlanDeviation, ...]:
-    """Everything that a plan says of a run; empty where its fleet did not stay as planned."""
     records, plan = result.records, resolved.plan
     if not len(records) or not plan.shares or not steady(result.replicas):
         return ()

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
 from typing import Final, get_args
 
 import numpy as np
@@ -67,7 +66,6 @@ class RequestRecords:
     cached_tokens: Ints
     wire_bytes: Floats
     labels: RequestLabels | None = None
-    """Tenants and classes, where the workload has them."""
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -95,7 +93,6 @@ class ReplicaRecord:
     changes: tuple[tuple[float, str, str], ...]
     """(time, state, role) from each time on; states: starting, standby, ready, draining, leaving, stopped, lost."""
     busy_s: float
-    """Seconds in steps."""
     prefill_tokens: int
     """Prompt tokens computed, those computed again after a preemption included."""
     decode_tokens: int
@@ -128,8 +125,6 @@ class LinkRecord:
     kind: str
     gbps: float
     sent_bytes: float
-    lost_bytes: float
-    """Part of `sent_bytes` that belonged to transfers broken off."""
     transfers: int
     busy_s: float
     """Seconds with at least one transfer under way."""
@@ -160,7 +155,6 @@ class FaultRecord:
 class SimResult:
     records: RequestRecords
     slos: dict[str, Slo]
-    """By model name; a model without one is not in it."""
     replicas: tuple[ReplicaRecord, ...]
     links: tuple[LinkRecord, ...]
     end_s: float
@@ -169,7 +163,6 @@ class SimResult:
     """(time, USD an hour from then on): nodes are paid from their start until they are given back."""
     samples: StateSamples | None = None
     faults: tuple[FaultRecord, ...] = ()
-    notes: tuple[str, ...] = ()
     counts: dict[str, int] = field(default_factory=dict)
     seed: int = 0
     classes: dict[str, RequestClass] = field(default_factory=dict)
@@ -179,11 +172,16 @@ class SimResult:
 
     @property
     def cost_usd(self) -> float:
-        total = 0.0
-        rates = [*self.cost_rates, (self.end_s, 0.0)]
-        for (from_s, usd_per_h), (to_s, _) in pairwise(rates):
-            total += max(0.0, min(to_s, self.end_s) - min(from_s, self.end_s)) * usd_per_h / 3600.0
-        return total
+        return cost_between(self.cost_rates, 0.0, self.end_s)
+
+
+def cost_between(rates: Sequence[tuple[float, float]], start_s: float, end_s: float) -> float:
+    """USD paid in a time, of rates in USD an hour that hold from their time on."""
+    total = 0.0
+    for place, (from_s, usd_per_h) in enumerate(rates):
+        to_s = rates[place + 1][0] if place + 1 < len(rates) else end_s
+        total += max(0.0, min(to_s, end_s) - max(from_s, start_s)) * usd_per_h / 3600.0
+    return total
 
 
 def as_users_see(

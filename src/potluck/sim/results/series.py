@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.values.types import Slo
-from potluck.sim.results.metrics import cost_between, judge, tpot
+from potluck.sim.results.metrics import judge, tpot
 from potluck.sim.results.records import (
     ANSWERED,
     REFUSED,
@@ -20,6 +20,7 @@ from potluck.sim.results.records import (
     RequestRecords,
     SimResult,
     StateSamples,
+    cost_between,
 )
 
 BINS = 200
@@ -89,7 +90,6 @@ class RunSeries:
     links: tuple[PlotLine, ...]
     faults: tuple[tuple[float, str], ...]
     more_faults: int
-    notes: tuple[str, ...]
 
 
 def series(result: SimResult, bins: int = BINS) -> RunSeries:
@@ -115,7 +115,6 @@ def series(result: SimResult, bins: int = BINS) -> RunSeries:
         _links(result, edges),
         tuple((fault.at_s, fault.what) for fault in result.faults[:MOST_FAULTS]),
         max(0, len(result.faults) - MOST_FAULTS),
-        result.notes,
     )
 
 
@@ -145,7 +144,6 @@ def curve(values: Floats, points: int = POINTS) -> tuple[tuple[float, float], ..
 
 
 def bands(replicas: Sequence[ReplicaRecord], end_s: float, most: int = ROWS) -> tuple[ReplicaBand, ...]:
-    """The replicas' lives; where there are too many, those with most to tell, in their order."""
     chosen = list(range(len(replicas)))
     if len(replicas) > most:
         by_events = sorted(chosen, key=lambda i: (-len(replicas[i].changes), i))
@@ -173,7 +171,9 @@ def _heat_maps(result: SimResult, edges: Floats) -> tuple[HeatMap | None, HeatMa
     count = min(samples.busy_s.shape[1], len(result.replicas))
     replicas = result.replicas[:count]
     rows = _row_groups(replicas)
-    labels = tuple(_row_label([replicas[i] for i in row]) for row in rows)
+    labels = tuple(
+        replicas[row[0]].id + (f" and {len(row) - 1} more" if len(row) > 1 else "") for row in rows
+    )
     there = _presence(replicas, edges)
     busy = _at(samples, samples.busy_s[:, :count], edges)
     use = np.clip(np.diff(busy, axis=0) / np.diff(edges)[:, None], 0.0, 1.0)
@@ -216,10 +216,6 @@ def _row_groups(replicas: Sequence[ReplicaRecord], most: int = ROWS) -> list[lis
     size = max(1, -(-len(replicas) // max(1, most - len(templates))))
     groups = [members[i : i + size] for members in templates.values() for i in range(0, len(members), size)]
     return groups[: most * 4]
-
-
-def _row_label(members: Sequence[ReplicaRecord]) -> str:
-    return members[0].id if len(members) == 1 else f"{members[0].id} and {len(members) - 1} more"
 
 
 def _heat_map(

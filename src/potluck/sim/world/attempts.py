@@ -152,9 +152,8 @@ class SimAttempts:
                 cached[running.key] = max(cached[running.key], hit)
                 start = hit
         priority = LATE if running.yields and start < running.prompt_tokens else request.priority
-        site.replica.add(
-            at_s, running.key, stop - start, start, output, priority, request.tenant, running.weight
-        )
+        key, tenant, weight = running.key, request.tenant, running.weight
+        site.replica.add(at_s, key, stop - start, start, output, priority, tenant, weight)
         self.touch(at_s, site)
         if site.waiting:  # it may need fewer blocks than were set aside for it, or give up its KV
             self._handovers.room(at_s, site)
@@ -183,7 +182,6 @@ class SimAttempts:
         self._events.look(site)
 
     def catch_up_if_due(self, at_s: float, site: SimReplica) -> None:
-        """Let what is due at a replica happen before something is done to it."""
         if site.replica.wake_s <= at_s:
             self.catch_up(at_s, site)
 
@@ -216,7 +214,6 @@ class SimAttempts:
             self._handovers.room(at_s, site)
 
     def touch(self, at_s: float, site: SimReplica) -> None:
-        """Something happened at a replica: note when its next happening is due, and that it has news."""
         self._events.look(site)
         if self._reporting and not site.touched:
             self._reports.touched(at_s, site)

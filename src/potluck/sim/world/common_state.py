@@ -12,7 +12,6 @@ from collections.abc import Callable
 from math import floor
 
 from potluck.core.state.events import CacheReported, Event, LinkReported, ReplicaReported
-from potluck.core.values.plan import Plan
 from potluck.runtime.replica_models import ReplicaModels
 from potluck.sim.links.handovers import SimHandovers
 from potluck.sim.links.sim_network import SimNetwork
@@ -114,7 +113,8 @@ class CommonState:
         self.replica_models = replica_models
         self.workload = workload
         self.settings = settings
-        replicas = _replicas(replica_models.resolved.plan)
+        plan = replica_models.resolved.plan
+        replicas = sum(each.count * len(plan.template(each.template).replicas) for each in plan.deployments)
         self.events = EventQueue(slices_per_s(replicas, workload.rate_per_s or 0.0))
         self.sites: dict[str, SimReplica] = {}
         """Replicas that are there, by id."""
@@ -123,8 +123,3 @@ class CommonState:
         self.reports = StatusReports(self.events, self.network, settings)
         self.ledger = RequestLedger(len(workload))
         self.costs = CostMeter()
-
-
-def _replicas(plan: Plan) -> int:
-    numbers = {template.name: len(template.replicas) for template in plan.templates}
-    return sum(deployment.count * numbers[deployment.template] for deployment in plan.deployments)

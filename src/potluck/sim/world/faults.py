@@ -144,7 +144,6 @@ KEYS: dict[str, tuple[str, str]] = {
 
 
 def parse_faults(text: str, name: str = "faults") -> Faults:
-    """Read a fault file; an error names the entry and what is wrong with it, on one line."""
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -257,7 +256,6 @@ class ExternalEvents:
             self.enforce(at_s, site.member.region, node, 0.0)
 
     def enforce(self, at_s: float, region: str, node: str, notice_s: float) -> None:
-        """Take machines away until no more are in use than there are."""
         available = self.supply.get((region, node))
         if available is not None:
             count = len(self._staying(region, node)) - available

@@ -32,7 +32,6 @@ from potluck.sim.world.faults import ExternalEvents
 from potluck.sim.world.sim_fleet import Make, Planner, PlanQuestion, SimFleet, StateSampler, running_of
 
 FEED: Final = 4096
-"""Requests whose columns are turned into plain numbers at once."""
 SWEEP: Final = 16 * FEED
 """Requests after which cycles are looked for, if there are any at all."""
 PATIENCE_S: Final = 86400.0
@@ -76,7 +75,7 @@ class SimWorld(CommonState):
             due.FAULT: self.external.happen,
             due.SAMPLE: self.sampler.take,
             PLAN: self._planned,
-            due.CALL: _call,
+            due.CALL: lambda at_s, what: what(at_s),
         }
         self._doers: dict[type, Callable[[float, Any], None]] = {
             actions.Run: self.attempts.run,
@@ -89,7 +88,7 @@ class SimWorld(CommonState):
             actions.StopReplica: self.fleet.stop,
             actions.FlipReplica: self.fleet.flip,
             actions.Reassign: self.fleet.reassign,
-            actions.OperatorNote: _noted,
+            actions.OperatorNote: lambda at_s, action: None,  # nobody reads along
             actions.Replan: self._replan,
             actions.CopyPrefix: self._move,
             actions.ResyncCache: self._recount,
@@ -230,7 +229,6 @@ class SimWorld(CommonState):
                 self.reports.touched(at_s, site)
 
     def _move(self, at_s: float, action: actions.CopyPrefix) -> None:
-        """Copy a cached prefix to another replica; it is there when its bytes have crossed."""
         source, target = self.sites.get(action.source), self.sites.get(action.target)
         if source is None or target is None or source.cache is None or target.cache is None:
             return
@@ -249,11 +247,3 @@ class SimWorld(CommonState):
                 self.attempts.touch(when_s, target)
 
         self.handovers.carry(at_s, pipe, size_bytes, there)
-
-
-def _noted(at_s: float, action: actions.OperatorNote) -> None:
-    """Nobody reads along."""
-
-
-def _call(at_s: float, what: Callable[[float], None]) -> None:
-    what(at_s)

@@ -126,7 +126,6 @@ def area(frame: PlotFrame, points: Points, name: str) -> str:
 
 
 def stairs(edges: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
-    """Points of a line that holds each value between two edges."""
     points = []
     for i, value in enumerate(values):
         points += [(edges[i], value), (edges[i + 1], value)]
@@ -223,7 +222,8 @@ def distribution(curves: Sequence[LatencyCurve], title: str) -> str:
     highs = [max(_at(curve, 1 - EXTREMES), (curve.limit_s or 0.0) * 1.1) for curve in curves]
     low, high = min(lows), max(max(highs), min(lows) * 1.5)
     frame = PlotFrame(THIRD_WIDTH, 240, (low, high), (0.0, 1.0), top=22, left=46, log_x=True)
-    x_ticks = [(at, short(seconds(at))) for at in _thinned(log_ticks(low, high), 5)]
+    ticks = log_ticks(low, high)
+    x_ticks = [(at, short(seconds(at))) for at in ticks[:: -(-len(ticks) // 5)]]
     parts = [axes(frame, x_ticks, [(at / 4, f"{at * 25} %") for at in range(5)], title)]
     for index, curve in enumerate(curves):
         if curve.limit_s is not None:
@@ -305,7 +305,6 @@ def heat(grid: HeatMap, end_s: float, title: str, *, percent: bool) -> str:
 
 
 def legend(keys: Sequence[tuple[str, str]]) -> str:
-    """Small marks with their names, as text that screen readers find."""
     items = "".join(
         f'<li><svg viewBox="0 0 14 14" aria-hidden="true">{_key(name)}</svg>{escape(text)}</li>'
         for name, text in keys
@@ -352,8 +351,3 @@ def _row_label(label: str, what: str, y: float, row: float) -> str:
 def _at(curve: LatencyCurve, level: float) -> float:
     """The lowest of the curve's lengths that this share does not exceed."""
     return next((x for x, share in curve.points if share >= level), curve.points[-1][0])
-
-
-def _thinned(ticks: Sequence[float], most: int) -> Sequence[float]:
-    step = -(-len(ticks) // most)
-    return ticks[::step]

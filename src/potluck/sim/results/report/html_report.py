@@ -200,17 +200,11 @@ def _plots(over_time: RunSeries) -> str:
 
 
 def _hardware(summary: RunSummary) -> str:
-    rows = [
-        (
-            escape(one.nodes),
-            f"{one.replicas:,}",
-            f"{one.gpus:,}",
-            digits(one.gpu_h),
-            f"{digits(one.busy_share * 100)} %",
-            f"{one.lost:,}",
-        )
-        for one in summary.hardware
-    ]
+    rows = []
+    for one in summary.hardware:
+        counts = f"{one.replicas:,}", f"{one.gpus:,}"
+        busy = f"{digits(one.busy_share * 100)} %"
+        rows.append((escape(one.nodes), *counts, digits(one.gpu_h), busy, f"{one.lost:,}"))
     text = table_section("Hardware", ("nodes", "replicas", "GPUs", "GPU-hours", "busy", "lost"), rows)
     links = [
         (
@@ -235,9 +229,6 @@ def _events(over_time: RunSeries) -> str:
         text += table_section("Faults", ("time", "what"), rows)
         if over_time.more_faults:
             text += f"<p>and {over_time.more_faults:,} more</p>"
-    if over_time.notes:
-        items = "".join(f"<li>{escape(note)}</li>" for note in over_time.notes)
-        text += f'<section><h2>Notes</h2><ul class="notes">{items}</ul></section>'
     return text
 
 
