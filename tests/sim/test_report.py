@@ -90,7 +90,6 @@ def test_it_has_everything_and_closes_every_tag() -> None:
     for words in ("TTFT", "TPOT", "TBT", "end to end", "SLO attainment", "Goodput", "Faults", "Hardware"):
         assert words in text
     assert "replica <4> lost" in text
-    assert "a note with <tags>" in text
 
 
 def test_nothing_is_fetched() -> None:

@@ -121,7 +121,7 @@ def simulate(
     from potluck.cli.simulating.simulate_output import write_records
     from potluck.sim.results.metrics import scan, summarise
     from potluck.sim.results.plan_comparison import compared
-    from potluck.sim.results.report import html
+    from potluck.sim.results.report.html_report import html
     from potluck.sim.run import simulate as run
     from potluck.sim.sim_settings import SimSettings
 
