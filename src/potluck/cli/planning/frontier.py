@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from potluck.cli.planning.schedule import rented
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
+    from potluck.plan.frontier import FrontierPoint
     from potluck.plan.problem import PlanningProblem
 
 BAR_LETTERS = 16
@@ -76,7 +78,7 @@ def frontier(strategy: str, averages: bool, as_json: bool, **options: Any) -> No
             share_templates=against != "objective",
             said=progress_bar,
         )
-    basis, worse = untried_basis(averages), dominated(points, less_is_more=against != "availability")
+    basis = untried_basis(averages)
     if as_json:
         rows = [
             {
@@ -90,14 +92,19 @@ def frontier(strategy: str, averages: bool, as_json: bool, **options: Any) -> No
         ]
         emit_json({"against": against, "points": rows, "basis": basis})
         return
-    most_usd = max(plan.total_usd_per_h for _, plan in points) or 1.0
     words = {
         "objective": "objectives times what is promised",
         "availability": f"share served without any one {domain}",
         "spot": "share that spot nodes may carry",
     }[against]
+    title = f"Cost against {words}: each row is a plan, {basis}"
+    _show(title, points, dominated(points, less_is_more=against != "availability"))
+
+
+def _show(title: str, points: Sequence[FrontierPoint], worse: frozenset[float]) -> None:
+    most_usd = max(plan.total_usd_per_h for _, plan in points) or 1.0
     table(
-        f"Cost against {words}: each row is a plan, {basis}",
+        title,
         ("asked", "USD/h", "", "served", "gap", "nodes"),
         [
             (
