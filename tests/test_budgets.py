@@ -1,4 +1,4 @@
-"""The size of the house, counted: lines and files of each part, names that stand for two things, wide interfaces."""
+"""The size of the project, counted: lines and files of each part, names that stand for two things, wide interfaces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "potluck"
 
-GOALS = {
+PART_LINES = {
     "core": 12_000,
     "plan": 12_000,
     "gateway": 10_500,
@@ -25,32 +25,13 @@ GOALS = {
     "vllm": 3_300,
     "api catalog demo loadgen native spec": 7_000,
 }
-"""Lines of source that each part should have at most, blank ones included."""
-LIMITS = GOALS | {
-    "core": 16_050,
-    "plan": 14_600,
-    "gateway": 13_450,
-    "engine": 13_600,
-    "cli": 11_200,
-    "sim runtime rehearse": 9_950,
-    "control export": 7_500,
-    "kv": 4_800,
-    "vllm": 3_550,
-    "api catalog demo loadgen native spec": 8_200,
-}
-"""Where a part is still larger than its goal: what it may have today. These only ever get smaller."""
-
-SOURCE_LINES, SOURCE_FILES = 107_300, 460
-"""The goal is 85,000 lines in 450 files."""
-TEST_LINES = 68_200
-"""The goal is 55,000."""
-BENCHMARK_LINES = 17_500
-"""The goal is 12,000."""
+"""Lines of source that each part has at most, blank ones not counted."""
+SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 85_000, 450, 55_000, 12_000
 MOVED_IN = ("tools/accuracy", "tools/papers")
 """Parts of the package until they were found to be no part of the product; not counted with benchmarks and tools."""
 
 MOST_PARAMETERS = 7
-WIDE_FUNCTIONS = 82
+WIDE_FUNCTIONS = 64
 """Functions that still take more; the goal is none."""
 MOST_IMPORTS = {"cli/planning/replan.py": 28, "cli/up/up.py": 34}
 """Modules of ours that one imports from: at most 25, but for these."""
@@ -59,6 +40,7 @@ DOUBLED_FILES = {
     "attention": "the layer, and the loops that compute it",
     "compiled": "machine code kept on disk, by kv and by plan",
     "estimate": "the command, and what it calls",
+    "frontier": "the command, and what it calls",
     "gpus": "GPUs of the catalog, and of this machine",
     "kernels": "inner loops: of GPUs as they are timed, and of the search",
     "keys": "the command, and what the gateway checks",
@@ -81,7 +63,7 @@ DOUBLED_FILES = {
 
 def lines_of(*folders: str) -> int:
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    return sum(len(path.read_text("utf-8").splitlines()) for path in paths)
+    return sum(bool(line.strip()) for path in paths for line in path.read_text("utf-8").splitlines())
 
 
 @cache
@@ -92,13 +74,13 @@ def trees() -> dict[str, ast.Module]:
     }
 
 
-@pytest.mark.parametrize("part", GOALS)
+@pytest.mark.parametrize("part", PART_LINES)
 def test_a_part_stays_within_its_lines(part: str) -> None:
-    assert lines_of(*(f"src/potluck/{folder}" for folder in part.split())) <= LIMITS[part]
+    assert lines_of(*(f"src/potluck/{folder}" for folder in part.split())) <= PART_LINES[part]
 
 
 def test_every_package_is_counted() -> None:
-    counted = {folder for part in GOALS for folder in part.split()}
+    counted = {folder for part in PART_LINES for folder in part.split()}
     assert {path.split("/")[0] for path in trees()} - {"__init__.py"} <= counted
 
 
@@ -166,8 +148,7 @@ def test_a_module_imports_from_few_of_ours() -> None:
     assert wide == {}
 
 
-MEANINGLESS_SHARE = 0.065
-"""The goal is 0.005."""
+MEANINGLESS_SHARE = 0.005
 SAYS_NOTHING = frozenset({"each", "found", "said", "told", "such", "came"})
 
 

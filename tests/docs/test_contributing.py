@@ -42,7 +42,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shown("Add a planner strategy").split("\nSTRATEGIES")[0], "utf-8"
     )
     known = (strategies / "__init__.py").read_text("utf-8")
-    row = '    "single": Strategy(single, "one node per copy", "single nodes"),\n'
+    row = '    "single": Strategy(single, "single nodes"),\n'
     known = known.replace("STRATEGIES = {\n", f"STRATEGIES = {{\n{row}")
     first = "from potluck.plan.strategies.single_strategy import single\n\nWHOLE ="
     (strategies / "__init__.py").write_text(known.replace("WHOLE =", first), "utf-8")
