@@ -9,7 +9,7 @@ from math import sqrt
 from typing import Any
 
 from potluck.core.scaling.copy_capacity import CopyRates, Key, TemplateCapacity, blueprints, total
-from potluck.core.scaling.reconcile import ReconcileState, ReconcileStep, reconcile
+from potluck.core.scaling.reconcile import ReconcileInputs, ReconcileState, ReconcileStep, reconcile
 from potluck.core.scaling.traffic_window import LengthCount, ModelTraffic, ObservedTraffic
 from potluck.core.state.actions import Action, DrainReplica, Reassign, StartReplica, StopReplica
 from potluck.core.state.events import LinkReported
@@ -81,17 +81,8 @@ class World:
         self.ids_seen: set[str] = set()
 
     def call(self) -> ReconcileStep:
-        step = reconcile(
-            self.fleet,
-            self.wanted,
-            self.known,
-            self.progress,
-            self.at_s,
-            available=self.available,
-            dip=self.dip,
-            grace_s=self.grace_s,
-            standby=self.standby,
-        )
+        inputs = ReconcileInputs(self.known, self.available, self.grace_s, self.dip, self.standby)
+        step = reconcile(self.fleet, self.wanted, self.progress, self.at_s, inputs)
         self.progress = step.progress
         new = {action.member.unit for action in step.actions if isinstance(action, StartReplica)}
         new -= set(self.fleet.units)

@@ -156,7 +156,7 @@ def test_the_split_follows_the_high_end_replicas_report() -> None:
     world.tell(told.ReplicaReported(HIGH, told.ReplicaStatus(0, 40, 0, 60_000, 10_000, 20_000, 0.04)))
     run = sent(world, "a", 4000)
     assert run is not None
-    expected = partial_tokens(4000, build.SPLIT, 40, 60_000.0, 10_000, 16)
+    expected = partial_tokens(4000, build.SPLIT, (40, 60_000.0, 10_000))
     assert run.route == handed_over(LOW, HIGH, expected)
     assert 1 < expected < 4000
     world.tell(told.ReplicaReported(HIGH, told.ReplicaStatus(0, 40, 0, 60_000, 100, 20_000, 0.04)))
@@ -257,7 +257,7 @@ def test_the_printed_algorithm_is_a_switch() -> None:
         assert run is not None
         parts.append(run.route.segments[0].stop)
     assert parts[0] != parts[1]
-    assert parts[1] == printed_tokens(1000, build.SPLIT, 0, 0.0, 1 << 30, 16)
+    assert parts[1] == printed_tokens(1000, build.SPLIT, (0, 0.0, 1 << 30))
 
 
 def test_arrivals_in_turn_do_not_hide_how_busy_a_prefill_replica_is() -> None:

@@ -51,7 +51,7 @@ split_facts = st.builds(
 @settings(max_examples=75)
 def test_the_split_is_the_best_of_all(facts: SplitFacts, prompt: int, decodes: int, context: float) -> None:
     decodes = min(decodes, facts.chunk_tokens - 1)
-    chosen = partial_tokens(prompt, facts, decodes, context, PLENTY, BLOCK)
+    chosen = partial_tokens(prompt, facts, (decodes, context, PLENTY))
     assert 1 <= chosen <= prompt
     best = min(apart_s(facts, prompt, part, decodes, context) for part in range(1, prompt + 1))
     assert apart_s(facts, prompt, chosen, decodes, context) == pytest.approx(best, rel=1e-9, abs=1e-12)
@@ -86,18 +86,18 @@ def test_the_printed_switch_is_algorithm_1(
     facts: SplitFacts, prompt: int, decodes: int, context: float
 ) -> None:
     decodes = min(decodes, facts.chunk_tokens - 1)
-    assert printed_tokens(prompt, facts, decodes, context, PLENTY, BLOCK) == printed_split(
+    assert printed_tokens(prompt, facts, (decodes, context, PLENTY)) == printed_split(
         facts, prompt, decodes, context
     )
-    assert printed_tokens(prompt, facts, facts.chunk_tokens, context, PLENTY, BLOCK) == prompt
-    assert printed_tokens(prompt, facts, decodes, context, ceil(prompt / BLOCK) - 1, BLOCK) == prompt
+    assert printed_tokens(prompt, facts, (facts.chunk_tokens, context, PLENTY)) == prompt
+    assert printed_tokens(prompt, facts, (decodes, context, ceil(prompt / BLOCK) - 1)) == prompt
 
 
 @pytest.mark.parametrize("prompt", [2000, 6000, 20000, 100000])
 def test_the_printed_formula_overrates_the_high_end_gpu_and_leaves_the_stages_unlike(prompt: int) -> None:
     """L_in in place of L_p counts every chunk as if it came after the whole prompt."""
     printed = printed_split(A10_A100, prompt, 30, 30000.0)
-    ours = partial_tokens(prompt, A10_A100, 30, 30000.0, PLENTY, BLOCK)
+    ours = partial_tokens(prompt, A10_A100, (30, 30000.0, PLENTY))
     assert printed >= ours
     assert apart_s(A10_A100, prompt, ours, 30, 30000.0) <= apart_s(A10_A100, prompt, printed, 30, 30000.0)
 
@@ -105,21 +105,21 @@ def test_the_printed_formula_overrates_the_high_end_gpu_and_leaves_the_stages_un
 def test_for_long_prompts_the_printed_formula_is_off_by_seconds() -> None:
     printed = printed_split(A10_A100, 100000, 30, 30000.0)
     assert apart_s(A10_A100, 100000, printed, 30, 30000.0) > 1.0
-    ours = partial_tokens(100000, A10_A100, 30, 30000.0, PLENTY, BLOCK)
+    ours = partial_tokens(100000, A10_A100, (30, 30000.0, PLENTY))
     assert apart_s(A10_A100, 100000, ours, 30, 30000.0) < 0.2
 
 
 def test_without_free_blocks_the_low_end_gpu_takes_all() -> None:
-    assert partial_tokens(1000, A10_A100, 10, 1000.0, ceil(1000 / BLOCK) - 1, BLOCK) == 1000
-    assert partial_tokens(1000, A10_A100, 10, 1000.0, ceil(1000 / BLOCK), BLOCK) < 1000
+    assert partial_tokens(1000, A10_A100, (10, 1000.0, ceil(1000 / BLOCK) - 1)) == 1000
+    assert partial_tokens(1000, A10_A100, (10, 1000.0, ceil(1000 / BLOCK))) < 1000
 
 
 def test_without_room_in_a_step_the_low_end_gpu_takes_all() -> None:
-    assert partial_tokens(1000, A10_A100, 512, 1000.0, PLENTY, BLOCK) == 1000
+    assert partial_tokens(1000, A10_A100, (512, 1000.0, PLENTY)) == 1000
 
 
 def test_more_decoding_on_the_high_end_gpu_moves_work_to_the_low_end_one() -> None:
-    parts = [partial_tokens(4000, A10_A100, n, n * 1500.0, PLENTY, BLOCK) for n in (0, 50, 150, 400)]
+    parts = [partial_tokens(4000, A10_A100, (n, n * 1500.0, PLENTY)) for n in (0, 50, 150, 400)]
     assert parts == sorted(parts)
     assert parts[0] < parts[-1]
 
@@ -150,13 +150,13 @@ def test_a_flood_of_decodes_is_shared_in_proportion_to_the_batches() -> None:
 
 
 def test_a_prompt_that_finds_the_low_end_gpu_full_goes_where_it_is_done_sooner() -> None:
-    part = partial_tokens(4000, A10_A100, 0, 0.0, PLENTY, BLOCK)
+    part = partial_tokens(4000, A10_A100, (0, 0.0, PLENTY))
     alone_s = chunked_s(A10_A100, 512, A10_A100.b_c, 4000, 0)
     both_s = partial_prefill_s(A10_A100, part) + chunked_s(A10_A100, 512, A10_A100.b_c, 4000, part)
     spare_s = alone_s - both_s  # what waiting may cost at most
 
     def sooner(low_wait_s: float, high_wait_s: float) -> bool:
-        return sooner_whole(A10_A100, 4000, part, 0, 0.0, low_wait_s, high_wait_s)
+        return sooner_whole(A10_A100, 4000, part, (0, 0.0, PLENTY), low_wait_s, high_wait_s)
 
     assert (
         spare_s < 0
@@ -164,4 +164,6 @@ def test_a_prompt_that_finds_the_low_end_gpu_full_goes_where_it_is_done_sooner()
     assert sooner(0.0, 0.0)
     assert sooner(1.0, 0.9)
     assert not sooner(0.0, 10.0)  # by then the low-end GPU has done its part
-    assert not sooner_whole(A10_A100, 4000, part, 512, 0.0, 9.0, 0.0)  # no room for prompts in its steps
+    assert not sooner_whole(
+        A10_A100, 4000, part, (512, 0.0, PLENTY), 9.0, 0.0
+    )  # no room for prompts in its steps

@@ -167,13 +167,6 @@ class Admission:
         self.room.tenants.crowded = self.room.several and queue.others(place.tenant, place.level)
         return place.req
 
-    def _take(self, at_s: float, req: RequestState) -> None:
-        place, model = req.place, req.request.model
-        assert place is not None
-        self._rate(model).took(at_s, place.work)
-        self.queues[model].take(place)
-        self._forget(model)
-
     def _left_s(self, at_s: float, req: RequestState) -> float:
         """Until its first token is due; 0 where late answers are wanted too, or nothing was promised."""
         known = self.classes[req.request.request_class]
@@ -183,11 +176,6 @@ class Admission:
     def _outranked(self, req: RequestState) -> bool:
         queue = self.queues.get(req.request.model)
         return queue is not None and queue.matters > self.classes[req.request.request_class].matters
-
-    def _stuck(self, req: RequestState) -> None:
-        place = req.place
-        assert place is not None
-        self.queues[req.request.model].stuck.add((place.tenant, place.kind))
 
     def remove(self, req: RequestState) -> None:
         place, model = req.place, req.request.model
@@ -240,8 +228,7 @@ class Admission:
         return actions
 
     def _in_time(self, at_s: float, req: RequestState, flows: bool = False) -> bool:
-        """Send it where it is in time though there is no room; whether that is anywhere. `flows`: over these alone,
-        where there is but one: it is as well off in a replica's line as here."""
+        """Send it where it is in time though there is no room, over `flows` alone if so; whether that is anywhere."""
         table = self._table.models.get(req.request.model)
         if table is None or req.avoid:
             return False
@@ -271,8 +258,7 @@ class Admission:
         return actions
 
     def _go(self, at_s: float, model: str, target: Target | None) -> list[Action]:
-        """Send those whose turn it is, as long as they find room: at one target, or anywhere. Where many find none
-        the rest wait for the next time, so that a thousand tenants cost no more."""
+        """Send those whose turn it is while they find room; after many that find none, the rest wait."""
         actions: list[Action] = []
         misses = 0
         self.room.tenants.now_s = at_s
@@ -282,14 +268,18 @@ class Admission:
                 actions += self._turn_away(at_s, [req])
                 continue
             answer = router.send(req, table) if target is None else router.send_to(target, req, table)
+            place = req.place
+            assert place is not None
             if answer is RoutingResult.FULL:
-                self._stuck(req)
+                self.queues[model].stuck.add((place.tenant, place.kind))
                 misses += 1
                 if misses >= MOST_MISSES:
                     self.queues[model].cut = True
                     break
                 continue
-            self._take(at_s, req)
+            self._rate(model).took(at_s, place.work)
+            self.queues[model].take(place)
+            self._forget(model)
             if answer is SENT:
                 actions.append(self.run(at_s, req))
             else:

@@ -194,8 +194,7 @@ class RequestQueue:
         return False
 
     def ahead(self, tenant: str, level: int) -> float:
-        """Work that is done before a newcomer's turn comes: all that matters more, and of the others as much as is
-        their due meanwhile."""
+        """Work done before a newcomer's turn: all that matters more, and of the others their due meanwhile."""
         before = 0.0
         for rank, held in self._levels.items():
             if rank < level:

@@ -105,8 +105,7 @@ class PrefixCaches:
         return rebalance(self.index, hot, loads, self._room_bytes(views), costs)
 
     def _load(self, view: ReplicaState, block_tokens: int) -> ReplicaLoad | None:
-        """How busy a replica that prefills is, a full batch counting as much as a second of waiting prompts; None for
-        those that only decode, and where nothing was reported."""
+        """How busy a prefilling replica is (a full batch, or a second of waiting prompts: 1); None if unknown."""
         facts = view.facts
         if facts is None or view.status is None or view.role == "decode":
             return None
@@ -199,17 +198,17 @@ class PrefixCopy(NamedTuple):
     size_bytes: int
 
 
+Loads = Mapping[str, ReplicaLoad]
+LinkBytes = Mapping[tuple[str, str], int]
+
+
 def rebalance(
-    index: PrefixIndex,
-    hot: Sequence[HotPrefix],
-    loads: Mapping[str, ReplicaLoad],
-    room_bytes: Mapping[tuple[str, str], int],
-    costs: CopyCosts,
+    index: PrefixIndex, hot: Sequence[HotPrefix], loads: Loads, room_bytes: LinkBytes, costs: CopyCosts
 ) -> list[PrefixCopy]:
     """Moves for one round. `room_bytes`: what may be sent now from cluster to cluster, also within one."""
     left, room = dict(loads), dict(room_bytes)
     moves: list[PrefixCopy] = []
-    for one in sorted(hot, key=lambda each: (-each.uses_per_s * each.blocks, each.block)):
+    for one in sorted(hot, key=lambda prefix: (-prefix.uses_per_s * prefix.blocks, prefix.block)):
         if len(moves) >= MOST_MOVES:
             break
         move = _move(index, one, left, room, costs)
@@ -228,11 +227,7 @@ def rebalance(
 
 
 def _move(
-    index: PrefixIndex,
-    hot: HotPrefix,
-    loads: Mapping[str, ReplicaLoad],
-    room: Mapping[tuple[str, str], int],
-    costs: CopyCosts,
+    index: PrefixIndex, hot: HotPrefix, loads: Loads, room: LinkBytes, costs: CopyCosts
 ) -> PrefixCopy | None:
     holders = [name for name in index.holders(hot.block, exact=costs.exact) if name in loads]
     if not holders or hot.uses_per_s <= 0:
@@ -240,15 +235,15 @@ def _move(
     size_bytes = hot.blocks * costs.block_bytes + costs.state_bytes
     least = min(loads[name].busy for name in holders)
     having = set(index.holders(hot.block))
-    best: tuple[tuple[bool, float, float, str, str], PrefixCopy] | None = None
+    ranks: list[tuple[bool, float, float, str, str]] = []
     for target, load in loads.items():
         if target in having or load.free_blocks < hot.blocks or load.busy > least - MARGIN:
             continue
         for source in holders:
-            ways = (loads[source].cluster, load.cluster)
-            if room.get(ways, 0) < size_bytes:
-                continue
-            rank = (ways[0] != ways[1], load.busy, loads[source].busy, target, source)
-            if best is None or rank < best[0]:
-                best = rank, PrefixCopy(hot.chain, source, target, size_bytes)
-    return None if best is None else best[1]
+            here, there = loads[source].cluster, load.cluster
+            if room.get((here, there), 0) >= size_bytes:
+                ranks.append((here != there, load.busy, loads[source].busy, target, source))
+    if not ranks:
+        return None
+    _, _, _, target, source = min(ranks)
+    return PrefixCopy(hot.chain, source, target, size_bytes)

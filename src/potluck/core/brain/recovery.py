@@ -114,9 +114,8 @@ class Recovery:
             req.failures += 1
 
     def _again(self, at_s: float, req: RequestState, kind: told.FailureKind) -> list[Action]:
-        """Send a request that failed: away from what failed it, and from what may be dying. With nobody else there,
-        one whose replica was lost for the first time goes wherever somebody is; after that, or when its link broke,
-        it is held until losses cease. After any other failure the same may be tried again."""
+        """Send a request that failed: away from what failed it, and from what may be dying. With nobody else there it
+        goes wherever somebody is, but after a second loss or a broken link it is held until losses cease."""
         req.avoid = req.failed_by
         if kind in LOSSES:
             req.avoid |= self._losses.suspects(at_s)
@@ -128,8 +127,7 @@ class Recovery:
         return self._requests.dispatch(at_s, req)
 
     def linked(self, at_s: float, event: told.LinkReported) -> list[Action]:
-        """A link has become slow: what is on it goes elsewhere, once, if it is done clearly sooner there. It is
-        abandoned and asked about; once its driver said where the user is, it is sent again. That is no failure."""
+        """A link has become slow: what is on it goes elsewhere, once, if clearly sooner there. No failure."""
         actions: list[Action] = []
         if not self._router.learns or self._policy.retries < 1:
             return actions
@@ -170,7 +168,14 @@ class Recovery:
             self._doubts.pop(name, None)
         crowded, self._crowded = sorted(self._crowded), set()
         actions += self._requests.retry_held(at_s, crowded)
-        return actions + self._calm(at_s) + self._inquire(at_s)
+        actions += self._calm(at_s)
+        inquiries, hopeless = self._inquiries.tick(at_s)
+        actions += inquiries
+        for req in hopeless:
+            actions += self._requests.abandon(req) + self._requests.release(at_s, req)
+            why = "nobody knows how much of it reached the user"
+            actions += self._requests.refuse(at_s, req, "lost", why)
+        return actions
 
     def _calm(self, at_s: float) -> list[Action]:
         """Once losses cease, those held for fear of them go wherever somebody is."""
@@ -186,14 +191,6 @@ class Recovery:
             self._requests.held.remove(req)
             req.avoid = req.failed_by = frozenset()
             actions += self._requests.dispatch(at_s, req)
-        return actions
-
-    def _inquire(self, at_s: float) -> list[Action]:
-        actions, hopeless = self._inquiries.tick(at_s)
-        for req in hopeless:
-            actions += self._requests.abandon(req) + self._requests.release(at_s, req)
-            why = "nobody knows how much of it reached the user"
-            actions += self._requests.refuse(at_s, req, "lost", why)
         return actions
 
     def _doubt(self, at_s: float, replica: str) -> list[Action]:
@@ -256,10 +253,9 @@ def verdict(req: RequestState, at_s: float, policy: Policy) -> tuple[RefusalReas
 
 
 class AttemptQueries:
-    """Attempts that went silent are asked after (`QueryAttempt`): only the driver knows what its user has. One of
-    which nobody knows anything is refused: sent again it might repeat tokens. Asked after are attempts whose replica
-    went, when `AttemptFailed` did not come within FAILED_S; those of which nothing was heard for SILENCE_S; and at
-    once one that is recalled from a slow link."""
+    """Attempts that went silent are asked after (`QueryAttempt`): only the driver knows what its user has. That is
+    FAILED_S after their replica went, after SILENCE_S without news, or at once when recalled from a slow link. One of
+    which nobody knows anything is refused: sent again it might repeat tokens."""
 
     __slots__ = ("_asked", "_gone", "_open", "_round")
 

@@ -201,10 +201,10 @@ class Requests:
             self._tenants.sent(req)
         return req.run()
 
-    def _turned_away(self, at_s: float, each: Refusal) -> list[Action]:
-        self.open.pop(each.req.request.id, None)
-        refusal = self._refusal(at_s, each.req, each.reason, each.detail)
-        return [refusal._replace(retry_after_s=each.retry_after_s)]
+    def _turned_away(self, at_s: float, refusal: Refusal) -> list[Action]:
+        self.open.pop(refusal.req.request.id, None)
+        action = self._refusal(at_s, refusal.req, refusal.reason, refusal.detail)
+        return [action._replace(retry_after_s=refusal.retry_after_s)]
 
     def _hold(self, at_s: float, req: RequestState) -> None:
         hold = self.held.wait if req.state == WAITING else self.held.add

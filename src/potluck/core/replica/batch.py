@@ -31,8 +31,7 @@ DONE: Final = 1
 FINISHED: Final = 2
 PREEMPTED: Final = 3
 RESUMED: Final = 4
-"""What may happen to a sequence: its first output token, the end of a segment that hands over, its last output
-token, the loss of its blocks, the first token after that."""
+"""First output token; end of a segment that hands over; last token; loss of its blocks; first token after that."""
 WAITING: Final = 0
 PREFILL: Final = 1
 DECODE: Final = 2
@@ -40,8 +39,7 @@ KEPT: Final = 3
 GONE: Final = 4
 
 LATE: Final = -1_000_000
-"""Priority of prompts that are late anyway, below all that users may ask for. One of them is computed at a time: its
-KV takes room from those that can be in time."""
+"""Priority of prompts that are late anyway, below all users' own. One is computed at a time: it takes room."""
 LOWEST: Final = -(1 << 60)
 """Below every priority."""
 
@@ -339,8 +337,7 @@ class Batcher:
         """Blocks of all but the decodes."""
         self._order = 0
         self.blocked = False
-        """The next in line has no slot or no room, and nothing was freed since that was found: nobody begins
-        before something ends."""
+        """The next in line has no slot or no room, and nothing was freed since: nobody begins for now."""
         self._by_key: dict[int, Sequence] = {}
         self._queue: Queue = []
         self._own: Queue = []
@@ -365,9 +362,8 @@ class Batcher:
         tenant: str = "",
         weight: float = 1.0,
     ) -> None:
-        """A sequence to run. `context_tokens` have their KV here already; no output tokens: a segment that
-        hands its KV over, and keeps its blocks until `release`. At least one token is always computed. Tenants
-        share what is computed by their weights."""
+        """A sequence to run; the KV of `context_tokens` is here. Without output tokens it is a segment that hands its
+        KV over and keeps its blocks until `release`. At least one token is always computed."""
         whole = compute_tokens + context_tokens
         if key in self._by_key:
             raise InputError(f"sequence {key}", "is already here")
@@ -489,8 +485,7 @@ class Batcher:
         shares.come(tenant, weight)
 
     def next_step(self, *, admit: bool = True) -> BatchStep:
-        """Schedule a step: who computes what. Blocks are taken now, progress counts at `commit`. With `admit`
-        false nobody begins (the step began before they came)."""
+        """Schedule a step: blocks are taken now, progress counts at `commit`. With `admit` false nobody begins."""
         if self._pending is not None:
             raise InputError("batch: next_step", "the last step is not committed yet")
         decoding, size = self.decoding, self.size
@@ -578,8 +573,7 @@ class Batcher:
         return happenings
 
     def lone(self, steps: int) -> tuple[int, int, int] | None:
-        """The only one that waits, if after so many steady steps it is sure to begin, and whole. As a chunk: (key,
-        new tokens, context before them); no new tokens: it is a decode at once."""
+        """The only one that waits, as a chunk, if sure to begin whole after so many steps; 0 tokens: a decode."""
         decoding = self.decoding
         if self.queued != 1 or self._prefills or decoding.count >= self._slots or self._shares is not None:
             return None
@@ -616,8 +610,7 @@ class Batcher:
     def _divided(
         self, shares: TenantShares, budget: int, chunks: list[tuple[int, int, int]], admit: bool
     ) -> None:
-        """For several tenants: each goes on and begins in its part of the budget, the one that has had least first.
-        What one leaves, prompts that have begun take."""
+        """Each tenant has its part of the budget, who has had least first; begun prompts take what is left over."""
         begun: dict[str, list[Sequence]] = {}
         for sequence in self._prefills:
             begun.setdefault(sequence.tenant, []).append(sequence)
@@ -627,12 +620,7 @@ class Batcher:
             for tenant, line in shares.lines.items()
         }
         for tenant, part in shares.parts(budget, wants):
-            left = part
-            for sequence in begun.get(tenant, ()):
-                tokens = min(sequence.todo, left, self._chunk)
-                if tokens:
-                    chunks.append((sequence.key, tokens, sequence.held))
-                    left -= tokens
+            left = self._go_on(begun.get(tenant, []), part, chunks)
             if left and self.queued and not self.blocked and admit:
                 left = self._admit(left, chunks, shares.lines[tenant])
             budget -= part - left
@@ -650,8 +638,7 @@ class Batcher:
     def _admit(
         self, budget: int, chunks: list[tuple[int, int, int]], queue: Queue, above: int = LOWEST
     ) -> int:
-        """Let waiting ones begin, above a priority, while there are tokens, slots and room; returns what they leave
-        of the budget."""
+        """Let waiting ones begin, above a priority, while tokens, slots and room last; returns the budget's rest."""
         decoding, own, size = self.decoding, self._own, self.size
         running = decoding.count + len(self._prefills)
         while budget > 0 and self.queued:

@@ -90,8 +90,7 @@ class BlockPool:
     def longest(
         self, tokens: Sequence[int], hashes: Sequence[int], most_tokens: int, root: int = 0
     ) -> PrefixHit:
-        """What there is of a prompt, at most `most_tokens`; the use counts as recent. `root` tells checkpoints apart
-        that no block comes before."""
+        """What there is of a prompt, at most `most_tokens`; a use. `root` tells checkpoints without a block apart."""
         if most_tokens < 1:
             return NOTHING
         depth = self.depth(hashes)
@@ -373,8 +372,7 @@ def as_bytes(name: int) -> bytes:
 
 
 class BlockNamer:
-    """Names for one who names prompts all day. Remembered are runs of blocks, by a hash of their tokens and all
-    before them; the least recently used are forgotten."""
+    """Names for one who names prompts all day: an LRU cache of runs of blocks, by a hash of all tokens so far."""
 
     def __init__(self, runs: int = 4096, block_tokens: int = BLOCK_TOKENS) -> None:
         """A run takes half a kilobyte."""
@@ -427,8 +425,7 @@ def _chain(name: bytes, data: bytes, size: int, numbers: list[int]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A length at which everything can be resumed: behind the block `after`, `rest` further tokens. Without a block
-    before it `after` is 0, or what stands for a salt."""
+    """A length at which everything can be resumed: `rest` tokens behind block `after` (0, or a salt's: none)."""
 
     after: int
     rest: tuple[int, ...] = ()

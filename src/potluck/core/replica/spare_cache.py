@@ -55,8 +55,7 @@ class SpareCache:
         return depth
 
     def keep(self, blocks: Sequence[int]) -> None:
-        """A prompt with these blocks was computed or received; `shrink` must follow. Many blocks are left to calls
-        that go over all of them."""
+        """A prompt with these blocks was computed or received; `shrink` must follow."""
         held = self._held
         if len(blocks) <= FEW and not self.exact:
             news = self._news

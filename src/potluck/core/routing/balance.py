@@ -149,8 +149,7 @@ class _Place:
 
 
 class LeastLoaded:
-    """The target with the least (load + offset) x pace; equals take turns. A heap whose keys are put right when they
-    surface: a load that grew is found too low and sinks, one that fell is pushed anew. O(log n)."""
+    """The target with the least (load + offset) x pace; equals take turns. A heap whose keys are corrected on top."""
 
     __slots__ = ("_heap", "_offset_of", "_places", "_stamp", "total")
 
@@ -235,8 +234,7 @@ def unfailed(chooser: Balancer, req: RequestState) -> Target | None:
 
 
 def prefill_seconds(facts: ReplicaFacts, prompt_tokens: int) -> float:
-    """What a prompt takes of a replica's time: of the way through a pipeline its slowest stage, since it computes the
-    next prompts meanwhile."""
+    """What a prompt takes of a replica's time: its slowest stage's, as the others compute the next ones meanwhile."""
     work_s = prompt_tokens * facts.prefill_s_per_token
     return work_s if facts.alone_s_per_token > 0 else facts.prefill_fixed_s + work_s
 

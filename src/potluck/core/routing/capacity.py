@@ -197,8 +197,7 @@ class ReplicaCapacity:
         return phase == PREFILL or self.answers(view, req, slo, phase, fill)
 
     def bears(self, view: ReplicaState, req: RequestState, tokens: int) -> bool:
-        """Whether answers of a decoding replica keep their pace while it computes so much of a prompt. Each of them
-        waits once for the whole of it: with answers of A tokens a token takes s(n) + prompt seconds / A."""
+        """Whether a decoding replica's answers keep their pace: s(n) + prompt seconds / tokens of an answer."""
         slo, facts = self.slo(req.request.model), view.facts
         if slo is None or facts is None or not view.open_requests:
             return True
@@ -216,8 +215,7 @@ class ReplicaCapacity:
         self._owed[view] = (req.request.arrival_s, before_s + _alone_s(view, facts, req.last_tokens))
 
     def _owed_s(self, view: ReplicaState, req: RequestState, span_s: float) -> float:
-        """What answers still wait for prompts there: all of what was sent, less as time passes; nothing after the
-        time of an answer."""
+        """What answers still wait for prompts there: fades from all of it to nothing within the time of an answer."""
         then_s, seconds = self._owed.get(view, (0.0, 0.0))
         return seconds * max(0.0, 1.0 - (req.request.arrival_s - then_s) / span_s)
 
@@ -403,8 +401,7 @@ class TenantPlacement:
         return picked if picked in calm else min(calm, key=_open)
 
     def via(self, chooser: Balancer, req: RequestState) -> tuple[Target, Target] | None:
-        """Where its prompt is computed and where it is answered, if that is not to be in one place: on a replica that
-        is set apart for heavy tenants, and on one that is not."""
+        """Where it is prefilled and where answered, if on a replica set apart for heavy tenants and on another."""
         apart, slo = self.isolation.views(req.request.model), self._room.slo(req.request.model)
         if not apart or slo is None or req.heavy:
             return None
@@ -414,7 +411,7 @@ class TenantPlacement:
         firsts = [target for target in members if target.view in apart and self._begins(target.view, slo)]
         if not firsts:
             return None
-        first = min(firsts, key=_open_prefill)
+        first = min(firsts, key=lambda t: sum(view.open_prefill_tokens for view in t.views()))
         assert first.view is not None
         region = first.view.member.region
         near = [t for t in members if t.view is not None and t.view.member.region == region]
@@ -423,7 +420,7 @@ class TenantPlacement:
             return None
         if req.place is None:
             self._room.seen(req)
-        return first, min(seconds, key=_load)
+        return first, min(seconds, key=lambda t: (t.load * t.pace, _open(t)))
 
     def _begins(self, view: ReplicaState | None, slo: Slo) -> bool:
         """Whether a replica that is set apart computes a prompt soon; its tenant has half of it at least."""
@@ -483,11 +480,3 @@ def _less(counts: dict[str, int], name: str) -> None:
 
 def _open(target: Target) -> int:
     return sum(view.open_requests for view in target.views())
-
-
-def _open_prefill(target: Target) -> int:
-    return sum(view.open_prefill_tokens for view in target.views())
-
-
-def _load(target: Target) -> tuple[float, int]:
-    return target.load * target.pace, _open(target)

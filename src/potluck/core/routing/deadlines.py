@@ -105,8 +105,7 @@ class DeadlineCheck:
         return best, least_s
 
     def at_home(self, req: RequestState, first: ReplicaState, second: ReplicaState) -> bool:
-        """Whether the prompt is best done where it is answered: nobody else can hand it over there, or it holds much
-        of it, and others bear that."""
+        """Whether the prompt is best computed where it is answered, and others bear that."""
         if first.kv_version != second.kv_version:
             return True
         if not self._affinity.at_home(req, first, second):

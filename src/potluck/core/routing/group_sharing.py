@@ -123,8 +123,7 @@ class GroupRates:
         return min(float(facts.decode_batch), facts.total_blocks * BLOCK_TOKENS / max(1.0, tokens))
 
     def mixed(self, place: int) -> float:
-        """Both, one beside the other: as many answers at once as are fast enough with their prompts between. With n
-        of them a token takes s(n) + n c, c the seconds of prompts per token of answers."""
+        """Both, one beside the other: the most answers n with s(n) + n c fast enough, c their prompts' share."""
         facts, output = self._replica(place), max(1.0, self._lengths.output_tokens)
         if facts is None or facts.decode_step_s <= 0:
             return 0.0

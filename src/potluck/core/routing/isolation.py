@@ -245,8 +245,7 @@ def busiest(load: OthersLoad, slower: float) -> float:
 
 
 def away(load: OthersLoad, k: int, slower: float) -> float:
-    """Share of the others' prompts to be computed on k replicas; above 1 where even their answers are too much for
-    the rest, below 0 where the rest has time to spare."""
+    """Share of the others' prompts to compute on k replicas; > 1: the rest cannot even answer, < 0: it has time."""
     left = (load.replicas - k) * busiest(load, slower) - load.steps
     return 1.0 - left / load.prompts if load.prompts > 0 else float(left < 0)
 

@@ -1,11 +1,7 @@
 """How fast replicas are in truth, learned from when their requests end: the plan's facts are the prior.
-
     pace = (PRIOR_S + sum of observed) / (PRIOR_S + sum of planned)      older ones count ever less
-
-Observed is the time from a request's first token to its last, or from sending a prompt until it is computed; planned
-is what the facts say for what was done meanwhile. Sums fade, so a replica that gets nothing counts as planned again.
-One that is suddenly much slower (or faster) several times in a row has changed: what was observed before is
-forgotten.
+Observed is the time from first to last token, or from sending a prompt until it is computed; planned is what the
+facts say for it. One that is much slower (or faster) several times in a row has changed: its past is forgotten.
 """
 
 from __future__ import annotations
@@ -24,8 +20,7 @@ FADE_S: Final = 10.0
 FEW: Final = 8
 SAMPLE: Final = 4
 TIMED: Final = 64
-"""With fewer than FEW open requests all count for a pace, else one in SAMPLE: those open at a time see much the same.
-Up to TIMED at a time the others are timed as well: whether a replica has changed shows sooner."""
+"""With fewer than FEW open requests all count for a pace, else one in SAMPLE; up to TIMED are timed for changes."""
 ROOMY: Final = 0.8
 """Share of its KV that may be spoken for where prompts are not waiting for memory."""
 ANSWERS: Final = 32
@@ -71,8 +66,7 @@ class LearnedSpeeds:
             req.watched = (view.done_s, view.done_prompts, view.open_requests)
 
     def computed(self, at_s: float, req: RequestState, view: ReplicaState) -> None:
-        """A prompt was computed where it is answered. It only tells whether the replica has changed, and nothing
-        where prompts may have waited for memory."""
+        """A prompt was computed where it is answered: tells if the replica has changed, unless memory was short."""
         planned_s, sent_s = self._planned_s(req, view, 1), req.sent[0]
         req.sent = (-1.0, 0.0, 0)
         if planned_s >= 0:
@@ -81,8 +75,7 @@ class LearnedSpeeds:
                 _time(req)
 
     def outrun(self, at_s: float, req: RequestState, view: ReplicaState) -> None:
-        """Another replica had the first token of a prompt sooner (`hedging.py`): here it takes longer than until now.
-        ODDS such races in a row will do, however short the prompts."""
+        """Another replica had a prompt's first token sooner (`hedging.py`); after ODDS in a row it has changed."""
         facts = view.facts
         if req.sent[0] < 0 or not req.last_tokens or facts is None:
             return
@@ -98,8 +91,7 @@ class LearnedSpeeds:
                 _time(req)
 
     def _planned_s(self, req: RequestState, view: ReplicaState, more: int) -> float:
-        """For all that a replica computed since a request was sent there, and so many steps; below 0: tells
-        nothing."""
+        """For all that a replica computed since a request was sent there; below 0: tells nothing."""
         _, done_s, prompts = req.sent
         facts = view.facts
         if not self._learns or facts is None or view.open_requests > facts.decode_batch:

@@ -78,8 +78,7 @@ class LinkStates:
     def fetch_s(
         self, req: RequestState, holder: ReplicaState, first: ReplicaState, start: int, stop: int
     ) -> float:
-        """Until a held prefix is at another replica: the holder's turn, what its network card carries before, then
-        its bytes at the present rate."""
+        """Until a held prefix is at another replica: the holder's turn, its card's queue, then the bytes."""
         source, target = holder.member.region, first.member.region
         facts, model = holder.facts, self._facts.models.get(req.request.model)
         if facts is None or model is None:

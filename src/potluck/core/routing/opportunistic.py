@@ -18,8 +18,7 @@ Step = Callable[[ReplicaState], float]
 
 
 def step_seconds(facts: ReplicaFacts | None, batch: int) -> float:
-    """Seconds per token of each of so many requests; their number itself where nothing is known. More than the
-    planned batch take turns, so it grows with their number."""
+    """Seconds per token of each of so many requests, beyond the planned batch in turns; no facts: their number."""
     if facts is None:
         return float(batch)
     planned, full_s = facts.decode_batch, facts.decode_step_s

@@ -1,9 +1,6 @@
 """Prefix affinity: whether to go where a prefix is cached (longest cached prefix against load).
-
     score = affinity x seconds of prefill saved - seconds of waiting more
-
-With an objective, a second of prompt counts BESIDE seconds more for each request open there: their tokens wait for
-it.
+With an objective, a second of prompt counts BESIDE seconds more for each request open there: their tokens wait.
 """
 
 from __future__ import annotations
@@ -21,6 +18,10 @@ from potluck.core.state.request_state import RequestState
 from potluck.core.state.targets import Target
 
 BESIDE: Final = 0.05
+
+
+Lender = tuple[ReplicaState, int] | None
+"""Who sends a prefix, and how many tokens of it."""
 
 
 class PrefixAffinity:
@@ -98,10 +99,9 @@ class PrefixAffinity:
         first: ReplicaState,
         links: LinkStates,
         abroad: bool,
-        but: ReplicaState | None = None,
-    ) -> tuple[ReplicaState, int] | None:
-        """Who holds more of the prefix than `first` and can send it sooner than it is computed, and how much; with
-        `abroad` also over links that carry something."""
+        but: ReplicaState | None,
+    ) -> Lender:
+        """Who sends more of the prefix than `first` holds sooner than it is computed, and how much."""
         blocks, facts = req.request.blocks, first.facts
         if not blocks or facts is None or self._policy.affinity == 0 or not len(self._index):
             return None
@@ -121,7 +121,7 @@ class PrefixAffinity:
             return abroad and links.carries(view.member.region, region, req)
 
         _, holders = self._index.deepest(blocks, lends, exact=model.exact_prefix)
-        best: tuple[ReplicaState, int] | None = None
+        best: Lender = None
         least_s = 0.0
         for name in holders:
             view = self._fleet.views[name]

@@ -24,7 +24,7 @@ from potluck.core.routing.opportunistic import (
     next_step_seconds,
     shortest_queue,
 )
-from potluck.core.routing.prefix_affinity import PrefixAffinity
+from potluck.core.routing.prefix_affinity import Lender, PrefixAffinity
 from potluck.core.routing.round_robin import WeightedRoundRobin
 from potluck.core.routing.routing_table import (
     ANY,
@@ -44,7 +44,6 @@ from potluck.core.routing.split import (
 )
 from potluck.core.routing.thresholds import LengthThresholds
 from potluck.core.state.events import LinkReported
-from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.policy import Policy
 from potluck.core.state.request_state import NOWHERE, RUNNING, WAITING, RequestState
@@ -52,6 +51,9 @@ from potluck.core.state.targets import COMBO, PLAIN, Target, avoided, busier, se
 from potluck.core.values.kv import codecs_between
 from potluck.core.values.plan import Plan
 from potluck.core.values.route import Route, Segment, handed_over
+
+Turns = WeightedRoundRobin[RouteOption]
+Views = list[ReplicaState]
 
 
 class Router:
@@ -182,12 +184,7 @@ class Router:
         return not (way.link in self.links.dead or way.link in req.avoid or way.link in shut)
 
     def _way(
-        self,
-        turns: WeightedRoundRobin[RouteOption],
-        req: RequestState,
-        ways: RouteOptions,
-        table: ModelRoutes,
-        shut: frozenset[str],
+        self, turns: Turns, req: RequestState, ways: RouteOptions, table: ModelRoutes, shut: frozenset[str]
     ) -> RouteOption | None:
         """Whose turn it is, unless its link is not open or is late for it."""
         way = turns.pick()
@@ -214,12 +211,10 @@ class Router:
             return self.to(first, req, fetch)
         if not way.crosses and self.timely.at_home(req, first.view, second.view):
             return self.to(second, req, fetch)
-        holder = self._lender(req, first.view, fetch, second.view)
+        holder = self._affinity.lender(req, first.view, self.links, fetch, second.view)
         return self._over(first, second, req, holder)
 
-    def _over(
-        self, first: Target, second: Target, req: RequestState, holder: tuple[ReplicaState, int] | None = None
-    ) -> RoutingResult:
+    def _over(self, first: Target, second: Target, req: RequestState, holder: Lender = None) -> RoutingResult:
         here, there = first.view, second.view
         assert here is not None
         assert there is not None
@@ -269,13 +264,6 @@ class Router:
                 target = better
         return self._roomy(chooser, target, req, phase)
 
-    def _lender(
-        self, req: RequestState, first: ReplicaState, abroad: bool, but: ReplicaState | None = None
-    ) -> tuple[ReplicaState, int] | None:
-        if not req.request.blocks:
-            return None
-        return self._affinity.lender(req, first, self.links, abroad, but)
-
     def to(self, target: Target, req: RequestState, abroad: bool = False) -> RoutingResult:
         """Inside a target: who does what. `abroad`: prefixes may be fetched from other regions."""
         if target.kind == PLAIN:
@@ -315,7 +303,7 @@ class Router:
         if self.timely.at_home(req, first, second):
             self._alone(req, second)
             return
-        lender = self._lender(req, first, False, second)
+        lender = self._affinity.lender(req, first, self.links, False, second)
         self._hand_over(req, first, second, req.prompt_tokens, lender)
 
     def pair(self, target: Target, req: RequestState) -> RoutingResult:
@@ -332,8 +320,7 @@ class Router:
         target.busy = busier(target.busy, target.prefills)
         part = req.prompt_tokens
         if splits is not None:
-            decodes, context, free = high_end(high)
-            part = self._share(part, splits, decodes, context, free, BLOCK_TOKENS)
+            part = self._share(part, splits, high_end(high))
             if target.in_low >= MOST_IN_LOW * len(target.prefills):
                 if self._policy.split_overflow and passes(splits, target, low, high, req.prompt_tokens, part):
                     self._alone(req, high)
@@ -354,12 +341,7 @@ class Router:
     # What a request counts for on its targets, under balances by load; `charges` remembers it, to take it off again.
 
     def _charge(
-        self,
-        req: RequestState,
-        target: Target,
-        tokens: int,
-        prefills: list[ReplicaState],
-        decodes: list[ReplicaState],
+        self, req: RequestState, target: Target, tokens: int, prefills: Views, decodes: Views
     ) -> None:
         """All of a request on one target; prompt and answer apart, as they end apart."""
         if self._rule.in_seconds and decodes[0].facts is None:
@@ -398,20 +380,18 @@ class Router:
 
     def _alone(self, req: RequestState, view: ReplicaState) -> None:
         single = self._table.singles.get(view.member.id)
-        self._in_place(req, view, single.route if single is not None else None)
+        self._in_place(req, view, single.route if single is not None else None, False)
 
     # Into the flight, and onto the replicas' counts.
 
-    def _in_place(
-        self, req: RequestState, view: ReplicaState, route: Route | None, abroad: bool = False
-    ) -> None:
+    def _in_place(self, req: RequestState, view: ReplicaState, route: Route | None, abroad: bool) -> None:
         req.route = route if route is not None else Route((Segment(view.member.id, 0, None),))
         req.state = RUNNING
         req.earlier = ()
         req.done = 0
         req.last = view
         req.last_tokens = self._affinity.to_compute(req, view, 0, req.prompt_tokens)
-        lender = self._lender(req, view, abroad) if req.request.blocks else None
+        lender = self._affinity.lender(req, view, self.links, abroad, None) if req.request.blocks else None
         if lender is not None:
             holder, held = lender
             req.route = Route((Segment(holder.member.id, 0, held), Segment(view.member.id, held, None)))
@@ -424,12 +404,7 @@ class Router:
             self._room.borne(view, req)
 
     def _hand_over(
-        self,
-        req: RequestState,
-        first: ReplicaState,
-        second: ReplicaState,
-        part: int,
-        lender: tuple[ReplicaState, int] | None = None,
+        self, req: RequestState, first: ReplicaState, second: ReplicaState, part: int, lender: Lender = None
     ) -> None:
         """`first` computes the first `part` tokens, after `lender` sent it a prefix; `second` the rest."""
         prompt = req.prompt_tokens

@@ -1,18 +1,12 @@
 """Partially disaggregated prefill (CRONUS 4.3, Algorithm 1): how much of a prompt the low-end GPU takes.
-
     T_parprefill(L_p) = k_p L_p + b_p                                    low-end: the first L_p of L tokens
     t_chunked(c)      = k_ctxp c + k_ctxd (sum of L_d) + b_c             high-end: one iteration at context c
     T_chunked(L_p)    = sum over i < N of t_chunked(L_p + i n_p),        N = ceil((L - L_p) / n_p), n_p = B - n_d
-
-L_p is where the two times are nearest. With too few free blocks on the high-end GPU the whole prompt is computed on
-the low-end one. At most two requests are in the low-end instance at a time; others wait for a place.
-
-Algorithm 1 prints T_chunked = N (k_ctxp (L_in + L_last) / 2 + ...), whose first context should be L_p as in equation
-1. We use the sum itself, over all whole L_p; `printed_tokens` is Algorithm 1 to the letter (`split_rule=printed`).
-
-Beyond the paper: `low_decodes` (its section 6) keeps a request on the low-end GPU while the high-end one is over its
-planned batch and slower; with `split_overflow` a prompt that finds the low-end GPU full goes whole to the high-end
-one.
+L_p is where the two times are nearest; all of the prompt when the high-end GPU has too few free blocks. At most two
+requests are in the low-end instance at a time. Algorithm 1 prints N (k_ctxp (L_in + L_last) / 2 + ...), whose first
+context should be L_p as in equation 1. We use the sum itself; `printed_tokens` is the paper's (`split_rule=printed`).
+Beyond the paper: `low_decodes` (its section 6) keeps a request on the low-end GPU while the high-end one is slower;
+with `split_overflow` a prompt that finds the low-end GPU full goes whole to the high-end one.
 """
 
 from __future__ import annotations
@@ -27,23 +21,17 @@ from potluck.core.state.targets import Target
 
 MOST_IN_LOW: Final = 2
 CANDIDATES: Final = 512
+HighEndLoad = tuple[int, float, int]
+"""Requests that decode there, their context tokens, free blocks."""
 
 
-def partial_tokens(
-    prompt_tokens: int,
-    facts: SplitFacts,
-    decodes: int,
-    decode_context_tokens: float,
-    free_blocks: int,
-    block_tokens: int,
-) -> int:
+def partial_tokens(prompt_tokens: int, facts: SplitFacts, load: HighEndLoad) -> int:
     """L_p: tokens that the low-end GPU computes, from 1 to all."""
-    if free_blocks < ceil(prompt_tokens / block_tokens):
-        return prompt_tokens
+    decodes, context_tokens, free_blocks = load
     chunk = facts.chunk_tokens - decodes
-    if chunk < 1:
+    if free_blocks < ceil(prompt_tokens / BLOCK_TOKENS) or chunk < 1:
         return prompt_tokens
-    base_s = facts.k_ctxd * decode_context_tokens + facts.b_c
+    base_s = facts.k_ctxd * context_tokens + facts.b_c
     most = ceil((prompt_tokens - 1) / chunk)
     if facts.k_p >= most * facts.k_ctxp and base_s >= 0:
         return _by_bisection(prompt_tokens, facts, chunk, base_s, most)
@@ -51,25 +39,19 @@ def partial_tokens(
     return min(results, key=lambda result: (result[1], result[0]))[0]
 
 
-def printed_tokens(
-    prompt_tokens: int,
-    facts: SplitFacts,
-    decodes: int,
-    decode_context_tokens: float,
-    free_blocks: int,
-    block_tokens: int,
-) -> int:
+def printed_tokens(prompt_tokens: int, facts: SplitFacts, load: HighEndLoad) -> int:
     """L_p as Algorithm 1 of the paper is printed: 512 candidates, L_in for the first context."""
+    decodes, context_tokens, free_blocks = load
     chunk = facts.chunk_tokens - decodes
-    if free_blocks < ceil(prompt_tokens / block_tokens) or chunk < 1:
+    if free_blocks < ceil(prompt_tokens / BLOCK_TOKENS) or chunk < 1:
         return prompt_tokens
     best, least_s = prompt_tokens, inf
     for i in range(1, CANDIDATES + 1):
         part = ceil(i * prompt_tokens / CANDIDATES)
         rest = prompt_tokens - part
         last = part + rest // chunk * chunk
-        each_s = facts.k_ctxp * (prompt_tokens + last) / 2 + facts.k_ctxd * decode_context_tokens + facts.b_c
-        apart_s = abs(partial_prefill_s(facts, part) - ceil(rest / chunk) * each_s)
+        step_s = facts.k_ctxp * (prompt_tokens + last) / 2 + facts.k_ctxd * context_tokens + facts.b_c
+        apart_s = abs(partial_prefill_s(facts, part) - ceil(rest / chunk) * step_s)
         if apart_s < least_s:
             best, least_s = part, apart_s
     return best
@@ -85,38 +67,29 @@ def chunked_s(facts: SplitFacts, chunk: int, base_s: float, prompt_tokens: int, 
     return n * (facts.k_ctxp * (part + (n - 1) * chunk / 2) + base_s)
 
 
-def keeps_decode(
-    high: ReplicaFacts, high_open: int, low: ReplicaFacts, low_decoding: int, low_busy: float
-) -> bool:
+def keeps_decode(high: ReplicaFacts, high_open: int, low: ReplicaFacts, low_open: int, busy: float) -> bool:
     if high_open < high.decode_batch:
         return False
-    low_s, high_s = step_seconds(low, low_decoding + 1), step_seconds(high, high_open + 1)
-    return low_s < (1.0 - low_busy) * high_s
+    low_s, high_s = step_seconds(low, low_open + 1), step_seconds(high, high_open + 1)
+    return low_s < (1.0 - busy) * high_s
 
 
 def sooner_whole(
-    facts: SplitFacts,
-    prompt_tokens: int,
-    part: int,
-    decodes: int,
-    decode_context_tokens: float,
-    low_wait_s: float,
-    high_wait_s: float,
+    facts: SplitFacts, prompt_tokens: int, part: int, load: HighEndLoad, low_wait_s: float, high_wait_s: float
 ) -> bool:
     """Whether the high-end GPU alone is done with a prompt before both are, given what each has to do before it."""
-    chunk = facts.chunk_tokens - decodes
+    chunk = facts.chunk_tokens - load[0]
     if chunk < 1:
         return False
-    base_s = facts.k_ctxd * decode_context_tokens + facts.b_c
+    base_s = facts.k_ctxd * load[1] + facts.b_c
     handed_s = max(low_wait_s + max(0.0, partial_prefill_s(facts, part)), high_wait_s)
     split_s = handed_s + chunked_s(facts, chunk, base_s, prompt_tokens, part)
     return high_wait_s + chunked_s(facts, chunk, base_s, prompt_tokens, 0) < split_s
 
 
 def _by_bisection(prompt: int, facts: SplitFacts, chunk: int, base_s: float, most: int) -> int:
-    """The low-end GPU's time minus the high-end one's rises with L_p throughout, so its root is bracketed. The best
-    L_p has the least number of chunks with which the low-end GPU is not yet behind at the longest L_p, or one
-    less."""
+    """The difference rises with L_p, so its root is bracketed: at the least number of chunks where it is not yet
+    above 0 at the longest L_p, or one less."""
     low, high = 0, most  # chunks; find the least count where the difference at its longest L_p is <= 0
     while low < high:
         middle = (low + high) // 2
@@ -126,7 +99,7 @@ def _by_bisection(prompt: int, facts: SplitFacts, chunk: int, base_s: float, mos
             low = middle + 1
     counts = [n for n in (low - 1, low, low + 1) if 0 <= n <= most]
     result = [_nearest(prompt, facts, chunk, base_s, n) for n in counts]
-    return min(result, key=lambda each: (each[1], each[0]))[0]
+    return min(result, key=lambda nearest: (nearest[1], nearest[0]))[0]
 
 
 def _longest(prompt: int, chunk: int, n: int) -> int:
@@ -153,17 +126,7 @@ def _difference(prompt: int, facts: SplitFacts, chunk: int, base_s: float, part:
     return partial_prefill_s(facts, part) - chunked_s(facts, chunk, base_s, prompt, part)
 
 
-def waits_s(
-    splits: SplitFacts, target: Target, low: ReplicaState, high: ReplicaState, part: int
-) -> tuple[float, float]:
-    """Seconds of prompts before a new one, on either side; those that wait count as if they were like it."""
-    waiting = low.open_prefill_tokens + len(target.waiting) * part
-    facts = high.facts
-    high_s = high.open_prefill_tokens * facts.prefill_s_per_token if facts is not None else 0.0
-    return max(0.0, partial_prefill_s(splits, waiting)), high_s
-
-
-def high_end(view: ReplicaState) -> tuple[int, float, int]:
+def high_end(view: ReplicaState) -> HighEndLoad:
     status, facts = view.status, view.facts
     if status is not None:
         return status.running, float(status.context_tokens), status.free_blocks
@@ -175,15 +138,14 @@ def high_end(view: ReplicaState) -> tuple[int, float, int]:
 def passes(
     splits: SplitFacts, target: Target, low: ReplicaState, high: ReplicaState, prompt_tokens: int, part: int
 ) -> bool:
-    """Whether a prompt that finds the low-end side full goes whole to the high-end one; not beyond its planned
-    batch."""
-    decodes, context, free = high_end(high)
-    if free * BLOCK_TOKENS < prompt_tokens:
+    """Whether a prompt that finds the low-end side full goes whole to the high-end one, within its planned batch."""
+    load, facts = high_end(high), high.facts
+    if load[2] * BLOCK_TOKENS < prompt_tokens or (facts and high.open_requests >= facts.decode_batch):
         return False
-    if high.facts is not None and high.open_requests >= high.facts.decode_batch:
-        return False
-    low_s, high_s = waits_s(splits, target, low, high, part)
-    return sooner_whole(splits, prompt_tokens, part, decodes, context, low_s, high_s)
+    # Those that wait count as if they were like it.
+    low_s = max(0.0, partial_prefill_s(splits, low.open_prefill_tokens + len(target.waiting) * part))
+    high_s = high.open_prefill_tokens * facts.prefill_s_per_token if facts is not None else 0.0
+    return sooner_whole(splits, prompt_tokens, part, load, low_s, high_s)
 
 
 def stays_low(target: Target, low: ReplicaState, high: ReplicaState, total_tokens: int) -> bool:

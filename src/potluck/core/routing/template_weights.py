@@ -12,6 +12,7 @@ With one bucket the first is the profiled goodput itself (CAUCHY 3.4.1, CORAL 5.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -69,8 +70,7 @@ def offers(plan: Plan, balance: str) -> dict[str, ModelWeights]:
 
 
 def merged(new: ModelWeights, old: ModelWeights, live: Collection[Key]) -> ModelWeights:
-    """The new plan's offers, and the old one's for copies that are live but no longer planned, in the bucket of the
-    old plan that the new one's longest prompt falls into."""
+    """The new plan's offers, and the old one's for live copies no longer planned, bucket by longest prompt."""
     left = {
         key: offer for key in sorted(live) if key not in new.copies and (offer := old.copy(key)) is not None
     }
@@ -79,8 +79,7 @@ def merged(new: ModelWeights, old: ModelWeights, live: Collection[Key]) -> Model
     places = [old.bucket(tokens) for tokens in new.longest_tokens]
     copies = dict(new.copies)
     for key, offer in left.items():
-        moved = {phase: tuple(offer.weights(phase)[i] for i in places) for phase in PHASES}
-        copies[key] = TemplateWeights(moved["closed"], moved["prefill"], moved["decode"])
+        copies[key] = TemplateWeights(*(tuple(offer.weights(p)[i] for i in places) for p in PHASES))
     known = {(flow.source, flow.target) for flow in new.flows}
     regions = {region for _, region in left}
     flows = [
@@ -100,11 +99,10 @@ def _model(plan: Plan, model: str, rule: BalanceRule) -> ModelWeights:
         if share.template in templates and share.bucket < len(longest):
             key: tuple[Key, Phase] = ((share.template, share.region), share.phase)
             rates.setdefault(key, [0.0] * len(longest))[share.bucket] += share.rate_per_s
-    counts: dict[Key, int] = {}
+    counts: Counter[Key] = Counter()
     for deployment in plan.deployments:
         if deployment.template in templates:
-            key_ = (deployment.template, deployment.region)
-            counts[key_] = counts.get(key_, 0) + deployment.count
+            counts[deployment.template, deployment.region] += deployment.count
     for place, _ in rates:
         counts.setdefault(place, 1)
     copies = {
@@ -122,8 +120,7 @@ def _model(plan: Plan, model: str, rule: BalanceRule) -> ModelWeights:
 
 
 def _spare(template: Template, mix: Sequence[float], rule: BalanceRule) -> TemplateWeights:
-    """A copy that the plan does not count on takes every bucket that it can: with m the mix, it serves
-    m_b / (sum of m / C) of each. One that does whole requests does nothing else."""
+    """A copy that the plan does not count on takes every bucket b it can: m_b / (sum of m / C), m the mix."""
     capacities = {bucket_capacity.bucket: bucket_capacity for bucket_capacity in template.capacity}
 
     def weights(phase: Phase) -> tuple[float, ...]:
@@ -182,11 +179,7 @@ def _unplanned(template: Template, buckets: int, rule: BalanceRule) -> TemplateW
 
 
 def _capacity(capacity: BucketCapacity | None, phase: Phase) -> float:
-    if capacity is None:
-        return 0.0
-    if phase == "closed":
-        return capacity.closed_per_s
-    return capacity.prefill_per_s if phase == "prefill" else capacity.decode_per_s
+    return 0.0 if capacity is None else float(getattr(capacity, f"{phase}_per_s"))
 
 
 def _flows(plan: Plan, model: str, buckets: int) -> tuple[RegionFlow, ...]:
@@ -209,8 +202,7 @@ class LengthThreshold:
 
 
 def planned(offers: ModelWeights) -> LengthThreshold | None:
-    """The plan's own threshold; None where it has no choice between here and there, or not by length. The first
-    bucket that crosses at all is cut where its part that crosses begins, as if lengths were spread evenly."""
+    """The plan's own threshold, inside the first bucket that crosses; None where it does not choose by length."""
     crossing = [0.0] * len(offers.longest_tokens)
     local = [0.0] * len(offers.longest_tokens)
     for flow in offers.flows:

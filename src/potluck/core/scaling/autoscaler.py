@@ -1,6 +1,4 @@
-"""The Brain's slow half: `traffic_window.py` watches, a rule decides how much of the fleet is wanted, `reconcile.py`
-works towards it. This joins the three; the Brain carries out what comes back.
-"""
+"""The Brain's slow half: `traffic_window.py` watches, a rule says what is wanted, `reconcile.py` works towards it."""
 
 from __future__ import annotations
 
@@ -9,24 +7,13 @@ from dataclasses import replace
 from math import inf
 
 from potluck.core.errors import UnknownNameError
+from potluck.core.scaling import reconcile, rule
 from potluck.core.scaling.cauchy_scaling import CauchyScaling
 from potluck.core.scaling.copy_capacity import Key, TemplateCapacity, blueprints
 from potluck.core.scaling.prfaas_scaling import PrfaasScaling
-from potluck.core.scaling.reconcile import ReconcileState, reassignments, reconcile, restored, wanted_counts
 from potluck.core.scaling.replan import PeriodicReplan, PredictiveReplan
 from potluck.core.scaling.role_shift import ShiftFlips
 from potluck.core.scaling.roles import CopyRoles, WithCopyRoles
-from potluck.core.scaling.rule import (
-    LEAST_SEEN,
-    AskReplan,
-    FlipRole,
-    NoScaling,
-    Resize,
-    Scaler,
-    SetLengths,
-    SetThreshold,
-    available_nodes,
-)
 from potluck.core.scaling.standby import standby_counts, standby_usd_per_h
 from potluck.core.scaling.traffic_window import ObservedTraffic, TrafficWindow
 from potluck.core.state.actions import Action, FlipReplica, OperatorNote, Replan, SeenLengths, StartReplica
@@ -38,23 +25,22 @@ from potluck.core.values.plan import Plan, ReplicaSpec
 from potluck.core.values.types import Region, Role
 
 
-def _combos(policy: Policy, facts: FleetFacts) -> Scaler:
+def _combos(policy: Policy, facts: FleetFacts) -> rule.Scaler:
     return WithCopyRoles(CauchyScaling(policy, facts.regions, facts.models), CopyRoles(policy, facts))
 
 
-SCALERS: dict[str, Callable[[Policy, FleetFacts], Scaler]] = {
-    "none": lambda policy, facts: NoScaling(),
+SCALERS: dict[str, Callable[[Policy, FleetFacts], rule.Scaler]] = {
+    "none": lambda policy, facts: rule.NoScaling(),
     "cauchy": _combos,
     "flips": lambda policy, facts: WithCopyRoles(ShiftFlips(policy, facts), CopyRoles(policy, facts)),
     "prfaas": PrfaasScaling,
     "replan": lambda policy, facts: PeriodicReplan(policy),
     "ahead": PredictiveReplan,
 }
-"""Nobody; CAUCHY's combos (Algorithm 1); THUNDERSERVE's role flips on a workload shift; PrfaaS's periodic split and
-threshold; CORAL's periodic re-allocation; the same ahead of time, by forecast. A new rule: a file and a line here."""
+"""Nobody; CAUCHY's Algorithm 1; THUNDERSERVE's role flips; PrfaaS's split and threshold; CORAL; that by forecast."""
 
 
-def scaler_of(policy: Policy, facts: FleetFacts) -> Scaler:
+def scaler_of(policy: Policy, facts: FleetFacts) -> rule.Scaler:
     if policy.scaling not in SCALERS:
         raise UnknownNameError("policy: scaling", policy.scaling, SCALERS)
     return SCALERS[policy.scaling](policy, facts)
@@ -68,7 +54,7 @@ class Autoscaler:
         self._policy = policy
         self._fleet = fleet
         self._regions = facts.regions
-        self._available = available_nodes(facts.regions)
+        self._available = rule.available_nodes(facts.regions)
         self._scaler = scaler_of(policy, facts)
         self.watches = policy.scaling != "none"
         self.window = TrafficWindow(policy.window_s, policy.global_window_s)
@@ -78,7 +64,7 @@ class Autoscaler:
         self._sleep = ScaleToZero(facts.models)
         self.scale_to_zero = False
         self._known: dict[str, TemplateCapacity] = {}
-        self._progress = ReconcileState()
+        self._progress = reconcile.ReconcileState()
         self._due_s = inf
         self._version = -1
         """The fleet's when it was last looked at."""
@@ -90,7 +76,7 @@ class Autoscaler:
     def adopt(self, at_s: float, plan: Plan) -> tuple[Action, ...]:
         """From now on this plan: roles that change in place; what is to be started comes with the next step."""
         self.plan = plan
-        self._wanted = wanted_counts(plan, self._wanted)
+        self._wanted = reconcile.wanted_counts(plan, self._wanted)
         self.standby = standby_counts(plan, self._policy.standby, self._regions)
         self._known.update(blueprints(plan))
         self.scale_to_zero = self._sleep.any
@@ -98,12 +84,12 @@ class Autoscaler:
             for model in sorted({template.model for template in plan.templates}):
                 known = self._facts.models.get(model)
                 self.window.watch(at_s, model, known.slo if known is not None else None)
-        reassign = reassignments(self._fleet, self._wanted, self._known, self.by_hand)
+        reassign = reconcile.reassignments(self._fleet, self._wanted, self._known, self.by_hand)
         settled = {item.member.id for item in reassign} | self.by_hand.keys()
-        return (*reassign, *(flip for flip in restored(self._fleet) if flip.replica not in settled))
+        return (*reassign, *(flip for flip in reconcile.restored(self._fleet) if flip.replica not in settled))
 
     def quoted(self, at_s: float, regions: tuple[Region, ...]) -> tuple[Action, ...]:
-        self._regions, self._available = regions, available_nodes(regions)
+        self._regions, self._available = regions, rule.available_nodes(regions)
         self._scaler.quoted(regions)
         return self.step(at_s)
 
@@ -122,46 +108,48 @@ class Autoscaler:
 
     def tick(
         self, at_s: float, held: Mapping[str, int]
-    ) -> tuple[tuple[Action, ...], tuple[SetThreshold | SetLengths, ...]]:
+    ) -> tuple[tuple[Action, ...], tuple[rule.SetThreshold | rule.SetLengths, ...]]:
         """What to do now; thresholds and lengths come apart, as they are the router's."""
         if self.plan is None:
             return (), ()
         actions: list[Action] = []
-        thresholds: list[SetThreshold | SetLengths] = []
+        thresholds: list[rule.SetThreshold | rule.SetLengths] = []
         remarks, resized = self._sleep.tick(at_s, self._fleet, held)
         actions += remarks
         if self.watches:
             observed = self.window.observed(at_s, held)
             for decision in self._scaler.on_tick(at_s, observed, self._fleet, self.plan):
-                if self._policy.advise and not isinstance(decision, AskReplan):
+                if self._policy.advise and not isinstance(decision, rule.AskReplan):
                     actions += self._advice(decision)
                     continue
                 match decision:
-                    case Resize(template, region, count):
+                    case rule.Resize(template, region, count):
                         if self._sleeps(template):
                             continue
                         resized |= self._wanted.get((template, region)) != count
                         self._wanted[template, region] = count
-                    case FlipRole(replica, role):
+                    case rule.FlipRole(replica, role):
                         if replica in self._fleet.views and replica not in self.by_hand:
                             actions.append(FlipReplica(replica, role))
-                    case AskReplan(rates_per_s, reason):
+                    case rule.AskReplan(rates_per_s, reason):
                         actions.append(Replan(rates_per_s, reason, _lengths(observed)))
-                    case SetThreshold() | SetLengths():
+                    case rule.SetThreshold() | rule.SetLengths():
                         thresholds.append(decision)
         if resized or self._fleet.version != self._version or at_s >= self._due_s:
             actions += self.step(at_s)
         return tuple(actions), tuple(thresholds)
 
-    def _advice(self, decision: Resize | FlipRole | SetThreshold | SetLengths) -> list[Action]:
+    def _advice(
+        self, decision: rule.Resize | rule.FlipRole | rule.SetThreshold | rule.SetLengths
+    ) -> list[Action]:
         match decision:
-            case Resize(template, region, count, reason):
+            case rule.Resize(template, region, count, reason):
                 what = f"{count} of {template} in {region}"
-            case FlipRole(replica, role, reason):
+            case rule.FlipRole(replica, role, reason):
                 what = f"{replica} as {role}"
-            case SetThreshold(model, tokens, reason):
+            case rule.SetThreshold(model, tokens, reason):
                 what = f"prompts of {model} beyond {tokens} tokens elsewhere"
-            case SetLengths(model, prompt_tokens, output_tokens):
+            case rule.SetLengths(model, prompt_tokens, output_tokens):
                 what = f"groups of {model} shared for {prompt_tokens:.0f} and {output_tokens:.0f} tokens"
                 reason = "lengths have shifted"
         if what in self._advised:
@@ -178,17 +166,10 @@ class Autoscaler:
     def step(self, at_s: float) -> tuple[Action, ...]:
         wanted = {key: 0 if self._sleeps(key[0]) else count for key, count in self._wanted.items()}
         standby = {key: 0 if self._sleeps(key[0]) else count for key, count in self.standby.items()}
-        step = reconcile(
-            self._fleet,
-            wanted,
-            self._known,
-            self._progress,
-            at_s,
-            available=self._available,
-            grace_s=self._policy.grace_s,
-            dip=self._policy.dip,
-            standby=standby,
+        inputs = reconcile.ReconcileInputs(
+            self._known, self._available, self._policy.grace_s, self._policy.dip, standby
         )
+        step = reconcile.reconcile(self._fleet, wanted, self._progress, at_s, inputs)
         self._progress, self._due_s, self.notes = step.progress, step.due_s, step.notes
         return tuple(
             StartReplica(self._placed(a.member)) if isinstance(a, StartReplica) else a for a in step.actions
@@ -236,7 +217,7 @@ def _lengths(observed: ObservedTraffic) -> tuple[SeenLengths, ...]:
             tuple((length.mean_tokens, float(length.count)) for length in seen.lengths if length.count),
         )
         for seen in observed.models
-        if seen.finished >= LEAST_SEEN and seen.mean_output_tokens > 0
+        if seen.finished >= rule.LEAST_SEEN and seen.mean_output_tokens > 0
     )
 
 

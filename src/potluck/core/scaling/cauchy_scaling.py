@@ -15,11 +15,13 @@ sends some lengths here and others there, each deployment is scaled apart.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf, sqrt
 from typing import Final
 
+from potluck.core.scaling import rule
 from potluck.core.scaling.copy_capacity import (
     NOTHING,
     CopyRates,
@@ -31,17 +33,6 @@ from potluck.core.scaling.copy_capacity import (
     rates_of,
     served_by,
     total,
-)
-from potluck.core.scaling.rule import (
-    QUOTED,
-    AskReplan,
-    Resize,
-    ScaleDecision,
-    Scaler,
-    available_nodes,
-    queued_requests,
-    unit_price_usd_per_h,
-    used_nodes,
 )
 from potluck.core.scaling.standby import ready_copies, taken_by_parts, taken_first
 from potluck.core.scaling.traffic_window import ModelTraffic, ObservedTraffic
@@ -82,7 +73,7 @@ class _Standing:
         return served_by(self.busy, counts).plus(more)
 
 
-class CauchyScaling(Scaler):
+class CauchyScaling(rule.Scaler):
     def __init__(
         self, policy: Policy, regions: tuple[Region, ...] = (), models: Mapping[str, ModelFacts] = NO_MODELS
     ) -> None:
@@ -99,15 +90,15 @@ class CauchyScaling(Scaler):
 
     def on_tick(
         self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
-    ) -> tuple[ScaleDecision, ...]:
+    ) -> rule.Decisions:
         if plan is not self._plan:
             self._plan = plan
             self._wanted = {(d.template, d.region): d.count for d in plan.deployments}
-        decisions: list[ScaleDecision] = []
+        decisions: list[rule.ScaleDecision] = []
         if self._quoted and observed.models:
             self._quoted = False
             rates = tuple((seen.model, asked_per_s(seen, False)) for seen in observed.models)
-            decisions.append(AskReplan(rates, QUOTED))
+            decisions.append(rule.AskReplan(rates, rule.QUOTED))
         stable = []
         for model in sorted({item.model for item in plan.templates}):
             seen = observed.of(model)
@@ -142,15 +133,10 @@ class CauchyScaling(Scaler):
         if not any(mix.values()):
             mix = {bucket.bucket: 1.0 for bucket in buckets}
         templates = {item.name: item for item in plan.repertoire if item.model == model}
-        there: dict[Key, int] = {}
-        moving = 0
-        for unit in fleet.units.values():
-            if unit.model != model or unit.standby:
-                continue
-            moving += not unit.whole
-            if not any(view.state == "draining" for view in unit.views):
-                key = (unit.template, unit.region)
-                there[key] = there.get(key, 0) + 1
+        mine = [unit for unit in fleet.units.values() if unit.model == model and not unit.standby]
+        moving = sum(not unit.whole for unit in mine)
+        stay = [unit for unit in mine if not any(view.state == "draining" for view in unit.views)]
+        there = Counter((unit.template, unit.region) for unit in stay)
         counts = {key: min(n, self._wanted.get(key, n)) for key, n in there.items()}
         keys = {*counts, *(key for key in self._wanted if key[0] in templates)}
         known = {key: rates_of(templates[key[0]], mix) for key in keys if key[0] in templates}
@@ -162,7 +148,7 @@ class CauchyScaling(Scaler):
 
     def _resizes(
         self, seen: ModelTraffic, standing: _Standing, fleet: FleetState, only_out: bool
-    ) -> list[ScaleDecision]:
+    ) -> list[rule.ScaleDecision]:
         model, policy = seen.model, self._policy
         unknown = sorted({key[0] for key, n in standing.counts.items() if n and key not in standing.rates})
         if unknown:
@@ -173,7 +159,7 @@ class CauchyScaling(Scaler):
             return []
         serves = self._sure_per_s(model, standing, standing.counts) * policy.headroom
         spare = standing.serves(standing.counts).served_per_s * policy.headroom - serves
-        queued = seen.held + queued_requests(fleet, model)
+        queued = seen.held + rule.queued_requests(fleet, model)
         late = max(0.0, queued - QUEUE_S * serves - sum(standing.counts.values()))
         if only_out:
             late = 0.0  # it was counted at the last change, and goes on until what was started then serves
@@ -220,7 +206,7 @@ class CauchyScaling(Scaler):
 
     def _out(
         self, model: str, demand: float, standing: _Standing, fleet: FleetState, state: str
-    ) -> list[ScaleDecision]:
+    ) -> list[rule.ScaleDecision]:
         free, ready = self._free(fleet, standing.plan), ready_copies(fleet, model)
         cover = self._cover if standing.busy is None else self._parts
         more, partly = cover(demand, standing, free, ready)
@@ -283,9 +269,8 @@ class CauchyScaling(Scaler):
             return ("closed_per_s",)
         return ("prefill_per_s", "decode_per_s")
 
-    def _in(self, model: str, needed: float, standing: _Standing, state: str) -> list[ScaleDecision]:
-        """Take away the copy that fits the excess most closely, again and again. What is needed includes noise and so
-        is never nothing: the last copy stays."""
+    def _in(self, model: str, needed: float, standing: _Standing, state: str) -> list[rule.ScaleDecision]:
+        """Take away the copy that fits the excess most closely, again and again; what is needed is never 0."""
         counts = dict(standing.counts)
         less: dict[Key, int] = {}
         while True:
@@ -309,27 +294,29 @@ class CauchyScaling(Scaler):
         self._notes.say(model, f"{state}; stops {_listed({key: -n for key, n in less.items()})}")
         return self._resized(standing, less, state)
 
-    def _resized(self, standing: _Standing, change: Mapping[Key, int], reason: str) -> list[ScaleDecision]:
-        decisions: list[ScaleDecision] = []
+    def _resized(
+        self, standing: _Standing, change: Mapping[Key, int], reason: str
+    ) -> list[rule.ScaleDecision]:
+        decisions: list[rule.ScaleDecision] = []
         for key, n in sorted(change.items()):
             self._wanted[key] = standing.counts.get(key, 0) + n
-            decisions.append(Resize(*key, self._wanted[key], reason))
+            decisions.append(rule.Resize(*key, self._wanted[key], reason))
         return decisions
 
     def _free(self, fleet: FleetState, plan: Plan) -> dict[Resource, int] | None:
-        limits = available_nodes(self._regions)
+        limits = rule.available_nodes(self._regions)
         if limits is None:
             return None
-        used = used_nodes(fleet.units, {template.name: template for template in plan.repertoire})
+        used = rule.used_nodes(fleet.units, {template.name: template for template in plan.repertoire})
         return {key: n - used.get(key, 0) for key, n in limits.items()}
 
-    def _refine(self, at_s: float, stable: list[str], observed: ObservedTraffic) -> AskReplan:
+    def _refine(self, at_s: float, stable: list[str], observed: ObservedTraffic) -> rule.AskReplan:
         """The rate held for the global window: ask for the cheapest fleet at it (Algorithm 1, lines 22 to 27)."""
         for model in stable:
             self._last_s[model] = at_s
             self._notes.say(model, "steady for the global window; asks for a new plan")
         rates = tuple((seen.model, asked_per_s(seen, seen.model in stable)) for seen in observed.models)
-        return AskReplan(rates, f"steady for {self._policy.global_window_s:.0f} s: {', '.join(stable)}")
+        return rule.AskReplan(rates, f"steady for {self._policy.global_window_s:.0f} s: {', '.join(stable)}")
 
 
 def _state(rate_per_s: float, queued: int, demand: float, serves: float) -> str:
@@ -462,8 +449,8 @@ def weight(strategy: str, template: Template, price_usd_per_h: float, serves_per
 def startable(
     plan: Plan, model: str, mix: Mapping[int, float], regions: tuple[Region, ...], wanted: Iterable[Key]
 ) -> dict[Key, CopyRates]:
-    """What one copy would serve of everything that could be started now: without candidates what the plan has, where
-    it has it. Copies that prefill or decode for others are begun where the plan has others that they work with."""
+    """What one copy would serve of everything that could be started now; without candidates, of what the plan has.
+    Copies that prefill or decode for others start only where the plan has those others."""
     templates = {item.name: item for item in plan.repertoire if item.model == model and not item.machines}
     if not plan.candidates or not regions:
         keys = [key for key in wanted if key[0] in templates]
@@ -480,7 +467,7 @@ def startable(
             alone = rates.closed_per_s > 0
             prefills, decodes = rates.prefill_per_s > 0, rates.decode_per_s > 0
             joins = (prefills and region.name in sources) or (decodes and region.name in targets)
-            if (alone or joins) and unit_price_usd_per_h(template, region.name, regions) is not None:
+            if (alone or joins) and rule.unit_price_usd_per_h(template, region.name, regions) is not None:
                 copy_rate[name, region.name] = rates
     return copy_rate
 
@@ -504,8 +491,8 @@ def options(
         template = templates[key[0]]
         serves = getattr(rates, phase)
         price = (
-            unit_price_usd_per_h(template, key[1], regions)
-            if available_nodes(regions) is not None
+            rule.unit_price_usd_per_h(template, key[1], regions)
+            if rule.available_nodes(regions) is not None
             else float(sum(node.count for node in template.nodes))
         )
         if price is None or template.machines:

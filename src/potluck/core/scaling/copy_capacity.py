@@ -10,6 +10,7 @@ and copies serve what they serve by themselves plus the lesser of what they pref
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from math import ceil, inf
 from typing import NamedTuple
@@ -21,6 +22,8 @@ Key = tuple[str, str]
 Resource = tuple[str, str]
 """(region, node type), or (region, `machine NAME`) where a template names the machine."""
 MACHINE = "machine "
+Counts = Mapping[Key, int]
+Nodes = Mapping[Resource, int]
 
 
 class TemplateCapacity(NamedTuple):
@@ -30,18 +33,18 @@ class TemplateCapacity(NamedTuple):
     rates: CopyRates
 
 
+Known = Mapping[str, TemplateCapacity]
+
+
 def blueprints(plan: Plan) -> dict[str, TemplateCapacity]:
     mixes = {model: planned_mix(plan, model) for model in {t.model for t in plan.repertoire}}
     return {t.name: TemplateCapacity(t, rates_of(t, mixes[t.model])) for t in plan.repertoire}
 
 
 class CopyMeasure:
-    """What copies serve, for comparing before and after. Where the rates of one of a model's templates are not known,
-    or replicas were flipped so that they no longer hold, its copies are counted instead, by their roles."""
+    """What copies serve, to compare before and after; where a template's rates are not known, copies are counted."""
 
-    def __init__(
-        self, fleet: FleetState, wanted: Mapping[Key, int], known: Mapping[str, TemplateCapacity]
-    ) -> None:
+    def __init__(self, fleet: FleetState, wanted: Counts, known: Known) -> None:
         self._known = known
         self._counted = {
             unit.model
@@ -117,30 +120,24 @@ class FreeNodes:
 
 
 def room_in(
-    fleet: FleetState,
-    wanted: Mapping[Key, int],
-    known: Mapping[str, TemplateCapacity],
-    available: Mapping[Resource, int] | None,
-    stopped: Collection[str] = (),
+    fleet: FleetState, wanted: Counts, known: Known, available: Nodes | None, stopped: Collection[str]
 ) -> FreeNodes:
-    """What is free beside all copies but those whose replicas have all been stopped. Node types that `available` does
-    not name cannot be had; without it they are unlimited. How many GPUs a named machine has is not known here; both
-    what is there and what is wanted fit, so the larger of the two is its limit."""
-    held: dict[Resource, int] = {}
+    """What is free beside all copies not stopped. Node types that `available` lacks cannot be had; without it all
+    can. Of a named machine the limit is the larger of what is there and what is wanted."""
+    held: Counter[Resource] = Counter()
     for unit in fleet.units.values():
         if unit.template in known and not all(view.member.id in stopped for view in unit.views):
-            for item, count in _needs(known[unit.template].template, unit.region).items():
-                held[item] = held.get(item, 0) + count
-    asked: dict[Resource, int] = {}
+            held.update(_needs(known[unit.template].template, unit.region))
+    asked: Counter[Resource] = Counter()
     for (name, region), copies in wanted.items():
         for element, count in _needs(known[name].template, region).items() if name in known else ():
-            asked[element] = asked.get(element, 0) + count * copies
+            asked[element] += count * copies
     free = {}
     for entry in {*held, *asked}:
         if entry[1].startswith(MACHINE):
-            free[entry] = max(held.get(entry, 0), asked.get(entry, 0)) - held.get(entry, 0)
+            free[entry] = max(held[entry], asked[entry]) - held[entry]
         elif available is not None:
-            free[entry] = available.get(entry, 0) - held.get(entry, 0)
+            free[entry] = available.get(entry, 0) - held[entry]
     return FreeNodes(known, free)
 
 
@@ -175,14 +172,12 @@ class CopyRates(NamedTuple):
 NOTHING = CopyRates()
 
 
-def total(each: Iterable[CopyRates]) -> CopyRates:
-    copy_rate = list(each)
-    return CopyRates(*(sum(column) for column in zip(*copy_rate, strict=True))) if copy_rate else NOTHING
+def total(rates: Iterable[CopyRates]) -> CopyRates:
+    return CopyRates(*(sum(column) for column in zip(NOTHING, *rates, strict=True)))
 
 
 def rates_of(template: Template, mix: Mapping[int, float]) -> CopyRates:
-    """What one copy does for a mix of buckets (bucket to weight); all 0 when its capacity is not known. A copy that
-    serves requests by itself is counted as doing that only: it cannot give the same time twice."""
+    """What one copy does for a mix (bucket to weight); 0 when not known. One that serves alone does nothing else."""
     closed = _harmonic(((c, c.closed_per_s) for c in template.capacity), mix)
     if closed > 0:
         return CopyRates(closed_per_s=closed)
@@ -244,16 +239,16 @@ def served_by(busy: Mapping[Key, float], counts: Mapping[Key, int]) -> CopyRates
 
 def missing_copies(
     busy: Mapping[Key, float],
-    counts: Mapping[Key, int],
+    counts: Counts,
     rate_per_s: float,
-    needs: Mapping[Key, Mapping[Resource, int]],
-    free: Mapping[Resource, int] | None,
+    needs: Mapping[Key, Nodes],
+    free: Nodes | None,
 ) -> tuple[dict[Key, int], bool]:
     """Copies to add so that a rate is served, those most behind first; and whether nodes allow only some."""
     left = None if free is None else dict(free)
     more: dict[Key, int] = {}
     partly = False
-    for key in sorted(busy, key=lambda each: (counts.get(each, 0) / busy[each], each)):
+    for key in sorted(busy, key=lambda key: (counts.get(key, 0) / busy[key], key)):
         wanted = ceil(rate_per_s * busy[key] - ROUNDING) - counts.get(key, 0)
         if wanted <= 0:
             continue

@@ -124,8 +124,7 @@ class Forecaster:
             self._bin, self._since = place, arrivals_ever
 
     def outlook(self, now_per_s: float, noise: float, span_s: float, share: float) -> RateForecast:
-        """The highest rate until `span_s` from now. `noise` is one standard deviation of the rate at hand, as a share
-        of it; `share` is that of cases in which the high figure should suffice."""
+        """The highest rate until `span_s` from now, `share` of cases within it. `noise`: of the rate, relative."""
         x = self._at_hand(now_per_s, noise)
         mean, high, reason = x, x, "stays as it is"
         for h in range(min(AHEAD, ceil(span_s / BIN_S))):

@@ -22,7 +22,7 @@ from math import inf
 from potluck.core.routing.group_sharing import MeanLengths
 from potluck.core.routing.template_weights import offers, planned
 from potluck.core.scaling.roles import Flippable, flippable
-from potluck.core.scaling.rule import FlipRole, ScaleDecision, Scaler, SetThreshold
+from potluck.core.scaling.rule import Decisions, FlipRole, ScaleDecision, Scaler, SetThreshold
 from potluck.core.scaling.traffic_window import LengthCount, ModelTraffic, ObservedTraffic
 from potluck.core.state.facts import FleetFacts, ModelFacts, ReplicaFacts
 from potluck.core.state.fleet import FleetState
@@ -107,11 +107,11 @@ def _parts(site: ClusterBalance, decoders: Sequence[bool]) -> tuple[Counter[Repl
 def _rate_per_s(
     site: ClusterBalance,
     lengths: Sequence[LengthCount],
-    threshold_tokens: int,
-    prefill: Mapping[ReplicaFacts, int],
-    theta_decode: float,
+    t: int,
+    prefill: Counter[ReplicaFacts],
+    decode: float,
 ) -> float:
-    p, long, short = split_lengths(lengths, threshold_tokens)
+    p, long, short = split_lengths(lengths, t)
     remote = local = inf
     if p > 0:
         compute = sum(n / replica_facts.prompt_s(long) for replica_facts, n in site.remote.items())
@@ -119,7 +119,7 @@ def _rate_per_s(
         remote = min(compute, site.egress_bytes_per_s / cargo if cargo > 0 else inf) / p
     if p < 1:
         local = sum(n / replica_facts.prompt_s(short) for replica_facts, n in prefill.items()) / (1 - p)
-    return min(remote, local, theta_decode)
+    return min(remote, local, decode)
 
 
 def _keeps_roles(site: ClusterBalance, decoders: Sequence[bool]) -> bool:
@@ -140,9 +140,7 @@ class PrfaasScaling(Scaler):
         self._short_s: dict[str, float] = {}
         self._long_s: dict[str, float] = {}
 
-    def on_tick(
-        self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
-    ) -> tuple[ScaleDecision, ...]:
+    def on_tick(self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan) -> Decisions:
         if plan is not self._plan:
             self._plan = plan
             self._thresholds = _planned(plan, self._policy)

@@ -27,9 +27,10 @@ from potluck.core.scaling.copy_capacity import (
     NOTHING,
     CopyMeasure,
     CopyRates,
+    Counts,
     FreeNodes,
     Key,
-    TemplateCapacity,
+    Known,
     room_in,
 )
 from potluck.core.scaling.roles import FLIPPABLE
@@ -59,28 +60,28 @@ def restored(fleet: FleetState) -> tuple[FlipReplica, ...]:
     )
 
 
+class ReconcileInputs(NamedTuple):
+    known: Known
+    available: Mapping[tuple[str, str], int] | None
+    """All nodes that can be had, those in use included."""
+    grace_s: float
+    dip: float
+    standby: Mapping[Key, int]
+
+
 def reconcile(
-    fleet: FleetState,
-    wanted: Mapping[Key, int],
-    known: Mapping[str, TemplateCapacity],
-    progress: ReconcileState,
-    at_s: float,
-    *,
-    available: Mapping[tuple[str, str], int] | None = None,
-    grace_s: float = 30.0,
-    dip: float = 0.0,
-    standby: Mapping[Key, int] | None = None,
+    fleet: FleetState, wanted: Counts, progress: ReconcileState, at_s: float, inputs: ReconcileInputs
 ) -> ReconcileStep:
-    """The next step towards `wanted`; `available` counts all nodes that can be had, those in use included."""
-    work = _ReconcileWork(fleet, wanted, known, progress, at_s, grace_s, standby or {})
+    """The next step towards `wanted`."""
+    work = _ReconcileWork(fleet, wanted, progress, at_s, inputs)
     work.remember_starts()
     work.set_goal()
     work.stop_drained()
     work.promote()
     work.drain_surplus()
     work.trim_standby()
-    room = room_in(fleet, {**(standby or {}), **wanted}, known, available, work.stopped)
-    if work.start_missing(room, dip):
+    room = room_in(fleet, {**inputs.standby, **wanted}, inputs.known, inputs.available, work.stopped)
+    if work.start_missing(room, inputs.dip):
         work.fill_standby(room)
     return work.step()
 
@@ -137,15 +138,13 @@ class _ReconcileWork:
     def __init__(
         self,
         fleet: FleetState,
-        wanted: Mapping[Key, int],
-        known: Mapping[str, TemplateCapacity],
+        wanted: Counts,
         progress: ReconcileState,
         at_s: float,
-        grace_s: float,
-        standby: Mapping[Key, int],
+        inputs: ReconcileInputs,
     ) -> None:
-        self.fleet, self.known, self.at_s, self.grace_s = fleet, known, at_s, grace_s
-        self.wanted, self.standby = wanted, standby
+        self.fleet, self.known, self.at_s, self.grace_s = fleet, inputs.known, at_s, inputs.grace_s
+        self.wanted, self.standby = wanted, inputs.standby
         self.actions: list[Action] = []
         self.notes: list[str] = []
         self.next_number = progress.next_number
@@ -160,7 +159,7 @@ class _ReconcileWork:
         """Copies on standby."""
         self.live: dict[Key, list[TemplateCopy]] = {}
         """Copies that stay or may stay, of the keys that are ours."""
-        self.measure = CopyMeasure(fleet, wanted, known)
+        self.measure = CopyMeasure(fleet, wanted, inputs.known)
         self.serving: dict[str, CopyRates] = {}
         self.whole: set[str] = set()
         for unit in fleet.units.values():
@@ -250,7 +249,7 @@ class _ReconcileWork:
         """What is missing, from those on standby: the ready ones first, for the others are nearer than new ones."""
         for key, units in sorted(self.spare.items()):
             missing = self.wanted.get(key, 0) - len(self.live.get(key, ()))
-            for unit in sorted(units, key=lambda each: (each.id not in self.whole, _number_of(each.id))):
+            for unit in sorted(units, key=lambda copy: (copy.id not in self.whole, _number_of(copy.id))):
                 if missing <= 0:
                     break
                 missing -= 1
@@ -279,12 +278,17 @@ class _ReconcileWork:
                 units.remove(unit)
                 self.leave(unit)
 
+    def _waits(self, key: Key) -> bool:
+        """Whether it is too soon to start another after starts that failed."""
+        again_s = self.attempts[key].again_s if key in self.attempts else -inf
+        if self.at_s < again_s:
+            self.due_s = min(self.due_s, again_s)
+        return self.at_s < again_s
+
     def fill_standby(self, room: FreeNodes) -> None:
         for key, count in sorted(self.standby.items()):
-            attempt = self.attempts.get(key)
             missing = count - len(self.spare.get(key, ())) if key[0] in self.known else 0
-            if missing > 0 and attempt is not None and self.at_s < attempt.again_s:
-                self.due_s = min(self.due_s, attempt.again_s)
+            if missing > 0 and self._waits(key):
                 continue
             while missing > 0 and room.take(key):
                 self.start(key, standby=True)
@@ -320,13 +324,9 @@ class _ReconcileWork:
         for key, count in sorted(missing.items()):
             if count and (key[0] not in self.known):
                 self.notes.append(f"{key[0]}@{key[1]}: {count} wanted, but the template is not known")
-        blocked = {key for key, count in missing.items() if count and key[0] in self.known}
-        for key in sorted(blocked):
-            attempt = self.attempts.get(key)
-            if attempt is not None and self.at_s < attempt.again_s:
-                blocked.discard(key)
-                self.due_s = min(self.due_s, attempt.again_s)
-        ready = sorted(blocked)
+        keys = sorted(key for key, count in missing.items() if count and key[0] in self.known)
+        startable = [key for key in keys if not self._waits(key)]
+        ready = list(startable)
         while ready:  # one copy each in turn, so that scarce nodes do not all go to the first name
             for key in list(ready):
                 if missing[key] and room.take(key):
@@ -334,7 +334,7 @@ class _ReconcileWork:
                     missing[key] -= 1
                 else:
                     ready.remove(key)
-        short = {key: missing[key] for key in sorted(blocked) if missing[key]}
+        short = {key: missing[key] for key in startable if missing[key]}
         if short:
             self._exchange(short, room, dip)
         return not short
@@ -360,11 +360,7 @@ class _ReconcileWork:
             assert blueprint is not None
             here = {view.member.index for view in unit.views}
             lost = [i for i in range(len(blueprint.template.replicas)) if i not in here]
-            attempt = self.attempts.get(key)
-            if lost and attempt is not None and self.at_s < attempt.again_s:
-                self.due_s = min(self.due_s, attempt.again_s)
-                continue
-            for index in lost:
+            for index in lost if lost and not self._waits(key) else ():
                 self.start_replica(key, unit.id, index, f"{index}+{self.number()}", standby)
 
     def _exchange(self, short: Mapping[Key, int], room: FreeNodes, dip: float) -> None:
@@ -451,10 +447,7 @@ def _number_of(unit: str) -> int:
 
 
 def reassignments(
-    fleet: FleetState,
-    wanted: Mapping[Key, int],
-    known: Mapping[str, TemplateCapacity],
-    fixed: Collection[str] = (),
+    fleet: FleetState, wanted: Counts, known: Known, fixed: Collection[str] = ()
 ) -> tuple[Reassign, ...]:
     """Which replicas become whose, so that as little as possible is missing; `fixed` ones stay."""
     live: dict[Key, list[TemplateCopy]] = {}
@@ -462,7 +455,7 @@ def reassignments(
         if not unit.standby and not any(view.state == "draining" for view in unit.views):
             live.setdefault((unit.template, unit.region), []).append(unit)
     spare = {
-        key: [unit for unit in units if _free(unit, fixed)]
+        key: [u for u in units if u.whole and not any(view.member.id in fixed for view in u.views)]
         for key, units in live.items()
         if key in wanted and len(units) > wanted[key] and _plain(known, key)
     }
@@ -481,20 +474,12 @@ def reassignments(
     return tuple(reassigns)
 
 
-def _plain(known: Mapping[str, TemplateCapacity], key: Key) -> bool:
+def _plain(known: Known, key: Key) -> bool:
     return key[0] in known and known[key[0]].template.kind in FLIPPABLE
 
 
-def _free(unit: TemplateCopy, fixed: Collection[str]) -> bool:
-    return unit.whole and not any(view.member.id in fixed for view in unit.views)
-
-
 def _best(
-    template: Template,
-    key: Key,
-    spare: Mapping[Key, list[TemplateCopy]],
-    left: Mapping[Key, int],
-    known: Mapping[str, TemplateCapacity],
+    template: Template, key: Key, spare: Mapping[Key, list[TemplateCopy]], left: Counts, known: Known
 ) -> tuple[Key, TemplateCopy, list[ReplicaState]] | None:
     ranked = []
     for source, units in spare.items():
@@ -507,7 +492,7 @@ def _best(
                 flips = sum(view.role != replica.role for view, replica in pairs)
                 load = sum(view.open_requests for view in unit.views)
                 ranked.append(((flips, load, unit.id), source, unit, places))
-    return min(ranked, key=lambda each: each[0])[1:] if ranked else None
+    return min(ranked, key=lambda entry: entry[0])[1:] if ranked else None
 
 
 def _placed(

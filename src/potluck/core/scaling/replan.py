@@ -20,16 +20,8 @@ from collections import deque
 from math import sqrt
 
 from potluck.core.figures import moved
+from potluck.core.scaling import rule
 from potluck.core.scaling.forecast import Forecaster
-from potluck.core.scaling.rule import (
-    LEAST_SEEN,
-    QUOTED,
-    AskReplan,
-    ScaleDecision,
-    Scaler,
-    missing_copies,
-    queued_requests,
-)
 from potluck.core.scaling.traffic_window import ModelTraffic, ObservedTraffic
 from potluck.core.state.facts import FleetFacts
 from potluck.core.state.fleet import FleetState
@@ -46,7 +38,7 @@ LEAST_NEED = 0.02
 """Needs that differ by less are the same."""
 
 
-class PredictiveReplan(Scaler):
+class PredictiveReplan(rule.Scaler):
     """State: each model's forecaster and its needs of late, and for what the planner was last asked."""
 
     def __init__(self, policy: Policy, facts: FleetFacts) -> None:
@@ -66,7 +58,7 @@ class PredictiveReplan(Scaler):
 
     def on_tick(
         self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
-    ) -> tuple[ScaleDecision, ...]:
+    ) -> rule.Decisions:
         for seen in observed.models:
             self._forecaster(seen.model).count(at_s, seen.arrivals_ever)
         if self._asked_s is None:
@@ -82,11 +74,11 @@ class PredictiveReplan(Scaler):
         needs = {seen.model: self._need(at_s, seen, fleet) for seen in observed.models}
         moved = [self._moved(model, need) for model, need in needs.items() if self._moved(model, need)]
         since_s = at_s - self._asked_s
-        missing = missing_copies(fleet, plan) if since_s >= self._policy.replan_s else 0
+        missing = rule.missing_copies(fleet, plan) if since_s >= self._policy.replan_s else 0
         if missing:
             moved.append(f"{missing} copies of the plan are not there")
         if self._quoted:
-            moved.append(QUOTED)
+            moved.append(rule.QUOTED)
         if not moved and since_s >= self._policy.global_window_s:
             moved.append("prices and nodes may have changed")
         if not moved or not needs:
@@ -96,7 +88,7 @@ class PredictiveReplan(Scaler):
         self._asked.update(needs)
         reason = ", ".join(moved)
         self._notes.say("ahead", f"asks for a plan: {reason}")
-        return (AskReplan(tuple(needs.items()), reason),)
+        return (rule.AskReplan(tuple(needs.items()), reason),)
 
     def _forecaster(self, model: str) -> Forecaster:
         forecaster = self._forecasters.get(model)
@@ -110,7 +102,7 @@ class PredictiveReplan(Scaler):
         noise = seen.error_per_s / max(seen.rate_per_s, seen.error_per_s, 1e-9)
         soon = forecaster.outlook(seen.rate_per_s, noise, SOON_S, policy.forecast_share)
         later = forecaster.outlook(seen.rate_per_s, noise, policy.keep_s, 0.5)
-        queued = seen.held + queued_requests(fleet, seen.model)
+        queued = seen.held + rule.queued_requests(fleet, seen.model)
         rate_per_s = max(soon.high_per_s, later.mean_per_s)
         need = (rate_per_s + sqrt(rate_per_s / BURST_S)) * policy.headroom / policy.busiest
         need += queued / policy.replan_s
@@ -141,12 +133,10 @@ MARGIN = 0.05
 NOISE = 3.0
 
 
-class PeriodicReplan(Scaler):
-    """CORAL's periodic re-allocation (its 5.1): every `replan_s` the planner is asked again, with the rates now seen.
-    Each rate has a margin for the noise of its window and for requests that queue. If no rate moved by more than
-    LEAST_MOVE, no mean length by LENGTHS_MOVE (or their noise) and every copy is there, the planner is spared; but
-    after the global window it is asked all the same, since prices and nodes move too, and at once where such a change
-    is told (`MarketReported`)."""
+class PeriodicReplan(rule.Scaler):
+    """CORAL's periodic re-allocation (its 5.1): every `replan_s` the planner is asked again, with the rates now seen
+    and a margin for noise and queues. It is spared while rates moved less than LEAST_MOVE, lengths than LENGTHS_MOVE
+    and no copy is missing; not after the global window, nor when prices or nodes change (`MarketReported`)."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -165,7 +155,7 @@ class PeriodicReplan(Scaler):
 
     def on_tick(
         self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
-    ) -> tuple[ScaleDecision, ...]:
+    ) -> rule.Decisions:
         if self._looked_s is None:
             self._looked_s = self._asked_s = at_s
             self._rates = {prediction.model: prediction.demand_per_s for prediction in plan.predictions}
@@ -180,11 +170,11 @@ class PeriodicReplan(Scaler):
         self._looked_s = at_s
         known = [seen for seen in observed.models if self._known(at_s, seen)]
         reasons = [text for seen in known for text in (self._moved(seen), self._shifted(seen)) if text]
-        missing = missing_copies(fleet, plan)
+        missing = rule.missing_copies(fleet, plan)
         if missing:
             reasons.append(f"{missing} copies of the plan are not there")
         if self._quoted:
-            reasons.append(QUOTED)
+            reasons.append(rule.QUOTED)
         if not reasons and at_s - self._asked_s >= self._policy.global_window_s:
             reasons.append("prices and nodes may have changed")
         if not reasons or not observed.models:
@@ -197,7 +187,7 @@ class PeriodicReplan(Scaler):
         self._tokens.update({seen.model: _tokens(seen) for seen in observed.models if _told(seen)})
         reason = ", ".join(reasons)
         self._notes.say("replan", f"asks for a plan: {reason}")
-        return (AskReplan(asked, reason),)
+        return (rule.AskReplan(asked, reason),)
 
     def _known(self, at_s: float, seen: ModelTraffic) -> bool:
         """A window of requests was seen: that nobody has come yet is no reason to let go what was planned."""
@@ -221,7 +211,7 @@ class PeriodicReplan(Scaler):
 
     def _with_margin(self, seen: ModelTraffic, fleet: FleetState) -> float:
         """Never nothing, or the model's last copy would go."""
-        queued = seen.held + queued_requests(fleet, seen.model)
+        queued = seen.held + rule.queued_requests(fleet, seen.model)
         rate = seen.rate_per_s + max(MARGIN * seen.rate_per_s, seen.error_per_s)
         within_s = max(self._policy.replan_s, self._policy.window_s)
         return max(rate + queued / within_s, 1.0 / max(seen.long_span_s, 1.0))
@@ -229,7 +219,7 @@ class PeriodicReplan(Scaler):
 
 def _told(seen: ModelTraffic) -> bool:
     """Whether so many answers ended that the planner would be told their lengths."""
-    return seen.finished >= LEAST_SEEN
+    return seen.finished >= rule.LEAST_SEEN
 
 
 def _tokens(seen: ModelTraffic) -> tuple[float, float]:

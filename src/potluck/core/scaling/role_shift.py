@@ -24,7 +24,7 @@ from math import hypot, inf
 from potluck.core.figures import moved
 from potluck.core.routing.group_sharing import GroupRates, MeanLengths, rated
 from potluck.core.scaling.roles import Flippable, codec_of, flippable, last_of_role
-from potluck.core.scaling.rule import FlipRole, ScaleDecision, Scaler, SetLengths
+from potluck.core.scaling.rule import Decisions, FlipRole, ScaleDecision, Scaler, SetLengths
 from potluck.core.scaling.traffic_window import ModelTraffic, ObservedTraffic
 from potluck.core.state.facts import FleetFacts
 from potluck.core.state.fleet import FleetState, TemplateCopy
@@ -68,9 +68,7 @@ class ShiftFlips(Scaler):
         self._last_s: dict[str, float] = {}
         self._towards: dict[str, Role] = {}
 
-    def on_tick(
-        self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
-    ) -> tuple[ScaleDecision, ...]:
+    def on_tick(self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan) -> Decisions:
         if plan is not self._plan:
             self._plan, self._since_s = plan, at_s
             self._references.clear()
@@ -174,12 +172,9 @@ class ShiftFlips(Scaler):
         return decisions
 
     def _moved(self, groups: list[TemplateCopy], lengths: MeanLengths) -> bool:
-        planned = self._facts.groups[groups[0].template]
-        band = self._policy.ratio
-        return (
-            abs(lengths.prompt_tokens - planned.prompt_tokens) > band * planned.prompt_tokens
-            or abs(lengths.output_tokens - planned.output_tokens) > band * planned.output_tokens
-        )
+        group = self._facts.groups[groups[0].template]
+        pairs = zip(lengths, (group.prompt_tokens, group.output_tokens), strict=True)
+        return any(abs(now - planned) > self._policy.ratio * planned for now, planned in pairs)
 
     def _shift(self, old: RoleReference | None, now: RoleReference, seen: ModelTraffic) -> str:
         """What left the band, in words; empty when nothing did."""
@@ -200,14 +195,9 @@ class ShiftFlips(Scaler):
 
 
 def _reference(seen: ModelTraffic, replicas: int) -> RoleReference:
-    return RoleReference(
-        seen.rate_per_s,
-        seen.mean_prompt_tokens,
-        seen.mean_output_tokens,
-        seen.prompt_error_tokens,
-        seen.output_error_tokens,
-        replicas,
-    )
+    means = seen.mean_prompt_tokens, seen.mean_output_tokens
+    errors = seen.prompt_error_tokens, seen.output_error_tokens
+    return RoleReference(seen.rate_per_s, *means, *errors, replicas)
 
 
 def _latest(mean: float, recent: float, error: float) -> float:
@@ -248,8 +238,7 @@ MOST_CHOICES = 6561
 """Three roles for eight replicas."""
 STEPS, IDLE_STEPS, TABU = 60, 12, 6
 ALIKE = 0.03
-"""Choices that serve so much less than the best count as good: rates are not known better than that, while each flip
-disturbs what is under way."""
+"""Choices that serve so much less than the best count as good: rates are no better known, and flips disturb."""
 
 Roles = dict[int, Role]
 
@@ -263,12 +252,7 @@ class _Choices:
         self._lengths = lengths
         self._pace = GroupRates(facts, template, lengths)
         self._rates: dict[int, dict[Role, float]] = {
-            place: {
-                "prefill": self._pace.prefill(place),
-                "decode": self._pace.decode(place),
-                "mixed": self._pace.mixed(place),
-            }
-            for place in places
+            place: {role: getattr(self._pace, role)(place) for role in ROLES} for place in places
         }
         self.known: dict[tuple[Role, ...], float] = {}
 
@@ -290,8 +274,7 @@ class _Choices:
 def best_roles(
     facts: FleetFacts, template: str, now: Mapping[int, Role], lengths: MeanLengths, gain: float
 ) -> tuple[Roles, float, float]:
-    """(roles, what they serve, what the present ones do); the present roles when others serve no more by `gain`. Of
-    choices that serve ALIKE the one with the fewest flips is taken."""
+    """(roles, what they serve, what the present ones do): of those ALIKE the fewest flips; a `gain` is needed."""
     choices = _Choices(facts, template, list(now), lengths)
     before = choices.served(now)
     few = len(ROLES) ** len(now) <= MOST_CHOICES
@@ -303,19 +286,11 @@ def best_roles(
 
 
 def _all(choices: _Choices, now: Mapping[int, Role], before: float) -> tuple[Roles, float]:
-    places = list(now)
-    ranked = sorted(
-        (
-            (choices.bound(dict(zip(places, entry, strict=True))), entry)
-            for entry in product(ROLES, repeat=len(places))
-        ),
-        key=lambda pair: -pair[0],
-    )
+    every = [dict(zip(now, roles, strict=True)) for roles in product(ROLES, repeat=len(now))]
     best, most = dict(now), before
-    for bound, item in ranked:
-        if bound <= most * (1.0 - ALIKE):
+    for roles in sorted(every, key=choices.bound, reverse=True):
+        if choices.bound(roles) <= most * (1.0 - ALIKE):
             break
-        roles = dict(zip(places, item, strict=True))
         served = choices.served(roles)
         if served > most:
             best, most = roles, served

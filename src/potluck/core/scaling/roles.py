@@ -22,8 +22,8 @@ from math import inf
 from typing import NamedTuple
 
 from potluck.core.routing.group_sharing import MeanLengths
-from potluck.core.scaling.copy_capacity import planned_mix, rates_of
-from potluck.core.scaling.rule import FlipRole, RuleNotes, ScaleDecision, Scaler, queued_requests
+from potluck.core.scaling.copy_capacity import planned_mix, rates_of, total
+from potluck.core.scaling.rule import Decisions, FlipRole, RuleNotes, Scaler, queued_requests
 from potluck.core.scaling.traffic_window import ModelTraffic, ObservedTraffic
 from potluck.core.state.facts import FleetFacts, ModelFacts, ReplicaFacts
 from potluck.core.state.fleet import FleetState, ReplicaState, TemplateCopy
@@ -119,6 +119,7 @@ MIXED = 0.9
 CARDS = 0.8
 """How busy network cards may be."""
 Roles = dict[str, Role]
+Flips = list[FlipRole]
 
 
 class RoleRates(NamedTuple):
@@ -145,10 +146,8 @@ class CopyRoles:
         self._calm_s: dict[str, float] = {}
         self.notes = RuleNotes()
 
-    def on_tick(
-        self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
-    ) -> list[FlipRole]:
-        flip_roles: list[FlipRole] = []
+    def on_tick(self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan) -> Flips:
+        flip_roles: Flips = []
         self._changed = {unit: when for unit, when in self._changed.items() if unit in fleet.units}
         for seen in observed.models:
             mine = [u for u in fleet.units.values() if u.model == seen.model and not u.standby]
@@ -159,7 +158,7 @@ class CopyRoles:
 
     def _model(
         self, at_s: float, seen: ModelTraffic, combos: Sequence[TemplateCopy], fleet: FleetState, plan: Plan
-    ) -> list[FlipRole]:
+    ) -> Flips:
         model = seen.model
         codecs = {item.name: item.codec for item in plan.repertoire}
         able = {unit.id: self._able(unit, seen, codecs.get(unit.template, "fp16")) for unit in combos}
@@ -171,10 +170,10 @@ class CopyRoles:
         demand = seen.rate_per_s + late / LATE_S
         headroom = self._policy.headroom
         state = f"{demand:.3g} requests/s are asked for, {headroom * whole:.3g} counted on"
-        found = ComboRates(known, able, now)
-        flips, whole = self._back(at_s, demand, found, whole)
+        rates = ComboRates(known, able, now)
+        flips, whole = self._back(at_s, demand, rates, whole)
         if demand > headroom * whole:
-            flips += self._change(at_s, demand, found, whole)
+            flips += self._change(at_s, demand, rates, whole)
         else:
             self.notes.say(model, f"{state}: roles in combos stay")
         if flips:
@@ -182,12 +181,10 @@ class CopyRoles:
             return [FlipRole(f.replica, f.role, f"{f.reason} ({state})") for f in flips]
         return []
 
-    def _back(
-        self, at_s: float, demand: float, found: ComboRates, whole: float
-    ) -> tuple[list[FlipRole], float]:
+    def _back(self, at_s: float, demand: float, combos: ComboRates, whole: float) -> tuple[Flips, float]:
         """Planned roles where they serve no less, or enough for long enough; and what all copies serve then."""
-        flips: list[FlipRole] = []
-        units, able, now = found
+        flips: Flips = []
+        units, able, now = combos
         for unit in units:
             planned = {view.member.id: view.member.role for view in unit.views if view.serves}
             if planned == _present(unit):
@@ -206,10 +203,10 @@ class CopyRoles:
                 now[unit.id] = then
         return flips, whole
 
-    def _change(self, at_s: float, demand: float, found: ComboRates, whole: float) -> list[FlipRole]:
+    def _change(self, at_s: float, demand: float, combos: ComboRates, whole: float) -> Flips:
         """New roles in as many copies as it takes, the one that gains most first."""
         ranked = []
-        units, able, now = found
+        units, able, now = combos
         for unit in units:
             ready = sum(view.serves for view in unit.views)
             when_s, count = self._changed.get(unit.id, (-HOLD_S, ready))
@@ -218,7 +215,7 @@ class CopyRoles:
             roles, then = best_inside(able[unit.id], unit)
             if then > now[unit.id] * (1 + LEAST_GAIN):
                 ranked.append((then - now[unit.id], unit.id, unit, roles))
-        flips: list[FlipRole] = []
+        flips: Flips = []
         for gain, _, unit, roles in sorted(ranked, key=lambda each: (-each[0], each[1])):
             if self._policy.headroom * whole >= demand:
                 break
@@ -226,7 +223,7 @@ class CopyRoles:
             whole += gain
         return flips
 
-    def _flips(self, at_s: float, unit: TemplateCopy, roles: Roles, reason: str) -> list[FlipRole]:
+    def _flips(self, at_s: float, unit: TemplateCopy, roles: Roles, reason: str) -> Flips:
         self._changed[unit.id] = (at_s, sum(view.serves for view in unit.views))
         self._calm_s.pop(unit.id, None)
         present = _present(unit)
@@ -236,7 +233,10 @@ class CopyRoles:
         """Rates of a copy's ready replicas; none where one of them was not timed."""
         prompt = seen.recent_prompt_tokens or seen.mean_prompt_tokens
         output = seen.recent_output_tokens or seen.mean_output_tokens
-        cards = self._card_per_s(unit, prompt, codec)
+        nodes = {node for view in unit.views for node in view.member.nodes}
+        known = self._facts.models.get(unit.model)
+        # KV that goes over network cards; none on one node.
+        kv_bytes = 0.0 if known is None or len(nodes) == 1 else known.wire_bytes(prompt, codec)
         able: dict[str, RoleRates] = {}
         for view in unit.views:
             facts = view.facts
@@ -244,43 +244,20 @@ class CopyRoles:
                 continue
             if facts is None:
                 return {}
-            most = cards(facts)
+            carried = kv_bytes > 0 and facts.card_gbps > 0
+            most = CARDS * facts.card_gbps * 1e9 / 8 / kv_bytes if carried else inf
             prefill = prefill_per_s(facts, prompt) / view.pace
             decode = decode_per_s(facts, output) / view.pace
             able[view.member.id] = RoleRates(min(prefill, most), min(decode, most))
         return able
 
-    def _card_per_s(self, unit: TemplateCopy, prompt: float, codec: Codec) -> CardLimit:
-        """How many prompts' KV a replica's network cards carry; without a limit on one node, or if not known."""
-        places = {node for view in unit.views for node in view.member.nodes}
-        known = self._facts.models.get(unit.model)
-        size = 0.0 if known is None or len(places) == 1 else known.wire_bytes(prompt, codec)
-        return CardLimit(size)
-
     def _others(self, model: str, fleet: FleetState, plan: Plan) -> float:
         """What copies serve that are no combos, for the planned mix."""
         templates = {item.name: item for item in plan.repertoire}
-        mix, prefill, decode, closed = planned_mix(plan, model), 0.0, 0.0, 0.0
-        for unit in fleet.units.values():
-            if unit.model != model or unit.standby or _split(unit):
-                continue
-            if unit.whole and unit.template in templates:
-                rates = rates_of(templates[unit.template], mix)
-                closed += rates.closed_per_s
-                prefill += rates.prefill_per_s
-                decode += rates.decode_per_s
-        return closed + min(prefill, decode)
-
-
-class CardLimit(NamedTuple):
-    """Prompts a second over a replica's network cards, each of so many bytes; 0: none of them matters."""
-
-    kv_bytes: float
-
-    def __call__(self, facts: ReplicaFacts) -> float:
-        if self.kv_bytes <= 0 or facts.card_gbps <= 0:
-            return inf
-        return CARDS * facts.card_gbps * 1e9 / 8 / self.kv_bytes
+        mix = planned_mix(plan, model)
+        mine = [u for u in fleet.units.values() if u.model == model and not u.standby and not _split(u)]
+        others = [unit.template for unit in mine if unit.whole and unit.template in templates]
+        return total(rates_of(templates[name], mix) for name in others).served_per_s
 
 
 class WithCopyRoles(Scaler):
@@ -290,9 +267,7 @@ class WithCopyRoles(Scaler):
         super().__init__()
         self.rule, self._inside = rule, inside
 
-    def on_tick(
-        self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
-    ) -> tuple[ScaleDecision, ...]:
+    def on_tick(self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan) -> Decisions:
         flips = self._inside.on_tick(at_s, observed, fleet, plan)
         return (*flips, *self.rule.on_tick(at_s, observed, fleet, plan))
 
@@ -318,8 +293,7 @@ def served(able: Mapping[str, RoleRates], roles: Mapping[str, Role]) -> float:
 
 
 def best_inside(able: Mapping[str, RoleRates], unit: TemplateCopy) -> tuple[Roles, float]:
-    """The roles that serve most, of those that change replicas one way only; with the fewest changes. Replicas with
-    the same rates are interchangeable, so only how many of them prefill is tried."""
+    """The roles that serve most with the fewest changes, all one way; replicas of equal rates are interchangeable."""
     views = [view for view in unit.views if view.member.id in able]
     if not views:
         return {}, 0.0

@@ -7,6 +7,7 @@ becomes a flip, `AskReplan` a Replan; `SetThreshold` moves the length from which
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -58,11 +59,11 @@ class SetLengths(NamedTuple):
 
 
 ScaleDecision = Resize | FlipRole | AskReplan | SetThreshold | SetLengths
+Decisions = tuple[ScaleDecision, ...]
 
 
 class RuleNotes:
-    """What a rule says for itself: one line per model or topic, the latest word of each. While it waits for its next
-    look it says so beside what it found at the last one."""
+    """What a rule says for itself: a line per model or topic, beside it what it waits for."""
 
     __slots__ = ("_lines", "_waits")
 
@@ -96,9 +97,7 @@ class Scaler:
     def __init__(self) -> None:
         self._notes = RuleNotes()
 
-    def on_tick(
-        self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
-    ) -> tuple[ScaleDecision, ...]:
+    def on_tick(self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan) -> Decisions:
         return ()
 
     def quoted(self, regions: tuple[Region, ...]) -> None:
@@ -123,12 +122,10 @@ def available_nodes(regions: tuple[Region, ...]) -> Nodes | None:
 
 def used_nodes(units: Mapping[str, TemplateCopy], templates: Mapping[str, Template]) -> Nodes:
     """The nodes that units hold, draining ones included; units of unknown templates hold none we know of."""
-    used: Nodes = {}
+    used: Counter[tuple[str, str]] = Counter()
     for unit in units.values():
-        template = templates.get(unit.template)
-        for node_count in template.nodes if template else ():
-            key = (unit.region, node_count.node)
-            used[key] = used.get(key, 0) + node_count.count
+        for node_count in templates[unit.template].nodes if unit.template in templates else ():
+            used[unit.region, node_count.node] += node_count.count
     return used
 
 
@@ -152,9 +149,7 @@ def queued_requests(fleet: FleetState, model: str) -> int:
 
 def missing_copies(fleet: FleetState, plan: Plan) -> int:
     """Copies that the plan has and the fleet has not, not even starting; those on standby do not count."""
-    there: dict[tuple[str, str], int] = {}
-    for unit in fleet.units.values():
-        if not unit.standby and not any(view.state == "draining" for view in unit.views):
-            key = (unit.template, unit.region)
-            there[key] = there.get(key, 0) + 1
-    return sum(max(0, d.count - there.get((d.template, d.region), 0)) for d in plan.deployments)
+    mine = [unit for unit in fleet.units.values() if not unit.standby]
+    stay = [unit for unit in mine if not any(view.state == "draining" for view in unit.views)]
+    there = Counter((unit.template, unit.region) for unit in stay)
+    return sum(max(0, d.count - there[d.template, d.region]) for d in plan.deployments)

@@ -8,9 +8,10 @@ going on standby and coming from there is a `Reassign`, in which engines and wei
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from math import ceil, inf
+from math import ceil
 
 from potluck.core.scaling.copy_capacity import ROUNDING, CopyRates, Key, busy_copies, planned_mix, rates_of
 from potluck.core.scaling.rule import unit_price_usd_per_h
@@ -36,11 +37,10 @@ def standby_counts(plan: Plan, copies: int, regions: tuple[Region, ...]) -> dict
         if busy_copies(plan, model, mix) is not None:
             chosen = list(mine)
         else:
-            closed = _best({key: copy_rates.closed_per_s for key, copy_rates in mine.items()}, prices)
-            chosen = closed or [
-                *_best({key: copy_rates.prefill_per_s for key, copy_rates in mine.items()}, prices),
-                *_best({key: copy_rates.decode_per_s for key, copy_rates in mine.items()}, prices),
-            ]
+            closed = _best({key: rates.closed_per_s for key, rates in mine.items()}, prices)
+            prefill = _best({key: rates.prefill_per_s for key, rates in mine.items()}, prices)
+            decode = _best({key: rates.decode_per_s for key, rates in mine.items()}, prices)
+            chosen = closed or prefill + decode
         # Where nobody knows what they serve, any may be short.
         numbers.update(dict.fromkeys(chosen or mine, copies))
     return numbers
@@ -48,10 +48,8 @@ def standby_counts(plan: Plan, copies: int, regions: tuple[Region, ...]) -> dict
 
 def standby_usd_per_h(plan: Plan, counts: Mapping[Key, int], regions: tuple[Region, ...]) -> float:
     templates = {template.name: template for template in plan.repertoire}
-    rent = 0.0
-    for key, count in counts.items():
-        rent += count * (unit_price_usd_per_h(templates[key[0]], key[1], regions) or 0.0)
-    return rent
+    prices = {key: unit_price_usd_per_h(templates[key[0]], key[1], regions) or 0.0 for key in counts}
+    return sum((count * prices[key] for key, count in counts.items()), 0.0)
 
 
 def spoken(plan: Plan, copies: int, regions: tuple[Region, ...]) -> str:
@@ -69,12 +67,8 @@ def reassign(unit: TemplateCopy, standby: bool) -> list[Action]:
 
 
 def ready_copies(fleet: FleetState, model: str) -> dict[Key, int]:
-    numbers: dict[Key, int] = {}
-    for unit in fleet.units.values():
-        if unit.model == model and unit.standby and unit.whole:
-            key = (unit.template, unit.region)
-            numbers[key] = numbers.get(key, 0) + 1
-    return numbers
+    ready = [u for u in fleet.units.values() if u.model == model and u.standby and u.whole]
+    return Counter((unit.template, unit.region) for unit in ready)
 
 
 def taken_first(
@@ -110,9 +104,5 @@ def _price(plan: Plan, key: Key, regions: tuple[Region, ...]) -> float:
 
 
 def _best(able_per_s: Mapping[Key, float], prices: Mapping[Key, float]) -> list[Key]:
-    best: Key | None = None
-    least = inf
-    for key, able in able_per_s.items():
-        if able > 0 and prices[key] / able < least:
-            best, least = key, prices[key] / able
-    return [] if best is None else [best]
+    ratios = {key: prices[key] / able for key, able in able_per_s.items() if able > 0}
+    return [min(ratios, key=ratios.__getitem__)] if ratios else []

@@ -285,10 +285,8 @@ class TrafficWindow:
 
     def _error_per_s(self, watch: _JumpWatch, arrivals: int, span_s: float, long_rate_per_s: float) -> float:
         """Standard deviation of the window's rate: sqrt(D n) / span for n arrivals, D = 1 for a Poisson process. D is
-        the variance over the mean of the counts of blocks of slots in the long window, by how much each differs from
-        the next: so a rate that changed and stays is no noise (but once), and what is looked at now, the short
-        window, is not held against itself. Both are taken from there where it knows better: a window that saw few
-        arrivals by chance must not believe itself to be certain."""
+        the variance over the mean of the long window's counts, by differences of neighbours: a rate that changed and
+        stays is no noise. A window that saw few arrivals by chance must not believe itself to be certain."""
         assert self._start_s is not None
         first = max(watch.slot.number - self._long_slots, int(self._start_s / self._slot_s) + 1)
         blocks = (watch.slot.number - SLOTS - first) // BLOCK_SLOTS

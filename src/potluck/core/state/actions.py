@@ -29,9 +29,8 @@ class Run(NamedTuple):
 
 
 class Hedge(NamedTuple):
-    """Send a request along a second route, beside the attempt under way, which is late with its first token. Whoever
-    drives it lets the first of the two that has a token answer, stops the other at once and tells nothing more of it;
-    should the former have a token already, or be over, this is not begun beside it."""
+    """Send a request along a second route, beside an attempt that is late with its first token. The driver lets the
+    first that has a token answer, stops the other and tells nothing of it."""
 
     request: str
     route: Route
@@ -90,8 +89,7 @@ class FlipReplica(NamedTuple):
 
 
 class Reassign(NamedTuple):
-    """A replica is another template's from now on, in that one's role; or on standby, or no longer. `member` has its
-    id as it was."""
+    """A replica (`member` has its old id) becomes another template's, in its role; or goes on or off standby."""
 
     member: ReplicaSpec
 
@@ -136,19 +134,6 @@ class OperatorNote(NamedTuple):
     why: str
 
 
-Action = (
-    Run
-    | Hedge
-    | Refuse
-    | Abort
-    | QueryAttempt
-    | StartReplica
-    | DrainReplica
-    | StopReplica
-    | FlipReplica
-    | Reassign
-    | Replan
-    | ResyncCache
-    | CopyPrefix
-    | OperatorNote
-)
+RequestAction = Run | Hedge | Refuse | Abort | QueryAttempt
+FleetAction = StartReplica | DrainReplica | StopReplica | FlipReplica | Reassign
+Action = RequestAction | FleetAction | Replan | ResyncCache | CopyPrefix | OperatorNote

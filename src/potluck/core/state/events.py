@@ -85,8 +85,7 @@ class RequestFinished(NamedTuple):
 
 
 class AttemptFailed(NamedTuple):
-    """An attempt lost its replica, link or transfer. Whoever tells this passes no more tokens of that attempt on:
-    `streamed_tokens` is where the next one goes on."""
+    """An attempt lost its replica, link or transfer; no more tokens of it are passed on after `streamed_tokens`."""
 
     request: str
     attempt: int
@@ -135,9 +134,8 @@ class LinkReported(NamedTuple):
 
 
 class CacheReported(NamedTuple):
-    """What changed in a replica's prefix cache, or with `whole` all that it holds, as of `sequence`. Blocks have the
-    chained names of `core.replica.blocks`. Marked are blocks at whose end the state of linear and window layers is
-    held too; models that have such can only be resumed there."""
+    """What changed in a replica's prefix cache, or with `whole` all that it holds, as of `sequence`. At the end of
+    marked blocks the state of linear and window layers is held too."""
 
     replica: str
     sequence: int
@@ -195,25 +193,8 @@ class Tick(NamedTuple):
     """Some time has passed: look at the windows."""
 
 
-Event = (
-    RequestArrived
-    | RequestAdopted
-    | SegmentDone
-    | SegmentComputed
-    | FirstToken
-    | RequestFinished
-    | AttemptFailed
-    | AttemptRunning
-    | RequestCancelled
-    | ReplicaReported
-    | ReplicaSilent
-    | LinkReported
-    | CacheReported
-    | ReplicaReady
-    | ReplicaLost
-    | ReplicaDrained
-    | PlanReceived
-    | OperatorOrdered
-    | MarketReported
-    | Tick
-)
+ProgressEvent = RequestArrived | RequestAdopted | SegmentDone | SegmentComputed | FirstToken | RequestFinished
+AttemptEvent = AttemptFailed | AttemptRunning | RequestCancelled
+ReportEvent = ReplicaReported | ReplicaSilent | LinkReported | CacheReported
+FleetEvent = ReplicaReady | ReplicaLost | ReplicaDrained | PlanReceived | OperatorOrdered | MarketReported
+Event = ProgressEvent | AttemptEvent | ReportEvent | FleetEvent | Tick

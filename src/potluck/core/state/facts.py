@@ -78,8 +78,7 @@ class ReplicaFacts:
     alone_s_per_token: float = 0.0
     """Of a lone prompt, where that is longer: a pipeline's next prompt begins long before one is done."""
     decode_knees: tuple[tuple[int, float], ...] = ()
-    """Batches between one and the planned one, rising, and their steps, where these do not lie on one line: of a
-    mixture of experts few requests read nearly all of them."""
+    """Batches up to the planned one, rising, and their steps, where these do not lie on one line (experts)."""
 
     def prompt_s(self, tokens: float, cached: float = 0.0) -> float:
         """For a prompt of so many tokens, of which the first are cached: as the curve has it, or else the line."""
@@ -91,9 +90,8 @@ class ReplicaFacts:
 
 @dataclass(frozen=True, slots=True)
 class SplitFacts:
-    """CRONUS's two predictors for a pair: the low-end GPU's prefill, the high-end one's chunked iteration.
-    T_parprefill = k_p L + b_p                          low-end, L tokens t_chunked    = k_ctxp L_p + k_ctxd sum L_d +
-    b_c    high-end, one iteration of `chunk_tokens`"""
+    """CRONUS's two predictors for a pair: T_parprefill = k_p L + b_p for L tokens on the low-end GPU, and
+    t_chunked = k_ctxp L_p + k_ctxd sum L_d + b_c for one iteration of `chunk_tokens` on the high-end one."""
 
     k_p: float
     b_p: float
@@ -111,8 +109,7 @@ class GroupFacts:
     kv_bytes_per_token: float
     """As it crosses: after the codec."""
     hops: tuple[tuple[int, int, tuple[tuple[str, float, float], ...]], ...]
-    """(from replica, to replica, (link, seconds, seconds per byte of KV) of each); a link without a name is inside a
-    machine."""
+    """(from replica, to replica, (link, seconds, seconds per byte of KV) of each); a link in a machine: no name."""
     prompt_tokens: float
     """Mean prompt and answer that it was planned for."""
     output_tokens: float

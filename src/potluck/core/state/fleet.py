@@ -26,8 +26,7 @@ KEEP: Final = 1.0 - 1.0 / 16
 ODD: Final = 1.8
 ODDS: Final = 3
 ODD_S: Final = 0.5
-"""So many times more often than not so far off from its pace, with so much work, a replica is not what it was: what
-was observed before is forgotten."""
+"""So many times more often than not so far off its pace, with so much work, a replica has changed."""
 LEAST: Final = 1.0 / 8.0
 MOST: Final = 8.0
 """Paces that are believed."""
@@ -237,9 +236,7 @@ class FleetState:
         """A replica that has changed is believed soon: some observations in a row tell."""
         ratio = observed_s / planned_s
         way = 1 if ratio > ODD * view.pace else -1 if ratio * ODD < view.pace else 0
-        if (
-            way == 0 and abs(view.odds) > 1
-        ):  # begun before it changed, perhaps: it counts against, and no more
+        if way == 0 and abs(view.odds) > 1:  # perhaps begun before it changed: it counts against, no more
             view.odds -= 1 if view.odds > 0 else -1
         elif way == 0 or way * view.odds <= 0:
             view.odds, view.odd_observed_s, view.odd_planned_s = 0, 0.0, 0.0

@@ -35,43 +35,36 @@ class Policy:
     affinity: float = 1.0
     """Seconds of waiting that a second of saved prefill is worth; 0 ignores caches."""
     pool_caches: bool = True
-    """Fetch a prefix that another replica of the region holds, where that is sooner than computing it (PrfaaS 3.2).
-    Engines must be able to hand over; those that tell what they hold can."""
+    """Fetch a prefix from another replica of the region, where that is sooner than computing it (PrfaaS 3.2)."""
     rebalance: bool = False
     """Copy prefixes that many ask for to replicas with less to do, while links have room (PrfaaS 3.2)."""
     grants: bool = False
     """Share links between regions out among their senders, which keep to what they are granted (PrfaaS 3.3)."""
     split_overflow: bool = True
-    """In pairs, a prompt that finds no place on the low-end GPU goes whole to the high-end one if that is sooner. The
-    planner counts on it; CRONUS lets prompts wait."""
+    """In pairs, a prompt that finds the low-end GPU full goes whole to the high-end one if sooner; CRONUS waits."""
     low_decodes: bool = True
     """In pairs, keep some decodes on the low-end GPU while the high-end one is over its batch (beyond CRONUS)."""
     scaling: str = "none"
     """Who changes the fleet: a name in `SCALERS` (`core/scaling/autoscaler.py`)."""
     retries: int = 2
-    """How often a request may be sent again after failures that may be its own fault: all but broken links and
-    replicas that were lost together with others."""
+    """How often a request may be sent again after failures that may be its own fault."""
     hedge: float = 0.0
-    """A request without a first token after so many times what was predicted is sent elsewhere as well, if there is
-    room; 0: never. Whoever has the first token first answers it, the other is stopped."""
+    """A request without a first token after so many times what was predicted is sent elsewhere as well; 0: never."""
     max_wait_s: float = 60.0
     """Requests wait so long for a replica, or for their turn, before they are refused."""
     admission: bool = True
-    """Send replicas no more than they can begin soon, let the rest wait, refuse what would be late. Only where a
-    model has an objective; without one every answer is in time and all are sent at once."""
+    """Send replicas only what they begin soon, let the rest wait, refuse what would be late; only with an SLO."""
     queue_requests: int = 1000
     """Requests of one tenant for one model that may wait for their turn."""
     disturbance: float = 0.08
     """How much slower, on average, other tenants' tokens may get for one tenant's long prompts; 0: not at all."""
     set_apart: bool = True
-    """Set replicas apart for tenants that send little but long prompts. Others' prompts are computed there too and
-    handed over within the region, which their engines must be able to do."""
+    """Set replicas apart for tenants that send little but long prompts; others' prompts are handed over there."""
     tenants: tuple[Tenant, ...] = ()
     """Tenants with weights; any other weighs 1."""
     classes: tuple[RequestClass, ...] = CLASSES
     shared_prefixes: tuple[PrefixSharing, ...] = ()
-    """Who uses whose cached prefixes, beside one's own. Requests are told apart where they come in, by a salt: the
-    Brain only sees that blocks have the same names."""
+    """Who uses whose cached prefixes, beside one's own; told apart by a salt where requests come in."""
     tick_s: float = 1.0
     window_s: float = 120.0
     """Sliding window over which rates and lengths are watched (CAUCHY Algorithm 1)."""
@@ -80,8 +73,7 @@ class Policy:
     global_window_s: float = 1800.0
     """A rate that held so long calls for a refinement of the whole fleet (CAUCHY 3.5.2)."""
     grace_s: float = 600.0
-    """From a drain until the replica is stopped whether done or not: long enough that answers end (CORAL 5.1 waits
-    for all of them, about a minute; CAUCHY 3.5 gives them 30 s)."""
+    """From a drain until the replica is stopped, done or not (CORAL 5.1 waits about a minute, CAUCHY 3.5 30 s)."""
     replan_s: float = 360.0
     """Between two periodic re-allocations (CORAL 5.1)."""
     forecast_share: float = 0.7
@@ -95,8 +87,7 @@ class Policy:
     dip: float = 0.0
     """Share of the capacity that may be missing while copies are exchanged on nodes that are all taken."""
     standby: int = 0
-    """Copies of each model that are loaded and idle, so that more is there at once (CAUCHY 3.5.1's pre-warmed
-    instances; `core.scaling.standby` says of what). They are paid for."""
+    """Copies of each model kept loaded and idle, and paid for (CAUCHY 3.5.1's pre-warmed instances)."""
     advise: bool = False
     """Scaling only says what it would do."""
 

@@ -23,9 +23,8 @@ NOWHERE: Final[frozenset[str]] = frozenset()
 
 
 class RequestState:
-    """One accepted request, from its arrival to its end. The Brain alone changes it. What most requests never change
-    is the class's: making one by the million is then nearly free. What every event looks at comes first, as compiled
-    code lays fields out in this order, and with many open each line is a miss."""
+    """One accepted request, from its arrival to its end; the Brain alone changes it. What few requests change is the
+    class's, so making one is cheap. What every event looks at comes first: compiled code keeps this order."""
 
     request: Request
     prompt_tokens: int
@@ -110,8 +109,7 @@ class RequestState:
         return tuple.__new__(Run, (self.request.id, self.route, self.attempt, *tokens, self.weight, yields))
 
     def leaves_region(self) -> bool:
-        """Whether KV of the present one of its earlier segments goes to another region. Until it has crossed it lies
-        where it was computed, and counts there: so a full link holds prompts back."""
+        """Whether its present segment's KV goes to another region: until it has crossed it counts where it lies."""
         onto = self.earlier[self.done + 1][0] if self.done + 1 < len(self.earlier) else self.last
         return onto is not None and onto.member.region != self.earlier[self.done][0].member.region
 

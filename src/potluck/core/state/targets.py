@@ -27,12 +27,10 @@ PAIR: Final = 2
 LATE: Final = 8.0
 """How much slower a replica counts whose answers all miss their objective."""
 MANY: Final = 0.2
-"""A smaller share of them counts for less than that in proportion: bursts do it to anybody, and to shun whoever had
-one would only pass it on to the next."""
+"""A smaller share of them counts for less than in proportion: bursts happen to anybody."""
 ROUNDING: Final = 1e-9
 ALIKE: Final = 0.1
-"""A pace so near to the planned one counts as that: what is learned scatters as much, and copies that are alike
-are to have alike."""
+"""A pace so near to the planned one counts as that: what is learned scatters as much."""
 
 
 class LoadIndex(Protocol):
@@ -122,8 +120,7 @@ def _pace(side: list[ReplicaState]) -> float:
 
 
 def intact_share(target: Target, template: Template) -> float:
-    """How much of a group's planned capacity its ready replicas are. A group serves what its scarcer side can. Once
-    roles were flipped, that was done to balance it, so then all of its replicas count alike."""
+    """The share of a group's planned capacity that is ready: its scarcer side's; after flips replicas count alike."""
     if not target.usable:
         return 0.0
     planned = len([replica for replica in template.replicas if replica.role == "prefill"])
@@ -172,9 +169,8 @@ def busier(busy: float, prefills: Sequence[ReplicaState]) -> float:
 
 
 class PrefillUtilization:
-    """How busy prompts keep a combo's prefill replicas: the larger of two measures. The share of arrivals that found
-    one at work is its utilisation where arrivals come by chance. Where they come in turn, each may come just after
-    the one before it is done, and all find it free; so what they ask for in the time between them counts too."""
+    """How busy prompts keep a combo's prefill replicas: the larger of the share of arrivals that found one at work
+    (its utilisation for random arrivals) and what they ask for in the time between them (for regular ones)."""
 
     __slots__ = ("_count", "_found", "_gap_s", "_last_s", "_work_s")
 

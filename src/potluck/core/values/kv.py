@@ -20,8 +20,7 @@ CODEC_BITS: dict[Codec, tuple[float, float]] = {"fp16": (16.0, 0.0), "int8": (8.
 
 
 def codec_ratio(codec: Codec, group: int = 128, stored_bits: float = 16.0) -> float:
-    """Wire bytes per byte of KV held at `stored_bits`: (bits + side bits / group) / stored_bits, at most 1. With
-    groups of 128 int8 sends 50.8 % and int4 26.6 % of fp16. Under fp16 every cache is sent as it is."""
+    """Wire bytes per byte of KV held at `stored_bits`: (bits + side bits / group) / stored_bits, at most 1."""
     if codec not in CODEC_BITS:
         raise InputError("codec", f"{codec!r} is not one of {', '.join(CODEC_BITS)}")
     if codec == "fp16":
@@ -30,13 +29,12 @@ def codec_ratio(codec: Codec, group: int = 128, stored_bits: float = 16.0) -> fl
     return min(1.0, (bits + side_bits / group) / stored_bits)
 
 
+Windows = Iterable[tuple[int, float]]
+Span = tuple[float, float]
+
+
 def wire_bytes(
-    growing_bytes: float,
-    windows: Iterable[tuple[int, float]],
-    state_bytes: float,
-    span: tuple[float, float],
-    codec: Codec = "fp16",
-    stored_bits: float = 16.0,
+    growing_bytes: float, windows: Windows, state_bytes: float, span: Span, codec: Codec, stored_bits: float
 ) -> float:
     """Bytes of the KV of a span of a request's tokens, with its state; nothing for no tokens."""
     start, stop = span
@@ -69,10 +67,11 @@ def codecs_between(plan: Plan) -> dict[tuple[str, str, str], Codec]:
 
 def lossy_crossings(plan: Plan) -> tuple[LossyHop, ...]:
     """All of them: between regions as its flows say, and within templates; of what scaling may start as well."""
+    between = [((f.model, f.prefill_region, f.decode_region), f.codec) for f in plan.flows]
     lossy_hops = [
-        LossyHop(flow.model, _between(flow.prefill_region, flow.decode_region), flow.codec)
-        for flow in plan.flows
-        if flow.codec != LOSSLESS
+        LossyHop(model, f"within {here}" if here == there else f"{here} → {there}", codec)
+        for (model, here, there), codec in between
+        if codec != LOSSLESS
     ]
     lossy_hops += [
         LossyHop(template.model, f"within {template.name}", template.codec)
@@ -80,10 +79,6 @@ def lossy_crossings(plan: Plan) -> tuple[LossyHop, ...]:
         if template.codec != LOSSLESS and template.hands_over
     ]
     return tuple(dict.fromkeys(lossy_hops))
-
-
-def _between(source: str, target: str) -> str:
-    return f"within {source}" if source == target else f"{source} → {target}"
 
 
 def lossy_notices(plan: Plan) -> tuple[str, ...]:

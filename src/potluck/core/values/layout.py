@@ -17,9 +17,8 @@ from potluck.core.values.model import Format
 from potluck.core.values.types import NodeType
 
 Ep = Literal["none", "tp", "dp"]
-"""Where a mixture's experts are. none: each sharded over all GPUs, like everything else. Else each is whole on one
-GPU (expert parallelism), with attention tensor parallel (tp) or data parallel (dp) over the same GPUs: with `dp` each
-has all of attention and the KV of its own requests, and tokens travel to their experts and back."""
+"""Where a mixture's experts are. none: each sharded over all GPUs. Else each is whole on one GPU (expert
+parallelism), with attention tensor parallel (tp) or data parallel (dp: all of it on each, and its own KV)."""
 
 
 @dataclass(frozen=True, slots=True)

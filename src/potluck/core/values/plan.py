@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from math import inf
 from typing import Literal
 
 from potluck.core.codec import dumps, loads
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout
 from potluck.core.values.model import Format
-from potluck.core.values.types import Codec, Role
+from potluck.core.values.types import Codec, Role, not_negative
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +179,7 @@ class PlannedShare:
     rate_per_s: float
 
     def __post_init__(self) -> None:
-        _not_negative(f"share {self.template}@{self.region}: rate_per_s", self.rate_per_s)
+        not_negative(f"share {self.template}@{self.region}: rate_per_s", self.rate_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +194,7 @@ class PlannedFlow:
     codec: Codec = "fp16"
 
     def __post_init__(self) -> None:
-        _not_negative(f"flow {self.model}: rate_per_s", self.rate_per_s)
+        not_negative(f"flow {self.model}: rate_per_s", self.rate_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,21 +284,19 @@ class Plan:
     fraction: float = 1.0
     """Share of every demand that is met; below 1 when the fleet does not suffice."""
     start_usd_per_h: float = 0.0
-    """Beside the rent: starting the copies that did not run, spread over the time to the next plan (CORAL's K times
-    their price). The objective is the sum of both."""
+    """Beside the rent: starting copies that did not run (CORAL's K times their price), spread until the next plan."""
     candidates: tuple[Template, ...] = ()
     """Templates of the same strategy that nothing is deployed of, which scaling may start (`plan/running`)."""
     charges: tuple[Charge, ...] = ()
     """Beside the rent: egress, what preemptions cost, weights in storage, head nodes."""
     formats: tuple[tuple[str, Format], ...] = ()
-    """Model to the format of its weights, where the spec names some; others are as their checkpoints have them.
-    All replicas of a model share it, for any two may come to hand KV to each other."""
+    """Model to its weights' format, where the spec names one; all its replicas share it, as they hand KV over."""
     rehearsed: Rehearsed | None = None
     """What it was proven to do in simulation, before it was written down; None: it was not tried."""
 
     def __post_init__(self) -> None:
         for name in ("cost_usd_per_h", "gap", "fraction", "start_usd_per_h"):
-            _not_negative(f"plan: {name}", getattr(self, name))
+            not_negative(f"plan: {name}", getattr(self, name))
 
     def template(self, name: str) -> Template:
         return next(template for template in self.templates if template.name == name)
@@ -358,11 +355,6 @@ def plan_mark(plan: Plan) -> str:
     return mark_of(plan_to_json(plan))
 
 
-def _not_negative(field: str, value: float) -> None:
-    if not 0 <= value < inf:
-        raise InputError(field, f"must not be negative, is {value}")
-
-
 Confidence = Literal["measured", "transferred", "assumed"]
 """This GPU was measured; it is predicted from measurements of its relatives; nothing near it was measured."""
 
@@ -372,16 +364,18 @@ def copies_changed(before: Plan, after: Plan) -> str:
     counts: Counter[tuple[str, str]] = Counter()
     for plan, sign in ((before, -1), (after, 1)):
         for deployment in plan.deployments:
-            counts[_said(plan.template(deployment.template)), deployment.region] += sign * deployment.count
+            counts[_described(plan.template(deployment.template)), deployment.region] += (
+                sign * deployment.count
+            )
     lines = [
         f"{abs(more)} {'more' if more > 0 else 'fewer'} {what} in {region}"
-        for (what, region), more in sorted(counts.items(), key=lambda each: (-each[1], each[0]))
+        for (what, region), more in sorted(counts.items(), key=lambda item: (-item[1], item[0]))
         if more
     ]
     return ", ".join(lines) or "the same GPUs in the same roles"
 
 
-def _said(template: Template) -> str:
+def _described(template: Template) -> str:
     parts = []
     for replica in template.replicas:
         counts = replica.layout.node_counts

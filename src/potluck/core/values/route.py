@@ -62,6 +62,5 @@ def aggregated(replica: str) -> Route:
 
 
 def handed_over(first: str, second: str, at_token: int) -> Route:
-    """`first` prefills tokens up to `at_token`, `second` does the rest and decodes: PrfaaS and prefill/decode
-    disaggregation at the prompt's length, CRONUS's partial prefill below it."""
+    """`first` prefills up to `at_token`, `second` does the rest and decodes (CRONUS: below the prompt's length)."""
     return Route((Segment(first, 0, at_token), Segment(second, at_token, None)))

@@ -65,7 +65,7 @@ class Interconnect:
             raise InputError(f"interconnect {self.kind}: domain", "must be at least 1")
         if self.kind != "none":
             _positive(f"interconnect {self.kind}: gb_per_s", self.gb_per_s)
-        _not_negative(f"interconnect {self.kind}: latency_s", self.latency_s)
+        not_negative(f"interconnect {self.kind}: latency_s", self.latency_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class NodeOffer:
 
     def __post_init__(self) -> None:
         for name in ("reserved", "preemptions_per_h", "price_usd_per_h", "available"):
-            _not_negative(f"{self.node}: {name}", getattr(self, name))
+            not_negative(f"{self.node}: {name}", getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Link:
 
     def __post_init__(self) -> None:
         _positive(f"link {self.source}->{self.target}: gbps", self.gbps)
-        _not_negative(f"link {self.source}->{self.target}: rtt_s", self.rtt_s)
+        not_negative(f"link {self.source}->{self.target}: rtt_s", self.rtt_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +173,7 @@ class Slo:
         return Slo(self.ttft_s * factor, self.tpot_s * factor, self.attainment, e2e_s)
 
     def within_e2e(self, output_tokens: float) -> Slo:
-        """TTFT and TPOT made tighter, by one factor, so that both together keep E2E for so long an answer: phases on
-        different replicas can each be held to a time of its own, not to a sum of two."""
+        """TTFT and TPOT tightened by one factor so that both keep E2E for so long an answer, each phase by itself."""
         if self.e2e_s is None:
             return self
         whole_s = self.ttft_s + max(0.0, output_tokens - 1.0) * self.tpot_s
@@ -217,7 +216,7 @@ class Traffic:
             if any(not share >= 0 for _, share in shares) or sum(share for _, share in shares) > 1 + 1e-6:
                 why = "shares must not be negative, nor above 1 in all"
                 raise InputError(f"traffic {self.model}: {what}", why)
-        _not_negative(f"traffic {self.model}: rate_per_s", self.rate_per_s)
+        not_negative(f"traffic {self.model}: rate_per_s", self.rate_per_s)
         if not self.lengths:
             raise InputError(f"traffic {self.model}: lengths", "needs at least one bin")
         total = sum(length.share for length in self.lengths)
@@ -262,7 +261,7 @@ class Request(NamedTuple):
         return map(tuple.__new__, repeat(cls), rows)
 
 
-def _not_negative(field: str, value: float) -> None:
+def not_negative(field: str, value: float) -> None:
     if not (isfinite(value) and value >= 0):
         raise InputError(field, f"must not be negative, is {value}")
 
