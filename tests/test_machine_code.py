@@ -69,8 +69,7 @@ def test_what_cannot_be_read_is_made_anew(folder: Path, ending: str, damage: Cal
 
 def test_what_is_compiled_at_once_survives_as_well(folder: Path) -> None:
     for _ in range(2):
-        fast = machine_code(double, ["int64(int64)"], nogil=True)
-        assert fast(4) == 8
+        assert machine_code(double, ["int64(int64)"], nogil=True)(4) == 8
         for file in files(folder, "nbi"):
             renamed_since(file)
 

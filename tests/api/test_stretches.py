@@ -19,21 +19,8 @@ SPECIALS = ["<|im_start|>", "<|im_end|>", "<|eot|>", "<|eot|>x", "<|im", "d|><|"
 """The last three make trouble: one holds another, one begins one, one overlaps with two."""
 PIECES = [
     *(*SPECIALS, "<|end|>", "</s>", "[SEP]", "Ab", "user", "Assistant:", "'s", "'LL", "it", "12", "345", "z"),
-    *(
-        "\u00e9",
-        "e\u0301",
-        "\u4e16\u754c",
-        "x.\nAnd",
-        "b\nC",
-        "\n",
-        "\n\n",
-        "\r\n",
-        " ",
-        "  ",
-        "\t",
-        ".",
-        "!?",
-    ),
+    *("\u00e9", "e\u0301", "\u4e16\u754c", "x.\nAnd", "b\nC", "\n", "\n\n", "\r\n"),
+    *(" ", "  ", "\t", ".", "!?"),
     *("<|", "|>", "</", "\u00a0", "\u2028", "\x1c", "\U0001f600"),
 ]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=40).map("".join)
@@ -188,5 +175,4 @@ def changed(kind: str) -> Tokenizer:
 def test_what_cannot_be_shown_to_be_the_same_is_not_cut(kind: str) -> None:
     assert seams_of(tokenizer("llama3")) is not None
     assert seams_of(changed(kind)) is None
-    text = ModelTokenizer(changed(kind), remember_bytes=1 << 20)
-    assert text.stretches is None
+    assert ModelTokenizer(changed(kind), remember_bytes=1 << 20).stretches is None

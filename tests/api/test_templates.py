@@ -88,8 +88,7 @@ def theirs(folder: Path, messages: list[dict[str, Any]], **values: Any) -> str |
 
 
 def ours(folder: Path, messages: list[dict[str, Any]], **values: Any) -> str | None:
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    templates = read_templates(folder, settings)
+    templates = read_templates(folder, json.loads((folder / "tokenizer_config.json").read_text()))
     assert templates is not None
     known = {key: values.pop(key) for key in ("tools", "documents", "add_generation_prompt") if key in values}
     try:

@@ -138,8 +138,7 @@ def _held_bytes(cache: Any, tokens: int) -> int:
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed, switching to BLAS gemm:UserWarning")
 def test_kv_bytes_equal_a_cache_after_a_forward_pass(name: str, layers: int, tokens: int) -> None:
     model = _narrow(models.model(name), layers)
-    cache = _after(model, tokens, _growing)
-    assert _held_bytes(cache, tokens) == memory.kv_bytes(model, tokens)
+    assert _held_bytes(_after(model, tokens, _growing), tokens) == memory.kv_bytes(model, tokens)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +207,6 @@ def _states(held: Any) -> tuple[int, int]:
 def test_latent_attention_counts_the_latent() -> None:
     """transformers expands MLA's cache to full heads; serving engines keep the latent, as we count."""
     model = models.model("DeepSeek-V3")
-    part = model.layers[0].attention
-    assert isinstance(part, LatentAttention)
+    assert isinstance(model.layers[0].attention, LatentAttention)
     latent_bytes = (512 + 64) * BF16_BYTES
     assert memory.kv_bytes_per_token(model) == 61 * latent_bytes == 70272

@@ -51,7 +51,6 @@ class QuietHandler(BaseHTTPRequestHandler):
 
 @contextmanager
 def served(handler: type[QuietHandler]) -> Iterator[str]:
-    """The address of a server with this handler."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()

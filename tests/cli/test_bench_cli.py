@@ -97,7 +97,6 @@ def test_no_answer_at_all_is_a_no(server: Server, capsys: pytest.CaptureFixture[
 
 
 def test_a_promise_that_is_missed_is_exit_code_3(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every third request is refused: two thirds are in time."""
     words = ["bench", server.url, "--requests", "6", "--output", "2", "--slo"]
     assert run([*words, "ttft=1000s,attainment=0.95"]) == 3
     *_, last = capsys.readouterr().out.strip().splitlines()

@@ -37,8 +37,7 @@ class Shown(NamedTuple):
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Shown]:
     def called(*args: object) -> Shown:
-        code = run_command([str(arg) for arg in args])
-        return Shown(code, *capsys.readouterr())
+        return Shown(run_command([str(arg) for arg in args]), *capsys.readouterr())
 
     return called
 

@@ -180,8 +180,7 @@ def test_requests_are_answered_told_no_or_lost() -> None:
         0.0, "m", [1], 2, status=429, problem='{"error": {"message": "overloaded"}}', done_s=0.1
     )
     cut = TimedRequest(0.0, "m", [1], 2, status=200, problem="cut off", done_s=0.1)
-    sent = [SentRequest("a", SHOP, item) for item in (whole, late, no, cut)]
-    result = counted(sent, Slo(3.0, 0.2))
+    result = counted([SentRequest("a", SHOP, item) for item in (whole, late, no, cut)], Slo(3.0, 0.2))
     assert result == RequestCounts(4, 1, 1, 1, ttft_s=5.0, no="overloaded")
     assert (result.answered, result.answered_share, result.attained) == (2, 0.5, 0.25)
 

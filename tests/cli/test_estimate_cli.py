@@ -83,8 +83,7 @@ def test_spellings_of_a_node_and_of_options(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_prices_come_from_the_catalog(capsys: pytest.CaptureFixture[str]) -> None:
-    cheapest = answer(capsys)
-    assert cheapest["price_from"] != "given"
+    assert answer(capsys)["price_from"] != "given"
     region = answer(capsys, node="8xA100-80", region="aws/us-east-1")
     assert str(region["price_from"]).startswith("aws/us-east-1")
     assert float(str(region["price_usd_per_h"])) > 1

@@ -142,8 +142,6 @@ def test_looking_at_keys_makes_no_state(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.fixture
 def locked() -> Iterator[str]:
-    """A server that asks for a key."""
-
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(401)

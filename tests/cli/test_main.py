@@ -21,7 +21,6 @@ from potluck.core.errors import CapacityError, InputError
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
-    """A command `fail` that raises whatever is put into the list."""
     what: list[BaseException] = []
 
     @click.command()

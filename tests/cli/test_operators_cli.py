@@ -81,8 +81,7 @@ class Port:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 port.asked.append((f"{self.command} {self.path}", body))
                 if body.get("replica", "t@east#0/0") != "t@east#0/0":
-                    line = {"error": {"message": "replica: unknown 'x'"}}
-                    self.say(404, json.dumps(line).encode())
+                    self.say(404, json.dumps({"error": {"message": "replica: unknown 'x'"}}).encode())
                     return
                 message = {
                     "replica": "t@east#0/0",

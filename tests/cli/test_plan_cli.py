@@ -177,8 +177,7 @@ def test_nothing_asked_is_an_empty_plan(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_fleet_of_one_node_is_explained_too(capsys: pytest.CaptureFixture[str]) -> None:
     """What one node fewer would cost cannot be asked of a planner when there would be none at all."""
     assert run(["plan", str(EXAMPLES / "one-node.yaml"), "--averages"]) == 0
-    worth = capsys.readouterr().out.split("What a node is worth")[1]
-    assert "not enough" in worth
+    assert "not enough" in capsys.readouterr().out.split("What a node is worth")[1]
 
 
 def test_a_fleet_of_one_node_of_each_type_is_explained_too(
@@ -203,8 +202,7 @@ def test_kv_loses_nothing_unless_the_spec_allows_it_and_then_that_is_said_first(
     spec = EXAMPLES / "two-regions.yaml"
     options = ["--averages", "--strategy", "prfaas", "--no-explain"]
     assert run(["plan", str(spec), *options]) == 0
-    exact = capsys.readouterr().out
-    assert "lossy" not in exact
+    assert "lossy" not in capsys.readouterr().out
     allowed, plan = tmp_path / "allowed.yaml", tmp_path / "plan.json"
     (tmp_path / "traces").symlink_to(EXAMPLES / "traces")
     allowed.write_text(spec.read_text() + "kv_codecs: [raw, int8, int4]\n")
@@ -240,7 +238,6 @@ def test_one_model_that_nothing_serves_spares_the_others(
 
 
 def test_what_cannot_be_written_is_printed(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A full disk: the plan is printed, and one line says so."""
     options = ["--averages", "--no-explain", "--strategy", "melange", "--out", "/dev/full"]
     assert run(["plan", str(spec), *options]) == 2
     caught = capsys.readouterr()

@@ -98,8 +98,7 @@ def test_named_machines_are_lost(
     plan = plan_from_json(out.read_text())
     assert not {m for t in plan.templates for m in t.machines} & {"node1", "node2"}
     assert sum(plan.nodes.values()) <= 2
-    by_type = answers([*files, "--lose", "pool:2xA5000=1"], capsys)
-    assert by_type["reallocate"]["served_fraction"] > 0
+    assert answers([*files, "--lose", "pool:2xA5000=1"], capsys)["reallocate"]["served_fraction"] > 0
 
 
 def test_other_lengths(files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,8 +106,7 @@ def test_other_lengths(files: tuple[str, str], tmp_path: Path, capsys: pytest.Ca
     rows = [f"2023-11-16 18:00:{i:02d}.0,{100 + 10 * i},{20 + i}" for i in range(40)]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
     for text in ("chat=coding", str(trace)):
-        result = answers([*files, "--workload", text], capsys)
-        assert result["reallocate"]["served_fraction"] > 0, text
+        assert answers([*files, "--workload", text], capsys)["reallocate"]["served_fraction"] > 0, text
     same = answers([*files, "--workload", "900/200"], capsys)
     assert same["reroute"]["served_fraction"] == pytest.approx(
         plan_from_json(Path(files[0]).read_text()).fraction

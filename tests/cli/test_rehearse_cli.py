@@ -37,8 +37,7 @@ def test_a_rehearsal_is_shown_step_by_step_and_its_plan_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
-    path = a_spec(tmp_path)
-    assert run(["plan", str(path), *QUICK, "--cv", "6", "--out", str(out)]) == 0
+    assert run(["plan", str(a_spec(tmp_path)), *QUICK, "--cv", "6", "--out", str(out)]) == 0
     text = capsys.readouterr().out
     for words in (
         "Rehearsal",
@@ -68,8 +67,7 @@ def test_json_has_every_step(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_when_nothing_holds_it_is_said_and_the_best_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = a_spec(tmp_path, available=1)
-    assert run(["plan", str(path), *QUICK, "--cv", "6"]) == 3
+    assert run(["plan", str(a_spec(tmp_path, available=1)), *QUICK, "--cv", "6"]) == 3
     text = capsys.readouterr().out
     assert "Warning: no plan held in simulation: the fleet has no more nodes that would help" in text
     assert "misses its 90.0 %" in text
@@ -110,8 +108,7 @@ def test_bad_options_get_one_line(
 
 
 def test_nothing_asked_is_nothing_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = a_spec(tmp_path, "rate_per_s: 0, input: 600, output: 80")
-    assert run(["plan", str(path), *QUICK]) == 0
+    assert run(["plan", str(a_spec(tmp_path, "rate_per_s: 0, input: 600, output: 80")), *QUICK]) == 0
     assert "Rehearsal" not in capsys.readouterr().out
 
 
@@ -133,8 +130,7 @@ def test_plans_are_rehearsed_by_default_and_say_so(
 def test_where_the_first_plan_misses_a_dearer_one_is_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = a_spec(tmp_path)
-    assert run(["plan", str(path), *SHORT, "--cv", "6", "--json"]) == 0
+    assert run(["plan", str(a_spec(tmp_path)), *SHORT, "--cv", "6", "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     steps = body["rehearsal"]["steps"]
     assert body["rehearsal"]["holds"]

@@ -50,8 +50,7 @@ def answers(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str,
 
 
 def test_nothing_happened(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    result = answers(list(files), capsys)
-    assert result["reroute"]["served_fraction"] == 1
+    assert answers(list(files), capsys)["reroute"]["served_fraction"] == 1
     assert run(["replan", *files, "--averages"]) == 0
     out = capsys.readouterr().out
     assert "reroute (best)" in out

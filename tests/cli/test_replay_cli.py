@@ -13,7 +13,6 @@ from potluck.cli.main import run
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """A plan, its spec, and a log of it."""
     folder = tmp_path_factory.mktemp("replay")
     spec, plan, log = folder / "potluck.yaml", folder / "plan.json", folder / "run.log"
     spec.write_text(SPEC)

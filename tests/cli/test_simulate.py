@@ -97,8 +97,7 @@ def test_goodput_brackets_the_rate_and_says_what_it_found(
     assert min(missed) <= max(held) * 1.1 * 1.001
     monkeypatch.setenv("COLUMNS", "200")
     assert run(["goodput", *files, "--requests", "400", "--tolerance", "0.1"]) == 0
-    text = capsys.readouterr().out
-    *_, last = text.strip().splitlines()
+    *_, last = capsys.readouterr().out.strip().splitlines()
     assert last.startswith(f"Goodput: {max(held):.4g} requests/s; there chat is in time for ")
     assert f"promised. At {min(missed):.4g} requests/s chat would be in time for " in last
 

@@ -48,8 +48,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def test_stats(azure: Path, mooncake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["trace", "stats", str(azure)]) == 0
-    text = capsys.readouterr().out
-    assert "0.2 requests/s" in text
+    assert "0.2 requests/s" in capsys.readouterr().out
     assert run(["trace", "stats", str(mooncake), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["requests"] == 50

@@ -77,8 +77,7 @@ def test_gpus_of_this_machine_are_given_to_each_vllm(tmp_path: Path, monkeypatch
     """Two of four GPUs to each of two engines, ports in a row for their workers, and no third engine."""
     chips = tuple(("1xH100", f"GPU-{place}") for place in range(4))
     maker = EngineCommands("vllm", (("m", Path("dir")),), chips=chips, gpus=(("8xH100", "1xH100"),))
-    node = StageNode("8xH100", 2, ep="tp")
-    make = EngineSpec("m", Layout((Stage(32, (node,)),)), "here")
+    make = EngineSpec("m", Layout((Stage(32, (StageNode("8xH100", 2, ep="tp"),)),)), "here")
     spawned: list[tuple[list[str], dict[str, str]]] = []
 
     def spawn(command: list[str], marks: dict[str, str], log: Path) -> ProcessId:
@@ -110,8 +109,6 @@ def test_a_plan_for_more_gpus_than_there_are_is_refused() -> None:
 
 
 class Server(BaseHTTPRequestHandler):
-    """Says what it was made to say."""
-
     said: ClassVar[dict[int, dict[str, object]]] = {}
 
     def do_GET(self) -> None:

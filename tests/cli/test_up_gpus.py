@@ -52,7 +52,6 @@ PLAN = Plan("auto", (), (), (), (), (), (), 0.0, 0.0)
 
 
 def _driver(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, code: int = 0) -> None:
-    """An nvidia-smi that says this."""
     (folder / "bin").mkdir(exist_ok=True)
     (folder / "said").write_text(text)
     tool = folder / "bin" / "nvidia-smi"
@@ -206,8 +205,6 @@ def test_a_model_that_fits_nowhere_is_told(large: Path, tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Sleeper(EngineCommands):
-    """Engines that only wait."""
-
     def command(self, make: EngineSpec, port: int, kv_port: int) -> list[str]:
         EngineCommands.command(self, make, port, kv_port)
         return [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -258,8 +255,7 @@ def test_a_pipeline_has_a_gpu_for_each_stage_in_their_order(launcher: LocalLaunc
     assert stages_of(make) == ("--stages", "3,5")
     shared = Layout((Stage(3, (StageNode("1xL4", 1),)), Stage(5, (StageNode("1xA10", 1),) * 2)))
     assert stages_of(EngineSpec("m", shared, "here")) == ("--stages", "3,5x2")
-    place = launcher.start("one", make)
-    assert place["chip"] == "GPU-b,GPU-a"
+    assert launcher.start("one", make)["chip"] == "GPU-b,GPU-a"
     with pytest.raises(CapacityError, match="all 1 GPUs of type 1xL4"):
         launcher.start("two", make)
     assert launcher.start("three", EngineSpec("m", single("1xA10", 1, 2), "here"))["chip"] == "GPU-c"

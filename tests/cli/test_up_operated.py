@@ -94,7 +94,6 @@ def test_a_service_is_watched_loaded_drained_and_brought_down(
 
 
 def _versions(capsys: pytest.CaptureFixture[str], state: Path) -> set[int]:
-    """The number of the plan, wherever it is shown."""
     status = json.loads(said(capsys, "status", "--json", "--state", state))
     top = json.loads(said(capsys, "top", "--once", "--every", "0.2", "--json", "--state", state))
     store = StateStore(state / "state.db")
@@ -107,7 +106,6 @@ def _versions(capsys: pytest.CaptureFixture[str], state: Path) -> set[int]:
 
 
 def _handed_back(capsys: pytest.CaptureFixture[str], state: Path, store: StateStore) -> None:
-    """What was made by hand goes, and a plan has one number everywhere."""
     newest, first = store.plan(), store.plan(1)
     assert newest is not None
     assert first is not None
@@ -124,7 +122,6 @@ def _handed_back(capsys: pytest.CaptureFixture[str], state: Path, store: StateSt
 
 
 def _replanned(capsys: pytest.CaptureFixture[str], state: Path, store: StateStore) -> None:
-    """Answers for what runs; the best is put into force."""
     asked = ("replan", "--live", "--state", state, "--rate", "live=14")
     newest = store.plan()
     assert newest is not None

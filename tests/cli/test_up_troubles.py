@@ -39,8 +39,6 @@ KB = 1024
 
 @dataclass(frozen=True)
 class Other(EngineCommands):
-    """Engines that run some other program."""
-
     program: str = "import time; time.sleep(600)"
 
     def command(self, make: EngineSpec, port: int, kv_port: int) -> list[str]:
@@ -96,8 +94,7 @@ def test_a_model_that_no_single_node_holds(
     spec.write_text(
         text.replace("available: 99", f"available: {nodes}").replace("rate_per_s: 1,", "rate_per_s: 0.1,")
     )
-    asked = ["up", str(spec), "--state", str(tmp_path / "state"), "--averages"]
-    assert run(asked) == 2
+    assert run(["up", str(spec), "--state", str(tmp_path / "state"), "--averages"]) == 2
     assert words in _said(capsys)
     assert not (tmp_path / "state" / "state.db").exists(), "nothing was begun"
 
@@ -306,7 +303,6 @@ def test_vllm_that_is_not_there_is_said_at_once(tmp_path: Path, capsys: pytest.C
 
 
 def test_an_engine_that_has_no_memory_says_so(tmp_path: Path) -> None:
-    """Really: its address space is bounded."""
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 28, 1 << 28)); bytearray(1 << 30)"
     )

@@ -35,8 +35,7 @@ MACHINES = ("one", "two", "three", "four")
 
 
 def on_machine(name: str) -> Template:
-    node = StageNode("1xH100-SXM", 1, name)
-    layout = Layout((Stage(fleets.LLAMA.layer_count, (node,)),))
+    layout = Layout((Stage(fleets.LLAMA.layer_count, (StageNode("1xH100-SXM", 1, name),)),))
     made = fleets.template(f"chat on {name}", "homogeneous", [("mixed", fleets.FAST)], (0.0, 0.0, 10.0))
     counts = (NodeCount("1xH100-SXM", 1),)
     return Template(

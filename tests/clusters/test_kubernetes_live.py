@@ -59,8 +59,7 @@ def test_a_node_dies_under_load_and_its_engine_is_started_elsewhere(kube: Kube, 
         while status(state)["open_requests"] < 2:
             assert time.monotonic() < until_s
             time.sleep(0.05)
-        on_nodes = {pod["spec"]["nodeName"] for pod in kube.objects["pods"].values()}
-        lost = min(on_nodes)
+        lost = min({pod["spec"]["nodeName"] for pod in kube.objects["pods"].values()})
         kube.lose(lost)
         document = json.loads(bench.communicate(timeout=WITHIN_S)[0])
         assert (document["answered"], document["errors"]) == (40, {})

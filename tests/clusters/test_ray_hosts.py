@@ -35,7 +35,6 @@ class Cluster:
         self._running: list[subprocess.Popen[bytes]] = []
 
     def on(self, host: Host, command: Sequence[str]) -> list[str]:
-        """The command that runs there."""
         mine = self._folder / host.name
         mine.mkdir(exist_ok=True)
         return host.inside(["sh", "-c", f'mount --bind {mine} {TEMPORARY} && exec "$@"', "sh", *command])
@@ -132,7 +131,6 @@ def planned_without(now: dict[str, Any]) -> bool:
 
 
 def came_to(head: Host, state: Path, holds: Callable[[dict[str, Any]], bool]) -> None:
-    """What `potluck status` says on that host, until it is that."""
     until_s, now = time.monotonic() + WITHIN_S, dict[str, Any]()
     while not now or not holds(now):
         assert time.monotonic() < until_s, now

@@ -37,8 +37,6 @@ http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
 
 @dataclass(frozen=True, slots=True)
 class Scripts(EngineCommands):
-    """Engines that are a few lines of Python."""
-
     def command(self, make: EngineSpec, port: int | str, kv_port: int | str) -> list[str]:
         return [sys.executable, "-S", "-c", ENGINE, self.host, str(port)]
 
@@ -140,8 +138,7 @@ def test_a_pipeline_has_all_of_its_nodes_and_is_given_up_when_one_falls_silent(
     launcher.news()
     os.kill(pid, signal.SIGSTOP)  # as a machine that nobody hears any more
     try:
-        seen = come_to(launcher, places, "dead")
-        assert "was last heard" in seen.problem
+        assert "was last heard" in come_to(launcher, places, "dead").problem
         assert [item.kind for item in launcher.news()] == ["gone"]
         well = {host.id: host.well for host in launcher.there()}
         assert not well[nodes["A10"].node_id]
@@ -157,11 +154,9 @@ def test_a_pipeline_has_all_of_its_nodes_and_is_given_up_when_one_falls_silent(
 def test_the_engine_itself_computes_over_two_nodes(made: Made) -> None:
     from potluck.engine.shipped_model import shipped_model
 
-    maker = EngineCommands("gpu", (("words", shipped_model()),), device="cpu")
-    launcher = made(maker)
+    launcher = made(EngineCommands("gpu", (("words", shipped_model()),), device="cpu"))
     layout = Layout((Stage(2, (StageNode("1xL4", 1),)), Stage(4, (StageNode("1xA10", 1),))))
-    places = {"w": launcher.start("w", EngineSpec("words", layout, "east"))}
-    url = come_to(launcher, places, "up").url
+    url = come_to(launcher, {"w": launcher.start("w", EngineSpec("words", layout, "east"))}, "up").url
     body = b'{"model": "words", "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}'
     asked = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(asked, timeout=WITHIN_S) as answer:

@@ -82,7 +82,6 @@ def potluck(*words: str) -> list[str]:
 
 @pytest.fixture
 def up(cluster: tuple[Any, dict[str, Any]], tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A state folder, and the address of what runs there."""
     plan, spec = written(tmp_path)
     state = tmp_path / "state"
     words = ("--state", str(state), "--engine", "mock", "--averages", "--port", "0", "--json")

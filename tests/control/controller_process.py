@@ -30,8 +30,6 @@ while True:
 
 @dataclass(frozen=True)
 class SmallMaker:
-    """In place of an `EngineMaker`."""
-
     host: str = "127.0.0.1"
     style: str = "mock"
 

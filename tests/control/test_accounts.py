@@ -233,8 +233,6 @@ def made(name: str, at_s: float, **line: Any) -> tuple[str, KeptKey]:
 
 
 class Gateway:
-    """The gateway's own reader of its file."""
-
     def __init__(self, folder: Path) -> None:
         self.now_s = 1000.0
         self.ring = KeyRing(folder / KEY_FILE, 0.0, lambda: self.now_s, may_open=True)

@@ -80,8 +80,6 @@ def test_no_machine_is_counted_for_more_nodes_than_its_gpus_make(
 
 
 class Prices:
-    """A file of prices and one notice."""
-
     market = Market((Quote("east", "1xL4", 0.3, 1),))
     problem = "line 3 is odd"
     spec: tuple[Region, ...] = ()

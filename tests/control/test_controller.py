@@ -57,8 +57,6 @@ class Killed(BaseException):
 
 @dataclass
 class Machine:
-    """Processes that outlive controllers."""
-
     running: dict[str, str] = field(default_factory=dict)
     """Name to state."""
     started: int = 0
@@ -159,8 +157,6 @@ class Gateway:
 
 @dataclass
 class Fixed:
-    """A planner that has one answer."""
-
     plan: Plan | None
     asked: list[PlanRequest] = field(default_factory=list)
     left: Plan | None = None
@@ -656,7 +652,6 @@ class StandbyGateway:
         return result
 
     def asked(self, name: str) -> str:
-        """Where a request is sent."""
         actions = self.brain.on(self.brain_loop.now_s(), RequestArrived(Request(name, "m", 0.0, 100, 10)))
         (run,) = [action for action in actions if isinstance(action, Run)]
         return run.route.segments[0].replica
@@ -667,8 +662,7 @@ def test_it_is_wanted_and_started_and_gets_no_request_until_it_takes_over() -> N
         gateway = StandbyGateway()
         gateway.brain_loop.tell(PlanReceived(STANDBY_PLAN))
         wanted = gateway.wanted()
-        wants = wants_of(wanted, {"t": STANDBY_TEMPLATE})
-        orders = step(wants, (), ReconcilerMemory(), 0.0).orders
+        orders = step(wants_of(wanted, {"t": STANDBY_TEMPLATE}), (), ReconcilerMemory(), 0.0).orders
         assert sorted(order.want.replica for order in orders if isinstance(order, LaunchEngine)) == [
             "t@east#0/0",
             "t@east#1/0",

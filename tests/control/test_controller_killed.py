@@ -74,7 +74,6 @@ def gateway() -> Iterator[Wanting]:
 
 
 def running(store: StateStore) -> list[str]:
-    """Engines that live, by their names."""
     return [marks[NAME_MARK] for _, marks in marked(OWNER_MARK, owner_of(store)) if NAME_MARK in marks]
 
 

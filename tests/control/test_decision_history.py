@@ -31,8 +31,6 @@ from potluck.perf.timers.profile import profile_from_json
 
 
 class Gateway:
-    """Says what it decided."""
-
     def __init__(self) -> None:
         self.epoch, self.said, self.ended, self.thinks = "one", 0, 0, "m: 4 requests/s is steady"
 
@@ -54,7 +52,6 @@ class Scene:
         self.said: list[str] = []
 
     def chronicle(self) -> DecisionHistory:
-        """A controller that was just started."""
         return DecisionHistory(
             StateStore(self.path),
             self.gateway,  # type: ignore[arg-type]
@@ -121,10 +118,8 @@ def test_a_forecast_from_the_state_sees_the_morning_coming(tmp_path: Path) -> No
     history = history_of(store, night * BIN_S)["m"]
     assert len(history) == night
     rate = history[-1]
-    outlook = Forecaster(history).outlook(rate, 0.0, 6 * BIN_S, 0.5)
-    assert outlook.mean_per_s > 1.15 * rate
-    flat = Forecaster((rate,) * DAY_BINS).outlook(rate, 0.0, 6 * BIN_S, 0.5)
-    assert flat.mean_per_s < 1.05 * rate
+    assert Forecaster(history).outlook(rate, 0.0, 6 * BIN_S, 0.5).mean_per_s > 1.15 * rate
+    assert Forecaster((rate,) * DAY_BINS).outlook(rate, 0.0, 6 * BIN_S, 0.5).mean_per_s < 1.05 * rate
 
 
 def template(name: str, layout: Layout) -> Template:

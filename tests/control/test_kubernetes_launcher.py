@@ -153,8 +153,7 @@ def test_a_node_that_falls_silent_is_noticed_by_us_and_left_out(kube: Kube, made
     )
     places = {"m-2": launcher.start("m-2", MAKE)}
     come_to(launcher, places, "up")
-    other = kube.objects["pods"]["m-2"]["spec"]["nodeName"]
-    assert {node, other} == {"node-a", "node-b"}
+    assert {node, kube.objects["pods"]["m-2"]["spec"]["nodeName"]} == {"node-a", "node-b"}
 
 
 def test_a_cordoned_node_is_a_notice_and_a_watch_that_is_too_old_begins_anew(kube: Kube, made: Made) -> None:

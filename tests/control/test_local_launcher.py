@@ -53,8 +53,6 @@ def until(what: Callable[[], bool], within_s: float = 20.0) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Scripts(EngineCommands):
-    """Engines that are a few lines of Python."""
-
     script: str = HEALTHY
 
     def command(self, make: EngineSpec, port: int, kv_port: int) -> list[str]:
@@ -234,8 +232,7 @@ def test_who_says_nothing_is_not_judged(said: object) -> None:
 
 def test_what_a_nursery_says_is_read() -> None:
     assert cost_of({"prompt_token_s": 1, "step_s": 2.0, "sequence_s": 0}) == CpuCost(1, 2.0, 0)
-    bad = {"prompt_token_s": float("nan"), "step_s": 2.0, "sequence_s": 0}
-    assert cost_of(bad) is None
+    assert cost_of({"prompt_token_s": float("nan"), "step_s": 2.0, "sequence_s": 0}) is None
 
 
 WITHIN_S = 60.0

@@ -198,8 +198,7 @@ def test_a_gateway_that_is_started_again_is_told_of_cordons_again(tmp_path: Path
 def test_a_gateway_with_another_number_for_the_plan_is_told_once(tmp_path: Path) -> None:
     """One of an older release keeps its own; it is not told the plan again and again."""
     world = World(tmp_path)
-    store = StateStore(world.path)
-    store.add_plan(PLAN, 1.0, "handed back: as version 1")
+    StateStore(world.path).add_plan(PLAN, 1.0, "handed back: as version 1")
     message: list[int] = []
     wanted = world.gateway.wanted
     world.gateway.wanted = lambda: {**wanted(), "plan_version": 1}  # type: ignore[method-assign]

@@ -75,7 +75,6 @@ def test_a_broken_file_leaves_what_was_read_last(tmp_path: Path) -> None:
 
 
 def _market(gateway: Any, told: list[Any]) -> None:
-    """The gateway of test_controller, with a market."""
     wanted = gateway.wanted
     gateway.wanted = lambda: {**wanted(), "market": told[-1] if told else None}
     gateway.set_market = lambda regions: told.append([_plain(region) for region in regions])

@@ -68,8 +68,7 @@ def test_a_want_that_comes_back_in_time_saves_its_engine() -> None:
     first = step([], [_up("i")], ReconcilerMemory(), 0.0, linger_s=5.0)
     again = step([_want("r")], [_up("i")], first.memory, 4.0, linger_s=5.0)
     assert [type(order) for order in again.orders] == [AssignEngine]
-    gone = step([], [_up("i")], again.memory, 6.0, linger_s=5.0)
-    assert gone.orders == ()
+    assert step([], [_up("i")], again.memory, 6.0, linger_s=5.0).orders == ()
 
 
 def test_starts_that_fail_are_tried_ever_more_rarely() -> None:
@@ -93,8 +92,7 @@ def test_starts_that_fail_are_tried_ever_more_rarely() -> None:
 
 def test_one_that_is_up_makes_failures_forgotten() -> None:
     memory = ReconcilerMemory().failed(A, 0.0, "why").failed(A, 0.0, "why")
-    result = step([_want("r")], [_up("i", "r")], memory, 1.0)
-    assert result.memory.failures == {}
+    assert step([_want("r")], [_up("i", "r")], memory, 1.0).memory.failures == {}
 
 
 def test_a_start_that_takes_too_long_has_failed() -> None:

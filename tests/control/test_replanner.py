@@ -122,8 +122,7 @@ def test_a_kind_of_node_that_is_slower_than_its_facts_is_planned_as_slow_as_it_i
     assert copies(running, "A10") == 0
     asked = PlanRequest({"m": 6.0}, "as usual", running=running)
     assert planner.full(asked).plan is None, "at the speed of its facts it is the best there is"
-    slow = replace(asked, paces=(ObservedSpeed("m", "1xL4", 1, 2.0),))
-    reply = planner.full(slow)
+    reply = planner.full(replace(asked, paces=(ObservedSpeed("m", "1xL4", 1, 2.0),)))
     assert reply.plan is not None
     assert copies(reply.plan, "A10") > 0, "twice the L4s are not there"
     assert "instead of" in reply.why

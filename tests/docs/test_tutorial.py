@@ -42,8 +42,6 @@ ELSEWHERE = ("git clone POTLUCK potluck && cd potluck", "make up", "source .venv
 
 @dataclass
 class Reader:
-    """Somebody at a terminal in an empty home."""
-
     home: Path
     url: str = ""
     up: subprocess.Popen[str] | None = None
@@ -102,7 +100,6 @@ class Reader:
         return text
 
     def status(self) -> dict[str, Any]:
-        """Asked for often, so in this process."""
         (state,) = (path.parent for path in self.home.rglob("state.db"))
         with redirect_stdout(io.StringIO()) as printed:
             assert run(["status", "--json", "--state", str(state)]) == 0

@@ -27,7 +27,6 @@ def make(name: str, folder: Path) -> Any:
 
 
 def load(folder: Path, **values: Any) -> tuple[EngineModelConfig, Runner]:
-    """The engine's view of the same directory."""
     config = read_config(folder, read_model(folder))
     size = {"rows": 4, "blocks": 256, "max_tokens": 512, **values}
     return config, Runner(config, SafetensorsSource(folder), RunnerSize(**size))

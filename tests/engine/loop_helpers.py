@@ -21,8 +21,6 @@ __all__ = ["KINDS", "VOCAB", "LoopHarness", "harness", "prompt"]
 
 
 class LoopHarness:
-    """A loop, and what it said about each key."""
-
     def __init__(
         self,
         config: EngineModelConfig,

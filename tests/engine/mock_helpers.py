@@ -51,8 +51,6 @@ def executor(
 
 
 class MockLoopHarness(LoopHarness):
-    """A loop that pretends, without a thread or a clock."""
-
     def __init__(
         self,
         model: Model = LLAMA,

@@ -60,8 +60,6 @@ def make_service(
 
 
 class Client:
-    """A server and a client of it."""
-
     def __init__(self, service: EngineService, session: ClientSession, url: str, key: str | None) -> None:
         self.service, self.session, self.url = service, session, url
         self.kv = service.kv_connector.address if service.kv_connector else ""

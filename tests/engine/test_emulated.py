@@ -60,7 +60,6 @@ class Fixed:
 
 
 def run(pacer: StepPacer, fake: FakeTime, tokens: Sequence[int], work_s: float, gap_s: float) -> list[float]:
-    """When each step ended."""
     ends = []
     for count in tokens:
         pacer.begin([SequenceWork(0, 0, [0] * count)])
@@ -210,14 +209,8 @@ def test_capacity_follows_the_gpu() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "A10",
-        "A10:",
-        ":llama-3.1-8b",
-        "A11:llama-3.1-8b",
-        "A10:llama-9",
-        "A10:llama-3.1-8b:2",
-        "A10:x:y:z",
+        *("", "A10", "A10:", ":llama-3.1-8b", "A11:llama-3.1-8b"),
+        *("A10:llama-9", "A10:llama-3.1-8b:2", "A10:x:y:z"),
     ],
 )
 def test_emulations_that_make_no_sense(text: str) -> None:
@@ -226,7 +219,6 @@ def test_emulations_that_make_no_sense(text: str) -> None:
 
 
 def made(**flags: object) -> Executor:
-    """The executor that an engine started with such flags would have."""
     none = dict.fromkeys(("emulate", "stages", "secret_file", "random_weights", "threads", "kv_blocks"))
     make = executor_maker({**none, "speed_up": 1.0, **flags}, Path())
     return make(PLAIN, RandomSource(SEED), SIZE, "cpu")

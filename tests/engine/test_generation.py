@@ -98,8 +98,7 @@ async def test_requests_that_do_not_say_get_the_models_defaults(tmp_path: Path) 
     warm = {await said(tmp_path, temperature=30, seed=seed) for seed in (1, 2)}
     assert (greedy, why) not in warm  # what a request says is stronger
     letter = greedy[2]
-    end = letters().encode(letter)[0]
-    written(tmp_path, {"do_sample": False, "eos_token_id": [end]})
+    written(tmp_path, {"do_sample": False, "eos_token_id": [letters().encode(letter)[0]]})
     assert await said(tmp_path) == (greedy[: greedy.index(letter)], "stop")
     assert await said(tmp_path, ignore_eos=True) == (greedy, why)
     written(tmp_path, {"eos_token_id": [3, VOCAB]})

@@ -27,8 +27,7 @@ MODELS = {
 def pair(config: EngineModelConfig) -> tuple[Runner, Runner]:
     """One runner that lays each step out anew, and one whose decode steps have fixed shapes."""
     plain, fixed = runner(config), runner(config)
-    taps = fixed._taps
-    fixed._graphs = DecodeGraphs(fixed.stack, fixed.cache, fixed.tables, taps, fixed.device)
+    fixed._graphs = DecodeGraphs(fixed.stack, fixed.cache, fixed.tables, fixed._taps, fixed.device)
     return plain, fixed
 
 

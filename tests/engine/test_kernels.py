@@ -47,9 +47,7 @@ def test_exp_is_exp() -> None:
 
 
 def short(*shape: int, seed: int) -> torch.Tensor:
-    """Random weights that fit into 16 bits."""
-    weight = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    return (weight * 0.1).bfloat16().float()
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.1).bfloat16().float()
 
 
 @needs_tiles

@@ -203,8 +203,7 @@ def test_cancelling_anything_at_any_time_leaks_nothing() -> None:
             break
     assert engine.loop.idle
     engine.loop.check()
-    reasons = {engine.end(key).reason for key in keys}
-    assert {"length", "cancelled", "error"} <= reasons
+    assert {"length", "cancelled", "error"} <= {engine.end(key).reason for key in keys}
 
 
 def test_a_lease_ends() -> None:
@@ -293,8 +292,7 @@ def test_a_wrong_hand_over_is_refused_and_the_row_is_free_again() -> None:
     target = engine.submit(prompt(40), 4, start=40)
     engine.loop.want(target)
     engine.turn()
-    source = sender.submit(prompt(40, 1), stop=40)
-    about = sender.loop.attach(source, 0, 0.0)
+    about = sender.loop.attach(sender.submit(prompt(40, 1), stop=40), 0, 0.0)
     with pytest.raises(InputError, match="other tokens"):
         engine.loop.expect(target, about)
     engine.loop.cancel(target, 1.0, "wrong")

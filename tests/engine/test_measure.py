@@ -174,8 +174,7 @@ def with_engine(use: Callable[[ClientSession, str], Awaitable[None]]) -> None:
         settings = EngineSettings(max_running=6, token_budget=64, prefix_cache_bytes=0)
         runner = web.AppRunner(build(service_of(local(PLAIN), settings, name="small")), access_log=None)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
             async with ClientSession() as client:
                 await use(client, f"http://127.0.0.1:{runner.addresses[0][1]}")

@@ -23,8 +23,6 @@ ROWS, BLOCKS, WINDOW, WINDOW_BLOCKS, MOST = 5, 40, 37, 22, 400
 
 
 class Sequences(RuleBasedStateMachine):
-    """Sequences that open, grow, advance and close in any order."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tables = BlockTables((WindowGroup(None, BLOCKS), WindowGroup(WINDOW, WINDOW_BLOCKS)), ROWS, MOST)

@@ -135,8 +135,7 @@ def arrival(chunks: list[KvChunk], tokens: list[int], start: int = 0) -> None:
     """Put chunks of [start, all of these) into a row, and draw a token behind them."""
     made = executor(SIZE)
     row = made.open()
-    about = KvManifest("f", start, len(tokens), token_hash(tokens))
-    incoming = made.arrival(row, about, [*tokens, 1])
+    incoming = made.arrival(row, KvManifest("f", start, len(tokens), token_hash(tokens)), [*tokens, 1])
     for chunk in chunks:
         incoming.accept(chunk)
     incoming.finish()

@@ -121,8 +121,7 @@ async def test_status_cache_and_metrics_have_the_shape_of_a_real_engines() -> No
         tokens = [token % 90 for token in range(64)]
         async with face(make()) as client:
             ends = (await client.segment(tokens, max_tokens=4))[1][-1]
-            again = (await client.segment(tokens, max_tokens=4))[1][-1]
-            assert again["cached_tokens"] == 48
+            assert (await client.segment(tokens, max_tokens=4))[1][-1]["cached_tokens"] == 48
             pages = {path: (await client.get(path))[1] for path in ("/status", "/cache", "/role", "/health")}
             names = {
                 line.split("{")[0]

@@ -48,8 +48,7 @@ async def test_a_completion_streamed_or_not_is_the_same(expected: str) -> None:
         status, parts = await one.post("/v1/completions", body)
         assert status == 200
         assert {part["id"] for part in parts} == {parts[0]["id"]}
-        text = "".join(choice["text"] for part in parts for choice in part["choices"])
-        assert text == expected
+        assert "".join(choice["text"] for part in parts for choice in part["choices"]) == expected
         ends = [c["finish_reason"] for part in parts for c in part["choices"] if c["finish_reason"]]
         assert ends == ["length"]
         assert parts[-1]["choices"] == []
@@ -127,8 +126,7 @@ async def test_seeds_repeat_and_differ() -> None:
     async with face(make_service()) as one:
 
         async def drawn(**fields: object) -> list[str]:
-            body = ask(temperature=1.5, max_tokens=20, **fields)
-            _, reply = await one.post("/v1/completions", body)
+            _, reply = await one.post("/v1/completions", ask(temperature=1.5, max_tokens=20, **fields))
             return [choice["text"] for choice in reply["choices"]]
 
         assert await drawn(seed=1) == await drawn(seed=1)
@@ -227,7 +225,6 @@ async def test_the_model_is_listed_and_one_without_text_takes_tokens() -> None:
 
 
 async def leave(one: Client, stream: bool) -> None:
-    """A client that goes away in the middle."""
     body = ask(max_tokens=400, ignore_eos=True, stream=stream)
     post = one.session.post(one.url + "/v1/completions", json=body)
     if stream:

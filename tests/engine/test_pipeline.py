@@ -527,8 +527,7 @@ def test_a_worker_that_hangs_is_given_up_and_without_workers_nothing_begins(
     processes: PipelineExecutor,
 ) -> None:
     loop = Loop(processes, PROMPTS[:2])
-    victim = second_stage(processes, loop.rows[0])
-    os.kill(pid(victim), signal.SIGSTOP)
+    os.kill(pid(second_stage(processes, loop.rows[0])), signal.SIGSTOP)
     processes._wait_s = 1.0
     with pytest.raises(WorkerLost, match="did not answer for 1 s") as caught:
         loop.step(200)

@@ -128,7 +128,6 @@ def test_closing_wakes_whoever_waits(pair: Pair) -> None:
 
 
 def greet(theirs: bytes, ours: bytes) -> tuple[str | Exception, str | Exception]:
-    """What connector and listener make of each other."""
     listener = socket.create_server(("127.0.0.1", 0))
     results: list[str | Exception] = ["", ""]
 
@@ -242,8 +241,7 @@ HOST = "127.0.0.1"
 
 def secure(folder: Path, host: str = HOST) -> TlsPair:
     folder.mkdir()
-    authority = make_certificates(folder, [host])
-    return TlsPair.of(folder / f"{host}.pem", folder / f"{host}.key", authority)
+    return TlsPair.of(folder / f"{host}.pem", folder / f"{host}.key", make_certificates(folder, [host]))
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +252,6 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> TlsPair:
 def met(
     connects: TlsPair | None, listens: TlsPair | None, host: str = HOST
 ) -> list[PipelineConnection | LinkError]:
-    """What connector and listener make of each other."""
     listener = socket.create_server((HOST, 0))
     result: list[PipelineConnection | LinkError] = []
 
@@ -318,8 +315,7 @@ def test_nobody_comes_in_without_tls_or_with_another_authoritys(
 
 
 def test_a_certificate_is_for_the_host_that_was_asked_for(ours: TlsPair) -> None:
-    result = met(ours, ours, "localhost")
-    assert "TLS was not agreed on" in str(result[0])
+    assert "TLS was not agreed on" in str(met(ours, ours, "localhost")[0])
 
 
 def test_a_pipeline_says_the_same_under_tls(ours: TlsPair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -291,8 +291,7 @@ def test_a_bias_of_100_either_way_settles_it(token: int, seed: int, temperature:
     row = logits(seed)
     for bias in (-100.0, 100.0):
         way = Sampling(temperature, seed=chance, logit_bias=((token, bias),))
-        drawn = likeliest(row, LogitEdits(way, [1], 0, None).next(), way)
-        assert (drawn == token) == (bias > 0)
+        assert (likeliest(row, LogitEdits(way, [1], 0, None).next(), way) == token) == (bias > 0)
 
 
 @given(
@@ -347,8 +346,6 @@ def test_what_is_out_of_range_is_named(wrong: dict[str, Any], field: str) -> Non
 
 
 def test_requests_without_any_of_it_cost_what_they_did() -> None:
-    """The logits are not even copied."""
-
     from potluck.engine.compute.sample import _edited, _without_barred
 
     row = torch.zeros(2, VOCAB)

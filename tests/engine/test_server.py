@@ -31,7 +31,6 @@ def expected() -> list[int]:
 
 
 async def pair(sender: Client, receiver: Client, cut: int, **fields: object) -> tuple[Any, Any]:
-    """Both segments at once, as a gateway sends them."""
     handle = new_handle()
     source = {"kv": sender.kv, "handle": handle}
     return await asyncio.gather(
@@ -326,7 +325,6 @@ async def test_what_follows_is_what_would_have_followed(kind: str, way: dict[str
 
 
 def read(answer: dict[str, Any], replica: str) -> list[CacheReported]:
-    """As a gateway reads it."""
     return [
         CacheReported(
             replica,

@@ -180,7 +180,6 @@ async def test_a_cache_is_only_fetched_from_peers_and_nobody_learns_who_listens(
 
 
 def wrong_sender(damage: str, handle: str) -> tuple[KvSender, str]:
-    """A sender that is wrong in one way."""
     other = harness("hybrid" if damage != "shape" else "window")
     key = other.submit(TOKENS, stop=50)
     about = other.loop.attach(key, 0, 0.0)
@@ -209,7 +208,6 @@ def wrong_sender(damage: str, handle: str) -> tuple[KvSender, str]:
 
 @contextmanager
 def rude(answer: bytes) -> Iterator[str]:
-    """Somebody at a port who says something else."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -272,8 +270,7 @@ async def test_a_cache_may_cross_in_fewer_bits_and_never_becomes_a_prefix(
             # What came in fewer bits was not kept: the second time nothing is known of the prompt.
             assert got[-1]["cached_tokens"] == 0
         assert tokens_in(got) == expected
-        links = (await one.get("/status"))[1]["links"]
-        assert links
+        assert (await one.get("/status"))[1]["links"]
         status, body = await one.segment(TOKENS, max_tokens=1, codec=codec)
         assert status == 400
         assert body["error"]["message"].startswith("codec: ")
@@ -309,7 +306,6 @@ KV = replace(TRIAL, sender=SenderLimits(lease_s=0.3, beat_s=0.1))
 
 
 def greeted(engine: Client, handle: str, stop: int) -> socket.socket:
-    """A receiver by hand: it asks for the cache of a segment."""
     host, _, port = engine.kv.rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=5)
     bound = bound_to("r", engine.service.fingerprint, token_hash(LONG_TOKENS[:stop]))
@@ -438,7 +434,6 @@ class Leg:
 
 
 def finished(harnesses: list[MockLoopHarness], hops: list[Leg]) -> bool:
-    """Run all until nothing changes any more."""
     lines = {brain_loop: [hop for hop in hops if hop.receiver is brain_loop] for brain_loop in harnesses}
     still = 0
     while still < 50:

@@ -67,7 +67,6 @@ async def test_odd_bodies_are_refused_in_one_line(body: bytes, caplog: pytest.Lo
 
 
 async def served(service: EngineService, visit: Callable[[str], Awaitable[None]]) -> None:
-    """A visit to the server as `potluck engine serve` starts it."""
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(
         serve_all([service], "127.0.0.1", 0, api_key=None, ready=address.set_result)
@@ -178,8 +177,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.M
         host, port = one.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"POST /segments HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
-        line = await asyncio.wait_for(reader.readline(), 60)
-        assert b" 408 " in line
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), 60)
         writer.close()
 
 
@@ -354,8 +352,7 @@ def _watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def connect(one: Client, raw: bytes = b"", at: str = "127.0.0.1") -> Pair:
-    port = int(one.url.rsplit(":", 1)[1])
-    pair = await asyncio.open_connection("127.0.0.1", port, local_addr=(at, 0))
+    pair = await asyncio.open_connection("127.0.0.1", int(one.url.rsplit(":", 1)[1]), local_addr=(at, 0))
     pair[1].write(raw)
     await pair[1].drain()
     return pair

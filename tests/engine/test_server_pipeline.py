@@ -178,8 +178,6 @@ NAMES = ("a", "b", "c")
 
 @dataclass
 class Heard:
-    """One answer."""
-
     choices: list[SampledToken] = field(default_factory=list)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     reason: str = ""

@@ -34,8 +34,7 @@ def names(engine: Client, tokens: list[int], salt: str = "") -> list[str]:
 
 
 async def lent(engine: Client, named: list[str], **more: object) -> tuple[int, Any]:
-    asked = {"request": "m", "model": NAME, "blocks": named, **more}
-    return await engine.post("/prefixes/lend", asked)
+    return await engine.post("/prefixes/lend", {"request": "m", "model": NAME, "blocks": named, **more})
 
 
 async def fetched(engine: Client, blocks: list[str], loan: dict[str, Any], **more: object) -> tuple[int, Any]:
@@ -83,8 +82,7 @@ async def test_after_a_move_the_target_answers_from_it_and_says_the_same(kind: s
         for report in read((await two.get("/cache"))[1], "two"):
             index.apply(report, "here")
         exact = await two.service.hub.ask(lambda loop, _: loop.prefixes.exact)
-        held = index.held_by("two", [int(name, 16) for name in blocks], exact=exact)
-        assert held == len(blocks)
+        assert index.held_by("two", [int(name, 16) for name in blocks], exact=exact) == len(blocks)
         # What is there already does not come again, and no handle is needed for that.
         assert (await fetched(two, blocks, loan))[1] == {**moved, "moved_bytes": 0}
         # Who has as much as is lent gets its last block again, and is none the worse.

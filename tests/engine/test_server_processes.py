@@ -44,8 +44,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command = [sys.executable, "-m", "potluck.cli.main", "engine", "serve", "--model", str(folder), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        line = process.stdout.readline()
-        yield json.loads(line)["url"]
+        yield json.loads(process.stdout.readline())["url"]
         process.terminate()
         assert process.wait(20) == 0
 
@@ -87,7 +86,6 @@ async def test_a_request_crosses_between_two_processes_both_ways(address: str) -
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
-    """A whole model in files."""
     config = KINDS["full"]
     save(tmp_path / "m", config, ReferenceModel(config, RandomSource(1)).tensors())
     return tmp_path / "m"

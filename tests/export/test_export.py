@@ -98,8 +98,7 @@ def words_of(files: dict[str, str]) -> list[list[str]]:
 
 @pytest.mark.parametrize(("style", "deployed"), [("vllm", COMBO), ("embedded", PIPELINE)])
 def test_commands_are_ones_that_the_engines_take(style: Any, deployed: Any) -> None:
-    files = shell.files(fleet((deployed, "us-east-1", 2)), wording(style), {})
-    commands = words_of(files)
+    commands = words_of(shell.files(fleet((deployed, "us-east-1", 2)), wording(style), {}))
     for words in commands:
         if words[0] == "potluck":
             kind = engine.get_command(click.Context(engine), words[2])

@@ -20,8 +20,7 @@ def test_tasks_say_what_the_plan_rents(tmp_path: Path, monkeypatch: pytest.Monke
     for box in result.boxes:
         path = tmp_path / f"{box.name}.yaml"
         path.write_text(files[path.name])
-        task = sky.Task.from_yaml(str(path))
-        (resources,) = task.resources
+        (resources,) = sky.Task.from_yaml(str(path)).resources
         assert str(resources.cloud).lower() == "aws"
         assert resources.region == "us-east-1"
         rented.append((resources.accelerators, resources.use_spot, resources.ports))

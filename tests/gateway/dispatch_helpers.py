@@ -51,7 +51,6 @@ def next_token(history: Sequence[int], barred: bool = False) -> int:
 
 
 def right_answer(asked: ChoiceRequest) -> list[int]:
-    """What an undisturbed engine says."""
     tokens: list[int] = []
     while len(tokens) < asked.max_output_tokens:
         tokens.append(next_token([*asked.prompt, *tokens], len(tokens) < asked.min_tokens))
@@ -61,8 +60,6 @@ def right_answer(asked: ChoiceRequest) -> list[int]:
 
 
 class Clock:
-    """Time that passes when it is told to."""
-
     def __init__(self) -> None:
         self.now = 0.0
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -85,8 +82,6 @@ class Clock:
 
 @dataclass
 class Heard:
-    """An answer as its client has it."""
-
     asked: ChoiceRequest
     tokens_: list[int] = field(default_factory=list)
     choices: list[SampledToken] = field(default_factory=list)
@@ -152,8 +147,6 @@ class Heard:
 
 
 class Call:
-    """A request at an engine that only exists here."""
-
     def __init__(
         self, fleet: Fleet, replica: str, path: bytes, raw: bytes, listener: ResponseListener
     ) -> None:

@@ -47,8 +47,6 @@ CARDS = {
 
 
 class FakeExchange:
-    """A request that has come whole; what is answered is kept."""
-
     def __init__(
         self,
         path: str = "/v1/completions",
@@ -149,8 +147,6 @@ class FakeDriver(Dispatcher):
 
 
 class FakeMeter(Counters):
-    """Remembers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.told: list[RequestOutcome] = []
@@ -172,8 +168,6 @@ class FakeMeter(Counters):
 
 
 class Scene:
-    """A door, and what stands around it."""
-
     def __init__(
         self, script: Callable[[ChoiceRequest, AnswerSink], None] | None = None, **fields: Any
     ) -> None:

@@ -34,8 +34,6 @@ TOLD = RequestOutcome("req-1", "ann", "co", "m", "standard", "stop", 200, 100, 6
 
 
 class Fleet(Operations):
-    """A replica that is ready, and one that is not."""
-
     def __init__(self) -> None:
         self.put: list[Json] = []
 
@@ -272,8 +270,7 @@ def test_the_command_makes_keys_that_open(tmp_path: Path) -> None:
     assert made.exit_code == 0, made.output
     key = made.stderr.split("only now:")[1].split()[0]
     path.write_text(made.stdout)
-    ring = KeyRing(path, 0.0, lambda: 0.0)
-    assert ring.who(b"Bearer " + key.encode(), 0.0).tenant == "co"
+    assert KeyRing(path, 0.0, lambda: 0.0).who(b"Bearer " + key.encode(), 0.0).tenant == "co"
     assert key not in path.read_text()
     shown: Any = CliRunner().invoke(keys, ["new", "bob", "--json"])
     assert json.loads(shown.stdout)["name"] == "bob"

@@ -20,8 +20,6 @@ from potluck.gateway.core import BrainLoop
 
 
 class Scripted:
-    """A mind that answers as it was told to."""
-
     def __init__(self) -> None:
         self.requests: dict[str, object] = {}
         self.heard: list[Event] = []

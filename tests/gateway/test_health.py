@@ -306,8 +306,7 @@ def test_a_status_is_what_the_brain_is_told() -> None:
     text = read_status(json.dumps(REPORT).encode())
     assert tuple(text.status) == (2, 3, 50, 100, 7, 9, 0.02)
     assert text.links[0].peer == "127.0.0.1:8"
-    idle = read_status(json.dumps({**REPORT, "waiting": 0, "running": 0}).encode())
-    assert idle.status.step_s == 0.0
+    assert read_status(json.dumps({**REPORT, "waiting": 0, "running": 0}).encode()).status.step_s == 0.0
 
 
 @pytest.mark.parametrize(

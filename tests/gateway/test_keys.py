@@ -21,8 +21,6 @@ from potluck.gateway.openai.keys import KeyQuota, KeyRing, Quota, SharedUse, new
 
 
 class Keyed(Scene):
-    """A door with one key in a file."""
-
     def __init__(
         self, folder: Path, script: Any = None, settings: HandlerSettings | None = None, **fields: Any
     ) -> None:
@@ -290,8 +288,7 @@ def test_limits_hold_across_workers(tmp_path: Path) -> None:
     assert two.charge(40, 0.0) is None
     for _ in range(2):
         two.leave(20, 0)
-        one_more = one.enter(0.0)
-        assert one_more is None
+        assert one.enter(0.0) is None
         one.leave(0, 0)
     spent = one.enter(0.0)
     assert spent is not None

@@ -348,8 +348,7 @@ def test_what_nobody_expected_is_a_500_that_says_nothing(caplog: pytest.LogCaptu
     def script(asked: Any, answer: object) -> None:
         raise RuntimeError(asked.body)
 
-    resolved = Scene(script)
-    result = resolved.complete("my secret")
+    result = Scene(script).complete("my secret")
     assert result.status == 500
     assert "secret" not in caplog.text + result.data.decode()
     assert "RuntimeError" in caplog.text

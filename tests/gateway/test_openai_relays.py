@@ -18,15 +18,7 @@ from tokenizers.models import BPE
 from potluck.api.openai_requests import DRAWN
 from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.state.actions import Refuse
-from potluck.gateway.openai.requests import (
-    FEW,
-    LEAST_CHARS,
-    MOST_CHARS,
-    SAMPLE,
-    LengthEstimates,
-    ModelCard,
-    TenantLength,
-)
+from potluck.gateway.openai import requests
 from potluck.gateway.openai.response import EventParser, StreamTail, counted
 from potluck.gateway.values import TokenCounts
 
@@ -142,7 +134,7 @@ def test_of_several_choices_servers_and_engines_may_each_say_some() -> None:
 
 
 def test_a_server_whose_tokens_are_told_is_shown_like_an_engine() -> None:
-    card = ModelCard("m", 512, letters(), plain=True)
+    card = requests.ModelCard("m", 512, letters(), plain=True)
     for extra, shown in (({}, "ab"), ({"tools": [1]}, "abc")):
         resolved = Scene(cards={"m": card})
         fields = {"stream_options": {"include_usage": True}, "stop": "c", "stream": True, **extra}
@@ -197,7 +189,7 @@ ROOM = 490
 
 
 def scene_of(**fields: object) -> Scene:
-    card = ModelCard("m", ROOM, letters(), plain=True)  # a token for each letter
+    card = requests.ModelCard("m", ROOM, letters(), plain=True)  # a token for each letter
     return Scene(cards={"m": card}, **fields)
 
 
@@ -210,15 +202,17 @@ def ask(resolved: Scene, text: str, **fields: object) -> tuple[int, int]:
 
 def test_the_first_prompts_are_tokenised_and_teach_how_long_the_others_are() -> None:
     resolved = scene_of()
-    assert [ask(resolved, "a" * 100) for _ in range(FEW)] == [(100, 100)] * FEW
-    assert [ask(resolved, "a" * 200) for _ in range(SAMPLE - FEW - 1)] == [(0, 200)] * (SAMPLE - FEW - 1)
+    assert [ask(resolved, "a" * 100) for _ in range(requests.FEW)] == [(100, 100)] * requests.FEW
+    assert [ask(resolved, "a" * 200) for _ in range(requests.SAMPLE - requests.FEW - 1)] == [(0, 200)] * (
+        requests.SAMPLE - requests.FEW - 1
+    )
     assert ask(resolved, "a" * 300) == (300, 300)
     assert ask(resolved, "a" * 300) == (0, 300)
 
 
 def test_what_might_not_fit_is_tokenised_and_refused_if_it_does_not() -> None:
     resolved = scene_of()
-    for _ in range(FEW):
+    for _ in range(requests.FEW):
         ask(resolved, "a" * 10)
     assert ask(resolved, "a" * (ROOM // 2))[0] == 0
     assert ask(resolved, "a" * (ROOM - 100)) == (ROOM - 100, ROOM - 100)
@@ -230,7 +224,7 @@ def test_what_might_not_fit_is_tokenised_and_refused_if_it_does_not() -> None:
 def test_engines_that_run_segments_need_tokens() -> None:
     there = [False]
     resolved = scene_of(directory=SimpleNamespace(segments=lambda model: there[0]))
-    for _ in range(FEW):
+    for _ in range(requests.FEW):
         ask(resolved, "a" * 10)
     assert ask(resolved, "a" * 10) == (0, 10)
     there[0] = True
@@ -238,14 +232,13 @@ def test_engines_that_run_segments_need_tokens() -> None:
 
 
 def test_what_a_server_used_teaches_and_is_what_is_recorded() -> None:
-    resolved = Scene(cards={"m": ModelCard("m", ROOM, None, plain=True)})
+    resolved = Scene(cards={"m": requests.ModelCard("m", ROOM, None, plain=True)})
     assert ask(resolved, "a" * 80) == (0, 20), "nothing is known: four characters"
     usage = {"usage": {"prompt_tokens": 40, "completion_tokens": 3}}
     resolved.driver.answer.relay_whole(200, b"application/json", json.dumps(usage).encode())
     assert (resolved.meter.told[-1].prompt_tokens, resolved.meter.told[-1].estimated) == (40, False)
     assert ask(resolved, "a" * 80) == (0, 40)
-    tokens = resolved.ask("/v1/completions", {"model": "m", "prompt": [1, 2, 3]})
-    assert tokens.status is None
+    assert resolved.ask("/v1/completions", {"model": "m", "prompt": [1, 2, 3]}).status is None
     assert resolved.driver.asked[-1].prompt_tokens == 3
     resolved.driver.answer.relay_whole(200, b"application/json", json.dumps(usage).encode())
     assert ask(resolved, "a" * 80) == (0, 40), "a prompt of tokens teaches nothing of texts"
@@ -253,15 +246,15 @@ def test_what_a_server_used_teaches_and_is_what_is_recorded() -> None:
 
 @given(st.lists(st.tuples(st.integers(-5, 10**7), st.integers(-5, 10**7))))
 def test_whatever_is_said_a_token_has_some_characters(said: list[tuple[int, int]]) -> None:
-    length = TenantLength()
+    length = requests.TenantLength()
     for chars, tokens in said:
         length.learn(chars, tokens)
-        assert LEAST_CHARS <= length.chars_per_token <= MOST_CHARS
+        assert requests.LEAST_CHARS <= length.chars_per_token <= requests.MOST_CHARS
 
 
 @given(st.floats(0.6, 15.0))
 def test_what_is_steady_is_learned(truth: float) -> None:
-    length = TenantLength()
+    length = requests.TenantLength()
     for number in range(200):
         tokens = 50 + number % 7 * 40
         length.learn(round(tokens * truth), tokens)
@@ -269,7 +262,7 @@ def test_what_is_steady_is_learned(truth: float) -> None:
 
 
 def test_tenants_and_models_are_apart() -> None:
-    lengths = LengthEstimates()
+    lengths = requests.LengthEstimates()
     lengths.of("m", "ann").learn(100, 100)
     assert lengths.of("m", "ann").chars_per_token == 1.0
     assert lengths.of("m", "bob").chars_per_token == lengths.of("n", "ann").chars_per_token == 4.0
@@ -283,7 +276,7 @@ TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }}:{% endfor %}{{
 def scene(owns: bool = True) -> Scene:
     tokenizer = Tokenizer(BPE(vocab={letter: place for place, letter in enumerate(LETTERS)}, merges=[]))
     tokenizer.decoder = Fuse()
-    card = ModelCard(NAME, 512, ModelTokenizer(tokenizer, TEMPLATE), vocab=len(LETTERS))
+    card = requests.ModelCard(NAME, 512, ModelTokenizer(tokenizer, TEMPLATE), vocab=len(LETTERS))
     directory = SimpleNamespace(
         segments=lambda model: True, owns=lambda model: owns, adapters=lambda: {"lora": NAME, "other": "gone"}
     )

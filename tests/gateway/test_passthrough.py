@@ -42,7 +42,6 @@ def call(name: str = "", arguments: str = "", id: str = "c1") -> dict[str, Any]:
 
 
 def told(data: bytes) -> tuple[ChoiceSoFar, list[dict[str, Any]]]:
-    """What a client has of it."""
     events = [part for part in data.decode().split("\n\n") if part]
     result = [json.loads(entry.removeprefix("data: ")) for entry in events if entry != "data: [DONE]"]
     whole = ChoiceSoFar()

@@ -225,7 +225,6 @@ def asked_again(
 
 
 def killing(pids: Callable[[], list[int]]) -> Callable[[bytes], None]:
-    """Kills once there are some tokens."""
     done: list[int] = []
 
     def heard(data: bytes) -> None:

@@ -15,25 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import FormatError, PotluckError
-from potluck.core.state.actions import (
-    CopyPrefix,
-    DrainReplica,
-    FlipReplica,
-    Replan,
-    ResyncCache,
-    StartReplica,
-    StopReplica,
-)
-from potluck.core.state.events import (
-    Event,
-    OperatorOrdered,
-    ReplicaDrained,
-    ReplicaLost,
-    ReplicaReady,
-    ReplicaSilent,
-    ReplicaStatus,
-    RequestCancelled,
-)
+from potluck.core.state import actions, events
 from potluck.core.values.plan import ReplicaSpec
 from potluck.gateway.registry.directory import abilities_of
 from potluck.gateway.registry.engine_client import EngineNoAnswer, EngineRecord, StatusReport, read_status
@@ -75,10 +57,8 @@ class FakeCaller:
 
 
 class Yard:
-    """A keeper with engines that are made up."""
-
     def __init__(self) -> None:
-        self.told: list[Event] = []
+        self.told: list[events.Event] = []
         self.open: dict[str, int] = {}
         self.caller = FakeCaller()
         self.registry = ReplicaRegistry(
@@ -96,7 +76,7 @@ class Yard:
         self, port: int, *, fingerprint: str = "f", role: str = "mixed", state: str = "ready"
     ) -> None:
         engine = self.engine(port)
-        status = ReplicaStatus(0, 0, 0, 0, 10, 10, 0.0)
+        status = events.ReplicaStatus(0, 0, 0, 0, 10, 10, 0.0)
         engine.said = StatusReport("m", fingerprint, role, state, f"h:{port + 1000}", 1.0, status, (), "")
         self.registry.heard(engine)
         await settle()
@@ -127,10 +107,10 @@ def run(body: Callable[[Yard], Any]) -> None:
 def test_a_wanted_replica_becomes_the_engine_that_comes_up() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1, 2))
-        fleet.registry.act([StartReplica(_member("a"))])
+        fleet.registry.act([actions.StartReplica(_member("a"))])
         assert fleet.registry.wanted().replicas[0][3] == ""
         await fleet.up(1)
-        assert fleet.told == [ReplicaReady("a")]
+        assert fleet.told == [events.ReplicaReady("a")]
         result = fleet.registry.find("a")
         assert result is not None
         assert (result.address.port, result.kv, result.fingerprint, result.served_model) == (
@@ -142,7 +122,7 @@ def test_a_wanted_replica_becomes_the_engine_that_comes_up() -> None:
         assert ("http://h:1", "role", "decode") in fleet.caller.calls
         await fleet.up(2)
         assert fleet.registry.wanted().stop == ("http://h:2",)
-        assert fleet.told == [ReplicaReady("a")]
+        assert fleet.told == [events.ReplicaReady("a")]
 
     run(body)
 
@@ -150,28 +130,28 @@ def test_a_wanted_replica_becomes_the_engine_that_comes_up() -> None:
 def test_all_learn_of_a_new_peer_before_it_is_ready() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1, 2))
-        fleet.registry.act([StartReplica(_member("a")), StartReplica(_member("b", 1))])
+        fleet.registry.act([actions.StartReplica(_member("a")), actions.StartReplica(_member("b", 1))])
         await fleet.up(1)
         fleet.caller.calls.clear()
         await fleet.up(2)
         peers = [(url, value) for url, what, value in fleet.caller.calls if what == "peers"]
         assert sorted(peers) == [("http://h:1", ["h:1002"]), ("http://h:2", ["h:1001"])]
-        assert fleet.told == [ReplicaReady("a"), ReplicaReady("b")]
+        assert fleet.told == [events.ReplicaReady("a"), events.ReplicaReady("b")]
 
     run(body)
 
 
 def test_of_an_engine_that_is_silent_the_brain_hears_before_its_requests_fail() -> None:
     async def body(fleet: Yard) -> None:
-        fleet.registry.on_gone.append(lambda replica: fleet.told.append(RequestCancelled(replica)))
+        fleet.registry.on_gone.append(lambda replica: fleet.told.append(events.RequestCancelled(replica)))
         fleet.registry.enlist(_entries(1))
-        fleet.registry.act([StartReplica(_member("a"))])
+        fleet.registry.act([actions.StartReplica(_member("a"))])
         fleet.registry.silent(fleet.engine(1))
         assert fleet.told == [], "it is nobody yet"
         await fleet.up(1)
         fleet.told.clear()
         fleet.registry.silent(fleet.engine(1))
-        assert fleet.told == [ReplicaSilent("a"), RequestCancelled("a")]
+        assert fleet.told == [events.ReplicaSilent("a"), events.RequestCancelled("a")]
         assert fleet.registry.find("a") is not None, "it is not lost for that"
 
     run(body)
@@ -182,16 +162,16 @@ def test_an_engine_that_is_gone_is_lost_once_and_comes_back_as_another() -> None
         gone: list[str] = []
         fleet.registry.on_gone.append(gone.append)
         fleet.registry.enlist(_entries(1))
-        fleet.registry.act([StartReplica(_member("a"))])
+        fleet.registry.act([actions.StartReplica(_member("a"))])
         await fleet.up(1)
         fleet.registry.lost(fleet.engine(1), "refused")
         fleet.registry.lost(fleet.engine(1), "refused")
-        assert fleet.told[1:] == [ReplicaLost("a", "refused")]
+        assert fleet.told[1:] == [events.ReplicaLost("a", "refused")]
         assert gone == ["a"]
         assert fleet.registry.find("a") is None
-        fleet.registry.act([StartReplica(_member("b"))])
+        fleet.registry.act([actions.StartReplica(_member("b"))])
         await fleet.up(1)
-        assert fleet.told[-1] == ReplicaReady("b")
+        assert fleet.told[-1] == events.ReplicaReady("b")
 
     run(body)
 
@@ -199,13 +179,13 @@ def test_an_engine_that_is_gone_is_lost_once_and_comes_back_as_another() -> None
 def test_one_that_does_not_come_up_is_still_wanted() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1, 2))
-        fleet.registry.act([StartReplica(_member("a"))])
+        fleet.registry.act([actions.StartReplica(_member("a"))])
         fleet.caller.dead.add("http://h:1")
         await fleet.up(1)
         assert fleet.told == []
         assert fleet.engine(1).note == "refused"
         await fleet.up(2)
-        assert fleet.told == [ReplicaReady("a")]
+        assert fleet.told == [events.ReplicaReady("a")]
 
     run(body)
 
@@ -213,10 +193,10 @@ def test_one_that_does_not_come_up_is_still_wanted() -> None:
 def test_other_weights_are_not_mixed_in() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1, 2))
-        fleet.registry.act([StartReplica(_member("a")), StartReplica(_member("b", 1))])
+        fleet.registry.act([actions.StartReplica(_member("a")), actions.StartReplica(_member("b", 1))])
         await fleet.up(1)
         await fleet.up(2, fingerprint="other")
-        assert fleet.told == [ReplicaReady("a")]
+        assert fleet.told == [events.ReplicaReady("a")]
         assert "other weights" in fleet.engine(2).note
 
     run(body)
@@ -225,25 +205,25 @@ def test_other_weights_are_not_mixed_in() -> None:
 def test_a_drain_waits_for_the_last_request_and_a_stop_frees_the_engine() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1))
-        fleet.registry.act([StartReplica(_member("a"))])
+        fleet.registry.act([actions.StartReplica(_member("a"))])
         await fleet.up(1)
         fleet.open["a"] = 2
-        fleet.registry.act([DrainReplica("a")])
+        fleet.registry.act([actions.DrainReplica("a")])
         fleet.registry.look()
-        assert fleet.told == [ReplicaReady("a")]
+        assert fleet.told == [events.ReplicaReady("a")]
         fleet.open["a"] = 0
         fleet.registry.look()
         fleet.registry.look()
         await settle()
-        assert fleet.told[1:] == [ReplicaDrained("a")]
+        assert fleet.told[1:] == [events.ReplicaDrained("a")]
         assert ("http://h:1", "drain", False) in fleet.caller.calls
-        fleet.registry.act([StopReplica("a")])
+        fleet.registry.act([actions.StopReplica("a")])
         assert fleet.registry.wanted().replicas == ()
         assert fleet.registry.wanted().stop == ("http://h:1",)
-        fleet.registry.act([StartReplica(_member("b"))])
+        fleet.registry.act([actions.StartReplica(_member("b"))])
         await settle()
         assert ("http://h:1", "drain", True) in fleet.caller.calls
-        assert fleet.told[-1] == ReplicaReady("b")
+        assert fleet.told[-1] == events.ReplicaReady("b")
 
     run(body)
 
@@ -251,18 +231,18 @@ def test_a_drain_waits_for_the_last_request_and_a_stop_frees_the_engine() -> Non
 def test_what_another_gateway_empties_is_emptied_here_and_not_taken_back() -> None:
     async def scenario(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1))
-        fleet.registry.act([StartReplica(_member("a"))])
+        fleet.registry.act([actions.StartReplica(_member("a"))])
         await fleet.up(1)
-        assert fleet.told == [ReplicaReady("a")]
+        assert fleet.told == [events.ReplicaReady("a")]
         fleet.open["a"] = 1
         await fleet.up(1, state="draining")
-        assert fleet.told[1:] == [OperatorOrdered("a", "drain")]
-        fleet.registry.act([DrainReplica("a")])
+        assert fleet.told[1:] == [events.OperatorOrdered("a", "drain")]
+        fleet.registry.act([actions.DrainReplica("a")])
         await fleet.up(1, state="draining")
         fleet.open["a"] = 0
         fleet.registry.look()
-        assert fleet.told[2:] == [ReplicaDrained("a")]
-        fleet.registry.act([StopReplica("a"), StartReplica(_member("b"))])
+        assert fleet.told[2:] == [events.ReplicaDrained("a")]
+        fleet.registry.act([actions.StopReplica("a"), actions.StartReplica(_member("b"))])
         await fleet.up(1, state="drained")
         assert not [call for call in fleet.caller.calls if call[1] == "drain"], "it is not ours to wake"
         assert fleet.engine(1).replica == ""
@@ -275,23 +255,23 @@ def test_what_another_gateway_empties_is_emptied_here_and_not_taken_back() -> No
 def test_flips_recounts_moves_and_plans_asked_for() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1, 2))
-        fleet.registry.act([StartReplica(_member("a")), StartReplica(_member("b", 1))])
+        fleet.registry.act([actions.StartReplica(_member("a")), actions.StartReplica(_member("b", 1))])
         await fleet.up(1)
         await fleet.up(2)
         fleet.engine(1).cache_epoch = 7
         fleet.registry.act(
             [
-                FlipReplica("a", "prefill"),
-                ResyncCache("a"),
-                CopyPrefix((255,), "a", "b"),
-                Replan((("m", 2.0),), "more"),
+                actions.FlipReplica("a", "prefill"),
+                actions.ResyncCache("a"),
+                actions.CopyPrefix((255,), "a", "b"),
+                actions.Replan((("m", 2.0),), "more"),
             ]
         )
         await settle()
         assert ("http://h:1", "role", "prefill") in fleet.caller.calls
         assert fleet.engine(1).cache_epoch is None
         assert ("http://h:1", "move", ("http://h:2", [f"{255:032x}"], "int8")) in fleet.caller.calls
-        assert fleet.registry.wanted().replan == Replan((("m", 2.0),), "more")
+        assert fleet.registry.wanted().replan == actions.Replan((("m", 2.0),), "more")
         fleet.registry.planned()
         assert fleet.registry.wanted().replan is None
 
@@ -301,7 +281,7 @@ def test_flips_recounts_moves_and_plans_asked_for() -> None:
 def test_another_plan_may_have_kv_cross_in_another_codec() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1))
-        fleet.registry.act([StartReplica(_member("a"))])
+        fleet.registry.act([actions.StartReplica(_member("a"))])
         await fleet.up(1)
         heard: list[str] = []
         fleet.registry.on_endpoints.append(lambda: heard.append("changed"))
@@ -320,14 +300,14 @@ def test_another_plan_may_have_kv_cross_in_another_codec() -> None:
 def test_plain_servers_get_whole_requests_under_their_own_name() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1, kind="openai", model="m", cache_salt=True))
-        fleet.registry.act([StartReplica(_member("a"))])
+        fleet.registry.act([actions.StartReplica(_member("a"))])
         fleet.registry.heard(fleet.engine(1))
         await settle()
         result = fleet.registry.find("a")
         assert result is not None
         assert (result.kind, result.served_model, result.kv) == ("openai", "their-name", "")
         assert (result.token_ids, result.cache_salt) == (False, True)
-        assert fleet.told == [ReplicaReady("a")]
+        assert fleet.told == [events.ReplicaReady("a")]
 
     run(body)
 
@@ -335,11 +315,11 @@ def test_plain_servers_get_whole_requests_under_their_own_name() -> None:
 def test_a_roster_without_an_engine_loses_it_and_keeps_the_others() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1, 2))
-        fleet.registry.act([StartReplica(_member("a")), StartReplica(_member("b", 1))])
+        fleet.registry.act([actions.StartReplica(_member("a")), actions.StartReplica(_member("b", 1))])
         await fleet.up(1)
         await fleet.up(2)
         fleet.registry.enlist(_entries(2))
-        assert fleet.told[-1] == ReplicaLost("a", "was removed from the list of engines")
+        assert fleet.told[-1] == events.ReplicaLost("a", "was removed from the list of engines")
         assert fleet.registry.find("b") is not None
 
     run(body)
@@ -348,10 +328,10 @@ def test_a_roster_without_an_engine_loses_it_and_keeps_the_others() -> None:
 def test_a_role_that_did_not_reach_its_engine_is_asked_for_again() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1))
-        fleet.registry.act([StartReplica(_member("a"))])
+        fleet.registry.act([actions.StartReplica(_member("a"))])
         await fleet.up(1)
         fleet.caller.dead.add("http://h:1")
-        fleet.registry.act([FlipReplica("a", "prefill")])
+        fleet.registry.act([actions.FlipReplica("a", "prefill")])
         await settle()
         fleet.caller.dead.clear()
         fleet.caller.calls.clear()
@@ -377,8 +357,7 @@ def test_only_what_all_of_a_model_can_do_counts() -> None:
 
 
 def test_engines_say_what_they_can() -> None:
-    text = {"state": "ready", "own": True, "adapters": ["b", "a", 7]}
-    status = read_status(json.dumps(text).encode())
+    status = read_status(json.dumps({"state": "ready", "own": True, "adapters": ["b", "a", 7]}).encode())
     assert (status.own, status.adapters) == (True, ("a", "b"))
     assert not read_status(b'{"state": "ready", "own": "yes"}').own
     with pytest.raises(FormatError, match="adapters"):

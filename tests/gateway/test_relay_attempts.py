@@ -43,8 +43,7 @@ def wanted(path: bytes = CHAT, stream: bool = True, most: int = 7, **fields: Any
         "stream": stream,
         **fields,
     }
-    raw = json.dumps(body).encode()
-    return asked("r", 5, most, path=path, body=raw, stream=stream)
+    return asked("r", 5, most, path=path, body=json.dumps(body).encode(), stream=stream)
 
 
 def begin(stage: Stage, what: ChoiceRequest) -> Heard:
@@ -327,8 +326,6 @@ def test_an_engine_that_is_said_to_be_gone_has_failed() -> None:
 
 
 class Noted:
-    """A meter that writes down what it hears of attempts."""
-
     def __init__(self) -> None:
         self.heard: list[tuple[object, ...]] = []
 

@@ -12,18 +12,8 @@ from dispatch_helpers import EOS, LIES, Clock, Fleet, Heard, Script, Stage, aske
 from potluck.api.segments import UNSUPPORTED
 from potluck.core.replica.batch import LATE
 from potluck.core.replica.blocks import block_hashes
+from potluck.core.state import events
 from potluck.core.state.actions import Abort, QueryAttempt, Refuse, Run
-from potluck.core.state.events import (
-    AttemptFailed,
-    AttemptRunning,
-    FailureKind,
-    FirstToken,
-    RequestArrived,
-    RequestCancelled,
-    RequestFinished,
-    SegmentComputed,
-    SegmentDone,
-)
 from potluck.core.values.route import Route, Segment, aggregated, handed_over
 from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.gateway.dispatch.segment_attempt import GRACE_S, SegmentAttempt, stretches
@@ -42,16 +32,14 @@ def test_a_whole_request_is_asked_for_streamed_and_told() -> None:
     assert not {"start", "stop", "source", "handle", "codec"} & body.keys()
     stage.to_end()
     heard.is_right()
-    assert stage.news == [FirstToken("r", 0), RequestFinished("r", 0, len(heard.tokens_))]
+    assert stage.news == [events.FirstToken("r", 0), events.RequestFinished("r", 0, len(heard.tokens_))]
     stage.at_rest()
 
 
 def test_segments_are_sent_at_once_with_a_new_handle_for_each_hand_over() -> None:
     stage = Stage("a", "b", "c", far=("a",))
     stage.fleet.codecs = {("far", "near"): "int8"}
-    what = asked()
-    route = Route((Segment("a", 0, 5), Segment("b", 5, 12), Segment("c", 12, None)))
-    heard = stage.begin(what, route)
+    heard = stage.begin(asked(), Route((Segment("a", 0, 5), Segment("b", 5, 12), Segment("c", 12, None))))
     a, b, c = (stage.call(name).body for name in "abc")
     assert (a["stop"], a["codec"], "start" in a) == (5, "int8", False)
     assert (b["start"], b["stop"], b["codec"]) == (5, 12, "int8"), "what came in fewer bits cannot go on raw"
@@ -63,11 +51,11 @@ def test_segments_are_sent_at_once_with_a_new_handle_for_each_hand_over() -> Non
     stage.to_end()
     heard.is_right()
     assert stage.news[:5] == [
-        SegmentComputed("r", 0, 0),
-        SegmentDone("r", 0, 0),
-        SegmentComputed("r", 0, 1),
-        SegmentDone("r", 0, 1),
-        FirstToken("r", 0),
+        events.SegmentComputed("r", 0, 0),
+        events.SegmentDone("r", 0, 0),
+        events.SegmentComputed("r", 0, 1),
+        events.SegmentDone("r", 0, 1),
+        events.FirstToken("r", 0),
     ]
     stage.at_rest()
 
@@ -131,7 +119,7 @@ def test_what_does_not_add_up_ends_the_attempt_and_the_next_goes_on_from_there(l
         call.listener.head(200, {})
     call.write_raw(LIES[lie])
     count = len(heard.tokens_)
-    assert stage.news[-1] == AttemptFailed("z", 0, "replica", "x", count)
+    assert stage.news[-1] == events.AttemptFailed("z", 0, "replica", "x", count)
     assert call.cancelled
     call.listener.data(b'{"token":5}\n')
     call.listener.done()
@@ -141,11 +129,11 @@ def test_what_does_not_add_up_ends_the_attempt_and_the_next_goes_on_from_there(l
     assert stage.call("y").body["max_tokens"] == 9 - count
     stage.to_end()
     heard.is_right()
-    assert stage.news[-1] == RequestFinished("z", 1, len(expected))
+    assert stage.news[-1] == events.RequestFinished("z", 1, len(expected))
     stage.at_rest()
 
 
-REFUSALS: list[tuple[int, str | None, FailureKind]] = [
+REFUSALS: list[tuple[int, str | None, events.FailureKind]] = [
     (503, "draining", "replica"),
     (503, "try_again", "replica"),
     (409, "role", "replica"),
@@ -161,11 +149,11 @@ REFUSALS: list[tuple[int, str | None, FailureKind]] = [
 
 
 @pytest.mark.parametrize(("status", "code", "kind"), REFUSALS)
-def test_a_refusal_is_told_as_what_it_is(status: int, code: str | None, kind: FailureKind) -> None:
+def test_a_refusal_is_told_as_what_it_is(status: int, code: str | None, kind: events.FailureKind) -> None:
     stage = Stage("x")
     stage.begin(asked(), aggregated("x"))
     stage.call("x").refuse(status, code)
-    assert stage.news == [AttemptFailed("r", 0, kind, "x", 0)]
+    assert stage.news == [events.AttemptFailed("r", 0, kind, "x", 0)]
 
 
 @pytest.mark.parametrize("far", [(), ("p",)], ids=["one region", "two regions"])
@@ -175,8 +163,7 @@ def test_who_blames_another_is_believed_only_if_that_one_is_not_found_dead(
     who: str, dies: str, far: tuple[str, ...]
 ) -> None:
     stage = Stage("p", "d", far=far)
-    what = asked()
-    stage.begin(what, handed_over("p", "d", 10))
+    stage.begin(asked(), handed_over("p", "d", 10))
     p, d = stage.call("p"), stage.call("d")
     p.step()
     p.step()
@@ -200,19 +187,18 @@ def test_who_blames_another_is_believed_only_if_that_one_is_not_found_dead(
         (p if who == "receiver" else d).lose()
     stage.clock.pass_s(GRACE_S)
     if dies != "not at all":
-        assert stage.turns == [AttemptFailed("r", 0, "replica", other, 0)]
+        assert stage.turns == [events.AttemptFailed("r", 0, "replica", other, 0)]
     elif far:
-        assert stage.turns == [AttemptFailed("r", 0, "link", "far->near", 0)]
+        assert stage.turns == [events.AttemptFailed("r", 0, "link", "far->near", 0)]
     else:
-        assert stage.turns == [AttemptFailed("r", 0, "transfer", other, 0)]
+        assert stage.turns == [events.AttemptFailed("r", 0, "transfer", other, 0)]
     assert p.cancelled or p.over
     assert d.cancelled or d.over
 
 
 def test_a_sender_that_dies_when_its_cache_was_used_is_no_failure() -> None:
     stage = Stage("p", "d")
-    what = asked()
-    heard = stage.begin(what, handed_over("p", "d", 10))
+    heard = stage.begin(asked(), handed_over("p", "d", 10))
     p, d = stage.call("p"), stage.call("d")
     p.step()
     p.step()
@@ -221,7 +207,7 @@ def test_a_sender_that_dies_when_its_cache_was_used_is_no_failure() -> None:
     p.lose()
     stage.to_end()
     heard.is_right()
-    assert stage.turns == [FirstToken("r", 0), RequestFinished("r", 0, len(heard.tokens_))]
+    assert stage.turns == [events.FirstToken("r", 0), events.RequestFinished("r", 0, len(heard.tokens_))]
     stage.at_rest()
 
 
@@ -236,7 +222,7 @@ def test_an_answer_that_is_whole_needs_no_last_line() -> None:
         assert heard.end is None
         call.lose()
         heard.is_right()
-        assert stage.news[-1] == RequestFinished("e", 0, len(heard.tokens_))
+        assert stage.news[-1] == events.RequestFinished("e", 0, len(heard.tokens_))
         stage.at_rest()
 
 
@@ -256,7 +242,7 @@ def test_an_end_token_before_min_tokens_is_a_lie() -> None:
     heard = stage.begin(what, aggregated("x"))
     stage.call("x").step(2)
     stage.call("x").write({"token": EOS})
-    assert stage.news[-1] == AttemptFailed("r", 0, "replica", "x", 2)
+    assert stage.news[-1] == events.AttemptFailed("r", 0, "replica", "x", 2)
     stage.again(what, aggregated("y"), 1, 2)
     assert stage.call("y").body["min_tokens"] == 3
     stage.to_end()
@@ -272,7 +258,7 @@ def test_a_stop_string_ends_it_at_the_engine_too() -> None:
     stage.to_end()
     assert heard.tokens_ == right_answer(what)[:4]
     assert stage.call("x").cancelled
-    assert stage.news[-1] == RequestFinished("r", 0, 4)
+    assert stage.news[-1] == events.RequestFinished("r", 0, 4)
     stage.at_rest()
 
 
@@ -282,17 +268,16 @@ def test_a_client_that_leaves_is_cancelled_everywhere_at_once() -> None:
     stage.dispatcher.cancel("r")
     assert stage.call("p").cancelled
     assert stage.call("d").cancelled
-    assert stage.news == [RequestCancelled("r")]
+    assert stage.news == [events.RequestCancelled("r")]
     stage.dispatcher.cancel("r")
     stage.at_rest()
 
 
 def test_a_client_that_leaves_while_it_is_told_a_token() -> None:
     stage = Stage("x")
-    heard = stage.begin(asked(), aggregated("x"))
-    heard.on_tokens = lambda: stage.dispatcher.cancel("r")
+    stage.begin(asked(), aggregated("x")).on_tokens = lambda: stage.dispatcher.cancel("r")
     stage.call("x").step(3)
-    assert stage.news == [RequestCancelled("r")]
+    assert stage.news == [events.RequestCancelled("r")]
     stage.at_rest()
 
 
@@ -303,7 +288,7 @@ def test_orders_that_crossed_with_news_repeat_no_token() -> None:
     stage.call("x").step(2)
     stage.dispatcher.act([Abort("r", ("x",)), Run("r", aggregated("y"), 1, 20, 0)])
     assert stage.call("x").cancelled
-    assert stage.news[-1] == AttemptFailed("r", 1, "link", "", 2)
+    assert stage.news[-1] == events.AttemptFailed("r", 1, "link", "", 2)
     stage.again(what, aggregated("y"), 2, 2)
     stage.dispatcher.act([Run("r", aggregated("x"), 1, 22, 2)])  # Said twice, or late.
     stage.to_end()
@@ -315,25 +300,25 @@ def test_inquiries_are_answered_with_the_truth() -> None:
     what = asked()
     stage.begin(what, aggregated("x"))
     stage.dispatcher.act([QueryAttempt("r", 0)])
-    assert stage.news[-1] == AttemptRunning("r", 0)
+    assert stage.news[-1] == events.AttemptRunning("r", 0)
     stage.call("x").step(2)
     stage.fleet.kill("x")
     failed = stage.news[-1]
     stage.dispatcher.act([QueryAttempt("r", 0)])
-    assert stage.news[-1] == failed == AttemptFailed("r", 0, "replica", "x", 2)
+    assert stage.news[-1] == failed == events.AttemptFailed("r", 0, "replica", "x", 2)
     stage.dispatcher.act([QueryAttempt("r", 1)])
-    assert stage.news[-1] == AttemptFailed("r", 1, "timeout", "", 2)
+    assert stage.news[-1] == events.AttemptFailed("r", 1, "timeout", "", 2)
     stage.again(what, aggregated("x"), 2, 2)
     stage.to_end()
     stage.dispatcher.act([QueryAttempt("r", 2)])
-    assert stage.news[-1] == stage.news[-2] == RequestFinished("r", 2, len(right_answer(what)))
+    assert stage.news[-1] == stage.news[-2] == events.RequestFinished("r", 2, len(right_answer(what)))
     stage.begin(asked("s"), aggregated("x"))
     stage.call("x").step(3)
     stage.dispatcher.act([Abort("s", ("x",)), QueryAttempt("s", 0)])
     assert stage.call("x").cancelled
-    assert stage.news[-1] == AttemptFailed("s", 0, "timeout", "", 3)
+    assert stage.news[-1] == events.AttemptFailed("s", 0, "timeout", "", 3)
     stage.dispatcher.act([QueryAttempt("never heard of", 0)])
-    assert stage.news[-1] == RequestCancelled("never heard of")
+    assert stage.news[-1] == events.RequestCancelled("never heard of")
 
 
 def test_a_refusal_stops_what_runs() -> None:
@@ -349,13 +334,12 @@ def test_a_refusal_stops_what_runs() -> None:
 
 def test_a_slow_reader_holds_its_own_answer_and_nobody_is_blamed() -> None:
     stage = Stage("x")
-    what = asked()
-    heard = stage.begin(what, aggregated("x"))
+    heard = stage.begin(asked(), aggregated("x"))
     stage.call("x").step()
     stage.dispatcher.room("r", False)
     assert stage.call("x").paused
     stage.clock.pass_s(500)
-    assert stage.news == [FirstToken("r", 0)]
+    assert stage.news == [events.FirstToken("r", 0)]
     stage.dispatcher.room("r", True)
     stage.dispatcher.room("r", True)
     stage.clock.pass_s(1.0)
@@ -366,12 +350,12 @@ def test_a_slow_reader_holds_its_own_answer_and_nobody_is_blamed() -> None:
 def test_a_replica_that_cannot_be_reached_fails_at_once() -> None:
     stage = Stage("x", "y")
     stage.begin(asked("a"), aggregated("gone"))
-    assert stage.news == [AttemptFailed("a", 0, "replica", "gone", 0)]
+    assert stage.news == [events.AttemptFailed("a", 0, "replica", "gone", 0)]
     stage.fleet.dead.add("y")
     heard = Heard(asked("b"))
     stage.dispatcher.begin(heard.asked, heard)
     stage.dispatcher.act([Run("b", handed_over("x", "y", 10), 0, 20, 0)])
-    assert stage.news[-1] == AttemptFailed("b", 0, "replica", "y", 0)
+    assert stage.news[-1] == events.AttemptFailed("b", 0, "replica", "y", 0)
     assert stage.call("x").cancelled
 
 
@@ -388,8 +372,8 @@ def test_an_engine_with_other_weights_is_not_who_it_was() -> None:
     for name, mark in (("a", b"abc"), ("b", b""), ("c", b"xyz")):
         stage.begin(asked(name), aggregated("x"))
         stage.call("x").listener.head(200, {b"x-potluck-fingerprint": mark} if mark else {})
-    assert [item for item in stage.news if isinstance(item, AttemptFailed)] == [
-        AttemptFailed("c", 0, "replica", "x", 0)
+    assert [item for item in stage.news if isinstance(item, events.AttemptFailed)] == [
+        events.AttemptFailed("c", 0, "replica", "x", 0)
     ]
 
 
@@ -431,7 +415,7 @@ def test_prompts_have_the_names_that_engines_with_these_weights_give_them() -> N
         what = asked(name, prompt=600, salt=salt)
         dispatcher.begin(what, Heard(what))
         event = line.told[-1]
-        assert isinstance(event, RequestArrived)
+        assert isinstance(event, events.RequestArrived)
         dispatcher.act([Run(name, aggregated(replica), 0, 600, 0)])
         prompts[name] = what.prompt
         return event.request.blocks
@@ -473,7 +457,7 @@ def test_what_no_engine_can_do_is_the_clients_to_know_and_nobodys_fault(handed: 
     heard = stage.begin(asked(sampling=Sampling(json_schema="{}")), route)
     stage.call("y").refuse(400, UNSUPPORTED)
     assert (heard.status, json.loads(heard.relayed)["error"]["code"]) == (400, UNSUPPORTED)
-    assert stage.turns == [RequestCancelled("r")]
+    assert stage.turns == [events.RequestCancelled("r")]
     stage.at_rest()
 
 
@@ -491,4 +475,4 @@ def test_a_grammar_that_fails_on_the_way_ends_the_answer_alone(streamed: int) ->
     else:
         assert heard.status == 400
         assert json.loads(heard.relayed)["error"]["param"] == "response_format"
-    assert not any(isinstance(item, AttemptFailed) for item in stage.news)
+    assert not any(isinstance(item, events.AttemptFailed) for item in stage.news)

@@ -18,17 +18,8 @@ import pytest
 import uvloop
 
 from potluck.api.http import random_word
+from potluck.core.state import events
 from potluck.core.state.actions import Abort, Action, QueryAttempt, Refuse, Run
-from potluck.core.state.events import (
-    AttemptFailed,
-    AttemptRunning,
-    Event,
-    FirstToken,
-    RequestAdopted,
-    RequestArrived,
-    RequestCancelled,
-    RequestFinished,
-)
 from potluck.core.state.policy import Policy
 from potluck.core.values.route import aggregated, handed_over
 from potluck.core.values.types import Request
@@ -53,18 +44,16 @@ KEY = "sk-one"
 
 
 class Mind:
-    """Sends everything to `a`."""
-
     def __init__(self) -> None:
         self.requests: dict[str, object] = {}
-        self.heard: list[Event] = []
+        self.heard: list[events.Event] = []
 
-    def on(self, at_s: float, event: Event) -> list[Action]:
+    def on(self, at_s: float, event: events.Event) -> list[Action]:
         self.heard.append(event)
-        if isinstance(event, RequestArrived):
+        if isinstance(event, events.RequestArrived):
             self.requests[event.request.id] = event
             return [Run(event.request.id, aggregated("a"), 0, event.request.prompt_tokens, 0)]
-        if isinstance(event, RequestFinished | RequestCancelled | AttemptFailed):
+        if isinstance(event, events.RequestFinished | events.RequestCancelled | events.AttemptFailed):
             self.requests.pop(event.request, None)
         return []
 
@@ -127,7 +116,6 @@ def looked_after(context: WorkerContext, post: BrainProcessContext) -> int:
 
 
 def workers_of(pid: int) -> dict[int, int]:
-    """Each worker's place, and its process."""
     result = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     text = {int(item): Path(f"/proc/{item}/cmdline").read_text().strip("\0").split() for item in result}
     return {
@@ -143,9 +131,8 @@ def test_workers_share_the_brain_and_the_limits_and_are_replaced(tmp_path: Path)
         pool = WorkerPool(core, meter, settings, post)
         url = await pool.start()
         try:
-            served = [(await ask(url, "hello"))[0] for _ in range(30)]
-            assert served == [200] * 30
-            arrived = [event for event in mind.heard if isinstance(event, RequestArrived)]
+            assert [(await ask(url, "hello"))[0] for _ in range(30)] == [200] * 30
+            arrived = [event for event in mind.heard if isinstance(event, events.RequestArrived)]
             assert len({event.request.id for event in arrived}) == 30
             await until(lambda: sum(meter.counted(REQUESTS).values()) == 30)
 
@@ -164,7 +151,9 @@ def test_workers_share_the_brain_and_the_limits_and_are_replaced(tmp_path: Path)
             waiting = [asyncio.create_task(ask(url, "hello")) for _ in range(10)]
             lost = {request for request, line in owners.items() if line is slot.line}
             await until(lambda: set(mind.requests) >= set(owners) - lost and not set(mind.requests) & lost)
-            assert {event.request for event in mind.heard if isinstance(event, RequestCancelled)} >= lost
+            assert {
+                event.request for event in mind.heard if isinstance(event, events.RequestCancelled)
+            } >= lost
             assert 0 not in [status for status, _ in await asyncio.gather(*waiting)], "nobody was cut off"
             await until(lambda: len(pool._slots) == 2)
             await until(lambda: len(pool._listening) == 2)
@@ -215,22 +204,22 @@ def test_no_two_processes_make_up_the_same_names() -> None:
         assert file.read() not in {random_word() for _ in range(200)}
 
 
-EVENTS: list[Event] = [
-    RequestAdopted(Request("x", "m", 0.0, 10, 5), 2, 3, handed_over("a", "b", 7), 1, True),
-    RequestAdopted(Request("x", "m", 0.0, 10, 5), 2, 3, None),
-    RequestArrived(Request("x", "m", 1.5, 10, 5, 2, 9.25, (1, 2**64 - 1), 'a"\n', "batch")),
-    RequestArrived(Request("x", "m", 1.5, 10, 5, exact=True)),
-    RequestAdopted(Request("x", "m", 0.0, 10, 5, exact=True), 2, 3, None),
-    FirstToken("x", 3),
-    RequestFinished("x", 3, 7),
-    AttemptFailed("x", 0, "replica", "a->b", 4),
-    AttemptRunning("x", 1),
-    RequestCancelled("x"),
+EVENTS: list[events.Event] = [
+    events.RequestAdopted(Request("x", "m", 0.0, 10, 5), 2, 3, handed_over("a", "b", 7), 1, True),
+    events.RequestAdopted(Request("x", "m", 0.0, 10, 5), 2, 3, None),
+    events.RequestArrived(Request("x", "m", 1.5, 10, 5, 2, 9.25, (1, 2**64 - 1), 'a"\n', "batch")),
+    events.RequestArrived(Request("x", "m", 1.5, 10, 5, exact=True)),
+    events.RequestAdopted(Request("x", "m", 0.0, 10, 5, exact=True), 2, 3, None),
+    events.FirstToken("x", 3),
+    events.RequestFinished("x", 3, 7),
+    events.AttemptFailed("x", 0, "replica", "a->b", 4),
+    events.AttemptRunning("x", 1),
+    events.RequestCancelled("x"),
 ]
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
-def test_events_cross_as_they_are(event: Event) -> None:
+def test_events_cross_as_they_are(event: events.Event) -> None:
     assert "\n" not in brain_client.event_text(event)
     assert brain_client.event_of(brain_client.event_text(event)) == event
 

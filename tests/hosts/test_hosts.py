@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 WORDS = ROOT / "src" / "potluck" / "engine" / "data" / "words"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from parts.hosts_load import Load, Troubles, within, wrong  # noqa: E402  # noqa: E402
+from parts.hosts_load import Load, Troubles, within, wrong  # noqa: E402
 
 WHOLE_ONE, PREFILL, DECODE = 0, 1, 2
 OLDER = "0.0.9"
@@ -51,8 +51,7 @@ def test_no_request_is_lost_whatever_becomes_of_hosts(bed: Bed, tmp_path: Path) 
         load.start()
         in_trouble(fleet, load)
         followed(fleet, load)
-        shots = load.sent()
-        assert wrong(fleet, shots, by=WHOLE_ONE) == []
+        assert wrong(fleet, load.sent(), by=WHOLE_ONE) == []
 
 
 def strangers_stay_outside(fleet: HostsFleet) -> None:

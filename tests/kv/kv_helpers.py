@@ -88,7 +88,6 @@ class Ends:
         return handle, self.sender.offer(handle, BOUND, lambda have: about, lasts_s)
 
     def send(self, parcels: list[KvChunk], lasts_s: float = 10.0) -> tuple[str, OutgoingTransfer]:
-        """Offer parcels that are all there."""
         handle, transfer = self.offer(lasts_s)
         for parcel in parcels:
             transfer.put(parcel)
@@ -238,7 +237,6 @@ class Proxy:
 
 
 def until(what: Callable[[], bool], most_s: float = 60.0) -> bool:
-    """Whether something comes true in time."""
     end_s = time.monotonic() + most_s
     while not what():
         if time.monotonic() > end_s:

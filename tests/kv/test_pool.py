@@ -31,8 +31,7 @@ def hashes(tokens: list[int]) -> tuple[int, ...]:
 
 def data_of(tokens: list[int], size: int = BYTES) -> bytes:
     """What stands for the cache of exactly these tokens."""
-    seed = int.from_bytes(bytes(tokens) + b"\1", "little")
-    return np.random.default_rng(seed).bytes(size)
+    return np.random.default_rng(int.from_bytes(bytes(tokens) + b"\1", "little")).bytes(size)
 
 
 def keep(pool: PrefixPool, tokens: list[int]) -> int:
@@ -117,8 +116,7 @@ class Bytes(RuleBasedStateMachine):
     def rot(self, data: st.DataObject) -> None:
         """A bit flips in memory; going round finds it before anybody reads it."""
         name = data.draw(st.sampled_from(list(self.pool._sums)))
-        place = self.pool.index.places(name)[0]
-        self.pool._memory[place * BYTES] ^= 1
+        self.pool._memory[self.pool.index.places(name)[0] * BYTES] ^= 1
         before = self.pool.corrupted
         self.pool.verify()
         self.pool.verify()
@@ -128,7 +126,6 @@ class Bytes(RuleBasedStateMachine):
     @precondition(lambda self: self.with_disk)
     @rule(data=st.data(), cut=st.booleans())
     def spoil(self, data: st.DataObject, cut: bool) -> None:
-        """Something happens to a file."""
         files = sorted(path for path in self.folder.rglob("*.kv") if path.stat().st_size)
         if not files:
             return
@@ -183,8 +180,7 @@ TestDiskBytes.settings = TestExactDiskBytes.settings = COURSE
 
 
 def test_what_memory_has_no_room_for_comes_back_from_disk(tmp_path: Path) -> None:
-    disk = DiskTier(tmp_path, 100_000)
-    pool = PrefixPool(4 * BYTES, BYTES, block_tokens=SIZE, disk=disk)
+    pool = PrefixPool(4 * BYTES, BYTES, block_tokens=SIZE, disk=DiskTier(tmp_path, 100_000))
     one, two = [0] * 16, [1] * 16
     assert keep(pool, one) == 4
     assert keep(pool, two) == 4
@@ -241,8 +237,7 @@ def test_a_file_that_was_changed_anywhere_is_a_miss(tmp_path_factory, data: st.D
         path.unlink()
     else:
         path.write_bytes(content)
-    again = DiskTier(folder, 10_000)
-    assert again.get(name) is None
+    assert DiskTier(folder, 10_000).get(name) is None
     assert disk.get(name) is None
     assert name not in disk
     assert disk.used_bytes == 0

@@ -168,8 +168,7 @@ def test_a_slow_sink_holds_the_sender_back() -> None:
 
 def test_the_outbox_is_bounded_and_put_waits_for_room() -> None:
     parcel = made()[0]
-    size = len(parcel.data)
-    with ends(limits=replace(SMALL, most_bytes=2 * size)) as pair:
+    with ends(limits=replace(SMALL, most_bytes=2 * len(parcel.data))) as pair:
         handle, transfer = pair.offer()
         transfer.put(parcel)
         transfer.put(replace(parcel, layer=1))
@@ -486,7 +485,6 @@ sys.stdin.read()
 
 @contextmanager
 def child(code: str, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process, and the first line that it says."""
     paths = [str(Path(potluck.__file__).parent.parent), str(Path(__file__).parent)]
     process = subprocess.Popen(
         [sys.executable, "-c", code, *words],

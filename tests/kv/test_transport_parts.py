@@ -20,8 +20,6 @@ from potluck.kv.send_queue import SendQueue, pack
 
 
 class Receiver:
-    """An assembly with memory that is counted."""
-
     def __init__(self, window_bytes: int, chunk_bytes: int) -> None:
         self.out_bytes = 0
         self.most_bytes = 0
@@ -68,8 +66,7 @@ def test_whatever_is_lost_on_the_way_everything_comes_once_and_whole(
     layers: int, chunk_bytes: int, degree: int, loss: float, draw: random.Random
 ) -> None:
     parcels = made(3, layers)
-    largest = max(len(p.data) + len(p.parameters) for p in parcels)
-    window = largest + draw.randrange(20000)
+    window = max(len(p.data) + len(p.parameters) for p in parcels) + draw.randrange(20000)
     load, receiver = SendQueue(chunk_bytes), Receiver(window, chunk_bytes)
     load.open(window)
     conns, keys = list(range(degree)), degree
@@ -201,8 +198,7 @@ def test_a_parcel_larger_than_the_window_goes_alone() -> None:
     load = SendQueue(1 << 20)
     load.open(100)
     load.join(0, 4)
-    parcels = made()[:2]
-    for parcel in parcels:
+    for parcel in made()[:2]:
         load.put(pack(parcel, 1 << 20))
     receiver = Receiver(100, 1 << 20)
     first = load.next(0)

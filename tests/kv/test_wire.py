@@ -296,7 +296,6 @@ PLACE = 4
 
 
 def aged(raw: bytes) -> bytes:
-    """The same of another version."""
     return raw[:PLACE] + bytes([VERSION + 7]) + raw[PLACE + 1 :]
 
 

@@ -15,21 +15,7 @@ from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
 from potluck.core.values.types import Slo
-from potluck.loadgen.load_client import (
-    TimedRequest,
-    fire,
-    kept,
-    kind_of,
-    measured,
-    percentiles,
-    poisson,
-    prompt_of,
-    same,
-    server_of,
-    shots,
-    take_turns,
-    tpot_of,
-)
+from potluck.loadgen import load_client
 
 
 class Server:
@@ -89,15 +75,15 @@ async def _serving() -> AsyncIterator[tuple[Server, str]]:
 
 
 def test_answers_are_counted_and_what_goes_wrong_has_a_kind() -> None:
-    async def run() -> tuple[Server, list[TimedRequest]]:
+    async def run() -> tuple[Server, list[load_client.TimedRequest]]:
         async with _serving() as (server, url):
             rows = [(0.0, name, 5, 3) for name in ("m", "m", "full", "cut", "broken")]
-            asked = list(shots(rows, key="secret"))
-            await fire(url, asked, within_s=10.0)
+            asked = list(load_client.shots(rows, key="secret"))
+            await load_client.fire(url, asked, within_s=10.0)
             return server, asked
 
     server, asked = asyncio.run(run())
-    result = measured(asked, Slo(10.0, 10.0))
+    result = load_client.measured(asked, Slo(10.0, 10.0))
     assert (result.requests, result.answered, result.attained) == (5, 2, 2)
     assert dict(result.errors) == {"HTTP 429": 1, "cut off": 1, "error in the stream": 1}
     assert dict(result.examples) == {"HTTP 429": "full", "cut off": "cut off", "error in the stream": "gone"}
@@ -111,10 +97,10 @@ def test_answers_are_counted_and_what_goes_wrong_has_a_kind() -> None:
 
 
 def test_a_chat_is_timed_from_its_first_text() -> None:
-    async def run() -> tuple[Server, TimedRequest]:
+    async def run() -> tuple[Server, load_client.TimedRequest]:
         async with _serving() as (server, url):
-            (shot,) = shots([(0.0, "m", 9, 4)], style="chat", until_eos=True)
-            await fire(url, [shot], keep_text=True, within_s=10.0)
+            (shot,) = load_client.shots([(0.0, "m", 9, 4)], style="chat", until_eos=True)
+            await load_client.fire(url, [shot], keep_text=True, within_s=10.0)
             return server, shot
 
     server, shot = asyncio.run(run())
@@ -125,24 +111,26 @@ def test_a_chat_is_timed_from_its_first_text() -> None:
 
 def test_open_loop_counts_from_when_it_should_have_been_sent() -> None:
     """A request that waits for its turn is late by that, whoever kept it."""
-    shot = TimedRequest(
+    shot = load_client.TimedRequest(
         1.0, "m", [1], 3, sent_s=4.0, first_s=4.5, last_s=5.5, pieces=3, ended=True, done_s=5.5, status=200
     )
-    result = measured([shot], Slo(3.0, 1.0))
+    result = load_client.measured([shot], Slo(3.0, 1.0))
     assert result.ttft_s is not None
     assert result.ttft_s.mean == pytest.approx(3.5)
     assert result.late_s == pytest.approx(3.0)
-    assert tpot_of(shot) == pytest.approx(0.5)
-    assert not kept(shot, Slo(3.0, 1.0))
-    assert kept(shot, Slo(3.5, 0.5))
+    assert load_client.tpot_of(shot) == pytest.approx(0.5)
+    assert not load_client.kept(shot, Slo(3.0, 1.0))
+    assert load_client.kept(shot, Slo(3.5, 0.5))
 
 
 def test_closed_loop_has_so_many_at_once_and_no_more() -> None:
-    async def run() -> tuple[Server, list[TimedRequest]]:
+    async def run() -> tuple[Server, list[load_client.TimedRequest]]:
         async with _serving() as (server, url):
             server.gate = asyncio.Event()
-            rows = same([0.0] * 7, "m", 4, 2)
-            running = asyncio.create_task(take_turns(url, shots(rows), 3, within_s=10.0))
+            rows = load_client.same([0.0] * 7, "m", 4, 2)
+            running = asyncio.create_task(
+                load_client.take_turns(url, load_client.shots(rows), 3, within_s=10.0)
+            )
             while len(server.bodies) < 3:
                 await asyncio.sleep(0.01)
             server.gate.set()
@@ -151,22 +139,22 @@ def test_closed_loop_has_so_many_at_once_and_no_more() -> None:
     server, sent = asyncio.run(run())
     assert server.most_open == 3
     assert len(sent) == 7
-    assert measured(sent).answered == 7
+    assert load_client.measured(sent).answered == 7
     assert max(shot.at_s for shot in sent) > 0, "the later ones begin later"
 
 
 def test_nobody_there_is_an_error_of_its_kind() -> None:
-    (shot,) = shots([(0.0, "m", 1, 1)])
-    asyncio.run(fire("http://127.0.0.1:9", [shot], within_s=5.0))
-    assert kind_of(shot) == "no connection"
+    (shot,) = load_client.shots([(0.0, "m", 1, 1)])
+    asyncio.run(load_client.fire("http://127.0.0.1:9", [shot], within_s=5.0))
+    assert load_client.kind_of(shot) == "no connection"
     for wrong in ("localhost:8000", "ftp://x", "http://", "http://h:99999"):
         with pytest.raises(InputError):
-            server_of(wrong)
+            load_client.server_of(wrong)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=200))
 def test_percentiles_are_values_that_were_seen(values: list[float]) -> None:
-    result = percentiles(values)
+    result = load_client.percentiles(values)
     assert result is not None
     assert {result.p50, result.p90, result.p99, result.most} <= set(values)
     assert result.p50 <= result.p90 <= result.p99 <= result.most == max(values)
@@ -175,11 +163,12 @@ def test_percentiles_are_values_that_were_seen(values: list[float]) -> None:
 
 @given(st.integers(0, 10), st.floats(0.5, 50.0))
 def test_times_of_chance_have_their_rate_and_prompts_their_length(seed: int, rate_per_s: float) -> None:
-    times = poisson(Random(seed), rate_per_s, 400, None)
+    times = load_client.poisson(Random(seed), rate_per_s, 400, None)
     assert times == sorted(times)
     assert times[0] == 0.0
     assert 0.7 < 399 / times[-1] / rate_per_s < 1.4
-    short = poisson(Random(seed), rate_per_s, None, 3.0)
-    assert max(short) <= 3.0
-    assert len(prompt_of(Random(seed), 33, "ids")) == 33
-    assert prompt_of(Random(seed), 33, "text") != prompt_of(Random(seed + 1), 33, "text")
+    assert max(load_client.poisson(Random(seed), rate_per_s, None, 3.0)) <= 3.0
+    assert len(load_client.prompt_of(Random(seed), 33, "ids")) == 33
+    assert load_client.prompt_of(Random(seed), 33, "text") != load_client.prompt_of(
+        Random(seed + 1), 33, "text"
+    )

@@ -83,8 +83,7 @@ def test_rows_fill_their_lanes_and_every_arc_has_ends_of_its_own(lab: Lab, width
     """All who compute prompts hand on to all who write answers, as in a busy fleet."""
 
     async def run(tab: Tab) -> Any:
-        show = lab.stage.operators.page.show
-        show._rest()  # its own news would take them away
+        lab.stage.operators.page.show._rest()  # its own news would take them away
         await tab.run(STILL % CROWD)
         await tab.until("all('.flows > path').length >= 18")
         sides = f"all('.side').map((side) => [{BOX}(side), [...side.children].map({BOX})])"
@@ -98,8 +97,7 @@ def test_rows_fill_their_lanes_and_every_arc_has_ends_of_its_own(lab: Lab, width
     for side, rows in sides:
         for row in rows:
             assert row[2] - row[0] == pytest.approx(side[2] - side[0], abs=1.5), "as wide as its side"
-    lane = sides[0][0][2] - sides[0][0][0]
-    assert lane > 0.33 * min(width, 780), "the two sides are most of the card"
+    assert sides[0][0][2] - sides[0][0][0] > 0.33 * min(width, 780), "the two sides are most of the card"
     at: dict[int, list[float]] = {}
     for pair in ends:
         for x, y in pair:

@@ -39,8 +39,7 @@ def test_the_published_changes_follow_from_the_published_figures() -> None:
 
 
 def test_workloads_have_the_printed_means() -> None:
-    result = [tuple(map(round, load.mean_tokens)) for load in LOADS]
-    assert result == [(702, 42), (290, 207), (337, 1330)]
+    assert [tuple(map(round, load.mean_tokens)) for load in LOADS] == [(702, 42), (290, 207), (337, 1330)]
 
 
 def test_more_decode_replicas_serve_more() -> None:

@@ -87,8 +87,7 @@ def test_the_bundled_curves_still_fit_the_measurements() -> None:
     m, n, k = (part.columns[axis] for axis in "mnk")
     assert curves.gemm_residual is not None
     seconds = gemm_s(m, n, k, curves.chip, curves.gemm) * curves.gemm_residual.factor(m, n * k, n / k)
-    error = np.abs(seconds / part.seconds - 1)
-    assert np.median(error[kinds_of(part)["prefill GEMM"]]) < 0.07
+    assert np.median(np.abs(seconds / part.seconds - 1)[kinds_of(part)["prefill GEMM"]]) < 0.07
 
 
 @needs_data
@@ -121,8 +120,7 @@ def test_known_figures_are_found_again() -> None:
     compute, bandwidth, _ = np.exp(fit.scales["L4", "made up"])
     assert compute == pytest.approx(0.62, rel=0.05)
     assert bandwidth == pytest.approx(0.81, rel=0.03)
-    surface = fit_residuals(rows, fit, chips)["L4", "made up"]
-    assert np.abs(np.asarray(surface.log_factor)).max() < 0.05
+    assert np.abs(np.asarray(fit_residuals(rows, fit, chips)["L4", "made up"].log_factor)).max() < 0.05
     assert keys_of(rows)[0] == ("L4", "made up")
 
 
@@ -218,8 +216,6 @@ QUIET = BenchClient(burst=0.0, ahead=0.0, request_s=0.0)
 
 @dataclass(frozen=True)
 class Line:
-    """Steps that cost base + token x tokens."""
-
     base_s: float = 8e-3
     token_s: float = 2e-5
 

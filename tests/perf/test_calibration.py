@@ -29,7 +29,6 @@ BARE = Gpu("NewChip", 200.0, 48.0, 1000.0)
 
 
 def without(gpu: str) -> Calibration:
-    """The bundled calibration as if that GPU had never been measured."""
     full = bundled()
     kept = tuple(s for s in full.gpus if s.gpu != gpu)
     return replace(full, gpus=kept, specs=tuple(s for s in full.specs if s.name != gpu))

@@ -56,10 +56,8 @@ def test_the_busiest_rank_is_what_chance_makes_it() -> None:
             drawn = rng.multinomial(rows, [1 / ranks] * ranks, size=4000).max(axis=1).mean() / rows
             assert float(busiest_share(np.array([float(rows)]), ranks)[0]) == pytest.approx(drawn, rel=0.05)
     assert float(busiest_share(np.array([1.0]), 8)[0]) <= 1.0
-    alike = GemmWork("experts", 100, 100, 16, 64, 4)
-    apart = replace(alike, ranks=8)
-    tokens = np.array([1e6])
-    rows, used = apart.spread(tokens)
+    apart = replace(GemmWork("experts", 100, 100, 16, 64, 4), ranks=8)
+    rows, used = apart.spread(np.array([1e6]))
     assert used[0] == 8, "its own eight of 64"
     assert float(rows[0] * used[0]) == pytest.approx(4e6 / 8, rel=0.01)
 

@@ -80,8 +80,7 @@ def test_it_is_cauchys_third_equation_with_as_many_kv_heads(tokens: int) -> None
     model = replace(LLAMA, layers=layers)
     paper = CauchyModel.from_model(model)
     ours = prefill_sums(model, tokens).flops[0] - 2.0 * model.vocab * model.hidden
-    causal = paper.c1 * tokens * (tokens + 1) / 2 + paper.c2 * tokens
-    assert ours == pytest.approx(causal, rel=1e-9)
+    assert ours == pytest.approx(paper.c1 * tokens * (tokens + 1) / 2 + paper.c2 * tokens, rel=1e-9)
     assert ours <= paper.flop_prefill(1, tokens) * (1 + 1e-9)
 
 
@@ -136,8 +135,7 @@ def test_latent_attention_reads_1152_bytes_per_token_and_layer() -> None:
 
 def test_latent_decode_flops() -> None:
     """Absorbed: every head meets the latent and the rotary key (576), then sums latents (512)."""
-    attention = LatentAttention(128, 512, 128, 64, 128, 1536)
-    model = one_layer(attention)
+    model = one_layer(LatentAttention(128, 512, 128, 64, 128, 1536))
     more, less = decode_sums(model, 1, 501), decode_sums(model, 1, 500)
     assert more.flops[0] - less.flops[0] == pytest.approx(2 * 128 * (576 + 512))
 
@@ -153,8 +151,7 @@ def test_a_window_caps_decode_and_prefill() -> None:
 
 def test_linear_attention_does_not_see_its_context() -> None:
     """Each request reads and writes its state, and no more with a longer context."""
-    attention = LinearAttention("gated_delta", 16, 32, 128, 128, conv_kernel=0)
-    model = one_layer(attention)
+    model = one_layer(LinearAttention("gated_delta", 16, 32, 128, 128, conv_kernel=0))
     short, long = decode_sums(model, 5, 10), decode_sums(model, 5, 100_000)
     assert short.kv_bytes == long.kv_bytes
     assert short.flops == long.flops
@@ -164,15 +161,13 @@ def test_linear_attention_does_not_see_its_context() -> None:
 @given(st.integers(1, 512), st.integers(1, 512), st.integers(1, 100_000))
 def test_experts_share_the_tokens(experts: int, active: int, tokens: int) -> None:
     active = min(active, experts)
-    gemm = GemmWork("experts", 1.0, 1.0, 16.0, experts, active)
-    rows, used = gemm.spread(np.array([float(tokens)]))
+    rows, used = GemmWork("experts", 1.0, 1.0, 16.0, experts, active).spread(np.array([float(tokens)]))
     assert rows[0] * used[0] == pytest.approx(tokens * active)
     assert active * (1 - 1e-9) <= used[0] <= min(experts, tokens * active) * (1 + 1e-9)
 
 
 def test_experts_used_by_few_and_many_tokens() -> None:
-    gemm = GemmWork("experts", 1.0, 1.0, 16.0, 128, 8)
-    rows, used = gemm.spread(np.array([1.0, 16.0, 1e6]))
+    rows, used = GemmWork("experts", 1.0, 1.0, 16.0, 128, 8).spread(np.array([1.0, 16.0, 1e6]))
     assert used[0] == pytest.approx(8.0)
     assert used[2] == pytest.approx(128.0)
     assert rows[2] == pytest.approx(1e6 * 8 / 128)
@@ -237,8 +232,7 @@ def test_like_layers_are_counted_and_stages_take_their_own() -> None:
 
 def test_works_tell_attention_kinds_apart() -> None:
     hybrid = models.model("Kimi-Linear-48B")
-    kinds = {type(work.attention) for work, _ in layer_works(hybrid, 1)}
-    assert kinds == {SoftmaxWork, LinearWork}
+    assert {type(work.attention) for work, _ in layer_works(hybrid, 1)} == {SoftmaxWork, LinearWork}
 
 
 def test_an_empty_step_is_nothing() -> None:

@@ -116,8 +116,7 @@ def test_totals_agree_with_what_is_published() -> None:
     for name in ("Qwen3-235B", "Qwen3.5-397B", "Ring-2.5-1T", "DeepSeek-V3"):
         active = memory.active_parameters(models.model(name))
         assert active == pytest.approx(models.published(name)["active_parameters"], rel=0.03), name
-    kimi = models.model("Kimi-Linear")
-    assert memory.active_parameters(kimi, range(27)) == pytest.approx(3e9, rel=0.1)
+    assert memory.active_parameters(models.model("Kimi-Linear"), range(27)) == pytest.approx(3e9, rel=0.1)
 
 
 def test_eight_bit_models_keep_their_tables_in_sixteen() -> None:
@@ -177,8 +176,7 @@ def test_kv_heads_copy_beyond_their_number_and_latents_always() -> None:
     deepseek = models.model("DeepSeek-V3")
     assert memory.kv_bytes_per_gpu(deepseek, 100, 8) == memory.kv_bytes(deepseek, 100)
     # With tp 8 the four KV heads stand twice: the rank holds a quarter of k and v, an eighth of the rest.
-    layer = qwen.layers[0]
-    assert isinstance(layer.attention, FullAttention)
+    assert isinstance(qwen.layers[0].attention, FullAttention)
     kv = 2 * 4 * 128 * (3584 + 1) * 2
     norms = 2 * 3584 * 2
     rest = memory.weight_bytes(qwen, range(1)) - kv - norms

@@ -129,10 +129,9 @@ def test_arguments_broadcast() -> None:
 def test_a_tile_goes_over_all_that_its_rows_see(new: int, cached: int, window: int, tile: int) -> None:
     """Against a count of every tile's keys; where the last tile is not full, within what it lacks."""
     tiles = ceil(new / tile)
-    spans = []
-    for first in range(0, new, tile):
-        last = min(first + tile, new)
-        spans.append(cached + last - max(0, cached + first - window))
+    spans = [
+        cached + min(first + tile, new) - max(0, cached + first - window) for first in range(0, new, tile)
+    ]
     got = spanned_keys(
         *(np.array(float(x)) for x in (new, cached)), window, np.array(float(tile)), np.array(float(tiles))
     )

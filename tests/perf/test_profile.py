@@ -66,8 +66,7 @@ def scattered(count, seed):
     new = np.where(kind != 1, np.exp(rng.uniform(np.log(32), np.log(2048), count)).round(), 0)
     cached = np.where(kind != 1, np.exp(rng.uniform(0, np.log(8192), count)).round(), 0)
     decodes = np.where(kind != 0, np.exp(rng.uniform(0, np.log(128), count)).round(), 0)
-    item = np.exp(rng.uniform(np.log(128), np.log(8192), count)).round()
-    return new, cached, decodes, decodes * item
+    return new, cached, decodes, decodes * np.exp(rng.uniform(np.log(128), np.log(8192), count)).round()
 
 
 def test_a_profile_survives_its_file():
@@ -130,8 +129,7 @@ def test_ratios_bound_the_range_too():
 
 
 def test_kinds_of_steps_that_were_not_measured_are_out_of_range():
-    pure = tuple(p for p in PROFILE.points if not (p.chunk_new and p.decodes))
-    timer = ProfileTimer(profile(pure))
+    timer = ProfileTimer(profile(tuple(p for p in PROFILE.points if not (p.chunk_new and p.decodes))))
     assert timer.in_range(steps([512, 0, 512], 0, [0, 8, 8], [0, 8192, 8192])).tolist() == [True, True, False]
 
 

@@ -74,12 +74,10 @@ def by_hand(timer: Line, tokens_in: int, tokens_out: int, batch: int) -> tuple[f
         wait = (share * with_s**2 + (1 - share) * without_s**2) / (2 * tpot)
     turns = ceil(tokens_in / room)
     own = tokens_in / turns
-    prompt = sum(step(own, turn * own) for turn in range(turns))
-    return batch / (tokens_out * tpot), tpot, wait + prompt
+    return batch / (tokens_out * tpot), tpot, wait + sum(step(own, turn * own) for turn in range(turns))
 
 
 def scan(timer: Line, tokens_in: int, tokens_out: int, memory: int, slo: Slo | None) -> float:
-    """The best rate over every batch there is."""
     best = 0.0
     for batch in range(1, min(memory, MAX_BATCH) + 1):
         rate, tpot, ttft = by_hand(timer, tokens_in, tokens_out, batch)
@@ -168,8 +166,6 @@ def test_what_stops_the_rate_has_its_name(timer: Line, memory: int, slo: Slo | N
 
 @dataclass(frozen=True)
 class Waves(Line):
-    """Steps as long as the next multiple of 64 decodes takes."""
-
     def step_s(self, batch: StepBatch) -> Floats:
         return np.where(batch.tokens > 0, 5e-3 * np.ceil(batch.decodes / 64) ** 0.9, 0.0)
 
@@ -245,8 +241,7 @@ def test_a_decode_replica_pays_for_no_prompt() -> None:
 
 def test_prompts_beyond_the_budget_pace_the_replica() -> None:
     """4,000 tokens in, 1 out: however many decode, no more prompts finish than the chunks let through."""
-    timer = Line(context_s=0.0)
-    result = best_operating(timer, 4000, 1, 500, None)
+    result = best_operating(Line(context_s=0.0), 4000, 1, 500, None)
     assert result is not None
     fastest = CHUNK_TOKENS / (5e-3 + 2e-5 * CHUNK_TOKENS) / 4000
     assert result.chunk_tokens == CHUNK_TOKENS - result.batch

@@ -28,8 +28,6 @@ INF = float("inf")
 
 @dataclass
 class Text:
-    """A model written row by row."""
-
     cost: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
     whole: list[bool] = field(default_factory=list)
@@ -48,7 +46,6 @@ class Text:
         self.rows.append((low, high, {v: a for v, a in sums.items() if a}))
 
     def minimum(self) -> float | None:
-        """The optimum, or None when infeasible."""
         highs = highspy.Highs()
         for name, value in (
             ("output_flag", False),
@@ -316,7 +313,6 @@ def random_cards(seed: int, *, extras: bool = True) -> FlowProgram:
 
 
 def random_extras(rng: np.random.Generator, fleet: NodeSupply, sizes: list[int]) -> dict[str, object]:
-    """Running copies, pins, penalty, headroom, budget."""
     keys = [
         ColumnKey(g, t, r)
         for g, size in enumerate(sizes)

@@ -35,20 +35,17 @@ def test_k_is_the_start_up_over_the_interval() -> None:
 
 
 def same(some: list[Template], others: list[Template]) -> bool:
-    """Whether they are the very same ones."""
     return bool(some) and all(one is other for one, other in zip(some, others, strict=True))
 
 
 def test_templates_are_made_once_for_a_market() -> None:
     shops = TemplateFactories()
-    first = shops.at(PROBLEM)
-    made = first.homogeneous(PROBLEM.asks[0])
+    made = shops.at(PROBLEM).homogeneous(PROBLEM.asks[0])
     busier = problem_now(PROBLEM, {"chat": 9.0}, regions=at_price(1.86, 3))
     again = shops.at(busier)
     assert again.problem is busier
     assert same(again.homogeneous(busier.asks[0]), made)
-    dearer = replace(PROBLEM, regions=at_price(9.0))
-    assert not same(shops.at(dearer).homogeneous(PROBLEM.asks[0]), made)
+    assert not same(shops.at(replace(PROBLEM, regions=at_price(9.0))).homogeneous(PROBLEM.asks[0]), made)
     assert same(shops.at(PROBLEM).homogeneous(PROBLEM.asks[0]), made), "prices that come back"
 
 

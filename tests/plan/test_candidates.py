@@ -53,8 +53,7 @@ def test_candidates_are_the_strategys_and_cover_every_pair_of_types(plan: Plan) 
     assert 0 < len(names) <= MOST
     types = {frozenset(template.node_counts) for template in templates_of(plan.strategy)}
     assert {frozenset(item.node_counts) for item in plan.repertoire} == types
-    again = plan_from_json(plan_to_json(plan))
-    assert again == plan
+    assert plan_from_json(plan_to_json(plan)) == plan
 
 
 def test_nothing_is_left_out_that_would_be_better_on_the_same_nodes(plan: Plan) -> None:
@@ -78,8 +77,7 @@ def test_what_is_started_is_the_best_cover_of_all_on_offer(plan: Plan, seed: int
     chance = random.Random(seed)
     regions = tuple(market(*(chance.randint(0, 2) for _ in USD_PER_H), region=name) for name in ("a", "b"))
     few = replace(plan, templates=plan.templates[:1], candidates=plan.candidates[:4])
-    result = startable(few, "m", {0: 1.0}, regions, ())
-    offers = options(few, result, regions)
+    offers = options(few, startable(few, "m", {0: 1.0}, regions, ()), regions)
     free = {(r.name, o.node): o.available for r in regions for o in r.offers}
     deficit = chance.uniform(1.0, 30.0)
     best, least = None, float("inf")

@@ -108,8 +108,7 @@ def test_how_far_a_choice_is_from_the_cheapest_combos_is_said() -> None:
     for name in ("cauchy", "cauchy-mce"):
         plan = STRATEGIES[name](factory, brief).plan
         assert verify(factory.problem, plan) == ()
-        expected = 1 - cheapest.cost_usd_per_h / plan.cost_usd_per_h
-        assert plan.gap == pytest.approx(expected, abs=0.01)
+        assert plan.gap == pytest.approx(1 - cheapest.cost_usd_per_h / plan.cost_usd_per_h, abs=0.01)
     assert STRATEGIES["cauchy"](factory, brief).plan.gap > 0.1
 
 
@@ -133,6 +132,5 @@ def test_what_runs_stays_to_be_chosen() -> None:
     only = plan.deployments[0].template
     others = {"m": [t for t in factory.combos(item) if t.name != only]}
     merged = with_running(factory.problem, others, plan)
-    again = next(t for t in merged["m"] if t.name == only)
-    assert again.capacity == plan.template(only).capacity
+    assert next(t for t in merged["m"] if t.name == only).capacity == plan.template(only).capacity
     assert with_running(factory.problem, others, None) is others

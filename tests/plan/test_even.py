@@ -27,8 +27,7 @@ def busy(problem: PlanningProblem, plan: Plan) -> dict[tuple[str, str], float]:
     result: dict[tuple[str, str], float] = {}
     counts = {(d.template, d.region): d.count for d in plan.deployments}
     for share in plan.shares:
-        capacity = plan.template(share.template).capacity[share.bucket]
-        rate = getattr(capacity, f"{share.phase}_per_s")
+        rate = getattr(plan.template(share.template).capacity[share.bucket], f"{share.phase}_per_s")
         key = (share.template, share.region)
         result[key] = result.get(key, 0.0) + share.rate_per_s / rate / counts[key]
     return result

@@ -37,8 +37,7 @@ ROOMY: dict[str, tuple[float, int]] = {"1xL4": (0.8, 4), "1xA100-80": (2.0, 2), 
 
 
 def allowing(rate_per_s: float, formats: tuple[Format, ...], name: str = "chat") -> ModelDemand:
-    asked = an_ask(name, rate_per_s=rate_per_s, lengths=ONE_LENGTH)
-    first = asked.in_format(formats[0])
+    first = an_ask(name, rate_per_s=rate_per_s, lengths=ONE_LENGTH).in_format(formats[0])
     return replace(first, formats=formats)
 
 
@@ -54,8 +53,7 @@ def cheapest(problem: PlanningProblem) -> float | None:
     best: float | None = None
     for item in product(*(ask.variants for ask in problem.asks)):
         shop = TemplateFactory(replace(problem, asks=item))
-        ways = [list(_ways(shop, ask, problem.headroom, there)) for ask in item]
-        for chosen in product(*ways):
+        for chosen in product(*[list(_ways(shop, ask, problem.headroom, there)) for ask in item]):
             used = {node: sum(way.get(node, 0) for way in chosen) for node in there}
             if all(used[node] <= there[node] for node in there):
                 cost = sum(price[node] * count for node, count in used.items())

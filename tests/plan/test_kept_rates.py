@@ -116,8 +116,7 @@ def test_a_folder_keeps_what_was_used_last(tmp_path: Path) -> None:
         save(tmp_path, f"{place}", {"x": np.zeros(1000)})
         os.utime(tmp_path / f"{place}.npz", (place, place))
     assert load(tmp_path, "0") is not None  # used just now
-    size = (tmp_path / "0.npz").stat().st_size
-    trim(tmp_path, 4 * size)
+    trim(tmp_path, 4 * (tmp_path / "0.npz").stat().st_size)
     assert {path.stem for path in tmp_path.iterdir()} == {"0", "4", "5"}
     trim(tmp_path / "none")
 

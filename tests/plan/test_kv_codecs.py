@@ -72,8 +72,7 @@ def test_what_is_no_codec_is_refused_with_its_line(written: str) -> None:
 
 @pytest.mark.parametrize("path", [*EXAMPLES, *SHIPPED], ids=lambda path: path.stem)
 def test_no_shipped_spec_loses_anything_unless_it_says_so(path: Path) -> None:
-    spec = load_spec(path)
-    problem = load_problem(spec, 0.8, None, (), 0.0)
+    problem = load_problem(load_spec(path), 0.8, None, (), 0.0)
     allowed = "kv_codecs" in path.read_text()
     assert (problem.codecs != ("fp16",)) is allowed
     assert allowed == (path.stem == "pool")
@@ -110,8 +109,7 @@ def test_no_plan_is_lossy_unless_that_was_allowed(problem: PlanningProblem, stra
 
 def test_a_lossy_plan_is_found_out_where_nobody_allowed_it() -> None:
     """One that serves more in fewer bits, on the demo's fleet with a link of 2 Gb/s."""
-    spec = load_spec(SHIPPED[0])
-    exact = load_problem(spec, 0.8, None, (), 0.0)
+    exact = load_problem(load_spec(SHIPPED[0]), 0.8, None, (), 0.0)
     exact = replace(exact, links=tuple(replace(link, gbps=2.0) for link in exact.links))
     free = replace(exact, codecs=CODECS)
     plan = planned(free)

@@ -82,9 +82,7 @@ def test_a_flip_helps_when_the_workload_turns_around() -> None:
     slo = Slo(6.0, 0.08)
     writing = an_ask(rate_per_s=14.0, lengths=((200, 800, 1.0),), slo=slo)
     coding = an_ask(rate_per_s=9.0, lengths=((6000, 40, 1.0),), slo=slo)
-    offers = {"home": {"1xH100": (3.0, 8)}}
-    before = a_problem(writing, offers=offers)
-    factory = TemplateFactory(before)
+    factory = TemplateFactory(a_problem(writing, offers={"home": {"1xH100": (3.0, 8)}}))
     running = STRATEGIES["coral"](factory, QUICK).plan
     now = a_problem(coding, offers={"home": {"1xH100": (3.0, sum(running.nodes.values()))}})
     reroute, flip, _ = ladder(now, running, AUTO, QUICK)
@@ -95,8 +93,6 @@ def test_a_flip_helps_when_the_workload_turns_around() -> None:
 
 def test_survivors_fit_the_nodes_that_are_left() -> None:
     for (region, node), count in SPREAD.nodes.items():
-        now = without_nodes(PROBLEM, region, node, count - 1)
-        left = survivors(now, SPREAD)
-        held = replace(SPREAD, deployments=left).nodes
-        assert held.get((region, node), 0) <= count - 1
+        left = survivors(without_nodes(PROBLEM, region, node, count - 1), SPREAD)
+        assert replace(SPREAD, deployments=left).nodes.get((region, node), 0) <= count - 1
         assert sum(d.count for d in left) >= sum(d.count for d in SPREAD.deployments) - count

@@ -28,8 +28,7 @@ MACHINES = (("a", "A40", 4), ("b", "A5000", 4), ("c", "RTX3090Ti", 4), ("d", "A5
 def a_pool() -> Pool:
     nodes = tuple(replace(catalog_node(*machine), price_usd_per_h=0.4 * machine[2]) for machine in MACHINES)
     gbps = np.random.default_rng(3).choice([5.0, 10.0, 40.0], (5, 5))
-    rtt_s = ((2e-4,) * 5,) * 5
-    return Pool(nodes, tuple(map(tuple, np.minimum(gbps, gbps.T).tolist())), rtt_s)
+    return Pool(nodes, tuple(map(tuple, np.minimum(gbps, gbps.T).tolist())), ((2e-4,) * 5,) * 5)
 
 
 PROBLEM = pool_problem(a_pool(), an_ask("chat", "Llama-2-13B", 9.0, Slo(2.5, 0.1), ((900, 200, 1.0),)))
@@ -42,7 +41,6 @@ def test_there_is_something_to_lose() -> None:
 
 
 def without(problem: PlanningProblem, names: list[str]) -> PlanningProblem:
-    """The problem after these machines are gone."""
     assert problem.pool is not None
     for name in names:
         node = problem.pool.nodes[problem.pool.index(name)]
@@ -106,8 +104,7 @@ def test_a_number_of_a_type_takes_idle_machines_first() -> None:
 
 def test_other_lengths_flip_roles() -> None:
     """From long answers to long prompts, on the same machines."""
-    turned = an_ask("chat", "Llama-2-13B", 9.0, Slo(2.5, 0.1), ((1800, 20, 1.0),))
-    now = replace(PROBLEM, asks=(turned,))
+    now = replace(PROBLEM, asks=(an_ask("chat", "Llama-2-13B", 9.0, Slo(2.5, 0.1), ((1800, 20, 1.0),)),))
     reroute, flip, _ = sound(now, RUNNING)
     assert flip.served_fraction >= reroute.served_fraction
     if flip.served_fraction > reroute.served_fraction + 1e-6:

@@ -55,7 +55,6 @@ def small(seed: int) -> FlowProgram:
 
 
 def plans(program: FlowProgram) -> Iterator[dict[ColumnKey, int]]:
-    """Every plan that the nodes allow."""
     keys, ranges = [], []
     for m, model in enumerate(program.models):
         for t, uses in enumerate(model.uses):
@@ -145,7 +144,6 @@ def within(program: FlowProgram, counts: dict[ColumnKey, int]) -> bool:
 
 
 def cheapest(program: FlowProgram) -> float | None:
-    """By going through all plans, the cheapest first."""
     for counts in sorted(plans(program), key=lambda each: usd_per_h(program, each)):
         if within(program, counts) and min(served(program, counts), left(program, counts)) > 1 - 1e-6:
             return usd_per_h(program, counts)
@@ -175,8 +173,7 @@ def agree(program: FlowProgram) -> str:
 def test_plans_that_survive_the_loss_of_any_copy(seed: int) -> None:
     program = small(seed)
     rng = np.random.default_rng(seed)
-    spare = tuple(float(rng.choice([1.0, 0.6, 0.0])) for _ in program.models)
-    agree(replace(program, spare=spare))
+    agree(replace(program, spare=tuple(float(rng.choice([1.0, 0.6, 0.0])) for _ in program.models)))
 
 
 @pytest.mark.parametrize("seed", range(100, 104))
@@ -223,7 +220,6 @@ def test_limits_fees_and_nodes_that_are_paid_for(seed: int) -> None:
 
 
 def kinds(program: FlowProgram, most: int) -> FlowProgram:
-    """At most so many node types in the whole plan."""
     types = range(len(program.fleet.nodes))
     helpers = tuple(ExtraVariable(f"type {c}") for c in types)
     limits = [

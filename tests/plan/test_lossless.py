@@ -29,15 +29,13 @@ SAFE = 1.01
 
 
 def partitions(nodes: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """All ways to cut nodes into ordered stages."""
     if not nodes:
         yield ()
         return
     indices = range(len(nodes))
     for size in range(1, len(nodes) + 1):
         for first in combinations(indices, size):
-            rest = tuple(nodes[i] for i in indices if i not in first)
-            for others in partitions(rest):
+            for others in partitions(tuple(nodes[i] for i in indices if i not in first)):
                 yield (tuple(nodes[i] for i in first), *others)
 
 

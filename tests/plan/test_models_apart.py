@@ -18,8 +18,7 @@ from potluck.plan.allocate.solve import solve, told_in, without_needless
 
 def joined(seed: int) -> FlowProgram:
     """A random program of several models that share nodes, links and perhaps a budget."""
-    program = random_flow(seed)
-    return replace(program, running=(), pins=(), limits=(), helpers=())
+    return replace(random_flow(seed), running=(), pins=(), limits=(), helpers=())
 
 
 SEEDS = [seed for seed in range(40) if falls_apart(joined(seed)) and reference(joined(seed)) is not None][:8]
@@ -81,8 +80,7 @@ def test_nothing_is_lost_with_needless_columns(seed: int) -> None:
         assert model.allowed is not None
         assert not model.allowed[half:].any()
         assert (stand[stand] == stand).all()
-    keys = {ColumnKey(0, len(stands[0]) // 2, 0): 2, ColumnKey(0, 0, 0): 1}
-    message = told_in(keys, stands)
+    message = told_in({ColumnKey(0, len(stands[0]) // 2, 0): 2, ColumnKey(0, 0, 0): 1}, stands)
     assert sum(message.values()) == 3
     assert all(thin.models[0].allowed[key.template, key.region] for key in message)  # type: ignore[index]
     result, best = solve(program, time_limit_s=30.0), reference(program)

@@ -51,7 +51,6 @@ def at(problem: PlanningProblem, regions: tuple[str, ...]) -> PlanOutcome | None
 
 @pytest.mark.parametrize("far_s", [0.2, 1.2, 1.5])
 def test_how_far_requests_travel_is_the_best_of_all_choices(far_s: float) -> None:
-    """Against planning for every set of regions."""
     rtt_s = {
         "here": {"near": 0.01, "middle": 0.4, "far": far_s},
         "there": {"near": 0.05, "middle": 0.3, "far": far_s / 2},
@@ -91,8 +90,7 @@ def test_the_strictest_class_is_planned_for_and_has_its_price() -> None:
         ("standard", 0.5),
     ]
     assert one.without_class("interactive").slo == Slo(1.6, 0.06, 0.9)
-    problem = a_problem(replace(one, origins=()), offers=OFFERS)
-    factory = TemplateFactory(problem)
+    factory = TemplateFactory(a_problem(replace(one, origins=()), offers=OFFERS))
     outcome = melange(factory, SETTINGS)
     prices = term_prices(factory, outcome, melange, SETTINGS)
     assert [price.words for price in prices] == ["what class interactive was promised"]

@@ -12,15 +12,7 @@ from papers.coral_placement import brute_force, integer_program
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
 from potluck.core.values.types import Slo
-from potluck.plan.templates.pipeline import (
-    best_placement,
-    divide,
-    multisets,
-    partitions,
-    pattern_of,
-    pipeline_library,
-    solve,
-)
+from potluck.plan.templates import pipeline
 from potluck.plan.timing.stage_rates import StageRates, stage_rates
 
 Ints = NDArray[np.int64]
@@ -56,7 +48,7 @@ def instances(seed: int, count: int, most_layers: int = 7) -> list[tuple[Ints, i
 
 
 def all_optima(rates: Ints, max_nodes: int, *, prune: bool = False) -> tuple[Ints, NDArray[np.uint8]]:
-    return solve(rates, np.ones(rates.shape[1], np.int64), ENDLESS, max_nodes, prune=prune)
+    return pipeline.solve(rates, np.ones(rates.shape[1], np.int64), ENDLESS, max_nodes, prune=prune)
 
 
 def increases(rates: Ints) -> bool:
@@ -67,7 +59,7 @@ def test_every_multiset_equals_brute_force() -> None:
     compared, noisy = 0, 0
     for rates, max_nodes in instances(1, 2 * INSTANCES):
         units, stages = all_optima(rates, max_nodes)
-        space = multisets(rates.shape[1], max_nodes)
+        space = pipeline.multisets(rates.shape[1], max_nodes)
         noisy += increases(rates)
         for number in range(1, space.count):
             truth = brute_force(rates, space.types_of(number))
@@ -83,7 +75,7 @@ def test_random_multisets_equal_corals_integer_program() -> None:
     noisy = 0
     for rates, max_nodes in instances(3, INSTANCES // 2, most_layers=6):
         units, _ = all_optima(rates, max_nodes)
-        space = multisets(rates.shape[1], max_nodes)
+        space = pipeline.multisets(rates.shape[1], max_nodes)
         number = int(rng.integers(max(space.count // 2, 1), space.count))
         truth = integer_program(rates, space.types_of(number))
         assert truth.proven
@@ -102,23 +94,23 @@ def test_long_stacks_equal_the_second_search(noise: float) -> None:
         rates = np.where(np.arange(layers) < most, table, 0).astype(np.int64)
         assert increases(rates) == (noise > 0)
         units, stages = all_optima(rates, 6)
-        space = multisets(5, 6)
+        space = pipeline.multisets(5, 6)
         for number in rng.integers(space.offsets[4], space.count, 12):
-            result = best_placement(rates, space.types_of(int(number)))
+            result = pipeline.best_placement(rates, space.types_of(int(number)))
             assert units[number] == (result.units if result else 0)
-            again = best_placement(rates, space.types_of(int(number)), stages=int(stages[number]))
+            again = pipeline.best_placement(rates, space.types_of(int(number)), stages=int(stages[number]))
             assert again is None or again.units == units[number]
 
 
 @pytest.mark.parametrize(("kinds", "max_nodes"), [(3, 7), (2, 8), (1, 8), (4, 5)])
 def test_other_numbers_of_nodes_equal_the_second_search(kinds: int, max_nodes: int) -> None:
     rng = np.random.default_rng(9)
-    space = multisets(kinds, max_nodes)
+    space = pipeline.multisets(kinds, max_nodes)
     for layers in (3, 9, 20):
         rates = random_rates(rng, max_nodes, kinds, layers)
         units, _ = all_optima(rates, max_nodes)
         for number in {*rng.integers(1, space.count, 6).tolist(), space.count - 1}:
-            result = best_placement(rates, space.types_of(number))
+            result = pipeline.best_placement(rates, space.types_of(number))
             assert units[number] == (result.units if result else 0)
 
 
@@ -134,7 +126,7 @@ def splits(types: tuple[int, ...]) -> set[tuple[tuple[int, ...], tuple[int, ...]
 def test_pruning_drops_exactly_what_a_split_replaces() -> None:
     dropped = kept = 0
     for rates, max_nodes in instances(5, 150):
-        space = multisets(rates.shape[1], max_nodes)
+        space = pipeline.multisets(rates.shape[1], max_nodes)
         exact, _ = all_optima(rates, max_nodes)
         units, stages = all_optima(rates, max_nodes, prune=True)
         apart_or_together: dict[tuple[int, ...], int] = {}
@@ -155,9 +147,9 @@ def test_templates_above_the_memory_limit_are_left_out_and_others_unchanged() ->
     for rates, max_nodes in instances(7, 60):
         node_bytes = rng.integers(1, 9, rates.shape[1])
         limit = int(rng.integers(1, 20))
-        space = multisets(rates.shape[1], max_nodes)
+        space = pipeline.multisets(rates.shape[1], max_nodes)
         every, _ = all_optima(rates, max_nodes)
-        units, _ = solve(rates, node_bytes, limit, max_nodes, prune=False)
+        units, _ = pipeline.solve(rates, node_bytes, limit, max_nodes, prune=False)
         for number in range(space.count):
             within = sum(node_bytes[t] for t in space.types_of(number)) <= limit
             assert units[number] == (every[number] if within else 0)
@@ -165,17 +157,17 @@ def test_templates_above_the_memory_limit_are_left_out_and_others_unchanged() ->
 
 def test_layers_are_divided_as_the_brute_force_does() -> None:
     rates = np.array([[9, 7, 1, 8], [5, 0, 6, 0]])
-    assert divide(rates) == (5, (3, 1)) or divide(rates)[0] == 6
-    assert divide(np.array([[4, 3, 2]])) == (2, (3,))
-    assert divide(np.zeros((2, 3), np.int64))[0] == 0
-    assert divide(np.ones((4, 3), np.int64))[0] == 0  # more stages than layers
+    assert pipeline.divide(rates) == (5, (3, 1)) or pipeline.divide(rates)[0] == 6
+    assert pipeline.divide(np.array([[4, 3, 2]])) == (2, (3,))
+    assert pipeline.divide(np.zeros((2, 3), np.int64))[0] == 0
+    assert pipeline.divide(np.ones((4, 3), np.int64))[0] == 0  # more stages than layers
 
 
 def test_partitions_are_counted_right() -> None:
-    table = partitions(6)
+    table = pipeline.partitions(6)
     assert [len(table.of(6, 0, s)) for s in range(1, 7)] == [1, 31, 90, 65, 15, 1]  # Stirling numbers
     assert [len(table.of(6, 31, s)) for s in range(1, 7)] == [1, 3, 3, 2, 1, 1]  # partitions of 6
-    assert pattern_of((0, 0, 3, 4, 4)) == 0b1001
+    assert pipeline.pattern_of((0, 0, 3, 4, 4)) == 0b1001
     for masks in table.of(5, 0, 3):
         assert sum(int(m) for m in masks) == 31
 
@@ -188,7 +180,7 @@ def both() -> tuple[StageRates, StageRates]:
 
 def test_a_placement_reaches_what_the_library_says(both: tuple[StageRates, StageRates]) -> None:
     for rates in both:
-        library = pipeline_library(rates, max_nodes=4)
+        library = pipeline.pipeline_library(rates, max_nodes=4)
         assert 0 < len(library) <= library.valid
         index = {node.name: g for g, node in enumerate(rates.nodes)}
         for i in np.random.default_rng(8).integers(0, len(library), 20):
@@ -213,4 +205,4 @@ def test_absurd_tables_are_refused() -> None:
         (np.ones((1, 1, 4), np.int64), 0 * one),
     ):
         with pytest.raises(InputError):
-            solve(rates, bytes_of, 10, 2, prune=True)
+            pipeline.solve(rates, bytes_of, 10, 2, prune=True)

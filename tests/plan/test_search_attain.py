@@ -85,8 +85,7 @@ def test_what_fails_when_tried_is_not_chosen(searched: tuple[PoolEvaluator, Sear
         for flow in template.flows:
             ends = template.replicas[flow.prefill].layout, template.replicas[flow.decode].layout
             assert attained[ends] == 0.9  # pairs that fail get no request
-    hopeless = dict.fromkeys(attained, 0.0)
-    assert to_templates(problem, WANTED, POOL, best, attained=hopeless) == ()
+    assert to_templates(problem, WANTED, POOL, best, attained=dict.fromkeys(attained, 0.0)) == ()
 
 
 def test_a_plans_groups_are_those_that_held_when_tried() -> None:
@@ -96,8 +95,7 @@ def test_a_plans_groups_are_those_that_held_when_tried() -> None:
         asked.append(rate_per_s)
         return 0.5
 
-    problem = pool_problem(POOL, WANTED)
-    templates, result = search_groups(problem, WANTED, 1.0, 0, estimate)
+    templates, result = search_groups(pool_problem(POOL, WANTED), WANTED, 1.0, 0, estimate)
     assert asked
     (region,) = result
     assert {pairing.attained for pairing in result[region].orchestration.pairings} == {0.5}

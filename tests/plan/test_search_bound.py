@@ -70,8 +70,7 @@ def test_the_allocation_program_finds_the_same_optimum(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_bound_is_reached_where_links_do_not_bind(seed: int) -> None:
     rng = np.random.default_rng(20 + seed)
-    members = [catalog_node(f"n{i}", str(rng.choice(KINDS)), 2) for i in range(3)]
-    pool = uniform_pool(members, 1e4)
+    pool = uniform_pool([catalog_node(f"n{i}", str(rng.choice(KINDS)), 2) for i in range(3)], 1e4)
     work = small(1e3, LOOSE)
     result = search(pool, work, SearchSettings(seed=seed, timing=PeakCosts(), limits=SearchLimits(walks=8)))
     assert result.score.goodput_per_s == pytest.approx(exact_bound(pool, work, PeakCosts()), rel=1e-3)
@@ -79,8 +78,7 @@ def test_the_bound_is_reached_where_links_do_not_bind(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_known_and_fewer_columns_leave_a_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(40 + seed)
-    pool, work = random_pool(rng, 7, KINDS, largest=3), small(500.0)
+    pool, work = random_pool(np.random.default_rng(40 + seed), 7, KINDS, largest=3), small(500.0)
     plain = exact_bound(pool, work, PeakCosts(), time_limit_s=600.0)
     known = exact_bound(pool, work, PeakCosts(), known_per_s=0.9 * plain, time_limit_s=600.0)
     assert known == pytest.approx(plain, rel=1e-3)

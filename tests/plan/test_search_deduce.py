@@ -32,7 +32,6 @@ def small_work(rng: np.random.Generator) -> PoolWorkload:
 
 
 def compositions(total: int, parts: int) -> np.ndarray:
-    """All ways to give every stage at least one layer."""
     cuts = [(0, *cut, total) for cut in combinations(range(1, total), parts - 1)]
     return np.diff(np.array(cuts), axis=1)
 

@@ -136,8 +136,7 @@ def test_the_fast_score_is_that_of_the_plain_program() -> None:
         assert result is not None
         rates[group.phase].append(result.rate_per_s * work.headroom)
     routed = {(p.source, p.target): p.attained for p in evaluator.orchestrated(groups).pairings}
-    weight = float(np.mean(list(routed.values())))
-    flat = np.full((2, 2), weight)
+    flat = np.full((2, 2), float(np.mean(list(routed.values()))))
     value, _ = transport(np.array(rates[PREFILL]), np.array(rates[DECODE]), flat, work.rate_per_s)
     assert score.attainment * work.rate_per_s == pytest.approx(value, rel=0.05)
 

@@ -57,8 +57,7 @@ def test_losing_a_node_flips_and_reroutes_without_reloading(conversation: Search
 
 
 def test_a_shift_to_coding_flips_towards_prefill(conversation: SearchResult) -> None:
-    pool = paper_pool()
-    nothing_lost = groups_left(pool, conversation, {})
+    nothing_lost = groups_left(paper_pool(), conversation, {})
     after = reschedule(nothing_lost, conversation, workload(lengths=CODING), QUICK)
     changes = flipped(conversation, after)
     assert changes
@@ -94,8 +93,7 @@ def test_random_losses_down_to_nothing(conversation: SearchResult) -> None:
 def test_the_groups_that_were_hit_may_be_named(conversation: SearchResult) -> None:
     pool = paper_pool()
     node = conversation.state.groups[0].takes[0][0]
-    left = groups_left(pool, conversation, {pool.nodes[node].name: 1}, dead=[0])
-    assert 0 not in left.kept
+    assert 0 not in groups_left(pool, conversation, {pool.nodes[node].name: 1}, dead=[0]).kept
     with pytest.raises(InputError, match="beyond the"):
         groups_left(pool, conversation, {}, dead=[99])
 

@@ -40,8 +40,7 @@ def partitions(left: tuple[int, ...], top: tuple[int, ...]) -> Iterator[list[tup
     yield []
     for part in product(*(range(n + 1) for n in left)):
         if any(part) and part <= top:
-            rest = tuple(a - b for a, b in zip(left, part, strict=True))
-            for more in partitions(rest, part):
+            for more in partitions(tuple(a - b for a, b in zip(left, part, strict=True)), part):
                 yield [part, *more]
 
 
@@ -58,8 +57,7 @@ def best_of_all(evaluator: PoolEvaluator) -> float:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_finds_the_best_of_all_states_on_tiny_pools(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    pool = random_pool(rng, 5, KINDS, largest=3)
+    pool = random_pool(np.random.default_rng(seed), 5, KINDS, largest=3)
     evaluator = PoolEvaluator(deducer(pool, small_workload(), PeakCosts()))
     result = search_with(evaluator, SearchSettings(seed=seed))
     assert result.score.value == pytest.approx(best_of_all(evaluator), rel=1e-9)
@@ -67,8 +65,7 @@ def test_finds_the_best_of_all_states_on_tiny_pools(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_within_three_percent_of_the_bound_on_pools_of_twelve(seed: int) -> None:
-    rng = np.random.default_rng(100 + seed)
-    pool = random_pool(rng, 12, KINDS)
+    pool = random_pool(np.random.default_rng(100 + seed), 12, KINDS)
     work = small_workload(500.0)
     result = search(pool, work, SearchSettings(seed=seed, timing=PeakCosts()))
     known = 0.97 * result.score.goodput_per_s

@@ -31,7 +31,6 @@ def both(request: pytest.FixtureRequest) -> tuple[StageRates, StageRates]:
 
 
 def decode_units(model: Model, node: NodeType, layers: range, stages: int, latency_s: float) -> float:
-    """The best rate of these very layers, one batch after another."""
     tp = largest_tp(model, node)
     timer = roofline(model, node, tp, layers=layers)
     memory = stage_memory(model, node, tp, layers)

@@ -46,7 +46,6 @@ PLAIN = asked(ModelTerms())
 
 
 def offered(problem: PlanningProblem, **changes: NodeOffer) -> PlanningProblem:
-    """With other offers in the first region."""
     east = problem.regions[0]
     offers = tuple(changes.get(offer.node.removeprefix("1x"), offer) for offer in east.offers)
     return replace(problem, regions=(replace(east, offers=offers), *problem.regions[1:]))
@@ -147,8 +146,7 @@ def test_money_beside_rent_decides_where() -> None:
     regions = (replace(east, head_usd_per_h=50.0, storage_usd_per_gb_month=1.0), west)
     plan = sound(replace(PLAIN, regions=regions))
     assert {deployment.region for deployment in plan.deployments} == {"west"}
-    forced = replace(PLAIN, regions=(regions[0],))
-    there = sound(forced)
+    there = sound(replace(PLAIN, regions=(regions[0],)))
     text = {charge.what: charge.usd_per_h for charge in there.charges}
     assert text["head nodes"] == 50.0
     assert text["weights in storage"] == pytest.approx(16.06 / 730, rel=0.01)
@@ -166,8 +164,7 @@ def test_egress_is_paid_for_and_shown() -> None:
     factory = TemplateFactory(problem)
     made = factory.phased(problem.asks[0])
     few = [t for t in made if t.replicas[0].role == ("prefill" if "A10G" in t.name else "decode")]
-    outcome = allocated(factory, SETTINGS, "prfaas", {"chat": few})
-    plan = outcome.plan
+    plan = allocated(factory, SETTINGS, "prfaas", {"chat": few}).plan
     assert plan.fraction == 1
     assert verify(problem, plan) == ()
     gb_per_s = sum(
@@ -182,16 +179,14 @@ def test_egress_is_paid_for_and_shown() -> None:
 
 
 def test_every_term_has_its_price() -> None:
-    problem = asked(ModelTerms(survive="node", regions=("west",)))
-    factory = TemplateFactory(problem)
+    factory = TemplateFactory(asked(ModelTerms(survive="node", regions=("west",))))
     outcome = STRATEGIES["melange"](factory, SETTINGS)
     prices = {each.term: each for each in term_prices(factory, outcome, STRATEGIES["melange"], SETTINGS)}
     assert set(prices) == {"redundancy", "regions"}
     for price in prices.values():
         assert price.extra_usd_per_h is not None
         assert price.extra_usd_per_h > 0
-    without = sound(asked(ModelTerms(regions=("west",))))
-    saved = outcome.plan.total_usd_per_h - without.total_usd_per_h
+    saved = outcome.plan.total_usd_per_h - sound(asked(ModelTerms(regions=("west",)))).total_usd_per_h
     assert prices["redundancy"].extra_usd_per_h == pytest.approx(saved)
 
 

@@ -65,8 +65,7 @@ def test_where_not_a_copy_of_each_fits_the_budget_what_can_be_served_is(strategy
     large = an_ask("large", model="Llama-3-70B", slo=Slo(5.0, 0.1), lengths=one)
     offers = {"east": {"1xL40S": (1.86, 8), "8xH100": (50.0, 2)}}
     problem = a_problem(large, small, offers=offers, budget_usd_per_h=8.0)
-    outcome = STRATEGIES[strategy](TemplateFactory(problem), SolveSettings(20.0))
-    plan = outcome.plan
+    plan = STRATEGIES[strategy](TemplateFactory(problem), SolveSettings(20.0)).plan
     assert (plan.fraction_of("small"), plan.fraction_of("large")) == (1.0, 0.0)
     assert 0 < plan.cost_usd_per_h <= 8.0
     assert not verify(problem, plan)

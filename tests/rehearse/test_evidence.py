@@ -131,14 +131,12 @@ def test_a_pair_keeps_its_objective_until_it_is_asked_for_too_much(trial: PairTr
 
 def test_all_objectives_count(trial: PairTrial) -> None:
     """An answer takes about a second; promised in a tenth of it none is in time, whatever TTFT and TPOT are."""
-    slo = Slo(2.5, 0.1, e2e_s=0.1)
-    strict = replace(trial, world=replace(trial.world, slos={"chat": slo}))
+    strict = replace(trial, world=replace(trial.world, slos={"chat": Slo(2.5, 0.1, e2e_s=0.1)}))
     assert strict(replica("prefill", "node0"), replica("decode", "node1"), 1.0) == 0.0
 
 
 def a_trace(count: int = 4000, rate_per_s: float = 8.0) -> Workload:
-    rng = np.random.default_rng(0)
-    when = np.cumsum(rng.exponential(1 / rate_per_s, count))
+    when = np.cumsum(np.random.default_rng(0).exponential(1 / rate_per_s, count))
     return workload("chat", when, np.arange(1, count + 1), np.full(count, 5))
 
 
@@ -151,8 +149,7 @@ def test_a_number_always_means_the_same_requests() -> None:
 
 
 def test_the_rarest_model_has_a_few_hundred_requests_within_reason() -> None:
-    both = [a_traffic("chat", 10.0), a_traffic("code", 1.0)]
-    load = made_up(both)(0)
+    load = made_up([a_traffic("chat", 10.0), a_traffic("code", 1.0)])(0)
     assert (load.model == load.models.index("code")).sum() >= LEAST_REQUESTS
     assert enough([a_traffic("chat", 1000.0), a_traffic("code", 0.01)]) == MOST_REQUESTS
     with pytest.raises(InputError):

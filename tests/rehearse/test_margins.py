@@ -64,8 +64,7 @@ def test_more_headroom_and_smoother_arrivals_never_make_more_late(
 
 
 def test_queues_are_as_busy_as_planned_and_carry_all_requests() -> None:
-    plan = melange(TemplateFactory(PROBLEM), SETTINGS).plan
-    queues = list(queues_of(PROBLEM, plan, ASK))
+    queues = list(queues_of(PROBLEM, melange(TemplateFactory(PROBLEM), SETTINGS).plan, ASK))
     assert sum(queue.share for queue in queues) == pytest.approx(1.0)
     assert all(0 < queue.busy <= PROBLEM.headroom + 1e-6 for queue in queues)
 

@@ -169,10 +169,8 @@ def test_steps_of_a_mixture_of_experts_are_known_between_one_request_and_many() 
     for count in range(1, batch + 1, 9):
         real_s = float(decode_step_s(timer, count, context)[0])
         assert step_seconds(facts, count) == pytest.approx(real_s, rel=0.1)
-    straight = replace(facts, decode_knees=())
-    assert step_seconds(straight, 20) < 0.6 * step_seconds(facts, 20)
-    dense = roofline(LLAMA, nodes.node_type("1xL4"), 1)
-    assert decode_knees(dense, 16, context) == ()
+    assert step_seconds(replace(facts, decode_knees=()), 20) < 0.6 * step_seconds(facts, 20)
+    assert decode_knees(roofline(LLAMA, nodes.node_type("1xL4"), 1), 16, context) == ()
 
 
 def test_facts_say_how_fast_and_how_large() -> None:
@@ -193,8 +191,7 @@ def test_facts_say_how_fast_and_how_large() -> None:
     split = facts.splits["chat: pair"]
     assert split.k_p > 0
     assert split.chunk_tokens > 0
-    more = closed_plan((combo(1, 1), "east", 1))
-    replica_models.learn(more)
+    replica_models.learn(closed_plan((combo(1, 1), "east", 1)))
     assert ("chat: combo 1P1D", 1) in facts.replicas, "the Brain's facts grow with a new plan"
 
 
@@ -223,8 +220,7 @@ def test_paced_engines_take_steps_that_fit_the_objective() -> None:
 
 
 def test_paced_engines_keep_more_answers_in_time() -> None:
-    plan = closed_plan((mixed(SLOW), "east", 3))
-    resolved = replace(problem(plan), slos={MODEL: Slo(4.0, 0.12)})
+    resolved = replace(problem(closed_plan((mixed(SLOW), "east", 3))), slos={MODEL: Slo(4.0, 0.12)})
     work = load(1000, 1.5, prompt=(50, 4000), output=(5, 120))
     kept = [
         summarise(simulate(replace(resolved, paced=paced), work)).models[0].attainment or 0.0
@@ -311,8 +307,7 @@ def test_everyone_counts_the_same_bytes(model, codec: Codec, tokens: int) -> Non
     ask = ModelDemand(model.name, model, Slo(1.0, 1.0), (demand,))
     assert wire_bits(ask, codec)[0] / 8 == pytest.approx(sent)
     assert _wire_bits(ask, tokens, codec) / 8 == pytest.approx(sent)
-    roomy = replace(model, max_context_tokens=200_000)
-    work = PoolWorkload(roomy, Slo(1.0, 1.0), tokens, 1, 1.0, codec)
+    work = PoolWorkload(replace(model, max_context_tokens=200_000), Slo(1.0, 1.0), tokens, 1, 1.0, codec)
     assert work.kv_bytes_per_layer * model.layer_count == pytest.approx(sent)
 
 
@@ -328,6 +323,5 @@ def test_the_state_of_a_hybrid_model_is_not_quantised() -> None:
     assert hybrids
     for model in hybrids:
         whole, small = (kv_of(model).wire_bytes(0, 8192, codec) for codec in ("fp16", "int4"))
-        ratio = small / whole
-        assert ratio > 0.267
+        assert small / whole > 0.267
         assert scaled_bytes(facts_of(model), 8192, "int4") == pytest.approx(small)

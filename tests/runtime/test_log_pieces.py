@@ -68,8 +68,7 @@ def test_a_brain_that_was_written_down_goes_on_as_if_nothing_had_been(policy: Po
         assert written(mind.on(entry.at_s, entry.event)) == written(entry.actions)
         asked += len(entry.actions)
         if place % 25 == 0:
-            text = json.dumps(checkpoint((mind, facts)))
-            mind, facts = restored(json.loads(text), "test")
+            mind, facts = restored(json.loads(json.dumps(checkpoint((mind, facts)))), "test")
             written_down += 1
     assert asked > 60
     assert written_down > 5
@@ -175,8 +174,7 @@ def test_whatever_a_crash_leaves_is_put_in_order(tmp_path: Path, monkeypatch: py
     os.truncate(last, last.stat().st_size - 9)
     replayed = _replayed(tmp_path)
     assert (replayed.difference, replayed.events, len(replayed.cuts)) == ("", count - 1, 1), "as it lies"
-    again = LogFiles(tmp_path / NAME)
-    again.close()
+    LogFiles(tmp_path / NAME).close()
     assert not plain.exists()
     assert not list(tmp_path.glob("*.part"))
     assert [piece.suffix for piece in pieces_of(tmp_path / NAME)[:2]] == [".gz", ".gz"]

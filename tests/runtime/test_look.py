@@ -38,7 +38,6 @@ def contrast(one: str, other: str) -> float:
 
 
 def lab(colour: str) -> tuple[float, float, float]:
-    """CIELAB, D65."""
     red, green, blue = linear(colour)
     x = (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505
     y = 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -17,8 +17,6 @@ Touch = tuple[float, int, str, tuple[float, ...]]
 
 @dataclass
 class Life:
-    """What was seen of a replica."""
-
     happenings: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     """Of each request: what, when."""
     statuses: list[ReplicaStatus] = field(default_factory=list)

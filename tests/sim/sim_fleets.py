@@ -75,7 +75,6 @@ def closed_plan(*fleet: tuple[Template, str, int]) -> Plan:
 def flow_plan(
     prefill: tuple[Template, str, int], decode: tuple[Template, str, int], codec: Codec = "fp16"
 ) -> Plan:
-    """Prefill in one place, decode in another."""
     shares = (
         PlannedShare(prefill[0].name, prefill[1], 0, "prefill", 10.0),
         PlannedShare(decode[0].name, decode[1], 0, "decode", 10.0),

@@ -37,7 +37,6 @@ for plan in plans:
 
 
 def stale() -> str:
-    """Why there is nothing to compare."""
     if not (COMPILED / ".made").exists():
         return "nothing is compiled: make compiled"
     for folder in ("core", "sim"):

@@ -64,7 +64,6 @@ def attained(problem: PlanningProblem, plan: Plan) -> float:
 
 
 def gpus_of(problem: PlanningProblem, plan: Plan) -> dict[str, str]:
-    """By template."""
     return {template.name: problem.by_name[template.nodes[0].node].gpu.name for template in plan.templates}
 
 

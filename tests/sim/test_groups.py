@@ -97,8 +97,7 @@ def scene(rate_per_s: float = 4.0, gbps: float = 20.0) -> ResolvedPlan:
 
 
 def steady(count: int, rate_per_s: float, prompt: int = 1000, output: int = 100) -> Workload:
-    arrival_s = np.arange(count) / rate_per_s
-    return workload("chat", arrival_s, np.full(count, prompt), np.full(count, output))
+    return workload("chat", np.arange(count) / rate_per_s, np.full(count, prompt), np.full(count, output))
 
 
 def test_a_group_runs_as_planned_over_the_links_between_its_machines() -> None:
@@ -152,8 +151,7 @@ def test_a_lost_machine_is_noticed_when_its_heartbeat_is_missing_and_stays_lost(
         assert again
         assert all(item.changes[-1][1] == "lost" for item in again)
         # Those that were there do all of it again in the end.
-        met = judge(run.records, run.slos, run.end_s).met
-        assert met[run.records.arrival_s > 200].mean() > 0.95
+        assert judge(run.records, run.slos, run.end_s).met[run.records.arrival_s > 200].mean() > 0.95
     late = [judge(run.records, run.slos, run.end_s).met[380:440].mean() for run in runs]
     assert late[1] < late[0]
 
@@ -162,8 +160,7 @@ def test_a_shift_to_long_prompts_flips_a_decoder() -> None:
     world = scene(16.0)
     arrival_s = np.arange(4800) / 16.0
     prompts = np.where(arrival_s < 100, 600, 1900)
-    outputs = np.where(arrival_s < 100, 100, 8)
-    load = workload("chat", arrival_s, prompts, outputs)
+    load = workload("chat", arrival_s, prompts, np.where(arrival_s < 100, 100, 8))
     runs = [simulate(world, load, Policy(scaling=item, window_s=30.0)) for item in ("none", "flips")]
     end = arrival_s > 200
     met = [judge(run.records, run.slos, run.end_s).met[end].mean() for run in runs]
@@ -173,8 +170,7 @@ def test_a_shift_to_long_prompts_flips_a_decoder() -> None:
 
 
 def test_plans_of_groups_without_flows_still_load() -> None:
-    made = scene().plan
-    assert replace(made.templates[0], flows=()).flows == ()
+    assert replace(scene().plan.templates[0], flows=()).flows == ()
 
 
 LENGTHS = (1200, 60)
@@ -199,8 +195,7 @@ PROBLEM = PlanningProblem(
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     factory = TemplateFactory(PROBLEM)
-    made = STRATEGIES["melange"](factory, SolveSettings(time_limit_s=5)).plan
-    return with_candidates(factory, made)
+    return with_candidates(factory, STRATEGIES["melange"](factory, SolveSettings(time_limit_s=5)).plan)
 
 
 def served(plan: Plan) -> SimResult:

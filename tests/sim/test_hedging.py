@@ -149,16 +149,14 @@ def test_any_node_of_a_plan_with_one_to_spare_may_die() -> None:
     units = sum(deployment.count for deployment in plan.deployments)
     assert units >= 2
     kept = [attained(problem, plan, None)]
-    for unit in range(units):
-        lost = Faults((Fault(AT_S, "node", pick=(unit + 0.5) / units),))
-        kept.append(attained(problem, plan, lost))
+    losses = [Faults((Fault(AT_S, "node", pick=(unit + 0.5) / units),)) for unit in range(units)]
+    kept += [attained(problem, plan, loss) for loss in losses]
     assert min(kept) >= PROMISED
 
 
 def test_without_one_to_spare_it_would_be_missed() -> None:
     problem, plan = planned(NO_TERMS)
-    lost = Faults((Fault(AT_S, "node", node="*"),))
-    assert attained(problem, plan, lost) < PROMISED
+    assert attained(problem, plan, Faults((Fault(AT_S, "node", node="*"),))) < PROMISED
 
 
 def test_a_wave_that_takes_all_spot_nodes_leaves_what_was_promised() -> None:
@@ -174,5 +172,4 @@ def test_a_wave_that_takes_all_spot_nodes_leaves_what_was_promised() -> None:
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_the_share_decides_how_much_is_spot(share: float) -> None:
     _, plan = planned(ModelTerms(max_spot_share=share))
-    kinds = {"spot" in node for _, node in plan.nodes}
-    assert kinds == {share == 1.0}
+    assert {"spot" in node for _, node in plan.nodes} == {share == 1.0}

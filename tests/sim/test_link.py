@@ -44,7 +44,6 @@ class Slow:
         self.ends: dict[int, float] = {}
 
     def each(self) -> dict[int, float]:
-        """Bytes a second of each."""
         tenants = [self.whose[key] for key in self.left]
         weight = sum(WEIGHTS[tenant] for tenant in set(tenants))
         return {

@@ -132,8 +132,7 @@ def test_the_whole_time_of_an_answer_counts_where_it_is_promised() -> None:
         (98.0, 0, 1, 0.0, 0.0, OPEN),  # 2 s old: its whole time is over, that to its first token is not
         (99.0, 0, 1, 0.0, 0.0, OPEN),
     ]
-    summary = summarise(result_of(rows, slos=slos))
-    chat, code = summary.models
+    chat, code = summarise(result_of(rows, slos=slos)).models
     assert chat.attainment == pytest.approx(1 / 4)
     assert chat.tpot_attainment == pytest.approx(2 / 4)
     assert chat.e2e_attainment == pytest.approx(1 / 4)

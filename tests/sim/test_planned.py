@@ -198,8 +198,7 @@ def test_what_is_planned_is_kept_and_more_is_borne_than_decoders_bear(tmp_path: 
     problem = load_problem(spec, 0.8, None, (), 0.0)
     plan = STRATEGIES["coral"](TemplateFactory(problem), SolveSettings()).plan
     used = [plan.template(deployment.template) for deployment in plan.deployments]
-    roles = {replica.role for template in used for replica in template.replicas}
-    assert roles == {"prefill", "decode"}
+    assert {replica.role for template in used for replica in template.replicas} == {"prefill", "decode"}
     resolved, slo = scene_of(SimulationInputs(spec, problem, plan)), spec.models[0].slo
     for rate_per_s, least_per_s in ((6.0, 0.99 * 6.0), (12.0, 9.0)):
         load = at_rate(of_traffic([model.traffic for model in spec.models], 600, 11), rate_per_s)
@@ -264,8 +263,7 @@ def test_what_the_cards_cannot_carry_is_not_planned() -> None:
     assert verify(problem, plan) == ()
     bits = wire_bits(problem.asks[0], "fp16")
     sent = sum(float(bits[flow.bucket]) * flow.rate_per_s for flow in plan.flows)
-    nodes_rented = sum(plan.nodes.values())
-    assert sent <= 0.8 * 0.94e9 * nodes_rented / 2 * (1 + 1e-6)
+    assert sent <= 0.8 * 0.94e9 * sum(plan.nodes.values()) / 2 * (1 + 1e-6)
     smaller = replace(problem, codecs=("fp16", "int8", "int4"))
     more = STRATEGIES["prfaas"](TemplateFactory(smaller), SolveSettings(time_limit_s=10)).plan
     assert more.fraction > plan.fraction

@@ -77,8 +77,7 @@ def bounds(rng: Random) -> BatchLimits:
 def test_jumping_and_stepping_give_the_same_life(name: str) -> None:
     table, preempted, jumped, stepped = tables()[name], 0, 0, 0
     step_s = table.step_s((), 4, 400)
-    share = {"plain": 8, "roofline": 1, "pipeline": 1}[name]
-    for seed in range(SCENARIOS * share // 10):
+    for seed in range(SCENARIOS * {"plain": 8, "roofline": 1, "pipeline": 1}[name] // 10):
         limits = bounds(Random(seed))
         plan = touches(seed, 12, limits, step_s)
         single = seed % 2 == 0  # else requests of three tenants
@@ -157,7 +156,6 @@ def test_a_slow_replica_is_slow_from_the_next_step_on() -> None:
 
 
 def token_counts(replica: SimEngine) -> Floats:
-    """Tokens in each bin of gaps."""
     counts = np.zeros(len(EDGES_S) - 1)
     for place, count in replica.gaps.filled():
         counts[place] = count
@@ -187,13 +185,10 @@ def test_a_preempted_request_has_one_long_gap() -> None:
     counts = token_counts(replica)
     assert counts.sum() == 2 * 99
     waited_s = result[-1][0] - next(at_s for at_s, kind, _ in result if kind == PREEMPTED)
-    longest_s = EDGES_S[np.flatnonzero(counts)[-1]]
-    assert 0.05 < longest_s < waited_s
+    assert 0.05 < EDGES_S[np.flatnonzero(counts)[-1]] < waited_s
 
 
 class Steady:
-    """Every step takes as long."""
-
     confidence: Confidence = "assumed"
 
     def __init__(self, seconds: float) -> None:
@@ -260,8 +255,7 @@ def test_slots_are_servers_behind_one_queue(slots: int, load: float) -> None:
     arrivals_s = np.cumsum(rng.exponential(1.0 / (load * slots), 20_000))
     outputs = rng.geometric(1.0 / mean_steps, len(arrivals_s))
     ours = ends_s(arrivals_s.tolist(), outputs.tolist(), slots, step_s)
-    exact = servers_ends_s(arrivals_s.tolist(), (outputs * step_s).tolist(), slots)
-    late_s = ours - exact
+    late_s = ours - servers_ends_s(arrivals_s.tolist(), (outputs * step_s).tolist(), slots)
     assert late_s.min() > -1e-6
     assert late_s.max() < step_s + 1e-6
 

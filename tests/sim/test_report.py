@@ -74,8 +74,7 @@ def report(result: SimResult, title: str = "A run") -> str:
 
 
 def test_it_has_everything_and_closes_every_tag() -> None:
-    page = parsed(report(made_result(3000, 9)))
-    text = " ".join(page.text)
+    text = " ".join(parsed(report(made_result(3000, 9))).text)
     for title in (
         "Models",
         "Latency",
@@ -100,16 +99,14 @@ def test_nothing_is_fetched() -> None:
 
 
 def test_figures_in_the_drawing_are_numbers() -> None:
-    page = parsed(report(made_result(500, 12)))
-    for name, value in page.attributes:
+    for name, value in parsed(report(made_result(500, 12))).attributes:
         if name in ("d", "x", "y", "width", "height", "viewbox"):
             assert not re.search(r"nan|inf|none", value.lower()), (name, value)
 
 
 @pytest.mark.parametrize(("requests", "replicas"), [(100_000, 1000), (2000, ROWS), (2000, ROWS + 1)])
 def test_it_stays_small_however_large_the_run(requests: int, replicas: int) -> None:
-    text = report(made_result(requests, replicas))
-    assert len(text.encode()) < 1_000_000
+    assert len(report(made_result(requests, replicas)).encode()) < 1_000_000
     over_time = series(made_result(1000, replicas))
     assert len(over_time.bands) <= ROWS
     assert over_time.utilisation is not None
@@ -123,8 +120,7 @@ def test_names_do_no_harm() -> None:
     links = tuple(replace(link, source=bad) for link in made.links)
     records = replace(made.records, models=(bad, MODELS[1]))
     slos = {bad: made.slos[MODELS[0]], MODELS[1]: made.slos[MODELS[1]]}
-    result = replace(made, replicas=replicas, links=links, records=records, slos=slos)
-    page = parsed(report(result, bad))
+    page = parsed(report(replace(made, replicas=replicas, links=links, records=records, slos=slos), bad))
     assert page.tags.count("script") == 1
     assert "img" not in page.tags
     assert not [name for name, _ in page.attributes if name.startswith("on")]

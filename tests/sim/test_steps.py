@@ -77,8 +77,7 @@ def as_steps(made: list[Made]) -> StepBatch:
 def test_a_table_is_near_its_timer(case: tuple[str, str, int] | None) -> None:
     source = unlike() if case is None else timer(*case)
     table, made = StepTable(source.unlaunched, source.least_s), list(random_steps(600, 1))
-    ours = np.array([table.step_s(*item) for item in made])
-    error = np.abs(ours / source.step_s(as_steps(made)) - 1.0)
+    error = np.abs(np.array([table.step_s(*item) for item in made]) / source.step_s(as_steps(made)) - 1.0)
     chunks = np.array([len(item[0]) for item in made])
     decodes = np.array([item[1] for item in made])
     assert error[chunks == 0].max() < 0.003

@@ -56,7 +56,6 @@ def met(result: SimResult) -> Mask:
 
 
 def good_per_s(result: SimResult, from_s: float, to_s: float) -> float:
-    """Of those that arrived in a time."""
     arrival_s = result.records.arrival_s
     return float((met(result) & (arrival_s >= from_s) & (arrival_s < to_s)).sum()) / (to_s - from_s)
 
@@ -67,7 +66,6 @@ def attainment(result: SimResult, from_s: float = 0.0, to_s: float = np.inf) -> 
 
 
 def refusals_s(result: SimResult) -> NDArray[np.float64]:
-    """From arrival to refusal."""
     records = result.records
     waits: NDArray[np.float64] = (records.finish_s - records.arrival_s)[records.outcome == REFUSED]
     return waits
@@ -94,8 +92,7 @@ def test_after_a_burst_all_is_well_at_once() -> None:
 
 def test_a_slow_replica_gets_as_much_as_it_can_do() -> None:
     slow = Fault(0.0, "slow", replica="*#0/0", factor=2.0)
-    result = served(four(), chat(0.75 * CAPACITY_PER_S, 60.0), slow)
-    assert attainment(result) >= 0.95
+    assert attainment(served(four(), chat(0.75 * CAPACITY_PER_S, 60.0), slow)) >= 0.95
 
 
 def test_wrong_weights_do_not_drown_the_small_gpus() -> None:
@@ -127,8 +124,7 @@ def test_a_flood_of_one_tenant_does_not_drown_another() -> None:
 def test_long_prompts_alone_keep_their_pace() -> None:
     """They fill the memory long before the batch; how fast their answers are is learned then, too."""
     flood = workload(MODEL, np.arange(320) / 8.0, np.full(320, 14_000), np.full(320, 200))
-    result = served(four(), flood)
-    assert met(result).sum() >= 0.85 * 320
+    assert met(served(four(), flood)).sum() >= 0.85 * 320
 
 
 def test_a_flood_of_a_link_leaves_another_tenant_its_share() -> None:

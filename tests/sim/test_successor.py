@@ -35,8 +35,6 @@ from potluck.sim.run import simulate
 
 @dataclass
 class Known:
-    """What a driver knows of a request."""
-
     request: Request
     run: Run | None = None
     going: bool = False

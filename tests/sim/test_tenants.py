@@ -38,8 +38,7 @@ def alike(count: int, rate_per_s: float, prompt: int, output: int, seed: int = 0
 
 def two_tenants() -> Workload:
     chat = labelled(fleets.load(150, 15.0), "chat", "interactive", 30.0)
-    flood = labelled(alike(60, 6.0, 7000, 100), "flood", "batch")
-    return merge([chat, flood])
+    return merge([chat, labelled(alike(60, 6.0, 7000, 100), "flood", "batch")])
 
 
 def test_labels_survive_a_trace(tmp_path: Path) -> None:
@@ -75,9 +74,7 @@ def test_csv_traces_may_have_labels_and_complain_with_their_line(tmp_path: Path)
 def test_a_flood_of_another_tenant_harms_nobody_and_all_is_told_by_tenant_and_class() -> None:
     problem = fleets.problem(fleets.closed_plan((fleets.mixed(), "east", 2)))
     made, log = two_tenants(), io.StringIO()
-    policy = Policy(tenants=(Tenant("chat", 2.0),))
-    result = simulate(problem, made, policy, log=log)
-    summary = summarise(result)
+    summary = summarise(simulate(problem, made, Policy(tenants=(Tenant("chat", 2.0),)), log=log))
     tenants = {tenant.model: tenant for tenant in summary.tenants}
     classes = {item.model: item for item in summary.classes}
     assert tenants.keys() == {"chat", "flood"}
@@ -87,8 +84,7 @@ def test_a_flood_of_another_tenant_harms_nobody_and_all_is_told_by_tenant_and_cl
     assert sum(tenant.requests for tenant in summary.tenants) == summary.total.requests
     assert classes["batch"].attainment == tenants["flood"].attainment
     log.seek(0)
-    outcome = replay(log, Brain)
-    assert outcome.difference == ""
+    assert replay(log, Brain).difference == ""
 
 
 def test_overload_is_refused_and_the_rest_is_served_in_time() -> None:

@@ -76,8 +76,7 @@ def test_gaps_have_the_rate_and_variation_asked_for(cv: float) -> None:
 
 
 def test_poisson_counts_are_as_dispersed_as_they_should_be() -> None:
-    times = arrivals.gamma(rng(), 20.0, 1.0, MANY)
-    counts = np.bincount((times // 5.0).astype(int))[:-1]
+    counts = np.bincount((arrivals.gamma(rng(), 20.0, 1.0, MANY) // 5.0).astype(int))[:-1]
     assert counts.var() / counts.mean() == pytest.approx(1.0, abs=5 * (2 / len(counts)) ** 0.5)
 
 
@@ -194,8 +193,7 @@ def test_the_same_seed_gives_the_same_and_parts_do_not_disturb_each_other() -> N
     assert (one.arrival_s == same.arrival_s).all()
     assert (one.prompt_tokens == same.prompt_tokens).all()
     assert (one.prompt_tokens != other.prompt_tokens).any()
-    burst = synthetic("m", CHAT, 5, 1000, 1, cv=4.0)
-    assert (one.prompt_tokens == burst.prompt_tokens).all()
+    assert (one.prompt_tokens == synthetic("m", CHAT, 5, 1000, 1, cv=4.0).prompt_tokens).all()
     fixed = synthetic("m", Independent(CHAT.prompt, Fixed(3)), 5, 1000, 1)
     assert (one.prompt_tokens == fixed.prompt_tokens).all()
     assert (one.arrival_s == fixed.arrival_s).all()
@@ -265,8 +263,7 @@ def test_planned_traffic_becomes_requests_at_each_models_rate() -> None:
     made = of_traffic(traffic, 40_000, seed=4)
     assert made.models == ("a", "b")
     assert len(made) == 40_000
-    counts = np.bincount(made.model)
-    assert counts.tolist() == [30_000, 10_000]
+    assert np.bincount(made.model).tolist() == [30_000, 10_000]
     assert made.rate_per_s == pytest.approx(40.0, rel=0.03)
     assert made.blocks is not None
     with pytest.raises(InputError, match="rate_per_s above 0"):

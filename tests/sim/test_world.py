@@ -28,20 +28,8 @@ from sim_minds import Around, Fixed, requests, ttft
 
 from potluck.core.brain.brain import Brain
 from potluck.core.errors import UnknownNameError
+from potluck.core.state import events
 from potluck.core.state.actions import Action, CopyPrefix, DrainReplica, Replan, Run, StopReplica
-from potluck.core.state.events import (
-    CacheReported,
-    Event,
-    FirstToken,
-    LinkReported,
-    ReplicaDrained,
-    ReplicaReady,
-    ReplicaReported,
-    RequestArrived,
-    RequestFinished,
-    SegmentDone,
-    Tick,
-)
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.route import aggregated, handed_over
@@ -128,8 +116,7 @@ def test_a_held_prefix_shortens_work_and_cargo() -> None:
     assert whole.records.cached_tokens.tolist() == [0, 768]
     assert whole.replicas[0].prefill_tokens == 1024 + 256
     plan = flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1))
-    apart = simulate(problem(plan), work)
-    sent = apart.records.wire_bytes
+    sent = simulate(problem(plan), work).records.wire_bytes
     assert sent[1] == pytest.approx(sent[0] / 4)
     off = simulate(problem(plan), work, settings=SimSettings(caches=False))
     assert off.records.wire_bytes[1] == off.records.wire_bytes[0]
@@ -138,12 +125,13 @@ def test_a_held_prefix_shortens_work_and_cargo() -> None:
 def test_cold_replicas_are_ready_after_their_start() -> None:
     plan, patient = closed_plan((mixed(), "east", 1)), Policy(max_wait_s=200.0)
     result = simulate(problem(plan), requests((0.0, 100, 2)), patient, settings=SimSettings(warm=False))
-    weights = 2 * 8.03e9
-    assert result.replicas[0].ready_s == pytest.approx(startup_s(weights).total_s, rel=0.01)
+    assert result.replicas[0].ready_s == pytest.approx(startup_s(2 * 8.03e9).total_s, rel=0.01)
     assert float(result.records.first_token_s[0]) > result.replicas[0].ready_s  # type: ignore[operator]
 
 
-def told(plan: Plan, work: Workload, mind: Fixed, faults: Faults | None = None) -> list[tuple[float, Event]]:
+def told(
+    plan: Plan, work: Workload, mind: Fixed, faults: Faults | None = None
+) -> list[tuple[float, events.Event]]:
     world = build(problem(plan, gbps=1.0), work, settings=SimSettings(reports=True), mind=lambda *_: mind)
     world.external.plan(faults or Faults(), 0, 100.0)
     world.run()
@@ -154,14 +142,15 @@ def told(plan: Plan, work: Workload, mind: Fixed, faults: Faults | None = None) 
 def test_reports_come_once_a_period_and_late_unless_they_are_lost() -> None:
     plan, work = closed_plan((mixed(), "east", 2)), load(40, 10.0)
     heard = told(plan, work, Fixed(lambda _: aggregated(FIRST)))
-    times = [at_s for at_s, event in heard if isinstance(event, ReplicaReported)]
+    times = [at_s for at_s, event in heard if isinstance(event, events.ReplicaReported)]
     assert times
     assert all((at_s - 0.05) % 0.25 == pytest.approx(0.0, abs=1e-9) or
                (at_s - 0.05) % 0.25 == pytest.approx(0.25, abs=1e-9) for at_s in times)  # fmt: skip
-    assert {event.replica for _, event in heard if isinstance(event, ReplicaReported)} == {FIRST}
+    assert {event.replica for _, event in heard if isinstance(event, events.ReplicaReported)} == {FIRST}
     mute = Faults((Fault(0.0, "reports", replica="*", duration_s=1000.0),))
     assert not any(
-        isinstance(e, ReplicaReported) for _, e in told(plan, work, Fixed(lambda _: aggregated(FIRST)), mute)
+        isinstance(e, events.ReplicaReported)
+        for _, e in told(plan, work, Fixed(lambda _: aggregated(FIRST)), mute)
     )
 
 
@@ -171,10 +160,10 @@ def test_links_report_their_load_and_caches_what_they_hold() -> None:
     heard = told(
         plan, work, Fixed(lambda n: handed_over("chat: prefill@west#0/0", "chat: decode@east#0/0", n))
     )
-    links = [event for _, event in heard if isinstance(event, LinkReported)]
+    links = [event for _, event in heard if isinstance(event, events.LinkReported)]
     assert max(link.utilisation for link in links) > 0.5
     assert all(0 <= link.utilisation <= 1 and link.gbps == pytest.approx(1.0) for link in links)
-    assert {event.replica for _, event in heard if isinstance(event, CacheReported)} == {
+    assert {event.replica for _, event in heard if isinstance(event, events.CacheReported)} == {
         "chat: prefill@west#0/0",
         "chat: decode@east#0/0",
     }
@@ -195,7 +184,7 @@ def test_drain_stop_and_move_are_carried_out() -> None:
     world = build(problem(plan), work, mind=lambda *_: mind)
     world.run()
     assert check(world) == []
-    drained = [at_s for at_s, event in mind.told if isinstance(event, ReplicaDrained)]
+    drained = [at_s for at_s, event in mind.told if isinstance(event, events.ReplicaDrained)]
     result = result_of(world, 0)
     assert drained == [pytest.approx(float(result.records.finish_s[0]))]
     assert [state for _, state, _ in result.replicas[0].changes] == [
@@ -218,9 +207,9 @@ def test_a_plan_that_was_asked_for_is_adopted_after_its_delay() -> None:
         return bigger
 
     class Asking(Around):
-        def on(self, at_s: float, event: Event) -> list[Action]:
+        def on(self, at_s: float, event: events.Event) -> list[Action]:
             more: list[Action] = (
-                [Replan(((MODEL, 9.0),), "test")] if isinstance(event, Tick) and at_s == 3.0 else []
+                [Replan(((MODEL, 9.0),), "test")] if isinstance(event, events.Tick) and at_s == 3.0 else []
             )
             return self.brain.on(at_s, event) + more
 
@@ -262,8 +251,7 @@ def test_fast_forward_changes_no_time(plan: Plan) -> None:
 
 def test_samples_see_all_replicas_and_links() -> None:
     plan = flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1))
-    result = simulate(problem(plan), load(50, 5.0), settings=SimSettings(samples=10))
-    samples = result.samples
+    samples = simulate(problem(plan), load(50, 5.0), settings=SimSettings(samples=10)).samples
     assert samples is not None
     assert samples.busy_s.shape == (len(samples.at_s), 2)
     assert (np.diff(samples.busy_s, axis=0) >= 0).all()
@@ -273,8 +261,7 @@ def test_samples_see_all_replicas_and_links() -> None:
 
 
 def test_checks_catch_what_is_wrong() -> None:
-    plan = closed_plan((mixed(), "east", 1))
-    world = build(problem(plan), load(20, 5.0))
+    world = build(problem(closed_plan((mixed(), "east", 1))), load(20, 5.0))
     world.run()
     assert check(world) == []
     world.ledger.streamed_tokens[3] -= 1
@@ -304,7 +291,7 @@ def test_ready_is_told_for_every_replica() -> None:
         load(1),
         Fixed(lambda _: aggregated("chat: combo 1P2D@east#1/2")),
     )
-    assert sum(isinstance(event, ReplicaReady) for _, event in heard) == 6
+    assert sum(isinstance(event, events.ReplicaReady) for _, event in heard) == 6
 
 
 def test_reports_that_nobody_reads_are_left_out_and_change_nothing() -> None:
@@ -335,7 +322,7 @@ def test_events_and_actions_have_all_their_fields_though_some_are_made_without_t
     seen: set[type] = set()
 
     class Watching(Around):
-        def on(self, at_s: float, event: Event) -> list[Action]:
+        def on(self, at_s: float, event: events.Event) -> list[Action]:
             actions = self.brain.on(at_s, event)
             for action in (event, *actions):
                 seen.add(type(action))
@@ -348,7 +335,7 @@ def test_events_and_actions_have_all_their_fields_though_some_are_made_without_t
         load(40, 2.0, blocks=3),
         mind=lambda replica_models, policy: Watching(replica_models.facts(), policy),
     )
-    assert seen >= {RequestArrived, SegmentDone, FirstToken, RequestFinished, Run}
+    assert seen >= {events.RequestArrived, events.SegmentDone, events.FirstToken, events.RequestFinished, Run}
 
 
 MIXED = "chat: mixed 1xH100@east"
@@ -532,5 +519,4 @@ def test_a_combo_that_lost_a_side_goes_on_and_comes_back() -> None:
     first_s = min(at_s for roles in left for at_s, role in roles if role != "decode")
     assert 30.0 <= first_s <= 33.0, "at the next tick"
     assert all(roles[-1][1] == "decode" for roles in left), "the planned roles, once the other is back"
-    answered = OUTCOMES.index("answered")
-    assert (result.records.outcome == answered).all()
+    assert (result.records.outcome == OUTCOMES.index("answered")).all()

@@ -152,8 +152,7 @@ def test_books_balance_whatever_happens(data: st.DataObject) -> None:
     )
     # Room for the longest request, or so little that many have to be put back or refused.
     blocks = data.draw(st.sampled_from([None, 700, 60]))
-    plan = PLANS[data.draw(st.sampled_from(sorted(PLANS)))]
-    world = run(plan, work, what, policy, how, blocks)
+    world = run(PLANS[data.draw(st.sampled_from(sorted(PLANS)))], work, what, policy, how, blocks)
     records = result_of(world, 0).records
     assert not (records.outcome == OPEN).any()
     assert ((records.outcome == ANSWERED) <= (records.streamed_tokens == records.output_tokens)).all()
@@ -288,7 +287,6 @@ def test_where_nothing_can_be_put_aside_somebody_gives_up_and_goes_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(handovers, "OUTBOX_BYTES", 0)
-    pairs = [(place % 3, (place + 1) % 3) for place in range(12)]
-    _, mind = ran(pairs, [1000] * 12, overlap=False)
+    _, mind = ran([(place % 3, (place + 1) % 3) for place in range(12)], [1000] * 12, overlap=False)
     assert {event.kind for _, event in mind.failed} == {"memory"}
     assert mind.failed[0][0] == pytest.approx(handovers.STUCK_S, abs=1.5)

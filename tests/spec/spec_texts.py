@@ -39,7 +39,6 @@ links:
 
 
 def changed(old: str, new: str) -> str:
-    """The sound spec with one piece of text replaced."""
     assert old in GOOD
     return GOOD.replace(old, new, 1)
 
@@ -49,7 +48,6 @@ def good(text: str = GOOD, folder: Path = Path()) -> Spec:
 
 
 def problems(text: str | bytes, folder: Path = Path()) -> tuple[SpecProblem, ...]:
-    """Every complaint about a spec that must not be accepted."""
     with pytest.raises(SpecError) as caught:
         parse_spec(text, folder=folder)
     assert caught.value.problems
@@ -58,7 +56,6 @@ def problems(text: str | bytes, folder: Path = Path()) -> tuple[SpecProblem, ...
 
 
 def complaint(text: str | bytes, folder: Path = Path()) -> str:
-    """The only complaint about a spec, as it is printed."""
     result = problems(text, folder)
     assert len(result) == 1, [str(problem) for problem in result]
     return str(result[0])
@@ -66,5 +63,4 @@ def complaint(text: str | bytes, folder: Path = Path()) -> str:
 
 def data_folder() -> Path:
     """Where the public traces lie: POTLUCK_DATA, else `shared/data` beside the checkout."""
-    beside = Path(__file__).resolve().parents[3] / "shared" / "data"
-    return Path(os.environ.get("POTLUCK_DATA", beside))
+    return Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))

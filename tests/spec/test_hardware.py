@@ -56,8 +56,7 @@ def test_one_name_means_one_machine() -> None:
 
 
 def test_prices_come_from_the_catalog_when_left_out() -> None:
-    text = changed("          price_usd_per_h: 3.5\n", "")
-    spec = good(text)
+    spec = good(changed("          price_usd_per_h: 3.5\n", ""))
     cheapest = prices.price_usd_per_h("2xL40S")
     assert spec.regions[0].offers[0].price_usd_per_h == cheapest.price_usd_per_h
     assert "the cheapest listed" in spec.price_source("east", "2xL40S")

@@ -46,23 +46,15 @@ def test_all_that_is_written_counts() -> None:
     terms = good(ASKED).model("chat").terms
     assert terms == ModelTerms("node", 0.8, 0.25, ("east",), None, ("2xL40S", "8xH100-SXM"), 1, 2, 2, 1, 6, 3)
     assert list(terms.asked) == [
-        "redundancy",
-        "max_spot_share",
-        "regions",
-        "nodes",
-        "max_gpu_kinds",
-        "max_stages",
-        "max_nodes",
-        "min_copies",
-        "max_copies",
+        *("redundancy", "max_spot_share", "regions", "nodes", "max_gpu_kinds", "max_stages"),
+        *("max_nodes", "min_copies", "max_copies"),
     ]
     for name in terms.asked:
         assert name not in terms.without(name).asked
 
 
 def test_a_bare_domain_is_all_of_the_demand() -> None:
-    text = ASKED.replace("{survive: node, share: 0.8}", "region")
-    terms = good(text).model("chat").terms
+    terms = good(ASKED.replace("{survive: node, share: 0.8}", "region")).model("chat").terms
     assert (terms.survive, terms.survive_share) == ("region", 1.0)
 
 
@@ -147,8 +139,7 @@ def test_complaints_name_line_and_fix(written: str, line: int, problem: str) -> 
 
 
 def test_rates_by_hour_bring_their_own_peak() -> None:
-    text = GOOD.replace("rate_per_s: 4", "rate_by_hour: [1, 2, 7, 3]")
-    model = good(text).model("chat")
+    model = good(GOOD.replace("rate_per_s: 4", "rate_by_hour: [1, 2, 7, 3]")).model("chat")
     assert model.rates_by_hour == (1, 2, 7, 3)
     assert model.traffic.rate_per_s == 7
     both = GOOD.replace("rate_per_s: 4", "rate_per_s: 4\n      rate_by_hour: [1, 2]")
@@ -160,12 +151,10 @@ def test_rates_by_hour_bring_their_own_peak() -> None:
 def test_a_trace_over_hours_has_rates_by_hour() -> None:
     times = np.concatenate([np.arange(0, 3600, 10.0), np.arange(3600, 10800, 2.0)])
     ones = np.ones(len(times))
-    trace = Trace("made", times, ones, ones, None, 0)
-    rates = rates_by_hour(trace)
+    rates = rates_by_hour(Trace("made", times, ones, ones, None, 0))
     assert rates[:3] == pytest.approx((0.1, 0.5, 0.5), rel=0.01)
     assert set(rates[3:]) == {min(rates)}
-    short = Trace("made", times[:300], ones[:300], ones[:300], None, 0)
-    assert rates_by_hour(short) == ()
+    assert rates_by_hour(Trace("made", times[:300], ones[:300], ones[:300], None, 0)) == ()
 
 
 PLACES = (

@@ -173,8 +173,7 @@ def test_a_bad_trace_in_a_spec(tmp_path: Path) -> None:
     assert "6: models[0].traffic.trace: t.jsonl:2: is not a JSON object" in complaint(with_trace(), tmp_path)
     both = with_trace("      input: 5\n")
     assert "traffic: has both a trace and input; keep one of them" in complaint(both, tmp_path)
-    nul = with_trace().replace("t.jsonl", '"a\\0b"')
-    assert "models[0].traffic.trace: " in complaint(nul, tmp_path)
+    assert "models[0].traffic.trace: " in complaint(with_trace().replace("t.jsonl", '"a\\0b"'), tmp_path)
 
 
 PUBLIC = [

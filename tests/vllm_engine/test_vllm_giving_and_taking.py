@@ -98,8 +98,7 @@ def pair() -> Iterator[Pair]:
 
 
 def test_layers_cross_step_by_step_between_unlike_blocks(pair: Pair) -> None:
-    handle = pair.offer()
-    pair.ask(handle)
+    pair.ask(pair.offer())
     pair.compute(33)
     pair.come()
     pair.taking.put(pair.place)
@@ -128,8 +127,7 @@ def test_a_receiver_that_comes_late_gets_what_it_lacks(pair: Pair) -> None:
 
 
 def test_codecs_make_it_small_and_are_told_of(pair: Pair) -> None:
-    handle = pair.offer("int8")
-    pair.ask(handle)
+    pair.ask(pair.offer("int8"))
     pair.compute()
     pair.come()
     pair.taking.put(pair.place)
@@ -176,8 +174,7 @@ def test_what_lies_in_the_host_is_let_go_when_the_time_is_over(pair: Pair) -> No
 
 
 def test_a_sender_that_ends_early_is_told_to_the_receiver(pair: Pair) -> None:
-    handle = pair.offer()
-    pair.ask(handle)
+    pair.ask(pair.offer())
     pair.compute(33)
     pair.come()
     pair.taking.put(pair.place)
@@ -187,8 +184,7 @@ def test_a_sender_that_ends_early_is_told_to_the_receiver(pair: Pair) -> None:
 
 
 def test_a_sender_that_dies_leaves_blocks_to_compute(pair: Pair) -> None:
-    handle = pair.offer()
-    pair.ask(handle)
+    pair.ask(pair.offer())
     pair.compute(33)
     pair.come()
     pair.taking.put(pair.place)
@@ -205,8 +201,7 @@ def test_a_sender_that_was_never_there_is_found_out_before_blocks_are_taken(pair
 
 
 def test_a_request_that_is_cancelled_gives_its_blocks_back_unbroken(pair: Pair) -> None:
-    handle = pair.offer()
-    pair.ask(handle)
+    pair.ask(pair.offer())
     pair.compute(33)
     pair.come()
     pair.taking.put(pair.place)
@@ -216,8 +211,7 @@ def test_a_request_that_is_cancelled_gives_its_blocks_back_unbroken(pair: Pair) 
 
 
 def test_what_nobody_needs_is_taken_and_let_go(pair: Pair) -> None:
-    handle = pair.offer()
-    pair.ask(handle, have=69)
+    pair.ask(pair.offer(), have=69)
     pair.taking.put(PlaceBlocks("t"))
     pair.compute()
     assert pair.state() == "fetched"
@@ -230,8 +224,7 @@ def test_a_cache_of_another_shape_is_not_taken(pair: Pair) -> None:
     for number in range(LAYERS):
         pair.giver[number] = layer(4, 2 * WIDTH)
         pair.values[number] = torch.randn(70, 2, HEADS, 2 * WIDTH)
-    handle = pair.offer()
-    pair.ask(handle)
+    pair.ask(pair.offer())
     pair.compute()
     pair.come()
     pair.taking.put(pair.place)
@@ -240,8 +233,7 @@ def test_a_cache_of_another_shape_is_not_taken(pair: Pair) -> None:
 
 
 def test_what_came_in_fewer_bits_does_not_go_on_as_exact(pair: Pair) -> None:
-    handle = pair.offer()
-    pair.ask(handle)
+    pair.ask(pair.offer())
     pair.giving.lossy("g")
     until(lambda: (news := pair.taking.news()) and news.failed == {"t"})
     assert any("under a codec" in str(line.get("problem")) for line in pair.told if "took" in line)
@@ -259,8 +251,7 @@ def test_of_a_window_only_what_is_seen_crosses_and_blocks_that_it_has_passed_are
     pair.sent = ReadBlocks("g", (table, (0,) * 12 + table[:6]), 70)
     whole = pair.place.tables[0]
     pair.place = PlaceBlocks("t", (whole, (), (0,) * 6 + whole[:3]), 0)
-    handle = pair.offer()
-    pair.ask(handle)
+    pair.ask(pair.offer())
     for number, values in pair.values.items():
         first = 48 if number == 1 else 0
         pair.giver[number].write(pair.sent.tables, first, values[first:])
@@ -294,8 +285,7 @@ def test_a_window_that_passed_before_it_was_read_is_told_of() -> None:
 
 def test_unlike_tensor_parallelism_is_refused_and_both_degrees_are_named() -> None:
     pair = Pair(cut=" tensor 1/2 stage 1/1")
-    handle = pair.offer()
-    pair.ask(handle)
+    pair.ask(pair.offer())
     pair.compute()
     until(lambda: (news := pair.taking.news()) and news.failed == {"t"})
     problem = next(str(line["problem"]) for line in pair.told if "took" in line)

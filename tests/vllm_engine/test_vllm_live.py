@@ -141,8 +141,7 @@ def test_codecs_make_kv_small_and_leave_no_trace(
     result, _ = handed(threads, first, second, tokens, 400, codec)
     assert len(result) == len(expected)
     assert second.sources()["external_kv_transfer"] - before == 400
-    moved_bytes = second.metric("potluck:kv_received_bytes_total") - came_bytes
-    assert 0 < moved_bytes <= share * 400 * TOKEN_BYTES
+    assert 0 < second.metric("potluck:kv_received_bytes_total") - came_bytes <= share * 400 * TOKEN_BYTES
     before = second.sources()["local_cache_hit"]
     assert second.ask(tokens) == expected  # what is not exact is no prefix for others
     assert second.sources()["local_cache_hit"] == before
@@ -197,8 +196,7 @@ def test_segments_come_and_go_through_the_face(
     expected = plain.ask(tokens)
     # Taken from a bare instance.
     handle = secrets.token_urlsafe(32)
-    give = {"request": "s", "give": {"handle": handle, "stop": 170}}
-    threads.submit(first.ask, tokens[:170], 1, give)
+    threads.submit(first.ask, tokens[:170], 1, {"request": "s", "give": {"handle": handle, "stop": 170}})
     source = {"kv": first.kv, "handle": handle}
     lines = mortal.segment(tokens, start=170, max_tokens=12, ignore_eos=True, source=source)
     assert [line["token"] for line in lines[:-1]] == expected

@@ -12,7 +12,6 @@ from aiohttp import web
 
 
 async def called(request: web.Request) -> web.StreamResponse:
-    """As vLLM calls a tool."""
     body = await request.json()
     assert (body["return_token_ids"], body["n"], body["tools"]) == (True, 1, ["t"])
     text = {"tool_calls": [{"index": 0}]}

@@ -55,8 +55,6 @@ def more_flags(folder: Path) -> list[str]:
 
 
 class Plain(Instance):
-    """vLLM without anything of ours."""
-
     def _command(self, model: Path, block_tokens: int) -> list[str]:
         command = super()._command(model, block_tokens)
         return [*(MODEL if word == "tiny" else word for word in command), *more_flags(model.parent)]
@@ -90,15 +88,13 @@ class Up:
             time.sleep(1.0)
 
     def kill(self, engine: str) -> None:
-        """Its vLLM, with all that it started."""
         for folder in Path("/proc").iterdir():
             try:
                 marked = f"POTLUCK_INSTANCE={engine}".encode() in (folder / "environ").read_bytes().split(
                     b"\0"
                 )
                 if folder.name.isdigit() and marked:
-                    children = (folder / "task" / folder.name / "children").read_text().split()
-                    for child in children:
+                    for child in (folder / "task" / folder.name / "children").read_text().split():
                         os.killpg(int(child), signal.SIGKILL)
             except OSError:
                 continue

@@ -105,7 +105,6 @@ def make_model(folder: Path, config: Mapping[str, object] = LLAMA) -> Path:
 
 
 def make_lora(folder: Path) -> Path:
-    """An adapter of that model, of random weights."""
     import torch
     from safetensors.torch import save_file
 
@@ -208,7 +207,6 @@ class Instance:
         raise AssertionError(f"vLLM did not start:\n{self._log.read_text()[-3000:]}")
 
     def end(self, how: int = signal.SIGTERM) -> None:
-        """All its processes."""
         try:
             os.killpg(self._process.pid, how)
             self._process.wait(20)
@@ -219,7 +217,6 @@ class Instance:
         self._process.wait(20)
 
     def ended(self, within_s: float) -> int:
-        """Its exit code, once it has ended by itself."""
         return self._process.wait(within_s)
 
     def ask(
@@ -250,7 +247,6 @@ class Instance:
             return result
 
     def metric(self, name: str, label: str = "") -> float:
-        """All of a metric's samples with this in their labels, summed up."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
             lines = answer.read().decode().splitlines()
         result = [line for line in lines if line.startswith(f"{name}{{") and label in line]
@@ -297,8 +293,6 @@ class Adapter(Instance):
 
 
 class Embedded(Adapter):
-    """Potluck's own engine with the same model."""
-
     def _command(self, model: Path, block_tokens: int) -> list[str]:
         return [
             *(self._python, "-m", "potluck.cli.main", "engine", "serve", "--model", str(model)),

@@ -175,8 +175,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system clears engines away that end
     answers = sys.stdout
-    cost = load(*sys.argv[1:2])
-    print(json.dumps({"ready": True, "cpu": cost}), file=answers, flush=True)
+    print(json.dumps({"ready": True, "cpu": load(*sys.argv[1:2])}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(_answer(line)), file=answers, flush=True)
 

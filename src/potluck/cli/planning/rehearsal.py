@@ -251,8 +251,7 @@ def estimate_of(
         ask = require_pool(problem)
     except InputError as error:
         raise InputError("--attainment", f"simulated is for groups of a pool: {error.problem}") from error
-    nothing = Plan("none", (), (), (), (), (), (), 0.0, 0.0)
-    world = scene_of(SimulationInputs(spec, problem, nothing))
+    world = scene_of(SimulationInputs(spec, problem, Plan("none", (), (), (), (), (), (), 0.0, 0.0)))
     return PairTrial(problem, world, spec.model(ask.name).traffic, spec.policy, seed=seed)
 
 

@@ -95,8 +95,7 @@ def asked(entries: tuple[EngineEntry, ...], file: Path, folder: Path) -> tuple[S
 
 
 def read_entries(file: Path) -> tuple[EngineEntry, ...]:
-    text = read_text(file, "--attach")
-    entries = read_engines(text, file.name, file.parent)
+    entries = read_engines(read_text(file, "--attach"), file.name, file.parent)
     if not entries:
         raise InputError("--attach", f"{file} names no server")
     return entries
