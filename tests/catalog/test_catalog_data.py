@@ -290,8 +290,7 @@ def test_listed_prices_of_one_region() -> None:
     assert (price.price_usd_per_h, price.instance_type, price.basis) == (55.04, "p5.48xlarge", "listed")
     assert prices.price_usd_per_h("8xH100", "aws:us-east-1") == price
     assert prices.price_usd_per_h("8xh100-sxm", "us-east-1") == price
-    spot = prices.price_usd_per_h("8xH100", "us-east-1", spot=True)
-    assert spot.price_usd_per_h == price.spot_usd_per_h
+    assert prices.price_usd_per_h("8xH100", "us-east-1", spot=True).price_usd_per_h == price.spot_usd_per_h
     assert prices.price_usd_per_h("L4", "gcp/us-central1").price_usd_per_h == pytest.approx(0.7068)
 
 
@@ -338,8 +337,7 @@ def test_unknown_region_and_missing_spot_price() -> None:
 def test_cauchy_prices_are_there() -> None:
     rows = load_toml("gpus.toml")["paper"]["cauchy"].values()
     for row in (row for row in rows if isinstance(row, dict)):
-        price = prices.price_usd_per_h(row["gpu"], "paper-cauchy")
-        assert price.price_usd_per_h == row["price_usd_per_h"]
+        assert prices.price_usd_per_h(row["gpu"], "paper-cauchy").price_usd_per_h == row["price_usd_per_h"]
 
 
 PUBLISHED = {

@@ -77,9 +77,7 @@ def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -
     return plan, used
 
 
-def test_a_plan_avoids_what_was_measured_to_be_slow(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_avoids_what_was_measured_as_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain, before = planned(tmp_path, capsys)
     slow = [str(written(tmp_path, gpu, 2.0)) for gpu in ("L40S", "A10G")]
     dear, _ = planned(tmp_path, capsys, "--profile", slow[0], "--profile", slow[1])
@@ -91,9 +89,7 @@ def test_a_plan_avoids_what_was_measured_to_be_slow(
     assert same.cost_usd_per_h == pytest.approx(plain.cost_usd_per_h, rel=0.3)
 
 
-def test_a_profile_that_does_not_apply_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profile_that_does_not_apply_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "broken.json").write_text("{}")
     for path, says in (
         (written(tmp_path, "A10", 1.0), "is of Llama-3.1-8B on A10"),

@@ -72,8 +72,7 @@ class Port:
                 assert self.headers["Authorization"] == "Bearer secret"
                 if self.path == "/metrics":
                     port.scraped += 1
-                    text = METRICS.format(n=10 * port.scraped, tokens=1000 * port.scraped)
-                    self.say(200, text.encode())
+                    self.say(200, METRICS.format(n=10 * port.scraped, tokens=1000 * port.scraped).encode())
                 else:
                     self.say(200, json.dumps(SNAPSHOT).encode())
 
@@ -209,8 +208,7 @@ def test_logs_by_engine_replica_and_role(folder: Path, capsys: pytest.CaptureFix
 
 
 def test_events_of_the_past(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "events", "--state", folder)
-    assert "start    words-2 for t@east#1/0  (the plan wants it)" in text
+    assert "start    words-2 for t@east#1/0  (the plan wants it)" in said(capsys, "events", "--state", folder)
     (line,) = said(capsys, "events", "--json", "--state", folder).splitlines()
     assert json.loads(line)["why"] == "the plan wants it"
 
@@ -248,9 +246,7 @@ def test_a_drain_goes_to_the_gateway_and_its_engine_leaves(
     assert (last.kind, last.what, last.why) == ("drain", "t@east#0/0", "by hand")
 
 
-def test_a_flip_says_until_when_it_holds(
-    folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_flip_says_how_long_it_holds(folder: Path, port: Port, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "flip", "t@east#0/0", "decode", "--state", folder)
     assert "is decode until you flip it back to prefill" in text
     assert port.asked == [("POST /flip", {"replica": "t@east#0/0", "role": "decode"})]

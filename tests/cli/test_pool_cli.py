@@ -107,8 +107,7 @@ def test_other_lengths(files: tuple[str, str], tmp_path: Path, capsys: pytest.Ca
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
     for text in ("chat=coding", str(trace)):
         assert answers([*files, "--workload", text], capsys)["reallocate"]["served_fraction"] > 0, text
-    same = answers([*files, "--workload", "900/200"], capsys)
-    assert same["reroute"]["served_fraction"] == pytest.approx(
+    assert answers([*files, "--workload", "900/200"], capsys)["reroute"]["served_fraction"] == pytest.approx(
         plan_from_json(Path(files[0]).read_text()).fraction
     )
 

@@ -115,9 +115,7 @@ def test_nothing_asked_is_nothing_rehearsed(tmp_path: Path, capsys: pytest.Captu
 SHORT = ["--no-explain", "--strategy", "melange", "--requests", "300"]
 
 
-def test_plans_are_rehearsed_by_default_and_say_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plans_are_rehearsed_by_default_and_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = a_spec(tmp_path)
     assert run(["plan", str(path), *SHORT]) == 0
     text = capsys.readouterr().out

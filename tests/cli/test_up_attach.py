@@ -60,8 +60,7 @@ def test_without_a_spec_or_a_server_there_is_nothing_to_attach(tmp_path: Path) -
 
 def test_engines_of_vllm_are_started_with_the_planned_layout() -> None:
     def make(*widths: int) -> EngineSpec:
-        stages = tuple(Stage(16, (StageNode("8xH100", tp),)) for tp in widths)
-        return EngineSpec("m", Layout(stages), "here")
+        return EngineSpec("m", Layout(tuple(Stage(16, (StageNode("8xH100", tp),)) for tp in widths)), "here")
 
     maker = EngineCommands("vllm", (("m", Path("dir")),), python="py", more=("--dtype", "float32"))
     words = maker.command(make(4, 4), 8000, 9000)

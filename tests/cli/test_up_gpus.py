@@ -299,9 +299,7 @@ def test_workers_of_a_pipeline_live_and_end_with_their_engine(tmp_path: Path) ->
             end(pid, insist=True)
 
 
-def test_weights_are_read_from_where_the_spec_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_are_read_where_the_spec_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = tmp_path / "store"
     spec = tmp_path / "spec.yaml"
 

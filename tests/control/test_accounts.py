@@ -179,9 +179,7 @@ def test_what_is_no_record_counts_nowhere_and_is_said(bad: str, tmp_path: Path, 
     write(tmp_path / "usage.jsonl", line(), bad, line())
     count_all(store, tmp_path, 7.0)
     assert total(store)["requests"] == 2
-    assert any(
-        happening.kind == "usage" and "no records" in happening.what for happening in store.happenings()
-    )
+    assert any(event.kind == "usage" and "no records" in event.what for event in store.happenings())
 
 
 KILLED = """

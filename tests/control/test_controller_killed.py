@@ -46,8 +46,7 @@ class Wanting:
                 self.answer({"replicas": wanted, "replan": None, "plan_mark": plan_mark(PLAN), **known})
 
             def do_PUT(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                gateway.fleet = body["engines"]
+                gateway.fleet = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["engines"]
                 self.answer({})
 
             def answer(self, body: object) -> None:

@@ -60,9 +60,7 @@ class Scene:
         )
 
     def noted(self) -> list[str]:
-        return [
-            happening.what for happening in StateStore(self.path).happenings() if happening.kind == "brain"
-        ]
+        return [event.what for event in StateStore(self.path).happenings() if event.kind == "brain"]
 
 
 def test_each_decision_is_noted_once_by_whichever_controller(tmp_path: Path) -> None:
@@ -165,9 +163,7 @@ def scenario(tmp_path: Path) -> SpeedScenario:
     return SpeedScenario(tmp_path)
 
 
-def test_a_kind_is_as_fast_as_the_middle_of_its_replicas_once_enough_was_seen(
-    scenario: SpeedScenario,
-) -> None:
+def test_a_kind_is_as_fast_as_the_middle_of_its_replicas_once_enough_seen(scenario: SpeedScenario) -> None:
     scenario.look(ENOUGH - 1, a=1.4, b=1.3, c=3.0)
     assert scenario.found == []
     scenario.look(a=1.4, b=1.3, c=3.0)

@@ -284,9 +284,7 @@ def test_a_forked_engine_runs_logs_ends_and_is_cleared_away(fork_server: ForkSer
     assert log.read_text().startswith("potluck, version")
 
 
-def test_it_outlives_the_fork_server_and_is_known_by_its_mark(
-    fork_server: ForkServer, tmp_path: Path
-) -> None:
+def test_it_outlives_the_fork_server_and_is_known_by_a_mark(fork_server: ForkServer, tmp_path: Path) -> None:
     assert fork_server.wait_ready(WITHIN_S)
     arguments = ["engine", "serve", "--emulate", "A10:llama-3.1-8b", "--mock", "--port", "0", "--json"]
     log = tmp_path / "two.log"

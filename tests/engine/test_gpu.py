@@ -96,9 +96,7 @@ def test_norms_of_heads_run_in_sixteen_bits(capsys: pytest.CaptureFixture[str]) 
     ]
 
 
-def test_a_difference_is_found_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     honest = exact.rms_norm
 
     def careless(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -281,9 +281,7 @@ async def test_a_grammar_is_compiled_once_and_beside_the_event_loop(monkeypatch:
     assert where[0].startswith("grammars")
 
 
-async def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_grammar_that_fails_midway_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = JsonGuide.allowed
 
     def sick(self: JsonGuide) -> bytes:

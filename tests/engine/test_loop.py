@@ -23,7 +23,7 @@ def expected() -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [1, 7, 64, 512])
-def test_chunks_do_not_matter(kind: str, chunk: int, expected: dict[str, list[int]]) -> None:
+def test_no_chunk_matters(kind: str, chunk: int, expected: dict[str, list[int]]) -> None:
     assert harness(kind, chunk=chunk).answer(prompt(LENGTH), OUTPUT) == expected[kind]
 
 

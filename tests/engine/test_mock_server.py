@@ -35,8 +35,7 @@ async def handed_over(one: Client, two: Client, stop: int, **fields: object) -> 
     """Prefill at one, decode at the other: the tokens, and the sender's end."""
     handle = new_handle()
     sender = asyncio.create_task(one.segment(TOKENS, stop=stop, handle=handle, **fields))
-    source = {"kv": one.kv, "handle": handle}
-    status, lines = await two.segment(TOKENS, start=stop, source=source, **GREEDY)
+    status, lines = await two.segment(TOKENS, start=stop, source={"kv": one.kv, "handle": handle}, **GREEDY)
     assert status == 200, lines
     return tokens_in(lines), (await sender)[1][-1]
 
@@ -67,8 +66,7 @@ async def test_a_wrong_cache_is_refused() -> None:
     async with face(mock_service(RequestLimits(attach_s=0.3))) as one, face(other) as two:
         handle = new_handle()
         sender = asyncio.create_task(one.segment(TOKENS, stop=70, handle=handle))
-        source = {"kv": one.kv, "handle": handle}
-        status, body = await two.segment(TOKENS, start=70, source=source, **GREEDY)
+        status, body = await two.segment(TOKENS, start=70, source={"kv": one.kv, "handle": handle}, **GREEDY)
         assert (status, body["error"]["code"]) == (424, "hand_over")
         sender.cancel()
         await asyncio.gather(sender, return_exceptions=True)
@@ -143,8 +141,7 @@ async def test_drain_roles_and_text_are_those_of_an_engine() -> None:
         text = "".join(event["choices"][0]["text"] for event in events)
         assert text.strip()
         assert "\ufffd" not in text
-        again = (await client.post("/v1/completions", {**asked, "stream": False}))[1]
-        assert again["choices"][0] == {
+        assert (await client.post("/v1/completions", {**asked, "stream": False}))[1]["choices"][0] == {
             "index": 0, "finish_reason": "length", "logprobs": None, "text": text,
         }  # fmt: skip
         await client.post("/role", {"role": "prefill"})

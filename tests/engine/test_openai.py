@@ -91,8 +91,7 @@ async def test_a_chat_has_its_shape_and_its_template() -> None:
         _, parts = await one.post("/v1/chat/completions", chat(max_tokens=8, stream=True))
         assert {part["object"] for part in parts} == {"chat.completion.chunk"}
         assert parts[0]["choices"][0]["delta"]["role"] == "assistant"
-        text = "".join(part["choices"][0]["delta"].get("content", "") for part in parts)
-        assert text == message["content"]
+        assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == message["content"]
         assert parts[-1]["choices"][0]["finish_reason"] == "length"
         pieces = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
         body = chat(max_tokens=8)

@@ -90,9 +90,7 @@ def test_stages_say_what_one_process_says(
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 200])
-def test_chunks_do_not_matter(
-    chunk: int, shared: PipelineExecutor, expected: list[list[SampledToken]]
-) -> None:
+def test_no_chunk_matters(chunk: int, shared: PipelineExecutor, expected: list[list[SampledToken]]) -> None:
     prompts = PROMPTS[:3] if chunk > 1 else PROMPTS[:2]
     assert generate(shared, prompts, chunk=chunk) == expected[: len(prompts)]
 
@@ -209,8 +207,7 @@ def test_steps_under_way_at_once_do_not_disturb_each_other(
     def begin(group: int) -> Callable[[], list[SampledToken]]:
         held = [shared.held(row) for row in rows[group]]
         works = [SequenceWork(r, h, t[h:]) for r, h, t in zip(rows[group], held, tokens[group], strict=True)]
-        draws = [TokenDraw(Sampling(), len(item)) for item in tokens[group]]
-        return shared.begin(StepInputs(works, draws))
+        return shared.begin(StepInputs(works, [TokenDraw(Sampling(), len(item)) for item in tokens[group]]))
 
     runs = [begin(0), begin(1)]
     for turn in range(12):

@@ -535,9 +535,7 @@ async def test_without_file_descriptors_it_neither_spins_nor_floods_the_log(
     assert "Traceback" not in caplog.text
 
 
-async def test_when_all_are_busy_the_next_is_told_and_a_stop_is_quick(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_when_all_are_busy_the_next_is_told_and_stop_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = asyncio.Event()
 
     async def slow(_: web.Request) -> web.Response:

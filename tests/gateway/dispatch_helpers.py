@@ -290,9 +290,7 @@ class Fleet:
         *,
         headers: Iterable[tuple[bytes, bytes]] = (),
     ) -> Call:
-        replica = next(
-            endpoint.replica for endpoint in self.endpoints.values() if endpoint.address == address
-        )
+        replica = next(item.replica for item in self.endpoints.values() if item.address == address)
         call = Call(self, replica, path, body, listener)
         self.sent.append(call)
         self.calls[call] = None

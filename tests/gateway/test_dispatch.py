@@ -58,9 +58,7 @@ def two(*replicas: str, first: Route | None = None, second: Route | None = None)
 
 
 @pytest.mark.parametrize(("quick", "slow", "attempt"), [("x", "y", 0), ("y", "x", 1)])
-def test_whoever_is_first_answers_and_the_other_is_stopped_at_once(
-    quick: str, slow: str, attempt: int
-) -> None:
+def test_whoever_is_first_answers_and_the_other_is_stopped(quick: str, slow: str, attempt: int) -> None:
     stage, heard = two()
     stage.call(quick).step()
     assert stage.call(slow).cancelled

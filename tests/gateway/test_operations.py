@@ -97,8 +97,7 @@ class Fleet:
 def test_a_drain_is_told_to_the_brain_and_noted_as_by_hand() -> None:
     fleet = Fleet("mixed", "mixed")
     first = fleet.names[0]
-    text = fleet.oversight.drain({"replica": first})
-    assert text == {"replica": first, "with_it": [], "open_requests": 0}
+    assert fleet.oversight.drain({"replica": first}) == {"replica": first, "with_it": [], "open_requests": 0}
     assert DrainReplica(first) in fleet.done
     assert (f"{first}: drain", "by hand") in fleet.told
     assert (f"{first} drains", "by hand") in fleet.told

@@ -121,9 +121,7 @@ def dispatcher(limits: tuple[int, int]) -> QueueLimited:
 
 
 def sent_to(actions: list[object]) -> list[str]:
-    return [
-        action.route.segments[0].replica.partition("@")[0] for action in actions if isinstance(action, Run)
-    ]
+    return [item.route.segments[0].replica.partition("@")[0] for item in actions if isinstance(item, Run)]
 
 
 def test_three_turns_to_one_while_no_queue_is_full() -> None:

@@ -278,9 +278,7 @@ hosting = st.builds(EngineHost, st.floats(0, 5e-3), st.floats(0, 1e-4), st.float
 
 
 @given(works, hosting, clients)
-def test_what_is_under_way_is_waiting_or_answered(
-    work: RunWork, host: EngineHost, client: BenchClient
-) -> None:
+def test_what_is_open_is_waiting_or_answered(work: RunWork, host: EngineHost, client: BenchClient) -> None:
     """Little's law: concurrency = rate x (TTFT + the rest of the answer)."""
     result = served(work, host, client)
     whole_s = result.ttft_s + work.answers * result.tpot_s

@@ -113,8 +113,7 @@ def test_a_decode_reads_all_weights_but_the_embedding(name: str) -> None:
 
 def test_llama_weights_exactly() -> None:
     norms = (2 * 32 + 1) * 4096 * 2
-    got = decode_sums(LLAMA, 7, 100).weight_bytes[0]
-    assert got == weight_bytes(LLAMA) - embedding_bytes(LLAMA) - norms
+    assert decode_sums(LLAMA, 7, 100).weight_bytes[0] == weight_bytes(LLAMA) - embedding_bytes(LLAMA) - norms
 
 
 @pytest.mark.parametrize("name", ["Llama-3.1-8B", "GPT-OSS-120B", "DeepSeek-V3", "Qwen3-32B"])

@@ -196,9 +196,7 @@ def test_chunked_iterations_on_a_measured_rtx_4090():
 
 @pytest.mark.parametrize("longest", [600, 2048, 8192, 32768])
 @pytest.mark.parametrize("node", ["1xA10", "1xA100", "1xL4"])
-def test_lines_for_the_lengths_in_use_are_near_the_timer_and_never_below_zero(
-    node: str, longest: int
-) -> None:
+def test_lines_for_the_lengths_in_use_are_near_the_timer_and_never_negative(node: str, longest: int) -> None:
     timer = roofline(models.model("Llama-3.1-8B"), nodes.node_type(node), 1)
     line = PartialPrefillPredictor.in_use(timer, longest)
     assert line.b_p >= 0

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
 from potluck.catalog import models, nodes
 from potluck.core.values.layout import Pool
+from potluck.core.values.plan import Template
 from potluck.core.values.types import Codec, LengthBin, Link, NodeOffer, Region, Slo, Traffic
 from potluck.plan.problem import CODECS, ModelDemand, PlanningProblem, model_demand
+from potluck.plan.templates.placement_table import shelf_of
 
 CHAT = ((300, 250, 0.5), (1500, 200, 0.4), (6000, 300, 0.1))
 
@@ -61,3 +68,16 @@ def pool_problem(pool: Pool, *asks: ModelDemand, headroom: float = 0.8) -> Plann
     return PlanningProblem(
         asks or (an_ask(),), regions, tuple(types.values()), headroom=headroom, pool=pool, codecs=CODECS
     )
+
+
+def pipelines(
+    problem: PlanningProblem,
+    ask: ModelDemand,
+    prices: Mapping[str, float],
+    few: int,
+    folder: Path | None = None,
+) -> list[Template]:
+    """Per bucket, phase and library the `few` pipelines that do most for their price."""
+    table = shelf_of(problem, ask, folder=folder)
+    table.take(table.cheapest(np.array([prices.get(node.name, 0.0) for node in problem.nodes]), few))
+    return table.templates

@@ -32,8 +32,7 @@ Kinds = st.sampled_from([random_closed, random_flow])
 
 def fleet(price: list[list[float]], available: list[list[int]]) -> NodeSupply:
     regions = ("us-east", "us-west")[: len(price)]
-    nodes = ("8xH100", "8xL40S")[: len(price[0])]
-    return NodeSupply(regions, nodes, np.array(price), np.array(available))
+    return NodeSupply(regions, ("8xH100", "8xL40S")[: len(price[0])], np.array(price), np.array(available))
 
 
 def demand(name: str, rate: float, uses: list[list[int]], throughput: list[float]) -> ModelColumns:

@@ -40,8 +40,7 @@ def templates_of(strategy: str) -> list[Template]:
 
 @pytest.fixture(scope="module", params=["cauchy", "cauchy-mc", "cauchy-mce", "cauchy-ce"])
 def plan(request: pytest.FixtureRequest) -> Plan:
-    made = STRATEGIES[request.param](WORKSHOP, SolveSettings(time_limit_s=5)).plan
-    return with_candidates(WORKSHOP, made)
+    return with_candidates(WORKSHOP, STRATEGIES[request.param](WORKSHOP, SolveSettings(time_limit_s=5)).plan)
 
 
 def test_candidates_are_the_strategys_and_cover_every_pair_of_types(plan: Plan) -> None:

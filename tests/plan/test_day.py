@@ -50,8 +50,7 @@ def test_the_cheapest_round_is_the_cheapest_of_all(data: st.DataObject) -> None:
 
 def test_a_day_of_two_levels() -> None:
     problem = a_problem(an_ask(rate_per_s=12.0), offers=OFFERS)
-    rates = [{"chat": 2.0}] * 8 + [{"chat": 12.0}] * 4
-    day = schedule(TemplateFactory(problem), melange, SETTINGS, rates)
+    day = schedule(TemplateFactory(problem), melange, SETTINGS, [{"chat": 2.0}] * 8 + [{"chat": 12.0}] * 4)
     night, noon = sorted(day.steps, key=lambda step: step.rates_per_s["chat"])
     assert (night.from_h, night.hours) == (0.0, 16.0)
     assert (noon.from_h, noon.hours) == (16.0, 8.0)

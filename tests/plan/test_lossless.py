@@ -7,7 +7,7 @@ from itertools import combinations, combinations_with_replacement, pairwise
 from pathlib import Path
 
 import pytest
-from plan_problems import a_problem, an_ask
+from plan_problems import a_problem, an_ask, pipelines
 
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import NodeCount, PlannedReplica, Template
@@ -15,7 +15,6 @@ from potluck.core.values.types import Slo
 from potluck.plan.assemble.codecs import solved
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.templates.homogeneous import homogeneous
-from potluck.plan.templates.placement_table import pipelines
 from potluck.plan.timing.rate_cache import unwritten
 from potluck.plan.timing.replica_rates import fits, replica_capacity, useful
 

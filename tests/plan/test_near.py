@@ -44,8 +44,7 @@ def at(problem: PlanningProblem, regions: tuple[str, ...]) -> PlanOutcome | None
     left_s = one.slo.ttft_s - max(one.far_s(region) for region in regions)
     if left_s <= 0:
         return None
-    slo = replace(one.slo, ttft_s=left_s)
-    asked = replace(one, slo=slo, origins=(), terms=ModelTerms(regions=regions))
+    asked = replace(one, slo=replace(one.slo, ttft_s=left_s), origins=(), terms=ModelTerms(regions=regions))
     return melange(TemplateFactory(replace(problem, asks=(asked,))), SETTINGS)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_problems import a_problem, an_ask
+from plan_problems import a_problem, an_ask, pipelines
 
 from potluck.core.values.plan import Template
 from potluck.core.values.service import ModelTerms
@@ -20,7 +20,7 @@ from potluck.plan.assemble.columns import ProgramColumns, columns
 from potluck.plan.problem import PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.strategies.template_factory import copy_costs
-from potluck.plan.templates.placement_table import pipelines, shelf_of
+from potluck.plan.templates.placement_table import shelf_of
 
 ONE = ((1500, 200, 1.0),)
 OFFERS = {"east": {"1xL4": (0.8, 4), "1xL40S": (1.86, 2)}, "west": {"1xL4": (0.7, 3), "1xL40S": (1.7, 1)}}

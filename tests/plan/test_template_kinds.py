@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_problems import a_problem, an_ask
+from plan_problems import a_problem, an_ask, pipelines
 
 from potluck.core.routing.capacity import MARGIN
 from potluck.core.values.layout import Layout, Stage, StageNode
@@ -18,7 +18,7 @@ from potluck.perf.throughput import PACED
 from potluck.plan.templates.combo import combos, efficiency_tokens_per_usd, served_per_s
 from potluck.plan.templates.homogeneous import homogeneous
 from potluck.plan.templates.pair import pairs
-from potluck.plan.templates.placement_table import aggregated, pipelines
+from potluck.plan.templates.placement_table import aggregated
 from potluck.plan.timing.rate_cache import unwritten
 from potluck.plan.timing.replica_rates import layout_timer, replica_capacity, wait_factor
 from potluck.plan.timing.stage_rates import UNITS_PER_TOKEN, stage_rates

@@ -400,8 +400,7 @@ def test_a_broken_link_fails_what_is_on_it_and_a_slow_one_delays() -> None:
     slow = Fault(0.0, "link", source="west", target="east", gbps=1.0)
     straight = Policy(balance="goodput")  # the default goes around a slow link
     calm = simulate(problem(plan, gbps=10.0), work, straight)
-    delayed = simulate(problem(plan, gbps=10.0), work, straight, faults=Faults((slow,)))
-    assert ttft(delayed) > 5 * ttft(calm)
+    assert ttft(simulate(problem(plan, gbps=10.0), work, straight, faults=Faults((slow,)))) > 5 * ttft(calm)
     with pytest.raises(UnknownNameError, match="west->north"):
         simulate(problem(plan), work, faults=Faults((replace(slow, target="north"),)))
 

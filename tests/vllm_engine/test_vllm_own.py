@@ -122,8 +122,7 @@ def test_what_vllm_finds_wrong_with_a_clients_request_is_said_in_its_words(tmp_p
 
     async def play() -> None:
         async with standing(tmp_path, wrong) as stand:
-            own = {"path": "/v1/chat/completions", "body": {"messages": [1]}}
-            status, lines = await stand.lines(own=own)
+            status, lines = await stand.lines(own={"path": "/v1/chat/completions", "body": {"messages": [1]}})
             error = lines[0]["error"]
             assert (status, error["message"], error["param"]) == (400, "no such grammar", "response_format")
 

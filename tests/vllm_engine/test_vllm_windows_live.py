@@ -101,8 +101,7 @@ def test_damaged_kv_would_be_seen_and_is_found_out(
     relay = Relay(first.kv_port, fitting=fitting)
     try:
         before, failed = second.sources(), second.metric("potluck:kv_failed_fetches_total")
-        give = {"request": "d", "give": {"handle": handle, "stop": 250}}
-        threads.submit(first.ask, tokens[:250], 1, give)
+        threads.submit(first.ask, tokens[:250], 1, {"request": "d", "give": {"handle": handle, "stop": 250}})
         take = {"kv": relay.kv, "handle": handle, "stop": 250, "within_s": 30}
         result = second.ask(tokens, moves={"request": "d", "take": take}, cache_salt=handle)
         after = second.sources()

@@ -50,21 +50,11 @@ Row = tuple[float, str, int, int]
 @option("--rate", "rate_per_s", type=float, help="Open loop: requests/s, with times of chance.")
 @option("--workload", metavar="NAME|FILE", help="Open loop: a trace, or a workload of the catalog.")
 @option("--concurrency", type=click.IntRange(1, 10_000), help="Closed loop: so many at once (1 unless told).")
-@option(
-    "--requests",
-    type=click.IntRange(1, MOST_REQUESTS),
-    help=f"How many ({DEFAULT_REQUESTS}; of a trace all).",
-)
+@option("--requests", type=click.IntRange(1, MOST_REQUESTS), help=f"{DEFAULT_REQUESTS}; a trace: all.")
 @option("--seconds", type=click.FloatRange(0.1, 86_400), help="Send nothing new after this.")
 @option("--input", "prompt", type=click.IntRange(1, 1_000_000), default=256)
 @option("--output", type=click.IntRange(1, 1_000_000), default=64)
-@option(
-    "--prompts",
-    "style",
-    type=click.Choice(["ids", "text", "chat"]),
-    default="ids",
-    help="Token ids (exact lengths), text or a chat.",
-)
+@option("--prompts", "style", type=click.Choice(["ids", "text", "chat"]), default="ids", help="ids: exact.")
 @option("--until-eos", is_flag=True, help="Let answers end by themselves; not all servers know ignore_eos.")
 @option(
     "--slo",
@@ -115,19 +105,19 @@ def bench(url: str | None, slo_text: str | None, as_json: bool, **options: Any) 
         load_client.shoot(url, shots := list(made), within_s=asked.within_s)
     else:
         shots = load_client.shoot_in_turns(url, made, at_once, seconds=asked.seconds, within_s=asked.within_s)
-    load_result = load_client.measured(shots, slo)
+    result = load_client.measured(shots, slo)
     if as_json:
-        render.emit_json(_json(url, model, load_result, slo, at_once))
+        render.emit_json(_json(url, model, result, slo, at_once))
     else:
-        _show(url, model, load_result, slo, at_once)
-    _keep(load_result, slo, as_json)
-    if not load_result.answered:
+        _show(url, model, result, slo, at_once)
+    _keep(result, slo, as_json)
+    if not result.answered:
         raise click.exceptions.Exit(1)
 
 
-def _keep(load_result: LoadResult, slo: Slo | None, as_json: bool) -> None:
+def _keep(result: LoadResult, slo: Slo | None, as_json: bool) -> None:
     """A promise that is not kept is an exit code, and the last line."""
-    attained = load_result.attainment or 0.0
+    attained = result.attainment or 0.0
     if slo is None or attained >= slo.attainment:
         return
     if not as_json:
@@ -185,8 +175,8 @@ def _traced(asked: SimpleNamespace) -> list[tuple[float, int, int]]:
     return [row for row in zip(*columns, strict=True) if seconds is None or row[0] <= seconds]
 
 
-def _show(url: str, model: str, load_result: LoadResult, slo: Slo | None, at_once: int | None) -> None:
-    times = (("TTFT", load_result.ttft_s), ("TPOT", load_result.tpot_s), ("E2E", load_result.e2e_s))
+def _show(url: str, model: str, result: LoadResult, slo: Slo | None, at_once: int | None) -> None:
+    times = (("TTFT", result.ttft_s), ("TPOT", result.tpot_s), ("E2E", result.e2e_s))
     rows = [
         (name, *(figures.seconds(value) for value in asdict(percentiles).values()))
         for name, percentiles in times
@@ -195,22 +185,22 @@ def _show(url: str, model: str, load_result: LoadResult, slo: Slo | None, at_onc
     if rows:
         render.table(f"{model} at {url}", ("", "mean", "p50", "p90", "p99", "most"), rows)
     click.echo(
-        f"{load_result.answered:,} of {load_result.requests:,} requests answered "
-        f"in {figures.seconds(load_result.span_s)}: "
-        f"{render.count(load_result.requests_per_s)} requests/s, "
-        f"{render.count(load_result.output_tokens_per_s)} output tokens/s"
+        f"{result.answered:,} of {result.requests:,} requests answered "
+        f"in {figures.seconds(result.span_s)}: "
+        f"{render.count(result.requests_per_s)} requests/s, "
+        f"{render.count(result.output_tokens_per_s)} output tokens/s"
     )
-    if load_result.attainment is not None and slo is not None:
+    if result.attainment is not None and slo is not None:
         limits = ", ".join(f"{name} <= {figures.seconds(s)}" for name, s in _parts(slo) if s is not None)
-        click.echo(f"objective kept by {render.percent(load_result.attainment)} of all requests ({limits})")
-    examples = dict(load_result.examples)
-    for kind, count in load_result.errors:
+        click.echo(f"objective kept by {render.percent(result.attainment)} of all requests ({limits})")
+    examples = dict(result.examples)
+    for kind, count in result.errors:
         click.echo(f"  {count:,} x {kind}" + (f": {examples[kind]}" if examples[kind] else ""))
     if at_once is None:
         click.echo("open loop: times count from when each request should have been sent")
-        if load_result.late_s > LATE_S:
+        if result.late_s > LATE_S:
             click.echo(
-                f"note: this client was late by up to {figures.seconds(load_result.late_s)}; that is counted in"
+                f"note: this client was late by up to {figures.seconds(result.late_s)}; that is counted in"
             )
     else:
         line = "a slow server was asked less, so users would wait longer than this says"
@@ -222,23 +212,21 @@ def _parts(slo: Slo) -> list[tuple[str, float | None]]:
     return [(name, limit_s if limit_s is not None and limit_s < UNSAID_S else None) for name, limit_s in text]
 
 
-def _json(
-    url: str, model: str, load_result: LoadResult, slo: Slo | None, at_once: int | None
-) -> dict[str, Any]:
+def _json(url: str, model: str, result: LoadResult, slo: Slo | None, at_once: int | None) -> dict[str, Any]:
     return {
         "url": url,
         "model": model,
         "loop": "open" if at_once is None else "closed",
         "times_count_from": "when it should have been sent" if at_once is None else "when it was sent",
         "concurrency": at_once,
-        **asdict(load_result),
-        "errors": dict(load_result.errors),
-        "examples": dict(load_result.examples),
-        "attainment": load_result.attainment,
+        **asdict(result),
+        "errors": dict(result.errors),
+        "examples": dict(result.examples),
+        "attainment": result.attainment,
         "objective": slo
         and {f"{name.lower()}_s": limit_s for name, limit_s in _parts(slo)} | {"attainment": slo.attainment},
-        "requests_per_s": load_result.requests_per_s,
-        "output_tokens_per_s": load_result.output_tokens_per_s,
+        "requests_per_s": result.requests_per_s,
+        "output_tokens_per_s": result.output_tokens_per_s,
     }
 
 

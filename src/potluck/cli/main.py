@@ -1,9 +1,6 @@
 """`potluck`: finds the command, runs it, and turns whatever goes wrong into one line and an exit code.
 
-`common/exits.py` has the codes.
-
-Commands are imported when they are run: `potluck --help` and `potluck estimate` must not wait for
-libraries that only other commands use.
+`common/render.py` has the codes. Commands are imported when they are run, so that none waits for another's libraries.
 """
 
 from __future__ import annotations

@@ -38,25 +38,16 @@ SETTINGS = "engines keys usage log engine_ca gateways state takeover mock_engine
 @option("--engine-key-file", type=FILE, help="What engines ask for that PUT /fleet tells.")
 @option("--workers", default=1, type=click.IntRange(1, 64), help="Processes for clients.")
 @option("--keys", type=FILE, help="Clients' keys; see `potluck keys`. Without it only loopback is served.")
-@option(
-    "--secret-file", type=FILE, help="Of tenants' salts; else new at each start, and prefixes are forgotten."
-)
+@option("--secret-file", type=FILE, help="Of tenants' salts; else new at each start: prefixes are forgotten.")
 @option("--usage", type=FILE, help="Write a line per request here, to bill from.")
 @option("--log", type=FILE, help="Write what the Brain hears and asks here; `potluck replay` reads it.")
 @option("--files", multiple=True, metavar="MODEL=DIR", help="A model's tokenizer, over the spec's `files`.")
-@option(
-    "--mock",
-    "mock_engines",
-    is_flag=True,
-    help="Engines are mocks: requests may be as long as the spec allows.",
-)
+@option("--mock", "mock_engines", is_flag=True, help="Of mocks: requests are as long as the spec allows.")
 @option("--tls", nargs=2, type=FILE, metavar="CERTIFICATE KEY", help="Serve HTTPS.")
 @option("--engine-ca", type=FILE, help="Authority of engines' certificates; else those trusted here.")
 @option("--gateways", default=1, type=click.IntRange(1, 1000), help="So many share clients and keys' limits.")
 @option("--state", type=FOLDER, help="Engines and answers are kept here over a restart.")
-@option(
-    "--takeover", type=FILE, metavar="SOCKET", help="Take the ports of the gateway with this socket: no gap."
-)
+@option("--takeover", type=FILE, metavar="SOCKET", help="Take the ports of this socket's gateway: no gap.")
 @option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, over the spec's.")
 @option("--history", type=FILE, help="Past rates for forecasts (JSON): model to rates of 10 min.")
 @option("--why", default="", metavar="TEXT", help="The reason for this plan, as the page shows it.")

@@ -1,9 +1,8 @@
 """The first process of `potluck up`: it forks the command, and again when that is killed. It imports next to nothing.
 
-The command is the controller. Gateway and engines outlive it; this process brings it back and keeps the gateway's
-listening sockets meanwhile. It also has the gateway started, should that die before the controller looks after it
-again. A command that ends by itself, or that is killed before it served, has ended. Should this process die, the
-command dies with it.
+The command is the controller. Gateway and engines outlive it; this process brings it back, keeps its sockets
+meanwhile, and has the gateway started should that die before the controller is back. A command that ends by itself,
+or that is killed before it served, has ended. Should this process die, the command dies with it.
 """
 
 from __future__ import annotations
@@ -103,8 +102,7 @@ class _Supervisor:
             signal.signal(number, _noted)
 
     def waited(self, pid: int, link: socket.socket, *, again: bool) -> int:
-        """The command's code when it has ended; what it gives is kept, and what is told here is passed on to it.
-        One that was started `again` does not look after the gateway until it says so."""
+        """The command's code once it has ended. One started `again` leaves the gateway alone until it says so."""
         listened, alone = [self._woken, link], again
         while True:
             if alone:

@@ -96,8 +96,7 @@ def named(path: Path, read: Callable[[str], T], option: str = "") -> T:
 
 @dataclass(slots=True)
 class OutputFiles:
-    """Files that are written at the end. One that cannot be must not cost what was computed: the command goes on and
-    prints what it has, and `complain` says what went wrong."""
+    """Files that are written at the end. Where one cannot be, the command goes on, and `complain` says why."""
 
     wrong: list[InputError] = field(default_factory=list)
 

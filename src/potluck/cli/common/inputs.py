@@ -122,9 +122,7 @@ def weights_in(spec: Spec, plan: Plan) -> dict[str, WeightFormats]:
     return {name: WeightFormats(planned, stored[name]) for name, planned in plan.formats if name in stored}
 
 
-scale_option = option(
-    "--slo-scale", type=float, default=1.0, help="All objectives (TTFT, TPOT, E2E) times this."
-)
+scale_option = option("--slo-scale", type=float, default=1.0, help="All objectives times this.")
 
 
 def scaled(spec: Spec, factor: float) -> Spec:

@@ -1,8 +1,7 @@
 """What commands print: JSON, tables, paragraphs and numbers with their units.
 
-All of it fits the terminal, or COLUMNS where output goes into a pipe: text is folded between words, figures never
-are, and a table with too many columns is printed in parts that repeat the first one. In a pipe without COLUMNS lines
-are as long as they are, so that a script finds what it looks for.
+It fits the terminal or COLUMNS: text is folded between words, figures never are, and a table that is too wide is
+printed in parts that repeat the first column. In a pipe without COLUMNS nothing is folded.
 """
 
 from __future__ import annotations
@@ -156,10 +155,8 @@ def _widths(columns: list[_Column], width: int) -> list[int]:
 def _lines(cells: list[list[str]], widths: list[int], right: list[bool]) -> list[str]:
     places = list(zip(cells, widths, right, strict=True))
     lines = []
-    for place in range(max(len(cell) for cell in cells)):
-        parts = (
-            (cell[place] if place < len(cell) else "", room, to_right) for cell, room, to_right in places
-        )
+    for row in range(max(len(cell) for cell in cells)):
+        parts = ((cell[row] if row < len(cell) else "", room, to_right) for cell, room, to_right in places)
         shown = (part.rjust(room) if to_right else part.ljust(room) for part, room, to_right in parts)
         lines.append(f" {(' ' * PADDING).join(shown)}".rstrip())
     return lines

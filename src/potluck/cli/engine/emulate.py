@@ -60,17 +60,17 @@ class Emulation:
         if len(self.nodes) == 1:
             return min(emulated_blocks(self.model, node, self._tp(node)) for node in self.nodes[0])
         share = -(-many // len(self.nodes))
+        layers = [
+            range(first, min(many, first + share)) for first in range(0, share * len(self.nodes), share)
+        ]
         return min(
-            emulated_blocks(
-                self.model, node, self._tp(node), range(place * share, min(many, (place + 1) * share))
-            )
-            for place, stage in enumerate(self.nodes)
+            emulated_blocks(self.model, node, self._tp(node), part)
+            for part, stage in zip(layers, self.nodes, strict=True)
             for node in stage
         )
 
     def stages(self, stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:
-        """A pipeline's stages, each worker acting as its node with the large model's share of layers; within a stage
-        they get requests in proportion to their speed in decoding."""
+        """Each worker acts as its node with the large model's share of layers, and gets requests by its speed."""
         nodes = self.nodes * len(stages) if len(self.nodes) == 1 else self.nodes
         if len(nodes) != len(stages):
             raise InputError("emulate", f"names {len(nodes)} stages, the pipeline has {len(stages)}")
@@ -82,9 +82,8 @@ class Emulation:
                 given = f"names {len(kinds)} nodes for stage {place}, which has {len(stage.places)}"
                 raise InputError("emulate", given)
             last = first + stage.layers
-            likes = [
-                self._like(node, range(first * many // few, last * many // few), before) for node in kinds
-            ]
+            layers = range(first * many // few, last * many // few)
+            likes = [self._like(node, layers, before) for node in kinds]
             places = tuple(
                 replace(worker_place, emulate=like, weight=speed)
                 for worker_place, (like, speed) in zip(stage.places, likes, strict=True)
@@ -148,9 +147,8 @@ def emulation(text: str, speed_up: float = 1.0) -> Emulation:
         raise InputError("emulate", f"{parts[2]!r} is not a number of GPUs")
     if not 0 < speed_up < float("inf"):
         raise InputError("speed-up", f"must be positive, is {speed_up}")
-    named = tuple(
-        tuple(nodes.node_type(name.strip()) for name in stage.split("+")) for stage in parts[0].split(",")
-    )
+    stages = [stage.split("+") for stage in parts[0].split(",")]
+    named = tuple(tuple(nodes.node_type(name.strip()) for name in stage) for stage in stages)
     name, _, weights = parts[1].strip().partition("@")
     model = models.model(name)
     if weights:

@@ -1,11 +1,10 @@
 """A process that loads the engine once and forks engines: `python -m potluck.cli.engine.fork_server STYLE`.
 
-With `warm` it only compiles ahead of first use. It reads lines of JSON, {"arguments": ["engine", "serve", ...],
-"log": PATH}, and answers each with {"pid": N} or {"refused": WHY}; first of all, once everything is loaded, with
-{"ready": true, "cpu": what computing takes here}. It ends when its input does; its engines go on.
+With `warm` it only compiles ahead of first use. Once all is loaded it says {"ready": true, "cpu": what it takes
+to compute here}; then it reads lines of JSON, {"arguments": ["engine", "serve", ...], "log": PATH}, and answers with
+{"pid": N} or {"refused": WHY}. It ends when its input does; its engines go on.
 
-Forking is only sound while there is one thread: torch computes with one here, and nothing of CUDA is touched. Where
-there are more threads all the same it refuses.
+Forking is only sound with one thread: torch has one here, CUDA is not touched, and with more threads it refuses.
 """
 
 from __future__ import annotations

@@ -35,20 +35,13 @@ def write_live(state: Path | None, out: Path, as_json: bool) -> None:
         name = f"{out.stem}-{pace.model}-{pace.node}-tp{pace.tp}"
         path = out if len(observed) == 1 else out.with_stem(name)
         write_text("--out", path, profile_to_json(profile))
-        body = {
-            "model": pace.model,
-            "node": pace.node,
-            "tp": pace.tp,
-            "pace": pace.pace,
-            "replicas": pace.replicas,
-        }
+        body = {name: getattr(pace, name) for name in ("model", "node", "tp", "pace", "replicas")}
         rows.append({**body, "file": str(path)})
     if as_json:
         emit_json(rows)
         return
-    table(
-        "", list(rows[0]), [[f"{v:.2f}" if isinstance(v, float) else v for v in row.values()] for row in rows]
-    )
+    cells = [[f"{v:.2f}" if isinstance(v, float) else v for v in row.values()] for row in rows]
+    table("", list(rows[0]), cells)
     click.echo("`plan`, `simulate`, `goodput`, `estimate` and `serve` read them with --profile")
 
 
@@ -90,10 +83,7 @@ MOST_TOKENS = 4096
 @option("--max-batch", default=32, type=click.IntRange(2, 1024), help="Decodes at once.")
 @option("--max-tokens", type=click.IntRange(128), help="Longest context to measure; else what fits.")
 @option(
-    "--chunk-tokens",
-    default=1024,
-    type=click.IntRange(32),
-    help="Tokens of one step; for a URL, the engine's own --token-budget.",
+    "--chunk-tokens", default=1024, type=click.IntRange(32), help="A step's; for a URL, its --token-budget."
 )
 @option("--repeats", default=5, type=click.IntRange(1, 100), help="Runs of each shape.")
 @option("--quick", is_flag=True, help="Fewer shapes.")

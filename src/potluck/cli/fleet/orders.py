@@ -152,10 +152,8 @@ def scale(what: str | None, state: Path | None, auto: bool, as_json: bool) -> No
         click.echo(f"note: nothing is left to serve {model}")
     if what is not None:
         _unless(lives, "engines are started and stopped")
-        if handed_back["scaling"] not in (None, "none"):
-            click.echo(
-                f"note: scaling ({handed_back['scaling']}) goes on from there, and says so in `potluck events`"
-            )
+        if (scaling := handed_back["scaling"]) not in (None, "none"):
+            click.echo(f"note: scaling ({scaling}) goes on from there, and says so in `potluck events`")
 
 
 def _scaled(service: ServiceView, what: str) -> dict[str, Any]:
@@ -182,11 +180,8 @@ def _scaled(service: ServiceView, what: str) -> dict[str, Any]:
             available[place["name"], offer["node"]] += offer["available"]
     plan = scaled(newest.plan, template, region, int(number), costs, available)
     if plan.deployments == newest.plan.deployments:
-        return {
-            "version": newest.version,
-            "scaling": None,
-            "line": f"there are to be {number} already; nothing changed",
-        }
+        line = f"there are to be {number} already; nothing changed"
+        return {"version": newest.version, "scaling": None, "line": line}
     reason = f"{BY_HAND}: {what}"
     version = put_plan(service.store, service.client.set_plan, plan, reason, time.time())
     _note(service, "plan", f"version {version}, ${plan.cost_usd_per_h:.2f}/h, {what}")
@@ -305,9 +300,7 @@ def uncordon(name: str, **options: Any) -> None:
     _cordon(name, lift=True, **options)
 
 
-def _cordon(
-    name: str, *, lift: bool, at: str | None, state: Path | None, as_json: bool, **access: Any
-) -> None:
+def _cordon(name: str, lift: bool, at: str | None, state: Path | None, as_json: bool, **access: Any) -> None:
     if at is not None:
         answer = _ask(client_at(at, state=state, **access), {}, name, lift)
     else:
@@ -374,9 +367,7 @@ def upgrade(at: str | None, within: float, state: Path | None, as_json: bool, **
         _all(service.client, drain, within, as_json)
 
 
-def _all(
-    client: GatewayClient, drain: Callable[[str], object], within_s: float, as_json: bool = False
-) -> None:
+def _all(client: GatewayClient, drain: Callable[[str], object], within_s: float, as_json: bool) -> None:
     """Copy by copy. A gateway that does not answer, or a copy that is not ready to be drained, is asked again."""
     from potluck.control.gateway_client import KeyRefused
     from potluck.control.manual_changes import due, lacks

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from potluck.control.service_view import ServiceView
 
 
-state_option = option(
-    "--state", type=PATH, help="The service's folder, as of `potluck up`; else the one that runs."
-)
+state_option = option("--state", type=PATH, help="The service's folder, of `potluck up`; else what runs.")
 json_option = option("--json", "as_json", is_flag=True, help="For machines.")
 
 
@@ -60,8 +58,7 @@ def with_gateway(service: ServiceView) -> ServiceView:
 
 @contextmanager
 def opened(state: Path | None, *, running: bool = True, left: bool = False) -> Iterator[ServiceView]:
-    """The service; with `running` there must be something alive. With `left`, engines that were never seen to end
-    make it one that runs."""
+    """With `running` something must be alive; with `left`, engines that were never seen to end count as that."""
     from potluck.control.service_view import ServiceView
 
     with closing(ServiceView(_folder(state, running or left, left))) as service:

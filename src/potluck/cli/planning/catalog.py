@@ -133,9 +133,7 @@ WORKLOADS = _Kind(
 
 
 def _add_command(name: str, kind: _Kind) -> None:
-    @catalog.command(
-        name, help=f"List {kind.all_of_them}, or show the one called NAME with its figures' sources."
-    )
+    @catalog.command(name, help=f"List {kind.all_of_them}, or show NAME with its figures' sources.")
     @argument("entry", metavar="[NAME]", required=False)
     @_json_option
     def command(entry: str | None, as_json: bool) -> None:

@@ -75,6 +75,9 @@ def summary(spec: Spec, file: str) -> dict[str, Any]:
     }
 
 
+TRAFFIC = ("rate_per_s", "mean_input_tokens", "mean_output_tokens", "prefix_hit_share")
+
+
 def _model_row(model: ModelSpec) -> dict[str, Any]:
     traffic = model.traffic
     return {
@@ -82,14 +85,8 @@ def _model_row(model: ModelSpec) -> dict[str, Any]:
         "model": model.model.name,
         "parameters": parameters(model.model),
         "weight_bytes": weight_bytes(model.model),
-        "ttft_s": model.slo.ttft_s,
-        "tpot_s": model.slo.tpot_s,
-        "e2e_s": model.slo.e2e_s,
-        "attainment": model.slo.attainment,
-        "rate_per_s": traffic.rate_per_s,
-        "mean_input_tokens": traffic.mean_input_tokens,
-        "mean_output_tokens": traffic.mean_output_tokens,
-        "prefix_hit_share": traffic.prefix_hit_share,
+        **{name: getattr(model.slo, name) for name in ("ttft_s", "tpot_s", "e2e_s", "attainment")},
+        **{name: getattr(traffic, name) for name in TRAFFIC},
         "length_bins": len(traffic.lengths),
         "lengths_from": model.lengths_from,
         "asked": model.terms.asked,
@@ -115,19 +112,15 @@ def show(spec: Spec, file: str) -> None:
         "lengths": lambda m: m["lengths_from"],
     }
     table_of("Models", map(_model_row, spec.models), models)
-    rows = [
-        (
-            region.name,
-            offer.node,
-            count(offer.available),
-            usd(offer.price_usd_per_h),
-            _kind(offer),
-            spec.price_source(region.name, offer.node),
-        )
-        for region in spec.regions
-        for offer in region.offers
-    ]
-    table("Fleet", ("region", "node", "available", "per hour", "kind", "price from"), rows)
+    fleet: dict[str, Callable[[tuple[str, NodeOffer]], object]] = {
+        "region": lambda item: item[0],
+        "node": lambda item: item[1].node,
+        "available": lambda item: count(item[1].available),
+        "per hour": lambda item: usd(item[1].price_usd_per_h),
+        "kind": lambda item: _kind(item[1]),
+        "price from": lambda item: spec.price_source(item[0], item[1].node),
+    }
+    table_of("Fleet", [(region.name, offer) for region in spec.regions for offer in region.offers], fleet)
     if spec.links:
         links = [(k.source, k.target, f"{k.gbps:g} Gbps", seconds(k.rtt_s)) for k in spec.links]
         table("Links", ("from", "to", "bandwidth", "RTT"), links)
@@ -175,20 +168,15 @@ def _model_warnings(model: ModelSpec, spec: Spec) -> list[str]:
     ]
     largest_node = max(memory for region in per_region for memory, _ in region)
     largest_region = max(sum(memory * number for memory, number in region) for region in per_region)
+    held = f"holds its {bytes_(weights)} of weights"
     if weights > largest_region:
-        problems.append(
-            f"no region holds its {bytes_(weights)} of weights, the largest has {bytes_(largest_region)}"
-        )
+        problems.append(f"no region {held}, the largest has {bytes_(largest_region)}")
     elif weights > largest_node:
-        problems.append(
-            f"no single node holds its {bytes_(weights)} of weights, it needs a pipeline over several"
-        )
-    longest = max(bin_.input_tokens + bin_.output_tokens for bin_ in model.traffic.lengths)
+        problems.append(f"no single node {held}, it needs a pipeline over several")
+    most = max(bin_.input_tokens + bin_.output_tokens for bin_ in model.traffic.lengths)
     limit = model.model.max_context_tokens
-    if longest > limit:
-        problems.append(
-            f"some requests have {count(round(longest))} tokens, its context ends at {count(limit)}"
-        )
+    if most > limit:
+        problems.append(f"some requests have {count(round(most))} tokens, its context ends at {count(limit)}")
     if model.traffic.rate_per_s == 0:
         problems.append("rate_per_s is 0, nothing will be rented for it")
     return [f"{model.name}: {problem}" for problem in problems]

@@ -28,11 +28,7 @@ if TYPE_CHECKING:
 
 
 profile_option = option(
-    "--profile",
-    "profile_paths",
-    multiple=True,
-    type=PATH,
-    help="Step times that `potluck profile` measured; may be repeated.",
+    "--profile", "profile_paths", multiple=True, type=PATH, help="Step times of `potluck profile`."
 )
 
 
@@ -50,9 +46,7 @@ profile_option = option(
 @option("--output", "--osl", "output_tokens", type=int, required=True, help="Output tokens.")
 @option("--ttft-ms", type=float, help="Time to first token that must hold.")
 @option("--tpot-ms", type=float, help="Time per output token that must hold.")
-@option(
-    "--weights", "weights_in", help="As if stored in another format: bf16, fp8, fp8_block, int8, int4, ..."
-)
+@option("--weights", "weights_in", help="As if stored in another format: bf16, fp8, fp8_block, int8, ...")
 @option("--role", type=click.Choice(["mixed", "prefill", "decode"]), default="mixed")
 @option("--price", "price_usd_per_h", type=float, help="USD per hour of the node; else the catalog's.")
 @option("--region", help="Take the catalog's price of this region, such as aws/us-east-1.")

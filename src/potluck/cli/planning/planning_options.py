@@ -75,9 +75,7 @@ def posing_options(
         option("--seed", type=click.IntRange(min=0), default=0, help="Of search and rehearsal."),
         option("--what-if", multiple=True, help="Such as 'us-east-1:8xH100=0': another number of nodes."),
         option("--budget", "budget_usd_per_h", type=float, help="At most so many USD an hour."),
-        option(
-            "--confidence", "sure", type=float, default=0.5, help="0.9: plan for the slow end of step times."
-        ),
+        option("--confidence", "sure", type=float, default=0.5, help="0.9: plan for slow step times."),
         option("--headroom", type=float, default=0.8, help="How busy replicas may be."),
         option("--time-limit", "time_limit_s", type=float, default=limit_s, help=limit_help),
     )

@@ -107,9 +107,7 @@ cv_option = option("--cv", type=float, help="Variation of a rehearsal's gaps: 1 
 requests_option = option(
     "--requests", type=click.IntRange(min=100), help="Of each run of a rehearsal; else as many as it takes."
 )
-averages_option = option(
-    "--averages", is_flag=True, help="Plan on averages alone: no short rehearsal in simulation."
-)
+averages_option = option("--averages", is_flag=True, help="Plan on averages alone: no short rehearsal.")
 
 
 rehearsal_options = option_group(
@@ -136,9 +134,9 @@ def rehearsed(
     asked: RehearsalOptions,
     far: Far = lambda done, total: None,
 ) -> Rehearsal | None:
-    """The rehearsal that the options ask for; None without one, or where nothing is asked of the fleet. A short one
-    is of plans for all of the demand; it begins with the headroom that queueing asks for, and tries without it too.
-    """
+    """The rehearsal that the options ask for; None without one, or where nothing is asked of the fleet.
+
+    A short one begins with the headroom that queueing asks for, and tries without it too."""
     if asked.averages or not any(ask.rate_per_s > 0 for ask in factory.problem.asks):
         return None
     if not asked.rehearse and outcome.plan.fraction < 1:
@@ -177,8 +175,7 @@ def rehearsed(
 def _plainer(
     problem: PlanningProblem, made: PlanOutcome, settings: SolveSettings
 ) -> Callable[[TemplateFactory, SolveSettings], PlanOutcome] | None:
-    """Single nodes alone, where the plan may be of anything; None where more is asked than they know of. What they
-    cost more than `made`, the plan of all kinds for the same demand, is in their gap."""
+    """Single nodes alone; None where more is asked than they know of. Their gap is to `made`, a plan of all kinds."""
     from potluck.plan.strategies.programs import single_nodes
 
     other = made.plan.strategy != "auto" or settings.running is not None or bool(settings.pins)
@@ -360,14 +357,12 @@ def show_rehearsal(rehearsal: Rehearsal | None, asked: RehearsalOptions, plan: P
         )
     elif len(rehearsal.steps) > 1:
         change = best.cost_usd_per_h - first.cost_usd_per_h
-        before = f"{usd(abs(change))}/h {'more' if change > 0 else 'less'} than"
+        was = f"{usd(abs(change))}/h {'more' if change > 0 else 'less'} than"
         if abs(change) < 0.005:
-            before = "as much as"
+            was = "as much as"
         missed = any(entry.told().verdict == "misses" for entry in first.evidence)
         kept = "held" if first.holds else "missed" if missed else "was not sure to hold"
-        paragraph(
-            f"The plan {rehearsal.reason}: {before} the first plan, which {kept} with the same requests."
-        )
+        paragraph(f"The plan {rehearsal.reason}: {was} the first plan, which {kept} with the same requests.")
     click.echo()
 
 

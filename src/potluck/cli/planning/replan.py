@@ -67,10 +67,8 @@ def rehearsing(planner: Planner, spec: Spec) -> Planner:
         if not outcome.plan.deployments:
             return outcome
         now = spec_now(spec, factory.problem)
-        rehearsal = rehearsed(
-            now, factory, outcome, planner, replace(settings, start_s=None), RehearsalOptions()
-        )
-        return outcome if rehearsal is None else replace(rehearsal.best.outcome, plan=rehearsal.best.plan)
+        trial = rehearsed(now, factory, outcome, planner, replace(settings, start_s=None), RehearsalOptions())
+        return outcome if trial is None else replace(trial.best.outcome, plan=trial.best.plan)
 
     return planned
 
@@ -78,8 +76,7 @@ def rehearsing(planner: Planner, spec: Spec) -> Planner:
 def best_tried(
     answers: Sequence[ReplanOption], spec: Spec, problem: PlanningProblem, said: Said
 ) -> tuple[ReplanOption, tuple[Tried, ...]]:
-    """Of the answers that serve most, the first that holds in a short rehearsal, else the one that comes closest;
-    and what was seen of it."""
+    """Of the answers that serve most, the first that holds in rehearsal, else the closest; and what was seen."""
     now = spec_now(spec, problem)
     most = max(answer.served_fraction for answer in answers)
     seen: dict[object, tuple[Tried, ...]] = {}
@@ -94,7 +91,7 @@ def best_tried(
         result.append((worst, answer, seen[key]))
         if worst == 0:
             break
-    _, best, shown = min(result, key=lambda each: each[0])
+    _, best, shown = min(result, key=lambda item: item[0])
     return best, shown
 
 
@@ -111,9 +108,7 @@ REFUSED = "not applied: this misses in rehearsal. `--yes` applies it all the sam
 @state_option
 @option("--lose", multiple=True, help="REGION:NODE=COUNT nodes are gone; or NAME,NAME: machines of a pool.")
 @option("--rate", multiple=True, help="MODEL=REQUESTS_PER_S, or MODEL=1.5x for so many times as many.")
-@option(
-    "--workload", multiple=True, help="[MODEL=]LENGTHS now: such as 2048/28, a trace or a workload's name."
-)
+@option("--workload", multiple=True, help="[MODEL=]LENGTHS now: 2048/28, a trace or a workload's name.")
 @option("--link", multiple=True, help="FROM:TO=GBPS: now, between regions or machines, one direction.")
 @option("--price", multiple=True, help="REGION:NODE=USD_PER_H: a node's price is now this.")
 @option("--out", type=FILE, help="Write the best answer's plan here.")
@@ -506,10 +501,8 @@ def apply(service: ServiceView, running: LiveService, best: ReplanOption) -> str
     why, cost = f"replan --live, {best.step}", f"${best.cost_usd_per_h:.2f}/h"
     version = put_plan(service.store, service.client.set_plan, best.plan, f"{BY_HAND}: {why}", time.time())
     service.store.note(time.time(), "plan", f"version {version}, {cost}, {why}", BY_HAND)
-    was = f"(was ${running.plan.cost_usd_per_h:.2f}/h)"
-    return (
-        f"plan {version} is in force: {best.step}, {cost} {was}; `potluck scale --auto` hands the fleet back"
-    )
+    change = f"{cost} (was ${running.plan.cost_usd_per_h:.2f}/h)"
+    return f"plan {version} is in force: {best.step}, {change}; `potluck scale --auto` hands the fleet back"
 
 
 def is_no_better(plan: Plan, running: Plan) -> bool:

@@ -55,9 +55,8 @@ def schedule(strategy: str, out: Path | None, averages: bool, as_json: bool, **o
         factory = TemplateFactory(problem, said=progress_bar)
         day_schedule = schedule_day(factory, planner, settings, rates, progress_bar)
     if out is not None:
-        plans = {
-            f"plan-{_clock(step.from_h).replace(':', '')}.json": step.plan for step in day_schedule.steps
-        }
+        steps = day_schedule.steps
+        plans = {f"plan-{_clock(step.from_h).replace(':', '')}.json": step.plan for step in steps}
         for name, plan in (plans | {"static.json": day_schedule.static}).items():
             saves.text("--out", out / name, lambda plan=plan: plan_to_json(plan))  # type: ignore[misc]
     if as_json:

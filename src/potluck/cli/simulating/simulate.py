@@ -48,11 +48,7 @@ SAMPLES = 200
 
 options = option_group(
     argument("paths", metavar="[PLAN] [SPEC]", nargs=-1, type=PATH),
-    option(
-        "--workload",
-        multiple=True,
-        help="NAME of the catalog or a trace FILE; MODEL=NAME where there are several.",
-    ),
+    option("--workload", multiple=True, help="NAME of the catalog or a trace FILE; MODEL=NAME of several."),
     option(
         "--from-log",
         "logs",
@@ -91,9 +87,7 @@ def _read(
 @option("--faults", "faults_path", type=FILE, help="What goes wrong when (YAML); see docs/simulation.md.")
 @option("--market", type=FILE, help="Prices and nodes over time (YAML); see docs/simulation.md.")
 @option("--heartbeat", "heartbeat_s", type=float, default=0.0, help="Seconds until a loss is noticed.")
-@option(
-    "--slo-scan", "scans", is_flag=True, help="Attainment against SLO scale, and the least for 90 and 99 %."
-)
+@option("--slo-scan", "scans", is_flag=True, help="Attainment by SLO scale, and the least for 90 and 99 %.")
 @option("--report", type=FILE, help="Write an HTML report here.")
 @option("--records", type=FILE, help="Write one row per request here (JSON lines).")
 @option("--log", type=FILE, help="Write every event and action here (JSON lines); it replays.")
@@ -200,13 +194,7 @@ TOOLS = Path(__file__).parents[4] / "tools"
 
 @click.command()
 @argument("paper", type=click.Choice(("cauchy", "cronus")))
-@option(
-    "--data",
-    "folder",
-    type=FOLDER,
-    envvar="POTLUCK_DATA",
-    help="Folder with the Azure conversation trace; without it requests are made up.",
-)
+@option("--data", "folder", type=FOLDER, envvar="POTLUCK_DATA", help="Has the Azure trace; else made up.")
 @option("--quick", is_flag=True, help="Shorter runs: coarser figures.")
 @option("--seed", default=0, help="Of requests that are made up.")
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -385,9 +373,8 @@ def replay(context: click.Context, logs: tuple[Path, ...], as_json: bool) -> Non
     if as_json:
         body = {name: getattr(completed, name) for name in ("events", "actions", "runs", "since_s")}
         difference = completed.difference or None
-        emit_json(
-            {"same": not difference, "difference": difference, "cut_lines": list(completed.cuts)} | body
-        )
+        cuts = list(completed.cuts)
+        emit_json({"same": not difference, "difference": difference, "cut_lines": cuts} | body)
     else:
         show_cuts(completed.cuts)
         if completed.since_s:

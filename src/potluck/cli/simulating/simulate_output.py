@@ -67,13 +67,10 @@ def show_scan(scale_scan: ScaleScan) -> None:
         if min(shares) == 1.0:
             break
     table("Within objectives of this scale", ("SLO scale", *names), rows)
-    least = [
-        (
-            percent(level),
-            *("none" if (s := part.least[i]) is None else f"x {s:.3g}" for part in scale_scan.parts),
-        )
-        for i, level in enumerate(scale_scan.levels)
-    ]
+    least = []
+    for place, level in enumerate(scale_scan.levels):
+        scales = [part.least[place] for part in scale_scan.parts]
+        least.append((percent(level), *("none" if scale is None else f"x {scale:.3g}" for scale in scales)))
     table("Least SLO scale", ("to attain", *names), least)
 
 
@@ -122,10 +119,8 @@ def _promises(title: str, what: str, models: list[ModelSummary]) -> None:
 
 
 def _use(summary: RunSummary) -> None:
-    rows = [
-        (use.nodes, use.replicas, use.gpus, percent(use.busy_share), use.lost) for use in summary.hardware
-    ]
-    table("Hardware", ("node", "replicas", "GPUs", "busy", "lost"), rows)
+    used = [(u.nodes, u.replicas, u.gpus, percent(u.busy_share), u.lost) for u in summary.hardware]
+    table("Hardware", ("node", "replicas", "GPUs", "busy", "lost"), used)
     links = [
         (f"{use.source} -> {use.target}", f"{use.gbps:g}", bytes_(use.sent_bytes), percent(use.mean_share))
         for use in summary.links

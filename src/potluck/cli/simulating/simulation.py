@@ -57,8 +57,7 @@ def read_inputs(
     market: Path | None = None,
     slo_scale: float = 1.0,
 ) -> tuple[SimulationInputs, Made]:
-    """`PLAN SPEC`, or a SPEC alone, which is planned first; nothing at all means the bundled example. `make` is
-    called with the spec before anything long is done, so that what is wrong is said at once."""
+    """`PLAN SPEC`, or a SPEC (or the bundled example), which is planned first. `make` checks the spec before that."""
     if len(paths) > 2:
         raise InputError("files", "takes a SPEC, or a PLAN and its SPEC")
     if len(paths) == 2:
@@ -101,12 +100,10 @@ def _at_first(spec: Spec, market: Path | None) -> tuple[Spec, MarketSchedule | N
 def read_plan_and_spec(plan: Path, spec: Spec, profiles: tuple[Path, ...] = ()) -> SimulationInputs:
     problem = measured(load_problem(spec, 0.8, None, (), 0.0), profiles)
     inputs = SimulationInputs(spec, problem, read_plan(plan))
-    for lossy_crossing in lossy_crossings(inputs.plan):
-        if lossy_crossing.codec not in spec.kv_codecs:
-            what = f"sends KV {lossy_crossing.where} in {lossy_crossing.codec}, which the spec does not allow"
-            raise InputError(
-                str(plan), f"{what}; plan again, or write kv_codecs: [raw, {lossy_crossing.codec}] in it"
-            )
+    for lossy in lossy_crossings(inputs.plan):
+        if lossy.codec not in spec.kv_codecs:
+            what = f"sends KV {lossy.where} in {lossy.codec}, which the spec does not allow"
+            raise InputError(str(plan), f"{what}; plan again, or write kv_codecs: [raw, {lossy.codec}] in it")
     return inputs
 
 
@@ -239,10 +236,8 @@ def _named(text: str, names: list[str]) -> tuple[str, str]:
     if what and model in names:
         return model, what
     if len(names) > 1:
-        known = ", ".join(names)
-        raise InputError(
-            "--workload", f"{text!r} must say for which model, as MODEL=NAME; models are {known}"
-        )
+        form = f"must say for which model, as MODEL=NAME; models are {', '.join(names)}"
+        raise InputError("--workload", f"{text!r} {form}")
     return names[0], text
 
 
@@ -312,26 +307,18 @@ def with_schedule(faults: Faults | None, schedule: MarketSchedule | None) -> Fau
     if schedule is None:
         return faults
     faults = Faults() if faults is None else faults
+    names = ("region", "node", "count", "notice_s")
     spot = [
-        Fault(
-            max(0.0, leaf.at_s - leaf.notice_s),
-            "spot",
-            region=leaf.region,
-            node=leaf.node,
-            count=leaf.count,
-            notice_s=leaf.notice_s,
-        )
+        Fault(max(0.0, leaf.at_s - leaf.notice_s), "spot", **{name: getattr(leaf, name) for name in names})
         for leaf in schedule.leaves
     ]
     prices, supply = [], []
     for change in schedule.changes:
-        quote = change.quote
-        if change.at_s > 0 and quote.price_usd_per_h is not None:
-            prices.append(PriceChange(change.at_s, quote.region, quote.node, quote.price_usd_per_h))
-        if change.at_s > 0 and quote.available is not None:
-            supply.append(
-                SupplyChange(change.at_s, quote.region, quote.node, quote.available, change.notice_s)
-            )
+        quote, at_s = change.quote, change.at_s
+        if at_s > 0 and quote.price_usd_per_h is not None:
+            prices.append(PriceChange(at_s, quote.region, quote.node, quote.price_usd_per_h))
+        if at_s > 0 and quote.available is not None:
+            supply.append(SupplyChange(at_s, quote.region, quote.node, quote.available, change.notice_s))
     return replace(
         faults,
         faults=(*faults.faults, *spot),

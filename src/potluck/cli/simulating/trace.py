@@ -85,9 +85,7 @@ def convert_command(
 @argument("name")
 @option("--rate", type=_positive, help="Requests a second [default: the source's, where it has one]")
 @option("--requests", default=10_000, type=click.IntRange(1, 20_000_000))
-@option(
-    "--cv", type=click.FloatRange(0, 1000), help="Variation of the gaps; 1 is Poisson [default: the entry's]"
-)
+@option("--cv", type=click.FloatRange(0, 1000), help="Variation of gaps; 1 is Poisson [default: the entry's]")
 @_to
 @_seed
 @_out

@@ -1,8 +1,7 @@
 """`potluck up --attach FILE [SPEC]`: the gateway over servers that somebody else started, and looks after.
 
-Nothing is started or stopped here. The spec says on which nodes they run and what they cost; without one the servers
-are asked what they are (`up_asked.py`). A server of plain OpenAI computes whole requests, so the plan has whole
-replicas alone unless every server runs segments.
+Nothing is started or stopped. The spec says on which nodes they run and what they cost; without one the servers are
+asked. A server of plain OpenAI computes whole requests: replicas are whole unless every server runs segments.
 """
 
 from __future__ import annotations
@@ -159,9 +158,8 @@ def _asked(entry: EngineEntry) -> FoundServer:
         raise InputError(
             entry.url, "names no model at /v1/models, and is no engine; is it a server of OpenAI's API?"
         )
-    return FoundServer(
-        entry, "openai", entry.model or served, served, "mixed", directory, vllm or entry.token_ids
-    )
+    model, token_ids = entry.model or served, vllm or entry.token_ids
+    return FoundServer(entry, "openai", model, served, "mixed", directory, token_ids)
 
 
 def _listed(entry: EngineEntry) -> tuple[str, str, bool]:

@@ -30,19 +30,11 @@ ENGINE_KEY = "engine.key"
 
 
 elsewhere_options = option_group(
-    option(
-        "--on", default="here", type=click.Choice(["here", "ray", "kubernetes"]), help="Where engines run."
-    ),
+    option("--on", default="here", type=click.Choice(["here", "ray", "kubernetes"]), help="Where to run."),
     option("--cluster", default="auto", help="With --on: its address; else the one that is found."),
     option("--image", default="potluck", help="Of engines on Kubernetes."),
     option("--namespace", default="potluck", help="Of engines on Kubernetes."),
-    option(
-        "--gpu-label",
-        "gpu_labels",
-        multiple=True,
-        metavar="GPU=NAME",
-        help="With --on: the cluster's name of a GPU.",
-    ),
+    option("--gpu-label", "gpu_labels", multiple=True, metavar="GPU=NAME", help="A GPU's name there."),
     option(
         "--engine-tls",
         nargs=3,
@@ -110,11 +102,9 @@ class ClusterTarget:
     def remembered(self, store: StateStore) -> None:
         """For whoever ends this service without us."""
         message: Mapping[str, Any] = store.get(ON) or {}
-        before = str(message.get("on", "here"))
-        if before != self.on and store.instances():
-            raise InputError(
-                "--on", f"{self.on}: engines of this state are on {before}; `potluck down` first"
-            )
+        place = str(message.get("on", "here"))
+        if place != self.on and store.instances():
+            raise InputError("--on", f"{self.on}: engines of this state are on {place}; `potluck down` first")
         secured = list(self.engine_tls or ())
         if message.get("engine_tls", []) != secured and store.instances():
             raise InputError("--engine-tls", "is not as engines of this state have it; `potluck down` first")
@@ -145,9 +135,7 @@ class ClusterTarget:
         must_name_regions(nodes, {region.name for region in spec.regions})
         return cluster_nodes(nodes)
 
-    def _launcher(
-        self, maker: EngineCommands, spellings: Spellings, regions: Sequence[str], folder: Path
-    ) -> Any:
+    def _launcher(self, maker: EngineCommands, names: Spellings, regions: Sequence[str], folder: Path) -> Any:
         key = (folder / ENGINE_KEY).read_text("utf-8") if (folder / ENGINE_KEY).exists() else ""
         at = (folder / "logs", str((folder / "state.db").resolve()))
         if self.on == "kubernetes":
@@ -155,12 +143,12 @@ class ClusterTarget:
 
             cluster = kubernetes_pods.ManifestOptions(self.image, self.namespace)
             podded = kubernetes_launcher.KubernetesOptions(
-                maker=maker, spellings=spellings, key=key, cluster=cluster
+                maker=maker, spellings=names, key=key, cluster=cluster
             )
             return kubernetes_launcher.KubernetesLauncher(kube_api.connect(self.cluster), podded, *at)
         from potluck.control.launchers.ray_launcher import RayLauncher, RayOptions, connect
 
-        options = RayOptions(maker=maker, spellings=spellings, key=key, regions=tuple(regions))
+        options = RayOptions(maker=maker, spellings=names, key=key, regions=tuple(regions))
         return RayLauncher(connect(self.cluster), options, *at)
 
 

@@ -259,9 +259,8 @@ def for_this_machine(choices: PlanChoices, spec: Spec) -> PlanChoices:
     """Engines here are whole on one GPU, or pipelines where a model is too large for some."""
     from potluck.perf.kv_capacity import stage_memory
 
-    alone = all(
-        stage_memory(model.model, node, 1).kv_bytes > 0 for model in spec.models for node in spec.node_types
-    )
+    models = [model.model for model in spec.models]
+    alone = all(stage_memory(model, node, 1).kv_bytes > 0 for model in models for node in spec.node_types)
     return replace(choices, here=True, single=alone)
 
 
@@ -349,7 +348,5 @@ def _measuring(
         *(sys.executable, "-m", "potluck.cli.main", "profile", "--local", "--quick", "--repeats", "3"),
         *("--model", str(model), "--device", device, "--gpu", gpu, "--name", name, "--out", str(path)),
     ]
-    environment = {**os.environ, VISIBLE: chip.uuid}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    )
+    env = {**os.environ, VISIBLE: chip.uuid}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)

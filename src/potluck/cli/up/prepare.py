@@ -84,8 +84,7 @@ def _planned(spec: Spec, choices: PlanChoices, said: Said) -> PreparedPlan:
 def planned_for_all(
     spec: Spec, choices: PlanChoices, said: Said
 ) -> tuple[float, Callable[[Spec], SimulationInputs]]:
-    """The most that a fleet can do a second of what the spec's one model is asked for, and what plans for a spec like
-    it, with another rate, so that the whole fleet is used."""
+    """Requests/s that a fleet can do of the spec's one model, and what plans for such a spec with another rate."""
     from potluck.cli.planning.plan import require_service
     from potluck.plan.assemble.even_shares import evened
     from potluck.plan.strategies import STRATEGIES, SolveSettings

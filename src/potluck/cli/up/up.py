@@ -229,12 +229,7 @@ def demo() -> Path:
     help="emulated: the small model at the planned GPUs' pace; mock: made-up tokens at that pace; "
     "gpu: the models' own weights on this machine's GPUs; vllm: the same in stock vLLM.",
 )
-@option(
-    "--vllm-python",
-    default=sys.executable,
-    show_default=False,
-    help="With --engine vllm: of the environment it is in.",
-)
+@option("--vllm-python", default=sys.executable, show_default=False, help="With --engine vllm: its Python.")
 @option("--vllm-flags", default="", metavar="TEXT", help="With --engine vllm: further flags of vLLM's.")
 @option("--model", type=FOLDER, help="Serve this model on this machine's GPUs; without SPEC.")
 @option("--measure/--no-measure", default=True, help="With --model: each kind of GPU.")
@@ -417,10 +412,8 @@ class _Show:
             return
         show_ready(served)
         for answer in answers:
-            times = f"first token after {seconds(answer.ttft_s)}, all after {seconds(answer.e2e_s)}"
-            click.echo(
-                f"{answer.model}, asked {QUESTION!r}: {times}\n  {' '.join(answer.text.split())[:200]}"
-            )
+            took = f"first token after {seconds(answer.ttft_s)}, all after {seconds(answer.e2e_s)}"
+            click.echo(f"{answer.model}, asked {QUESTION!r}: {took}\n  {' '.join(answer.text.split())[:200]}")
 
 
 def _run(show: _Show) -> None:
@@ -542,16 +535,14 @@ def told_slow(prepared_plan: PreparedPlan, fork_server: ForkServer | None) -> Pr
     return replace(prepared_plan, lines=(*prepared_plan.lines, line)) if line else prepared_plan
 
 
-def must_be_nobodys(folder: Path) -> None:
+def must_be_nobodys(path: Path) -> None:
     """Somebody who looks after this already is found before a plan is made for nothing."""
     from potluck.control.service_view import ServiceView
 
-    if (folder / "state.db").is_file():
-        with closing(ServiceView(folder)) as service:
+    if (path / "state.db").is_file():
+        with closing(ServiceView(path)) as service:
             if service.controller_lives:
-                raise InputError(
-                    "--state", f"{folder}: another controller runs it; `potluck status` shows it"
-                )
+                raise InputError("--state", f"{path}: another controller runs it; `potluck status` shows it")
 
 
 def planner_of(
