@@ -54,7 +54,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("catalog gpus", "L4-Next"),
         ("estimate --model Llama-3.1-8B --node 2xL4-Next --input 512 --output 64", "2xL4-Next"),
-        ("simulate examples/one-node.yaml --policy balance=fewest --requests 200", "requests"),
+        ("simulate examples/one-node.yaml --policy balance=fewest --requests 100 --time-limit 5", "requests"),
         ("plan examples/one-node.yaml --strategy single --averages", "single"),
     ],
     ids=("gpu", "node", "balance", "strategy"),

@@ -108,8 +108,6 @@ def test_overlap_is_vectorised_and_one_layer_is_bulk():
         (lambda: transfer_s(1.0, 1.0, efficiency=1.5), "efficiency"),
         (lambda: AlphaBeta(0.0, 0.0), "bandwidth"),
         (lambda: codec_ratio("int2"), "codec"),
-        (lambda: codec_ratio("int4", group=0), "group"),
-        (lambda: codec_ratio("int4", stored_bits=0), "stored_bits"),
         (lambda: overlapped_transfer_s(1.0, 0, 1.0), "layers"),
     ],
 )
