@@ -1,4 +1,4 @@
-"""The size of the project, counted: lines and files of each part, names that stand for two things, wide interfaces."""
+"""The size of the project, counted: lines and files of each part, names with two meanings, wide functions."""
 
 from __future__ import annotations
 
