@@ -36,12 +36,8 @@ def _small(value: float) -> str:
 
 def seconds(value_s: float) -> str:
     """`12.3 ms`."""
-    for limit_s, factor, unit in (
-        (1e-3, 1e6, "µs"),
-        (1.0, 1e3, "ms"),
-        (120.0, 1.0, "s"),
-        (7200.0, 1 / 60, "min"),
-    ):
+    units = (1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min")
+    for limit_s, factor, unit in units:
         # 0.9996 s rounds to 1000 ms, which is better said as 1.00 s.
         if abs(value_s) < limit_s * 0.9995:
             return f"{digits(value_s * factor)} {unit}"

@@ -76,19 +76,17 @@ class BatchLimits:
         return self.spare_blocks if self.spare_blocks >= 0 else self.total_blocks // 100
 
 
+Chunks = list[tuple[int, int, int]]
+"""(key, new tokens, context before them)"""
+
+
 class BatchStep:
     __slots__ = ("chunks", "context_tokens", "decodes", "newcomers", "preempted")
 
     def __init__(
-        self,
-        chunks: list[tuple[int, int, int]],
-        decodes: int,
-        context_tokens: int,
-        newcomers: int,
-        preempted: list[int],
+        self, chunks: Chunks, decodes: int, context_tokens: int, newcomers: int, preempted: list[int]
     ) -> None:
         self.chunks = chunks
-        """(key, new tokens, context before them)"""
         self.decodes = decodes
         self.context_tokens = context_tokens
         """Of the decodes, added up."""
@@ -144,12 +142,10 @@ def head_of(queue: Queue) -> Sequence | None:
     return None
 
 
-def require_fit(
-    most_tokens: int, key: int, compute_tokens: int, context_tokens: int, output_tokens: int
-) -> None:
+def require_fit(most_tokens: int, key: int, new_tokens: int, context_tokens: int, output_tokens: int) -> None:
     """A sequence must have a prompt, and room to end; nothing to compute is fine where there is context."""
-    whole = compute_tokens + context_tokens
-    if compute_tokens < 0 or context_tokens < 0 or output_tokens < 0 or not whole:
+    whole = new_tokens + context_tokens
+    if new_tokens < 0 or context_tokens < 0 or output_tokens < 0 or not whole:
         raise InputError(f"sequence {key}", "needs a prompt of at least one token")
     # The last output token is not put in again, so it needs no room.
     if whole + max(output_tokens - 1, 0) > most_tokens:
@@ -490,7 +486,7 @@ class Batcher:
             raise InputError("batch: next_step", "the last step is not committed yet")
         decoding, size = self.decoding, self.size
         count = decoding.count
-        chunks: list[tuple[int, int, int]] = []
+        chunks: Chunks = []
         preempted: list[int] = []
         room = self._total - self._other_blocks
         # Lockstep.blocks_at_most first: it nearly always settles the question.
@@ -588,7 +584,7 @@ class Batcher:
             return None
         return head.key, 0 if head.todo == 1 and head.left else head.todo, head.held
 
-    def _overtake(self, budget: int, chunks: list[tuple[int, int, int]]) -> int:
+    def _overtake(self, budget: int, chunks: Chunks) -> int:
         head = head_of(self._queue)
         least = head.priority if head is not None else LOWEST
         first = [prefill for prefill in self._prefills if prefill.priority >= least]
@@ -598,7 +594,7 @@ class Batcher:
             budget = self._admit(budget, chunks, self._queue, rest[0].priority)
         return self._go_on(rest, budget, chunks)
 
-    def _go_on(self, begun: list[Sequence], budget: int, chunks: list[tuple[int, int, int]]) -> int:
+    def _go_on(self, begun: list[Sequence], budget: int, chunks: Chunks) -> int:
         """The next chunks of prompts that have begun; returns what they leave of the budget."""
         for sequence in begun:
             tokens = min(sequence.todo, budget, self._chunk)
@@ -607,9 +603,7 @@ class Batcher:
                 budget -= tokens
         return budget
 
-    def _divided(
-        self, shares: TenantShares, budget: int, chunks: list[tuple[int, int, int]], admit: bool
-    ) -> None:
+    def _divided(self, shares: TenantShares, budget: int, chunks: Chunks, admit: bool) -> None:
         """Each tenant has its part of the budget, who has had least first; begun prompts take what is left over."""
         begun: dict[str, list[Sequence]] = {}
         for sequence in self._prefills:
@@ -628,16 +622,14 @@ class Batcher:
         if budget > 0:
             self._fill_up(budget, chunks)
 
-    def _fill_up(self, budget: int, chunks: list[tuple[int, int, int]]) -> None:
+    def _fill_up(self, budget: int, chunks: Chunks) -> None:
         for place, (key, tokens, held) in enumerate(chunks):
             more = min(self._by_key[key].todo - tokens, self._chunk - tokens, budget)
             if more > 0:
                 chunks[place] = (key, tokens + more, held)
                 budget -= more
 
-    def _admit(
-        self, budget: int, chunks: list[tuple[int, int, int]], queue: Queue, above: int = LOWEST
-    ) -> int:
+    def _admit(self, budget: int, chunks: Chunks, queue: Queue, above: int = LOWEST) -> int:
         """Let waiting ones begin, above a priority, while tokens, slots and room last; returns the budget's rest."""
         decoding, own, size = self.decoding, self._own, self.size
         running = decoding.count + len(self._prefills)

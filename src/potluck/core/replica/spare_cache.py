@@ -85,21 +85,16 @@ class SpareCache:
                 del held[block]
                 news[block] = False
             return
-        victims = self._victims(over_tokens)
-        states = list(map(held.pop, victims))
-        self._news.update(dict.fromkeys(victims, False))
-        self._states -= sum(states)
-        self._marks.update(dict.fromkeys(compress(victims, states), False))
-
-    def _victims(self, over_tokens: float) -> list[int]:
-        """The least recently used whose going frees so much, where some have a state."""
         victims = []
-        for block, state in self._held.items():
+        for block, state in held.items():
             if over_tokens <= 0:
                 break
             over_tokens -= self.block_tokens + (self.state_tokens if state else 0.0)
             victims.append(block)
-        return victims
+        states = list(map(held.pop, victims))
+        self._news.update(dict.fromkeys(victims, False))
+        self._states -= sum(states)
+        self._marks.update(dict.fromkeys(compress(victims, states), False))
 
     @property
     def changed(self) -> bool:

@@ -40,6 +40,7 @@ from potluck.core.values.plan import Plan, Template
 UNBOUNDED_TOKENS: Final = 1 << 62
 CLOSED: Final = -1
 ANY: Final = -2
+RatedFlows = list[tuple[str, str, float]]
 """In place of a bucket: any target that does whole requests; any replica."""
 
 
@@ -96,12 +97,8 @@ class RoutingTable:
             elif any(self._templates[name].model == model for name, _ in live):
                 fresh[model] = table.offers
         self.models = {
-            model: ModelRoutes(
-                model_weights,
-                self._limits(model_weights),
-                planned(model_weights) if self._by_length else None,
-            )
-            for model, model_weights in fresh.items()
+            model: ModelRoutes(weights, self._limits(weights), planned(weights) if self._by_length else None)
+            for model, weights in fresh.items()
         }
         for target in (*self.singles.values(), *self.groups.values()):
             target.indexes.clear()
@@ -187,7 +184,7 @@ class RoutingTable:
         return group
 
     def _build(self, table: ModelRoutes, bucket: int, length_class: int) -> RouteOptions:
-        flows: list[tuple[str, str, float]] = []
+        flows: RatedFlows = []
         if bucket >= 0:
             for flow in table.offers.flows:
                 rate = flow.rates_per_s[bucket]
@@ -398,11 +395,7 @@ class SingleChoice:
 
 class RouteOptions:
     def __init__(
-        self,
-        new_chooser: Callable[[], Balancer],
-        flows: list[tuple[str, str, float]],
-        bucket: int = 0,
-        length_class: int = 0,
+        self, new_chooser: Callable[[], Balancer], flows: RatedFlows, bucket: int = 0, length_class: int = 0
     ) -> None:
         self._new, self.bucket, self.length_class = new_chooser, bucket, length_class
         self._prefill: dict[str, Balancer] = {}

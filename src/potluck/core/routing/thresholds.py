@@ -86,18 +86,12 @@ class LengthThresholds:
 
     def _waits_s(self, model: str, region: str) -> float | None:
         """Seconds of prompts that wait at each replica that prefills, the one it works on left out; None for none."""
-        waits = [
-            view.open_prefill_tokens
-            * (1.0 - 1.0 / max(1, view.open_requests))
-            * view.facts.prefill_s_per_token
-            * view.pace
-            for view in self._fleet.views.values()
-            if view.member.model == model
-            and view.member.region == region
-            and view.serves
-            and view.role != "decode"
-            and view.facts is not None
-        ]
+        waits: list[float] = []
+        for view in self._fleet.views.values():
+            mine = view.member.model == model and view.member.region == region and view.serves
+            if mine and view.role != "decode" and view.facts is not None:
+                tokens = view.open_prefill_tokens * (1.0 - 1.0 / max(1, view.open_requests))
+                waits.append(tokens * view.facts.prefill_s_per_token * view.pace)
         return sum(waits) / len(waits) if waits else None
 
 

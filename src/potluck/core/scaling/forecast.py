@@ -66,7 +66,11 @@ class _Fit:
 
     def learn(self, moves: Sequence[float], moved: float) -> None:
         """The views said `moves`, and it moved by `moved`."""
-        self._miss(moved - self.expected(moves))
+        error = moved - self.expected(moves)
+        self.errors.append(error)
+        insort(self.ordered, error)
+        if len(self.errors) > ERRORS:
+            self.ordered.remove(self.errors.popleft())
         moved = _clipped(moved)
         for i, mine in enumerate(moves):
             row = self.sums[i]
@@ -85,12 +89,6 @@ class _Fit:
         place = share * (len(self.ordered) - 1)
         low = min(int(place), len(self.ordered) - 2)
         return self.ordered[low] + (place - low) * (self.ordered[low + 1] - self.ordered[low])
-
-    def _miss(self, error: float) -> None:
-        self.errors.append(error)
-        insort(self.ordered, error)
-        if len(self.errors) > ERRORS:
-            self.ordered.remove(self.errors.popleft())
 
 
 class Forecaster:

@@ -117,10 +117,7 @@ class ShiftFlips(Scaler):
         shift = self._shift(self._references.get(model), now, seen)
         if not shift:
             self._references.setdefault(model, now)
-            self._notes.say(
-                model, f"the workload stays within {self._policy.ratio:.0%} of what roles are for"
-            )
-            return []
+            return self._stays(model)
         lengths = MeanLengths(now.prompt_tokens, now.output_tokens)
         replicas, _ = flippable(fleet, self._facts, model, lengths, codec)
         towards = self._towards.get(model)
@@ -139,6 +136,10 @@ class ShiftFlips(Scaler):
         self._notes.say(model, f"{shift}; flips {', '.join(name for name, _ in flips)}")
         return [FlipRole(name, role, shift) for name, role in flips]
 
+    def _stays(self, model: str) -> list[ScaleDecision]:
+        self._notes.say(model, f"the workload stays within {self._policy.ratio:.0%} of what roles are for")
+        return []
+
     def _groups(self, at_s: float, seen: ModelTraffic, groups: list[TemplateCopy]) -> list[ScaleDecision]:
         model, lengths = seen.model, MeanLengths(seen.mean_prompt_tokens, seen.mean_output_tokens)
         ready = {unit.id: [view for view in unit.views if view.state == "ready"] for unit in groups}
@@ -146,10 +147,7 @@ class ShiftFlips(Scaler):
         old = self._references.get(model)
         shift = self._shift(old, now, seen)
         if not shift:
-            self._notes.say(
-                model, f"the workload stays within {self._policy.ratio:.0%} of what roles are for"
-            )
-            return []
+            return self._stays(model)
         self._references[model] = now
         decisions: list[ScaleDecision] = []
         if old is not None or self._moved(groups, lengths):

@@ -8,10 +8,11 @@ bins per octave that also keeps each bin's tokens. What comes late counts in the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import sqrt
+from operator import attrgetter
 
 from potluck.core.state.events import LinkReported
 from potluck.core.values.types import Request, Slo
@@ -117,33 +118,13 @@ class _WindowSlot:
     """bin to [count, tokens]"""
 
 
-@dataclass(slots=True)
-class _Sums:
-    """Sums over the finished slots of one window."""
+def _drop_before(slots: deque[_WindowSlot], number: int) -> None:
+    while slots and slots[0].number < number:
+        slots.popleft().bins = {}  # only the short window asks for lengths
 
-    slots: deque[_WindowSlot] = field(default_factory=deque)
-    arrivals: int = 0
-    finished: int = 0
-    attained: int = 0
-    refused: int = 0
-    output_tokens: int = 0
 
-    def add(self, slot: _WindowSlot) -> None:
-        self.slots.append(slot)
-        self._count(slot, 1)
-
-    def drop_before(self, number: int) -> None:
-        while self.slots and self.slots[0].number < number:
-            slot = self.slots.popleft()
-            slot.bins = {}  # only the short window asks for lengths
-            self._count(slot, -1)
-
-    def _count(self, slot: _WindowSlot, sign: int) -> None:
-        self.arrivals += sign * slot.arrivals
-        self.finished += sign * slot.finished
-        self.attained += sign * slot.attained
-        self.refused += sign * slot.refused
-        self.output_tokens += sign * slot.output_tokens
+def _sum(slots: Iterable[_WindowSlot], name: str) -> int:
+    return sum(map(attrgetter(name), slots))
 
 
 @dataclass(slots=True)
@@ -155,8 +136,8 @@ class _JumpWatch:
     end_s: float
     prompts: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
-    short: _Sums = field(default_factory=_Sums)
-    long: _Sums = field(default_factory=_Sums)
+    short: deque[_WindowSlot] = field(default_factory=deque)
+    long: deque[_WindowSlot] = field(default_factory=deque)
     arrivals_ever: int = 0
 
 
@@ -225,28 +206,25 @@ class TrafficWindow:
             self._watches[model] = watch
         elif number > watch.slot.number:
             _count(watch)
-            watch.short.add(watch.slot)
-            watch.long.add(watch.slot)
-            watch.short.drop_before(number - SLOTS)
-            watch.long.drop_before(number - self._long_slots)
+            watch.short.append(watch.slot)
+            watch.long.append(watch.slot)
+            _drop_before(watch.short, number - SLOTS)
+            _drop_before(watch.long, number - self._long_slots)
             watch.slot = _WindowSlot(number)
             watch.end_s = (number + 1) * self._slot_s
         return watch
 
     def _model(self, at_s: float, model: str, held: int) -> ModelTraffic:
         watch = self._watches[model]
-        now, short, long = watch.slot, watch.short, watch.long
+        slots, long = [*watch.short, watch.slot], [*watch.long, watch.slot]
         span_s, long_span_s = self._span_s(at_s, SLOTS), self._span_s(at_s, self._long_slots)
-        arrivals = short.arrivals + now.arrivals
-        long_rate = (long.arrivals + now.arrivals) / long_span_s
-        slots = [*short.slots, now]
-        finished, output = short.finished + now.finished, short.output_tokens + now.output_tokens
-        ended, written = long.finished + now.finished, long.output_tokens + now.output_tokens
-        mean_output = output / finished if finished else written / ended if ended else 0.0
-        mean_prompt = sum(slot.prompt_tokens for slot in slots) / max(arrivals, 1)
+        arrivals, finished, ended = _sum(slots, "arrivals"), _sum(slots, "finished"), _sum(long, "finished")
+        long_rate = _sum(long, "arrivals") / long_span_s
+        answers = (slots, finished) if finished else (long, ended)
+        mean_output = _sum(answers[0], "output_tokens") / answers[1] if ended else 0.0
+        mean_prompt = _sum(slots, "prompt_tokens") / max(arrivals, 1)
         lengths = _histogram(slots)
         prompt_squares = sum(length.tokens * length.mean_tokens for length in lengths)
-        output_squares = sum(slot.output_squares for slot in slots)
         return ModelTraffic(
             model,
             span_s,
@@ -256,10 +234,10 @@ class TrafficWindow:
             mean_prompt,
             mean_output,
             _error(prompt_squares, mean_prompt, arrivals),
-            _error(output_squares, mean_output, finished),
+            _error(_sum(slots, "output_squares"), mean_output, finished),
             finished,
-            short.attained + now.attained,
-            short.refused + now.refused,
+            _sum(slots, "attained"),
+            _sum(slots, "refused"),
             held,
             long_span_s,
             long_rate,
@@ -272,7 +250,7 @@ class TrafficWindow:
     def _recent_rate(
         self, at_s: float, watch: _JumpWatch, slots: Sequence[_WindowSlot], long_rate_per_s: float
     ) -> tuple[float, float, float]:
-        arrivals, span_s = sum(slot.arrivals for slot in slots), self._span_s(at_s, BLOCK_SLOTS)
+        arrivals, span_s = _sum(slots, "arrivals"), self._span_s(at_s, BLOCK_SLOTS)
         if arrivals < LEAST_RECENT:
             return span_s, 0.0, 0.0
         return span_s, arrivals / span_s, self._error_per_s(watch, arrivals, span_s, long_rate_per_s)
@@ -291,7 +269,7 @@ class TrafficWindow:
         first = max(watch.slot.number - self._long_slots, int(self._start_s / self._slot_s) + 1)
         blocks = (watch.slot.number - SLOTS - first) // BLOCK_SLOTS
         counts = [0] * blocks
-        for slot in watch.long.slots:
+        for slot in watch.long:
             place = (slot.number - first) // BLOCK_SLOTS
             if 0 <= place < blocks:
                 counts[place] += slot.arrivals
@@ -325,9 +303,9 @@ def _count(watch: _JumpWatch) -> None:
 
 
 def _recent(slots: Sequence[_WindowSlot]) -> tuple[float, float]:
-    arrivals, finished = sum(slot.arrivals for slot in slots), sum(slot.finished for slot in slots)
-    prompts = sum(slot.prompt_tokens for slot in slots) / arrivals if arrivals >= LEAST_RECENT else 0.0
-    outputs = sum(slot.output_tokens for slot in slots) / finished if finished >= LEAST_RECENT else 0.0
+    arrivals, finished = _sum(slots, "arrivals"), _sum(slots, "finished")
+    prompts = _sum(slots, "prompt_tokens") / arrivals if arrivals >= LEAST_RECENT else 0.0
+    outputs = _sum(slots, "output_tokens") / finished if finished >= LEAST_RECENT else 0.0
     return prompts, outputs
 
 

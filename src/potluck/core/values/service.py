@@ -8,11 +8,10 @@ and how much it matters when not all can be served.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import Literal
 
 from potluck.core.errors import InputError
-from potluck.core.values.types import DEFAULT_CLASS, Slo
+from potluck.core.values.types import DEFAULT_CLASS, Slo, positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +20,7 @@ class Tenant:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.weight) and self.weight > 0):
-            raise InputError(f"tenant {self.name}: weight", f"must be positive, is {self.weight}")
+        positive(f"tenant {self.name}: weight", self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +62,7 @@ class RequestClass:
     """How long it may wait for its turn; None: as long as the policy says."""
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.factor) and self.factor > 0):
-            raise InputError(f"class {self.name}: factor", f"must be positive, is {self.factor}")
+        positive(f"class {self.name}: factor", self.factor)
         if not 0 < self.fill <= 1:
             raise InputError(f"class {self.name}: fill", f"must be above 0 and at most 1, is {self.fill}")
         if self.max_wait_s is not None and not self.max_wait_s >= 0:
@@ -129,13 +126,10 @@ class ModelTerms:
     @property
     def asked(self) -> dict[str, str]:
         """Name of each term that is there, to what it asks in words."""
+        spot, survive = self.max_spot_share, self.survive
         words = {
-            "redundancy": f"{self.survive_share:.0%} served without any one {self.survive}"
-            if self.survive
-            else "",
-            "max_spot_share": f"{1 - (self.max_spot_share or 0):.0%} served without spot nodes"
-            if self.max_spot_share is not None
-            else "",
+            "redundancy": f"{self.survive_share:.0%} served without any one {survive}" if survive else "",
+            "max_spot_share": "" if spot is None else f"{1 - spot:.0%} served without spot nodes",
             "regions": _only("in", self.regions),
             "residency": _only("data in", self.residency),
             "nodes": _only("on", self.nodes),

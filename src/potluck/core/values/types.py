@@ -43,7 +43,7 @@ class Gpu:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int | float) and field.name != "bf16":
-                _positive(f"gpu {self.name}: {field.name}", value)
+                positive(f"gpu {self.name}: {field.name}", value)
 
     @property
     def memory_bytes(self) -> float:
@@ -64,7 +64,7 @@ class Interconnect:
         if self.domain is not None and self.domain < 1:
             raise InputError(f"interconnect {self.kind}: domain", "must be at least 1")
         if self.kind != "none":
-            _positive(f"interconnect {self.kind}: gb_per_s", self.gb_per_s)
+            positive(f"interconnect {self.kind}: gb_per_s", self.gb_per_s)
         not_negative(f"interconnect {self.kind}: latency_s", self.latency_s)
 
 
@@ -84,7 +84,7 @@ class NodeType:
             raise InputError(f"node {self.name}: gpus", "must be at least 1")
         if self.gpus > 1 and self.interconnect.kind == "none":
             raise InputError(f"node {self.name}: interconnect", "a node with several GPUs needs one")
-        _positive(f"node {self.name}: network_gbps", self.network_gbps)
+        positive(f"node {self.name}: network_gbps", self.network_gbps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Link:
     egress_usd_per_gb: float = 0.0
 
     def __post_init__(self) -> None:
-        _positive(f"link {self.source}->{self.target}: gbps", self.gbps)
+        positive(f"link {self.source}->{self.target}: gbps", self.gbps)
         not_negative(f"link {self.source}->{self.target}: rtt_s", self.rtt_s)
 
 
@@ -146,12 +146,12 @@ class Slo:
     """From a request's arrival to the last token of its answer; None: nothing was said of it."""
 
     def __post_init__(self) -> None:
-        _positive("slo: ttft_s", self.ttft_s)
-        _positive("slo: tpot_s", self.tpot_s)
+        positive("slo: ttft_s", self.ttft_s)
+        positive("slo: tpot_s", self.tpot_s)
         if not 0 < self.attainment <= 1:
             raise InputError("slo: attainment", f"must be above 0 and at most 1, is {self.attainment}")
         if self.e2e_s is not None:
-            _positive("slo: e2e_s", self.e2e_s)
+            positive("slo: e2e_s", self.e2e_s)
 
     def stricter(self, other: Slo) -> Slo:
         known = [e2e_s for e2e_s in (self.e2e_s, other.e2e_s) if e2e_s is not None]
@@ -166,7 +166,7 @@ class Slo:
 
     def scaled(self, factor: float) -> Slo:
         """All times so many times as long: an SLO scale."""
-        _positive("slo: scale", factor)
+        positive("slo: scale", factor)
         if factor == 1.0:
             return self
         e2e_s = None if self.e2e_s is None else self.e2e_s * factor
@@ -192,8 +192,8 @@ class LengthBin:
     share: float
 
     def __post_init__(self) -> None:
-        _positive("lengths: input_tokens", self.input_tokens)
-        _positive("lengths: output_tokens", self.output_tokens)
+        positive("lengths: input_tokens", self.input_tokens)
+        positive("lengths: output_tokens", self.output_tokens)
         if not self.share >= 0:
             raise InputError("lengths: share", f"must not be negative, is {self.share}")
 
@@ -266,6 +266,6 @@ def not_negative(field: str, value: float) -> None:
         raise InputError(field, f"must not be negative, is {value}")
 
 
-def _positive(field: str, value: float) -> None:
+def positive(field: str, value: float) -> None:
     if not (isfinite(value) and value > 0):
         raise InputError(field, f"must be positive, is {value}")
