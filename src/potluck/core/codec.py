@@ -1,9 +1,7 @@
 """Frozen values to JSON and back, strictly.
 
-`encode` turns a dataclass into plain JSON values; `decode` rebuilds it and refuses what it does not
-know: an unknown key is answered with the nearest right one, a wrong type with the path to it. A union
-of dataclasses carries the class in the key `type`. Files have an envelope with a format and a version.
-"""
+`decode` refuses what it does not know: an unknown key is answered with the nearest right one, a wrong type with the
+path to it. A union of dataclasses carries the class in the key `type`. Files have a format and a version."""
 
 from __future__ import annotations
 

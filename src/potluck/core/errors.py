@@ -1,13 +1,10 @@
-"""The one exception tree.
+"""The one exception tree. Every message names the field and the fix in one line, as it is shown to the user.
 
-    PotluckError
-    ├── InputError          what a person wrote is wrong: exit code 2, HTTP 400
-    │   ├── UnknownNameError    a name that no catalog or file defines
-    │   └── FormatError         a file of another version or shape
-    └── CapacityError       the input is sound, but the hardware cannot do it
-
-Every message names the field and the fix in one line, since it is shown to the user as it is.
-"""
+PotluckError
+├── InputError          what a person wrote is wrong: exit code 2, HTTP 400
+│   ├── UnknownNameError    a name that no catalog or file defines
+│   └── FormatError         a file of another version or shape
+└── CapacityError       the input is sound, but the hardware cannot do it"""
 
 from __future__ import annotations
 

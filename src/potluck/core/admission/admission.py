@@ -7,8 +7,7 @@ Whoever finds no room (`routing/capacity.py`) waits in a queue per model. How lo
     wait   (W + SURE sqrt(W l)) / r          the mean and SURE standard deviations of work that leaves at random
 
 With more than WAIT of the TTFT objective to wait, a request is refused at once, unless its class wants late answers.
-Where a tenant has as many waiting as it may, the one that matters least makes place for one that matters more.
-"""
+Where a tenant has as many waiting as it may, the one that matters least makes place for one that matters more."""
 
 from __future__ import annotations
 
@@ -33,7 +32,6 @@ WAIT: Final = 0.45
 SURE: Final = 3.0
 """Standard deviations by which a wait is taken to be longer than on average."""
 MEMORY_S: Final = 2.0
-"""Over how long the rate is averaged."""
 LEAST_RETRY_S: Final = 0.1
 MOST_RETRY_S: Final = 60.0
 MOST_MISSES: Final = 8
@@ -41,8 +39,6 @@ MOST_MISSES: Final = 8
 
 
 class Refusal(NamedTuple):
-    """Why a request is told no, and when to try again."""
-
     req: RequestState
     reason: RefusalReason
     detail: str

@@ -1,9 +1,7 @@
 """Requests that wait for room, of one model: classes that matter more go first, tenants share by weight.
 
-Within a level (how much a class matters) it is start-time fair queueing (Goyal, Vin, Cheng 1996): the tenant with the
-least tag goes, virtual time becomes that tag, and the tag grows by work / weight. Within a tenant higher priority
-goes first, then earlier arrival. A tenant that found no room stands aside until something has ended. O(log n).
-"""
+Within a level it is start-time fair queueing (Goyal, Vin, Cheng 1996): the tenant with the least tag goes, virtual
+time becomes that tag, and the tag grows by work / weight. Within a tenant: higher priority, then earlier arrival."""
 
 from __future__ import annotations
 
@@ -150,7 +148,6 @@ class RequestQueue:
         self.cut = False
 
     def take(self, place: QueuePosition) -> None:
-        """It is sent: its tenant has had so much."""
         level = self._levels[place.level]
         turn = level.turns[place.tenant]
         level.now = max(level.now, turn.tag)

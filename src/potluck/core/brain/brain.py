@@ -1,11 +1,8 @@
 """The Brain: events in, actions out. The live system and the simulator drive this one object.
 
-    actions = Brain(facts, policy).on(at_s, event)
-
-`on` is its only mutator: the same events give the same actions. What it costs does not grow with the fleet or the
-open requests, but for PlanReceived and Tick. Every accepted request ends once: in RequestFinished, in a Refuse or in
-RequestCancelled. Events that name an unknown request or replica, or an attempt that is over, change nothing.
-"""
+`on` is its only mutator: the same events give the same actions, at a cost that does not grow with the fleet or the
+open requests (but for PlanReceived and Tick). Every accepted request ends once: RequestFinished, Refuse or
+RequestCancelled. Events of an unknown request or replica, or of an attempt that is over, change nothing."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ one, it is sent along a second route that shares no replica with the first, if
     sense     its first token is predicted sooner there than it has waited already
 
 else it is looked at again AGAIN_S later. A second attempt is a RequestState of its own; while it is told something it
-takes the first one's place among the open requests, for good once it has won.
-"""
+takes the first one's place among the open requests, for good once it has won."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What is known of all replicas' prefix caches, and what is done about it: the Brain's part of PrfaaS 3.2.
+"""What is known of all replicas' prefix caches: the Brain's part of PrfaaS 3.2.
 
-Reports go into the index; when one was lost the replica is asked for all it holds. Prefixes that are asked for often
-are copied to replicas that have less to do than all who hold them, while links have room.
-"""
+Reports go into the index; after a lost one the replica is asked for all. Prefixes asked for often are copied to
+replicas that have less to do than all who hold them, while links have room."""
 
 from __future__ import annotations
 

@@ -1,13 +1,9 @@
 """After a failure: again from the tokens already streamed, or a refusal with its reason. Nothing is dropped silently.
 
 A request is sent again over prompt + streamed tokens, away from what failed it and from what may be dying with it.
-Broken links and replicas lost together with others do not count against its retries; a replica lost by itself does,
-unless the attempt had brought new tokens: the request may be what kills it.
-
-A replica that fails a request as if it were gone, or is silent, gets nobody until it reports again, or for
-QUARANTINE_S; one that fails again and again is tried ever more seldom. A replica that comes up gets no more of those
-held than it can take at once; at the next tick the others go to whoever is there.
-"""
+Only a replica lost by itself counts against its retries, unless the attempt had brought new tokens: the request may
+be what kills it. A replica that fails a request as if it were gone, or is silent, gets nobody until it reports again,
+or for QUARANTINE_S, ever longer. One that comes up gets no more of those held than it can take at once."""
 
 from __future__ import annotations
 
@@ -114,8 +110,7 @@ class Recovery:
             req.failures += 1
 
     def _again(self, at_s: float, req: RequestState, kind: told.FailureKind) -> list[Action]:
-        """Send a request that failed: away from what failed it, and from what may be dying. With nobody else there it
-        goes wherever somebody is, but after a second loss or a broken link it is held until losses cease."""
+        """Send it away from what failed it or may be dying; else anywhere, or hold it after a second loss."""
         req.avoid = req.failed_by
         if kind in LOSSES:
             req.avoid |= self._losses.suspects(at_s)
@@ -253,9 +248,8 @@ def verdict(req: RequestState, at_s: float, policy: Policy) -> tuple[RefusalReas
 
 
 class AttemptQueries:
-    """Attempts that went silent are asked after (`QueryAttempt`): only the driver knows what its user has. That is
-    FAILED_S after their replica went, after SILENCE_S without news, or at once when recalled from a slow link. One of
-    which nobody knows anything is refused: sent again it might repeat tokens."""
+    """Attempts that went silent are asked after (`QueryAttempt`): FAILED_S after their replica went, or SILENCE_S
+    after the last news. One of which nobody knows anything is refused: sent again it might repeat tokens."""
 
     __slots__ = ("_asked", "_gone", "_open", "_round")
 

@@ -1,7 +1,4 @@
-"""Requests under way: accepted, held, sent, handed on, until each ends once.
-
-Nobody else changes a `RequestState`, but for the router that sends it.
-"""
+"""Requests under way: accepted, held, sent, handed on, until each ends once. Only this and the router change them."""
 
 from __future__ import annotations
 
@@ -157,7 +154,6 @@ class Requests:
         return True
 
     def running(self, request: str, attempt: int) -> RequestState | None:
-        """Whom news of an attempt are about, while it runs."""
         req = self.open.get(request)
         return req if req is not None and req.state == RUNNING and req.attempt == attempt else None
 

@@ -3,18 +3,15 @@
 The rules are those of Orca (OSDI '22), Sarathi-Serve (OSDI '24) and vLLM (SOSP '23 and its v1 scheduler):
 
 1. Every decoding sequence gets one token. The budget is at least the number of slots, so all of them fit.
-2. What is left of the budget goes to prompts that have begun: higher priority first, then in the order in which they
-   began. Somebody waiting that has a higher priority than one of these begins before it goes on.
+2. What is left goes to prompts that have begun: higher priority first, then in the order in which they began.
 3. Then waiting ones begin: higher priority first, then earlier arrival; nobody overtakes. A sequence begins when
-   there is a slot and room for its whole prompt; beside others a few blocks stay spare. Sequences whose KV came from
-   elsewhere have their blocks already. Several tenants divide the budget by weight, each with a line of its own.
+   there is a slot and room for its whole prompt; beside others a few blocks stay spare. Several tenants divide the
+   budget by weight, each with a line of its own.
 4. When the decodes outgrow the memory, the sequence of the lowest priority that arrived last is preempted: all it had
    becomes prompt again, and it waits ahead of everyone who arrived after it.
 
-The step that computes the last token of a prompt yields the first output token. A sequence of which only one prompt
-token is missing (its KV was received) is a decode at once. All decodes move in lockstep, so a simulator need not
-step: `steady` says how many steps will be alike, `advance(k)` does k of them at once, at the same cost as one.
-"""
+The step that computes a prompt's last token yields the first output token. All decodes move in lockstep, so a
+simulator need not step: `steady` says how many steps will be alike, `advance(k)` does k at the cost of one."""
 
 from __future__ import annotations
 
@@ -41,15 +38,12 @@ GONE: Final = 4
 LATE: Final = -1_000_000
 """Priority of prompts that are late anyway, below all users' own. One is computed at a time: it takes room."""
 LOWEST: Final = -(1 << 60)
-"""Below every priority."""
 
 Happening = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What bounds a replica's steps."""
-
     total_blocks: int
     token_budget: int = 2048
     """New tokens of one step, prompts and decodes together."""
@@ -225,7 +219,6 @@ class DecodeLockstep:
         return steps
 
     def ended(self, happenings: list[Happening], by_key: dict[int, Sequence]) -> None:
-        """Let go of those that made their last token."""
         ends, clock = self.ends, self.clock
         while ends and ends[0][0] <= clock:
             sequence = heappop(ends)[2]
@@ -358,8 +351,7 @@ class Batcher:
         tenant: str = "",
         weight: float = 1.0,
     ) -> None:
-        """A sequence to run; the KV of `context_tokens` is here. Without output tokens it is a segment that hands its
-        KV over and keeps its blocks until `release`. At least one token is always computed."""
+        """A sequence to run; `context_tokens` have their KV. No output: it keeps its blocks until `release`."""
         whole = compute_tokens + context_tokens
         if key in self._by_key:
             raise InputError(f"sequence {key}", "is already here")

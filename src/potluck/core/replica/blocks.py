@@ -1,17 +1,13 @@
 """One replica's block pool: which prefixes lie in which blocks, what a hand-over takes, what goes for lack of room.
 
-A block holds 16 tokens of all layers that keep every token; its name is a chained hash, which stands for its own
-tokens and all before them. Layers with a window or a state resume only at lengths where what they need was put aside:
-a *checkpoint*, rounded up to whole blocks of the same pool, so nothing is set apart for one group of layers (PrfaaS
-3.2, Figure 4).
+A block holds 16 tokens of all layers that keep every token; its name is a chained hash of its tokens and all before.
+Layers with a window or a state resume only at a *checkpoint*, whole blocks of the same pool (PrfaaS 3.2, Figure 4).
 
     prefix blocks     kept while there is room, found by whoever begins alike; complete before they can be found
     transfer blocks   of one hand-over; gone when it is done, or made prefix blocks where they are (`adopt`)
 
-A block is kept only while the one before it is, so how much of a prompt there is can be found by bisection. Only what
-nothing builds on can go, the least recently used first; the use of a block is the use of all before it. The pool
-holds names and places; whoever owns it holds the data (`kv/prefix_pool.py`).
-"""
+A block is kept only while the one before it is, so matches are found by bisection. What nothing builds on goes, the
+least recently used first. The pool holds names and places; its owner holds the data (`kv/prefix_pool.py`)."""
 
 from __future__ import annotations
 

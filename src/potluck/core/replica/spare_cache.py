@@ -1,9 +1,7 @@
 """A prefix cache in spare memory, for the simulator and emulated engines; `blocks.py` is for those that hold bytes.
 
-Blocks carry chained hashes. Least recently used blocks go first, and a prefix is touched from its end, so a block
-never goes before those that build on it. The room is what running requests leave over. Models with linear or window
-layers resume only where their state was kept, at the end of a prompt (`exact`); a state takes room of its own.
-"""
+Least recently used blocks go first, and a prefix is touched from its end, so none goes before those that build on it.
+With linear or window layers (`exact`) a prompt resumes only where a state was kept, which takes room of its own."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
     round-robin   turns, all alike                                               CAUCHY 4.4's baseline
     token         the target with the most tokens of KV left                     CAUCHY 4.4's token-weighted baseline
 
-`learned` and `token` count what the Brain has sent and not seen end, so they need no report and are never late.
-"""
+`learned` and `token` count what the Brain has sent and not seen end, so they need no report and are never late."""
 
 from __future__ import annotations
 

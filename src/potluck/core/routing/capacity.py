@@ -10,8 +10,7 @@ A replica that makes n answers at once also computes n prompts in their time, so
 
     gap(n) = s(n) + n rho        s(n)  a decode step of n answers, rho  prompt seconds per output token
 
-rho is observed, per model and tenant. Prompt times are multiplied by the replica's pace, gaps by what was seen.
-"""
+rho is observed, per model and tenant. Prompt times are multiplied by the replica's pace, gaps by what was seen."""
 
 from __future__ import annotations
 
@@ -98,7 +97,6 @@ class ReplicaCapacity:
         self.mixes: dict[ReplicaState, TenantMix] = {}
         """Whose requests replicas have; written by `between`."""
         self.several = False
-        """Whether there was ever more than one tenant."""
         self.tenant: str | None = None
         self.tenants = TenantPlacement(self, policy, table)
 
@@ -431,7 +429,6 @@ class TenantPlacement:
         return view.pace * view.facts.prefill_s_per_token * ahead <= SOON * slo.ttft_s
 
     def _answers(self, target: Target) -> int:
-        """Answers there of tenants that are not heavy."""
         mixes = [self._room.mixes.get(view) for view in target.views()]
         return sum(mix.answers for mix in mixes if mix is not None)
 

@@ -1,14 +1,11 @@
 """Who would still be in time where, and the way of those who are late anyway.
 
-Where prompts take a good part of the objective (COARSE), a request is sent, before it is refused for want of room, to
-the target whose
+Where prompts take a good part of the objective (COARSE), a request that finds no room is sent to the target whose
 
     (prompts sent there and not computed + its own, less what is cached) x seconds per token x pace
 
-is least and within what is left of its TTFT objective. Not between several tenants, nor over flows between regions.
-A prompt that takes longer than the objective by itself is late wherever it goes, so it yields: replicas compute it
-below all other priorities, nobody counts on waiting for it, and it goes where the most prompts lie already.
-"""
+is least and within what is left of its TTFT objective. A prompt that takes longer than that alone is late anywhere,
+so it yields: computed below all other priorities, it goes where the most prompts lie already."""
 
 from __future__ import annotations
 

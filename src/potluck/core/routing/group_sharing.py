@@ -1,16 +1,14 @@
 """How the requests of a group's copy are shared among its replicas: as planned, or anew when it is not as planned.
 
 While all replicas of a copy serve in their planned roles, its template's flows hold (X and Y of THUNDERSERVE 3.3).
-When one is lost, doubted or flipped, or lengths have shifted, they are decided anew over those that serve, with the
-links between their machines: THUNDERSERVE's transportation problem,
+When one is lost or flipped, or lengths have shifted, they are decided anew: THUNDERSERVE's transportation problem,
 
     maximise   sum_ij (1 - w t_ij) f_ij + sum_k g_k        i prefills, j decodes, k does both
     within     sum_j f_ij <= P_i,  sum_i f_ij <= Q_j,  g_k <= C_k,  sum_ij s_ij,l f_ij <= 1 for each link l
 
 t_ij is how long a request's KV takes, w so small that it only tells equal routings apart, s the seconds that it keeps
-a link busy. f = 0 is feasible, so a primal simplex on a dense tableau needs no first phase: milliseconds for a dozen
-replicas. The planner has its own (`plan/search/kernels.py`); tests hold both to the same answers.
-"""
+a link busy. f = 0 is feasible, so a primal simplex needs no first phase. The planner has its own
+(`plan/search/kernels.py`); tests hold both to the same answers."""
 
 from __future__ import annotations
 
@@ -173,6 +171,7 @@ def bucket_tokens(longest: Sequence[float], bucket: int, known: GroupFacts | Non
 
 HANDOVER_WEIGHT = 1e-5
 TINY = 1e-9
+Numbers = Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +182,7 @@ class KvPair:
     handover_s: float
 
 
-def orchestrated(
-    prefill_per_s: Sequence[float], decode_per_s: Sequence[float], pairs: Sequence[KvPair]
-) -> list[float]:
+def orchestrated(prefill_per_s: Numbers, decode_per_s: Numbers, pairs: Sequence[KvPair]) -> list[float]:
     """The flow of every pair, in requests a second; replicas are named by their places in the two rates."""
     rows: dict[tuple[str, str], dict[int, float]] = {}
     limits: dict[tuple[str, str], float] = {}
@@ -211,9 +208,7 @@ def orchestrated(
     return maximised(worth, [rows[key] for key in kept], [limits[key] for key in kept])
 
 
-def maximised(
-    worth: Sequence[float], rows: Sequence[dict[int, float]], limits: Sequence[float]
-) -> list[float]:
+def maximised(worth: Numbers, rows: Sequence[dict[int, float]], limits: Numbers) -> list[float]:
     """x >= 0 that maximises worth x within rows x <= limits; no limit is negative."""
     columns, height = len(worth), len(rows)
     table = [[row.get(column, 0.0) for column in range(columns)] for row in rows]

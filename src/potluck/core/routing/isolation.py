@@ -8,9 +8,7 @@ requests the prompts alone, as many as the rest cannot compute beside its answer
     away = 1 - ((N - k) x - D) / P           share of the others' prompts that the k compute; 1 at most
     spare(k) = k (1 - x) + N (x - L)         what is left for heavy tenants, in replicas
 
-k is the least with as much to spare as heavy tenants ask for, or the most that leaves the others' answers their
-place.
-"""
+k is the least with as much to spare as heavy tenants ask for, or the most that leaves the others their place."""
 
 from __future__ import annotations
 
@@ -28,7 +26,6 @@ CHECK_S: Final = 1.0
 CALM_S: Final = 10.0
 """One is given back when it was too many for so long."""
 FADE: Final = 1.0 / 512
-"""How much one request counts in means."""
 MANY: Final = 256
 """Answers after which their lengths are believed; those that were asked for until then."""
 FORESEEN: Final = 0.3
@@ -158,7 +155,6 @@ class TenantIsolation:
         return isolated.taken if isolated is not None and req.heavy and view in isolated.views else 0.0
 
     def may_go(self, model: str, views: Sequence[ReplicaState]) -> None:
-        """Where a heavy tenant's long prompts may go."""
         isolated = self._isolated.get(model)
         if isolated is not None:
             isolated.members = list(views)

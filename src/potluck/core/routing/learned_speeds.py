@@ -1,8 +1,9 @@
 """How fast replicas are in truth, learned from when their requests end: the plan's facts are the prior.
+
     pace = (PRIOR_S + sum of observed) / (PRIOR_S + sum of planned)      older ones count ever less
+
 Observed is the time from first to last token, or from sending a prompt until it is computed; planned is what the
-facts say for it. One that is much slower (or faster) several times in a row has changed: its past is forgotten.
-"""
+facts say for it. One that is much slower (or faster) several times in a row has changed: its past is forgotten."""
 
 from __future__ import annotations
 
@@ -24,7 +25,6 @@ TIMED: Final = 64
 ROOMY: Final = 0.8
 """Share of its KV that may be spoken for where prompts are not waiting for memory."""
 ANSWERS: Final = 32
-"""Answers over which their length is averaged."""
 
 
 class LearnedSpeeds:

@@ -3,8 +3,7 @@
     late_s = bytes before it / present rate + its own bytes (1 / present rate - 1 / planned rate)
 
 is by how much KV sent now would come later than planned. Tenants share a link by weight: before a request's KV are
-all bytes of its tenant, and of each other tenant its due until those have passed.
-"""
+all bytes of its tenant, and of each other tenant its due until those have passed."""
 
 from __future__ import annotations
 
@@ -226,8 +225,6 @@ class LinkStates:
 
 
 class LinkAvoidance:
-    """Answers from the table and the links; owns nothing."""
-
     def __init__(self, table: RoutingTable, links: LinkStates) -> None:
         self._table = table
         self._links = links

@@ -4,8 +4,7 @@ A prompt goes to a prefill replica and then to the least loaded decode replica, 
 
 1. on a decode replica that has nothing to do, while every prefill replica is busy (Figure 5b);
 2. on a prefill replica without a waiting prompt, if decoding there is faster than on the least loaded decode replica,
-   its step counting 1 / (1 - busy) times for the prompts between (our measure), and the TPOT objective kept.
-"""
+   its step counting 1 / (1 - busy) times for the prompts between (our measure), and the TPOT objective kept."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ from potluck.core.state.facts import ReplicaFacts
 from potluck.core.state.fleet import ReplicaState
 
 Step = Callable[[ReplicaState], float]
+Views = Sequence[ReplicaState]
 
 
 def step_seconds(facts: ReplicaFacts | None, batch: int) -> float:
@@ -50,9 +50,7 @@ def fullness(view: ReplicaState) -> float:
     return (view.open_requests + 1) * view.pace / max(1, facts.decode_batch if facts is not None else 1)
 
 
-def in_place(
-    prefills: Sequence[ReplicaState], decodes: Sequence[ReplicaState], step: Step, busy: float
-) -> ReplicaState | None:
+def in_place(prefills: Views, decodes: Views, step: Step, busy: float) -> ReplicaState | None:
     """The replica that should run the whole request, or None for prefill then decode."""
     free = [view for view in prefills if view.open_prefill_tokens == 0]
     for view in decodes:
@@ -64,12 +62,10 @@ def in_place(
     return best if step(best) < (1.0 - busy) * min(map(step, decodes)) else None
 
 
-def least_loaded(views: Sequence[ReplicaState], fill: Step) -> ReplicaState:
+def least_loaded(views: Views, fill: Step) -> ReplicaState:
     """The decode replica for the rule's way: the emptiest by its own measure."""
     return views[0] if len(views) == 1 else min(views, key=fill)
 
 
-def shortest_queue(
-    views: Sequence[ReplicaState], seconds_per_token: Callable[[ReplicaState], float]
-) -> ReplicaState:
+def shortest_queue(views: Views, seconds_per_token: Step) -> ReplicaState:
     return min(views, key=lambda view: (view.open_prefill_tokens + 1) * seconds_per_token(view))

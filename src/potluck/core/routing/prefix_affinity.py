@@ -1,7 +1,8 @@
 """Prefix affinity: whether to go where a prefix is cached (longest cached prefix against load).
+
     score = affinity x seconds of prefill saved - seconds of waiting more
-With an objective, a second of prompt counts BESIDE seconds more for each request open there: their tokens wait.
-"""
+
+With an objective, a second of prompt counts BESIDE seconds more for each request open there: their tokens wait."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
 """Which replica of which cluster holds which prefix: one index over all block pools, made of what they report.
 
-Every pool numbers its reports. What comes early waits for what is missing; until then the replica is *stale*: it is
-left out of answers, and `apply` says that a snapshot is wanted, which replaces all that was known.
-
-A block's holders are the bits of one number; a replica that is forgotten leaves a bit out of use, swept out when
-there are many. Names are chained, so the longest match is found by bisection. The index is bounded: it forgets the
-blocks that were neither reported nor matched for the longest.
-"""
+Reports are numbered. What comes early waits for what is missing; until then the replica is *stale*: left out of
+answers, and `apply` says that a snapshot is wanted. A block's holders are the bits of one number. Names are chained,
+so the longest match is found by bisection. Blocks neither reported nor matched for the longest are forgotten."""
 
 from __future__ import annotations
 
@@ -31,8 +27,6 @@ Accepts = Callable[[str], bool]
 
 
 class CacheAnnouncer:
-    """Numbers what one pool has to say."""
-
     def __init__(self, replica: str, epoch: int) -> None:
         self._replica, self._epoch = replica, epoch
         self.sequence = 0

@@ -8,8 +8,7 @@ Earliest eligible virtual deadline first (Stoica, Abdel-Wahab 1995) with unit jo
     lag_i         w_i (V - e_i): picks it is owed; always within (-1, 1), and the lags add up to 0
 
 So after N picks each count is within 1 of N w_i / W. A newcomer starts with no lag, one that leaves hands its lag to
-the others, a new weight keeps it.
-"""
+the others, a new weight keeps it."""
 
 from __future__ import annotations
 

@@ -3,27 +3,20 @@
     ways of its bucket ─▶ way (by turn, or by length threshold) ─▶ target (balance, prefix affinity) ─▶ segments
 
 A plain target does all in place, a combo is opportunistic, a pair splits, a flow prefills and then decodes. `send`
-writes the choice into the RequestState and counts it on the replicas.
-"""
+writes the choice into the RequestState and counts it on the replicas."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from enum import Enum
 
+from potluck.core.routing import opportunistic, split
 from potluck.core.routing.balance import Balancer, PlacedWork, prefill_seconds, unfailed
 from potluck.core.routing.capacity import CLOSED as CLOSED_WAY
 from potluck.core.routing.capacity import DECODE, PREFILL, ReplicaCapacity, easy
 from potluck.core.routing.deadlines import DeadlineCheck
 from potluck.core.routing.learned_speeds import LearnedSpeeds
 from potluck.core.routing.link_states import LinkAvoidance, LinkStates
-from potluck.core.routing.opportunistic import (
-    fullness,
-    in_place,
-    least_loaded,
-    next_step_seconds,
-    shortest_queue,
-)
 from potluck.core.routing.prefix_affinity import Lender, PrefixAffinity
 from potluck.core.routing.round_robin import WeightedRoundRobin
 from potluck.core.routing.routing_table import (
@@ -33,14 +26,6 @@ from potluck.core.routing.routing_table import (
     RouteOption,
     RouteOptions,
     RoutingTable,
-)
-from potluck.core.routing.split import (
-    MOST_IN_LOW,
-    high_end,
-    partial_tokens,
-    passes,
-    printed_tokens,
-    stays_low,
 )
 from potluck.core.routing.thresholds import LengthThresholds
 from potluck.core.state.events import LinkReported
@@ -79,7 +64,7 @@ class Router:
         self.timely = DeadlineCheck(room, affinity, speeds, table.fleet)
         self._full = False
         """Whether somebody was ready but had no room for the present request."""
-        self._share = printed_tokens if policy.split_rule == "printed" else partial_tokens
+        self._share = split.printed_tokens if policy.split_rule == "printed" else split.partial_tokens
         self._by_load, self.learns = rule.by_load, rule.learns
         self.links = LinkStates(table.facts)
         self.detours = LinkAvoidance(table, self.links)
@@ -283,7 +268,7 @@ class Router:
         prefills, decodes = unavoided(target.prefills, req.avoid), unavoided(target.decodes, req.avoid)
         target.turn += 1
         if prefills[0].role == "mixed":  # nobody only prefills any more
-            self._alone(req, least_loaded(prefills, fullness))
+            self._alone(req, opportunistic.least_loaded(prefills, opportunistic.fullness))
             return
         room = self._room
         if not self._policy.opportunistic:
@@ -291,15 +276,15 @@ class Router:
         else:
             target.busy = busier(target.busy, prefills)
             busy = target.usage.seen(req.request.arrival_s, req.prompt_tokens, prefills)
-            alone = in_place(prefills, decodes, next_step_seconds, target.busy)
+            alone = opportunistic.in_place(prefills, decodes, opportunistic.next_step_seconds, target.busy)
             if alone is not None and (room is None or room.keeps_pace(alone, req, busy)):
                 self._alone(req, alone)
                 return
             if req.request.blocks and self._policy.affinity > 0:
                 first = self._affinity.prefiller(prefills, req)
             else:
-                first = shortest_queue(prefills, seconds_per_token)
-            second = least_loaded(decodes, fullness)
+                first = opportunistic.shortest_queue(prefills, seconds_per_token)
+            second = opportunistic.least_loaded(decodes, opportunistic.fullness)
         if self.timely.at_home(req, first, second):
             self._alone(req, second)
             return
@@ -310,7 +295,7 @@ class Router:
         """Split a prompt between a pair's two sides, or let it wait for a place on the low-end one."""
         lows, highs = unavoided(target.prefills, req.avoid), unavoided(target.decodes, req.avoid)
         low = min(lows, key=lambda view: view.open_prefill_tokens)
-        high = min(highs, key=fullness)
+        high = min(highs, key=opportunistic.fullness)
         if low.kv_version != high.kv_version:
             self._alone(req, high)
             return SENT
@@ -318,18 +303,18 @@ class Router:
         if self._by_load and not req.charges:
             self._charge(req, target, req.prompt_tokens, [low], [high])
         target.busy = busier(target.busy, target.prefills)
-        part = req.prompt_tokens
+        part = prompt = req.prompt_tokens
         if splits is not None:
-            part = self._share(part, splits, high_end(high))
-            if target.in_low >= MOST_IN_LOW * len(target.prefills):
-                if self._policy.split_overflow and passes(splits, target, low, high, req.prompt_tokens, part):
+            part = self._share(part, splits, split.high_end(high))
+            if target.in_low >= split.MOST_IN_LOW * len(target.prefills):
+                if self._policy.split_overflow and split.passes(splits, target, low, high, prompt, part):
                     self._alone(req, high)
                     return SENT
                 req.state, req.pair = WAITING, target
                 target.waiting.append(req.request.id)
                 return RoutingResult.WAITS
         req.pair = None
-        if self._policy.low_decodes and stays_low(target, low, high, req.total_tokens):
+        if self._policy.low_decodes and split.stays_low(target, low, high, req.total_tokens):
             self._alone(req, low)
             return SENT
         if splits is not None:

@@ -5,10 +5,8 @@ replicas, or a hand-over inside a group's copy. Ways take turns by weight; a flo
 
     planned rate x min(ready prefill weight / planned prefill, ready decode weight / planned decode)
 
-and over a link never more than planned. A change of the fleet touches only the replica that changed: O(buckets log
-n). Should all be shut, any target that does whole requests is used, then any replica by itself. Requests that fit
-only some replicas have ways of just those, by length class.
-"""
+and over a link never more than planned. A change of the fleet touches only the replica that changed. Should all be
+shut, any target that does whole requests is used, then any replica. Long requests have ways by length class."""
 
 from __future__ import annotations
 

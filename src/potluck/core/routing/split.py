@@ -1,13 +1,14 @@
 """Partially disaggregated prefill (CRONUS 4.3, Algorithm 1): how much of a prompt the low-end GPU takes.
+
     T_parprefill(L_p) = k_p L_p + b_p                                    low-end: the first L_p of L tokens
     t_chunked(c)      = k_ctxp c + k_ctxd (sum of L_d) + b_c             high-end: one iteration at context c
     T_chunked(L_p)    = sum over i < N of t_chunked(L_p + i n_p),        N = ceil((L - L_p) / n_p), n_p = B - n_d
+
 L_p is where the two times are nearest; all of the prompt when the high-end GPU has too few free blocks. At most two
 requests are in the low-end instance at a time. Algorithm 1 prints N (k_ctxp (L_in + L_last) / 2 + ...), whose first
 context should be L_p as in equation 1. We use the sum itself; `printed_tokens` is the paper's (`split_rule=printed`).
 Beyond the paper: `low_decodes` (its section 6) keeps a request on the low-end GPU while the high-end one is slower;
-with `split_overflow` a prompt that finds the low-end GPU full goes whole to the high-end one.
-"""
+with `split_overflow` a prompt that finds the low-end GPU full goes whole to the high-end one."""
 
 from __future__ import annotations
 
@@ -88,8 +89,7 @@ def sooner_whole(
 
 
 def _by_bisection(prompt: int, facts: SplitFacts, chunk: int, base_s: float, most: int) -> int:
-    """The difference rises with L_p, so its root is bracketed: at the least number of chunks where it is not yet
-    above 0 at the longest L_p, or one less."""
+    """The difference rises with L_p, so its root is bracketed by its sign at the longest L_p of each chunk count."""
     low, high = 0, most  # chunks; find the least count where the difference at its longest L_p is <= 0
     while low < high:
         middle = (low + high) // 2

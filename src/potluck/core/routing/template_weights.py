@@ -6,8 +6,7 @@ A copy divides its time among buckets and phases; x = rate / (count capacity) of
     rates         rate / count: what the plan sends there
     even          1 where the plan sends anything
 
-With one bucket the first is the profiled goodput itself (CAUCHY 3.4.1, CORAL 5.1).
-"""
+With one bucket the first is the profiled goodput itself (CAUCHY 3.4.1, CORAL 5.1)."""
 
 from __future__ import annotations
 
@@ -193,8 +192,6 @@ def _flows(plan: Plan, model: str, buckets: int) -> tuple[RegionFlow, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LengthThreshold:
-    """The present rule for one model."""
-
     base_tokens: float
     """Where the plan, or the long-term update, has it."""
     tokens: float

@@ -6,9 +6,7 @@ A request is prefilled elsewhere when more than t of its tokens have to be compu
     bandwidth abundant    the best cache anywhere:        l_total - max(l_here, l_there)   > t
 
 In the second case, if the region that does not compute has the longer prefix, its KV crosses first. t starts where
-the plan has it. A congested link (or far end) raises it by a quarter, so that fewer and longer prompts cross; a clear
-one lets it go back by a tenth of what is between. The paper names the signals, not the figures; they are ours.
-"""
+the plan has it. A congested link (or far end) raises it by a quarter; a clear one lets it return by tenths (ours)."""
 
 from __future__ import annotations
 
@@ -26,8 +24,6 @@ NONE: Final[dict[str, PrefillChoice]] = {}
 
 
 class LengthThresholds:
-    """Changed by the Brain alone, through the Router."""
-
     def __init__(self, table: RoutingTable, affinity: PrefixAffinity) -> None:
         self._table = table
         self._fleet = table.fleet
@@ -115,14 +111,12 @@ class PrefillChoice(NamedTuple):
     """The other side's cached prefix is the longer one and should be sent over."""
 
 
-def decide(
-    threshold: LengthThreshold, total_tokens: int, cached_here: int, cached_there: int
-) -> PrefillChoice:
-    """`here` is where it would be decoded, `there` where it could be prefilled instead."""
+def decide(threshold: LengthThreshold, total_tokens: int, here: int, there: int) -> PrefillChoice:
+    """With so much cached `here`, where it would be decoded, and `there`, where it could be prefilled instead."""
     if threshold.scarce:
-        return PrefillChoice(total_tokens - cached_here > threshold.tokens, False)
-    remote = total_tokens - max(cached_here, cached_there) > threshold.tokens
-    return PrefillChoice(remote, cached_here > cached_there if remote else cached_there > cached_here)
+        return PrefillChoice(total_tokens - here > threshold.tokens, False)
+    remote = total_tokens - max(here, there) > threshold.tokens
+    return PrefillChoice(remote, here > there if remote else there > here)
 
 
 def after_report(threshold: LengthThreshold, report: LinkReported, ahead_s: float = 0.0) -> LengthThreshold:

@@ -10,8 +10,7 @@ With Q the window's mean rate and C what the copies serve under the lengths now 
 Beyond the paper: a jump in the last quarter of a window is acted on at once; requests that queue are demand;
 differences must exceed NOISE standard deviations; while copies start or leave nothing goes; the last copy stays;
 copies on standby come first; where a model must survive a loss, C is what is left after the worst one; where the plan
-sends some lengths here and others there, each deployment is scaled apart.
-"""
+sends some lengths here and others there, each deployment is scaled apart."""
 
 from __future__ import annotations
 
@@ -21,19 +20,8 @@ from dataclasses import dataclass
 from math import ceil, inf, sqrt
 from typing import Final
 
-from potluck.core.scaling import rule
-from potluck.core.scaling.copy_capacity import (
-    NOTHING,
-    CopyRates,
-    Key,
-    Resource,
-    buckets_of,
-    busy_copies,
-    missing_copies,
-    rates_of,
-    served_by,
-    total,
-)
+from potluck.core.scaling import copy_capacity, rule
+from potluck.core.scaling.copy_capacity import NOTHING, CopyRates, Key, Resource
 from potluck.core.scaling.standby import ready_copies, taken_by_parts, taken_first
 from potluck.core.scaling.traffic_window import ModelTraffic, ObservedTraffic
 from potluck.core.state.facts import ModelFacts
@@ -67,10 +55,12 @@ class _Standing:
 
     def serves(self, counts: Mapping[Key, int]) -> CopyRates:
         if self.busy is None:
-            return total(self.rates.get(key, NOTHING).times(n) for key, n in counts.items())
+            return copy_capacity.total(self.rates.get(key, NOTHING).times(n) for key, n in counts.items())
+        return copy_capacity.served_by(self.busy, counts).plus(self.unplanned(counts))
+
+    def unplanned(self, counts: Mapping[Key, int]) -> CopyRates:
         added = {key: n for key, n in counts.items() if key not in self.planned}
-        more = total(self.rates.get(key, NOTHING).times(n) for key, n in added.items())
-        return served_by(self.busy, counts).plus(more)
+        return copy_capacity.total(self.rates.get(key, NOTHING).times(n) for key, n in added.items())
 
 
 class CauchyScaling(rule.Scaler):
@@ -127,7 +117,7 @@ class CauchyScaling(rule.Scaler):
 
     def _standing(self, model: str, seen: ModelTraffic, fleet: FleetState, plan: Plan) -> _Standing:
         """Copies that stay: of what is wanted, those that are there; and all those that were never asked for."""
-        buckets = buckets_of(plan, model)
+        buckets = copy_capacity.buckets_of(plan, model)
         shares = seen.bucket_shares([bucket.longest_tokens for bucket in buckets])
         mix = {bucket.bucket: share for bucket, share in zip(buckets, shares, strict=True)}
         if not any(mix.values()):
@@ -139,12 +129,13 @@ class CauchyScaling(rule.Scaler):
         there = Counter((unit.template, unit.region) for unit in stay)
         counts = {key: min(n, self._wanted.get(key, n)) for key, n in there.items()}
         keys = {*counts, *(key for key in self._wanted if key[0] in templates)}
-        known = {key: rates_of(templates[key[0]], mix) for key in keys if key[0] in templates}
+        known = {key: copy_capacity.rates_of(templates[key[0]], mix) for key in keys if key[0] in templates}
         rates = {key: rates for key, rates in known.items() if rates.known}
         copy_rate = startable(plan, model, mix, self._regions, keys)
         able = {key: copy_rates for key, copy_rates in copy_rate.items() if copy_rates.known}
         planned = frozenset((deployment.template, deployment.region) for deployment in plan.deployments)
-        return _Standing(plan, counts, rates, moving, able, busy_copies(plan, model, mix), planned)
+        busy = copy_capacity.busy_copies(plan, model, mix)
+        return _Standing(plan, counts, rates, moving, able, busy, planned)
 
     def _resizes(
         self, seen: ModelTraffic, standing: _Standing, fleet: FleetState, only_out: bool
@@ -249,12 +240,11 @@ class CauchyScaling(rule.Scaler):
         rate_per_s = demand / self._policy.headroom
         offers = options(standing.plan, standing.startable, self._regions)
         weights = {offer.key: offer.weight for offer in offers}
-        added = {key: n for key, n in standing.counts.items() if key not in standing.planned}
-        alone = total(standing.rates.get(key, NOTHING).times(n) for key, n in added.items()).served_per_s
+        alone = standing.unplanned(standing.counts).served_per_s
         needs = {offer.key: offer.needs for offer in offers if offer.key in standing.planned}
         first = taken_by_parts(ready, standing.busy, standing.counts, rate_per_s - alone)
         counts = _sum(standing.counts, first)
-        more, partly = missing_copies(standing.busy, counts, rate_per_s - alone, needs, free)
+        more, partly = copy_capacity.missing_copies(standing.busy, counts, rate_per_s - alone, needs, free)
         whole = [offer for offer in offers if offer.key not in standing.planned]
         missing = rate_per_s - standing.serves(counts).served_per_s
         other = cheapest_cover(whole, missing, free) if whole and missing > 0 else None
@@ -449,12 +439,11 @@ def weight(strategy: str, template: Template, price_usd_per_h: float, serves_per
 def startable(
     plan: Plan, model: str, mix: Mapping[int, float], regions: tuple[Region, ...], wanted: Iterable[Key]
 ) -> dict[Key, CopyRates]:
-    """What one copy would serve of everything that could be started now; without candidates, of what the plan has.
-    Copies that prefill or decode for others start only where the plan has those others."""
+    """What one copy would serve of all that could be started; one phase alone only where the plan has the other."""
     templates = {item.name: item for item in plan.repertoire if item.model == model and not item.machines}
     if not plan.candidates or not regions:
         keys = [key for key in wanted if key[0] in templates]
-        return {key: rates_of(templates[key[0]], mix) for key in sorted(keys)}
+        return {key: copy_capacity.rates_of(templates[key[0]], mix) for key in sorted(keys)}
     sources = {flow.prefill_region for flow in plan.flows if flow.model == model}
     targets = {flow.decode_region for flow in plan.flows if flow.model == model}
     copy_rate = {}
@@ -462,7 +451,7 @@ def startable(
     for name, template in sorted(templates.items()):
         if name not in used and not _serves_all(template, mix):
             continue
-        rates = rates_of(template, mix)
+        rates = copy_capacity.rates_of(template, mix)
         for region in regions:
             alone = rates.closed_per_s > 0
             prefills, decodes = rates.prefill_per_s > 0, rates.decode_per_s > 0

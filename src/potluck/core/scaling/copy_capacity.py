@@ -5,8 +5,7 @@ a mix with shares w_b one copy serves
 
     C = 1 / sum_b (w_b / C_b)          over the buckets it can serve at all, their shares made to add up to 1
 
-and copies serve what they serve by themselves plus the lesser of what they prefill and decode for each other.
-"""
+and copies serve what they serve by themselves plus the lesser of what they prefill and decode for each other."""
 
 from __future__ import annotations
 
@@ -85,8 +84,6 @@ def _by_roles(roles: Iterable[str]) -> CopyRates:
 
 
 class FreeNodes:
-    """Nodes that are free, and GPUs of named machines."""
-
     __slots__ = ("_free", "_known")
 
     def __init__(self, known: Mapping[str, TemplateCapacity], free: dict[Resource, int]) -> None:
@@ -122,8 +119,7 @@ class FreeNodes:
 def room_in(
     fleet: FleetState, wanted: Counts, known: Known, available: Nodes | None, stopped: Collection[str]
 ) -> FreeNodes:
-    """What is free beside all copies not stopped. Node types that `available` lacks cannot be had; without it all
-    can. Of a named machine the limit is the larger of what is there and what is wanted."""
+    """What is free beside all copies not stopped. Of a named machine the limit is what is there or wanted."""
     held: Counter[Resource] = Counter()
     for unit in fleet.units.values():
         if unit.template in known and not all(view.member.id in stopped for view in unit.views):

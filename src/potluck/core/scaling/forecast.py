@@ -8,8 +8,7 @@ Time is cut into bins of BIN_S. From the rate at hand, whose log is x, the log o
     day      as between these times of day before   week     as between these times a week ago
 
 b_h is ridge regression on the past, older bins counting less: where no view helps all b are near 0. Quantiles come
-from what f missed by, with no shape assumed. Rates below one request a bin count as that.
-"""
+from what f missed by, with no shape assumed. Rates below one request a bin count as that."""
 
 from __future__ import annotations
 

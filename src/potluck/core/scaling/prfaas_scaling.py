@@ -41,8 +41,6 @@ LEAST_SEEN = 50
 
 @dataclass(frozen=True, slots=True)
 class ClusterBalance:
-    """What the balance is struck between."""
-
     remote: Mapping[ReplicaFacts, int]
     local: tuple[Flippable, ...]
     egress_bytes_per_s: float

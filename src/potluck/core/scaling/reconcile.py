@@ -3,18 +3,15 @@
 Each call of `reconcile` says what to do next; the caller carries it out and calls again when a count changes, at
 `ReplicaDrained`, and at ticks when the fleet changed or `step.due_s` has come. The rules, per model:
 
-1. Start what is missing while there are nodes. Lost replicas of a copy come back under new ids. After a start that
-   failed, the next waits 10 s, then 20 s, 40 s, ... up to 5 min.
+1. Start what is missing while there are nodes. After a start that failed, the next waits 10 s, 20 s, ... up to 5 min.
 2. Of what is too much, copies that do not serve yet are stopped; then the least loaded are drained (CORAL 5.1), while
    the rest serves at least the smaller of what is ready now and what is wanted (the two phases of CAUCHY 3.5.2).
 3. A draining replica is stopped when it says it is done, or `grace_s` after it was asked.
-4. If copies that must go hold a missing one's nodes, and rule 2 holds them back, they may go within `dip`: the share
-   of the smaller of old and new that may be missing meanwhile. A note says which dip it would take.
+4. If copies that must go hold a missing one's nodes, they may go within `dip`: the share of the lesser of old and new
+   that may be missing meanwhile. A note says which dip it would take.
 5. Of `standby` so many copies are kept loaded and idle: taken first, filled last, given up where nodes are short.
 
-Where only roles differ (same model, region and layouts), copies change in place (`reassignments`); not those whose
-replicas work together (combos, pairs), nor those with a role that a person gave.
-"""
+Where only roles differ, copies change in place (`reassignments`), but for combos, pairs and roles given by hand."""
 
 from __future__ import annotations
 
@@ -23,16 +20,8 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
-from potluck.core.scaling.copy_capacity import (
-    NOTHING,
-    CopyMeasure,
-    CopyRates,
-    Counts,
-    FreeNodes,
-    Key,
-    Known,
-    room_in,
-)
+from potluck.core.scaling import copy_capacity
+from potluck.core.scaling.copy_capacity import NOTHING, CopyMeasure, CopyRates, Counts, FreeNodes, Key, Known
 from potluck.core.scaling.roles import FLIPPABLE
 from potluck.core.scaling.standby import reassign
 from potluck.core.state.actions import Action, DrainReplica, FlipReplica, Reassign, StartReplica, StopReplica
@@ -72,7 +61,6 @@ class ReconcileInputs(NamedTuple):
 def reconcile(
     fleet: FleetState, wanted: Counts, progress: ReconcileState, at_s: float, inputs: ReconcileInputs
 ) -> ReconcileStep:
-    """The next step towards `wanted`."""
     work = _ReconcileWork(fleet, wanted, progress, at_s, inputs)
     work.remember_starts()
     work.set_goal()
@@ -80,7 +68,9 @@ def reconcile(
     work.promote()
     work.drain_surplus()
     work.trim_standby()
-    room = room_in(fleet, {**inputs.standby, **wanted}, inputs.known, inputs.available, work.stopped)
+    room = copy_capacity.room_in(
+        fleet, {**inputs.standby, **wanted}, inputs.known, inputs.available, work.stopped
+    )
     if work.start_missing(room, inputs.dip):
         work.fill_standby(room)
     return work.step()
@@ -101,8 +91,6 @@ class FailedStarts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReconcileState:
-    """What must be remembered between two calls."""
-
     next_number: int = 0
     """Copies and replicas are numbered from here; no number is used twice."""
     starting: Mapping[str, Key] = field(default_factory=dict)
@@ -156,7 +144,6 @@ class _ReconcileWork:
         self.stopped: set[str] = set()
         self.goal, self.floors_per_s = progress.goal, dict(progress.floors_per_s)
         self.spare: dict[Key, list[TemplateCopy]] = {}
-        """Copies on standby."""
         self.live: dict[Key, list[TemplateCopy]] = {}
         """Copies that stay or may stay, of the keys that are ours."""
         self.measure = CopyMeasure(fleet, wanted, inputs.known)

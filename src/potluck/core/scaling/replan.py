@@ -11,8 +11,7 @@ in `need` already, so the planner's headroom is not asked for twice; it is asked
 
     (need + sqrt(need / BURST_S)) x headroom / busiest
 
-with one standard deviation of what comes by chance within BURST_S on top.
-"""
+with one standard deviation of what comes by chance within BURST_S on top."""
 
 from __future__ import annotations
 

@@ -5,14 +5,11 @@ change in how many replicas there are. Then, for the lengths now seen, the repli
 
     served = min(sum of prefill rates, sum of decode rates)
 
-most is flipped, again and again, at most MAX_FLIPS a window and while each gains LEAST_GAIN: the paper's tabu search
-with the flip as its only move and without uphill moves. The last replica of a role in a region stays. Flips the other
-way within BACK_S must begin with one that gains BACK_GAIN: near a balance, windows contradict each other.
+most is flipped, at most MAX_FLIPS a window and while each gains LEAST_GAIN: the paper's tabu search with the flip as
+its only move. The last replica of a role in a region stays; flips back within BACK_S must gain BACK_GAIN.
 
 Roles inside groups are found by the paper's search, each choice worth what its best routing serves
-(`core/routing/group_sharing.py`): all choices where they are few, else tabu; only choices whose bound
-min(prefill, decode) + mixed beats the best so far are routed.
-"""
+(`core/routing/group_sharing.py`); only choices whose bound min(prefill, decode) + mixed beats the best are routed."""
 
 from __future__ import annotations
 

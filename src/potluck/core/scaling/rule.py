@@ -1,9 +1,7 @@
 """What every scaling rule is asked at each tick, and what it may answer.
 
-Rules change nothing themselves: `Resize` changes the wanted counts, which `reconcile.py` works towards; `FlipRole`
-becomes a flip, `AskReplan` a Replan; `SetThreshold` moves the length from which prompts are prefilled elsewhere,
-`SetLengths` what groups share their requests by. `why` says what a rule last thought, above all when it did nothing.
-"""
+Rules change nothing themselves: `Resize` changes the wanted counts, which `reconcile.py` works towards; `SetLengths`
+is what groups share their requests by. `why` says what a rule last thought, above all when it did nothing."""
 
 from __future__ import annotations
 
@@ -92,8 +90,6 @@ class RuleNotes:
 
 
 class Scaler:
-    """A rule that changes the fleet; this one does not."""
-
     def __init__(self) -> None:
         self._notes = RuleNotes()
 

@@ -1,10 +1,8 @@
 """Copies on standby: loaded, idle and paid for, so that more is there at once (CAUCHY 3.5.1's pre-warmed instances).
 
-With N = `policy.standby`, N copies of each model are kept beside the plan's: of the deployment that serves a request
-for the least rent, of the best for each phase where these are apart, or of each deployment where none can stand in
-for another; of none on machines with names. Their replicas are marked (`ReplicaSpec.standby`) and get no requests;
-going on standby and coming from there is a `Reassign`, in which engines and weights stay.
-"""
+`policy.standby` copies of each model are kept beside the plan's: of the deployment that serves requests for the least
+rent, of the best for each phase, or of each where none can stand in for another; of none on machines with names.
+Their replicas are marked (`ReplicaSpec.standby`) and get no requests; a `Reassign` changes that, engines stay."""
 
 from __future__ import annotations
 

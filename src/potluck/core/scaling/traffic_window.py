@@ -1,9 +1,7 @@
 """What has been asked lately: rates and lengths per model over a sliding window, and over a long one.
 
-Time is cut into slots. An arrival or an end is only noted, and counted when its slot is over or someone looks: its
-cost does not grow with the traffic, and a window's edge is sharp to one slot. Prompt lengths go into a histogram of 8
-bins per octave that also keeps each bin's tokens. What comes late counts in the present slot.
-"""
+Time is cut into slots. An arrival or an end is only noted, and counted when its slot is over or someone looks. Prompt
+lengths go into a histogram of 8 bins per octave that also keeps each bin's tokens."""
 
 from __future__ import annotations
 

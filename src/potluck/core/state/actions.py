@@ -14,8 +14,7 @@ RefusalReason = Literal[
 
 
 class Run(NamedTuple):
-    """Send a request along a route. On a retry the prompt is the user's plus what was streamed so far. Whatever is
-    told of it carries its `attempt`. `streamed_tokens` is what `Failed` said of the attempt before it."""
+    """Send a request along a route; on a retry over the prompt and the `streamed_tokens` of the attempt before."""
 
     request: str
     route: Route
@@ -29,8 +28,7 @@ class Run(NamedTuple):
 
 
 class Hedge(NamedTuple):
-    """Send a request along a second route, beside an attempt that is late with its first token. The driver lets the
-    first that has a token answer, stops the other and tells nothing of it."""
+    """Send a request along a second route too: the first that has a token answers, the driver stops the other."""
 
     request: str
     route: Route
@@ -42,8 +40,6 @@ class Hedge(NamedTuple):
 
 
 class Refuse(NamedTuple):
-    """Tell the user no, and why."""
-
     request: str
     reason: RefusalReason
     detail: str
@@ -95,8 +91,6 @@ class Reassign(NamedTuple):
 
 
 class SeenLengths(NamedTuple):
-    """How long a model's requests were lately."""
-
     model: str
     output_tokens: float
     """Of a mean answer."""

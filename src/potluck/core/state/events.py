@@ -1,9 +1,7 @@
 """What happens: everything that the Brain is ever told, in the live system and in the simulator alike.
 
-Events are plain named tuples: cheap to make by the million, equal by value, and written to the log as they are.
-The time of an event is given beside it, never read from a clock. What is told of a request on its way carries the
-number of the attempt it speaks of, which its `Run` had: news of an attempt that is over change nothing.
-"""
+Named tuples: cheap to make by the million, equal by value, logged as they are. Their time is given beside them. News
+of a request carry the number of the attempt, which its `Run` had: those of an attempt that is over change nothing."""
 
 from __future__ import annotations
 
@@ -33,8 +31,6 @@ class ReplicaStatus(NamedTuple):
 
 
 class RequestArrived(NamedTuple):
-    """A request wants an answer."""
-
     request: Request
 
 
@@ -43,7 +39,6 @@ class RequestAdopted(NamedTuple):
 
     request: Request
     attempt: int
-    """The number of its last attempt."""
     streamed_tokens: int
     """Output tokens that reached the user before that attempt began; up to now where none is under way."""
     route: Route | None
@@ -51,7 +46,6 @@ class RequestAdopted(NamedTuple):
     done: int = 0
     """How many of the route's segments are computed and handed on."""
     first: bool = False
-    """Whether the attempt's first token came."""
 
 
 class SegmentDone(NamedTuple):
@@ -77,8 +71,6 @@ class FirstToken(NamedTuple):
 
 
 class RequestFinished(NamedTuple):
-    """The last token was streamed."""
-
     request: str
     attempt: int
     output_tokens: int
@@ -104,8 +96,6 @@ class AttemptRunning(NamedTuple):
 
 
 class RequestCancelled(NamedTuple):
-    """The user went away."""
-
     request: str
 
 
@@ -134,8 +124,7 @@ class LinkReported(NamedTuple):
 
 
 class CacheReported(NamedTuple):
-    """What changed in a replica's prefix cache, or with `whole` all that it holds, as of `sequence`. At the end of
-    marked blocks the state of linear and window layers is held too."""
+    """What changed in a prefix cache, or with `whole` all it holds. Marked: with state of linear or window layers."""
 
     replica: str
     sequence: int

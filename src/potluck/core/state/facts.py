@@ -1,8 +1,4 @@
-"""What decisions need to know and cannot work out: times and sizes, put together once by whoever builds a Brain.
-
-The core has no performance model. `perf` has; its answers come in here as a few numbers per template and model,
-small enough that a decision costs microseconds.
-"""
+"""What decisions need to know and cannot work out: times and sizes from `perf`, put together once for a Brain."""
 
 from __future__ import annotations
 
@@ -21,8 +17,6 @@ OUTBOX_BYTES: Final = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """One model's KV, and what its users were promised."""
-
     kv_bytes_per_token: float
     """What crosses a link per token, before the codec."""
     state_bytes: float = 0.0
@@ -64,9 +58,7 @@ class ReplicaFacts:
     decode_step_s: float
     """A decode step at the batch it was planned for."""
     decode_batch: int
-    """That batch."""
     total_blocks: int
-    """Blocks of KV it holds."""
     max_tokens: int
     """Longest prompt and answer together."""
     decode_first_s: float = 0.0
@@ -147,7 +139,6 @@ class ObservedSpeed:
     """How long replicas of a model on one kind of node take, for each second of their facts."""
 
     model: str
-    """As the plan names it."""
     node: str
     tp: int
     pace: float

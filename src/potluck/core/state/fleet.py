@@ -1,9 +1,7 @@
 """The fleet as the Brain knows it: which replicas there are, in which state, with how much work.
 
-`ReplicaSpec` is what a replica is; `ReplicaState` is what is known of it now. Views change, and only `FleetState`
-changes them, called by the Brain. Policies read views and return values. Counts of open work are the Brain's own and
-exact; a `ReplicaStatus` is the replica's word, which is late.
-"""
+`ReplicaSpec` is what a replica is, `ReplicaState` what is known of it now; only `FleetState` changes that. Counts of
+open work are the Brain's own and exact; a `ReplicaStatus` is the replica's word, which is late."""
 
 from __future__ import annotations
 

@@ -20,8 +20,6 @@ LISTS: Final = frozenset({"tenants", "classes", "shared_prefixes"})
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The rules of one fleet."""
-
     balance: str = "learned"
     """How requests are spread over targets: a name in `BALANCES` (`core/routing/balance.py`)."""
     opportunistic: bool = True

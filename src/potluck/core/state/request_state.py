@@ -23,8 +23,7 @@ NOWHERE: Final[frozenset[str]] = frozenset()
 
 
 class RequestState:
-    """One accepted request, from its arrival to its end; the Brain alone changes it. What few requests change is the
-    class's, so making one is cheap. What every event looks at comes first: compiled code keeps this order."""
+    """One accepted request. What few change is the class's, so making one is cheap; what all look at comes first."""
 
     request: Request
     prompt_tokens: int
@@ -81,13 +80,11 @@ class RequestState:
     failures = 0
     """Those that may be its own fault."""
     losses = 0
-    """How often its replica was lost."""
     patience = 0
     """Which of the notes on when waiting ends is its latest (`recovery.Held`)."""
     recalled = ""
     """The link that its attempt was recalled from; its driver is to say where the user is."""
     place: QueuePosition | None = None
-    """Where it waits for room."""
     rho = 0.0
     """Prompt tokens for each output token that it counts for there."""
     weight = 1.0

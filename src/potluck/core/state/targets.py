@@ -1,8 +1,6 @@
 """What a request can be sent to: one replica that does all, a combo, or a pair.
 
-A combo (CAUCHY) has prefill and decode replicas, a pair (CRONUS) low-end and high-end ones; which replicas do
-what inside them is decided per request. A replica of any other template is a target by itself.
-"""
+A combo (CAUCHY) has prefill and decode replicas, a pair (CRONUS) low-end and high-end ones, chosen per request."""
 
 from __future__ import annotations
 
@@ -72,7 +70,6 @@ class Target:
         self.pace = 1.0
         """What is learned of how long that takes, against its unit (`learned_speeds.py`)."""
         self.indexes: list[LoadIndex] = []
-        """Those that sort it by its load."""
         self.in_low = 0
         """Requests whose first part is in a pair's low-end replicas."""
         self.waiting: deque[str] = deque()
@@ -169,8 +166,7 @@ def busier(busy: float, prefills: Sequence[ReplicaState]) -> float:
 
 
 class PrefillUtilization:
-    """How busy prompts keep a combo's prefill replicas: the larger of the share of arrivals that found one at work
-    (its utilisation for random arrivals) and what they ask for in the time between them (for regular ones)."""
+    """How busy a combo's prefill replicas are: by arrivals that found one at work, or by work between them."""
 
     __slots__ = ("_count", "_found", "_gap_s", "_last_s", "_work_s")
 

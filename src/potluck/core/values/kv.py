@@ -2,9 +2,7 @@
 
     bytes of tokens [a, b) = ratio (growing (b - a) + sum of window rates (b - max(a, b - w))) + state
 
-The KV of tokens may be quantised; the fixed state of linear attention never is, since its errors would stay for the
-rest of the request. The planner, the simulator, routing and the scalers all count with this.
-"""
+The fixed state of linear attention is never quantised: its errors would stay for the rest of the request."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """How one replica lies on nodes: a pipeline of stages, data-parallel nodes within a stage.
 
-Nodes of a stage may be of unlike types: each holds all the stage's layers, shards them over `tp` of its own GPUs, and
-takes a share of the requests (CORAL 3).
+Nodes of a stage may be of unlike types: each shards all its layers over `tp` GPUs and takes some requests (CORAL 3).
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from potluck.core.values.model import Format
 from potluck.core.values.types import NodeType
 
 Ep = Literal["none", "tp", "dp"]
-"""Where a mixture's experts are. none: each sharded over all GPUs. Else each is whole on one GPU (expert
-parallelism), with attention tensor parallel (tp) or data parallel (dp: all of it on each, and its own KV)."""
+"""Experts of a mixture: each sharded over all GPUs, or each whole on one, with attention tensor or data parallel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,6 @@ class StageNode:
     tp: int
     """GPUs that it takes; with `ep` they share attention or requests, and the experts."""
     machine: str = ""
-    """Which machine, where that matters."""
     ep: Ep = "none"
 
     def __post_init__(self) -> None:

@@ -17,8 +17,6 @@ LEAST_MASS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Every request has this length."""
-
     tokens: float
 
     def __post_init__(self) -> None:

@@ -1,8 +1,4 @@
-"""A model as serving sees it: layers, each with one attention and one feed-forward part.
-
-Full and latent attention keep something for every token, a window the last `window` tokens, linear attention a state
-of fixed size. `perf.sizes.arithmetic` does the sums.
-"""
+"""A model as serving sees it: layers, each with one attention and one feed-forward part."""
 
 from __future__ import annotations
 
@@ -61,7 +57,6 @@ class FullAttention:
     v_head_dim: int
     window: int | None = None
     bias: bool = False
-    """Whether the q, k, v projections carry a bias."""
     output_gate: bool = False
     """Whether a gate as wide as the queries multiplies the output (Qwen3.5)."""
     sinks: bool = False
@@ -211,7 +206,6 @@ class Model:
 
     @property
     def weights_are(self) -> Format:
-        """The format of weights outside the routed experts."""
         return self.weight_format or format_of_bits(self.weight_bits)
 
     @property

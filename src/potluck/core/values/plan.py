@@ -17,14 +17,11 @@ from potluck.core.values.types import Codec, Role, not_negative
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """One replica of one copy of a template."""
-
     id: str
     unit: str
     """The copy it belongs to: its replicas were planned to work together."""
     template: str
     index: int
-    """Which of the template's replicas it is."""
     kind: TemplateKind
     model: str
     role: Role
@@ -68,7 +65,6 @@ class BucketCapacity:
     """What one copy of a template does for one bucket of a model's prompts, when it does nothing else."""
 
     bucket: int
-    """Index of the bucket among the model's."""
     prefill_per_s: float
     """Prompts a second whose KV another replica decodes; 0 when it may not, or not within the objective."""
     decode_per_s: float
@@ -81,8 +77,6 @@ class BucketCapacity:
 
 @dataclass(frozen=True, slots=True)
 class NodeCount:
-    """So many nodes of a type."""
-
     node: str
     count: int
 

@@ -1,7 +1,4 @@
-"""A route is a list of segments: which replica runs which tokens of a request.
-
-KV moves between consecutive segments. The last segment has no end: it also decodes.
-"""
+"""A route: which replica runs which tokens of a request. KV moves between segments; the last one also decodes."""
 
 from __future__ import annotations
 
@@ -46,7 +43,6 @@ class Route:
 
     @property
     def decoder(self) -> str:
-        """The replica that streams the tokens."""
         return self.segments[-1].replica
 
     @property

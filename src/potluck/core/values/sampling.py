@@ -46,7 +46,6 @@ class Drawing:
 
     @property
     def cuts(self) -> bool:
-        """Whether some tokens are left out."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 

@@ -1,9 +1,4 @@
-"""Who asks, and what for: tenants with their weights, classes of requests with what each allows.
-
-A *tenant* is whoever shares the fleet with others: tenants that all have requests waiting get its work in proportion
-to their weights. A *class* says what a request is for: how soon its answer is wanted, whether a late one is of use,
-and how much it matters when not all can be served.
-"""
+"""Who asks, and what for: tenants share the fleet by weight; a class says how soon answers are wanted."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from potluck.core.errors import InputError
 Role = Literal["prefill", "decode", "mixed"]
 Codec = Literal["fp16", "int8", "int4"]
 DEFAULT_TENANT, DEFAULT_CLASS = "default", "standard"
-"""Of requests that say nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
