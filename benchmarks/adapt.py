@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from parts.adapt_scenarios import SCENARIOS, slow
-from parts.common import options, run, say
+from parts.common import options, prefixed, run, say
 
 TARGETS = {
     "slow_noticed_s": ("<=", 10.0),
@@ -36,9 +36,7 @@ def measure(names: Sequence[str], seed: int) -> dict[str, float]:
     for name in names:
         say(f"{name}:")
         with tempfile.TemporaryDirectory(prefix="adapt-") as folder:
-            result = SCENARIOS[name](Path(folder), seed)
-        say(f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in result.items()))
-        figures |= {f"{name}_{key}": value for key, value in result.items()}
+            figures |= prefixed(name, SCENARIOS[name](Path(folder), seed))
     return figures
 
 
@@ -47,12 +45,10 @@ if __name__ == "__main__":
     if "--quick" in sys.argv:
         SCENARIOS["slow"] = partial(slow, happens_s=8.0, lasts_s=26.0)
         given.only = ["slow"] if given.only == tuple(SCENARIOS) else given.only
-    sys.exit(
-        run(
-            "adapt",
-            lambda quick: measure(given.only, given.seed),
-            {key: target for key, target in TARGETS.items() if key.partition("_")[0] in given.only},
-            seeds=(given.seed,),
-            quick_without="all but slow",
-        )
+    run(
+        "adapt",
+        lambda quick: measure(given.only, given.seed),
+        {key: target for key, target in TARGETS.items() if key.partition("_")[0] in given.only},
+        seeds=(given.seed,),
+        quick_without="all but slow",
     )

@@ -7,14 +7,13 @@ flips of roles. Flips do not change how many GPUs there are, and lengths stay th
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from parts.common import DATA, Budget, run, say, skip
+from parts.common import DATA, Budget, prefixed, run, say, skip
 from parts.problems import length_bins, mean_tokens, one_region, resolved
 from potluck.catalog import models
 from potluck.catalog import named_workloads as named
@@ -134,9 +133,7 @@ def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
     budget = Budget(quick)
     for row in rows:
         if budget.allows(row.name, 4.0):
-            result = served(row, factory, load)
-            figures |= {f"{row.name}_{key}": value for key, value in result.items()}
-            say(f"  {row.name}: " + ", ".join(f"{key} {value:.4g}" for key, value in result.items()))
+            figures |= prefixed(row.name, served(row, factory, load))
     for name, one, other in (
         ("replan_cost_over_static_peak", "replan", "static_peak"),
         ("cauchy_cost_over_combos_peak", "combos_cauchy", "combos_peak"),
@@ -149,5 +146,5 @@ def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
 if __name__ == "__main__":
     rates = recorded_rates("m-large", DAY)
     if rates is None:
-        sys.exit(skip("autoscale", f"{DATA} has no {RATES}"))
-    sys.exit(run("autoscale", lambda quick: measure(rates, quick), {}, seeds=[SEED]))
+        skip("autoscale", f"{DATA} has no {RATES}")
+    run("autoscale", lambda quick: measure(rates, quick), {}, seeds=[SEED])

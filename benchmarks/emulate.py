@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
@@ -191,4 +190,4 @@ def decode_speed(executor: Executor, requests: int, context: int) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(run("emulate", measure, TARGETS, seeds=(1,), quick_without="all cases but one, most steps"))
+    run("emulate", measure, TARGETS, seeds=(1,), quick_without="all cases but one, most steps")

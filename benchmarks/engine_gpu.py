@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 
 import torch
@@ -101,9 +100,9 @@ def compare(
     return figures
 
 
-def main() -> int:
+def main() -> None:
     if not torch.cuda.is_available():
-        return skip("engine_gpu", "there is no CUDA device")
+        skip("engine_gpu", "there is no CUDA device")
     rope, hybrid = RopeConfig(theta=10000.0), WORDS.with_name("words-hybrid")
     shipped = EngineModelConfig(SHIPPED, rope=rope, norm_eps=1e-6)
     words = SafetensorsSource(WORDS)
@@ -118,8 +117,7 @@ def main() -> int:
         "large bfloat16": compare(EngineModelConfig(LARGE, rope=rope), Shared(), torch.bfloat16, 300, 60),
     }
     print(json.dumps(result, indent=1))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -22,23 +22,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoscale import (
-    DAY,
-    NAME,
-    RATE_PER_S,
-    RATES,
-    RUNNING,
-    SEED,
-    STEP_S,
-    load_of,
-    recorded_rates,
-    the_problem,
-)
-from parts.common import DATA, run, say, skip
+from autoscale import NAME, RATE_PER_S, RATES, RUNNING, SEED, STEP_S, load_of, recorded_rates, the_problem
+from parts.common import DATA, prefixed, run, say, skip
 from parts.problems import mean_tokens, resolved
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
-from potluck.plan.problem import PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.rehearse.queueing_margins import scaled
 from potluck.sim.load.workload import Workload, workload
@@ -47,7 +35,7 @@ from potluck.sim.results.records import ANSWERED, REFUSED, ReplicaRecord, SimRes
 from potluck.sim.run import simulate
 from potluck.sim.world.sim_fleet import PlanQuestion
 
-WEEK = 7 * DAY
+WEEK = 7 * 144
 QUICK_STEPS = 6
 REVERSAL_S = 1800.0
 START_S = 135.0
@@ -94,13 +82,10 @@ class Planner:
     """Plans for any rate, from what runs: starting a copy has its price. Templates are made once."""
 
     def __init__(self) -> None:
-        self._factory = TemplateFactory(the_problem(RATE_PER_S))
+        self.problem = the_problem(RATE_PER_S)
+        self._factory = TemplateFactory(self.problem)
         self._running: Plan | None = None
         self._known: dict[float, Plan] = {}
-
-    @property
-    def problem(self) -> PlanningProblem:
-        return self._factory.problem
 
     def fresh(self, rate_per_s: float) -> Plan:
         rate_per_s = max(round(rate_per_s, 2), 0.05)
@@ -118,8 +103,7 @@ class Planner:
         return self._running
 
     def _plan(self, rate_per_s: float, running: Plan | None) -> Plan:
-        base = self._factory.problem
-        problem = scaled(base, {NAME: rate_per_s / base.asks[0].rate_per_s})
+        problem = scaled(self.problem, {NAME: rate_per_s / RATE_PER_S})
         if running is not None:
             problem = replace(problem, init_penalty=START_S / LIFE_S)
         factory = replace(self._factory, problem=problem)
@@ -213,9 +197,8 @@ def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
     load, planner = load_of(week), Planner()
     stairs = Stairs(lambda rate_per_s: planner.fresh(rate_per_s).cost_usd_per_h)
     oracle_usd = stairs.usd(week, STEP_S)
-    figures = {"requests": float(len(load)), "hours": len(week) / 6}
     oracle = {"usd": oracle_usd, **oracle_kept(planner, stairs, week, load)}
-    tell("oracle", oracle, figures)
+    figures = {"requests": float(len(load)), "hours": len(week) / 6, **prefixed("oracle", oracle)}
     base = Policy(tick_s=RUNNING.tick_s)
     rows = [
         ("static_mean", base, float(week.mean())),
@@ -229,13 +212,8 @@ def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
         outcome = served(policy, planner, start, load, history)
         outcome["over_oracle"] = outcome["usd"] / oracle_usd - 1
         outcome["attainment_over_oracle"] = outcome["attainment"] - oracle["attainment"]
-        tell(name, outcome, figures)
+        figures |= prefixed(name, outcome)
     return figures
-
-
-def tell(name: str, outcome: dict[str, float], figures: dict[str, float]) -> None:
-    figures |= {f"{name}_{key}": value for key, value in outcome.items()}
-    say(f"  {name}: " + ", ".join(f"{key} {value:.4g}" for key, value in outcome.items()))
 
 
 TARGETS = {
@@ -247,6 +225,6 @@ TARGETS = {
 if __name__ == "__main__":
     rates = recorded_rates("m-large", 2 * WEEK)
     if rates is None:
-        sys.exit(skip("forecast", f"{DATA} has no {RATES}"))
+        skip("forecast", f"{DATA} has no {RATES}")
     targets = {} if "--quick" in sys.argv else TARGETS
-    sys.exit(run("forecast", lambda quick: measure(rates, quick), targets, seeds=[SEED]))
+    run("forecast", lambda quick: measure(rates, quick), targets, seeds=[SEED])

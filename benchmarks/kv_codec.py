@@ -238,4 +238,4 @@ TARGETS = {
 }
 
 if __name__ == "__main__":
-    sys.exit(run("kv_codec", measure, TARGETS, seeds=[SEED]))
+    run("kv_codec", measure, TARGETS, seeds=[SEED])

@@ -13,7 +13,6 @@ from __future__ import annotations
 import gzip
 import json
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from math import ceil
 
@@ -32,14 +31,14 @@ SEED = 7
 
 Policy = Callable[[PrefixHit, int], Sequence[int]]
 POLICIES: dict[str, Policy] = {
-    "ends": lambda outcome, blocks: (blocks,) if blocks else (),
-    "branches": lambda found, blocks: (
-        sorted({found.shared_blocks} | {blocks})
-        if blocks and found.shared_blocks > found.blocks
-        else (blocks,) * bool(blocks)
-    ),
-    "every": lambda result, blocks: range(1, blocks + 1),
+    "ends": lambda prefix, blocks: (blocks,) if blocks else (),
+    "branches": lambda prefix, blocks: sorted({blocks, _branch(prefix) or blocks} if blocks else ()),
+    "every": lambda prefix, blocks: range(1, blocks + 1),
 }
+
+
+def _branch(prefix: PrefixHit) -> int:
+    return prefix.shared_blocks if prefix.shared_blocks > prefix.blocks else 0
 
 
 class Prompt(tuple[int, ...]):
@@ -199,5 +198,5 @@ TARGETS = {
 
 if __name__ == "__main__":
     if not (DATA / TRACE).exists():
-        sys.exit(skip("kv_pool", f"{DATA} has no {TRACE}"))
-    sys.exit(run("kv_pool", measure, TARGETS, seeds=[SEED]))
+        skip("kv_pool", f"{DATA} has no {TRACE}")
+    run("kv_pool", measure, TARGETS, seeds=[SEED])

@@ -159,4 +159,4 @@ TARGETS = {
 }
 
 if __name__ == "__main__":
-    sys.exit(run("page", measure, TARGETS, seeds=(1,)))
+    run("page", measure, TARGETS, seeds=(1,))

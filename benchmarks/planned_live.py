@@ -24,17 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
-from parts.adapt_rig import News, Rig, Sent, service, shots_of_load, told_by
-from parts.adapt_scenarios import (
-    MARKET_NODES,
-    NEVER_S,
-    REMOTE,
-    REMOTE_LOAD,
-    post,
-    report,
-    spec_text,
-    write_market,
-)
+from parts.adapt_rig import NEVER_S, News, Rig, Sent, service, shots_of_load, told_by
+from parts.adapt_scenarios import MARKET_NODES, REMOTE, REMOTE_LOAD, post, report, spec_text, write_market
 from parts.common import ROOT, options, run
 from potluck.cli.common.inputs import load_problem, read_spec
 from potluck.cli.simulating.simulation import SimulationInputs, planner_of, policy_of, scene_of
@@ -57,16 +48,11 @@ SMOOTH = 0.1
 SLOW = 4.0
 """Times as long as planned, for the engine that gets slow."""
 CHEAP_USD_PER_H = 0.2
-PAIR = """\
-    - {name: east, nodes: [{node: 1xA100-80, available: 1}, {node: 1xA10, available: 1}]}
-"""
-COMBO = """\
-    - {name: east, nodes: [{node: 1xL40S, available: 3}]}
-"""
+PAIR = "    - {name: east, nodes: [{node: 1xA100-80, available: 1}, {node: 1xA10, available: 1}]}\n"
+COMBO = "    - {name: east, nodes: [{node: 1xL40S, available: 3}]}\n"
 PRICE = f"    - {{name: east, nodes: [{MARKET_NODES}]}}\n"
-POOL = (ROOT / "examples" / "pool.yaml").read_text("utf-8") + (
-    "policy:\n  classes: [{name: standard, late: true, max_wait_s: 120}]\n"
-)
+LATE = "policy:\n  classes: [{name: standard, late: true, max_wait_s: 120}]\n"
+POOL = (ROOT / "examples" / "pool.yaml").read_text("utf-8") + LATE
 """Late answers are wanted: nothing is refused, and what goes wrong shows in attainment."""
 CODING = (1900, 16)
 """Mean tokens of prompts and answers once conversations have become coding."""
@@ -93,7 +79,7 @@ class Kind:
     quick: tuple[float, float]
     """How long each lasts in a quick run."""
     rules: Mapping[str, object] = field(default_factory=dict)
-    cause: Callable[[Rig, Path], None] = lambda rig, folder: None
+    cause: Callable[[Rig, Path], object] = lambda rig, folder: None
     """Unless given other requests come, that is all."""
     wrong: Callable[[float], Faults | None] = lambda at_s: None
     """The same cause for the simulator."""
@@ -130,10 +116,8 @@ def load_of(spec: Spec, parts: Sequence[Part], fraction: float, seed: int) -> Wo
 
 
 def _traffic(planned: Traffic, part: Part, fraction: float) -> Traffic:
-    rate = planned.rate_per_s * part.share * fraction
-    if part.lengths is None:
-        return replace(planned, rate_per_s=rate)
-    return replace(planned, rate_per_s=rate, lengths=(LengthBin(*map(float, part.lengths), 1.0),))
+    lengths = (LengthBin(*map(float, part.lengths), 1.0),) if part.lengths else planned.lengths
+    return replace(planned, rate_per_s=planned.rate_per_s * part.share * fraction, lengths=lengths)
 
 
 def _slow_prefill(rig: Rig, folder: Path) -> None:
@@ -141,19 +125,9 @@ def _slow_prefill(rig: Rig, folder: Path) -> None:
     post(f"{victim['url']}/pace", {"pace": SLOW})
 
 
-def _slow_far(at_s: float) -> Faults:
-    return Faults((Fault(at_s, "slow", replica="*@far*", factor=SLOW),))
-
-
-def _cheaper(rig: Rig, folder: Path) -> None:
-    write_market(folder, {"1xA10": (6, CHEAP_USD_PER_H)})
-
-
 def _cheaper_there(at_s: float) -> Faults:
-    return Faults(
-        prices=(PriceChange(at_s, "east", "1xA10", CHEAP_USD_PER_H),),
-        availability=(SupplyChange(at_s, "east", "1xA10", 6),),
-    )
+    prices = (PriceChange(at_s, "east", "1xA10", CHEAP_USD_PER_H),)
+    return Faults(prices=prices, availability=(SupplyChange(at_s, "east", "1xA10", 6),))
 
 
 KINDS = {
@@ -195,7 +169,7 @@ KINDS = {
             (25.0, 15.0),
             {"scaling": "prfaas", "window_s": 15},
             _slow_prefill,
-            _slow_far,
+            lambda at_s: Faults((Fault(at_s, "slow", replica="*@far*", factor=SLOW),)),
             {"threshold moved": (" may go over ",)},
         ),
         Kind(
@@ -206,7 +180,7 @@ KINDS = {
             Part(60.0, 0.8),
             (20.0, 25.0),
             {"scaling": "replan", "window_s": 20, "replan_s": 3600, "grace_s": 15},
-            _cheaper,
+            lambda rig, folder: write_market(folder, {"1xA10": (6, CHEAP_USD_PER_H)}),
             _cheaper_there,
             {
                 "plan asked for": ("another plan is asked for",),
@@ -253,8 +227,7 @@ def counted(sent: Iterable[Sent], from_s: float, to_s: float, roles: Mapping[str
             continue
         seen.kinds[f"{kind}, {roles.get(replicas[0], '?')}" if kind == "in_place" else kind] += 1
         places = [place_of(replica) for replica in replicas]
-        for fromkey in dict.fromkeys(places):
-            seen.replicas[fromkey] += 1
+        seen.replicas.update(set(places))
         if replicas[0] != replicas[-1]:
             seen.flows[f"{places[0]} => {places[-1]}"] += 1
     return seen
@@ -357,22 +330,19 @@ def served(kind: Kind, folder: Path, quick: bool) -> dict[str, float]:
     return figures(planned(inputs, result), sim, live)
 
 
-def figures(said: Seen, sim: Seen, live: Seen) -> dict[str, float]:
+def figures(plan: Seen, sim: Seen, live: Seen) -> dict[str, float]:
     off = [
         abs(live.share(what, name) - sim.share(what, name))
         for what in ("replicas", "flows", "kinds")
         for name in {*getattr(sim, what), *getattr(live, what)}
     ]
-    message = [
-        abs(item.share("replicas", name) - said.share("replicas", name))
-        for name in said.replicas
-        for item in (sim, live)
-    ]
+    pairs = [(name, item) for name in plan.replicas for item in (sim, live)]
+    off_plan = [abs(item.share("replicas", name) - plan.share("replicas", name)) for name, item in pairs]
     return {
         "requests": float(sum(live.kinds.values())),
         "lost": float(live.lost),
-        "shares, off planned, at most": max(message, default=0.0),
-        "attainment planned": said.attainment["before"],
+        "shares, off planned, at most": max(off_plan, default=0.0),
+        "attainment planned": plan.attainment["before"],
         **{f"attainment simulated, {name}": value for name, value in sim.attainment.items()},
         **{f"attainment live, {name}": value for name, value in live.attainment.items()},
         **{f"{name} simulated (s)": value for name, value in sim.latency_s.items()},
@@ -407,8 +377,4 @@ if __name__ == "__main__":
             **{f"{name}: {what} after (s), live": ("<", NEVER_S) for what in KINDS[name].waits_for},
         }
     without = "all but one kind, or with --only a shorter run"
-    sys.exit(
-        run(
-            "planned_live", lambda quick: measure(names, quick), targets, seeds=(SEED,), quick_without=without
-        )
-    )
+    run("planned_live", lambda quick: measure(names, quick), targets, seeds=(SEED,), quick_without=without)

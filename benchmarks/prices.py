@@ -1,9 +1,9 @@
 """A day of changing prices and nodes: what re-allocating costs and keeps, against plans that stay and an oracle.
 
     kept         the first plan; what of it loses its machines comes back when there are nodes again
-    on demand    a plan on nodes that never go, at their fixed prices
+    on_demand    a plan on nodes that never go, at their fixed prices
     replan       CORAL's periodic re-allocation, and at once where prices or nodes change; K is start-up over 6 min
-    replan hour  the same with K over an hour, as CORAL amortises starts
+    replan_hour  the same with K over an hour, as CORAL amortises starts
     oracle       for every stretch between two changes the cheapest plan for it, at once and for nothing: a bound
 
 Two models at a steady rate on a recorded market: AWS's spot prices in the first zone of us-east-2 and
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import sys
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +23,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from parts.common import DATA, Budget, run, say, skip
+from parts.common import DATA, Budget, prefixed, run, say, skip
 from parts.problems import length_bins, mean_tokens, resolved
 from potluck.catalog import models, nodes
 from potluck.catalog import named_workloads as named
@@ -82,8 +81,7 @@ class Market:
         return tuple(sorted({change.at_s for change in self.changes}))
 
     def after(self, at_s: float) -> Market:
-        moved = (replace(change, at_s=max(0.0, change.at_s - at_s)) for change in self.changes)
-        return Market(tuple(moved))
+        return Market(tuple(replace(item, at_s=max(0.0, item.at_s - at_s)) for item in self.changes))
 
     def regions(self, at_s: float) -> tuple[Region, ...]:
         offers: dict[Key, NodeOffer] = {}
@@ -161,21 +159,8 @@ LIMIT_S = 20.0
 SEED = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    name: str
-    scaling: bool = False
-    interval_s: float = REPLAN_S
-    """Over which K spreads a start."""
-    on_demand: bool = False
-
-
-ROWS = (
-    Row("kept"),
-    Row("on demand", on_demand=True),
-    Row("replan", scaling=True),
-    Row("replan hour", scaling=True, interval_s=INTERVAL_S),
-)
+ROWS = {"kept": 0.0, "on_demand": 0.0, "replan": REPLAN_S, "replan_hour": INTERVAL_S}
+"""To over how long K spreads a start; 0 where nothing is re-planned."""
 
 
 class Planners:
@@ -228,11 +213,11 @@ def the_load(hours: float) -> Workload:
     return merge(parts)
 
 
-def served(row: Row, planners: Planners, market: Market, load: Workload, hours: float) -> dict[str, float]:
+def served(name: str, planners: Planners, market: Market, load: Workload, hours: float) -> dict[str, float]:
     regions = market.regions(0.0)
-    offered = tuple(region for region in regions if region.name == ON_DEMAND) if row.on_demand else regions
+    offered = tuple(region for region in regions if name != "on_demand" or region.name == ON_DEMAND)
     world = resolved(planners.problem, planners.at(offered), mean_tokens(load), regions=regions)
-    policy = Policy(tick_s=5.0, scaling="replan" if row.scaling else "none", replan_s=REPLAN_S)
+    policy = Policy(tick_s=5.0, scaling="replan" if ROWS[name] else "none", replan_s=REPLAN_S)
     result = simulate(
         world,
         load,
@@ -240,7 +225,7 @@ def served(row: Row, planners: Planners, market: Market, load: Workload, hours: 
         seed=SEED,
         settings=Running(tick_s=5.0, report_period_s=1.0),
         faults=faults_of(market, hours * HOUR_S),
-        planner=planners.again(row.interval_s) if row.scaling else None,
+        planner=planners.again(ROWS[name]) if ROWS[name] else None,
     )
     summary = summarise(result)
     within = sum((item.attainment or 0.0) * item.requests for item in summary.models)
@@ -296,13 +281,12 @@ def measure(quick: bool) -> dict[str, float]:
         "market_is_recorded": 1.0,
         "changes": float(sum(0 < at_s < hours * HOUR_S for at_s in market.times)),
     }
-    _tell("oracle", oracle(planners, market, hours * HOUR_S), figures)
-    for row in ROWS:
-        if budget.allows(row.name, 12.0 if row.scaling else 4.0):
-            _tell(row.name, served(row, planners, market, load, hours), figures)
+    figures |= prefixed("oracle", oracle(planners, market, hours * HOUR_S))
+    for name, interval_s in ROWS.items():
+        if budget.allows(name, 12.0 if interval_s else 4.0):
+            figures |= prefixed(name, served(name, planners, market, load, hours))
     figures["planning_cpu_s"] = planners.cpu_s
-    for row in ROWS:  # the oracle serves all that can be served and pays for no switch
-        name = row.name.replace(" ", "_")
+    for name in ROWS:  # the oracle serves all that can be served and pays for no switch
         if f"{name}_usd" in figures:
             figures[f"{name}_cost_over_oracle"] = figures[f"{name}_usd"] / figures["oracle_usd"]
     if "replan_hour_usd" in figures and "on_demand_usd" in figures:
@@ -310,13 +294,7 @@ def measure(quick: bool) -> dict[str, float]:
     return figures
 
 
-def _tell(name: str, result: dict[str, float], figures: dict[str, float]) -> None:
-    figures |= {f"{name.replace(' ', '_')}_{key}": value for key, value in result.items()}
-    text = ", ".join(f"{key} {value:.4g}" for key, value in result.items())
-    say(f"  {name:<12} {text}")
-
-
 if __name__ == "__main__":
     if not all((DATA / name).exists() for name in FILES):
-        sys.exit(skip("prices", f"{DATA} has not all of {', '.join(FILES)}"))
-    sys.exit(run("prices", measure, {}, seeds=[SEED]))
+        skip("prices", f"{DATA} has not all of {', '.join(FILES)}")
+    run("prices", measure, {}, seeds=[SEED])

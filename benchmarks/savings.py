@@ -13,7 +13,6 @@ that is cheaper, and counts by the same integer program as ours (`single`); Cauc
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 
@@ -156,11 +155,9 @@ def by_phase(each: PlanningProblem, plan: Plan) -> dict[tuple[str, str], float]:
 if __name__ == "__main__":
     given = options(only=tuple(PAPER), limit=60.0)
     targets = {f"{one}_{item}_over_auto": (">=", 1.0) for one in given.only for item in PAPER[one]}
-    sys.exit(
-        run(
-            "savings",
-            lambda quick: measure(quick, given.only, given.limit),
-            targets,
-            quick_without="the extended setting",
-        )
+    run(
+        "savings",
+        lambda quick: measure(quick, given.only, given.limit),
+        targets,
+        quick_without="the extended setting",
     )

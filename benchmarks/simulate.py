@@ -206,4 +206,4 @@ def _served(arrivals_s: Floats, outputs: list[int], slots: int, step_s: float) -
 
 
 if __name__ == "__main__":
-    sys.exit(run("simulate", measure, TARGETS, seeds=[SEED], quick_without="large runs, most repeats"))
+    run("simulate", measure, TARGETS, seeds=[SEED], quick_without="large runs, most repeats")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import tempfile
 
 import numpy as np
@@ -92,4 +91,4 @@ def estimate_figures(name: str, model: str, node: str, repeats: int) -> dict[str
 
 
 if __name__ == "__main__":
-    sys.exit(run("step_time", measure, TARGETS, seeds=(SEED,), quick_without="half of the repeats"))
+    run("step_time", measure, TARGETS, seeds=(SEED,), quick_without="half of the repeats")

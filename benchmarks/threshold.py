@@ -71,4 +71,4 @@ if __name__ == "__main__":
         "ratio_off": ("<=", 0.08),
         "egress_gbps": (">=", 11.5),
     }
-    sys.exit(run("threshold", measure, targets, quick_without="three of four lengths"))
+    run("threshold", measure, targets, quick_without="three of four lengths")

@@ -156,5 +156,5 @@ def rounds(made: dict[str, Bare], count: int) -> dict[str, float]:
 
 if __name__ == "__main__":
     if python() is None:
-        sys.exit(skip("vllm_overhead", "vLLM is not installed: make test-vllm"))
-    sys.exit(run("vllm_overhead", measure, TARGETS, seeds=range(24)))
+        skip("vllm_overhead", "vLLM is not installed: make test-vllm")
+    run("vllm_overhead", measure, TARGETS, seeds=range(24))

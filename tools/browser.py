@@ -90,14 +90,10 @@ class Tab:
     async def press(self, key: str, text: str = "") -> None:
         codes = {"Enter": 13, "Tab": 9, " ": 32, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39}
         text = text or {"Enter": "\r", " ": " "}.get(key, "")
-        pressed = {
-            "key": key,
-            "code": "Space" if key == " " else key,
-            "windowsVirtualKeyCode": codes.get(key, 0),
-        }
-        await self.call(
-            "Input.dispatchKeyEvent", type="keyDown", **pressed, **({"text": text} if text else {})
-        )
+        code = "Space" if key == " " else key
+        pressed = {"key": key, "code": code, "windowsVirtualKeyCode": codes.get(key, 0)}
+        typed = {"text": text} if text else {}
+        await self.call("Input.dispatchKeyEvent", type="keyDown", **pressed, **typed)
         await self.call("Input.dispatchKeyEvent", type="keyUp", **pressed)
 
     async def write(self, text: str) -> None:

@@ -72,15 +72,11 @@ CASES = (
 def blocks_of(model: Model, order: str, dtype: torch.dtype, size: int) -> dict[int, VllmLayer]:
     """Twice as many as one prompt needs."""
     count = 2 * -(-model.tokens // size) + 2
+    shape = (size, model.heads) if order == "NHD" else (model.heads, size)
     blocks: dict[int, VllmLayer] = {}
     for layer in range(model.layers):
-        if order == "NHD":
-            lies = torch.zeros(
-                count, size, model.heads, 2 * model.width, dtype=dtype, device=DEVICE
-            ).transpose(1, 2)
-        else:
-            lies = torch.zeros(count, model.heads, size, 2 * model.width, dtype=dtype, device=DEVICE)
-        blocks[layer] = VllmLayer(PlainBlocks(lies, "kv"))
+        lies = torch.zeros(count, *shape, 2 * model.width, dtype=dtype, device=DEVICE)
+        blocks[layer] = VllmLayer(PlainBlocks(lies.transpose(1, 2) if order == "NHD" else lies, "kv"))
     return blocks
 
 

@@ -31,6 +31,7 @@ from potluck.control.launchers.process import healthy
 GPUS = "nvidia.com/gpu"
 VERSION = "1.33"
 TICK_S = 0.05
+PATH = re.compile(r"/api/v1(?:/namespaces/[^/]+)?/(pods|nodes|secrets)(?:/([^/]+))?(/log)?")
 Json = dict[str, Any]
 
 
@@ -82,14 +83,9 @@ class Kube:
 
     def add_node(self, name: str, gpu: str, gpus: int, region: str) -> None:
         labels = {"nvidia.com/gpu.product": gpu, "topology.kubernetes.io/region": region}
-        labels["kubernetes.io/hostname"] = name
-        node = {
-            "apiVersion": "v1",
-            "kind": "Node",
-            "metadata": {"name": name, "labels": labels},
-            "spec": {},
-            "status": {"allocatable": {GPUS: str(gpus)}, "conditions": [{"type": "Ready", "status": "True"}]},
-        }
+        metadata = {"name": name, "labels": labels | {"kubernetes.io/hostname": name}}
+        status = {"allocatable": {GPUS: str(gpus)}, "conditions": [{"type": "Ready", "status": "True"}]}
+        node = {"apiVersion": "v1", "kind": "Node", "metadata": metadata, "spec": {}, "status": status}
         kubernetes_validate.validate(node, VERSION, strict=True)
         with self.changed:
             self.put("nodes", "ADDED", node)
@@ -175,15 +171,14 @@ class Kube:
         process = self.processes[name]
         if process.poll() is not None:
             del self.processes[name]
-            if pod["spec"]["restartPolicy"] == "Always" and "deletionTimestamp" not in pod["metadata"]:
-                self._start(pod, status["podIP"])
-                self.put("pods", "MODIFIED", pod)
-                return
             if "deletionTimestamp" in pod["metadata"]:
                 self.put("pods", "DELETED", pod)
                 return
-            ended = {"exitCode": process.returncode, "reason": "Error"}
-            pod["status"] = {"phase": "Failed", "containerStatuses": [{"state": {"terminated": ended}}]}
+            if pod["spec"]["restartPolicy"] == "Always":
+                self._start(pod, status["podIP"])
+            else:
+                ended = {"exitCode": process.returncode, "reason": "Error"}
+                pod["status"] = {"phase": "Failed", "containerStatuses": [{"state": {"terminated": ended}}]}
             self.put("pods", "MODIFIED", pod)
         elif "conditions" not in status and _probed(pod, status["podIP"]):
             status["conditions"] = [{"type": "Ready", "status": "True"}]
@@ -278,12 +273,10 @@ def _handler(kube: Kube) -> type[BaseHTTPRequestHandler]:
         do_GET = do_POST = do_DELETE = _do
 
         def _answer(self, path: str, query: dict[str, str]) -> None:
-            outcome = re.fullmatch(
-                r"/api/v1(?:/namespaces/[^/]+)?/(pods|nodes|secrets)(?:/([^/]+))?(/log)?", path
-            )
-            if outcome is None:
+            match = PATH.fullmatch(path)
+            if match is None:
                 raise Refusal(404, "NotFound", f"the server could not find {path}")
-            kind, name, log = outcome.groups()
+            kind, name, log = match.groups()
             if log:
                 self._write(200, (kube.folder / f"{name}.log").read_bytes(), "text/plain")
             elif self.command == "POST":
@@ -331,9 +324,9 @@ def _handler(kube: Kube) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _matches(each: Json, query: dict[str, str]) -> bool:
+def _matches(item: Json, query: dict[str, str]) -> bool:
     name, _, value = query.get("labelSelector", "").partition("=")
-    return not name or each["metadata"].get("labels", {}).get(name) == value
+    return not name or item["metadata"].get("labels", {}).get(name) == value
 
 
 def potluck_itself(words: list[str]) -> list[str]:

@@ -184,22 +184,17 @@ class Stage:
 
     def _run(self, staged: StagedRequest, run: Run) -> None:
         at_s, name = 0.003, staged.request.id
-        segments = run.route.segments
-        for place, segment in enumerate(segments):
+        for place, segment in enumerate(run.route.segments):
             node, crowd = self._node(segment.replica)
             stop = run.prompt_tokens if segment.stop is None else segment.stop
             at_s += (stop - segment.start) / PREFILL_PER_S[node] * crowd + 0.012
             if segment.stop is None:
                 break
-            staged.timers.append(
-                self._later(at_s, self.line.tell, events.SegmentComputed(name, run.attempt, place))
-            )
+            computed = events.SegmentComputed(name, run.attempt, place)
+            staged.timers.append(self._later(at_s, self.line.tell, computed))
             size = (stop - segment.start) * KV_BYTES_PER_TOKEN
             at_s += 0.008 + size / 2.5e9
-            target = segments[place + 1].replica
-            staged.timers.append(
-                self._later(at_s, self._handed, staged, run, place, segment.replica, target, size)
-            )
+            staged.timers.append(self._later(at_s, self._handed, staged, run, place, size))
         node, crowd = self._node(run.route.decoder)
         staged.timers.append(self._later(at_s, self._token, staged, run, TPOT_S[node] * crowd))
 
@@ -212,9 +207,8 @@ class Stage:
         node = next(iter(part.layout.node_counts))
         return node, (1.0 + 0.06 * view.open_requests) * self._chance.uniform(0.92, 1.12)
 
-    def _handed(
-        self, staged: StagedRequest, run: Run, place: int, source: str, target: str, size: int
-    ) -> None:
+    def _handed(self, staged: StagedRequest, run: Run, place: int, size: int) -> None:
+        source, target = (segment.replica for segment in run.route.segments[place : place + 2])
         self.operators._moved(source, target, "raw", size, 0.01)
         self.operators.meter.count(SEGMENT_TOKENS, (source,), size // KV_BYTES_PER_TOKEN)
         views = self.core.brain.fleet.views
@@ -246,15 +240,8 @@ class Stage:
         if staged.news is not None:
             staged.news.put_nowait(None)
         request = staged.request
-        ends = (
-            request.prompt_tokens,
-            0,
-            staged.streamed,
-            staged.came_s,
-            staged.first_s,
-            time.monotonic(),
-            True,
-        )
+        times = (staged.came_s, staged.first_s, time.monotonic())
+        ends = (request.prompt_tokens, 0, staged.streamed, *times, True)
         asked = (request.id, "", request.tenant, MODEL, "standard")
         self.operators.meter.answered(RequestOutcome(*asked, outcome, status, *ends))
 

@@ -36,6 +36,10 @@ from potluck.runtime.replay import LogHead, LogReader
 from potluck.sim.load.workload import Workload
 
 MODEL = "m"
+PROMPT, OUTPUT = 1200, 40
+"""Requests that keep slow GPUs busy at few a second, so that the machine itself is not what is measured."""
+NEVER_S = 1e3
+"""For what did not happen."""
 UP_S = 300.0
 """In which a service must be there, on a machine that has much else to do."""
 LOOK_S = 0.25
@@ -75,8 +79,8 @@ def told_by(log: Iterable[str], zero_utc_s: float = 0.0) -> tuple[list[Sent], li
 class Phase:
     lasts_s: float
     rate_per_s: float
-    prompt_tokens: int
-    output_tokens: int
+    prompt_tokens: int = PROMPT
+    output_tokens: int = OUTPUT
 
 
 def shots_of(phases: Sequence[Phase], seed: int) -> list[TimedRequest]:
@@ -142,19 +146,13 @@ class Rig:
     def now_s(self) -> float:
         return time.time() - self.zero_s
 
-    @contextmanager
-    def loaded(self, phases: Sequence[Phase], seed: int) -> Iterator[None]:
-        """Requests come while the block runs, and all of them are waited for at its end."""
-        with self.fired(shots_of(phases, seed)):
-            yield
-
     def load(self, phases: Sequence[Phase], seed: int) -> None:
-        with self.loaded(phases, seed):
+        with self.fired(shots_of(phases, seed)):
             pass
 
     @contextmanager
     def fired(self, shots: list[TimedRequest]) -> Iterator[None]:
-        """The same for requests that somebody made."""
+        """Requests come while the block runs, and all of them are waited for at its end."""
         self.shots = shots
         self.zero_s = time.time() + 0.2
         threads = [
@@ -198,18 +196,20 @@ class Rig:
     def notes(self, *kinds: str) -> list[RecordedEvent]:
         return [happening for happening in self.store.happenings(most=10_000) if happening.kind in kinds]
 
-    def note_s(self, kind: str, after_s: float, part: str = "") -> float | None:
+    def note_s(self, kind: str, after_s: float, part: str = "") -> float:
+        """How long after a moment the controller noted something."""
         times = [note.at_s - self.zero_s for note in self.notes(kind) if part in f"{note.what} {note.why}"]
-        return min((item for item in times if item >= after_s), default=None)
+        return min((at_s - after_s for at_s in times if at_s >= after_s), default=NEVER_S)
 
-    def news_s(self, part: str, after_s: float) -> float | None:
-        return min((at_s for at_s, what, why in self.news if part in what and at_s >= after_s), default=None)
+    def news_s(self, part: str, after_s: float) -> float:
+        times = [at_s for at_s, what, _ in self.news if part in what and at_s >= after_s]
+        return min(times, default=after_s + NEVER_S) - after_s
 
     def attainment(self, slo: Slo, from_s: float, to_s: float) -> float:
         mine = [shot for shot in self.shots if from_s <= shot.at_s < to_s]
         return sum(kept(shot, slo) for shot in mine) / len(mine) if mine else 1.0
 
-    def recovered_s(self, slo: Slo, after_s: float, share: float, window_s: float = 5.0) -> float | None:
+    def recovered_s(self, slo: Slo, after_s: float, share: float = 0.9, window_s: float = 5.0) -> float:
         """How long after a moment requests are kept again, and stay so for a window."""
         last_s = max((shot.at_s for shot in self.shots), default=0.0)
         at_s = after_s
@@ -217,7 +217,7 @@ class Rig:
             if self.attainment(slo, at_s, at_s + window_s) >= share:
                 return at_s - after_s
             at_s += 0.5
-        return None
+        return NEVER_S
 
     @property
     def lost(self) -> int:

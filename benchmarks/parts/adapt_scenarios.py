@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
-from parts.adapt_rig import MODEL, Phase, Rig, Seen, service
+from parts.adapt_rig import MODEL, NEVER_S, OUTPUT, PROMPT, Phase, Rig, Seen, service, shots_of
 from parts.common import Background, say
 from potluck.control.manual_changes import BY_HAND, scaled
 from potluck.control.state_store import StateStore
@@ -47,14 +47,12 @@ links:
   - {from: near, to: far, gbps: 0.05, rtt_ms: 10}
 """
 REMOTE_LOAD = {"tpot": 60, "rate": 10, "prompt": 1500, "cv": 1.0, "output": 60, "cv_out": 0.5}
-PROMPT, OUTPUT = 1200, 40
-"""Requests that keep slow GPUs busy at few a second, so that the machine itself is not what is measured."""
+
 MARKET_NODES = (
     "{node: 1xL4, available: 6, price_usd_per_h: 0.6}, {node: 1xA10, available: 0, price_usd_per_h: 0.9}"
 )
 FEW_L4 = "{node: 1xL4, available: 4, price_usd_per_h: 0.6}, {node: 1xA10, available: 4, price_usd_per_h: 1.6}"
-NEVER_S = 1e3
-"""For what did not happen."""
+
 Figures = dict[str, float]
 
 
@@ -120,7 +118,7 @@ def slow(folder: Path, seed: int, happens_s: float = 20.0, lasts_s: float = 50.0
     """One replica takes three times as long as planned: it is noticed, and gets less to do."""
     spec = write_spec(folder, 6.0, "{node: 1xL4, available: 8}")
     with serving(spec) as rig:
-        with rig.loaded([Phase(lasts_s, 4.5, PROMPT, OUTPUT)], seed):
+        with rig.fired(shots_of([Phase(lasts_s, 4.5)], seed)):
             rig.sleep_until(happens_s)
             victim = next(replica for replica in rig.looks[-1].replicas if replica["state"] == "ready")
             post(f"{victim['url']}/pace", {"pace": 3})
@@ -132,7 +130,7 @@ def slow(folder: Path, seed: int, happens_s: float = 20.0, lasts_s: float = 50.0
             return next((replica["pace"] for replica in look.replicas if replica["replica"] == name), 1.0)
 
         figures = told(rig, happens_s, happens_s + 10.0)
-        figures["noticed_s"] = after(rig.note_s("brain", happens_s, "times as long as planned"), happens_s)
+        figures["noticed_s"] = rig.note_s("brain", happens_s, "times as long as planned")
         figures["pace_seen"] = max((pace(item) for item in rig.looks if item.at_s > happens_s), default=1.0)
         return figures
 
@@ -143,7 +141,7 @@ def killed(folder: Path, seed: int) -> Figures:
     happens_s, lasts_s = 25.0, 65.0
     rules = {"scaling": "replan", "window_s": 20, "replan_s": 3600, "grace_s": 15}
     with serving(spec, rules) as rig:
-        with rig.loaded([Phase(lasts_s, 4.5, PROMPT, OUTPUT)], seed):
+        with rig.fired(shots_of([Phase(lasts_s, 4.5)], seed)):
             rig.sleep_until(happens_s)
             pid, name = rig.engines()[0]
             before = rig.looks[-1].ready()
@@ -154,12 +152,13 @@ def killed(folder: Path, seed: int) -> Figures:
             rig.wait_for(lambda look: look.ready() < before, 20.0)
             back_s = rig.wait_for(lambda look: look.ready() >= before, 40.0)
         settled_s = back_s or lasts_s
-        figures = told(rig, happens_s, settled_s)
-        figures["noticed_s"] = after(rig.note_s("brain", happens_s, "is lost"), happens_s)
-        figures["first_answer_s"] = after(rig.note_s("plan", happens_s, "what is left"), happens_s)
-        figures["full_plan_s"] = after(rig.note_s("plan", happens_s, "instead of"), happens_s)
-        figures["replaced_s"] = settled_s - happens_s
-        return figures
+        return {
+            **told(rig, happens_s, settled_s),
+            "noticed_s": rig.note_s("brain", happens_s, "is lost"),
+            "first_answer_s": rig.note_s("plan", happens_s, "what is left"),
+            "full_plan_s": rig.note_s("plan", happens_s, "instead of"),
+            "replaced_s": settled_s - happens_s,
+        }
 
 
 def surge(folder: Path, seed: int) -> Figures:
@@ -167,18 +166,12 @@ def surge(folder: Path, seed: int) -> Figures:
     base, up_s, down_s, end_s = 2.4, 25.0, 85.0, 140.0
     rules = {"scaling": "cauchy", "window_s": 15, "grace_s": 10}
     with serving(write_spec(folder, 3.0), rules) as rig:
-        phases = [
-            Phase(up_s, base, PROMPT, OUTPUT),
-            Phase(down_s - up_s, 3 * base, PROMPT, OUTPUT),
-            Phase(end_s - down_s, base, PROMPT, OUTPUT),
-        ]
-        rig.load(phases, seed)
+        rig.load([Phase(up_s, base), Phase(down_s - up_s, 3 * base), Phase(end_s - down_s, base)], seed)
         most = max(look.ready() for look in rig.looks)
         first, at_last = rig.looks[0].ready(), rig.looks[-1].ready()
         out_s = next((seen.at_s for seen in rig.looks if seen.at_s > up_s and seen.ready() > first), NEVER_S)
         in_s = next((look.at_s for look in rig.looks if look.at_s > down_s and look.ready() < most), NEVER_S)
-        recovered = rig.recovered_s(SLO, up_s, 0.9)
-        settled_s = up_s + (NEVER_S if recovered is None else recovered)
+        settled_s = up_s + rig.recovered_s(SLO, up_s)
         return {
             **told(rig, up_s, min(settled_s, down_s)),
             "copies_before": first,
@@ -203,12 +196,10 @@ def shift(folder: Path, seed: int) -> Figures:
     rules = {"scaling": "flips", "window_s": 15}
     with serving(spec, rules, plan=plan) as rig:
         # Five that prefill for one that decodes are bound by its card (6.4 a second), four for two by prefill (7.8).
-        phases = [Phase(happens_s, 7.0, *talk), Phase(lasts_s - happens_s, 7.0, *code)]
-        rig.load(phases, seed)
+        rig.load([Phase(happens_s, 7.0, *talk), Phase(lasts_s - happens_s, 7.0, *code)], seed)
         flips = [at_s for at_s, what, _ in rig.news if " becomes " in what]
         roles = [replica["role"] for replica in rig.looks[-1].replicas]
-        recovered = rig.recovered_s(slo, happens_s, 0.9)
-        settled_s = happens_s + (NEVER_S if recovered is None else recovered)
+        settled_s = happens_s + rig.recovered_s(slo, happens_s)
         return {
             **told(rig, happens_s, min(settled_s, lasts_s), slo),
             "first_flip_s": min((flip for flip in flips if flip > happens_s), default=NEVER_S) - happens_s,
@@ -223,7 +214,7 @@ def cheaper(folder: Path, seed: int) -> Figures:
     happens_s, lasts_s = 25.0, 75.0
     rules = {"scaling": "replan", "window_s": 20, "replan_s": 3600, "grace_s": 15}
     with serving(write_spec(folder, 6.0, MARKET_NODES), rules) as rig:
-        with rig.loaded([Phase(lasts_s, 4.5, PROMPT, OUTPUT)], seed):
+        with rig.fired(shots_of([Phase(lasts_s, 4.5)], seed)):
             rig.sleep_until(happens_s)
             usd_before = rig.looks[-1].usd_per_h
             write_market(folder, {"1xA10": (6, 0.3)})
@@ -236,7 +227,7 @@ def cheaper(folder: Path, seed: int) -> Figures:
         settled_s = moved_s or lasts_s
         return {
             **told(rig, happens_s, settled_s),
-            "plan_s": after(rig.note_s("plan", happens_s, "saves"), happens_s),
+            "plan_s": rig.note_s("plan", happens_s, "saves"),
             "moved_s": after(moved_s, happens_s),
             "usd_per_h_before": usd_before,
             "usd_per_h_after": rig.looks[-1].usd_per_h,
@@ -247,7 +238,7 @@ def spot(folder: Path, seed: int) -> Figures:
     """A spot machine is said to go in 15 s, and goes: its replica was emptied and replaced before."""
     happens_s, lasts_s, notice_s = 10.0, 45.0, 15.0
     with serving(write_spec(folder, 6.0, "{node: 1xL4, available: 6}")) as rig:
-        with rig.loaded([Phase(lasts_s, 4.0, PROMPT, OUTPUT)], seed):
+        with rig.fired(shots_of([Phase(lasts_s, 4.0)], seed)):
             rig.sleep_until(happens_s)
             victim = next(item for item in rig.store.instances() if item.state == "up" and item.replica)
             line = f"  - {{engine: {victim.name}, at: {time.time() + notice_s:.0f}}}"
@@ -274,8 +265,7 @@ def sleep(folder: Path, seed: int) -> Figures:
     spec = write_spec(folder, 3.0, "{node: 1xL4, available: 4}", more="    idle_s: 8\n")
     quiet_s, again_s = 6.0, 36.0
     with serving(spec, {"grace_s": 5}) as rig:
-        phases = [Phase(quiet_s, 1.5, PROMPT, OUTPUT), Phase(again_s - quiet_s, 0.0, 1, 1)]
-        rig.load([*phases, Phase(15.0, 1.5, PROMPT, OUTPUT)], seed)
+        rig.load([Phase(quiet_s, 1.5), Phase(again_s - quiet_s, 0.0), Phase(15.0, 1.5)], seed)
         asleep = [look.at_s for look in rig.looks if look.at_s > quiet_s and not look.replicas]
         first = min((shot for shot in rig.shots if shot.at_s >= again_s), key=lambda shot: shot.at_s)
         return {
@@ -287,7 +277,7 @@ def sleep(folder: Path, seed: int) -> Figures:
 
 
 def report(rig: Rig) -> None:
-    for item in sorted(rig.store.happenings(most=1000), key=lambda each: each.at_s):
+    for item in sorted(rig.store.happenings(most=1000), key=lambda note: note.at_s):
         if item.at_s - rig.zero_s > -5.0:
             say(f"  {item.at_s - rig.zero_s:7.2f}  {item.kind:8} {item.what}  ({item.why})")
     for line in rig.problems():
@@ -314,16 +304,15 @@ def restarts(folder: Path, seed: int) -> Figures:
     (template,) = (deployment.template for deployment in plan.deployments)
     chance = random.Random(seed)
     with serving(spec, plan=plan) as rig:
-        script = Path(__file__).with_name("adapt_controller.py")
-        rig.command = [
-            sys.executable,
-            str(script),
-            str(rig.store.path.parent),
-            str(spec),
-            str(folder / "plan.json"),
-        ]
+        paths = (
+            Path(__file__).with_name("adapt_controller.py"),
+            rig.store.path.parent,
+            spec,
+            folder / "plan.json",
+        )
+        rig.command = [sys.executable, *map(str, paths)]
         twice = Twice(rig)
-        with rig.loaded([Phase(KILLS * 7.0 + 30.0, 1.5, PROMPT, OUTPUT)], seed):
+        with rig.fired(shots_of([Phase(KILLS * 7.0 + 30.0, 1.5)], seed)):
             twice.start()
             begun_s = rig.now_s
             for _ in range(KILLS):
@@ -391,8 +380,7 @@ def ahead(folder: Path, seed: int) -> Figures:
     remember(folder / "state", base)
     rules = {"scaling": "ahead", "window_s": 20, "grace_s": 15}
     with serving(write_spec(folder, base), rules) as rig:
-        phases = [Phase(rise_s, base, PROMPT, OUTPUT), Phase(lasts_s - rise_s, RISE * base, PROMPT, OUTPUT)]
-        rig.load(phases, seed)
+        rig.load([Phase(rise_s, base), Phase(lasts_s - rise_s, RISE * base)], seed)
         copies = rig.looks[0].ready()
         more_s = next((look.at_s for look in rig.looks if look.ready() > copies), NEVER_S)
         at_rise = [look for look in rig.looks if look.at_s <= rise_s]
@@ -401,7 +389,7 @@ def ahead(folder: Path, seed: int) -> Figures:
             "copies_before": copies,
             "copies_at_rise": at_rise[-1].ready(),
             "copies_after": rig.looks[-1].ready(),
-            "asked_s": after(rig.news_s("another plan is asked for", 0.0), 0.0),
+            "asked_s": rig.news_s("another plan is asked for", 0.0),
             "lead_s": rise_s - more_s,
         }
 
@@ -426,14 +414,13 @@ def prfaas(folder: Path, seed: int) -> Figures:
     slo = Slo(4.0, 0.06)
     rules = {"scaling": "prfaas", "window_s": 15, "global_window_s": 30}
     with serving(spec, rules, plan=plan_as("prfaas", spec)) as rig:
-        phases = [Phase(happens_s, 6.5, 1500, 60), Phase(lasts_s - happens_s, 6.5, 400, 170)]
-        rig.load(phases, seed)
+        rig.load([Phase(happens_s, 6.5, 1500, 60), Phase(lasts_s - happens_s, 6.5, 400, 170)], seed)
         sides = [sum(replica["role"] == "prefill" for replica in look.replicas) for look in rig.looks]
         flips = [at_s for at_s, what, _ in rig.news if " becomes " in what and at_s > happens_s]
         return {
             **told(rig, happens_s, happens_s + 45.0, slo),
-            "first_threshold_s": after(rig.news_s(" may go over ", 0.0), 0.0),
-            "threshold_s": after(rig.news_s(" may go over ", happens_s), happens_s),
+            "first_threshold_s": rig.news_s(" may go over ", 0.0),
+            "threshold_s": rig.news_s(" may go over ", happens_s),
             "thresholds": sum(" may go over " in what for _, what, _ in rig.news),
             "first_flip_s": min(flips, default=NEVER_S) - happens_s,
             "flips": len(flips),
@@ -447,20 +434,15 @@ def advise(folder: Path, seed: int) -> Figures:
     base, up_s, end_s = 2.4, 25.0, 60.0
     rules = {"scaling": "cauchy", "window_s": 15, "grace_s": 10}
     with serving(write_spec(folder, 3.0), rules, "--advise") as rig:
-        phases = [Phase(up_s, base, PROMPT, OUTPUT), Phase(end_s - up_s, 3 * base, PROMPT, OUTPUT)]
-        rig.load(phases, seed)
-        notes = [
-            note
-            for note in rig.notes("brain", "advice")
-            if "advice" in (note.kind, note.what.partition(":")[0])
-        ]
-        text = [note.at_s - rig.zero_s for note in notes]
+        rig.load([Phase(up_s, base), Phase(end_s - up_s, 3 * base)], seed)
+        notes = rig.notes("brain", "advice")
+        advice = [n.at_s - rig.zero_s for n in notes if "advice" in (n.kind, n.what.partition(":")[0])]
         begun = [note for note in rig.notes("start", "stop") if note.at_s > rig.zero_s]
         newest = rig.store.plan()
         return {
             **told(rig, up_s, end_s, SLO),
-            "advice": len(text),
-            "first_advice_s": min((item for item in text if item > up_s), default=NEVER_S) - up_s,
+            "advice": len(advice),
+            "first_advice_s": min((at_s for at_s in advice if at_s > up_s), default=NEVER_S) - up_s,
             "changed": len(begun) + len({look.ready() for look in rig.looks}) - 1,
             "plans": 0 if newest is None else newest.version,
         }

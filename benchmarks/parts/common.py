@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("POTLUCK_DATA", ROOT.parent / "shared" / "data"))
@@ -64,11 +64,9 @@ def run(
     seeds: Sequence[int] = (),
     arguments: Sequence[str] | None = None,
     quick_without: str = "",
-) -> int:
-    """Measure, print, and return the exit code: 0 unless a target names a figure that is not there.
-
-    A quick run may leave figures out (see `Budget`); it names those that have a target.
-    """
+) -> None:
+    """Measure and print; ends with 1 where a target names a figure that is not there, but a quick run may leave
+    figures out (see `Budget`)."""
     parser = argparse.ArgumentParser(prog=f"benchmarks/{name}.py")
     parser.add_argument("--quick", action="store_true", help="end within 60 s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -79,8 +77,7 @@ def run(
     figures = {key: float(value) for key, value in measure(chosen.quick).items()}
     missing = sorted(set(targets) - set(figures))
     if missing and not chosen.quick:
-        say(f"{name}: no figure for the target(s) {', '.join(missing)}")
-        return 1
+        sys.exit(f"{name}: no figure for the target(s) {', '.join(missing)}")
     if missing:
         say(f"{name}: left out by --quick: {', '.join(missing)}")
         targets = {key: target for key, target in targets.items() if key in figures}
@@ -92,14 +89,19 @@ def run(
         "context": started,
     }
     print(json.dumps(report, indent=1, allow_nan=False) if chosen.json else as_table(report, targets))
-    return 0
 
 
-def skip(name: str, why: str) -> int:
+def skip(name: str, why: str) -> NoReturn:
     say(f"{name}: skipped, {why}")
     if "--json" in sys.argv:
         print(json.dumps({"name": name, "skipped": why}))
-    return 0
+    sys.exit()
+
+
+def prefixed(name: str, figures: Figures) -> dict[str, float]:
+    """Say a part's figures as they come, since the whole may take minutes; they come back with its name in front."""
+    say(f"  {name}: " + ", ".join(f"{key} {value:.4g}" for key, value in figures.items()))
+    return {f"{name}_{key}": value for key, value in figures.items()}
 
 
 class Budget:

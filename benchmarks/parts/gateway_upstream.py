@@ -24,11 +24,8 @@ LAST = (
 )
 WHOLE = (
     b'{"id":"chatcmpl-1","object":"chat.completion","created":1700000000,"model":"bench","choices":[{"index":0,'
-    b'"message":{"role":"assistant","content":"'
-    + b" word"
-    * 64
-    + b'"},"logprobs":null,"finish_reason":"length"}],'
-    b'"usage":{"prompt_tokens":1000,"completion_tokens":64,"total_tokens":1064}}'
+    b'"message":{"role":"assistant","content":"%b"},"logprobs":null,"finish_reason":"length"}],'
+    b'"usage":{"prompt_tokens":1000,"completion_tokens":64,"total_tokens":1064}}' % (b" word" * 64)
 )
 MODELS = b'{"object":"list","data":[{"id":"bench","object":"model","created":1700000000,"owned_by":"us"}]}'
 

@@ -146,16 +146,13 @@ class Troubles:
     def away(self, place: int) -> bool:
         return self.row(place) is None
 
-    def back(self, place: int) -> bool:
-        return self.row(place) is not None
-
     def cut(self, place: int) -> Times:
         fleet = self._fleet
         fleet.bed.cut(fleet.engine_hosts[place])
         noticed_s = within(lambda: self.away(place))
         time.sleep(self._last_s)
         fleet.bed.mend(fleet.engine_hosts[place])
-        return Times(noticed_s, within(lambda: self.back(place)))
+        return Times(noticed_s, within(lambda: not self.away(place)))
 
     def slow(self, place: int, bits_per_s: float) -> Times:
         fleet, before = self._fleet, self.row(place)
@@ -169,7 +166,7 @@ class Troubles:
         noticed_s = within(slower)
         time.sleep(self._last_s)
         fleet.bed.full_speed(fleet.engine_hosts[place])
-        return Times(noticed_s, within(lambda: self.back(place)))
+        return Times(noticed_s, within(lambda: not self.away(place)))
 
     def kill(self, place: int, odd: dict[str, object] | None = None) -> Times:
         """It dies, and what is started in its place may be of another release."""
@@ -178,5 +175,5 @@ class Troubles:
         noticed_s = within(lambda: self.away(place))
         began_s = time.monotonic()
         self._fleet.replace(place, odd)
-        within(lambda: self.back(place))
+        within(lambda: not self.away(place))
         return Times(noticed_s, time.monotonic() - began_s)

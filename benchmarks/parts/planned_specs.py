@@ -56,15 +56,8 @@ def spec_text(kind: str, seed: int) -> str:
     return _models([wanted]) + _fleet({"home": (rng.choice(LOW), rng.choice(HIGH))}, rng)
 
 
-def _model(
-    rng: np.random.Generator,
-    known: Objectives,
-    name: str,
-    rates: Range,
-    prompts: Range,
-    outputs: Range,
-    slower=1,
-) -> str:
+def _model(rng: np.random.Generator, known: Objectives, name: str, *ranges: Range, slower: int = 1) -> str:
+    rates, prompts, outputs = ranges
     model = str(rng.choice(list(known)))
     ttft_ms, tpot_ms = known[model]
     attainment = float(rng.choice((0.9, 0.95)))
