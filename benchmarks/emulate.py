@@ -1,13 +1,9 @@
 """Emulated GPUs on this machine's clock: how far steps are off from what `perf` predicts, at speed-up 1.
 
-A tiny model computes while the engine acts as a GPU with a large one. The time of a step is that from the end of the
-one before to its own end. Per shape the mean of steps in a row counts: a busy machine wakes sleepers late now and
-then, which the next step makes up for.
-
-Then a pipeline of two emulated GPUs, each a process. Two groups of requests at once take as long as one of them alone
-if the stages overlap fully (1), or twice as long if not at all (2). A prompt of 2048 tokens in two micro-batches
-against one: 0.75 if time went with tokens and stages overlapped fully. Last the engine's loop with two lanes against
-one.
+A tiny model computes while the engine acts as a GPU with a large one. Per shape the mean of steps in a row counts,
+end to end: a busy machine wakes sleepers late, which the next step makes up for. Then a pipeline of two emulated
+GPUs: two groups of requests at once take as long as one alone if stages overlap fully (1), twice as long if not at
+all (2); a prompt in two micro-batches against one (0.75 at best); the engine's loop with two lanes against one.
 """
 
 from __future__ import annotations

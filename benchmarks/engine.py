@@ -3,13 +3,10 @@
     python benchmarks/engine.py [--quick] [--json] [--part speed|start|soak]...
 
 Speed: N requests with the mean lengths of Azure's conversation trace of 2023, scaled down to the model's context,
-greedy, one thread, CPU-seconds. The engine runs them in its loop, with continuous batching and its prefix cache;
-transformers.generate as one batch in float32, in which the engine computes too: `speed_ratio_N`. `..._ragged_N`:
-requests of unlike lengths, which generate must pad; `..._looped_N`: the same against generate called for one request
-after the other; `..._bfloat16_N`: equal lengths against transformers in the format of the stored weights.
-
-transformers runs in a child process, since the engine asks the matrix library for its strict mode (see exact.py),
-which slows single rows down. Start: from `potluck engine serve` to the first token over HTTP.
+greedy, one thread, CPU-seconds: the engine's loop, with continuous batching and its prefix cache, against
+transformers.generate as one batch in float32 (`speed_ratio_N`), with unlike lengths, which generate must pad
+(`..._ragged_N`), called for one request after the other (`..._looped_N`), in the weights' format (`..._bfloat16_N`).
+transformers runs in a child process, since the engine's strict mode of the matrix library (exact.py) would slow it.
 """
 
 from __future__ import annotations

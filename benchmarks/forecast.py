@@ -1,15 +1,13 @@
 """A week of real arrival rates: scaling by forecast against reacting, fleets that stay, and an oracle.
 
-The first of ServeGen's two weeks is the history that the forecaster learns from; the second is served, in simulation,
-set up as in autoscale.py.
+ServeGen's first week is the history that the forecaster learns from; the second is simulated as in autoscale.py.
 
-    oracle           for every ten minutes the cheapest plan that serves them; no start-up, nothing to be drained
+    oracle           for every ten minutes the cheapest plan for them, without start-up; its plans are served too
     static peak      one plan for the week's highest ten minutes; static mean: for its mean
     replan           re-allocation every six minutes at the rates now seen
     ahead            re-allocation at the rates forecast (core/scaling/replan.py)
 
-The oracle's plans are served too: all the ten minutes that have the same plan, one after another, on that plan. A
-reversal is a start and a drain of one template within 30 minutes. `--quick` serves an hour with `replan` and `ahead`.
+A reversal is a start and a drain of one template within 30 minutes. `--quick`: an hour with `replan` and `ahead`.
 """
 
 from __future__ import annotations

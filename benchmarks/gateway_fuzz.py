@@ -1,9 +1,8 @@
 """Rubbish for the gateway's public port: no crash, no 500, no growth.
 
-A gateway whose engines answer at once gets bodies made from pieces of sound ones, bodies and headers that are far too
-large, requests cut off anywhere, plain noise, and, where schemathesis is on the path, what it makes up. A crash is an
-answer of 500, one that is no HTTP, or a gateway that is gone. Growth is what its memory gains from the second half of
-the noise, when all that is kept between requests has been filled by the first.
+A gateway whose engines answer at once gets spoiled, oversized and cut requests, plain noise, and, where it is on the
+path, what schemathesis makes up. A crash is a 500, an answer that is no HTTP, or a gateway that is gone. Growth is
+what its memory gains from the second half of the noise.
 """
 
 from __future__ import annotations

@@ -3,12 +3,10 @@
     python benchmarks/gateway_live.py [--quick] [--json] [--only fidelity|overload|flood]...
 
 - fidelity: are TTFT and TPOT those of the simulation, on the whole and request by request?
-- overload: at 5 times the capacity (`potluck goodput`), how much of it is still served in time, how soon is the rest
-  refused, and what does the gateway's memory do once it is warm?
+- overload: at 5 times the capacity, how much is served in time, how soon is the rest refused, how does memory grow?
 - flood: what does a tenant that asks for too much take from one that does not?
 
-Engines are mocks. On a busy machine processes wait for a core; how long is told, and questions to the gateway's
-/health, sent beside the refusals, say what the machine alone makes of their p99.
+Engines are mocks. How long processes wait for a core is told, and what the gateway's /health takes beside refusals.
 """
 
 from __future__ import annotations

@@ -2,18 +2,15 @@
 
     python benchmarks/gateway_same.py [--quick] [--json] [--only KIND]...
 
-64 clients ask a gateway before engines that compute, and each answer is compared with that of a lone engine:
-
     in place    one engine does all
     P/D         the prompt on one engine, the answer on another
     split       a prompt's two parts on two engines, cut at random (tools/random_cuts.py)
     remote      the prompt in another region
     recovered   two of four engines (or one of two) are killed with SIGKILL while answers are under way
 
-`asks_of` has what is asked. Compared are text, reason to end, log probabilities to the last bit, and the
-usage. With a lossy codec (`compared`) all is asked twice, the second time with x-potluck-exact: that must be the lone
-engine's again. `taken` counts answers that ended on a route of that kind (from the gateway's log), `cuts` the
-different places at which prompts were cut. What is refused is a mismatch too.
+64 clients ask (`asks_of`) a gateway before engines that compute. Compared are text, reason to end, log probabilities
+to the last bit, and usage; a refusal is a mismatch. With a lossy codec all is asked again with x-potluck-exact, which
+must be exact. `taken` counts answers that ended on such a route (the gateway's log), `cuts` the places of cuts.
 """
 
 from __future__ import annotations

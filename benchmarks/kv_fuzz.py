@@ -1,9 +1,8 @@
 """Two minutes of bad streams into the parser and the assembly: nothing but a format error may come of them.
 
-Sound streams are changed: bits, bytes, numbers at their limits, cut, doubled, put in other orders; in half of them
-the frames are sealed again, so that a wrong head passes its checksum. A crash is an exception that is not a
-FormatError, memory beyond the window, a chunk with bytes that were never sent, and a stream that takes more than a
-CPU-second.
+Sound streams are changed: bits, bytes, numbers at their limits, cut, doubled, reordered; half of them are sealed
+again, so that a wrong head passes its checksum. A crash is any other exception, memory beyond the window, a chunk
+with bytes that were never sent, and a stream that takes more than a CPU-second.
 """
 
 from __future__ import annotations

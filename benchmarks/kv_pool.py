@@ -1,11 +1,9 @@
 """The block pool and the index over all pools: hits on a real trace at several sizes, and CPU time.
 
-Mooncake's conversation trace (12,031 requests in an hour, blocks of 512 tokens), each request looked up and then
-kept. `hit` is the share of all prompt blocks that were found; an infinite cache is computed apart, with sets. The
-hybrid model resumes only where a checkpoint is: at the end of each prompt (`ends`), there and where a prompt left the
-way of others (`branches`), or after every block (`every`). Pool sizes are shares of what the infinite cache of the
-same policy holds; `at_50000` is in blocks. A million operations are half look-ups of whole prompts and half blocks
-kept.
+Mooncake's conversation trace (12,031 requests, blocks of 512 tokens), each request looked up and then kept. `hit` is
+the share of prompt blocks that were found. The hybrid model resumes only where a checkpoint is: at the end of each
+prompt (`ends`), there and where it left the way of others (`branches`), or after every block (`every`). Pool sizes
+are shares of what an infinite cache of the same policy holds, `at_50000` is in blocks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Mock engines: what they cost, and how well they keep the pace of the GPU that they act as.
 
-The loop alone, in a clock that does not wait: CPU per step of 64 decodes. A whole engine as a process, and a client
-that streams: memory, CPU until it serves, idle CPU, CPU per token, and the time that all streams took beside what
-`perf` predicts for their steps. Last twenty engines in one process, each with a few streams: how late their steps
-are.
+The loop alone: CPU per step of 64 decodes. A whole engine as a process with a client that streams: memory, CPU until
+it serves, idle, per token, and the time of all streams beside what `perf` predicts. Last twenty engines in one
+process, each with a few streams: how late their steps are.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """What the page costs: a browser and a gateway with 200 replicas and 100 requests a second on it.
 
-The gateway is the page's stage (tools/page_stage.py). Its cost is that of the page's own code, and what its process
-takes with one who watches, less what it takes with nobody. The browser is Chromium without a GPU, all of its
-processes. Then the page is told 50 times a second: how busy its main thread is (by its own clock), and the share of
-time in tasks over 50 ms, which others on the same cores lengthen.
+The gateway is tools/page_stage.py's: the cost of the page's own code, and of its process with one who watches less
+that with nobody. The browser is Chromium without a GPU, all of its processes. Then with 50 updates a second: how busy
+the page's main thread is, and the share of time in tasks over 50 ms, which others on the same cores lengthen.
 """
 
 from __future__ import annotations

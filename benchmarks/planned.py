@@ -1,7 +1,7 @@
 """Is what is planned what runs? Every strategy on every example and on random specs, simulated at the planned rate.
 
-Arrivals are smooth (gaps with a variation of 0.1) and lengths just as often as was planned for, in random order:
-nothing but the plan, the routing and the hardware decides. `sim/results/plan_comparison.py` has the rules:
+Arrivals are smooth and lengths just as often as was planned for, in random order: nothing but the plan, the routing
+and the hardware decides. `sim/results/plan_comparison.py` has the rules:
 
     served      the answered share is within 2 points of the planned one
     attained    as many are within the objective as was promised
@@ -9,9 +9,8 @@ nothing but the plan, the routing and the hardware decides. `sim/results/plan_co
     bytes       every link's bytes are within 10 % of the plan's
     worked      no replica that the plan counts on got nothing
 
-Beside the strategies, `aggregated` has pipelines that do both phases and nothing else. A strategy that cannot plan a
-spec, or finds nothing to deploy, is left out of it. Where a fleet does not suffice, as much is asked for as the plan
-serves. A quick run has the examples and as many random specs as there is time for.
+`aggregated` has pipelines that do both phases and nothing else. Strategies that cannot plan a spec are left out of
+it. Where a fleet does not suffice, as much is asked for as the plan serves.
 
     --only two-regions,pair-*     these specs alone
     --strategy auto               this strategy alone; may be repeated
@@ -60,10 +59,10 @@ class Run:
     spec: str
     strategy: str
     plan: Plan
-    found: tuple[comparison.PlanDeviation, ...]
+    deviations: tuple[comparison.PlanDeviation, ...]
 
     def wrong(self, part: str) -> list[comparison.PlanDeviation]:
-        return [one for one in comparison.disagreements(self.found) if PARTS.get(one.what) == part]
+        return [one for one in comparison.disagreements(self.deviations) if PARTS.get(one.what) == part]
 
     @property
     def passes(self) -> bool:
@@ -121,11 +120,11 @@ def share(passed: list[bool]) -> float:
     return sum(passed) / len(passed) if passed else 1.0
 
 
-def tell(each: Run) -> None:
-    wrong = [one for one in comparison.disagreements(each.found) if one.what in PARTS]
+def tell(item: Run) -> None:
+    wrong = [one for one in comparison.disagreements(item.deviations) if one.what in PARTS]
     text = "; ".join(f"{x.what} {x.name[-40:]} {' / '.join(comparison.described(x))}" for x in wrong[:3])
-    verdict = "ok" if each.passes else f"{len(wrong)} wrong: {text}"
-    say(f"{each.spec:<12} {each.strategy:<13} {each.plan.fraction:>5.0%}  {verdict}")
+    verdict = "ok" if item.passes else f"{len(wrong)} wrong: {text}"
+    say(f"{item.spec:<12} {item.strategy:<13} {item.plan.fraction:>5.0%}  {verdict}")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@
     replan_hour  the same with K over an hour, as CORAL amortises starts
     oracle       for every stretch between two changes the cheapest plan for it, at once and for nothing: a bound
 
-Two models at a steady rate on a recorded market: AWS's spot prices in the first zone of us-east-2 and
-ap-northeast-2, the last 24 days on record, each played for an hour, with how many of 16 spot machines could be had
-every five minutes (of V100s, as there is no record of these), which go with two minutes of notice; and the same nodes
-on demand. Fleets start warm; copies started later take what `perf.moves.startup` says.
+Two models at a steady rate on a recorded market: AWS's spot prices in two regions, the last 24 days on record, each
+played for an hour, with how many of 16 spot machines could be had every five minutes (V100s' record), which go with
+two minutes of notice; and the same nodes on demand. Fleets start warm; later copies take `perf.moves.startup`.
 """
 
 from __future__ import annotations

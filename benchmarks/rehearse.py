@@ -157,6 +157,7 @@ def measure(quick: bool) -> dict[str, float]:
             continue
         say(_told(item, *result))
         results.append(result)
+    evidence = [one for _, _, after in results for one in after]
     first = sum(outcome.first.cost_usd_per_h for outcome, _, _ in results)
     best = sum(outcome.best.cost_usd_per_h for outcome, _, _ in results)
     ratios = [outcome.best.cost_usd_per_h / outcome.first.cost_usd_per_h for outcome, _, _ in results]
@@ -166,10 +167,8 @@ def measure(quick: bool) -> dict[str, float]:
         "missed_without_rehearsal": sum(_missed(before) for _, before, _ in results),
         "missed_with_rehearsal": sum(_missed(after) for _, _, after in results),
         "no_plan_held": sum(outcome.chosen is None for outcome, _, _ in results),
-        "single_runs_missed_with_rehearsal": sum(
-            len(one.attained) - one.runs_kept for _, _, after in results for one in after
-        ),
-        "single_runs": sum(len(one.attained) for _, _, after in results for one in after),
+        "single_runs_missed_with_rehearsal": sum(len(one.attained) - one.runs_kept for one in evidence),
+        "single_runs": sum(len(one.attained) for one in evidence),
         "cost_ratio_all": best / first,
         "cost_ratio_least": min(ratios),
         "cost_ratio_most": max(ratios),

@@ -2,13 +2,12 @@
 
     python benchmarks/savings.py [--quick] [--json] [--only core|extended]... [--limit 60]
 
-CORAL reports the hourly cost of Homo and Cauchy over that of its own plans, averaged over epochs of traces and prices
-that are not published. Here every model has the paper's rate at its trace's mean lengths, nodes are ample, prices are
-the catalog's. Baselines are made twice. *As printed*: a replica is one whole node of one type, which does one phase;
-Homo takes for each model and phase the type that does most for a dollar, Cauchy combos of such nodes by CO-LP. *As
-strong as there are*: all degrees of tensor parallelism, several replicas on a node, both phases on one node where
-that is cheaper, and counts by the same integer program as ours (`single`); Cauchy's combos for the least cost
-(`cauchy-mc`).
+CORAL reports the hourly cost of Homo and Cauchy over that of its own plans, for traces and prices that are not
+published. Here every model has the paper's rate at its trace's mean lengths, nodes are ample, prices are the
+catalog's. Baselines are made twice. *As printed*: a replica is one whole node that does one phase; Homo takes for
+each model and phase the type that does most for a dollar, Cauchy combos of such nodes by CO-LP. *As strong as there
+are*: all degrees of tensor parallelism, several replicas on a node, both phases on one node, and counts by the same
+integer program as ours (`single`); Cauchy's combos for the least cost (`cauchy-mc`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """The search on THUNDERSERVE's cloud: 32 GPUs of four types, LLaMA-30B, conversation and coding.
 
-`schedule_cpu_s` is the worst over workloads and seeds, from nothing to convergence, in the paper's space (prefill and
-decode replicas) and with its Table 1 figures at fixed shares of their peaks; `mixed_*` allows mixed replicas too.
-`*_over_longer` is the attained rate over that of one search that gets `longer_times` the mean CPU time and another
-seed: the worst seed, above 1 when the short search is better. The paper's bandwidth matrix has no numbers; here links
-are 10 to 40 Gbps at random. Gaps are to `plan.search.bound`: every group of the pool as a column of a whole program
-up to 32 GPUs, classes of nodes beyond. Table 3 and 5 figures: shares of GPUs, and 1 where what the paper reports
-comes out. Table 5 tells only that one request decodes for 1126 ms on four 3090Ti: the output length is what takes so
-long.
+`schedule_cpu_s` is the worst over workloads and seeds in the paper's space (prefill and decode replicas) with its
+Table 1 figures at fixed shares of their peaks; `mixed_*` allows mixed replicas too. `*_over_longer`: the worst seed's
+attained rate over that of a search with another seed and `longer_times` the CPU time. The paper's bandwidth matrix
+has no numbers; here links are 10 to 40 Gbps at random. Gaps are to `plan.search.bound`. Table 3 and 5 figures: shares
+of GPUs, and 1 where what the paper reports comes out; Table 5 tells only that one request decodes for 1126 ms on four
+3090Ti, which gives the output length.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -84,8 +83,8 @@ def measure(quick: bool) -> dict[str, float]:
 def node(gpu: str, count: int) -> NodeType:
     row = load_toml("gpus.toml")["paper"]["thunderserve"][gpu]
     base = nodes.node_type(f"{count}x{row['gpu']}")
-    message = {name: row[name] for name in ("fp16_tflops", "bandwidth_gb_per_s", "memory_gb")}
-    return replace(base, gpu=replace(base.gpu, **message))
+    stated = {name: row[name] for name in ("fp16_tflops", "bandwidth_gb_per_s", "memory_gb")}
+    return replace(base, gpu=replace(base.gpu, **stated))
 
 
 def pool_of(machines: Sequence[NodeType], gbps: np.ndarray) -> Pool:
@@ -105,15 +104,10 @@ def work(name: str, rate_per_s: float = RATE_PER_S) -> PoolWorkload:
     return PoolWorkload(models.model("LLaMA-30B"), SLO, *WORK[name], rate_per_s, "int4")
 
 
-def settings(
-    phases: tuple[Role, ...],
-    seed: int = SEED,
-    limits: tabu.SearchLimits | None = None,
-    max_group_gpus: int | None = None,
-) -> tabu.SearchSettings:
+def settings(phases: tuple[Role, ...], **more: Any) -> tabu.SearchSettings:
     """Limits count CPU time, so that a busy machine searches as far as an idle one."""
-    chosen = limits or tabu.SearchLimits()
-    return tabu.SearchSettings(phases, max_group_gpus, seed, chosen, PeakCosts(), time.process_time)
+    usual = {"seed": SEED, "timing": PeakCosts(), "clock": time.process_time}
+    return tabu.SearchSettings(phases, **usual | more)
 
 
 def timed(pool: Pool, wanted: PoolWorkload, chosen: tabu.SearchSettings) -> tuple[tabu.SearchResult, float]:
@@ -166,9 +160,7 @@ def losing_a_node(before: tabu.SearchResult, quick: bool) -> dict[str, float]:
     """Four of 32 GPUs go: as it is, lightly rescheduled, searched anew; with large groups and with small ones."""
     pool, wanted = cloud(1), work("conversation")
     figures: dict[str, float] = {}
-    for label, most in (("", None), ("of_4_", 4)):
-        if quick and most is not None:
-            continue
+    for label, most in (("", None),) if quick else (("", None), ("of_4_", 4)):
         if most is not None:
             before = tabu.search(pool, wanted, settings(PAPER, max_group_gpus=most))
         left = tabu.groups_left(pool, before, {"node0": 4})
@@ -199,11 +191,8 @@ def small_pools(count: int) -> dict[str, float]:
         got_per_s = tabu.search(pool, wanted, settings(ALL, seed=index)).score.goodput_per_s
         bound = exact_bound(pool, wanted, PeakCosts(), known_per_s=got_per_s)
         gaps.append(1.0 - got_per_s / bound)
-    return {
-        "pools_of_12_gpus": count,
-        "worst_gap_12_gpus": max(gaps),
-        "mean_gap_12_gpus": float(np.mean(gaps)),
-    }
+    mean = float(np.mean(gaps))
+    return {"pools_of_12_gpus": count, "worst_gap_12_gpus": max(gaps), "mean_gap_12_gpus": mean}
 
 
 def large_pool() -> dict[str, float]:

@@ -1,11 +1,9 @@
 """The simulator's speed: requests per CPU-second, memory, and whether the cost per request stays flat.
 
-Requests have the lengths of Azure's conversation trace (1155 / 211 tokens on average) and arrive at 0.7 of what the
-fleet sustains; per-request records are kept. For scale: a bare loop that advances one replica in closed form and does
-nothing else. Queueing theory is checked on long runs. Disaggregated runs share prefixes (0.3 of the prompt tokens) in
-blocks of 512 tokens, as Mooncake's traces do, and for comparison of 16. Where a compiled copy lies in build/compiled
-(`make compiled`), all figures are of that one, and those of the interpreted source are beside them as
-`interpreted_...`.
+Lengths of Azure's conversation trace, at 0.7 of what the fleet sustains; per-request records are kept. For scale: a
+bare loop that advances one replica in closed form. Queueing theory is checked on long runs. Disaggregated runs share
+prefixes (0.3 of the prompt tokens) in blocks of 512 tokens, as Mooncake's traces do, and of 16. Where a compiled copy
+lies in build/compiled (`make compiled`), figures are of that one, beside `interpreted_...` of the source.
 """
 
 from __future__ import annotations

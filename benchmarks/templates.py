@@ -1,11 +1,9 @@
 """Pipeline templates in CORAL's extended setting: 6 models, prefill and decode, 20 node types, N_max 6, ρ 12.
 
-`total_cpu_s` is all 12 libraries from nothing but models and node types, stage rates included, pruned, when the
-compiled code is there; `every_cpu_s` the same with the optimum of every valid multiset. CORAL's own way, an integer
-program per multiset and number of stages, is measured with HiGHS on multisets drawn evenly from all valid ones; where
-not all are proven, `program_over_ours` (per template, to `every_cpu_s`) is too low. Optima are compared with the
-programs (equal where proven, never below what was found) and with a search that shares nothing with the compiled one
-but its list of partitions, also on tables with noise.
+`total_cpu_s` is all 12 libraries from nothing but models and node types, pruned; `every_cpu_s` the same with the
+optimum of every valid multiset. CORAL's own way, an integer program per multiset and number of stages, is measured
+with HiGHS on random valid multisets; where not all are proven, `program_over_ours` is too low. Optima are compared
+with the programs (equal where proven, never below) and with a second search, also on tables with noise.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
     python benchmarks/up_kill.py [--quick] [--json] [--seconds 60] [--every 6] [--clients 8] [--whole]
 
-Each client asks for answers of two to four seconds, one after the other, each under a name of its own
-(Idempotency-Key), and asks again at once whenever a connection is refused or cut off, or the answer is an error. What
-is killed are the processes that the state names; with --whole all of the gateway's. Should `potluck up` itself end,
-it is started again.
+Each client asks for answers of two to four seconds, each under a name of its own (Idempotency-Key), and asks again at
+once whenever it is refused, cut off, or answered with an error. Killed are the processes that the state names; with
+--whole all of the gateway's. Should `potluck up` itself end, it is started again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """What the connector costs requests that hand nothing over: CPU-seconds of whole vLLM processes.
 
-Four instances serve the same tiny model at once, and take turns with the same requests: two without a connector (by
-how much do processes differ that are alike?), one with a connector that does nothing (what vLLM itself spends on
-having any), one with ours as an adapter starts it: somebody listens to its steps and its prefixes. A figure is the
-median over rounds of a round's ratio to the first. A step of this model is some milliseconds of mostly Python, so
-this is the dearest case: the cost of a step does not grow with the model.
+Four instances of a tiny model take turns with the same requests: two without a connector (by how much do like
+processes differ?), one with a connector that does nothing, one with ours as an adapter starts it. A figure is the
+median over rounds of a round's ratio to the first. The cost of a step does not grow with the model: the dearest case.
 """
 
 from __future__ import annotations

@@ -89,12 +89,9 @@ def engine_logits(folder: Path, tokens: Tensor) -> Tensor:
     runner = Runner(configured(folder), SafetensorsSource(folder), size)
     row = runner.tables.open()
     runner.tables.grow(row, len(tokens))
-    return torch.cat(
-        [
-            runner.step([SequenceWork(row, 0, tokens[:FIRST].tolist(), "all")]),
-            *(runner.step([SequenceWork(row, i, [int(tokens[i])])]) for i in range(FIRST, len(tokens))),
-        ]
-    )
+    prompt = runner.step([SequenceWork(row, 0, tokens[:FIRST].tolist(), "all")])
+    rest = (runner.step([SequenceWork(row, i, [int(tokens[i])])]) for i in range(FIRST, len(tokens)))
+    return torch.cat([prompt, *rest])
 
 
 def refusal(values: Values, folder: Path) -> str | None:

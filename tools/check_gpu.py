@@ -2,11 +2,10 @@
 
     PYTHONPATH=src python tools/check_gpu.py [--device cpu]
 
-For each of `sample_models.py`, with random weights: sequences of unlike lengths, their prompts in chunks beside one
-another, then some steps in which all of them decode. All logits are compared: float32 with float32 on the CPU, to
-rounding; bfloat16 with float32 on the CPU, a few times as far off as bfloat16 on the CPU; each with decode steps
-recorded as CUDA graphs and launched one by one (models with experts or latent layers are never recorded). Exits with
-1 when anything differs.
+For each of `sample_models.py`, with random weights: prompts of unlike lengths in chunks beside one another, then
+steps in which all decode. Logits are compared: float32 with the CPU's to rounding; bfloat16 with float32 on the CPU,
+a few times as far off as bfloat16 there; each with decode steps recorded as CUDA graphs and launched one by one
+(models with experts or latent layers are never recorded). Exits with 1 when anything differs.
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
     PYTHONPATH=src python tools/check_vllm_gpu.py [--small]               on a machine with CUDA; vLLM is not needed
 
-Both workers are in this process and hand over by the transport that the connector uses. A made-up model computes a
-product for each layer, then keys and values into the blocks, on a stream of its own, launched ahead of the GPU as an
-engine does; so does the receiver while KV comes. For every order of blocks (`NHD`, `HND`), format, codec and pair of
-block sizes what is found in the receiver's blocks is what was computed (bit for bit with `raw`), although blocks are
-overwritten as soon as they are free. Then what giving costs the one who computes. Exits with 1 when something
-differs.
+Both workers are in this process and hand over by the transport that the connector uses. A made-up model computes keys
+and values into blocks, on a stream of its own and ahead of the GPU, as does the receiver while KV comes. For every
+order of blocks, format, codec and pair of block sizes, the receiver's blocks hold what was computed (bit for bit with
+`raw`), although blocks are overwritten as soon as they are free. Then what giving costs. Exits with 1 on a
+difference.
 """
 
 from __future__ import annotations

@@ -146,18 +146,11 @@ def _run(*words: str) -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
 
-AUTHORITY = (
-    "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 -subj /CN=potluck"
-    " -keyout ca.key -out ca.pem"
-)
-REQUEST = (
-    "openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=HOST"
-    " -addext subjectAltName=IP:HOST -keyout HOST.key -out HOST.csr"
-)
-SIGN = (
-    "openssl x509 -req -in HOST.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 825 -copy_extensions copy"
-    " -out HOST.pem"
-)
+EC = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
+AUTHORITY = f"req -x509 {EC} -days 3650 -subj /CN=potluck -keyout ca.key -out ca.pem"
+REQUEST = f"req -new {EC} -subj /CN=HOST -addext subjectAltName=IP:HOST -keyout HOST.key -out HOST.csr"
+CA = "-CA ca.pem -CAkey ca.key -CAcreateserial"
+SIGN = f"x509 -req -in HOST.csr {CA} -days 825 -copy_extensions copy -out HOST.pem"
 
 
 def make_certificates(folder: Path, hosts: Iterable[str]) -> Path:
@@ -170,4 +163,4 @@ def make_certificates(folder: Path, hosts: Iterable[str]) -> Path:
 
 
 def _openssl(line: str, folder: Path) -> None:
-    subprocess.run(shlex.split(line), cwd=folder, check=True, capture_output=True)
+    subprocess.run(["openssl", *shlex.split(line)], cwd=folder, check=True, capture_output=True)

@@ -58,27 +58,14 @@ def write_plans(
         capacity = (plans.BucketCapacity(0, *rates, 0.1, 0.02),)
         replicas = tuple(plans.PlannedReplica(cast(Role, role), single(NODE, 1, LAYERS)) for role in roles)
         count = (plans.NodeCount(NODE, len(roles)),)
-        name = f"unit{place}"
-        templates.append(
-            plans.Template(
-                name, cast(plans.TemplateKind, kind), MODEL, count, replicas, capacity, "measured", codec
-            )
-        )
-        shares += [plans.PlannedShare(name, region, 0, cast(Phase, phase), 1.0) for phase in phases]
-    plan = plans.Plan(
-        "by hand",
-        tuple(templates),
-        tuple(
-            plans.Deployment(template.name, unit[2], 1)
-            for template, unit in zip(templates, units, strict=True)
-        ),
-        (plans.LengthBucket(MODEL, 0, 100_000, 1.0),),
-        tuple(shares),
-        tuple(plans.PlannedFlow(MODEL, 0, source, target, 1.0, codec) for source, target in flows),
-        (),
-        float(len(units)),
-        0.0,
-    )
+        about = (f"unit{place}", cast(plans.TemplateKind, kind), MODEL)
+        templates.append(plans.Template(*about, count, replicas, capacity, "measured", codec))
+        shares += [plans.PlannedShare(about[0], region, 0, cast(Phase, phase), 1.0) for phase in phases]
+    deployments = tuple(plans.Deployment(f"unit{n}", region, 1) for n, (_, _, region) in enumerate(units))
+    buckets = (plans.LengthBucket(MODEL, 0, 100_000, 1.0),)
+    planned_flows = tuple(plans.PlannedFlow(MODEL, 0, *ends, 1.0, codec) for ends in flows)
+    parts = (tuple(templates), deployments, buckets, tuple(shares), planned_flows, ())
+    plan = plans.Plan("by hand", *parts, float(len(units)), 0.0)
     plan_path, spec_path = folder / "plan.json", folder / "potluck.yaml"
     plan_path.write_text(plans.plan_to_json(plan), "utf-8")
     spec = SPEC.format(catalog=CATALOG_MODEL, model=MODEL, node=NODE, ttft_ms=ttft_ms, tpot_ms=tpot_ms)

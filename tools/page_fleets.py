@@ -84,14 +84,6 @@ def _plan(kinds: tuple[plans.Template, ...], held: tuple[plans.Deployment, ...],
     )
     usd = {kind.name: sum(one.count * PRICE[one.node] for one in kind.nodes) for kind in kinds}
     cost = sum(item.count * usd[item.template] for item in held)
-    return plans.Plan(
-        "auto",
-        kinds,
-        held,
-        (plans.LengthBucket(MODEL, 0, 800, rate * 0.7), plans.LengthBucket(MODEL, 1, 8000, rate * 0.3)),
-        shares,
-        (),
-        (plans.Prediction(MODEL, rate * 0.8, rate, 0.62, 0.024, "transferred"),),
-        cost,
-        0.0,
-    )
+    buckets = (plans.LengthBucket(MODEL, 0, 800, rate * 0.7), plans.LengthBucket(MODEL, 1, 8000, rate * 0.3))
+    predictions = (plans.Prediction(MODEL, rate * 0.8, rate, 0.62, 0.024, "transferred"),)
+    return plans.Plan("auto", kinds, held, buckets, shares, (), predictions, cost, 0.0)

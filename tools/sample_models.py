@@ -20,9 +20,7 @@ BASE: Values = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
     "initializer_range": 0.3,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
 }
 EXPERTS: Values = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 LATENT: Values = {
@@ -48,14 +46,8 @@ DELTA: Values = {
 }
 
 LLAMA3: Values = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-YARN: Values = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "mscale": 0.7,
-    "mscale_all_dim": 1.0,
-    "beta_fast": 32,
-    "beta_slow": 1,
-}
+BETAS: Values = {"beta_fast": 32, "beta_slow": 1}
+YARN: Values = {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.0, **BETAS}
 
 BASES: dict[str, Values] = {
     "llama": {},

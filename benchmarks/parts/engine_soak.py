@@ -1,8 +1,7 @@
 """The soak of benchmarks/engine.py: many mixed requests, some of which are cancelled or cut off in the middle.
 
 Completions and chats, streamed or not, segments, hand-overs of an engine to itself, and requests that are wrong.
-Afterwards nothing may be left behind: no block taken, nobody waiting, and every request that was not given up by its
-own client answered.
+Afterwards no block is taken, nobody waits, and every request that its client did not give up was answered.
 """
 
 from __future__ import annotations

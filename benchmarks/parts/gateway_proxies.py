@@ -121,9 +121,7 @@ def _read(pattern: str) -> Iterator[str]:
 
 def await_port(process: Process, port: int, within_s: float = 60.0, path: str = "/v1/models") -> None:
     until_s = time.monotonic() + within_s
-    while time.monotonic() < until_s:
-        if not process.alive:
-            break
+    while process.alive and time.monotonic() < until_s:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2) as answer:
                 if answer.status == 200:
@@ -243,8 +241,14 @@ def tokenizer() -> Any:
 
 def gateway(port: int, cores: set[int], home: Path, *, tokens: bool, workers: int = 1) -> Process:
     command = [*POTLUCK, "serve", str(home / "plan.json"), str(home / "spec.yaml"), "--port", str(port)]
-    command += ["--engines", str(home / "engines.yaml"), "--admin-port", "0"]
-    command += ["--keys", str(home / "keys.jsonl")]
+    command += [
+        "--engines",
+        str(home / "engines.yaml"),
+        "--admin-port",
+        "0",
+        "--keys",
+        str(home / "keys.jsonl"),
+    ]
     command += ["--files", f"bench={home / 'model'}"] if tokens else []
     command += ["--workers", str(workers)] if workers > 1 else []
     return Process(command, cores)

@@ -40,10 +40,8 @@ def spec_text(kind: str, seed: int) -> str:
         wanted = _model(rng, SMALL, "one", (1.0, 5.0), (3000, 7000), (100, 300), slower=3)
         fleet = _fleet({"near": (rng.choice(LOW),), "far": (rng.choice(HIGH),)}, rng)
         gbps = int(rng.choice((5, 10, 25)))
-        links = "".join(
-            f"  - {{from: {a}, to: {b}, gbps: {gbps}, rtt_ms: 10}}\n"
-            for a, b in (("far", "near"), ("near", "far"))
-        )
+        ends = (("far", "near"), ("near", "far"))
+        links = "".join(f"  - {{from: {a}, to: {b}, gbps: {gbps}, rtt_ms: 10}}\n" for a, b in ends)
         return _models([wanted]) + fleet + "links:\n" + links
     if kind == "several":
         names = rng.choice(list(SMALL), 2, replace=False)

@@ -77,17 +77,11 @@ def planned(
 ) -> ResolvedPlan:
     """(template, region, copies); `more` are flows, links and an objective where they are not the usual ones."""
     templates = tuple({t.name: t for t, _, _ in fleet}.values())
-    plan = plans.Plan(
-        "by hand",
-        templates,
-        tuple(plans.Deployment(t.name, region, n) for t, region, n in fleet),
-        (plans.LengthBucket(MODEL, 0, longest, load * rate_per_s),),
-        tuple(shares),
-        tuple(more.get("flows", ())),
-        (plans.Prediction(MODEL, load * rate_per_s, rate_per_s, 0.2, 0.03, "measured"),),
-        1.0,
-        0.0,
-    )
+    deployments = tuple(plans.Deployment(t.name, region, n) for t, region, n in fleet)
+    buckets = (plans.LengthBucket(MODEL, 0, longest, load * rate_per_s),)
+    predictions = (plans.Prediction(MODEL, load * rate_per_s, rate_per_s, 0.2, 0.03, "measured"),)
+    routes = (tuple(shares), tuple(more.get("flows", ())))
+    plan = plans.Plan("by hand", templates, deployments, buckets, *routes, predictions, 1.0, 0.0)
     used = {item.node: nodes.node_type(item.node) for t in templates for item in t.nodes}
     offers = tuple(NodeOffer(name, 2.0, 100_000) for name in used)
     regions = tuple(Region(name, offers) for name in dict.fromkeys(region for _, region, _ in fleet))

@@ -151,9 +151,8 @@ def link(rules: Rules) -> Figures:
         result = rules.run(fleet.apart([("west", 2)], ("east", 2), 100.0), requests, [fault])
         figures[f"link_{name}_attainment"] = fleet.attainment(result, begin_s, begin_s + 20.0)
         figures[f"link_{name}_attainment_after"] = fleet.attainment(result, begin_s + 20.0, 80.0)
-    figures["link_tenth_over_dead"] = figures["link_tenth_attainment"] / max(
-        1e-9, figures["link_dead_attainment"]
-    )
+    dead = max(1e-9, figures["link_dead_attainment"])
+    figures["link_tenth_over_dead"] = figures["link_tenth_attainment"] / dead
     return figures
 
 
@@ -169,21 +168,18 @@ def shared_link(rules: Rules) -> Figures:
     both = merge([chat, flood])
     assert both.labels is not None
     hers = both.labels.tenant == both.labels.tenants.index("other")
-    for name, item in (
-        ("shared_link", rules),
-        ("shared_link_goodput", replace(rules, policy=replace(rules.policy, balance="goodput"))),
-    ):
+    goodput = replace(rules, policy=replace(rules.policy, balance="goodput"))
+    for name, item in (("shared_link", rules), ("shared_link_goodput", goodput)):
         half = item.run(fleet.apart([("west", 2)], ("east", 2), 12.5), chat)
         result = item.run(fleet.apart([("west", 2)], ("east", 2), 25.0), both)
         ttft_s, half_s = (run.records.first_token_s - run.records.arrival_s for run in (result, half))
+        p99_s = float(np.nanpercentile(ttft_s[hers], 99))
+        answered = float((result.records.outcome == ANSWERED)[~hers].sum())
         figures |= {
             f"{name}_attainment": float(fleet.good(result)[hers].mean()),
-            f"{name}_ttft_p99_s": float(np.nanpercentile(ttft_s[hers], 99)),
-            f"{name}_ttft_p99_over_half": float(
-                np.nanpercentile(ttft_s[hers], 99) / np.nanpercentile(half_s, 99)
-            ),
-            f"{name}_flooder_answered_per_s": float((result.records.outcome == ANSWERED)[~hers].sum())
-            / span_s,
+            f"{name}_ttft_p99_s": p99_s,
+            f"{name}_ttft_p99_over_half": p99_s / float(np.nanpercentile(half_s, 99)),
+            f"{name}_flooder_answered_per_s": answered / span_s,
         }
     return figures
 

@@ -17,17 +17,8 @@ def main() -> int:
     parser.add_argument("--pages", type=Path, default=ROOT / "build" / "docs", help="where pages are made")
     chosen = parser.parse_args()
     assemble(chosen.pages)
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "--builder",
-        "html",
-        "--quiet",
-        "--fail-on-warning",
-        "--keep-going",
-    ]
-    command += ["--conf-dir", str(Path(__file__).parent), "--fresh-env"]
+    command = [sys.executable, "-m", "sphinx", "--builder", "html", "--quiet", "--fail-on-warning"]
+    command += ["--keep-going", "--conf-dir", str(Path(__file__).parent), "--fresh-env"]
     command += ["--doctree-dir", str(chosen.pages / ".doctrees"), str(chosen.pages), str(chosen.out)]
     done = subprocess.run(command, env={**os.environ, "POTLUCK_DOCS": str(chosen.pages)}, check=False)
     if done.returncode == 0:

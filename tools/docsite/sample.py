@@ -47,11 +47,8 @@ def printed() -> str:
 
 
 def main() -> None:
-    output = printed()
-    text = PAGE.read_text("utf-8")
-    PAGE.write_text(
-        re.sub(r"```text\n.*?```", lambda _: f"```text\n{output}\n```", text, count=1, flags=re.DOTALL)
-    )
+    block, text = f"```text\n{printed()}\n```", PAGE.read_text("utf-8")
+    PAGE.write_text(re.sub(r"```text\n.*?```", lambda _: block, text, count=1, flags=re.DOTALL))
 
 
 if __name__ == "__main__":

@@ -38,12 +38,10 @@ def calls(page: str) -> Iterator[Call]:
         if block.language in ("", "console", "sh"):
             text = block.text.replace("\\\n", " ")
             for offset, line in enumerate(text.splitlines()):
-                result = CALL.match(line)
-                if result:
+                if result := CALL.match(line):
                     yield from _call(block.line + offset, result["words"], True)
     for line, phrase in phrases(page):
-        result = CALL.match(phrase)
-        if result:
+        if result := CALL.match(phrase):
             yield from _call(line, result["words"], False)
 
 
@@ -54,10 +52,8 @@ def _call(line: int, text: str, whole: bool) -> Iterator[Call]:
     lexer.whitespace_split = True
     words: list[str] = []
     for word in lexer:
-        if word == "|" and not whole:
-            break  # `plan|compare`: the first of several
         if word in ("|", "||", "&", "&&", ";", ">", ">>", "<"):
-            break
+            break  # also `plan|compare`: the first of several
         words.append(word)
     if words:
         yield Call(line, tuple(words), whole)
