@@ -228,7 +228,7 @@ def served(name: str, planners: Planners, market: Market, load: Workload, hours:
     )
     summary = summarise(result)
     within = sum((item.attainment or 0.0) * item.requests for item in summary.models)
-    starts = [replica for replica in result.replicas if replica.began_s > 0]
+    starts = [replica for replica in result.replicas if replica.changes[0][0] > 0]
     return {
         "usd": summary.cost_usd,
         "attainment": within / len(load),
