@@ -134,12 +134,10 @@ def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
     for row in rows:
         if budget.allows(row.name, 4.0):
             figures |= prefixed(row.name, served(row, factory, load))
-    for name, one, other in (
-        ("replan_cost_over_static_peak", "replan", "static_peak"),
-        ("cauchy_cost_over_combos_peak", "combos_cauchy", "combos_peak"),
-    ):
+    for kind, one, other in (("replan", "replan", "static_peak"), ("cauchy", "combos_cauchy", "combos_peak")):
         if f"{one}_usd" in figures and f"{other}_usd" in figures:
-            figures[name] = figures[f"{one}_usd"] / figures[f"{other}_usd"]
+            ratio = figures[f"{one}_usd"] / figures[f"{other}_usd"]
+            figures[f"{kind}_cost_over_{other}"] = ratio
     return figures
 
 

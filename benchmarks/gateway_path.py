@@ -84,9 +84,8 @@ class Bench(ConnectionPool):
 
 class Stage:
     def __init__(self, home: Path) -> None:
-        inputs, rules = read_inputs(
-            (home / "plan.json", home / "spec.yaml"), 0.0, print, lambda read: policy_of((), read.policy)
-        )
+        files = (home / "plan.json", home / "spec.yaml")
+        inputs, rules = read_inputs(files, 0.0, print, lambda read: policy_of((), read.policy))
         resolved = scene_of(inputs)
         settings = GatewaySettings(ListenAddresses(), engines=home / "engines.yaml", keys=home / "keys.jsonl")
         self.calls = Bench()

@@ -34,6 +34,7 @@ from parts.hosts_pipeline import pipeline
 
 OLDER: dict[str, object] = {"kv_version": 1, "version": "0.0.9"}
 FAILURES = "potluck_failures_total"
+FILES = ("--files", f"{MODEL}={WORDS}")
 SLOW_BITS_PER_S, CRAWLING_BITS_PER_S = 4e3, 20e3
 
 
@@ -43,9 +44,7 @@ def troubled(quick: bool) -> dict[str, float]:
     prefill, decode = 4, 5
     with tempfile.TemporaryDirectory() as name, host_bed.Bed(len(units) + 2) as bed:
         plan, spec = write_plans(Path(name), units)
-        with HostsFleet(
-            bed, plan, spec, gateway=("--files", f"{MODEL}={WORDS}"), odd={1: {"clock_s": -86_400.0}}
-        ) as fleet:
+        with HostsFleet(bed, plan, spec, gateway=FILES, odd={1: {"clock_s": -86_400.0}}) as fleet:
             load = Load(fleet, 4.0 if quick else 8.0)
             load.start()
             troubles = Troubles(fleet, 1.0 if quick else 10.0)
@@ -73,7 +72,7 @@ def upgraded(quick: bool) -> dict[str, float]:
     lasts_s = 20.0 if quick else 300.0
     with tempfile.TemporaryDirectory() as name, host_bed.Bed(len(units) + 3) as bed:
         plan, spec = write_plans(Path(name), units)
-        gateway = ("--files", f"{MODEL}={WORDS}", "--gateways", "2")
+        gateway = (*FILES, "--gateways", "2")
         engine = ("--mock", "--end-when-drained")
         with HostsFleet(bed, plan, spec, gateways=2, gateway=gateway, engine=engine, takeover=True) as fleet:
             upkeep = Upkeep(fleet, lambda place: fleet.replace(place, {"version": "9.9.9"}))

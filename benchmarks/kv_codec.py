@@ -149,10 +149,9 @@ def states_in_four_bits(chunk: KvChunk) -> KvChunk:
     both = from_floats(np.stack([np.zeros_like(rows), rows], axis=1), chunk.dtype)
     shape = (len(rows), 2, 1, width)
     result = encode(both, "kv", chunk.dtype, shape, "int4")
-    data = to_floats(
-        bytes(decode(result.parameters, result.payload, "kv", chunk.dtype, shape, "int4")), chunk.dtype
-    )
-    return replace(chunk, data=from_floats(data.reshape(shape)[:, 1].copy(), chunk.dtype))
+    data = bytes(decode(result.parameters, result.payload, "kv", chunk.dtype, shape, "int4"))
+    values = to_floats(data, chunk.dtype).reshape(shape)[:, 1].copy()
+    return replace(chunk, data=from_floats(values, chunk.dtype))
 
 
 def scored(runner: Runner, tokens: list[int], chunks: list[KvChunk]) -> float:

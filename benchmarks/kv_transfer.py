@@ -59,8 +59,7 @@ class Side:
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError("a peer of the benchmark has died")
-        result: dict[str, Any] = json.loads(line)
-        return result
+        return dict(json.loads(line))
 
     def do(self, do: str, **what: object) -> dict[str, Any]:
         self.ask(do, **what)

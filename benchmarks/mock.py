@@ -46,8 +46,7 @@ TARGETS = {
 def measure(quick: bool) -> dict[str, float]:
     figures = {"loop_step_64_cpu_ms": loop_step_ms(200 if quick else 1000)}
     figures |= asyncio.run(one_engine(64 if quick else 256))
-    figures |= asyncio.run(fleet(5.0 if quick else 20.0))
-    return figures
+    return figures | asyncio.run(fleet(5.0 if quick else 20.0))
 
 
 def loop_step_ms(steps: int) -> float:

@@ -13,17 +13,14 @@ from collections.abc import Sequence
 from parts.common import DATA, ROOT, cpu_s, run, say
 
 sys.path.insert(0, str(ROOT / "tools"))
+from papers.cronus_beyond import OVERLOADS
+
 from papers import cauchy, cauchy_rows, cronus, cronus_beyond, cronus_rows
 
 SEED = 0
 OFF = 0.25
-KEYS = {
-    cronus.DP: "dp",
-    cronus.PP: "pp",
-    cronus.HIGH_LOW: "high_low",
-    cronus.LOW_HIGH: "low_high",
-    cronus.CRONUS: "cronus",
-}
+APPROACHES = (cronus.DP, cronus.PP, cronus.HIGH_LOW, cronus.LOW_HIGH, cronus.CRONUS)
+KEYS = dict(zip(APPROACHES, ("dp", "pp", "high_low", "low_high", "cronus"), strict=True))
 
 
 def requests() -> tuple[cronus.RequestLengthList, bool]:
@@ -75,11 +72,9 @@ def beyond_cronus(settings: Sequence[cronus.Setting]) -> dict[str, float]:
     """What our two rules change in an overload, against the paper's."""
     figures: dict[str, float] = {}
     for setting in settings:
-        for overload in cronus_beyond.OVERLOADS:
-            result = {
-                name: cronus_beyond.run(setting, overload, policy, SEED)
-                for name, policy in cronus_beyond.policies().items()
-            }
+        for overload in OVERLOADS:
+            policies = cronus_beyond.policies().items()
+            result = {name: cronus_beyond.run(setting, overload, policy, SEED) for name, policy in policies}
             for name, outcome in result.items():
                 label = f"beyond_{setting.low.lower()}_{overload}_{name}"
                 figures[f"{label}_per_s"] = outcome.per_s
@@ -112,11 +107,7 @@ if __name__ == "__main__":
             f"{metric}_p99_below_{KEYS[other]}{'_' + low.lower() if low else ''}": (">", 0)
             for metric, other, low, _ in cronus_rows.CLAIMS
         },
-        **{
-            f"beyond_{low}_{load}_gain": (">", 1)
-            for low in ("a10", "a30")
-            for load in cronus_beyond.OVERLOADS
-        },
+        **{f"beyond_{low}_{load}_gain": (">", 1) for low in ("a10", "a30") for load in OVERLOADS},
         **{f"opportunistic_goodput_1p{decodes}d": (">", 0) for decodes in cauchy.DECODES},
         **{f"goodput_weighted_e2e_{load.name}": ("<", 0) for load in cauchy.LOADS},
     }

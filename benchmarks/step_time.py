@@ -35,12 +35,8 @@ def mixed_steps(count: int, chunks: int = 1) -> StepBatch:
     """Steps as a planner asks for them: chunks behind cached context beside decodes, in any proportion."""
     rng = np.random.default_rng(SEED)
     decodes = rng.integers(0, 257, count)
-    return steps(
-        rng.integers(0, 2049, (count, chunks)),
-        rng.integers(0, 8193, (count, chunks)),
-        decodes,
-        decodes * rng.integers(1, 4097, count),
-    )
+    new, cached = (rng.integers(0, most, (count, chunks)) for most in (2049, 8193))
+    return steps(new, cached, decodes, decodes * rng.integers(1, 4097, count))
 
 
 def measure(quick: bool) -> dict[str, float]:
@@ -64,13 +60,8 @@ def measure(quick: bool) -> dict[str, float]:
 def one_by_one(timer: RooflineTimer, batch: StepBatch) -> float:
     total = 0.0
     for row in range(len(batch)):
-        one = steps(
-            batch.chunk_new[row : row + 1],
-            batch.chunk_cached[row : row + 1],
-            batch.decodes[row],
-            batch.decode_context[row],
-        )
-        total += float(timer.step_s(one)[0])
+        new, cached = batch.chunk_new[row : row + 1], batch.chunk_cached[row : row + 1]
+        total += float(timer.step_s(steps(new, cached, batch.decodes[row], batch.decode_context[row]))[0])
     return total
 
 

@@ -59,8 +59,7 @@ class Service:
 
     def strike(self, whole: bool) -> None:
         gateway, controller = self.place("gateway"), self.place("controller")
-        family = [gateway, *(children_of(gateway) if whole else ()), controller]
-        for pid in family:
+        for pid in (gateway, *(children_of(gateway) if whole else ()), controller):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -35,6 +35,7 @@ CHUNK, DECODES, SEED = 48, 12, 5
 ROUNDING = 2e-4
 """What float32 may be off by, of the logits' spread: sums in another order."""
 LEAST_BF16, TIMES_BF16 = 0.02, 3.0
+STEPS = ("launched", "recorded")
 SPREAD = 0.35
 """Of the weights: small enough that rounding is not blown up from layer to layer."""
 
@@ -91,10 +92,8 @@ def logits(engine: Runner) -> Tensor:
             result[index].append(part.float().cpu().clone())
     for step in range(DECODES):
         places = [length + step for length in PROMPTS]
-        works_now = [
-            SequenceWork(row, place, tokens[place : place + 1])
-            for row, place, tokens in zip(rows, places, text, strict=True)
-        ]
+        parts_now = zip(rows, places, text, strict=True)
+        works_now = [SequenceWork(row, at, tokens[at : at + 1]) for row, at, tokens in parts_now]
         for index, part in enumerate(engine.step(works_now).float().cpu().clone()):
             result[index].append(part[None])
     return torch.cat([torch.cat(parts) for parts in result])
@@ -108,34 +107,26 @@ def distance(one: Tensor, two: Tensor) -> float:
 def check(name: str, device: str) -> list[Row]:
     config = sample_config(name)
     expected = logits(start(config, "cpu", torch.float32, recorded=False))
-    rough, _ = off_by(config, "cpu", torch.bfloat16, False, expected)
-    rough_is_known = rough < float("inf")
-    allowed = {
-        torch.float32: ROUNDING,
-        torch.bfloat16: max(LEAST_BF16, TIMES_BF16 * rough) if rough_is_known else LEAST_BF16,
-    }
+    rough, _ = off_by(config, "cpu", "bfloat16", False, expected)
+
+    allowed_rough = max(LEAST_BF16, TIMES_BF16 * rough) if rough < float("inf") else LEAST_BF16
+    allowed = {"float32": ROUNDING, "bfloat16": allowed_rough}
     can_record = recordable(config.model, 0, config.model.layer_count)
     return [
         # On a CPU float32 keys lie as its own kernels want them, where recorded steps do not find them.
-        Row(
-            name,
-            str(dtype).removeprefix("torch."),
-            "recorded" if recorded else "launched",
-            *off_by(config, device, dtype, recorded, expected),
-            most,
-        )
+        Row(name, dtype, STEPS[recorded], *off_by(config, device, dtype, recorded, expected), most)
         for dtype, most in allowed.items()
         for recorded in (False, True)
-        if not recorded or (can_record and (device != "cpu" or dtype != torch.float32))
+        if not recorded or (can_record and (device != "cpu" or dtype != "float32"))
     ]
 
 
 def off_by(
-    config: EngineModelConfig, device: str, dtype: torch.dtype, recorded: bool, expected: Tensor
+    config: EngineModelConfig, device: str, dtype: str, recorded: bool, expected: Tensor
 ) -> tuple[float, str]:
     """How far the logits are from those expected, and what went wrong if anything did."""
     try:
-        result = logits(start(config, device, dtype, recorded=recorded))
+        result = logits(start(config, device, getattr(torch, dtype), recorded=recorded))
     except (RuntimeError, PotluckError, ImportError, TypeError, ValueError) as error:
         # The table goes on: which of the others work is what one wants to know next.
         return float("inf"), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -128,9 +128,8 @@ class Rig:
         self.kv = f"{host}:{port}"
         self.told: list[dict[str, object]] = []
         self.giving = SendWorker(outbox, self.giver.blocks, "check", self.told.append)
-        self.taking = ReceiveWorker(
-            PeerConnections([(host, port)]), self.taker.blocks, "check", 0, self.told.append
-        )
+        peers = PeerConnections([(host, port)])
+        self.taking = ReceiveWorker(peers, self.taker.blocks, "check", 0, self.told.append)
         torch.cuda.synchronize()
 
     def table(self, side: int, backwards: bool = False) -> tuple[int, ...]:
@@ -267,9 +266,7 @@ def cost(model: Model) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--small", action="store_true", help="few layers, few tokens")
     model = SMALL if parser.parse_args().small else Model()
     checksum.load()

@@ -104,8 +104,7 @@ class Kube:
                 self._end(pod["metadata"]["name"])
 
     def _end(self, name: str) -> None:
-        process = self.processes.pop(name, None)
-        if process is not None:
+        if process := self.processes.pop(name, None):
             process.kill()
             process.wait()
 
@@ -142,8 +141,7 @@ class Kube:
                 raise Refusal(404, "NotFound", f"{kind} {name!r} not found")
             if kind == "pods" and grace_s != 0 and result["spec"].get("nodeName"):
                 result["metadata"].setdefault("deletionTimestamp", "2026-01-01T00:00:00Z")
-                process = self.processes.get(name)
-                if process is not None:
+                if process := self.processes.get(name):
                     process.send_signal(signal.SIGTERM)
                 return self.put(kind, "MODIFIED", result)
             self._end(name)
@@ -162,8 +160,7 @@ class Kube:
         if node in self.deaf or status["phase"] in ("Succeeded", "Failed"):
             return
         if node is None:
-            node = self._place(pod)
-            if node is not None:
+            if node := self._place(pod):
                 pod["spec"]["nodeName"] = node
                 self._start(pod)
                 self.put("pods", "MODIFIED", pod)
@@ -187,8 +184,7 @@ class Kube:
     def _place(self, pod: Json) -> str | None:
         wanted = pod["spec"]["nodeSelector"]
         rules = []
-        affinity = pod["spec"].get("affinity")
-        if affinity is not None:
+        if affinity := pod["spec"].get("affinity"):
             terms = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
             rules = terms["nodeSelectorTerms"][0]["matchExpressions"]
         for name, node in sorted(self.objects["nodes"].items()):

@@ -61,9 +61,8 @@ async def main(port: int, engines: list[int]) -> None:
 
     def handle(exchange: Exchange) -> None:
         relay = Relay(exchange)
-        call = calls.send(
-            next(addresses), exchange.method, exchange.path, exchange.body, relay, headers=fields
-        )
+        asked = (exchange.method, exchange.path, exchange.body)
+        call = calls.send(next(addresses), *asked, relay, headers=fields)
         exchange.on_gone = call.cancel
         exchange.on_room = lambda there: call.resume() if there else call.pause()
 

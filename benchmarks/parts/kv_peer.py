@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -99,11 +99,15 @@ class Peer:
         return {"state": state, "computed_s": self._computed_s, "cpu_s": time.process_time()}
 
     def bare_connect(self, asked: dict[str, Any]) -> dict[str, Any]:
-        self._close_bare()
         address = (asked["host"], asked["port"])
-        self._bare = [socket.create_connection(address, timeout=20) for _ in range(asked["degree"])]
-        for one in self._bare:
-            one.settimeout(None)
+        return self._keep(socket.create_connection(address, timeout=20) for _ in range(asked["degree"]))
+
+    def _keep(self, sockets: Iterable[socket.socket]) -> dict[str, Any]:
+        for old in self._bare:
+            old.close()
+        self._bare = list(sockets)
+        for new in self._bare:
+            new.settimeout(None)
         return {}
 
     def bare_send(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -133,12 +137,8 @@ class Peer:
         return {"port": self._listener.getsockname()[1]}
 
     def bare_accept(self, asked: dict[str, Any]) -> dict[str, Any]:
-        self._close_bare()
         self._listener.settimeout(20)
-        self._bare = [self._listener.accept()[0] for _ in range(asked["degree"])]
-        for one in self._bare:
-            one.settimeout(None)
-        return {}
+        return self._keep(self._listener.accept()[0] for _ in range(asked["degree"]))
 
     def bare_receive(self, asked: dict[str, Any]) -> dict[str, Any]:
         def work(one: socket.socket, view: memoryview) -> None:
@@ -165,11 +165,6 @@ class Peer:
             thread.start()
         for thread in threads:
             thread.join()
-
-    def _close_bare(self) -> None:
-        for one in self._bare:
-            one.close()
-        self._bare = []
 
 
 def main() -> int:
