@@ -273,7 +273,7 @@ def test_a_copy_that_does_not_come_back_ends_it(monkeypatch: pytest.MonkeyPatch)
     fleet = Fleet({"a": 3})
     fleet.stuck = True
     with pytest.raises(click.exceptions.Exit):
-        orders._all(fleet, fleet.drain, 0.05)  # type: ignore[arg-type]
+        orders._all(fleet, fleet.drain, 0.05, False)  # type: ignore[arg-type]
     assert len(fleet.asked) == 1, "the others are left as they are"
 
 
