@@ -6,7 +6,7 @@ import ast
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -192,6 +192,31 @@ def test_no_two_test_files_have_one_name() -> None:
 def test_no_file_names_a_place_on_one_machine() -> None:
     result = [f"{name_of(p)}:{line}: {what}" for p in FILES for line, what in machine_places(p.read_bytes())]
     assert result == []
+
+
+NAMED = re.compile(r"`((?:[a-z_]+/)*[a-z_]+\.py)`")
+
+
+def stale_names(texts: Mapping[str, str], known: Iterable[str]) -> list[str]:
+    """Files that a text names in backticks and that are not there, wherever they might be."""
+    ends = {"/" + path for path in known}
+    return [
+        f"{path}: {name}"
+        for path, text in texts.items()
+        for name in NAMED.findall(text)
+        if not any(end.endswith("/" + name) for end in ends)
+    ]
+
+
+def test_files_that_sources_and_the_map_name_are_there() -> None:
+    known = [name_of(path) for path in PYTHON]
+    texts = {
+        path: (ROOT / path).read_text("utf-8") for path in (*known, "ARCHITECTURE.md", "CONTRIBUTING.md")
+    }
+    assert (
+        stale_names({path: text for path, text in texts.items() if path != "tests/test_tidy.py"}, known) == []
+    )
+    assert stale_names({"a": "see `gone/away.py`"}, known) == ["a: gone/away.py"]
 
 
 def test_the_readme_names_the_two_commands() -> None:

@@ -42,7 +42,7 @@ OTHERS: Neutral = {
     "truncate_prompt_tokens": (-1,), "vllm_xargs": ({},), "verbosity": ("medium",), "web_search_options": (),
 }  # fmt: skip
 DRAWN = frozenset(PENALTIES) | {"logit_bias", "response_format"}
-"""What engines that run segments can do, each time a token is drawn (`drawing.py`)."""
+"""What engines that run segments can do, each time a token is drawn (`engine/compute/logit_edits.py`)."""
 KNOWN = PENALTIES | TOOLS | OTHERS
 """Fields that some engine honours, each with the values that ask for nothing."""
 ODD = frozenset(KNOWN) | {"response_format"}

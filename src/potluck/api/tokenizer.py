@@ -246,7 +246,7 @@ class ModelTokenizer:
         remember_bytes: int = 0,
     ) -> None:
         """`template` is the model's own, if it has one; as a text it is the only one. So many bytes of what was
-        tokenised are remembered, where that changes nothing (`stretches.py`)."""
+        tokenised are remembered, where that changes nothing (`IncrementalTokenizer`)."""
         self._tokenizer = tokenizer
         self.stretches = stretches_of(tokenizer, remember_bytes) if remember_bytes else None
         self._templates = (

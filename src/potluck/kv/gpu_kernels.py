@@ -1,4 +1,4 @@
-"""Quantise and restore on a GPU with Triton: the same bits as `cpu.py`, without a detour over the host.
+"""Quantise and restore on a GPU with Triton: the same bits as `cpu_kernels.py`, without a detour over the host.
 
     encode(x, part, codec, parameters, payload, bad)    bad[0] becomes 1 when something is not finite
     decode(parameters, payload, part, codec, out)

@@ -1,4 +1,4 @@
-"""What vLLM says of its prefix cache, as lines for the adapter (`held.py` reads them there).
+"""What vLLM says of its prefix cache, as lines for the adapter.
 
 vLLM's scheduler gathers events where it was started with them:
 
