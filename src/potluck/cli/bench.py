@@ -54,7 +54,13 @@ Row = tuple[float, str, int, int]
 @option("--seconds", type=click.FloatRange(0.1, 86_400), help="Send nothing new after this.")
 @option("--input", "prompt", type=click.IntRange(1, 1_000_000), default=256)
 @option("--output", type=click.IntRange(1, 1_000_000), default=64)
-@option("--prompts", "style", type=click.Choice(["ids", "text", "chat"]), default="ids", help="ids: exact.")
+@option(
+    "--prompts",
+    "style",
+    type=click.Choice(["ids", "text", "chat"]),
+    default="ids",
+    help="Token ids (exact lengths), text or a chat.",
+)
 @option("--until-eos", is_flag=True, help="Let answers end by themselves; not all servers know ignore_eos.")
 @option(
     "--slo",

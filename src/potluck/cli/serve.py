@@ -42,7 +42,7 @@ SETTINGS = "engines keys usage log engine_ca gateways state takeover mock_engine
 @option("--usage", type=FILE, help="Write a line per request here, to bill from.")
 @option("--log", type=FILE, help="Write what the Brain hears and asks here; `potluck replay` reads it.")
 @option("--files", multiple=True, metavar="MODEL=DIR", help="A model's tokenizer, over the spec's `files`.")
-@option("--mock", "mock_engines", is_flag=True, help="Of mocks: requests are as long as the spec allows.")
+@option("--mock", "mock_engines", is_flag=True, help="Engines are mocks: only the spec limits lengths.")
 @option("--tls", nargs=2, type=FILE, metavar="CERTIFICATE KEY", help="Serve HTTPS.")
 @option("--engine-ca", type=FILE, help="Authority of engines' certificates; else those trusted here.")
 @option("--gateways", default=1, type=click.IntRange(1, 1000), help="So many share clients and keys' limits.")

@@ -9,7 +9,7 @@ with low and scale as bfloat16, rounded down and up, so that no q can leave its 
 Two 4-bit numbers share a byte: the first half of a group lies in the lower four bits, the second half in the upper.
 So every step is the same for neighbours, and the compiler makes vectors of it.
 
-Compiled functions create no arrays; scratch space comes from the caller. `tests/kv/codec_reference.py` says the same in NumPy.
+Compiled functions create no arrays; scratch space comes from the caller. The tests have the same in NumPy.
 """
 
 from __future__ import annotations

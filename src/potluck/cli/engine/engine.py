@@ -135,11 +135,11 @@ serving_options = option_group(
     option("--port", default=8000, type=click.IntRange(0, 65535), help="0: a free one."),
     option("--allow-host", multiple=True, metavar="NAME", help="A name under which clients reach it."),
     option("--role", type=click.Choice(["prefill", "decode", "mixed"]), default="mixed"),
-    option("--kv-port", default=0, type=click.IntRange(0, 65535), help="For KV, one a worker; 0: any."),
+    option("--kv-port", default=0, type=click.IntRange(0, 65535), help="For KV, one per worker; 0: any."),
     option("--kv-from", multiple=True, metavar="HOST[:PORT]", help="Sources of KV, beside PUT /peers."),
     kv_tls_option,
-    option("--deadline-s", default=600.0, type=click.FloatRange(1), help="Of a request."),
-    option("--lease-s", default=60.0, type=click.FloatRange(0.1), help="Of a handle."),
+    option("--deadline-s", default=600.0, type=click.FloatRange(1), help="Of one request, in s."),
+    option("--lease-s", default=60.0, type=click.FloatRange(0.1), help="How long KV waits to be fetched."),
     tls_option,
     option("--api-key-file", type=PATH, help=f"Clients' key; else ${KEY_VARIABLE}."),
     option("--json", "as_json", is_flag=True, help="Say where it listens as JSON."),
@@ -175,7 +175,7 @@ def engine() -> None:
 @option("--speed-up", default=1.0, help="With --emulate: so many times faster.")
 @option("--mock", is_flag=True, help="With --emulate: draw tokens by a hash, and compute nothing.")
 @option("--count", default=1, help="With --mock: so many, on ports in a row.")
-@option("--mean-output", default=0, type=click.IntRange(0), help="With --mock: the mean; else by max_tokens.")
+@option("--mean-output", default=0, type=click.IntRange(0), help="With --mock: mean length; else max_tokens.")
 @option("--end-when-drained", is_flag=True, help="So that whoever looks after it starts the next release.")
 @serving_options
 def serve(
@@ -246,7 +246,7 @@ def generation_of(directory: Path) -> GenerationConfig:
 
 @engine.command(context_settings={"ignore_unknown_options": True})
 @option("--model", required=True, help="A model's directory, or its name on the hub.")
-@option("--python", default=sys.executable, show_default=False, help="Of vLLM's environment; else this one.")
+@option("--python", default=sys.executable, show_default=False, help="vLLM's Python; else this one.")
 @option("--tensor-parallel", default=1, type=click.IntRange(1), help="GPUs per stage.")
 @option("--expert-parallel", is_flag=True, help="Each expert of a mixture whole on one GPU.")
 @option("--stages", help="A pipeline: layers of each stage, such as 20,12.")

@@ -48,7 +48,7 @@ kv_tls_option = option(
     metavar="CERTIFICATE KEY AUTHORITY",
     help="TLS between engines, and with a pipeline's workers elsewhere; both sides show a certificate.",
 )
-tls_option = option("--tls", nargs=2, type=PATH, metavar="CERTIFICATE KEY", help="HTTPS, to the gateway too.")
+tls_option = option("--tls", nargs=2, type=PATH, metavar="CERTIFICATE KEY", help="Serve HTTPS.")
 
 
 def tls_for(host: str, files: tuple[Path, Path] | None) -> ssl.SSLContext | None:

@@ -83,7 +83,10 @@ MOST_TOKENS = 4096
 @option("--max-batch", default=32, type=click.IntRange(2, 1024), help="Decodes at once.")
 @option("--max-tokens", type=click.IntRange(128), help="Longest context to measure; else what fits.")
 @option(
-    "--chunk-tokens", default=1024, type=click.IntRange(32), help="A step's; for a URL, its --token-budget."
+    "--chunk-tokens",
+    default=1024,
+    type=click.IntRange(32),
+    help="Tokens of a step; for a URL, its --token-budget.",
 )
 @option("--repeats", default=5, type=click.IntRange(1, 100), help="Runs of each shape.")
 @option("--quick", is_flag=True, help="Fewer shapes.")

@@ -230,7 +230,7 @@ def _unless(controller_lives: bool, what: str) -> None:
 
 @click.command()
 @state_option
-@option("--timeout", "within_s", default=CONTROLLER_S, type=click.FloatRange(1.0), help="To stop all, in s.")
+@option("--timeout", "within_s", default=CONTROLLER_S, type=click.FloatRange(1.0), help="At most, in s.")
 @json_option
 def down(state: Path | None, within_s: float, as_json: bool) -> None:
     """Drain a service and stop all of it: gateway, engines, controller."""

@@ -48,7 +48,7 @@ SAMPLES = 200
 
 options = option_group(
     argument("paths", metavar="[PLAN] [SPEC]", nargs=-1, type=PATH),
-    option("--workload", multiple=True, help="NAME of the catalog or a trace FILE; MODEL=NAME of several."),
+    option("--workload", multiple=True, help="A catalog's NAME or a trace FILE; MODEL=NAME for one model."),
     option(
         "--from-log",
         "logs",
