@@ -19,7 +19,7 @@ ROOMS = {
 
 
 def tree() -> Iterator[tuple[tuple[str, ...], click.Command, click.Context]]:
-    top = click.Context(cli, info_name="potluck")
+    top = click.Context(cli, info_name="potluck", **cli.context_settings)
     for name in COMMANDS:
         command = cli.get_command(top, name)
         assert command is not None

@@ -61,7 +61,7 @@ def _call(line: int, text: str, whole: bool) -> Iterator[Call]:
 
 def trouble(call: Call, root: Path) -> str | None:
     """Why the command could not be run; None where it could."""
-    context = click.Context(cli, info_name="potluck")
+    context = click.Context(cli, info_name="potluck", **cli.context_settings)
     words = list(call.words)
     if words[0] in ("COMMAND", "--help", "--version"):
         return None
