@@ -508,11 +508,11 @@ def templated(
 ) -> tuple[list[Message], dict[str, Any]]:
     """What a chat template is given, as vLLM gives it: messages, and what else it is told."""
     tools, documents, values = (body.get(name) for name in ("tools", "documents", "chat_template_kwargs"))
-    report = dict(values) if isinstance(values, dict) else {}
+    options = dict(values) if isinstance(values, dict) else {}
     effort = body.get("reasoning_effort")
     if effort is not None:
-        report = {"enable_thinking": effort != "none", **report, "reasoning_effort": effort}
-    more: dict[str, Any] = {"values": report}
+        options = {"enable_thinking": effort != "none", **options, "reasoning_effort": effort}
+    more: dict[str, Any] = {"values": options}
     if isinstance(tools, list) and tools:
         more["tools"] = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
     if isinstance(documents, list):

@@ -265,8 +265,8 @@ class Controller:
         if self._market.problem:
             self._note_once("market", "market", f"{self._market.problem}; what was read last holds")
         regions = self._market.regions
-        message = [encode(region) for region in regions]
-        if wanted.get("market") == message or (wanted.get("market") is None and regions == self._market.spec):
+        encoded = [encode(region) for region in regions]
+        if wanted.get("market") == encoded or (wanted.get("market") is None and regions == self._market.spec):
             return wanted
         try:
             self._gateway.set_market(regions)

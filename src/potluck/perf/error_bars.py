@@ -128,9 +128,9 @@ def slower(model: Model, tp: int, gpu: str, confidence: Confidence, sure: float)
 def _errors(runs: Sequence[RunErrors], metric: Metric, kind: str, bits: int, tp: int) -> RunErrors:
     """Of the nearest group that has enough runs: like this in all; of any degree; in any format; of any kind."""
     for wanted in ((kind, bits, tp), (kind, bits, 0), (kind, 0, tp), (kind, 0, 0), ("", 0, 0)):
-        run_error = [e for e in runs if e.metric == metric and (e.kind, e.bits, e.tp) == wanted]
-        if run_error:
-            return run_error[0]
+        alike = [e for e in runs if e.metric == metric and (e.kind, e.bits, e.tp) == wanted]
+        if alike:
+            return alike[0]
     raise AssertionError(metric)
 
 

@@ -118,8 +118,8 @@ def _write(made: Trace, out: Path, to: str | None, as_json: bool) -> None:
     write_trace(made, out, chosen)
     blocks_left_out = made.block_ids is not None and chosen != "mooncake"
     if as_json:
-        text = {"file": str(out), "format": chosen, "requests": len(made), "rate_per_s": made.rate_per_s}
-        emit_json(text | {"blocks_left_out": blocks_left_out})
+        summary = {"file": str(out), "format": chosen, "requests": len(made), "rate_per_s": made.rate_per_s}
+        emit_json(summary | {"blocks_left_out": blocks_left_out})
         return
     rate = f", {made.rate_per_s:.4g} requests/s" if made.rate_per_s else ""
     click.echo(f"{out}: {len(made):,} requests{rate}, {chosen}", err=True)

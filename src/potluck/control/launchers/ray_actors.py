@@ -176,8 +176,8 @@ class ProcessActor:
         if state == "dead" and not problem:
             words = last_words(self._log) or "ended and printed nothing"
             problem = "was asked to end" if self._asked else words
-        text = {"state": state, "address": address, "problem": problem}
-        return {**text, "node": self._node, "log": written, "log_at": at}
+        status = {"state": state, "address": address, "problem": problem}
+        return {**status, "node": self._node, "log": written, "log_at": at}
 
     def _state(self) -> tuple[str, str]:
         if self._problem or (self._pid is not None and not alive(self._pid)):

@@ -345,8 +345,8 @@ class Operations:
             for offer in region.offers:
                 if offer.node not in nodes:
                     raise UnknownNameError(f"regions: {region.name}: node", offer.node, nodes)
-        message = {region.name: region for region in regions}
-        self._core.quote(tuple(message.get(name, region) for name, region in known.items()))
+        by_name = {region.name: region for region in regions}
+        self._core.quote(tuple(by_name.get(name, region) for name, region in known.items()))
         return {"regions": len(regions)}
 
     def decisions(self, after: int) -> Json:

@@ -124,11 +124,11 @@ class EventRewriter:
 
     def closing(self, body: bytes) -> bytes:
         last: dict[str, Any] = {"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}
-        text = [{**self._head, "choices": [self._choice(last)]}]
+        chunks = [{**self._head, "choices": [self._choice(last)]}]
         options = json.loads(body).get("stream_options") or {}
         if options.get("include_usage"):
-            text.append({**self._head, "choices": [], "usage": self._usage({"completion_tokens": 0})})
-        events = [b"data: " + json.dumps(item, separators=(",", ":")).encode() + b"\n\n" for item in text]
+            chunks.append({**self._head, "choices": [], "usage": self._usage({"completion_tokens": 0})})
+        events = [b"data: " + json.dumps(item, separators=(",", ":")).encode() + b"\n\n" for item in chunks]
         return b"".join(events) + DONE + b"\n\n"
 
     def _choice(self, said: dict[str, Any]) -> dict[str, Any]:

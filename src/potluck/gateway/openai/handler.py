@@ -209,8 +209,8 @@ class ClientHandler(OpenRequests):
         if origin is None and site is None and host in self._hosts:
             return
         texts = {"Host": host, "Origin": origin, "Sec-Fetch-Site": site}
-        text = {name: value.decode("latin-1") for name, value in texts.items() if value is not None}
-        check_origin(method.decode("latin-1"), text, self._settings.served)
+        decoded = {name: value.decode("latin-1") for name, value in texts.items() if value is not None}
+        check_origin(method.decode("latin-1"), decoded, self._settings.served)
         if origin is None and site is None and host is not None and len(self._hosts) < 64:
             self._hosts.add(host)
 

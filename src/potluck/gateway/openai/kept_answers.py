@@ -264,10 +264,10 @@ def _had(meta: dict[str, object], frames: Sequence[Frame]) -> PartialAnswer | No
     word, created_s, seed = meta.get("word"), meta.get("created_s"), meta.get("seed")
     if not isinstance(word, str) or not isinstance(created_s, float):
         return None
-    message = [json.loads(payload) for kind, payload in frames if kind == TOKENS]
+    decoded = [json.loads(payload) for kind, payload in frames if kind == TOKENS]
     tokens = (
         tuple(SampledToken(token, logprob, tuple(map(tuple, top))) for token, logprob, top in item)
-        for item in message
+        for item in decoded
     )
     return PartialAnswer(word, created_s, seed if isinstance(seed, int) else None, tuple(tokens))
 
@@ -494,5 +494,5 @@ def meet(
 
 
 def _head(status: int, headers: Iterable[tuple[bytes, bytes]], *, whole: bool) -> Frame:
-    text = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers if name != OWN]
-    return HEAD, json.dumps([status, whole, text]).encode()
+    pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers if name != OWN]
+    return HEAD, json.dumps([status, whole, pairs]).encode()

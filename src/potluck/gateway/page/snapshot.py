@@ -156,9 +156,9 @@ class FleetSnapshot:
 
     def _models(self, queues: list[QueueView], usd: Mapping[str, float]) -> dict[str, Row]:
         core, result = self._core, {}
-        text = {prediction.model: prediction for prediction in core.plan.predictions}
+        predictions = {prediction.model: prediction for prediction in core.plan.predictions}
         for name, model in core.replica_models.resolved.models.items():
-            slo, promise = core.replica_models.resolved.slos.get(name), text.get(name)
+            slo, promise = core.replica_models.resolved.slos.get(name), predictions.get(name)
             why = core.lacking(name)
             result[name] = {
                 "weights": model.name,

@@ -264,8 +264,8 @@ def granted(
         if not peers or not senders or bandwidth <= 0:
             continue
         for replica, rate in grants(bandwidth * 1e9 / 8, senders).items():
-            text = {"link": f"{source}->{target}", "peers": peers, "bytes_per_s": max(1, round(rate))}
-            result.setdefault(replica, []).append(text)
+            grant = {"link": f"{source}->{target}", "peers": peers, "bytes_per_s": max(1, round(rate))}
+            result.setdefault(replica, []).append(grant)
     return result
 
 

@@ -172,8 +172,8 @@ def _alone(replica: str) -> Route:
 
 
 def endpoints_text(endpoints: Iterable[Endpoint], codecs: Codecs) -> str:
-    text = [_said_of(endpoint) for endpoint in endpoints]
-    return json.dumps({"endpoints": text, "codecs": [[*key, codec] for key, codec in codecs.items()]})
+    lines = [_said_of(endpoint) for endpoint in endpoints]
+    return json.dumps({"endpoints": lines, "codecs": [[*key, codec] for key, codec in codecs.items()]})
 
 
 def _said_of(endpoint: Endpoint) -> dict[str, object]:
