@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from allocate_reference import check, random_cards, reference
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
@@ -21,6 +21,7 @@ LIMIT_S = 60.0
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
+@example(698887)  # a column of a fixed number must not stand for one like it
 def test_programs_with_cards_equal_the_reference(seed: int) -> None:
     program = random_cards(seed)
     result, best = solve(program, time_limit_s=LIMIT_S), reference(program)

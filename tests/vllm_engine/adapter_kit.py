@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from potluck.api.http import ServedNames
 from potluck.vllm.adapter.adapter_app import build
 from potluck.vllm.adapter.adapter_service import AdapterLimits, AdapterService, ConnectorEvents
-from potluck.vllm.connector import AdapterChannel
+from potluck.vllm.adapter_channel import AdapterChannel
 
 HANDLE = "h" * 40
 WORKER = {

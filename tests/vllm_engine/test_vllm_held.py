@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from potluck.core.replica.blocks import CacheChanges, block_hashes
 from potluck.core.routing.prefix_index import PrefixIndex
 from potluck.core.state.events import CacheReported
-from potluck.vllm.cache_events import HeldBlocks
+from potluck.vllm.adapter_channel import HeldBlocks
 
 TOKENS = list(range(96))
 

@@ -206,7 +206,8 @@ def without_needless(program: FlowProgram) -> tuple[FlowProgram, list[Ints]]:
     kept = {key for key, _ in program.running} | {pin.key for pin in program.pins}
     models, stands = [], []
     for m, model in enumerate(program.models):
-        stand = _stands(model, {key.template for key in kept if key.group == m})
+        fixed = {pin.key.template for pin in program.pins if pin.exactly and pin.key.group == m}
+        stand = _stands(model, {key.template for key in kept if key.group == m}, fixed)
         needed = stand == np.arange(len(stand))
         regions = len(program.fleet.regions)
         allowed = np.ones((len(stand), regions), bool) if model.allowed is None else model.allowed
@@ -224,8 +225,11 @@ def told_in(counts: Mapping[ColumnKey, int], stands: Sequence[Ints]) -> dict[Col
     return numbers
 
 
-def _stands(model: ModelColumns, kept: set[int]) -> Ints:
-    """[templates]: the column that stands for each; itself where none makes it needless."""
+def _stands(model: ModelColumns, kept: set[int], fixed: set[int]) -> Ints:
+    """[templates]: the column that stands for each; itself where none makes it needless.
+
+    A column of a `fixed` number cannot be taken more often in another's place.
+    """
     count = len(model.uses)
     none = np.full(count, np.inf)
     sends = none if model.sends_bits_per_s is None else model.sends_bits_per_s
@@ -238,12 +242,13 @@ def _stands(model: ModelColumns, kept: set[int]) -> Ints:
     does = np.concatenate(more, axis=1)
     stand = np.arange(count)
     needed = np.ones(count, bool)
+    free = ~np.isin(np.arange(count), list(fixed))
     # Those with the fewest nodes and the most done come first: whatever makes a column needless is before it.
     order = np.lexsort(
         (np.arange(count), -np.nan_to_num(does, posinf=0.0).sum(axis=1), model.uses.sum(axis=1))
     )
     for place, j in enumerate(order.tolist()):
-        before = order[:place][needed[order[:place]]]
+        before = order[:place][(needed & free)[order[:place]]]
         if j in kept or not len(before):
             continue
         better = (model.uses[before] <= model.uses[j]).all(axis=1) & (does[before] >= does[j]).all(axis=1)

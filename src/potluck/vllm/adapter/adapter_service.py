@@ -24,7 +24,7 @@ from potluck.kv.handles import model_in
 from potluck.kv.peer_connections import Address
 from potluck.kv.prefix_pool import CacheFeed
 from potluck.vllm.adapter.vllm_process import VllmProcess
-from potluck.vllm.cache_events import HeldBlocks
+from potluck.vllm.adapter_channel import HeldBlocks
 
 RECENT_STEPS = 4096
 SHOWN_STEPS = 256
