@@ -186,4 +186,4 @@ def test_frames_of_the_harmed_stream_are_where_the_test_thinks() -> None:
         frame(TransferEnd(len(PARCELS), sum(len(p.data) + len(p.parameters) for p in PARCELS)))
     )
     assert len(frame(Ack(0, 0))) == 32
-    assert len(frame(Hello(bytes(16), bytes(32), "x" * 43, 0, 1, 1, 1))) == 128
+    assert len(frame(Hello(bytes(16), bytes(32), "x" * 43, 0, 1, 1, 1))) == 142

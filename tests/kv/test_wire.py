@@ -17,7 +17,7 @@ from potluck.core.errors import FormatError
 from potluck.kv import checksum
 from potluck.kv import frames as wire
 from potluck.kv.chunks import CHECKSUM_ROW as ROW
-from potluck.kv.codec_layout import CODEC_IDS, sizes
+from potluck.kv.codec_layout import CODEC_IDS, CODED, sizes
 from potluck.kv.frames import (
     PREFIX,
     VERSION,
@@ -39,6 +39,7 @@ from potluck.kv.frames import (
     read_prefix,
 )
 from potluck.kv.handles import new_handle
+from potluck.kv.kv_layout import KvCut
 
 COUNTS = st.integers(0, 2**32 - 1)
 LARGE = st.integers(0, 2**64 - 1)
@@ -54,7 +55,7 @@ def chunks(draw: st.DrawFn) -> tuple[ChunkPiece, bytes]:
     if part == "kv":
         shape[1] = 2
     dtype = draw(st.sampled_from(wire.DTYPES))
-    codec = draw(st.sampled_from(sorted(CODEC_IDS)))
+    codec = draw(st.sampled_from(sorted(CODEC_IDS))) if dtype in CODED else "raw"
     label = ChunkHeader(
         draw(st.integers(0, wire.MOST_PARCELS - 1)),
         draw(st.integers(0, 2**16 - 1)),
@@ -64,6 +65,7 @@ def chunks(draw: st.DrawFn) -> tuple[ChunkPiece, bytes]:
         draw(COUNTS),
         draw(COUNTS),
         tuple(shape),
+        draw(st.integers(0, 2**16 - 1)),
     )
     whole = sizes(part, dtype, shape, codec).total_bytes
     offset = draw(st.integers(0, max(0, whole - 1)))
@@ -73,6 +75,16 @@ def chunks(draw: st.DrawFn) -> tuple[ChunkPiece, bytes]:
     return ChunkPiece(label, whole, offset, count, checksum.sums(data), inline), data if inline else b""
 
 
+SPANS = st.tuples(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1)).map(lambda span: tuple(sorted(span)))
+CUTS = st.builds(
+    lambda reader, more, *rest: KvCut(reader, reader + 1 + more, *rest),
+    st.integers(0, 500),
+    st.integers(0, 500),
+    SPANS,
+    SPANS,
+    st.sampled_from(["", *wire.DTYPES]),
+    st.booleans(),
+)
 SHARED = st.builds(SharedMemoryOffer, KEYS, KEYS, st.integers(1, wire.MOST_SLOTS))
 HELLOS = st.builds(
     Hello,
@@ -84,6 +96,7 @@ HELLOS = st.builds(
     st.integers(wire.LEAST_CHUNK_BYTES, wire.MOST_CHUNK_BYTES),
     COUNTS,
     st.none() | SHARED,
+    CUTS,
 )
 MESSAGES = st.one_of(
     HELLOS,
@@ -155,7 +168,7 @@ def sealed(kind: int, head: bytes, data_bytes: int = 0, version: int = wire.VERS
 
 
 def chunk_head(**changes: int) -> bytes:
-    label = {"index": 0, "layer": 0, "part": 0, "dtype": 2, "codec": 0, "dimensions": 4, "zero": 0}
+    label = {"index": 0, "layer": 0, "part": 0, "dtype": 2, "codec": 0, "dimensions": 4, "head": 0}
     place = {"first": 0, "stop": 4, "whole": 4 * 2 * 2 * 8 * 4, "offset": 0, "count": 64, "a": 0, "b": 0}
     values = (label | place | changes).values()
     return struct.pack("<IHBBBBHIIQQIQQ", *values) + struct.pack("<4I", 4, 2, 2, 8)
@@ -173,10 +186,10 @@ def test_the_made_up_head_is_right_before_it_is_made_wrong() -> None:
         {"index": wire.MOST_PARCELS},
         {"part": 4},
         {"dtype": 3},
+        {"dtype": 5},
         {"codec": 3},
         {"dimensions": 7},
         {"dimensions": 3},
-        {"zero": 1},
         {"whole": 2047},
         {"whole": 2**63},
         {"offset": 2**63},
@@ -212,6 +225,24 @@ def test_a_chunk_that_contradicts_itself_is_refused(change: dict[str, int]) -> N
 def test_a_frame_that_cannot_be_right_is_refused(raw: bytes) -> None:
     with pytest.raises(FormatError):
         FrameReader().feed(raw)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        (2, 2, 0, 4, 0, 2, 0, 0),  # the third of two
+        (0, 0, 0, 4, 0, 2, 0, 0),
+        (0, 2000, 0, 4, 0, 2, 0, 0),
+        (0, 1, 4, 3, 0, 2, 0, 0),
+        (0, 1, 0, 4, 2, 1, 0, 0),
+        (0, 1, 0, 4, 0, 2, 6, 0),
+    ],
+)
+def test_a_part_that_cannot_be_is_refused(change: tuple[int, ...]) -> None:
+    hello = frame(Hello(bytes(16), BOUND, new_handle(), 0, 1, 4096, 1))
+    head = hello[PREFIX.size : -14] + struct.pack("<HHHHHHBB", *change)
+    with pytest.raises(FormatError):
+        FrameReader().feed(sealed(wire.HELLO, head))
 
 
 def test_a_length_beyond_the_cap_is_refused_before_its_bytes_are_waited_for() -> None:

@@ -10,17 +10,13 @@ import torch
 from torch import Tensor
 
 from potluck.core.errors import InputError
-from potluck.kv.handles import directory_mark, model_in, part_in
+from potluck.kv.handles import directory_mark
 from potluck.vllm.vllm_blocks import (
     LayerBlocks,
-    ModelShard,
     PackedBlocks,
     PlainBlocks,
-    VllmLayer,
     check_caches,
     check_version,
-    fingerprint,
-    keeps_all_of_windows,
     layer_of,
     mark_of,
 )
@@ -83,21 +79,37 @@ def test_an_order_that_cannot_be_followed_is_refused() -> None:
         PackedBlocks(torch.zeros(2, 1, 4, 8), lost)
 
 
-def test_eight_bit_caches_are_refused_by_name() -> None:
-    with pytest.raises(InputError, match="float8_e4m3fn cannot be handed over"):
-        PlainBlocks(torch.zeros(1, 1, 4, 8, dtype=torch.float8_e4m3fn), "kv")
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 4.0)])
+def test_caches_of_eight_bits_lie_in_memory_as_bytes(dtype: str, scales: tuple[float, float]) -> None:
+    form, factors = getattr(torch, dtype), torch.tensor(scales).view(1, 2, 1, 1)
+
+    def quantised(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
+        small = [(part / scale).to(form) for part, scale in zip((keys, values), scales, strict=True)]
+        turned(small[0].view(torch.uint8), small[1].view(torch.uint8), cache, slots)
+
+    bytes_ = torch.zeros(6, HEADS, 4, 2 * WIDTH, dtype=torch.uint8)
+    for blocks in (
+        PlainBlocks(bytes_, "kv", dtype, scales),
+        PackedBlocks(bytes_.clone(), quantised, dtype, scales),
+    ):
+        table, exact = (5, 0, 3), torch.randn(blocks.shape.of(11))
+        blocks.write(table, 0, exact)  # larger ones are made small, with the layer's scales
+        small = blocks.read(table, 0, 11)
+        assert torch.equal(small.float(), (exact / factors).to(form).float())
+        other = torch.randn(blocks.shape.of(11)).to(form)
+        blocks.write(table, 0, other)  # those of the same format stay as they are
+        assert torch.equal(blocks.read(table, 0, 11).view(torch.uint8), other.view(torch.uint8))
 
 
-def test_a_fingerprint_is_of_model_weights_format_and_share_but_not_of_blocks() -> None:
-    def mark(tokens: int = 4, dtype: torch.dtype = torch.float32, weights: str = "w", **share: int) -> str:
-        return fingerprint(weights, ModelShard(**share), {0: VllmLayer(kinds(tokens, dtype)["plain"])})
-
-    assert mark() == mark(tokens=8)
-    others = [mark(dtype=torch.bfloat16), mark(weights="v"), mark(tensor_size=2), mark(stages=2)]
-    assert len({mark(), *others}) == 5
-    # To a gateway those that are cut otherwise are the same model; whoever fetches is told how they are cut.
-    assert model_in(mark()) == model_in(mark(tensor_size=2)) == "w-float32"
-    assert part_in(mark(tensor_size=2)) == "tensor 1/2 stage 1/1"
+@pytest.mark.parametrize("kind", ["plain", "strided", "packed"])
+def test_some_heads_are_written_and_the_others_stay(kind: str) -> None:
+    blocks, table = kinds(4)[kind], (5, 0, 3)
+    whole, one = torch.randn(blocks.shape.of(11)), torch.randn(blocks.shape.of(4, 1))
+    blocks.write(table, 0, whole)
+    blocks.write(table, 3, one, 1)
+    whole[3:7, :, 1:] = one
+    assert torch.equal(blocks.read(table, 0, 11), whole)
 
 
 def test_a_directory_has_one_mark_whichever_engine_reads_it(tmp_path: Path) -> None:
@@ -138,9 +150,8 @@ def test_what_cannot_be_handed_over_is_named_when_vllm_starts() -> None:
     window: dict[str, object] = {"sliding_window": 8}
     assert not check_caches(specs(FullAttentionSpec={}), "auto")
     assert check_caches(specs(FullAttentionSpec={}, SlidingWindowSpec=window), "bfloat16")
-    assert not keeps_all_of_windows(specs(FullAttentionSpec={}, SlidingWindowSpec=window))
-    assert keeps_all_of_windows(specs(FullAttentionSpec=window))
-    with pytest.raises(InputError, match="kv-cache-dtype: fp8_e5m2 cannot"):
-        check_caches(specs(FullAttentionSpec={}), "fp8_e5m2")
+    assert not check_caches(specs(FullAttentionSpec=window), "fp8_e5m2")
+    with pytest.raises(InputError, match="kv-cache-dtype: nvfp4 cannot"):
+        check_caches(specs(FullAttentionSpec={}), "nvfp4")
     with pytest.raises(InputError, match="has caches of ChunkedLocalAttentionSpec, MambaSpec; only"):
         check_caches(specs(FullAttentionSpec={}, MambaSpec={}, ChunkedLocalAttentionSpec={}), "auto")

@@ -75,7 +75,6 @@ def test_what_is_refused_is_not_made_of_all_weights_by_vllm_either(
 
 
 def test_caches_in_eight_bits_are_a_flag_that_vllm_has(read: Callable[[tuple[str, ...]], Any]) -> None:
-    """Nobody writes it here: the connector refuses such caches (`test_vllm_blocks.py`)."""
     assert read(("--kv-cache-dtype", "fp8")) is None
     with pytest.raises(SystemExit):
         read(("--kv-cache-dtype", "fp9"))

@@ -16,7 +16,7 @@ from potluck.kv.peer_connections import LinkLimits, PeerConnections
 from potluck.vllm.receive_worker import ReceiveWorker
 from potluck.vllm.send_worker import SendWorker
 from potluck.vllm.transfer_scheduler import FetchOrder, PlaceBlocks, ReadBlocks, SendOffer
-from potluck.vllm.vllm_blocks import PlainBlocks, VllmLayer
+from potluck.vllm.vllm_blocks import ModelShard, PlainBlocks, VllmLayer
 
 MARK = "vllm-test"
 LAYERS, HEADS, WIDTH = 3, 2, 8
@@ -45,8 +45,8 @@ class Pair:
     giver: dict[int, VllmLayer] = field(default_factory=lambda: layers(4))
     taker: dict[int, VllmLayer] = field(default_factory=lambda: layers(8))
     told: list[dict[str, object]] = field(default_factory=list)
-    cut: str = ""
-    """Which part of the model the receiver has."""
+    mark: str = MARK
+    """Of the receiver's model."""
 
     def __post_init__(self) -> None:
         self.sender = KvSender(limits=SenderLimits(beat_s=0.05, lease_s=1.0))
@@ -54,7 +54,9 @@ class Pair:
         self.kv = f"{host}:{port}"
         self.giving = SendWorker(self.sender, self.giver, MARK, self.told.append)
         links = PeerConnections([(host, port)], limits=QUICK)
-        self.taking = ReceiveWorker(links, self.taker, f"{MARK}{self.cut}", 0, self.told.append)
+        self.taking = ReceiveWorker(
+            links, self.sender, self.taker, self.mark, ModelShard(heads=HEADS), self.told.append
+        )
         self.values = {layer: torch.randn(70, 2, HEADS, WIDTH) for layer in range(LAYERS)}
         self.sent = ReadBlocks("g", (tuple(range(20, 38)),), 70)
         self.place = PlaceBlocks("t", (tuple(range(9, 0, -1)),), 0)
@@ -229,7 +231,7 @@ def test_a_cache_of_another_shape_is_not_taken(pair: Pair) -> None:
     pair.come()
     pair.taking.put(pair.place)
     until(lambda: pair.taking.results() == FAILED)
-    assert any("expected float32" in str(line.get("problem")) for line in pair.told if "took" in line)
+    assert any("expected [70, 2, 2, 8]" in str(line.get("problem")) for line in pair.told if "took" in line)
 
 
 def test_what_came_in_fewer_bits_does_not_go_on_as_exact(pair: Pair) -> None:
@@ -283,12 +285,30 @@ def test_a_window_that_passed_before_it_was_read_is_told_of() -> None:
     pair.taking.close()
 
 
-def test_unlike_tensor_parallelism_is_refused_and_both_degrees_are_named() -> None:
-    pair = Pair(cut=" tensor 1/2 stage 1/1")
-    pair.ask(pair.offer())
+def test_another_models_kv_is_not_taken() -> None:
+    pair = Pair(mark="another")
+    pair.ask(pair.offer(), within_s=0.5)
     pair.compute()
     until(lambda: (news := pair.taking.news()) and news.failed == {"t"})
+    pair.giving.close()
+    pair.taking.close()
+
+
+def test_windows_are_wanted_whole_where_the_receiver_keeps_all_of_them() -> None:
+    keeping = layers(8) | {1: layer(8, window=20, keeps_all=True)}
+    pair = Pair(layers(4) | {1: layer(4, window=20, keeps_all=True)}, keeping)
+    pair.ask(pair.offer())
+    pair.compute()
+    pair.come()
+    pair.taking.put(pair.place)
+    until(lambda: pair.taking.results() == HERE)
+    assert pair.whole()
+    pair.giving.close()
+    pair.taking.close()
+    pair = Pair(windowed(4, 0), keeping)
+    pair.ask(pair.offer())
+    until(lambda: (news := pair.taking.news()) and news.failed == {"t"})
     problem = next(str(line["problem"]) for line in pair.told if "took" in line)
-    assert "sender has its model cut as whole, here it is tensor 1/2 stage 1/1" in problem
+    assert "wanted with all of its windows, which are not kept here" in problem
     pair.giving.close()
     pair.taking.close()

@@ -189,7 +189,9 @@ def service_of(
     batch = BatchLimits(size.blocks, settings.token_budget, settings.max_running, settings.chunk_tokens)
     hub = RequestChannels()
     folder, most_bytes = settings.prefix_cache_dir, settings.prefix_cache_disk_bytes
-    disk = None if folder is None else _disk(folder, most_bytes, executor.fingerprint)
+    disk = (
+        None if folder is None else _disk(folder, most_bytes, f"{executor.fingerprint} {executor.kv_dtype}")
+    )
     prefixes = PrefixCache(executor.config, settings.prefix_cache_bytes, executor.fingerprint, disk)
     loop = EngineLoop(executor, batch, hub.tell, prefixes=prefixes, lease_s=limits.lease_s)
     service = EngineService(name, loop, LoopThread(loop), hub, text, limits, kv, generation)

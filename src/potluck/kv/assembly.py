@@ -107,6 +107,7 @@ class ChunkAssembly:
             data,
             label.codec,
             parameters,
+            label.head,
         )
 
     def spoiled(self, chunk: ChunkPiece) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from potluck.core.errors import PotluckError
-from potluck.kv.codec_layout import Codec, Part
+from potluck.kv.codec_layout import ITEM_BYTES, STATES, Codec, Part
 
 Buffer = bytes | bytearray | memoryview
 CHECKSUM_ROW = 512
@@ -52,6 +52,13 @@ class KvChunk:
     data: Buffer
     codec: Codec = "raw"
     parameters: Buffer = b""
+    head: int = 0
+    """The first of its KV heads, as the model counts them."""
+
+
+def lesser(chunk: KvChunk, dtype: str) -> bool:
+    """Whether it was computed in fewer bits than a receiver has, which would compute it otherwise."""
+    return bool(dtype) and chunk.part not in STATES and ITEM_BYTES[chunk.dtype] < ITEM_BYTES[dtype]
 
 
 def data_bytes(parcel: KvChunk) -> int:

@@ -25,7 +25,9 @@ STATES: frozenset[Part] = frozenset({"conv", "memory"})
 
 CODEC_IDS: dict[Codec, int] = {"raw": 0, "int8": 1, "int4": 2}
 CODECS: dict[int, Codec] = {number: name for name, number in CODEC_IDS.items()}
-ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+ITEM_BYTES = {"float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+CODED = ("float16", "bfloat16", "float32")
+"""What codecs take; numbers of 8 bits cross as they are."""
 FINITE = {"float16": 0x7BFF, "bfloat16": 0x7F7F, "float32": 0x7F7FFFFF}
 """The bits of the greatest finite number."""
 LEVELS: dict[int, int] = {4: 15, 8: 255}
@@ -109,7 +111,8 @@ def raw_bytes(
     codec: Codec,
     error: Callable[[str, str], PotluckError] = FormatError,
 ) -> int:
-    if part not in get_args(Part) or dtype not in ITEM_BYTES or codec not in CODEC_IDS:
+    known = dtype in (ITEM_BYTES if codec == "raw" else CODED)
+    if part not in get_args(Part) or not known or codec not in CODEC_IDS:
         raise error("codec", f"knows no {codec!r} of {dtype!r} for {part!r}")
     least = {"kv": 3, "latent": 2}.get(part, 1)
     sound = len(shape) >= least and all(isinstance(size, int) and size >= 0 for size in shape)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from potluck.core.errors import FormatError, InputError, PotluckError
@@ -31,8 +31,9 @@ from potluck.kv.frames import (
     TransferEnd,
     TransferOpening,
 )
-from potluck.kv.handles import bound_to, checked_handle, model_in, new_session, part_in
+from potluck.kv.handles import bound_to, checked_handle, new_session
 from potluck.kv.kv_connection import KvConnection, expect
+from potluck.kv.kv_layout import KvCut
 from potluck.kv.peer_connections import Address, PeerConnections
 
 REFUSED = "hand-over: the handle is unknown, has expired, was used, or is for another request"
@@ -172,6 +173,9 @@ class FetchRequest:
     fingerprint: str
     token_hash: str
     have: int = 0
+    cut: KvCut = KvCut()
+    session: bytes = b""
+    """The same for all workers of a receiver; made up where there is one alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +207,7 @@ class KvFetch:
         self._links, self._address, self._wanted = links, address, wanted
         self._begun_s = self._heard_s = time.monotonic()
         self._until_s = self._begun_s + deadline_s
-        self.session = new_session()
+        self.session = wanted.session or new_session()
         self._changed = threading.Condition()
         self._assembly: ChunkAssembly | None = None
         self.opening: TransferOpening | None = None
@@ -414,19 +418,14 @@ class KvFetch:
             limits.chunk_bytes,
             max(0, int((self._until_s - time.monotonic()) * 1000)),
             conn.slots.shared if conn.slots is not None else None,
+            wanted.cut,
         )
 
     def open(self, opening: TransferOpening, conn: KvConnection) -> None:
         about, wanted, limits = opening.manifest, self._wanted, self._links.limits
         problem = ""
-        if (
-            model_in(about.fingerprint) != model_in(wanted.fingerprint)
-            or about.token_hash != wanted.token_hash
-        ):
+        if (about.fingerprint, about.token_hash) != (wanted.fingerprint, wanted.token_hash):
             problem = "is the cache of another model, or of other tokens"
-        elif about.fingerprint != wanted.fingerprint:
-            here, there = part_in(wanted.fingerprint), part_in(about.fingerprint)
-            problem = f"the sender has its model cut as {there}, here it is {here}; both must be cut alike"
         elif about.start > wanted.have:
             problem = f"begins at {about.start}, behind the {wanted.have} tokens held"
         elif opening.chunk_bytes > limits.chunk_bytes:
@@ -475,3 +474,78 @@ class KvFetch:
                     return
                 self._ready.append((chunk.label.index, parcel))
             self._changed.notify_all()
+
+
+class GroupFetch:
+    """Fetches from several workers of one sender as one: all come, or none counts. `run` it in a thread."""
+
+    def __init__(
+        self,
+        links: PeerConnections,
+        wanted: Sequence[tuple[Address, FetchRequest]],
+        *,
+        degree: int,
+        deadline_s: float,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._left = len(wanted)
+        self._problem: Exception | None = None
+        self._results: list[FetchResult] = []
+        self._fetches = [
+            KvFetch(links, address, one, degree=degree, deadline_s=deadline_s) for address, one in wanted
+        ]
+
+    @property
+    def failed(self) -> bool:
+        return self._problem is not None
+
+    def cancel(self) -> None:
+        for fetch in self._fetches:
+            fetch.cancel()
+
+    def run(
+        self,
+        opened: Callable[[int, KvManifest], None],
+        sink: Callable[[int, KvChunk], None],
+        whole: Callable[[], None] | None = None,
+    ) -> FetchResult:
+        """As `KvFetch.run`; `opened` and `sink` are told of which worker, and called in a thread for each of them."""
+
+        def one(place: int) -> None:
+            try:
+                result = self._fetches[place].run(
+                    lambda about: opened(place, about), lambda chunk: sink(place, chunk), last
+                )
+                self._results.append(result)
+            except Exception as error:
+                with self._lock:
+                    self._problem = self._problem or error
+                self.cancel()
+
+        def last() -> None:
+            with self._lock:
+                self._left -= 1
+                left = self._left
+            if not left and whole is not None:
+                whole()
+
+        threads = [
+            threading.Thread(target=one, args=(place,), name=f"kv-from-{place}", daemon=True)
+            for place in range(1, len(self._fetches))
+        ]
+        for thread in threads:
+            thread.start()
+        one(0)
+        for thread in threads:
+            thread.join()
+        if self._problem is not None:
+            raise self._problem
+        results = self._results
+        return FetchResult(
+            results[0].manifest,
+            sum(result.parcels for result in results),
+            sum(result.moved_bytes for result in results),
+            max(result.wall_s for result in results),
+            sum(result.lost_connections for result in results),
+            all(result.shared_memory for result in results),
+        )

@@ -17,12 +17,14 @@ from typing import get_args
 from potluck.core.errors import FormatError
 from potluck.kv.chunks import KvChunk, KvManifest
 from potluck.kv.codec_layout import CODEC_IDS, CODECS, ITEM_BYTES, Codec, Part, sizes
+from potluck.kv.kv_layout import KvCut
 
-MAGIC, VERSION = b"PLKV", 2
+MAGIC, VERSION = b"PLKV", 3
 HELLO, OPENING, REFUSED, CHUNK, END, PROBLEM, BEAT, ACK, DONE = range(1, 10)
 PREFIX = struct.Struct("<4sBBHII")
 _UNCHECKED = PREFIX.size - 4
 _HELLO = struct.Struct("<16s32sIQIIB")
+_CUT = struct.Struct("<HHHHHHBB")
 _SHARED = struct.Struct("<16s16sI")
 _OPENING = struct.Struct("<16sII32sIBB")
 _CHUNK = struct.Struct("<IHBBBBHIIQQIQQ")
@@ -66,6 +68,7 @@ class Hello:
     wait_ms: int
     """How long it is willing to wait for a sender that has not heard of the handle."""
     shared: SharedMemoryOffer | None = None
+    cut: KvCut = KvCut()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ class ChunkHeader:
     first: int
     stop: int
     shape: tuple[int, ...]
+    head: int = 0
 
     @property
     def parcel_bytes(self) -> int:
@@ -169,7 +173,15 @@ class FramePrefix:
 
 def label_of(parcel: KvChunk, index: int) -> ChunkHeader:
     return ChunkHeader(
-        index, parcel.layer, parcel.part, parcel.dtype, parcel.codec, parcel.first, parcel.stop, parcel.shape
+        index,
+        parcel.layer,
+        parcel.part,
+        parcel.dtype,
+        parcel.codec,
+        parcel.first,
+        parcel.stop,
+        parcel.shape,
+        parcel.head,
     )
 
 
@@ -214,8 +226,11 @@ def _hello_head(hello: Hello) -> bytes:
         hello.wait_ms,
         len(handle),
     )
-    shared = hello.shared
-    return head + handle + (b"" if shared is None else _SHARED.pack(shared.name, shared.proof, shared.slots))
+    cut, shared = hello.cut, hello.shared
+    dtype = DTYPES.index(cut.dtype) + 1 if cut.dtype else 0
+    about = _CUT.pack(cut.reader, cut.readers, *cut.layers, *cut.heads, dtype, cut.whole_windows)
+    slots = b"" if shared is None else _SHARED.pack(shared.name, shared.proof, shared.slots)
+    return head + handle + about + slots
 
 
 def _chunk_head(chunk: ChunkPiece) -> bytes:
@@ -228,7 +243,7 @@ def _chunk_head(chunk: ChunkPiece) -> bytes:
         DTYPES.index(label.dtype),
         CODEC_IDS[label.codec],
         len(label.shape),
-        0,
+        label.head,
         label.first,
         label.stop,
         chunk.parcel_bytes,
@@ -309,19 +324,29 @@ def _hello(head: bytes) -> Hello:
     handle, rest = head[_HELLO.size : _HELLO.size + length], head[_HELLO.size + length :]
     if len(handle) != length or not LEAST_CHUNK_BYTES <= chunk <= MOST_CHUNK_BYTES:
         raise FormatError("hand-over", "has a malformed greeting")
+    reader, readers, first_layer, stop_layer, first_head, stop_head, dtype, whole = _CUT.unpack_from(rest)
+    cut = KvCut(
+        reader,
+        readers,
+        (first_layer, stop_layer),
+        (first_head, stop_head),
+        DTYPES[dtype - 1] if dtype else "",
+        bool(whole),
+    )
+    rest = rest[_CUT.size :]
     shared = SharedMemoryOffer(*_SHARED.unpack(rest)) if rest else None
     if shared is not None and not 0 < shared.slots <= MOST_SLOTS:
         raise FormatError("hand-over", f"offers {shared.slots} slots of shared memory")
-    return Hello(session, bound, handle.decode("ascii"), have, window, chunk, wait, shared)
+    return Hello(session, bound, handle.decode("ascii"), have, window, chunk, wait, shared, cut)
 
 
 def _chunk(prefix: FramePrefix, head: bytes) -> ChunkPiece:
-    index, layer, part, dtype, codec, dimensions, zero, *numbers = _CHUNK.unpack_from(head)
+    index, layer, part, dtype, codec, dimensions, kv_head, *numbers = _CHUNK.unpack_from(head)
     first, stop, whole, offset, count, a, b = numbers
-    if zero or dimensions > MOST_DIMENSIONS or index >= MOST_PARCELS:
+    if dimensions > MOST_DIMENSIONS or index >= MOST_PARCELS:
         raise FormatError("hand-over", f"has a parcel {index} of {dimensions} dimensions")
     shape = struct.unpack(f"<{dimensions}I", head[_CHUNK.size :])
-    label = ChunkHeader(index, layer, PARTS[part], DTYPES[dtype], CODECS[codec], first, stop, shape)
+    label = ChunkHeader(index, layer, PARTS[part], DTYPES[dtype], CODECS[codec], first, stop, shape, kv_head)
     if whole > MOST_PARCEL_BYTES or label.parcel_bytes != whole:
         raise FormatError(
             "hand-over", f"has a parcel of {whole} bytes, which its shape {list(shape)} contradicts"

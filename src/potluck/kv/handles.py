@@ -54,18 +54,6 @@ def _weights(folder: Path) -> list[Path]:
     return []
 
 
-def fingerprint_of(mark: str, dtype: str, part: str = "") -> str:
-    return f"{mark}-{dtype} {part}".rstrip()
-
-
-def model_in(fingerprint: str) -> str:
-    return fingerprint.partition(" ")[0]
-
-
-def part_in(fingerprint: str) -> str:
-    return fingerprint.partition(" ")[2] or "whole"
-
-
 HANDLE = re.compile(r"[A-Za-z0-9_-]{32,128}")
 SESSION_BYTES = 16
 
@@ -87,8 +75,7 @@ def checked_handle(handle: str) -> str:
 
 
 def bound_to(request: str, fingerprint: str, token_hash: str) -> bytes:
-    model = model_in(fingerprint)
-    return hashlib.sha256(f"{len(request)} {request} {model} {token_hash}".encode()).digest()
+    return hashlib.sha256(f"{len(request)} {request} {fingerprint} {token_hash}".encode()).digest()
 
 
 @dataclass(slots=True)

@@ -34,7 +34,9 @@ from potluck.kv.frames import (
     TransferOpening,
 )
 from potluck.kv.handles import TransferHandles
+from potluck.kv.head_cuts import cut_chunk
 from potluck.kv.kv_connection import KvConnection, expect, shut
+from potluck.kv.kv_layout import KvCut
 from potluck.kv.peer_connections import LinkReport, info, report
 from potluck.kv.send_queue import SendQueue, pack
 from potluck.kv.throttle import LinkThrottle
@@ -45,6 +47,7 @@ Opened = Callable[[int], KvManifest]
 Closed = Callable[[State], None]
 """Told once, when it is known whether the cache was fetched: `fetched`, `failed` or `gone`."""
 
+OVER: frozenset[State] = frozenset({"fetched", "failed", "gone"})
 KEEPS_UP = 2
 """Checks are made by whoever puts parcels in, at some 7 GB/s; more connections than these are faster than that, and
 make their own."""
@@ -59,127 +62,33 @@ class SenderMemory:
         self.changed = threading.Condition()
 
 
-class OutgoingTransfer:
-    """`put` parcels as layers are computed, then `finish`, or `fail`."""
+class TransferPart:
+    """What one worker of a receiver gets: its chunks, the connections that they go over, and how far that is."""
 
-    def __init__(
-        self,
-        room: SenderMemory,
-        chunk_bytes: int,
-        opened: Opened,
-        expires_s: float,
-        closed: Closed | None = None,
-        tenant: str = "",
-        weight: float = 1.0,
-    ) -> None:
-        self.room = room
-        self.tenant, self.weight = tenant, weight
-        """Whose share of a throttled link it takes."""
-        self._closed = closed
+    def __init__(self, transfer: OutgoingTransfer, chunk_bytes: int) -> None:
+        self.transfer, self.room = transfer, transfer.room
+        self.cut = KvCut()
         self.load = SendQueue(chunk_bytes)
         self.state: State = "offered"
         self.conns: dict[int, KvConnection] = {}
-        self.expires_s = expires_s
         self.stirred_s = time.monotonic()
         """When something last went right, or when it was over."""
-        self._opened = opened
-        self._manifest: KvManifest | None = None
-        self._opening = False
-        self.problem = ""
-        self.claimed = False
-        """Whether a receiver ever came."""
-        self.peer = ""
-        """The machine that it came from."""
-        self.asking: threading.Thread | None = None
-
-    @property
-    def opening(self) -> bool:
-        """Whether the engine was asked what it has, and has not said it."""
-        return self._opening and self._manifest is None
 
     @property
     def over(self) -> bool:
-        return self.state in ("fetched", "failed", "gone")
+        return self.state in OVER
 
-    # The engine's side.
+    # All under the lock.
 
-    def put(self, parcel: KvChunk, wait_s: float = 0.0) -> None:
-        """Add a parcel, whose bytes must stay as they are. Waits for room in the outbox."""
-        packed = pack(parcel, self.load.chunk_bytes, now=len(self.conns) <= KEEPS_UP)
-        size, room = len(packed.body), self.room
-        with room.changed:
-            room.changed.wait_for(lambda: self.over or room.held_bytes + size <= room.most_bytes, wait_s)
-            if self.over:
-                raise TransferError(f"hand-over: the shipment is {self.state}, nobody waits for it")
-            if room.held_bytes + size > room.most_bytes:
-                raise CapacityError(
-                    f"outbox: no room for {size} bytes beside the {room.held_bytes} that wait"
-                )
-            with self.counted():
-                self.load.put(packed)
-            self.ring()
-
-    def finish(self) -> None:
-        with self.room.changed:
-            self.load.finish()
-            self.ring()
-
-    def fail(self, line: str) -> None:
-        """Tell the receiver that the rest will not come."""
-        with self.room.changed:
-            if not self.over:
-                with self.counted():
-                    self.load.fail(line)
-                self.problem = self.problem or line
-                self.ring()
-                self._tell("failed")
-
-    def wait(self, timeout_s: float) -> State:
-        with self.room.changed:
-            self.room.changed.wait_for(lambda: self.over, timeout_s)
-            return self.state
-
-    # The connections' side; all but `manifest` under the lock.
-
-    def attach(self, chunk_bytes: int, most_strands: int, now_s: float) -> bool:
+    def attach(self, chunk_bytes: int, most_connections: int, now_s: float) -> bool:
         """Whether a connection may join that takes chunks of so many bytes. The first one says how large they are."""
-        if self.over or len(self.conns) >= most_strands:
+        if self.over or len(self.conns) >= most_connections:
             return False
         if self.state == "offered":
             self.load.cut(chunk_bytes)
             self.state = "attached"
-            self.claimed = True
         self.stirred_s = now_s
         return chunk_bytes >= self.load.chunk_bytes
-
-    def manifest(self, have: int, timeout_s: float, beat_s: float, beat: Callable[[], None]) -> KvManifest:
-        """Asked of the engine once, for all connections; while it thinks, the receiver hears that we are here."""
-        with self.room.changed:
-            first, self._opening = not self._opening, True
-            if first:
-                self.asking = threading.Thread(target=self._ask, args=(have,), name="kv-open", daemon=True)
-                self.asking.start()
-        until_s = time.monotonic() + timeout_s
-        while True:
-            with self.room.changed:
-                self.room.changed.wait_for(lambda: self._manifest is not None or self.over, beat_s)
-                if self._manifest is not None:
-                    return self._manifest
-                if self.over or time.monotonic() > until_s:
-                    raise TransferError(self.problem or "the engine did not say what it has")
-            beat()
-
-    def _ask(self, have: int) -> None:
-        try:
-            opened = self._opened(have)
-        except Exception as error:
-            with self.room.changed:
-                self.problem = " ".join(str(error).split()) or type(error).__name__
-                self.end("failed")
-            return
-        with self.room.changed:
-            self._manifest = opened
-            self.room.changed.notify_all()
 
     def end(self, state: State) -> None:
         """Nothing more is going to be sent; its memory is free."""
@@ -190,12 +99,7 @@ class OutgoingTransfer:
         with self.counted():
             self.load.drop()
         self.room.changed.notify_all()
-        self._tell(state)
-
-    def _tell(self, state: State) -> None:
-        closed, self._closed = self._closed, None
-        if closed is not None:
-            closed(state)
+        self.transfer.part_over(state)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -215,6 +119,173 @@ class OutgoingTransfer:
                 conn.wake()
                 work -= 1
         self.room.changed.notify_all()
+
+
+class OutgoingTransfer:
+    """`put` chunks as layers are computed, then `finish`, or `fail`. A receiver with several workers gets a part for
+    each; the engine is asked for them when all have come."""
+
+    def __init__(
+        self,
+        room: SenderMemory,
+        chunk_bytes: int,
+        opened: Opened,
+        expires_s: float,
+        closed: Closed | None = None,
+        tenant: str = "",
+        weight: float = 1.0,
+    ) -> None:
+        self.room = room
+        self.tenant, self.weight = tenant, weight
+        """Whose share of a throttled link it takes."""
+        self._closed = closed
+        self._chunk_bytes = chunk_bytes
+        self.readers = 1
+        self.parts = {0: TransferPart(self, chunk_bytes)}
+        self.expires_s = expires_s
+        self._opened = opened
+        self._manifest: KvManifest | None = None
+        self._opening = False
+        self.problem = ""
+        self.claimed = False
+        """Whether a receiver ever came."""
+        self.peer = ""
+        """The machine that it came from."""
+        self.asking: threading.Thread | None = None
+
+    @property
+    def opening(self) -> bool:
+        """Whether the engine was asked what it has, and has not said it."""
+        return self._opening and self._manifest is None
+
+    @property
+    def state(self) -> State:
+        states = {part.state for part in self.parts.values()}
+        for state in ("failed", "gone"):
+            if state in states:
+                return state
+        whole = len(self.parts) == self.readers
+        return states.pop() if len(states) == 1 and whole else "attached"
+
+    @property
+    def over(self) -> bool:
+        return self.state in OVER
+
+    @property
+    def cut(self) -> KvCut:
+        """As its receiver's first worker wants it: what all of them have in common."""
+        return self.parts[0].cut
+
+    # The engine's side.
+
+    def cuts(self, chunk: KvChunk) -> Iterator[tuple[TransferPart, KvChunk]]:
+        """What each of the receiver's workers gets of a chunk that was not made small."""
+        for part in tuple(self.parts.values()):
+            piece = cut_chunk(chunk, part.cut)
+            if piece is not None:
+                yield part, piece
+
+    def put(self, chunk: KvChunk, wait_s: float = 0.0, part: TransferPart | None = None) -> None:
+        """Add a chunk, whose bytes must stay as they are. Waits for room in the outbox."""
+        part = part or self.parts[0]
+        packed = pack(chunk, part.load.chunk_bytes, now=len(part.conns) <= KEEPS_UP)
+        size, room = len(packed.body), self.room
+        with room.changed:
+            room.changed.wait_for(lambda: part.over or room.held_bytes + size <= room.most_bytes, wait_s)
+            if part.over:
+                raise TransferError(f"hand-over: the shipment is {part.state}, nobody waits for it")
+            if room.held_bytes + size > room.most_bytes:
+                raise CapacityError(
+                    f"outbox: no room for {size} bytes beside the {room.held_bytes} that wait"
+                )
+            with part.counted():
+                part.load.put(packed)
+            part.ring()
+
+    def finish(self) -> None:
+        with self.room.changed:
+            for part in self.parts.values():
+                part.load.finish()
+                part.ring()
+
+    def fail(self, line: str) -> None:
+        """Tell the receiver that the rest will not come."""
+        with self.room.changed:
+            if not self.over:
+                for part in self.parts.values():
+                    with part.counted():
+                        part.load.fail(line)
+                    part.ring()
+                self.problem = self.problem or line
+                self._tell("failed")
+
+    def wait(self, timeout_s: float) -> State:
+        with self.room.changed:
+            self.room.changed.wait_for(lambda: self.over, timeout_s)
+            return self.state
+
+    # The connections' side; all but `manifest` under the lock.
+
+    def part(self, cut: KvCut) -> TransferPart | None:
+        """Of a receiver's worker; None where it says something else than before."""
+        if not self.claimed:
+            self.readers, self.claimed = cut.readers, True
+        elif cut.readers != self.readers:
+            return None
+        part = self.parts.setdefault(cut.reader, TransferPart(self, self._chunk_bytes))
+        if part.state == "offered":
+            part.cut = cut
+        return part if part.cut == cut else None
+
+    def manifest(self, have: int, timeout_s: float, beat_s: float, beat: Callable[[], None]) -> KvManifest:
+        """Asked of the engine once, for all connections; while it thinks, the receiver hears that we are here."""
+        until_s = time.monotonic() + timeout_s
+        while True:
+            with self.room.changed:
+                come = sum(part.state != "offered" for part in self.parts.values())
+                if not self._opening and come == self.readers:
+                    self._opening = True
+                    self.asking = threading.Thread(
+                        target=self._ask, args=(have,), name="kv-open", daemon=True
+                    )
+                    self.asking.start()
+                self.room.changed.wait_for(lambda: self._manifest is not None or self.over, beat_s)
+                if self._manifest is not None:
+                    return self._manifest
+                if self.over or time.monotonic() > until_s:
+                    raise TransferError(self.problem or "the engine did not say what it has")
+            beat()
+
+    def _ask(self, have: int) -> None:
+        try:
+            opened = self._opened(have)
+        except Exception as error:
+            with self.room.changed:
+                self.problem = " ".join(str(error).split()) or type(error).__name__
+                self.end("failed")
+            return
+        with self.room.changed:
+            self._manifest = opened
+            for part in self.parts.values():
+                if part.cut.nothing:
+                    part.load.finish()
+            self.room.changed.notify_all()
+
+    def end(self, state: State) -> None:
+        for part in tuple(self.parts.values()):
+            part.end(state)
+
+    def part_over(self, state: State) -> None:
+        """What is lost for one is of no use to the others."""
+        if state != "fetched":
+            self.end(state)
+        if self.over:
+            self._tell(self.state)
+
+    def _tell(self, state: State) -> None:
+        closed, self._closed = self._closed, None
+        if closed is not None:
+            closed(state)
 
 
 MOST_PEERS = 256
@@ -341,8 +412,9 @@ class KvSender:
         with self._changed:
             queued: dict[str, int] = {}
             for transfer in self._transfers.values():
-                for name in {conn.peer for conn in transfer.conns.values()}:
-                    queued[name] = queued.get(name, 0) + transfer.load.queued_bytes
+                for part in transfer.parts.values():
+                    for name in {conn.peer for conn in part.conns.values()}:
+                        queued[name] = queued.get(name, 0) + part.load.queued_bytes
             return tuple(
                 report(
                     name,
@@ -406,16 +478,16 @@ class KvSender:
             if len(kept) < len(self._grants):
                 self.granted(kept, now_s)
             for transfer in self._transfers.values():
-                if transfer.opening or (transfer.conns and not transfer.load.outstanding):
-                    transfer.stirred_s = now_s  # The receiver is there; it is we who have nothing for it.
-                waited_s = now_s - transfer.stirred_s
-                attached = transfer.state != "offered"
-                if not transfer.over and (
-                    now_s >= transfer.expires_s or (attached and waited_s > self.limits.lease_s)
-                ):
+                for part in transfer.parts.values():
+                    if transfer.opening or (part.conns and not part.load.outstanding):
+                        part.stirred_s = now_s  # The receiver is there; it is we who have nothing for it.
+                waiting = [part for part in transfer.parts.values() if part.state == "attached"]
+                lost = any(now_s - part.stirred_s > self.limits.lease_s for part in waiting)
+                if not transfer.over and (now_s >= transfer.expires_s or lost):
                     transfer.end("gone")
-                    for conn in transfer.conns.values():
-                        conn.abort()
+                    for part in transfer.parts.values():
+                        for conn in part.conns.values():
+                            conn.abort()
             self._forget()
 
     def _forget(self) -> None:
@@ -456,20 +528,20 @@ class KvSender:
             return self._last_words(conn, HandleRefused())
         if not isinstance(hello, Hello):
             raise FormatError("hand-over", "does not begin with a greeting")
-        transfer = self._claim(conn, hello)
-        if transfer is None:
+        part = self._claim(conn, hello)
+        if part is None:
             return self._last_words(conn, HandleRefused())
         try:
-            about = transfer.manifest(
+            about = part.transfer.manifest(
                 hello.have, ANSWER_S, self.limits.beat_s, lambda: conn.send(Heartbeat())
             )
         except TransferError as error:
             return self._last_words(conn, SenderProblem(str(error)))
         slots = self._slots(conn, hello)
-        conn.send(TransferOpening(hello.session, about, transfer.load.chunk_bytes, slots is not None))
+        conn.send(TransferOpening(hello.session, about, part.load.chunk_bytes, slots is not None))
         with self._changed:
             peer = self._peer(conn.peer)
-        return SendConnection(conn, transfer, slots, self.limits).run(hello, peer)
+        return SendConnection(conn, part, slots, self.limits).run(hello, peer)
 
     def _slots(self, conn: KvConnection, hello: Hello) -> shared_memory.SharedSlots | None:
         if hello.shared is None or not self._shared:
@@ -488,21 +560,21 @@ class KvSender:
         conn.linger(self.limits.hello_s)
         return False
 
-    def _claim(self, conn: KvConnection, hello: Hello) -> OutgoingTransfer | None:
+    def _claim(self, conn: KvConnection, hello: Hello) -> TransferPart | None:
         """The shipment of a handle, which may be offered only after it was asked for."""
         now_s = beat_s = time.monotonic()
         until_s = now_s + min(hello.wait_ms / 1000, self.limits.attach_s)
         while not self._closed:
             with self._changed:
-                outgoing_transfer = self._handles.claim(hello.handle, hello.bound, hello.session, now_s)
+                transfer = self._handles.claim(hello.handle, hello.bound, hello.session, now_s)
+                part = None if transfer is None else transfer.part(hello.cut)
                 chunk_bytes = hello.chunk_bytes
-                if outgoing_transfer is not None and outgoing_transfer.state == "offered":
+                if part is not None and part.state == "offered":
                     chunk_bytes = self._chunk_bytes(conn.peer, chunk_bytes)
-                if outgoing_transfer is not None and outgoing_transfer.attach(
-                    chunk_bytes, self.limits.most_lanes, now_s
-                ):
-                    outgoing_transfer.peer = conn.peer
-                    return outgoing_transfer
+                if part is not None and part.attach(chunk_bytes, self.limits.most_lanes, now_s):
+                    part.transfer.peer = conn.peer
+                    self._changed.notify_all()
+                    return part
                 if now_s >= until_s:
                     return None
                 self._changed.wait(min(self.limits.beat_s, until_s - now_s))
@@ -575,26 +647,26 @@ class SendConnection:
     def __init__(
         self,
         conn: KvConnection,
-        transfer: OutgoingTransfer,
+        part: TransferPart,
         slots: shared_memory.SharedSlots | None,
         limits: SenderLimits,
     ) -> None:
-        self._conn, self._transfer, self._slots, self._limits = conn, transfer, slots, limits
-        self._lock = transfer.room.changed
+        self._conn, self._part, self._slots, self._limits = conn, part, slots, limits
+        self._lock = part.room.changed
         self._sent = 0
         self._under_way = 0
-        self._key = id(transfer)
+        self._key = id(part)
         most = limits.most_unacked
         self._most_unacked = most if slots is None else min(most, slots.shared.slots)
         self._done = False
 
     def run(self, hello: Hello, peer: PeerLink) -> bool:
         self._peer = peer
-        conn, transfer = self._conn, self._transfer
+        conn, part = self._conn, self._part
         with self._lock:
-            transfer.load.open(hello.window_bytes)
-            transfer.load.join(conn.key, self._most_unacked)
-            transfer.conns[conn.key] = conn
+            part.load.open(hello.window_bytes)
+            part.load.join(conn.key, self._most_unacked)
+            part.conns[conn.key] = conn
             peer.conns[conn.key] = conn
         try:
             while not self._done:
@@ -609,44 +681,44 @@ class SendConnection:
             closing = info(conn.connection)
             with self._lock:
                 peer.add(-self._under_way, time.monotonic())
-                before = transfer.load.sent_again_bytes
-                transfer.load.lost(conn.key)
-                transfer.conns.pop(conn.key, None)
+                before = part.load.sent_again_bytes
+                part.load.lost(conn.key)
+                part.conns.pop(conn.key, None)
                 peer.conns.pop(conn.key, None)
-                peer.sent_again_bytes += transfer.load.sent_again_bytes - before
+                peer.sent_again_bytes += part.load.sent_again_bytes - before
                 peer.retransmits += closing.retransmits if closing else 0
-                if peer.throttle is not None and not transfer.conns:
+                if peer.throttle is not None and not part.conns:
                     peer.throttle.leave(self._key)
-                transfer.ring()
+                part.ring()
 
     def _listen(self) -> None:
         message, _ = self._conn.read()
         expect(message, Ack, TransferDone)
-        transfer = self._transfer
+        part = self._part
         with self._lock:
-            transfer.stirred_s = time.monotonic()
+            part.stirred_s = time.monotonic()
             if isinstance(message, TransferDone):
-                transfer.end("fetched")
+                part.end("fetched")
                 self._done = True
-            elif isinstance(message, Ack) and not transfer.over:
-                with transfer.counted():
-                    new = transfer.load.ack(self._conn.key, message)
+            elif isinstance(message, Ack) and not part.over:
+                with part.counted():
+                    new = part.load.ack(self._conn.key, message)
                 self._under_way -= new
-                self._peer.add(-new, transfer.stirred_s)
-                transfer.ring()
+                self._peer.add(-new, part.stirred_s)
+                part.ring()
 
     def _step(self) -> bool:
         """Send one thing, or wait for one; whether to go on."""
-        conn, transfer = self._conn, self._transfer
+        conn, part = self._conn, self._part
         with self._lock:
-            if transfer.state == "gone":
+            if part.state == "gone":
                 return False
-            if transfer.over and time.monotonic() - transfer.stirred_s > self._limits.hello_s:
+            if part.over and time.monotonic() - part.stirred_s > self._limits.hello_s:
                 return False  # Its receiver has said so elsewhere, and should have said it here.
             now_s = time.monotonic()
             later_s = self._turn_s(now_s)
-            with transfer.counted():
-                todo = None if transfer.over or later_s > 0 else transfer.load.next(conn.key)
+            with part.counted():
+                todo = None if part.over or later_s > 0 else part.load.next(conn.key)
             conn.idle = todo is None and not later_s
             if isinstance(todo, tuple):
                 self._under_way += 1
@@ -670,12 +742,12 @@ class SendConnection:
 
     def _turn_s(self, now_s: float) -> float:
         """Seconds until this connection may take something: what a throttle says, where there is work for it."""
-        throttle, transfer = self._peer.throttle, self._transfer
-        if throttle is None or transfer.over or transfer.load.failed:
+        throttle, part = self._peer.throttle, self._part
+        if throttle is None or part.over or part.load.failed:
             return 0.0
-        if not transfer.load.may_take(self._conn.key) or not transfer.load.work:
+        if not part.load.may_take(self._conn.key) or not part.load.work:
             return 0.0
-        return throttle.wait_s(self._key, transfer.tenant, transfer.weight, now_s)
+        return throttle.wait_s(self._key, part.transfer.tenant, part.transfer.weight, now_s)
 
     def _taken(self, size_bytes: int, later_s: float) -> None:
         """Tell the throttle what became of a turn."""

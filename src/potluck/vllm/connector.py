@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.utils import get_pp_indices
 from vllm.logger import init_logger
 from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.request import RequestStatus
@@ -32,6 +33,7 @@ from vllm.v1.request import RequestStatus
 from potluck.core.errors import InputError, PotluckError
 from potluck.kv import checksum, kv_codec
 from potluck.kv.handles import new_handle
+from potluck.kv.kv_layout import kv_address
 from potluck.kv.kv_sender import KvSender
 from potluck.kv.peer_connections import PeerConnections, client_context, server_context
 from potluck.vllm.adapter_channel import HIDDEN, AdapterChannel, full_group, line_of
@@ -42,15 +44,12 @@ from potluck.vllm.transfer_scheduler import (
     TransferScheduler,
     WorkerNews,
     WorkerOrders,
-    address_of,
 )
 from potluck.vllm.vllm_blocks import (
     ModelShard,
     VllmLayer,
     check_caches,
     check_version,
-    fingerprint,
-    keeps_all_of_windows,
     layer_of,
     layers_of,
     mark_of,
@@ -219,25 +218,14 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         config = self._vllm_config
-        share = ModelShard(
-            get_tp_group().rank_in_group,
-            get_tp_group().world_size,
-            get_pp_group().rank_in_group,
-            get_pp_group().world_size,
-        )
-        self._layers = layers_of(kv_caches, self._kv_cache_config, config)
-        model = config.model_config
+        model, share = config.model_config, _shard(config)
+        self._layers = layers_of(kv_caches, self._kv_cache_config, config, share)
         overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else str(model.hf_overrides)
-        mark = fingerprint(
-            mark_of(model.model, model.revision, model.hf_config.to_dict(), overrides),
-            share,
-            self._layers,
-            all_of_windows=keeps_all_of_windows(self._kv_cache_config),
-        )
+        mark = mark_of(model.model, model.revision, model.hf_config.to_dict(), overrides)
         port = int(self._extra.get("port", 0))
-        if share.size > 1 and not port:
+        if self._workers > 1 and not port:
             raise InputError(
-                "port", f"must be given for {share.size} workers: each listens on one of its own"
+                "port", f"must be given for {self._workers} workers: each listens on one of its own"
             )
         shared = bool(self._extra.get("shared_memory", True))
         files = tuple(map(Path, self._extra.get("tls", ())))  # certificate, key, authority
@@ -247,13 +235,13 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
             tls=server_context(*files) if files else None,
             shared_memory=shared,
         )
-        fleet = frozenset(map(address_of, self._extra.get("fleet", ())))
+        fleet = [kv_address(text, "fleet", 0) for text in self._extra.get("fleet", ())]
         checksum.load()  # machine code, so that the first hand-over does not wait for it
         kv_codec.load()
         self._channel = AdapterChannel(self._extra.get("channel"), self._heard)
         self._sending = SendWorker(sender, self._layers, mark, self._channel.tell)
         links = PeerConnections((), tls=client_context(*files) if files else None, shared_memory=shared)
-        self._receiving = ReceiveWorker(links, self._layers, mark, share.rank, self._channel.tell)
+        self._receiving = ReceiveWorker(links, sender, self._layers, mark, share, self._channel.tell)
         self._receiving.allow(fleet)
         host, at = sender.address
         logger.info("potluck: KV is fetched from %s:%d, fingerprint %s", host, at, mark)
@@ -263,7 +251,9 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
                 "worker": share.rank,
                 "kv": [host, at],
                 "fingerprint": mark,
-                "layers": len(self._layers),
+                "tensor": [share.tensor_rank, share.tensor_size],
+                "stage": [share.stage, len(share.stages)],
+                "layers": [min(self._layers), max(self._layers) + 1],
                 "token_bytes": sum(layer.shape.token_bytes for layer in self._layers.values()),
                 "block_tokens": shape.block_tokens,
                 "blocks": self._kv_cache_config.num_blocks,
@@ -275,7 +265,7 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
     def _heard(self, line: dict[str, object]) -> None:
         peers = line.get("peers")
         if self._receiving is not None and isinstance(peers, list):
-            self._receiving.allow(frozenset(address_of(str(peer)) for peer in peers))
+            self._receiving.allow([kv_address(peer, "peers", 0) for peer in peers])
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -361,6 +351,15 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Layers are read between the pieces."""
         return True
+
+
+def _shard(config: Any) -> ModelShard:
+    tensor, stage, model = get_tp_group(), get_pp_group(), config.model_config
+    layers = model.get_total_num_hidden_layers()
+    bounds = [get_pp_indices(layers, place, stage.world_size) for place in range(stage.world_size)]
+    heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+    stages = tuple(stop - first for first, stop in bounds)
+    return ModelShard(tensor.rank_in_group, tensor.world_size, stage.rank_in_group, stages, heads)
 
 
 def _hide(request: Any) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from hashlib import sha256
 
 import numpy as np
 import torch
@@ -17,22 +19,26 @@ import torch
 from potluck.core.errors import FormatError, PotluckError
 from potluck.kv.assembly import MissingParts
 from potluck.kv.chunks import KvChunk, KvManifest, TransferError
-from potluck.kv.fetch import FetchRequest, KvFetch
+from potluck.kv.codec_layout import ITEM_BYTES
+from potluck.kv.fetch import FetchRequest, GroupFetch
+from potluck.kv.handles import bound_to
 from potluck.kv.kv_codec import restored
+from potluck.kv.kv_layout import KvAddress, KvSourceWorker, copies_of, kv_address, sources
+from potluck.kv.kv_sender import KvSender
 from potluck.kv.peer_connections import Address, PeerConnections
 from potluck.vllm.send_worker import Told
-from potluck.vllm.transfer_scheduler import FetchOrder, PlaceBlocks, WorkerNews, address_of
-from potluck.vllm.vllm_blocks import VllmLayer
+from potluck.vllm.transfer_scheduler import FetchOrder, PlaceBlocks, WorkerNews
+from potluck.vllm.vllm_blocks import ONE, TORCH, ModelShard, VllmLayer
 
 log = logging.getLogger("vllm.potluck")  # vLLM writes down what is said below its own name
 MOST_AT_ONCE = 128
+WAKE_S = 0.25
 DEGREE = 2
 """Connections per fetch."""
-TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class IncomingKv:
-    """One request's KV on its way in."""
+    """One request's KV on its way in, from all workers that have some of it."""
 
     def __init__(self, ask: FetchOrder, taking: ReceiveWorker) -> None:
         self.ask, self._receiving = ask, taking
@@ -40,9 +46,12 @@ class IncomingKv:
         self._changed = threading.Condition()
         self.place: PlaceBlocks | None = None
         self.cancelled = False
-        self._fetching: KvFetch | None = None
+        self._sources: list[KvSourceWorker] = []
+        self._pieces: dict[int, MissingParts] = {}
+        """By source."""
+        self._fetch: GroupFetch | None = None
+        self._relay: CopyRelay | None = None
         self.lossy = False
-        self._pieces = MissingParts({})
         self.moved_bytes, self.wall_s = 0, 0.0
 
     def put(self, place: PlaceBlocks) -> None:
@@ -53,82 +62,169 @@ class IncomingKv:
     def cancel(self) -> None:
         with self._changed:
             self.cancelled = True
-            if self._fetching is not None:
-                self._fetching.cancel()
+            if self._fetch is not None:
+                self._fetch.cancel()
             self._changed.notify_all()
 
-    # Its thread.
+    # Its threads.
 
-    def run(self, links: PeerConnections, fingerprint: str, rank: int) -> None:
-        ask = self.ask
-        wanted = FetchRequest(ask.handle, ask.request, fingerprint, ask.token_hash, ask.have)
-        host, port = address_of(ask.kv)
+    def run(self) -> None:
+        ask, taking = self.ask, self._receiving
+        addressed = taking.sources(ask.kv)
+        self._sources = [source for _, source in addressed]
+        wanted = [(address, self._wanted(source)) for address, source in addressed]
         left_s = max(0.1, self._until_s - time.monotonic())
-        fetching = KvFetch(links, (host, port + rank), wanted, degree=DEGREE, deadline_s=left_s)
+        fetch = GroupFetch(taking.links, wanted, degree=DEGREE, deadline_s=left_s)
         with self._changed:
             if self.cancelled:
                 raise TransferError("hand-over: was cancelled")
-            self._fetching = fetching
-        completed = fetching.run(self._opened, self._sink)
-        self.moved_bytes, self.wall_s = completed.moved_bytes, completed.wall_s
+            self._fetch = fetch
+        self._relay, problem = taking.relay(ask), "the request has ended"
+        try:
+            completed = fetch.run(self._opened, self._sink)
+            problem = ""
+        except Exception as error:
+            problem = " ".join(str(error).split())
+            raise
+        finally:
+            if self._relay is not None:
+                self._relay.end(problem)
+        copies = any(source.copy for source in self._sources)
+        self.moved_bytes, self.wall_s = 0 if copies else completed.moved_bytes, completed.wall_s
         if self.wanted:
-            self._pieces.must_be_whole()
+            for pieces in self._pieces.values():
+                pieces.must_be_whole()
+
+    def _wanted(self, source: KvSourceWorker) -> FetchRequest:
+        ask, taking = self.ask, self._receiving
+        handle, session = ask.handle, ask.session
+        if source.copy:
+            handle, session = copy_handle(handle, taking.shard.rank), b""
+        mark, tokens = taking.fingerprint, ask.token_hash
+        return FetchRequest(handle, ask.request, mark, tokens, ask.have, source.cut, session)
 
     @property
     def wanted(self) -> bool:
         """Whether it goes into blocks."""
         return self.place is not None and bool(self.place.tables)
 
-    def _opened(self, about: KvManifest) -> None:
-        """Something has come: only now is there a place for it."""
+    def _opened(self, place: int, about: KvManifest) -> None:
+        """Something has come: only when all of it has begun to come is there a place for it."""
+        cut, taking = self._sources[place].cut, self._receiving
+        if cut.nothing:
+            return
         if about.stop != self.ask.stop:
             raise FormatError("hand-over", f"ends at {about.stop}, {self.ask.stop} tokens were asked for")
-        self._receiving.come(self.ask.key)
-        with self._changed:
-            while self.place is None and not self.cancelled and time.monotonic() < self._until_s:
-                self._changed.wait(self._until_s - time.monotonic())
-            if self.place is None or self.cancelled:
-                raise TransferError("hand-over: no blocks were taken for it")
-        layers = self._receiving.layers
-        self._pieces = MissingParts(
+        if self._relay is not None:
+            self._relay.opened(about)
+        pieces = MissingParts(
             {
-                (number, layer.shape.part): (layer.first(about.start, about.stop), about.stop)
-                for number, layer in layers.items()
+                (number, layer.shape.part): (
+                    layer.first(about.start, about.stop, whole=taking.whole_windows),
+                    about.stop,
+                )
+                for number, layer in taking.layers.items()
+                if cut.layers[0] <= number < cut.layers[1]
             }
         )
+        with self._changed:
+            self._pieces[place] = pieces
+            if len(self._pieces) == sum(not source.cut.nothing for source in self._sources):
+                taking.come(self.ask.key)
+            while self.place is None and not self.cancelled and time.monotonic() < self._until_s:
+                if self._fetch is not None and self._fetch.failed:
+                    break
+                self._changed.wait(min(WAKE_S, self._until_s - time.monotonic()))
+            if self.place is None or self.cancelled:
+                raise TransferError("hand-over: no blocks were taken for it")
 
-    def _sink(self, parcel: KvChunk) -> None:
+    def _sink(self, source: int, chunk: KvChunk) -> None:
+        if self._relay is not None:
+            self._relay.put(chunk)
         place = self.place
         if place is None or not place.tables:
             return
-        self._pieces.take(parcel)
-        layer = self._receiving.layers[parcel.layer]
-        shape = layer.shape
-        if parcel.dtype != shape.dtype or tuple(parcel.shape) != shape.of(parcel.stop - parcel.first):
+        self._pieces[source].take(chunk)
+        layer, heads = self._receiving.layers[chunk.layer], self._sources[source].cut.heads
+        first, stop = heads if heads != (0, 0) else (layer.head, layer.head + layer.shape.heads)
+        shape = layer.shape.of(chunk.stop - chunk.first, stop - first if chunk.part == "kv" else None)
+        if tuple(chunk.shape) != shape or (chunk.part == "kv" and chunk.head != first):
             raise FormatError(
-                f"hand-over: layer {parcel.layer}",
-                f"is {parcel.dtype} {list(parcel.shape)}, expected {shape.dtype} "
-                f"{list(shape.of(parcel.stop - parcel.first))}",
+                f"hand-over: layer {chunk.layer}",
+                f"is {list(chunk.shape)} from head {chunk.head} on, expected {list(shape)} from {first} on",
             )
-        self.lossy = self.lossy or parcel.codec != "raw"
-        data = np.frombuffer(restored(parcel).data, np.uint8)
+        # What was computed in fewer bits than here is not what would be computed here.
+        narrower = ITEM_BYTES[chunk.dtype] < ITEM_BYTES[layer.shape.dtype]
+        self.lossy = self.lossy or chunk.codec != "raw" or narrower
+        data = np.frombuffer(restored(chunk).data, np.uint8)
         if not data.flags.writeable:
             data = data.copy()
-        values = torch.from_numpy(data).view(TORCH[parcel.dtype]).view(parcel.shape)
-        first = max(parcel.first, place.first)
-        if first < parcel.stop:
+        values = torch.from_numpy(data).view(TORCH[chunk.dtype]).view(chunk.shape)
+        start = max(chunk.first, place.first)
+        if start < chunk.stop:
             with self._changed:
                 if self.cancelled:
                     raise TransferError("hand-over: was cancelled")
-            layer.write(place.tables, first, values[first - parcel.first :])
+            head = chunk.head if chunk.part == "kv" else None
+            with torch.inference_mode():  # of each thread
+                layer.write(place.tables, start, values[start - chunk.first :], head)
+
+
+class CopyRelay:
+    """Passes what comes on to the workers that hold the same heads, so that it crosses the network once."""
+
+    def __init__(self, sender: KvSender, ask: FetchOrder, fingerprint: str, ranks: Iterable[int]) -> None:
+        self._fingerprint, self._token_hash, self._wait_s = fingerprint, ask.token_hash, ask.within_s
+        self._about: Future[KvManifest] = Future()
+        bound = bound_to(ask.request, fingerprint, ask.token_hash)
+        self._transfers = [
+            sender.offer(copy_handle(ask.handle, rank), bound, self._manifest, ask.within_s) for rank in ranks
+        ]
+
+    def _manifest(self, have: int) -> KvManifest:
+        return self._about.result(self._wait_s)
+
+    def opened(self, about: KvManifest) -> None:
+        if not self._about.done():
+            self._about.set_result(about)
+
+    def put(self, chunk: KvChunk) -> None:
+        own = replace(chunk, data=bytes(chunk.data), parameters=bytes(chunk.parameters))
+        for transfer in self._transfers:
+            transfer.put(own, self._wait_s)
+
+    def end(self, problem: str) -> None:
+        if not self._about.done():
+            self._about.set_exception(TransferError(problem or "hand-over: has not begun"))
+        for transfer in self._transfers:
+            if problem:
+                transfer.fail(problem[:200])
+            else:
+                transfer.finish()
+
+
+def copy_handle(handle: str, rank: int) -> str:
+    """What a worker asks another of its instance for."""
+    return sha256(f"copy {rank} of {handle}".encode()).hexdigest()
 
 
 class ReceiveWorker:
     def __init__(
-        self, links: PeerConnections, layers: Mapping[int, VllmLayer], fingerprint: str, rank: int, told: Told
+        self,
+        links: PeerConnections,
+        sender: KvSender,
+        layers: Mapping[int, VllmLayer],
+        fingerprint: str,
+        shard: ModelShard,
+        told: Told,
     ) -> None:
-        self.links, self.layers = links, layers
-        self._fingerprint, self._rank, self._told = fingerprint, rank, told
+        """`sender`: of this worker; others of its instance listen at the ports around its own."""
+        self.links, self.layers, self.fingerprint, self.shard = links, layers, fingerprint, shard
+        self.whole_windows = any(layer.keeps_all for layer in layers.values())
+        self._sender, self._told = sender, told
+        plain = all(layer.scales == ONE for layer in layers.values())
+        dtypes = {layer.shape.dtype for layer in layers.values()}
+        self._dtype = dtypes.pop() if plain and len(dtypes) == 1 else ""
         self._lock = threading.Lock()
         self._incoming: dict[str, IncomingKv] = {}
         self._news = WorkerNews()
@@ -142,8 +238,34 @@ class ReceiveWorker:
     def open(self) -> int:
         return len(self._incoming)
 
-    def allow(self, fleet: frozenset[Address]) -> None:
-        self.links.allow({(host, port + self._rank if port else 0) for host, port in fleet})
+    def allow(self, fleet: Iterable[KvAddress]) -> None:
+        own = {self._sibling(rank) for rank in range(self.shard.tensor_size)}
+        self.links.allow({worker for address in fleet for worker in address.workers} | own)
+
+    def _sibling(self, tensor_rank: int) -> Address:
+        host, port = self._sender.address
+        return host, port - self.shard.tensor_rank + tensor_rank
+
+    # Its fetches' threads.
+
+    def sources(self, kv: str) -> list[tuple[Address, KvSourceWorker]]:
+        address, shard = kv_address(kv), self.shard
+        result = []
+        for source in sources(address.layout, shard.layout, shard.rank, shard.heads):
+            at = (
+                self._sibling(source.rank % shard.tensor_size) if source.copy else address.worker(source.rank)
+            )
+            cut = replace(source.cut, dtype=self._dtype, whole_windows=self.whole_windows)
+            result.append((at, source if source.copy else replace(source, cut=cut)))
+        return result
+
+    def relay(self, ask: FetchOrder) -> CopyRelay | None:
+        """For the first of the workers that hold the same heads."""
+        copies = copies_of(self.shard.heads, self.shard.tensor_size)
+        if copies == 1 or self.shard.tensor_rank % copies:
+            return None
+        ranks = range(self.shard.rank + 1, self.shard.rank + copies)
+        return CopyRelay(self._sender, ask, self.fingerprint, ranks)
 
     # vLLM's thread.
 
@@ -211,8 +333,7 @@ class ReceiveWorker:
     def _run(self, arrival: IncomingKv) -> None:
         problem = ""
         try:
-            with torch.inference_mode():
-                arrival.run(self.links, self._fingerprint, self._rank)
+            arrival.run()
             for device in {layer.blocks.device for layer in self.layers.values()}:
                 if device.type == "cuda":
                     torch.cuda.current_stream(device).synchronize()

@@ -11,18 +11,20 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from potluck.core.errors import PotluckError
+from potluck.core.errors import InputError, PotluckError
 from potluck.kv.chunks import KvChunk, KvManifest
+from potluck.kv.codec_layout import ITEM_BYTES, Codec
 from potluck.kv.handles import bound_to
 from potluck.kv.kv_codec import packed
+from potluck.kv.kv_layout import KvCut
 from potluck.kv.kv_sender import KvSender, OutgoingTransfer, State
 from potluck.vllm.transfer_scheduler import ReadBlocks, SendOffer
-from potluck.vllm.vllm_blocks import VllmLayer
+from potluck.vllm.vllm_blocks import ONE, TORCH, VllmLayer, scaled
 
 PAGE_BYTES, SLOTS, PAGES, PORTERS = 1 << 23, 16, 48, 2
 
@@ -135,6 +137,8 @@ class OutgoingKv:
     finished: bool = False
     """Whether all of it is in the shipment."""
     over: bool = False
+    offered: threading.Event = field(default_factory=threading.Event)
+    """Whether `transfer` is known: a receiver may come before."""
 
 
 class SendWorker:
@@ -168,6 +172,13 @@ class SendWorker:
             self._outgoing[offer.key] = departure
 
         def opened(have: int) -> KvManifest:
+            departure.offered.wait()
+            assert departure.transfer is not None
+            cut = departure.transfer.cut
+            if cut.whole_windows and any(
+                layer.window and not layer.keeps_all for layer in self._layers.values()
+            ):
+                raise InputError("hand-over", "is wanted with all of its windows, which are not kept here")
             with self._lock:
                 departure.have = min(have, offer.stop - 1)
             self._pump(departure)
@@ -192,6 +203,8 @@ class SendWorker:
         except PotluckError as error:
             departure.over = True
             self._told({"gave": offer.handle, "state": "failed", "claimed": False, "problem": str(error)})
+        finally:
+            departure.offered.set()
 
     def lossy(self, key: str) -> None:
         """What it was computed from had come in fewer bits."""
@@ -255,7 +268,8 @@ class SendWorker:
     def _read(self, departure: OutgoingKv, layer: int, read: ReadBlocks) -> bool:
         """What was not read yet of a layer, if there is room for it; whether there was something."""
         kept = self._layers[layer]
-        first = kept.first(max(departure.read_to[layer], departure.have or 0), departure.offer.stop)
+        start = max(departure.read_to[layer], departure.have or 0)
+        first = kept.first(start, departure.offer.stop, whole=kept.keeps_all)
         if departure.over or read.upto <= first:
             return False
         size = (read.upto - first) * kept.shape.token_bytes
@@ -298,12 +312,14 @@ class SendWorker:
         assert transfer is not None
         try:
             while (piece := self._next(departure)) is not None:
-                parcel = self._parcel(piece, departure.have or 0)
-                if parcel is not None:
-                    transfer.put(packed(parcel, offer.codec), offer.lasts_s)
+                chunk = self._chunk(piece, departure.have or 0, offer.stop, transfer.cut)
+                for part, cut in transfer.cuts(chunk) if chunk is not None else ():
+                    transfer.put(_small(cut, offer.codec), offer.lasts_s, part)
             with self._lock:
                 whole = all(upto >= offer.stop for upto in departure.read_to.values())
-                last = whole and not (departure.finished or departure.over or departure.pieces)
+                # Another thread that has a piece in hand finishes it.
+                idle = not (departure.pumping or departure.pieces)
+                last = whole and idle and not (departure.finished or departure.over)
                 departure.finished = departure.finished or last
             if last:
                 transfer.finish()
@@ -320,19 +336,40 @@ class SendWorker:
             self._aside_bytes -= piece.size
             return piece
 
-    def _parcel(self, piece: _Piece, have: int) -> KvChunk | None:
-        values = piece.values.result(COPY_S)
-        first = max(piece.first, have)
+    def _chunk(self, piece: _Piece, have: int, stop: int, cut: KvCut) -> KvChunk | None:
+        values, layer = piece.values.result(COPY_S), self._layers[piece.layer]
+        first = max(piece.first, layer.first(have, stop, whole=cut.whole_windows))
         if first >= piece.stop:
             return None
-        shape = self._layers[piece.layer].shape
-        raw = values[first - piece.first :].view(torch.uint8).numpy()
-        data = memoryview(raw.data).cast("B")
-        tokens = piece.stop - first
-        return KvChunk(piece.layer, shape.part, first, piece.stop, shape.dtype, shape.of(tokens), data)
+        values = _as_wanted(values[first - piece.first :], layer, cut.dtype)
+        name = str(values.dtype).removeprefix("torch.")
+        data = memoryview(values.contiguous().view(-1).view(torch.uint8).numpy().data).cast("B")
+        shape = layer.shape.of(piece.stop - first)
+        return KvChunk(piece.layer, layer.shape.part, first, piece.stop, name, shape, data, head=layer.head)
 
     def _forget(self, departure: OutgoingKv) -> None:
         with self._lock:
             departure.over = True
             self._aside_bytes -= sum(piece.size for piece in departure.pieces)
             departure.pieces.clear()
+
+
+def _as_wanted(values: Tensor, layer: VllmLayer, dtype: str) -> Tensor:
+    """In the receiver's format where that is the smaller one. Scales are the sender's own affair: what a receiver
+    without the same ones gets is multiplied."""
+    if layer.scales != ONE and dtype and ITEM_BYTES[dtype] > 1:
+        values = scaled(values.float(), layer.scales).to(torch.bfloat16)
+    if dtype and ITEM_BYTES[dtype] < values.dtype.itemsize:
+        values = values.to(TORCH[dtype])
+    return values
+
+
+def _small(chunk: KvChunk, codec: Codec) -> KvChunk:
+    """Under a codec. Numbers of 8 bits are small already, unless 4 are wanted."""
+    if ITEM_BYTES[chunk.dtype] > 1 or codec == "raw":
+        return packed(chunk, codec)
+    if codec == "int8":
+        return chunk
+    values = torch.frombuffer(chunk.data, dtype=torch.uint8).view(TORCH[chunk.dtype]).to(torch.bfloat16)
+    data = memoryview(values.view(torch.uint8).numpy().data).cast("B")
+    return packed(replace(chunk, dtype="bfloat16", data=data), codec)

@@ -12,9 +12,7 @@ then on, vLLM computes. A preempted request computes everything: a handle is goo
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -22,8 +20,8 @@ from potluck.core.codec import decode
 from potluck.core.errors import FormatError, InputError
 from potluck.kv.chunks import token_hash
 from potluck.kv.codec_layout import CODEC_IDS, Codec
-from potluck.kv.handles import checked_handle
-from potluck.kv.peer_connections import Address
+from potluck.kv.handles import checked_handle, new_session
+from potluck.kv.kv_layout import kv_address
 
 KEY = "potluck"
 MOST_S = 3600.0
@@ -53,7 +51,7 @@ class FetchParams:
 
     def __post_init__(self) -> None:
         checked_handle(self.handle)
-        address_of(self.kv)
+        kv_address(self.kv, "take.kv")
         _require("take.stop", self.stop, 1)
         _require("take.within_s", self.within_s, 0, MOST_S)
 
@@ -86,16 +84,6 @@ def moves_of(params: Mapping[str, object] | None) -> TransferParams | None:
         if isinstance(body.get(key), dict):
             body[key] = {"type": kind, **body[key]}
     return decode(TransferParams, body)
-
-
-def address_of(text: str) -> Address:
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]").lower()
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) >= 1 << 16:
-        raise InputError("kv", f"must be HOST:PORT, is {text[:80]!r}")
-    with suppress(ValueError):
-        host = str(ipaddress.ip_address(host))
-    return host, int(port)
 
 
 def _require(field: str, value: float, least: float, most: float | None = None) -> None:
@@ -153,6 +141,8 @@ class FetchOrder:
     have: int
     stop: int
     token_hash: str
+    session: bytes = b""
+    """The same for all workers: a handle is good for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,4 +336,6 @@ def _offer(key: str, request: str, give: SendParams, prompt: Sequence[int]) -> S
 
 def _ask(key: str, request: str, take: FetchParams, have: int, prompt: Sequence[int]) -> FetchOrder:
     tokens = token_hash(prompt[: take.stop])
-    return FetchOrder(key, request, take.kv, take.handle, take.within_s, have, take.stop, tokens)
+    return FetchOrder(
+        key, request, take.kv, take.handle, take.within_s, have, take.stop, tokens, new_session()
+    )

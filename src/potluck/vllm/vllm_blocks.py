@@ -22,6 +22,7 @@ from torch import Tensor
 from potluck.core.errors import InputError
 from potluck.kv.assembly import first_needed
 from potluck.kv.codec_layout import ITEM_BYTES, Part
+from potluck.kv.kv_layout import KvLayout, heads_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,13 +31,17 @@ import json
 import re
 from pathlib import Path
 
-from potluck.kv.handles import IDLE_KEYS, directory_mark, fingerprint_of
+from potluck.kv.handles import IDLE_KEYS, directory_mark
 from potluck.vllm import TESTED
 
 Write = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Keys and values (tokens, heads, width) into a cache (blocks, heads, tokens, content) at slots."""
-DIGIT = 128
-"""Numbers below this are exact in every format."""
+DIGIT, SMALL_DIGIT = 128, 4
+"""Numbers below this are exact in every format; in every one of 8 bits."""
+Scales = tuple[float, float]
+"""What numbers of 8 bits are multiplied by to be keys, and values."""
+ONE: Scales = (1.0, 1.0)
+TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +54,9 @@ class LayerShape:
     dtype: str
     block_tokens: int
 
-    def of(self, tokens: int) -> tuple[int, ...]:
-        return (tokens, 2, self.heads, self.width) if self.part == "kv" else (tokens, self.heads, self.width)
+    def of(self, tokens: int, heads: int | None = None) -> tuple[int, ...]:
+        heads = self.heads if heads is None else heads
+        return (tokens, 2, heads, self.width) if self.part == "kv" else (tokens, heads, self.width)
 
     @property
     def token_bytes(self) -> int:
@@ -72,8 +78,8 @@ class LayerBlocks(Protocol):
     def read(self, table: Table, first: int, stop: int) -> Tensor:
         """Tokens [first, stop) of a request whose blocks are these; a new tensor, on the blocks' device."""
 
-    def write(self, table: Table, first: int, values: Tensor) -> None:
-        """Tokens from `first` on."""
+    def write(self, table: Table, first: int, values: Tensor, head: int = 0) -> None:
+        """Tokens from `first` on; of keys and values, some heads from `head` on."""
 
 
 NO_BLOCK = 0
@@ -87,21 +93,28 @@ class VllmLayer:
     blocks: LayerBlocks
     group: int = 0
     window: int | None = None
-    """Tokens that a query sees, where vLLM keeps no others."""
+    """Tokens that a query sees; None: all."""
+    keeps_all: bool = False
+    """Whether vLLM keeps those before the window too."""
+    head: int = 0
+    """The first of its KV heads, as the model counts them."""
+    scales: Scales = ONE
 
     @property
     def shape(self) -> LayerShape:
         return self.blocks.shape
 
-    def first(self, start: int, stop: int) -> int:
-        """The first token behind `start` that crosses in a hand-over up to `stop`."""
-        return first_needed(start, stop, self.window)
+    def first(self, start: int, stop: int, *, whole: bool = False) -> int:
+        """The first token behind `start` that crosses in a hand-over up to `stop`; `whole`: windows or not."""
+        return first_needed(start, stop, None if whole else self.window)
 
     def read(self, tables: Tables, first: int, stop: int) -> Tensor:
         return self.blocks.read(self._table(tables, first, stop), first, stop)
 
-    def write(self, tables: Tables, first: int, values: Tensor) -> None:
-        self.blocks.write(self._table(tables, first, first + len(values)), first, values)
+    def write(self, tables: Tables, first: int, values: Tensor, head: int | None = None) -> None:
+        """`head`: the first of the values' heads, as the model counts them."""
+        place = 0 if head is None else head - self.head
+        self.blocks.write(self._table(tables, first, first + len(values)), first, values, place)
 
     def _table(self, tables: Tables, first: int, stop: int) -> Table:
         table, size = tables[self.group], self.shape.block_tokens
@@ -119,24 +132,38 @@ def slots(table: Table, first: int, stop: int, size: int, pinned: bool) -> Tenso
     return result.pin_memory() if pinned else result
 
 
+def scaled(values: Tensor, scales: Scales, *, down: bool = False) -> Tensor:
+    """Keys and values (tokens, 2, heads, width), multiplied, or divided."""
+    if scales == ONE or values.dim() != 4:
+        return values
+    factors = torch.tensor(scales, device=values.device).view(1, 2, 1, 1)
+    return values.float() / factors if down else values.float() * factors
+
+
 class PlainBlocks:
-    def __init__(self, cache: Tensor, part: Part) -> None:
+    def __init__(self, cache: Tensor, part: Part, dtype: str = "", scales: Scales = ONE) -> None:
         _, heads, tokens, content = cache.shape
-        self.shape = LayerShape(
-            part, heads, content // 2 if part == "kv" else content, format_of(cache), tokens
-        )
-        self._cache, self.device = cache, cache.device
+        width = content // 2 if part == "kv" else content
+        self.shape = LayerShape(part, heads, width, dtype or format_of(cache), tokens)
+        self._dtype = TORCH[self.shape.dtype]
+        # Numbers of 8 bits are only moved: few operations know them.
+        self._cache = cache.view(torch.uint8) if self._dtype.itemsize == 1 else cache
+        self.device, self._scales = cache.device, scales
 
     def read(self, table: Table, first: int, stop: int) -> Tensor:
         blocks, places = self._slots(table, first, stop)
         tensor = self._cache[blocks, :, places]
-        return self._split(tensor).contiguous()
+        return self._split(tensor).contiguous().view(self._dtype)
 
-    def write(self, table: Table, first: int, values: Tensor) -> None:
+    def write(self, table: Table, first: int, values: Tensor, head: int = 0) -> None:
         blocks, places = self._slots(table, first, first + len(values))
+        values = values.to(self.device)
+        if values.dtype != self._dtype:
+            values = scaled(values, self._scales, down=True).to(self._dtype)
         if self.shape.part == "kv":
-            values = values.permute(0, 2, 1, 3).reshape(len(values), self.shape.heads, -1)
-        self._cache[blocks, :, places] = values.to(self._cache.device)
+            values = values.permute(0, 2, 1, 3).reshape(len(values), values.shape[2], -1)
+        stop = head + values.shape[1]
+        self._cache[blocks, head:stop, places] = values.view(self._cache.dtype)
 
     def _split(self, tensor: Tensor) -> Tensor:
         if self.shape.part != "kv":
@@ -151,12 +178,13 @@ class PlainBlocks:
 
 
 class PackedBlocks:
-    def __init__(self, cache: Tensor, write: Write) -> None:
+    def __init__(self, cache: Tensor, write: Write, dtype: str = "", scales: Scales = ONE) -> None:
+        self._scales = scales
         blocks, heads, tokens, content = cache.shape
-        self.shape = LayerShape("kv", heads, content // 2, format_of(cache), tokens)
+        self.shape = LayerShape("kv", heads, content // 2, dtype or format_of(cache), tokens)
         self._cache, self._write, self.device = cache, write, cache.device
         self._halves = cache.view(blocks, heads, 2, tokens * content // 2)
-        self._order = order(cache, write)
+        self._order = order(cache, write, dtype, scales)
 
     def read(self, table: Table, first: int, stop: int) -> Tensor:
         shape, size = self.shape, self.shape.block_tokens
@@ -166,27 +194,35 @@ class PackedBlocks:
         result = torch.stack(tensors, 1).view(len(used), 2, shape.heads, size, shape.width)
         result = result.permute(0, 3, 1, 2, 4).reshape(len(used) * size, 2, shape.heads, shape.width)
         skipped = first // size * size
-        return result[first - skipped : stop - skipped].contiguous()
+        return result[first - skipped : stop - skipped].contiguous().view(TORCH[self.shape.dtype])
 
-    def write(self, table: Table, first: int, values: Tensor) -> None:
+    def write(self, table: Table, first: int, values: Tensor, head: int = 0) -> None:
         blocks, places = slots(table, first, first + len(values), self.shape.block_tokens, False)
         at = blocks * self.shape.block_tokens + places
-        self._write(values[:, 0].contiguous(), values[:, 1].contiguous(), self._cache, at)
+        if self._cache.dtype.itemsize == 1:  # vLLM's own function makes them, out of larger ones
+            values = scaled(values.float(), self._scales if values.dtype.itemsize == 1 else ONE)
+        else:
+            values = values.to(self._cache.dtype)
+        cache = self._cache[:, head : head + values.shape[2]]
+        self._write(values[:, 0].contiguous(), values[:, 1].contiguous(), cache, at)
 
 
-def order(cache: Tensor, write: Write) -> tuple[Tensor, Tensor]:
+def order(cache: Tensor, write: Write, dtype: str = "", scales: Scales = ONE) -> tuple[Tensor, Tensor]:
     """Where a block's keys, and its values, are found, token by token: two lists of places in half a head's block."""
     _, heads, tokens, content = cache.shape
     width = content // 2
     number = torch.arange(tokens * width).view(tokens, 1, width).expand(tokens, heads, width)
     tensor = torch.zeros(2, tokens * width, dtype=torch.long)
+    read_as = TORCH[dtype] if dtype else cache.dtype
+    base, as_written = (SMALL_DIGIT, torch.float32) if read_as.itemsize == 1 else (DIGIT, cache.dtype)
     digits = 1
     while digits < tokens * width:
         trial = torch.zeros(2, heads, tokens, content, dtype=cache.dtype)
-        digit = (number // digits % DIGIT).to(cache.dtype).contiguous()
-        write(digit, digit.clone(), trial, torch.arange(tokens, 2 * tokens))
-        tensor += trial[1].view(heads, 2, -1)[-1].float().round().long() * digits
-        digits *= DIGIT
+        digit = (number // digits % base).to(as_written).contiguous()
+        keys, values = (digit * scale for scale in scales)
+        write(keys, values, trial, torch.arange(tokens, 2 * tokens))
+        tensor += trial[1].view(read_as).view(heads, 2, -1)[-1].float().round().long() * digits
+        digits *= base
     if not all(torch.equal(half.sort().values, torch.arange(tokens * width)) for half in tensor):
         raise InputError("vLLM", "lays out its blocks in a way that this connector cannot follow")
     return tensor[0].argsort(), tensor[1].argsort()
@@ -202,14 +238,16 @@ def format_of(cache: Tensor) -> str:
 FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 WINDOWED = frozenset({"SlidingWindowSpec"})
 EXACT = frozenset({"auto", "float16", "bfloat16", "float32", "half", "float"})
+EIGHT_BITS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""vLLM's names for caches of 8 bits; they lie in memory as bytes."""
 
 
 def check_caches(kv_cache_config: Any, cache_dtype: str) -> bool:
     """InputError for what cannot be handed over; whether some layers keep no more than a window."""
-    if cache_dtype not in EXACT:
+    if cache_dtype not in EXACT and cache_dtype not in EIGHT_BITS:
         raise InputError(
             "--kv-cache-dtype",
-            f"{cache_dtype} cannot be handed over by this connector; leave it out, or take bfloat16 or float16",
+            f"{cache_dtype} cannot be handed over; {', '.join(sorted(EXACT | EIGHT_BITS.keys()))} can",
         )
     kinds = {type(spec).__name__ for _, _, spec in _specs(kv_cache_config)}
     unknown = sorted(kinds - FULL - WINDOWED)
@@ -222,17 +260,14 @@ def check_caches(kv_cache_config: Any, cache_dtype: str) -> bool:
     return bool(kinds & WINDOWED)
 
 
-def keeps_all_of_windows(kv_cache_config: Any) -> bool:
-    """As with --disable-hybrid-kv-cache-manager."""
-    return any(
-        type(spec).__name__ in FULL and getattr(spec, "sliding_window", None)
-        for _, _, spec in _specs(kv_cache_config)
-    )
-
-
-def layers_of(kv_caches: Mapping[str, Tensor], kv_cache_config: Any, config: Any) -> dict[int, VllmLayer]:
+def layers_of(
+    kv_caches: Mapping[str, Tensor], kv_cache_config: Any, config: Any, share: ModelShard
+) -> dict[int, VllmLayer]:
     """By their numbers in the model."""
     context = config.compilation_config.static_forward_context
+    dtype = EIGHT_BITS.get(str(config.cache_config.cache_dtype), "")
+    if dtype and getattr(config.cache_config, "calculate_kv_scales", False):
+        raise InputError("--calculate-kv-scales", "makes scales that no other engine knows; leave it out")
     specs = {name: (group, spec) for group, name, spec in _specs(kv_cache_config)}
     layers: dict[int, VllmLayer] = {}
     for name, cache in kv_caches.items():
@@ -242,9 +277,19 @@ def layers_of(kv_caches: Mapping[str, Tensor], kv_cache_config: Any, config: Any
         if name not in specs:
             raise InputError("vLLM", f"has a cache of {name}, which is in none of its groups")
         group, spec = specs[name]
-        window = int(spec.sliding_window) if type(spec).__name__ in WINDOWED else None
-        blocks = _blocks(cache, int(spec.block_size), context[name], latent=config.model_config.use_mla)
-        layers[number] = VllmLayer(blocks, group, window)
+        window = getattr(spec, "sliding_window", None)
+        latent = config.model_config.use_mla
+        scales = _scales(context[name]) if dtype else ONE
+        if latent and scales != ONE:
+            raise InputError("--kv-cache-dtype", "latents of 8 bits with scales cannot be handed over")
+        blocks = _blocks(cache, int(spec.block_size), context[name], (dtype, scales), latent=latent)
+        first, stop = (0, 1) if latent else heads_of(share.heads, share.tensor_size, share.tensor_rank)
+        if not latent and stop - first != blocks.shape.heads:
+            raise InputError(
+                "vLLM", f"has {blocks.shape.heads} KV heads in layer {number}, expected {stop - first}"
+            )
+        keeps_all = bool(window) and type(spec).__name__ not in WINDOWED
+        layers[number] = VllmLayer(blocks, group, int(window) if window else None, keeps_all, first, scales)
     return layers
 
 
@@ -257,7 +302,13 @@ def _specs(kv_cache_config: Any) -> Iterator[tuple[int, str, Any]]:
             yield number, name, group.kv_cache_spec if item is None else item[name]
 
 
-def _blocks(cache: Tensor, block_tokens: int, layer: Any, *, latent: bool) -> LayerBlocks:
+def _scales(layer: Any) -> Scales:
+    return float(getattr(layer, "_k_scale_float", 1.0)), float(getattr(layer, "_v_scale_float", 1.0))
+
+
+def _blocks(
+    cache: Tensor, block_tokens: int, layer: Any, kept_as: tuple[str, Scales], *, latent: bool
+) -> LayerBlocks:
     if cache.dim() != 4 or cache.shape[2] != block_tokens:
         raise InputError(
             "vLLM",
@@ -265,15 +316,17 @@ def _blocks(cache: Tensor, block_tokens: int, layer: Any, *, latent: bool) -> La
         )
     isa = getattr(layer, "isa", None)
     if isa is None:
-        return PlainBlocks(cache, "latent" if latent else "kv")
+        return PlainBlocks(cache, "latent" if latent else "kv", *kept_as)
     from vllm import _custom_ops as ops
+
+    kind = str(getattr(layer, "kv_cache_dtype", "auto"))
 
     def write(keys: Tensor, values: Tensor, into: Tensor, slots: Tensor) -> None:
         blocks, heads, tokens, _ = into.shape
         halves = into.view(blocks, heads, 2 * tokens, -1).chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(keys, values, *halves, slots, isa)
+        ops.cpu_attn_reshape_and_cache(keys, values, *halves, slots, isa, *kept_as[1], kind)
 
-    return PackedBlocks(cache, write)
+    return PackedBlocks(cache, write, *kept_as)
 
 
 LAYER = re.compile(r"\.(\d+)\.")
@@ -296,15 +349,18 @@ class ModelShard:
     tensor_rank: int = 0
     tensor_size: int = 1
     stage: int = 0
-    stages: int = 1
+    stages: tuple[int, ...] = ()
+    """Layers of each."""
+    heads: int = 1
+    """KV heads of the whole model; 1 where it has latents."""
 
     @property
     def rank(self) -> int:
         return self.stage * self.tensor_size + self.tensor_rank
 
     @property
-    def size(self) -> int:
-        return self.stages * self.tensor_size
+    def layout(self) -> KvLayout:
+        return KvLayout(self.tensor_size, self.stages if len(self.stages) > 1 else ())
 
 
 def mark_of(model: str, revision: str | None, config: Mapping[str, object], overrides: object) -> str:
@@ -318,22 +374,6 @@ def mark_of(model: str, revision: str | None, config: Mapping[str, object], over
         return _digest([mark, overrides]) if overrides else mark
     kept = {key: value for key, value in config.items() if key not in IDLE_KEYS}
     return _digest([model, revision or "main", kept])
-
-
-def fingerprint(
-    mark: str, share: ModelShard, layers: Mapping[int, VllmLayer], *, all_of_windows: bool = False
-) -> str:
-    """Of one worker. `all_of_windows`: vLLM keeps them as if they were none, so more crosses."""
-    dtypes = sorted({layer.shape.dtype for layer in layers.values()})
-    texts = []
-    if share.size > 1:
-        texts.append(f"tensor {share.tensor_rank + 1}/{share.tensor_size}")
-        texts.append(f"stage {share.stage + 1}/{share.stages}")
-    if share.stages > 1:
-        texts.append(f"layers {min(layers)}-{max(layers)}")
-    if all_of_windows:
-        texts.append("with all of its windows")
-    return fingerprint_of(mark, "-".join(dtypes), " ".join(texts))
 
 
 def _digest(said: object) -> str:

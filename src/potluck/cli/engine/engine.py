@@ -227,10 +227,11 @@ def serve(
 def kv_settings(
     host: str, port: int, kv_from: tuple[str, ...], tls: tuple[Path, Path, Path] | None
 ) -> KvSettings:
-    from potluck.engine.server.kv_connector import KvSettings, address_of
+    from potluck.engine.server.kv_connector import KvSettings
+    from potluck.kv.kv_layout import kv_address
     from potluck.kv.peer_connections import ANY_PORT
 
-    fleet = tuple(address_of(text, "--kv-from", ANY_PORT) for text in kv_from)
+    fleet = tuple(worker for text in kv_from for worker in kv_address(text, "--kv-from", ANY_PORT).workers)
     return KvSettings(host, port, fleet, identity=tls)
 
 
@@ -269,10 +270,10 @@ def vllm(
     try:
         import asyncio
 
+        from potluck.kv.kv_layout import kv_address
         from potluck.vllm.adapter.adapter_service import AdapterLimits
         from potluck.vllm.adapter.serve import serve
         from potluck.vllm.adapter.vllm_process import GpuShape, VllmSettings
-        from potluck.vllm.transfer_scheduler import address_of
     except ModuleNotFoundError as error:
         raise InputError("engine vllm", f"needs {error.name}; install potluck[gateway]") from error
 
@@ -298,7 +299,9 @@ def vllm(
             host,
             port,
             api_key=key_for(host, options["api_key_file"]),
-            always=frozenset(address_of(text if ":" in text else f"{text}:0") for text in options["kv_from"]),
+            always=frozenset(
+                worker for text in options["kv_from"] for worker in kv_address(text, "--kv-from", 0).workers
+            ),
             limits=limits,
             ready=announce(shown, role, as_json, host),
             role=role,

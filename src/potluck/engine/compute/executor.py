@@ -131,6 +131,8 @@ class Executor(Protocol):
     size: RunnerSize
     fingerprint: str
     """Of the model with its weights; caches of different ones never mix."""
+    kv_dtype: str
+    """What keys and values are kept as; empty where there are none."""
     exact: Exactness
     """Whether tokens stay the same to the last bit however the work is cut."""
     microbatches: int = 1

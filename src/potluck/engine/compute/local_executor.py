@@ -23,6 +23,7 @@ class LocalExecutor(Executor):
         self.nic = nic
         """For whoever sends its chunks over a network."""
         self.config, self.fingerprint, self.exact = runner.config, runner.fingerprint, runner.exact
+        self.kv_dtype = str(runner.dtype).removeprefix("torch.")
 
     def open(self) -> int:
         return self.runner.tables.open()

@@ -36,7 +36,6 @@ from potluck.engine.model.checkpoint import LayerLoader, WeightSource, fingerpri
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.model.stack import OnLayer, Stack
 from potluck.engine.numbers.exact import exactness
-from potluck.kv.handles import fingerprint_of
 
 
 class Runner:
@@ -59,8 +58,7 @@ class Runner:
         # A CPU has no fast arithmetic in 16 bits to speak of, and float32 is what exact.py is about.
         self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else getattr(torch, config.dtype))
         self.config = config
-        name = str(self.dtype).removeprefix("torch.")
-        self.fingerprint = fingerprint_of(fingerprint(config, source), name)
+        self.fingerprint = fingerprint(config, source)
         latent = any(isinstance(layer.attention, LatentAttention) for layer in model.layers[first:last])
         self.exact = exactness(self.device, self.dtype, latent=latent)
         if size.max_tokens > model.max_context_tokens:

@@ -243,7 +243,7 @@ class MockExecutor(Executor):
         speed_up: float = 1.0,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.config, self.size, self.fingerprint = config, size, fingerprint
+        self.config, self.size, self.fingerprint, self.kv_dtype = config, size, fingerprint, ""
         self.grown: Callable[[], None] = lambda: None
         """Told when rows have taken more blocks."""
         self.used_blocks = 0

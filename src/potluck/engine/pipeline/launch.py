@@ -110,16 +110,18 @@ class WorkerStarter:
         ]
         self._devices = dict(zip(mine, devices_of(self._device, len(mine)), strict=True))
 
-    def set_up(self) -> tuple[str, Exactness]:
-        """Give each worker its layers; the fingerprint that all of them must have, and how exact they are."""
+    def set_up(self) -> tuple[str, str, Exactness]:
+        """Give each worker its layers; fingerprint and format that all of them must have, and how exact they are."""
         every = [remote for row in self.remotes for remote in row]
         for number, remote in enumerate(every, 1):
             remote.post(self._setup(number, remote))
         ready = [answer for answer in _answers(self.inbox, len(every)) if isinstance(answer, msg.WorkerReady)]
-        prints = {answer.fingerprint for answer in ready}
+        prints = {(answer.fingerprint, answer.dtype) for answer in ready}
         if len(prints) != 1:
-            raise InputError("workers", "do not have the same weights; is the directory the same everywhere?")
-        return prints.pop(), together([Exactness(answer.exact, answer.products) for answer in ready])
+            raise InputError(
+                "workers", "do not have the same weights and format; is the directory the same everywhere?"
+            )
+        return *prints.pop(), together([Exactness(answer.exact, answer.products) for answer in ready])
 
     def join(self) -> None:
         asked = [remote for row in self.remotes[:-1] for remote in row]
@@ -219,7 +221,7 @@ def launch(
     starter = WorkerStarter(stages, settings, device, key, tls)
     try:
         starter.reach(_addresses(stages, key, processes))
-        fingerprint, exact = starter.set_up()
+        fingerprint, dtype, exact = starter.set_up()
         starter.join()
     except BaseException:
         for remote in chain.from_iterable(starter.remotes):
@@ -240,6 +242,7 @@ def launch(
         worth_tokens=worth_tokens,
         microbatches=microbatches_for(stages),
         exact=exact,
+        kv_dtype=dtype,
         reach=partial(starter.again, fingerprint=fingerprint) if returns else None,
     )
 

@@ -64,11 +64,12 @@ class PipelineExecutor(Executor):
         worth_tokens: int,
         microbatches: int = 1,
         exact: Exactness,
+        kv_dtype: str,
         reach: Reach | None = None,
     ) -> None:
         """`reach` makes a worker in the place of one that is lost; without it none comes back."""
         self.config, self.fingerprint, self.size = config, fingerprint, size
-        self.microbatches, self.exact = microbatches, exact
+        self.microbatches, self.exact, self.kv_dtype = microbatches, exact, kv_dtype
         self._stages, self._inbox, self._wait_s, self._batches = stages, inbox, wait_s, batches
         self._layers, self._worth = layers, worth_tokens
         self._weights = weights

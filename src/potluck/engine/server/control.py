@@ -22,7 +22,7 @@ from potluck.engine.loop.engine_status import role_of
 from potluck.engine.server.engine_metrics import CONTENT_TYPE
 from potluck.engine.server.engine_service import SERVICE, EngineService
 from potluck.engine.server.http_connection import read_object
-from potluck.engine.server.kv_connector import address_of, written
+from potluck.kv.kv_layout import kv_address, written
 from potluck.kv.kv_sender import BandwidthGrant
 from potluck.kv.prefix_pool import as_json, place_in
 
@@ -153,7 +153,7 @@ async def drain(request: web.Request) -> web.Response:
 async def show_peers(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     return web.json_response(
-        {"peers": sorted(map(written, service.peers)), "always": sorted(map(written, service.always))}
+        {"peers": sorted(map(str, service.peers)), "always": sorted(map(written, service.always))}
     )
 
 
@@ -166,7 +166,7 @@ async def change_peers(request: web.Request) -> web.Response:
         raise FormatError("peers", "must be a list of HOST:PORT")
     if len(given) > MOST_PEERS:
         raise InputError("peers", f"at most {MOST_PEERS}, got {len(given)}")
-    peers = frozenset(address_of(text, f"peers[{place}]") for place, text in enumerate(given))
+    peers = frozenset(kv_address(text, f"peers[{place}]") for place, text in enumerate(given))
     request.app[SERVICE].peers = peers
     return await show_peers(request)
 
@@ -207,7 +207,7 @@ def _grant(given: object, where: str, until_s: float) -> BandwidthGrant:
         raise InputError(f"{where}.link", f"must be a name of at most {LONGEST_NAME} characters")
     if not isinstance(peers, list) or not 0 < len(peers) <= MOST_PEERS:
         raise InputError(f"{where}.peers", f"must be a list of 1 to {MOST_PEERS} hosts")
-    hosts = frozenset(address_of(peer, f"{where}.peers", port=0)[0] for peer in peers)
+    hosts = frozenset(host for peer in peers for host, _ in kv_address(peer, f"{where}.peers", port=0).stages)
     return BandwidthGrant(link, hosts, _number(given["bytes_per_s"], f"{where}.bytes_per_s", 1e15), until_s)
 
 

@@ -108,7 +108,7 @@ async def _running(app: web.Application) -> AsyncIterator[None]:
     limits = service.limits
     kv = replace(service.kv, sender=replace(service.kv.sender, attach_s=limits.attach_s))
     service.kv_connector = KvConnector(kv, service.driver, service.kv_transfer, limits.handover_s)
-    service.kv_connector.links.allow(service.peers | service.always)
+    service.kv_connector.links.allow(service.senders)
     service.hub.bind(service.driver)
     service.driver.start()
     watch = asyncio.create_task(_watch(service))

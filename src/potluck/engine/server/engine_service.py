@@ -17,6 +17,7 @@ from potluck.api.http import HttpRefusal
 from potluck.api.model_files import GenerationConfig
 from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
+from potluck.core.values.model import FullAttention, Model
 from potluck.core.values.sampling import Sampling
 from potluck.engine.compute.logit_edits import Grammars
 from potluck.engine.loop.engine_loop import EngineLoop
@@ -28,10 +29,17 @@ from potluck.engine.server.http_connection import RequestLimits, Uploads
 from potluck.engine.server.kv_connector import KvConnector, KvSettings, KvTransfer
 from potluck.engine.server.request_channels import RequestChannel, RequestChannels
 from potluck.kv.frames import VERSION
-from potluck.kv.peer_connections import ANY_PORT, Address
+from potluck.kv.kv_layout import KvAddress, reachable
+from potluck.kv.peer_connections import Address
 from potluck.kv.prefix_pool import CacheFeed
 
 T = TypeVar("T")
+
+
+def kv_heads(model: Model) -> int:
+    """KV heads of a whole model; 1 where it has latents, or nothing by heads."""
+    kinds = [layer.attention for layer in model.layers]
+    return max((kind.kv_heads for kind in kinds if isinstance(kind, FullAttention)), default=1)
 
 
 class EngineService:
@@ -70,7 +78,7 @@ class EngineService:
         self.kv = kv or KvSettings()
         self.kv_connector: KvConnector | None = None
         """As long as the application runs."""
-        self._peers: frozenset[Address] = frozenset()
+        self._peers: frozenset[KvAddress] = frozenset()
         self.open_requests = 0
         self.lent = self.fetching = 0
         """Kept prefixes that wait for whoever fetches them, or are on their way here."""
@@ -85,7 +93,9 @@ class EngineService:
         self.layers = executor.config.model.layer_count
         self.most_tokens = loop.most_tokens
         self.grammars = Grammars(text, self.vocab, self.eos)
-        self.kv_transfer = kv_transfer or KvTransfer(getattr(executor, "nic", None))
+        self.kv_transfer = kv_transfer or KvTransfer(
+            getattr(executor, "nic", None), executor.kv_dtype, kv_heads(executor.config.model)
+        )
 
     @property
     def drained(self) -> bool:
@@ -101,19 +111,24 @@ class EngineService:
         return frozenset(self.kv.fleet)
 
     @property
-    def peers(self) -> frozenset[Address]:
+    def peers(self) -> frozenset[KvAddress]:
         """From whom caches may come as well."""
         return self._peers
 
     @peers.setter
-    def peers(self, peers: frozenset[Address]) -> None:
+    def peers(self, peers: frozenset[KvAddress]) -> None:
         self._peers = peers
         if self.kv_connector is not None:
-            self.kv_connector.links.allow(peers | self.always)
+            self.kv_connector.links.allow(self.senders)
 
-    def must_be_peer(self, address: Address) -> None:
+    @property
+    def senders(self) -> frozenset[Address]:
+        """Whom KV may be fetched from."""
+        return self.always.union(*(peer.workers for peer in self._peers))
+
+    def must_be_peer(self, address: KvAddress) -> None:
         """Said before anything is tried, so that nobody learns what listens where."""
-        if address not in self.peers | self.always and (address[0], ANY_PORT) not in self.always:
+        if not reachable(address, self.senders):
             line = "source.kv: is no peer of this engine; --kv-from or PUT /peers tells it of its peers"
             raise HttpRefusal(403, line, "not_a_peer", "source.kv")
 

@@ -8,12 +8,13 @@ off the event loop. A fetch runs in a thread, asks the loop for each chunk, and 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,10 +23,13 @@ from potluck.engine.compute.emulated import EmulatedNic
 from potluck.engine.loop.jobs import NOT_FETCHED, JobEnded
 from potluck.engine.loop.loop_thread import LoopThread
 from potluck.engine.server.request_channels import RequestChannel
-from potluck.kv.chunks import KvChunk, KvManifest, TransferError
-from potluck.kv.codec_layout import Codec
-from potluck.kv.fetch import FetchRequest, FetchResult, KvFetch
+from potluck.kv.chunks import KvChunk, KvManifest, TransferError, lesser
+from potluck.kv.codec_layout import ITEM_BYTES, STATES, Codec
+from potluck.kv.fetch import FetchRequest, FetchResult, GroupFetch
+from potluck.kv.handles import new_session
+from potluck.kv.head_cuts import HeadJoin
 from potluck.kv.kv_codec import packed, restored
+from potluck.kv.kv_layout import KvAddress, KvLayout, sources, written
 from potluck.kv.kv_sender import KvSender, OutgoingTransfer, SenderLimits, State
 from potluck.kv.peer_connections import (
     Address,
@@ -37,6 +41,15 @@ from potluck.kv.peer_connections import (
 )
 
 
+def converted(chunk: KvChunk, dtype: str) -> KvChunk:
+    """A raw chunk in another format."""
+    import torch  # engines that make tokens up need none
+
+    values = torch.frombuffer(bytearray(chunk.data), dtype=torch.uint8).view(getattr(torch, chunk.dtype))
+    data = values.to(getattr(torch, dtype)).view(torch.uint8).numpy().data
+    return replace(chunk, dtype=dtype, data=memoryview(data).cast("B"))
+
+
 class KvTransfer:
     """How chunks go over the wire: as they are, but in the time of an emulated GPU's card, if there is one. A mock
     engine's (`mock_transfer.py`) stand for others."""
@@ -44,8 +57,21 @@ class KvTransfer:
     light = False
     """Whether chunks are so small that no thread is needed for them."""
 
-    def __init__(self, nic: EmulatedNic | None = None) -> None:
-        self._nic = nic
+    def __init__(self, nic: EmulatedNic | None = None, dtype: str = "", heads: int = 1) -> None:
+        """`dtype`: what KV is kept as here; `heads`: the model's KV heads, 1 where it has latents."""
+        self._nic, self.dtype, self.heads = nic, dtype, heads
+
+    def wanted(self, chunk: KvChunk, dtype: str) -> KvChunk:
+        """In the receiver's format, where that is the smaller one."""
+        if not dtype or ITEM_BYTES[dtype] >= ITEM_BYTES[chunk.dtype] or chunk.part in STATES:
+            return chunk
+        return converted(chunk, dtype)
+
+    def kept(self, chunk: KvChunk) -> KvChunk:
+        """In the format that is kept here."""
+        if not self.dtype or chunk.dtype == self.dtype or chunk.part == "memory":
+            return chunk
+        return converted(chunk, self.dtype)
 
     def kv_bytes(self, chunk: KvChunk) -> int:
         return len(chunk.data) + len(chunk.parameters)
@@ -72,30 +98,6 @@ class KvTransfer:
 
     def told(self, report: LinkReport) -> LinkReport:
         return report
-
-
-LONGEST_HOST = 253
-
-
-def address_of(text: object, where: str, port: int | None = None) -> Address:
-    """HOST:PORT, or a host alone where a port is given for it. An address has one way of being written."""
-    if isinstance(text, str) and len(text) <= LONGEST_HOST + 8 and text.isprintable():
-        host, colon, number = text.rpartition(":")
-        if not colon or (":" in host and not host.startswith("[")):
-            host, number = text, "" if port is None else str(port)
-        if number.isascii() and number.isdigit() and len(number) <= 5 and int(number) < 1 << 16:
-            host = host.removeprefix("[").removesuffix("]").lower()
-            if host and (port is not None or int(number)):
-                with suppress(ValueError):  # a name, not an IP address
-                    host = str(ipaddress.ip_address(host))
-                return host, int(number)
-    shown = f", is {text!r}" if isinstance(text, str) and len(text) <= 80 else ""
-    raise InputError(where, f"must be HOST:PORT{shown}")
-
-
-def written(address: Address) -> str:
-    host = f"[{address[0]}]" if ":" in address[0] else address[0]
-    return f"{host}:{address[1]}" if address[1] else host
 
 
 MOST_AT_ONCE = 128
@@ -279,14 +281,15 @@ class KvConnector:
             self._failed(transfer, error)
 
     async def _hand_in(self, transfer: OutgoingTransfer, chunk: KvChunk, codec: Codec = "raw") -> None:
-        """Into the transfer, when its turn has come on the network card."""
-        if codec != "raw":
-            chunk = await self._apart(self._transfer.packed, chunk, codec)
-        due_s = self._transfer.due_s(chunk)
-        if due_s is not None:
-            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-        chunk = self._transfer.leaves(transfer.peer, chunk)
-        await self._apart(transfer.put, chunk, self._handover_s)
+        """Into the transfer, for each of the receiver's workers, when its turn has come on the network card."""
+        for part, cut in transfer.cuts(self._transfer.wanted(chunk, transfer.cut.dtype)):
+            if codec != "raw":
+                cut = await self._apart(self._transfer.packed, cut, codec)
+            due_s = self._transfer.due_s(cut)
+            if due_s is not None:
+                await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            cut = self._transfer.leaves(transfer.peer, cut)
+            await self._apart(partial(transfer.put, part=part), cut, self._handover_s)
 
     async def _apart(self, call: Callable[[KvChunk, A], T], chunk: KvChunk, more: A) -> T:
         """Off the event loop, unless it takes no time."""
@@ -296,31 +299,41 @@ class KvConnector:
 
     async def fetch(
         self,
-        address: Address,
+        address: KvAddress,
         wanted: FetchRequest,
         begin: Callable[[KvManifest], Coroutine[None, None, None]],
-        accept: Callable[[KvChunk], Future[None]],
+        accept: Callable[[KvChunk, bool], Future[None]],
         whole: Callable[[], Future[None]] | None = None,
     ) -> FetchResult:
-        """Bring a cache here: `begin` is awaited in the event loop, `accept` and `whole` are called in a thread."""
+        """Bring a cache here: `begin` is awaited in the event loop, `accept` (with whether it is exact) and `whole`
+        are called in a thread. A sender's workers each have some of it; here it is put together."""
         waiting: list[Future[None]] = []
+        lock = threading.Lock()
+        parts = self._sources(address, wanted)
+        join = HeadJoin([request.cut.heads for _, request in parts if not request.cut.nothing])
 
-        def opened(about: KvManifest) -> None:
-            waiting.append(asyncio.run_coroutine_threadsafe(begin(about), self._loop))
-            _result(waiting[0], self._handover_s)
+        def opened(place: int, about: KvManifest) -> None:
+            with lock:
+                if not waiting and not parts[place][1].cut.nothing:
+                    waiting.append(asyncio.run_coroutine_threadsafe(begin(about), self._loop))
+            for future in waiting:
+                _result(future, self._handover_s)
 
-        moved_bytes, last_s, peer = 0, 0.0, f"{address[0]}:{address[1]}"
+        moved_bytes, last_s, peer = 0, 0.0, str(address)
         taken: list[Future[None]] = []
 
-        def sink(chunk: KvChunk) -> None:
+        def sink(_: int, chunk: KvChunk) -> None:
             nonlocal moved_bytes, last_s
-            moved_bytes += self._transfer.kv_bytes(chunk)
-            last_s = self._transfer.here_s(peer, chunk) or 0.0
-            if self._transfer.light:  # a copy costs less than to wait for each
-                own = replace(chunk, data=bytes(chunk.data), parameters=bytes(chunk.parameters))
-                taken.append(accept(own))
-            else:
-                _result(accept(chunk), ASK_S)
+            with lock:
+                moved_bytes += self._transfer.kv_bytes(chunk)
+                last_s = self._transfer.here_s(peer, chunk) or 0.0
+                if self._transfer.light:  # a copy costs less than to wait for each
+                    own = replace(chunk, data=bytes(chunk.data), parameters=bytes(chunk.parameters))
+                    taken.append(accept(self._transfer.restored(own), chunk.codec == "raw"))
+                    return
+                exact = chunk.codec == "raw" and not lesser(chunk, self._transfer.dtype)
+                for joined in join.take(self._transfer.restored(chunk)):
+                    _result(accept(self._transfer.kept(joined), exact), ASK_S)
 
         def complete() -> None:
             time.sleep(max(0.0, last_s - time.monotonic()))
@@ -330,7 +343,7 @@ class KvConnector:
                 _result(whole(), ASK_S)
 
         degree = self._settings.degree
-        fetching = KvFetch(self.links, address, wanted, degree=degree, deadline_s=self._handover_s)
+        fetching = GroupFetch(self.links, parts, degree=degree, deadline_s=self._handover_s)
         running = self._loop.run_in_executor(self._fetches, fetching.run, opened, sink, complete)
         try:
             fetch_result = await asyncio.shield(running)
@@ -344,6 +357,16 @@ class KvConnector:
             if not running.cancelled():
                 running.exception()  # It was asked to fail.
             raise
+
+    def _sources(self, address: KvAddress, wanted: FetchRequest) -> list[tuple[Address, FetchRequest]]:
+        session = new_session()
+        return [
+            (
+                address.worker(source.rank),
+                replace(wanted, session=session, cut=replace(source.cut, dtype=self._transfer.dtype)),
+            )
+            for source in sources(address.layout, KvLayout(), 0, self._transfer.heads)
+        ]
 
     async def close(self) -> None:
         for task in self._tasks:

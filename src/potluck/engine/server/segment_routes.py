@@ -35,12 +35,13 @@ from potluck.engine.loop.jobs import Job, JobComputed, JobEnded, OutputToken
 from potluck.engine.memory.prefix_cache import ReceivedPrefix, chain_hash
 from potluck.engine.server.engine_service import SERVICE, EngineService
 from potluck.engine.server.http_connection import ended, read_object
-from potluck.engine.server.kv_connector import ASK_S, RECEIVER_GONE, Fate, KvNotDelivered, address_of
+from potluck.engine.server.kv_connector import ASK_S, RECEIVER_GONE, Fate, KvNotDelivered
 from potluck.engine.server.request_channels import RequestChannel
 from potluck.kv.chunks import KvChunk, KvManifest, TransferDeclined, TransferError, token_hash
 from potluck.kv.codec_layout import Codec
 from potluck.kv.fetch import FetchRequest, FetchResult
 from potluck.kv.handles import bound_to, checked_handle, new_handle
+from potluck.kv.kv_layout import kv_address
 
 FINGERPRINT = "X-Potluck-Fingerprint"
 """Of the model and its weights: whoever sent a segment may check that it is still the engine it took it for."""
@@ -53,7 +54,7 @@ async def segments(request: web.Request) -> web.StreamResponse:
     if asked.own is not None:
         raise HttpRefusal(400, "own: this engine draws tokens, and no more", "unsupported", "own")
     if asked.source is not None:
-        service.must_be_peer(address_of(asked.source.kv, "source.kv"))
+        service.must_be_peer(kv_address(asked.source.kv, "source.kv"))
     job = await _job(service, asked, tokens)
     handle = None
     if job.hands_on:
@@ -225,14 +226,13 @@ async def _receive(
 ) -> None:
     """Room is only taken when the first bytes come: a sender may be long in coming, or never come."""
     hub = service.hub
-    address = address_of(source.kv, "source.kv")
+    address = kv_address(source.kv, "source.kv")
     have = await hub.ask(lambda loop, _: loop.look_up(job.key))
     tokens = token_hash(job.prompt[: job.received])
     wanted = FetchRequest(checked_handle(source.handle), request, service.fingerprint, tokens, have)
 
-    def accept(chunk: KvChunk) -> Future[None]:
-        plain, lossy = service.kv_transfer.restored(chunk), chunk.codec != "raw"
-        return hub.driver.ask(lambda loop, _: loop.accept(channel.key, plain, lossy=lossy))
+    def accept(chunk: KvChunk, exact: bool) -> Future[None]:
+        return hub.driver.ask(lambda loop, _: loop.accept(channel.key, chunk, lossy=not exact))
 
     def whole() -> Future[None]:
         return hub.driver.ask(lambda loop, _: loop.arrived(job.key))
@@ -309,7 +309,7 @@ async def fetch_prefix(request: web.Request) -> web.Response:
         raise InputError("handle", "belongs into source")
     if asked.source is None:
         raise FormatError("source", "is missing; /prefixes/lend of the engine that has them tells it")
-    service.must_be_peer(address_of(asked.source.kv, "source.kv"))
+    service.must_be_peer(kv_address(asked.source.kv, "source.kv"))
     async with service.admitted():
         if service.fetching >= service.limits.prefix_moves:
             raise HttpRefusal(429, f"{service.fetching} prefixes are being fetched; try again", "overloaded")
@@ -371,7 +371,9 @@ async def _fetch_prefix(
             raise FormatError("prefix", f"is of [{about.start}, {about.stop}), which are no blocks of these")
         came.append(await hub.ask(lambda loop, _: loop.prefixes.gathering(about.start, about.stop)))
 
-    def accept(chunk: KvChunk) -> Future[None]:
+    def accept(chunk: KvChunk, exact: bool) -> Future[None]:
+        if not exact:
+            raise FormatError("prefix", "came in fewer bits than are kept here")
         came[0].accept(chunk)
         done: Future[None] = Future()
         done.set_result(None)
@@ -381,7 +383,7 @@ async def _fetch_prefix(
         checked_handle(source.handle), request, service.fingerprint, chain_hash(names), have
     )
     fetch_result: FetchResult = await service.connector.fetch(
-        address_of(source.kv, "source.kv"), wanted, begin, accept
+        kv_address(source.kv, "source.kv"), wanted, begin, accept
     )
 
     def adopt(loop: EngineLoop, _: float) -> int:

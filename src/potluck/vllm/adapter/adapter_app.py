@@ -23,10 +23,10 @@ from potluck.api.http import (
     request_id,
 )
 from potluck.core.errors import FormatError, InputError
+from potluck.kv.kv_layout import kv_address, written
 from potluck.kv.prefix_pool import as_json, place_in
 from potluck.vllm.adapter.adapter_segments import segments
 from potluck.vllm.adapter.adapter_service import ROLES, SERVICE, AdapterService
-from potluck.vllm.transfer_scheduler import address_of
 
 MOST_PEERS = 4096
 OPEN = frozenset({"/health"})
@@ -158,14 +158,14 @@ async def change_peers(request: web.Request) -> web.Response:
         raise FormatError("peers", "must be a list of HOST:PORT, and the only key")
     if len(given) > MOST_PEERS:
         raise InputError("peers", f"at most {MOST_PEERS}, got {len(given)}")
-    service.allow(frozenset(map(address_of, given)))
+    service.allow(frozenset(kv_address(text, "peers") for text in given))
     return web.json_response(_peers(service))
 
 
 def _peers(service: AdapterService) -> dict[str, object]:
     return {
-        "peers": sorted(f"{host}:{port}" for host, port in service.peers),
-        "always": sorted(f"{host}:{port}" for host, port in service.always),
+        "peers": sorted(map(str, service.peers)),
+        "always": sorted(map(written, service.always)),
     }
 
 

@@ -20,6 +20,7 @@ from aiohttp import web
 from potluck.api.http import HttpRefusal, error_object, parse_object
 from potluck.api.segments import CHATS, UNSUPPORTED, ClientBody, segment_of
 from potluck.kv.handles import checked_handle, new_handle
+from potluck.kv.kv_layout import kv_address
 from potluck.vllm.adapter.adapter_service import SERVICE, ActiveSegment, AdapterService, SendResult
 from potluck.vllm.adapter.vllm_requests import (
     Json,
@@ -33,7 +34,6 @@ from potluck.vllm.adapter.vllm_requests import (
     moves_of,
     refusal_of,
 )
-from potluck.vllm.transfer_scheduler import address_of
 
 FINGERPRINT = "X-Potluck-Fingerprint"
 
@@ -75,7 +75,7 @@ async def segments(request: web.Request) -> web.StreamResponse:
     asked, tokens = segment_of(parse_object(await request.read()))
     service.must_be(asked.model)
     if asked.source is not None:
-        service.must_be_peer(address_of(asked.source.kv))
+        service.must_be_peer(kv_address(asked.source.kv, "source.kv"))
     part = PromptPart(asked, tokens)
     if not part.hands_on and asked.own is None and asked.max_tokens < 1:
         raise HttpRefusal(400, f"max_tokens: must be at least 1, is {asked.max_tokens}", param="max_tokens")

@@ -20,7 +20,7 @@ from potluck import __version__
 from potluck.api.http import HttpRefusal
 from potluck.core.errors import UnknownNameError
 from potluck.kv.frames import VERSION
-from potluck.kv.handles import model_in
+from potluck.kv.kv_layout import KvAddress, reachable, written
 from potluck.kv.peer_connections import Address
 from potluck.kv.prefix_pool import CacheFeed
 from potluck.vllm.adapter.vllm_process import VllmProcess
@@ -166,7 +166,7 @@ class ConnectorEvents:
             worker = _worker(said)
             self.workers[worker.rank] = worker
             if worker.rank == 0:
-                self.held.model = model_in(worker.fingerprint)
+                self.held.model = worker.fingerprint
             self._writers[worker.rank] = writer
             self._tell(writer)
             if len(self.workers) == self._expected:
@@ -254,7 +254,7 @@ class AdapterService:
         self.feed = CacheFeed(connector_events.held)
         self.problem = ""
         self.started_s = time.monotonic()
-        self.peers: frozenset[Address] = frozenset()
+        self.peers: frozenset[KvAddress] = frozenset()
         self.open_requests = self.todo_tokens = self.context_tokens = 0
         self.max_tokens = self.max_running = 0
         self.adapters: tuple[str, ...] = ()
@@ -281,7 +281,7 @@ class AdapterService:
     @property
     def fingerprint(self) -> str:
         """Of the model, however it is cut: replicas that are cut otherwise serve the same."""
-        return model_in(self.connector_events.workers[0].fingerprint)
+        return self.connector_events.workers[0].fingerprint
 
     @property
     def kv(self) -> str:
@@ -292,16 +292,14 @@ class AdapterService:
         if model != self.name and model not in self.adapters:
             raise UnknownNameError("model", model, [self.name, *self.adapters])
 
-    def must_be_peer(self, address: Address) -> None:
-        if address not in self.peers | self.always and (address[0], 0) not in self.always:
+    def must_be_peer(self, address: KvAddress) -> None:
+        if not reachable(address, self.always.union(*(peer.workers for peer in self.peers))):
             line = "source.kv: is no peer of this engine; --kv-from or PUT /peers tells it of its peers"
             raise HttpRefusal(403, line, "not_a_peer", "source.kv")
 
-    def allow(self, peers: frozenset[Address]) -> None:
+    def allow(self, peers: frozenset[KvAddress]) -> None:
         self.peers = peers
-        self.connector_events.allow(
-            f"{host}:{port}" if ":" not in host else f"[{host}]:{port}" for host, port in peers | self.always
-        )
+        self.connector_events.allow([*map(str, peers), *map(written, self.always)])
 
     @asynccontextmanager
     async def admitted(self, tokens: int) -> AsyncIterator[ActiveSegment]:

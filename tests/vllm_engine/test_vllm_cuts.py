@@ -1,0 +1,341 @@
+"""KV between instances that are cut differently: the connector's workers over the real transport, every pair of cuts.
+
+Each worker has blocks as vLLM has them, its own layers and heads; what the receiver's workers hold in the end is
+compared with what the model's KV is, and what crossed with what a planner reckons.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+import pytest
+import torch
+from test_vllm_giving_and_taking import QUICK, until
+
+from potluck.kv.codec_layout import ITEM_BYTES, sizes
+from potluck.kv.handles import new_handle, new_session
+from potluck.kv.kv_layout import KvAddress, KvLayout, heads_of
+from potluck.kv.kv_sender import KvSender, SenderLimits
+from potluck.kv.peer_connections import PeerConnections
+from potluck.vllm.receive_worker import ReceiveWorker
+from potluck.vllm.send_worker import SendWorker
+from potluck.vllm.transfer_scheduler import FetchOrder, PlaceBlocks, ReadBlocks, SendOffer
+from potluck.vllm.vllm_blocks import ONE, TORCH, ModelShard, PlainBlocks, Scales, VllmLayer
+
+LAYERS, HEADS, WIDTH, TOKENS = 4, 2, 8, 70
+CUTS = {
+    "tp1": KvLayout(),
+    "tp2": KvLayout(2),
+    "tp4": KvLayout(4),
+    "tp1pp2": KvLayout(1, (3, 1)),
+    "tp2pp2": KvLayout(2, (1, 3)),
+    "tp4pp4": KvLayout(4, (1, 1, 1, 1)),
+}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How one side keeps its KV."""
+
+    layout: KvLayout = KvLayout()
+    block_tokens: int = 4
+    dtype: str = "float32"
+    order: str = "HND"
+    latent: bool = False
+    scales: Scales = ONE
+
+
+def free_ports(count: int) -> int:
+    """The first of so many in a row."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            first = int(probe.getsockname()[1])
+        try:
+            for port in range(first, first + count):
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return first
+
+
+@dataclass
+class Workers:
+    """All workers of one instance."""
+
+    kept: Kept
+    told: list[dict[str, object]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        layout, self.heads = self.kept.layout, 1 if self.kept.latent else HEADS
+        port = free_ports(layout.workers)
+        stages = tuple(
+            ("127.0.0.1", port + stage * layout.tensor) for stage in range(max(1, len(layout.stages)))
+        )
+        self.address = KvAddress(stages, layout)
+        self.shards = [
+            ModelShard(rank % layout.tensor, layout.tensor, rank // layout.tensor, layout.stages, self.heads)
+            for rank in range(layout.workers)
+        ]
+        self.layers = [self._layers(shard) for shard in self.shards]
+        limits = SenderLimits(beat_s=0.05, lease_s=2.0)
+        senders = [KvSender("127.0.0.1", port + shard.rank, limits=limits) for shard in self.shards]
+        self.giving = [
+            SendWorker(sender, layers, "m", self.told.append)
+            for sender, layers in zip(senders, self.layers, strict=True)
+        ]
+        self.taking = [
+            ReceiveWorker(PeerConnections((), limits=QUICK), sender, layers, "m", shard, self.told.append)
+            for sender, layers, shard in zip(senders, self.layers, self.shards, strict=True)
+        ]
+        blocks = -(-TOKENS // self.kept.block_tokens)
+        self.tables = (tuple(range(blocks, 0, -1)),)
+
+    def _layers(self, shard: ModelShard) -> dict[int, VllmLayer]:
+        kept, first_stop = self.kept, shard.layout.layers(shard.stage)
+        first, stop = heads_of(shard.heads, shard.tensor_size, shard.tensor_rank)
+        layers = {}
+        for number in range(first_stop[0], min(first_stop[1], LAYERS)):
+            shape = (80, stop - first, kept.block_tokens, WIDTH if kept.latent else 2 * WIDTH)
+            small = ITEM_BYTES[kept.dtype] == 1
+            cache = torch.zeros(shape, dtype=torch.uint8 if small else TORCH[kept.dtype])
+            if kept.order == "NHD":
+                cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
+            blocks = PlainBlocks(cache, "latent" if kept.latent else "kv", kept.dtype, kept.scales)
+            layers[number] = VllmLayer(blocks, head=0 if kept.latent else first, scales=kept.scales)
+        return layers
+
+    def allow(self, other: Workers) -> None:
+        for taking in self.taking:
+            taking.allow([other.address])
+
+    def close(self, threads: ThreadPoolExecutor) -> list[Future[None]]:
+        return [threads.submit(worker.close) for worker in (*self.taking, *self.giving)]
+
+    # As a sender.
+
+    def offer(self, handle: str, codec: str = "raw", lasts_s: float = 30.0) -> None:
+        for giving in self.giving:
+            giving.offer(SendOffer("g", "r", handle, codec, lasts_s, TOKENS, "0" * 64))  # type: ignore[arg-type]
+
+    def compute(self, values: dict[int, torch.Tensor], first: int, upto: int) -> None:
+        for giving, layers in zip(self.giving, self.layers, strict=True):
+            for number, layer in layers.items():
+                part = self.part(layer, values[number])
+                layer.write(self.tables, first, part[first:upto])
+                giving.read_layer(number, [ReadBlocks("g", self.tables, upto)])
+
+    def part(self, layer: VllmLayer, values: torch.Tensor) -> torch.Tensor:
+        """What a worker has of a layer."""
+        if self.kept.latent:
+            return values
+        return values[:, :, layer.head : layer.head + layer.shape.heads]
+
+    # As a receiver.
+
+    def ask(self, sender: Workers, handle: str, have: int = 0, within_s: float = 20.0) -> None:
+        order = FetchOrder(
+            "t", "r", str(sender.address), handle, within_s, have, TOKENS, "0" * 64, new_session()
+        )
+        for taking in self.taking:
+            taking.ask(order)
+
+    def place(self) -> None:
+        for taking in self.taking:
+            until(lambda taking=taking: (news := taking.news()) and news.come)  # type: ignore[misc]
+            taking.put(PlaceBlocks("t", self.tables, 0))
+
+    def results(self) -> list[tuple[set[str], set[str]]]:
+        out: list[tuple[set[str], set[str]]] = []
+        for taking in self.taking:
+            result: tuple[set[str], set[str]] = (set(), set())
+
+            def came(taking: ReceiveWorker = taking) -> bool:
+                nonlocal result
+                result = taking.results()
+                return bool(result[0])
+
+            until(came)
+            out.append(result)
+        return out
+
+    def moved_bytes(self) -> int:
+        return sum(int(line["moved_bytes"]) for line in self.told if "took" in line)  # type: ignore[call-overload]
+
+
+@pytest.fixture
+def made() -> Iterator[list[Workers]]:
+    every: list[Workers] = []
+    yield every
+    with ThreadPoolExecutor(64) as threads:
+        for done in [future for workers in every for future in workers.close(threads)]:
+            done.result(10)
+    for workers in every:
+        assert all(giving.aside_bytes == 0 for giving in workers.giving)
+
+
+def values_of(latent: bool = False) -> dict[int, torch.Tensor]:
+    shape = (TOKENS, 1, WIDTH) if latent else (TOKENS, 2, HEADS, WIDTH)
+    return {number: torch.randn(shape) for number in range(LAYERS)}
+
+
+def handed(made: list[Workers], giver: Kept, taker: Kept, codec: str = "raw") -> tuple[Workers, Workers]:
+    """All of it, in two steps."""
+    sender, receiver = Workers(giver), Workers(taker)
+    made += [sender, receiver]
+    receiver.allow(sender)
+    values, handle = values_of(giver.latent), new_handle()
+    receiver.ask(sender, handle)
+    sender.offer(handle, codec)
+    sender.compute(values, 0, 33)
+    receiver.place()
+    sender.compute(values, 33, TOKENS)
+    assert receiver.results() == [({"t"}, set())] * receiver.kept.layout.workers
+    for giving in sender.giving:
+        giving.keep(ReadBlocks("g", sender.tables, TOKENS))
+        until(lambda giving=giving: giving.done() == {"g"})  # type: ignore[misc]
+    until(lambda: sum("gave" in line for line in sender.told) == len(sender.giving))
+    assert {line["state"] for line in sender.told if "gave" in line} == {"fetched"}
+    for layers in receiver.layers:
+        for number, layer in layers.items():
+            due = receiver.part(layer, values[number])
+            got = layer.read(receiver.tables, 0, TOKENS)
+            assert_as_kept(got, due, giver, taker, codec)
+    return sender, receiver
+
+
+def assert_as_kept(got: torch.Tensor, due: torch.Tensor, giver: Kept, taker: Kept, codec: str) -> None:
+    factors = torch.tensor(taker.scales).view(1, 2, 1, 1) if due.dim() == 4 else 1.0
+    if codec != "raw":
+        most = 0.2 * due.abs().max()  # half of a step of 4 bits, and what 8 bits had lost before
+        assert (got.float() * factors - due).abs().max() < most
+        return
+    theirs = torch.tensor(giver.scales).view(1, 2, 1, 1) if due.dim() == 4 else 1.0
+    there = (due / theirs).to(TORCH[giver.dtype])
+    same = giver.dtype == taker.dtype and giver.scales == taker.scales
+    real = there.float() * theirs
+    if giver.scales != ONE and not same:
+        real = real.to(torch.bfloat16).float()
+    here = there if same else (real / factors).to(TORCH[taker.dtype])
+    assert torch.equal(got.float(), here.float())
+
+
+def reckoned_bytes(dtype: str, latent: bool = False, codec: str = "raw") -> int:
+    """What planner and simulator count: every layer and head once."""
+    shape = (TOKENS, 1, WIDTH) if latent else (TOKENS, 2, HEADS, WIDTH)
+    return LAYERS * sizes("latent" if latent else "kv", dtype, shape, codec).total_bytes  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("giver", "taker"), product(CUTS, CUTS))
+def test_every_pair_of_cuts_hands_over_each_head_once(made: list[Workers], giver: str, taker: str) -> None:
+    _, receiver = handed(made, Kept(CUTS[giver]), Kept(CUTS[taker], 16))
+    assert receiver.moved_bytes() == reckoned_bytes("float32")
+
+
+@pytest.mark.parametrize(
+    ("giver", "taker"), [("tp1", "tp4"), ("tp4", "tp1"), ("tp2", "tp4pp4"), ("tp4pp4", "tp2pp2")]
+)
+def test_latents_cross_once_whatever_the_degree(made: list[Workers], giver: str, taker: str) -> None:
+    _, receiver = handed(
+        made,
+        Kept(CUTS[giver], latent=True, dtype="bfloat16"),
+        Kept(CUTS[taker], latent=True, dtype="bfloat16"),
+    )
+    assert receiver.moved_bytes() == reckoned_bytes("bfloat16", latent=True)
+
+
+@pytest.mark.parametrize("orders", [("NHD", "HND"), ("HND", "NHD")])
+@pytest.mark.parametrize("tokens", [(16, 64), (64, 16)])
+def test_unlike_blocks_and_orders(
+    made: list[Workers], orders: tuple[str, str], tokens: tuple[int, int]
+) -> None:
+    handed(
+        made,
+        Kept(CUTS["tp2"], tokens[0], order=orders[0]),
+        Kept(CUTS["tp1pp2"], tokens[1], order=orders[1]),
+    )
+
+
+FORMATS = ("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32")
+
+
+@pytest.mark.parametrize(("giver", "taker"), product(FORMATS, FORMATS))
+def test_unlike_formats_cross_in_the_smaller_one(made: list[Workers], giver: str, taker: str) -> None:
+    _, receiver = handed(made, Kept(CUTS["tp1"], dtype=giver), Kept(CUTS["tp2"], dtype=taker))
+    smaller = min((giver, taker), key=ITEM_BYTES.__getitem__)
+    assert receiver.moved_bytes() == reckoned_bytes(smaller)
+    news = [taking.news() for taking in receiver.taking]
+    lossy = ITEM_BYTES[giver] < ITEM_BYTES[taker]
+    assert all((item is not None and item.lossy == {"t"}) == lossy for item in news)
+
+
+SCALED = Kept(CUTS["tp2"], dtype="float8_e4m3fn", scales=(0.25, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("giver", "taker"),
+    [
+        (SCALED, Kept(dtype="bfloat16")),
+        (Kept(dtype="bfloat16"), SCALED),
+        (SCALED, replace(SCALED, layout=CUTS["tp1"])),
+    ],
+)
+def test_scales_of_eight_bits_are_undone_or_the_same(made: list[Workers], giver: Kept, taker: Kept) -> None:
+    handed(made, giver, taker)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_codecs_between_unlike_cuts(made: list[Workers], codec: str, dtype: str) -> None:
+    giver = Kept(CUTS["tp1"], dtype=dtype)
+    _, receiver = handed(made, giver, Kept(CUTS["tp4"], dtype="bfloat16"), codec)
+    assert receiver.moved_bytes() < reckoned_bytes("bfloat16")
+
+
+def test_what_one_sender_fails_no_worker_of_the_receiver_uses(made: list[Workers]) -> None:
+    sender, receiver = Workers(Kept(CUTS["tp2"])), Workers(Kept(CUTS["tp1pp2"]))
+    made += [sender, receiver]
+    receiver.allow(sender)
+    values, handle = values_of(), new_handle()
+    receiver.ask(sender, handle)
+    sender.offer(handle)
+    sender.compute(values, 0, 33)
+    receiver.place()
+    sender.giving[1].drop("g")
+    assert receiver.results() == [({"t"}, {"t"})] * 2
+    sender.giving[0].drop("g")
+
+
+def test_a_worker_that_never_comes_leaves_nothing_behind(made: list[Workers]) -> None:
+    """One of two readers is missing: the sender gives up within its lease, the other reader fails."""
+    sender, receiver = Workers(Kept()), Workers(Kept(CUTS["tp2"]))
+    made += [sender, receiver]
+    receiver.allow(sender)
+    handle = new_handle()
+    sender.offer(handle)
+    order = FetchOrder("t", "r", str(sender.address), handle, 5.0, 0, TOKENS, "0" * 64, new_session())
+    receiver.taking[0].ask(order)
+    until(lambda: (news := receiver.taking[0].news()) and news.failed == {"t"})
+    until(lambda: any("gave" in line for line in sender.told))
+    assert {line["state"] for line in sender.told if "gave" in line} == {"gone"}
+    sender.giving[0].drop("g")
+
+
+def test_two_receivers_cannot_share_a_handle(made: list[Workers]) -> None:
+    sender, first, second = (Workers(Kept(cut)) for cut in (CUTS["tp1"], CUTS["tp1"], CUTS["tp2"]))
+    made += [sender, first, second]
+    for receiver in (first, second):
+        receiver.allow(sender)
+    values, handle = values_of(), new_handle()
+    sender.offer(handle)
+    first.ask(sender, handle)
+    sender.compute(values, 0, 33)
+    first.place()
+    second.ask(sender, handle, within_s=0.5)
+    for taking in second.taking:
+        until(lambda taking=taking: (news := taking.news()) and news.failed == {"t"})  # type: ignore[misc]
+    sender.compute(values, 33, TOKENS)
+    assert first.results() == [({"t"}, set())]
