@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from potluck.engine.server.engine_service import EngineService
     from potluck.engine.server.http_connection import RequestLimits
     from potluck.engine.server.kv_connector import KvSettings
+    from potluck.vllm.adapter.vllm_process import VllmSettings
 
 
 MB = 1_000_000
@@ -251,6 +252,9 @@ def generation_of(directory: Path) -> GenerationConfig:
 @option("--tensor-parallel", default=1, type=click.IntRange(1), help="GPUs per stage.")
 @option("--expert-parallel", is_flag=True, help="Each expert of a mixture whole on one GPU.")
 @option("--stages", help="A pipeline: layers of each stage, such as 20,12.")
+@option("--nodes", default=1, type=click.IntRange(1), help="Machines of the pipeline; run this on each.")
+@option("--node-rank", default=0, type=click.IntRange(0), help="Which of them this is; 0 serves HTTP.")
+@option("--master", metavar="HOST:PORT", help="Where the nodes meet: node 0's address, and a port of it.")
 @option("--token-budget", type=click.IntRange(1), help="Of one step; else vLLM's choice.")
 @option("--max-running", type=click.IntRange(1), help="Requests at once; else vLLM's choice.")
 @option("--max-tokens", type=click.IntRange(2), help="Longest request; else the model's context.")
@@ -266,48 +270,70 @@ def vllm(
     Examples:
       potluck engine vllm --model ~/models/Llama-3.1-8B --tensor-parallel 2 --kv-port 9000
       potluck engine vllm --model tiny --python .venv-vllm/bin/python -- --dtype float32 --enforce-eager
+      potluck engine vllm --model M --stages 20,12 --nodes 2 --node-rank 1 --master a:7000 --host b --kv-port 9000
     """
     try:
         import asyncio
 
         from potluck.kv.kv_layout import kv_address
         from potluck.vllm.adapter.adapter_service import AdapterLimits
-        from potluck.vllm.adapter.serve import serve
-        from potluck.vllm.adapter.vllm_process import GpuShape, VllmSettings
+        from potluck.vllm.adapter.serve import DRAIN_S, serve
+        from potluck.vllm.adapter.vllm_process import must_have_vllm
+        from potluck.vllm.adapter.worker_node import serve_workers
     except ModuleNotFoundError as error:
         raise InputError("engine vllm", f"needs {error.name}; install potluck[gateway]") from error
+
+    settings = _vllm_settings(model, host, options)
+    must_have_vllm(settings.python, "--python", any_version=settings.any_version)
+    key, place = key_for(host, options["api_key_file"]), settings.place
+    if place.rank:
+        text = f"Workers of {settings.name}: node {place.rank} of {options['master']}"
+        asyncio.run(
+            serve_workers(
+                settings, key=key, start_s=VLLM_START_S, ready=lambda: click.echo(text), drain_s=DRAIN_S
+            )
+        )
+        return
+    asyncio.run(
+        serve(
+            settings,
+            host,
+            port,
+            api_key=key,
+            always=frozenset(
+                worker for text in options["kv_from"] for worker in kv_address(text, "--kv-from", 0).workers
+            ),
+            limits=AdapterLimits(
+                deadline_s=options["deadline_s"], lease_s=options["lease_s"], start_s=VLLM_START_S
+            ),
+            ready=announce(settings.name, role, as_json, host),
+            role=role,
+            names=frozenset(options["allow_host"]),
+            tls=None if tls is None else server_tls(*tls),
+        )
+    )
+
+
+def _vllm_settings(model: str, host: str, options: dict[str, Any]) -> VllmSettings:
+    from potluck.kv.kv_layout import kv_address
+    from potluck.vllm.adapter.vllm_process import GpuShape, NodePlace, VllmSettings, address_here
 
     shape = GpuShape(options["tensor_parallel"], _layers(options["stages"]), options["expert_parallel"])
     if shape.workers > 1 and not options["kv_port"]:
         raise InputError(
             "--kv-port", f"is needed for {shape.workers} workers: each takes one port from there on"
         )
-    shown = options["name"] or Path(model).name
-    settings = VllmSettings(
+    master = kv_address(options["master"], "--master").stages[0] if options["master"] else ("", 0)
+    place = NodePlace(options["nodes"], options["node_rank"], master).checked(shape)
+    return VllmSettings(
         model,
-        shown,
+        options["name"] or Path(model).name,
         options["python"],
         shape,
-        kv_host=host,
+        place,
+        kv_host=host if place.nodes == 1 else address_here(host, master),
         kv_tls=options["kv_tls"] or (),
         **{name: options[name] for name in VLLM_SETTINGS.split()},
-    )
-    limits = AdapterLimits(deadline_s=options["deadline_s"], lease_s=options["lease_s"], start_s=VLLM_START_S)
-    asyncio.run(
-        serve(
-            settings,
-            host,
-            port,
-            api_key=key_for(host, options["api_key_file"]),
-            always=frozenset(
-                worker for text in options["kv_from"] for worker in kv_address(text, "--kv-from", 0).workers
-            ),
-            limits=limits,
-            ready=announce(shown, role, as_json, host),
-            role=role,
-            names=frozenset(options["allow_host"]),
-            tls=None if tls is None else server_tls(*tls),
-        )
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -450,8 +449,6 @@ def _kept(stack: LocalStack) -> str:
     return f"on without a controller: {what}; `potluck up` takes over, `potluck down` stops all"
 
 
-FIND_S = 60.0
-"""In which a Python must say whether it has vLLM."""
 SLACK = 3.0
 """Times the start-up that is reckoned with, after which an engine is given up."""
 
@@ -475,8 +472,10 @@ def prepared_for(
         maker = maker_of(spec, found_chips() if here else None, asked.device)
         choices = for_this_machine(choices, spec)
     elif style == "vllm":
+        from potluck.vllm.adapter.vllm_process import must_have_vllm
+
         if here:
-            must_have_vllm(asked.vllm_python)
+            must_have_vllm(asked.vllm_python, "--vllm-python")
         flags = tuple(shlex.split(asked.vllm_flags))
         maker = vllm_maker(spec, find_chips() if here else (), asked.vllm_python, flags)
     else:
@@ -495,22 +494,6 @@ def prepared_for(
         must_have_chips(prepared_plan.inputs.plan, maker)
     maker = replace(maker, weights=weights_in(spec, prepared_plan.inputs.plan))
     return GpuSetup(spec_path, prepared_plan, maker, (), chosen)
-
-
-def must_have_vllm(python: str) -> None:
-    from potluck.vllm import TESTED
-
-    code = "import importlib.util as u, sys; s = u.find_spec('vllm'); sys.exit(s is None or s.origin is None)"
-    try:
-        done = subprocess.run([python, "-c", code], capture_output=True, timeout=FIND_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        why = getattr(error, "strerror", None) or f"did not answer within {FIND_S:g} s"
-        raise InputError("--vllm-python", f"{python} cannot be run ({why})") from error
-    if done.returncode:
-        fix = (
-            f"`{python} -m pip install vllm=={TESTED[-1]}`, or name the Python that has it with --vllm-python"
-        )
-        raise InputError("--engine", f"vllm: {python} has no vLLM; {fix}")
 
 
 def start_s(ready: GpuSetup) -> float:

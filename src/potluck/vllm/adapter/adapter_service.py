@@ -20,7 +20,7 @@ from potluck import __version__
 from potluck.api.http import HttpRefusal
 from potluck.core.errors import UnknownNameError
 from potluck.kv.frames import VERSION
-from potluck.kv.kv_layout import KvAddress, reachable, written
+from potluck.kv.kv_layout import KvAddress, KvLayout, reachable, written
 from potluck.kv.peer_connections import Address
 from potluck.kv.prefix_pool import CacheFeed
 from potluck.vllm.adapter.vllm_process import VllmProcess
@@ -39,6 +39,11 @@ class ConnectorWorker:
 
     rank: int
     kv: Address
+    tensor: tuple[int, int]
+    """Which of how many parts it has of every layer of its stage."""
+    stage: tuple[int, int]
+    layers: tuple[int, int]
+    """From the first to the one behind the last."""
     fingerprint: str
     token_bytes: int
     block_tokens: int
@@ -143,14 +148,15 @@ class ConnectorEvents:
         self._talks.add(task)
         try:
             while line := await reader.readline():
-                self._heard(json.loads(line), writer)
+                self.heard(json.loads(line), writer)
         except (OSError, ValueError, asyncio.CancelledError):
             pass  # vLLM is gone; whoever watches its process knows.
         finally:
             self._talks.discard(task)
             writer.close()
 
-    def _heard(self, said: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    def heard(self, said: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        """A line of a connector's; `writer` leads to it."""
         if "steps" in said:
             for step in said["steps"]:
                 self.steps.add(*step)
@@ -209,6 +215,9 @@ def _worker(said: dict[str, Any]) -> ConnectorWorker:
     return ConnectorWorker(
         int(said["worker"]),
         (str(host), int(port)),
+        _pair(said.get("tensor", (0, 1))),
+        _pair(said.get("stage", (0, 1))),
+        _pair(said.get("layers", (0, 0))),
         str(said["fingerprint"]),
         int(said["token_bytes"]),
         int(said["block_tokens"]),
@@ -216,6 +225,19 @@ def _worker(said: dict[str, Any]) -> ConnectorWorker:
         str(said["dtype"]),
         str(said["version"]),
     )
+
+
+def _pair(values: Any) -> tuple[int, int]:
+    first, second = values
+    return int(first), int(second)
+
+
+def address_of_all(workers: Iterable[ConnectorWorker]) -> KvAddress:
+    """Where the KV of all of them is fetched: by each stage's first worker, and how the model is cut."""
+    firsts = sorted((worker for worker in workers if not worker.tensor[0]), key=lambda worker: worker.stage)
+    layers = tuple(worker.layers[1] - worker.layers[0] for worker in firsts)
+    layout = KvLayout(firsts[0].tensor[1], layers if len(layers) > 1 else ())
+    return KvAddress(tuple(worker.kv for worker in firsts), layout)
 
 
 METRICS_S = 0.2
@@ -285,8 +307,7 @@ class AdapterService:
 
     @property
     def kv(self) -> str:
-        host, port = self.connector_events.workers[0].kv
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return str(address_of_all(self.connector_events.workers.values()))
 
     def must_be(self, model: str) -> None:
         if model != self.name and model not in self.adapters:
@@ -402,11 +423,6 @@ class AdapterService:
         if self.draining:
             return "draining" if self.open_requests else "drained"
         return "ready"
-
-    async def watch(self) -> None:
-        """If vLLM ends, whoever asks is told."""
-        await self.server.wait()
-        self.problem = f"vLLM ended: {self.server.last_words()}"
 
 
 class ActiveSegment:

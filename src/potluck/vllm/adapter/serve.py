@@ -9,15 +9,17 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from aiohttp import web
 
 from potluck.api.http import ServedNames
 from potluck.core.errors import InputError
-from potluck.kv.peer_connections import Address
+from potluck.kv.peer_connections import Address, server_context
 from potluck.vllm.adapter.adapter_app import build
 from potluck.vllm.adapter.adapter_service import AdapterLimits, AdapterService, ConnectorEvents
+from potluck.vllm.adapter.node_group import NodeGroup
 from potluck.vllm.adapter.vllm_process import VllmProcess, VllmSettings
 
 DRAIN_S = 30.0
@@ -52,15 +54,17 @@ async def serve(
         server = VllmProcess(settings, channel)
         service = AdapterService(settings.name, server, connector_events, limits, always)
         service.role, service.max_running = role, settings.running
+        group = _group(settings, api_key, connector_events)
         runner: web.AppRunner | None = None
         try:
             await connector_events.open()
-            await server.start()
-            starting = asyncio.ensure_future(_up(service))
-            ending = asyncio.ensure_future(stop.wait())
-            await asyncio.wait([starting, ending], return_when=asyncio.FIRST_COMPLETED)
+            starting = asyncio.ensure_future(_up(service, group, settings.kv_host))
+            ending = asyncio.ensure_future(_asked_to_end(stop, group))
+            watching = asyncio.ensure_future(_failed(service, group))
+            await asyncio.wait([starting, ending, watching], return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
                 starting.cancel()
+                must_not_have_failed(service)
                 return
             await starting
             served = ServedNames(host in LOOPBACK, names, api_key is not None)
@@ -70,27 +74,72 @@ async def serve(
             await _listen(site, host, port)
             service.started_s = time.monotonic()
             ready(f"{'https' if tls else 'http'}://{host}:{_port(runner)}")
-            watching = asyncio.ensure_future(service.watch())
             await asyncio.wait([watching, ending], return_when=asyncio.FIRST_COMPLETED)
-            if service.problem:
-                raise InputError("vLLM", service.problem.removeprefix("vLLM "))
+            must_not_have_failed(service)
             service.draining = True
             await _drained(service, drain_s)
+        except Exception as error:
+            service.problem = service.problem or str(error) or type(error).__name__
+            raise
         finally:
+            if group is not None:
+                await group.close(service.problem)
+            await server.end(at_once=bool(service.problem))
             if runner is not None:
                 await runner.cleanup()
             await service.close()
-            await server.end()
             await connector_events.close()
 
 
-async def _up(service: AdapterService) -> None:
+def _group(settings: VllmSettings, key: str | None, connector_events: ConnectorEvents) -> NodeGroup | None:
+    if settings.place.nodes == 1:
+        return None
+    tls = server_context(*settings.kv_tls) if settings.kv_tls else None
+    return NodeGroup(settings, key, tls, connector_events.heard)
+
+
+async def _up(service: AdapterService, group: NodeGroup | None, host: str) -> None:
+    meeting_port = 0
+    if group is not None:
+        await group.open(host)
+        meeting_port = await group.assembled(service.limits.start_s)
+    await service.server.start(meeting_port)
     await service.server.ready(service.session, service.limits.start_s)
     async with asyncio.timeout(10):
         await service.connector_events.here.wait()
     service.allow(frozenset())
     await service.look()
     await _warm(service)
+
+
+async def _asked_to_end(stop: asyncio.Event, group: NodeGroup | None) -> None:
+    """By a signal, here or on another node."""
+    events = [stop] if group is None else [stop, group.leaving]
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+async def _failed(service: AdapterService, group: NodeGroup | None) -> None:
+    """Until vLLM ends on any node; whoever asks is told."""
+    here: asyncio.Future[Any] = asyncio.ensure_future(service.server.wait())
+    try:
+        ends = [here] if group is None else [here, group.failed]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        here.cancel()
+    if group is not None and group.failed.done():
+        service.problem = group.failed.result()
+    else:
+        service.problem = f"vLLM ended: {service.server.last_words()}"
+
+
+def must_not_have_failed(service: AdapterService) -> None:
+    if service.problem:
+        raise InputError("vLLM", service.problem.removeprefix("vLLM "))
 
 
 async def _warm(service: AdapterService) -> None:
