@@ -238,8 +238,10 @@ def _gpus(pod: Json) -> int:
 
 
 def _probed(pod: Json, ip: str) -> bool:
-    """Whether it is ready, as its probe asks: over HTTP, or by a connection."""
+    """Whether it is ready, as its probe asks: over HTTP, or by a connection; without one, it is."""
     (container,) = pod["spec"]["containers"]
+    if "readinessProbe" not in container:
+        return True
     (name, about), *_ = container["readinessProbe"].items()
     ports = {item["name"]: item["containerPort"] for item in container["ports"]}
     if name == "httpGet":

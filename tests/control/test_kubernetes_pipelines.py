@@ -11,7 +11,7 @@ import pytest
 from kube_server import Kube
 from test_kubernetes_launcher import ENGINE, SPELLINGS, come_to
 
-from potluck.cli.engine.engine import serve
+from potluck.cli.engine.engine import serve, vllm
 from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands
 from potluck.control.launchers.kube_api import connect
@@ -29,6 +29,8 @@ WORKER = "import socket,sys,time;s=socket.create_server((sys.argv[1],7100));prin
 
 def script(words: list[str]) -> list[str]:
     """Engines and workers are a few lines of Python, which listen where real ones would."""
+    if "--node-rank" in words and words[words.index("--node-rank") + 1] != "0":
+        return [sys.executable, "-S", "-c", "import time; time.sleep(999)"]
     if words[0] != "sh":
         return [sys.executable, "-S", "-c", ENGINE, words[words.index("--host") + 1]]
     secret = words[2].split(" < ")[1]
@@ -46,10 +48,10 @@ def kube(tmp_path: Path) -> Iterator[Kube]:
     result.close()
 
 
-@pytest.fixture
-def launcher(kube: Kube, tmp_path: Path) -> Iterator[KubernetesLauncher]:
+@pytest.fixture(params=["gpu"])
+def launcher(kube: Kube, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[KubernetesLauncher]:
     terms = KubernetesOptions(
-        maker=EngineCommands("gpu"),
+        maker=EngineCommands(request.param, (("m", Path("/models/m")),)),
         spellings=SPELLINGS,
         cluster=ManifestOptions("registry/potluck:1"),
         key="the key",
@@ -125,3 +127,42 @@ def test_a_worker_whose_pod_is_gone_takes_all_of_it_along(kube: Kube, launcher: 
     launcher._made_s[on_b] -= 60.0  # it was made a while ago
     assert come_to(launcher, places, "dead").problem == f"its worker {on_b} is gone"
     until_gone(launcher, kube, places)
+
+
+NODES = EngineSpec(
+    "m", Layout((Stage(20, (StageNode("1xA10", 1),)), Stage(12, (StageNode("1xL4", 1),)))), "east"
+)
+
+
+@pytest.mark.parametrize("launcher", ["vllm"], indirect=True)
+def test_machines_of_a_vllm_come_behind_the_first_and_end_with_one(
+    kube: Kube, launcher: KubernetesLauncher
+) -> None:
+    for name in ("p-1", "p-2"):  # and again
+        other = f"{name}-n1"
+        places = {name: launcher.start(name, NODES)}
+        assert sorted(kube.objects["pods"]) == [name], "the others must know where it is"
+        come_to(launcher, places, "up")
+        until_s = time.monotonic() + 60.0
+        while other not in kube.processes:
+            launcher.look(places)
+            assert time.monotonic() < until_s
+        pods = kube.objects["pods"]
+        assert pods[name]["spec"]["nodeName"] == "node-a"
+        words = [pods[item]["spec"]["containers"][0]["command"] for item in (name, other)]
+        for rank, (command, at) in enumerate(
+            zip(words, ("$(POD_IP)", pods[name]["status"]["podIP"]), strict=True)
+        ):
+            with vllm.make_context("vllm", list(command[3:])) as result:
+                told = [result.params[key] for key in ("nodes", "node_rank", "master", "stages")]
+                assert told == [2, rank, f"{at}:7100", "20,12"]
+        assert "readinessProbe" not in pods[other]["spec"]["containers"][0]
+        kube.processes[other].kill()
+        assert f"its worker {other}" in come_to(launcher, places, "dead").problem
+        until_gone(launcher, kube, places)
+        launcher.look({})
+    places = {"p-3": launcher.start("p-3", NODES)}
+    come_to(launcher, places, "up")
+    launcher.stop("p-3", places["p-3"])
+    assert come_to(launcher, places, "dead").problem == "was asked to end"
+    until_gone(launcher, kube, {})

@@ -210,6 +210,35 @@ def test_segments_come_and_go_through_the_face(
     assert giving.result()[-1]["ended"] == "handed_on"
 
 
+def test_a_clients_own_request_gets_its_kv_by_every_route(
+    trio: Trio, mortal: Adapter, threads: ThreadPoolExecutor
+) -> None:
+    first, _, plain = trio
+    path, more = "/v1/chat/completions", {"temperature": 0, "max_tokens": 12, "presence_penalty": 0.7}
+    for route, share in (("whole", 0.0), ("split", 0.6), ("prefill apart", 1.0)):
+        body: dict[str, object] = {"messages": [{"role": "user", "content": f"{route} " * 20}], **more}
+        named = body | {"model": "tiny"}
+        expected = plain.call(path, named)["choices"]
+        tokens = list(mortal.call(f"{path}/render", named)["token_ids"])  # type: ignore[call-overload]
+        cut = int(share * (len(tokens) - 1))
+        handle, source = secrets.token_urlsafe(32), {}
+        if cut:
+            give = {"request": "s", "give": {"handle": handle, "stop": cut}}
+            threads.submit(first.ask, tokens[:cut], 1, give)
+            source = {"start": cut, "source": {"kv": first.kv, "handle": handle}}
+        before = mortal.sources()
+        lines = mortal.segment(tokens, own={"path": path, "body": body}, **source)
+        (answer,) = (line["said"] for line in lines if "said" in line)
+        texts = [
+            choice["message"]["content"] for answers in (answer["choices"], expected) for choice in answers
+        ]  # type: ignore[index,attr-defined]
+        assert texts[0] == texts[1], route
+        after = mortal.sources()
+        gained = {kind: after[kind] - before[kind] for kind in after}
+        assert gained["external_kv_transfer"] == cut, route
+        assert gained["local_compute"] == len(tokens) - cut, route
+
+
 def test_a_gateway_sees_prefixes_come_and_go(trio: Trio, mortal: Adapter) -> None:
     tokens, salt = prompt("prefix", 230), "of one tenant"
     follower = Follower(mortal)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -147,6 +147,13 @@ def parallel_of(make: EngineSpec) -> tuple[str, ...]:
     if "tp" in spread:
         texts = (*texts, "--expert-parallel")
     return texts if len(stages) == 1 else (*texts, "--stages", ",".join(str(item.layers) for item in stages))
+
+
+def with_node(words: Sequence[str], make: EngineSpec, rank: int, master: str) -> list[str]:
+    """The command of one machine of a vLLM whose stages are on several; `master` is where they meet, on the first."""
+    at = words.index("--json") + 1
+    flags = ("--nodes", str(len(make.nodes)), "--node-rank", str(rank), "--master", master)
+    return [*words[:at], *flags, *words[at:]]
 
 
 def stages_of(make: EngineSpec) -> tuple[str, ...]:

@@ -5,7 +5,8 @@ fewer, and start again what died where it was. Here the Brain says which replica
 
 An engine that was ready and has not answered for LOST_S is dead. A pipeline over several machines has a worker's pod
 on each, and the engine's own once all of them listen; a worker that dies is started again in its pod, one whose pod
-is gone takes the engine with it.
+is gone takes the engine with it. With vLLM the first machine's pod is the engine's own; the others come once it has
+an address, and all of them end with one.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from potluck.control.launchers.cluster_launcher import (
     over_machines,
     with_addresses,
 )
+from potluck.control.launchers.engine_command import with_node
 from potluck.control.launchers.kube_api import ApiRefused, ApiUnreachable, KubeApi, ObjectCache
 from potluck.control.launchers.kubernetes_pods import (
     GRACE_S,
@@ -61,6 +63,9 @@ PLACE_S = 120.0
 FRESH_S = 10.0
 """In which a pod that was made must be seen."""
 ASKERS = 8
+FIRST_NODE = "%first%"
+"""In commands of a vLLM's other machines, until the first has an address."""
+OF_A_SERVER = ("startupProbe", "readinessProbe", "livenessProbe", "lifecycle")
 OWNER = "potluck/owner"
 
 
@@ -112,6 +117,8 @@ class KubernetesLauncher(ClusterLauncher):
         words[at:at] = ["--api-key-file", "/etc/potluck/engine.key"]
         place: Place = {"pod": pod_name_of(name), "namespace": self._cluster.namespace}
         alone = len(nodes) == 1
+        if not alone and maker.style == "vllm":
+            return self._start_nodes(place, words, make, [(gpu, region) for gpu in gpus])
         if not alone:
             words = over_machines(maker, words, make, SECRET_FILE)
         engine = engine_container(words, (PORT, KV_PORT), nodes[0].tp if alone else 0, self._cluster)
@@ -126,6 +133,21 @@ class KubernetesLauncher(ClusterLauncher):
             workers.append(self._pod(item, "worker", (gpu, region), container, "Always"))
         self._create(workers)
         return {**place, "workers": names, "lead": lead}
+
+    def _start_nodes(
+        self, place: Place, words: list[str], make: EngineSpec, on: list[tuple[str, str]]
+    ) -> Place:
+        """The first machine of a vLLM that is on several; the others are kept until it has an address."""
+        names = [str(place["pod"]), *(f"{place['pod']}-n{rank}" for rank in range(1, len(make.nodes)))]
+        pods = []
+        for rank, (name, node) in enumerate(zip(names, make.nodes, strict=True)):
+            command = with_node(words, make, rank, FIRST_NODE if rank else f"$(POD_IP):{STAGE_PORT}")
+            container = engine_container(command, (PORT, KV_PORT), node.tp, self._cluster)
+            if rank:  # it serves nothing
+                container = {key: container[key] for key in container if key not in OF_A_SERVER}
+            pods.append(self._pod(name, "worker" if rank else "engine", on[rank], container, "Never"))
+        self._create(pods[:1])
+        return {**place, "workers": names[1:], "nodes": pods[1:]}
 
     def _create(self, pods: list[Manifest]) -> None:
         """All of them, or none."""
@@ -151,6 +173,9 @@ class KubernetesLauncher(ClusterLauncher):
 
     def _begin(self, place: Place, pods: Mapping[str, Manifest]) -> None:
         """The engine's own pod, once all of its workers listen."""
+        if "nodes" in place:
+            self._begin_nodes(place, pods)
+            return
         name, names, lead = str(place.get("pod", "")), workers_of(place), place.get("lead")
         begun = name in pods or name in self._made_s or name in self._ending
         workers = [pods[item] for item in names if item in pods and is_ready(pods[item])]
@@ -161,6 +186,23 @@ class KubernetesLauncher(ClusterLauncher):
             (engine,) = lead["spec"]["containers"]
             engine = {**engine, "command": with_addresses(engine["command"], addresses)}
             self._create([{**lead, "spec": {**lead["spec"], "containers": [engine]}}])
+
+    def _begin_nodes(self, place: Place, pods: Mapping[str, Manifest]) -> None:
+        first = pods.get(str(place["pod"]), {})
+        address, nodes = first.get("status", {}).get("podIP"), place["nodes"]
+        if (
+            not address
+            or self._begun(place, pods)
+            or place["pod"] in self._ending
+            or not isinstance(nodes, list)
+        ):
+            return
+        with suppress(CapacityError):  # it is tried again at the next look
+            self._create([_with_first(pod, f"{address}:{STAGE_PORT}") for pod in nodes])
+
+    def _begun(self, place: Place, pods: Mapping[str, Manifest]) -> bool:
+        """Whether the other machines of a vLLM were asked for: all at once, so one tells of all."""
+        return any(name in pods or name in self._made_s for name in workers_of(place))
 
     def _keep_secret(self) -> None:
         """What engines ask of whoever wants something of them."""
@@ -210,12 +252,13 @@ class KubernetesLauncher(ClusterLauncher):
     def _seen(self, name: str, place: Place, pods: Mapping[str, Manifest], now_s: float) -> EngineSighting:
         pod_name = str(place.get("pod", ""))
         pod = pods.get(pod_name)
-        lame = self._lame(place, pods, now_s)
+        waits = "nodes" in place and (pod_name in self._ending or not self._begun(place, pods))
+        lame = "" if waits else self._lame(place, pods, now_s)
         if lame:
             for worker in pods_of(place):
                 self._delete(worker, insist=True)
             return EngineSighting(name, "dead", problem=lame)
-        if pod is None and workers_of(place) and pod_name not in self._made_s:
+        if pod is None and "lead" in place and pod_name not in self._made_s:
             return EngineSighting(name, "starting")
         if pod is None:
             asked = pod_name in self._ending
@@ -302,6 +345,13 @@ class KubernetesLauncher(ClusterLauncher):
         for mirror in (self._pods, self._nodes):
             mirror.close()
         self._askers.shutdown(wait=False)
+
+
+def _with_first(pod: Manifest, address: str) -> Manifest:
+    """A pod whose command names where the first machine is found."""
+    (container,) = pod["spec"]["containers"]
+    command = [address if word == FIRST_NODE else word for word in container["command"]]
+    return {**pod, "spec": {**pod["spec"], "containers": [{**container, "command": command}]}}
 
 
 def pod_name_of(name: str) -> str:
