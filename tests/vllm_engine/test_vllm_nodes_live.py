@@ -28,15 +28,19 @@ OWN_SHARED_MEMORY = ("sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "
 """As machines have it: vLLM tells by it whether two processes are on one."""
 
 
+FLAGS = [word for word in flags() if word not in ("--distributed-executor-backend", "uni", "--enforce-eager")]
+FLAGS += ["--compilation-config", '{"mode": 2, "backend": "eager"}']
+"""On a CPU, vLLM readies the later stages only where it compiles something."""
+
+
 class Node:
     def __init__(self, model: Path, rank: int, hosts: tuple[Host, ...]) -> None:
-        backend = flags().index("--distributed-executor-backend")
         words = [
             *(sys.executable, "-m", "potluck.cli.main", "engine", "vllm", "--model", str(model), "--name", "tiny"),
             *("--stages", ",".join(map(str, STAGES)), "--nodes", str(len(hosts)), "--node-rank", str(rank)),
             *("--master", f"{hosts[0].address}:{MASTER_PORT}", "--host", hosts[rank].address),
             *("--port", str(PORT), "--kv-port", str(KV_PORT), "--kv-from", hosts[0].address),
-            *("--", *flags()[:backend], *flags()[backend + 2 :]),
+            *("--", *FLAGS),
         ]  # fmt: skip
         self.log = model.parent / f"node-{rank}-{time.monotonic_ns()}.log"
         more = {"PYTHONPATH": str(SOURCE), "POTLUCK_API_KEY": "k", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}

@@ -8,6 +8,7 @@ import ssl
 import tempfile
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +151,11 @@ async def _warm(service: AdapterService) -> None:
         try:
             url = f"{service.server.base}/v1/completions"
             async with service.session.post(url, json={**body, "n": count}) as answer:
-                await answer.read()
-        except aiohttp.ClientError:
-            return  # Whoever watches it will say why.
+                text = await answer.text()
+        except aiohttp.ClientError as error:
+            raise InputError("vLLM", f"broke off its first request ({error})") from error
+        if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise InputError("vLLM", f"failed its first request: {' '.join(text.split())[:300]}")
     await asyncio.sleep(TOLD_S)
     service.connector_events.steps.recent.clear()  # No other step takes so long.
 
