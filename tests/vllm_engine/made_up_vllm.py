@@ -48,7 +48,8 @@ class Api(BaseHTTPRequestHandler):
 
 def hear(channel: socket.socket) -> None:
     for line in channel.makefile():
-        print("heard", line, flush=True)
+        sys.stdout.write(f"heard {line}")
+        sys.stdout.flush()
 
 
 def main(words: list[str]) -> None:
@@ -97,6 +98,6 @@ def _reached(address: tuple[str, int]) -> socket.socket:
 
 if __name__ == "__main__":
     if sys.argv[1] == "-c":
-        print(os.environ["MADE_UP_VERSION"])
+        sys.stdout.write(os.environ["MADE_UP_VERSION"])
     else:
         main(sys.argv[1:])
