@@ -1,4 +1,4 @@
-"""Plans made by hand: two engines of unlike size on one machine, a pipeline over three, machines by name."""
+"""Plans made by hand: two engines of unlike size on one machine, pipelines over two and three, machines by name."""
 
 from __future__ import annotations
 
@@ -48,6 +48,16 @@ PIPELINE = template(
         ),
     ),
 )
+RANKS = template(
+    "ranks",
+    "pipeline",
+    "documents",
+    {"1xA10G": 1, "1xL4": 1},
+    PlannedReplica(
+        "mixed", Layout((Stage(20, (StageNode("1xA10G", 1),)), Stage(12, (StageNode("1xL4", 1),))))
+    ),
+)
+"""A pipeline as vLLM runs it over unlike machines: one node a stage, equal degrees."""
 
 
 def plan(*deployed: tuple[Template, str, int]) -> Plan:

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import yaml
 from click.testing import CliRunner
-from export_helpers import COMBO, FOLDERS, PIPELINE, fleet, plan, template, wording
+from export_helpers import COMBO, FOLDERS, PIPELINE, RANKS, fleet, plan, template, wording
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.cli.engine.engine import engine
+from potluck.cli.engine.engine import vllm
 from potluck.cli.main import cli
+from potluck.cli.planning.export_check import must_parse
 from potluck.cli.serve import serve
 from potluck.control.launchers.kubernetes_pods import ManifestOptions
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import PlannedReplica, plan_to_json
 from potluck.export import compose, manifests, shell, skypilot
+from potluck.export.compose import ComposeOptions
+from potluck.export.manifests import GpuLabel, KubernetesExport
 from potluck.export.placement import PlacedPlan, label
+from potluck.export.read_back import ReadCommand, shell_words
+from potluck.export.skypilot import SkyOptions
 from potluck.gateway.registry.engine_client import read_status
 from potluck.gateway.registry.engine_list import read_engines
 
 GOLDEN = Path(__file__).parent / "golden"
-CLUSTER = ManifestOptions("registry/potluck:1", gpu_names={"L40S": "NVIDIA-L40S"})
+L40S = GpuLabel("nvidia.com/gpu.product", "NVIDIA-L40S", "nvidia.com/gpu")
+CLUSTER = KubernetesExport(ManifestOptions("registry/potluck-vllm:1"), "registry/potluck:1", {"L40S": L40S})
+IMAGES = ComposeOptions("potluck:1", "potluck-vllm:1")
+SKY = SkyOptions({"us-east-1": "aws/us-east-1"}, "true")
 
 
 @given(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=6), st.integers(1, 3))
@@ -89,24 +95,21 @@ def test_labels_are_names_in_dns(text: str) -> None:
     )
 
 
-def words_of(files: dict[str, str]) -> list[list[str]]:
+def words_of(files: dict[str, str]) -> list[tuple[str, ...]]:
     lines = [line for name, text in files.items() if name.endswith(".sh") for line in text.splitlines()]
-    return [
-        shlex.split(line.removesuffix(" &"))[1:] for line in lines if line.startswith("CUDA_VISIBLE_DEVICES")
-    ]
+    return [shell_words(line) for line in lines if line.startswith("CUDA_VISIBLE_DEVICES")]
 
 
-@pytest.mark.parametrize(("style", "deployed"), [("vllm", COMBO), ("embedded", PIPELINE)])
-def test_commands_are_ones_that_the_engines_take(style: Any, deployed: Any) -> None:
+@pytest.mark.parametrize(
+    ("style", "deployed", "count"), [("vllm", COMBO, 8), ("vllm", RANKS, 4), ("embedded", PIPELINE, 8)]
+)
+def test_commands_are_ones_that_the_engines_take(style: Any, deployed: Any, count: int) -> None:
     commands = words_of(shell.files(fleet((deployed, "us-east-1", 2)), wording(style), {}))
+    assert len(commands) == count
+    if deployed is RANKS and not any("--nodes" in option.opts for option in vllm.params):
+        pytest.skip("`potluck engine vllm` is of one machine here")
     for words in commands:
-        if words[0] == "potluck":
-            kind = engine.get_command(click.Context(engine), words[2])
-            assert kind is not None
-            kind.make_context(words[2], words[3:], resilient_parsing=False)
-        else:
-            assert words[:3] == ["python3", "-m", "potluck.engine.pipeline"]
-    assert len(commands) == 8
+        must_parse(ReadCommand("box.sh", "1", words))
 
 
 def test_the_gateway_has_the_tokenizers(tmp_path: Path) -> None:
@@ -117,9 +120,9 @@ def test_the_gateway_has_the_tokenizers(tmp_path: Path) -> None:
     assert asked["files"] == tuple(f"{name}={folder}" for name, folder in FOLDERS.items())
     for files in (
         shell.files(fleet((COMBO, "us-east-1", 1)), wording(), {}),
-        compose.files(fleet((COMBO, "us-east-1", 1)), wording(), {}, "potluck", []),
+        compose.files(fleet((COMBO, "us-east-1", 1)), wording(), {}, IMAGES, []),
         manifests.files(fleet((COMBO, "us-east-1", 1)), wording(), CLUSTER, {"plan.json": "{}"}),
-        skypilot.files(fleet((COMBO, "us-east-1", 1)), wording(), {}, "true"),
+        skypilot.files(fleet((COMBO, "us-east-1", 1)), wording(), SKY),
     ):
         assert any("--files=chat=/models/chat" in text for text in files.values())
 
@@ -131,11 +134,32 @@ def test_a_pipeline_over_machines_names_all_its_workers() -> None:
     (stages,) = [words[words.index("--stages") + 1] for words in words_of(files) if "--stages" in words]
     a, c = (f"documents-0-us-east-1-0-box{number}:7100" for number in (0, 2))
     assert stages == f"20@{a},12@10.0.0.7:7100+{c}"
-    refused = pytest.raises(InputError, match="run with --engine embedded")
-    with refused:
-        shell.files(fleet((PIPELINE, "us-east-1", 1)), wording(), {})
-    with refused:
-        compose.files(fleet((PIPELINE, "us-east-1", 1)), wording(), {}, "potluck", [])
+
+
+def test_a_pipeline_of_vllm_is_a_process_for_each_stage() -> None:
+    placed, addresses = fleet((RANKS, "us-east-1", 1)), {"documents-0-us-east-1-0-box0": "10.0.0.7"}
+    first, second = words_of(shell.files(placed, wording(), addresses))
+    group = ("--stages", "20,12", "--nodes", "2")
+    for rank, words in enumerate((first, second)):
+        at = words.index("--stages")
+        assert words[at : at + 8] == (*group, "--node-rank", str(rank), "--master", "10.0.0.7:7100")
+    assert first[first.index("--port") + 1] == "8100"
+    assert "--port" not in second
+    assert "--api-key-file" not in second
+    services = [
+        yaml.safe_load(text)["services"]
+        for name, text in compose.files(placed, wording(), addresses, IMAGES, []).items()
+        if name.startswith("compose-")
+    ]
+    assert [list(service) for service in services] == [
+        ["documents-0-us-east-1-0-0", "gateway"],
+        ["documents-0-us-east-1-0-0-rank1"],
+    ]
+    sky = skypilot.files(placed, wording(), SKY)
+    task = yaml.safe_load(sky["documents-0-us-east-1-0-box1.yaml"])
+    assert "--master $POTLUCK_MASTER:7100" in task["run"]
+    assert task["envs"] == {"POTLUCK_MASTER": ""}
+    assert 'POTLUCK_MASTER="$(ssh documents-0-us-east-1-0-box0' in sky["launch.sh"]
 
 
 def test_the_gateway_reads_the_roster(tmp_path: Path) -> None:
@@ -151,7 +175,8 @@ def test_the_gateway_reads_the_roster(tmp_path: Path) -> None:
 
 def manifest_objects(placed_plan: PlacedPlan, style: Any = "vllm") -> list[dict[str, Any]]:
     files = manifests.files(placed_plan, wording(style), CLUSTER, {"plan.json": "{}", "traces/a.csv": "1"})
-    return [item for text in files.values() for item in yaml.safe_load_all(text)]
+    plain = {name: text for name, text in files.items() if name.startswith("plain/")}
+    return [item for text in plain.values() for item in yaml.safe_load_all(text)]
 
 
 def test_manifests_are_what_kubernetes_takes() -> None:
@@ -170,52 +195,54 @@ def test_manifests_are_what_kubernetes_takes() -> None:
     assert not any("secret" in json.dumps(entry).lower() for entry in result if entry["kind"] == "ConfigMap")
 
 
-def test_a_pipeline_over_machines_is_a_group_of_pods() -> None:
+@pytest.mark.parametrize(
+    ("style", "deployed", "option"), [("vllm", RANKS, "--master"), ("embedded", PIPELINE, "--stages")]
+)
+def test_a_pipeline_over_machines_is_sets_of_pods_that_know_each_other(
+    style: Any, deployed: Any, option: str
+) -> None:
     validate = pytest.importorskip(
         "kubernetes_validate", reason="kubernetes-validate is not installed"
     ).validate
-    result = manifest_objects(fleet((PIPELINE, "us-east-1", 2)), "embedded")
-    (group,) = [item for item in result if item["kind"] == "LeaderWorkerSet"]
-    made = group["spec"]["leaderWorkerTemplate"]
-    assert (group["spec"]["replicas"], made["size"]) == (2, 3)
-    for part in (
-        "leaderTemplate",
-        "workerTemplate",
-    ):  # The set itself is no part of Kubernetes: its pods are.
-        validate({"apiVersion": "v1", "kind": "Pod", **made[part]}, "1.33", strict=True)
-    (engine_words,) = [
-        item["command"] for item in made["leaderTemplate"]["spec"]["containers"] if item["name"] == "engine"
-    ]
+    result = manifest_objects(fleet((deployed, "us-east-1", 2)), style)
+    for item in result:
+        validate(item, "1.33", strict=True)
+    sets = [item for item in result if item["kind"] == "StatefulSet"]
     name = "documents-0-us-east-1-0"
-    assert engine_words[engine_words.index("--stages") + 1] == (
-        "20@$(LWS_LEADER_ADDRESS):7100,"
-        f"12@{name}-$(LWS_GROUP_INDEX)-1.{name}.potluck:7100+{name}-$(LWS_GROUP_INDEX)-2.{name}.potluck:7100"
-    )
-
-
-def test_unlike_workers_are_no_group_of_pods() -> None:
-    lies = Layout(tuple(Stage(10, (StageNode(node, 1),)) for node in ("1xA10G", "1xL4", "1xA10G")))
-    made = template("odd", "pipeline", "chat", {"1xA10G": 2, "1xL4": 1}, PlannedReplica("mixed", lies))
-    with pytest.raises(InputError, match="on unlike machines"):
-        manifest_objects(fleet((made, "us-east-1", 1)), "embedded")
+    ranks = len(deployed.replicas[0].layout.node_counts) if style == "vllm" else 3
+    assert [item["metadata"]["name"] for item in sets] == [
+        name,
+        *(f"{name}-r{rank}" for rank in range(1, ranks)),
+    ]
+    assert {(item["spec"]["replicas"], item["spec"]["serviceName"]) for item in sets} == {(2, name)}
+    pods = [item["spec"]["template"] for item in sets]
+    gpus = [pod["spec"]["nodeSelector"]["nvidia.com/gpu.product"] for pod in pods]
+    assert gpus == ["A10G", "L4", "L4"][:ranks]
+    (engine,) = [item for item in pods[0]["spec"]["containers"] if item["name"] == "engine"]
+    words = engine["command"]
+    own = f"{name}-$(POD_INDEX).{name}.potluck.svc:7100"
+    others = [f"{name}-r{rank}-$(POD_INDEX).{name}.potluck.svc:7100" for rank in (1, 2)]
+    expected = own if style == "vllm" else f"20@{own},12@{'+'.join(others)}"
+    assert words[words.index(option) + 1] == expected
+    assert "POD_INDEX" in [variable["name"] for variable in engine["env"]]
 
 
 @pytest.mark.parametrize("name", ["20-engines.yaml", "30-gateway.yaml", "40-network.yaml"])
 def test_kubernetes_reads_as_it_did(name: str) -> None:
     result = manifests.files(fleet((COMBO, "us-east-1", 2)), wording(), CLUSTER, {"plan.json": "{}"})
-    assert result[name] == (GOLDEN / name).read_text()
+    assert result[f"plain/{name}"] == (GOLDEN / name).read_text()
 
 
 @pytest.mark.parametrize(
     "name", ["chat-0-us-east-1-0-box0.yaml", "chat-0-us-east-1-0-box1.yaml", "launch.sh"]
 )
 def test_skypilot_reads_as_it_did(name: str) -> None:
-    result = skypilot.files(fleet((COMBO, "us-east-1", 1)), wording(), {"us-east-1": "aws/us-east-1"}, "true")
+    result = skypilot.files(fleet((COMBO, "us-east-1", 1)), wording(), SKY)
     assert result[name] == (GOLDEN / name).read_text()
 
 
 def test_compose_gives_each_engine_its_gpus() -> None:
-    result = compose.files(fleet((COMBO, "us-east-1", 1)), wording(), {}, "potluck:1", ["traces/a.csv"])
+    result = compose.files(fleet((COMBO, "us-east-1", 1)), wording(), {}, IMAGES, ["traces/a.csv"])
     data = yaml.safe_load(result["compose-chat-0-us-east-1-0-box0.yaml"])
     assert data["services"].keys() == {"chat-0-us-east-1-0-0", "chat-0-us-east-1-0-1", "gateway"}
     gpus = [
@@ -226,14 +253,11 @@ def test_compose_gives_each_engine_its_gpus() -> None:
     assert gpus == [["0", "1"], ["2", "3"]]
     assert data["secrets"] == {"engine.key": {"file": "./engine.key"}}  # no pipeline, no secret of one
     assert "./traces/a.csv:/srv/traces/a.csv:ro" in data["services"]["gateway"]["volumes"]
-    piped = compose.files(fleet((PIPELINE, "us-east-1", 1)), wording("embedded"), {}, "potluck:1", [])
+    piped = compose.files(fleet((PIPELINE, "us-east-1", 1)), wording("embedded"), {}, IMAGES, [])
     data = yaml.safe_load(piped["compose-documents-0-us-east-1-0-box1.yaml"])
     assert data["secrets"] == {"pipeline.secret": {"file": "./pipeline.secret"}}
     assert all(
-        f"{folder}:{folder}:ro" in datum["volumes"]
-        for folder in FOLDERS.values()
-        for name, datum in data["services"].items()
-        if name != "gateway"
+        "/models/documents:/models/documents:ro" in datum["volumes"] for datum in data["services"].values()
     )
 
 
@@ -277,9 +301,10 @@ def run(tmp_path: Path, *words: str) -> Any:
 def test_the_command_writes_all_of_it(tmp_path: Path, kind: str) -> None:
     done = run(tmp_path, kind, "--out", str(tmp_path / "out"), "--json")
     assert done.exit_code == 0, done.output
-    body = json.loads(done.output)
+    body = json.loads(done.stdout)
     assert (body["machines"], body["engines"]) == (3, 4)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == body["files"]
+    written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert sorted(path.relative_to(tmp_path / "out").as_posix() for path in written) == body["files"]
 
 
 @pytest.mark.parametrize(

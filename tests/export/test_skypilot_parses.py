@@ -15,7 +15,7 @@ sky = pytest.importorskip("sky", reason="SkyPilot is not installed; `make test-s
 def test_tasks_say_what_the_plan_rents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POTLUCK_API_KEY", "x")
     result = fleet((COMBO, "us-east-1", 1))
-    files = skypilot.files(result, wording(), {"us-east-1": "aws/us-east-1"}, "true")
+    files = skypilot.files(result, wording(), skypilot.SkyOptions({}, "true"))
     rented = []
     for box in result.boxes:
         path = tmp_path / f"{box.name}.yaml"
@@ -25,7 +25,7 @@ def test_tasks_say_what_the_plan_rents(tmp_path: Path, monkeypatch: pytest.Monke
         assert resources.region == "us-east-1"
         rented.append((resources.accelerators, resources.use_spot, resources.ports))
     assert rented == [
-        ({"L40S": 4}, False, ["8100-8101", "9100", "9116"]),
+        ({"L40S": 4}, False, ["8100-8101", "9100-9101", "9116-9117"]),
         ({"L4": 1}, True, ["8100", "9100"]),
         ({"L4": 1}, True, ["8100", "9100"]),
     ]

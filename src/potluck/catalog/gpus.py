@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from potluck.catalog.figure_sources import CatalogNames, EntryFacts, SourcedFigure, entry_source, load_toml
+from potluck.catalog.figure_sources import (
+    CatalogNames,
+    EntryFacts,
+    FigureSource,
+    SourcedFigure,
+    entry_source,
+    load_toml,
+    source,
+)
 from potluck.core.values.types import Gpu
 
 RATES = (
@@ -51,3 +60,25 @@ def facts(name: str) -> EntryFacts:
         SourcedFigure(field, entry[field], entry_source(entry, field)) for field in FIGURES if field in entry
     )
     return EntryFacts(key, tuple(entry.get("aliases", ())), figures, entry.get("doubt"))
+
+
+AMD = ("cdna", "rdna")
+"""How its architectures begin; all others of the catalog are NVIDIA's."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuNodeLabel:
+    """By which label nodes of a Kubernetes cluster say that they have a GPU, and what pods ask for."""
+
+    key: str
+    value: str
+    """Empty where nobody wrote down what the label says."""
+    resource: str
+    source: FigureSource
+
+
+def node_label(chip: Gpu) -> GpuNodeLabel:
+    maker = "amd" if chip.architecture.startswith(AMD) else "nvidia"
+    entry = load_toml("gpus.toml")["kubernetes"][maker]
+    value = entry["products"].get(chip.name, "")
+    return GpuNodeLabel(entry["label"], value, entry["resource"], source(entry["source"]))

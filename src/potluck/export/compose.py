@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
-from potluck.export.placement import CommandOptions, HostOf, PlacedPlan, RentedMachine, roster
+from potluck.export.placement import (
+    CommandOptions,
+    ExportedProcess,
+    HostOf,
+    PlacedPlan,
+    RentedMachine,
+    label,
+    roster,
+    yaml_text,
+)
+from potluck.export.weights import WeightsSource, pull_words
 
 SECRETS = ("engine.key", "pipeline.secret")
+SHARED_MEMORY = "8gb"
+"""Of a container that does not have the machine's own: workers of one engine speak through it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComposeOptions:
+    image: str
+    """Of the gateway ..."""
+    engine_image: str
+    """... and of engines."""
+    weights: Mapping[str, WeightsSource] = field(default_factory=dict)
+    """Models that are pulled before their engines start."""
 
 
 def files(
     fleet: PlacedPlan,
     wording: CommandOptions,
     addresses: Mapping[str, str],
-    image: str,
+    options: ComposeOptions,
     served: Iterable[str],
 ) -> dict[str, str]:
     """File name to text; `served` are the files that the gateway reads."""
@@ -26,96 +48,129 @@ def files(
 
     texts: dict[str, str] = {}
     for number, box in enumerate(fleet.boxes):
-        services = _services(fleet, box, wording, host_of, image)
+        services = _services(fleet, box, wording, host_of, options)
         if not number:
-            services["gateway"] = _gateway(image, wording, served)
-        texts[f"compose-{box.name}.yaml"] = _text(box, services)
+            services["gateway"] = _gateway(options, wording, served)
+        texts[f"compose-{box.name}.yaml"] = _text(box, services, options)
     texts["engines.yaml"] = roster(
         fleet, lambda one: f"http://{host_of(one.box)}:{one.port}", wording.key_file
     )
     return texts
 
 
-def _text(box: RentedMachine, services: dict[str, Any]) -> str:
+def _text(box: RentedMachine, services: dict[str, Any], options: ComposeOptions) -> str:
     used = {item["source"] for service in services.values() for item in service.get("secrets", ())}
     data = {
         "name": "potluck",
         "services": services,
         "secrets": {name: {"file": f"./{name}"} for name in SECRETS if name in used},
     }
-    head = f"# {box.name}: {box.node.name} in {box.region}\n"
-    return head + yaml.safe_dump(data, sort_keys=False, width=120)
+    images = dict.fromkeys((options.image, options.engine_image))
+    head = f"# {box.name}: {box.node.name} in {box.region}; images {', '.join(images)} of Potluck's deploy/\n"
+    return head + yaml_text(data)
 
 
 def _services(
-    fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, host_of: HostOf, image: str
+    fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, host_of: HostOf, options: ComposeOptions
 ) -> dict[str, dict[str, Any]]:
-    services: dict[str, dict[str, Any]] = {}
-    here = host_of(box)
-    for one in fleet.placements:
-        for number, footing in enumerate(() if one.alone else one.footings):
-            if footing.box == box:
-                line = f"exec {' '.join(wording.worker(one, here))} < {wording.secret_file}"
-                worker = _service(image, ["sh", "-c", line], wording, SECRETS[1:])
-                services[f"{one.name}-worker{number}"] = worker | _gpus(footing.gpus)
-        if one.box == box:
-            command, secrets = wording.engine(one, here, host_of), SECRETS[:1] if one.alone else SECRETS
-            services[one.name] = _service(image, command, wording, secrets, one.port, here)
-            if one.alone:
-                services[one.name] |= _gpus(tuple(gpu for footing in one.footings for gpu in footing.gpus))
+    started = [
+        process
+        for one in fleet.placements
+        for process in wording.processes(one, host_of, host_of)
+        if process.box == box
+    ]
+    models = dict.fromkeys(process.placement.model for process in started)
+    services = {
+        f"pull-{label(model)}": _pull(options, wording.folders[model], options.weights[model])
+        for model in models
+        if model in options.weights
+    }
+    for process in started:
+        service = _service(process, wording, options.engine_image, host_of(box))
+        if process.placement.model in options.weights:
+            done = {"condition": "service_completed_successfully"}
+            service["depends_on"] = {f"pull-{label(process.placement.model)}": done}
+        services[process.name] = service
     return services
 
 
-def _models(wording: CommandOptions) -> list[str]:
-    return [f"{folder}:{folder}:ro" for folder in sorted(set(wording.folders.values()))]
+def _pull(options: ComposeOptions, folder: str, weights: WeightsSource) -> dict[str, Any]:
+    first, *rest = pull_words(weights, folder)
+    return {
+        "image": options.image,
+        "entrypoint": [first],
+        "command": rest,
+        "environment": {"HF_TOKEN": "${HF_TOKEN:-}"},
+        "restart": "on-failure",
+        "volumes": [f"{folder}:{folder}"],
+    }
+
+
+def _models(folders: Iterable[str]) -> list[str]:
+    return [f"{folder}:{folder}:ro" for folder in sorted(set(folders))]
 
 
 def _secrets(*names: str) -> list[dict[str, str]]:
     return [{"source": name, "target": f"/etc/potluck/{name}"} for name in names]
 
 
-def _service(
-    image: str,
-    command: list[str],
-    wording: CommandOptions,
-    secrets: tuple[str, ...],
-    port: int = 0,
-    host: str = "",
-) -> dict[str, Any]:
+def _service(process: ExportedProcess, wording: CommandOptions, image: str, host: str) -> dict[str, Any]:
+    """Compose puts `command` behind an image's own entry point, which is vLLM's: both are written."""
+    placement = process.placement
+    words: Sequence[str] = process.words
+    if process.reads_secret:
+        words = ("sh", "-c", f"exec {shlex.join(words)} < {wording.secret_file}")
+    own_secret = process.part == "worker" or "--secret-file" in process.words
+    secrets = (*(SECRETS[:1] if process.part == "engine" else ()), *(SECRETS[1:] if own_secret else ()))
     service: dict[str, Any] = {
         "image": image,
-        "command": command,
+        "entrypoint": [words[0]],
+        "command": list(words[1:]),
         "network_mode": "host",
         "ipc": "host",
+        "shm_size": SHARED_MEMORY,
         "restart": "unless-stopped",
         "stop_grace_period": "120s",
-        "volumes": _models(wording),
-        "secrets": _secrets(*secrets),
+        "volumes": _models([wording.folders[placement.model]]),
+        **({"secrets": _secrets(*secrets)} if secrets else {}),
     }
-    if port:
-        ask = f"import urllib.request as r; r.urlopen('http://{host}:{port}/health', timeout=5)"
-        service["healthcheck"] = {
-            "test": ["CMD", "python3", "-c", ask],
-            "interval": "10s",
-            "timeout": "6s",
-            "start_period": "15m",
-        }
-    return service
+    if process.part == "engine":
+        service["healthcheck"] = _health(f"http://{host}:{placement.port}/health", "30m")
+    return service | (_gpus(process) if process.gpus else {})
 
 
-def _gpus(gpus: tuple[int, ...]) -> dict[str, Any]:
-    device = {"driver": "nvidia", "device_ids": [str(gpu) for gpu in gpus], "capabilities": ["gpu"]}
+def _health(url: str, start_period: str) -> dict[str, Any]:
+    ask = f"import urllib.request as r; r.urlopen('{url}', timeout=5)"
+    return {
+        "test": ["CMD", "python3", "-c", ask],
+        "interval": "10s",
+        "timeout": "6s",
+        "start_period": start_period,
+    }
+
+
+def _gpus(process: ExportedProcess) -> dict[str, Any]:
+    numbers = [str(gpu) for gpu in process.gpus]
+    if process.box.node.gpu.architecture.startswith("cdna"):
+        devices = ["/dev/kfd:/dev/kfd", "/dev/dri:/dev/dri"]
+        chosen = {"ROCR_VISIBLE_DEVICES": ",".join(numbers)}
+        return {"devices": devices, "group_add": ["video"], "environment": chosen}
+    device = {"driver": "nvidia", "device_ids": numbers, "capabilities": ["gpu"]}
     return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
 
 
-def _gateway(image: str, wording: CommandOptions, served: Iterable[str]) -> dict[str, Any]:
+def _gateway(options: ComposeOptions, wording: CommandOptions, served: Iterable[str]) -> dict[str, Any]:
     files = (*served, "engines.yaml", "keys.jsonl")
-    return {
-        "image": image,
-        "command": wording.gateway("/srv/", "/srv/keys.jsonl"),
+    first, *rest = wording.gateway("/srv/", "/srv/keys.jsonl")
+    service: dict[str, Any] = {
+        "image": options.image,
+        "entrypoint": [first],
+        "command": rest,
         "network_mode": "host",
         "restart": "unless-stopped",
         "stop_grace_period": "120s",
-        "volumes": [f"./{name}:/srv/{name}:ro" for name in files] + _models(wording),
+        "volumes": [f"./{name}:/srv/{name}:ro" for name in files] + _models(wording.folders.values()),
         "secrets": _secrets("engine.key"),
+        "healthcheck": _health("http://127.0.0.1:8000/ready", "30m"),
     }
+    return service

@@ -1,16 +1,17 @@
-"""A plan as Kubernetes manifests.
+"""A plan as Kubernetes manifests: plain files, and a Kustomize base over them.
 
 Engines that are alike (the same replica of a template in the same region) are one StatefulSet, since the gateway must
-know each by a name of its own. A replica over several machines is a LeaderWorkerSet: worker 0, the leader, has the
-engine beside it. Nothing here is a secret: `potluck` is a Secret that somebody made with `engine.key`, `admin.key`,
-`keys.jsonl` and, for pipelines, `pipeline.secret`.
+know each by a name of its own. A replica over several machines has a StatefulSet for each, all of one headless
+Service: the pods with one number are one replica, and find each other by name. Nothing here is a secret: `potluck` is
+a Secret that somebody made (`secret_files` says of what).
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
-
-import yaml
+from dataclasses import dataclass, field, replace
+from math import ceil
 
 from potluck.control.launchers.kubernetes_pods import (
     GRACE_S,
@@ -27,43 +28,111 @@ from potluck.export.placement import (
     EVERYWHERE,
     CommandOptions,
     EnginePlacement,
+    ExportedProcess,
     PlacedPlan,
     RentedMachine,
+    label,
     roster,
-    stage_port,
+    yaml_text,
 )
+from potluck.export.weights import DONE, WeightsSource, disk_bytes, pull_words
 
 CONFIG = "potluck-plan"
 MOST_CONFIG_BYTES = 900_000
 """Kubernetes takes 1 MiB in a ConfigMap."""
+GIB = 1 << 30
+HOST_GIB = 12
+"""Of a host's memory beside the weights: the engine's processes, and KV under way to others (4 GiB at most)."""
+CPUS, CPUS_PER_GPU = 2, 2
+USER = 10001
+"""Whom the gateway runs as."""
+INDEX = "POD_INDEX"
+INDEX_LABEL = "metadata.labels['apps.kubernetes.io/pod-index']"
+HUB_SECRET = "potluck-hub"
+PLAIN, SERVED = "plain", "config"
+"""Folders of the plain manifests, and of what the gateway reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLabel:
+    """By which label of a node a GPU is found there, and as what pods ask for it."""
+
+    key: str
+    value: str
+    resource: str
+
+
+@dataclass(frozen=True, slots=True)
+class KubernetesExport:
+    cluster: ManifestOptions
+    """`image` is that of engines."""
+    image: str
+    """Of the gateway, and of whoever pulls weights."""
+    gpus: Mapping[str, GpuLabel] = field(default_factory=dict)
+    weights: Mapping[str, WeightsSource] = field(default_factory=dict)
+
+    def on(self, box: RentedMachine) -> tuple[ManifestOptions, str]:
+        """The cluster as pods with this machine's GPUs see it, and what the label of such a node says."""
+        name = box.node.gpu.name
+        known = self.gpus.get(name)
+        if known is None:
+            return self.cluster, name
+        return replace(self.cluster, gpu_label=known.key, gpu_resource=known.resource), known.value
 
 
 def files(
-    fleet: PlacedPlan, wording: CommandOptions, cluster: ManifestOptions, served: Mapping[str, str]
+    fleet: PlacedPlan, wording: CommandOptions, options: KubernetesExport, served: Mapping[str, str]
 ) -> dict[str, str]:
-    """File name to text, in the order to apply them in; `served` is what the gateway reads, by path."""
+    """File name to text; `served` is what the gateway reads, by path."""
+    cluster = options.cluster
     groups: dict[str, list[EnginePlacement]] = {}
     for placement in fleet.placements:
         groups.setdefault(_group(placement), []).append(placement)
     engines: list[Manifest] = []
     for name, placements in groups.items():
-        engines += _alike(name, placements, wording, cluster)
+        engines += _alike(name, placements, wording, options)
     listed = roster(fleet, lambda one: f"http://{_host(one, cluster)}:{one.port}", wording.key_file)
     given = {**served, "engines.yaml": listed}
     size = sum(len(text.encode()) for text in given.values())
     if size > MOST_CONFIG_BYTES:
         problem = f"has {size} bytes with its spec and traces; a ConfigMap holds {MOST_CONFIG_BYTES}"
         raise InputError("plan", f"{problem}: write lengths into the spec instead of traces")
-    config = {"data": {_key(path): text for path, text in given.items()}}
-    config = _named("v1", "ConfigMap", CONFIG, cluster) | config
+    config = _named("v1", "ConfigMap", CONFIG, cluster) | {
+        "data": {_key(path): _readable(text) for path, text in given.items()}
+    }
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": cluster.namespace}}
-    return {
+    models = _models(fleet, wording, options)
+    texts = {
         "00-namespace.yaml": _text([namespace]),
+        **({"05-models.yaml": _text(models)} if models else {}),
         "10-plan.yaml": _text([config]),
         "20-engines.yaml": _text(engines),
-        "30-gateway.yaml": _text(_gateway(wording, cluster, given)),
+        "30-gateway.yaml": _text(_gateway(wording, options, given)),
         "40-network.yaml": _text(_network(cluster)),
     }
+    plain = {f"{PLAIN}/{name}": text for name, text in texts.items()}
+    config_files = {f"{SERVED}/{path}": text for path, text in given.items()}
+    return {**plain, **config_files, "kustomization.yaml": _kustomization(texts, given, cluster)}
+
+
+def _kustomization(texts: Mapping[str, str], given: Mapping[str, str], cluster: ManifestOptions) -> str:
+    """A base: the plain files, but the plan from its own files, under a name that changes with it."""
+    generated = {"name": CONFIG, "files": [f"{_key(path)}={SERVED}/{path}" for path in given]}
+    data = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "namespace": cluster.namespace,
+        "resources": [f"{PLAIN}/{name}" for name in texts if name != "10-plan.yaml"],
+        "configMapGenerator": [generated],
+    }
+    return yaml_text(data)
+
+
+def secret_files(fleet: PlacedPlan, wording: CommandOptions) -> tuple[str, ...]:
+    """What the Secret must have."""
+    salt = ("gateway.secret",) if wording.gateways > 1 else ()
+    stages = wording.style == "embedded" and any(not one.alone for one in fleet.placements)
+    return ("engine.key", "admin.key", "keys.jsonl", *salt, *(("pipeline.secret",) if stages else ()))
 
 
 def _key(path: str) -> str:
@@ -82,10 +151,10 @@ def _host(placement: EnginePlacement, cluster: ManifestOptions) -> str:
 
 
 def _alike(
-    name: str, placements: Sequence[EnginePlacement], wording: CommandOptions, cluster: ManifestOptions
+    name: str, placements: Sequence[EnginePlacement], wording: CommandOptions, options: KubernetesExport
 ) -> list[Manifest]:
-    first = placements[0]
-    labels = {"app": "potluck", "potluck/engine": name, "potluck/part": "engine"}
+    first, cluster = placements[0], options.cluster
+    labels = {"app": "potluck", "potluck/engine": name}
     service = _named("v1", "Service", name, cluster) | {
         "spec": {
             "clusterIP": "None",
@@ -94,124 +163,200 @@ def _alike(
             "ports": [{"name": "http", "port": first.port}, {"name": "kv", "port": first.kv_port}],
         }
     }
+    engines = labels | {"potluck/part": "engine"}
     budget = _named("policy/v1", "PodDisruptionBudget", name, cluster) | {
-        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": labels}}
+        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": engines}}
     }
-    make = _stateful if first.alone else _group_of_pods
-    return [service, make(name, placements, labels, wording, cluster), budget]
-
-
-def _stateful(
-    name: str,
-    placements: Sequence[EnginePlacement],
-    labels: dict[str, str],
-    wording: CommandOptions,
-    cluster: ManifestOptions,
-) -> Manifest:
-    first = placements[0]
-    command = wording.engine(first, "$(POD_IP)", lambda box: box.name)
-    gpus = sum(len(footing.gpus) for footing in first.footings)
-    engine = engine_container(command, (first.port, first.kv_port), gpus, cluster)
-    return _named("apps/v1", "StatefulSet", name, cluster) | {
-        "spec": {
-            "serviceName": name,
-            "replicas": len(placements),
-            "podManagementPolicy": "Parallel",
-            "updateStrategy": {"type": "RollingUpdate"},
-            "selector": {"matchLabels": labels},
-            "template": _pod(labels, first.box, [engine], cluster),
-        }
-    }
-
-
-def _group_of_pods(
-    name: str,
-    placements: Sequence[EnginePlacement],
-    labels: dict[str, str],
-    wording: CommandOptions,
-    cluster: ManifestOptions,
-) -> Manifest:
-    """One machine a pod; all machines alike, since a LeaderWorkerSet has one template for all but its leader."""
-    first = placements[0]
-    kinds = {footing.box.node.name for footing in first.footings[1:]}
-    if len(kinds) > 1 or len({footing.box for footing in first.footings}) < len(first.footings):
-        raise InputError(
-            f"template {first.template}",
-            "has workers on unlike machines, or several on one: a LeaderWorkerSet cannot say that; export commands",
-        )
-    numbers = {footing.box.name: number for number, footing in enumerate(first.footings)}
+    boxes = list(dict.fromkeys(footing.box for footing in first.footings))
+    sets = {box: name if not rank else f"{name}-r{rank}" for rank, box in enumerate(boxes)}
 
     def host_of(box: RentedMachine) -> str:
-        number = numbers[box.name]
-        pod = "$(LWS_LEADER_ADDRESS)" if not number else f"{name}-$(LWS_GROUP_INDEX)-{number}.{name}"
-        return pod if not number else f"{pod}.{cluster.namespace}"
+        return f"{sets[box]}-$({INDEX}).{name}.{cluster.namespace}.svc"
 
-    command = wording.engine(first, "$(POD_IP)", host_of)
-    engine = engine_container(command, (first.port, first.kv_port), 0, cluster)
-    group = {"fieldRef": {"fieldPath": "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"}}
-    engine["env"].append({"name": "LWS_GROUP_INDEX", "valueFrom": group})
-    leads, follows = (
-        worker_container(stage_port(first), len(footing.gpus), cluster) for footing in first.footings[:2]
-    )
-    last = first.footings[-1].box
-    return _named("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", name, cluster) | {
+    processes = wording.processes(first, lambda _: "$(POD_IP)", host_of)
+    made = []
+    for box, set_name in sets.items():
+        here = [process for process in processes if process.box == box]
+        own = labels | {"potluck/part": "engine" if box == first.box else "worker"}
+        own |= {} if box == first.box else {"potluck/rank": set_name}
+        containers = [_container(process, wording, options) for process in here]
+        pod = _pod(own, here[0], containers, options)
+        made.append(
+            _stateful(_named("apps/v1", "StatefulSet", set_name, cluster), name, len(placements), pod)
+        )
+    return [service, *made, budget]
+
+
+def _stateful(named: Manifest, service: str, copies: int, pod: Manifest) -> Manifest:
+    return named | {
         "spec": {
-            "replicas": len(placements),
-            "networkConfig": {"subdomainPolicy": "Shared"},
-            "leaderWorkerTemplate": {
-                "size": len(first.footings),
-                "restartPolicy": "RecreateGroupOnPodRestart",
-                "leaderTemplate": _pod(labels, first.box, [engine, leads], cluster),
-                "workerTemplate": _pod(labels | {"potluck/part": "worker"}, last, [follows], cluster),
-            },
+            "serviceName": service,
+            "replicas": copies,
+            "podManagementPolicy": "Parallel",
+            "updateStrategy": {"type": "RollingUpdate"},
+            "selector": {"matchLabels": pod["metadata"]["labels"]},
+            "template": pod,
         }
     }
 
 
 def _pod(
-    labels: dict[str, str], box: RentedMachine, containers: list[Manifest], cluster: ManifestOptions
+    labels: dict[str, str], process: ExportedProcess, containers: list[Manifest], options: KubernetesExport
 ) -> Manifest:
-    names = cluster.gpu_names or {}
-    gpu = box.node.gpu.name
-    return pod_template(labels, names.get(gpu, gpu), box.region, containers, cluster)
+    cluster, gpu = options.on(process.box)
+    pod = pod_template(labels, gpu, process.box.region, containers, cluster)
+    return _after_pull(pod, [process.placement.model], options)
 
 
-def _gateway(wording: CommandOptions, cluster: ManifestOptions, given: Mapping[str, str]) -> list[Manifest]:
-    labels = {"app": "potluck", "potluck/part": "gateway"}
-    admin = ("--admin-host", EVERYWHERE, "--admin-port", "8001", "--admin-key-file", "/etc/potluck/admin.key")
-    command = [*wording.gateway("/srv/", "/etc/potluck/keys.jsonl"), *admin]
-    items = [{"key": _key(path), "path": path} for path in given]
-    health = {"httpGet": {"path": "/health", "port": "clients"}}
+def _container(process: ExportedProcess, wording: CommandOptions, options: KubernetesExport) -> Manifest:
+    placement, gpus, (cluster, _) = process.placement, len(process.gpus), options.on(process.box)
+    requests = _requests(process, wording)
+    index = {"name": INDEX, "valueFrom": {"fieldRef": {"fieldPath": INDEX_LABEL}}}
+    if process.part == "worker":
+        container = worker_container(process.footing.stage_port, gpus, cluster, requests)
+        return container | {"name": process.name.rpartition("-")[2]}
+    ports = placement.port, process.footing.kv_port
+    container = engine_container(list(process.words), ports, gpus, cluster, requests)
+    if not placement.alone:
+        container["env"] = [*container["env"], index]
+    if process.part == "rank":  # it serves no HTTP: nobody can ask how it is, nor empty it
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe", "lifecycle"):
+            del container[probe]
+        container["name"] = f"rank{placement.footings.index(process.footing)}"
+        container["ports"] = [{"name": "kv", "containerPort": ports[1]}]
+    return container
+
+
+def _requests(process: ExportedProcess, wording: CommandOptions) -> dict[str, str]:
+    """Of the host, for a process with so many GPUs and such weights; one without either needs little."""
+    limits = wording.limits_of(process.placement)
+    if not process.gpus:
+        return {"cpu": "1", "memory": "4Gi"}
+    stages = (
+        range(len(process.placement.layout.stages)) if process.placement.alone else (process.footing.stage,)
+    )
+    weights = sum(limits.weight_bytes[stage] for stage in stages) if limits is not None else 0.0
+    memory = HOST_GIB + ceil(weights / GIB)
+    return {"cpu": str(CPUS + CPUS_PER_GPU * len(process.gpus)), "memory": f"{memory}Gi"}
+
+
+def _models(fleet: PlacedPlan, wording: CommandOptions, options: KubernetesExport) -> list[Manifest]:
+    """A claim for models that are pulled, and for each the job that does it."""
+    if not options.weights:
+        return []
+    cluster = options.cluster
+    known = {one.model: limits for one in fleet.placements if (limits := wording.limits_of(one)) is not None}
+    room = ceil(disk_bytes([sum(limits.weight_bytes) for limits in known.values()]) / GIB) + 10
+    claim = _named("v1", "PersistentVolumeClaim", cluster.models_claim, cluster) | {
+        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": f"{room}Gi"}}}
+    }
+    return [
+        claim,
+        *(_pull(model, item, wording.folders[model], options) for model, item in options.weights.items()),
+    ]
+
+
+def _pull(model: str, weights: WeightsSource, folder: str, options: KubernetesExport) -> Manifest:
+    cluster, words = options.cluster, pull_words(weights, folder)
+    key = {"name": HUB_SECRET, "key": "token", "optional": True}
     container = {
-        "name": "gateway",
-        "image": cluster.image,
-        "command": command,
-        "ports": [{"name": "clients", "containerPort": 8000}, {"name": "operators", "containerPort": 8001}],
-        "resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "4Gi"}},
-        "volumeMounts": [{"name": "plan", "mountPath": "/srv", "readOnly": True}, *mounts()],
-        "startupProbe": health | {"periodSeconds": 2, "failureThreshold": 60},
-        "readinessProbe": health | {"periodSeconds": 5},
-        "livenessProbe": health | {"periodSeconds": 10, "failureThreshold": 6},
+        "name": "pull",
+        "image": options.image,
+        "command": ["sh", "-c", f"{shlex.join(words)} && touch {shlex.quote(f'{folder}/{DONE}')}"],
+        "env": [
+            {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": key}},
+            {"name": "HOME", "value": "/tmp"},
+        ],
+        "resources": {"requests": {"cpu": "1", "memory": "2Gi"}},
+        "volumeMounts": [{"name": "models", "mountPath": cluster.models_folder}],
         "securityContext": {"allowPrivilegeEscalation": False},
     }
+    claim = {"persistentVolumeClaim": {"claimName": cluster.models_claim}}
+    pod = {
+        "metadata": {"labels": {"app": "potluck", "potluck/part": "pull"}},
+        "spec": {
+            "restartPolicy": "OnFailure",
+            "automountServiceAccountToken": False,
+            "containers": [container],
+            "volumes": [{"name": "models", **claim}],
+        },
+    }
+    return _named("batch/v1", "Job", f"pull-{label(model)}", cluster) | {
+        "spec": {"backoffLimit": 6, "template": pod}
+    }
+
+
+def _after_pull(pod: Manifest, models: Sequence[str], options: KubernetesExport) -> Manifest:
+    """The pod, which waits for the weights of these models where they are pulled."""
+    folder = options.cluster.models_folder.rstrip("/")
+    awaited = [shlex.quote(f"{folder}/{model}/{DONE}") for model in models if model in options.weights]
+    if awaited:
+        line = "; ".join(f"until test -e {file}; do sleep 5; done" for file in awaited)
+        waiting = {
+            "name": "weights",
+            "image": options.image,
+            "command": ["sh", "-c", line],
+            "volumeMounts": [
+                {"name": "models", "mountPath": options.cluster.models_folder, "readOnly": True}
+            ],
+            "securityContext": {"allowPrivilegeEscalation": False},
+        }
+        pod["spec"] = {"initContainers": [waiting], **pod["spec"]}
+    return pod
+
+
+def _gateway(wording: CommandOptions, options: KubernetesExport, given: Mapping[str, str]) -> list[Manifest]:
+    cluster = options.cluster
+    labels = {"app": "potluck", "potluck/part": "gateway"}
+    admin = ("--admin-host", EVERYWHERE, "--admin-port", "8001", "--admin-key-file", "/etc/potluck/admin.key")
+    health = {"httpGet": {"path": "/health", "port": "clients"}}
+    ready = {"httpGet": {"path": "/ready", "port": "clients"}}
+    container = {
+        "name": "gateway",
+        "image": options.image,
+        "command": [*wording.gateway("/srv/", "/etc/potluck/keys.jsonl"), *admin],
+        "env": [{"name": "HOME", "value": "/tmp"}],
+        "ports": [{"name": "clients", "containerPort": 8000}, {"name": "operators", "containerPort": 8001}],
+        "resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "4Gi"}},
+        "volumeMounts": [{"name": "plan", "mountPath": "/srv", "readOnly": True}, *mounts(cluster)],
+        "startupProbe": health | {"periodSeconds": 2, "failureThreshold": 60},
+        "readinessProbe": ready | {"periodSeconds": 5, "timeoutSeconds": 3},
+        "livenessProbe": health | {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
+    spread = {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": labels},
+    }
+    items = [{"key": _key(path), "path": path} for path in given]
     pod = {
         "metadata": {"labels": labels},
         "spec": {
             "terminationGracePeriodSeconds": GRACE_S,
             "automountServiceAccountToken": False,
+            "securityContext": {"runAsUser": USER, "runAsGroup": USER, "fsGroup": USER, "runAsNonRoot": True},
+            "topologySpreadConstraints": [spread],
             "containers": [container],
             "volumes": [{"name": "plan", "configMap": {"name": CONFIG, "items": items}}, *volumes(cluster)],
         },
     }
+    one = {"type": "Recreate"}  # scaling and flips belong to one gateway at a time
+    rolling = {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
     spec = {
-        "replicas": 1,
-        "strategy": {"type": "Recreate"},
+        "replicas": wording.gateways,
+        "strategy": rolling if wording.gateways > 1 else one,
         "selector": {"matchLabels": labels},
-        "template": pod,
+        "template": _after_pull(pod, list(wording.folders), options),
+    }
+    budget = _named("policy/v1", "PodDisruptionBudget", "gateway", cluster) | {
+        "spec": {"minAvailable": wording.gateways - 1, "selector": {"matchLabels": labels}}
     }
     ports = [{"name": "clients", "port": 80, "targetPort": "clients"}]
     return [
         _named("apps/v1", "Deployment", "gateway", cluster) | {"spec": spec},
+        *([budget] if wording.gateways > 1 else []),
         _named("v1", "Service", "gateway", cluster) | {"spec": {"selector": labels, "ports": ports}},
         _named("v1", "Service", "operators", cluster)
         | {"spec": {"selector": labels, "ports": [{"port": 8001, "targetPort": "operators"}]}},
@@ -244,12 +389,10 @@ def _named(version: str, kind: str, name: str, cluster: ManifestOptions) -> Mani
     return {"apiVersion": version, "kind": kind, "metadata": metadata}
 
 
-class _ManifestDumper(yaml.SafeDumper):
-    """Without anchors: a file that people read says things twice."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        return True
+def _text(manifests: Sequence[Manifest]) -> str:
+    return "---\n" + yaml_text(*manifests).removeprefix("---\n")
 
 
-def _text(manifests: list[Manifest]) -> str:
-    return yaml.dump_all(manifests, Dumper=_ManifestDumper, sort_keys=False, width=120, explicit_start=True)
+def _readable(text: str) -> str:
+    """Lines without blanks at their ends: YAML would write the whole as one line."""
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"

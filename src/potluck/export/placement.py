@@ -1,14 +1,15 @@
-"""From a plan to the machines that it rents and the engines on them.
+"""From a plan to the machines that it rents, the engines on them, and the processes of each engine.
 
-A *box* is one rented machine. A *seat* is one engine: a replica of a copy, with the boxes that it stands on. What one
-copy rents is shared by its own replicas alone, as it was planned.
+A *box* is one rented machine. What one copy rents is shared by its own replicas alone, as it was planned. An engine
+on one box is one process. A pipeline over several is, on vLLM, a process for each stage, of which the first (rank 0)
+serves HTTP; the embedded engine has a worker for each, and the engine itself beside the first.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import yaml
@@ -22,6 +23,7 @@ from potluck.control.launchers.engine_command import (
     vllm_formats,
 )
 from potluck.core.errors import InputError
+from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.layout import Layout, StageNode
 from potluck.core.values.plan import Plan, Template
 from potluck.core.values.types import NodeType, Region, Role
@@ -30,6 +32,8 @@ PORT, KV_PORT, STAGE_PORT = 8100, 9100, 7100
 """Of the first engine of a box; the others have the next ones."""
 PORTS_APART = 16
 """Room for an engine's workers, each of which has a port of its own for KV."""
+LABEL = 42
+"""Letters of a name, to which copy, replica and rank are added: a StatefulSet's may have 52."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,16 @@ class MachineShare:
     box: RentedMachine
     gpus: tuple[int, ...]
     stage: int
+    slot: int = 0
+    """Which of the box's processes it is; its ports follow from that."""
+
+    @property
+    def kv_port(self) -> int:
+        return KV_PORT + PORTS_APART * self.slot
+
+    @property
+    def stage_port(self) -> int:
+        return STAGE_PORT + self.slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +75,14 @@ class EnginePlacement:
     layout: Layout
     footings: tuple[MachineShare, ...]
     """One for each worker, stage by stage; the engine itself is on the first."""
-    port: int
-    kv_port: int
+
+    @property
+    def port(self) -> int:
+        return PORT + self.footings[0].slot
+
+    @property
+    def kv_port(self) -> int:
+        return self.footings[0].kv_port
 
     @property
     def box(self) -> RentedMachine:
@@ -81,10 +101,6 @@ class PlacedPlan:
     boxes: tuple[RentedMachine, ...]
     placements: tuple[EnginePlacement, ...]
 
-    def on(self, box: RentedMachine) -> tuple[EnginePlacement, ...]:
-        """Engines whose HTTP side is on this box."""
-        return tuple(placement for placement in self.placements if placement.box == box)
-
 
 def roomed(plan: Plan, nodes: Sequence[NodeType], regions: Sequence[Region]) -> PlacedPlan:
     """Boxes and seats; InputError where the plan names what the spec does not have."""
@@ -99,8 +115,8 @@ def roomed(plan: Plan, nodes: Sequence[NodeType], regions: Sequence[Region]) -> 
 
 
 def label(text: str) -> str:
-    """As a name in DNS: at most 50 letters, digits and hyphens."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[-50:].strip("-")
+    """As a name in DNS: at most LABEL letters, digits and hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[-LABEL:].strip("-")
 
 
 @dataclass(slots=True)
@@ -110,7 +126,7 @@ class _Ground:
     types: Mapping[str, NodeType]
     regions: Mapping[str, Region]
     free: dict[RentedMachine, list[int]] = field(default_factory=dict)
-    engines: dict[RentedMachine, int] = field(default_factory=dict)
+    slots: dict[RentedMachine, int] = field(default_factory=dict)
     placements: list[EnginePlacement] = field(default_factory=list)
 
     def copy(self, template: Template, region: str, stem: str, copy: int) -> None:
@@ -118,18 +134,26 @@ class _Ground:
         for box in boxes:
             self.free.setdefault(box, list(range(box.node.gpus)))
         for index, replica in enumerate(template.replicas):
-            footings = tuple(
+            footings = [
                 self._footing(template, boxes, node, number)
                 for number, stage in enumerate(replica.layout.stages)
                 for node in stage.nodes
-            )
-            first = footings[0].box
-            before = self.engines.get(first, 0)
-            self.engines[first] = before + 1
+            ]
             name = f"{stem}-{copy}-{index}"
-            ports = PORT + before, KV_PORT + PORTS_APART * before
             about = (template.name, index, copy, template.model, replica.role, region, replica.layout)
-            self.placements.append(EnginePlacement(name, *about, footings, *ports))
+            self.placements.append(EnginePlacement(name, *about, self._with_slots(footings)))
+
+    def _with_slots(self, footings: list[MachineShare]) -> tuple[MachineShare, ...]:
+        """An engine on one box takes one of its slots, a pipeline over several one for each worker."""
+        alone = len({footing.box for footing in footings}) == 1
+        result: list[MachineShare] = []
+        for footing in footings:
+            taken = self.slots.get(footing.box, 0)
+            if result and alone:
+                taken -= 1
+            self.slots[footing.box] = taken + 1
+            result.append(replace(footing, slot=taken))
+        return tuple(result)
 
     def _boxes(self, template: Template, region: str, stem: str) -> list[RentedMachine]:
         if region not in self.regions:
@@ -168,8 +192,44 @@ Style = Literal["vllm", "embedded"]
 EVERYWHERE = "0.0.0.0"
 """What clients reach a gateway by, and the gateway an engine whose address nobody knows beforehand."""
 KEY_FILE = "/etc/potluck/engine.key"
+SECRET_FILE = "/etc/potluck/pipeline.secret"
+SALT_FILE = "/etc/potluck/gateway.secret"
+WORKER = ("python3", "-m", "potluck.engine.pipeline")
 HostOf = Callable[[RentedMachine], str]
 """Under which name or address a box is reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What an engine is started with so that it has what was planned with."""
+
+    max_tokens: int
+    """Of its longest request."""
+    memory_share: float
+    """Of each GPU."""
+    kv_tokens: int
+    weight_bytes: tuple[float, ...]
+    """Of each stage, on the GPUs of one of its nodes together."""
+    step_tokens: int = 0
+    """New tokens in a step; 0: the engine's choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedProcess:
+    """One process to start: on which box, with which of its GPUs, and how."""
+
+    name: str
+    placement: EnginePlacement
+    box: RentedMachine
+    gpus: tuple[int, ...]
+    words: tuple[str, ...]
+    part: Literal["engine", "rank", "worker"]
+    """Who serves HTTP; a further rank of vLLM's; a worker that reads the pipeline's secret from standard input."""
+    footing: MachineShare
+
+    @property
+    def reads_secret(self) -> bool:
+        return self.part == "worker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,60 +239,127 @@ class CommandOptions:
     """Model to its directory on every machine."""
     key_file: str = KEY_FILE
     """What engines ask of whoever wants something of them; empty: it is in $POTLUCK_API_KEY."""
-    secret_file: str = "/etc/potluck/pipeline.secret"
+    secret_file: str = SECRET_FILE
     """Of pipelines over several machines."""
     weights: Mapping[str, WeightFormats] = field(default_factory=dict)
     """Model to the format that the plan has its weights in, where it says so."""
+    limits: Mapping[tuple[str, int], EngineLimits] = field(default_factory=dict)
+    """Template and replica to what its engine is told of lengths and memory; nothing where it has none here."""
+    gateways: int = 1
+    fixed_fleet: bool = False
+    """Whether the gateway's scaling is turned off: it belongs to one gateway alone."""
 
-    def engine(self, placement: EnginePlacement, listen: str, host_of: HostOf) -> list[str]:
-        """Of one engine, on its first box; `listen` is the address by which others reach it."""
-        make = EngineSpec(placement.model, placement.layout, placement.region)
-        kind = "vllm" if self.style == "vllm" else "serve"
-        port, kv_port = str(placement.port), str(placement.kv_port)
-        words = [
-            *("potluck", "engine", kind, "--model", self.folders[placement.model], "--name", placement.model),
-            *("--host", listen, "--port", port, "--kv-port", kv_port, "--role", placement.role),
-            *(("--api-key-file", self.key_file) if self.key_file else ()),
-        ]
-        if self.style == "vllm":
-            if not placement.alone:
-                raise InputError(
-                    f"template {placement.template}",
-                    "is a pipeline over several machines: those run with --engine embedded, or plan without them",
-                )
-            own = vllm_formats(placement.model, self.weights.get(placement.model))
-            return [*words, *parallel_of(make), *(("--", *own) if own else ())]
-        as_stored(placement.model, self.weights.get(placement.model))
-        words += ["--device", "cuda"]
+    def limits_of(self, placement: EnginePlacement) -> EngineLimits | None:
+        return self.limits.get((placement.template, placement.index))
+
+    def processes(self, placement: EnginePlacement, listen: HostOf, host_of: HostOf) -> list[ExportedProcess]:
+        """All of an engine's; `listen` is what a box's processes bind to, `host_of` how others reach it."""
+        footings, name = placement.footings, placement.name
         if placement.alone:
-            return [*words, *stages_of(make)]
-        stages_of(make)  # refuses what the engine cannot do
-        return [*words, "--stages", self.elsewhere(placement, host_of), "--secret-file", self.secret_file]
+            gpus = tuple(gpu for footing in footings for gpu in footing.gpus)
+            words = self._alone(placement, listen(placement.box))
+            return [ExportedProcess(name, placement, placement.box, gpus, words, "engine", footings[0])]
+        if self.style == "vllm":
+            return [
+                ExportedProcess(
+                    name if not rank else f"{name}-rank{rank}",
+                    placement,
+                    footing.box,
+                    footing.gpus,
+                    self._rank(placement, rank, listen(footing.box), host_of),
+                    "engine" if not rank else "rank",
+                    footing,
+                )
+                for rank, footing in enumerate(footings)
+            ]
+        workers = [
+            ExportedProcess(
+                f"{name}-worker{number}",
+                placement,
+                footing.box,
+                footing.gpus,
+                (*WORKER, "--listen", f"{listen(footing.box)}:{footing.stage_port}", "--stay"),
+                "worker",
+                footing,
+            )
+            for number, footing in enumerate(footings)
+        ]
+        words = self._over_workers(placement, listen(placement.box), host_of)
+        return [*workers, ExportedProcess(name, placement, placement.box, (), words, "engine", footings[0])]
 
-    def gateway(self, folder: str, keys: str) -> list[str]:
+    def gateway(self, folder: str, keys: str, salt_file: str = SALT_FILE) -> list[str]:
         """Of the gateway, whose files lie in `folder`; it reads the models' tokenizers."""
         files = [f"--files={name}={path}" for name, path in self.folders.items()]
         listed = [f"{folder}{name}" for name in ("plan.json", "potluck.yaml", "engines.yaml")]
         words = ["potluck", "serve", listed[0], listed[1], "--engines", listed[2], *files]
-        return [*words, "--host", EVERYWHERE, "--keys", keys]
+        words += ["--host", EVERYWHERE, "--keys", keys]
+        if self.gateways > 1:
+            words += ["--gateways", str(self.gateways), "--secret-file", salt_file]
+        return [*words, *(("--policy", "scaling=none") if self.fixed_fleet else ())]
 
-    def elsewhere(self, placement: EnginePlacement, host_of: HostOf) -> str:
-        """`--stages` of a pipeline whose workers run on their own: all of them, the engine's machine's too."""
+    def _alone(self, placement: EnginePlacement, listen: str) -> tuple[str, ...]:
+        make = _make(placement)
+        if self.style == "vllm":
+            return (*self._head(placement, listen), *parallel_of(make), *self._vllms_own(placement))
+        return (
+            *self._head(placement, listen),
+            "--device",
+            "cuda",
+            *self._blocks(placement),
+            *stages_of(make),
+        )
+
+    def _rank(self, placement: EnginePlacement, rank: int, listen: str, host_of: HostOf) -> tuple[str, ...]:
+        """One of the processes of a vLLM over several machines: all but the first serve no HTTP."""
+        first = placement.footings[0]
+        group = ("--nodes", str(len(placement.footings)), "--node-rank", str(rank))
+        master = ("--master", f"{host_of(first.box)}:{first.stage_port}")
+        words = (*self._head(placement, listen, rank), *parallel_of(_make(placement)), *group, *master)
+        return (*words, *self._vllms_own(placement))
+
+    def _over_workers(self, placement: EnginePlacement, listen: str, host_of: HostOf) -> tuple[str, ...]:
+        """The embedded engine of a pipeline whose workers run on their own: all of them, those on its machine too."""
+        stages_of(_make(placement))  # refuses what the engine cannot do
         parts = []
         for number, stage in enumerate(placement.layout.stages):
             workers = [footing for footing in placement.footings if footing.stage == number]
-            at = "+".join(f"{host_of(worker.box)}:{stage_port(placement)}" for worker in workers)
+            at = "+".join(f"{host_of(worker.box)}:{worker.stage_port}" for worker in workers)
             parts.append(f"{stage.layers}@{at}")
-        return ",".join(parts)
+        words = (*self._head(placement, listen), "--device", "cuda", *self._blocks(placement))
+        return (*words, "--stages", ",".join(parts), "--secret-file", self.secret_file)
 
-    def worker(self, placement: EnginePlacement, listen: str) -> list[str]:
-        """Of a stage's worker, which reads the secret from its standard input."""
-        at = f"{listen}:{stage_port(placement)}"
-        return ["python3", "-m", "potluck.engine.pipeline", "--listen", at, "--stay"]
+    def _head(self, placement: EnginePlacement, listen: str, rank: int = 0) -> tuple[str, ...]:
+        """What all engines are told, first rank or only one: what to serve, and where."""
+        kind, limits = "vllm" if self.style == "vllm" else "serve", self.limits_of(placement)
+        http = (
+            *("--port", str(placement.port)),
+            *(("--api-key-file", self.key_file) if self.key_file else ()),
+        )
+        return (
+            *("potluck", "engine", kind, "--model", self.folders[placement.model], "--name", placement.model),
+            *("--host", listen, *(() if rank else http), "--kv-port", str(placement.footings[rank].kv_port)),
+            *("--role", placement.role),
+            *(() if limits is None else ("--max-tokens", str(limits.max_tokens))),
+            *(("--token-budget", str(limits.step_tokens)) if limits and limits.step_tokens else ()),
+        )
+
+    def _vllms_own(self, placement: EnginePlacement) -> tuple[str, ...]:
+        limits, own = (
+            self.limits_of(placement),
+            vllm_formats(placement.model, self.weights.get(placement.model)),
+        )
+        if limits is not None:
+            own = ("--gpu-memory-utilization", f"{limits.memory_share:g}", *own)
+        return ("--", *own) if own else ()
+
+    def _blocks(self, placement: EnginePlacement) -> tuple[str, ...]:
+        as_stored(placement.model, self.weights.get(placement.model))
+        limits = self.limits_of(placement)
+        return () if limits is None else ("--kv-blocks", str(max(1, limits.kv_tokens // BLOCK_TOKENS)))
 
 
-def stage_port(placement: EnginePlacement) -> int:
-    return STAGE_PORT + placement.port % 100
+def _make(placement: EnginePlacement) -> EngineSpec:
+    return EngineSpec(placement.model, placement.layout, placement.region)
 
 
 def roster(fleet: PlacedPlan, url_of: Callable[[EnginePlacement], str], key_file: str) -> str:
@@ -246,9 +373,34 @@ def roster(fleet: PlacedPlan, url_of: Callable[[EnginePlacement], str], key_file
         }
         for one in fleet.placements
     ]
-    return yaml.safe_dump({"engines": engines}, sort_keys=False, width=120)
+    return yaml_text({"engines": engines})
 
 
-def visible(placement: EnginePlacement, box: RentedMachine) -> str:
-    """CUDA_VISIBLE_DEVICES of what runs on a box for an engine."""
-    return ",".join(str(gpu) for footing in placement.footings if footing.box == box for gpu in footing.gpus)
+class BlockDumper(yaml.SafeDumper):
+    """Texts of several lines as blocks of lines; nothing by reference: a file that people read says things twice."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+BlockDumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
+)
+
+
+def yaml_text(*documents: object) -> str:
+    """One document, or several in one file."""
+    several = len(documents) > 1
+    return str(
+        yaml.dump_all(
+            documents,
+            Dumper=BlockDumper,
+            sort_keys=False,
+            width=120,
+            allow_unicode=True,
+            explicit_start=several,
+        )
+    )

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from potluck.export.placement import CommandOptions, HostOf, PlacedPlan, RentedMachine, roster, visible
+from potluck.export.placement import (
+    CommandOptions,
+    ExportedProcess,
+    HostOf,
+    PlacedPlan,
+    RentedMachine,
+    roster,
+)
+from potluck.export.weights import WeightsSource, pull_words
 
 HEAD = """#!/usr/bin/env bash
 # {what}
@@ -15,13 +23,19 @@ trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 """
 
 
-def files(fleet: PlacedPlan, wording: CommandOptions, addresses: Mapping[str, str]) -> dict[str, str]:
+def files(
+    fleet: PlacedPlan,
+    wording: CommandOptions,
+    addresses: Mapping[str, str],
+    weights: Mapping[str, WeightsSource] | None = None,
+) -> dict[str, str]:
     """File name to text; a box without an address is reached under its own name."""
 
     def host_of(box: RentedMachine) -> str:
         return addresses.get(box.name, box.name)
 
-    texts = {f"{box.name}.sh": _box(fleet, box, wording, host_of) for box in fleet.boxes}
+    pulled = weights or {}
+    texts = {f"{box.name}.sh": _box(fleet, box, wording, host_of, pulled) for box in fleet.boxes}
     texts["engines.yaml"] = roster(
         fleet, lambda one: f"http://{host_of(one.box)}:{one.port}", wording.key_file
     )
@@ -29,30 +43,49 @@ def files(fleet: PlacedPlan, wording: CommandOptions, addresses: Mapping[str, st
     return texts
 
 
-def _box(fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, host_of: HostOf) -> str:
+def _box(
+    fleet: PlacedPlan,
+    box: RentedMachine,
+    wording: CommandOptions,
+    host_of: HostOf,
+    weights: Mapping[str, WeightsSource],
+) -> str:
     what = f"{box.name}: {box.node.name} in {box.region}"
-    needs = (
+    there = (
         f"the models' directories, the key in {wording.key_file} and, for pipelines, {wording.secret_file}"
     )
-    lines = [HEAD.format(what=what, needs=needs)]
-    for one in fleet.placements:
-        workers = [] if one.alone else [footing for footing in one.footings if footing.box == box]
-        for footing in workers:
-            gpus, command = ",".join(map(str, footing.gpus)), _line(wording.worker(one, host_of(box)))
-            lines.append(f"CUDA_VISIBLE_DEVICES={gpus} {command} < {wording.secret_file} &")
-        if one.box == box:
-            gpus, command = visible(one, box), _line(wording.engine(one, host_of(box), host_of))
-            lines.append(f"CUDA_VISIBLE_DEVICES={gpus if one.alone else ''} {command} &")
+    engines = "vLLM, " if wording.style == "vllm" else ""
+    lines = [HEAD.format(what=what, needs=f"{engines}{there}")]
+    started = [
+        process
+        for one in fleet.placements
+        for process in wording.processes(one, host_of, host_of)
+        if process.box == box
+    ]
+    models = dict.fromkeys(process.placement.model for process in started)
+    lines += [
+        line_of(pull_words(weights[model], wording.folders[model])) for model in models if model in weights
+    ]
+    lines += [process_line(process, wording) for process in started]
     return "\n".join([*lines, "wait -n", ""])
+
+
+def process_line(process: ExportedProcess, wording: CommandOptions) -> str:
+    """Of a process in a script that starts several beside each other."""
+    gpus, secret = ",".join(map(str, process.gpus)), ""
+    if process.reads_secret:
+        secret = f" < {wording.secret_file}"
+    return f"CUDA_VISIBLE_DEVICES={gpus} {line_of(process.words)}{secret} &"
 
 
 def _gateway(wording: CommandOptions) -> str:
     what = "The gateway: clients at port 8000, operators at port 8001 of this machine alone"
     keys = "keys.jsonl of `potluck keys new NAME >> keys.jsonl`"
     needs = f"the engines' key in {wording.key_file}, and {keys}"
-    command = _line(wording.gateway("", "keys.jsonl"))
+    command = line_of(wording.gateway("", "keys.jsonl"))
     return f'{HEAD.format(what=what, needs=needs)}exec {command} "$@"\n'
 
 
-def _line(words: list[str]) -> str:
-    return " ".join(shlex.quote(word) for word in words)
+def line_of(words: Sequence[str]) -> str:
+    """Words for a shell, but for variables that it is to fill in."""
+    return " ".join(word if word.startswith("$") else shlex.quote(word) for word in words)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
-import yaml
-
 from potluck.core.errors import InputError
-from potluck.export.placement import EVERYWHERE, CommandOptions, PlacedPlan, RentedMachine, roster, visible
+from potluck.export.placement import (
+    EVERYWHERE,
+    CommandOptions,
+    ExportedProcess,
+    PlacedPlan,
+    RentedMachine,
+    roster,
+    yaml_text,
+)
+from potluck.export.shell import line_of, process_line
+from potluck.export.weights import WeightsSource, disk_bytes, pull_words
 
 GPU_NAMES = {
     "A100-40": "A100",
@@ -25,76 +36,166 @@ GPU_NAMES = {
     "V100-32": "V100-32GB",
 }
 """A GPU of the catalog to the name that SkyPilot has for it, where they differ."""
+VLLM = "0.32.0"
+"""The version that Potluck's connector was tried with."""
+LEAST_DISK_GB = 256
+"""SkyPilot's own choice: a task says something only where it needs more."""
+MASTER = "$POTLUCK_MASTER"
+"""The first machine of a pipeline, whose address is known once it was launched."""
+CLOUD_REGIONS = (
+    ("aws", r"(us|eu|ap|ca|sa|me|af|il|mx)(-gov)?-(north|south|east|west|central)+-\d"),
+    (
+        "gcp",
+        r"(us|europe|asia|australia|northamerica|southamerica|me|africa)-(north|south|east|west|central)+\d+",
+    ),
+    (
+        "azure",
+        r"(east|west|central|northcentral|southcentral|westcentral)us\d?|(north|west)europe|(uk|japan|canada|"
+        r"australia|brazil|india|korea|france|germany|sweden|switzerland|norway)(north|south|east|west|central)+\d?",
+    ),
+)
+"""How each cloud names its regions; names alone tell them apart."""
 
 
-def files(fleet: PlacedPlan, wording: CommandOptions, infra: Mapping[str, str], setup: str) -> dict[str, str]:
-    """File name to text; `infra` has each region as SkyPilot writes it, such as aws/us-east-2."""
+@dataclass(frozen=True, slots=True)
+class SkyOptions:
+    infra: Mapping[str, str]
+    """Region to what SkyPilot calls it, such as aws/us-east-2."""
+    setup: str
+    """How machines get Potluck."""
+    models: str = "/models"
+    weights: Mapping[str, WeightsSource] = field(default_factory=dict)
+
+
+def infra_of(region: str) -> str:
+    """CLOUD/REGION of a region that is named as a cloud does; empty where none does."""
+    return next((f"{cloud}/{region}" for cloud, names in CLOUD_REGIONS if re.fullmatch(names, region)), "")
+
+
+def files(fleet: PlacedPlan, wording: CommandOptions, options: SkyOptions) -> dict[str, str]:
+    """File name to text."""
     for placement in fleet.placements:
-        if not placement.alone:
+        if not placement.alone and wording.style == "embedded":
             raise InputError(
                 f"template {placement.template}",
-                "is a pipeline over several machines, whose addresses SkyPilot gives out late; export commands",
+                "is a pipeline over several machines, whose addresses SkyPilot gives out late; export commands,"
+                " or --engine vllm",
             )
-    texts = {f"{box.name}.yaml": _task(fleet, box, wording, infra, setup) for box in fleet.boxes}
+    texts = {f"{box.name}.yaml": _task(fleet, box, wording, options) for box in fleet.boxes}
     texts["engines.yaml.in"] = roster(
         fleet, lambda one: f"http://@{one.box.name}@:{one.port}", "./engine.key"
     )
-    texts["launch.sh"] = _launch(fleet, wording)
+    texts["launch.sh"] = _launch(fleet, wording, options)
     return texts
 
 
-def _task(
-    fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, infra: Mapping[str, str], setup: str
-) -> str:
+def _on(fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions) -> list[ExportedProcess]:
+    return [
+        process
+        for placement in fleet.placements
+        for process in wording.processes(placement, lambda _: EVERYWHERE, lambda _: MASTER)
+        if process.box == box
+    ]
+
+
+def _task(fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, options: SkyOptions) -> str:
+    processes = _on(fleet, box, wording)
+    models = list(dict.fromkeys(process.placement.model for process in processes))
+    pulled = {model: options.weights[model] for model in models if model in options.weights}
+    mounted = {wording.folders[model]: item.source for model, item in pulled.items() if not item.hub}
+    grouped = any(not process.placement.alone for process in processes)
+    secrets = {"POTLUCK_API_KEY": None} | ({"HF_TOKEN": None} if any(w.hub for w in pulled.values()) else {})
+    task: dict[str, Any] = {
+        "name": box.name,
+        "resources": _resources(box, processes, wording, options),
+        "num_nodes": 1,
+        **({"envs": {MASTER.lstrip("$"): ""}} if grouped else {}),
+        "secrets": secrets,
+        **({"file_mounts": mounted} if mounted else {}),
+        "setup": _setup(wording, options, {m: item for m, item in pulled.items() if item.hub}),
+        "run": _run(processes, wording),
+    }
+    head = f"# {box.node.name} in {box.region}: {', '.join(process.name for process in processes)}\n"
+    return head + yaml_text(task)
+
+
+def _resources(
+    box: RentedMachine, processes: list[ExportedProcess], wording: CommandOptions, options: SkyOptions
+) -> dict[str, Any]:
+    ports = {process.footing.kv_port + rank for process in processes for rank in range(_kv_ports(process))}
+    ports |= {process.placement.port for process in processes if process.part == "engine"}
+    ports |= {
+        process.footing.stage_port
+        for process in processes
+        if process.part == "engine" and not process.placement.alone
+    }
     gpu = box.node.gpu.name
-    placements = fleet.on(box)
-    ports = sorted({port for placement in placements for port in (placement.port, placement.kv_port)})
     resources: dict[str, Any] = {"accelerators": f"{GPU_NAMES.get(gpu, gpu)}:{box.node.gpus}"}
-    if box.region in infra:
-        resources = {"infra": infra[box.region], **resources}
+    infra = options.infra.get(box.region) or infra_of(box.region)
+    if infra:
+        resources = {"infra": infra, **resources}
     if box.spot:
         resources["use_spot"] = True
-    resources["ports"] = ports
+    limits = [wording.limits_of(process.placement) for process in processes]
+    needs_gb = ceil(disk_bytes([sum(item.weight_bytes) for item in limits if item]) / 1e9) + 100
+    if needs_gb > LEAST_DISK_GB:
+        resources["disk_size"] = needs_gb
+    resources["ports"] = sorted(ports)
+    return resources
+
+
+def _kv_ports(process: ExportedProcess) -> int:
+    """Each GPU's worker of vLLM has one."""
+    return max(1, len(process.gpus)) if process.words[2:3] == ("vllm",) else 1
+
+
+def _setup(wording: CommandOptions, options: SkyOptions, pulled: Mapping[str, WeightsSource]) -> str:
+    lines = ["set -e"]
+    if wording.style == "vllm":
+        lines.append(f"pip install vllm=={VLLM}")
+    lines.append(options.setup)
+    if pulled:
+        lines.append(f'sudo mkdir -p {options.models} && sudo chown "$USER" {options.models}')
+    lines += [line_of(pull_words(item, wording.folders[model])) for model, item in pulled.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _run(processes: list[ExportedProcess], wording: CommandOptions) -> str:
     lines = ["set -euo pipefail"]
-    for placement in placements:
-        words = " ".join(wording.engine(placement, EVERYWHERE, lambda box: box.name))
-        lines.append(f"CUDA_VISIBLE_DEVICES={visible(placement, box)} {words} &")
-    task = {
-        "name": box.name,
-        "resources": resources,
-        "num_nodes": 1,
-        "secrets": {"POTLUCK_API_KEY": None},
-        "setup": setup,
-        "run": "\n".join([*lines, "wait -n"]) + "\n",
-    }
-    head = f"# {box.node.name} in {box.region}: {', '.join(placement.name for placement in placements)}\n"
-    return head + yaml.dump(task, Dumper=_TaskDumper, sort_keys=False, width=120)
+    if any(process.part == "engine" and not process.placement.alone for process in processes):
+        lines.append("POTLUCK_MASTER=$(hostname -I | cut -d' ' -f1)")
+    return "\n".join([*lines, *(process_line(process, wording) for process in processes), "wait -n", ""])
 
 
-def _launch(fleet: PlacedPlan, wording: CommandOptions) -> str:
+def _launch(fleet: PlacedPlan, wording: CommandOptions, options: SkyOptions) -> str:
+    """All at once, but for machines that must be told of their pipeline's first one: those come after it."""
+    later: dict[str, str] = {}
+    for placement in fleet.placements:
+        for footing in placement.footings:
+            name, lead = footing.box.name, placement.box.name
+            if name != lead and (later.setdefault(name, lead) != lead or lead in later):
+                told = "is part of several pipelines, and SkyPilot gives out addresses late; export commands"
+                raise InputError(f"machine {name}", told)
     names = " ".join(box.name for box in fleet.boxes)
+    first = " ".join(box.name for box in fleet.boxes if box.name not in later)
     serve = " ".join(wording.gateway("", "keys.jsonl"))
+    hub = any(item.hub for item in options.weights.values())
+    token = 'export HF_TOKEN="${HF_TOKEN:-}"  # opens gated models\n' if hub else ""
+    tokens = " --secret HF_TOKEN" if hub else ""
+    launch = f'sky launch --yes --detach-run --secret POTLUCK_API_KEY{tokens} --cluster "$box"'
+    ranks = "".join(
+        f'box={box}; {launch} --env POTLUCK_MASTER="$(ssh {lead} hostname -I | cut -d" " -f1)" {box}.yaml &\n'
+        for box, lead in later.items()
+    )
     return f"""#!/usr/bin/env bash
 # Rents what the plan says, then serves it from here, with the models' tokenizers and keys.jsonl that lie here.
 # Ends nothing: `sky down {names}` does.
 set -euo pipefail
 : "${{POTLUCK_API_KEY:?the key that engines and gateway share}}"
-for box in {names}; do sky launch --yes --detach-run --cluster "$box" --secret POTLUCK_API_KEY "$box.yaml" & done
+{token}for box in {first}; do {launch} "$box.yaml" & done
 wait
-cp engines.yaml.in engines.yaml
+{ranks + "wait" + chr(10) if ranks else ""}cp engines.yaml.in engines.yaml
 for box in {names}; do sed -i "s/@$box@/$(sky status --ip "$box")/" engines.yaml; done
 umask 077; printf %s "$POTLUCK_API_KEY" > engine.key
 exec {serve} "$@"
 """
-
-
-class _TaskDumper(yaml.SafeDumper):
-    """Scripts as blocks of lines."""
-
-
-_TaskDumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
-    ),
-)

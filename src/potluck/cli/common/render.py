@@ -245,7 +245,10 @@ def progress(total: int) -> Iterator[ProgressBar]:
 DONE, NO, BAD_INPUT, MISSED, BUG, INTERRUPTED = 0, 1, 2, 3, 70, 130
 MEANINGS = (
     (DONE, "done"),
-    (NO, "no (`replay`: a difference; `simulate`: a planned replica got nothing), or broken pipe"),
+    (
+        NO,
+        "no (`replay`: a difference; `simulate`: a planned replica got nothing; `export --check`), or broken pipe",
+    ),
     (BAD_INPUT, "bad input, or nothing can serve it: one line names the field and the fix"),
     (
         MISSED,

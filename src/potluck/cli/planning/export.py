@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click import argument, option
@@ -12,70 +15,202 @@ from click import argument, option
 from potluck.cli.common.files import EXISTING, PATH, read_text
 from potluck.cli.common.render import emit_json, table
 from potluck.core.errors import InputError
+from potluck.core.values.plan import Plan
 from potluck.export.placement import KEY_FILE
 from potluck.spec.spec_values import Spec
 
+if TYPE_CHECKING:
+    from potluck.export.placement import CommandOptions, PlacedPlan
+    from potluck.export.weights import WeightsSource
+
 KINDS = ("commands", "compose", "kubernetes", "skypilot")
+CHECK_S = 120.0
 
 
 @click.command()
 @argument("kind", metavar="KIND", type=click.Choice(KINDS))
 @argument("plan", type=EXISTING)
 @argument("spec", type=EXISTING)
-@option("--out", type=PATH, required=True, help="A new or empty folder for the files.")
+@option(
+    "--out", type=PATH, help="A new or empty folder for the files; needed unless --check is all you want."
+)
+@option("--check", is_flag=True, help="Start what was written here, with mock engines, and ask each model.")
+@option("--within", "within_s", type=click.FloatRange(1.0), default=CHECK_S, help="With --check, in s.")
 @option("--engine", "style", type=click.Choice(("vllm", "embedded")), default="vllm")
 @option("--models", default="/models", help="Where models' directories lie on every machine.")
-@option("--image", default="potluck", help="Container image with potluck and its engine.")
+@option("--weights", multiple=True, metavar="MODEL=hf://ORG/NAME", help="Pull a model's weights from there.")
+@option("--volume", default="potluck-models", help="Of Kubernetes: a claim with models, or /FOLDER of nodes.")
+@option("--image", default="potluck", help="Container image of the gateway: deploy/Dockerfile.")
+@option("--engine-image", help="Image of engines; else potluck-vllm or potluck-engine.")
 @option("--namespace", default="potluck", help="Of Kubernetes.")
+@option("--gateways", type=click.IntRange(1, 100), help="Of Kubernetes; else 2.")
 @option("--address", "addresses", multiple=True, metavar="BOX=HOST", help="Where a machine is reached.")
 @option("--infra", multiple=True, metavar="REGION=CLOUD/REGION", help="A region as SkyPilot calls it.")
-@option("--gpu-label", "labels", multiple=True, metavar="GPU=LABEL", help="A GPU's label in Kubernetes.")
+@option("--gpu-label", "labels", multiple=True, metavar="GPU=LABEL", help="What nodes say of a GPU.")
 @option("--setup", default="pip install potluck[gateway]", help="How SkyPilot's machines get Potluck.")
 @option("--json", "as_json", is_flag=True, help="Say what was written as JSON.")
-def export(
-    kind: str, plan: Path, spec: Path, out: Path, addresses: tuple[str, ...], as_json: bool, **options: Any
-) -> None:
+def export(kind: str, plan: Path, spec: Path, out: Path | None, as_json: bool, **options: Any) -> None:
     """Write PLAN, made for SPEC, as files that start it: shell commands, Compose, Kubernetes, SkyPilot.
 
-    KIND is one of commands, compose, kubernetes, skypilot. Nothing is started or rented, and no file has a secret
-    in it. docs/deploy.md tells what each needs.
+    KIND is one of commands, compose, kubernetes, skypilot. Nothing is rented, and no file has a secret in it. What
+    is left to you is said, a line each. docs/deploy.md tells more.
 
     \b
     Examples:
       potluck plan potluck.yaml --out plan.json
-      potluck export kubernetes plan.json potluck.yaml --out k8s && kubectl apply -f k8s
-      potluck export skypilot plan.json potluck.yaml --out sky --infra us-east-1=aws/us-east-1
+      potluck export kubernetes plan.json potluck.yaml --out k8s && kubectl apply -k k8s
+      potluck export kubernetes plan.json potluck.yaml --check
+      potluck export skypilot plan.json potluck.yaml --out sky --infra lab=aws/us-east-1
     """
-    from potluck.cli.common.inputs import pairs, read_plan, read_spec, weights_in
-    from potluck.control.launchers.kubernetes_pods import ManifestOptions
-    from potluck.export import compose, manifests, shell, skypilot
-    from potluck.export.placement import CommandOptions, roomed
-
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError("--out", f"{out} is not an empty folder; name a new one")
-    made = read_plan(plan)
-    loaded, text = read_spec(spec), read_text(plan)
-    fleet = roomed(made, loaded.node_types, loaded.regions)
-    folders = {model.name: f"{options['models'].rstrip('/')}/{model.name}" for model in loaded.models}
-    key_file = "" if kind == "skypilot" else KEY_FILE
-    wording = CommandOptions(options["style"], folders, key_file, weights=weights_in(loaded, made))
-    served = {"plan.json": text, "potluck.yaml": read_text(spec), **_traces(spec, loaded)}
-    regions, boxes = {region.name for region in loaded.regions}, {box.name for box in fleet.boxes}
-    where = pairs("--address", addresses, boxes)
+    if out is None and not options["check"]:
+        raise InputError("--out", "is needed: a new or empty folder for the files (or --check alone)")
+    exported = _exported(kind, plan, spec, options)
+    with ExitStack() as ending:
+        folder = out or Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="potluck-export-")))
+        _write(folder, exported.files)
+        checked = None
+        if options["check"]:
+            from potluck.cli.planning.export_check import checked_export
+
+            checked = checked_export(kind, folder, exported.plan, exported.spec, options["within_s"])
+        for line in exported.notes:
+            click.echo(f"potluck: left out: {line}", err=True)
+        if as_json:
+            counts = {"machines": len(exported.fleet.boxes), "engines": len(exported.fleet.placements)}
+            body = {
+                "folder": str(folder),
+                "files": sorted(exported.files),
+                **counts,
+                "left_out": exported.notes,
+            }
+            emit_json(body | ({} if checked is None else {"check": checked.as_json()}))
+        elif out is not None:
+            title = f"{out}: {len(exported.fleet.placements)} engines on {len(exported.fleet.boxes)} machines"
+            rows = [(name, len(text.splitlines())) for name, text in sorted(exported.files.items())]
+            table(title, ("file", "lines"), rows)
+        if checked is not None:
+            checked.show(as_json)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedFiles:
+    plan: Plan
+    spec: Spec
+    fleet: PlacedPlan
+    files: dict[str, str]
+    notes: list[str]
+    """What is left to whoever starts them."""
+
+
+def _exported(kind: str, plan_path: Path, spec_path: Path, options: dict[str, Any]) -> ExportedFiles:
+    from potluck.cli.common.inputs import pairs, read_plan, read_spec, weights_in
+    from potluck.cli.planning.export_limits import limits_of
+    from potluck.export import left_out, shell, skypilot
+    from potluck.export.placement import CommandOptions, roomed
+    from potluck.export.weights import weights_from
+
+    plan = read_plan(plan_path)
+    spec = read_spec(spec_path)
+    fleet = roomed(plan, spec.node_types, spec.regions)
+    folder = options["models"].rstrip("/")
+    names = {model.name for model in spec.models}
+    weights = weights_from(pairs("--weights", options["weights"], names), mounts=kind == "skypilot")
+    gateways = (options["gateways"] or 2) if kind == "kubernetes" else 1
+    turned_off = spec.policy.scaling if gateways > 1 and spec.policy.scaling != "none" else ""
+    wording = CommandOptions(
+        options["style"],
+        {model.name: f"{folder}/{model.name}" for model in spec.models},
+        "" if kind == "skypilot" else KEY_FILE,
+        weights=weights_in(spec, plan),
+        limits=limits_of(spec, plan),
+        gateways=gateways,
+        fixed_fleet=bool(turned_off),
+    )
+    served = {
+        "plan.json": read_text(plan_path),
+        "potluck.yaml": read_text(spec_path),
+        **_traces(spec_path, spec),
+    }
+    notes = [*left_out.of_all(fleet, wording, weights), *left_out.of_gateways(turned_off, gateways)]
+    where = pairs("--address", options["addresses"], {box.name for box in fleet.boxes})
+    if kind == "kubernetes":
+        files, more = _kubernetes(
+            fleet, wording, weights, served, options, {n.gpu.name for n in spec.node_types}
+        )
+        return ExportedFiles(plan, spec, fleet, files, [*notes, *more])
     if kind == "commands":
-        files = shell.files(fleet, wording, where)
+        files = shell.files(fleet, wording, where, weights)
+        notes += left_out.of_machines(fleet, wording, where)
     elif kind == "compose":
-        files = compose.files(fleet, wording, where, options["image"], served)
-    elif kind == "skypilot":
-        files = skypilot.files(fleet, wording, pairs("--infra", options["infra"], regions), options["setup"])
+        files, more = _compose(fleet, wording, where, weights, list(served), options)
+        notes += more
     else:
-        names = pairs("--gpu-label", options["labels"], {box.node.gpu.name for box in fleet.boxes})
-        cluster = ManifestOptions(options["image"], options["namespace"], gpu_names=names)
-        files = manifests.files(fleet, wording, cluster, served)
-    if kind != "kubernetes":
-        files |= served
-    _write(out, files)
-    _say(as_json, out, files, len(fleet.boxes), len(fleet.placements))
+        infra = pairs("--infra", options["infra"], {region.name for region in spec.regions})
+        sky = skypilot.SkyOptions(infra, options["setup"], folder, weights)
+        files = skypilot.files(fleet, wording, sky)
+        notes += left_out.of_sky(fleet, infra, options["setup"])
+    return ExportedFiles(plan, spec, fleet, files | served, notes)
+
+
+def _compose(
+    fleet: PlacedPlan,
+    wording: CommandOptions,
+    where: dict[str, str],
+    weights: dict[str, WeightsSource],
+    served: list[str],
+    options: dict[str, Any],
+) -> tuple[dict[str, str], list[str]]:
+    from potluck.export import compose, left_out
+
+    images = _images(options)
+    files = compose.files(fleet, wording, where, compose.ComposeOptions(*images, weights), served)
+    notes = [*left_out.of_machines(fleet, wording, where), *left_out.of_images(*images, options["style"])]
+    return files, [line.replace("on every machine", "beside the Compose files") for line in notes]
+
+
+def _kubernetes(
+    fleet: PlacedPlan,
+    wording: CommandOptions,
+    weights: dict[str, WeightsSource],
+    served: dict[str, str],
+    options: dict[str, Any],
+    gpus: set[str],
+) -> tuple[dict[str, str], list[str]]:
+    from potluck.catalog.gpus import node_label
+    from potluck.cli.common.inputs import pairs
+    from potluck.control.launchers.kubernetes_pods import ManifestOptions
+    from potluck.export import left_out, manifests
+
+    given = pairs("--gpu-label", options["labels"], gpus)
+    volume, images = options["volume"], _images(options)
+    if volume.startswith("/") and weights:
+        raise InputError("--weights", "pods cannot share a folder of each node: give --volume CLAIM for them")
+    labels, unknown = {}, set()
+    for chip in {box.node.gpu.name: box.node.gpu for box in fleet.boxes}.values():
+        known = node_label(chip)
+        value = given.get(chip.name, known.value)
+        unknown |= set() if value else {chip.name}
+        labels[chip.name] = manifests.GpuLabel(known.key, value or chip.name, known.resource)
+    cluster = ManifestOptions(
+        images[1],
+        options["namespace"],
+        models_folder=options["models"].rstrip("/"),
+        **({"models_path": volume} if volume.startswith("/") else {"models_claim": volume}),
+    )
+    export = manifests.KubernetesExport(cluster, images[0], labels, weights)
+    files = manifests.files(fleet, wording, export, served)
+    secrets, regions = manifests.secret_files(fleet, wording), {box.region for box in fleet.boxes}
+    claim = "" if volume.startswith("/") else volume
+    notes = left_out.of_cluster(options["namespace"], secrets, claim, regions, weights)
+    return files, [*notes, *left_out.of_labels(unknown), *left_out.of_images(*images, options["style"])]
+
+
+def _images(options: dict[str, Any]) -> tuple[str, str]:
+    """Of the gateway and of engines."""
+    default = "potluck-vllm" if options["style"] == "vllm" else "potluck-engine"
+    return options["image"], options["engine_image"] or default
 
 
 def _traces(spec: Path, loaded: Spec) -> dict[str, str]:
@@ -92,14 +227,6 @@ def _traces(spec: Path, loaded: Spec) -> dict[str, str]:
                     "must be text beside the spec to travel with it; or write lengths",
                 ) from error
     return traces
-
-
-def _say(as_json: bool, out: Path, files: dict[str, str], boxes: int, engines: int) -> None:
-    if as_json:
-        emit_json({"folder": str(out), "files": sorted(files), "machines": boxes, "engines": engines})
-        return
-    rows = [(name, len(text.splitlines())) for name, text in sorted(files.items())]
-    table(f"{out}: {engines} engines on {boxes} machines", ("file", "lines"), rows)
 
 
 def _write(out: Path, files: dict[str, str]) -> None:

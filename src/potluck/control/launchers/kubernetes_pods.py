@@ -13,6 +13,9 @@ from potluck.core.errors import CapacityError, InputError, PotluckError
 Manifest = dict[str, Any]
 POD_IP = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
 GPU_LABEL, REGION_LABEL = "nvidia.com/gpu.product", "topology.kubernetes.io/region"
+GPUS = "nvidia.com/gpu"
+SHARED_MEMORY = "8Gi"
+"""Of a pod at most: workers of one engine speak through it, and engines of one pod hand KV over."""
 GRACE_S = 300
 """In which what is under way may end."""
 
@@ -23,16 +26,31 @@ class ManifestOptions:
     namespace: str = "potluck"
     models_claim: str = "potluck-models"
     gpu_label: str = GPU_LABEL
-    """Which label of a node names its GPUs ..."""
-    gpu_names: Mapping[str, str] | None = None
-    """... and what it says, for a GPU of the catalog; else the catalog's name."""
+    """Which label of a node names its GPUs."""
+    gpu_resource: str = GPUS
+    """As what pods ask for them."""
     region_label: str = REGION_LABEL
     secret: str = "potluck"
     """Its files are in /etc/potluck of every pod."""
+    models_folder: str = "/models"
+    """Where pods have the volume of the models."""
+    models_path: str = ""
+    """A folder of each node with the models, in place of the claim."""
+
+
+def resources(gpus: int, cluster: ManifestOptions, requests: Mapping[str, str] | None) -> Manifest:
+    """What a container asks for: GPUs, and of the host what is known."""
+    limits = {"limits": {cluster.gpu_resource: gpus}} if gpus else {}
+    asked = {**({"requests": dict(requests)} if requests else {}), **limits}
+    return {"resources": asked} if asked else {}
 
 
 def engine_container(
-    command: list[str], ports: tuple[int, int], gpus: int, cluster: ManifestOptions
+    command: list[str],
+    ports: tuple[int, int],
+    gpus: int,
+    cluster: ManifestOptions,
+    requests: Mapping[str, str] | None = None,
 ) -> Manifest:
     """An engine that listens at these ports, for HTTP and for KV, and is emptied before it ends."""
     health = {"httpGet": {"path": "/health", "port": "http"}}
@@ -48,8 +66,8 @@ def engine_container(
         "command": command,
         "env": [POD_IP],
         "ports": [{"name": "http", "containerPort": ports[0]}, {"name": "kv", "containerPort": ports[1]}],
-        **({"resources": {"limits": {"nvidia.com/gpu": gpus}}} if gpus else {}),
-        "volumeMounts": [*mounts(), {"name": "shm", "mountPath": "/dev/shm"}],
+        **resources(gpus, cluster, requests),
+        "volumeMounts": [*mounts(cluster), {"name": "shm", "mountPath": "/dev/shm"}],
         # Weights may take long to load; whoever never answers is started again after half an hour.
         "startupProbe": health | {"periodSeconds": 5, "failureThreshold": 360},
         "readinessProbe": health | {"periodSeconds": 5, "timeoutSeconds": 3},
@@ -59,18 +77,20 @@ def engine_container(
     }
 
 
-def mounts() -> list[Manifest]:
+def mounts(cluster: ManifestOptions) -> list[Manifest]:
     return [
-        {"name": "models", "mountPath": "/models", "readOnly": True},
+        {"name": "models", "mountPath": cluster.models_folder, "readOnly": True},
         {"name": "secret", "mountPath": "/etc/potluck", "readOnly": True},
     ]
 
 
 def volumes(cluster: ManifestOptions) -> list[Manifest]:
     """What `mounts` names."""
-    claim = {"claimName": cluster.models_claim, "readOnly": True}
+    models: Manifest = {"persistentVolumeClaim": {"claimName": cluster.models_claim, "readOnly": True}}
+    if cluster.models_path:
+        models = {"hostPath": {"path": cluster.models_path, "type": "Directory"}}
     return [
-        {"name": "models", "persistentVolumeClaim": claim},
+        {"name": "models", **models},
         {"name": "secret", "secret": {"secretName": cluster.secret, "defaultMode": 0o440}},
     ]
 
@@ -84,9 +104,12 @@ def pod_template(
         "terminationGracePeriodSeconds": GRACE_S,
         "automountServiceAccountToken": False,
         "nodeSelector": selector,
-        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        "tolerations": [{"key": cluster.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}],
         "containers": containers,
-        "volumes": [*volumes(cluster), {"name": "shm", "emptyDir": {"medium": "Memory"}}],
+        "volumes": [
+            *volumes(cluster),
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": SHARED_MEMORY}},
+        ],
     }
     return {"metadata": {"labels": labels}, "spec": spec}
 
@@ -96,7 +119,9 @@ SECRET_FILE = "/etc/potluck/pipeline.secret"
 WORKER = ["python3", "-m", "potluck.engine.pipeline"]
 
 
-def worker_container(port: int, gpus: int, cluster: ManifestOptions) -> Manifest:
+def worker_container(
+    port: int, gpus: int, cluster: ManifestOptions, requests: Mapping[str, str] | None = None
+) -> Manifest:
     """A stage's worker, which reads the pipeline's secret from its standard input."""
     line = f"exec {' '.join(WORKER)} --listen $POD_IP:{port} --stay < {SECRET_FILE}"
     return {
@@ -105,8 +130,8 @@ def worker_container(port: int, gpus: int, cluster: ManifestOptions) -> Manifest
         "command": ["sh", "-c", line],
         "env": [POD_IP],
         "ports": [{"name": "stage", "containerPort": port}],
-        "resources": {"limits": {"nvidia.com/gpu": gpus}},
-        "volumeMounts": mounts(),
+        **resources(gpus, cluster, requests),
+        "volumeMounts": [*mounts(cluster), {"name": "shm", "mountPath": "/dev/shm"}],
         "readinessProbe": {"tcpSocket": {"port": "stage"}, "periodSeconds": 5},
     }
 
@@ -116,7 +141,6 @@ def workers_of(place: Mapping[str, object]) -> list[str]:
     return [str(item) for item in result] if isinstance(result, list) else []
 
 
-GPUS = "nvidia.com/gpu"
 HOSTNAME = "kubernetes.io/hostname"
 PREFIXES = ("", "NVIDIA-", "Tesla-")
 """What NVIDIA's feature discovery puts before a GPU's name."""

@@ -1,0 +1,17 @@
+"""The list of vLLM's flags that `potluck export --check` holds commands against is vLLM's own."""
+
+from __future__ import annotations
+
+from vllm_kit import needs_vllm
+
+from potluck.cli.planning.export_check import vllm_flags
+
+pytestmark = needs_vllm
+
+
+def test_the_list_is_what_vllms_parser_has() -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    assert vllm_flags() == {option for action in parser._actions for option in action.option_strings}
