@@ -20,7 +20,7 @@ PART_LINES = {
     "cli": 8_550,
     "perf": 5_000,
     "sim runtime rehearse": 7_500,
-    "control export": 6_700,
+    "control export": 6_750,
     "kv": 4_500,
     "vllm": 3_700,
     "api catalog demo loadgen native spec": 7_000,

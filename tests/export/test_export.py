@@ -13,7 +13,6 @@ from export_helpers import COMBO, FOLDERS, PIPELINE, RANKS, fleet, plan, templat
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.cli.engine.engine import vllm
 from potluck.cli.main import cli
 from potluck.cli.planning.export_check import must_parse
 from potluck.cli.serve import serve
@@ -106,8 +105,6 @@ def words_of(files: dict[str, str]) -> list[tuple[str, ...]]:
 def test_commands_are_ones_that_the_engines_take(style: Any, deployed: Any, count: int) -> None:
     commands = words_of(shell.files(fleet((deployed, "us-east-1", 2)), wording(style), {}))
     assert len(commands) == count
-    if deployed is RANKS and not any("--nodes" in option.opts for option in vllm.params):
-        pytest.skip("`potluck engine vllm` is of one machine here")
     for words in commands:
         must_parse(ReadCommand("box.sh", "1", words))
 
@@ -145,7 +142,7 @@ def test_a_pipeline_of_vllm_is_a_process_for_each_stage() -> None:
         assert words[at : at + 8] == (*group, "--node-rank", str(rank), "--master", "10.0.0.7:7100")
     assert first[first.index("--port") + 1] == "8100"
     assert "--port" not in second
-    assert "--api-key-file" not in second
+    assert "--api-key-file" in second  # with it they prove to each other that they belong together
     services = [
         yaml.safe_load(text)["services"]
         for name, text in compose.files(placed, wording(), addresses, IMAGES, []).items()
@@ -159,6 +156,7 @@ def test_a_pipeline_of_vllm_is_a_process_for_each_stage() -> None:
     task = yaml.safe_load(sky["documents-0-us-east-1-0-box1.yaml"])
     assert "--master $POTLUCK_MASTER:7100" in task["run"]
     assert task["envs"] == {"POTLUCK_MASTER": ""}
+    assert task["resources"]["ports"] == [9101]
     assert 'POTLUCK_MASTER="$(ssh documents-0-us-east-1-0-box0' in sky["launch.sh"]
 
 

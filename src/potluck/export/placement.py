@@ -331,13 +331,11 @@ class CommandOptions:
     def _head(self, placement: EnginePlacement, listen: str, rank: int = 0) -> tuple[str, ...]:
         """What all engines are told, first rank or only one: what to serve, and where."""
         kind, limits = "vllm" if self.style == "vllm" else "serve", self.limits_of(placement)
-        http = (
-            *("--port", str(placement.port)),
-            *(("--api-key-file", self.key_file) if self.key_file else ()),
-        )
+        http = () if rank else ("--port", str(placement.port))
         return (
             *("potluck", "engine", kind, "--model", self.folders[placement.model], "--name", placement.model),
-            *("--host", listen, *(() if rank else http), "--kv-port", str(placement.footings[rank].kv_port)),
+            *("--host", listen, *http, "--kv-port", str(placement.footings[rank].kv_port)),
+            *(("--api-key-file", self.key_file) if self.key_file else ()),
             *("--role", placement.role),
             *(() if limits is None else ("--max-tokens", str(limits.max_tokens))),
             *(("--token-budget", str(limits.step_tokens)) if limits and limits.step_tokens else ()),

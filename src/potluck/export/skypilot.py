@@ -122,7 +122,7 @@ def _task(fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, option
 def _resources(
     box: RentedMachine, processes: list[ExportedProcess], wording: CommandOptions, options: SkyOptions
 ) -> dict[str, Any]:
-    ports = {process.footing.kv_port + rank for process in processes for rank in range(_kv_ports(process))}
+    ports = {port for process in processes for port in _kv_ports(process)}
     ports |= {process.placement.port for process in processes if process.part == "engine"}
     ports |= {
         process.footing.stage_port
@@ -144,9 +144,14 @@ def _resources(
     return resources
 
 
-def _kv_ports(process: ExportedProcess) -> int:
-    """Each GPU's worker of vLLM has one."""
-    return max(1, len(process.gpus)) if process.words[2:3] == ("vllm",) else 1
+def _kv_ports(process: ExportedProcess) -> range:
+    """Each worker of a vLLM has one, counted over all its machines; the embedded engine has one in all."""
+    if process.words[2:3] != ("vllm",):
+        return range(process.footing.kv_port, process.footing.kv_port + 1)
+    first = process.footing.kv_port + process.footing.stage * len(process.gpus) * (
+        not process.placement.alone
+    )
+    return range(first, first + len(process.gpus))
 
 
 def _setup(wording: CommandOptions, options: SkyOptions, pulled: Mapping[str, WeightsSource]) -> str:
