@@ -59,6 +59,9 @@ def facts(name: str) -> EntryFacts:
     figures = tuple(
         SourcedFigure(field, entry[field], entry_source(entry, field)) for field in FIGURES if field in entry
     )
+    label = node_label(gpu(key))
+    if label.value:
+        figures = (*figures, SourcedFigure("node_label", f"{label.key}: {label.value}", label.source))
     return EntryFacts(key, tuple(entry.get("aliases", ())), figures, entry.get("doubt"))
 
 
