@@ -27,7 +27,6 @@ from potluck.cli.up.gpus import (
     gpu_of,
     maker_of,
     measured_briefly,
-    must_run_here,
     spec_text,
 )
 from potluck.cli.up.prepare import PlanChoices, PreparedPlan, planned_for_all
@@ -38,6 +37,7 @@ from potluck.control.launchers.local_capacity import LocalGpu, find_chips
 from potluck.control.launchers.local_launcher import OWNER_MARK, LocalLauncher, engines_of
 from potluck.control.launchers.process import alive, end, marked
 from potluck.core.errors import CapacityError, InputError
+from potluck.core.values.engine_abilities import ENGINES, refusals
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Plan
 from potluck.engine.pipeline.launch import devices_of, parse_stages
@@ -157,7 +157,8 @@ def test_a_model_too_large_for_one_gpu_is_laid_over_several(large: Path, tmp_pat
     assert choices == PlanChoices(10.0, here=True, single=False)
     _, make = planned_for_all(spec, choices, lambda line: None)
     plan = make(spec).plan
-    must_run_here(plan, "gpu")
+    assert spec.engine == "embedded"
+    assert refusals(plan, {"large": spec.models[0].model}, ENGINES["embedded"]) == ()
     replicas = [replica for d in plan.deployments for replica in plan.template(d.template).replicas]
     pipelines = [replica.layout for replica in replicas if len(replica.layout.stages) > 1]
     assert pipelines, "an L4 alone does not hold it"
@@ -172,8 +173,6 @@ def test_a_model_too_large_for_one_gpu_is_laid_over_several(large: Path, tmp_pat
         assert [int(part.partition("x")[0]) for part in stages] == [stage.layers for stage in layout.stages]
         assert sum(stage.layers for stage in layout.stages) == 64
         assert int(command[command.index("--kv-blocks") + 1]) > 64
-    with pytest.raises(InputError, match="emulated engines are no pipelines.*--engine mock"):
-        must_run_here(plan, "emulated")
 
 
 def _chip(name: str, uuid: str) -> LocalGpu:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,13 +15,16 @@ from hypothesis import strategies as st
 from pipeline_workers import HYBRID, PLAIN, PROMPTS, SECRET, SEED, SIZE, generate, local, standing
 
 from potluck.catalog import models, nodes
-from potluck.cli.engine.emulate import emulation, executor_maker
+from potluck.cli.engine.emulate import emulation, executor_maker, mock_model
+from potluck.core.codec import encode
 from potluck.core.errors import InputError
 from potluck.core.state.facts import BLOCK_TOKENS
+from potluck.core.values.layout import EmulatedReplica, Layout, Stage, StageNode
 from potluck.core.values.plan import Confidence
 from potluck.engine.compute.emulated import EmulatedNic, StepPacer, emulated_blocks, steps_of
 from potluck.engine.compute.executor import CacheExport, Executor, SequenceWork, StepInputs
 from potluck.engine.compute.local_executor import LocalExecutor
+from potluck.engine.mock.mock_engine import lasting
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.pipeline.launch import launch, parse_stages
 from potluck.engine.serve import EngineSettings, service_of
@@ -232,6 +236,24 @@ def test_flags_make_an_executor(tmp_path: Path) -> None:
     assert paced.size.blocks == emulated_blocks(LLAMA, A10, 1)
     assert paced.nic is not None
     assert made(emulate="A10:llama-3.1-8b", kv_blocks=SIZE.blocks).size == SIZE
+
+
+def test_one_process_acts_as_a_whole_pipeline() -> None:
+    """At the pace of a round through all stages, as the mock of the same layout has it."""
+    stages = (Stage(20, (StageNode("1xA10", 1),)), Stage(12, (StageNode("1xL4", 1),)))
+    text = json.dumps(encode(EmulatedReplica("Llama-3.1-8B", Layout(stages))))
+    executor, mock = made(emulate=text), mock_model(text)
+    assert isinstance(executor, LocalExecutor)
+    assert executor.size.blocks == mock.blocks() > emulated_blocks(LLAMA, A10, 1)
+    assert executor.pacer is not None
+    works = [SequenceWork(row, 500 + row, [1]) for row in range(6)]
+    executor.pacer.begin(works)
+    predicted_s = lasting(mock.timer())(works)
+    assert executor.pacer.due_s - executor.pacer._start_s == pytest.approx(predicted_s)
+    alone_s = float(roofline(LLAMA, A10, 1).step_s(steps_of(works))[0])
+    assert predicted_s != pytest.approx(alone_s, rel=0.05)
+    with pytest.raises(InputError, match="one process, not 2 stages"):
+        made(emulate=text, stages="1,2")
 
 
 def test_flags_that_make_no_executor(tmp_path: Path) -> None:

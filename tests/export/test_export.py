@@ -286,9 +286,9 @@ fleet:
 """
 
 
-def run(tmp_path: Path, *words: str) -> Any:
+def run(tmp_path: Path, *words: str, spec: str = SPEC) -> Any:
     (tmp_path / "plan.json").write_text(plan_to_json(plan((COMBO, "us-east-1", 1))))
-    (tmp_path / "potluck.yaml").write_text(SPEC)
+    (tmp_path / "potluck.yaml").write_text(spec)
     kind, *rest = words
     return CliRunner().invoke(
         cli, ["export", kind, str(tmp_path / "plan.json"), str(tmp_path / "potluck.yaml"), *rest]
@@ -310,13 +310,26 @@ def test_the_command_writes_all_of_it(tmp_path: Path, kind: str) -> None:
     [
         (("--address", "box=1"), "--address: unknown 'box'"),
         (("--address", "box"), "'box' is not NAME=VALUE"),
-        (("--engine", "embedded"), "this engine has no tensor parallelism"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, words: tuple[str, ...], line: str) -> None:
     done = run(tmp_path, "commands", "--out", str(tmp_path / "out"), *words)
     assert isinstance(done.exception, InputError | SystemExit)
     assert line in (str(done.exception) + done.output)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("engine", "line"),
+    [
+        ("embedded", "combo: needs tensor parallelism, which the embedded engine does not do"),
+        ("openai", "combo: needs KV handed over between replicas, which a server of OpenAI's API does not do"),
+    ],
+)
+def test_a_plan_that_the_engine_cannot_run_is_refused(tmp_path: Path, engine: str, line: str) -> None:
+    done = run(tmp_path, "commands", "--out", str(tmp_path / "out"), spec=f"engine: {engine}\n{SPEC}")
+    assert isinstance(done.exception, InputError)
+    assert f"{line}; plan again, with `engine: vllm`" in str(done.exception)
     assert not (tmp_path / "out").exists()
 
 

@@ -243,13 +243,19 @@ fleet:
 
 def test_a_spec_takes_one_format_or_several() -> None:
     (one,) = parse_spec(SPEC.format(precision="fp8").encode()).models
-    (two,) = parse_spec(SPEC.format(precision="[int4, bf16]").encode()).models
+    both = parse_spec(SPEC.format(precision="[fp8, bf16]").encode())
+    (two,) = both.models
     assert (one.formats, one.model.weights_are, one.stored) == (("fp8",), "fp8", "bf16")
-    assert (two.formats, two.model.weights_are, two.stored) == (("int4", "bf16"), "int4", "bf16")
-    settled = parse_spec(SPEC.format(precision="[int4, bf16]").encode()).in_formats(
-        (("Llama-3.1-8B", "bf16"),)
-    )
+    assert (two.formats, two.model.weights_are, two.stored) == (("fp8", "bf16"), "fp8", "bf16")
+    settled = both.in_formats((("Llama-3.1-8B", "bf16"),))
     assert settled.models[0].model.weights_are == "bf16"
+    some = parse_spec(SPEC.format(precision="[int4, bf16]").encode())
+    assert some.models[0].formats == ("bf16",), "vLLM makes no int4 of 16 bits"
+    assert "int4 left out" in some.notes[0]
+    with pytest.raises(InputError, match="precision: needs int4 made of a checkpoint in bf16.*stored so"):
+        parse_spec(SPEC.format(precision="int4").encode())
+    anybody = parse_spec(f"engine: openai\n{SPEC.format(precision='int4')}".encode())
+    assert anybody.models[0].formats == ("int4",)
     for wrong in ("[]", "[fp8, fp8]", "fp9", "3"):
         with pytest.raises(InputError, match="precision"):
             parse_spec(SPEC.format(precision=wrong).encode())

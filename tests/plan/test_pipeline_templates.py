@@ -142,6 +142,27 @@ def test_pruning_drops_exactly_what_a_split_replaces() -> None:
     assert kept > 100
 
 
+def test_nodes_that_are_stages_of_their_own_equal_brute_force() -> None:
+    kept = 0
+    for rates, max_nodes in instances(11, INSTANCES):
+        space = pipeline.multisets(rates.shape[1], max_nodes)
+        units, stages = pipeline.solve(
+            rates, np.ones(rates.shape[1], np.int64), ENDLESS, max_nodes, prune=True, alone=True
+        )
+        best: dict[tuple[int, ...], int] = {}
+        for number in range(1, space.count):
+            types = space.types_of(number)
+            size, together = len(types), 0
+            if size <= min(rates.shape[0], rates.shape[2]):
+                together = pipeline.divide(rates[size - 1, list(types)])[0]
+            apart = max((sum(map(best.__getitem__, two)) for two in splits(types)), default=0)
+            best[types] = max(apart, together)
+            assert units[number] == best[types]
+            assert stages[number] == (size if together > apart else 0)
+            kept += size > 1 and together > apart
+    assert kept > 100
+
+
 def test_templates_above_the_memory_limit_are_left_out_and_others_unchanged() -> None:
     rng = np.random.default_rng(6)
     for rates, max_nodes in instances(7, 60):

@@ -79,7 +79,7 @@ def files(fleet: PlacedPlan, wording: CommandOptions, options: SkyOptions) -> di
             raise InputError(
                 f"template {placement.template}",
                 "is a pipeline over several machines, whose addresses SkyPilot gives out late; export commands,"
-                " or --engine vllm",
+                " or `engine: vllm`",
             )
     texts = {f"{box.name}.yaml": _task(fleet, box, wording, options) for box in fleet.boxes}
     texts["engines.yaml.in"] = roster(

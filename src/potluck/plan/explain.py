@@ -10,12 +10,14 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from potluck.core.errors import InputError
+from potluck.core.values.engine_abilities import UNLIMITED
 from potluck.core.values.layout import single
 from potluck.core.values.plan import Deployment, Plan, Prediction
 from potluck.core.values.types import NodeOffer, Region
 from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.timers.roofline import check_tp
 from potluck.plan.assemble.term_rows import domains, offers_of
+from potluck.plan.engine_costs import EngineCost
 from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
 from potluck.plan.strategies.template_factory import (
     FormatPrice,
@@ -25,6 +27,7 @@ from potluck.plan.strategies.template_factory import (
     TemplateFactory,
 )
 from potluck.plan.timing.replica_rates import HANDOVER_SHARE, fits, layout_timer, wait_factor
+from potluck.plan.timing.stage_rates import largest_tp
 from potluck.plan.verify import copies_without, served_share
 
 
@@ -154,6 +157,8 @@ class Explanation:
     terms: tuple[TermPrice, ...] = ()
     formats: tuple[FormatPrice, ...] = ()
     """What it would cost in each combination of formats, where there was a choice."""
+    engine: EngineCost | None = None
+    """What the limits of the engine cost, where they may leave something out."""
 
 
 def explain(
@@ -350,7 +355,8 @@ def why_not(problem: PlanningProblem, model: str) -> str:
     ask = next(model_demand for model_demand in problem.asks if model_demand.name == model)
     fastest: list[tuple[float, float]] = []
     for node in problem.offered:
-        for tp in (d for d in range(node.gpus, 0, -1) if node.gpus % d == 0):
+        most = min(node.gpus, problem.engine.most_tensor or node.gpus)
+        for tp in (d for d in range(most, 0, -1) if node.gpus % d == 0):
             layout = single(node.name, tp, ask.model.layer_count)
             try:
                 check_tp(ask.model, node, tp)
@@ -363,7 +369,7 @@ def why_not(problem: PlanningProblem, model: str) -> str:
                 fastest.append(alone)
                 break
     if not fastest:
-        return f"{model}: its weights fit on no node on offer, nor on a pipeline of them within the objective"
+        return f"{model}: {_fits_nowhere(problem, ask)}"
     ttft_s, tpot_s = min(item[0] for item in fastest), min(item[1] for item in fastest)
     wanted = f"TTFT {ask.slo.ttft_s * 1e3:.4g} ms, TPOT {ask.slo.tpot_s * 1e3:.4g} ms"
     if ask.slo.e2e_s is not None:
@@ -375,6 +381,25 @@ def why_not(problem: PlanningProblem, model: str) -> str:
     )
     reach = f"is out of reach; the fastest node alone takes {best}; allow more, or offer faster nodes"
     return f"{model}: its objective ({wanted}) {reach}"
+
+
+def _fits_nowhere(problem: PlanningProblem, ask: ModelDemand) -> str:
+    engine, layers = problem.engine, ask.model.layer_count
+    line = "its weights fit on no node on offer"
+    if engine.pipelines:
+        line += ", nor on a pipeline of them within the objective"
+    if engine == UNLIMITED:
+        return line
+    line += f", as {engine.title} runs it"
+    sharded = any(
+        fits(ask, single(node.name, largest_tp(ask.model, node), layers), problem.by_name)
+        for node in problem.offered
+    )
+    if engine.most_tensor is not None and sharded:
+        line += "; `engine: vllm` shards it over the GPUs of a node"
+    elif not engine.pipelines:
+        line += "; `engine: vllm` or `engine: embedded` have pipelines"
+    return line
 
 
 TRIES = 3

@@ -14,6 +14,7 @@ from math import ceil, inf
 import numpy as np
 
 from potluck.core.errors import InputError
+from potluck.core.values.engine_abilities import UNLIMITED, EngineKind
 from potluck.core.values.kv import LOSSLESS
 from potluck.core.values.layout import Pool
 from potluck.core.values.model import Format, Model, in_format
@@ -144,6 +145,8 @@ class PlanningProblem:
     """The machines behind the regions, by name, where they are known."""
     codecs: tuple[Codec, ...] = (LOSSLESS,)
     """In which KV may cross the network, the most exact first; a plan takes the first that costs no more."""
+    engine: EngineKind = UNLIMITED
+    """What the engines that serve can do; templates beyond that are not made."""
 
     def __post_init__(self) -> None:
         if not self.asks:

@@ -28,9 +28,10 @@ from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.search.search_templates import found_of, replicas_of, templates_of
 from potluck.plan.search.tabu import SearchLimits, SearchSettings, groups_left, reschedule
 from potluck.plan.search.workload import workload_of
-from potluck.plan.strategies.pool_strategy import MAX_HEADROOM
+from potluck.plan.strategies.pool_strategy import MAX_HEADROOM, phases_of
 from potluck.plan.strategies.template_factory import Planner, SolveSettings, TemplateFactory
 from potluck.plan.templates.group import group_template, machine_counts
+from potluck.plan.templates.runnable import of_one_degree, runnable
 from potluck.plan.timing.named_machines import named, region_pool
 from potluck.plan.timing.replica_rates import layout_timer, replica_capacity
 from potluck.plan.verify import retimed
@@ -104,8 +105,9 @@ def flipped(
         if ask is None or pool is None or not replicas or not ask.rate_per_s > 0:
             continue
         before = found_of(pool, replicas)
-        work = workload_of(ask, problem.codecs[-1], min(problem.headroom, MAX_HEADROOM))
-        settings = SearchSettings(seed=seed, limits=SearchLimits(time_limit_s=time_limit_s))
+        work = workload_of(ask, problem.codecs[-1], min(problem.headroom, MAX_HEADROOM), problem.engine)
+        limits = SearchLimits(time_limit_s=time_limit_s)
+        settings = SearchSettings(phases_of(problem.engine), seed=seed, limits=limits)
         try:
             after = reschedule(groups_left(pool, before, {}), before, work, settings)
         except CapacityError:
@@ -449,6 +451,9 @@ def _solved(
     by_model: dict[str, list[Template]] = {}
     for template in templates:
         by_model.setdefault(template.model, []).append(template)
+    for ask in problem.asks:
+        mine = runnable(problem, ask, by_model.get(ask.name, ()))
+        by_model[ask.name] = of_one_degree(problem, ask, mine)
     # What is left is used as well as it can be; what was asked of a plan is for the next plan to keep.
     plain = replace(problem, asks=tuple(replace(ask, terms=NO_TERMS) for ask in problem.asks))
     program_columns, answer = solved(

@@ -11,6 +11,7 @@ from math import isclose
 
 import numpy as np
 
+from potluck.core.values.engine_abilities import refusals
 from potluck.core.values.kv import LOSSLESS, lossy_crossings
 from potluck.core.values.plan import BucketCapacity, Plan, Template
 from potluck.core.values.types import Role
@@ -225,6 +226,7 @@ SLACK = 1e-6
 def verify(problem: PlanningProblem, plan: Plan) -> tuple[str, ...]:
     broken = (*_names(problem, plan), *_formats(problem, plan), *_codecs(problem, plan))
     problem = problem.in_formats(plan.formats)
+    broken += refusals(plan, {ask.name: ask.model for ask in problem.asks}, problem.engine)
     broken = (*broken, *_layers(problem, plan))
     broken = broken or tuple(_machines(problem, plan))
     broken = broken or tuple(_memory(problem, plan))

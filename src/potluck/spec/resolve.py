@@ -13,7 +13,14 @@ from typing import Any
 
 from potluck.core.errors import InputError, PotluckError, UnknownNameError, did_you_mean
 from potluck.core.state.policy import Policy
-from potluck.core.values.model import Model, in_format
+from potluck.core.values.engine_abilities import (
+    ENGINES,
+    EngineKind,
+    engines_for,
+    limit_of_format,
+    limits_of_model,
+)
+from potluck.core.values.model import Format, Model, in_format
 from potluck.core.values.service import ModelTerms, PrefixSharing, RequestClass, Tenant, with_built_in
 from potluck.core.values.types import Link, NodeOffer, NodeType, Region
 from potluck.spec.schema import (
@@ -223,11 +230,12 @@ def resolve(
         links=tuple(links) or pooled.links,
         budget_usd_per_h=written.budget_usd_per_h,
         price_notes=pooled.price_notes,
-        notes=(*hardware.notes, *_units(written)),
+        notes=(*hardware.notes, *_units(written), *_unmade(written, models)),
         pool=pooled.pool,
         policy=policy,
         origins=origins,
         kv_codecs=tuple(core for name, core in KV_CODECS.items() if name in ("raw", *written.kv_codecs)),
+        engine=written.engine,
     )
 
 
@@ -372,7 +380,8 @@ def _models(
         where = entry.weights
         path = None if where is None or where.path is None else str(folder / where.path)
         weights = None if where is None else WeightsLocation(where.place, path, where.gb_per_s)
-        stored, formats = model.mostly, tuple(entry.precision or ())
+        stored = model.mostly
+        formats = _formats(entry, model, ENGINES[written.engine], problems)
         if formats:
             model = in_format(model, formats[0])
         terms = resolve_terms(entry, places, problems)
@@ -380,6 +389,32 @@ def _models(
         message = (lengths_from, trace, files, entry.idle_s, weights, by_hour, terms, formats, stored)
         models.append(ModelSpec(name, model, entry.slo.value(), traffic, *message))
     return models
+
+
+def _unmade(written: SpecIn, models: Sequence[ModelSpec]) -> Iterator[str]:
+    """Formats that are allowed and that the engine does not serve a model in."""
+    title = ENGINES[written.engine].title
+    for entry, model in zip(written.models, models, strict=True):
+        out = [item for item in entry.precision or () if item not in model.formats]
+        if out:
+            words = f"{' and '.join(out)} left out: {title} makes none of a checkpoint in {model.stored}"
+            yield f"{model.name}: {words}"
+
+
+def _formats(entry: ModelIn, model: Model, engine: EngineKind, problems: SpecProblems) -> tuple[Format, ...]:
+    """The formats that are asked for, as far as the engine serves the model in them; where it does in none, that."""
+    for limit in dict.fromkeys(limits_of_model(model, engine)):
+        able = [f"`engine: {name}`" for name in engines_for((), model)]
+        fix = f"; {' or '.join(able)} does" if able else ""
+        problems.add((*entry.at, "model"), f"needs {limit.what}, which {engine.title} does not do{fix}")
+    asked = tuple(entry.precision or ())
+    limits = {item: limit_of_format(item, model.mostly, engine) for item in asked or (None,)}
+    if all(limits.values()):
+        wrong = next(limit for limit in limits.values() if limit is not None)
+        fix = f"; have {wrong.fix}" if wrong.fix else ""
+        where = "precision" if asked else "model"
+        problems.add((*entry.at, where), f"needs {wrong.what}, which {engine.title} does not do{fix}")
+    return tuple(item for item in asked if limits[item] is None)
 
 
 def _model(entry: ModelIn, folder: Path, problems: SpecProblems) -> Model | None:

@@ -455,6 +455,8 @@ class SpecIn(Written):
     policy: PolicyIn | None = None
     kv_codecs: KvCodecs = Field(default_factory=list)
     """In which KV may cross between replicas. `raw`, as the model has it, always may; the others lose something."""
+    engine: Literal["vllm", "embedded", "openai"] = "vllm"
+    """The kind of engines that serve: plans keep to what these can do."""
 
 
 class FleetSpecIn(SpecIn):

@@ -13,7 +13,7 @@ from potluck.core.values.kv import LOSSLESS
 from potluck.core.values.layout import Pool
 from potluck.core.values.model import Format, Model, in_format
 from potluck.core.values.service import NO_TERMS, ModelTerms
-from potluck.core.values.types import Codec, Link, NodeType, Region, Slo, Traffic
+from potluck.core.values.types import Codec, EngineName, Link, NodeType, Region, Slo, Traffic
 
 T = TypeVar("T")
 SHIPPED = "shipped"
@@ -89,6 +89,8 @@ class Spec:
     """Where users may be, and how far each region is from there, in seconds and back."""
     kv_codecs: tuple[Codec, ...] = (LOSSLESS,)
     """In which KV may cross between replicas, the most exact first: as it is, and lossy ones that are allowed."""
+    engine: EngineName = "vllm"
+    """The kind of engines that serve."""
 
     def model(self, name: str) -> ModelSpec:
         return _named("model", name, {model.name: model for model in self.models})

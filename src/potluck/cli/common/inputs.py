@@ -17,6 +17,7 @@ from potluck.core.errors import InputError, UnknownNameError
 if TYPE_CHECKING:
     from potluck.control.launchers.engine_command import WeightFormats
     from potluck.core.values.plan import Plan
+    from potluck.core.values.types import EngineName
     from potluck.plan.problem import PlanningProblem
     from potluck.spec.spec_values import Spec
 
@@ -43,6 +44,30 @@ def read_plan(path: Path) -> Plan:
     return named(path, plan_from_json)
 
 
+def require_runnable(plan: Plan, spec: Spec, where: str) -> None:
+    """Refuse a plan that the spec's engine cannot run: the same in all commands, before anything is done with it."""
+    from potluck.core.values.engine_abilities import ENGINES, limit_of_format, refusals
+
+    engine = ENGINES[spec.engine]
+    lines = list(refusals(plan, {model.name: model.model for model in spec.models}, engine))
+    stored = {model.name: model.stored for model in spec.models}
+    for name, planned in plan.formats:
+        limit = limit_of_format(planned, stored.get(name, planned), engine)
+        if limit is not None:
+            lines.append(f"{name}: needs {limit.what}, which {engine.title} does not do; plan again")
+    if lines:
+        more = f" ({len(lines) - 1} more like it)" if len(lines) > 1 else ""
+        raise InputError(where, f"{lines[0]}{more}")
+
+
+STYLE_ENGINES: dict[str, EngineName] = {"gpu": "embedded", "vllm": "vllm"}
+"""What `up --engine` names, where that is an engine of its own; the other styles stand in for the spec's."""
+
+
+def for_style(spec: Spec, style: str) -> Spec:
+    return replace(spec, engine=STYLE_ENGINES.get(style, spec.engine))
+
+
 def load_problem(
     spec: Spec,
     headroom: float,
@@ -51,6 +76,7 @@ def load_problem(
     init_penalty: float,
     sure: float = 0.5,
 ) -> PlanningProblem:
+    from potluck.core.values.engine_abilities import ENGINES
     from potluck.plan.explain import without_nodes
     from potluck.plan.problem import PlanningProblem, model_demand
 
@@ -85,7 +111,8 @@ def load_problem(
         init_penalty,
         limit,
         spec.pool,
-        spec.kv_codecs,
+        tuple(codec for codec in spec.kv_codecs if codec in ENGINES[spec.engine].codecs),
+        ENGINES[spec.engine],
     )
     for text in what_if:
         match = _WHAT_IF.match(text)

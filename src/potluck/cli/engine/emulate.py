@@ -135,11 +135,36 @@ class Emulation:
         return node.gpus if self.tp is None else self.tp
 
 
-def emulation(text: str, speed_up: float = 1.0) -> Emulation:
+@dataclass(frozen=True, slots=True)
+class LayoutEmulation:
+    """A whole layout, pipelines among them, that one process acts as: a step is a round through all stages."""
+
+    replica: MockModel
+
+    def pace(self, executor: LocalExecutor) -> LocalExecutor:
+        from potluck.engine.compute.emulated import EmulatedNic, StepPacer
+        from potluck.engine.mock.mock_engine import lasting
+
+        model, speed_up = self.replica.model, self.replica.speed_up
+        executor.pacer = StepPacer(None, speed_up, lasts_s=lasting(self.replica.timer()))
+        layers = executor.config.model.layer_count
+        executor.nic = EmulatedNic(model, layers, self.replica.card(), speed_up)
+        return executor
+
+    def blocks(self) -> int:
+        return self.replica.blocks()
+
+    def stages(self, stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:
+        raise InputError("--stages", f"a layout as JSON is one process, not {len(stages)} stages of its own")
+
+
+def emulation(text: str, speed_up: float = 1.0) -> Emulation | LayoutEmulation:
     """What `--emulate` says; an unknown GPU or model is answered with the nearest one."""
     from potluck.catalog import models, nodes
     from potluck.perf.timers.roofline import check_tp
 
+    if text.startswith("{"):
+        return LayoutEmulation(mock_model(text, speed_up))
     parts = text.split(":")
     if len(parts) not in (2, 3) or not all(part.strip() for part in parts):
         raise InputError("emulate", f"{text!r} is not like A10:llama-3.1-8b or 2xL40S:qwen3-32b:2")
@@ -165,6 +190,7 @@ def mock_model(text: str, speed_up: float = 1.0, mean_output_tokens: int = 0) ->
 
     if not text.startswith("{"):
         like = emulation(text, speed_up)
+        assert isinstance(like, Emulation)
         kinds = tuple({node.name: node for stage in like.nodes for node in stage}.values())
         return MockModel(
             like.model, like.layout(), kinds, speed_up=speed_up, mean_output_tokens=mean_output_tokens

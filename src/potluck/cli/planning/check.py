@@ -72,6 +72,7 @@ def summary(spec: Spec, file: str) -> dict[str, Any]:
         ],
         "links": [asdict(link) for link in spec.links],
         "budget_usd_per_h": spec.budget_usd_per_h,
+        "engine": spec.engine,
     }
 
 
@@ -127,6 +128,7 @@ def show(spec: Spec, file: str) -> None:
     for model in spec.models:
         for words in model.terms.asked.values():
             click.echo(f"asked of {model.name}: {words}")
+    click.echo(f"engine: {spec.engine}")
     if spec.budget_usd_per_h is not None:
         click.echo(f"budget: {usd(spec.budget_usd_per_h)} per hour")
     for note in spec.notes:

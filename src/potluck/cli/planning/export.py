@@ -16,7 +16,7 @@ from potluck.cli.common.files import EXISTING, PATH, read_text
 from potluck.cli.common.render import emit_json, table
 from potluck.core.errors import InputError
 from potluck.core.values.plan import Plan
-from potluck.export.placement import KEY_FILE
+from potluck.export.placement import KEY_FILE, Style
 from potluck.spec.spec_values import Spec
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ CHECK_S = 120.0
 )
 @option("--check", is_flag=True, help="Start what was written here, with mock engines, and ask each model.")
 @option("--within", "within_s", type=click.FloatRange(1.0), default=CHECK_S, help="With --check, in s.")
-@option("--engine", "style", type=click.Choice(("vllm", "embedded")), default="vllm")
 @option("--models", default="/models", help="Where models' directories lie on every machine.")
 @option("--weights", multiple=True, metavar="MODEL=hf://ORG/NAME", help="Pull a model's weights from there.")
 @option("--volume", default="potluck-models", help="Of Kubernetes: a claim with models, or /FOLDER of nodes.")
@@ -105,7 +104,7 @@ class ExportedFiles:
 
 
 def _exported(kind: str, plan_path: Path, spec_path: Path, options: dict[str, Any]) -> ExportedFiles:
-    from potluck.cli.common.inputs import pairs, read_plan, read_spec, weights_in
+    from potluck.cli.common.inputs import pairs, read_plan, read_spec, require_runnable, weights_in
     from potluck.cli.planning.export_limits import limits_of
     from potluck.export import left_out, shell, skypilot
     from potluck.export.placement import CommandOptions, roomed
@@ -113,6 +112,8 @@ def _exported(kind: str, plan_path: Path, spec_path: Path, options: dict[str, An
 
     plan = read_plan(plan_path)
     spec = read_spec(spec_path)
+    require_runnable(plan, spec, str(plan_path))
+    options["style"] = _style(spec)
     fleet = roomed(plan, spec.node_types, spec.regions)
     folder = options["models"].rstrip("/")
     names = {model.name for model in spec.models}
@@ -211,6 +212,13 @@ def _images(options: dict[str, Any]) -> tuple[str, str]:
     """Of the gateway and of engines."""
     default = "potluck-vllm" if options["style"] == "vllm" else "potluck-engine"
     return options["image"], options["engine_image"] or default
+
+
+def _style(spec: Spec) -> Style:
+    if spec.engine == "vllm" or spec.engine == "embedded":
+        return spec.engine
+    what = f"engine: {spec.engine} are servers that somebody else starts"
+    raise InputError("spec", f"{what}, so there is nothing to export; `potluck up --attach` serves over them")
 
 
 def _traces(spec: Path, loaded: Spec) -> dict[str, str]:

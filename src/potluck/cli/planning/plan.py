@@ -13,13 +13,14 @@ import click
 from click import option
 
 from potluck.cli.common.files import EXISTING, FILE, OutputFiles, require_writable
-from potluck.cli.common.inputs import read_plan
+from potluck.cli.common.inputs import read_plan, require_runnable
 from potluck.cli.common.render import ProgressBar, emit_json, missed, paragraph, progress, usd
 from potluck.cli.planning.estimate import measured, profile_option
 from potluck.cli.planning.plan_page import plan_html
 from potluck.cli.planning.plan_show import (
     ComparedStrategy,
     show_compared,
+    show_engine,
     show_notes,
     show_plan,
     show_reasons,
@@ -88,6 +89,7 @@ def plan(
     """
     from potluck.core.values.kv import lossy_notices
     from potluck.core.values.plan import plan_to_json
+    from potluck.plan.engine_costs import engine_cost, engine_json
     from potluck.plan.explain import explain, planned_rest
     from potluck.plan.strategies import TemplateFactory
 
@@ -99,9 +101,12 @@ def plan(
     require_writable("--html", page)
     problem = measured(posed.problem(spec, penalty), profiles)
     before = None if running is None else read_plan(running)
+    if before is not None:
+        require_runnable(before, spec, str(running))
     estimate = estimate_of(spec, problem, asked, posed.seed)
     settings = posed.settings(running=before, pins=pins, estimate=estimate)
     with progress(4 * len(problem.asks) + 1) as progress_bar:
+        began_s = settings.clock()
         factory, outcome, notes = planned_rest(planner, TemplateFactory(problem, said=progress_bar), settings)
         problem = factory.problem
         notes = (
@@ -111,6 +116,8 @@ def plan(
             *_hurried(factory),
         )
         require_service(problem, outcome, posed.limit_s, notes)
+        progress_bar(f"planning without the limits of {problem.engine.title}")
+        cost = engine_cost(factory, outcome, planner, settings, settings.clock() - began_s)
         tried = rehearsed(spec, factory, outcome, planner, settings, asked, progress_bar.far)
         if tried is not None:
             factory, outcome = replace(factory, problem=tried.problem), tried.best.outcome
@@ -123,15 +130,18 @@ def plan(
         saves.text("--out", out, lambda: plan_to_json(result))
         progress_bar("asking what else there was")
         reasons = explain(factory, outcome, planner, settings) if explained else None
+        reasons = None if reasons is None else replace(reasons, engine=cost)
         saves.text("--html", page, lambda: plan_html(factory.problem, outcome.plan, reasons))
     if as_json:
         body = _as_json(factory.problem, outcome, reasons, spec.policy.standby)
+        body["engine"] = engine_json(spec.engine, cost)
         emit_json(body | rehearsal_json(tried) | ({"notes": list(notes)} if notes else {}))
     else:
         show_notes(notes)
         show_plan(problem, outcome, spec.policy.standby, basis_of(tried))
         show_rehearsal(tried, asked, outcome.plan)
         _show_formats(spec, outcome.plan)
+        show_engine(cost)
         show_search(factory.searched)
         show_reasons(reasons if outcome.plan.deployments else None)
     saves.complain()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from potluck.core.values.model import Format
     from potluck.core.values.plan import Plan, Prediction
     from potluck.core.values.types import Slo
+    from potluck.plan.engine_costs import EngineCost
     from potluck.plan.explain import Explanation, NodeValue, TermPrice
     from potluck.plan.problem import PlanningProblem
     from potluck.plan.search.tabu import SearchResult
@@ -338,6 +339,12 @@ def _show_formats(tried: Sequence[FormatPrice]) -> None:
     }
     if tried:
         table_of("Weights in the formats that the spec allows", tried, columns)
+
+
+def show_engine(cost: EngineCost | None) -> None:
+    """What the engine's limits cost, where they cost something or nobody knows."""
+    if cost is not None and cost.line:
+        _say(f"{cost.line[0].upper()}{cost.line[1:]}.")
 
 
 def show_search(searched: Mapping[str, SearchResult]) -> None:

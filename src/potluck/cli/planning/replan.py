@@ -17,7 +17,14 @@ import click
 from click import argument, option
 
 from potluck.cli.common.files import EXISTING, FILE, PATH, OutputFiles, positive, require_writable
-from potluck.cli.common.inputs import load_problem, node_name, read_plan, read_spec
+from potluck.cli.common.inputs import (
+    for_style,
+    load_problem,
+    node_name,
+    read_plan,
+    read_spec,
+    require_runnable,
+)
 from potluck.cli.common.render import emit_json, missed, paragraph, percent, progress, table, table_of, usd
 from potluck.cli.fleet.service import nothing, opened, state_option, with_gateway
 from potluck.cli.planning.estimate import measured
@@ -159,13 +166,14 @@ def replan(
             raise InputError("PLAN SPEC", "are needed, or --live")
         else:
             running, spec = read_plan(plan_path), read_spec(spec_path)
-        spec = changed_spec(spec, asked.workload)
+        spec = for_style(changed_spec(spec, asked.workload), now.style if now else "")
+        require_runnable(running, spec, str(plan_path or "the plan in force"))
         problem = load_problem(spec, asked.headroom, None, (), asked.init_penalty)
         if now is not None:
             day = datetime.now(UTC).date().isoformat()
             problem = observed(measured(problem, now.profiles), now.paces, day)
         problem = changed_problem(problem, running, asked)
-        answered = _answered(problem, running, spec, settings, asked.averages, now.style if now else "")
+        answered = _answered(problem, running, spec, settings, asked.averages)
         saves.text("--out", out, lambda: plan_to_json(answered.best.plan))
         refused = applied and answered.misses and not asked.anyway
         done = REFUSED if refused else ""
@@ -215,7 +223,7 @@ def _print(answered: Answered, now: LiveService | None, done: str, as_json: bool
 
 
 def _answered(
-    problem: PlanningProblem, running: Plan, spec: Spec, settings: SolveSettings, averages: bool, style: str
+    problem: PlanningProblem, running: Plan, spec: Spec, settings: SolveSettings, averages: bool
 ) -> Answered:
     from potluck.core.values.service import ModelTerms
     from potluck.plan.replan_options import best_answer, ladder
@@ -224,7 +232,7 @@ def _answered(
 
     with progress(3) as progress_bar:
         progress_bar("rerouting, flipping, reallocating")
-        auto = for_engines(STRATEGIES["auto"], style)
+        auto = STRATEGIES["auto"]
         planner = auto if averages else rehearsing(auto, spec)
         answers = ladder(problem, running, planner, settings)
         # New routes and roles use what is left as well as they can; only a new plan keeps its owner's terms.
@@ -471,20 +479,6 @@ def live_of(service: ServiceView) -> LiveService:
     paces = paces_of(service.store, now_s)
     style = str(known.get("style", ""))
     return LiveService(newest.version, newest.plan, Path(known["path"]), profiles, rates, paces, style)
-
-
-def for_engines(planner: Planner, style: str) -> Planner:
-    """The planner without what the engines of a service cannot be."""
-    from potluck.cli.up.prepare import PlanChoices, limit
-
-    if style != "emulated":
-        return planner
-
-    def planned(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-        limit(factory, PlanChoices(settings.time_limit_s, here=True, single=True))
-        return planner(factory, settings)
-
-    return planned
 
 
 def apply(service: ServiceView, running: LiveService, best: ReplanOption) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from potluck.cli.common.files import read_text
-from potluck.cli.common.inputs import load_problem, read_plan, read_spec, scaled
+from potluck.cli.common.inputs import load_problem, read_plan, read_spec, require_runnable, scaled
 from potluck.cli.common.workloads import DEFAULT_REQUESTS, WorkloadOptions, load
 from potluck.cli.planning.estimate import measured
 from potluck.core.codec import decode
@@ -100,6 +100,7 @@ def _at_first(spec: Spec, market: Path | None) -> tuple[Spec, MarketSchedule | N
 def read_plan_and_spec(plan: Path, spec: Spec, profiles: tuple[Path, ...] = ()) -> SimulationInputs:
     problem = measured(load_problem(spec, 0.8, None, (), 0.0), profiles)
     inputs = SimulationInputs(spec, problem, read_plan(plan))
+    require_runnable(inputs.plan, spec, str(plan))
     for lossy in lossy_crossings(inputs.plan):
         if lossy.codec not in spec.kv_codecs:
             what = f"sends KV {lossy.where} in {lossy.codec}, which the spec does not allow"

@@ -11,7 +11,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from secrets import token_bytes
@@ -115,8 +115,9 @@ def planned_for(
     from potluck.cli.common.inputs import load_problem
 
     spec = read_one_spec(paths)
-    problem = load_problem(spec, 0.8, None, (), 0.0)
     plain = any(entry.kind == "openai" for entry in entries)
+    spec = replace(spec, engine="openai") if plain else spec
+    problem = load_problem(spec, 0.8, None, (), 0.0)
     said("planning")
     outcome = STRATEGIES[WHOLE if plain else ANY](
         TemplateFactory(problem, said=said), SolveSettings(time_limit_s=time_limit_s)

@@ -16,7 +16,7 @@ import yaml
 from potluck.cli.planning.rehearsal import Said
 from potluck.cli.up.prepare import PlanChoices, PreparedPlan, planned_for_all, tried_as_it_is
 from potluck.control.control_values import EngineSpec
-from potluck.control.launchers.engine_command import EngineCommands, nodes_of, parallel_of
+from potluck.control.launchers.engine_command import EngineCommands
 from potluck.control.launchers.local_capacity import VISIBLE, LocalGpu, find_chips
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
 from potluck.core.state.facts import BLOCK_TOKENS
@@ -103,7 +103,11 @@ def spec_text(
     ]
     traffic = {"rate_per_s": rate_per_s, "input": INPUT, "output": OUTPUT}
     served = {"model": str(model), "name": name, "files": str(model), "slo": dict(slo), "traffic": traffic}
-    body = {"models": [served], "fleet": {"regions": [{"name": "here", "nodes": nodes}]}}
+    body = {
+        "engine": "embedded",
+        "models": [served],
+        "fleet": {"regions": [{"name": "here", "nodes": nodes}]},
+    }
     return HEADER + yaml.safe_dump(body, sort_keys=False, width=110)
 
 
@@ -262,21 +266,6 @@ def for_this_machine(choices: PlanChoices, spec: Spec) -> PlanChoices:
     models = [model.model for model in spec.models]
     alone = all(stage_memory(model, node, 1).kv_bytes > 0 for model in models for node in spec.node_types)
     return replace(choices, here=True, single=alone)
-
-
-def must_run_here(plan: Plan, style: str) -> None:
-    """Refuse what no engine of this machine can be before anything is started."""
-    for deployment in plan.deployments:
-        template = plan.template(deployment.template)
-        for replica in template.replicas:
-            make = EngineSpec(template.model, replica.layout, deployment.region)
-            if style == "gpu":
-                nodes_of(make)
-            elif style == "vllm":
-                parallel_of(make)
-            elif style == "emulated" and len(replica.layout.stages) > 1:
-                what = f"emulated engines are no pipelines, and the plan has {template.name}"
-                raise InputError("--engine", f"{what}; --engine mock can be")
 
 
 def flags_of(spec: Spec) -> Callable[[EngineSpec], tuple[str, ...]]:

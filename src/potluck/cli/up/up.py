@@ -23,7 +23,7 @@ import click
 from click import argument, option
 
 from potluck.cli.common.files import FILE, FOLDER, PATH
-from potluck.cli.common.inputs import weights_in
+from potluck.cli.common.inputs import for_style, weights_in
 from potluck.cli.common.render import paragraph, progress, unstyled
 from potluck.cli.planning.rehearsal import SHORT_RUNS
 from potluck.cli.simulating.simulation import SimulationInputs, policy_of, read_one_spec, startups_of
@@ -35,7 +35,6 @@ from potluck.cli.up.gpus import (
     found_chips,
     maker_of,
     must_have_chips,
-    must_run_here,
     prepared_for_gpus,
     vllm_maker,
 )
@@ -467,7 +466,7 @@ def prepared_for(
     spec, style = read_one_spec(paths or (spec_path,)), asked.style
     policy_of(asked.policy, spec.policy)  # what is wrong with it is said before anything long is done
     here = elsewhere.on == "here"
-    spec = elsewhere.spec_there(spec)
+    spec = for_style(elsewhere.spec_there(spec), style)
     if style == "gpu":
         maker = maker_of(spec, found_chips() if here else None, asked.device)
         choices = for_this_machine(choices, spec)
@@ -482,18 +481,11 @@ def prepared_for(
         files = tuple((model.name, shipped_model()) for model in spec.models)
         names = tuple((model.name, model.model.name) for model in spec.models)
         maker = EngineCommands(style, files, names, links=() if spec.pool is None else spec.pool.links)
-    chosen = replace(choices, here=True, single=True) if style == "emulated" else choices
-    try:
-        prepared_plan = prepared(paths, spec, chosen, said)
-    except CapacityError:
-        if chosen != choices:  # would it do with what cannot be emulated?
-            must_run_here(prepared(paths, spec, replace(choices, averages=True), said).inputs.plan, style)
-        raise
-    must_run_here(prepared_plan.inputs.plan, style)
+    prepared_plan = prepared(paths, spec, choices, said)
     if here:
         must_have_chips(prepared_plan.inputs.plan, maker)
     maker = replace(maker, weights=weights_in(spec, prepared_plan.inputs.plan))
-    return GpuSetup(spec_path, prepared_plan, maker, (), chosen)
+    return GpuSetup(spec_path, prepared_plan, maker, (), choices)
 
 
 def start_s(ready: GpuSetup) -> float:

@@ -121,8 +121,6 @@ class EngineCommands:
             command += ["--token-budget", str(make.step_tokens)]
         if self.style == "mock":
             return [*command, "--mock"]
-        if len(make.layout.stages) > 1:
-            raise InputError("layout", "a pipeline of several nodes can only be a mock on one machine")
         return [*command, "--max-running", str(self.max_running)]
 
 

@@ -12,7 +12,7 @@ from potluck.core.codec import dumps, loads
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout
 from potluck.core.values.model import Format
-from potluck.core.values.types import Codec, Role, not_negative
+from potluck.core.values.types import Codec, EngineName, Role, not_negative
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +287,8 @@ class Plan:
     """Model to its weights' format, where the spec names one; all its replicas share it, as they hand KV over."""
     rehearsed: Rehearsed | None = None
     """What it was proven to do in simulation, before it was written down; None: it was not tried."""
+    engine: EngineName = "vllm"
+    """The kind of engines that it was made for."""
 
     def __post_init__(self) -> None:
         for name in ("cost_usd_per_h", "gap", "fraction", "start_usd_per_h"):

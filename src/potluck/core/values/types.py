@@ -12,6 +12,8 @@ from potluck.core.errors import InputError
 
 Role = Literal["prefill", "decode", "mixed"]
 Codec = Literal["fp16", "int8", "int4"]
+EngineName = Literal["vllm", "embedded", "openai", "any"]
+"""Kinds of engines (`core.values.engine_abilities`); `any`: planned with none of their limits."""
 DEFAULT_TENANT, DEFAULT_CLASS = "default", "standard"
 
 

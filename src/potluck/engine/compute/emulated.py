@@ -61,8 +61,9 @@ class StepPacer:
         clock: Clock = time.monotonic,
         sleep: Sleep = time.sleep,
         host_s: float = DEFAULT_HOST.fixed_s,
+        lasts_s: Callable[[Sequence[SequenceWork]], float] | None = None,
     ) -> None:
-        """Without a timer, `start` is told how long steps are."""
+        """Without a timer, `lasts_s` says how long a step is, or `start` is told."""
         if not 0 < speed_up < float("inf"):
             raise InputError("speed_up", f"must be positive, is {speed_up}")
         self.steps = 0
@@ -74,6 +75,7 @@ class StepPacer:
         self.took_s = 0.0
         """The same as they were: no less than predicted, more where this machine computed for longer."""
         self._timer, self._speed_up, self._clock, self._sleep = timer, speed_up, clock, sleep
+        self._lasts_s = lasts_s
         self._host_s = host_s / speed_up
         self._last_end_s = -float("inf")
         self._over_s = 0.0
@@ -85,6 +87,9 @@ class StepPacer:
         self._speed_up = speed_up
 
     def begin(self, works: Sequence[SequenceWork]) -> None:
+        if self._lasts_s is not None:
+            self.start(self._lasts_s(works))
+            return
         assert self._timer is not None
         self.start(float(self._timer.step_s(steps_of(works))[0]))
 

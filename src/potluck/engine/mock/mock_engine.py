@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import time
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -165,8 +166,12 @@ class MockModel:
 
     def card(self) -> AlphaBeta:
         """What KV leaves and comes by: the cards of all its machines."""
-        counts = self.layout.node_counts.items()
-        return alpha_beta(sum(self._kinds[name].network_gbps * count for name, count in counts))
+        gpus: Counter[str] = Counter()
+        for member in (node for stage in self.layout.stages for node in stage.nodes):
+            gpus[member.node] += member.tp
+        machines = {name: -(-count // self._kinds[name].gpus) for name, count in gpus.items()}
+        counts = machines if not self.layout.machines else self.layout.node_counts
+        return alpha_beta(sum(self._kinds[name].network_gbps * count for name, count in counts.items()))
 
     @property
     def _kinds(self) -> dict[str, NodeType]:

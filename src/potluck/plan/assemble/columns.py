@@ -337,6 +337,7 @@ def plan_of(program_columns: ProgramColumns, allocation: Allocation, strategy: s
         fraction,
         _starts_usd_per_h(program_columns.program, allocation),
         formats=tuple((ask.name, ask.model.weights_are) for ask in problem.asks if ask.formats),
+        engine=problem.engine.engine,
     )
     return replace(plan, charges=charges_of(problem, plan, egress_usd_per_h(problem, plan)))
 

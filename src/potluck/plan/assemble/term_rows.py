@@ -130,7 +130,8 @@ def runs_in(problem: PlanningProblem, ask: ModelDemand, template: Template, regi
         return False
     for replica in template.replicas:
         layout = replica.layout
-        nodes = sum(layout.node_counts.values())
+        # A node of several groups is several times in its layout.
+        nodes = min(sum(layout.node_counts.values()), sum(template.node_counts.values()))
         if terms.max_stages is not None and len(layout.stages) > terms.max_stages:
             return False
         if terms.max_nodes is not None and nodes > terms.max_nodes:

@@ -3,7 +3,7 @@
 A group takes some GPUs of some nodes. Its configuration is a pipeline of S stages, each on tp GPUs of one node:
 
 - tensor parallelism stays within a node; each node's GPUs are cut by one degree that the model allows, any for
-  any node, and GPUs that are left over by smaller degrees;
+  any node, and GPUs that are left over by smaller degrees; by one degree for all where the engine asks for that;
 - the order of the stages is the one whose hand-overs of a prompt take least, by dynamic programming over how many
   stages of each node are left and which node was last;
 - layers are split unevenly. A stage of l layers takes l·a + r seconds for its step, and memory caps l. From
@@ -169,7 +169,7 @@ class ConfigurationSearch:
         if rows > len(self._listing.stages):
             self._listing = _listing(2 * rows)
         nodes, gpus = np.array([node for node, _ in takes]), np.array([count for _, count in takes])
-        stages = min(MAX_STAGES, self.work.model.layer_count)
+        stages = min(MAX_STAGES, self.work.model.layer_count) if self.work.engine.pipelines else 1
         return list_candidates(nodes, gpus, stages, self.cuts, self._desk, self._listing)
 
     def _deduced(self, placed: Sequence[tuple[int, int]]) -> GroupConfiguration:
@@ -224,6 +224,7 @@ def deducer(pool: Pool, work: PoolWorkload, timing: LayerTiming) -> Configuratio
 def _cuts(pool: Pool, costs: StageCosts, wires: PoolLinks, work: PoolWorkload) -> StageCuts:
     """Every node's cuts by how many of its GPUs a group takes; those of too many stages are left out."""
     nodes, most = len(pool.nodes), max(node.gpus for node in pool.nodes)
+    equal = not work.engine.unlike_degrees
     widest = max((tp for _, tp in costs.kinds), default=1)
     ways = np.zeros((nodes, most + 1), np.int64)
     stages = np.zeros((nodes, most + 1, widest), np.int64)
@@ -234,13 +235,15 @@ def _cuts(pool: Pool, costs: StageCosts, wires: PoolLinks, work: PoolWorkload) -
     for node, degrees in enumerate(costs.degrees):
         for count in range(1, pool.nodes[node].gpus + 1):
             mine = [way for way in even_cuts(count, degrees) if len(way) <= MAX_STAGES]
+            if equal:
+                mine = [way for way in mine if len(set(way)) == 1]
             ways[node, count] = len(mine)
             for w, way in enumerate(mine):
                 stages[node, count, w] = len(way)
                 tp[node, count, w, : len(way)] = way
     sent = work.model.hidden * 2.0 * work.input_tokens
     alpha, beta = wires.hop_alpha_s, wires.hop_s_per_byte
-    return StageCuts(ways, stages, tp, kind, alpha + sent * beta, alpha, beta)
+    return StageCuts(ways, stages, tp, kind, alpha + sent * beta, alpha, beta, equal)
 
 
 def _listing(rows: int) -> StageListing:

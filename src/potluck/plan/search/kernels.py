@@ -584,6 +584,8 @@ class StageCuts(NamedTuple):
     """[node, node]: a token's way back, and the constant part of a hop."""
     beta_s: Floats
     """[node, node]: seconds per byte of a hop."""
+    equal: bool = False
+    """Whether all stages of a candidate must be of one degree; each way then is."""
 
 
 class StageListing(NamedTuple):
@@ -676,7 +678,7 @@ def list_candidates(
         for i in range(k):
             desk.stages[i] = cuts.stages[nodes[i], gpus[i], desk.way[i]]
             total += desk.stages[i]
-        if total <= most:
+        if total <= most and (not cuts.equal or of_one_degree(nodes, gpus, cuts, desk)):
             write(nodes, gpus, total, known_order(nodes, total, desk), listed, cuts, desk, out)
             listed += 1
         i = k - 1  # the next combination of ways, the last node's first
@@ -688,6 +690,15 @@ def list_candidates(
             i -= 1
         if i < 0:
             return listed
+
+
+@compiled
+def of_one_degree(nodes: Ints, gpus: Ints, cuts: StageCuts, desk: ListingScratch) -> bool:
+    """Whether the present ways of all nodes are of the same degree."""
+    unlike, first = 0, cuts.tp[nodes[0], gpus[0], desk.way[0], 0]
+    for i in range(1, len(nodes)):
+        unlike += cuts.tp[nodes[i], gpus[i], desk.way[i], 0] != first
+    return unlike == 0
 
 
 @compiled

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.errors import InputError
+from potluck.core.values.engine_abilities import UNLIMITED, EngineKind
 from potluck.core.values.layout import Pool, PoolNode, uniform_pool
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Confidence
@@ -56,6 +57,8 @@ class PoolWorkload:
     """Share of its time a replica is planned to be busy."""
     cached_tokens: int = 0
     """Prompt tokens beside `input_tokens` that are not computed again, but handed over all the same."""
+    engine: EngineKind = UNLIMITED
+    """What groups may be cut into."""
 
     def __post_init__(self) -> None:
         for name in ("input_tokens", "output_tokens", "rate_per_s"):
@@ -75,7 +78,12 @@ class PoolWorkload:
         return crossing_bytes(self.model, whole, self.codec) / self.model.layer_count
 
 
-def workload_of(ask: ModelDemand, codec: Codec = "fp16", headroom: float = HEADROOM) -> PoolWorkload:
+def workload_of(
+    ask: ModelDemand,
+    codec: Codec = "fp16",
+    headroom: float = HEADROOM,
+    engine: EngineKind = UNLIMITED,
+) -> PoolWorkload:
     """A planner's demand in its means, which preserve the tokens that pass through.
 
     Where the means are beyond the model's context the prompt is cut to what it takes.
@@ -89,7 +97,7 @@ def workload_of(ask: ModelDemand, codec: Codec = "fp16", headroom: float = HEADR
     most = ask.model.max_context_tokens
     output = min(max(1, round(mean_out)), most - 1)
     prompt = min(max(1, round(mean_in)), most - output)
-    return PoolWorkload(ask.model, ask.slo, prompt, output, rate, codec, headroom, round(cached))
+    return PoolWorkload(ask.model, ask.slo, prompt, output, rate, codec, headroom, round(cached), engine)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,7 +220,8 @@ def costs_of(pool: Pool, work: PoolWorkload, timing: LayerTiming) -> StageCosts:
     members: list[tuple[NodeType, int]] = []
     degrees = []
     for index, node in enumerate(pool.nodes):
-        mine = tuple(tp for tp in range(1, node.type.gpus + 1) if _allowed(model, node.type, tp))
+        most = min(node.type.gpus, work.engine.most_tensor or node.type.gpus)
+        mine = tuple(tp for tp in range(1, most + 1) if _allowed(model, node.type, tp))
         degrees.append(tuple(tp for tp in mine if tp <= node.gpus))
         for tp in mine:
             # The name and the card do not matter to a stage, the GPU and the link inside do.

@@ -11,7 +11,9 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from potluck.core.errors import CapacityError, InputError
+from potluck.core.values.engine_abilities import EngineKind
 from potluck.core.values.plan import Template
+from potluck.core.values.types import Role
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.timing.named_machines import gpus_of, region_pool
 
@@ -52,6 +54,11 @@ def machines_key(problem: PlanningProblem) -> str:
     return hashlib.sha256(repr((pools, problem.codecs[-1])).encode()).hexdigest()[:16]
 
 
+def phases_of(engine: EngineKind) -> tuple[Role, ...]:
+    """What groups may do: without hand-overs whole requests alone."""
+    return ("prefill", "decode", "mixed") if engine.hands_over else ("mixed",)
+
+
 def search_groups(
     problem: PlanningProblem,
     ask: ModelDemand,
@@ -74,12 +81,13 @@ def search_groups(
     searched: dict[str, SearchResult] = {}
     if not ask.rate_per_s > 0:
         return templates, searched
-    work = workload_of(ask, problem.codecs[-1], min(problem.headroom, MAX_HEADROOM))
+    work = workload_of(ask, problem.codecs[-1], min(problem.headroom, MAX_HEADROOM), problem.engine)
     for region in problem.regions:
         pool = region_pool(problem, region.name)
         if pool is None:
             continue
-        how = SearchSettings(seed=seed, limits=SearchLimits(time_limit_s=time_limit_s / len(problem.regions)))
+        limits = SearchLimits(time_limit_s=time_limit_s / len(problem.regions))
+        how = SearchSettings(phases_of(problem.engine), seed=seed, limits=limits)
         evaluator = PoolEvaluator(deducer(pool, work, how.timing))
         try:
             search_result = search_with(evaluator, how)

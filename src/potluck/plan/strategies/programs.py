@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
+from potluck.core.errors import InputError
 from potluck.core.values.plan import Template
 from potluck.plan.assemble.codecs import served
 from potluck.plan.assemble.even_shares import evened
@@ -18,6 +19,7 @@ from potluck.plan.strategies.cauchy_strategy import cauchy_ce, cauchy_co, cauchy
 from potluck.plan.strategies.pool_strategy import require_pool, worth_searching
 from potluck.plan.strategies.template_factory import (
     Kind,
+    Planner,
     PlanOutcome,
     SolveSettings,
     TemplateFactory,
@@ -69,7 +71,9 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
         whole = allocated(factory, begun, "auto", templates)
     tried += [thunderserve(factory, settings.within(RIVALS_SHARE))] if pooled and not inside else []
     if (not _settled(whole) or factory.left_out) and not settings.asking:
-        rivals = (*RIVALS, thunderserve) if inside else RIVALS
+        rivals: tuple[Planner, ...] = (*RIVALS, thunderserve) if inside else RIVALS
+        if not problem.engine.hands_over:
+            rivals = tuple(rival for rival in rivals if rival not in (coral, prfaas))
         for rival in rivals:
             if not settings.late:
                 tried.append(rival(factory, settings.within(RIVALS_SHARE / len(rivals))))
@@ -179,12 +183,20 @@ def thunderserve(factory: TemplateFactory, settings: SolveSettings) -> PlanOutco
     return allocated(factory, settings, "thunderserve", templates)
 
 
+def _require_hand_overs(factory: TemplateFactory, strategy: str) -> None:
+    engine = factory.problem.engine
+    if not engine.hands_over:
+        what = f"{strategy} hands KV over between replicas, which {engine.title} does not do"
+        raise InputError("strategy", f"{what}; use auto, or `engine: vllm`")
+
+
 def coral_templates(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
     return [*factory.phased(ask), *factory.pipelines(ask)]
 
 
 def coral(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """Pipelines and single nodes, prefill and decode apart."""
+    _require_hand_overs(factory, "coral")
     for ask in factory.problem.asks:
         factory.pipelines(ask)
     grow(factory, settings, {ask.name: factory.phased(ask) for ask in factory.problem.asks})
@@ -193,6 +205,7 @@ def coral(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
 
 def prfaas(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """Prefill and decode on single nodes, in one region or over a link; from some length on prompts cross."""
+    _require_hand_overs(factory, "prfaas")
     outcome = _over(factory, settings, "prfaas", TemplateFactory.phased)
     if all(flow.prefill_region == flow.decode_region for flow in outcome.plan.flows):
         return outcome

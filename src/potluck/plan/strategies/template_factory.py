@@ -22,6 +22,7 @@ from potluck.plan.templates.combo import SHORTLIST, RankedPair, combos, gpu_comb
 from potluck.plan.templates.homogeneous import homogeneous
 from potluck.plan.templates.pair import pairs
 from potluck.plan.templates.placement_table import PlacementTable, Timed, aggregated, shelf_of
+from potluck.plan.templates.runnable import phase_degree, runnable
 from potluck.plan.timing.rate_cache import RateCache, RateCaches
 from potluck.plan.verify import retimed
 
@@ -196,7 +197,8 @@ class TemplateFactory:
         """Those timed so far: at first the cheapest of each bucket, then what the program asks for (`grow`)."""
 
         def make() -> list[Template]:
-            placement_table = shelf_of(self.problem, ask, timed=self.timed, books=self.books)
+            degree = phase_degree(self.problem, ask, self.homogeneous(ask))
+            placement_table = shelf_of(self.problem, ask, timed=self.timed, books=self.books, degree=degree)
             prices = np.array([self.prices.get(node.name, 0.0) for node in self.problem.nodes])
             placement_table.take(placement_table.cheapest(prices, FIRST_FEW))
             self.shelves[ask.key] = placement_table
@@ -240,7 +242,7 @@ class TemplateFactory:
         if key not in self.made:
             self.left_out.discard(key)
             self.said(f"{kind.split(' of ')[0]} templates of {ask.name}")
-            self.made[key] = make()
+            self.made[key] = runnable(self.problem, ask, make())
             self.books.keep()
         # They may have been made for a problem that had more node types than this one.
         here = self.prices
@@ -300,6 +302,8 @@ def with_running(
         known = template.name in {item.name for item in mine}
         there = all(node in problem.by_name for node in template.node_counts)
         if ask is None or known or not there or template.kind == "group" or template.name not in deployed:
+            continue
+        if not runnable(problem, ask, [template]):
             continue
         capacity = retimed(problem, ask, template)
         if len({replica.role for replica in template.replicas}) > 1:  # a closed group offers no phase alone

@@ -354,7 +354,9 @@ def _instances(
     problem: PlanningProblem, ask: ModelDemand, node: NodeType, role: Role, units: int, book: RateCache
 ) -> list[PlannedReplica] | None:
     """So many units of a node's GPUs as few instances of the largest tensor-parallel degree there is."""
-    degrees = book.once(("degrees", node.name), lambda: _degrees(problem, ask, node))
+    degrees = book.once(
+        ("degrees", node.name, problem.engine.most_tensor), lambda: _degrees(problem, ask, node)
+    )
     if not degrees:
         return None
     gpus = min(degrees) * units
@@ -364,7 +366,8 @@ def _instances(
 
 def _degrees(problem: PlanningProblem, ask: ModelDemand, node: NodeType) -> dict[int, Layout]:
     """Layouts on one node by tensor-parallel degree, where the model fits."""
-    made = {tp: _layout(problem, ask, node, tp) for tp in range(1, node.gpus + 1) if node.gpus % tp == 0}
+    most = min(node.gpus, problem.engine.most_tensor or node.gpus)
+    made = {tp: _layout(problem, ask, node, tp) for tp in range(1, most + 1) if node.gpus % tp == 0}
     return {tp: layout for tp, layout in made.items() if layout is not None}
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from potluck.core.values.engine_abilities import limit_of_hand_over
 from potluck.core.values.layout import Layout, layers_between
 from potluck.core.values.plan import BucketCapacity, NodeCount, PlannedReplica, Template, TemplateFlow
 from potluck.core.values.types import Codec
@@ -216,6 +217,8 @@ def _pairs(
         for j, second in enumerate(rates):
             if first.prefill_per_s > 0 and second.decode_per_s > 0:
                 ends = (replicas[i].layout, replicas[j].layout)
+                if limit_of_hand_over(*ends, ask.model, problem.engine):
+                    continue
                 if ends not in known:
                     known[ends] = _crossing(problem, *ends, layer_bytes)
                 busy_s, handover_s = known[ends]

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from potluck.core.errors import InputError
+from potluck.core.values.engine_abilities import EngineKind
 from potluck.core.values.layout import Ep, single
 from potluck.core.values.model import Model, MoeFfn
 from potluck.core.values.plan import BucketCapacity, NodeCount, PlannedReplica, Template
 from potluck.core.values.types import NodeType, Role
 from potluck.perf.timers.roofline import check_tp
 from potluck.plan.problem import ModelDemand, PlanningProblem
+from potluck.plan.templates.runnable import degree_of, equal_degrees, of_one_degree
 from potluck.plan.timing.rate_cache import RateCache
 from potluck.plan.timing.replica_rates import useful
 
@@ -25,16 +27,19 @@ WORDS: dict[Ep, str] = {"none": "tp{}", "tp": "tp{0} ep{0}", "dp": "dp{0} ep{0}"
 
 def homogeneous(problem: PlanningProblem, ask: ModelDemand, book: RateCache) -> list[Template]:
     templates: list[Template] = []
+    apart = equal_degrees(ask.model, problem.engine)
     for node in problem.offered:
-        for role in ROLES:
-            templates += best_of(_of_node(problem, ask, node, role, book))
-    return templates
+        for role in ROLES if problem.engine.hands_over else ROLES[:1]:
+            made = list(_of_node(problem, ask, node, role, book))
+            for degree in sorted({degree_of(template) for template in made}) if apart else (None,):
+                templates += best_of(t for t in made if degree in (None, degree_of(t)))
+    return of_one_degree(problem, ask, templates)
 
 
 def _of_node(
     problem: PlanningProblem, ask: ModelDemand, node: NodeType, role: Role, book: RateCache
 ) -> Iterable[Template]:
-    for tp, ep in layouts_on(ask.model, node, role):
+    for tp, ep in layouts_on(ask.model, node, role, problem.engine):
         layout = single(node.name, tp, ask.model.layer_count, ep)
         copies = node.gpus // tp
         rated = book.replica(problem, ask, layout, role).times(copies)
@@ -50,12 +55,13 @@ def _of_node(
             )
 
 
-def layouts_on(model: Model, node: NodeType, role: Role) -> Iterable[tuple[int, Ep]]:
+def layouts_on(model: Model, node: NodeType, role: Role, engine: EngineKind) -> Iterable[tuple[int, Ep]]:
     """GPUs of a replica, and how its experts lie."""
     mixture = any(isinstance(layer.ffn, MoeFfn) for layer in model.layers)
     choices: tuple[Ep, ...] = ("none",) if not mixture else ("none", "tp", "dp")
-    for tp in (degree for degree in range(1, node.gpus + 1) if node.gpus % degree == 0):
-        for ep in choices:
+    most = min(node.gpus, engine.most_tensor or node.gpus)
+    for tp in (degree for degree in range(1, most + 1) if node.gpus % degree == 0):
+        for ep in (choice for choice in choices if choice in engine.experts):
             if ep == "dp" and role != "decode":
                 continue
             try:

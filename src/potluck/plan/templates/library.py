@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from potluck.core.codec import encode
+from potluck.core.values.engine_abilities import UNLIMITED, EngineKind
 from potluck.core.values.model import Model
 from potluck.core.values.types import NodeType, Slo
 from potluck.perf.operators.calibration import Calibration
@@ -46,17 +47,28 @@ def pipeline_libraries(
     rule: BucketRule | None = None,
     folder: Path | None = None,
     sure: float = 0.5,
+    engine: EngineKind = UNLIMITED,
 ) -> tuple[PipelineLibrary, PipelineLibrary]:
     """(prefill, decode) templates of a model, from disk where they are there.
 
     `folder` is `default_folder()` when left out.
     """
     place = default_folder() if folder is None else folder
-    lengths = (input_tokens, output_tokens)
-    both = cached_stage_rates(
-        model, nodes, slo, *lengths, max_nodes, calibration=calibration, rule=rule, folder=place, sure=sure
+    rates = cached_stage_rates(
+        model,
+        nodes,
+        slo,
+        input_tokens,
+        output_tokens,
+        max_nodes,
+        calibration=calibration,
+        rule=rule,
+        folder=place,
+        sure=sure,
+        most_tp=engine.most_tensor,
     )
-    prefill, decode = (cached_library(rates, max_nodes, memory_ratio, folder=place) for rates in both)
+    alone = not engine.shared_stages
+    prefill, decode = (cached_library(r, max_nodes, memory_ratio, alone=alone, folder=place) for r in rates)
     return prefill, decode
 
 
@@ -72,16 +84,17 @@ def cached_stage_rates(
     rule: BucketRule | None = None,
     folder: Path | None,
     sure: float = 0.5,
+    most_tp: int | None = None,
 ) -> tuple[StageRates, StageRates]:
     """`stage_rates`, from disk where they are there."""
-    given = dumps(encode((slo, input_tokens, output_tokens, max_stages, rule, sure))).encode()
+    given = dumps(encode((slo, input_tokens, output_tokens, max_stages, rule, sure, most_tp))).encode()
     fitted = b"" if calibration is None else dumps(encode(calibration)).encode()
     code = b"".join(map(sources, CODE))
     key = name_of(b"stage rates", _text(model, tuple(nodes)), given, fitted, code)
     shape = (max_stages, len(nodes), model.layer_count)
     stored = load(folder, key)
     if stored is not None and _are_rates(stored, shape):
-        tps = tuple(largest_tp(model, node) for node in nodes)
+        tps = tuple(largest_tp(model, node, most_tp) for node in nodes)
         trusted = tuple(ORDER[int(i)] for i in stored["confidences"])
         shared = (model, tuple(nodes), tps, trusted)
         return (
@@ -90,7 +103,15 @@ def cached_stage_rates(
         )
     lengths = (input_tokens, output_tokens)
     made = stage_rates(
-        model, nodes, slo, *lengths, max_stages=max_stages, calibration=calibration, rule=rule, sure=sure
+        model,
+        nodes,
+        slo,
+        *lengths,
+        max_stages=max_stages,
+        calibration=calibration,
+        rule=rule,
+        sure=sure,
+        most_tp=most_tp,
     )
     order = np.array([ORDER.index(confidence) for confidence in made[0].confidences], np.int64)
     save(folder, key, {"prefill": made[0].units, "decode": made[1].units, "confidences": order})
@@ -108,10 +129,11 @@ def cached_library(
     memory_ratio: float = MEMORY_RATIO,
     *,
     prune: bool = True,
+    alone: bool = False,
     folder: Path | None,
 ) -> PipelineLibrary:
     """`pipeline_library`, from disk where it is there."""
-    key = library_key(rates, max_nodes, memory_ratio, prune=prune)
+    key = library_key(rates, max_nodes, memory_ratio, prune=prune, alone=alone)
     stored = load(folder, key)
     if stored is not None and _is_library(stored, multisets(len(rates.nodes), max_nodes).count):
         return PipelineLibrary(
@@ -123,15 +145,17 @@ def cached_library(
             stored["stages"],
             int(stored["valid"][0]),
         )
-    made = pipeline_library(rates, max_nodes=max_nodes, memory_ratio=memory_ratio, prune=prune)
+    made = pipeline_library(rates, max_nodes=max_nodes, memory_ratio=memory_ratio, prune=prune, alone=alone)
     valid = np.array([made.valid], np.int64)
     save(folder, key, {"ids": made.ids, "units": made.units, "stages": made.stages, "valid": valid})
     return made
 
 
-def library_key(rates: StageRates, max_nodes: int, memory_ratio: float, *, prune: bool) -> str:
+def library_key(
+    rates: StageRates, max_nodes: int, memory_ratio: float, *, prune: bool, alone: bool = False
+) -> str:
     node_bytes, most_bytes = memory_limit(rates, memory_ratio)
-    numbers = np.array([*rates.units.shape, max_nodes, most_bytes, int(prune)], np.int64)
+    numbers = np.array([*rates.units.shape, max_nodes, most_bytes, int(prune), int(alone)], np.int64)
     search = sources(CODE[-1])
     return name_of(b"library", numbers.tobytes(), rates.units.tobytes(), node_bytes.tobytes(), search)
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from potluck.core.values.engine_abilities import limit_of_hand_over
 from potluck.core.values.plan import BucketCapacity, NodeCount, PlannedReplica, Template
 from potluck.core.values.types import Codec, NodeType
 from potluck.perf.memory import kv_bytes
@@ -41,10 +42,16 @@ def pairs(
 ) -> list[Template]:
     """One low-end and one high-end node, for every two unlike GPU types that can take their parts."""
     low = {t.nodes[0].node: t for t in single if t.replicas[0].role == "prefill" and t.model == ask.name}
-    high = {t.nodes[0].node: t for t in single if t.replicas[0].role == "mixed" and t.model == ask.name}
+    high = [t for t in single if t.replicas[0].role == "mixed" and t.model == ask.name]
     templates = []
     for weak, first in low.items():
-        for strong, second in high.items():
+        giver = first.replicas[0].layout
+        takers = {
+            t.nodes[0].node: t
+            for t in high
+            if not limit_of_hand_over(giver, t.replicas[0].layout, ask.model, problem.engine)
+        }
+        for strong, second in takers.items():
             if not _weaker(problem.node(weak), problem.node(strong)):
                 continue
             template = _pair(problem, ask, first, second, book)

@@ -200,10 +200,11 @@ def pipeline_library(
     max_nodes: int = MAX_NODES,
     memory_ratio: float = MEMORY_RATIO,
     prune: bool = True,
+    alone: bool = False,
 ) -> PipelineLibrary:
-    """Every template of at most `max_nodes` nodes."""
+    """Every template of at most `max_nodes` nodes; `alone`: each of them a stage of its own."""
     node_bytes, most_bytes = memory_limit(rates, memory_ratio)
-    units, stages = solve(rates.units, node_bytes, most_bytes, max_nodes, prune=prune)
+    units, stages = solve(rates.units, node_bytes, most_bytes, max_nodes, prune=prune, alone=alone)
     ids = np.flatnonzero(stages)
     valid = int(np.count_nonzero(units))
     return PipelineLibrary(rates, max_nodes, memory_ratio, ids, units[ids], stages[ids], valid)
@@ -219,11 +220,12 @@ def memory_limit(rates: StageRates, memory_ratio: float) -> tuple[Ints, int]:
 
 
 def solve(
-    rates: Ints, node_bytes: Ints, most_bytes: int, max_nodes: int, *, prune: bool
+    rates: Ints, node_bytes: Ints, most_bytes: int, max_nodes: int, *, prune: bool, alone: bool = False
 ) -> tuple[Ints, Bytes]:
     """(T*, S) of every multiset by id, 0 where it cannot serve or has more than `most_bytes`.
 
-    With `prune`, (W, S), and S = 0 also where a split is as good. `rates` is (S_max, G, L).
+    With `prune`, (W, S), and S = 0 also where a split is as good; `alone`, which needs it, lets no two nodes share a
+    stage. `rates` is (S_max, G, L).
     """
     from potluck.plan.templates import pipeline_kernel as kernel  # numba is slow to load
 
@@ -253,6 +255,7 @@ def solve(
         bases=bases,
         widths=widths,
         tabulated=tabulated,
+        alone=alone,
     )
     scratch = kernel.scratch(max_nodes, layers)
     holds = np.zeros(int(bases[-1]), np.uint8)

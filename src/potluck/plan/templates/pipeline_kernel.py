@@ -45,6 +45,8 @@ class PipelineTables(NamedTuple):
     widths: Ints
     tabulated: Ints
     """By S: where h_S starts, how many multisets it is for, and up to how many nodes those have."""
+    alone: bool
+    """Whether each node is a stage of its own: of all partitions only that into single nodes counts."""
 
 
 class PipelineScratch(NamedTuple):
@@ -156,7 +158,7 @@ def solve_all(
             if alone > value:
                 value, count = alone, 1
             level = _level(t, value + 1)
-            for s in range(2, min(size, t.rates.shape[0], layers) + 1):
+            for s in range(max(2, size) if t.alone else 2, min(size, t.rates.shape[0], layers) + 1):
                 if not _may_beat(t, c, holds, rests, size, s, level, value + 1):
                     continue
                 best_partition = _best_partition(t, c, holds, size, s, level, value)

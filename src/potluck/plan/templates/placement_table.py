@@ -13,6 +13,7 @@ Single nodes are left to `homogeneous`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import BucketCapacity, NodeCount, PlannedReplica, Template
-from potluck.core.values.types import Role
+from potluck.core.values.types import NodeType, Role
 from potluck.perf.throughput import RequestLengths, together
 from potluck.perf.timers.pipeline_timer import PipelineTimer, layout_requests
 from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
@@ -38,7 +39,7 @@ from potluck.plan.timing.replica_rates import (
     useful,
     wait_factor,
 )
-from potluck.plan.timing.stage_rates import BucketRule, Integers
+from potluck.plan.timing.stage_rates import BucketRule, Integers, largest_tp
 
 
 def aggregated(
@@ -229,13 +230,17 @@ def shelf_of(
     folder: Path | None = None,
     timed: Timed | None = None,
     books: RateCaches | None = None,
+    degree: int | None = None,
 ) -> PlacementTable:
-    """Every pipeline of several nodes for every bucket that something is asked of."""
+    """Every pipeline of several nodes for every bucket that something is asked of; of one `degree`, or of all."""
     result: list[PipelineLibrary] = []
     parts: list[tuple[NDArray[np.integer], ...]] = []
     rates: list[Floats] = []
-    for demand, library in _all(problem, ask, max_nodes, folder):
-        several = np.flatnonzero(library.counts.sum(axis=1) > 1)
+    places = {node.name: place for place, node in enumerate(problem.nodes)}
+    for demand, library in _all(problem, ask, max_nodes, folder, degree):
+        counts = np.zeros((len(library), len(problem.nodes)), np.int64)
+        counts[:, [places[node.name] for node in library.rates.nodes]] = library.counts
+        several = np.flatnonzero(counts.sum(axis=1) > 1)
         prefill = library.rates.phase == "prefill"
         tokens = demand_tokens(library)
         rows = np.ones(len(several), np.int64)
@@ -246,18 +251,15 @@ def shelf_of(
                 rows * len(result),
                 several,
                 library.stages[several].astype(np.int64),
-                library.counts[several],
+                counts[several],
             )
         )
         rates.append(library.tokens_per_s[several] / tokens)
         result.append(library)
-    kinds = len(problem.offered)
-    empty = (*(np.zeros(0, np.int64) for _ in range(5)), np.zeros((0, kinds), np.int64))
+    empty = (*(np.zeros(0, np.int64) for _ in range(5)), np.zeros((0, len(places)), np.int64))
     columns = [np.concatenate(item) for item in zip(empty, *parts, strict=True)]
     per_s = np.concatenate([np.zeros(0), *rates])
-    phase, bucket, library_of, index, stages, offered = columns
-    uses = np.zeros((len(offered), len(problem.nodes)), np.int64)
-    uses[:, [problem.nodes.index(node) for node in problem.offered]] = offered
+    phase, bucket, library_of, index, stages, uses = columns
     open_ = np.ones(len(per_s), bool)
     known: Timed = {} if timed is None else timed
     book = (RateCaches(None) if books is None else books).of(problem, ask)
@@ -273,19 +275,38 @@ def demand_tokens(library: PipelineLibrary) -> int:
 
 
 def _all(
-    problem: PlanningProblem, ask: ModelDemand, max_nodes: int, folder: Path | None
+    problem: PlanningProblem, ask: ModelDemand, max_nodes: int, folder: Path | None, degree: int | None
 ) -> Iterator[tuple[int, PipelineLibrary]]:
+    kinds = stage_kinds(problem, ask, degree)
     for demand in [
         bucket_demand for bucket_demand in ask.demands if bucket_demand.rate_per_s > 0
     ] or ask.demands[:1]:
-        for library in libraries(problem, ask, demand, max_nodes, folder):
-            yield demand.bucket, library
+        for nodes in kinds:
+            for library in libraries(problem, ask, demand, nodes, max_nodes, folder):
+                yield demand.bucket, library
+
+
+def stage_kinds(
+    problem: PlanningProblem, ask: ModelDemand, degree: int | None = None
+) -> list[tuple[NodeType, ...]]:
+    """Node types that may be stages of one pipeline: all of them, or by their tensor-parallel degree."""
+    engine = problem.engine
+    if not engine.pipelines:
+        return []
+    sharded = [(largest_tp(ask.model, node, engine.most_tensor), node) for node in problem.offered]
+    # A node of several groups shares a stage with itself.
+    usable = [item for item in sharded if engine.shared_stages or item[0] == item[1].gpus]
+    usable = [item for item in usable if degree in (None, item[0])]
+    if engine.unlike_degrees:
+        return [tuple(node for _, node in usable)] if usable else []
+    return [tuple(node for tp, node in usable if tp == one) for one in sorted({tp for tp, _ in usable})]
 
 
 def libraries(
     problem: PlanningProblem,
     ask: ModelDemand,
     demand: BucketDemand,
+    nodes: tuple[NodeType, ...],
     max_nodes: int = MAX_NODES,
     folder: Path | None = None,
 ) -> tuple[PipelineLibrary, ...]:
@@ -299,13 +320,18 @@ def libraries(
         problem.headroom,
         ask.slo.attainment,
     )
-    given = (ask.model, problem.offered, ask.slo, demand.new_tokens, demand.output_tokens)
+    given = (ask.model, nodes, ask.slo, demand.new_tokens, demand.output_tokens)
     try:
         return tuple(
             library
             for uneven in UNEVEN
             for library in pipeline_libraries(
-                *given, max_nodes=max_nodes, rule=replace(rule, uneven=uneven), folder=folder, sure=ask.sure
+                *given,
+                max_nodes=max_nodes,
+                rule=replace(rule, uneven=uneven),
+                folder=folder,
+                sure=ask.sure,
+                engine=problem.engine,
             )
         )
     except InputError:
@@ -319,7 +345,10 @@ def timed_template(
     rated = book.replica(problem, ask, layout, phase)
     if not useful(rated.capacity):
         return None
-    nodes = tuple(NodeCount(name, count) for name, count in sorted(layout.node_counts.items()))
+    gpus: Counter[str] = Counter()
+    for member in (node for stage in layout.stages for node in stage.nodes):
+        gpus[member.node] += member.tp  # a node of several groups is in its stage several times
+    nodes = tuple(NodeCount(name, -(-gpus[name] // problem.node(name).gpus)) for name in sorted(gpus))
     listed = " + ".join(f"{node_count.count} {node_count.node}" for node_count in nodes)
     return Template(
         name=f"{ask.name}: {phase} pipeline {listed}",

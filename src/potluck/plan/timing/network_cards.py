@@ -73,9 +73,13 @@ def _layout_bits_per_s(layout: Layout, nodes: Mapping[str, NodeType]) -> tuple[f
     """(one request's KV, all requests') of a replica: each stage sends its own layers, a request's over one node."""
     one = total = float("inf")
     for stage in layout.stages:
-        cards = [card_bits_per_s(nodes[node.node]) for node in stage.nodes]
+        gpus: dict[str, int] = {}
+        for member in stage.nodes:  # groups of one node share its card
+            gpus[member.node] = gpus.get(member.node, 0) + member.tp
+        cards = {name: card_bits_per_s(nodes[name]) for name in gpus}
+        together = sum(ceil(count / nodes[name].gpus) * cards[name] for name, count in gpus.items())
         share = layout.layer_count / stage.layers
-        one, total = min(one, share * min(cards)), min(total, share * sum(cards))
+        one, total = min(one, share * min(cards.values())), min(total, share * together)
     return one, total
 
 

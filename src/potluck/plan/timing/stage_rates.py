@@ -126,13 +126,14 @@ def stage_rates(
     calibration: Calibration | None = None,
     rule: BucketRule | None = None,
     sure: float = 0.5,
+    most_tp: int | None = None,
 ) -> tuple[StageRates, StageRates]:
     """(prefill under `slo.ttft_s`, decode under `slo.tpot_s`) for requests of these mean lengths.
 
     Without a `rule`, by CORAL's.
     """
     _check(model, nodes, input_tokens, output_tokens, max_stages)
-    tps = tuple(largest_tp(model, node) for node in nodes)
+    tps = tuple(largest_tp(model, node, most_tp) for node in nodes)
     cached = 0 if rule is None else rule.cached_tokens
     shares = {
         tp: _share(model, nodes[tps.index(tp)], tp, cached + input_tokens, output_tokens) for tp in set(tps)
@@ -214,9 +215,10 @@ def _phase(timer: RooflineTimer, batch: StepBatch) -> _Phase:
     return _Phase(timer.step_s(batch), layers_s, wire_s)
 
 
-def largest_tp(model: Model, node: NodeType) -> int:
-    """The largest tensor-parallel degree that divides the node's GPUs and that the model can have."""
-    for tp in (degree for degree in range(node.gpus, 1, -1) if node.gpus % degree == 0):
+def largest_tp(model: Model, node: NodeType, most_tp: int | None = None) -> int:
+    """The largest tensor-parallel degree that divides the node's GPUs and that model and engine can have."""
+    most = min(node.gpus, most_tp or node.gpus)
+    for tp in (degree for degree in range(most, 1, -1) if node.gpus % degree == 0):
         try:
             check_tp(model, node, tp)
         except InputError:

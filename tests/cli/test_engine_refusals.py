@@ -1,0 +1,122 @@
+"""What one command refuses for the engine of a spec all refuse, with the same line; what one accepts all accept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cli_services import chat_spec, said
+from live_plans import COMBO, WHOLE, write_plans
+
+from potluck.cli.main import run
+from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.values.plan import plan_from_json, plan_to_json
+
+SHARED = Layout((Stage(20, (StageNode("1xA10", 1),)), Stage(12, (StageNode("1xA10", 1),) * 2)))
+UNLIKE = Layout((Stage(20, (StageNode("1xA10", 1),)), Stage(12, (StageNode("2xA10", 2),))))
+PIPELINE = Layout((Stage(20, (StageNode("1xA10", 1),)), Stage(12, (StageNode("1xA10", 1),))))
+
+
+def laid_out(folder: Path, layout: Layout, engine: str) -> tuple[Path, Path]:
+    """A plan of one replica that is cut so, for a spec with this engine."""
+    plan_path, spec_path = write_plans(folder, WHOLE)
+    plan = plan_from_json(plan_path.read_text())
+    (unit,) = plan.templates
+    replicas = tuple(replace(replica, layout=layout) for replica in unit.replicas)
+    counts = tuple(replace(unit.nodes[0], node=node, count=n) for node, n in layout.node_counts.items())
+    whole = replace(plan, templates=(replace(unit, replicas=replicas, nodes=counts),))
+    plan_path.write_text(plan_to_json(whole))
+    more = "near, nodes: [{node: 2xA10, available: 9, price_usd_per_h: 2.0}, "
+    spec_path.write_text(f"engine: {engine}\n{spec_path.read_text().replace('near, nodes: [', more)}")
+    return plan_path, spec_path
+
+
+def commands(plan: Path, spec: Path, folder: Path) -> list[list[str]]:
+    both = [str(plan), str(spec)]
+    return [
+        ["simulate", *both],
+        ["goodput", *both],
+        ["up", *both, "--state", str(folder / "state")],
+        ["up", *both, "--state", str(folder / "state"), "--engine", "mock"],
+        ["export", "commands", *both, "--out", str(folder / "out")],
+        ["export", "kubernetes", *both, "--out", str(folder / "out")],
+        ["replan", *both, "--rate", "live=2x"],
+        ["serve", *both, "--engines", str(folder / "none.yaml")],
+        ["plan", str(spec), "--running", str(plan)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "engine", "line"),
+    [
+        (
+            SHARED,
+            "vllm",
+            "unit0: needs pipelines with several nodes in a stage, which vLLM does not do; plan again, with "
+            "`engine: embedded` or `limits: {max_stages: 1}`",
+        ),
+        (
+            UNLIKE,
+            "vllm",
+            "unit0: needs pipelines with unlike tensor-parallel degrees, which vLLM does not do; plan again, with "
+            "`limits: {max_stages: 1}`",
+        ),
+        (UNLIKE, "embedded", "unit0: needs tensor parallelism, which the embedded engine does not do"),
+        (PIPELINE, "openai", "unit0: needs pipelines, which a server of OpenAI's API does not do"),
+    ],
+)
+def test_all_commands_refuse_with_one_line(
+    layout: Layout, engine: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, spec = laid_out(tmp_path, layout, engine)
+    lines = {said(capsys, *words, rc=2) for words in commands(plan, spec, tmp_path)}
+    (shown,) = lines
+    assert line in shown
+    assert str(plan) in shown
+
+
+def test_a_hand_over_is_beyond_whole_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, spec = write_plans(tmp_path, COMBO)
+    spec.write_text(f"engine: openai\n{spec.read_text()}")
+    shown = said(capsys, "simulate", plan, spec, rc=2)
+    assert "needs KV handed over between replicas, which a server of OpenAI's API does not do" in shown
+    assert "plan again, with `engine: vllm` or `engine: embedded`" in shown
+
+
+def test_simulating_and_exporting_accept_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, spec = laid_out(tmp_path, SHARED, "embedded")
+    said(capsys, "simulate", plan, spec, "--requests", 20)
+    said(capsys, "export", "commands", plan, spec, "--out", tmp_path / "out")
+
+
+def test_a_model_that_the_engine_does_not_run_is_told_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "potluck.yaml"
+    node = "1xH100, available: 2, price_usd_per_h: 3"
+    text = chat_spec("ttft_ms: 2000, tpot_ms: 80", "rate_per_s: 1, input: 100, output: 20", node)
+    spec.write_text(f"engine: embedded\n{text.replace('Llama-3.1-8B', 'Kimi-Linear-48B-A3B')}")
+    shown = said(capsys, "check", spec, rc=2)
+    assert f"{spec}:3: models[0].model: needs linear attention of kind kda" in shown
+    assert "which the embedded engine does not do; `engine: vllm` or `engine: openai` does" in shown
+
+
+def test_emulated_engines_stand_in_for_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two A10 as one replica, through the gateway, each step at a pipeline's pace."""
+    plan, spec = laid_out(tmp_path, PIPELINE, "vllm")
+    words = [
+        "up",
+        str(plan),
+        str(spec),
+        "--state",
+        str(tmp_path / "state"),
+        "--averages",
+        "--check",
+        "--json",
+    ]
+    assert run([*words, "--port", "0", "--within", "120"]) == 0, capsys.readouterr().err
+    body = json.loads(capsys.readouterr().out)
+    assert [answer["model"] for answer in body["answers"]] == ["live"]
+    assert body["answers"][0]["text"]
