@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "potluck"
 
 PART_LINES = {
-    "core": 12_000,
-    "plan": 12_000,
+    "core": 12_250,
+    "plan": 12_200,
     "gateway": 10_500,
     "engine": 11_000,
     "cli": 8_550,

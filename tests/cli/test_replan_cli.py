@@ -102,6 +102,7 @@ def test_a_file_that_is_no_plan(files: tuple[str, str], capsys: pytest.CaptureFi
 
 
 CHANCE = """\
+engine: embedded
 models:
 - model: Llama-3.1-8B
   name: chat

@@ -323,7 +323,10 @@ def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, words: tuple[str, ...],
     ("engine", "line"),
     [
         ("embedded", "combo: needs tensor parallelism, which the embedded engine does not do"),
-        ("openai", "combo: needs KV handed over between replicas, which a server of OpenAI's API does not do"),
+        (
+            "openai",
+            "combo: needs KV handed over between replicas, which a server of OpenAI's API does not do",
+        ),
     ],
 )
 def test_a_plan_that_the_engine_cannot_run_is_refused(tmp_path: Path, engine: str, line: str) -> None:

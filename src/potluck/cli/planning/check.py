@@ -128,7 +128,8 @@ def show(spec: Spec, file: str) -> None:
     for model in spec.models:
         for words in model.terms.asked.values():
             click.echo(f"asked of {model.name}: {words}")
-    click.echo(f"engine: {spec.engine}")
+    if spec.engine != "vllm":
+        click.echo(f"engine: {spec.engine}")
     if spec.budget_usd_per_h is not None:
         click.echo(f"budget: {usd(spec.budget_usd_per_h)} per hour")
     for note in spec.notes:

@@ -129,8 +129,7 @@ def plan(
         notes = (*lossy_notices(result), *notes)
         saves.text("--out", out, lambda: plan_to_json(result))
         progress_bar("asking what else there was")
-        reasons = explain(factory, outcome, planner, settings) if explained else None
-        reasons = None if reasons is None else replace(reasons, engine=cost)
+        reasons = replace(explain(factory, outcome, planner, settings), engine=cost) if explained else None
         saves.text("--html", page, lambda: plan_html(factory.problem, outcome.plan, reasons))
     if as_json:
         body = _as_json(factory.problem, outcome, reasons, spec.policy.standby)
