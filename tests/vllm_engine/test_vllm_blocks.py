@@ -149,9 +149,10 @@ def specs(**kinds: dict[str, object]) -> SimpleNamespace:
 def test_what_cannot_be_handed_over_is_named_when_vllm_starts() -> None:
     window: dict[str, object] = {"sliding_window": 8}
     assert not check_caches(specs(FullAttentionSpec={}), "auto")
-    assert check_caches(specs(FullAttentionSpec={}, SlidingWindowSpec=window), "bfloat16")
+    assert check_caches(specs(FullAttentionSpec={}, SlidingWindowSpec=window), "bfloat16") == {"window"}
+    assert check_caches(specs(FullAttentionSpec={}, MambaSpec={}), "auto") == {"state"}
     assert not check_caches(specs(FullAttentionSpec=window), "fp8_e5m2")
     with pytest.raises(InputError, match="kv-cache-dtype: nvfp4 cannot"):
         check_caches(specs(FullAttentionSpec={}), "nvfp4")
-    with pytest.raises(InputError, match="has caches of ChunkedLocalAttentionSpec, MambaSpec; only"):
+    with pytest.raises(InputError, match="has caches of ChunkedLocalAttentionSpec; only"):
         check_caches(specs(FullAttentionSpec={}, MambaSpec={}, ChunkedLocalAttentionSpec={}), "auto")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from test_vllm_giving_and_taking import QUICK, until
 
+from potluck.core.errors import InputError
 from potluck.kv.codec_layout import ITEM_BYTES, sizes
 from potluck.kv.handles import new_handle, new_session
 from potluck.kv.kv_layout import KvAddress, KvLayout, heads_of
@@ -24,7 +25,16 @@ from potluck.kv.peer_connections import PeerConnections
 from potluck.vllm.receive_worker import ReceiveWorker
 from potluck.vllm.send_worker import SendWorker
 from potluck.vllm.transfer_scheduler import FetchOrder, PlaceBlocks, ReadBlocks, SendOffer
-from potluck.vllm.vllm_blocks import ONE, TORCH, ModelShard, PlainBlocks, Scales, VllmLayer
+from potluck.vllm.vllm_blocks import (
+    LAST,
+    ONE,
+    TORCH,
+    ModelShard,
+    PlainBlocks,
+    Scales,
+    StateBlocks,
+    VllmLayer,
+)
 
 LAYERS, HEADS, WIDTH, TOKENS = 4, 2, 8, 70
 CUTS = {
@@ -293,6 +303,97 @@ def test_codecs_between_unlike_cuts(made: list[Workers], codec: str, dtype: str)
     giver = Kept(CUTS["tp1"], dtype=dtype)
     _, receiver = handed(made, giver, Kept(CUTS["tp4"], dtype="bfloat16"), codec)
     assert receiver.moved_bytes() < reckoned_bytes("bfloat16")
+
+
+def states(workers: int) -> list[VllmLayer]:
+    """A convolution's latest inputs and a memory, in unlike formats, as each worker has its own."""
+    made = []
+    for rank in range(workers):
+        torch.manual_seed(rank)
+        conv, memory = torch.randn(40, 3, 6).to(torch.bfloat16), torch.randn(40, 2, 5, 4)
+        made.append(VllmLayer(StateBlocks([conv, memory]), group=1, window=LAST))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("giver", "taker"), [("tp1", "tp1pp2"), ("tp2", "tp2pp2"), ("tp2pp2", "tp2"), ("tp4", "tp4pp4")]
+)
+def test_recurrent_states_cross_between_equal_degrees_whatever_the_stages(
+    made: list[Workers], giver: str, taker: str
+) -> None:
+    sender, receiver = Workers(Kept(CUTS[giver])), Workers(Kept(CUTS[taker], 16))
+    made += [sender, receiver]
+    tensor = sender.kept.layout.tensor
+    for workers, table in ((sender, (7,)), (receiver, (0, 0, 5))):
+        for shard, layers in zip(workers.shards, workers.layers, strict=True):
+            if 2 in layers:
+                layers[2] = states(tensor)[shard.tensor_rank]
+        workers.tables = (*workers.tables, table)
+        workers.shards = [replace(shard, states=True) for shard in workers.shards]
+    for workers in (sender, receiver):  # who looks at its layers when it is made
+        workers.giving = [
+            SendWorker(giving._sender, layers, "m", workers.told.append)
+            for giving, layers in zip(workers.giving, workers.layers, strict=True)
+        ]
+        workers.taking = [
+            ReceiveWorker(
+                PeerConnections((), limits=QUICK), taking._sender, layers, "m", shard, workers.told.append
+            )
+            for taking, layers, shard in zip(workers.taking, workers.layers, workers.shards, strict=True)
+        ]
+    receiver.allow(sender)
+    values, handle = values_of(), new_handle()
+    sender.offer(handle)
+    receiver.ask(sender, handle)
+    for first, upto in ((0, 33), (33, TOKENS)):
+        for giving, layers in zip(sender.giving, sender.layers, strict=True):
+            for number, layer in layers.items():
+                if number != 2:
+                    layer.write(sender.tables, first, sender.part(layer, values[number])[first:upto])
+                giving.read_layer(number, [ReadBlocks("g", sender.tables, upto)])
+    receiver.place()  # a stage that has states alone gets its first bytes when all is computed
+    assert receiver.results() == [({"t"}, set())] * receiver.kept.layout.workers
+    for shard, layers in zip(receiver.shards, receiver.layers, strict=True):
+        for number, layer in layers.items():
+            got = layer.read(receiver.tables, 0, TOKENS)
+            if number == 2:
+                due = states(tensor)[shard.tensor_rank].read(((), (7,)), 0, TOKENS)
+                assert torch.equal(got, due)
+            else:
+                assert torch.equal(got, receiver.part(layer, values[number]))
+
+
+def test_recurrent_states_do_not_cross_between_unlike_degrees() -> None:
+    workers = Workers(Kept(CUTS["tp2"]))
+    for layers in workers.layers:
+        layers[2] = states(1)[0]
+    taking = ReceiveWorker(
+        PeerConnections(()),
+        workers.taking[0]._sender,
+        workers.layers[0],
+        "m",
+        replace(workers.shards[0], states=True),
+        print,
+    )
+    with pytest.raises(InputError, match="between equal tensor parallelism alone"):
+        taking.sources("127.0.0.1:1")
+    assert [source.rank for _, source in taking.sources("127.0.0.1:1?tensor=2")] == [0]
+    with ThreadPoolExecutor(8) as threads:
+        workers.close(threads)
+
+
+def test_a_state_is_found_in_whichever_way_vllm_keeps_it() -> None:
+    state = torch.arange(10.0).view(10, 1)
+    for kept, ahead, table, tokens, due in (
+        ("none", 0, (4,), 70, 4),
+        ("none", 2, (4, 5, 6), 70, 4),
+        ("align", 0, (0, 0, 6), 70, 6),
+        ("all", 0, (3, 4, 5, 6), 33, 5),
+    ):
+        blocks = StateBlocks([state], kept, 16, ahead)
+        assert blocks.read(table, 0, tokens).view(torch.float32).item() == due
+    with pytest.raises(InputError, match="no state after 70"):
+        StateBlocks([state], "align").read((4, 0), 0, 70)
 
 
 def test_what_one_sender_fails_no_worker_of_the_receiver_uses(made: list[Workers]) -> None:

@@ -21,6 +21,7 @@ import pytest
 from potluck.core.replica.blocks import block_hashes
 from potluck.core.routing.prefix_index import PrefixIndex
 from potluck.gateway.registry.engine_client import read_cache
+from potluck.kv.kv_layout import KvAddress, KvLayout
 
 SOURCE = Path(__file__).parents[2] / "src"
 needs_vllm = pytest.mark.skipif(
@@ -156,6 +157,7 @@ class Instance:
         more: Sequence[str] = (),
         shared_memory: bool = True,
         tls: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._tls = list(tls)
         self.port, self.kv_port, self._log, self._python = free_port(), free_port(), log, python
@@ -164,10 +166,10 @@ class Instance:
         if connector:
             command += self._connected()
         path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
-        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path}
+        variables = os.environ | ENVIRONMENT | {"PYTHONPATH": path} | dict(environment or {})
         with log.open("wb") as out:
             self._process = subprocess.Popen(
-                command, stdout=out, stderr=out, env=environment, start_new_session=True
+                command, stdout=out, stderr=out, env=variables, start_new_session=True
             )
 
     def _command(self, model: Path, block_tokens: int) -> list[str]:
@@ -261,6 +263,36 @@ class Instance:
     def blocks_free(self) -> bool:
         running = self.metric("vllm:num_requests_running") + self.metric("vllm:num_requests_waiting")
         return running == 0 and self.metric("vllm:kv_cache_usage_perc") == 0
+
+
+STAGED = ("--no-enforce-eager", "--compilation-config", '{"mode": 2, "backend": "eager"}')
+"""Without any compilation vLLM's CPU worker makes no room for what comes from the stage before."""
+
+
+class CutInstance(Instance):
+    """vLLM with its layers and heads on several workers."""
+
+    def __init__(
+        self, model: Path, log: Path, layout: KvLayout, *, block_tokens: int = 32, more: Sequence[str] = ()
+    ) -> None:
+        self.layout = layout
+        sizes = ["--tensor-parallel-size", str(layout.tensor)]
+        sizes += ["--pipeline-parallel-size", str(max(1, len(layout.stages)))]
+        super().__init__(
+            model,
+            log,
+            block_tokens=block_tokens,
+            more=["--distributed-executor-backend", "mp", *sizes, *more, *(STAGED if layout.stages else ())],
+            environment={"VLLM_PP_LAYER_PARTITION": ",".join(map(str, layout.stages))}
+            if layout.stages
+            else {},
+        )
+
+    @property
+    def kv(self) -> str:
+        stages = range(max(1, len(self.layout.stages)))
+        ports = [self.kv_port + stage * self.layout.tensor for stage in stages]
+        return str(KvAddress(tuple(("127.0.0.1", port) for port in ports), self.layout))
 
 
 class Adapter(Instance):

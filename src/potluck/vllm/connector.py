@@ -133,7 +133,7 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("%s", warning)
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             raise InputError("kv_load_failure_policy", 'must be "recompute": what does not come is computed')
-        windows = check_caches(kv_cache_config, str(vllm_config.cache_config.cache_dtype))
+        keeps = check_caches(kv_cache_config, str(vllm_config.cache_config.cache_dtype))
         self._extra = extra
         self._layers: dict[int, VllmLayer] = {}
         self._reads: list[ReadBlocks] = []
@@ -143,8 +143,11 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
         self._receiving: ReceiveWorker | None = None
         parallel = vllm_config.parallel_config
         self._workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self._channel = AdapterChannel(None)
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = TransferScheduler(self._workers, windows=windows)
+            self._scheduler = TransferScheduler(
+                self._workers, windows="window" in keeps, states="state" in keeps
+            )
             self._stepped_s = 0.0
             self._channel = AdapterChannel(extra.get("channel"))
             self._group = full_group(kv_cache_config)
@@ -283,6 +286,10 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
         for key in orders.cancels:
             taking.cancel(key)
 
+    def has_connector_metadata(self) -> bool:
+        """Asked before each layer, which is then read: in most steps none is."""
+        return bool(self._reads)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         taking, orders = self._receiving, self._get_connector_metadata().orders
         if orders is not None and taking is not None:
@@ -359,7 +366,8 @@ def _shard(config: Any) -> ModelShard:
     bounds = [get_pp_indices(layers, place, stage.world_size) for place in range(stage.world_size)]
     heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     stages = tuple(stop - first for first, stop in bounds)
-    return ModelShard(tensor.rank_in_group, tensor.world_size, stage.rank_in_group, stages, heads)
+    states = bool(model.is_hybrid or model.has_inner_state)
+    return ModelShard(tensor.rank_in_group, tensor.world_size, stage.rank_in_group, stages, heads, states)
 
 
 def _hide(request: Any) -> None:

@@ -16,7 +16,7 @@ from hashlib import sha256
 import numpy as np
 import torch
 
-from potluck.core.errors import FormatError, PotluckError
+from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.kv.assembly import MissingParts
 from potluck.kv.chunks import KvChunk, KvManifest, TransferError
 from potluck.kv.codec_layout import ITEM_BYTES
@@ -120,7 +120,7 @@ class IncomingKv:
         pieces = MissingParts(
             {
                 (number, layer.shape.part): (
-                    layer.first(about.start, about.stop, whole=taking.whole_windows),
+                    layer.first(about.start, about.stop, whole=layer.keeps_all),
                     about.stop,
                 )
                 for number, layer in taking.layers.items()
@@ -223,7 +223,7 @@ class ReceiveWorker:
         self.whole_windows = any(layer.keeps_all for layer in layers.values())
         self._sender, self._told = sender, told
         plain = all(layer.scales == ONE for layer in layers.values())
-        dtypes = {layer.shape.dtype for layer in layers.values()}
+        dtypes = {layer.shape.dtype for layer in layers.values() if layer.shape.part != "memory"}
         self._dtype = dtypes.pop() if plain and len(dtypes) == 1 else ""
         self._lock = threading.Lock()
         self._incoming: dict[str, IncomingKv] = {}
@@ -250,19 +250,25 @@ class ReceiveWorker:
 
     def sources(self, kv: str) -> list[tuple[Address, KvSourceWorker]]:
         address, shard = kv_address(kv), self.shard
-        result = []
-        for source in sources(address.layout, shard.layout, shard.rank, shard.heads):
+        result, heads = [], shard.heads
+        if shard.states:
+            # They are cut in ways of their own: each worker has those of the same rank, and its heads.
+            if address.layout.tensor != shard.tensor_size:
+                raise InputError("hand-over", "recurrent states cross between equal tensor parallelism alone")
+            heads = shard.tensor_size
+        for source in sources(address.layout, shard.layout, shard.rank, heads):
             at = (
                 self._sibling(source.rank % shard.tensor_size) if source.copy else address.worker(source.rank)
             )
-            cut = replace(source.cut, dtype=self._dtype, whole_windows=self.whole_windows)
+            spans = (0, 0) if shard.states else source.cut.heads
+            cut = replace(source.cut, heads=spans, dtype=self._dtype, whole_windows=self.whole_windows)
             result.append((at, source if source.copy else replace(source, cut=cut)))
         return result
 
     def relay(self, ask: FetchOrder) -> CopyRelay | None:
         """For the first of the workers that hold the same heads."""
         copies = copies_of(self.shard.heads, self.shard.tensor_size)
-        if copies == 1 or self.shard.tensor_rank % copies:
+        if copies == 1 or self.shard.states or self.shard.tensor_rank % copies:
             return None
         ranks = range(self.shard.rank + 1, self.shard.rank + copies)
         return CopyRelay(self._sender, ask, self.fingerprint, ranks)

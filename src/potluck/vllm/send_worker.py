@@ -18,7 +18,7 @@ from torch import Tensor
 
 from potluck.core.errors import InputError, PotluckError
 from potluck.kv.chunks import KvChunk, KvManifest
-from potluck.kv.codec_layout import ITEM_BYTES, Codec
+from potluck.kv.codec_layout import ITEM_BYTES, STATES, Codec
 from potluck.kv.handles import bound_to
 from potluck.kv.kv_codec import packed
 from potluck.kv.kv_layout import KvCut
@@ -175,9 +175,7 @@ class SendWorker:
             departure.offered.wait()
             assert departure.transfer is not None
             cut = departure.transfer.cut
-            if cut.whole_windows and any(
-                layer.window and not layer.keeps_all for layer in self._layers.values()
-            ):
+            if cut.whole_windows and any(layer.windowed for layer in self._layers.values()):
                 raise InputError("hand-over", "is wanted with all of its windows, which are not kept here")
             with self._lock:
                 departure.have = min(have, offer.stop - 1)
@@ -338,7 +336,8 @@ class SendWorker:
 
     def _chunk(self, piece: _Piece, have: int, stop: int, cut: KvCut) -> KvChunk | None:
         values, layer = piece.values.result(COPY_S), self._layers[piece.layer]
-        first = max(piece.first, layer.first(have, stop, whole=cut.whole_windows))
+        whole = cut.whole_windows and layer.keeps_all
+        first = max(piece.first, layer.first(have, stop, whole=whole))
         if first >= piece.stop:
             return None
         values = _as_wanted(values[first - piece.first :], layer, cut.dtype)
@@ -366,7 +365,7 @@ def _as_wanted(values: Tensor, layer: VllmLayer, dtype: str) -> Tensor:
 
 def _small(chunk: KvChunk, codec: Codec) -> KvChunk:
     """Under a codec. Numbers of 8 bits are small already, unless 4 are wanted."""
-    if ITEM_BYTES[chunk.dtype] > 1 or codec == "raw":
+    if ITEM_BYTES[chunk.dtype] > 1 or codec == "raw" or chunk.part in STATES:
         return packed(chunk, codec)
     if codec == "int8":
         return chunk

@@ -208,9 +208,10 @@ class _LiveTransfer:
 
 
 class TransferScheduler:
-    def __init__(self, workers: int, *, windows: bool = False) -> None:
-        """`windows`: some layers keep no more than the latest tokens."""
-        self._workers, self._windows = workers, windows
+    def __init__(self, workers: int, *, windows: bool = False, states: bool = False) -> None:
+        """`windows`: some layers keep no more than the latest tokens; `states`: some no more than what became of them
+        all."""
+        self._workers, self._windows, self._states = workers, windows or states, states
         self._live: dict[str, _LiveTransfer] = {}
         self._orders = WorkerOrders()
 
@@ -234,8 +235,12 @@ class TransferScheduler:
         if self._windows and moves.take is not None and moves.take.stop == len(prompt):
             # vLLM computes the last token again, whose window begins before what came.
             raise InputError("take.stop", f"must leave a token to compute, at most {len(prompt) - 1}")
-        self._live[request.request_id] = _LiveTransfer(request, moves)
         give = moves.give
+        if self._states and give is not None and give.stop != len(prompt):
+            raise InputError(
+                "give.stop", f"must be the prompt's {len(prompt)} tokens: states are of all of them"
+            )
+        self._live[request.request_id] = _LiveTransfer(request, moves)
         if give is not None:
             self._orders.offers.append(_offer(request.request_id, moves.request, give, prompt))
 

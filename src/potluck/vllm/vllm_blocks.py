@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -116,8 +116,15 @@ class VllmLayer:
         place = 0 if head is None else head - self.head
         self.blocks.write(self._table(tables, first, first + len(values)), first, values, place)
 
+    @property
+    def windowed(self) -> bool:
+        """Whether vLLM keeps some of the latest tokens alone."""
+        return self.window is not None and not self.keeps_all and self.shape.part != "memory"
+
     def _table(self, tables: Tables, first: int, stop: int) -> Table:
         table, size = tables[self.group], self.shape.block_tokens
+        if self.shape.part == "memory":
+            return tuple(table)
         used = table[first // size : -(-stop // size)]
         if len(used) * size < stop - first // size * size or NO_BLOCK in used:
             raise InputError("vLLM", f"holds no blocks for all of the tokens [{first}, {stop})")
@@ -207,6 +214,40 @@ class PackedBlocks:
         self._write(values[:, 0].contiguous(), values[:, 1].contiguous(), cache, at)
 
 
+class StateBlocks:
+    """What a recurrent layer has instead of keys and values: a state of all tokens so far, in several tensors. It
+    crosses as the bytes that it is, as if it were the last token's."""
+
+    def __init__(
+        self, states: Sequence[Tensor], kept: str = "none", block_tokens: int = 1, ahead: int = 0
+    ) -> None:
+        """`kept`: vLLM's mamba_cache_mode; `ahead`: blocks behind the one in use, for tokens that are guessed."""
+        self._states, self._kept, self._block_tokens, self._ahead = states, kept, block_tokens, ahead
+        width = sum(state[0].nbytes for state in states)
+        self.shape, self.device = LayerShape("memory", 1, width, "uint8", 1), states[0].device
+
+    def read(self, table: Table, first: int, stop: int) -> Tensor:
+        at = self._block(table, stop)
+        flat = [state[at].contiguous().view(-1).view(torch.uint8) for state in self._states]
+        return torch.cat(flat).view(self.shape.of(1))
+
+    def write(self, table: Table, first: int, values: Tensor, head: int = 0) -> None:
+        at, flat = self._block(table, first + 1), values.to(self.device).view(-1)
+        for state in self._states:
+            size = state[0].nbytes
+            state[at].copy_(flat[:size].clone().view(state.dtype).view(state.shape[1:]))
+            flat = flat[size:]
+
+    def _block(self, table: Table, tokens: int) -> int:
+        """The block with the state after so many tokens."""
+        place = (tokens - 1) // self._block_tokens if self._kept == "all" else len(table) - 1
+        if self._kept != "all":
+            place -= min(self._ahead, len(table) - 1)
+        if not 0 <= place < len(table) or table[place] == NO_BLOCK:
+            raise InputError("vLLM", f"holds no state after {tokens} tokens")
+        return table[place]
+
+
 def order(cache: Tensor, write: Write, dtype: str = "", scales: Scales = ONE) -> tuple[Tensor, Tensor]:
     """Where a block's keys, and its values, are found, token by token: two lists of places in half a head's block."""
     _, heads, tokens, content = cache.shape
@@ -235,33 +276,36 @@ def format_of(cache: Tensor) -> str:
     return name
 
 
+Keeps = Literal["window", "state"]
 FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 WINDOWED = frozenset({"SlidingWindowSpec"})
+RECURRENT = frozenset({"MambaSpec"})
 EXACT = frozenset({"auto", "float16", "bfloat16", "float32", "half", "float"})
 EIGHT_BITS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """vLLM's names for caches of 8 bits; they lie in memory as bytes."""
 
 
-def check_caches(kv_cache_config: Any, cache_dtype: str) -> bool:
-    """InputError for what cannot be handed over; whether some layers keep no more than a window."""
+def check_caches(kv_cache_config: Any, cache_dtype: str) -> frozenset[Keeps]:
+    """InputError for what cannot be handed over; what some layers keep in place of every token."""
     if cache_dtype not in EXACT and cache_dtype not in EIGHT_BITS:
         raise InputError(
             "--kv-cache-dtype",
             f"{cache_dtype} cannot be handed over; {', '.join(sorted(EXACT | EIGHT_BITS.keys()))} can",
         )
     kinds = {type(spec).__name__ for _, _, spec in _specs(kv_cache_config)}
-    unknown = sorted(kinds - FULL - WINDOWED)
+    unknown = sorted(kinds - FULL - WINDOWED - RECURRENT)
     if unknown:
         raise InputError(
             "model",
-            f"has caches of {', '.join(unknown)}; only models whose layers all have full attention, latents or a "
-            "sliding window can be handed over by this connector",
+            f"has caches of {', '.join(unknown)}; only models whose layers all have full attention, latents, a "
+            "sliding window or a recurrent state can be handed over by this connector",
         )
-    return bool(kinds & WINDOWED)
+    keeps: dict[Keeps, frozenset[str]] = {"window": WINDOWED, "state": RECURRENT}
+    return frozenset(name for name, specs in keeps.items() if kinds & specs)
 
 
 def layers_of(
-    kv_caches: Mapping[str, Tensor], kv_cache_config: Any, config: Any, share: ModelShard
+    kv_caches: Mapping[str, Any], kv_cache_config: Any, config: Any, share: ModelShard
 ) -> dict[int, VllmLayer]:
     """By their numbers in the model."""
     context = config.compilation_config.static_forward_context
@@ -277,6 +321,9 @@ def layers_of(
         if name not in specs:
             raise InputError("vLLM", f"has a cache of {name}, which is in none of its groups")
         group, spec = specs[name]
+        if type(spec).__name__ in RECURRENT:
+            layers[number] = VllmLayer(_state(cache, spec), group, LAST)
+            continue
         window = getattr(spec, "sliding_window", None)
         latent = config.model_config.use_mla
         scales = _scales(context[name]) if dtype else ONE
@@ -300,6 +347,16 @@ def _specs(kv_cache_config: Any) -> Iterator[tuple[int, str, Any]]:
         item = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         for name in group.layer_names:
             yield number, name, group.kv_cache_spec if item is None else item[name]
+
+
+LAST = 2
+"""A window in which a query sees the token before it: of a state, what is there after that one."""
+
+
+def _state(cache: Any, spec: Any) -> StateBlocks:
+    states = list(cache) if isinstance(cache, list | tuple) else [cache]
+    kept, ahead = str(spec.mamba_cache_mode), int(spec.num_speculative_blocks)
+    return StateBlocks(states, kept, int(spec.block_size), ahead)
 
 
 def _scales(layer: Any) -> Scales:
@@ -353,6 +410,8 @@ class ModelShard:
     """Layers of each."""
     heads: int = 1
     """KV heads of the whole model; 1 where it has latents."""
+    states: bool = False
+    """Whether some of the model's layers are recurrent, here or on another stage."""
 
     @property
     def rank(self) -> int:

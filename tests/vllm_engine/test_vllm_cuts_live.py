@@ -1,0 +1,169 @@
+"""Stock vLLM on one worker, on two, in stages, and both: every pair hands over, and nothing is computed twice."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+import pytest
+from test_vllm_live import prompt, until_free
+from vllm_kit import TOKEN_BYTES, CutInstance, Embedded, Instance, handed, make_model, needs_vllm
+
+from potluck.kv.kv_layout import KvLayout
+
+pytestmark = needs_vllm
+CUTS = {
+    "tp1": (KvLayout(), 32),
+    "tp2": (KvLayout(2), 64),
+    "tp1pp2": (KvLayout(1, (3, 1)), 64),
+    "tp2pp2": (KvLayout(2, (1, 3)), 32),
+}
+"""With the tokens of a block; vLLM's attention on a CPU wants multiples of 32."""
+Fleet = dict[str, Instance]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("cuts") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path) -> Iterator[Fleet]:
+    folder = model.parent
+    made: Fleet = {
+        name: CutInstance(model, folder / f"{name}.log", layout, block_tokens=tokens)
+        for name, (layout, tokens) in CUTS.items()
+    }
+    made["plain"] = Instance(model, folder / "plain.log", connector=False)
+    try:
+        for instance in made.values():
+            instance.ready()
+        yield made
+    finally:
+        for instance in made.values():
+            instance.end(signal.SIGKILL)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(40) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("giver", "taker"), product(CUTS, CUTS))
+def test_every_pair_gives_the_tokens_of_one_plain_instance(
+    fleet: Fleet, threads: ThreadPoolExecutor, giver: str, taker: str
+) -> None:
+    """Prefill on one and decode on the other, and prompts that both share at any token."""
+    if giver == taker:
+        pytest.skip("an instance hands nothing to itself")
+    sender, receiver, plain = fleet[giver], fleet[taker], fleet["plain"]
+    for length, cut in ((300, 299), (300, 71), (90, 64)):
+        tokens = prompt((giver, taker, cut), length)
+        before, came_bytes = receiver.sources(), receiver.metric("potluck:kv_received_bytes_total")
+        result, _ = handed(threads, sender, receiver, tokens, cut)
+        after = receiver.sources()
+        assert result == plain.ask(tokens)
+        gained = {kind: after[kind] - before[kind] for kind in after}
+        assert gained == {"local_compute": length - cut, "local_cache_hit": 0, "external_kv_transfer": cut}
+        # As a planner reckons: every layer and head of a token once.
+        moved = receiver.metric("potluck:kv_received_bytes_total") - came_bytes
+        assert moved == cut * TOKEN_BYTES
+
+
+def test_many_at_once_between_all_of_them(fleet: Fleet, threads: ThreadPoolExecutor) -> None:
+    drawn = random.Random(3)
+    work = []
+    for seed in range(24):
+        tokens = prompt(seed, drawn.randrange(40, 400))
+        giver, taker = drawn.sample(sorted(CUTS), 2)
+        work.append((tokens, drawn.randrange(1, len(tokens)), giver, taker))
+    with ThreadPoolExecutor(24) as others:
+        result = list(
+            others.map(lambda one: handed(threads, fleet[one[2]], fleet[one[3]], one[0], one[1])[0], work)
+        )
+    assert result == [fleet["plain"].ask(tokens) for tokens, *_ in work]
+    for name in CUTS:
+        until_free(fleet[name])
+
+
+def test_kv_of_another_prompt_would_be_noticed(fleet: Fleet, threads: ThreadPoolExecutor) -> None:
+    """The control: what crosses is what is answered from. A prompt whose KV comes from elsewhere is not taken."""
+    receiver, tokens = fleet["tp2"], prompt("control", 200)
+    before = receiver.metric("potluck:kv_failed_fetches_total")
+    other = prompt("another", 200)
+    handle = "c" * 43
+    give = {"request": "x", "give": {"handle": handle, "stop": 150}}
+    given = threads.submit(fleet["tp1pp2"].ask, other[:150], 1, give)
+    take = {"kv": fleet["tp1pp2"].kv, "handle": handle, "stop": 150, "within_s": 2.0}
+    assert receiver.ask(tokens, 12, {"request": "x", "take": take}) == fleet["plain"].ask(tokens)
+    assert receiver.metric("potluck:kv_failed_fetches_total") > before
+    assert len(given.result(60)) == 1
+
+
+def test_the_embedded_engine_and_workers_of_vllm_hand_over_to_each_other(
+    fleet: Fleet, model: Path, threads: ThreadPoolExecutor
+) -> None:
+    import os
+
+    embedded = Embedded(
+        model, model.parent / "embedded.log", python=os.environ["POTLUCK_PYTHON"], connector=False
+    )
+    try:
+        embedded.ready()
+        for name in ("tp2", "tp2pp2"):
+            for cut in (71, 199):
+                tokens = prompt((name, cut), 200)
+                expected = fleet["plain"].ask(tokens)
+                handle = f"{name}-{cut}".ljust(43, "x")
+                taken = threads.submit(
+                    fleet[name].ask,
+                    tokens,
+                    12,
+                    {"request": "r", "take": {"kv": embedded.kv, "handle": handle, "stop": cut}},
+                )
+                embedded.segment(tokens, request="r", stop=cut, handle=handle)
+                assert taken.result(60) == expected
+                handle = f"back-{name}-{cut}".ljust(43, "x")
+                give = {"request": "r", "give": {"handle": handle, "stop": cut}}
+                given = threads.submit(fleet[name].ask, tokens[:cut], 1, give)
+                lines = embedded.segment(
+                    tokens,
+                    request="r",
+                    start=cut,
+                    source={"kv": fleet[name].kv, "handle": handle},
+                    max_tokens=12,
+                    ignore_eos=True,
+                )
+                assert [line["token"] for line in lines if "token" in line] == expected
+                given.result(60)
+    finally:
+        embedded.end()
+
+
+def test_a_sender_killed_before_during_and_after_costs_time_and_no_answer(
+    fleet: Fleet, model: Path, threads: ThreadPoolExecutor
+) -> None:
+    receiver, plain = fleet["tp1pp2"], fleet["plain"]
+    sender = CutInstance(model, model.parent / "killed.log", KvLayout(2), block_tokens=32).ready()
+    tokens = prompt("killed", 300)
+    try:
+        after, _ = handed(threads, sender, receiver, tokens, 200)  # before anything happens to it
+        held = prompt("during", 300)
+        during = [
+            threads.submit(handed, threads, sender, receiver, held[: 200 + place], 150) for place in range(8)
+        ]
+        sender.end(signal.SIGKILL)
+        assert after == plain.ask(tokens)
+        for place, future in enumerate(during):
+            assert future.result(120)[0] == plain.ask(held[: 200 + place])
+        gone = prompt("gone", 200)
+        take = {"kv": sender.kv, "handle": "g" * 43, "stop": 100, "within_s": 5.0}
+        assert receiver.ask(gone, 12, {"request": "r", "take": take}) == plain.ask(gone)
+        until_free(receiver)
+    finally:
+        sender.end(signal.SIGKILL)
