@@ -373,7 +373,7 @@ def test_recurrent_states_do_not_cross_between_unlike_degrees() -> None:
         workers.layers[0],
         "m",
         replace(workers.shards[0], states=True),
-        print,
+        workers.told.append,
     )
     with pytest.raises(InputError, match="between equal tensor parallelism alone"):
         taking.sources("127.0.0.1:1")

@@ -372,3 +372,28 @@ def handed(
     take = {"kv": giver.kv, "handle": handle, "stop": cut, "within_s": within_s}
     first = threads.submit(giver.ask, tokens[:cut], 1, give)
     return taker.ask(tokens, output, {"request": request, "take": take}), first
+
+
+def make_hybrid(folder: Path) -> Path:
+    """A model with convolutions, which keep a state, between its attention layers."""
+    import torch
+    from transformers import AutoModelForCausalLM, Lfm2Config
+
+    make_model(folder)  # for its tokenizer
+    torch.manual_seed(7)
+    config = Lfm2Config(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, conv_L_cache=3, max_position_embeddings=4096,
+        layer_types=["conv", "full_attention"] * (LAYERS // 2), block_auto_adjust_ff_dim=False,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for weights in model.parameters():
+        if weights.dim() > 1:
+            torch.nn.init.normal_(weights, std=0.08)
+    model.save_pretrained(folder)
+    path = folder / "config.json"
+    # What vLLM asks for, and transformers does not write down.
+    more = {"conv_dim": HIDDEN, "conv_dim_out": HIDDEN, "block_dim": HIDDEN, "block_ff_dim": INNER}
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    return folder
