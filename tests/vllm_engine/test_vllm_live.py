@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import secrets
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 from vllm_kit import (
     BATCH_TOKENS,
+    SOURCE,
     TOKEN_BYTES,
     VOCAB,
     Adapter,
@@ -250,6 +253,32 @@ def test_a_gateway_sees_prefixes_come_and_go(trio: Trio, mortal: Adapter) -> Non
         mortal.segment(prompt(("other", seed), 2000), max_tokens=1)
     assert follower.held(tokens, salt=salt, expected=0) == 0
     assert follower.held(prompt(("other", 17), 2000), expected=124) == 124
+
+
+def test_a_running_vllm_is_measured_and_planned_with(trio: Trio, mortal: Adapter, tmp_path: Path) -> None:
+    python, out = (
+        os.environ.get("POTLUCK_PYTHON") or pytest.skip("POTLUCK_PYTHON says nothing"),
+        tmp_path / "p.json",
+    )
+
+    def potluck(*words: str) -> None:
+        command, ours = [python, "-m", "potluck.cli.main", *words], {"PYTHONPATH": str(SOURCE)}
+        done = subprocess.run(
+            command, env=os.environ | ours, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+    few = ("--quick", "--max-batch", "4", "--max-tokens", "600", "--chunk-tokens", str(BATCH_TOKENS))
+    named = ("--gpu", "RTX4090", "--name", "Llama-3.1-8B", "--out", str(out))
+    potluck("profile", f"http://127.0.0.1:{mortal.port}", *few, *named)
+    profile = json.loads(out.read_text())
+    assert profile["engine"] == "vllm"
+    prompts = {
+        p["chunk_new"]: p["seconds"] for p in profile["points"] if not p["decodes"] and not p["chunk_cached"]
+    }
+    assert prompts[max(prompts)] > prompts[min(prompts)] > 0
+    assert {1, 4} <= {point["decodes"] for point in profile["points"]}
+    potluck("plan", str(SOURCE.parent / "examples" / "one-node.yaml"), "--profile", str(out), "--averages")
 
 
 def test_an_embedded_engine_and_vllm_hand_over_to_each_other(

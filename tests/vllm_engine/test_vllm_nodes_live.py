@@ -21,7 +21,7 @@ from host_bed import Bed, Host, missing
 from vllm_kit import ENVIRONMENT, LAYERS, SOURCE, VOCAB, Instance, flags, make_model, needs_vllm
 
 pytestmark = [needs_vllm, pytest.mark.skipif(bool(missing()), reason=missing() or "hosts can be made")]
-WITHIN_S = 300.0
+WITHIN_S = 420.0
 PORT, KV_PORT, MASTER_PORT = 8100, 9000, 7000
 STAGES = (LAYERS - 1, 1)
 OWN_SHARED_MEMORY = ("sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh")
