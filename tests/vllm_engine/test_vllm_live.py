@@ -256,10 +256,8 @@ def test_a_gateway_sees_prefixes_come_and_go(trio: Trio, mortal: Adapter) -> Non
 
 
 def test_a_running_vllm_is_measured_and_planned_with(trio: Trio, mortal: Adapter, tmp_path: Path) -> None:
-    python, out = (
-        os.environ.get("POTLUCK_PYTHON") or pytest.skip("POTLUCK_PYTHON says nothing"),
-        tmp_path / "p.json",
-    )
+    python = os.environ.get("POTLUCK_PYTHON") or pytest.skip("POTLUCK_PYTHON says nothing: make test-vllm")
+    out = tmp_path / "p.json"
 
     def potluck(*words: str) -> None:
         command, ours = [python, "-m", "potluck.cli.main", *words], {"PYTHONPATH": str(SOURCE)}
@@ -271,7 +269,7 @@ def test_a_running_vllm_is_measured_and_planned_with(trio: Trio, mortal: Adapter
     few = ("--quick", "--max-batch", "4", "--max-tokens", "600", "--chunk-tokens", str(BATCH_TOKENS))
     named = ("--gpu", "RTX4090", "--name", "Llama-3.1-8B", "--out", str(out))
     potluck("profile", f"http://127.0.0.1:{mortal.port}", *few, *named)
-    profile = json.loads(out.read_text())
+    profile = json.loads(out.read_text())["value"]
     assert profile["engine"] == "vllm"
     prompts = {
         p["chunk_new"]: p["seconds"] for p in profile["points"] if not p["decodes"] and not p["chunk_cached"]

@@ -79,7 +79,7 @@ class HttpBench:
     async def ask(self, path: str) -> dict[str, object] | None:
         try:
             async with self._client.get(f"{self._url}{path}", timeout=ClientTimeout(total=10)) as answer:
-                document = json.loads(await answer.content.read(1 << 20)) if answer.status == 200 else None
+                document = json.loads(await answer.read()) if answer.status == 200 else None
         except (ClientError, TimeoutError, OSError) as error:
             raise InputError(self._url, f"cannot be reached ({error or type(error).__name__})") from error
         except ValueError as error:

@@ -30,8 +30,8 @@ MOST_LINES = 10_000
 """That wait to be written; more are left out: the adapter is gone, or stands still."""
 
 MOST_GATHERED, AT_ONCE = 10_000, 64
-GATHER_S = 0.1
-"""How long what is told soon may wait for more of its kind."""
+GATHER_S = 0.2
+"""How long what is told soon may wait for more of its kind; a thread that wakes up takes time from vLLM."""
 
 Heard = Callable[[dict[str, object]], None]
 
@@ -81,7 +81,10 @@ class AdapterChannel:
                     left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
                     line = self._lines.get(timeout=left_s)
                 except queue.Empty:
-                    until_s, self._due = None, False
+                    # As long as there is something each time, nobody has to say so.
+                    self._due = bool(self._gathered)
+                    self._due = self._due or bool(self._gathered)  # which may have come in between
+                    until_s = time.monotonic() + GATHER_S if self._due else None
                     self._socket.sendall(self._together())
                     continue
                 if line is None:
