@@ -166,8 +166,10 @@ def test_commands_say_what_was_planned() -> None:
     planned = EngineCommands(style="mock").command(replace(MAKE, step_tokens=192), 1, 2)
     assert planned[planned.index("--token-budget") + 1] == "192"
     assert "--token-budget" not in command, "nothing was said of it"
-    with pytest.raises(InputError, match="layout"):
-        EngineCommands().command(EngineSpec("m", long, "east"), 1, 2)
+    emulated = EngineCommands(style="emulated").command(EngineSpec("m", long, "east"), 1, 2)
+    assert json.loads(emulated[emulated.index("--emulate") + 1])["layout"]["stages"], (
+        "one process acts as all"
+    )
     with pytest.raises(InputError, match="--engine"):
         EngineCommands(style="magic")
 
