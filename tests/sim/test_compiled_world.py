@@ -37,7 +37,7 @@ for plan in plans:
 
 
 def stale() -> str:
-    if not (COMPILED / ".made").exists():
+    if not any(COMPILED.glob(".made-*")):
         return "nothing is compiled: make compiled"
     for folder in ("core", "sim"):
         for file in (SOURCE / "potluck" / folder).rglob("*.py"):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
+from numba.core import caching
 
 Function = Callable[..., Any]
 
@@ -26,12 +27,21 @@ def machine_code(function: Function, signatures: Sequence[str] = (), **options: 
     except RuntimeError:
         pass  # numba's word for having found no folder: it goes without
     else:
+        fast._cache._cache_file = _file_of_this_version(fast._cache)
         fast._cache = _Forgiving(fast._cache)
     for signature in signatures:
         fast.compile(signature)
     if signatures:
         fast.disable_compile()
     return fast
+
+
+def _file_of_this_version(cache: Any) -> Any:
+    """numba has one file for all its versions, and begins it anew where another wrote it: two environments that share
+    a source would both compile at every start."""
+    name = f"{cache._impl.filename_base}-{numba.__version__}"
+    file: Any = caching.IndexDataCacheFile
+    return file(cache.cache_path, name, cache._impl.locator.get_source_stamp())
 
 
 class _Forgiving:
