@@ -21,7 +21,7 @@ BUILD_OPTIONS := --quiet --disable-pip-version-check --no-input --no-deps --no-b
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-here test-all test-main test-code test-source test-apart test-vllm test-sky test-ray environments lint types format site bench compiled testcompiled wheel lock clean
+.PHONY: help up test test-here test-all test-main test-beside test-source test-vllm test-sky test-ray environments lint types format site bench compiled testcompiled wheel lock clean
 .DELETE_ON_ERROR:
 
 help: ## list these commands
@@ -45,7 +45,7 @@ test: $(VENV)/.dev ## install, lint, type-check, run all tests
 	$(BIN)/ruff format --check
 	+@$(MAKE) --no-print-directory -j2 types test-here
 
-test-here: $(VENV)/.dev
+test-here: $(VENV)/.warm
 	$(call pytest,$(MAIN),-n 3 --dist worksteal)
 
 # Stock vLLM has its own environment: it brings a torch and much else that the other tests must not depend on.
@@ -66,19 +66,16 @@ testcompiled: compiled ## the tests of decisions and simulator, with the hot cod
 # lanes, since one alone does not keep two cores busy.
 test-all: ## everything, each test once: main, compiled, vLLM, SkyPilot, Ray, lint, site
 	+$(MAKE) -j2 --output-sync=target $(VENV)/.all $(VLLM)/.made
-	+$(MAKE) -j3 --output-sync=target C_LEVEL=1 test-main test-code test-apart
+	+$(MAKE) -j3 --output-sync=target C_LEVEL=1 test-main test-vllm test-beside
 
-test-main:
+test-main: $(VENV)/.warm
 	$(call pytest,$(MAIN),-q -n 2 --dist worksteal $(addprefix --ignore=,$(RUN_COMPILED) tests/export tests/clusters tests/vllm_engine))
 
-test-code:
-	+$(MAKE) lint compiled test-source testcompiled site
+test-beside:
+	+$(MAKE) lint test-sky test-ray compiled test-source testcompiled site
 
 test-source: compiled
 	$(call pytest,$(MAIN),-q -p no:cacheprovider $(shell grep -lr --include='test_*.py' '__file__.endswith' $(RUN_COMPILED)))
-
-test-apart:
-	+$(MAKE) test-vllm && $(MAKE) test-sky && $(MAKE) test-ray
 
 lint: types ## ruff and mypy only
 	$(BIN)/ruff check
@@ -154,6 +151,11 @@ $(VENV)/.all: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP_INSTALL) -e ".[dev,site]"
 	@touch $(VENV)/.base $(VENV)/.dev $(VENV)/.site $@
 
+# Machine code that is made at first use is made here, once: all that start together would make it, each for itself.
+$(VENV)/.warm: tools/warm.py $(shell grep -rl --include='*.py' 'compiled import' src) | $(VENV)/.dev
+	PYTHONPATH=src $(BIN)/python tools/warm.py >/dev/null
+	@touch $@
+
 # The three that go are of no use here, and hold libraries that not every machine has.
 $(VLLM)/.made: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
@@ -177,4 +179,5 @@ build/compiled/.made-$(C_LEVEL): setup.py $(shell find src/potluck/core src/potl
 	mkdir -p build/source && cp -r pyproject.toml setup.py README.md LICENSE src build/source && rm -rf build/source/src/*.egg-info
 	POTLUCK_C_LEVEL=$(C_LEVEL) $(BUILD) install $(BUILD_OPTIONS) --target build/compiled ./build/source
 	rm -rf build/source
+	PYTHONPATH=build/compiled $(BIN)/python tools/warm.py >/dev/null
 	@touch $@

@@ -311,7 +311,7 @@ def trial(
     lossy = codec != "fp16"
     way = WAYS[kind]
     units = _fitting(way.units * len(engines), len(engines))
-    salted = [Ask(ask.path, {**ask.body, "cache_salt": kind}) for ask in asks]
+    salted = [Ask(ask.path, {**ask.body, "cache_salt": f"{kind} {codec}"}) for ask in asks]
     bodies = [ask.body for ask in asks if ask.body.get("stream")]
     pieces = sum(body["max_tokens"] * body.get("n", 1) for body in bodies)  # where nothing ends early
     killing = Killing([engines[place] for place in way.kill if place < len(engines)], pieces)
@@ -346,7 +346,8 @@ def trial(
         figures |= {"cuts": len(cuts), "cuts_within_blocks": sum(cut % 16 != 0 for cut in cuts)}
     if kind == "recovered":
         figures["within_answers"] = taken["recovered within its answer"]
-    return {f"{kind}: {name}": value for name, value in figures.items()}
+    called = f"{kind} in {codec}" if lossy else kind
+    return {f"{called}: {name}": value for name, value in figures.items()}
 
 
 def _fitting(units: tuple[Unit, ...], engines: int) -> tuple[Unit, ...]:
@@ -359,9 +360,10 @@ def _fitting(units: tuple[Unit, ...], engines: int) -> tuple[Unit, ...]:
 
 
 def compared(
-    model: str, kinds: Sequence[str], count: int, output: int, engines: int, seed: int, codec: Codec = "fp16"
+    model: str, kinds: Sequence[str], count: int, output: int, engines: int, seed: int, lossy: Codec = "fp16"
 ) -> dict[str, float]:
-    """One model over all kinds of routes. The engines are the same for all: only the gateway is another."""
+    """One model over all kinds of routes. The engines are the same for all: only the gateway is another. With a lossy
+    codec, P/D is asked for in that one too."""
     asks = asks_of(count, output, seed)
     figures: dict[str, float] = {}
     with ExitStack() as stack:
@@ -374,7 +376,10 @@ def compared(
         problems = [text.problem for text in expected if text.problem]
         if problems:
             raise RuntimeError(f"the lone engine says {problems[0]}")
-        for kind in kinds:
+        trials: list[tuple[str, Codec]] = [(kind, "fp16") for kind in kinds]
+        if lossy != "fp16":
+            trials.insert(0, ("P/D", lossy))
+        for kind, codec in trials:
             result = trial(kind, started, model, list(zip(asks, expected, strict=True)), codec)
             for name, value in result.items():
                 say(f"{model}, {name}: {value:g}")

@@ -5,16 +5,16 @@ python tools/warm.py
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
-import potluck.kv.checksum_kernel
-import potluck.kv.cpu_kernels
 from potluck.cli.engine.fork_server import warm
 from potluck.cli.main import run
 
-ROOT = Path(__file__).resolve().parent.parent
+POOL = Path(__file__).resolve().parent.parent / "examples" / "pool.yaml"
+SEARCH = ("--strategy", "thunderserve", "--averages", "--time-limit", "5", "--json")
 
 if __name__ == "__main__":
+    import_module("potluck.kv.cpu_kernels")
     warm()
-    spec = str(ROOT / "examples" / "pool.yaml")
-    raise SystemExit(run(["plan", spec, "--strategy", "thunderserve", "--averages", "--time-limit", "5", "--json"]))
+    raise SystemExit(run(["plan", str(POOL), *SEARCH]))
