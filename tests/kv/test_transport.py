@@ -577,11 +577,13 @@ def test_a_lone_connection_that_says_nothing_is_replaced_before_the_fetch_is_giv
     def harm(connection: int, went: int, data: bytes) -> bytes:
         return b"" if connection == 0 else data  # What the first one says is lost, all of it.
 
-    with ends(harm=harm) as pair:
+    # A machine that has much to do may be late with the second one too.
+    limits, link_limits = replace(SMALL, lease_s=30.0), replace(SMALL_LINKS, silence_s=30.0)
+    with ends(limits, link_limits, harm=harm) as pair:
         handle, _ = pair.send(PARCELS)
-        fetched, got = pair.fetch(handle, degree=1)
+        fetched, got = pair.fetch(handle, degree=1, deadline_s=30.0)
         assert got == RIGHT
-        assert fetched.lost_connections == 1
+        assert fetched.lost_connections >= 1
     with pytest.raises(InputError, match="stall_s"):
         LinkLimits(stall_s=5.0, silence_s=5.0)
 
