@@ -179,5 +179,5 @@ build/compiled/.made-$(C_LEVEL): setup.py $(shell find src/potluck/core src/potl
 	mkdir -p build/source && cp -r pyproject.toml setup.py README.md LICENSE src build/source && rm -rf build/source/src/*.egg-info
 	POTLUCK_C_LEVEL=$(C_LEVEL) $(BUILD) install $(BUILD_OPTIONS) --target build/compiled ./build/source
 	rm -rf build/source
-	PYTHONPATH=build/compiled $(BIN)/python tools/warm.py >/dev/null
+	PYTHONPATH=build/compiled $(BIN)/python tools/warm.py plan >/dev/null
 	@touch $@
