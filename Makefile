@@ -66,7 +66,7 @@ testcompiled: compiled ## the tests of decisions and simulator, with the hot cod
 # lanes, since one alone does not keep two cores busy.
 test-all: ## everything, each test once: main, compiled, vLLM, SkyPilot, Ray, lint, site
 	+$(MAKE) -j2 --output-sync=target $(VENV)/.all $(VLLM)/.made
-	+$(MAKE) -j3 --output-sync=target C_LEVEL=1 test-main test-vllm test-beside
+	+$(MAKE) -j3 --output-sync=target test-main test-vllm test-beside
 
 test-main: $(VENV)/.warm
 	$(call pytest,$(MAIN),-q -n 2 --dist worksteal $(addprefix --ignore=,$(RUN_COMPILED) tests/export tests/clusters tests/vllm_engine))
