@@ -165,7 +165,7 @@ $(VLLM)/.made: pyproject.toml
 
 $(SKY)/.made: pyproject.toml
 	$(PYTHON) -m venv $(SKY)
-	$(SKY)/bin/python $(PIP_QUIET) skypilot==0.14.1 pytest hypothesis kubernetes-validate -e .
+	$(SKY)/bin/python $(PIP_QUIET) skypilot==0.14.1 pytest hypothesis kubernetes-validate -e .[gateway]
 	@touch $@
 
 $(RAY)/.made: pyproject.toml constraints.txt

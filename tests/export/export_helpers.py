@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
+from click.testing import CliRunner
+
 from potluck.catalog import nodes
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Deployment, NodeCount, Plan, PlannedReplica, Template, TemplateKind
@@ -72,3 +76,9 @@ def fleet(*deployed: tuple[Template, str, int], types: tuple[NodeType, ...] = TY
 
 def wording(style: Style = "vllm") -> CommandOptions:
     return CommandOptions(style, FOLDERS)
+
+
+def runner() -> CliRunner:
+    """With stdout and stderr apart, as click has them by itself from 8.2 on."""
+    apart = {"mix_stderr": False} if "mix_stderr" in signature(CliRunner).parameters else {}
+    return CliRunner(**apart)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
-from export_helpers import COMBO, FOLDERS, PIPELINE, RANKS, fleet, plan, template, wording
+from export_helpers import COMBO, FOLDERS, PIPELINE, RANKS, fleet, plan, runner, template, wording
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -290,7 +289,7 @@ def run(tmp_path: Path, *words: str, spec: str = SPEC) -> Any:
     (tmp_path / "plan.json").write_text(plan_to_json(plan((COMBO, "us-east-1", 1))))
     (tmp_path / "potluck.yaml").write_text(spec)
     kind, *rest = words
-    return CliRunner().invoke(
+    return runner().invoke(
         cli, ["export", kind, str(tmp_path / "plan.json"), str(tmp_path / "potluck.yaml"), *rest]
     )
 

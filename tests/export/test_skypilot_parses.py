@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from export_helpers import COMBO, fleet, wording
+from export_helpers import COMBO, RANKS, fleet, wording
 
 from potluck.export import skypilot
+from potluck.export.weights import WeightsSource
 
 sky = pytest.importorskip("sky", reason="SkyPilot is not installed; `make test-sky` has it")
 
@@ -29,3 +30,20 @@ def test_tasks_say_what_the_plan_rents(tmp_path: Path, monkeypatch: pytest.Monke
         ({"L4": 1}, True, ["8100", "9100"]),
         ({"L4": 1}, True, ["8100", "9100"]),
     ]
+
+
+def test_tasks_of_a_pipeline_pull_mount_and_know_their_first_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("POTLUCK_API_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, "x")
+    store = "https://bucket.s3.amazonaws.com/llama"
+    for source, mounts in (("hf://org/name", None), (store, {"/models/documents": store})):
+        options = skypilot.SkyOptions({}, "true", "/models", {"documents": WeightsSource(source)})
+        for name, text in skypilot.files(fleet((RANKS, "us-east-1", 1)), wording(), options).items():
+            if name.endswith(".yaml"):
+                (tmp_path / name).write_text(text)
+                task = sky.Task.from_yaml(str(tmp_path / name))
+                assert (task.file_mounts or None) == mounts
+                assert task.envs["POTLUCK_MASTER"] == ""
+                assert ("hf download org/name" in task.setup) == (mounts is None)

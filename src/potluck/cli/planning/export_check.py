@@ -99,6 +99,8 @@ def checked_export(kind: str, folder: Path, plan: Plan, spec: Spec, within_s: fl
         with TemporaryDirectory(prefix="potluck-check-") as place:
             run = CheckRun(kind, folder, Path(place), plan, spec, time.monotonic() + within_s)
             run.all(commands, rows, answers)
+    except ModuleNotFoundError as error:
+        raise InputError("--check", f"needs {error.name}; install potluck[gateway]") from error
     except PotluckError as error:
         problem = " ".join(str(error).split())
     return ExportCheck(len(commands), tuple(rows), tuple(answers), problem)
@@ -338,8 +340,7 @@ class CheckRun:
                     line: dict[str, Any] = json.loads(text)
                     return line
         words = list(process.args) if isinstance(process.args, list | tuple) else []
-        shown = " ".join(map(str, words[3:9]))
-        raise CapacityError(f"`potluck {shown} ...` {self._last_words(process)}")
+        raise CapacityError(f"`potluck {' '.join(map(str, words[3:5]))}` {self._last_words(process)}")
 
     def _last_words(self, process: subprocess.Popen[bytes]) -> str:
         if process.poll() is None:
