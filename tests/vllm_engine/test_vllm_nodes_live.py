@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -81,12 +82,19 @@ class Nodes:
             node.ended()
 
     def call(self, path: str, body: object = None) -> dict[str, object]:
+        result: dict[str, object] = json.loads(self._answer(path, body))
+        return result
+
+    def _answer(self, path: str, body: object) -> bytes:
         url = f"http://{self._hosts[0].address}:{PORT}{path}"
         data = None if body is None else json.dumps(body).encode()
         headers = {"Authorization": "Bearer k", "Content-Type": "application/json"}
         with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=120) as answer:
-            result: dict[str, object] = json.load(answer)
-            return result
+            return bytes(answer.read())
+
+    def segment(self, tokens: list[int], **more: object) -> list[dict[str, object]]:
+        body = {"request": "s", "model": "tiny", "tokens": tokens, **more}
+        return [json.loads(line) for line in self._answer("/segments", body).splitlines()]
 
     def ask(self, tokens: list[int]) -> list[int]:
         body = {"model": "tiny", "prompt": tokens, "max_tokens": 12, "temperature": 0}
@@ -95,18 +103,38 @@ class Nodes:
         return list(result["choices"][0]["token_ids"])  # type: ignore[index]
 
 
+class Decoder(Instance):
+    """One that is whole, on this machine, and may fetch from the hosts."""
+
+    def __init__(self, model: Path, bed: Bed) -> None:
+        self._bed = bed
+        super().__init__(model, model.parent / "decoder.log")
+
+    def _connected(self) -> list[str]:
+        flag, text = super()._connected()
+        config = json.loads(text)
+        fleet = [f"{host.address}:0" for host in self._bed.hosts]
+        config["kv_connector_extra_config"] |= {"host": self._bed.address, "fleet": fleet}
+        return [flag, json.dumps(config)]
+
+
+Trio = tuple[Nodes, Instance, Decoder]
+
+
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Nodes, Instance]]:
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
     model = make_model(tmp_path_factory.mktemp("nodes") / "tiny")
-    plain = Instance(model, model.parent / "plain.log", connector=False)
     with Bed(len(STAGES)) as bed:
-        nodes = Nodes(model, bed)
+        nodes, decoder = Nodes(model, bed), Decoder(model, bed)
+        plain = Instance(model, model.parent / "plain.log", connector=False)
         try:
             nodes.start()
-            yield nodes, plain.ready()
+            decoder.ready()
+            yield nodes, plain.ready(), decoder
         finally:
             nodes.end()
-            plain.end()
+            for instance in (plain, decoder):
+                instance.end()
 
 
 def same(nodes: Nodes, plain: Instance, seed: int) -> None:
@@ -117,8 +145,29 @@ def same(nodes: Nodes, plain: Instance, seed: int) -> None:
         assert list(threads.map(nodes.ask, prompts)) == list(threads.map(plain.ask, prompts))
 
 
-def test_two_nodes_answer_as_one_die_as_one_and_come_back(nodes: tuple[Nodes, Instance]) -> None:
-    pipeline, plain = nodes
+def handed(pipeline: Nodes, decoder: Decoder, tokens: list[int], cut: int) -> list[int]:
+    """The first tokens on the pipeline; the rest, and the answer, where all layers are."""
+    handle = secrets.token_urlsafe(32)
+    with ThreadPoolExecutor(1) as threads:
+        giving = threads.submit(pipeline.segment, tokens, stop=cut, handle=handle)
+        take = {"kv": pipeline.call("/status")["kv"], "handle": handle, "stop": cut}
+        result = decoder.ask(tokens, moves={"request": "s", "take": take})
+        assert giving.result()[-1]["ended"] == "handed_on"
+    return result
+
+
+def test_each_stage_hands_its_layers_to_a_decoder_that_has_them_all(trio: Trio) -> None:
+    pipeline, plain, decoder = trio
+    for length, cut in ((300, 299), (300, 171), (700, 64)):
+        tokens = random.Random(f"{length} {cut}").choices(range(3, VOCAB), k=length)
+        before = decoder.sources()
+        assert handed(pipeline, decoder, tokens, cut) == plain.ask(tokens)
+        gained = {kind: count - before[kind] for kind, count in decoder.sources().items()}
+        assert (gained["external_kv_transfer"], gained["local_compute"]) == (cut, length - cut)
+
+
+def test_two_nodes_answer_as_one_die_as_one_and_come_back(trio: Trio) -> None:
+    pipeline, plain, _ = trio
     same(pipeline, plain, 0)
     addresses = [host.address for host in pipeline._hosts]
     status = pipeline.call("/status")

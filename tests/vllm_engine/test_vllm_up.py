@@ -281,16 +281,16 @@ def test_what_vllm_refuses_is_told_and_other_prompts_are_found_out(service: tupl
 
 
 def test_prefixes_that_vllm_holds_are_found_again_through_the_gateway(service: tuple[Up, Plain]) -> None:
-    """vLLM tells of its blocks and the gateway asks for that, so each prompt goes where it was before; by chance,
-    half of them would. Between two askings of one are all the others."""
+    """vLLM tells of its blocks and the gateway asks for that, so prompts go where they were before, unless that one
+    is busy; by chance, half of them would. Between two askings of one are all the others."""
     up, _ = service
-    prompts = [random.Random(f"again {place}").choices(range(3, VOCAB), k=400) for place in range(8)]
+    prompts = [random.Random(f"again {place}").choices(range(3, VOCAB), k=400) for place in range(16)]
     cached = []
     with client(up.url) as asking:
         for prompt in [*prompts, *prompts]:
             answer = asking.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=2)
             cached.append(answer.usage.prompt_tokens_details.cached_tokens)
-    assert all(tokens >= 384 for tokens in cached[len(prompts) :]), cached
+    assert sum(tokens >= 384 for tokens in cached[len(prompts) :]) >= 12, str(cached)
 
 
 def ask(url: str, place: int) -> object:
