@@ -2,8 +2,8 @@
 
 Compiled are the decisions of a request and the simulator's world, the very files that run interpreted otherwise: the
 same results, more than twice as fast. Modules of plain values stay as they are, since nothing would be gained, and
-since their annotations are read at run time. See docs/decisions/0007-compiled.md. POTLUCK_C_LEVEL=1 makes less fast code
-in a fraction of the time, for tests.
+since their annotations are read at run time. See docs/decisions/0007-compiled.md. POTLUCK_C_LEVEL (0 to 3) is
+how hard the C compiler tries.
 """
 
 from __future__ import annotations
