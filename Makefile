@@ -97,9 +97,7 @@ site: $(VENV)/.site ## the docs with their references, in site/; a link that lea
 
 environments: $(VLLM)/.made $(SKY)/.made $(RAY)/.made ## install vLLM, SkyPilot and Ray, each apart
 
-# C_LEVEL=1 is compiled sooner and runs slower: the same results.
-C_LEVEL := 3
-compiled: build/compiled/.made-$(C_LEVEL) ## compile the hot code into build/compiled, beside the source (needs a C compiler)
+compiled: build/compiled/.made ## compile the hot code into build/compiled, beside the source (needs a C compiler)
 
 wheel: $(VENV)/.dev ## a wheel with the hot code compiled, in dist/ (needs a C compiler)
 	$(BUILD) wheel $(BUILD_OPTIONS) --wheel-dir dist .
@@ -178,10 +176,10 @@ $(RAY)/.made: pyproject.toml constraints.txt
 	@touch $@
 
 # From a copy of the source: environments that are made meanwhile write beside the source itself.
-build/compiled/.made-$(C_LEVEL): setup.py $(shell find src/potluck/core src/potluck/sim -name '*.py') | $(VENV)/.dev
+build/compiled/.made: setup.py $(shell find src/potluck/core src/potluck/sim -name '*.py') | $(VENV)/.dev
 	rm -rf build/compiled build/source
 	mkdir -p build/source && cp -r pyproject.toml setup.py README.md LICENSE src build/source && rm -rf build/source/src/*.egg-info
-	POTLUCK_C_LEVEL=$(C_LEVEL) $(BUILD) install $(BUILD_OPTIONS) --target build/compiled ./build/source
+	$(BUILD) install $(BUILD_OPTIONS) --target build/compiled ./build/source
 	rm -rf build/source
 	PYTHONPATH=build/compiled $(BIN)/python tools/warm.py plan >/dev/null
 	@touch $@

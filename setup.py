@@ -2,8 +2,7 @@
 
 Compiled are the decisions of a request and the simulator's world, the very files that run interpreted otherwise: the
 same results, more than twice as fast. Modules of plain values stay as they are, since nothing would be gained, and
-since their annotations are read at run time. See docs/decisions/0007-compiled.md. POTLUCK_C_LEVEL (0 to 3) is
-how hard the C compiler tries.
+since their annotations are read at run time. See docs/decisions/0007-compiled.md.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ def extensions() -> list[Any]:
         "--explicit-package-bases",
         "--ignore-missing-imports",
     ]
-    level = os.environ.get("POTLUCK_C_LEVEL", "3")
-    found = mypycify([*options, *paths], opt_level=level, debug_level="0", group_name="potluck")
+    found = mypycify([*options, *paths], opt_level="3", debug_level="0", group_name="potluck")
     for extension in found:
         # Not added in place: all of them share one list.
         extension.extra_compile_args = [*extension.extra_compile_args, ONE_ROUNDING_EACH, *WITHIN]

@@ -200,7 +200,7 @@ def child_cpu_s(command: Sequence[str], environment: Mapping[str, str] | None = 
 
 def compiled_copy() -> bool:
     """Whether there is one in COMPILED, and of the present source."""
-    made = COMPILED / ".made-3"  # what is compiled for tests alone is slower
+    made = COMPILED / ".made"
     files = [file for folder in ("core", "sim") for file in (ROOT / "src" / "potluck" / folder).rglob("*.py")]
     return made.exists() and made.stat().st_mtime >= max(file.stat().st_mtime for file in files)
 

@@ -37,7 +37,7 @@ for plan in plans:
 
 
 def stale() -> str:
-    if not any(COMPILED.glob(".made-*")):
+    if not (COMPILED / ".made").exists():
         return "nothing is compiled: make compiled"
     for folder in ("core", "sim"):
         for file in (SOURCE / "potluck" / folder).rglob("*.py"):
