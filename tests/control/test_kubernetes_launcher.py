@@ -112,13 +112,19 @@ def test_an_engine_is_a_pod_that_a_successor_finds_and_that_is_deleted(kube: Kub
     assert len(lists) == 2, "each of two launchers lists once, and watches from then on"
 
 
+def test_a_mock_is_one_pod_whatever_it_stands_for(kube: Kube, made: Made) -> None:
+    pipeline = Layout((Stage(1, (StageNode("1xL4", 1),)), Stage(1, (StageNode("1xA10", 1),))))
+    place = made().start("p-1", EngineSpec("m", pipeline, "east"))
+    assert set(place) == {"pod", "namespace"}, "no workers of its own"
+    (pod,) = kube.objects["pods"].values()
+    words = pod["spec"]["containers"][0]["command"]
+    assert '"stages"' in words[words.index("--emulate") + 1]
+
+
 def test_what_cannot_be_is_refused_in_one_line(kube: Kube, made: Made) -> None:
     launcher = made()
     with pytest.raises(CapacityError, match="no node of the cluster has T4; it has NVIDIA-A10, NVIDIA-L4"):
         launcher.start("t-1", EngineSpec("m", single("1xT4", 1, 2), "east"))
-    pipeline = Layout((Stage(1, (StageNode("1xL4", 1),)), Stage(1, (StageNode("1xA10", 1),))))
-    with pytest.raises(InputError, match="run with --engine gpu"):
-        launcher.start("p-1", EngineSpec("m", pipeline, "east"))
     with pytest.raises(ApiRefused, match="refuses POST /api/v1/namespaces/potluck/pods: .*"):
         KubeApi(kube.url).ask(
             "POST", "/api/v1/namespaces/potluck/pods", {"apiVersion": "v1", "kind": "Pod", "odd": 1}

@@ -116,7 +116,7 @@ class KubernetesLauncher(ClusterLauncher):
         at = words.index("--json") + 1
         words[at:at] = ["--api-key-file", "/etc/potluck/engine.key"]
         place: Place = {"pod": pod_name_of(name), "namespace": self._cluster.namespace}
-        alone = len(nodes) == 1
+        alone = len(nodes) == 1 or maker.style not in ("gpu", "vllm")  # those that stand in are one process
         if not alone and maker.style == "vllm":
             return self._start_nodes(place, words, make, [(gpu, region) for gpu in gpus])
         if not alone:
