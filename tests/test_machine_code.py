@@ -93,3 +93,12 @@ def test_without_a_folder_it_is_compiled_in_every_process(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Dispatcher, "enable_caching", none)
     assert not from_disk(started())
+
+
+def test_every_version_of_numba_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Environments with unlike versions may share one source."""
+    started()
+    with monkeypatch.context() as patch:
+        patch.setattr(numba, "__version__", "0.0")
+        assert not from_disk(started())
+    assert from_disk(started())

@@ -69,15 +69,9 @@ def changed(tmp_path: Path) -> Path:
 
 def test_changes_made_as_contributing_says_work(changed: Path) -> None:
     where = os.environ | {"PYTHONPATH": str(changed), "COLUMNS": "100"}
-    ended = subprocess.run(
-        [sys.executable, "-c", RUN, *COMMANDS],
-        cwd=ROOT,
-        env=where,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [sys.executable, "-c", RUN, *COMMANDS]
+    ended = subprocess.run(command, cwd=ROOT, env=where, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
-    for command, (code, printed) in json.loads(ended.stdout).items():
-        assert code == 0, f"{command}: {ended.stderr}"
-        assert COMMANDS[command] in printed, command
+    for words, (code, printed) in json.loads(ended.stdout).items():
+        assert code == 0, f"{words}: {ended.stderr}"
+        assert COMMANDS[words] in printed, words
