@@ -23,15 +23,18 @@ import torch
 from torch import Tensor
 
 from potluck.kv import checksum, kv_codec
-from potluck.kv.handles import new_handle
+from potluck.kv.codec_layout import ITEM_BYTES
+from potluck.kv.handles import new_handle, new_session
+from potluck.kv.kv_layout import heads_of
 from potluck.kv.kv_sender import KvSender
 from potluck.kv.peer_connections import PeerConnections
 from potluck.vllm.receive_worker import ReceiveWorker
 from potluck.vllm.send_worker import SendWorker
 from potluck.vllm.transfer_scheduler import FetchOrder, PlaceBlocks, ReadBlocks, SendOffer
-from potluck.vllm.vllm_blocks import PlainBlocks, VllmLayer
+from potluck.vllm.vllm_blocks import TORCH, ModelShard, PlainBlocks, VllmLayer
 
 DEVICE = "cuda"
+WHOLE = ModelShard()
 DEADLINE_S = 60.0
 LOSSY_SHARE = {"int8": 0.02, "int4": 0.2}
 """How far a value may be off, of the largest."""
@@ -57,6 +60,10 @@ class Case:
     dtype: str
     codec: str
     sizes: tuple[int, int]
+    taken: str = ""
+    """The receiver's format, where that is another."""
+    degree: int = 1
+    """Workers of the receiver."""
 
 
 CASES = (
@@ -65,17 +72,29 @@ CASES = (
     Case("NHD", "float16", "raw", (16, 16)),
     Case("NHD", "bfloat16", "int8", (16, 16)),
     Case("HND", "bfloat16", "int4", (16, 16)),
+    Case("NHD", "bfloat16", "raw", (16, 64), degree=2),
+    Case("HND", "float8_e4m3fn", "raw", (16, 16)),
+    Case("NHD", "bfloat16", "raw", (16, 16), "float8_e4m3fn", 2),
+    Case("NHD", "float8_e4m3fn", "raw", (64, 16), "bfloat16", 2),
+    Case("HND", "float16", "raw", (16, 16), "float32"),
 )
 
 
-def blocks_of(model: Model, order: str, dtype: torch.dtype, size: int) -> dict[int, VllmLayer]:
+def blocks_of(
+    model: Model, order: str, dtype: str, size: int, share: ModelShard = WHOLE
+) -> dict[int, VllmLayer]:
     """Twice as many as one prompt needs."""
     count = 2 * -(-model.tokens // size) + 2
-    shape = (size, model.heads) if order == "NHD" else (model.heads, size)
+    first, stop = heads_of(model.heads, share.tensor_size, share.tensor_rank)
+    shape = (size, stop - first) if order == "NHD" else (stop - first, size)
+    small = ITEM_BYTES[dtype] == 1
     blocks: dict[int, VllmLayer] = {}
     for layer in range(model.layers):
-        lies = torch.zeros(count, *shape, 2 * model.width, dtype=dtype, device=DEVICE)
-        blocks[layer] = VllmLayer(PlainBlocks(lies.transpose(1, 2) if order == "NHD" else lies, "kv"))
+        lies = torch.zeros(
+            count, *shape, 2 * model.width, dtype=torch.uint8 if small else TORCH[dtype], device=DEVICE
+        )
+        turned = lies.transpose(1, 2) if order == "NHD" else lies
+        blocks[layer] = VllmLayer(PlainBlocks(turned, "kv", dtype), head=first)
     return blocks
 
 
@@ -83,13 +102,12 @@ def blocks_of(model: Model, order: str, dtype: torch.dtype, size: int) -> dict[i
 class Worker:
     model: Model
     blocks: dict[int, VllmLayer]
-    dtype: torch.dtype
     stream: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
 
     def __post_init__(self) -> None:
         wide = self.model.hidden
-        self.weights = torch.randn(wide, 4 * wide, dtype=self.dtype, device=DEVICE)
-        self.hidden = torch.randn(self.model.chunk, wide, dtype=self.dtype, device=DEVICE)
+        self.weights = torch.randn(wide, 4 * wide, dtype=torch.bfloat16, device=DEVICE)
+        self.hidden = torch.randn(self.model.chunk, wide, dtype=torch.bfloat16, device=DEVICE)
 
     def work(self) -> None:
         """About what a layer computes for a chunk."""
@@ -118,18 +136,29 @@ def until(true: Callable[[], object]) -> None:
 class Rig:
     def __init__(self, model: Model, case: Case) -> None:
         self.model, self.case = model, case
-        self.dtype = getattr(torch, case.dtype)
-        self.giver = Worker(model, blocks_of(model, case.order, self.dtype, case.sizes[0]), self.dtype)
-        self.taker = Worker(model, blocks_of(model, case.order, self.dtype, case.sizes[1]), self.dtype)
+        self.taken = case.taken or case.dtype
+        self.giver = Worker(model, blocks_of(model, case.order, case.dtype, case.sizes[0]))
+        self.shares = [ModelShard(rank, case.degree, heads=model.heads) for rank in range(case.degree)]
+        self.takers = [
+            Worker(model, blocks_of(model, case.order, self.taken, case.sizes[1], share))
+            for share in self.shares
+        ]
         shape = (model.tokens, 2, model.heads, model.width)
-        self.values = {n: torch.randn(shape, dtype=self.dtype, device=DEVICE) for n in range(model.layers)}
+        self.values = {
+            n: torch.randn(shape, dtype=torch.bfloat16, device=DEVICE).to(TORCH[case.dtype])
+            for n in range(model.layers)
+        }
         outbox = KvSender()
         host, port = outbox.address
         self.kv = f"{host}:{port}"
         self.told: list[dict[str, object]] = []
         self.giving = SendWorker(outbox, self.giver.blocks, "check", self.told.append)
-        peers = PeerConnections([(host, port)])
-        self.taking = ReceiveWorker(peers, self.taker.blocks, "check", 0, self.told.append)
+        self.taking = [
+            ReceiveWorker(
+                PeerConnections([(host, port)]), KvSender(), taker.blocks, "check", share, self.told.append
+            )
+            for taker, share in zip(self.takers, self.shares, strict=True)
+        ]
         torch.cuda.synchronize()
 
     def table(self, side: int, backwards: bool = False) -> tuple[int, ...]:
@@ -170,33 +199,41 @@ class Rig:
         until(done)
         with torch.cuda.stream(self.giver.stream):
             for block in self.giver.blocks.values():
-                block.blocks._cache.fill_(7.0)  # type: ignore[attr-defined]
+                block.blocks._cache.fill_(7)  # type: ignore[attr-defined]
 
     def received(self, key: str) -> None:
-        result: set[str] = set()
+        for taker, taking in zip(self.takers, self.taking, strict=True):
+            result: set[str] = set()
 
-        def there() -> bool:
-            with torch.cuda.stream(self.taker.stream):
-                self.taker.work()
-            result.update(*self.taking.results())
-            return key in result
+            def there(
+                taker: Worker = taker, taking: ReceiveWorker = taking, result: set[str] = result
+            ) -> bool:
+                with torch.cuda.stream(taker.stream):
+                    taker.work()
+                result.update(*taking.results())
+                return key in result
 
-        until(there)
+            until(there)
 
     def off(self) -> float:
         """By how much what came differs at most, of the largest value; read on the receiver's stream."""
         worst = 0.0
-        with torch.cuda.stream(self.taker.stream), torch.inference_mode():
-            tables = (self.table(1, backwards=True),)
-            for layer, values in self.values.items():
-                received = self.taker.blocks[layer].read(tables, 0, self.model.tokens)
-                apart = (received.float() - values.float()).abs().max() / values.float().abs().max()
-                worst = max(worst, float(apart))
+        for taker in self.takers:
+            with torch.cuda.stream(taker.stream), torch.inference_mode():
+                tables = (self.table(1, backwards=True),)
+                for layer, values in self.values.items():
+                    block = taker.blocks[layer]
+                    due = values[:, :, block.head : block.head + block.shape.heads].to(TORCH[self.taken])
+                    received = block.read(tables, 0, self.model.tokens)
+                    apart = (received.float() - due.float()).abs().max() / due.float().abs().max()
+                    worst = max(worst, float(apart))
         return worst
 
     def close(self) -> None:
         self.giving.close()
-        self.taking.close()
+        for taking in self.taking:
+            taking.close()
+            taking._sender.close()
 
 
 def tried(model: Model, case: Case) -> bool:
@@ -204,17 +241,20 @@ def tried(model: Model, case: Case) -> bool:
     began_s = time.perf_counter()
     handle = new_handle()
     rig.offer("one", handle)
-    rig.taking.ask(FetchOrder("one", "one", rig.kv, handle, DEADLINE_S, 0, model.tokens, "0" * 64))
-    rig.taking.put(PlaceBlocks("one", (rig.table(1, backwards=True),), 0))
+    session = new_session()
+    for taking in rig.taking:
+        taking.ask(FetchOrder("one", "one", rig.kv, handle, DEADLINE_S, 0, model.tokens, "0" * 64, session))
+        taking.put(PlaceBlocks("one", (rig.table(1, backwards=True),), 0))
     rig.compute("one")
     rig.received("one")
     took_s = time.perf_counter() - began_s
     off = rig.off()
     allowed = LOSSY_SHARE.get(case.codec, 0.0)
-    moved = max((int(str(line["moved_bytes"])) for line in rig.told if "took" in line), default=0)
+    moved = sum(int(str(line["moved_bytes"])) for line in rig.told if "took" in line)
     fine = off <= allowed and moved > 0
     print(
-        f"{case.order}  {case.dtype:9}  {case.codec:5}  {case.sizes[0]:3} -> {case.sizes[1]:3}  "
+        f"{case.order}  {case.dtype:13} -> {case.degree} x {rig.taken:13}  {case.codec:5}  "
+        f"{case.sizes[0]:3} -> {case.sizes[1]:3}  "
         f"{moved / 1e6:8.1f} MB  {took_s:6.2f} s  off {off:.4f}  {'ok' if fine else 'WRONG'}"
     )
     rig.close()
@@ -231,7 +271,8 @@ def take(model: Model, dtype: str, kv: str, handles: Sequence[str]) -> None:
         for layer in range(model.layers)
     }
     host, port = kv.rsplit(":", 1)
-    taking = ReceiveWorker(PeerConnections([(host, int(port))]), blocks, "check", 0, lambda line: None)
+    peers, share = PeerConnections([(host, int(port))]), ModelShard(heads=model.heads)
+    taking = ReceiveWorker(peers, KvSender(), blocks, "check", share, lambda line: None)
     for handle in handles:
         taking.ask(FetchOrder(handle, handle, kv, handle, DEADLINE_S, 0, model.tokens, "0" * 64))
         taking.put(PlaceBlocks(handle, (tuple(range(1, count)),), 0))
