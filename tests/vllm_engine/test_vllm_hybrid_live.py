@@ -35,7 +35,7 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
     model = make_hybrid(tmp_path_factory.mktemp("hybrid") / "tiny")
     made: Trio = (
         Instance(model, model.parent / "one.log", block_tokens=64),
-        CutInstance(model, model.parent / "stages.log", KvLayout(1, (3, 1)), block_tokens=128),
+        CutInstance(model, model.parent / "stages.log", KvLayout(1, (2, 2)), block_tokens=128),
         Instance(model, model.parent / "plain.log", block_tokens=64, connector=False),
     )
     try:

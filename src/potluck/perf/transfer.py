@@ -85,22 +85,10 @@ def link_alpha_beta(link: Link, connections: int = CONNECTIONS, efficiency: floa
     return alpha_beta(link.gbps, link.rtt_s, connections, efficiency)
 
 
-def wire_bytes(
-    kv_bytes: ArrayLike,
-    state_bytes: ArrayLike = 0.0,
-    codec: Codec = "fp16",
-    group: int = 128,
-    stored_bits: float = 16.0,
-) -> Floats:
-    """Bytes that cross: the per-token KV through the codec, the fixed state as it is."""
-    kv, state = _not_negative("kv_bytes", kv_bytes), _not_negative("state_bytes", state_bytes)
-    return kv * codec_ratio(codec, group, stored_bits) + state
-
-
 def crossing_bytes(model: Model, held_bytes: float, codec: Codec) -> float:
     """What a request's KV of so many bytes, its state among them, puts on the wire."""
     state = min(held_bytes, model_state_bytes(model))
-    return (held_bytes - state) * codec_ratio(codec, stored_bits=model.kv_bits) + state
+    return (held_bytes - state) * codec_ratio(codec, model.kv_bits, latent=model.is_latent) + state
 
 
 def overlapped_transfer_s(

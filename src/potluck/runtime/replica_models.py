@@ -17,7 +17,7 @@ from potluck.core.state.facts import (
     ReplicaFacts,
     SplitFacts,
 )
-from potluck.core.values.kv import codecs_between, wire_bytes
+from potluck.core.values.kv import codec_ratio, codecs_between, wire_bytes
 from potluck.core.values.layout import RTT_S, Layout, layers_between
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Plan, Template
@@ -92,11 +92,12 @@ class KvWeight:
     windows: tuple[tuple[int, float], ...]
     state_bytes: float
     kv_bits: float
+    latent: bool
 
     def wire_bytes(self, start: int, stop: int, codec: Codec = "fp16") -> float:
         """Bytes of the KV of tokens [start, stop) of a request, with its state; nothing for no tokens."""
-        span = (start, stop)
-        return wire_bytes(self.growing_bytes, self.windows, self.state_bytes, span, codec, self.kv_bits)
+        span, ratio = (start, stop), codec_ratio(codec, self.kv_bits, latent=self.latent)
+        return wire_bytes(self.growing_bytes, self.windows, self.state_bytes, span, ratio)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +347,8 @@ def _names(layout: Layout, placed: tuple[tuple[str, int], ...]) -> tuple[str, ..
 
 def kv_of(model: Model) -> KvWeight:
     windows = tuple(sorted(window_bytes_per_token(model).items()))
-    return KvWeight(model.layer_count, kv_bytes_per_token(model), windows, state_bytes(model), model.kv_bits)
+    growing, state, latent = kv_bytes_per_token(model), state_bytes(model), model.is_latent
+    return KvWeight(model.layer_count, growing, windows, state, model.kv_bits, latent)
 
 
 def _model_facts(resolved: ResolvedPlan, name: str, block_tokens: int) -> ModelFacts:
@@ -355,8 +357,8 @@ def _model_facts(resolved: ResolvedPlan, name: str, block_tokens: int) -> ModelF
     answer_tokens = resolved.mean_tokens.get(name, MEAN_TOKENS)[1]
     limits = None if slo is None or slo.e2e_s is None else slo.within_e2e(answer_tokens)
     size = (kv.growing_bytes, kv.state_bytes, exact, block_tokens)
-    idle_s, survive = resolved.idle_s.get(name), resolved.survive.get(name, (None, 1.0))
-    return ModelFacts(*size, slo, idle_s, kv.windows, kv.kv_bits, limits, *survive)
+    idle_s, (survive, share) = resolved.idle_s.get(name), resolved.survive.get(name, (None, 1.0))
+    return ModelFacts(*size, slo, idle_s, kv.windows, kv.kv_bits, limits, survive, share, kv.latent)
 
 
 def _replica_facts(

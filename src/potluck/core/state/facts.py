@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from potluck.core.values.kv import wire_bytes
+from potluck.core.values.kv import codec_ratio, wire_bytes
 from potluck.core.values.service import FailureDomain
 from potluck.core.values.types import Codec, Region, Slo
 
@@ -37,11 +37,13 @@ class ModelFacts:
     survive: FailureDomain | None = None
     """What may be lost, any one of it, while `survive_share` of the demand is still served: scaling keeps to it."""
     survive_share: float = 1.0
+    latent: bool = False
+    """Whether its KV is latents alone."""
 
     def wire_bytes(self, tokens: float, codec: Codec = "fp16", start: float = 0) -> float:
         """What the KV of a prompt's tokens from `start` on puts on the wire."""
-        span = (start, tokens)
-        return wire_bytes(self.kv_bytes_per_token, self.windows, self.state_bytes, span, codec, self.kv_bits)
+        span, ratio = (start, tokens), codec_ratio(codec, self.kv_bits, latent=self.latent)
+        return wire_bytes(self.kv_bytes_per_token, self.windows, self.state_bytes, span, ratio)
 
     @property
     def fixed_bytes(self) -> float:

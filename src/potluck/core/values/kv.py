@@ -13,35 +13,35 @@ from potluck.core.errors import InputError
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Codec
 
-CODEC_BITS: dict[Codec, tuple[float, float]] = {"fp16": (16.0, 0.0), "int8": (8.0, 16.0), "int4": (4.0, 32.0)}
-"""Bits per element, and bits per group beside them: int8 a fp16 scale, int4 a fp16 scale and zero point."""
+CODEC_BITS: dict[Codec, float] = {"fp16": 16.0, "int8": 8.0, "int4": 4.0}
+KEY_GROUP, VALUE_GROUP, GROUP_BITS = 128, 64, 32
+"""Numbers that share a least one and a step (docs/kv.md), and the bits of both. Latents are keys."""
 
 
-def codec_ratio(codec: Codec, group: int = 128, stored_bits: float = 16.0) -> float:
-    """Wire bytes per byte of KV held at `stored_bits`: (bits + side bits / group) / stored_bits, at most 1."""
+def codec_ratio(codec: Codec, stored_bits: float = 16.0, *, latent: bool = False) -> float:
+    """Wire bytes per byte of KV held at `stored_bits`: (bits + bits of groups) / stored_bits, at most 1."""
     if codec not in CODEC_BITS:
         raise InputError("codec", f"{codec!r} is not one of {', '.join(CODEC_BITS)}")
     if codec == "fp16":
         return 1.0
-    bits, side_bits = CODEC_BITS[codec]
-    return min(1.0, (bits + side_bits / group) / stored_bits)
+    groups = (KEY_GROUP,) if latent else (KEY_GROUP, VALUE_GROUP)
+    side_bits = sum(GROUP_BITS / group for group in groups) / len(groups)
+    return min(1.0, (CODEC_BITS[codec] + side_bits) / stored_bits)
 
 
 Windows = Iterable[tuple[int, float]]
 Span = tuple[float, float]
 
 
-def wire_bytes(
-    growing_bytes: float, windows: Windows, state_bytes: float, span: Span, codec: Codec, stored_bits: float
-) -> float:
-    """Bytes of the KV of a span of a request's tokens, with its state; nothing for no tokens."""
+def wire_bytes(growing_bytes: float, windows: Windows, state_bytes: float, span: Span, ratio: float) -> float:
+    """Bytes of the KV of a span of a request's tokens under a codec, with its state; nothing for no tokens."""
     start, stop = span
     if stop <= start:
         return 0.0
     size = growing_bytes * (stop - start)
     for window, rate in windows:
         size += rate * (stop - max(start, stop - window, 0))
-    return size * codec_ratio(codec, stored_bits=stored_bits) + state_bytes
+    return size * ratio + state_bytes
 
 
 LOSSLESS: Codec = "fp16"

@@ -196,6 +196,12 @@ class Model:
         return len(self.layers)
 
     @property
+    def is_latent(self) -> bool:
+        """Whether what it keeps of tokens is latents alone."""
+        kinds = {type(layer.attention) for layer in self.layers} - {LinearAttention}
+        return kinds == {LatentAttention}
+
+    @property
     def exact_prefix(self) -> bool:
         """Whether a prefix can be resumed only where a checkpoint was kept: some layer has a window or a state."""
         return any(
