@@ -6,7 +6,6 @@ compared with what the model's KV is, and what crossed with what a planner recko
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from itertools import product
 import pytest
 import torch
 from test_vllm_giving_and_taking import QUICK, until
+from vllm_kit import free_port
 
 from potluck.core.errors import InputError
 from potluck.kv.codec_layout import ITEM_BYTES, sizes
@@ -59,19 +59,6 @@ class Kept:
     scales: Scales = ONE
 
 
-def free_ports(count: int) -> int:
-    """The first of so many in a row."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            first = int(probe.getsockname()[1])
-        try:
-            for port in range(first, first + count):
-                socket.create_server(("127.0.0.1", port)).close()
-        except OSError:
-            continue
-        return first
-
-
 @dataclass
 class Workers:
     """All workers of one instance."""
@@ -81,7 +68,7 @@ class Workers:
 
     def __post_init__(self) -> None:
         layout, self.heads = self.kept.layout, 1 if self.kept.latent else HEADS
-        port = free_ports(layout.workers)
+        port = free_port(layout.workers)
         stages = tuple(
             ("127.0.0.1", port + stage * layout.tensor) for stage in range(max(1, len(layout.stages)))
         )

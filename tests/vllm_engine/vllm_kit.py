@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import secrets
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from socket import create_server
 
@@ -124,9 +126,14 @@ def make_lora(folder: Path) -> Path:
     return folder
 
 
-def free_port() -> int:
-    with create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+def free_port(count: int = 4) -> int:
+    """The first of so many in a row, below those that the system gives to connections of whoever else is busy."""
+    while True:
+        first = random.SystemRandom().randrange(15000, 32000)
+        with suppress(OSError):
+            for port in range(first, first + count):
+                create_server(("127.0.0.1", port)).close()
+            return first
 
 
 ENVIRONMENT = {
