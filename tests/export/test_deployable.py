@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import Result
-from export_helpers import runner, template
+from export_helpers import COMBO, RANKS, fleet, runner, template, wording
 
 from potluck.catalog import gpus, nodes
 from potluck.cli.main import cli
@@ -21,7 +21,10 @@ from potluck.cli.planning.export_check import checked_export, vllm_flags
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Deployment, Plan, PlannedReplica, Template, plan_to_json
-from potluck.export.skypilot import VLLM, infra_of
+from potluck.export import compose, shell, skypilot
+from potluck.export.compose import ComposeOptions
+from potluck.export.skypilot import VLLM, SkyOptions, infra_of
+from potluck.export.weights import WeightsSource
 from potluck.spec.load_spec import load_spec
 from potluck.vllm import TESTED
 
@@ -219,6 +222,23 @@ def test_weights_are_pulled_before_anything_needs_them(tmp_path: Path) -> None:
     volumes = named(manifests_in(tmp_path), "StatefulSet")["spec"]["template"]["spec"]["volumes"]
     assert volumes[0]["hostPath"] == {"path": "/mnt/models", "type": "Directory"}
     assert "weights of chat: must be in /models/chat" in done.stderr
+
+
+def test_the_gateway_gets_tokenizers_where_no_engine_runs(tmp_path: Path) -> None:
+    """Two models, of which the first machine runs one: the gateway beside it reads what both need."""
+    line = "hf download org/other --include '*.j*' --local-dir /models/documents"
+    weights = {"documents": WeightsSource("hf://org/other@main"), "chat": WeightsSource("hf://org/chat")}
+    placed = fleet((COMBO, "us-east-1", 1), (RANKS, "us-east-1", 1))
+    for text in (
+        shell.files(placed, wording(), {}, weights)["gateway.sh"],
+        skypilot.files(placed, wording(), SkyOptions({}, "true", "/models", weights))["launch.sh"],
+    ):
+        assert line.replace("other ", "other --revision main ") in text
+    files = compose.files(placed, wording(), {}, ComposeOptions("p", "v", weights), [])
+    services = yaml.safe_load(files[f"compose-{placed.boxes[0].name}.yaml"])["services"]
+    assert list(services["gateway"]["depends_on"]) == ["pull-documents", "pull-chat"]
+    assert "--include" in services["pull-documents"]["command"]
+    assert "--include" not in services["pull-chat"]["command"]
 
 
 @pytest.mark.parametrize(

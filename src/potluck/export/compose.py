@@ -50,7 +50,10 @@ def files(
     for number, box in enumerate(fleet.boxes):
         services = _services(fleet, box, wording, host_of, options)
         if not number:
-            services["gateway"] = _gateway(options, wording, served)
+            for model, item in options.weights.items():
+                words = pull_words(item, wording.folders[model], tokenizer=True)
+                services.setdefault(f"pull-{label(model)}", _pull(options, wording.folders[model], words))
+            services["gateway"] = _gateway(options, wording, served) | _after_pull(options, options.weights)
         texts[f"compose-{box.name}.yaml"] = _text(box, services, options)
     texts["engines.yaml"] = roster(
         fleet, lambda one: f"http://{host_of(one.box)}:{one.port}", wording.key_file
@@ -81,21 +84,27 @@ def _services(
     ]
     models = dict.fromkeys(process.placement.model for process in started)
     services = {
-        f"pull-{label(model)}": _pull(options, wording.folders[model], options.weights[model])
+        f"pull-{label(model)}": _pull(
+            options, wording.folders[model], pull_words(options.weights[model], wording.folders[model])
+        )
         for model in models
         if model in options.weights
     }
     for process in started:
         service = _service(process, wording, options.engine_image, host_of(box))
-        if process.placement.model in options.weights:
-            done = {"condition": "service_completed_successfully"}
-            service["depends_on"] = {f"pull-{label(process.placement.model)}": done}
-        services[process.name] = service
+        services[process.name] = service | _after_pull(options, [process.placement.model])
     return services
 
 
-def _pull(options: ComposeOptions, folder: str, weights: WeightsSource) -> dict[str, Any]:
-    first, *rest = pull_words(weights, folder)
+def _after_pull(options: ComposeOptions, models: Iterable[str]) -> dict[str, Any]:
+    """Started once these models are there, as far as they are pulled."""
+    done = {"condition": "service_completed_successfully"}
+    awaited = {f"pull-{label(model)}": done for model in models if model in options.weights}
+    return {"depends_on": awaited} if awaited else {}
+
+
+def _pull(options: ComposeOptions, folder: str, words: list[str]) -> dict[str, Any]:
+    first, *rest = words
     return {
         "image": options.image,
         "entrypoint": [first],

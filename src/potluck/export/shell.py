@@ -13,7 +13,7 @@ from potluck.export.placement import (
     RentedMachine,
     roster,
 )
-from potluck.export.weights import WeightsSource, pull_words
+from potluck.export.weights import WeightsSource, pull_words, tokenizers_of
 
 HEAD = """#!/usr/bin/env bash
 # {what}
@@ -39,7 +39,7 @@ def files(
     texts["engines.yaml"] = roster(
         fleet, lambda one: f"http://{host_of(one.box)}:{one.port}", wording.key_file
     )
-    texts["gateway.sh"] = _gateway(wording)
+    texts["gateway.sh"] = _gateway(wording, pulled)
     return texts
 
 
@@ -78,12 +78,13 @@ def process_line(process: ExportedProcess, wording: CommandOptions) -> str:
     return f"CUDA_VISIBLE_DEVICES={gpus} {line_of(process.words)}{secret} &"
 
 
-def _gateway(wording: CommandOptions) -> str:
+def _gateway(wording: CommandOptions, weights: Mapping[str, WeightsSource]) -> str:
     what = "The gateway: clients at port 8000, operators at port 8001 of this machine alone"
     keys = "keys.jsonl of `potluck keys new NAME >> keys.jsonl`"
     needs = f"the engines' key in {wording.key_file}, and {keys}"
     command = line_of(wording.gateway("", "keys.jsonl"))
-    return f'{HEAD.format(what=what, needs=needs)}exec {command} "$@"\n'
+    pulls = "".join(f"{line_of(words)}\n" for words in tokenizers_of(weights, wording.folders))
+    return f'{HEAD.format(what=what, needs=needs)}{pulls}exec {command} "$@"\n'
 
 
 def line_of(words: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from potluck.export.placement import (
     yaml_text,
 )
 from potluck.export.shell import line_of, process_line
-from potluck.export.weights import WeightsSource, disk_bytes, pull_words
+from potluck.export.weights import WeightsSource, disk_bytes, pull_words, tokenizers_of
 
 GPU_NAMES = {
     "A100-40": "A100",
@@ -187,6 +187,7 @@ def _launch(fleet: PlacedPlan, wording: CommandOptions, options: SkyOptions) -> 
     hub = any(item.hub for item in options.weights.values())
     token = 'export HF_TOKEN="${HF_TOKEN:-}"  # opens gated models\n' if hub else ""
     tokens = " --secret HF_TOKEN" if hub else ""
+    pulls = "".join(f"{line_of(words)}\n" for words in tokenizers_of(options.weights, wording.folders))
     launch = f'sky launch --yes --detach-run --secret POTLUCK_API_KEY{tokens} --cluster "$box"'
     ranks = "".join(
         f'box={box}; {launch} --env POTLUCK_MASTER="$(ssh {lead} hostname -I | cut -d" " -f1)" {box}.yaml &\n'
@@ -202,5 +203,5 @@ wait
 {ranks + "wait" + chr(10) if ranks else ""}cp engines.yaml.in engines.yaml
 for box in {names}; do sed -i "s/@$box@/$(sky status --ip "$box")/" engines.yaml; done
 umask 077; printf %s "$POTLUCK_API_KEY" > engine.key
-exec {serve} "$@"
+{pulls}exec {serve} "$@"
 """

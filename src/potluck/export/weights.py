@@ -50,10 +50,19 @@ def weights_from(given: Mapping[str, str], mounts: bool) -> dict[str, WeightsSou
     return result
 
 
-def pull_words(weights: WeightsSource, folder: str) -> list[str]:
-    """The hub's own command; what is there already is not fetched again, $HF_TOKEN opens what is closed."""
+def pull_words(weights: WeightsSource, folder: str, tokenizer: bool = False) -> list[str]:
+    """The hub's own command, for all of a model or for what a gateway reads of it: tokenizer and chat template.
+
+    What is there already is not fetched again; $HF_TOKEN opens what is closed.
+    """
     revision = ("--revision", weights.revision) if weights.revision else ()
-    return ["hf", "download", weights.hub, *revision, "--local-dir", folder]
+    texts = ("--include", "*.j*") if tokenizer else ()
+    return ["hf", "download", weights.hub, *revision, *texts, "--local-dir", folder]
+
+
+def tokenizers_of(weights: Mapping[str, WeightsSource], folders: Mapping[str, str]) -> list[list[str]]:
+    """How the gateway's machine gets what it reads of models that are pulled."""
+    return [pull_words(item, folders[model], tokenizer=True) for model, item in weights.items() if item.hub]
 
 
 def disk_bytes(weight_bytes: Sequence[float]) -> float:
