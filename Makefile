@@ -50,7 +50,7 @@ test-here: $(VENV)/.warm
 
 # Stock vLLM has its own environment: it brings a torch and much else that the other tests must not depend on.
 test-vllm: $(VLLM)/.made $(VENV)/.dev ## install vLLM for a CPU apart, and try hand-overs between its processes (5 minutes)
-	$(call pytest,PYTHONPATH=src POTLUCK_PYTHON=$(abspath $(BIN)/python) $(VLLM)/bin/python,-q tests/vllm_engine)
+	$(call pytest,PYTHONPATH=src:$(abspath tests/vllm_engine/forked) POTLUCK_PYTHON=$(abspath $(BIN)/python) $(VLLM)/bin/python,-q tests/vllm_engine)
 
 test-ray: $(RAY)/.made $(VENV)/.dev ## install Ray apart, and lose nodes of Ray and Kubernetes clusters that this machine acts as
 	$(call pytest,PYTHONPATH=src RAY_USAGE_STATS_ENABLED=0 POTLUCK_PYTHON=$(abspath $(BIN)/python) $(RAY)/bin/python,-q tests/clusters)
