@@ -149,9 +149,10 @@ def test_a_machine_of_two_regions_is_throttled_by_neither() -> None:
             ("b", "west", "h", "h:2"),
             ("c", "west", "v6", "[::1]:3"),
             ("d", "west", "none", ""),
+            ("e", "west", "s", "s:1,t:2?tensor=2&layers=3,4"),
         )
     ]
-    assert hosts_of(ends) == {"east": frozenset(), "west": frozenset({"::1"})}
+    assert hosts_of(ends) == {"east": frozenset(), "west": frozenset({"::1", "s", "t"})}
 
 
 @pytest.mark.parametrize("knows", [True, False])

@@ -32,6 +32,7 @@ from potluck.kv.kv_codec import packed, restored
 from potluck.kv.kv_layout import KvAddress, KvLayout, sources, written
 from potluck.kv.kv_sender import KvSender, OutgoingTransfer, SenderLimits, State
 from potluck.kv.peer_connections import (
+    MOST_SENDERS,
     Address,
     LinkLimits,
     LinkReport,
@@ -176,6 +177,8 @@ class KvConnector:
         """Fetches wait for what others put, who may wait for what is put here."""
         self._outgoing: dict[str, OutgoingTransfer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._senders: dict[str, str] = {}
+        """A worker's address to that of its engine."""
 
     @property
     def address(self) -> str:
@@ -183,7 +186,13 @@ class KvConnector:
         return written(self.sender.address)
 
     def reports(self) -> tuple[LinkReport, ...]:
-        return tuple(map(self._transfer.told, self.sender.links() + self.links.reports()))
+        """Workers of one sender count as that one."""
+        by_sender: dict[str, LinkReport] = {}
+        for report in self.links.reports():
+            name = self._senders.get(report.peer, report.peer)
+            before = by_sender.get(name)
+            by_sender[name] = replace(report, peer=name) if before is None else _both(before, report)
+        return tuple(map(self._transfer.told, (*self.sender.links(), *by_sender.values())))
 
     # What is handed on.
 
@@ -310,6 +319,9 @@ class KvConnector:
         waiting: list[Future[None]] = []
         lock = threading.Lock()
         parts = self._sources(address, wanted)
+        if len(self._senders) > MOST_SENDERS:
+            self._senders.clear()
+        self._senders |= {written(worker): str(address) for worker, _ in parts}
         join = HeadJoin([request.cut.heads for _, request in parts if not request.cut.nothing])
 
         def opened(place: int, about: KvManifest) -> None:
@@ -376,6 +388,21 @@ class KvConnector:
         await asyncio.to_thread(self.sender.close)
         for pool in (self._fetches, self._puts):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _both(first: LinkReport, second: LinkReport) -> LinkReport:
+    """Of two workers that send at once."""
+    return LinkReport(
+        first.peer,
+        first.connections + second.connections,
+        first.goodput_bytes_per_s + second.goodput_bytes_per_s,
+        first.moved_bytes + second.moved_bytes,
+        first.sent_again_bytes + second.sent_again_bytes,
+        max(first.rtt_s, second.rtt_s),
+        min(first.least_rtt_s, second.least_rtt_s),
+        first.retransmits + second.retransmits,
+        first.queue_bytes + second.queue_bytes,
+    )
 
 
 def _settle(fate: Fate, not_delivered: KvNotDelivered | None) -> None:

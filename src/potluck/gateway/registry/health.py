@@ -236,8 +236,8 @@ def hosts_of(endpoints: Iterable[Endpoint]) -> dict[str, frozenset[str]]:
     """The machines of each region that senders know by their address; one of two regions is in neither."""
     result: dict[str, set[str]] = {}
     for endpoint in endpoints:
-        if endpoint.kv:
-            result.setdefault(endpoint.region, set()).add(endpoint.kv.rpartition(":")[0].strip("[]"))
+        for stage in endpoint.kv.partition("?")[0].split(",") if endpoint.kv else ():
+            result.setdefault(endpoint.region, set()).add(stage.rpartition(":")[0].strip("[]"))
     return {
         region: frozenset(mine - set().union(*(hosts for other, hosts in result.items() if other != region)))
         for region, mine in result.items()
