@@ -219,8 +219,11 @@ def test_a_pipeline_over_machines_is_sets_of_pods_that_know_each_other(
     words = engine["command"]
     own = f"{name}-$(POD_INDEX).{name}.potluck.svc:7100"
     others = [f"{name}-r{rank}-$(POD_INDEX).{name}.potluck.svc:7100" for rank in (1, 2)]
-    expected = own if style == "vllm" else f"20@{own},12@{'+'.join(others)}"
+    expected = "$(POD_IP):7100" if style == "vllm" else f"20@{own},12@{'+'.join(others)}"
     assert words[words.index(option) + 1] == expected
+    if style == "vllm":
+        (rank,) = pods[1]["spec"]["containers"]
+        assert rank["command"][rank["command"].index(option) + 1] == own
     assert "POD_INDEX" in [variable["name"] for variable in engine["env"]]
 
 

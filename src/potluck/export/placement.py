@@ -313,7 +313,8 @@ class CommandOptions:
         """One of the processes of a vLLM over several machines: all but the first serve no HTTP."""
         first = placement.footings[0]
         group = ("--nodes", str(len(placement.footings)), "--node-rank", str(rank))
-        master = ("--master", f"{host_of(first.box)}:{first.stage_port}")
+        own = not rank and listen != EVERYWHERE  # its own name may not lead to it yet
+        master = ("--master", f"{listen if own else host_of(first.box)}:{first.stage_port}")
         words = (*self._head(placement, listen, rank), *parallel_of(_make(placement)), *group, *master)
         return (*words, *self._vllms_own(placement))
 
