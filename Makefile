@@ -21,7 +21,7 @@ BUILD_OPTIONS := --quiet --disable-pip-version-check --no-input --no-deps --no-b
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-here test-all test-main test-apart test-beside test-source test-vllm test-sky test-ray environments lint types format site bench compiled testcompiled wheel lock clean
+.PHONY: help up test test-here test-all test-main test-beside test-behind test-source test-vllm test-sky test-ray environments lint types format site bench compiled testcompiled wheel lock clean
 .DELETE_ON_ERROR:
 
 help: ## list these commands
@@ -62,21 +62,21 @@ testcompiled: compiled ## the tests of decisions and simulator, with the hot cod
 	$(call pytest,PYTHONPATH=build/compiled $(BIN)/python,-n 2 --dist worksteal --tb=native $(RUN_COMPILED))
 
 # What continuous integration runs. Every test once: those of $(RUN_COMPILED) with the hot code compiled (the others
-# run it as source, as do the few files that say so), those of vLLM, SkyPilot and Ray in their environments. In three
-# lanes, since one alone does not keep two cores busy; the main tests go first, as some of them wait for fractions of a
-# second.
+# run it as source, as do the few files that say so), those of vLLM, SkyPilot and Ray in their environments. Two lanes
+# at a time: what waits for fractions of a second has one core to itself, main tests first and then vLLM's.
 test-all: ## everything, each test once: main, compiled, vLLM, SkyPilot, Ray, lint, site
 	+$(MAKE) -j2 --output-sync=target $(VENV)/.all $(VLLM)/.made
-	+$(MAKE) -j3 --output-sync=target test-main test-apart test-beside
+	+$(MAKE) -j2 --output-sync=target test-main test-beside
+	+$(MAKE) -j2 --output-sync=target test-vllm test-behind
 
 test-main: $(VENV)/.warm
-	$(call pytest,$(MAIN),-q -n 2 --dist worksteal $(addprefix --ignore=,$(RUN_COMPILED) tests/export tests/clusters tests/vllm_engine))
-
-test-apart:
-	+nice -n 5 $(MAKE) test-vllm
+	$(call pytest,$(MAIN),-q -n 3 --dist worksteal $(addprefix --ignore=,$(RUN_COMPILED) tests/export tests/clusters tests/vllm_engine))
 
 test-beside:
-	+nice -n 5 $(MAKE) lint test-sky test-ray compiled test-source testcompiled site
+	+nice -n 5 $(MAKE) lint test-sky compiled site $(RAY)/.made
+
+test-behind:
+	+nice -n 5 $(MAKE) test-source testcompiled test-ray
 
 test-source: compiled
 	$(call pytest,$(MAIN),-q -p no:cacheprovider $(shell grep -lr --include='test_*.py' '__file__.endswith' $(RUN_COMPILED)))

@@ -17,6 +17,7 @@ from test_vllm_giving_and_taking import QUICK, until
 from vllm_kit import free_port
 
 from potluck.core.errors import InputError
+from potluck.kv import checksum, kv_codec
 from potluck.kv.codec_layout import ITEM_BYTES, sizes
 from potluck.kv.handles import new_handle, new_session
 from potluck.kv.kv_layout import KvAddress, KvLayout, heads_of
@@ -161,6 +162,13 @@ class Workers:
 
     def moved_bytes(self) -> int:
         return sum(int(line["moved_bytes"]) for line in self.told if "took" in line)  # type: ignore[call-overload]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _machine_code() -> None:
+    """As the connector does before it serves: to make it takes longer than a fetch may."""
+    checksum.load()
+    kv_codec.load()
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ CUTS = {
     "tp2pp2": (KvLayout(2, (1, 3)), 32),
 }
 """With the tokens of a block; vLLM's attention on a CPU wants multiples of 32."""
+RECEIVED, FAILED = "potluck:kv_received_bytes_total", "potluck:kv_failed_fetches_total"
 Fleet = dict[str, Instance]
 
 
@@ -63,16 +64,19 @@ def test_every_pair_gives_the_tokens_of_one_plain_instance(
         pytest.skip("an instance hands nothing to itself")
     sender, receiver, plain = fleet[giver], fleet[taker], fleet["plain"]
     for length, cut in ((300, 299), (300, 71), (90, 64)):
-        tokens = prompt((giver, taker, cut), length)
-        before, came_bytes = receiver.sources(), receiver.metric("potluck:kv_received_bytes_total")
-        result, _ = handed(threads, sender, receiver, tokens, cut)
-        after = receiver.sources()
-        assert result == plain.ask(tokens)
+        for attempt in range(3):
+            tokens = prompt((giver, taker, cut, attempt), length)
+            before, came_bytes = receiver.sources(), receiver.metric(RECEIVED)
+            failed = receiver.metric(FAILED)
+            result, _ = handed(threads, sender, receiver, tokens, cut)
+            after = receiver.sources()
+            assert result == plain.ask(tokens)  # also where a machine that is late handed nothing over
+            if receiver.metric(FAILED) == failed:
+                break
         gained = {kind: after[kind] - before[kind] for kind in after}
         assert gained == {"local_compute": length - cut, "local_cache_hit": 0, "external_kv_transfer": cut}
         # As a planner reckons: every layer and head of a token once.
-        moved = receiver.metric("potluck:kv_received_bytes_total") - came_bytes
-        assert moved == cut * TOKEN_BYTES
+        assert receiver.metric(RECEIVED) - came_bytes == cut * TOKEN_BYTES
 
 
 def test_many_at_once_between_all_of_them(fleet: Fleet, threads: ThreadPoolExecutor) -> None:
@@ -94,14 +98,14 @@ def test_many_at_once_between_all_of_them(fleet: Fleet, threads: ThreadPoolExecu
 def test_kv_of_another_prompt_would_be_noticed(fleet: Fleet, threads: ThreadPoolExecutor) -> None:
     """The control: what crosses is what is answered from. A prompt whose KV comes from elsewhere is not taken."""
     receiver, tokens = fleet["tp2"], prompt("control", 200)
-    before = receiver.metric("potluck:kv_failed_fetches_total")
+    before = receiver.metric(FAILED)
     other = prompt("another", 200)
     handle = "c" * 43
     give = {"request": "x", "give": {"handle": handle, "stop": 150}}
     given = threads.submit(fleet["tp1pp2"].ask, other[:150], 1, give)
     take = {"kv": fleet["tp1pp2"].kv, "handle": handle, "stop": 150, "within_s": 2.0}
     assert receiver.ask(tokens, 12, {"request": "x", "take": take}) == fleet["plain"].ask(tokens)
-    assert receiver.metric("potluck:kv_failed_fetches_total") > before
+    assert receiver.metric(FAILED) > before
     assert len(given.result(60)) == 1
 
 
