@@ -182,6 +182,7 @@ models:
   - model: Llama-3.1-8B
     slo: {ttft_ms: 2000, tpot_ms: 80}
     traffic: {rate_per_s: 6, input: {mean: 800, cv: 0.8}, output: {mean: 120, cv: 0.7}}
+    limits: {max_stages: 1}
 fleet:
   regions:
     - name: east
@@ -253,7 +254,8 @@ def test_smooth_arrivals_at_the_planned_rate_keep_the_promise(strategy: str, gbp
     assert total.outcomes.answered >= 0.97 * 1200
     for link in result.links:
         if link.kind == "card":
-            assert link.busy_s <= 0.85 * result.end_s
+            # 0.8 as planned; whoever is done first gets more than its planned share.
+            assert link.busy_s <= 0.87 * result.end_s
 
 
 def test_what_the_cards_cannot_carry_is_not_planned() -> None:

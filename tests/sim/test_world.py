@@ -38,7 +38,7 @@ from potluck.perf.memory import kv_bytes
 from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.startup import startup_s
 from potluck.perf.timers.roofline import roofline
-from potluck.perf.transfer import link_alpha_beta, overlapped_transfer_s, wire_bytes
+from potluck.perf.transfer import codec_ratio, link_alpha_beta, overlapped_transfer_s
 from potluck.runtime.brain_log import Decider
 from potluck.runtime.replica_models import ReplicaModels
 from potluck.sim.load.workload import PrefixBlocks, Workload, of_traffic
@@ -83,7 +83,7 @@ def test_kv_over_a_link_shows_the_tail_that_perf_says(overlap: bool, codec: Code
     route = handed_over("chat: prefill@west#0/0", "chat: decode@east#0/0", prompt)
     result = lone(plan, lambda _: route, prompt, 10, overlap=overlap)
     path = link_alpha_beta(problem(plan, gbps=10.0).links[1])
-    size = float(wire_bytes(kv_bytes(LLAMA, float(prompt)), codec=codec))
+    size = float(kv_bytes(LLAMA, float(prompt))) * codec_ratio(codec)
     prefill = float(prefill_s(TIMER, prompt)[0])
     stream = float(path.stream_s(size))
     tail = (
