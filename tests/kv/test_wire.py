@@ -235,7 +235,7 @@ def test_a_frame_that_cannot_be_right_is_refused(raw: bytes) -> None:
         (0, 2000, 0, 4, 0, 2, 0, 0),
         (0, 1, 4, 3, 0, 2, 0, 0),
         (0, 1, 0, 4, 2, 1, 0, 0),
-        (0, 1, 0, 4, 0, 2, 6, 0),
+        (0, 1, 0, 4, 0, 2, 7, 0),
     ],
 )
 def test_a_part_that_cannot_be_is_refused(change: tuple[int, ...]) -> None:
