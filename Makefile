@@ -49,7 +49,7 @@ test-here: $(VENV)/.warm
 	$(call pytest,$(MAIN),-n 3 --dist worksteal)
 
 # Stock vLLM has its own environment: it brings a torch and much else that the other tests must not depend on.
-test-vllm: $(VLLM)/.made $(VENV)/.dev ## install vLLM for a CPU apart, and try hand-overs between its processes (5 minutes)
+test-vllm: $(VLLM)/.made $(VENV)/.dev ## install vLLM for a CPU apart, and try hand-overs between its processes (15 minutes)
 	$(call pytest,PYTHONPATH=src:$(abspath tests/vllm_engine/forked) POTLUCK_PYTHON=$(abspath $(BIN)/python) $(VLLM)/bin/python,-q tests/vllm_engine)
 
 test-ray: $(RAY)/.made $(VENV)/.dev ## install Ray apart, and lose nodes of Ray and Kubernetes clusters that this machine acts as
