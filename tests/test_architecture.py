@@ -42,8 +42,8 @@ PACKAGES = frozenset(MAY_IMPORT) | USES_ALL
 # fmt: off
 PURE = frozenset({
     "__future__", "abc", "base64", "bisect", "collections", "contextlib", "copy", "dataclasses", "decimal",
-    "difflib", "enum", "fractions", "functools", "hashlib", "heapq", "itertools", "json", "math", "numbers",
-    "operator", "re", "statistics", "string", "struct", "textwrap", "types", "typing", "zlib",
+    "difflib", "enum", "fractions", "functools", "hashlib", "heapq", "ipaddress", "itertools", "json", "math",
+    "numbers", "operator", "re", "statistics", "string", "struct", "textwrap", "types", "typing", "zlib",
 })
 # fmt: on
 """What core may use of the standard library: no clock, no randomness, no files, no network."""

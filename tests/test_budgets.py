@@ -13,20 +13,20 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "potluck"
 
 PART_LINES = {
-    "core": 12_250,
+    "core": 12_450,
     "plan": 12_200,
     "gateway": 10_500,
     "engine": 11_000,
     "cli": 8_550,
-    "perf": 5_000,
+    "perf": 4_100,
     "sim runtime rehearse": 7_500,
     "control export": 6_750,
-    "kv": 4_500,
+    "kv": 4_300,
     "vllm": 3_800,
     "api catalog demo loadgen native spec": 7_000,
 }
 """Lines of source that each part has at most, blank ones not counted."""
-SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 88_000, 465, 57_150, 12_500
+SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 88_000, 465, 57_200, 12_500
 MOVED_IN = ("tools/accuracy", "tools/papers")
 """Parts of the package until they were found to be no part of the product; not counted with benchmarks and tools."""
 

@@ -22,10 +22,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from potluck.core.values.kv_layout import heads_of
 from potluck.kv import checksum, kv_codec
 from potluck.kv.codec_layout import ITEM_BYTES
 from potluck.kv.handles import new_handle, new_session
-from potluck.kv.kv_layout import heads_of
 from potluck.kv.kv_sender import KvSender
 from potluck.kv.peer_connections import PeerConnections
 from potluck.vllm.receive_worker import ReceiveWorker

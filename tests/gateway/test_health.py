@@ -310,9 +310,30 @@ def test_a_status_is_what_the_brain_is_told() -> None:
     assert read_status(json.dumps({**REPORT, "waiting": 0, "running": 0}).encode()).status.step_s == 0.0
 
 
+def test_stages_that_listen_everywhere_are_reached_at_the_engines_address() -> None:
+    def kv(text: str, host: str) -> str:
+        return read_status(json.dumps({**REPORT, "kv": text}).encode(), host).kv
+
+    assert kv("0.0.0.0:9000,0.0.0.0:9001?layers=3,1", "pod") == "pod:9000,pod:9001?layers=3,1"
+    assert kv("[::]:9000?tensor=2", "pod") == "pod:9000?tensor=2"
+    assert kv("10.0.0.5:9000,0.0.0.0:9000?tensor=2&layers=3,1", "10.0.0.6") == (
+        "10.0.0.5:9000,10.0.0.6:9000?tensor=2&layers=3,1"
+    )
+    assert kv("0.0.0.0:9000", "") == "0.0.0.0:9000"
+    assert kv("", "pod") == ""
+
+
 @pytest.mark.parametrize(
     "change",
-    [{"running": -1}, {"running": "3"}, {"running": True}, {"state": "fine"}, {"model": 3}, {"links": 3}],
+    [
+        {"running": -1},
+        {"running": "3"},
+        {"running": True},
+        {"state": "fine"},
+        {"model": 3},
+        {"links": 3},
+        {"kv": "?"},
+    ],
 )
 def test_a_status_that_makes_no_sense_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(PotluckError):

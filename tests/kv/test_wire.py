@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kv_helpers import ABOUT, BOUND, ends
 
 from potluck.core.errors import FormatError
+from potluck.core.values.kv_layout import KvCut
 from potluck.kv import checksum
 from potluck.kv import frames as wire
 from potluck.kv.chunks import CHECKSUM_ROW as ROW
@@ -39,7 +40,6 @@ from potluck.kv.frames import (
     read_prefix,
 )
 from potluck.kv.handles import new_handle
-from potluck.kv.kv_layout import KvCut
 
 COUNTS = st.integers(0, 2**32 - 1)
 LARGE = st.integers(0, 2**64 - 1)

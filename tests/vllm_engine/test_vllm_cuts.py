@@ -17,10 +17,10 @@ from test_vllm_giving_and_taking import QUICK, until
 from vllm_kit import free_port
 
 from potluck.core.errors import InputError
+from potluck.core.values.kv_layout import KvAddress, KvLayout, heads_of
 from potluck.kv import checksum, kv_codec
 from potluck.kv.codec_layout import ITEM_BYTES, sizes
 from potluck.kv.handles import new_handle, new_session
-from potluck.kv.kv_layout import KvAddress, KvLayout, heads_of
 from potluck.kv.kv_sender import KvSender, SenderLimits
 from potluck.kv.peer_connections import PeerConnections
 from potluck.vllm.receive_worker import ReceiveWorker

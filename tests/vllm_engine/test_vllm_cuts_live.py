@@ -13,7 +13,7 @@ import pytest
 from test_vllm_live import prompt, until_free
 from vllm_kit import TOKEN_BYTES, CutInstance, Embedded, Instance, handed, make_model, needs_vllm
 
-from potluck.kv.kv_layout import KvLayout
+from potluck.core.values.kv_layout import KvLayout
 
 pytestmark = needs_vllm
 CUTS = {

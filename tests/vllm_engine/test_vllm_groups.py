@@ -17,6 +17,7 @@ import pytest
 from made_up_vllm import command
 from vllm_kit import SOURCE, free_port
 
+from potluck.cli.main import run
 from potluck.core.errors import InputError
 from potluck.vllm.adapter.node_group import difference, must_be_alike
 from potluck.vllm.adapter.vllm_process import GpuShape, NodePlace, VllmSettings, environment
@@ -148,6 +149,18 @@ def test_what_is_unlike_is_refused_by_name(group: Callable[..., Node]) -> None:
     assert (code, "flags behind -- is ['--dtype', 'float32'] there, [] on the first node" in log) == (2, True)
     code, log = group(1, key="other").ended()
     assert (code, "all nodes of a replica need the same key" in log) == (2, True)
+
+
+def test_machines_without_a_key_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever reaches the port where nodes meet could join them."""
+    monkeypatch.delenv("POTLUCK_API_KEY", raising=False)
+    words = (
+        "--model m --stages 3,1 --nodes 2 --node-rank 1 --master 10.0.0.5:7000 --host 10.0.0.6 --kv-port 9000"
+    )
+    assert run(["engine", "vllm", *words.split()]) == 2
+    assert "--api-key-file: is needed for several machines" in capsys.readouterr().err
 
 
 def test_places_and_shapes_that_do_not_fit_are_named() -> None:

@@ -20,7 +20,7 @@ from vllm_kit import (
     needs_vllm,
 )
 
-from potluck.kv.kv_layout import KvLayout
+from potluck.core.values.kv_layout import KvLayout
 
 pytestmark = needs_vllm
 STATE_BYTES = LAYERS // 2 * 2 * HIDDEN * 4

@@ -22,8 +22,8 @@ import pytest
 
 from potluck.core.replica.blocks import block_hashes
 from potluck.core.routing.prefix_index import PrefixIndex
+from potluck.core.values.kv_layout import KvAddress, KvLayout
 from potluck.gateway.registry.engine_client import read_cache
-from potluck.kv.kv_layout import KvAddress, KvLayout
 
 SOURCE = Path(__file__).parents[2] / "src"
 needs_vllm = pytest.mark.skipif(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from potluck.core.errors import FormatError, InputError, PotluckError
+from potluck.core.values.kv_layout import Address, KvCut
 from potluck.kv import checksum, shared_memory
 from potluck.kv.assembly import ChunkAssembly
 from potluck.kv.chunks import KvChunk, KvManifest, TransferDeclined, TransferError
@@ -33,8 +34,7 @@ from potluck.kv.frames import (
 )
 from potluck.kv.handles import bound_to, checked_handle, new_session
 from potluck.kv.kv_connection import KvConnection, expect
-from potluck.kv.kv_layout import KvCut
-from potluck.kv.peer_connections import Address, PeerConnections
+from potluck.kv.peer_connections import PeerConnections
 
 REFUSED = "hand-over: the handle is unknown, has expired, was used, or is for another request"
 

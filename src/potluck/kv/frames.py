@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import get_args
 
 from potluck.core.errors import FormatError
+from potluck.core.values.kv_layout import KvCut
 from potluck.kv.chunks import KvChunk, KvManifest
 from potluck.kv.codec_layout import CODEC_IDS, CODECS, ITEM_BYTES, Codec, Part, sizes
-from potluck.kv.kv_layout import KvCut
 
 MAGIC, VERSION = b"PLKV", 3
 HELLO, OPENING, REFUSED, CHUNK, END, PROBLEM, BEAT, ACK, DONE = range(1, 10)

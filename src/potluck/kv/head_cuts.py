@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 
 from potluck.core.errors import FormatError
+from potluck.core.values.kv_layout import KvCut, Span
 from potluck.kv.chunks import KvChunk
 from potluck.kv.codec_layout import ITEM_BYTES
-from potluck.kv.kv_layout import KvCut, Span
 
 
 def cut_chunk(chunk: KvChunk, cut: KvCut) -> KvChunk | None:

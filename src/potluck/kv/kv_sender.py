@@ -18,6 +18,7 @@ from math import inf
 from typing import Literal
 
 from potluck.core.errors import CapacityError, FormatError, PotluckError
+from potluck.core.values.kv_layout import KvCut
 from potluck.kv import shared_memory
 from potluck.kv.checksum import sums
 from potluck.kv.chunks import KvChunk, KvManifest, TransferError
@@ -36,7 +37,6 @@ from potluck.kv.frames import (
 from potluck.kv.handles import TransferHandles
 from potluck.kv.head_cuts import cut_chunk
 from potluck.kv.kv_connection import KvConnection, expect, shut
-from potluck.kv.kv_layout import KvCut
 from potluck.kv.peer_connections import LinkReport, info, report
 from potluck.kv.send_queue import SendQueue, pack
 from potluck.kv.throttle import LinkThrottle

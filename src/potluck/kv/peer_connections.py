@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from potluck.core.errors import InputError
+from potluck.core.values.kv_layout import Address
 from potluck.kv.kv_connection import SOON_S, KvConnection, connect
 from potluck.kv.shared_memory import SharedSlots, create, sweep
 
@@ -121,7 +122,6 @@ def report(
     )
 
 
-Address = tuple[str, int]
 ANY_PORT = 0
 """In a fleet's addresses: whatever listens on that host."""
 MOST_SENDERS = 256

@@ -31,9 +31,9 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.request import RequestStatus
 
 from potluck.core.errors import InputError, PotluckError
+from potluck.core.values.kv_layout import kv_address
 from potluck.kv import checksum, kv_codec
 from potluck.kv.handles import new_handle
-from potluck.kv.kv_layout import kv_address
 from potluck.kv.kv_sender import KvSender
 from potluck.kv.peer_connections import PeerConnections, client_context, server_context
 from potluck.vllm.adapter_channel import HIDDEN, AdapterChannel, full_group, line_of

@@ -17,15 +17,15 @@ import numpy as np
 import torch
 
 from potluck.core.errors import FormatError, InputError, PotluckError
+from potluck.core.values.kv_layout import Address, KvAddress, KvSourceWorker, copies_of, kv_address, sources
 from potluck.kv.assembly import MissingParts
 from potluck.kv.chunks import KvChunk, KvManifest, TransferError
 from potluck.kv.codec_layout import ITEM_BYTES
 from potluck.kv.fetch import FetchRequest, GroupFetch
 from potluck.kv.handles import bound_to
 from potluck.kv.kv_codec import restored
-from potluck.kv.kv_layout import KvAddress, KvSourceWorker, copies_of, kv_address, sources
 from potluck.kv.kv_sender import KvSender
-from potluck.kv.peer_connections import Address, PeerConnections
+from potluck.kv.peer_connections import PeerConnections
 from potluck.vllm.send_worker import Told
 from potluck.vllm.transfer_scheduler import FetchOrder, PlaceBlocks, WorkerNews
 from potluck.vllm.vllm_blocks import ONE, TORCH, ModelShard, VllmLayer

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from potluck.core.errors import InputError, PotluckError
+from potluck.core.values.kv_layout import KvCut
 from potluck.kv.chunks import KvChunk, KvManifest
 from potluck.kv.codec_layout import ITEM_BYTES, STATES, Codec
 from potluck.kv.handles import bound_to
 from potluck.kv.kv_codec import packed
-from potluck.kv.kv_layout import KvCut
 from potluck.kv.kv_sender import KvSender, OutgoingTransfer, State
 from potluck.vllm.transfer_scheduler import ReadBlocks, SendOffer
 from potluck.vllm.vllm_blocks import ONE, TORCH, VllmLayer, scaled

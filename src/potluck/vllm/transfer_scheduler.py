@@ -18,10 +18,10 @@ from typing import Literal, Protocol
 
 from potluck.core.codec import decode
 from potluck.core.errors import FormatError, InputError
+from potluck.core.values.kv_layout import kv_address
 from potluck.kv.chunks import token_hash
 from potluck.kv.codec_layout import CODEC_IDS, Codec
 from potluck.kv.handles import checked_handle, new_session
-from potluck.kv.kv_layout import kv_address
 
 KEY = "potluck"
 MOST_S = 3600.0

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from potluck.core.errors import InputError
+from potluck.core.values.kv_layout import KvLayout, heads_of
 from potluck.kv.assembly import first_needed
 from potluck.kv.codec_layout import ITEM_BYTES, Part
-from potluck.kv.kv_layout import KvLayout, heads_of
 
 if TYPE_CHECKING:
     from torch import Tensor

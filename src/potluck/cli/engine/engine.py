@@ -14,7 +14,7 @@ from click import argument, option
 from potluck.api.http import server_tls
 from potluck.cli.common.files import PATH, option_group
 from potluck.cli.engine.emulate import executor_maker, mock_model
-from potluck.cli.engine.listening import KEY_VARIABLE, announce, key_for, kv_tls_option, tls_option
+from potluck.cli.engine.listening import KEY_VARIABLE, LOOPBACK, announce, key_for, kv_tls_option, tls_option
 from potluck.core.errors import InputError
 from potluck.core.values.model import Model
 
@@ -228,8 +228,8 @@ def serve(
 def kv_settings(
     host: str, port: int, kv_from: tuple[str, ...], tls: tuple[Path, Path, Path] | None
 ) -> KvSettings:
+    from potluck.core.values.kv_layout import kv_address
     from potluck.engine.server.kv_connector import KvSettings
-    from potluck.kv.kv_layout import kv_address
     from potluck.kv.peer_connections import ANY_PORT
 
     fleet = tuple(worker for text in kv_from for worker in kv_address(text, "--kv-from", ANY_PORT).workers)
@@ -275,7 +275,7 @@ def vllm(
     try:
         import asyncio
 
-        from potluck.kv.kv_layout import kv_address
+        from potluck.core.values.kv_layout import kv_address
         from potluck.vllm.adapter.adapter_service import AdapterLimits
         from potluck.vllm.adapter.serve import DRAIN_S, serve
         from potluck.vllm.adapter.vllm_process import must_have_vllm
@@ -284,8 +284,10 @@ def vllm(
         raise InputError("engine vllm", f"needs {error.name}; install potluck[gateway]") from error
 
     settings = _vllm_settings(model, host, options)
-    must_have_vllm(settings.python, "--python", any_version=settings.any_version)
     key, place = key_for(host, options["api_key_file"]), settings.place
+    if place.nodes > 1 and key is None and place.master[0] not in LOOPBACK:
+        raise InputError("--api-key-file", "is needed for several machines: by the key they know each other")
+    must_have_vllm(settings.python, "--python", any_version=settings.any_version)
     if place.rank:
         text = f"Workers of {settings.name}: node {place.rank} of {options['master']}"
         asyncio.run(
@@ -315,7 +317,7 @@ def vllm(
 
 
 def _vllm_settings(model: str, host: str, options: dict[str, Any]) -> VllmSettings:
-    from potluck.kv.kv_layout import kv_address
+    from potluck.core.values.kv_layout import kv_address
     from potluck.vllm.adapter.vllm_process import GpuShape, NodePlace, VllmSettings, address_here
 
     shape = GpuShape(options["tensor_parallel"], _layers(options["stages"]), options["expert_parallel"])

@@ -18,11 +18,11 @@ from aiohttp import web
 
 from potluck.api.http import HttpRefusal
 from potluck.core.errors import FormatError, InputError
+from potluck.core.values.kv_layout import kv_address, written
 from potluck.engine.loop.engine_status import role_of
 from potluck.engine.server.engine_metrics import CONTENT_TYPE
 from potluck.engine.server.engine_service import SERVICE, EngineService
 from potluck.engine.server.http_connection import read_object
-from potluck.kv.kv_layout import kv_address, written
 from potluck.kv.kv_sender import BandwidthGrant
 from potluck.kv.prefix_pool import as_json, place_in
 

@@ -17,6 +17,7 @@ from potluck.api.http import HttpRefusal
 from potluck.api.model_files import GenerationConfig
 from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
+from potluck.core.values.kv_layout import Address, KvAddress, reachable
 from potluck.core.values.model import FullAttention, Model
 from potluck.core.values.sampling import Sampling
 from potluck.engine.compute.logit_edits import Grammars
@@ -29,8 +30,6 @@ from potluck.engine.server.http_connection import RequestLimits, Uploads
 from potluck.engine.server.kv_connector import KvConnector, KvSettings, KvTransfer
 from potluck.engine.server.request_channels import RequestChannel, RequestChannels
 from potluck.kv.frames import VERSION
-from potluck.kv.kv_layout import KvAddress, reachable
-from potluck.kv.peer_connections import Address
 from potluck.kv.prefix_pool import CacheFeed
 
 T = TypeVar("T")

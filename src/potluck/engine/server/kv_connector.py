@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from potluck.core.errors import InputError, PotluckError
+from potluck.core.values.kv_layout import Address, KvAddress, KvLayout, sources, written
 from potluck.engine.compute.emulated import EmulatedNic
 from potluck.engine.loop.jobs import NOT_FETCHED, JobEnded
 from potluck.engine.loop.loop_thread import LoopThread
@@ -29,11 +30,9 @@ from potluck.kv.fetch import FetchRequest, FetchResult, GroupFetch
 from potluck.kv.handles import new_session
 from potluck.kv.head_cuts import HeadJoin
 from potluck.kv.kv_codec import packed, restored
-from potluck.kv.kv_layout import KvAddress, KvLayout, sources, written
 from potluck.kv.kv_sender import KvSender, OutgoingTransfer, SenderLimits, State
 from potluck.kv.peer_connections import (
     MOST_SENDERS,
-    Address,
     LinkLimits,
     LinkReport,
     PeerConnections,

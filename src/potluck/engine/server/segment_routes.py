@@ -30,6 +30,7 @@ from potluck.api.http import HttpRefusal, shaped
 from potluck.api.segments import KvSource, SegmentRequest, segment_of
 from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.core.state.facts import BLOCK_TOKENS
+from potluck.core.values.kv_layout import kv_address
 from potluck.engine.loop.engine_loop import EngineLoop
 from potluck.engine.loop.jobs import Job, JobComputed, JobEnded, OutputToken
 from potluck.engine.memory.prefix_cache import ReceivedPrefix, chain_hash
@@ -41,7 +42,6 @@ from potluck.kv.chunks import KvChunk, KvManifest, TransferDeclined, TransferErr
 from potluck.kv.codec_layout import Codec
 from potluck.kv.fetch import FetchRequest, FetchResult
 from potluck.kv.handles import bound_to, checked_handle, new_handle
-from potluck.kv.kv_layout import kv_address
 
 FINGERPRINT = "X-Potluck-Fingerprint"
 """Of the model and its weights: whoever sent a segment may check that it is still the engine it took it for."""

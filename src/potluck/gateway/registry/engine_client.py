@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, NamedTuple
 
 from potluck.api.http import parse_object
 from potluck.core.errors import FormatError, PotluckError
 from potluck.core.state.events import CacheReported, ReplicaReported, ReplicaStatus
+from potluck.core.values.kv_layout import kv_address
 from potluck.gateway.http.connection_pool import ConnectionPool, fetch
 from potluck.gateway.registry.engine_list import EngineEntry
 
@@ -105,8 +106,12 @@ def read_status(body: bytes, host: str = "") -> StatusReport:
 
 
 def _reached(kv: str, host: str) -> str:
-    listens, _, port = kv.rpartition(":")
-    return f"{host}:{port}" if host and listens in EVERYWHERE else kv
+    """With the engine's own address for those stages that listen everywhere."""
+    if not kv:
+        return kv
+    address = kv_address(kv)
+    stages = [(host if host and there in EVERYWHERE else there, port) for there, port in address.stages]
+    return str(replace(address, stages=tuple(stages)))
 
 
 def _link(data: dict[str, Any]) -> LinkCounters:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from potluck.core.errors import PotluckError
 from potluck.core.routing.link_states import eased, grants
 from potluck.core.state.events import LinkReported, ReplicaReported
+from potluck.core.values.kv_layout import kv_address
 from potluck.gateway.registry.engine_client import EngineNoAnswer, EngineRecord
 from potluck.gateway.registry.registry import ReplicaRegistry, Tell
 from potluck.gateway.values import Endpoint
@@ -236,8 +237,9 @@ def hosts_of(endpoints: Iterable[Endpoint]) -> dict[str, frozenset[str]]:
     """The machines of each region that senders know by their address; one of two regions is in neither."""
     result: dict[str, set[str]] = {}
     for endpoint in endpoints:
-        for stage in endpoint.kv.partition("?")[0].split(",") if endpoint.kv else ():
-            result.setdefault(endpoint.region, set()).add(stage.rpartition(":")[0].strip("[]"))
+        if endpoint.kv:
+            hosts = {host for host, _ in kv_address(endpoint.kv).stages}
+            result.setdefault(endpoint.region, set()).update(hosts)
     return {
         region: frozenset(mine - set().union(*(hosts for other, hosts in result.items() if other != region)))
         for region, mine in result.items()

@@ -23,7 +23,7 @@ from potluck.api.http import (
     request_id,
 )
 from potluck.core.errors import FormatError, InputError
-from potluck.kv.kv_layout import kv_address, written
+from potluck.core.values.kv_layout import kv_address, written
 from potluck.kv.prefix_pool import as_json, place_in
 from potluck.vllm.adapter.adapter_segments import segments
 from potluck.vllm.adapter.adapter_service import ROLES, SERVICE, AdapterService

@@ -19,8 +19,8 @@ from aiohttp import web
 
 from potluck.api.http import HttpRefusal, error_object, parse_object
 from potluck.api.segments import CHATS, UNSUPPORTED, ClientBody, segment_of
+from potluck.core.values.kv_layout import kv_address
 from potluck.kv.handles import checked_handle, new_handle
-from potluck.kv.kv_layout import kv_address
 from potluck.vllm.adapter.adapter_service import SERVICE, ActiveSegment, AdapterService, SendResult
 from potluck.vllm.adapter.vllm_requests import (
     Json,

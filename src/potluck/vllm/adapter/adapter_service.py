@@ -19,9 +19,8 @@ from aiohttp import web
 from potluck import __version__
 from potluck.api.http import HttpRefusal
 from potluck.core.errors import UnknownNameError
+from potluck.core.values.kv_layout import Address, KvAddress, KvLayout, reachable, written
 from potluck.kv.frames import VERSION
-from potluck.kv.kv_layout import KvAddress, KvLayout, reachable, written
-from potluck.kv.peer_connections import Address
 from potluck.kv.prefix_pool import CacheFeed
 from potluck.vllm.adapter.vllm_process import VllmProcess
 from potluck.vllm.adapter_channel import HeldBlocks

@@ -17,7 +17,8 @@ from aiohttp import web
 
 from potluck.api.http import ServedNames
 from potluck.core.errors import InputError
-from potluck.kv.peer_connections import Address, server_context
+from potluck.core.values.kv_layout import Address
+from potluck.kv.peer_connections import server_context
 from potluck.vllm.adapter.adapter_app import build
 from potluck.vllm.adapter.adapter_service import AdapterLimits, AdapterService, ConnectorEvents
 from potluck.vllm.adapter.node_group import NodeGroup

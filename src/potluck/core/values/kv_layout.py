@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from urllib.parse import parse_qsl
 
 from potluck.core.errors import FormatError, InputError
 
@@ -92,7 +91,11 @@ def kv_address(text: object, where: str = "kv", port: int | None = None) -> KvAd
     if not isinstance(text, str) or len(text) > LONGEST_TEXT or not text.isprintable():
         raise InputError(where, "must be HOST:PORT")
     places, _, query = text.partition("?")
-    options = dict(parse_qsl(query, keep_blank_values=True)) if query else {}
+    options = (
+        {name: value for name, _, value in (part.partition("=") for part in query.split("&"))}
+        if query
+        else {}
+    )
     try:
         layers = tuple(int(layers) for layers in options.pop("layers", "").split(",") if layers)
         tensor = int(options.pop("tensor", "1"))

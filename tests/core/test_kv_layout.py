@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.core.errors import FormatError, InputError
-from potluck.kv.chunks import KvChunk
-from potluck.kv.head_cuts import HeadJoin, cut_chunk
-from potluck.kv.kv_layout import (
+from potluck.core.values.kv_layout import (
     KvAddress,
     KvCut,
     KvLayout,
@@ -23,6 +21,8 @@ from potluck.kv.kv_layout import (
     reachable,
     sources,
 )
+from potluck.kv.chunks import KvChunk
+from potluck.kv.head_cuts import HeadJoin, cut_chunk
 
 LAYERS, HEADS = 12, (1, 2, 4, 8)
 
