@@ -76,12 +76,7 @@ def _text(box: RentedMachine, services: dict[str, Any], options: ComposeOptions)
 def _services(
     fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, host_of: HostOf, options: ComposeOptions
 ) -> dict[str, dict[str, Any]]:
-    started = [
-        process
-        for one in fleet.placements
-        for process in wording.processes(one, host_of, host_of)
-        if process.box == box
-    ]
+    started = wording.on(box, fleet.placements, host_of, host_of)
     models = dict.fromkeys(process.placement.model for process in started)
     services = {
         f"pull-{label(model)}": _pull(

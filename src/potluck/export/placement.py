@@ -287,6 +287,13 @@ class CommandOptions:
         words = self._over_workers(placement, listen(placement.box), host_of)
         return [*workers, ExportedProcess(name, placement, placement.box, (), words, "engine", footings[0])]
 
+    def on(
+        self, box: RentedMachine, placements: Sequence[EnginePlacement], listen: HostOf, host_of: HostOf
+    ) -> list[ExportedProcess]:
+        """The processes of one box."""
+        processes = (process for one in placements for process in self.processes(one, listen, host_of))
+        return [process for process in processes if process.box == box]
+
     def gateway(self, folder: str, keys: str, salt_file: str = SALT_FILE) -> list[str]:
         """Of the gateway, whose files lie in `folder`; it reads the models' tokenizers."""
         files = [f"--files={name}={path}" for name, path in self.folders.items()]

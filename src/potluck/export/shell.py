@@ -56,12 +56,7 @@ def _box(
     )
     engines = "vLLM, " if wording.style == "vllm" else ""
     lines = [HEAD.format(what=what, needs=f"{engines}{there}")]
-    started = [
-        process
-        for one in fleet.placements
-        for process in wording.processes(one, host_of, host_of)
-        if process.box == box
-    ]
+    started = wording.on(box, fleet.placements, host_of, host_of)
     models = dict.fromkeys(process.placement.model for process in started)
     lines += [
         line_of(pull_words(weights[model], wording.folders[model])) for model in models if model in weights

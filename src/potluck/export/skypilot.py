@@ -90,12 +90,7 @@ def files(fleet: PlacedPlan, wording: CommandOptions, options: SkyOptions) -> di
 
 
 def _on(fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions) -> list[ExportedProcess]:
-    return [
-        process
-        for placement in fleet.placements
-        for process in wording.processes(placement, lambda _: EVERYWHERE, lambda _: MASTER)
-        if process.box == box
-    ]
+    return wording.on(box, fleet.placements, lambda _: EVERYWHERE, lambda _: MASTER)
 
 
 def _task(fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, options: SkyOptions) -> str:

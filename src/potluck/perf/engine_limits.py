@@ -7,14 +7,15 @@ counts outside of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import ceil
 
 from potluck.core.errors import CapacityError
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.layout import Layout
 from potluck.core.values.model import Model
-from potluck.core.values.types import NodeType
+from potluck.core.values.plan import Plan, Template
+from potluck.core.values.types import LengthBin, NodeType, Role
 from potluck.perf.kv_capacity import USABLE_SHARE, require_fit, stage_memory
 from potluck.perf.memory import attention_ways, kv_bytes_per_gpu, weight_bytes_per_gpu
 from potluck.perf.timers.pipeline_timer import stage_layers
@@ -75,3 +76,25 @@ def stage_weight_bytes(model: Model, layout: Layout) -> tuple[float, ...]:
         )
         for stage, layers in stage_layers(model, layout)
     )
+
+
+def planned_lengths(plan: Plan, template: Template, lengths: Iterable[LengthBin]) -> tuple[LengthBin, ...]:
+    """Lengths of the requests that a template is planned for; all of `lengths` where the plan does not say."""
+    taken = {
+        share.bucket for share in plan.shares if share.template == template.name and share.rate_per_s > 0
+    }
+    longest = [
+        bucket.longest_tokens
+        for bucket in plan.buckets
+        if bucket.model == template.model and bucket.bucket in taken
+    ]
+    most = max(longest, default=None)
+    bins = tuple(item for item in lengths if item.share > 0)
+    return tuple(item for item in bins if most is None or item.input_tokens <= most) or bins
+
+
+def longest_tokens(bins: tuple[LengthBin, ...], role: Role) -> int:
+    """Of prompt and answer together; who prefills for others makes one token."""
+    if role == "prefill":
+        return max(ceil(item.input_tokens) for item in bins) + 1
+    return max(ceil(item.input_tokens + item.output_tokens) for item in bins if item.share > 0)

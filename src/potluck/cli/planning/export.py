@@ -20,7 +20,7 @@ from potluck.export.placement import KEY_FILE, Style
 from potluck.spec.spec_values import Spec
 
 if TYPE_CHECKING:
-    from potluck.export.placement import CommandOptions, PlacedPlan
+    from potluck.export.placement import CommandOptions, EngineLimits, PlacedPlan
     from potluck.export.weights import WeightsSource
 
 KINDS = ("commands", "compose", "kubernetes", "skypilot")
@@ -105,7 +105,6 @@ class ExportedFiles:
 
 def _exported(kind: str, plan_path: Path, spec_path: Path, options: dict[str, Any]) -> ExportedFiles:
     from potluck.cli.common.inputs import pairs, read_plan, read_spec, require_runnable, weights_in
-    from potluck.cli.planning.export_limits import limits_of
     from potluck.export import left_out, shell, skypilot
     from potluck.export.placement import CommandOptions, roomed
     from potluck.export.weights import weights_from
@@ -125,7 +124,7 @@ def _exported(kind: str, plan_path: Path, spec_path: Path, options: dict[str, An
         {model.name: f"{folder}/{model.name}" for model in spec.models},
         "" if kind == "skypilot" else KEY_FILE,
         weights=weights_in(spec, plan),
-        limits=limits_of(spec, plan),
+        limits=_limits_of(spec, plan),
         gateways=gateways,
         fixed_fleet=bool(turned_off),
     )
@@ -248,3 +247,45 @@ def _write(out: Path, files: dict[str, str]) -> None:
     except OSError as error:
         shutil.rmtree(out, ignore_errors=True)
         raise InputError("--out", f"{out} cannot be written ({error.strerror})") from error
+
+
+def _limits_of(spec: Spec, plan: Plan) -> dict[tuple[str, int], EngineLimits]:
+    """Template and replica to its engine's limits; CapacityError where its longest request does not fit there."""
+    from potluck.cli.common.inputs import load_problem
+    from potluck.cli.simulating.simulation import SimulationInputs, scene_of
+    from potluck.core.state.facts import BLOCK_TOKENS
+    from potluck.export.placement import EngineLimits
+    from potluck.perf.engine_limits import (
+        longest_request,
+        longest_served,
+        longest_tokens,
+        memory_share,
+        planned_lengths,
+        stage_weight_bytes,
+    )
+    from potluck.runtime.replica_models import ReplicaModels
+
+    spec = spec.in_formats(plan.formats)
+    nodes = {node.name: node for node in spec.node_types}
+    inputs = SimulationInputs(spec, load_problem(spec, 0.8, None, (), 0.0), plan)
+    known = ReplicaModels(scene_of(inputs))
+    known.learn(plan)
+    used = {deployment.template for deployment in plan.deployments if deployment.count}
+    result = {}
+    for template in (template for template in plan.templates if template.name in used):
+        served = spec.model(template.model)
+        for index, replica in enumerate(template.replicas):
+            layout = replica.layout
+            fits = longest_request(served.model, layout, nodes)
+            needed = longest_tokens(planned_lengths(plan, template, served.traffic.lengths), replica.role)
+            wanted = longest_tokens(served.traffic.lengths, "mixed")
+            what = f"template {template.name}: {template.model}"
+            planned = known.replica_models[template.name, index]
+            result[template.name, index] = EngineLimits(
+                longest_served(needed, wanted, fits, what),
+                memory_share(layout, nodes),
+                planned.total_blocks * BLOCK_TOKENS,
+                stage_weight_bytes(served.model, layout),
+                planned.engine.token_budget,
+            )
+    return result

@@ -22,12 +22,12 @@ from potluck.core.errors import UnknownNameError
 from potluck.core.values.kv_layout import Address, KvAddress, KvLayout, reachable, written
 from potluck.kv.frames import VERSION
 from potluck.kv.prefix_pool import CacheFeed
+from potluck.vllm.adapter.connector_socket import ConnectorSocket
 from potluck.vllm.adapter.vllm_process import VllmProcess
 from potluck.vllm.adapter_channel import HeldBlocks
 
 RECENT_STEPS = 4096
 SHOWN_STEPS = 256
-LONGEST_LINE = 1 << 24
 MOST_FATES = 4096
 MOST_PEERS = 256
 
@@ -97,8 +97,7 @@ class VllmSteps:
 
 class ConnectorEvents:
     def __init__(self, path: Path, workers: int) -> None:
-        self._path, self._expected = path, workers
-        self._server: asyncio.Server | None = None
+        self._socket, self._expected = ConnectorSocket(path, self._line), workers
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._fates: dict[str, _Fate] = {}
         self.workers: dict[int, ConnectorWorker] = {}
@@ -108,19 +107,12 @@ class ConnectorEvents:
         self.here = asyncio.Event()
         """All workers have told who they are."""
         self._peers: list[str] = []
-        self._talks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        self._server = await asyncio.start_unix_server(self._came, str(self._path), limit=LONGEST_LINE)
+        await self._socket.open()
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        for talk in self._talks:
-            talk.cancel()
-        await asyncio.gather(*self._talks, return_exceptions=True)
-        with suppress(OSError):
-            self._path.unlink()
+        await self._socket.close()
 
     def expect(self, handle: str) -> asyncio.Future[SendResult]:
         """What will become of KV that is given away under this handle, on all workers."""
@@ -141,18 +133,8 @@ class ConnectorEvents:
     def _tell(self, writer: asyncio.StreamWriter) -> None:
         writer.write(json.dumps({"peers": self._peers}).encode() + b"\n")
 
-    async def _came(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._talks.add(task)
-        try:
-            while line := await reader.readline():
-                self.heard(json.loads(line), writer)
-        except (OSError, ValueError, asyncio.CancelledError):
-            pass  # vLLM is gone; whoever watches its process knows.
-        finally:
-            self._talks.discard(task)
-            writer.close()
+    def _line(self, line: bytes, writer: asyncio.StreamWriter) -> None:
+        self.heard(json.loads(line), writer)
 
     def heard(self, said: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         """A line of a connector's; `writer` leads to it."""

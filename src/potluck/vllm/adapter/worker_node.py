@@ -13,52 +13,29 @@ from typing import Any
 
 from potluck.core.errors import InputError
 from potluck.kv.peer_connections import client_context
+from potluck.vllm.adapter.connector_socket import ConnectorSocket
 from potluck.vllm.adapter.node_group import NodeConnection, join
 from potluck.vllm.adapter.vllm_process import GRACE_S, VllmProcess, VllmSettings
-
-LONGEST_LINE = 1 << 20
 
 
 class ConnectorRelay:
     """In an adapter's place: passes on what this node's connectors say, and what they are told."""
 
-    def __init__(self, path: Path, connection: NodeConnection) -> None:
-        self._path, self._connection = path, connection
-        self._server: asyncio.Server | None = None
+    def __init__(self, connection: NodeConnection) -> None:
+        self._connection = connection
         self._writers: set[asyncio.StreamWriter] = set()
-        self._talks: set[asyncio.Task[None]] = set()
         self._peers = b""
 
-    async def open(self) -> None:
-        self._server = await asyncio.start_unix_server(self._came, str(self._path), limit=LONGEST_LINE)
-
-    async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        for talk in self._talks:
-            talk.cancel()
-        await asyncio.gather(*self._talks, return_exceptions=True)
+    def heard(self, line: bytes, writer: asyncio.StreamWriter) -> None:
+        if writer not in self._writers:
+            self._writers.add(writer)
+            writer.write(self._peers)
+        self._connection.writer.write(line)
 
     def tell(self, line: dict[str, object]) -> None:
         self._peers = json.dumps(line).encode() + b"\n"
         for writer in self._writers:
             writer.write(self._peers)
-
-    async def _came(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._talks.add(task)
-        self._writers.add(writer)
-        writer.write(self._peers)
-        try:
-            while line := await reader.readline():
-                self._connection.writer.write(line)
-        except (OSError, ValueError, asyncio.CancelledError):
-            pass  # vLLM is gone; whoever watches its process knows.
-        finally:
-            self._talks.discard(task)
-            self._writers.discard(writer)
-            writer.close()
 
 
 async def serve_workers(
@@ -82,12 +59,13 @@ async def serve_workers(
         return
     connection, meeting_port = await joining
     with tempfile.TemporaryDirectory(prefix="potluck-vllm-") as folder:
-        relay = ConnectorRelay(Path(folder) / "channel", connection)
-        server = VllmProcess(settings, Path(folder) / "channel")
+        relay, channel = ConnectorRelay(connection), Path(folder) / "channel"
+        connectors = ConnectorSocket(channel, relay.heard)
+        server = VllmProcess(settings, channel)
         hearing = asyncio.ensure_future(_hear(connection, relay))
         failed = True
         try:
-            await relay.open()
+            await connectors.open()
             await server.start(meeting_port)
             ready()
             await _until_one_ends(server, connection, hearing, ending, drain_s)
@@ -96,7 +74,7 @@ async def serve_workers(
             hearing.cancel()
             await connection.close()
             await server.end(at_once=failed)
-            await relay.close()
+            await connectors.close()
 
 
 async def _hear(connection: NodeConnection, relay: ConnectorRelay) -> str:
