@@ -176,6 +176,26 @@ def test_plans_that_survive_the_loss_of_any_copy(seed: int) -> None:
     agree(replace(program, spare=tuple(float(rng.choice([1.0, 0.6, 0.0])) for _ in program.models)))
 
 
+def one_of_each(seed: int) -> FlowProgram:
+    """Hardly more than one node of a type: what survives a loss, or has so many copies, is of unlike nodes."""
+    rng = np.random.default_rng(seed)
+    types = int(rng.integers(3, 6))
+    price = rng.uniform(0.4, 6.0, (1, types)).round(2)
+    fleet = NodeSupply(("a",), tuple("vwxyz"[:types]), price, rng.integers(1, 3, (1, types)))
+    per_s, none = (price * rng.uniform(0.5, 1.5, types)).T, np.zeros((types, 1))
+    bucket = DemandBucket("b", float(rng.uniform(0.5, 2.0)), 0.0)
+    uses = np.eye(types, dtype=np.uint8)
+    return FlowProgram(fleet, (ModelColumns("m", (bucket,), uses, none, none, per_s),), headroom=0.8)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_one_of_each_survives_a_loss_and_has_so_many_copies(seed: int) -> None:
+    program = one_of_each(seed)
+    low = float(2 + seed % 2) if seed % 3 else 0.0
+    copies = CountLimit("copies", low, np.inf, (np.ones((len(program.fleet.nodes), 1)),))
+    agree(replace(program, limits=(copies,), spare=(1.0,) if seed % 3 < 2 else ()))
+
+
 @pytest.mark.parametrize("seed", range(100, 104))
 def test_plans_that_survive_the_loss_of_any_region_or_of_some_nodes(seed: int) -> None:
     program = small(seed)

@@ -80,7 +80,8 @@ def test_a_placement_costs_what_its_column_would(seed: int, factor: float) -> No
     for m, group in enumerate(result.templates):
         uses = np.array([[t.node_counts.get(node.name, 0) for node in problem.nodes] for t in group])
         expected = pricer.reduced(m, duals, factor) + pricer.earnings(m, duals)
-        mine = copy_costs(problem, m, uses, program.fleet, duals, factor).T
+        phase = np.array([int(t.replicas[0].role == "decode") for t in group])
+        mine = copy_costs(problem, m, uses, phase, program.fleet, duals, factor).T
         there = np.isfinite(expected)
         assert there.any()
         assert mine[there] == pytest.approx(expected[there])

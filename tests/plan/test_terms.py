@@ -115,9 +115,29 @@ def test_limits_are_kept_and_rechecked(terms: ModelTerms) -> None:
         assert verify(problem, sound(other))
     if terms.min_copies:
         assert copies(plan) >= 5
-        assert any("copies, asked for 5" in line for line in verify(problem, sound(PLAIN)))
+        assert any("copies that decode, asked for 5" in line for line in verify(problem, sound(PLAIN)))
     if terms.max_copies:
         assert copies(plan) <= 3
+
+
+def test_a_copy_that_nothing_is_asked_of_is_no_further_copy() -> None:
+    """One of each node: the cheapest second copy would be one that only decodes, which nobody needs."""
+    one_each = {
+        "east": {"1xL40S": (1.86, 1), "1xA10G": (0.9, 1), "1xL4": (0.5, 1)},
+        "west": {"1xL40S": (2.2, 1)},
+    }
+    ask = replace(an_ask(rate_per_s=0.4), terms=ModelTerms(min_copies=2))
+    problem = a_problem(ask, offers=one_each)
+    plan = planned(problem, "auto").plan
+    assert verify(problem, plan) == ()
+    rates = {d.template: 0.0 for d in plan.deployments}
+    for share in plan.shares:
+        rates[share.template] += share.rate_per_s
+    assert min(rates.values()) > 0
+    for other in ("prefill", "decode"):
+        able = [d for d in plan.deployments if plan.template(d.template).replicas[0].role != other]
+        assert sum(d.count for d in able) >= 2
+    assert planned(replace(problem, asks=(replace(ask, terms=ModelTerms(min_copies=3)),))).plan.fraction == 1
 
 
 def test_too_few_copies_allowed_serve_what_they_can() -> None:

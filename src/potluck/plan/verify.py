@@ -76,8 +76,17 @@ def _near(plan: Plan, ask: ModelDemand) -> Iterator[str]:
 def _counted(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iterator[str]:
     mine, terms = _mine(plan, ask.name), ask.terms
     copies = sum(mine.values())
-    if copies < terms.min_copies or (terms.max_copies is not None and copies > terms.max_copies):
-        yield f"{ask.name}: {copies} copies, asked for {terms.min_copies} to {terms.max_copies or 'any number'}"
+    for role, other in (
+        ("prefill", "decode"),
+        ("decode", "prefill"),
+    ):  # copies of the other one alone do not count
+        able = sum(
+            n for (name, _), n in mine.items() if any(r.role != other for r in plan.template(name).replicas)
+        )
+        if able < terms.min_copies:
+            yield f"{ask.name}: {able} copies that {role}, asked for {terms.min_copies} at least"
+    if terms.max_copies is not None and copies > terms.max_copies:
+        yield f"{ask.name}: {copies} copies, asked for {terms.max_copies} at most"
     kinds = {problem.node(node).gpu.name for name, _ in mine for node in plan.template(name).node_counts}
     if terms.max_gpu_kinds is not None and len(kinds) > terms.max_gpu_kinds:
         yield f"{ask.name}: {len(kinds)} kinds of GPU, at most {terms.max_gpu_kinds} asked for"

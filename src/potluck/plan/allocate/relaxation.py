@@ -20,7 +20,7 @@ from itertools import combinations
 
 import numpy as np
 
-from potluck.plan.allocate.highs import INFINITY, Deadline, solve_milp
+from potluck.plan.allocate.highs import INFINITY, Deadline, Milp, solve_milp
 from potluck.plan.allocate.matrix import THETA, FlowRows
 from potluck.plan.allocate.program import ColumnKey, CountLimit, Floats, FlowProgram, card_rows
 
@@ -207,8 +207,9 @@ def relax_flow(
 ) -> Relaxation | None:
     """Column generation from `keys`; None when no relaxation could be solved (out of time, or no solution).
 
-    With a cap of 1 the maximisation of theta stops as soon as 1 is reached, for its columns are then enough
-    to start minimising cost.
+    Where the columns at hand keep not all rows, those come in first that lessen what they fall short by: that there
+    is no solution is known only once no column does. With a cap of 1 the maximisation of theta stops as soon as 1 is
+    reached, for its columns are then enough to start minimising cost.
     """
     program = pricer.program
     known = sorted(set(keys))
@@ -218,22 +219,47 @@ def relax_flow(
         rows = FlowRows(program, known)
         problem = rows.milp(at_cost=at_cost, theta_cap=theta_cap, priced=True)
         answer = solve_milp(problem, time_limit_s=deadline.left_s, relax=True)
+        if lacking := answer.infeasible:
+            answer = solve_milp(_elastic(rows, problem), time_limit_s=deadline.left_s, relax=True)
         if answer.x is None or answer.row_dual is None or not answer.finished:
             return last
         duals = duals_of(rows, answer.row_dual)
-        reduced = [pricer.reduced(m, duals, factor) for m in range(len(program.models))]
+        reduced = [pricer.reduced(m, duals, 0.0 if lacking else factor) for m in range(len(program.models))]
         short = 0.0
         for table, most in zip(reduced, pricer.most, strict=True):
             short += float((np.minimum(table, 0.0) * np.where(table < 0, most, 0.0)).sum())
         theta = float(answer.x[THETA])
         scale = max(abs(answer.objective), 1e-12)
         fresh = set(pricer.cheapest(reduced, PER_ROUND, -TOLERANCE * scale)) - set(known)
+        if lacking:
+            if not fresh:
+                return None
+            known = sorted({*known, *fresh})
+            continue
         bound = answer.objective + short
         last = Relaxation(known, theta, answer.objective, bound, duals, reduced, not fresh)
         if not fresh or (not at_cost and theta_cap <= 1 and theta >= 1 - TOLERANCE):
             return last
         known = sorted({*known, *fresh})
     return last
+
+
+def _elastic(rows: FlowRows, problem: Milp) -> Milp:
+    """The least by which demands and limits together fall short, or are exceeded."""
+    row = np.array([*rows.demand, *rows.limits, *rows.limits], dtype=np.int64)
+    value = np.ones(len(row))
+    value[len(rows.demand) + len(rows.limits) :] = -1.0
+    count = len(problem.cost)
+    return replace(
+        problem,
+        cost=np.concatenate([np.zeros(count), np.ones(len(row))]),
+        lower=np.concatenate([problem.lower, np.zeros(len(row))]),
+        upper=np.concatenate([problem.upper, np.full(len(row), INFINITY)]),
+        integer=np.concatenate([problem.integer, np.zeros(len(row), bool)]),
+        row=np.concatenate([problem.row, row]),
+        column=np.concatenate([problem.column, count + np.arange(len(row))]),
+        value=np.concatenate([problem.value, value]),
+    )
 
 
 ROUNDS = 2

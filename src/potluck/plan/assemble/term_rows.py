@@ -7,7 +7,7 @@ of a combo could still do is not reckoned with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from potluck.core.errors import InputError
 from potluck.core.values.plan import Charge, Plan, Template
 from potluck.core.values.service import ModelTerms
-from potluck.core.values.types import NodeOffer
+from potluck.core.values.types import NodeOffer, Role
 from potluck.perf.memory import weight_bytes
 from potluck.perf.startup import startup_s
 from potluck.plan.allocate.program import CountLimit, ExtraVariable, Floats, FlowProgram, NodeSupply, Outage
@@ -63,7 +63,9 @@ def with_terms(
         )
         for ask, group, columns in zip(problem.asks, groups, program.models, strict=True)
     )
-    rows = _rows(problem, [model.uses for model in models], program.fleet)
+    roles = [[{replica.role for replica in template.replicas} for template in group] for group in groups]
+    does = [np.array([phases_of(r) for r in item], bool).reshape(len(item), 2) for item in roles]
+    rows = _rows(problem, [model.uses for model in models], does, program.fleet)
     asks = problem.asks
     spare = tuple(a.terms.survive_share if a.terms.survive == "node" else 0.0 for a in asks)
     return replace(
@@ -76,33 +78,45 @@ def with_terms(
     )
 
 
-def _rows(problem: PlanningProblem, uses: Sequence[NDArray[np.integer]], fleet: NodeSupply) -> TermRows:
-    """All limits over columns that use so many nodes, per model [templates, node types]."""
+def phases_of(roles: Set[Role]) -> tuple[bool, bool]:
+    """Whether a copy takes prompts, and whether it answers."""
+    return roles != {"decode"}, roles != {"prefill"}
+
+
+def _rows(
+    problem: PlanningProblem,
+    uses: Sequence[NDArray[np.integer]],
+    does: Sequence[NDArray[np.bool_]],
+    fleet: NodeSupply,
+) -> TermRows:
+    """All limits over columns that use so many nodes, per model [templates, node types], and do [templates, 2]."""
     rows = TermRows(len(uses))
     for m, ask in enumerate(problem.asks):
-        _copies(rows, m, ask, uses[m], len(fleet.regions))
+        _copies(rows, m, ask, does[m], len(fleet.regions))
         _kinds(problem, rows, m, ask, uses[m], fleet)
     _fixed(problem, rows, uses, fleet)
     return rows
 
 
 def limit_prices(problem: PlanningProblem, fleet: NodeSupply, duals: Floats) -> list[tuple[Floats, Floats]]:
-    """What limits make of a copy of each model at these prices: (per region, per region and node of it).
+    """What limits make of a copy that does one phase, per model at these prices: ([phase, region], [region, node]).
 
-    Every limit counts a copy as so much, and so much more for each of its nodes. So it is asked what it makes of a
-    copy without nodes, and of copies with one node.
+    Every limit counts a copy as so much by what it does, and so much more for each of its nodes. So it is asked what
+    it makes of copies of either phase without nodes, and of copies with one node.
     """
     types = len(fleet.nodes)
-    probes = np.vstack([np.zeros((1, types), np.int64), np.eye(types, dtype=np.int64)])
-    limits = _rows(problem, [probes] * len(problem.asks), fleet).limits
+    probes = np.vstack([np.zeros((2, types), np.int64), np.eye(types, dtype=np.int64)])
+    does = np.arange(2 + types)[:, None] == np.arange(2)
+    does[2:, 0] = True
+    limits = _rows(problem, [probes] * len(problem.asks), [does] * len(problem.asks), fleet).limits
     result = []
     for m in range(len(problem.asks)):
-        total = np.zeros((1 + types, len(fleet.regions)))
+        total = np.zeros((2 + types, len(fleet.regions)))
         for limit, dual in zip(limits, duals.tolist(), strict=True):
             table = limit.copies[m]
             if table is not None and dual:
                 total -= dual * table
-        result.append((total[0], (total[1:] - total[0]).T))
+        result.append((total[:2], (total[2:] - total[0]).T))
     return result
 
 
@@ -198,11 +212,13 @@ def _fees(
     return np.array(table, dtype=np.float64).reshape(len(group), len(fleet.regions))
 
 
-def _copies(rows: TermRows, m: int, ask: ModelDemand, uses: NDArray[np.integer], regions: int) -> None:
+def _copies(rows: TermRows, m: int, ask: ModelDemand, does: NDArray[np.bool_], regions: int) -> None:
+    """A phase counts only the copies that do it, so that one beside them that is never asked counts for nothing."""
     low, high = ask.terms.min_copies, ask.terms.max_copies
-    ones = np.ones((len(uses), regions))
-    if low:
-        rows.limit(f"at least {low} copies of {ask.name}", float(low), INFINITY, {m: ones})
+    ones = np.ones((len(does), regions))
+    for phase, what in enumerate(("take prompts", "answer") if low else ()):
+        name = f"at least {low} copies of {ask.name} that {what}"
+        rows.limit(name, float(low), INFINITY, {m: ones * does[:, phase, None]})
     if high is not None:
         rows.limit(f"at most {high} copies of {ask.name}", -INFINITY, float(high), {m: ones})
 

@@ -281,9 +281,8 @@ def allocated(
     )
     factory.books.keep()
     plan = plan_of(program_columns, answer, strategy)
-    if (
-        program_columns.program.guarded and answer.found
-    ):  # a spare copy that never works would be cold when it is needed
+    spare = program_columns.program.guarded or any(ask.terms.min_copies for ask in factory.problem.asks)
+    if spare and answer.found:  # a spare copy that never works would be cold when it is needed
         plan = evened(factory.problem, plan, settings.time_limit_s, settings.clock)
     return PlanOutcome(plan, answer, program_columns)
 
@@ -382,7 +381,8 @@ def _taken(
         placement_table = factory.shelves.get(ask.key)
         if placement_table is not None:
             mine = duals.phase[:, first : first + buckets]
-            costs = copy_costs(problem, m, placement_table.uses, program.fleet, duals, factor)
+            uses, phase = placement_table.uses, placement_table.phase
+            costs = copy_costs(problem, m, uses, phase, program.fleet, duals, factor)
             rows = placement_table.worth(problem, ask, costs, mine, FEW, ceiling)
             if placement_table.take(rows):
                 added += len(rows)
@@ -394,7 +394,13 @@ def _taken(
 
 
 def copy_costs(
-    problem: PlanningProblem, m: int, uses: Integers, fleet: NodeSupply, duals: Duals, factor: float
+    problem: PlanningProblem,
+    m: int,
+    uses: Integers,
+    phase: Integers,
+    fleet: NodeSupply,
+    duals: Duals,
+    factor: float,
 ) -> Floats:
     """[regions, placements]: what a copy costs at these prices, before what it earns, as `Pricer.reduced` has it.
 
@@ -406,4 +412,4 @@ def copy_costs(
     whole = np.zeros((len(uses), len(fleet.nodes)), np.int64)
     whole[:, places] = uses
     losses = losses_usd_per_h(problem, problem.asks[m], whole, fleet) * (float(factor > 0) + duals.budget)
-    return np.asarray((price + per_node) @ whole.T + per_copy[:, None] + losses, np.float64)
+    return np.asarray((price + per_node) @ whole.T + per_copy[phase].T + losses, np.float64)
