@@ -28,6 +28,7 @@ from potluck.cli.up.gpus import (
     maker_of,
     measured_briefly,
     spec_text,
+    vllm_flags,
 )
 from potluck.cli.up.prepare import PlanChoices, PreparedPlan, planned_for_all
 from potluck.cli.up.up import start_s
@@ -42,6 +43,7 @@ from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Plan
 from potluck.engine.pipeline.launch import devices_of, parse_stages
 from potluck.engine.shipped_model import shipped_model
+from potluck.perf.engine_limits import longest_tokens
 from potluck.perf.memory import weight_bytes
 from potluck.plan.current_problem import start_share
 from potluck.spec.load_spec import load_spec
@@ -326,6 +328,28 @@ def test_weights_are_read_where_the_spec_says(tmp_path: Path, capsys: pytest.Cap
     slow = start_s(GpuSetup(spec, PreparedPlan(inputs), maker, ()))
     assert slow > 3 * weight_bytes(inputs.spec.models[0].model) / 1e6, "read at a megabyte a second"
     assert start_share(inputs.problem, startups=startups_of(inputs.spec)) > start_share(inputs.problem)
+
+
+def test_vllm_is_told_the_lengths_and_the_memory_that_were_planned_with(large: Path, tmp_path: Path) -> None:
+    path, config = tmp_path / "spec.yaml", large / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 131072}))
+    path.write_text(spec_text(large, "large", Counter({"L4": 1}), 1.0))
+    spec, make = load_spec(path), EngineSpec("large", single("1xL4", 1, 32), "here")
+    words = vllm_flags(spec, PLAN, False)(make)
+    longest, share = int(words[1]), float(words[3])
+    assert words[::2] == ("--max-model-len", "--gpu-memory-utilization")
+    wanted, context = longest_tokens(spec.models[0].traffic.lengths, "mixed"), 131072
+    assert (wanted < longest < context, longest) == (True, 4096)
+    assert 0.9 < share < 1.0
+    assert vllm_flags(spec, PLAN, True)(make)[0] == "--kv-cache-memory-bytes", (
+        "it would take most of the machine"
+    )
+    maker = EngineCommands(
+        "vllm", flags=vllm_flags(spec, PLAN, False), more=("--gpu-memory-utilization=0.5",)
+    )
+    assert maker.command(make, 1, 2)[-5:] == [*words, "--gpu-memory-utilization=0.5"], (
+        "what the user said is last"
+    )
 
 
 def test_what_cannot_be_measured_is_said_and_what_was_is_kept(

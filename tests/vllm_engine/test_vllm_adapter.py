@@ -18,7 +18,7 @@ from potluck.core.replica.blocks import block_hashes
 from potluck.core.routing.prefix_index import PrefixIndex
 from potluck.gateway.registry.engine_client import read_cache
 from potluck.vllm.adapter.adapter_service import summed
-from potluck.vllm.adapter.vllm_process import GpuShape, VllmSettings, command, environment
+from potluck.vllm.adapter.vllm_process import GpuShape, VllmProcess, VllmSettings, command, environment
 from potluck.vllm.adapter.vllm_requests import PromptPart, VllmEventReader, body_of, heard_of, refusal_of
 
 
@@ -304,3 +304,26 @@ async def eventually(ask: Callable[[], Awaitable[int]], expected: int) -> None:
             return
         await asyncio.sleep(0.02)
     raise AssertionError(f"did not become {expected}")
+
+
+LAST_LINES = """(VllmWorker-0 pid=1) ERROR [multiproc_executor.py:953]     raise ValueError(
+(VllmWorker-0 pid=1) ERROR [multiproc_executor.py:953] ValueError: Available memory is less than desired
+Traceback (most recent call last):
+    raise RuntimeError(
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+
+
+def test_of_what_vllm_says_last_the_cause_is_told(tmp_path: Path) -> None:
+    python, lines = tmp_path / "python", tmp_path / "lines"
+    lines.write_text(LAST_LINES)
+    python.write_text(f"#!/bin/sh\ncat {lines}\nexit 1\n")
+    python.chmod(0o755)
+
+    async def last_words() -> str:
+        process = VllmProcess(VllmSettings("dir", "m", str(python)), tmp_path / "channel")
+        await process.start()
+        await process.wait()
+        return process.last_words()
+
+    assert asyncio.run(last_words()) == "ValueError: Available memory is less than desired"

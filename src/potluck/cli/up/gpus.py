@@ -17,7 +17,7 @@ from potluck.cli.planning.rehearsal import Said
 from potluck.cli.up.prepare import PlanChoices, PreparedPlan, planned_for_all, tried_as_it_is
 from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands
-from potluck.control.launchers.local_capacity import VISIBLE, LocalGpu, find_chips
+from potluck.control.launchers.local_capacity import VISIBLE, LocalGpu, find_chips, free_bytes
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.spec.spec_values import SHIPPED
@@ -36,6 +36,7 @@ INPUT, OUTPUT = {"mean": 500, "cv": 1.0}, {"mean": 150, "cv": 0.7}
 MAX_RUNNING, TOKEN_BUDGET = 64, 1024
 KV_SHARE = 0.85
 """Of what the performance model leaves for KV: the rest is for what it does not see (graphs, the driver)."""
+MOST_CPU_KV_BYTES, CPU_KV_SHARE = 4 << 30, 0.5
 MEASURE_S = 300.0
 LEAST_MEMORY = 0.85
 """Of the catalog's figure, that a chip of this name has at least."""
@@ -208,6 +209,33 @@ def vllm_maker(spec: Spec, chips: Sequence[LocalGpu], python: str, more: tuple[s
     kinds = {node.name: f"1x{node.gpu.name}" for node in spec.node_types} if mine else {}
     _must_be_there("vllm", kinds, mine)
     return EngineCommands("vllm", files, chips=mine, gpus=tuple(kinds.items()), python=python, more=more)
+
+
+def vllm_flags(spec: Spec, plan: Plan, cpu: bool) -> Callable[[EngineSpec], tuple[str, ...]]:
+    """On a GPU the longest request and the memory that were planned with; else a part of the machine's memory."""
+    from potluck.perf.engine_limits import longest_request, longest_served, longest_tokens, memory_share
+
+    models = {model.name: model for model in spec.models}
+    nodes = {node.name: node for node in spec.node_types}
+    cpu_flags = ("--kv-cache-memory-bytes", str(_cpu_kv_bytes(plan))) if cpu else ()
+
+    def flags(make: EngineSpec) -> tuple[str, ...]:
+        served = models[make.model]
+        if cpu or (served.weights is None and served.files is None):
+            return cpu_flags
+        fits = longest_request(served.model, make.layout, nodes)
+        wanted = longest_tokens(served.traffic.lengths, "mixed")
+        longest = longest_served(min(wanted, fits), wanted, fits, make.model)
+        share = memory_share(make.layout, nodes)
+        return ("--max-model-len", str(longest), "--gpu-memory-utilization", f"{share:g}")
+
+    return flags
+
+
+def _cpu_kv_bytes(plan: Plan) -> int:
+    """For the KV of each engine, where vLLM would else take nearly all memory: with room for one engine more."""
+    engines = sum(item.count * len(plan.template(item.template).replicas) for item in plan.deployments)
+    return min(MOST_CPU_KV_BYTES, int(CPU_KV_SHARE * (free_bytes() or MOST_CPU_KV_BYTES) / (engines + 1)))
 
 
 def _kinds(chips: Sequence[LocalGpu]) -> tuple[tuple[str, str], ...]:

@@ -36,6 +36,7 @@ from potluck.cli.up.gpus import (
     maker_of,
     must_have_chips,
     prepared_for_gpus,
+    vllm_flags,
     vllm_maker,
 )
 from potluck.cli.up.prepare import PlanChoices, PreparedPlan, factory_for, prepared, with_offers
@@ -485,6 +486,8 @@ def prepared_for(
     if here:
         must_have_chips(prepared_plan.inputs.plan, maker)
     maker = replace(maker, weights=weights_in(spec, prepared_plan.inputs.plan))
+    if style == "vllm":
+        maker = replace(maker, flags=vllm_flags(spec, prepared_plan.inputs.plan, here and not maker.chips))
     return GpuSetup(spec_path, prepared_plan, maker, (), choices)
 
 

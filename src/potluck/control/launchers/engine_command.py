@@ -110,7 +110,8 @@ class EngineCommands:
             command += ["--model", str(folder)]
         if self.style == "vllm":
             budget = ["--token-budget", str(make.step_tokens)] if make.step_tokens else []
-            own = (*vllm_formats(make.model, self.weights.get(make.model)), *self.more)
+            formats = vllm_formats(make.model, self.weights.get(make.model))
+            own = (*formats, *self.flags(make), *self.more)  # of two alike vLLM takes the last
             return [*command, *parallel_of(make), *budget, "--python", self.python, "--", *own]
         if self.style == "gpu":
             return [*command, "--device", self.device, *stages_of(make), *self.flags(make)]

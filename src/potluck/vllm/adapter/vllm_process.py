@@ -8,6 +8,7 @@ import fcntl
 import ipaddress
 import json
 import os
+import re
 import signal
 import socket
 import struct
@@ -36,6 +37,7 @@ DEATH_SIGNAL = 1
 """prctl's PR_SET_PDEATHSIG."""
 OURS = "potluck.core.errors."
 """What the connector refuses, in vLLM's log."""
+NAMES_ERROR = re.compile(r"\b\w*(Error|Exception): |error: ")
 SAYS_NOTHING = ("See root cause above", "See stack trace")
 """Lines with which vLLM's processes tell each other that one has failed."""
 GET_ADDRESS = 0x8915
@@ -324,12 +326,13 @@ class VllmProcess:
         code = self._process.returncode if self._process is not None else None
         if code is not None and code < 0:
             return f"signal {-code} ended it"
-        lines = [line for line in self._lines if "Error" in line or "error:" in line]
+        lines = [line for line in self._lines if NAMES_ERROR.search(line)]
         ours = [line.partition(OURS)[2] for line in lines if OURS in line]
         if ours:
             return ours[-1][:300]
         lines = [line for line in lines if not any(words in line for words in SAYS_NOTHING)] or lines
-        return lines[-1][:300] if lines else f"exit code {code}; its log says more"
+        why = NAMES_ERROR.search(lines[-1]) if lines else None
+        return f"exit code {code}; its log says more" if why is None else why.string[why.start() :][:300]
 
     async def end(self, *, at_once: bool = False) -> None:
         process = self._process
