@@ -152,7 +152,7 @@ def test_a_budget_is_kept_or_said_to_bind(spec: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("Llama-3.1-8B", "DeepSeek-V3", "chat: its weights fit on no node on offer"),
+        ("Llama-3.1-8B", "DeepSeek-V3", "chat: its weights with one prompt fit on no node on offer"),
         ("tpot_ms: 60", "tpot_ms: 0.01", "chat: its objective (TTFT 2000 ms, TPOT 0.01 ms) is out of reach"),
     ],
 )

@@ -9,18 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask, pipelines
 
+from potluck.catalog import nodes
+from potluck.core.errors import CapacityError
 from potluck.core.routing.capacity import MARGIN
-from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Template
 from potluck.core.values.types import Slo
 from potluck.perf.phases import prefill_s
 from potluck.perf.throughput import PACED
+from potluck.perf.timers.pipeline_timer import layout_requests
 from potluck.plan.templates.combo import combos, efficiency_tokens_per_usd, served_per_s
 from potluck.plan.templates.homogeneous import homogeneous
 from potluck.plan.templates.pair import pairs
 from potluck.plan.templates.placement_table import aggregated
 from potluck.plan.timing.rate_cache import unwritten
-from potluck.plan.timing.replica_rates import layout_timer, replica_capacity, wait_factor
+from potluck.plan.timing.replica_rates import fits, layout_timer, replica_capacity, wait_factor
 from potluck.plan.timing.stage_rates import UNITS_PER_TOKEN, stage_rates
 from potluck.plan.verify import retimed
 
@@ -77,6 +80,41 @@ def test_a_prefill_replica_does_as_many_prompts_as_the_library_says() -> None:
             assert capacity.prefill_per_s * demand.new_tokens == pytest.approx(tokens_per_s, rel=0.02)
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    st.sampled_from(["2xA100-80", "4xA100-40", "4xA6000", "8xL4", "4xL40S", "2xH100"]),
+    st.integers(200, 12_000),
+    st.booleans(),
+)
+def test_no_replica_prefills_what_it_has_no_room_for(name: str, prompt: int, staged: bool) -> None:
+    """Weights that leave room for a token may not for a prompt, whole or the first part of one."""
+    ask = an_ask(model="Llama-3.1-70B", slo=Slo(60.0, 0.5), lengths=((prompt, 100, 1.0),))
+    node = nodes.node_type(name)
+    layout = single(node.name, node.gpus, ask.model.layer_count)
+    if staged:
+        half = ask.model.layer_count // 2
+        members = (StageNode(node.name, max(1, node.gpus // 2)),)
+        layout = Layout((Stage(half, members), Stage(ask.model.layer_count - half, members)))
+    try:
+        room = layout_requests(ask.model, layout, {node.name: node}, float(prompt))
+    except CapacityError:
+        room = 0
+    assert fits(ask, layout, {node.name: node}) == (room > 0)
+    if room > 0:
+        (capacity,) = replica_capacity(ask, layout, {node.name: node}, "prefill", 0.8)
+        alone_s = float(prefill_s(layout_timer(ask, layout, {node.name: node}), prompt)[0])
+        assert capacity.prefill_per_s <= room / alone_s * (1 + 1e-9)
+
+
+def test_of_lengths_only_those_that_fit_are_prefilled() -> None:
+    ask = an_ask(model="Llama-3.1-70B", slo=Slo(60.0, 0.5), lengths=((500, 100, 0.5), (6000, 100, 0.5)))
+    node = nodes.node_type("2xA100-80")
+    rates = replica_capacity(
+        ask, single(node.name, 2, ask.model.layer_count), {node.name: node}, "prefill", 0.8
+    )
+    assert [rate.prefill_per_s > 0 for rate in rates] == [True, False]
+
+
 def test_a_tight_objective_leaves_only_what_can_meet_it() -> None:
     tight = an_ask(slo=Slo(0.12, 0.02))
     names = {
@@ -123,10 +161,10 @@ def test_a_pair_is_never_worse_than_its_high_end_alone() -> None:
     assert result
     better = 0
     for template in result:
-        for mine, single in zip(template.capacity, alone[template.nodes[1].node].capacity, strict=True):
+        for mine, other in zip(template.capacity, alone[template.nodes[1].node].capacity, strict=True):
             if mine.closed_per_s:
-                assert mine.closed_per_s >= single.closed_per_s * (1 - 1e-9)
-                better += mine.closed_per_s > single.closed_per_s * 1.01
+                assert mine.closed_per_s >= other.closed_per_s * (1 - 1e-9)
+                better += mine.closed_per_s > other.closed_per_s * 1.01
                 assert not ASK.demands[mine.bucket].promised or mine.ttft_s <= ASK.slo.ttft_s * (1 + 1e-9)
                 assert mine.tpot_s <= ASK.slo.tpot_s * (1 + 1e-9)
     assert better, "a low-end GPU should relieve at least one high-end one"

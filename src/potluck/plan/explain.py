@@ -385,7 +385,7 @@ def why_not(problem: PlanningProblem, model: str) -> str:
 
 def _fits_nowhere(problem: PlanningProblem, ask: ModelDemand) -> str:
     engine, layers = problem.engine, ask.model.layer_count
-    line = "its weights fit on no node on offer"
+    line = "its weights with one prompt fit on no node on offer"
     if engine.pipelines:
         line += ", nor on a pipeline of them within the objective"
     if engine == UNLIMITED:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import NamedTuple
 
 from potluck.core.values.engine_abilities import limit_of_hand_over
+from potluck.core.values.layout import Layout
 from potluck.core.values.plan import BucketCapacity, NodeCount, PlannedReplica, Template
 from potluck.core.values.types import Codec, NodeType
 from potluck.perf.memory import kv_bytes
@@ -110,6 +111,7 @@ def _rated(
     work = _PairWork(
         problem,
         ask,
+        low[0].layout,
         layout_timer(ask, low[0].layout, problem.by_name),
         len(low),
         layout_timer(ask, layout, problem.by_name),
@@ -135,6 +137,7 @@ def _rated(
 class _PairWork:
     problem: PlanningProblem
     ask: ModelDemand
+    low_layout: Layout
     low: StepTimer
     low_copies: int
     high: StepTimer
@@ -172,8 +175,8 @@ class _First(NamedTuple):
 
 
 def _firsts(work: _PairWork, demand: BucketDemand, parts: Sequence[int]) -> list[_First]:
-    """Those that leave any time."""
-    ask, headroom = work.ask, work.problem.headroom
+    """Those whose KV fits on the low-end node and that leave any time."""
+    ask, headroom, nodes = work.ask, work.problem.headroom, work.problem.by_name
     limit_s = ask.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S
     firsts = []
     for part, service_s in zip(parts, prefill_s(work.low, parts, demand.cached_tokens).tolist(), strict=True):
@@ -182,7 +185,8 @@ def _firsts(work: _PairWork, demand: BucketDemand, parts: Sequence[int]) -> list
         busy = headroom * low_rate * bits / work.cards.all_bits_per_s
         crossing_s = sojourn_s(bits / work.cards.one_bits_per_s, busy)
         first_s = service_s * (wait_factor(headroom) - 1.0) + max(service_s, crossing_s)
-        if first_s < limit_s:
+        longest = (part + demand.cached_tokens) * demand.longest_tokens / demand.input_tokens
+        if first_s < limit_s and layout_requests(ask.model, work.low_layout, nodes, longest) >= 1:
             firsts.append(_First(part, low_rate, first_s, limit_s - first_s))
     return firsts
 

@@ -6,10 +6,10 @@ service times that hardly vary that is an M/D/1 queue, and where several share a
 
     TTFT = T(b) + S h / (2 (1 - h)) + [K > 1] T(b) / 2 + hand-over          S = T(K) / K
 
-must stay within the objective; K is the largest that does. In a pipeline T is the time between two steps, and the
-first token waits for all stages, after the round of chunks that is under way. A decoding replica runs the largest
-batch whose step is within TPOT and whose KV fits; as KV comes while its prompt is computed, its room is taken
-before the first token. A mixed one does both and must keep both (`perf.serving.throughput`); in a pipeline of S
+must stay within the objective; K is the largest that does and whose KV fits. In a pipeline T is the time between two
+steps, and the first token waits for all stages, after the round of chunks that is under way. A decoding replica runs
+the largest batch whose step is within TPOT and whose KV fits; as KV comes while its prompt is computed, its room is
+taken before the first token. A mixed one does both and must keep both (`perf.serving.throughput`); in a pipeline of S
 stages S batches take turns, so a request's step is a cycle of them.
 """
 
@@ -105,9 +105,10 @@ def useful(capacity: tuple[BucketCapacity, ...]) -> bool:
 
 
 def fits(ask: ModelDemand, layout: Layout, nodes: Mapping[str, NodeType]) -> bool:
-    """Whether the weights fit with room for at least one token."""
+    """Whether the weights fit with room for at least one prompt of some bucket."""
+    shortest = min((demand.longest_tokens for demand in ask.demands), default=1)
     try:
-        return layout_requests(ask.model, layout, nodes, 1.0) >= 1
+        return layout_requests(ask.model, layout, nodes, float(shortest)) >= 1
     except CapacityError:
         return False
 
@@ -123,10 +124,10 @@ def _bucket(
     copies: int,
 ) -> BucketCapacity:
     nothing = BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0)
-    if role == "prefill":
-        return _prefill(ask, demand, timer, headroom, copies) or nothing
-    tokens = demand.longest_tokens + demand.output_tokens
+    tokens = demand.longest_tokens + (0 if role == "prefill" else demand.output_tokens)
     batch = layout_requests(ask.model, layout, nodes, tokens)
+    if role == "prefill":
+        return _prefill(ask, demand, timer, batch, headroom, copies) or nothing
     if role == "decode":
         batch = decode_room(ask, demand, timer, batch, headroom)
     if isinstance(timer, PipelineTimer) and role == "decode":
@@ -147,19 +148,21 @@ def _bucket(
 
 
 def _prefill(
-    ask: ModelDemand, demand: BucketDemand, timer: StepTimer, headroom: float, copies: int
+    ask: ModelDemand, demand: BucketDemand, timer: StepTimer, room: int, headroom: float, copies: int
 ) -> BucketCapacity | None:
-    """Steps of as many prompts as the budget has room for and the objective allows."""
+    """Steps of as many prompts as budget and KV have room for and the objective allows."""
     new, cached = demand.new_tokens, demand.cached_tokens
-    counts = np.arange(1, prompts_in_step(new) + 1)
+    counts = np.arange(1, min(prompts_in_step(new), room) + 1)
+    if not len(counts):
+        return None
     latency_s, round_s = prompts_s(timer, counts, new, cached), 0.0
     longest_s = chunked_prefill_s(timer, demand.longest_tokens, STEP_TOKENS)
     apart_s = latency_s
     if isinstance(timer, PipelineTimer):
         latency_s = timer.step_s(_prompts(counts, new, cached))
         longest_s = float(prefill_s(timer, demand.longest_tokens)[0])
-        # As many steps are under way as there are nodes: where one is much slower than the rest, they wait for it.
-        least_s = latency_s / sum(map(len, timer.stages))
+        # As many steps are under way as there are nodes, or as KV has room for: where one is much slower, they wait.
+        least_s = latency_s * np.minimum(np.maximum(1 / sum(map(len, timer.stages)), counts / room), 1.0)
         apart_s = np.clip(timer.interval_s(_prompts(counts, new, cached)), least_s, latency_s)
         chunk = steps(min(new, CHUNK_TOKENS), cached)
         round_s = float(timer.step_s(chunk)[0]) / 2 if len(timer.stages) > 1 else 0.0

@@ -134,10 +134,8 @@ def stage_rates(
     """
     _check(model, nodes, input_tokens, output_tokens, max_stages)
     tps = tuple(largest_tp(model, node, most_tp) for node in nodes)
-    cached = 0 if rule is None else rule.cached_tokens
-    shares = {
-        tp: _share(model, nodes[tps.index(tp)], tp, cached + input_tokens, output_tokens) for tp in set(tps)
-    }
+    cached, prompt = (0, input_tokens) if rule is None else (rule.cached_tokens, rule.longest_tokens)
+    shares = {tp: _share(model, nodes[tps.index(tp)], tp, prompt, output_tokens) for tp in set(tps)}
     lengths = (input_tokens, output_tokens, cached)
     shape = (max_stages, len(nodes), model.layer_count)
     prefill, decode = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
