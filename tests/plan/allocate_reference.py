@@ -84,7 +84,8 @@ def reference(program: FlowProgram, *, fraction: bool = False) -> float | None:
                 price = float(fleet.price_usd_per_h[r] @ group.uses[t])
                 key = ColumnKey(g, t, r)
                 allowed = group.allowed is None or group.allowed[t, r]
-                n[key] = text.variable(money * price, 50.0 if allowed else 0.0, whole=True)
+                parts = 0.0 if group.parts_usd_per_h is None else float(group.parts_usd_per_h[t, r])
+                n[key] = text.variable(money * (price + parts), 50.0 if allowed else 0.0, whole=True)
                 late = text.variable(money)
                 weight = price * program.init_penalty
                 text.row(-INF, [(weight, n[key]), (-1.0, late)], weight * running.get(key, 0))
@@ -124,6 +125,7 @@ def _flow_rows(program: FlowProgram, text: Text, n: dict[ColumnKey, int], theta:
                     if (r != s and not at) or (r, s) in bucket.barred:
                         continue
                     usd = program.links[at[0]].egress_usd_per_gb * bucket.kv_bits / 8e9 * 3600 if at else 0.0
+                    usd += bucket.crossing_usd_per_h if r != s else 0.0
                     f = text.variable(money * usd)
                     met.append((1.0, f))
                     out[r].append((-1.0, f))
@@ -167,6 +169,8 @@ def check(program: FlowProgram, allocation: Allocation, fraction: float = 1.0) -
         used[key.region] += groups[key.group].uses[key.template] * float(count)
         rent += price * count
         cost += price * count + program.init_penalty * price * max(0, count - running.get(key, 0))
+        parts = groups[key.group].parts_usd_per_h
+        cost += 0.0 if parts is None else float(parts[key.template, key.region]) * count
     assert (used <= fleet.available).all()
     assert rent == approx(allocation.rent_usd_per_h)
     if program.budget_usd_per_h is not None:
@@ -213,6 +217,7 @@ def _check_flows(
                         i for i, k in enumerate(program.links) if (k.source, k.target) == (f.source, f.target)
                     ]
                     carried[at[0]] += f.rate_per_s * bucket.kv_bits
+                    egress += f.rate_per_s * bucket.crossing_usd_per_h
                     egress += (
                         program.links[at[0]].egress_usd_per_gb * f.rate_per_s * bucket.kv_bits / 8e9 * 3600
                     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,6 +52,25 @@ def test_closed_programs_equal_the_reference(block: int) -> None:
 def test_general_programs_equal_the_reference(block: int) -> None:
     seen = [agrees(random_flow(seed)) for seed in range(10 * block, 10 * block + 10)]
     assert {"optimal", "infeasible"} <= set(seen)
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_moving_parts_count_but_not_in_the_budget(block: int) -> None:
+    """What parts count for decides between plans; a budget is of dollars that are paid."""
+    seen = []
+    for seed in range(100 + 8 * block, 108 + 8 * block):
+        rng, plain = np.random.default_rng(seed), random_flow(seed)
+        shape = len(plain.fleet.regions)
+        models = tuple(
+            replace(
+                model,
+                parts_usd_per_h=rng.uniform(0, 3, (len(model.uses), shape)),
+                buckets=tuple(replace(b, crossing_usd_per_h=rng.uniform(0, 2)) for b in model.buckets),
+            )
+            for model in plain.models
+        )
+        seen.append(agrees(replace(plain, models=models)))
+    assert "optimal" in seen
 
 
 @pytest.mark.parametrize("seed", [6087, 7025])

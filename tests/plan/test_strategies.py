@@ -11,7 +11,7 @@ from plan_problems import a_problem, an_ask
 
 from potluck.core.values.plan import Deployment, plan_from_json, plan_to_json
 from potluck.core.values.types import Link, Slo
-from potluck.plan.explain import explain, without_nodes
+from potluck.plan.explain import describe, explain, single_copies, without_nodes
 from potluck.plan.problem import CODECS, PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.strategies.pool_strategy import worth_searching
@@ -47,6 +47,57 @@ def test_auto_is_never_costlier_and_every_plan_is_sound(problem: PlanningProblem
         assert best.fraction >= plan.fraction - 1e-6, name
         if plan.fraction >= 1 - 1e-9 and best.fraction >= 1 - 1e-9:
             assert best.cost_usd_per_h <= plan.cost_usd_per_h * (1 + 1e-6), name
+
+
+@settings(max_examples=4)
+@given(fleets(), st.sampled_from([0.02, 0.05, 0.2]))
+def test_a_moving_part_counts_in_every_choice_and_in_no_price(problem: PlanningProblem, share: float) -> None:
+    """The plan is the best at these weights, no other strategy's is better; what is shown is what is paid."""
+    weighing = replace(problem, complexity_share=share)
+    cheapest = STRATEGIES["auto"](TemplateFactory(problem), QUICK)
+    chosen = STRATEGIES["auto"](TemplateFactory(weighing), QUICK)
+    assert verify(weighing, chosen.plan) == ()
+    assert chosen.plan.fraction == pytest.approx(cheapest.plan.fraction, abs=1e-6)
+    if chosen.plan.fraction < 1 - 1e-9:
+        return
+    assert chosen.plan.total_usd_per_h >= cheapest.plan.total_usd_per_h * (1 - 1e-6)
+    counted = chosen.weighed_usd_per_h - chosen.plan.total_usd_per_h
+    assert chosen.allocation.cost_usd_per_h == pytest.approx(chosen.weighed_usd_per_h, rel=1e-6)
+    again = {deployment.template for deployment in cheapest.plan.deployments}
+    if chosen.columns.counts_of(cheapest.plan) is not None and again:
+        crossing = any(flow.prefill_region != flow.decode_region for flow in cheapest.plan.flows)
+        most = cheapest.plan.total_usd_per_h + chosen.columns.parts_usd_per_h(cheapest.plan)
+        assert crossing or chosen.plan.total_usd_per_h + counted <= most * (1 + 1e-4)
+    for name in ("melange", "homo", "coral", "prfaas"):
+        rival = STRATEGIES[name](TemplateFactory(weighing), QUICK)
+        if rival.plan.fraction >= 1 - 1e-9 and len(problem.regions) == 1:
+            assert chosen.weighed_usd_per_h <= rival.weighed_usd_per_h * (1 + 1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("h100_usd_per_h", "share", "machines"), [(1.5, 0.0, 4), (1.5, 0.05, 1), (1.8, 0.05, 4), (1.3, 0.0, 1)]
+)
+def test_four_machines_must_save_more_than_they_count_for(
+    h100_usd_per_h: float, share: float, machines: int
+) -> None:
+    """Four RTX 4090 for $1.36 where one H100 would do."""
+    ask = an_ask("oss", "gpt-oss-120b", 0.1, Slo(2.0, 0.05), ((1000, 300, 1.0),))
+    offers = {"home": {"1xRTX4090": (0.34, 8), "1xH100": (h100_usd_per_h, 2)}}
+    problem = replace(a_problem(ask, offers=offers), complexity_share=share)
+    plan = STRATEGIES["auto"](TemplateFactory(problem), QUICK).plan
+    assert sum(plan.nodes.values()) == machines
+
+
+def test_ties_go_to_the_simpler_and_to_what_survives_more() -> None:
+    """Two machines with one L4 each, one with two, or a pipeline of two: all cost the same."""
+    ask = an_ask(rate_per_s=1.5, slo=Slo(2.0, 0.12), lengths=((800, 200, 1.0),))
+    problem = a_problem(ask, offers={"home": {"2xL4": (1.6, 4), "1xL4": (0.8, 8)}})
+    outcome = STRATEGIES["auto"](TemplateFactory(replace(problem, complexity_share=0.05)), QUICK)
+    assert describe(outcome.plan, "chat") == ("2 x mixed 1xL4 tp1 in home",)
+    assert single_copies(problem, outcome.plan) == ()
+    little = a_problem(an_ask(rate_per_s=0.1))
+    one = STRATEGIES["auto"](TemplateFactory(little), QUICK).plan
+    assert [model for model, _ in single_copies(little, one)] == ["chat"]
 
 
 def test_plans_are_files() -> None:

@@ -182,7 +182,6 @@ models:
   - model: Llama-3.1-8B
     slo: {ttft_ms: 2000, tpot_ms: 80}
     traffic: {rate_per_s: 6, input: {mean: 800, cv: 0.8}, output: {mean: 120, cv: 0.7}}
-    limits: {max_stages: 1}
 fleet:
   regions:
     - name: east

@@ -98,15 +98,10 @@ def spot_risks(problem: PlanningProblem, plan: Plan) -> tuple[SpotRisk, ...]:
     offers, risks = offers_of(problem), []
     cells = [cell for _, item in domains(problem)["spot"] for cell in item]
     for ask in problem.asks if cells else ():
-        copies: dict[tuple[str, str], int] = {}
-        nodes = spot = 0
-        often = 0.0
+        copies, nodes, spot, often = _copies(plan, ask.name), 0, 0, 0.0
         for deployment in plan.deployments:
             template = plan.template(deployment.template)
-            if template.model != ask.name:
-                continue
-            copies[deployment.template, deployment.region] = deployment.count
-            for node_count in template.nodes:
+            for node_count in template.nodes if template.model == ask.name else ():
                 held, offer = (
                     node_count.count * deployment.count,
                     offers.get((deployment.region, node_count.node)),
@@ -121,6 +116,24 @@ def spot_risks(problem: PlanningProblem, plan: Plan) -> tuple[SpotRisk, ...]:
     return tuple(risks)
 
 
+def _copies(plan: Plan, model: str) -> dict[tuple[str, str], int]:
+    mine = (d for d in plan.deployments if plan.template(d.template).model == model)
+    return {(deployment.template, deployment.region): deployment.count for deployment in mine}
+
+
+def single_copies(problem: PlanningProblem, plan: Plan) -> tuple[tuple[str, str], ...]:
+    """(model, copy) of those without which nothing at all is served of a model."""
+    result = []
+    for ask in problem.asks:
+        copies = _copies(plan, ask.name) if ask.rate_per_s > 0 else {}
+        for (template, region), count in copies.items():
+            left = {key: n for key, n in copies.items() if key != (template, region)}
+            if count == 1 and served_share(problem, plan, ask, left) < NOUGHT:
+                result.append((ask.name, f"{template.split(': ', 1)[-1]} in {region}"))
+    return tuple(result)
+
+
+NOUGHT = 1e-6
 ASKING_SHARE = 0.5
 """Of the time limit, for all questions about what else there was."""
 

@@ -147,6 +147,8 @@ class PlanningProblem:
     """In which KV may cross the network, the most exact first; a plan takes the first that costs no more."""
     engine: EngineKind = UNLIMITED
     """What the engines that serve can do; templates beyond that are not made."""
+    complexity_share: float = 0.0
+    """Of its rent, what each further moving part of a copy counts for where plans are compared (`term_rows`)."""
 
     def __post_init__(self) -> None:
         if not self.asks:

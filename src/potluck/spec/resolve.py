@@ -236,6 +236,7 @@ def resolve(
         origins=origins,
         kv_codecs=tuple(core for name, core in KV_CODECS.items() if name in ("raw", *written.kv_codecs)),
         engine=written.engine,
+        complexity_share=written.complexity_share,
     )
 
 

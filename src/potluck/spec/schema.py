@@ -457,6 +457,8 @@ class SpecIn(Written):
     """In which KV may cross between replicas. `raw`, as the model has it, always may; the others lose something."""
     engine: Literal["vllm", "embedded", "openai"] = "vllm"
     """The kind of engines that serve: plans keep to what these can do."""
+    complexity_share: float = Field(default=0.05, ge=0, le=1)
+    """Of its rent, what each further moving part of a copy counts for where plans are compared."""
 
 
 class FleetSpecIn(SpecIn):

@@ -91,6 +91,8 @@ class Spec:
     """In which KV may cross between replicas, the most exact first: as it is, and lossy ones that are allowed."""
     engine: EngineName = "vllm"
     """The kind of engines that serve."""
+    complexity_share: float = 0.0
+    """Of its rent, what each further moving part of a copy counts for where plans are compared."""
 
     def model(self, name: str) -> ModelSpec:
         return _named("model", name, {model.name: model for model in self.models})

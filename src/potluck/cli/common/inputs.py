@@ -113,6 +113,7 @@ def load_problem(
         spec.pool,
         tuple(codec for codec in spec.kv_codecs if codec in ENGINES[spec.engine].codecs),
         ENGINES[spec.engine],
+        spec.complexity_share,
     )
     for text in what_if:
         match = _WHAT_IF.match(text)

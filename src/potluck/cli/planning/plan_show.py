@@ -54,7 +54,7 @@ def _times(slo: Slo) -> str:
 
 
 def show_risk(problem: PlanningProblem, plan: Plan) -> None:
-    from potluck.plan.explain import spot_risks
+    from potluck.plan.explain import single_copies, spot_risks
 
     for risk in spot_risks(problem, plan):
         often = "none is expected to be taken away"
@@ -63,6 +63,10 @@ def show_risk(problem: PlanningProblem, plan: Plan) -> None:
         _say(
             f"{risk.model}: {risk.spot_nodes} of {risk.nodes} nodes are spot; {often} on average, and without all "
             f"of them {percent(risk.served_without)} of its demand is served."
+        )
+    for model, copy in single_copies(problem, plan):
+        _say(
+            f"{model}: {copy} is a single copy, and nothing is served without it; `redundancy: node` adds a spare."
         )
 
 
@@ -230,6 +234,8 @@ def _show_deployments(problem: PlanningProblem, outcome: PlanOutcome, basis: str
     proof = f"{basis} proven cheapest of {columns}"
     if result.gap >= 1e-6:
         proof = f"{basis} of {columns} none is more than {percent(result.gap)} cheaper"
+    if problem.complexity_share:
+        proof += f" (each further moving part counts {100 * problem.complexity_share:g} %)"
     if result.strategy == "thunderserve" and result.gap < 1e-6:
         proof = "the cheapest use of the groups found"  # a search proves nothing about others
     if result.fraction < 1:

@@ -176,7 +176,10 @@ class ModelDecomposition:
         for m in range(len(self.program.models)):
             mine = {key: n for key, n in counts.items() if key.group == m}
             rent = float((self._uses(mine) * self.program.fleet.price_usd_per_h).sum())
-            fees = sum(n * self.program.fee_usd_per_h(key) for key, n in mine.items())
+            program = self.program
+            fees = sum(
+                n * (program.fee_usd_per_h(key) + program.part_usd_per_h(key)) for key, n in mine.items()
+            )
             if mine:
                 self._add(m, mine, rent + fees, self.mu * 0.0)
 

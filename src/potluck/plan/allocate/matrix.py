@@ -29,12 +29,20 @@ class NumberedBucket:
     name: str
     barred: frozenset[tuple[int, int]]
     firm: bool
+    crossing_usd_per_h: float
 
 
 def bins_of(program: FlowProgram) -> tuple[NumberedBucket, ...]:
     return tuple(
         NumberedBucket(
-            m, b, bucket.rate_per_s, bucket.kv_bits, f"{model.name}/{bucket.name}", bucket.barred, bucket.firm
+            m,
+            b,
+            bucket.rate_per_s,
+            bucket.kv_bits,
+            f"{model.name}/{bucket.name}",
+            bucket.barred,
+            bucket.firm,
+            bucket.crossing_usd_per_h,
         )
         for m, model in enumerate(program.models)
         for b, bucket in enumerate(model.buckets)
@@ -157,7 +165,8 @@ class FlowRows:
                     continue
                 cost = 0.0
                 if i is not None:
-                    cost = program.links[i].egress_usd_per_h * one.kv_bits * self.scale[b]
+                    egress = program.links[i].egress_usd_per_h * one.kv_bits
+                    cost = (egress + one.crossing_usd_per_h) * self.scale[b]
                 variable = entries.new_variable(cost, INFINITY)
                 self.flows[b, source, target] = variable
                 entries.put(self.demand[b], variable, 1.0)
@@ -178,10 +187,11 @@ class FlowRows:
             most = 0.0
         time = entries.new_row(-INFINITY, 0.0)
         fee = program.fee_usd_per_h(key)
-        copies = [entries.new_variable(price * (1 + program.init_penalty) + fee, most, integer=True)]
+        counted = price + fee + program.part_usd_per_h(key)
+        copies = [entries.new_variable(price * program.init_penalty + counted, most, integer=True)]
         self.new[key] = copies[0]
         if running:
-            copies.append(entries.new_variable(price + fee, min(float(running), most), integer=True))
+            copies.append(entries.new_variable(counted, min(float(running), most), integer=True))
             self.old[key] = copies[1]
         for variable in copies:
             entries.put(time, variable, -program.headroom)

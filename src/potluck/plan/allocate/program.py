@@ -13,8 +13,9 @@ Variables
     w_jb     >= 0      ... on doing both inside the template, when it is a closed group
     f_brs    >= 0      requests/s of bucket b prefilled in region r and decoded in region s
 
-Minimise  sum_j p_j (n_j + K max(0, n_j - v_j)) + e_j n_j - sum_rc p_rc g_rc + sum_brs egress_rs kv_b f_brs
-                                                              e_j: what a copy costs beside its nodes' rent
+Minimise  sum_j p_j (n_j + K max(0, n_j - v_j)) + (e_j + q_j) n_j - sum_rc p_rc g_rc
+          + sum_brs (egress_rs kv_b + [r != s] q_b) f_brs     e_j: what a copy costs beside its nodes' rent
+                                                              q: what moving parts count for; nobody pays it
 
 Rows
     time_j       sum_b (x_jb + z_jb + w_jb) <= h n_j          h: utilisation headroom
@@ -29,7 +30,7 @@ Rows
                                                               they are in C_jb
     paid_rc      g_rc <= sum_{j in r} U_jc n_j                g_rc <= R_rc nodes that are paid for already, for
                                                               which p_rc g_rc comes off the cost and the rent
-    budget       all of that but the penalty and egress <= B
+    budget       all of that but the penalty, egress and q <= B
     pin_j        n_j >= k or n_j = k
     limit_i      low_i <= sum_j A_ij n_j + sum_h B_ih y_h - t_i theta <= high_i     y_h: a helper, whole or not;
                  what an owner asks of counts; losses that must be survived become such rows (`outages.py`)
@@ -151,6 +152,8 @@ class DemandBucket:
     """(source, target) regions between which the KV would take too long for the objective."""
     firm: bool = False
     """Asked for whole, whatever theta is."""
+    crossing_usd_per_h: float = 0.0
+    """q_b: what a request a second between two regions counts for."""
 
     def __post_init__(self) -> None:
         _check_rate(f"bucket {self.name}: rate_per_s", self.rate_per_s)
@@ -179,6 +182,8 @@ class ModelColumns:
     """I: what they may receive."""
     fees_usd_per_h: Floats | None = None
     """e, [templates, regions]: what a copy costs beside its nodes' rent; None: nothing."""
+    parts_usd_per_h: Floats | None = None
+    """q_j, likewise: what the moving parts of a copy count for; None: nothing."""
 
     def __post_init__(self) -> None:
         for cards in (self.sends_bits_per_s, self.takes_bits_per_s):
@@ -269,6 +274,10 @@ class FlowProgram:
     def fee_usd_per_h(self, key: ColumnKey) -> float:
         fees = self.models[key.group].fees_usd_per_h
         return 0.0 if fees is None else float(fees[key.template, key.region])
+
+    def part_usd_per_h(self, key: ColumnKey) -> float:
+        parts = self.models[key.group].parts_usd_per_h
+        return 0.0 if parts is None else float(parts[key.template, key.region])
 
 
 def card_rows(model: ModelColumns, headroom: float) -> tuple[tuple[Floats, Floats], ...]:

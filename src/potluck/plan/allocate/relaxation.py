@@ -142,6 +142,9 @@ class Pricer:
         fees = self.program.models[m].fees_usd_per_h
         if fees is not None:
             cost += fees * (float(factor > 0) + duals.budget)
+        parts = self.program.models[m].parts_usd_per_h
+        if parts is not None and factor > 0:
+            cost += parts
         for limit, dual in zip(self.program.limits, duals.limits.tolist(), strict=True):
             table = limit.copies[m]
             if table is not None and dual:

@@ -170,7 +170,7 @@ def cost_of(program: FlowProgram, counts: Iterable[tuple[ColumnKey, int]]) -> tu
         price = price_of(program.fleet, program.models[key.group].uses[key.template], key.region)
         rent += price * count
         cost += price * (count + program.init_penalty * max(0, count - running.get(key, 0)))
-        cost += program.fee_usd_per_h(key) * count
+        cost += (program.fee_usd_per_h(key) + program.part_usd_per_h(key)) * count
     cost += program.fixed_usd_per_h(held)
     paid = paid_usd_per_h(program, held)
     return rent - paid, cost - paid
@@ -237,8 +237,7 @@ def _stands(model: ModelColumns, kept: set[int], fixed: set[int]) -> Ints:
     more = [model.prefill_per_s, model.decode_per_s, model.closed_per_s, sends[:, None], takes[:, None]]
     if model.allowed is not None:
         more.append(model.allowed.astype(np.float64))
-    if model.fees_usd_per_h is not None:
-        more.append(-model.fees_usd_per_h)
+    more += [-fees for fees in (model.fees_usd_per_h, model.parts_usd_per_h) if fees is not None]
     does = np.concatenate(more, axis=1)
     stand = np.arange(count)
     needed = np.ones(count, bool)

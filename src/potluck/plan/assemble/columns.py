@@ -28,6 +28,7 @@ from potluck.perf.timers.pipeline_timer import ORDER
 from potluck.perf.transfer import link_alpha_beta
 from potluck.plan.allocate.allocation import Allocation
 from potluck.plan.allocate.program import (
+    Bytes,
     ColumnCount,
     ColumnKey,
     ColumnPin,
@@ -100,7 +101,8 @@ def model_columns(
         for machine in template.machines if template.kind == "group" else ():
             uses[row, places[f"{MACHINE}{machine}"]] = 1
     size = (len(group), len(each.demands))
-    prefill, decode, closed = (np.array([row[place] for row in rows]).reshape(size) for place in range(3))
+    rates = [np.array([row[place] for row in rows]).reshape(size) for place in range(3)]
+    prefill, decode, closed = rates
     cards = np.array([row.cards_bits_per_s for row in rows])
     buckets = tuple(
         DemandBucket(
@@ -113,8 +115,9 @@ def model_columns(
                 if crossing_s(bits[d.bucket], link) > crossing_room_s(each, d)
             ),
             d.firm,
+            crossing,
         )
-        for d in each.demands
+        for d, crossing in zip(each.demands, _crossing_usd_per_h(problem, fleet, uses, rates), strict=True)
     )
     return ModelColumns(
         each.name,
@@ -126,6 +129,21 @@ def model_columns(
         sends_bits_per_s=cards,
         takes_bits_per_s=cards.copy(),
     )
+
+
+def _crossing_usd_per_h(
+    problem: PlanningProblem, fleet: NodeSupply, uses: Bytes, rates: Sequence[Floats]
+) -> list[float]:
+    """By bucket, what a request a second that crosses a link counts for: a share of the least rent it takes."""
+    buckets = rates[0].shape[1]
+    if not (problem.complexity_share and problem.links and len(uses)):
+        return [0.0] * buckets
+    there = (uses[:, None, :] <= fleet.available[None]).all(axis=2)
+    price = np.where(there, uses @ fleet.price_usd_per_h.T, np.inf).min(axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        least = [np.where(rate > 0, price[:, None] / rate, np.inf).min(axis=0) for rate in rates]
+    whole = np.minimum(least[0] + least[1], least[2]) / problem.headroom
+    return [float(usd) if np.isfinite(usd) else 0.0 for usd in problem.complexity_share * whole]
 
 
 def crossing_s(wire_bits: float, link: Link) -> float:
@@ -160,6 +178,17 @@ class ProgramColumns:
                 if member.name == template and region in regions:
                     return ColumnKey(group, index, regions.index(region))
         return None
+
+    def parts_usd_per_h(self, plan: Plan) -> float:
+        """What the moving parts of a plan count for beside its cost, copies' and those of requests that cross."""
+        total, models = 0.0, {model.name: model for model in self.program.models}
+        for deployment in plan.deployments:
+            key = self.key(deployment.template, deployment.region)
+            total += 0.0 if key is None else deployment.count * self.program.part_usd_per_h(key)
+        for flow in plan.flows:
+            if flow.prefill_region != flow.decode_region:
+                total += flow.rate_per_s * models[flow.model].buckets[flow.bucket].crossing_usd_per_h
+        return total
 
     def counts_of(self, plan: Plan) -> dict[ColumnKey, int] | None:
         """A plan's copies as columns; None where one of its templates is not among them."""

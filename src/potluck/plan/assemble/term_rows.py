@@ -60,6 +60,7 @@ def with_terms(
             columns,
             allowed=_allowed(problem, ask, group, program.fleet),
             fees_usd_per_h=_fees(problem, ask, group, program.fleet),
+            parts_usd_per_h=parts_usd_per_h(problem, columns.uses, further_parts(group), program.fleet),
         )
         for ask, group, columns in zip(problem.asks, groups, program.models, strict=True)
     )
@@ -164,6 +165,37 @@ def _allowed(
         return None
     result = [[runs_in(problem, ask, template, region) for region in fleet.regions] for template in group]
     return np.array(result, dtype=bool).reshape(len(group), len(fleet.regions))
+
+
+def further_parts(templates: Sequence[Template]) -> Floats:
+    """Of each template, the machines after its first and the hand-over of KV, to others or inside."""
+    return np.array(
+        [
+            sum(count.count for count in t.nodes)
+            - 1.0
+            + any(replica.role != "mixed" for replica in t.replicas)
+            for t in templates
+        ]
+    )
+
+
+def parts_usd_per_h(
+    problem: PlanningProblem, uses: NDArray[np.integer], parts: Floats, fleet: NodeSupply
+) -> Floats | None:
+    """[templates, regions]: what a copy with so many further parts counts for beside its cost.
+
+    A part counts for a share of the copy's rent. Of plans that are then alike the one of smaller copies is taken: it
+    loses less with each.
+    """
+    if not problem.complexity_share:
+        return None
+    price = uses @ fleet.price_usd_per_h.T
+    large = LARGE_COPY * price / max(float(fleet.price_usd_per_h.max(initial=0.0)), 1e-9)
+    return np.asarray(problem.complexity_share * price * (parts[:, None] + large), np.float64)
+
+
+LARGE_COPY = 0.05
+"""Of a moving part, what a copy counts for that costs as much as the dearest node."""
 
 
 def loss_usd_per_h(problem: PlanningProblem, ask: ModelDemand, template: Template, region: str) -> float:

@@ -105,7 +105,9 @@ def _settled(
     plan = _with_counts(outcome.plan, chosen, kept, factory.problem)
     short = replace(settings.within(BOUND_SHARE), running=None, pins=())
     bound = allocated(factory, short, name, templates).allocation.lower_bound_usd_per_h
-    gap = max(0.0, plan.cost_usd_per_h - bound) / plan.cost_usd_per_h if plan.cost_usd_per_h > 0 else 0.0
+    outcome = replace(outcome, plan=plan)
+    cost = outcome.weighed_usd_per_h
+    gap = max(0.0, cost - bound) / cost if cost > 0 else 0.0
     return replace(outcome, plan=replace(plan, gap=gap))
 
 

@@ -64,7 +64,7 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
         templates = _with_pipelines(factory, others)
         begun = replace(settings.within(FIRST_SHARE), starts=(*first, whole.plan))
         whole = allocated(factory, begun, "auto", templates)
-    cost = whole.plan.total_usd_per_h
+    cost = whole.weighed_usd_per_h
     if whole.allocation.found and grow(factory, settings, others, cost, LATER_ROUNDS).added:
         templates = _with_pipelines(factory, others)
         begun = replace(settings.within(FIRST_SHARE), starts=(whole.plan,))
@@ -145,7 +145,7 @@ PROVEN = 1e-6
 
 
 def rank_of(problem: PlanningProblem, outcome: PlanOutcome) -> tuple[tuple[float, ...], float]:
-    return served(problem, outcome.plan), -outcome.plan.total_usd_per_h
+    return served(problem, outcome.plan), -outcome.weighed_usd_per_h
 
 
 def _better(problem: PlanningProblem, one: PlanOutcome, other: PlanOutcome) -> bool:
@@ -153,12 +153,12 @@ def _better(problem: PlanningProblem, one: PlanOutcome, other: PlanOutcome) -> b
     more, less = served(problem, one.plan), served(problem, other.plan)
     if more != less:
         return more > less
-    return one.plan.total_usd_per_h < other.plan.total_usd_per_h * (1 - 1e-9)
+    return one.weighed_usd_per_h < other.weighed_usd_per_h * (1 - 1e-9)
 
 
 def _proven(best: PlanOutcome, other: PlanOutcome) -> PlanOutcome:
     """A plan with the better of two proofs over the same columns, or of its own and one over more columns."""
-    cost = best.plan.total_usd_per_h
+    cost = best.weighed_usd_per_h
     bound = other.allocation.lower_bound_usd_per_h
     if best.plan.strategy == "auto":
         bound = max(bound, best.allocation.lower_bound_usd_per_h)

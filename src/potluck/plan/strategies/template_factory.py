@@ -33,7 +33,7 @@ from potluck.plan.allocate.highs import Deadline
 from potluck.plan.allocate.program import ColumnKey, Floats, FlowProgram, NodeSupply
 from potluck.plan.allocate.relaxation import Duals, Pricer, relax_flow
 from potluck.plan.assemble.columns import columns
-from potluck.plan.assemble.term_rows import limit_prices, losses_usd_per_h
+from potluck.plan.assemble.term_rows import limit_prices, losses_usd_per_h, parts_usd_per_h
 from potluck.plan.timing.stage_rates import Integers
 
 LEAST_SHARE = 0.05
@@ -109,6 +109,11 @@ class PlanOutcome:
     columns: ProgramColumns
     tried: tuple[FormatPrice, ...] = ()
     """What it would be in each combination of formats, where there was a choice."""
+
+    @property
+    def weighed_usd_per_h(self) -> float:
+        """What plans are compared by: the cost, and what moving parts count for."""
+        return self.plan.total_usd_per_h + self.columns.parts_usd_per_h(self.plan)
 
 
 @dataclass(slots=True)
@@ -412,4 +417,7 @@ def copy_costs(
     whole = np.zeros((len(uses), len(fleet.nodes)), np.int64)
     whole[:, places] = uses
     losses = losses_usd_per_h(problem, problem.asks[m], whole, fleet) * (float(factor > 0) + duals.budget)
-    return np.asarray((price + per_node) @ whole.T + per_copy[phase].T + losses, np.float64)
+    costs = (price + per_node) @ whole.T + per_copy[phase].T + losses
+    # All of them hand over what they prefill, or are handed it.
+    parts = parts_usd_per_h(problem, whole, whole.sum(axis=1).astype(np.float64), fleet)
+    return np.asarray(costs if parts is None or factor <= 0 else costs + parts.T, np.float64)

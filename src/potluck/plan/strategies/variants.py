@@ -80,7 +80,7 @@ def best_of(outcomes: Iterable[PlanOutcome]) -> PlanOutcome:
     best = replace(best, tried=tuple(FormatPrice(*price) for price in prices))
     if not best.allocation.found:
         return best
-    cost = best.plan.total_usd_per_h
+    cost = best.weighed_usd_per_h
     bound = min(each.allocation.lower_bound_usd_per_h for each in plan_outcomes if each.allocation.found)
     bound = min(bound, best.allocation.lower_bound_usd_per_h, cost)
     gap = max(best.plan.gap, (cost - bound) / cost if cost > 0 else 0.0)
@@ -89,7 +89,7 @@ def best_of(outcomes: Iterable[PlanOutcome]) -> PlanOutcome:
 
 def _rank(outcome: PlanOutcome) -> tuple[float, float]:
     plan = outcome.plan
-    return round(plan.fraction, 9), -round(plan.total_usd_per_h + plan.start_usd_per_h, 9)
+    return round(plan.fraction, 9), -round(outcome.weighed_usd_per_h + plan.start_usd_per_h, 9)
 
 
 def near_users(strategy: Planner) -> Planner:
@@ -107,7 +107,7 @@ def near_users(strategy: Planner) -> Planner:
                 "no region is near enough to all users for the objective; allow a longer TTFT"
             )
         best = max(
-            plan_outcomes, key=lambda each: (served(factory.problem, each.plan), -each.plan.total_usd_per_h)
+            plan_outcomes, key=lambda each: (served(factory.problem, each.plan), -each.weighed_usd_per_h)
         )
         return replace(best, plan=_seen_by_users(problem, best.plan))
 
