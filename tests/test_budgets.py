@@ -17,7 +17,7 @@ PART_LINES = {
     "plan": 12_350,
     "gateway": 10_500,
     "engine": 11_000,
-    "cli": 8_550,
+    "cli": 8_600,
     "perf": 4_100,
     "sim runtime rehearse": 7_500,
     "control export": 6_750,

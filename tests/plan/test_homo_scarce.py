@@ -1,9 +1,14 @@
-"""CORAL's first baseline takes its most cost-efficient type, and the next one only where nodes run out."""
+"""CORAL's first baseline takes the type whose whole nodes cost least, and the next one only where nodes run out."""
 
 from __future__ import annotations
 
+from math import ceil
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
+from potluck.plan.problem import PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.verify import verify
 
@@ -25,3 +30,28 @@ def test_one_type_where_it_suffices() -> None:
 
 def test_the_next_type_where_the_best_runs_out() -> None:
     assert types(3, 30.0) == ({"1xL40S", "1xA10G"}, 1.0)
+
+
+def naive_usd_per_h(problem: PlanningProblem) -> float:
+    """The least rent of whole nodes of one type that each serve their part of all lengths alone."""
+    factory, (ask,) = TemplateFactory(problem), problem.asks
+    rents = []
+    for template in factory.mixed(ask):
+        rates = [capacity.closed_per_s for capacity in template.capacity]
+        if all(rates):
+            busy = sum(demand.rate_per_s / rate for demand, rate in zip(ask.demands, rates, strict=True))
+            whole = ceil(busy / problem.headroom - 1e-9)
+            rents.append(whole * factory.prices[template.nodes[0].node])
+    return min(rents)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.floats(0.05, 20.0), st.floats(0.5, 2.0), st.floats(0.5, 2.0))
+def test_a_little_demand_takes_no_large_node(rate_per_s: float, small: float, large: float) -> None:
+    """Whole nodes are paid for: what a large one could do more for its price is nothing to who asks for little."""
+    prices = {"1xL40S": 1.86 * small, "8xH100": 40.0 * large, "1xA10G": 1.0, "4xL4": 3.0 * small}
+    offers = {"east": {name: (price, 60) for name, price in prices.items()}}
+    problem = a_problem(an_ask(rate_per_s=rate_per_s), offers=offers)
+    plan = STRATEGIES["homo"](TemplateFactory(problem), BRIEF).plan
+    assert verify(problem, plan) == ()
+    assert plan.cost_usd_per_h <= naive_usd_per_h(problem) * (1 + 1e-6)

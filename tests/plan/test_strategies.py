@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +12,8 @@ from plan_problems import a_problem, an_ask
 
 from potluck.core.values.plan import Deployment, plan_from_json, plan_to_json
 from potluck.core.values.types import Link, Slo
-from potluck.plan.explain import describe, explain, single_copies, without_nodes
-from potluck.plan.problem import CODECS, PlanningProblem
+from potluck.plan.explain import SURE_GAP, describe, explain, single_copies, without_nodes
+from potluck.plan.problem import CODECS, ModelDemand, PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.strategies.pool_strategy import worth_searching
 from potluck.plan.verify import verify
@@ -177,18 +178,80 @@ def test_remote_prefill_crosses_a_link_only_when_there_is_one() -> None:
     assert apart.fraction < 1 or apart.cost_usd_per_h >= plan.cost_usd_per_h
 
 
-def test_reasons_add_up() -> None:
-    factory = TemplateFactory(a_problem(an_ask(rate_per_s=8.0)))
-    planner = STRATEGIES["auto"]
+def check_reasons(problem: PlanningProblem, name: str, asking: SolveSettings) -> list[str]:
+    """Each reason that is given, worked out anew with all the time it takes; how often each answer was given."""
+    planner, factory = STRATEGIES[name], TemplateFactory(problem)
     outcome = planner(factory, QUICK)
-    reasons = explain(factory, outcome, planner, QUICK)
-    for model in reasons.models:
-        assert model.served_by
-        assert model.next_best_usd_per_h is None or model.next_best_usd_per_h >= -1e-6
+    if outcome.plan.fraction < 1:
+        return []
+    reasons, given = explain(factory, outcome, planner, asking), []
+
+    def check(answer: str, usd_per_h: float | None, changed: PlanningProblem) -> None:
+        given.append(answer)
+        if answer == "not asked" or answer == "not known":
+            assert usd_per_h is None
+            return
+        other = planner(TemplateFactory(changed), QUICK).plan
+        assert (other.fraction < 1) == (answer == "not enough")
+        if usd_per_h is not None:
+            extra, cost = other.total_usd_per_h - outcome.plan.total_usd_per_h, other.total_usd_per_h
+            assert usd_per_h == pytest.approx(
+                extra, abs=2 * SURE_GAP * cost if asking != QUICK else 2e-4 * cost
+            )
+
+    for reason in reasons.models:
+        assert reason.served_by == describe(outcome.plan, reason.model)
+        left = tuple(node.name for node in problem.nodes if node.name not in reason.without)
+        asks = tuple(
+            replace(a, terms=replace(a.terms, nodes=left)) if a.name == reason.model else a
+            for a in problem.asks
+        )
+        check(reason.answer, reason.next_best_usd_per_h, replace(problem, asks=asks))
     for node in reasons.nodes:
-        if node.rented and node.one_fewer_usd_per_h is not None:
-            assert node.one_fewer_usd_per_h >= -1e-6
-            less = without_nodes(factory.problem, node.region, node.node, node.rented - 1)
-            other = planner(TemplateFactory(less), QUICK).plan
-            extra = other.cost_usd_per_h - outcome.plan.cost_usd_per_h
-            assert extra == pytest.approx(node.one_fewer_usd_per_h, abs=1e-6)
+        assert node.rented == outcome.plan.nodes.get((node.region, node.node), 0)
+        saved = None if node.one_more_usd_per_h is None else -node.one_more_usd_per_h
+        check(node.one_more, saved, without_nodes(problem, node.region, node.node, node.available + 1))
+        if node.rented and not (node.rented == 1 and len(problem.nodes) == 1):
+            less = without_nodes(problem, node.region, node.node, node.rented - 1)
+            check(node.one_fewer, node.one_fewer_usd_per_h, less)
+    return given
+
+
+@settings(max_examples=10, deadline=None)
+@given(fleets(), st.sampled_from([0.0, 0.05]))
+def test_every_reason_is_true(problem: PlanningProblem, share: float) -> None:
+    check_reasons(replace(problem, complexity_share=share), "melange", QUICK)
+
+
+def test_a_question_without_time_is_not_answered() -> None:
+    """Running out of time is neither a cost nor proof that something cannot be."""
+    given = []
+    for place, offers in enumerate(
+        ({"1xL40S": (1.86, 2), "2xL4": (1.6, 4)}, {"1xA10G": (1.0, 9), "1xH100": (6.9, 1)})
+    ):
+        ticks = count()
+        hurried = SolveSettings(time_limit_s=4.0, clock=lambda ticks=ticks: 0.2 * next(ticks))
+        problem = a_problem(an_ask(rate_per_s=4.0 + place), offers={"east": offers})
+        given += check_reasons(problem, "melange", hurried)
+    assert "not known" in given
+
+
+def test_a_rehearsed_plan_is_not_compared_with_plans_on_averages() -> None:
+    """It has more than averages ask for: what a change costs is between plans of one kind."""
+    factory, planner = TemplateFactory(a_problem(an_ask(rate_per_s=4.0))), STRATEGIES["melange"]
+    base = planner(factory, QUICK)
+    asks = tuple(with_rate(ask, 12.0) for ask in factory.problem.asks)
+    more = planner(replace(factory, problem=replace(factory.problem, asks=asks)), QUICK)
+    rehearsed = replace(base, plan=more.plan)
+    assert more.plan.cost_usd_per_h > base.plan.cost_usd_per_h
+    reasons = explain(factory, rehearsed, planner, QUICK)
+    assert reasons.on_averages
+    values = [node.one_fewer_usd_per_h for node in reasons.nodes] + [
+        reason.next_best_usd_per_h for reason in reasons.models
+    ]
+    assert all(value is None or value >= -1e-6 for value in values)
+
+
+def with_rate(ask: ModelDemand, rate_per_s: float) -> ModelDemand:
+    share = rate_per_s / ask.rate_per_s
+    return replace(ask, demands=tuple(replace(d, rate_per_s=d.rate_per_s * share) for d in ask.demands))

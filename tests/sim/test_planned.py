@@ -25,7 +25,7 @@ from potluck.catalog import models, nodes
 from potluck.cli.common.inputs import load_problem, read_spec
 from potluck.cli.simulating.simulation import SimulationInputs, scene_of
 from potluck.core.state.policy import Policy
-from potluck.core.values.plan import Plan, PlannedShare
+from potluck.core.values.plan import Plan, PlannedFlow, PlannedShare
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.plan.assemble.columns import codecs_of
 from potluck.plan.problem import CODECS, PlanningProblem, model_demand
@@ -108,6 +108,15 @@ def test_a_link_that_carries_nothing_is_named() -> None:
     result = found_in(problem(flow_plan(*ends)), load(500, 10.0), problem(closed_plan((mixed(), "east", 1))))
     (link,) = result["link"]
     assert (link.ran, link.verdict) == (0.0, "differs")
+
+
+def test_a_link_for_less_than_a_request_is_not_named() -> None:
+    """What a solver leaves of a flow asks for nothing that a run could show."""
+    resolved = problem(closed_plan((mixed(), "east", 1)))
+    left = PlannedFlow(MODEL, 0, "east", "west", 1e-5)
+    told = replace(resolved, plan=replace(resolved.plan, flows=(left,)))
+    (link,) = found_in(told, load(500, 10.0), resolved)["link"]
+    assert (link.ran, link.verdict) == (0.0, "agrees")
 
 
 def test_what_is_not_served_is_named() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from potluck.core.errors import InputError
 from potluck.core.values.engine_abilities import UNLIMITED
@@ -39,7 +40,7 @@ class TermPrice:
     term: str
     words: str
     extra_usd_per_h: float | None
-    """None where not all demand is met, so that costs do not compare."""
+    """None where not all demand is met or a plan was not found in time, so that costs do not compare."""
     extra_fraction: float
     """Of the demand, what more would be served without it."""
     exact: bool
@@ -60,6 +61,7 @@ class SpotRisk:
 def term_prices(
     factory: TemplateFactory, outcome: PlanOutcome, planner: Planner, settings: SolveSettings
 ) -> tuple[TermPrice, ...]:
+    """By planning again without each; `outcome` is the plan with all of them."""
     prices = []
     for ask in factory.problem.asks:
         for term, words, changed in _changes(ask):
@@ -67,9 +69,9 @@ def term_prices(
             there = _with(factory.problem, changed)
             shop = TemplateFactory(there) if fresh else replace(factory, problem=there)
             other = planner(shop, settings)
-            whole = min(outcome.plan.fraction, other.plan.fraction) >= 1
-            extra = outcome.plan.total_usd_per_h - other.plan.total_usd_per_h if whole else None
-            exact = max(outcome.plan.gap, other.plan.gap) < settings.gap_target + 1e-9
+            answer, less = _change(outcome, other)
+            extra = None if less is None or outcome.plan.fraction < 1 else -less
+            exact = answer == "costs" and max(outcome.plan.gap, other.plan.gap) < settings.gap_target + 1e-9
             more = max(0.0, other.plan.fraction - outcome.plan.fraction)
             prices.append(TermPrice(ask.name, term, words, extra, more, exact))
     return tuple(prices)
@@ -138,6 +140,12 @@ ASKING_SHARE = 0.5
 """Of the time limit, for all questions about what else there was."""
 
 
+Answer = Literal["costs", "not enough", "not known", "not asked"]
+"""What planning again with a change said: what it costs, that the demand cannot be met, or nothing in time."""
+SURE_GAP = 0.01
+"""A plan that may be dearer than need be by more says nothing of what a change costs."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeValue:
     region: str
@@ -145,10 +153,13 @@ class NodeValue:
     rented: int
     available: int
     price_usd_per_h: float
-    shadow_usd_per_h: float
-    """What the relaxed program would save with one more of them."""
+    one_more: Answer
+    """Asked where all that there are may be wanted."""
+    one_more_usd_per_h: float | None
+    """What a plan costs less with one more of them on offer; None where that is not known."""
+    one_fewer: Answer
     one_fewer_usd_per_h: float | None
-    """Extra cost if there were one less than is rented; None when demand could no longer be met."""
+    """What a plan costs more with one fewer on offer than is rented; None where none serves all, or none is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +170,9 @@ class ModelReason:
     without: tuple[str, ...]
     """The node types of the template that serves the most of it."""
     next_best_usd_per_h: float | None
-    """Extra cost of the best plan that keeps this model off them; None when demand could not be met."""
+    """Extra cost of the best plan that keeps this model off them; None where none serves all, or none is known."""
     next_best: tuple[str, ...]
+    answer: Answer = "not asked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,23 +184,42 @@ class Explanation:
     """What it would cost in each combination of formats, where there was a choice."""
     engine: EngineCost | None = None
     """What the limits of the engine cost, where they may leave something out."""
+    on_averages: bool = False
+    """Whether costs of changes are between plans on averages, as the plan itself was chosen by more than that."""
 
 
 def explain(
     factory: TemplateFactory, outcome: PlanOutcome, planner: Planner, settings: SolveSettings
 ) -> Explanation:
-    """Reasons for every model and every node type that is rented or scarce; all in half of the time limit."""
+    """Reasons for every model and every node type that is rented or scarce; all in half of the time limit.
+
+    Changes are compared with what the same planner makes of the problem as it is. Where the plan is another one, as
+    cheaper ones missed in a rehearsal, it is asked for that first.
+    """
     factory = factory.settled(outcome.plan)
-    problem = factory.problem
-    questions = len(problem.asks) + sum(1 for count in outcome.plan.nodes.values() if count)
-    each_s = settings.time_limit_s * ASKING_SHARE / max(questions, 1)
+    problem, plan = factory.problem, outcome.plan
+    questions = len(problem.asks) + 2 * sum(1 for count in plan.nodes.values() if count) + 1
+    each_s = settings.time_limit_s * ASKING_SHARE / questions
     settings = replace(settings, time_limit_s=each_s, start_s=None, starts=(), asking=True)
+    base, same = outcome, outcome.allocation.rent_usd_per_h
+    if plan.fraction >= 1 and abs(plan.cost_usd_per_h - same) > 1e-6 * max(plan.cost_usd_per_h, 1e-9):
+        base = planner(factory, settings)
     return Explanation(
-        tuple(_model(factory, outcome, planner, settings, ask.name) for ask in problem.asks),
-        tuple(_nodes(factory, outcome, planner, settings)),
-        term_prices(factory, outcome, planner, replace(settings, asking=outcome.plan.fraction >= 1)),
+        tuple(_model(factory, plan, base, planner, settings, ask.name) for ask in problem.asks),
+        tuple(_nodes(factory, plan, base, planner, settings)),
+        term_prices(factory, base, planner, replace(settings, asking=plan.fraction >= 1)),
         outcome.tried,
+        on_averages=base is not outcome,
     )
+
+
+def _change(base: PlanOutcome, other: PlanOutcome) -> tuple[Answer, float | None]:
+    """What the plan of a changed problem costs more."""
+    if other.allocation.status == "infeasible":
+        return "not enough", None
+    if min(base.plan.fraction, other.plan.fraction) < 1 or max(base.plan.gap, other.plan.gap) > SURE_GAP:
+        return "not known", None
+    return "costs", other.plan.total_usd_per_h - base.plan.total_usd_per_h
 
 
 def without_nodes(problem: PlanningProblem, region: str, node: str, available: int) -> PlanningProblem:
@@ -215,9 +246,13 @@ def _changed(region: Region, node: str, available: int) -> Region:
 
 
 def _model(
-    factory: TemplateFactory, outcome: PlanOutcome, planner: Planner, settings: SolveSettings, model: str
+    factory: TemplateFactory,
+    plan: Plan,
+    base: PlanOutcome,
+    planner: Planner,
+    settings: SolveSettings,
+    model: str,
 ) -> ModelReason:
-    plan = outcome.plan
     rates: dict[str, float] = {}
     for share in plan.shares:
         if plan.template(share.template).model == model:
@@ -227,11 +262,7 @@ def _model(
     # With less on offer no more is served: where that falls short already, there is nothing to ask.
     ask = bool(barred) and plan.fraction >= 1
     other = _without_nodes(factory, planner, settings, model, barred) if ask else None
-    extra = (
-        None
-        if other is None or other.plan.fraction < 1
-        else other.plan.total_usd_per_h - plan.total_usd_per_h
-    )
+    answer, extra = ("not asked", None) if other is None else _change(base, other)
     return ModelReason(
         model,
         describe(plan, model),
@@ -239,6 +270,7 @@ def _model(
         barred,
         extra,
         () if other is None or extra is None else describe(other.plan, model),
+        answer,
     )
 
 
@@ -333,26 +365,39 @@ def _off(problem: PlanningProblem, ask: ModelDemand, barred: tuple[str, ...]) ->
 
 
 def _nodes(
-    factory: TemplateFactory, outcome: PlanOutcome, planner: Planner, settings: SolveSettings
+    factory: TemplateFactory, plan: Plan, base: PlanOutcome, planner: Planner, settings: SolveSettings
 ) -> list[NodeValue]:
-    problem, plan = factory.problem, outcome.plan
-    fleet, rented = outcome.columns.program.fleet, plan.nodes
+    problem = factory.problem
+    fleet, rented = base.columns.program.fleet, plan.nodes
+
+    def changed(region: str, node: str, available: int) -> tuple[Answer, float | None]:
+        there = without_nodes(problem, region, node, available)
+        return _change(base, planner(TemplateFactory(there, factory.made, books=factory.books), settings))
+
     node_values = []
     for row, region in enumerate(problem.regions):
         for offer in region.offers:
-            shadow = float(outcome.allocation.node_prices_usd_per_h[row, fleet.nodes.index(offer.node)])
+            shadow = float(base.allocation.node_prices_usd_per_h[row, fleet.nodes.index(offer.node)])
             count = rented.get((region.name, offer.node), 0)
             if not count and shadow <= 1e-9:
                 continue
-            fewer = None
-            if count and plan.fraction >= 1 and not _last_node(problem, offer, count):
-                less = without_nodes(problem, region.name, offer.node, count - 1)
-                other = planner(TemplateFactory(less, factory.made, books=factory.books), settings)
-                if other.plan.fraction >= 1:
-                    fewer = other.plan.total_usd_per_h - plan.total_usd_per_h
+            more: tuple[Answer, float | None] = ("not asked", None)
+            fewer = more
+            if plan.fraction >= 1 and problem.pool is None and (count == offer.available or shadow > 1e-9):
+                answer, extra = changed(region.name, offer.node, offer.available + 1)
+                more = (answer, None if extra is None else -extra)
+            if count and plan.fraction >= 1:
+                last = _last_node(problem, offer, count)
+                fewer = ("not enough", None) if last else changed(region.name, offer.node, count - 1)
             node_values.append(
                 NodeValue(
-                    region.name, offer.node, count, offer.available, offer.price_usd_per_h, shadow, fewer
+                    region.name,
+                    offer.node,
+                    count,
+                    offer.available,
+                    offer.price_usd_per_h,
+                    *more,
+                    *fewer,
                 )
             )
     return node_values

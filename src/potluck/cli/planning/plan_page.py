@@ -48,11 +48,11 @@ def plan_html(problem: PlanningProblem, plan: Plan, reasons: Explanation | None)
                 escape(f"{value.region}: {value.node}"),
                 _meter(value.rented, value.available, "{:g} of {:g}".format),
                 usd(value.price_usd_per_h),
-                usd(value.shadow_usd_per_h),
+                value.one_more if (saves := value.one_more_usd_per_h) is None else usd(saves),
             )
             for value in reasons.nodes
         ]
-        parts.append(table_section("What binds", ("node", "rented", "price", "one more saves up to"), nodes))
+        parts.append(table_section("What binds", ("node", "rented", "price", "one more saves"), nodes))
     words = f"{proof}; {percent(plan.fraction)} of the demand is served"
     head = f"<header><h1>{escape(title)}</h1><p>{escape(words)}</p></header>"
     return sheet(title, f"{STYLE}{head}\n<main>\n{''.join(parts)}</main>\n")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from potluck.core.values.plan import Plan, Prediction
     from potluck.core.values.types import Slo
     from potluck.plan.engine_costs import EngineCost
-    from potluck.plan.explain import Explanation, NodeValue, TermPrice
+    from potluck.plan.explain import Answer, Explanation, NodeValue, TermPrice
     from potluck.plan.problem import PlanningProblem
     from potluck.plan.search.tabu import SearchResult
     from potluck.plan.strategies import PlanOutcome
@@ -78,9 +78,9 @@ def show_terms(prices: Sequence[TermPrice]) -> None:
         if price.extra_fraction > 1e-6:
             cost = f"{percent(price.extra_fraction)} of demand"
         elif price.extra_usd_per_h is None:
-            cost = "nothing"
+            cost = "not known"
         else:
-            cost = ("" if price.exact else "about ") + f"{usd(max(0.0, price.extra_usd_per_h))}/h"
+            cost = ("" if price.exact else "about ") + _more(price.extra_usd_per_h)
         rows.append((price.model, cost, price.words))
     table("What was asked costs (by planning again without it)", ("model", "costs", "asked"), rows)
 
@@ -308,32 +308,48 @@ def show_reasons(reasons: Explanation | None) -> None:
     _show_formats(reasons.formats)
     rows = []
     for reason in reasons.models:
-        extra = "demand could not be met"
+        extra = ANSWERS[reason.answer]
         if not reason.served_by:
             extra = "nothing is asked of it"
         elif reason.next_best_usd_per_h is not None:
-            extra = f"+{usd(max(0.0, reason.next_best_usd_per_h))}/h: {'; '.join(reason.next_best)}"
+            extra = f"{_more(reason.next_best_usd_per_h)}: {'; '.join(reason.next_best)}"
         rows.append((reason.model, "; ".join(reason.served_by), ", ".join(reason.without), extra))
-    table("Why these GPUs", ("model", "served by", "without", "the next best"), rows)
+    basis = " (plans on averages compared)" if reasons.on_averages else ""
+    table(f"Why these GPUs{basis}", ("model", "served by", "without", "the next best"), rows)
     columns: dict[str, Callable[[NodeValue], object]] = {
         "region": lambda n: n.region,
         "node": lambda n: n.node,
         "rented": lambda n: f"{n.rented} of {n.available}",
         "price": lambda n: usd(n.price_usd_per_h),
-        "one more saves up to": lambda n: usd(n.shadow_usd_per_h),
-        "one fewer costs": _fewer,
+        "one more saves": lambda n: _worth(n.one_more, n.one_more_usd_per_h, ""),
+        "one fewer costs": lambda n: _worth(n.one_fewer, n.one_fewer_usd_per_h, "+"),
     }
-    table_of("What a node is worth, per hour", reasons.nodes, columns)
+    table_of(f"What a node is worth, per hour{basis}", reasons.nodes, columns)
 
 
-def _fewer(node: NodeValue) -> str:
-    """A plan that was taken since cheaper ones missed in a rehearsal costs more than need be on averages."""
-    if not node.rented:
-        return "-"
-    if node.one_fewer_usd_per_h is None:
-        return "not enough"
-    more = node.one_fewer_usd_per_h
-    return f"+{usd(more)}" if more >= 0 else f"-{usd(-more)} on averages"
+ANSWERS = {
+    "not enough": "demand cannot be met",
+    "not known": "not known: no time (--time-limit)",
+    "not asked": "-",
+}
+
+
+def _worth(answer: Answer, usd_per_h: float | None, sign: str) -> str:
+    if usd_per_h is None:
+        return "-" if answer == "not asked" else answer
+    return f"{sign}{usd(usd_per_h)}" if usd_per_h > -CENT else f"-{usd(-usd_per_h)}, other parts"
+
+
+def _more(usd_per_h: float) -> str:
+    """What a change costs; less where the plan has fewer moving parts than what would be cheaper."""
+    if abs(usd_per_h) < CENT:
+        return "as much"
+    if usd_per_h > 0:
+        return f"+{usd(usd_per_h)}/h"
+    return f"-{usd(-usd_per_h)}/h, with more moving parts"
+
+
+CENT = 0.005
 
 
 def _show_formats(tried: Sequence[FormatPrice]) -> None:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import ceil
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
 
 from potluck.core.errors import InputError
 from potluck.core.values.plan import Template
@@ -241,17 +244,18 @@ def homo(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
 
 
 def _cheapest_types(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
-    """The most cost-efficient ways to serve a model on one type, until there are nodes enough for its demand."""
+    """The cheapest ways to serve a model on whole nodes of one type, until there are enough for its demand."""
     single, problem = factory.homogeneous(ask), factory.problem
     ways: list[tuple[float, str, float, list[Template]]] = []
     alike = _alike(problem, single)
     for kind, nodes in sorted(alike.items()):
         mine = [template for template in single if template.nodes[0].node in nodes]
-        for group in ([t for t in mine if t.replicas[0].role == "mixed"], _phases(mine)):
-            needed = _nodes_needed(ask, group) / problem.headroom
-            if needed < float("inf"):
+        mixed, phases = [t for t in mine if t.replicas[0].role == "mixed"], _phases(mine)
+        for group, weight in ((mixed, 1.0), (phases, 1.0 + problem.complexity_share)):
+            needed = _nodes_needed(ask, group, problem.headroom)
+            if needed < inf:
                 price = min(factory.prices[node] for node in nodes)
-                ways.append((price * needed, kind, needed, group))
+                ways.append((price * needed * weight, kind, needed, group))
     chosen: list[Template] = []
     covered = 0.0
     types: set[str] = set()
@@ -261,7 +265,7 @@ def _cheapest_types(factory: TemplateFactory, ask: ModelDemand) -> list[Template
         types.add(kind)
         chosen += group
         offers = [region.offer(node) for region in problem.regions for node in alike[kind]]
-        covered += sum(offer.available for offer in offers if offer is not None) / max(ceil(needed), 1)
+        covered += sum(offer.available for offer in offers if offer is not None) / max(needed, 1.0)
         if covered >= 1:
             return chosen
     return chosen or list(single)
@@ -281,20 +285,27 @@ def _phases(templates: Sequence[Template]) -> list[Template]:
     return [template for template in templates if template.replicas[0].role != "mixed"]
 
 
-def _nodes_needed(ask: ModelDemand, group: Sequence[Template]) -> float:
-    """Nodes, not rounded, that the best of a group need for a model's demand; infinite if they cannot."""
-    total = 0.0
-    for demand in ask.demands:
-        closed = max((t.capacity[demand.bucket].closed_per_s for t in group), default=0.0)
-        prefill = max((t.capacity[demand.bucket].prefill_per_s for t in group), default=0.0)
-        decode = max((t.capacity[demand.bucket].decode_per_s for t in group), default=0.0)
-        if closed > 0:
-            total += demand.rate_per_s / closed
-        elif prefill > 0 and decode > 0:
-            total += demand.rate_per_s / prefill + demand.rate_per_s / decode
-        elif demand.rate_per_s > 0:
-            return float("inf")
-    return total
+def _nodes_needed(ask: ModelDemand, group: Sequence[Template], headroom: float) -> float:
+    """Whole nodes that a group needs for a model's demand, each phase apart or both together; infinite if it cannot.
+
+    One template for all buckets, or the best one for each.
+    """
+    rates = np.array([demand.rate_per_s for demand in ask.demands])
+    tables = np.array(
+        [[(c.closed_per_s, c.prefill_per_s, c.decode_per_s) for c in t.capacity] for t in group]
+    )
+
+    def least(per_s: NDArray[np.float64]) -> float:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            nodes = np.where(rates > 0, rates / per_s, 0.0) / headroom - NOUGHT
+            best = np.where(rates > 0, rates / per_s.max(axis=0), 0.0) / headroom - NOUGHT
+        return float(min(np.ceil(nodes.sum(axis=1)).min(), np.ceil(best).sum()))
+
+    if not len(group):
+        return inf
+    closed, prefill, decode = (least(tables[:, :, place]) for place in range(3))
+    return min(closed, prefill + decode)
 
 
+NOUGHT = 1e-9
 RIVALS = (homo, melange, cronus, prfaas, coral, cauchy_mc, cauchy_ce, cauchy_co, cauchy_mce)

@@ -46,6 +46,8 @@ class BucketLengths:
 
 MeanLengths = dict[tuple[str, int], BucketLengths]
 """By model and bucket."""
+LinkRates = dict[tuple[str, str], tuple[float, float]]
+"""By both ends: bytes and requests a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class LinkExpectation:
     source: str
     target: str
     bytes_per_s: float
+    requests_per_s: float
+    """Whose KV that is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +148,7 @@ def promises(
     read = offers(plan, balance)
     work: dict[Place, _ExpectedWork] = {}
     pairs: dict[tuple[str, Place, Place], float] = {}
-    links: dict[tuple[str, str], float] = {}
+    links: LinkRates = {}
     for (name, region), rates in copy_rates(plan, read).items():
         template = plan.template(name)
         for (phase, bucket), both in rates.items():
@@ -163,7 +167,7 @@ def promises(
         tuple(_model(plan, prediction, replica_models) for prediction in plan.predictions),
         tuple(_replica(plan, place, each, replica_models, lengths) for place, each in work.items()),
         (*_regions(plan), *(_pair(ends, rate) for ends, rate in pairs.items())),
-        tuple(LinkExpectation(*ends, rate) for ends, rate in links.items()),
+        tuple(LinkExpectation(*ends, *rates) for ends, rates in links.items()),
     )
 
 
@@ -312,15 +316,20 @@ def _pair(ends: tuple[str, Place, Place], rate: float) -> FlowExpectation:
     return FlowExpectation(model, f"{name}@{region}/{first}", f"{name}@{region}/{second}", rate)
 
 
-def _between(plan: Plan, replica_models: ReplicaModels, lengths: MeanLengths) -> dict[tuple[str, str], float]:
-    values: dict[tuple[str, str], float] = {}
+def _between(plan: Plan, replica_models: ReplicaModels, lengths: MeanLengths) -> LinkRates:
+    values: LinkRates = {}
     for flow in plan.flows:
         length = lengths.get((flow.model, flow.bucket))
         if flow.prefill_region != flow.decode_region and length is not None:
             size = replica_models.kv[flow.model].wire_bytes(0, round(length.context_tokens), flow.codec)
             ends = (flow.prefill_region, flow.decode_region)
-            values[ends] = values.get(ends, 0.0) + flow.rate_per_s * size
+            _add(values, ends, flow.rate_per_s, size)
     return values
+
+
+def _add(links: LinkRates, ends: tuple[str, str], rate_per_s: float, size: float) -> None:
+    before = links.get(ends, (0.0, 0.0))
+    links[ends] = (before[0] + rate_per_s * size, before[1] + rate_per_s)
 
 
 def _cross(
@@ -329,7 +338,7 @@ def _cross(
     ends: tuple[str, Place, Place],
     rate: float,
     each: BucketLengths | None,
-    links: dict[tuple[str, str], float],
+    links: LinkRates,
 ) -> None:
     """Add what a flow between two replicas of a copy puts on the links between their machines."""
     _, first, second = ends
@@ -338,7 +347,7 @@ def _cross(
     size = replica_models.kv[template.model].wire_bytes(0, round(each.context_tokens), template.codec)
     for (source, target), share in replica_models.crossing(template.name, first[2], second[2]).items():
         if (source, target) in replica_models.resolved.machine_gbps:
-            links[source, target] = links.get((source, target), 0.0) + rate * size * share
+            _add(links, (source, target), rate, size * share)
 
 
 SERVED, BUSY, BYTES, RATE = 0.02, 0.10, 0.10, 0.25
@@ -531,7 +540,8 @@ def _links(said: PlanExpectations, result: SimResult, span_s: float, over: bool)
     for link in said.links:
         record, rate = records.get((link.source, link.target)), link.bytes_per_s
         ran = 0.0 if record is None else record.sent_bytes / span_s
-        noise = NOISE / sqrt(record.transfers) if record is not None and record.transfers else 0.0
+        # Of a link for less than a request in all this time nothing can be said.
+        noise = NOISE / sqrt(max(link.requests_per_s * span_s, 1.0))
         name, planned = f"{link.source} -> {link.target}", ValueRange(rate, rate)
         yield _within("link", name, planned, ran, rate * (BYTES + noise), over)
 
