@@ -14,7 +14,7 @@ SOURCE = ROOT / "src" / "potluck"
 
 PART_LINES = {
     "core": 12_450,
-    "plan": 12_350,
+    "plan": 12_450,
     "gateway": 10_500,
     "engine": 11_000,
     "cli": 8_600,
@@ -26,7 +26,7 @@ PART_LINES = {
     "api catalog demo loadgen native spec": 7_000,
 }
 """Lines of source that each part has at most, blank ones not counted."""
-SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 88_000, 465, 57_450, 12_500
+SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 88_000, 465, 57_600, 12_500
 MOVED_IN = ("tools/accuracy", "tools/papers")
 """Parts of the package until they were found to be no part of the product; not counted with benchmarks and tools."""
 
