@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+import threading
 
 import click
 import pytest
@@ -203,6 +205,25 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == {"a": [1, "µ"]}
     with pytest.raises(ValueError):
         render.emit_json({"a": float("nan")})
+
+
+def test_a_long_command_says_what_it_does_in_a_pipe_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage under way, from time to time, on stderr; nothing once it has ended."""
+
+    class Pipe(io.StringIO):
+        def write(self, text: str) -> int:
+            done = super().write(text)
+            if "planning for 0.5" in self.getvalue():
+                told.set()
+            return done
+
+    told, pipe = threading.Event(), Pipe()
+    monkeypatch.setattr(sys, "stderr", pipe)
+    monkeypatch.setattr(render, "EVERY_S", 0.01)
+    with render.progress(2) as said:
+        said("planning for 0.5")
+        assert told.wait(60)
+    assert all(line.endswith(" s so far") for line in pipe.getvalue().splitlines())
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])

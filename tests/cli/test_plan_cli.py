@@ -16,7 +16,6 @@ from potluck.cli.planning import plan_show
 from potluck.cli.planning.plan import _hurried
 from potluck.cli.up.prepare import PlanChoices, prepared
 from potluck.core.values.plan import plan_from_json
-from potluck.plan.explain import NodeValue
 from potluck.plan.strategies import TemplateFactory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -246,12 +245,15 @@ def test_what_cannot_be_written_is_printed(spec: Path, capsys: pytest.CaptureFix
     assert "--out: /dev/full: No space left on device; what was computed is printed" in line
 
 
-def test_what_a_node_is_worth_says_when_it_is_of_averages() -> None:
-    def fewer(rented: int, usd_per_h: float | None) -> str:
-        return plan_show._fewer(NodeValue("east", "1xL4", rented, 2, 0.5, 0.0, usd_per_h))
-
-    assert [fewer(0, None), fewer(1, None), fewer(1, 0.8)] == ["-", "not enough", "+$0.80"]
-    assert fewer(1, -0.8) == "-$0.80 on averages", "cheaper plans missed in a rehearsal"
+def test_what_is_not_known_is_not_said() -> None:
+    worth = plan_show._worth
+    assert worth("not asked", None, "+") == "-"
+    assert worth("not enough", None, "+") == "not enough"
+    assert worth("not known", None, "+") == "not known"
+    assert worth("costs", 1.25, "+") == "+$1.25"
+    assert worth("costs", -0.001, "+") == "+$0.00"
+    assert worth("costs", -0.5, "+") == "-$0.50, other parts"
+    assert plan_show._more(0.001) == "as much"
 
 
 def test_a_full_disk_below_stdout_is_one_line() -> None:

@@ -49,7 +49,7 @@ def frontier(
     factory: TemplateFactory | None = None
     points = []
     for value, problem in problems:
-        said(f"{value:g}")
+        said(f"planning for {value:g}")
         if factory is None or not share_templates:
             factory = TemplateFactory(problem)
         points.append((value, planner(replace(factory, problem=problem), settings).plan))

@@ -11,6 +11,8 @@ import os
 import re
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -232,14 +234,34 @@ class ProgressBar:
 
 @contextmanager
 def progress(total: int) -> Iterator[ProgressBar]:
-    """Yields what names the stage under way; `total` is roughly how many there will be."""
+    """Yields what names the stage under way; `total` is roughly how many there will be.
+
+    A bar in a terminal; elsewhere a line on stderr every `EVERY_S` seconds.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console, hidden = Console(stderr=True), not sys.stderr.isatty() or unstyled()
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        yield ProgressBar(bar, bar.add_task("starting", total=total))
+        progress_bar, ended = ProgressBar(bar, bar.add_task("starting", total=total)), threading.Event()
+        told = threading.Thread(target=_tell, args=(progress_bar, ended), daemon=True)
+        if hidden:
+            told.start()
+        try:
+            yield progress_bar
+        finally:
+            ended.set()
+
+
+EVERY_S = 15.0
+
+
+def _tell(progress_bar: ProgressBar, ended: threading.Event) -> None:
+    began_s = time.monotonic()
+    while not ended.wait(EVERY_S):
+        stage = progress_bar.shown.tasks[0].description
+        click.echo(f"{stage}, {time.monotonic() - began_s:.0f} s so far", err=True)
 
 
 DONE, NO, BAD_INPUT, MISSED, BUG, INTERRUPTED = 0, 1, 2, 3, 70, 130

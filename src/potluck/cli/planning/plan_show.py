@@ -308,7 +308,7 @@ def show_reasons(reasons: Explanation | None) -> None:
     _show_formats(reasons.formats)
     rows = []
     for reason in reasons.models:
-        extra = ANSWERS[reason.answer]
+        extra = ANSWERS.get(reason.answer, "-")
         if not reason.served_by:
             extra = "nothing is asked of it"
         elif reason.next_best_usd_per_h is not None:
@@ -330,14 +330,13 @@ def show_reasons(reasons: Explanation | None) -> None:
 ANSWERS = {
     "not enough": "demand cannot be met",
     "not known": "not known: no time (--time-limit)",
-    "not asked": "-",
 }
 
 
 def _worth(answer: Answer, usd_per_h: float | None, sign: str) -> str:
     if usd_per_h is None:
         return "-" if answer == "not asked" else answer
-    return f"{sign}{usd(usd_per_h)}" if usd_per_h > -CENT else f"-{usd(-usd_per_h)}, other parts"
+    return f"{sign}{usd(max(0.0, usd_per_h))}" if usd_per_h > -CENT else f"-{usd(-usd_per_h)}, other parts"
 
 
 def _more(usd_per_h: float) -> str:
