@@ -341,7 +341,7 @@ def test_vllm_is_told_the_lengths_and_the_memory_that_were_planned_with(large: P
     wanted, context = longest_tokens(spec.models[0].traffic.lengths, "mixed"), 131072
     assert (wanted < longest < context, longest) == (True, 4096)
     assert 0.9 < share < 1.0
-    assert vllm_flags(spec, PLAN, True)(make)[1] == "--kv-cache-memory-bytes", (
+    assert vllm_flags(spec, PLAN, True)(make)[3] == "--kv-cache-memory-bytes", (
         "it would take most of the machine"
     )
     maker = EngineCommands(

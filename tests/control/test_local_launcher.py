@@ -25,7 +25,17 @@ from potluck.control.launchers.local_launcher import (
     LocalLauncher,
     engines_of,
 )
-from potluck.control.launchers.process import ProcessId, alive, end, last_words, marked, rotate, spawn
+from potluck.control.launchers.process import (
+    GIVEN_OUT,
+    Ports,
+    ProcessId,
+    alive,
+    end,
+    last_words,
+    marked,
+    rotate,
+    spawn,
+)
 from potluck.core.codec import decode
 from potluck.core.errors import InputError
 from potluck.core.values.layout import EmulatedReplica, Layout, Stage, StageNode, single
@@ -325,3 +335,12 @@ def test_one_that_cannot_load_is_given_up(tmp_path: Path, monkeypatch: pytest.Mo
     result = _fork_server(tmp_path, monkeypatch, "1 / 0")
     assert not result.wait_ready(WITHIN_S)
     assert result.fork(["--version"], tmp_path / "log") is None
+
+
+def test_ports_are_given_to_one_alone_and_are_none_of_those_the_system_gives_out() -> None:
+    """Who was given one may listen minutes later, and meanwhile thousands of connections get ports of the system."""
+    ports, lowest = Ports("127.0.0.1"), int(GIVEN_OUT.read_text().split()[0])
+    rows = [range(first, first + 4) for first in (ports.free(4) for _ in range(100))]
+    numbers = [number for row in rows for number in row]
+    assert len(set(numbers)) == len(numbers)
+    assert all(1024 < number < lowest for number in numbers)

@@ -35,6 +35,8 @@ from potluck.vllm.vllm_blocks import (
     Scales,
     StateBlocks,
     VllmLayer,
+    state_heads,
+    state_sections,
 )
 
 LAYERS, HEADS, WIDTH, TOKENS = 4, 2, 8, 70
@@ -300,42 +302,80 @@ def test_codecs_between_unlike_cuts(made: list[Workers], codec: str, dtype: str)
     assert receiver.moved_bytes() < reckoned_bytes("bfloat16")
 
 
-def states(workers: int) -> list[VllmLayer]:
-    """A convolution's latest inputs and a memory, in unlike formats, as each worker has its own."""
-    made = []
-    for rank in range(workers):
-        torch.manual_seed(rank)
-        conv, memory = torch.randn(40, 3, 6).to(torch.bfloat16), torch.randn(40, 2, 5, 4)
-        made.append(VllmLayer(StateBlocks([conv, memory]), group=1, window=LAST))
-    return made
+STATES: dict[str, tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]] = {
+    "SHORT_CONV": (((8, 2), 0, (8,)),),
+    "SHORT_CONV, channels last": (((2, 8), 1, (8,)),),
+    "MAMBA1": (((12, 3), 0, (12,)), ((12, 5), 0, (12,))),
+    "MAMBA2": (((4 * 3 + 2 * 2 * 5, 3), 0, (12, 10, 10)), ((4, 3, 5), 0, (4,))),
+    "MAMBA2, one group": (((4 * 3 + 2 * 5, 3), 0, (12, 5, 5)), ((4, 3, 5), 0, (4,))),
+    "GDN_ATTN": (((3, 2 * 2 * 5 + 4 * 3), 1, (10, 10, 12)), ((4, 3, 5), 0, (4,))),
+    "LINEAR": (((4, 3, 3), 0, (4,)),),
+    "OTHER": (((4, 3), 0, (4,)),),
+}
+"""Kinds of recurrent layers: of each state of a whole model its shape, the dimension that is cut, and its parts."""
+
+
+def state_of(kind: str, tensor: int, rank: int, head: bool = True) -> tuple[VllmLayer, list[torch.Tensor]]:
+    """What a worker has of a layer: with the same seed, its part of the same states."""
+    torch.manual_seed(3)
+    caches = []
+    for number, (shape, dimension, widths) in enumerate(STATES[kind]):
+        whole = torch.randn(shape).to(torch.float32 if number else torch.bfloat16)
+        parts = [part.chunk(tensor, dimension)[rank] for part in whole.split(widths, dimension)]
+        own = torch.cat(parts, dimension)
+        caches.append(torch.zeros(40, *own.shape, dtype=own.dtype))
+        caches[-1][7] = own
+    name, shapes = kind.partition(",")[0], [cache.shape[1:] for cache in caches]
+    sections = state_sections(name, shapes, dim_first=STATES[kind][0][1] == 0)
+    heads = state_heads(name, shapes, sections, max(1, HEADS // tensor))
+    blocks = StateBlocks(caches, cut=(heads, sections))
+    return VllmLayer(blocks, group=1, window=LAST, head=rank * heads), caches
+
+
+def with_states(workers: Workers, kind: str, table: tuple[int, ...]) -> list[list[torch.Tensor]]:
+    """Layer 2 is recurrent; all of an instance's states of it, by tensor rank."""
+    tensor, states = workers.kept.layout.tensor, {}
+    for shard, layers in zip(workers.shards, workers.layers, strict=True):
+        if 2 in layers:
+            layers[2], states[shard.tensor_rank] = state_of(kind, tensor, shard.tensor_rank)
+    workers.tables = (*workers.tables, table)
+    workers.shards = [replace(shard, states=True) for shard in workers.shards]
+    # Who looks at its layers when it is made.
+    workers.giving = [
+        SendWorker(giving._sender, layers, "m", workers.told.append)
+        for giving, layers in zip(workers.giving, workers.layers, strict=True)
+    ]
+    workers.taking = [
+        ReceiveWorker(
+            PeerConnections((), limits=QUICK), taking._sender, layers, "m", shard, workers.told.append
+        )
+        for taking, layers, shard in zip(workers.taking, workers.layers, workers.shards, strict=True)
+    ]
+    return [states[rank] for rank in range(tensor)]
+
+
+UNCUT = ("MAMBA2, one group", "OTHER")
+LIKE = [("tp1", "tp1pp2"), ("tp2", "tp2pp2"), ("tp2pp2", "tp2"), ("tp4", "tp4pp4")]
+UNLIKE = [("tp1", "tp2"), ("tp2", "tp1"), ("tp2pp2", "tp1pp2"), ("tp1pp2", "tp2pp2")]
 
 
 @pytest.mark.parametrize(
-    ("giver", "taker"), [("tp1", "tp1pp2"), ("tp2", "tp2pp2"), ("tp2pp2", "tp2"), ("tp4", "tp4pp4")]
+    ("kind", "giver", "taker"),
+    [
+        *(("MAMBA2", *pair) for pair in (*LIKE, *UNLIKE[2:])),
+        *((kind, *pair) for kind in STATES if kind not in UNCUT for pair in UNLIKE[:2]),
+        ("MAMBA2, one group", "tp1", "tp1pp2"),
+        ("OTHER", "tp2", "tp2pp2"),
+        *((kind, "tp1", "tp2") for kind in UNCUT),  # noticed when they come: the prompt is computed
+    ],
 )
-def test_recurrent_states_cross_between_equal_degrees_whatever_the_stages(
-    made: list[Workers], giver: str, taker: str
+def test_recurrent_states_cross_between_all_cuts(
+    made: list[Workers], kind: str, giver: str, taker: str
 ) -> None:
     sender, receiver = Workers(Kept(CUTS[giver])), Workers(Kept(CUTS[taker], 16))
     made += [sender, receiver]
-    tensor = sender.kept.layout.tensor
-    for workers, table in ((sender, (7,)), (receiver, (0, 0, 5))):
-        for shard, layers in zip(workers.shards, workers.layers, strict=True):
-            if 2 in layers:
-                layers[2] = states(tensor)[shard.tensor_rank]
-        workers.tables = (*workers.tables, table)
-        workers.shards = [replace(shard, states=True) for shard in workers.shards]
-    for workers in (sender, receiver):  # who looks at its layers when it is made
-        workers.giving = [
-            SendWorker(giving._sender, layers, "m", workers.told.append)
-            for giving, layers in zip(workers.giving, workers.layers, strict=True)
-        ]
-        workers.taking = [
-            ReceiveWorker(
-                PeerConnections((), limits=QUICK), taking._sender, layers, "m", shard, workers.told.append
-            )
-            for taking, layers, shard in zip(workers.taking, workers.layers, workers.shards, strict=True)
-        ]
+    with_states(sender, kind, (7,))
+    due = with_states(receiver, kind, (0, 0, 5))
     receiver.allow(sender)
     values, handle = values_of(), new_handle()
     sender.offer(handle)
@@ -347,34 +387,39 @@ def test_recurrent_states_cross_between_equal_degrees_whatever_the_stages(
                     layer.write(sender.tables, first, sender.part(layer, values[number])[first:upto])
                 giving.read_layer(number, [ReadBlocks("g", sender.tables, upto)])
     receiver.place()  # a stage that has states alone gets its first bytes when all is computed
-    assert receiver.results() == [({"t"}, set())] * receiver.kept.layout.workers
-    for shard, layers in zip(receiver.shards, receiver.layers, strict=True):
+    lost = {"t"} if kind in UNCUT and (giver, taker) in UNLIKE else set()
+    assert receiver.results() == [({"t"}, lost)] * receiver.kept.layout.workers
+    if lost:
+        return
+    for layers in receiver.layers:
         for number, layer in layers.items():
-            got = layer.read(receiver.tables, 0, TOKENS)
-            if number == 2:
-                due = states(tensor)[shard.tensor_rank].read(((), (7,)), 0, TOKENS)
-                assert torch.equal(got, due)
-            else:
+            if number != 2:
+                got = layer.read(receiver.tables, 0, TOKENS)
                 assert torch.equal(got, receiver.part(layer, values[number]))
+    for caches in due:
+        for cache in caches:
+            assert cache[7].abs().sum() > 0
+            assert torch.equal(cache[5], cache[7]), "its part of the same states"
 
 
-def test_recurrent_states_do_not_cross_between_unlike_degrees() -> None:
-    workers = Workers(Kept(CUTS["tp2"]))
-    for layers in workers.layers:
-        layers[2] = states(1)[0]
-    taking = ReceiveWorker(
-        PeerConnections(()),
-        workers.taking[0]._sender,
-        workers.layers[0],
-        "m",
-        replace(workers.shards[0], states=True),
-        workers.told.append,
-    )
+@pytest.mark.parametrize(
+    ("kind", "own", "other"),
+    [("OTHER", "tp1", 2), ("MAMBA2, one group", "tp1", 2), ("MAMBA2", "tp4", 2), ("MAMBA2", "tp2", 4)],
+)
+def test_states_that_cannot_be_cut_cross_between_equal_degrees_alone(
+    made: list[Workers], kind: str, own: str, other: int
+) -> None:
+    """Unknown ones, groups that workers share, and heads of which several workers have copies."""
+    workers = Workers(Kept(CUTS[own]))
+    made.append(workers)
+    if kind != "MAMBA2" or own != "tp4":
+        with_states(workers, kind, (7,))
+    else:
+        workers.taking[0].shard = replace(workers.shards[0], states=True)
+    taking = workers.taking[0]
     with pytest.raises(InputError, match="between equal tensor parallelism alone"):
-        taking.sources("127.0.0.1:1")
-    assert [source.rank for _, source in taking.sources("127.0.0.1:1?tensor=2")] == [0]
-    with ThreadPoolExecutor(8) as threads:
-        workers.close(threads)
+        taking.sources(f"127.0.0.1:1?tensor={other}")
+    assert [source.rank for _, source in taking.sources(f"127.0.0.1:1?tensor={CUTS[own].tensor}")] == [0]
 
 
 def test_a_state_is_found_in_whichever_way_vllm_keeps_it() -> None:

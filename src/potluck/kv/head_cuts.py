@@ -1,7 +1,7 @@
 """Chunks cut by layers and heads for a worker that wants some of them, and put together again for one that wants all.
 
-Keys and values lie as tokens x 2 x heads x width: what a worker gets is a copy of its heads. Latents and states have
-no heads to be cut by.
+Keys and values lie as tokens x 2 x heads x width, states whose bytes lie head by head as 1 x heads x width: what a
+worker gets is a copy of its heads. Latents and other states have no heads to be cut by.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ def cut_chunk(chunk: KvChunk, cut: KvCut) -> KvChunk | None:
     """What a worker gets of a raw chunk: the chunk itself where that is all of it, None where it is nothing."""
     if not cut.layers[0] <= chunk.layer < cut.layers[1]:
         return None
-    if chunk.part != "kv" or cut.heads == (0, 0):
+    if cut.heads == (0, 0) or not (chunk.part == "kv" or (chunk.part == "memory" and chunk.dtype == "uint8")):
         return chunk
-    tokens, two, heads, width = chunk.shape
+    *before, heads, width = chunk.shape
     first, stop = max(cut.heads[0], chunk.head), min(cut.heads[1], chunk.head + heads)
     if first >= stop:
         return None
     if (first, stop) == (chunk.head, chunk.head + heads):
         return chunk
-    rows = np.frombuffer(chunk.data, np.uint8).reshape(tokens, two, heads, -1)
-    data = np.ascontiguousarray(rows[:, :, first - chunk.head : stop - chunk.head])
+    rows = np.frombuffer(chunk.data, np.uint8).reshape(*before, heads, -1)
+    data = np.ascontiguousarray(rows[..., first - chunk.head : stop - chunk.head, :])
     return replace(
-        chunk, shape=(tokens, two, stop - first, width), data=data.reshape(-1).data.cast("B"), head=first
+        chunk, shape=(*before, stop - first, width), data=data.reshape(-1).data.cast("B"), head=first
     )
 
 

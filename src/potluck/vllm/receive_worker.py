@@ -147,8 +147,8 @@ class IncomingKv:
         self._pieces[source].take(chunk)
         layer, heads = self._receiving.layers[chunk.layer], self._sources[source].cut.heads
         first, stop = heads if heads != (0, 0) else (layer.head, layer.head + layer.shape.heads)
-        shape = layer.shape.of(chunk.stop - chunk.first, stop - first if chunk.part == "kv" else None)
-        if tuple(chunk.shape) != shape or (chunk.part == "kv" and chunk.head != first):
+        shape = layer.shape.of(chunk.stop - chunk.first, stop - first if chunk.part != "latent" else None)
+        if tuple(chunk.shape) != shape or (chunk.part != "latent" and chunk.head != first):
             raise FormatError(
                 f"hand-over: layer {chunk.layer}",
                 f"is {list(chunk.shape)} from head {chunk.head} on, expected {list(shape)} from {first} on",
@@ -165,7 +165,7 @@ class IncomingKv:
             with self._changed:
                 if self.cancelled:
                     raise TransferError("hand-over: was cancelled")
-            head = chunk.head if chunk.part == "kv" else None
+            head = None if chunk.part == "latent" else chunk.head
             with torch.inference_mode():  # of each thread
                 layer.write(place.tables, start, values[start - chunk.first :], head)
 
@@ -251,19 +251,27 @@ class ReceiveWorker:
     def sources(self, kv: str) -> list[tuple[Address, KvSourceWorker]]:
         address, shard = kv_address(kv), self.shard
         result, heads = [], shard.heads
-        if shard.states:
-            # They are cut in ways of their own: each worker has those of the same rank, and its heads.
-            if address.layout.tensor != shard.tensor_size:
-                raise InputError("hand-over", "recurrent states cross between equal tensor parallelism alone")
-            heads = shard.tensor_size
+        alike = shard.states and address.layout.tensor == shard.tensor_size
+        if alike:
+            heads = shard.tensor_size  # each worker has all of the one of the same rank
+        elif shard.states and not self._can_cut_states(address.layout.tensor):
+            raise InputError(
+                "hand-over", "states like this model's cross between equal tensor parallelism alone"
+            )
         for source in sources(address.layout, shard.layout, shard.rank, heads):
             at = (
                 self._sibling(source.rank % shard.tensor_size) if source.copy else address.worker(source.rank)
             )
-            spans = (0, 0) if shard.states else source.cut.heads
+            spans = (0, 0) if alike else source.cut.heads
             cut = replace(source.cut, heads=spans, dtype=self._dtype, whole_windows=self.whole_windows)
             result.append((at, source if source.copy else replace(source, cut=cut)))
         return result
+
+    def _can_cut_states(self, tensor: int) -> bool:
+        """Whether they lie by KV heads, here and with such a tensor parallelism, and each head is on one worker."""
+        heads, own = self.shard.heads, self.shard.tensor_size
+        states = [layer.shape for layer in self.layers.values() if layer.shape.part == "memory"]
+        return heads % tensor == heads % own == 0 and all(state.heads == heads // own for state in states)
 
     def relay(self, ask: FetchOrder) -> CopyRelay | None:
         """For the first of the workers that hold the same heads."""

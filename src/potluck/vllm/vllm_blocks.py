@@ -214,29 +214,81 @@ class PackedBlocks:
         self._write(values[:, 0].contiguous(), values[:, 1].contiguous(), cache, at)
 
 
+Sections = tuple[int, tuple[int, ...]]
+"""The dimension of a state by which tensor parallelism cuts it, and the parts of that dimension that are cut each."""
+
+
+def state_sections(kind: str, shapes: Sequence[Sequence[int]], dim_first: bool) -> tuple[Sections, ...]:
+    """Of each of a layer's states, without blocks; none where it is not known. `kind`: vLLM's mamba_type.
+
+    What a convolution sees is several projections beside each other, each cut by itself.
+    """
+    channels = 0 if dim_first else 1
+    if kind == "LINEAR":
+        return tuple((0, (shape[0],)) for shape in shapes)
+    if kind == "SHORT_CONV" and len(shapes) == 1:
+        return ((channels, (shapes[0][channels],)),)
+    if kind == "MAMBA1" and len(shapes) == 2:
+        return ((channels, (shapes[0][channels],)), (0, (shapes[1][0],)))
+    if kind in ("MAMBA2", "GDN_ATTN") and len(shapes) == 2:
+        own = shapes[1][0] * shapes[1][1]
+        shared, odd = divmod(shapes[0][channels] - own, 2)
+        if odd or shared <= 0 or shared % shapes[1][2]:
+            return ()
+        parts = (own, shared, shared) if kind == "MAMBA2" else (shared, shared, own)
+        return ((channels, parts), (0, (shapes[1][0],)))
+    return ()
+
+
+def state_heads(kind: str, shapes: Sequence[Sequence[int]], sections: Sequence[Sections], heads: int) -> int:
+    """`heads` where states can be cut into as many parts that need nothing of each other, else 1."""
+    whole = [size for _, sizes in sections for size in sizes]
+    if kind in ("MAMBA2", "GDN_ATTN") and sections:
+        # The heads of the memory, and the groups of them that share a projection.
+        whole += [shapes[1][0], min(sections[0][1][1], sections[0][1][0]) // shapes[1][2]]
+    return heads if whole and all(size % heads == 0 for size in whole) else 1
+
+
 class StateBlocks:
     """What a recurrent layer has instead of keys and values: a state of all tokens so far, in several tensors. It
-    crosses as the bytes that it is, as if it were the last token's."""
+    crosses as the bytes that it is, head by head, as if it were the last token's."""
 
     def __init__(
-        self, states: Sequence[Tensor], kept: str = "none", block_tokens: int = 1, ahead: int = 0
+        self,
+        states: Sequence[Tensor],
+        kept: str = "none",
+        block_tokens: int = 1,
+        ahead: int = 0,
+        cut: tuple[int, tuple[Sections, ...]] = (1, ()),
     ) -> None:
-        """`kept`: vLLM's mamba_cache_mode; `ahead`: blocks behind the one in use, for tokens that are guessed."""
+        """`kept`: vLLM's mamba_cache_mode; `ahead`: blocks behind the one in use, for tokens that are guessed;
+        `cut`: KV heads that it is cut like, and where."""
         self._states, self._kept, self._block_tokens, self._ahead = states, kept, block_tokens, ahead
-        width = sum(state[0].nbytes for state in states)
-        self.shape, self.device = LayerShape("memory", 1, width, "uint8", 1), states[0].device
+        heads, sections = cut
+        self._sections = sections or tuple((0, (state.shape[1],)) for state in states)
+        width = sum(state[0].nbytes for state in states) // heads
+        self.shape, self.device = LayerShape("memory", heads, width, "uint8", 1), states[0].device
 
     def read(self, table: Table, first: int, stop: int) -> Tensor:
-        at = self._block(table, stop)
-        flat = [state[at].contiguous().view(-1).view(torch.uint8) for state in self._states]
-        return torch.cat(flat).view(self.shape.of(1))
+        rows = [
+            part.reshape(self.shape.heads, -1).contiguous().view(torch.uint8)
+            for part in self._parts(self._block(table, stop))
+        ]
+        return torch.cat(rows, dim=1).view(self.shape.of(1))
 
     def write(self, table: Table, first: int, values: Tensor, head: int = 0) -> None:
-        at, flat = self._block(table, first + 1), values.to(self.device).view(-1)
-        for state in self._states:
-            size = state[0].nbytes
-            state[at].copy_(flat[:size].clone().view(state.dtype).view(state.shape[1:]))
-            flat = flat[size:]
+        rows, count = values.to(self.device)[0], values.shape[1]
+        for part in self._parts(self._block(table, first + 1)):
+            wide = part.shape[0] // self.shape.heads
+            target = part[head * wide : (head + count) * wide]
+            size = target.numel() * target.element_size() // count
+            target.copy_(rows[:, :size].clone().view(-1).view(part.dtype).view(target.shape))  # aligned
+            rows = rows[:, size:]
+
+    def _parts(self, block: int) -> Iterator[Tensor]:
+        """The parts of a block's states, each with what is cut as its first dimension."""
+        for state, (dimension, sizes) in zip(self._states, self._sections, strict=True):
+            yield from state[block].movedim(dimension, 0).split(sizes)
 
     def _block(self, table: Table, tokens: int) -> int:
         """The block with the state after so many tokens."""
@@ -322,7 +374,9 @@ def layers_of(
             raise InputError("vLLM", f"has a cache of {name}, which is in none of its groups")
         group, spec = specs[name]
         if type(spec).__name__ in RECURRENT:
-            layers[number] = VllmLayer(_state(cache, spec), group, LAST)
+            state = _state(cache, spec, share.heads // share.tensor_size)
+            head = share.tensor_rank * state.shape.heads if state.shape.heads > 1 else share.tensor_rank
+            layers[number] = VllmLayer(state, group, LAST, head=head)
             continue
         window = getattr(spec, "sliding_window", None)
         latent = config.model_config.use_mla
@@ -353,10 +407,16 @@ LAST = 2
 """A window in which a query sees the token before it: of a state, what is there after that one."""
 
 
-def _state(cache: Any, spec: Any) -> StateBlocks:
+def _state(cache: Any, spec: Any, heads: int) -> StateBlocks:
+    """`heads`: KV heads of this worker; none where several workers have the same."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
     states = list(cache) if isinstance(cache, list | tuple) else [cache]
     kept, ahead = str(spec.mamba_cache_mode), int(spec.num_speculative_blocks)
-    return StateBlocks(states, kept, int(spec.block_size), ahead)
+    kind, shapes = str(spec.mamba_type.name), [state.shape[1:] for state in states]
+    sections = state_sections(kind, shapes, is_conv_state_dim_first())
+    cut = (state_heads(kind, shapes, sections, max(1, heads)), sections)
+    return StateBlocks(states, kept, int(spec.block_size), ahead, cut)
 
 
 def _scales(layer: Any) -> Scales:

@@ -217,8 +217,9 @@ def vllm_flags(spec: Spec, plan: Plan, cpu: bool) -> Callable[[EngineSpec], tupl
 
     models = {model.name: model for model in spec.models}
     nodes = {node.name: node for node in spec.node_types}
-    # One that stands in for others starts quickly rather than compute fast.
-    cpu_flags = ("--enforce-eager", "--kv-cache-memory-bytes", str(_cpu_kv_bytes(plan))) if cpu else ()
+    # One that stands in for others starts quickly rather than compute fast, on processors without bf16 too.
+    own = ("--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", str(_cpu_kv_bytes(plan)))
+    cpu_flags = own if cpu else ()
 
     def flags(make: EngineSpec) -> tuple[str, ...]:
         served = models[make.model]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -191,14 +192,24 @@ def rotate(log: Path, largest_bytes: int = LARGEST_LOG_BYTES) -> None:
 
 
 ASK_S = 1.0
-LEASE_S = 60.0
-"""In which whoever was given a port listens on it."""
+LEASE_S = 900.0
+"""In which whoever was given a port listens on it: a vLLM reads its weights first."""
 TRIES = 50
+FIRST_PORT = 10_000
+GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LOOPBACK = "127.0.0.1"
 
 
+def _lowest_given_out() -> int:
+    """Of the ports that the system gives to whoever asks for any."""
+    try:
+        return int(GIVEN_OUT.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32_768
+
+
 class Ports:
-    """Gives no port to two who do not listen yet."""
+    """Gives no port to two who do not listen yet, and none that the system may give to another until then."""
 
     def __init__(self, host: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._host, self._clock = host, clock
@@ -209,11 +220,9 @@ class Ports:
         now_s = self._clock()
         self._leased = {port: until_s for port, until_s in self._leased.items() if until_s > now_s}
         for _ in range(TRIES):
-            with socket.socket() as probe:
-                probe.bind((self._host, 0))
-                port = cast(int, probe.getsockname()[1])
+            port = random.randrange(FIRST_PORT, max(FIRST_PORT + TRIES, _lowest_given_out())) - count + 1
             row = range(port, port + count)
-            if not any(number in self._leased for number in row) and all(map(self._is_free, row[1:])):
+            if not any(number in self._leased for number in row) and all(map(self._is_free, row)):
                 self._leased |= dict.fromkeys(row, now_s + LEASE_S)
                 return port
         raise CapacityError("no port is free on this machine")
