@@ -38,12 +38,11 @@ UNCACHED = (*SMALL_STEPS, "--no-enable-prefix-caching")
 
 @pytest.fixture(scope="module")
 def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
-    """One worker that keeps states of prefixes, as is vLLM's choice; two stages of two workers each that do not; one
-    alone."""
+    """One worker that keeps states of prefixes, as is vLLM's choice; two stages that do not; one alone."""
     model = make_hybrid(tmp_path_factory.mktemp("hybrid") / "tiny")
     made: Trio = (
         Instance(model, model.parent / "one.log", block_tokens=64, more=SMALL_STEPS),
-        CutInstance(model, model.parent / "stages.log", KvLayout(2, (2, 2)), block_tokens=128, more=UNCACHED),
+        CutInstance(model, model.parent / "stages.log", KvLayout(1, (2, 2)), block_tokens=128, more=UNCACHED),
         Instance(model, model.parent / "plain.log", block_tokens=64, connector=False, more=UNCACHED),
     )
     try:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 import hashlib
 import json
+import math
 import re
 from pathlib import Path
 
@@ -411,12 +412,22 @@ def _state(cache: Any, spec: Any, heads: int) -> StateBlocks:
     """`heads`: KV heads of this worker; none where several workers have the same."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-    states = list(cache) if isinstance(cache, list | tuple) else [cache]
+    states = list(cache) if isinstance(cache, list | tuple) else _unpacked(cache, spec)
     kept, ahead = str(spec.mamba_cache_mode), int(spec.num_speculative_blocks)
     kind, shapes = str(spec.mamba_type.name), [state.shape[1:] for state in states]
     sections = state_sections(kind, shapes, is_conv_state_dim_first())
     cut = (state_heads(kind, shapes, sections, max(1, heads)), sections)
     return StateBlocks(states, kept, int(spec.block_size), ahead, cut)
+
+
+def _unpacked(cache: Tensor, spec: Any) -> list[Tensor]:
+    """The states of blocks that vLLM has as rows of bytes, one behind the other."""
+    rows, states = cache.view(len(cache), -1).view(torch.uint8), []
+    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+        size = math.prod(shape) * dtype.itemsize
+        states.append(rows[:, :size].view(dtype).view(len(cache), *shape))
+        rows = rows[:, size:]
+    return states
 
 
 def _scales(layer: Any) -> Scales:
