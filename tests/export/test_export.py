@@ -153,10 +153,14 @@ def test_a_pipeline_of_vllm_is_a_process_for_each_stage() -> None:
     ]
     sky = skypilot.files(placed, wording(), SKY)
     task = yaml.safe_load(sky["documents-0-us-east-1-0-box1.yaml"])
-    assert "--master $POTLUCK_MASTER:7100" in task["run"]
-    assert task["envs"] == {"POTLUCK_MASTER": ""}
+    assert "--master $POTLUCK_HOST_DOCUMENTS_0_US_EAST_1_0_BOX0:7100" in task["run"]
+    assert task["envs"] == {"POTLUCK_HOST_DOCUMENTS_0_US_EAST_1_0_BOX0": ""}
     assert task["resources"]["ports"] == [9101]
-    assert 'POTLUCK_MASTER="$(ssh documents-0-us-east-1-0-box0' in sky["launch.sh"]
+    runs = [line for line in sky["launch.sh"].splitlines() if line.startswith("sky exec")]
+    assert len(runs) == 1
+    address = 'POTLUCK_HOST_DOCUMENTS_0_US_EAST_1_0_BOX0="$(ssh documents-0-us-east-1-0-box0 hostname'
+    assert address in runs[0]
+    assert runs[0].endswith("documents-0-us-east-1-0-box1 documents-0-us-east-1-0-box1.yaml &")
 
 
 def test_the_gateway_reads_the_roster(tmp_path: Path) -> None:

@@ -40,8 +40,7 @@ VLLM = "0.32.0"
 """The version that Potluck's connector was tried with."""
 LEAST_DISK_GB = 256
 """SkyPilot's own choice: a task says something only where it needs more."""
-MASTER = "$POTLUCK_MASTER"
-"""The first machine of a pipeline, whose address is known once it was launched."""
+ADDRESS = "$(hostname -I | cut -d' ' -f1)"
 CLOUD_REGIONS = (
     ("aws", r"(us|eu|ap|ca|sa|me|af|il|mx)(-gov)?-(north|south|east|west|central)+-\d"),
     (
@@ -90,7 +89,18 @@ def files(fleet: PlacedPlan, wording: CommandOptions, options: SkyOptions) -> di
 
 
 def _on(fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions) -> list[ExportedProcess]:
-    return wording.on(box, fleet.placements, lambda _: EVERYWHERE, lambda _: MASTER)
+    return wording.on(box, fleet.placements, lambda _: EVERYWHERE, lambda other: f"${_variable(other)}")
+
+
+def _variable(box: RentedMachine) -> str:
+    """For its address, which is known once it was launched."""
+    return "POTLUCK_HOST_" + re.sub(r"\W", "_", box.name).upper()
+
+
+def _named(fleet: PlacedPlan, processes: list[ExportedProcess]) -> list[RentedMachine]:
+    """Machines whose address these processes are told."""
+    words = [word for process in processes for word in process.words]
+    return [box for box in fleet.boxes if any(word.startswith(f"${_variable(box)}:") for word in words)]
 
 
 def _task(fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, options: SkyOptions) -> str:
@@ -98,17 +108,17 @@ def _task(fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, option
     models = list(dict.fromkeys(process.placement.model for process in processes))
     pulled = {model: options.weights[model] for model in models if model in options.weights}
     mounted = {wording.folders[model]: item.source for model, item in pulled.items() if not item.hub}
-    grouped = any(not process.placement.alone for process in processes)
+    named = _named(fleet, processes)
     secrets = {"POTLUCK_API_KEY": None} | ({"HF_TOKEN": None} if any(w.hub for w in pulled.values()) else {})
     task: dict[str, Any] = {
         "name": box.name,
         "resources": _resources(box, processes, wording, options),
         "num_nodes": 1,
-        **({"envs": {MASTER.lstrip("$"): ""}} if grouped else {}),
+        **({"envs": {_variable(other): "" for other in named}} if named else {}),
         "secrets": secrets,
         **({"file_mounts": mounted} if mounted else {}),
         "setup": _setup(wording, options, {m: item for m, item in pulled.items() if item.hub}),
-        "run": _run(processes, wording),
+        "run": _run(processes, wording, box, named),
     }
     head = f"# {box.node.name} in {box.region}: {', '.join(process.name for process in processes)}\n"
     return head + yaml_text(task)
@@ -160,42 +170,48 @@ def _setup(wording: CommandOptions, options: SkyOptions, pulled: Mapping[str, We
     return "\n".join(lines) + "\n"
 
 
-def _run(processes: list[ExportedProcess], wording: CommandOptions) -> str:
+def _run(
+    processes: list[ExportedProcess], wording: CommandOptions, box: RentedMachine, named: list[RentedMachine]
+) -> str:
     lines = ["set -euo pipefail"]
-    if any(process.part == "engine" and not process.placement.alone for process in processes):
-        lines.append("POTLUCK_MASTER=$(hostname -I | cut -d' ' -f1)")
+    for other in named:
+        if other == box:
+            lines.append(f"{_variable(box)}={ADDRESS}")
+        else:
+            lines.append(
+                f'[ -n "${_variable(other)}" ] || exit 0  # it is not known yet; launch.sh runs it later'
+            )
     return "\n".join([*lines, *(process_line(process, wording) for process in processes), "wait -n", ""])
 
 
 def _launch(fleet: PlacedPlan, wording: CommandOptions, options: SkyOptions) -> str:
-    """All at once, but for machines that must be told of their pipeline's first one: those come after it."""
-    later: dict[str, str] = {}
-    for placement in fleet.placements:
-        for footing in placement.footings:
-            name, lead = footing.box.name, placement.box.name
-            if name != lead and (later.setdefault(name, lead) != lead or lead in later):
-                told = "is part of several pipelines, and SkyPilot gives out addresses late; export commands"
-                raise InputError(f"machine {name}", told)
+    """All at once; machines that must be told of others run their processes when all are there."""
+    later = {
+        box.name: [other for other in _named(fleet, _on(fleet, box, wording)) if other != box]
+        for box in fleet.boxes
+    }
     names = " ".join(box.name for box in fleet.boxes)
-    first = " ".join(box.name for box in fleet.boxes if box.name not in later)
     serve = " ".join(wording.gateway("", "keys.jsonl"))
     hub = any(item.hub for item in options.weights.values())
     token = 'export HF_TOKEN="${HF_TOKEN:-}"  # opens gated models\n' if hub else ""
     tokens = " --secret HF_TOKEN" if hub else ""
     pulls = "".join(f"{line_of(words)}\n" for words in tokenizers_of(options.weights, wording.folders))
-    launch = f'sky launch --yes --detach-run --secret POTLUCK_API_KEY{tokens} --cluster "$box"'
-    ranks = "".join(
-        f'box={box}; {launch} --env POTLUCK_MASTER="$(ssh {lead} hostname -I | cut -d" " -f1)" {box}.yaml &\n'
-        for box, lead in later.items()
+    secrets = f"--detach-run --secret POTLUCK_API_KEY{tokens}"
+    runs = "".join(
+        f"sky exec {secrets}"
+        + "".join(f' --env {_variable(other)}="$(ssh {other.name} {ADDRESS[2:-1]})"' for other in others)
+        + f" {name} {name}.yaml &\n"
+        for name, others in later.items()
+        if others
     )
     return f"""#!/usr/bin/env bash
 # Rents what the plan says, then serves it from here, with the models' tokenizers and keys.jsonl that lie here.
 # Ends nothing: `sky down {names}` does.
 set -euo pipefail
 : "${{POTLUCK_API_KEY:?the key that engines and gateway share}}"
-{token}for box in {first}; do {launch} "$box.yaml" & done
+{token}for box in {names}; do sky launch --yes {secrets} --cluster "$box" "$box.yaml" & done
 wait
-{ranks + "wait" + chr(10) if ranks else ""}cp engines.yaml.in engines.yaml
+{runs + "wait" + chr(10) if runs else ""}cp engines.yaml.in engines.yaml
 for box in {names}; do sed -i "s/@$box@/$(sky status --ip "$box")/" engines.yaml; done
 umask 077; printf %s "$POTLUCK_API_KEY" > engine.key
 {pulls}exec {serve} "$@"
