@@ -20,10 +20,10 @@ PART_LINES = {
     "cli": 8_600,
     "perf": 4_100,
     "sim runtime rehearse": 7_500,
-    "control export": 6_750,
+    "control export": 6_800,
     "kv": 4_300,
-    "vllm": 3_800,
-    "api catalog demo loadgen native spec": 7_000,
+    "vllm": 3_850,
+    "api catalog demo loadgen native spec": 6_900,
 }
 """Lines of source that each part has at most, blank ones not counted."""
 SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 88_000, 465, 57_600, 12_500
