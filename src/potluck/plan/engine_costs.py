@@ -62,7 +62,10 @@ def engine_cost(
     if left_s < LEAST_SHARE * settings.time_limit_s:
         return EngineCost(engine.engine, engine.title, known=False)
     free = TemplateFactory(replace(problem, engine=UNLIMITED), books=factory.books, said=factory.said)
-    again = replace(settings, time_limit_s=left_s, start_s=None, asking=outcome.plan.fraction >= 1)
+    # What is known is where it begins, and it may take as long as the plan itself did.
+    limit_s = min(left_s, max(spent_s, LEAST_SHARE * settings.time_limit_s))
+    asking, starts = outcome.plan.fraction >= 1, (*settings.starts, outcome.plan)
+    again = replace(settings, time_limit_s=limit_s, start_s=None, asking=asking, starts=starts)
     other = planner(free, again)
     if other.allocation.status == "unknown":
         return EngineCost(engine.engine, engine.title, known=False)

@@ -27,6 +27,8 @@ from potluck.plan.allocate.program import ColumnKey, Floats, FlowProgram, NodeSu
 
 SHARE, MANY, MOST = 0.65, 6, 0.9
 """Of the time that is left, for models apart; the rest is for all at once, of which little comes with many."""
+SOON = 0.25
+"""Of the time that is left, for a few models all at once: often enough."""
 ROUNDS = 60
 BOX, NARROWER = 0.5, 0.4
 """How far the next prices may be from the best so far, as a share of a node's price, and how much less after each
@@ -235,8 +237,7 @@ class ModelDecomposition:
             mine = {key: n for key, n in counts.items() if key.group == m}
             lost.append((float((self._uses(mine) * prices).sum()) - least, m))
         order = [m for _, m in sorted(lost, reverse=True)]
-        few = min(TOGETHER, len(order))
-        for some in combinations(order, few):
+        for some in combinations(order, min(TOGETHER, len(order) - 1)):  # all at once is what comes next
             if tuple(sorted(some)) not in tried:
                 return sorted(some)
         return None
@@ -322,9 +323,16 @@ def solve_models(
     warm: list[ColumnKey],
     starts: list[dict[ColumnKey, int]],
 ) -> FlowState:
-    """The cheapest plan, or the proof that there is none: models apart first, where they can be, then together."""
+    """The cheapest plan, or the proof that there is none: all at once,
+    where that is soon done; else models apart first, where they can be, then together.
+    """
     state = begun(program, deadline, gap_target, warm, starts)
-    if state.ready and not state.done and falls_apart(program):
+    apart = falls_apart(program)
+    if state.ready and apart and len(program.models) <= MANY:
+        state.deadline = deadline.part(SOON)
+        close(state)
+        state.deadline = deadline
+    if state.ready and not state.done and apart:
         assert state.relaxed is not None
         part = deadline.part(SHARE if len(program.models) <= MANY else MOST)
         ModelDecomposition(program, state, part).run(state.relaxed.duals.nodes)

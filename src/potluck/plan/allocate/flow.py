@@ -76,14 +76,16 @@ def begun(
 ) -> FlowState:
     pricer = Pricer(program)
     state = FlowState(pricer, deadline, gap_target)
+    for counts in starts:  # before anything that time may not suffice for
+        offer_counts(state, counts)
     keys = sorted({*pricer.first_keys(), *warm})
     start = relax_flow(pricer, deadline, at_cost=False, keys=keys)
     if start is None:
         # Only rows without theta can be at fault: pins, against nodes or budget.
-        state.infeasible = not deadline.over
+        state.infeasible = not deadline.over and state.counts is None
         return state
     if start.theta < 1 - 1e-6:
-        state.relaxed, state.infeasible = start, start.converged
+        state.relaxed, state.infeasible = start, start.converged and state.counts is None
         return state
     state.relaxed = state.prices = relax_flow(pricer, deadline, at_cost=True, keys=start.keys)
     if state.relaxed is not None:
@@ -92,8 +94,6 @@ def begun(
         if closer is not None and closer[1].bound > state.relaxed.bound:
             state.pricer, state.relaxed = closer
         state.lower = state.relaxed.bound
-    for counts in starts:
-        offer_counts(state, counts)
     if state.relaxed is None:
         state.relaxed = start
         return state

@@ -50,14 +50,20 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     if settings.pins or settings.running or unsupported(problem):
         # Pins and what runs bind only here; the others pick their copies by rules that do not know what is asked.
         return allocated(factory, settings, "auto", templates)
-    # Single nodes are few columns, soon solved: what they do is where all others begin.
+    # Single nodes are few columns, soon solved: what they do is where all others begin, and pipelines that might
+    # undercut it are timed before all are weighed, rather than after.
     single = {ask.name: factory.homogeneous(ask) for ask in problem.asks}
-    first, tried = settings.starts, list[PlanOutcome]()
-    if not settings.asking:
-        tried = [allocated(factory, settings.within(SINGLE_SHARE), "auto", single)]
-        if not tried[0].plan.deployments:  # many models and little time: a plan comes before a better one
-            tried = [allocated(factory, settings.within(FALLBACK_SHARE), "auto", single)]
-        first += tuple(plan_outcome.plan for plan_outcome in tried if plan_outcome.plan.deployments)
+    tried = [allocated(factory, settings.within(SINGLE_SHARE), "auto", single)]
+    if not tried[0].plan.deployments and not settings.asking:
+        # Many models and little time: a plan comes before a better one.
+        tried = [allocated(factory, settings.within(FALLBACK_SHARE), "auto", single)]
+    first = (
+        *settings.starts,
+        *(plan_outcome.plan for plan_outcome in tried if plan_outcome.plan.deployments),
+    )
+    if tried[0].allocation.found:
+        grow(factory, settings, others, tried[0].plan.total_usd_per_h, LATER_ROUNDS)
+        templates = _with_pipelines(factory, others)
     before_s = settings.left_s
     whole = allocated(factory, replace(settings.within(FIRST_SHARE), starts=first), "auto", templates)
     longer = factory.within(settings, settings.left_s - SOLVES_AGAIN * (before_s - settings.left_s))

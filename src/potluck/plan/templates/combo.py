@@ -48,11 +48,18 @@ def combos(
     """
     best = {role: _best_per_node(ask, single, role) for role in ("prefill", "decode", "mixed")}
     templates = [replace(template, kind="combo") for template in best["mixed"].values()]
-    for first in best["prefill"]:
-        for second in best["decode"]:
-            forward = _pair(problem, ask, best["prefill"][first], best["decode"][second])
+    prefills, decodes = (
+        {
+            node: (template, {n: _times(problem, template, n) for n in {ratio[place] for ratio in RATIOS}})
+            for node, template in best[role].items()
+        }
+        for place, role in enumerate(("prefill", "decode"))
+    )
+    for first in prefills:
+        for second in decodes:
+            forward = _pair(problem, ask, prefills[first], decodes[second])
             if first < second and second in best["prefill"] and first in best["decode"]:
-                backward = _pair(problem, ask, best["prefill"][second], best["decode"][first])
+                backward = _pair(problem, ask, prefills[second], decodes[first])
                 forward = max((forward, backward), key=lambda ts: _best_efficiency(ask, ts, prices))
             elif first > second and first in best["decode"] and second in best["prefill"]:
                 continue  # that pair was settled the other way round
@@ -165,16 +172,20 @@ def _added(one: BucketCapacity, other: BucketCapacity) -> BucketCapacity:
     )
 
 
-def _pair(problem: PlanningProblem, ask: ModelDemand, prefill: Template, decode: Template) -> list[Template]:
-    made = []
+def _pair(
+    problem: PlanningProblem,
+    ask: ModelDemand,
+    prefills: tuple[Template, dict[int, _Side]],
+    decodes: tuple[Template, dict[int, _Side]],
+) -> list[Template]:
+    """Combos of two single nodes, each of which is given with so many of it."""
+    made, (prefill, before), (decode, after) = [], prefills, decodes
     codec = problem.codecs[-1]
     bits = wire_bits(ask, codec)
     for n_p, n_d in RATIOS:
         replicas = prefill.replicas * n_p + decode.replicas * n_d
         first, second = prefill.nodes[0].node, decode.nodes[0].node
-        capacity = tuple(
-            _closed(problem, ask, _times(problem, prefill, n_p), _times(problem, decode, n_d), bits)
-        )
+        capacity = tuple(_closed(problem, ask, before[n_p], after[n_d], bits))
         if not useful(capacity):
             continue
         same = first == second
