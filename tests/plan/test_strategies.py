@@ -10,9 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
-from potluck.core.values.plan import Deployment, plan_from_json, plan_to_json
+from potluck.core.values.plan import Charge, Deployment, plan_from_json, plan_to_json
 from potluck.core.values.types import Link, Slo
-from potluck.plan.explain import SURE_GAP, describe, explain, single_copies, without_nodes
+from potluck.plan.explain import (
+    SURE_GAP,
+    describe,
+    expected,
+    explain,
+    single_copies,
+    usd_per_million_tokens,
+    without_nodes,
+)
 from potluck.plan.problem import CODECS, ModelDemand, PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.strategies.pool_strategy import worth_searching
@@ -255,3 +263,29 @@ def test_a_rehearsed_plan_is_not_compared_with_plans_on_averages() -> None:
 def with_rate(ask: ModelDemand, rate_per_s: float) -> ModelDemand:
     share = rate_per_s / ask.rate_per_s
     return replace(ask, demands=tuple(replace(d, rate_per_s=d.rate_per_s * share) for d in ask.demands))
+
+
+@settings(max_examples=8, deadline=None)
+@given(fleets())
+def test_what_is_expected_is_what_all_copies_could_do_and_all_that_is_paid(problem: PlanningProblem) -> None:
+    """However little of it is asked for; and parts of the cost add up to the plan's, charges and all."""
+    plan = STRATEGIES["melange"](TemplateFactory(problem), QUICK).plan
+    plan = replace(plan, charges=(Charge("egress", 0.75),))
+    told = expected(problem, plan, {"chat": (0.25, 0.01)})
+    for ask, prediction in zip(problem.asks, told.predictions, strict=True):
+        assert (prediction.ttft_s, prediction.tpot_s) == (0.25, 0.01) or ask.name != "chat"
+        assert prediction.simulated == (ask.name == "chat")
+        mine = [d for d in plan.deployments if plan.template(d.template).model == ask.name]
+        if len(mine) == 1:  # then it has a closed form
+            rates = [capacity.closed_per_s for capacity in plan.template(mine[0].template).capacity]
+            busy_s = (
+                sum(d.rate_per_s / rate for d, rate in zip(ask.demands, rates, strict=True)) / ask.rate_per_s
+            )
+            assert prediction.capacity_per_s == pytest.approx(mine[0].count / busy_s, rel=1e-5)
+        before = next(item for item in plan.predictions if item.model == ask.name)
+        assert prediction.capacity_per_s >= before.capacity_per_s * (1 - 1e-5)
+    if plan.deployments:
+        tokens = [ask.tokens_per_s * plan.fraction_of(ask.name) * 3600 / 1e6 for ask in problem.asks]
+        paid = [usd_per_million_tokens(problem, plan, ask.name) for ask in problem.asks]
+        whole = sum(cost * count for cost, count in zip(paid, tokens, strict=True))
+        assert whole == pytest.approx(plan.total_usd_per_h)

@@ -6,7 +6,7 @@ whole, so a shadow price tells the direction and seldom the amount.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -135,6 +135,27 @@ def single_copies(problem: PlanningProblem, plan: Plan) -> tuple[tuple[str, str]
     return tuple(result)
 
 
+def expected(problem: PlanningProblem, plan: Plan, seen_s: Mapping[str, tuple[float, float]]) -> Plan:
+    """The plan with what will be: all that its copies could do, and models' TTFT and TPOT as simulations had them."""
+    predictions = []
+    for prediction in plan.predictions:
+        ask = problem.ask(prediction.model)
+        if ask is not None and ask.rate_per_s > 0 and prediction.capacity_per_s > 0:
+            times = served_share(problem, plan, ask, _copies(plan, ask.name), MOST_TIMES)
+            more = times * ask.rate_per_s / problem.headroom / prediction.capacity_per_s
+            prediction = replace(
+                prediction,
+                capacity_per_s=prediction.capacity_per_s * more,
+                slowest_per_s=prediction.slowest_per_s * more,
+                fastest_per_s=prediction.fastest_per_s * more,
+            )
+        if (times_s := seen_s.get(prediction.model)) is not None:
+            prediction = replace(prediction, ttft_s=times_s[0], tpot_s=times_s[1], simulated=True)
+        predictions.append(prediction)
+    return replace(plan, predictions=tuple(predictions))
+
+
+MOST_TIMES = 1e6
 NOUGHT = 1e-6
 ASKING_SHARE = 0.5
 """Of the time limit, for all questions about what else there was."""
@@ -324,7 +345,7 @@ def copy_tokens_per_usd(problem: PlanningProblem, plan: Plan, deployment: Deploy
 def tokens_json(problem: PlanningProblem, plan: Plan) -> dict[str, object]:
     """Prompt and answer tokens per dollar: of the whole plan, of each model and of each deployment."""
     models = {each.model: tokens_per_usd(problem, plan, each.model) for each in plan.predictions}
-    served = 3600 / plan.cost_usd_per_h if plan.cost_usd_per_h > 0 else 0.0
+    served = 3600 / plan.total_usd_per_h if plan.total_usd_per_h > 0 else 0.0
     shares = [(d, plan.fraction_of(ask.name)) for ask in problem.asks for d in ask.demands]
     prompts = sum(d.rate_per_s * d.input_tokens * share for d, share in shares)
     answers = sum(d.rate_per_s * d.output_tokens * share for d, share in shares)
@@ -340,14 +361,15 @@ def tokens_json(problem: PlanningProblem, plan: Plan) -> dict[str, object]:
 
 
 def _usd_per_h(problem: PlanningProblem, plan: Plan, model: str) -> float:
+    """A model's part of all that is paid, by the prices of its nodes: of reserved nodes and charges each has some."""
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
-    cost = 0.0
+    rents: dict[str, float] = {}
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
-        if template.model == model:
-            total = sum(prices[deployment.region, n.node] * n.count for n in template.nodes)
-            cost += total * deployment.count
-    return cost
+        copy = sum(prices[deployment.region, n.node] * n.count for n in template.nodes)
+        rents[template.model] = rents.get(template.model, 0.0) + copy * deployment.count
+    whole = sum(rents.values())
+    return plan.total_usd_per_h * rents.get(model, 0.0) / whole if whole > 0 else 0.0
 
 
 def _without_nodes(

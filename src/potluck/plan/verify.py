@@ -120,12 +120,14 @@ def copies_without(plan: Plan, copies: Copies, cells: list[tuple[str, str]]) -> 
     }
 
 
-def served_share(problem: PlanningProblem, plan: Plan, ask: ModelDemand, copies: Copies) -> float:
-    """The largest share of a model's demand that some copies of its templates serve, however it is routed.
+def served_share(
+    problem: PlanningProblem, plan: Plan, ask: ModelDemand, copies: Copies, largest: float = 1.0
+) -> float:
+    """The share of a model's demand that some copies of its templates serve, however it is routed; `largest` at most.
 
     Variables: the share; time of each column in each phase of each bucket; flows from region to region.
     """
-    cost, upper = [-1.0], [1.0]
+    cost, upper = [-1.0], [largest]
     rows: list[tuple[float, float, dict[int, float]]] = []
 
     def variable() -> int:

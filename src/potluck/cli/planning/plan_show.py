@@ -30,7 +30,8 @@ def show_money(problem: PlanningProblem, plan: Plan) -> None:
         _say(f"Of the demand is served, by priority: {parts}.")
     if plan.charges:
         parts = ", ".join(f"{charge.what} {usd(charge.usd_per_h)}" for charge in plan.charges)
-        _say(f"Beside rent, per hour: {parts}; {usd(plan.total_usd_per_h)} in all.")
+        rent = f"rent {usd(plan.cost_usd_per_h)}, {parts}"
+        _say(f"Of {usd(plan.total_usd_per_h)} an hour: {rent}.")
     for region in problem.regions:
         for offer in region.offers:
             used = min(plan.nodes.get((region.name, offer.node), 0), offer.reserved)
@@ -241,10 +242,10 @@ def _show_deployments(problem: PlanningProblem, outcome: PlanOutcome, basis: str
     if result.fraction < 1:
         part = percent(result.fraction) if result.fraction > 0 else "what can be served"
         proof = f"for {part} of the demand"
-    title = f"Plan ({result.strategy}): {usd(result.cost_usd_per_h)}/h, {proof}"
+    title = f"Plan ({result.strategy}): {usd(result.total_usd_per_h)}/h, {proof}"
     if problem.init_penalty > 0:
         starts = f"{usd(result.start_usd_per_h)}/h for starts (K = {problem.init_penalty:.2g})"
-        title = f"Plan ({result.strategy}): {usd(result.cost_usd_per_h)}/h of rent and {starts}, {proof}"
+        title = f"Plan ({result.strategy}): {usd(result.total_usd_per_h)}/h and {starts}, {proof}"
     tokens = ("prompt tokens/$", "answer tokens/$")
     weights = ("weights",) if result.formats else ()
     names = ("model", "region", "copies", "template", *weights, "req/s", "USD/h", *tokens, "confidence")
@@ -265,6 +266,11 @@ def _show_predictions(problem: PlanningProblem, outcome: PlanOutcome) -> None:
         "model": lambda p: p.model,
         "demand/s": lambda p: f"{p.demand_per_s:.3g}",
         "if always busy/s": lambda p: f"{p.capacity_per_s:.3g}",
+        "load": lambda p: (
+            percent(p.demand_per_s * result.fraction_of(p.model) / p.capacity_per_s)
+            if p.capacity_per_s > 0
+            else "-"
+        ),
         "8 in 10 do": lambda p: (
             f"{p.slowest_per_s:.3g} to {p.fastest_per_s:.3g}" if p.fastest_per_s > 0 else "-"
         ),
@@ -283,7 +289,10 @@ def _show_predictions(problem: PlanningProblem, outcome: PlanOutcome) -> None:
 
 
 def _show_waits(plan: Plan) -> None:
-    """Whether TTFT has waiting behind other prompts in it: where prompts are computed apart, it has."""
+    """Where TTFT and TPOT come from, and whether TTFT has waiting behind other prompts in it."""
+    if any(prediction.simulated for prediction in plan.predictions):
+        paragraph("TTFT and TPOT are means of the simulated runs, at the demand.\n")
+        return
     apart: dict[str, set[bool]] = {}
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
@@ -297,7 +306,8 @@ def _show_waits(plan: Plan) -> None:
         (alone, "without a queue, as prompts go into the next step beside answers"),
         (both, "with a mean queue where prompts are computed apart, else without"),
     )
-    paragraph("TTFT and TPOT are means: " + "; ".join(f"{who} {what}" for who, what in words if who) + ".\n")
+    full = "TTFT and TPOT are means with replicas as busy as they may be, not at the demand: "
+    paragraph(full + "; ".join(f"{who} {what}" for who, what in words if who) + ".\n")
 
 
 def show_reasons(reasons: Explanation | None) -> None:

@@ -120,7 +120,7 @@ def _promises(title: str, what: str, models: list[ModelSummary]) -> None:
 
 def _use(summary: RunSummary) -> None:
     used = [(u.nodes, u.replicas, u.gpus, percent(u.busy_share), u.lost) for u in summary.hardware]
-    table("Hardware", ("node", "replicas", "GPUs", "busy", "lost"), used)
+    table("Hardware", ("node", "replicas", "GPUs", "time in steps", "lost"), used)
     links = [
         (f"{use.source} -> {use.target}", f"{use.gbps:g}", bytes_(use.sent_bytes), percent(use.mean_share))
         for use in summary.links

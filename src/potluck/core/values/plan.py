@@ -211,6 +211,8 @@ class Prediction:
     """8 in 10 of like replicas do between this ..."""
     fastest_per_s: float = 0.0
     """... and this, where they are expected to do `capacity_per_s`; 0 where nothing is known."""
+    simulated: bool = False
+    """Whether TTFT and TPOT are means of simulated runs at the demand; else of replicas as busy as they may be."""
 
 
 @dataclass(frozen=True, slots=True)

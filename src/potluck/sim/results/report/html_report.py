@@ -81,7 +81,9 @@ def _tiles(summary: RunSummary) -> str:
     gpu_h = sum(one.gpu_h for one in summary.hardware)
     if gpu_h > 0:
         busy = sum(one.busy_share * one.gpu_h for one in summary.hardware) / gpu_h
-        tiles.append(_tile("GPUs busy", digits(busy * 100), "%", f"of {digits(gpu_h)} GPU-hours"))
+        tiles.append(
+            _tile("GPUs in steps", digits(busy * 100), "%", f"of {digits(gpu_h)} GPU-hours, full or not")
+        )
     lost = total.outcomes.refused + total.outcomes.cancelled + total.outcomes.open
     why = ", ".join(f"{reason.replace('_', ' ')} {n:,}" for reason, n in total.outcomes.refusals.items())
     note = f"{total.outcomes.refused:,} refused{f' ({why})' if why else ''}, {total.outcomes.cancelled:,} cancelled"
@@ -205,7 +207,9 @@ def _hardware(summary: RunSummary) -> str:
         counts = f"{one.replicas:,}", f"{one.gpus:,}"
         busy = f"{digits(one.busy_share * 100)} %"
         rows.append((escape(one.nodes), *counts, digits(one.gpu_h), busy, f"{one.lost:,}"))
-    text = table_section("Hardware", ("nodes", "replicas", "GPUs", "GPU-hours", "busy", "lost"), rows)
+    text = table_section(
+        "Hardware", ("nodes", "replicas", "GPUs", "GPU-hours", "time in steps", "lost"), rows
+    )
     links = [
         (
             escape(f"{one.source} → {one.target}" if one.kind == "link" else f"card of {one.source}"),
