@@ -1,6 +1,6 @@
 """KV between two workers' blocks on a GPU, as vLLM lays them out there: exact, and without holding steps up.
 
-    PYTHONPATH=src python tools/check_vllm_gpu.py [--small]               on a machine with CUDA; vLLM is not needed
+    PYTHONPATH=src python tools/check_vllm_gpu.py [--small] [--cost]      on a machine with CUDA; vLLM is not needed
 
 Both workers are in this process and hand over by the transport that the connector uses. A made-up model computes keys
 and values into blocks, on a stream of its own and ahead of the GPU, as does the receiver while KV comes. For every
@@ -15,7 +15,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from statistics import median
 
@@ -280,12 +280,12 @@ def take(model: Model, dtype: str, kv: str, handles: Sequence[str]) -> None:
     taking.close()
 
 
-def cost(model: Model) -> None:
-    rig = Rig(model, CASES[0])
+def cost(model: Model, case: Case) -> None:
+    rig = Rig(model, case)
     handles = [new_handle() for _ in range(model.rounds + 1)]
     for handle in handles:
         rig.offer(handle, handle)
-    taker = get_context("spawn").Process(target=take, args=(model, CASES[0].dtype, rig.kv, handles))
+    taker = get_context("spawn").Process(target=take, args=(model, case.dtype, rig.kv, handles))
     taker.start()
     rows: dict[str, list[tuple[float, float]]] = {"alone": [], "aside": [], "handed over": []}
     for turn, handle in enumerate(handles):
@@ -303,17 +303,20 @@ def cost(model: Model) -> None:
     for name, row in rows.items():
         hooks, took = median(hooks for hooks, _ in row), median(took for _, took in row)
         text = f"{hooks / calls * 1e6:.0f} us of the host in the hook of a layer"
-        print(f"a prompt {name:12} {took * 1e3:6.1f} ms, {took / alone:.3f} of alone; {text}")
+        print(f"a prompt {name:12} {case.codec:4} {took * 1e3:6.1f} ms, {took / alone:.3f} of alone; {text}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--small", action="store_true", help="few layers, few tokens")
-    model = SMALL if parser.parse_args().small else Model()
+    parser.add_argument("--cost", action="store_true", help="only what handing over costs the sender")
+    chosen = parser.parse_args()
+    model = SMALL if chosen.small else Model()
     checksum.load()
     kv_codec.load()
-    fine = [tried(model, case) for case in CASES]
-    cost(model)
+    fine = [tried(model, case) for case in CASES if not chosen.cost]
+    for codec in ("raw", "int4"):
+        cost(model, replace(CASES[0], codec=codec))
     return 0 if all(fine) else 1
 
 

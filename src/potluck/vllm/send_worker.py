@@ -7,7 +7,9 @@ read later, or given up when the handle's time is over.
 
 from __future__ import annotations
 
+import math
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -65,16 +67,16 @@ class HostCopies:
     def room_for(self, size: int) -> bool:
         return not self._slots or len(self._pages) * PAGE_BYTES >= size + PAGE_BYTES
 
-    def copies(self, values: Tensor) -> list[HostRows]:
-        """For values that nobody changes, if there is room for them; in parts."""
+    def copies(self, values: Tensor, soon: bool) -> list[HostRows]:
+        """For values that nobody changes, if there is room for them; in parts. `soon`: somebody waits for them."""
         if not self._slots:
             there: Future[Tensor] = Future()
             there.set_result(values.cpu())
             return [HostRows(len(values), there, None)]
         rows = max(1, PAGE_BYTES // (values[0].nbytes or 1))
-        return [self._copy(part) for part in values.split(rows)]
+        return [self._copy(part, soon) for part in values.split(rows)]
 
-    def _copy(self, part: Tensor) -> HostRows:
+    def _copy(self, part: Tensor, soon: bool) -> HostRows:
         computing, page, slot = torch.cuda.current_stream(part.device), self._pages.popleft(), self._slots[0]
         self._slots.rotate(-1)
         computing.wait_event(slot.copied)
@@ -85,8 +87,16 @@ class HostCopies:
             page[: part.nbytes].copy_(lies, non_blocking=True)
             slot.copied = torch.cuda.Event()
             slot.copied.record(self._stream)
-        moved = self._porters.submit(self._move, page, part.dtype, part.shape, slot.copied)
+        move = self._lend if soon else self._move
+        moved = self._porters.submit(move, page, part.dtype, part.shape, slot.copied)
         return HostRows(len(part), moved, slot.copied)
+
+    def _lend(self, page: Tensor, dtype: torch.dtype, shape: torch.Size, copied: torch.cuda.Event) -> Tensor:
+        """The page itself; it comes back when nobody refers to it. To touch new memory would hold the driver up."""
+        lent = page.numpy()[: math.prod(shape) * dtype.itemsize]
+        weakref.finalize(lent, self._pages.append, page)
+        copied.synchronize()
+        return torch.from_numpy(lent).view(dtype).view(shape)
 
     def _move(self, page: Tensor, dtype: torch.dtype, shape: torch.Size, copied: torch.cuda.Event) -> Tensor:
         values = torch.empty(shape, dtype=dtype)
@@ -276,7 +286,9 @@ class SendWorker:
                 return False
             self._aside_bytes += size
         try:
-            copies = self._hosting.copies(kept.read(read.tables, first, read.upto))
+            copies = self._hosting.copies(
+                kept.read(read.tables, first, read.upto), soon=departure.have is not None
+            )
         except PotluckError as error:  # There was no room before, and a window has passed since.
             with self._lock:
                 self._aside_bytes -= size
