@@ -20,7 +20,7 @@ from potluck.core.values.model import (
     Model,
     MoeFfn,
 )
-from potluck.core.values.plan import Plan, Template
+from potluck.core.values.plan import Plan, PlannedReplica, Template
 from potluck.core.values.types import Codec, EngineName
 
 
@@ -175,6 +175,11 @@ def limit_of_hand_over(
     return EngineLimit("states_over_degrees", f"recurrent states {between}") if states else None
 
 
+def _unlike(replicas: Iterable[PlannedReplica]) -> Iterable[PlannedReplica]:
+    """Each replica that is there several times once: layouts are slow to compare."""
+    return {id(replica): replica for replica in replicas}.values()
+
+
 def hand_overs(template: Template) -> set[tuple[Layout, Layout]]:
     """Which replicas of a template give KV to which: as was planned, else those that prefill to those that decode.
 
@@ -185,7 +190,7 @@ def hand_overs(template: Template) -> set[tuple[Layout, Layout]]:
         pairs = {(flow.prefill, flow.decode) for flow in template.flows if flow.prefill != flow.decode}
         return {(replicas[i].layout, replicas[j].layout) for i, j in pairs}
     by_role: dict[str, set[Layout]] = {}
-    for replica in replicas:
+    for replica in _unlike(replicas):
         by_role.setdefault(replica.role, set()).add(replica.layout)
     givers = by_role.get("prefill") or by_role.get("decode", set())
     takers = by_role.get("decode") or by_role.get("mixed") or givers
@@ -196,7 +201,7 @@ def limits_of_template(template: Template, model: Model, abilities: EngineKind) 
     """What of a template an engine does not do, each once; nothing where it runs it. The model itself is apart."""
     if abilities == UNLIMITED:
         return ()
-    layouts = dict.fromkeys(replica.layout for replica in template.replicas)
+    layouts = dict.fromkeys(replica.layout for replica in _unlike(template.replicas))
     limits = [limit for layout in layouts for limit in limits_of_layout(layout, abilities)]
     limits += _between(hand_overs(template), model, abilities)
     if template.hands_over and template.codec not in abilities.codecs:

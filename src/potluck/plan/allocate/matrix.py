@@ -8,6 +8,7 @@ minimised; when the program is infeasible theta <= 1 is maximised instead, and d
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,7 +83,7 @@ class FlowRows:
     """The program over some columns; a bucket's rows are scaled by its rate, a link's by its bandwidth."""
 
     def __init__(self, program: FlowProgram, keys: list[ColumnKey]) -> None:
-        self.program, self.keys = program, keys
+        self.program = program
         self.bins = bins_of(program)
         self.entries = MatrixEntries()
         self.flows: dict[tuple[int, int, int], int] = {}
@@ -95,9 +96,12 @@ class FlowRows:
         self._rows()
         self._limit_rows()
         self._flow_variables()
-        running, pins = dict(program.running), {pin.key: pin for pin in program.pins}
+        self._running, self._pins = dict(program.running), {pin.key: pin for pin in program.pins}
+        self.add(keys)
+
+    def add(self, keys: Iterable[ColumnKey]) -> None:
         for key in keys:
-            self._column(key, running.get(key, 0), pins.get(key))
+            self._column(key, self._running.get(key, 0), self._pins.get(key))
 
     def _rows(self) -> None:
         program, entries = self.program, self.entries

@@ -215,11 +215,10 @@ def relax_flow(
     reached, for its columns are then enough to start minimising cost.
     """
     program = pricer.program
-    known = sorted(set(keys))
     factor = 1.0 + program.init_penalty if at_cost else 0.0
     last: Relaxation | None = None
+    rows = FlowRows(program, sorted(set(keys)))
     while not deadline.over:
-        rows = FlowRows(program, known)
         problem = rows.milp(at_cost=at_cost, theta_cap=theta_cap, priced=True)
         answer = solve_milp(problem, time_limit_s=deadline.left_s, relax=True)
         if lacking := answer.infeasible:
@@ -233,17 +232,13 @@ def relax_flow(
             short += float((np.minimum(table, 0.0) * np.where(table < 0, most, 0.0)).sum())
         theta = float(answer.x[THETA])
         scale = max(abs(answer.objective), 1e-12)
-        fresh = set(pricer.cheapest(reduced, PER_ROUND, -TOLERANCE * scale)) - set(known)
-        if lacking:
-            if not fresh:
-                return None
-            known = sorted({*known, *fresh})
-            continue
-        bound = answer.objective + short
-        last = Relaxation(known, theta, answer.objective, bound, duals, reduced, not fresh)
-        if not fresh or (not at_cost and theta_cap <= 1 and theta >= 1 - TOLERANCE):
+        fresh = set(pricer.cheapest(reduced, PER_ROUND, -TOLERANCE * scale)) - rows.new.keys()
+        if not lacking:
+            bound = answer.objective + short
+            last = Relaxation(sorted(rows.new), theta, answer.objective, bound, duals, reduced, not fresh)
+        if not fresh or (not lacking and not at_cost and theta_cap <= 1 and theta >= 1 - TOLERANCE):
             return last
-        known = sorted({*known, *fresh})
+        rows.add(sorted(fresh))
     return last
 
 

@@ -223,11 +223,11 @@ def _lost_h(ask: ModelDemand) -> float:
 def losses_usd_per_h(
     problem: PlanningProblem, ask: ModelDemand, uses: NDArray[np.integer], fleet: NodeSupply
 ) -> Floats:
-    """[regions, templates]: the same of copies that use so many nodes."""
+    """[regions, templates]: the same of copies that use so many nodes of the problem's types."""
     offers = offers_of(problem)
     losses_usd = np.zeros((len(fleet.regions), len(uses)))
     for r, region in enumerate(fleet.regions):
-        there = [offers.get((region, node)) for node in fleet.nodes]
+        there = [offers.get((region, node.name)) for node in problem.nodes]
         often = np.array([o.preemptions_per_h if o is not None and o.spot else 0.0 for o in there])
         if often.any():
             price = np.array([0.0 if o is None else o.price_usd_per_h for o in there])

@@ -79,7 +79,7 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
         begun = replace(settings.within(FIRST_SHARE), starts=(whole.plan,))
         whole = allocated(factory, begun, "auto", templates)
     tried += [thunderserve(factory, settings.within(RIVALS_SHARE))] if pooled and not inside else []
-    if (not _settled(whole) or factory.left_out) and not settings.asking:
+    if (not _settled(whole, settings.gap_target) or factory.left_out) and not settings.asking:
         rivals: tuple[Planner, ...] = (*RIVALS, thunderserve) if inside else RIVALS
         if not problem.engine.hands_over:
             rivals = tuple(rival for rival in rivals if rival not in (coral, prfaas))
@@ -142,12 +142,12 @@ def made_in_turn(factory: TemplateFactory) -> None:
             make(ask)
 
 
-def _settled(outcome: PlanOutcome) -> bool:
-    """Whether no plan of the same columns can be better, beyond rounding."""
+def _settled(outcome: PlanOutcome, gap_target: float) -> bool:
+    """Whether no plan of the same columns can be better by more than is asked for."""
     result, short = outcome.allocation, outcome.allocation.shortfall
     if short is not None:
         return False  # the most may be proven, but not that it costs the least
-    return result.found and result.gap <= PROVEN
+    return result.found and result.gap <= max(PROVEN, gap_target)
 
 
 PROVEN = 1e-6

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from potluck.core.values.model import Format
 from potluck.core.values.plan import Deployment, Plan, Template
@@ -33,8 +34,7 @@ from potluck.plan.allocate.highs import Deadline
 from potluck.plan.allocate.program import ColumnKey, Floats, FlowProgram, NodeSupply
 from potluck.plan.allocate.relaxation import Duals, Pricer, relax_flow
 from potluck.plan.assemble.columns import columns
-from potluck.plan.assemble.term_rows import limit_prices, losses_usd_per_h, parts_usd_per_h
-from potluck.plan.timing.stage_rates import Integers
+from potluck.plan.assemble.term_rows import limit_prices, losses_usd_per_h
 
 LEAST_SHARE = 0.05
 LATE_SHARE = 0.1
@@ -203,7 +203,9 @@ class TemplateFactory:
 
         def make() -> list[Template]:
             degree = phase_degree(self.problem, ask, self.homogeneous(ask))
-            placement_table = shelf_of(self.problem, ask, timed=self.timed, books=self.books, degree=degree)
+            placement_table = shelf_of(
+                self.problem, ask, timed=self.timed, books=self.books, degree=degree, enough=self.enough
+            )
             prices = np.array([self.prices.get(node.name, 0.0) for node in self.problem.nodes])
             placement_table.take(placement_table.cheapest(prices, FIRST_FEW))
             self.shelves[ask.key] = placement_table
@@ -401,8 +403,8 @@ def _taken(
 def copy_costs(
     problem: PlanningProblem,
     m: int,
-    uses: Integers,
-    phase: Integers,
+    uses: NDArray[np.integer],
+    phase: NDArray[np.integer],
     fleet: NodeSupply,
     duals: Duals,
     factor: float,
@@ -414,10 +416,10 @@ def copy_costs(
     places = [fleet.nodes.index(node.name) for node in problem.nodes]
     price = fleet.price_usd_per_h * (factor + duals.budget) + duals.nodes - duals.paid
     per_copy, per_node = limit_prices(problem, fleet, duals.limits)[m]
-    whole = np.zeros((len(uses), len(fleet.nodes)), np.int64)
-    whole[:, places] = uses
-    losses = losses_usd_per_h(problem, problem.asks[m], whole, fleet) * (float(factor > 0) + duals.budget)
-    costs = (price + per_node) @ whole.T + per_copy[phase].T + losses
-    # All of them hand over what they prefill, or are handed it.
-    parts = parts_usd_per_h(problem, whole, whole.sum(axis=1).astype(np.float64), fleet)
-    return np.asarray(costs if parts is None or factor <= 0 else costs + parts.T, np.float64)
+    losses = losses_usd_per_h(problem, problem.asks[m], uses, fleet) * (float(factor > 0) + duals.budget)
+    costs = per_copy.T[:, phase] + losses
+    for c, place in enumerate(
+        places
+    ):  # one type at a time: as floats the table would be eight times as large
+        costs += (price + per_node)[:, place, None] * uses[:, c]
+    return np.asarray(costs, np.float64)

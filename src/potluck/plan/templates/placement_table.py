@@ -14,9 +14,10 @@ Single nodes are left to `homogeneous`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import comb
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,10 @@ def _bucket(
 
 MAX_NODES = 6
 """Nodes of a pipeline in a plan, as in the paper; larger ones seldom pay."""
+MOST_SETS, LEAST_NODES = 1_500_000, 3
+"""Multisets of nodes that the libraries of one bucket go through for all models: with many types or models pipelines
+are of fewer nodes, but of as many as these at least.
+"""
 UNEVEN = (1.0, 1.25, 1.5, 2.0)
 """How much longer than the mean a stage of several may take: a library for each."""
 Timed = MutableMapping[tuple[str, Role, Layout], Template | None]
@@ -113,15 +118,15 @@ class PlacementTable:
 
     problem: PlanningProblem
     ask: ModelDemand
-    uses: Integers
+    uses: NDArray[np.uint8]
     """[rows, node types of the problem]"""
-    stages: Integers
-    phase: Integers
-    bucket: Integers
+    stages: NDArray[np.integer]
+    phase: NDArray[np.integer]
+    bucket: NDArray[np.integer]
     per_s: Floats
     """Requests a second of that bucket, as the library has it."""
-    library: Integers
-    index: Integers
+    library: NDArray[np.integer]
+    index: NDArray[np.integer]
     libraries: list[PipelineLibrary]
     open: NDArray[np.bool_]
     """Rows that were not timed yet."""
@@ -226,37 +231,33 @@ class PlacementTable:
 def shelf_of(
     problem: PlanningProblem,
     ask: ModelDemand,
-    max_nodes: int = MAX_NODES,
     folder: Path | None = None,
     timed: Timed | None = None,
     books: RateCaches | None = None,
     degree: int | None = None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> PlacementTable:
-    """Every pipeline of several nodes for every bucket that something is asked of; of one `degree`, or of all."""
+    """Every pipeline of several nodes for every bucket that something is asked of; of one `degree`, or of all.
+
+    `enough` is asked before each library whether there is no time for it.
+    """
     result: list[PipelineLibrary] = []
     parts: list[tuple[NDArray[np.integer], ...]] = []
     rates: list[Floats] = []
     places = {node.name: place for place, node in enumerate(problem.nodes)}
-    for demand, library in _all(problem, ask, max_nodes, folder, degree):
-        counts = np.zeros((len(library), len(problem.nodes)), np.int64)
-        counts[:, [places[node.name] for node in library.rates.nodes]] = library.counts
-        several = np.flatnonzero(counts.sum(axis=1) > 1)
+    for demand, library in _all(problem, ask, folder, degree, enough):
+        mine = library.counts
+        several = np.flatnonzero(mine.sum(axis=1) > 1)
+        counts = np.zeros((len(several), len(problem.nodes)), np.uint8)
+        counts[:, [places[node.name] for node in library.rates.nodes]] = mine[several]
         prefill = library.rates.phase == "prefill"
         tokens = demand_tokens(library)
-        rows = np.ones(len(several), np.int64)
-        parts.append(
-            (
-                rows * (0 if prefill else 1),
-                rows * demand,
-                rows * len(result),
-                several,
-                library.stages[several].astype(np.int64),
-                counts[several],
-            )
-        )
+        rows = np.ones(len(several), np.int32)
+        stages = library.stages[several].astype(np.int32)
+        parts.append((rows * (not prefill), rows * demand, rows * len(result), several, stages, counts))
         rates.append(library.tokens_per_s[several] / tokens)
         result.append(library)
-    empty = (*(np.zeros(0, np.int64) for _ in range(5)), np.zeros((0, len(places)), np.int64))
+    empty = (*(np.zeros(0, np.int32) for _ in range(5)), np.zeros((0, len(places)), np.uint8))
     columns = [np.concatenate(item) for item in zip(empty, *parts, strict=True)]
     per_s = np.concatenate([np.zeros(0), *rates])
     phase, bucket, library_of, index, stages, uses = columns
@@ -275,15 +276,27 @@ def demand_tokens(library: PipelineLibrary) -> int:
 
 
 def _all(
-    problem: PlanningProblem, ask: ModelDemand, max_nodes: int, folder: Path | None, degree: int | None
+    problem: PlanningProblem,
+    ask: ModelDemand,
+    folder: Path | None,
+    degree: int | None,
+    enough: Callable[[], bool],
 ) -> Iterator[tuple[int, PipelineLibrary]]:
     kinds = stage_kinds(problem, ask, degree)
-    for demand in [
-        bucket_demand for bucket_demand in ask.demands if bucket_demand.rate_per_s > 0
-    ] or ask.demands[:1]:
-        for nodes in kinds:
-            for library in libraries(problem, ask, demand, nodes, max_nodes, folder):
-                yield demand.bucket, library
+    asked = [demand for demand in ask.demands if demand.rate_per_s > 0] or ask.demands[:1]
+    for uneven in UNEVEN:  # of each bucket the first before any second: time may not suffice for all
+        for demand in asked:
+            for nodes in kinds:
+                for library in libraries(problem, ask, demand, nodes, uneven, folder):
+                    yield demand.bucket, library
+                if enough():
+                    return
+
+
+def nodes_at_most(types: int, models: int) -> int:
+    """Nodes of a pipeline: as many as there is time to go through all of."""
+    sizes = range(MAX_NODES, LEAST_NODES, -1)
+    return next((n for n in sizes if comb(types + n, n) * models <= MOST_SETS), LEAST_NODES)
 
 
 def stage_kinds(
@@ -307,7 +320,7 @@ def libraries(
     ask: ModelDemand,
     demand: BucketDemand,
     nodes: tuple[NodeType, ...],
-    max_nodes: int = MAX_NODES,
+    uneven: float,
     folder: Path | None = None,
 ) -> tuple[PipelineLibrary, ...]:
     """Prefill and decode pipelines for one bucket; none where there are more layers or types than a library takes."""
@@ -320,19 +333,14 @@ def libraries(
         problem.headroom,
         ask.slo.attainment,
     )
-    given = (ask.model, nodes, ask.slo, demand.new_tokens, demand.output_tokens)
     try:
-        return tuple(
-            library
-            for uneven in UNEVEN
-            for library in pipeline_libraries(
-                *given,
-                max_nodes=max_nodes,
-                rule=replace(rule, uneven=uneven),
-                folder=folder,
-                sure=ask.sure,
-                engine=problem.engine,
-            )
+        return pipeline_libraries(
+            *(ask.model, nodes, ask.slo, demand.new_tokens, demand.output_tokens),
+            max_nodes=nodes_at_most(len(nodes), len(problem.asks)),
+            rule=replace(rule, uneven=uneven),
+            folder=folder,
+            sure=ask.sure,
+            engine=problem.engine,
         )
     except InputError:
         return ()
