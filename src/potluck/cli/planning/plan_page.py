@@ -41,7 +41,9 @@ def plan_html(problem: PlanningProblem, plan: Plan, reasons: Explanation | None)
         for prediction in plan.predictions
     ]
     columns = ("model", "demand of capacity", "TTFT of objective", "TPOT of objective", "figures are")
-    parts.append(table_section("What to expect", columns, expected))
+    simulated = any(prediction.simulated for prediction in plan.predictions)
+    when = "as simulated at the demand" if simulated else "with replicas as busy as they may be"
+    parts.append(table_section(f"What to expect, {when}", columns, expected))
     if reasons is not None:
         nodes = [
             (
