@@ -8,6 +8,7 @@ requests within the objective is below what was promised. Specs that cannot be s
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from parts.common import run, say
 from parts.problems import one_region, resolved
 from potluck.catalog import models
+from potluck.cli.planning.rehearsal import judge_of
 from potluck.core.state.policy import Policy
 from potluck.core.values.length_laws import Binned
 from potluck.core.values.plan import Plan
@@ -23,7 +25,7 @@ from potluck.plan.problem import CODECS, PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.rehearse.evidence import Evidence, TrialSetup, evidence_of
 from potluck.rehearse.rehearsal import Rehearsal, RehearsalRules, rehearse
-from potluck.rehearse.request_sources import FRESH, Source, enough, made_up
+from potluck.rehearse.request_sources import FRESH, Source, made_up
 from potluck.sim.load import arrivals
 from potluck.sim.load.arrivals import draw
 from potluck.sim.load.workload import Workload, merge, workload
@@ -39,9 +41,8 @@ MODELS = {
 NODES = ("1xL4", "1xA10G", "1xL40S", "2xL40S", "1xA100-80GB", "1xH100")
 AVAILABLE = 60
 SPECS, QUICK_SPECS = 10, 3
-RULES, TEST_RUNS = RehearsalRules(), 10
-QUICK_RULES, QUICK_TEST_RUNS = RehearsalRules(runs=3, verdict_runs=6), 6
-TEST = 2 * FRESH
+RULES = RehearsalRules(fresh=True)
+TEST = 1000 * FRESH
 """Numbers of the runs that decide here."""
 SWITCH_S = 5.0
 
@@ -56,11 +57,11 @@ class Case:
 
     def trial(self, plan: Plan, source: Source, policy: Policy) -> TrialSetup:
         means = {one.model: (one.mean_input_tokens, one.mean_output_tokens) for one in self.traffic}
-        return TrialSetup(resolved(self.problem, plan, means), source, policy, Running())
+        asked = {one.model: one for one in self.traffic}
+        return TrialSetup(resolved(self.problem, plan, means), source, policy, Running(), asked)
 
 
-def case(seed: int, quick: bool = False) -> Case:
-    """A random spec; its runs are half as long when it must be quick."""
+def case(seed: int) -> Case:
     rng = np.random.default_rng(seed)
     chosen = rng.choice(sorted(MODELS), size=int(rng.integers(1, 3)), replace=False)
     traffic, asks = [], []
@@ -74,12 +75,11 @@ def case(seed: int, quick: bool = False) -> Case:
         asks.append(model_demand(name, models.model(name), slo, one))
     chosen_nodes = [str(item) for item in rng.choice(NODES, size=4, replace=False)]
     problem = PlanningProblem(tuple(asks), *one_region(chosen_nodes, AVAILABLE), codecs=CODECS)
-    count = enough(traffic) // (2 if quick else 1)
     if seed % 2:
         cv = float(rng.uniform(2.0, 4.0))
-        return Case(seed, problem, tuple(traffic), made_up(traffic, cv, count), f"gamma, CV {cv:.2g}")
+        return Case(seed, problem, tuple(traffic), made_up(traffic, cv), f"gamma, CV {cv:.2g}")
     peak = float(rng.uniform(1.5, 2.5))
-    source = switching(tuple(traffic), peak, count)
+    source = switching(tuple(traffic), peak)
     return Case(seed, problem, tuple(traffic), source, f"on/off, {peak:.2g}x when on")
 
 
@@ -91,13 +91,14 @@ def _lengths(rng: np.random.Generator) -> tuple[LengthBin, ...]:
     return tuple(LengthBin(float(p), float(a), 1 / 12) for p, a in pairs)
 
 
-def switching(traffic: tuple[Traffic, ...], peak: float, count: int) -> Source:
+def switching(traffic: tuple[Traffic, ...], peak: float) -> Source:
     """Busy and quiet times of random length, `peak` times the mean rate and the rest; the mean is kept."""
-    span = count / sum(item.rate_per_s for item in traffic)
 
-    def source(number: int) -> Workload:
+    def source(number: int, names: Collection[str], span: float) -> Workload:
         parts = []
         for place, one in enumerate(traffic):
+            if one.model not in names:
+                continue
             rng = np.random.default_rng([number, place])
             rates: list[float] = []
             on = bool(rng.random() < 0.5)
@@ -116,16 +117,16 @@ def switching(traffic: tuple[Traffic, ...], peak: float, count: int) -> Source:
 Tried = tuple[Rehearsal, tuple[Evidence, ...], tuple[Evidence, ...]]
 
 
-def tried(each: Case, settings: SolveSettings, rules: RehearsalRules, test_runs: int) -> Tried | None:
+def tried(each: Case, settings: SolveSettings) -> Tried | None:
     """The rehearsal, and what the plans without and with it do with requests that nobody has seen."""
     factory = TemplateFactory(each.problem)
     first = STRATEGIES["auto"](factory, settings)
     if first.plan.fraction < 1:
         return None
     trial = each.trial(first.plan, each.source, Policy(admission=False))
-    result = rehearse(factory, STRATEGIES["auto"], settings, trial, rules)
-    runs = range(TEST, TEST + test_runs)
-    return result, evidence_of(trial, first.plan, runs), evidence_of(trial, result.best.plan, runs)
+    result = rehearse(factory, STRATEGIES["auto"], settings, judge_of(trial), RULES, first)
+    before, after = (evidence_of(trial, plan, first_run=TEST) for plan in (first.plan, result.best.plan))
+    return result, before, after
 
 
 def _missed(evidence: tuple[Evidence, ...]) -> bool:
@@ -137,30 +138,31 @@ def _told(each: Case, rehearsal: Rehearsal, before: tuple[Evidence, ...], after:
         f"{old.model} {old.promised:.0%}: {old.mean:.1%} -> {new.mean:.1%}"
         for old, new in zip(before, after, strict=True)
     ]
-    cost = f"{rehearsal.first.cost_usd_per_h:.2f} -> {rehearsal.best.cost_usd_per_h:.2f} USD/h"
+    cost = f"{rehearsal.averages.plan.cost_usd_per_h:.2f} -> {rehearsal.best.cost_usd_per_h:.2f} USD/h"
     state = "" if rehearsal.chosen else f"; no plan held: {rehearsal.reason}"
-    return f"  spec {each.seed} ({each.bursts}): {cost}; {'; '.join(words)}; {len(rehearsal.steps)} rounds{state}"
+    return (
+        f"  spec {each.seed} ({each.bursts}): {cost}; {'; '.join(words)}; {len(rehearsal.steps)} plans{state}"
+    )
 
 
 def measure(quick: bool) -> dict[str, float]:
     settings = SolveSettings(time_limit_s=10.0)
     wanted, seed, left_out = (QUICK_SPECS if quick else SPECS), 0, 0
-    rules, test_runs = (QUICK_RULES, QUICK_TEST_RUNS) if quick else (RULES, TEST_RUNS)
     start_s = time.process_time()
     results: list[Tried] = []
     while len(results) < wanted:
         seed += 1
-        item = case(seed, quick)
-        result = tried(item, settings, rules, test_runs)
+        item = case(seed)
+        result = tried(item, settings)
         if result is None:
             left_out += 1
             continue
         say(_told(item, *result))
         results.append(result)
     evidence = [one for _, _, after in results for one in after]
-    first = sum(outcome.first.cost_usd_per_h for outcome, _, _ in results)
+    first = sum(outcome.averages.plan.cost_usd_per_h for outcome, _, _ in results)
     best = sum(outcome.best.cost_usd_per_h for outcome, _, _ in results)
-    ratios = [outcome.best.cost_usd_per_h / outcome.first.cost_usd_per_h for outcome, _, _ in results]
+    ratios = [outcome.best.cost_usd_per_h / outcome.averages.plan.cost_usd_per_h for outcome, _, _ in results]
     return {
         "specs": wanted,
         "specs_left_out_as_out_of_reach": left_out,
@@ -173,7 +175,7 @@ def measure(quick: bool) -> dict[str, float]:
         "cost_ratio_least": min(ratios),
         "cost_ratio_most": max(ratios),
         "specs_cheaper_with_rehearsal": sum(ratio < 1 - 1e-9 for ratio in ratios),
-        "rounds_mean": sum(len(outcome.steps) for outcome, _, _ in results) / wanted,
+        "plans_mean": sum(len(outcome.steps) for outcome, _, _ in results) / wanted,
         "cpu_s_per_spec": (time.process_time() - start_s) / wanted,
     }
 
@@ -185,5 +187,5 @@ if __name__ == "__main__":
         measure,
         targets,
         seeds=range(1, SPECS + 1),
-        quick_without="most specs, half of each run",
+        quick_without="most specs",
     )

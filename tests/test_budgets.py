@@ -19,7 +19,7 @@ PART_LINES = {
     "engine": 11_000,
     "cli": 8_600,
     "perf": 4_100,
-    "sim runtime rehearse": 7_500,
+    "sim runtime rehearse": 7_600,
     "control export": 6_800,
     "kv": 4_300,
     "vllm": 3_850,

@@ -196,7 +196,6 @@ COMMANDS = [
     ["plan", "SPEC", "--out", "."],
     ["plan", "SPEC", "--out", "none/plan.json"],
     ["plan", "SPEC", "--profile", "none.json"],
-    ["plan", "SPEC", "--runs", "1"],
     ["plan", "SPEC", "--requests", "3"],
     ["plan", "SPEC", "--seed", "-1"],
     ["plan", "SPEC", "--slo-scale", "0"],

@@ -76,12 +76,13 @@ def test_a_day_that_stays_the_same_has_one_step() -> None:
 
 def test_a_frontier_of_plans_that_keep_what_is_asked() -> None:
     problem = a_problem(an_ask(rate_per_s=6.0), offers=OFFERS)
-    problems = [(value, with_value(problem, "availability", value, "node")) for value in (0.0, 0.5, 1.0)]
-    points = frontier(problems, melange, SETTINGS, share_templates=True)
+    values = (0.0, 0.5, 1.0)
+    problems = [(value, with_value(problem, "availability", value, "node"), melange) for value in values]
+    points = frontier(problems, SETTINGS, share_templates=True)
     costs = [plan.total_usd_per_h for _, plan in points]
     assert costs == sorted(costs)
     assert costs[0] < costs[-1]
-    for (_, asked), (_, plan) in zip(problems, points, strict=True):
+    for (_, asked, _), (_, plan) in zip(problems, points, strict=True):
         assert verify(asked, plan) == ()
     assert with_value(problem, "spot", 0.3, "node").asks[0].terms == ModelTerms(max_spot_share=0.3)
     dear = (0.0, replace(points[0][1], cost_usd_per_h=costs[-1] + 1))

@@ -35,7 +35,7 @@ def a_problem(*traffic: Traffic, offers: dict[str, tuple[float, int]] | None = N
 
 
 def a_trial(
-    problem: PlanningProblem, traffic: tuple[Traffic, ...], cv: float = 3.0, requests: int = 400
+    problem: PlanningProblem, traffic: tuple[Traffic, ...], cv: float = 3.0, requests: int = 3_000
 ) -> TrialSetup:
     plan = melange(TemplateFactory(problem), SETTINGS).plan
     world = ResolvedPlan(
@@ -47,4 +47,6 @@ def a_trial(
         {ask.name: ask.slo for ask in problem.asks},
         {item.model: (item.mean_input_tokens, item.mean_output_tokens) for item in traffic},
     )
-    return TrialSetup(world, made_up(traffic, cv, requests), Policy(admission=False), Running())
+    asked = {item.model: item for item in traffic}
+    source = made_up(traffic, cv)
+    return TrialSetup(world, source, Policy(admission=False), Running(), asked, most_requests=requests)

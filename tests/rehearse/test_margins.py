@@ -8,22 +8,15 @@ from math import exp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rehearse_builders import SETTINGS, a_problem, a_traffic, a_trial, melange
+from rehearse_builders import SETTINGS, a_problem, melange
 
 from potluck.plan.strategies import TemplateFactory
 from potluck.rehearse.queueing_margins import (
     APART,
-    SURE,
-    TRIES,
     DeploymentQueue,
     _late,
-    late,
-    margined,
     queues_of,
-    restored,
-    scaled,
 )
-from potluck.rehearse.rehearsal import RehearsalRules, rehearse
 
 PROBLEM = a_problem()
 ASK = PROBLEM.asks[0]
@@ -67,37 +60,3 @@ def test_queues_are_as_busy_as_planned_and_carry_all_requests() -> None:
     queues = list(queues_of(PROBLEM, melange(TemplateFactory(PROBLEM), SETTINGS).plan, ASK))
     assert sum(queue.share for queue in queues) == pytest.approx(1.0)
     assert all(0 < queue.busy <= PROBLEM.headroom + 1e-6 for queue in queues)
-
-
-def test_bursts_ask_for_margins_until_few_enough_are_expected_late() -> None:
-    factory = TemplateFactory(PROBLEM)
-    first = melange(factory, SETTINGS)
-    smooth = margined(factory, first, melange, SETTINGS, 0.1)
-    assert smooth.factors == {"chat": 1.0}
-    assert smooth.outcome is first
-    rounds: list[str] = []
-    bursty = margined(replace(factory, said=rounds.append), first, melange, SETTINGS, 6.0)
-    assert bursty.factors["chat"] > 1.0
-    assert bursty.outcome.plan.cost_usd_per_h > first.plan.cost_usd_per_h
-    real = restored(bursty.outcome.plan, PROBLEM, bursty.factors)
-    fewer, before = late(PROBLEM, real, 6.0)["chat"], late(PROBLEM, first.plan, 6.0)["chat"]
-    assert fewer < before
-    asked = [item for item in rounds if item == "planning with margins"]
-    assert fewer <= SURE * (1 - ASK.slo.attainment) or len(asked) == TRIES
-
-
-def test_margins_that_were_not_needed_are_given_back() -> None:
-    """The search begins with the plan that has margins; the cheaper one that holds too is taken."""
-    traffic = (a_traffic(),)
-    factory, factors = TemplateFactory(PROBLEM), {"chat": 2.0}
-    plain = melange(factory, SETTINGS)
-    roomy = melange(replace(factory, problem=scaled(PROBLEM, factors)), SETTINGS)
-    assert roomy.plan.cost_usd_per_h > plain.plan.cost_usd_per_h
-    known = [(factors, roomy), ({"chat": 1.0}, plain)]
-    calm = a_trial(PROBLEM, traffic, cv=0.1)
-    result = rehearse(factory, melange, SETTINGS, calm, RehearsalRules(runs=2, first=True), known=known)
-    assert [step.factors["chat"] for step in result.steps] == [2.0, 1.0]
-    assert result.best.cost_usd_per_h == pytest.approx(plain.plan.cost_usd_per_h)
-    wild = a_trial(PROBLEM, traffic, cv=6.0)
-    result = rehearse(factory, melange, SETTINGS, wild, RehearsalRules(runs=2, first=True), known=known)
-    assert result.best.cost_usd_per_h > plain.plan.cost_usd_per_h

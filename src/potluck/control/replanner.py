@@ -1,7 +1,8 @@
 """Plans for a service that runs: for rates, lengths and speeds as seen, at the prices of now, from what is there.
 
 first   after machines were lost: what is left, routed anew or in other roles; no weights are loaded
-full    a new plan, by the strategy that made the one in force, that pays for what it starts
+full    a new plan, by the strategy that made the one in force, that pays for what it starts; judged by the same
+        evidence as what runs, where there is a simulator
 """
 
 from __future__ import annotations
@@ -16,10 +17,19 @@ from potluck.plan.current_problem import INTERVAL_S, Startups, observed, problem
 from potluck.plan.problem import PlanningProblem
 from potluck.plan.replan_options import ReplanOption, at_once, best_answer, survivors
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.strategies.template_factory import Planner
 
 FIRST_S = 1.0
 """For each solve of the first answer."""
 SAME = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEvidence:
+    """What whoever has a simulator adds: plans that hold in it, and whether one does."""
+
+    planner: Callable[[Planner], Planner]
+    holds: Callable[[PlanningProblem, Plan], bool]
 
 
 @dataclass(slots=True)
@@ -36,6 +46,8 @@ class Replanner:
     """What a start costs, by model, where the spec says where weights lie."""
     shop: Callable[[PlanningProblem], TemplateFactory] = TemplateFactory
     """With the kinds of templates that can be started here."""
+    evidence: PlanEvidence | None = None
+    """None: plans are judged on averages alone."""
 
     def first(self, asked: PlanRequest) -> PlanReply:
         """What to do at once; nothing where all machines of the running plan are there."""
@@ -61,13 +73,19 @@ class Replanner:
             settings = replace(settings, running=left)
         factory, force = self.shop(problem), asked.planned or running
         strategy = STRATEGIES.get("auto" if force is None else force.strategy, STRATEGIES["auto"])
-        outcome = strategy(factory, settings)
+        planner = strategy if self.evidence is None else self.evidence.planner(strategy)
+        outcome = planner(factory, settings)
         plan = with_candidates(factory, outcome.plan) if self.candidates else outcome.plan
         if outcome.allocation.status == "unknown" or not plan.deployments:
             return PlanReply(None, "no plan was found in time")
         if now is None:
             return PlanReply(plan, f"serves {plan.fraction:.0%} on averages")
         more = plan.fraction - now.served_fraction
+        if self.evidence is not None and abs(more) <= 1e-6:
+            held = self.evidence.holds(problem, now.plan)
+            if held != plan.holds:
+                why = "this plan holds in simulation, what runs would not"
+                return PlanReply(None, "no other plan holds in simulation") if held else PlanReply(plan, why)
         saves = now.cost_usd_per_h - plan.cost_usd_per_h
         if more > 1e-6:
             why = f"this plan serves {plan.fraction:.0%} instead of {now.served_fraction:.0%}"

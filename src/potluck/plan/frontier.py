@@ -38,8 +38,7 @@ def with_value(
 
 
 def frontier(
-    problems: Sequence[tuple[float, PlanningProblem]],
-    planner: Planner,
+    problems: Sequence[tuple[float, PlanningProblem, Planner]],
     settings: SolveSettings,
     *,
     share_templates: bool,
@@ -48,7 +47,7 @@ def frontier(
     """A plan for each value. Where templates do not depend on it, they are made once."""
     factory: TemplateFactory | None = None
     points = []
-    for value, problem in problems:
+    for value, problem, planner in problems:
         said(f"planning for {value:g}")
         if factory is None or not share_templates:
             factory = TemplateFactory(problem)

@@ -1,17 +1,20 @@
 """What simulated runs say of a model's promise, and how sure that is.
 
-Runs with different seeds are independent; requests within a run are not, since a burst hurts many at once. So the
-bound comes from the spread between runs, a_1 ... a_n being the share of requests within the objective in each:
+A run is warmed up for a few answer lengths and then judged in batches of several more; requests within a batch share
+bursts and queues, batches hardly do. So bounds come from the spread between batches, a_1 ... a_n being the share of
+requests within the objective in each:
 
-    lower = mean(a) - t sd(a) / sqrt(n)            t: one-sided 95 % of Student's t with n - 1 degrees
+    mean(a) -+ t sd(a) / sqrt(n)            t: one-sided 95 % of Student's t with n - 1 degrees
 
-and never above Wilson's bound for as many independent requests as were judged, or a few lucky runs would prove
-anything. A promise holds when `lower` reaches it, and when no more than a fiftieth is refused, by the same bound.
+and are never closer than Wilson's for as many independent requests as were judged, or a few lucky batches would prove
+anything. A promise holds when the lower bound reaches it, and when no more than a fiftieth is refused, by the same
+bound; it is missed when the upper bound does not reach it. Ever longer runs are made until one of both is clear, or
+as many requests were simulated as may be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import sqrt
 
@@ -27,15 +30,16 @@ from potluck.core.values.plan import (
     Template,
     Tried,
 )
-from potluck.core.values.types import Traffic
+from potluck.core.values.types import Slo, Traffic
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.templates.group import group_template
 from potluck.plan.timing.named_machines import machine_of
+from potluck.rehearse.request_sources import Source
 from potluck.runtime.resolved_plan import ResolvedPlan
-from potluck.sim.load.workload import Workload, of_traffic
-from potluck.sim.results.metrics import summarise
+from potluck.sim.load.workload import of_traffic
+from potluck.sim.results.metrics import judge, summarise, tpot
 from potluck.sim.results.plan_comparison import SERVED, compared, described, disagreements
-from potluck.sim.results.records import SimResult
+from potluck.sim.results.records import ANSWERED, REFUSED, SimResult
 from potluck.sim.run import simulate
 from potluck.sim.sim_settings import SimSettings
 
@@ -53,47 +57,66 @@ class Evidence:
     promised: float
     """Share of requests that the objective must hold for."""
     attained: tuple[float, ...]
+    """Share of the requests of each batch that were in time."""
     requests: int
-    """Judged, over all runs."""
+    """Judged, over all batches."""
     disagreed: tuple[str, ...] = field(default=(), compare=False)
-    """What was not as planned in the first run, in words (`sim.results.planned`), the objective apart."""
+    """What was not as planned in the last run, in words (`sim.results.planned`), the objective apart."""
     answered: tuple[float, ...] = ()
-    """Share in each run; empty where nobody asked."""
-    proven: bool = True
-    """Whether refusals are judged by what is sure, else by what was seen: few requests prove little of 2 %."""
+    """Share of each batch; empty where nobody asked."""
+    left_out: float = 0.0
+    """Share of the model's requests that no plan serves: they were not simulated, and count as missed."""
+    answer_lengths: float = 0.0
+    """Judged time, in answers of mean length as slow as the objective allows."""
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    """Means of what was answered, at the demand there is."""
 
     @property
     def mean(self) -> float:
-        return sum(self.attained) / len(self.attained) if self.attained else 0.0
+        return self._of_all(sum(self.attained) / len(self.attained) if self.attained else 0.0)
 
     @property
     def lower(self) -> float:
         """What the share is at least, with 95 % confidence; 0 where nothing was seen."""
-        return bound(self.attained, self.requests)
+        return self._of_all(bounds(self.attained, self.requests)[0])
+
+    def _of_all(self, share: float) -> float:
+        return share * (1.0 - self.left_out)
 
     @property
     def answers(self) -> bool:
         """Whether hardly anybody is turned away."""
-        return not self.answered or self._answers >= 1.0 - SERVED
+        return not self.answered or self._answered[0] >= 1.0 - SERVED
 
     @property
-    def _answers(self) -> float:
-        if self.proven:
-            return bound(self.answered, self.requests)
-        return sum(self.answered) / len(self.answered)
+    def _answered(self) -> tuple[float, float]:
+        lower, upper = bounds(self.answered, self.requests)
+        return self._of_all(lower), self._of_all(upper)
 
     @property
     def holds(self) -> bool:
         return self.lower >= self.promised and self.answers
 
+    @property
+    def suffices(self) -> bool:
+        """Whether it holds, or would if requests that no plan serves were not asked: no other plan does better."""
+        return self.holds or (self.left_out > 0 and replace(self, left_out=0.0).holds)
+
+    @property
+    def misses(self) -> bool:
+        """Whether more runs would not help, what no plan serves apart."""
+        attained, answered = bounds(self.attained, self.requests)[1], bounds(self.answered, self.requests)[1]
+        return attained < self.promised or (bool(self.answered) and answered < 1.0 - SERVED)
+
     def told(self, fresh: bool = False, gap_cv: float | None = None) -> Tried:
         least, runs = min(self.answered, default=1.0), len(self.attained)
-        seen = (self.promised, self.mean, self.lower, least, self.requests, runs, self.answers)
+        seen = (self.promised, self.mean, self.lower, self._of_all(least), self.requests, runs, self.answers)
         return Tried(self.model, *seen, fresh, gap_cv)
 
     @property
     def runs_kept(self) -> int:
-        """Runs that kept the promise by themselves."""
+        """Batches that kept the promise by themselves."""
         return sum(value >= self.promised for value in self.attained)
 
     @property
@@ -105,17 +128,26 @@ class Evidence:
         kept = (self.lower - self.promised) / max(1.0 - self.promised, 1e-3)
         if not self.answered:
             return kept
-        return min(kept, (self._answers - (1.0 - SERVED)) / SERVED)
+        return min(kept, (self._answered[0] - (1.0 - SERVED)) / SERVED)
 
 
-def bound(shares: Sequence[float], requests: int) -> float:
-    """What a share seen in several runs is at least, with 95 % confidence; 0 where nothing was seen."""
+ONE_BATCH_Z = 2.0
+"""Times as wide are bounds from a single batch, of which nobody knows how batches differ."""
+
+
+def bounds(shares: Sequence[float], requests: int) -> tuple[float, float]:
+    """What a share seen in several batches is at least and at most, each with 95 % confidence."""
     count = len(shares)
-    mean = sum(shares) / count if count else 0.0
-    if count < 2:
-        return 0.0 if not count else wilson(mean, requests)
-    spread = sqrt(sum((share - mean) ** 2 for share in shares) / (count - 1))
-    return min(mean - student_t(count - 1) * spread / sqrt(count), wilson(mean, requests))
+    if not count:
+        return 0.0, 1.0
+    mean = sum(shares) / count
+    z = Z if count > 1 else ONE_BATCH_Z * Z
+    lower, upper = wilson(mean, requests, z), 1.0 - wilson(1.0 - mean, requests, z)
+    if count > 1:
+        spread = sqrt(sum((share - mean) ** 2 for share in shares) / (count - 1))
+        wide = student_t(count - 1) * spread / sqrt(count)
+        lower, upper = min(lower, mean - wide), max(upper, mean + wide)
+    return lower, upper
 
 
 def student_t(degrees: int) -> float:
@@ -125,85 +157,145 @@ def student_t(degrees: int) -> float:
     return Z + (Z**3 + Z) / (4 * degrees) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * degrees**2)
 
 
-def wilson(share: float, count: int) -> float:
+def wilson(share: float, count: int, z: float = Z) -> float:
     if count == 0:
         return 0.0
-    middle = share + Z * Z / (2 * count)
-    return (middle - Z * sqrt(share * (1 - share) / count + (Z / (2 * count)) ** 2)) / (1 + Z * Z / count)
+    middle = share + z * z / (2 * count)
+    return (middle - z * sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)) / (1 + z * z / count)
+
+
+WARM_UP, BATCH, LOOKS = 3.0, 5.0, (1, 4, 8, 16, 32, 64)
+"""In answer lengths: what is not judged of a run, since the first meet empty replicas, and a batch. And the batches
+of one run after another: the first shows who misses by far, the second is twenty answer lengths.
+"""
+LEAST_BATCHES = 4
+"""Before a promise is called held."""
+LEAST_REQUESTS, LEAST_LATE = 50, 2.0
+"""Of a batch, and of those the promise lets be late."""
+MOST_WARM_UP = 0.4
+"""Of a run: where there are too many requests for its whole length."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialSetup:
     world: ResolvedPlan
     """Its plan is replaced by the one on trial."""
-    source: Callable[[int], Workload]
-    """The requests of a run by its number; the same number, the same requests."""
+    source: Source
     policy: Policy
     settings: SimSettings
-    warm_up_share: float = 0.2
-    """Of each run's arrivals, by time, that are not judged: the first meet empty replicas."""
-    proven: bool = True
-    """See `Evidence`."""
+    traffic: Mapping[str, Traffic]
+    """Of the models that are asked for something."""
+    left_out: Mapping[str, float] = field(default_factory=dict)
+    """Share of a model's requests that no plan serves, and `source` does not have."""
+    most_requests: int = 12_000
+    """Of one plan of one model."""
+    looks: tuple[int, ...] = LOOKS
+
+    def spans_s(self, names: Collection[str]) -> tuple[float, float]:
+        """(warm-up, batch) of runs of these models: the longest of theirs, as far as so many requests go."""
+        batch_s = warm_up_s = 0.0
+        for name in names:
+            slo, asked = self.world.slos[name], self.traffic[name]
+            answer_s = answer_length_s(slo, asked)
+            least = max(LEAST_REQUESTS, LEAST_LATE / max(1.0 - slo.attainment, 1e-4))
+            batch_s = max(batch_s, BATCH * answer_s, least / asked.rate_per_s)
+            warm_up_s = max(warm_up_s, WARM_UP * answer_s)
+        rate_per_s = sum(self.traffic[name].rate_per_s for name in names)
+        most_s = self.most_requests / rate_per_s
+        warm_up_s = min(warm_up_s, MOST_WARM_UP * most_s)
+        return warm_up_s, min(batch_s, (most_s - warm_up_s) / LEAST_BATCHES)
 
 
-def of_models(trial: TrialSetup, names: Collection[str]) -> TrialSetup:
-    def source(run: int) -> Workload:
-        load = trial.source(run)
-        mine = [place for place, name in enumerate(load.models) if name in names]
-        return load.take(np.flatnonzero(np.isin(load.model, mine)))
+def answer_length_s(slo: Slo, traffic: Traffic) -> float:
+    """Of a mean answer, as slow as may be."""
+    return slo.ttft_s + traffic.mean_output_tokens * slo.tpot_s
 
-    return replace(trial, source=source)
+
+@dataclass(slots=True)
+class _Samples:
+    """What runs have shown of one model so far."""
+
+    attained: list[float] = field(default_factory=list)
+    answered: list[float] = field(default_factory=list)
+    requests: int = 0
+    judged_s: float = 0.0
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
 
 
 def evidence_of(
     trial: TrialSetup,
     plan: Plan,
-    runs: Sequence[int],
-    said: Callable[[str], None] = lambda _: None,
+    names: Collection[str] | None = None,
+    first_run: int = 0,
     far: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Evidence, ...]:
-    """Run a plan and judge every model that was promised something and asked for something.
+    """Run a plan until it is clear of every model whether it holds. `names` share what they run on: one run for all.
 
     `far` is told how many of about how many requests were served.
     """
-    attained: dict[str, list[float]] = {}
-    answered: dict[str, list[float]] = {}
-    requests: dict[str, int] = {}
+    asked = sorted(trial.traffic if names is None else names)
+    samples = {name: _Samples() for name in asked if name in trial.world.slos}
     world = replace(trial.world, plan=plan)
-    disagreed: dict[str, list[str]] = {}
-    for place, run in enumerate(runs):
-        said(f"run {place + 1} of {len(runs)}")
-        load = trial.source(run)
-        before, total = place * len(load), len(runs) * len(load)
-        result = simulate(
-            world,
-            load,
-            trial.policy,
-            seed=run,
-            settings=trial.settings,
-            progress=lambda done, _, before=before, total=total: far(before + done, total),  # type: ignore[misc]
-        )
-        if not place:
-            disagreed = _disagreed(world, result, trial.policy)
-        warm_up_s = float(load.arrival_s[0]) + trial.warm_up_share * load.span_s
-        for model in summarise(result, warm_up_s).models:
-            if model.attainment is None or model.slo is None:
-                continue
-            attained.setdefault(model.model, []).append(model.attainment)
-            judged = model.requests - model.outcomes.cancelled
-            answered.setdefault(model.model, []).append(1.0 - model.outcomes.refused / max(1, judged))
-            requests[model.model] = requests.get(model.model, 0) + judged
-    return tuple(
-        Evidence(
-            name,
-            trial.world.slos[name].attainment,
-            tuple(shares),
-            requests[name],
-            tuple(disagreed.get(name, ())),
-            tuple(answered[name]),
-            trial.proven,
-        )
-        for name, shares in sorted(attained.items())
+    warm_up_s, batch_s = trial.spans_s(list(samples))
+    spent = 0
+    shown: tuple[Evidence, ...] = ()
+    for look, batches in enumerate(trial.looks):
+        load = trial.source(first_run + look, asked, warm_up_s + batches * batch_s)
+        if look > 1 and spent + len(load) > trial.most_requests:
+            break
+        spent += len(load)
+        policy, settings = trial.policy, trial.settings
+        result = simulate(world, load, policy, seed=first_run + look, settings=settings, progress=far)
+        for name, mine in samples.items():
+            _add(mine, result, name, (warm_up_s, batch_s))
+        shown = tuple(_evidence(trial, name, mine) for name, mine in samples.items())
+        enough = all(len(item.attained) >= LEAST_BATCHES for item in shown)
+        if any(item.misses for item in shown) or (enough and all(item.suffices for item in shown)):
+            break
+    disagreed = _disagreed(world, result, trial.policy)
+    return tuple(replace(item, disagreed=tuple(disagreed.get(item.model, ()))) for item in shown)
+
+
+def _add(samples: _Samples, result: SimResult, name: str, spans_s: tuple[float, float]) -> None:
+    """Count a run's batches: by when requests arrived, after the warm-up; the last may be a little longer."""
+    records = result.records
+    mine = records.model == records.models.index(name)
+    if not mine.any():
+        return
+    verdict = judge(records, result.slos, result.end_s, result.classes)
+    begin_s, end_s = float(records.arrival_s[0]), float(records.arrival_s[-1])
+    warm_up_s = min(spans_s[0], MOST_WARM_UP * (end_s - begin_s))
+    count = max(1, round((end_s - begin_s - warm_up_s) / spans_s[1]))
+    edges = np.linspace(begin_s + warm_up_s, end_s, count + 1)[1:-1]
+    batch = np.searchsorted(edges, records.arrival_s, side="right")
+    judged = mine & verdict.judged & (records.arrival_s >= begin_s + warm_up_s)
+    for place in range(count):
+        here = judged & (batch == place)
+        if total := int(here.sum()):
+            samples.attained.append(int((verdict.met & here).sum()) / total)
+            samples.answered.append(1.0 - int((records.outcome[here] == REFUSED).sum()) / total)
+            samples.requests += total
+    samples.judged_s += end_s - begin_s - warm_up_s
+    answered = judged & (records.outcome == ANSWERED)
+    if answered.any():
+        samples.ttft_s = float((records.first_token_s - records.arrival_s)[answered].mean())
+        paced = tpot(records)[answered]
+        samples.tpot_s = float(np.nanmean(paced)) if not np.isnan(paced).all() else 0.0
+
+
+def _evidence(trial: TrialSetup, name: str, samples: _Samples) -> Evidence:
+    slo = trial.world.slos[name]
+    return Evidence(
+        name,
+        slo.attainment,
+        tuple(samples.attained),
+        samples.requests,
+        answered=tuple(samples.answered),
+        left_out=trial.left_out.get(name, 0.0),
+        answer_lengths=samples.judged_s / answer_length_s(slo, trial.traffic[name]),
+        ttft_s=samples.ttft_s,
+        tpot_s=samples.tpot_s,
     )
 
 

@@ -1,12 +1,11 @@
-"""Headroom before anything is tried: how much more demand to plan for so that chance makes few enough late.
+"""Plans for more demand than there is, parts of plans put together, and how many requests queueing makes late.
 
-The plan for the demand as it is says which queues there are; theory says how busy they may be for what was promised
-(`queueing.late`); the plan for so much more demand has other queues, so both are done again, a few times.
+The formulas say, before anything is simulated, which plans are worth a trial.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import exp, sqrt
 from statistics import NormalDist
@@ -14,7 +13,6 @@ from typing import Literal
 
 from potluck.core.values.plan import BucketCapacity, Deployment, Plan
 from potluck.plan.problem import ModelDemand, PlanningProblem
-from potluck.plan.strategies.template_factory import PlanOutcome, SolveSettings, TemplateFactory
 from potluck.plan.timing.replica_rates import HANDOVER_SHARE, wait_factor
 
 ROUNDING = 1e-9
@@ -84,6 +82,9 @@ def assembled(parts: Mapping[str, Plan], problem: PlanningProblem) -> Plan:
         tuple(each for name in names for each in parts[name].predictions if each.model == name),
         sum(cost_by_model(parts[name], problem)[name] for name in names),
         max(parts[name].gap for name in names),
+        min(parts[name].fraction for name in names),
+        formats=tuple(item for name in names for item in parts[name].formats if item[0] == name),
+        engine=parts[names[0]].engine,
     )
 
 
@@ -97,73 +98,8 @@ def cost_by_model(plan: Plan, problem: PlanningProblem) -> dict[str, float]:
     return cost
 
 
-TRIES = 3
-MOST = 1.3
-"""More headroom than this is not asked for at once, on a guess."""
-STEP = 1.03
 SURE = 0.9
 """Of what a promise leaves open, the part that chance may take: the model is not exact."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MarginedPlan:
-    """A plan with margins: what each model's demand was multiplied by, and the outcome for that demand."""
-
-    factors: dict[str, float]
-    outcome: PlanOutcome
-
-
-def margined(
-    factory: TemplateFactory,
-    outcome: PlanOutcome,
-    planner: Callable[[TemplateFactory, SolveSettings], PlanOutcome],
-    settings: SolveSettings,
-    cv: float = 1.0,
-) -> MarginedPlan:
-    """The plan for as much more demand as queueing asks for; the one given where none is, or nodes are too few."""
-    problem = factory.problem
-    margined_plan = MarginedPlan({ask.name: 1.0 for ask in problem.asks}, outcome)
-    if outcome.plan.fraction < 1 or not outcome.plan.deployments:
-        return margined_plan
-    for _ in range(TRIES):
-        real = restored(margined_plan.outcome.plan, problem, margined_plan.factors)
-        needed = asked(problem, real, cv)
-        if all(more <= 1.0 for more in needed.values()):
-            break
-        factors = {name: factor * needed.get(name, 1.0) for name, factor in margined_plan.factors.items()}
-        factory.said("planning with margins")
-        other = planner(replace(factory, problem=scaled(problem, factors)), settings)
-        if other.plan.fraction < 1 or not other.plan.deployments:
-            break
-        margined_plan = MarginedPlan(factors, other)
-    return margined_plan
-
-
-def with_margins(
-    planner: Callable[[TemplateFactory, SolveSettings], PlanOutcome], cv: float = 1.0
-) -> Callable[[TemplateFactory, SolveSettings], PlanOutcome]:
-    """The planner whose plans have the margins that queueing asks for, as plans for the demand there is."""
-
-    def planned(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-        outcome = planner(factory, settings)
-        shop = factory.settled(outcome.plan)
-        margined_plan = margined(shop, outcome, planner, replace(settings, start_s=None), cv)
-        plan = restored(margined_plan.outcome.plan, shop.problem, margined_plan.factors)
-        return replace(margined_plan.outcome, plan=plan)
-
-    return planned
-
-
-def asked(problem: PlanningProblem, plan: Plan, cv: float) -> dict[str, float]:
-    """By how much each model's replicas should be less busy; 1 where they are idle enough."""
-    allowed = {ask.name: SURE * (1.0 - ask.slo.attainment) for ask in problem.asks}
-    values = dict.fromkeys(late(problem, plan, cv), 1.0)
-    waiting = set(values)
-    while waiting:
-        seen = late(problem, plan, cv, values)
-        waiting = {name for name in waiting if seen[name] > allowed[name] and values[name] < MOST}
-        values |= {name: min(values[name] * STEP, MOST) for name in waiting}
-    return values
 
 
 BESIDE, APART = 2.0, 0.6

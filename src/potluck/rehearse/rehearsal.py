@@ -1,159 +1,135 @@
-"""The rehearsal: plan, simulate, give each model more or less headroom, plan again, until the cheapest plan holds.
+"""The cheapest plan that keeps every promise in simulation: a bounded search over plans, each judged by evidence.
 
-    factors 1 ─▶ plan for factor x demand, evened ─▶ the same plan at real demand ─▶ runs ─▶ evidence per model
-        ▲                                                                                        │
-        └──────────────── per model: misses: more; holds: less; both seen: between ◀─────────────┘
+Models share no replica, so a plan is a part for each model, and a part that was tried once need not be tried again
+beside others (unless its KV crosses links that others use). Each model has a pool of parts:
 
-All models are searched at once, one plan and one set of runs per round, with the same requests in every round. When
-every model's factor has settled, the plan made of each model's best must hold as a whole, and again in runs that no
-round has seen; if it does not, the models that missed get a little more and the search goes on. A model's part of a
-plan that was tried already is not run again, unless its KV crosses links that others use.
+    the plan on averages, and the plans of other strategies       restricted sets of columns, rivals
+    the planner's plan for more demand than there is              headroom
+    the planner's plan without the columns that missed            near-optimal alternatives
+    a copy more of a column that missed, one less of one held     single steps
+
+First one plan that holds is looked for, guided by queueing: the cheapest parts that are expected to hold, with ever
+more to spare where some miss. Then all that costs less is tried, the cheapest first. What is left in the end is the
+cheapest of all that evidence supports, or, where plans, solves or requests run out before, the cheapest so far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, sqrt
+from heapq import heappop, heappush
+from math import ceil
 
 from potluck.core.errors import CapacityError
-from potluck.core.values.plan import Plan
+from potluck.core.values.plan import Deployment, Plan
+from potluck.plan.assemble.columns import egress_usd_per_h
 from potluck.plan.assemble.even_shares import evened
+from potluck.plan.assemble.term_rows import charges_of, rent_usd_per_h
 from potluck.plan.problem import PlanningProblem
-from potluck.plan.strategies.template_factory import PlanOutcome, SolveSettings, TemplateFactory
+from potluck.plan.strategies.template_factory import Planner, PlanOutcome, SolveSettings, TemplateFactory
 from potluck.plan.verify import verify
-from potluck.rehearse.evidence import Evidence, TrialSetup, evidence_of, of_models
-from potluck.rehearse.queueing_margins import Factors, assembled, cost_by_model, reached, restored, scaled
+from potluck.rehearse.evidence import Evidence
+from potluck.rehearse.queueing_margins import SURE, assembled, cost_by_model, late, restored, scaled
 from potluck.rehearse.request_sources import FRESH
 
-GROWTH = 1.5
-SMALL_GROWTH = 1.1
-"""From a factor that held in the search and did not in the end, or that nearly does."""
-SAME_COST = 0.005
-"""Relative; a gap between costs that is not worth a round."""
-
-
-@dataclass(frozen=True, slots=True)
-class FactorBracket:
-    """Where the factor lies. `factor` is the one to plan for next.
-
-    The least factor that holds gives the cheapest plan. Whether a plan holds is only nearly monotone in the factor,
-    so only a factor whose own plan held is ever taken.
-    """
-
-    floor: float
-    """No factor below it: 1 x the planner's headroom is a fleet that is busy all the time on averages alone."""
-    ceiling: float
-    factor: float = 1.0
-    missed: float | None = None
-    """The largest known to miss."""
-    held: float | None = None
-    """The smallest known to hold."""
-    missed_usd_per_h: float = 0.0
-    held_usd_per_h: float = 0.0
-    done: bool = False
-    """Nothing is left to try; `factor` is `held`, or all there is."""
-
-
-def told(
-    bracket: FactorBracket, at: float, usd_per_h: float, holds: bool, tolerance: float, growth: float = GROWTH
-) -> FactorBracket:
-    """What a trial at a factor means; until one holds, the next is `growth` times as much."""
-    if holds:
-        if bracket.held is None or at <= bracket.held:
-            bracket = replace(bracket, held=at, held_usd_per_h=usd_per_h)
-        if bracket.missed is not None and bracket.missed >= at:
-            bracket = replace(bracket, missed=None)
-    elif at < (bracket.held or inf) and at >= (bracket.missed or 0.0):
-        bracket = replace(bracket, missed=at, missed_usd_per_h=usd_per_h)
-    return _aimed(bracket, tolerance, growth)
-
-
-def refuted(bracket: FactorBracket, at: float, usd_per_h: float) -> FactorBracket:
-    """A factor that held does not after all: beside other models, or with fresh runs."""
-    nearby = at * SMALL_GROWTH
-    missed = replace(bracket, held=None, missed=at, missed_usd_per_h=usd_per_h, done=at >= bracket.ceiling)
-    return replace(missed, factor=min(nearby, bracket.ceiling))
-
-
-def _aimed(bracket: FactorBracket, tolerance: float, growth: float) -> FactorBracket:
-    missed, held = bracket.missed, bracket.held
-    if held is None:
-        assert missed is not None
-        if missed >= bracket.ceiling:
-            return replace(bracket, factor=bracket.ceiling, done=True)
-        return replace(bracket, factor=min(missed * growth, bracket.ceiling), done=False)
-    if missed is None:
-        if held <= bracket.floor * (1 + 1e-9):
-            return replace(bracket, factor=held, done=True)
-        return replace(bracket, factor=max(held / GROWTH, bracket.floor), done=False)
-    cheaper = bracket.missed_usd_per_h < bracket.held_usd_per_h * (1 - SAME_COST)
-    if held / missed <= 1 + tolerance or not cheaper:
-        return replace(bracket, factor=held, done=True)
-    return replace(bracket, factor=sqrt(missed * held), done=False)
-
-
-Planner = Callable[[TemplateFactory, SolveSettings], PlanOutcome]
-Known = tuple[Factors, PlanOutcome]
-"""What each model's demand was multiplied by, and what the planner said."""
-HELD = "holds in the runs that it was tried in"
-SAME_FACTOR = 1e-6
-NEAR = 0.5
-"""In units of what a promise leaves open: a little more may do for so small a miss."""
+SAME_COST = 0.002
+"""Relative; a gap between costs that is not worth a trial."""
+HELD, FRESHLY = "holds in simulation", "holds in runs that the search did not see"
 ABOUT_AS_CLOSE = 0.25
 """In units of what a promise leaves open: nobody pays several times as much for so little."""
+GROWTH, SMALL_GROWTH, NEAR = 1.5, 1.1, 0.5
+"""What a part of the same columns must have to spare, over one that missed, or that missed by little: by less than so
+much of what the promise leaves open.
+"""
+STEP = 0.1
+"""Of a column's copies that are added or taken at once; one at least."""
+MOST_COMBINATIONS = 200
+"""Of parts that are looked at for one that fits into the fleet."""
+
+
+Judge = Callable[[Plan, Collection[str], int], tuple[Evidence, ...]]
+"""What a plan does for some models, which are run together, in runs from a number on."""
 
 
 @dataclass(frozen=True, slots=True)
 class RehearsalRules:
-    runs: int = 5
-    """Per round, and as many fresh ones in the end."""
-    most_rounds: int = 30
-    tolerance: float = 0.05
-    """Factors closer than this are not told apart."""
-    most_factor: float = 16.0
-    verdict_runs: int = 10
-    first: bool = False
-    """The first plan that holds will do: not the cheapest, and without fresh runs."""
+    most_plans: int = 24
+    """That are tried."""
+    most_solves: int = 6
+    """Of the planner, beside the plans that are there at first."""
+    most_requests: int = 60_000
+    """Simulated in all, after which no further plan is begun."""
+    fresh: bool = False
+    """Whether the plan must hold again, in runs that no plan was chosen by."""
+    cv: float = 1.0
+    """How gaps between requests vary, for queueing."""
+    enough: Callable[[], bool] = lambda: False
+    """Asked before each further plan; ends the search."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelPart:
+    """What a plan has for one model, as a plan of that model alone."""
+
+    model: str
+    plan: Plan
+    made: str
+    """How, in words."""
+    usd_per_h: float
+    spare: float
+    """How many times the demand it serves on averages."""
+    late: float
+    """Share of requests that queueing expects to be late, over what may be."""
+    key: object
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return frozenset(template.name for template in self.plan.templates)
 
 
 @dataclass(frozen=True, slots=True)
 class RehearsedPlan:
     number: int
-    factors: dict[str, float]
-    """What each model's demand was multiplied by, as far as the fleet goes."""
-    cost_usd_per_h: float
+    parts: Mapping[str, ModelPart]
     evidence: tuple[Evidence, ...]
     plan: Plan
-    """For the real demand."""
-    outcome: PlanOutcome
-    """As the planner gave it, for the multiplied demand."""
     fresh: bool = False
-    short: bool = False
-    """Whether the fleet could not give what was asked for."""
+
+    @property
+    def cost_usd_per_h(self) -> float:
+        return self.plan.cost_usd_per_h
 
     @property
     def holds(self) -> bool:
         return all(item.holds for item in self.evidence)
 
     @property
+    def suffices(self) -> bool:
+        return all(item.suffices for item in self.evidence)
+
+    @property
+    def made(self) -> dict[str, str]:
+        return {name: part.made for name, part in self.parts.items()}
+
+    @property
     def margin(self) -> float:
         """Of the model that is worst off."""
         return min((item.margin for item in self.evidence), default=0.0)
 
-    def margin_of(self, model: str) -> float:
-        return next((item.margin for item in self.evidence if item.model == model), 0.0)
-
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """How it went. `chosen` is the cheapest step that held, in fresh runs too; None when none did."""
+    """How it went. `chosen` is the cheapest plan that held, of the requests that any plan serves; None: none did."""
 
     steps: tuple[RehearsedPlan, ...]
     chosen: RehearsedPlan | None
     reason: str
-    problem: PlanningProblem
-    """With the demand that the best plan was made for."""
+    averages: PlanOutcome
+    """The plan that suffices on averages alone."""
+
+    @property
+    def holds(self) -> bool:
+        return self.chosen is not None and self.chosen.holds
 
     @property
     def best(self) -> RehearsedPlan:
@@ -164,266 +140,384 @@ class Rehearsal:
         return min(close, key=lambda step: (step.cost_usd_per_h, -step.margin))
 
     @property
-    def first(self) -> RehearsedPlan:
-        return self.steps[0]
+    def outcome(self) -> PlanOutcome:
+        """The best plan, with how far it is from the least that any plan costs on averages."""
+        base, plan = self.averages, self.best.plan
+        cost, least = plan.total_usd_per_h, base.plan.total_usd_per_h * (1 - base.plan.gap)
+        gap = max(0.0, cost - least) / cost if cost > 0 else 0.0
+        return replace(base, plan=replace(plan, strategy=base.plan.strategy, gap=gap))
 
 
 @dataclass(slots=True)
-class _RehearsalSearch:
+class _PlanSearch:
     factory: TemplateFactory
     planner: Planner
     settings: SolveSettings
-    trial: TrialSetup
+    judge: Judge
     rules: RehearsalRules
-    said: Callable[[str], None]
-    enough: Callable[[], bool]
-    far: Callable[[int, int], None]
-    known: Sequence[Known]
-    """Plans that somebody has made. The search begins with the factors of the first."""
-    plainer: Planner | None = None
-    """Makes plans of another kind, tried where the first misses and the first that holds will do."""
-    sure: RehearsedPlan | None = None
-    """One of these that holds: what costs as much need not be tried."""
-    brackets: dict[str, FactorBracket] = field(default_factory=dict)
-    steps: list[RehearsedPlan] = field(default_factory=list)
-    held_in: dict[str, RehearsedPlan] = field(default_factory=dict)
-    """Where the best factor of each model was tried."""
+    pools: dict[str, list[ModelPart]] = field(default_factory=dict)
+    keys: set[object] = field(default_factory=set)
+    """Of all parts in the pools."""
     seen: dict[object, Evidence] = field(default_factory=dict)
-    """What each model's part of a plan has shown; a part that fresh runs refuted keeps their evidence."""
-    verdicts: int = 0
+    """By a part's key, with the parts beside it where they share links."""
+    needed: dict[tuple[str, frozenset[str]], float] = field(default_factory=dict)
+    """What a model's part of the same templates should have to spare, after one that missed."""
+    asked: dict[str, float] = field(default_factory=dict)
+    """The most demand that was planned for, times what there is."""
+    short: bool = False
+    """Whether the fleet did not suffice for that."""
+    steps: list[RehearsedPlan] = field(default_factory=list)
+    solves: int = 0
+    requests: int = 0
+    whole: list[dict[str, ModelPart]] = field(default_factory=list)
+    """Parts that were planned together, and so fit together."""
 
-    def run(self) -> tuple[RehearsedPlan | None, str]:
-        problem = self.factory.problem
-        begun = self.known[0][0] if self.known else {}
-        for ask in problem.asks:
-            if ask.rate_per_s > 0:
-                factor = begun.get(ask.name, 1.0)
-                self.brackets[ask.name] = FactorBracket(problem.headroom, self.rules.most_factor, factor)
-        while len(self.steps) < self.rules.most_rounds:
-            if self.steps and self.enough():
-                return None, "there was no time to try more"
-            settled = all(bracket.done for bracket in self.brackets.values())
-            step = (self._best() if settled else None) or self._attempt()
-            if step.short and not step.holds and self._stuck(step):
-                return None, "the fleet has no more nodes that would help"
-            if self.sure is not None and step is self.sure:
-                return step, HELD
-            if self.rules.first and not step.holds and step.number == 1 and self.plainer is not None:
-                self._try_plainer(self.plainer)
-            if self.rules.first and step.holds:
-                return self._cheaper(step) if step.number == 1 else step, HELD
-            if settled and step.holds:
-                verdict = self._verdict(step)
-                if verdict.holds:
-                    return verdict, "holds in runs that the search did not see"
-                step = verdict
-            if settled and not self._refute(step):
-                return None, f"{self.rules.most_factor:g} times the demand is not enough for some model"
-            if not settled:
-                self._learn(step)
-        return None, f"no plan was settled on in {self.rules.most_rounds} rounds"
+    @property
+    def problem(self) -> PlanningProblem:
+        return self.factory.problem
 
-    def _best(self) -> RehearsedPlan | None:
-        """Every model's part of the plan that it held in, as one plan; None where nodes or links are too few."""
-        problem, held = self.factory.problem, self.held_in
-        if len(held) < len(self.brackets):
-            return None
-        if len({step.number for step in held.values()}) == 1:
-            return next(iter(held.values()))
-        factors = {model: step.factors[model] for model, step in held.items()}
-        # A part that was planned for more than there was serves what it reached, and that is what counts here.
-        plan = assembled({model: step.outcome.plan for model, step in held.items()}, problem)
-        if verify(scaled(problem, factors), plan):
-            return None
-        last = max(held.values(), key=lambda step: step.number)
-        return self._try(replace(last.outcome, plan=plan), factors)
+    def run(self, outcome: PlanOutcome) -> tuple[RehearsedPlan | None, str]:
+        self.pools = {ask.name: [] for ask in self.problem.asks if ask.rate_per_s > 0}
+        self.offer(outcome.plan, outcome.plan.strategy)
+        for plan in outcome.alternatives:
+            self.offer(plan, plan.strategy)
+        best = self._first_that_holds()
+        while best is not None:
+            best = self._cheapest_below(best)
+            if not self.rules.fresh:
+                return best, HELD
+            verdict = self._try(best.parts, best.plan, fresh=True)
+            if verdict.suffices:
+                return verdict, FRESHLY
+            held = [step for step in self.steps if step.suffices and not self._missed(step)]
+            best = min(held, key=lambda step: step.cost_usd_per_h, default=None) or self._first_that_holds()
+        if self.rules.enough():
+            return None, "there was no time to try more"
+        if self._spent:
+            return None, f"{len(self.steps)} plans were tried"
+        return None, "the fleet has no more nodes that would help"
 
-    def _attempt(self) -> RehearsedPlan:
-        factors = {model: bracket.factor for model, bracket in self.brackets.items()}
-        self.said(f"round {len(self.steps) + 1}: planning")
-        shop = replace(self.factory, problem=scaled(self.factory.problem, factors))
-        made = next((outcome for known, outcome in self.known if _alike(known, factors)), None)
-        outcome = made or self.planner(shop, self.settings)
-        self.factory.searched = shop.searched
-        if not outcome.plan.deployments:
-            raise CapacityError("no plan was found to rehearse; allow more time, or see the plan without it")
-        even = evened(shop.problem, outcome.plan, self.settings.time_limit_s, self.settings.clock)
-        if self.sure is not None and even.cost_usd_per_h > self.sure.cost_usd_per_h * (1 - SAME_COST):
-            return self.sure
-        return self._try(replace(outcome, plan=self._kept(even, factors)), factors)
+    @property
+    def _spent(self) -> bool:
+        rules = self.rules
+        over = len(self.steps) >= rules.most_plans or self.requests >= rules.most_requests
+        return bool(self.steps) and (over or self.rules.enough())
 
-    def _try_plainer(self, planner: Planner) -> None:
-        factors = {model: bracket.factor for model, bracket in self.brackets.items()}
-        shop = replace(self.factory, problem=scaled(self.factory.problem, factors))
-        outcome = planner(shop, self.settings)
-        if outcome.plan.fraction < 1 or not outcome.plan.deployments:
+    def _first_that_holds(self) -> RehearsedPlan | None:
+        """Some plan that holds, cheap if queueing is right."""
+        while not self._spent:
+            able = {name: self._likely(name) for name in self.pools}
+            if self._solve_for_more([name for name, parts in able.items() if not parts]):
+                continue
+            # Where no part is expected to hold, the one with most to spare is the best guess.
+            step = self._next({name: parts or self._roomiest(name) for name, parts in able.items()})
+            if step is None or step.suffices:
+                return step
+            for item in step.evidence:
+                if not item.suffices:
+                    part = step.parts[item.model]
+                    growth = SMALL_GROWTH if item.margin > -NEAR else GROWTH
+                    self.needed[part.model, part.columns] = part.spare * growth
+            self._vary(step, more=True)
+        return None
+
+    def _likely(self, name: str) -> list[ModelPart]:
+        """Parts that held, or that are expected to."""
+        return [
+            part
+            for part in self._open(name)
+            if self._held(part)
+            or (part.late <= 1.0 and part.spare >= self.needed.get((name, part.columns), 0.0))
+        ]
+
+    def _roomiest(self, name: str) -> list[ModelPart]:
+        return sorted(self._open(name), key=lambda part: -part.spare)[:1]
+
+    def _open(self, name: str) -> list[ModelPart]:
+        """Parts that are not known to miss, the cheapest first."""
+        parts = [
+            part for part in self.pools[name] if (item := self.seen.get(part.key)) is None or item.suffices
+        ]
+        return sorted(parts, key=lambda part: part.usd_per_h)
+
+    def _held(self, part: ModelPart) -> bool:
+        item = self.seen.get(part.key)
+        return item is not None and item.suffices
+
+    def _cheapest_below(self, best: RehearsedPlan) -> RehearsedPlan:
+        """Everything cheaper than a plan that holds, the cheapest first."""
+        self._vary(best, more=False)
+        for missed in [step for step in self.steps if not step.suffices][-1:]:
+            self._solve_above(missed)
+        while not self._spent:
+            step = self._next({name: self._open(name) for name in self.pools}, best.plan)
+            if step is None:
+                break
+            if step.suffices:
+                best = step
+                self._vary(step, more=False)
+                continue
+            self._vary(step, more=True)
+            self._solve_above(step)
+            self._solve_without(step)
+        return best
+
+    def _next(
+        self, pools: Mapping[str, Sequence[ModelPart]], below: Plan | None = None
+    ) -> RehearsedPlan | None:
+        """Try the cheapest combination of parts that fits; none that costs as much as `below`."""
+        most = None if below is None else rank_usd_per_h(below) * (1 - SAME_COST)
+        for parts in self._combinations(pools):
+            plan = self._joined(parts)
+            if most is not None and rank_usd_per_h(plan) >= most:
+                return None
+            known = [self.seen[key] for key in self._keys(parts, plan).values() if key in self.seen]
+            if all(item.suffices for item in known) and not verify(self.problem, plan):
+                return self._try(parts, plan)
+        return None
+
+    def _combinations(self, pools: Mapping[str, Sequence[ModelPart]]) -> Iterator[dict[str, ModelPart]]:
+        """One part of each pool, the cheapest sums first; then those that were planned together."""
+        names = sorted(pools)
+        if not names or not all(pools[name] for name in names):
             return
-        even = evened(shop.problem, outcome.plan, self.settings.time_limit_s, self.settings.clock)
-        parts = _parts(restored(even, self.factory.problem, factors), self.brackets)
-        if all(key in self.seen for key in parts.values()):
-            return  # it is the very plan that missed
-        step = self._try(replace(outcome, plan=even), factors)
-        self.sure = step if step.holds else None
+        start = (0,) * len(names)
+        heap, known = [(sum(pools[name][0].usd_per_h for name in names), start)], {start}
+        for _ in range(MOST_COMBINATIONS):
+            if not heap:
+                return
+            usd_per_h, places = heappop(heap)
+            yield {name: pools[name][place] for name, place in zip(names, places, strict=True)}
+            for turn, name in enumerate(names):
+                after = (*places[:turn], places[turn] + 1, *places[turn + 1 :])
+                if after[turn] < len(pools[name]) and after not in known:
+                    known.add(after)
+                    step = pools[name][after[turn]].usd_per_h - pools[name][places[turn]].usd_per_h
+                    heappush(heap, (usd_per_h + step, after))
+        chosen = {name: {part.key for part in parts} for name, parts in pools.items()}
+        for parts in self.whole:
+            if all(part.key in chosen[name] for name, part in parts.items()):
+                yield parts
 
-    def _kept(self, plan: Plan, factors: dict[str, float]) -> Plan:
-        """The plan with parts that models held in, where any that holds will do, they cost no more and all fit."""
-        held = {
-            item.model: step.outcome.plan
-            for step in self.steps
-            for item in step.evidence
-            if item.holds and abs(step.factors[item.model] - factors[item.model]) < SAME_FACTOR
+    def _joined(self, parts: Mapping[str, ModelPart]) -> Plan:
+        plan = assembled({name: part.plan for name, part in parts.items()}, self.problem)
+        return costed(plan, self.problem, self.settings.running)
+
+    def _keys(self, parts: Mapping[str, ModelPart], plan: Plan) -> dict[str, object]:
+        joined = crossing(plan)
+        beside = frozenset(parts[name].key for name in joined if name in parts)
+        return {
+            name: (part.key, beside) if name in joined and len(beside) > 1 else part.key
+            for name, part in parts.items()
         }
-        if not self.rules.first or not held or plan.fraction < 1:
-            return plan
-        parts = dict.fromkeys(self.brackets, plan) | held
-        joined = replace(assembled(parts, self.factory.problem), formats=plan.formats, charges=plan.charges)
-        dearer = joined.cost_usd_per_h > plan.cost_usd_per_h * (1 + SAME_COST)
-        return plan if dearer or verify(scaled(self.factory.problem, factors), joined) else joined
 
-    def _try(self, outcome: PlanOutcome, factors: dict[str, float]) -> RehearsedPlan:
-        """Run a plan, unless the very same was run before."""
-        number, plan = len(self.steps) + 1, restored(outcome.plan, self.factory.problem, factors)
-        parts = _parts(plan, self.brackets)
-        known = [self.seen[key] for key in parts.values() if key in self.seen]
-        # Where any plan that holds will do, one with a part that is known to miss need not be run.
-        hopeless = self.rules.first and not all(entry.holds for entry in known)
-        if len(known) < len(parts) and not hopeless:
-            runs = range(self.rules.runs)
-            fresh = {model for model, key in parts.items() if key not in self.seen}
-            if fresh & (joined := crossing(plan)):
-                fresh |= joined & set(parts)  # they share links
-            trial = self.trial if fresh == set(parts) else of_models(self.trial, fresh)
-            for item in evidence_of(
-                trial, plan, runs, lambda run: self.said(f"round {number}: {run}"), self.far
-            ):
-                self.seen.setdefault(parts[item.model], item)
-        evidence = tuple(self.seen[parts[model]] for model in sorted(parts) if parts[model] in self.seen)
-        got, short = reached(outcome.plan, factors), outcome.plan.fraction < 1
-        step = RehearsedPlan(number, got, plan.cost_usd_per_h, evidence, plan, outcome, short=short)
+    def _missed(self, step: RehearsedPlan) -> bool:
+        keys = self._keys(step.parts, step.plan).values()
+        return any(key in self.seen and not self.seen[key].suffices for key in keys)
+
+    def _try(self, parts: Mapping[str, ModelPart], plan: Plan, fresh: bool = False) -> RehearsedPlan:
+        """Run what was not run before; what shares links, together."""
+        keys, number, joined = self._keys(parts, plan), len(self.steps) + 1, crossing(plan)
+        left = [name for name in sorted(keys) if fresh or keys[name] not in self.seen]
+        groups = [[name] for name in left if name not in joined]
+        groups += [group] if (group := sorted(joined & set(keys))) and set(group) & set(left) else []
+        new: dict[str, Evidence] = {}
+        first_run = FRESH * (1 + sum(step.fresh for step in self.steps)) if fresh else 0
+        self.factory.said(f"rehearsing plan {number}")
+        for group in groups:
+            for item in self.judge(plan, group, first_run):
+                new[item.model] = item
+                self.requests += item.requests
+                # Tried again with ever new runs, anything passes some day: what was refuted stays so.
+                if not fresh or not item.suffices:
+                    self.seen[keys[item.model]] = item
+        evidence = tuple(new.get(name) or self.seen[keys[name]] for name in sorted(keys))
+        step = RehearsedPlan(number, parts, evidence, plan, fresh)
         self.steps.append(step)
         return step
 
-    def _verdict(self, step: RehearsedPlan) -> RehearsedPlan:
-        start = FRESH + self.verdicts * self.rules.verdict_runs
-        self.verdicts += 1
-        runs = range(start, start + self.rules.verdict_runs)
-        evidence = evidence_of(self.trial, step.plan, runs, lambda run: self.said(f"fresh {run}"), self.far)
-        verdict = replace(step, number=len(self.steps) + 1, evidence=evidence, fresh=True)
-        self.steps.append(verdict)
-        parts = _parts(step.plan, self.brackets)
-        # Tried again with ever new runs, anything passes some day: what was refuted stays so.
-        self.seen.update({parts[item.model]: item for item in evidence if not item.holds})
-        return verdict
+    def offer(self, plan: Plan, made: str, factors: Mapping[str, float] | None = None) -> bool:
+        """Put a plan's parts into the pools; whether one of them is new."""
+        real = restored(plan, self.problem, factors) if factors else plan
+        if not plan.deployments or (real.fraction < 1 and self.keys):
+            return False
+        even = evened(self.problem, real, self.settings.time_limit_s, self.settings.clock)
+        parts = {}
+        for name in self.pools:
+            asked = (factors or {}).get(name, 1.0)
+            parts[name] = self._part(
+                even, name, made if abs(asked - 1) < 1e-3 else f"{made} for x {asked:.3g}"
+            )
+        before = len(self.keys)
+        for name, part in parts.items():
+            if part.key not in self.keys:
+                self.keys.add(part.key)
+                self.pools[name].append(part)
+        self.whole.append(parts)
+        return len(self.keys) > before
 
-    def _cheaper(self, held: RehearsedPlan) -> RehearsedPlan:
-        """A plan that was made before and costs less, where it holds too: margins are a guess."""
-        best = held
-        for factors, outcome in self.known[1:]:
-            if outcome.plan.cost_usd_per_h < best.cost_usd_per_h * (1 - SAME_COST):
-                shop = replace(self.factory, problem=scaled(self.factory.problem, factors))
-                even = evened(shop.problem, outcome.plan, self.settings.time_limit_s, self.settings.clock)
-                step = self._try(replace(outcome, plan=even), dict(factors))
-                best = step if step.holds else best
-        return best
+    def _part(self, plan: Plan, name: str, made: str) -> ModelPart:
+        own = costed(assembled({name: plan}, self.problem), self.problem, self.settings.running)
+        ask = next(ask for ask in self.problem.asks if ask.name == name)
+        allowed = SURE * (1.0 - ask.slo.attainment)
+        expected = late(replace(self.problem, asks=(ask,)), own, self.rules.cv)[name]
+        return ModelPart(
+            name,
+            own,
+            made,
+            rank_usd_per_h(own),
+            spare_of(own, self.problem, name),
+            expected / allowed,
+            part_key(own),
+        )
 
-    def _learn(self, step: RehearsedPlan) -> None:
-        cost = cost_by_model(step.plan, self.factory.problem)
-        verdicts = {item.model: item.holds for item in step.evidence}
-        for model, bracket in self.brackets.items():
-            holds = verdicts.get(model, True)
-            if step.short and not holds:
-                continue  # it asked for more than there is; it asks again when others have given some up
-            at = step.factors[model]
-            if self.rules.first and holds:
-                continue  # the first that will do: nobody gives headroom back before all hold
-            growth = GROWTH
-            if self.rules.first and not holds and step.margin_of(model) > -NEAR:
-                growth = SMALL_GROWTH
-            self.brackets[model] = told(bracket, at, cost[model], holds, self.rules.tolerance, growth)
-            if holds and self.brackets[model].held == at and self._better(model, step):
-                self.held_in[model] = step
-
-    def _better(self, model: str, step: RehearsedPlan) -> bool:
-        best = self.held_in.get(model)
-        if best is None:
-            return True
-        problem = self.factory.problem
-        new, old = cost_by_model(step.plan, problem)[model], cost_by_model(best.plan, problem)[model]
-        farther = step.margin_of(model) > best.margin_of(model)
-        return new < old * (1 - SAME_COST) or (new <= old * (1 + SAME_COST) and farther)
-
-    def _refute(self, step: RehearsedPlan) -> bool:
-        """Settled factors did not hold together: whether there is more to try."""
-        cost = cost_by_model(step.plan, self.factory.problem)
-        for item in step.evidence:
-            if item.holds:
+    def _vary(self, step: RehearsedPlan, more: bool) -> None:
+        """Offer each part with copies more, where it missed, or fewer, where it held, of one of its columns."""
+        verdicts = {item.model: item.suffices for item in step.evidence}
+        for name, part in step.parts.items():
+            if verdicts.get(name, True) == more:
                 continue
-            bracket = refuted(self.brackets[item.model], step.factors[item.model], cost[item.model])
-            self.brackets[item.model] = bracket
-            self.held_in.pop(item.model, None)
-            if bracket.done:
-                return False
-        return True
+            for place, deployment in enumerate(part.plan.deployments):
+                change = max(1, ceil(STEP * deployment.count)) * (1 if more else -1)
+                others = part.plan.deployments[:place], part.plan.deployments[place + 1 :]
+                count = deployment.count + change
+                kept = (replace(deployment, count=count),) if count > 0 else ()
+                word = "more" if more else "fewer"
+                self._offer_copies(
+                    part, (*others[0], *kept, *others[1]), f"{part.made}, {abs(change)} {word}"
+                )
 
-    def _stuck(self, step: RehearsedPlan) -> bool:
-        """Whether models that miss for want of nodes are all that is left: nobody else can give any up."""
-        missing = {item.model for item in step.evidence if not item.holds}
-        return all(bracket.done for model, bracket in self.brackets.items() if model not in missing)
+    def _offer_copies(self, part: ModelPart, deployments: tuple[Deployment, ...], made: str) -> None:
+        names = {deployment.template for deployment in deployments}
+        templates = tuple(template for template in part.plan.templates if template.name in names)
+        other = replace(part.plan, templates=templates, deployments=deployments)
+        ask = next(ask for ask in self.problem.asks if ask.name == part.model)
+        alone, other = replace(self.problem, asks=(ask,)), costed(other, self.problem, None)
+        even = evened(alone, other, self.settings.time_limit_s, self.settings.clock)
+        if not deployments or even is other:
+            return  # they do not suffice on averages, or there are no more nodes
+        new = self._part(even, part.model, made)
+        if new.key not in self.keys:
+            self.keys.add(new.key)
+            self.pools[part.model].append(new)
+
+    def _solve_for_more(self, names: Sequence[str]) -> bool:
+        """Plan for more of these models, and for more than those parts serve that are not expected to hold."""
+        if not names or self.short:
+            return False
+        for name in names:
+            known = [
+                part.spare for part in self.pools[name] if part.spare < self.asked.get(name, 1.0) * GROWTH
+            ]
+            self.asked[name] = max([self.asked.get(name, 1.0), *known]) * (1.0 + STEP)
+        return self._planned(self.asked)
+
+    def _solve_above(self, step: RehearsedPlan) -> None:
+        """Plan for a little more than the parts that missed have capacity for: the next plan that is another one."""
+        missed = [item.model for item in step.evidence if not item.suffices]
+        self._planned({name: step.parts[name].spare * (1.0 + STEP / 2) for name in missed})
+
+    def _solve_without(self, step: RehearsedPlan) -> None:
+        """Plan without the columns of the parts that missed."""
+        missed = {item.model for item in step.evidence if not item.suffices}
+        names = {t.name for name in missed for t in step.parts[name].plan.templates}
+        self._planned({}, frozenset(names))
+
+    def _planned(self, factors: Mapping[str, float], without: frozenset[str] = frozenset()) -> bool:
+        if self.solves >= self.rules.most_solves or self.rules.enough():
+            return False
+        self.solves += 1
+        self.factory.said("planning with headroom" if factors else "planning without what missed")
+        asked = {ask.name: factors.get(ask.name, 1.0) for ask in self.problem.asks}
+        shop = replace(self.factory, problem=scaled(self.problem, asked))
+        if without:  # what is made of the templates that are left is not for others
+            shop = replace(shop, without=without, made=dict(shop.made))
+        outcome = self.planner(shop, self.settings)
+        self.short |= bool(factors) and outcome.plan.fraction < 1
+        word = "" if factors else ", other columns"
+        made = (outcome.plan, *outcome.alternatives)
+        return sum(self.offer(plan, f"{plan.strategy}{word}", asked) for plan in made) > 0
 
 
 def rehearse(
     factory: TemplateFactory,
     planner: Planner,
     settings: SolveSettings,
-    trial: TrialSetup,
+    judge: Judge,
     rules: RehearsalRules | None = None,
-    said: Callable[[str], None] = lambda _: None,
-    enough: Callable[[], bool] = lambda: False,
-    far: Callable[[int, int], None] = lambda done, total: None,
-    known: Sequence[Known] = (),
-    plainer: Planner | None = None,
+    outcome: PlanOutcome | None = None,
+    seen: dict[object, Evidence] | None = None,
 ) -> Rehearsal:
-    """The cheapest plan, over factors on each model's demand, that keeps every promise in simulation.
+    """The cheapest plan that keeps every promise in simulation.
 
-    `enough` is asked before each further round, and ends the search. `far` is told how many of a round's requests
-    were served; `known` are plans that were made before, with the factors to begin with first; `plainer` makes plans
-    of another kind, of which one is tried where the first misses and the first that holds will do.
+    `outcome` is the planner's answer where it was asked before; `seen` is what the same judge said of parts before.
     """
-    search = _RehearsalSearch(
-        factory, planner, settings, trial, rules or RehearsalRules(), said, enough, far, known, plainer
+    outcome = outcome or planner(factory, settings)
+    if not outcome.plan.deployments:
+        raise CapacityError("no plan was found to rehearse; allow more time, or see the plan without it")
+    search = _PlanSearch(factory, planner, settings, judge, rules or RehearsalRules())
+    search.seen = {} if seen is None else seen
+    chosen, reason = search.run(outcome)
+    if chosen is not None and not chosen.holds:
+        reason = "no plan serves all of the requests"
+    return Rehearsal(tuple(search.steps), chosen, reason, outcome)
+
+
+def rank_usd_per_h(plan: Plan) -> float:
+    """What plans are chosen by."""
+    return plan.total_usd_per_h + plan.start_usd_per_h
+
+
+def costed(plan: Plan, problem: PlanningProblem, running: Plan | None) -> Plan:
+    """A plan that was put together, with what it costs."""
+    started = 0.0
+    if running is not None and problem.init_penalty > 0:
+        before = {(d.template, d.region): d.count for d in running.deployments}
+        new = [
+            replace(d, count=count)
+            for d in plan.deployments
+            if (count := d.count - before.get((d.template, d.region), 0)) > 0
+        ]
+        started = problem.init_penalty * sum(
+            cost_by_model(replace(plan, deployments=tuple(new)), problem).values()
+        )
+    return replace(
+        plan,
+        cost_usd_per_h=rent_usd_per_h(problem, plan.nodes),
+        charges=charges_of(problem, plan, egress_usd_per_h(problem, plan)),
+        start_usd_per_h=started,
     )
-    chosen, reason = search.run()
-    if chosen is None and search.sure is not None:
-        chosen, reason = search.sure, HELD
-    rehearsal = Rehearsal(tuple(search.steps), chosen, reason, factory.problem)
-    best = rehearsal.best
-    asked = {name: factor / best.outcome.plan.fraction for name, factor in best.factors.items()}
-    return replace(rehearsal, problem=scaled(factory.problem, asked))
 
 
-def _alike(a: Factors, b: Factors) -> bool:
-    return all(abs(a.get(name, 1.0) - b.get(name, 1.0)) < 1e-9 for name in {*a, *b})
+def spare_of(plan: Plan, problem: PlanningProblem, model: str) -> float:
+    """How many times a model's demand a plan serves, as busy as replicas may be."""
+    item = next((item for item in plan.predictions if item.model == model), None)
+    return (
+        0.0
+        if item is None or not item.demand_per_s > 0
+        else item.capacity_per_s * problem.headroom / item.demand_per_s
+    )
 
 
-def _parts(plan: Plan, models: Iterable[str]) -> dict[str, object]:
-    """Per model a key that is equal for plans which deploy it and route its requests alike.
-
-    Models share no replica, only links: what models attain whose KV crosses some depends on all of these.
-    """
-    model_of = {template.name: template.model for template in plan.templates}
-    deployed: dict[str, set[object]] = {model: set() for model in models}
-    for deployment in plan.deployments:
-        deployed.setdefault(model_of[deployment.template], set()).add(deployment)
-    for share in plan.shares:
-        key = (share.template, share.region, share.bucket, share.phase, f"{share.rate_per_s:.6g}")
-        deployed.setdefault(model_of[share.template], set()).add(key)
-    for flow in plan.flows:
-        ends = (flow.bucket, flow.prefill_region, flow.decode_region, f"{flow.rate_per_s:.6g}")
-        deployed.setdefault(flow.model, set()).add(ends)
-    joined = crossing(plan)
-    whole = frozenset().union(*(deployed[model] for model in joined if model in deployed))
-    return {name: (name, frozenset(deployed[name]), whole if name in joined else None) for name in models}
+def part_key(plan: Plan) -> object:
+    """Equal for plans which deploy a model and route its requests alike."""
+    shares = {
+        (s.template, s.region, s.bucket, s.phase, f"{s.rate_per_s:.5g}")
+        for s in plan.shares
+        if s.rate_per_s > 0
+    }
+    flows = {(f.bucket, f.prefill_region, f.decode_region, f"{f.rate_per_s:.5g}") for f in plan.flows}
+    return plan.formats, frozenset(plan.deployments), frozenset(shares), frozenset(flows)
 
 
 def crossing(plan: Plan) -> set[str]:
+    """Models whose KV crosses links between regions, which others may use."""
     return {flow.model for flow in plan.flows if flow.prefill_region != flow.decode_region}
+
+
+def tried(judge: Judge, plan: Plan, models: Collection[str]) -> tuple[Evidence, ...]:
+    """What a judge says of one plan: model by model, those that share links together."""
+    joined = sorted(crossing(plan) & set(models))
+    groups = [*([name] for name in sorted(models) if name not in joined), *([joined] if joined else [])]
+    items = (item for group in groups for item in judge(plan, group, 0))
+    return tuple(sorted(items, key=lambda item: item.model))

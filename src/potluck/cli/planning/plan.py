@@ -47,8 +47,6 @@ from potluck.cli.planning.rehearsal import (
     rehearsed,
     requests_option,
     show_rehearsal,
-    trial_of,
-    tried,
 )
 from potluck.core.errors import CapacityError, InputError
 
@@ -119,13 +117,10 @@ def plan(
         progress_bar(f"planning without the limits of {problem.engine.title}")
         cost = engine_cost(factory, outcome, planner, settings, settings.clock() - began_s)
         tried = rehearsed(spec, factory, outcome, planner, settings, asked, progress_bar.far)
-        if tried is not None:
-            factory, outcome = replace(factory, problem=tried.problem), tried.best.outcome
-        require_sound(factory.problem, outcome.plan)
-        if tried is not None:
-            outcome = replace(outcome, plan=tried.best.plan)
+        outcome = outcome if tried is None else tried.outcome
+        require_sound(problem, outcome.plan)
         outcome = _with_candidates(factory, outcome, spec)
-        result = noted(outcome.plan, tried, spec, problem, asked.cv)
+        result = outcome.plan if tried is None else noted(outcome.plan, tried, spec, problem, asked.cv)
         notes = (*lossy_notices(result), *notes)
         saves.text("--out", out, lambda: plan_to_json(result))
         progress_bar("asking what else there was")
@@ -144,7 +139,7 @@ def plan(
         show_search(factory.searched)
         show_reasons(reasons if outcome.plan.deployments else None)
     saves.complain()
-    if outcome.plan.fraction < 1 or (tried is not None and tried.chosen is None):
+    if outcome.plan.fraction < 1 or (tried is not None and not tried.holds):
         missed()
 
 
@@ -248,14 +243,11 @@ def _as_json(
     return body
 
 
-RUNS = 2
-"""Of every plan: attainment as it is seen, not a proof."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class SolvedStrategy:
     outcome: PlanOutcome
     cpu_s: float
+    shown: tuple[Evidence, ...] = ()
 
 
 @click.command()
@@ -267,16 +259,15 @@ class SolvedStrategy:
 def compare(as_json: bool, **options: Any) -> None:
     """All strategies on one spec, in one table. Without SPEC, the bundled example.
 
-    Every plan serves the same requests in a short simulation; --averages leaves that out.
+    Of every strategy it is the cheapest plan that holds in simulation, as `plan --strategy` finds it, all with the
+    same requests; --averages leaves that out.
     """
     posed, rest = posed_of(options)
     asked, spec = asked_of(rest), posed.spec()
     problem = posed.problem(spec)
     with progress(4 * len(problem.asks) + 12) as progress_bar:
-        factory, solved, left_out, notes = _solved(problem, posed, progress_bar)
-        problem = factory.problem
-        shown = {} if asked.averages else _rehearsed(spec, problem, solved, asked, posed.seed, progress_bar)
-    rows = [_row(problem, name, strategy, shown.get(name, ())) for name, strategy in solved.items()]
+        problem, solved, left_out, notes = _solved(spec, problem, posed, asked, progress_bar)
+    rows = [_row(problem, name, strategy) for name, strategy in solved.items()]
     if as_json:
         from potluck.core.codec import encode
 
@@ -294,80 +285,46 @@ def compare(as_json: bool, **options: Any) -> None:
 
 
 def _solved(
-    problem: PlanningProblem, posed: PlanningOptions, said: ProgressBar
-) -> tuple[TemplateFactory, dict[str, SolvedStrategy], list[str], tuple[str, ...]]:
-    """(templates of what is planned for, each strategy's plan, who cannot and why, what nobody can serve)."""
+    spec: Spec, problem: PlanningProblem, posed: PlanningOptions, asked: RehearsalOptions, said: ProgressBar
+) -> tuple[PlanningProblem, dict[str, SolvedStrategy], list[str], tuple[str, ...]]:
+    """(what is planned for, each strategy's plan, who cannot and why, what nobody can serve)."""
     from potluck.plan.explain import planned_rest
     from potluck.plan.strategies import STRATEGIES, TemplateFactory
 
-    factory = TemplateFactory(problem, said=said)
-    solved_strategies, left_out = _others(factory, posed, said)
-    # `auto` begins from what the others found, so that it is never the worse.
-    known = tuple(solved_strategy.outcome.plan for solved_strategy in solved_strategies.values())
-    start_s = time.process_time()
-    said("auto")
-    rest, outcome, notes = planned_rest(STRATEGIES["auto"], factory, posed.settings(starts=known))
-    best = SolvedStrategy(outcome, time.process_time() - start_s)
-    if rest.problem != problem:  # what nothing can serve is left out for all
-        solved_strategies, left_out = _others(rest, posed, said)
-    return rest, {"auto": best} | solved_strategies, left_out, notes
-
-
-def _others(
-    factory: TemplateFactory, posed: PlanningOptions, said: ProgressBar
-) -> tuple[dict[str, SolvedStrategy], list[str]]:
-    """Every strategy's plan but that of `auto`, and what is said of those that this spec is not for."""
-    from potluck.plan.strategies import STRATEGIES
-
-    solved_strategies: dict[str, SolvedStrategy] = {}
+    solved: dict[str, SolvedStrategy] = {}
     left_out: list[str] = []
-    for name in (strategy for strategy in STRATEGIES if strategy != "auto"):
+    notes: tuple[str, ...] = ()
+    factory = TemplateFactory(problem, said=said)
+    seen: dict[object, Evidence] = {}
+    for name, planner in STRATEGIES.items():
         start_s = time.process_time()
         said(name)
         try:
-            outcome = STRATEGIES[name](factory, posed.settings())
+            if name == "auto":  # what nothing can serve is left out for all
+                factory, outcome, notes = planned_rest(planner, factory, posed.settings())
+            else:
+                outcome = planner(factory, posed.settings())
         except InputError as error:
             # A strategy that this spec is not for is told, not fatal; what is wrong for all is.
             if error.field != "strategy":
                 raise
             left_out.append(error.problem)
             continue
-        solved_strategies[name] = SolvedStrategy(outcome, time.process_time() - start_s)
-    return solved_strategies, left_out
+        cpu_s = time.process_time() - start_s
+        shown: tuple[Evidence, ...] = ()
+        if outcome.plan.fraction >= 1 and outcome.plan.deployments:
+            tried = rehearsed(spec, factory, outcome, planner, posed.settings(), asked, said.far, seen)
+            if tried is not None:
+                outcome, shown = tried.outcome, tried.best.evidence
+        solved[name] = SolvedStrategy(outcome, cpu_s, shown)
+    return factory.problem, solved, left_out, notes
 
 
-def _rehearsed(
-    spec: Spec,
-    problem: PlanningProblem,
-    solved: dict[str, SolvedStrategy],
-    asked: RehearsalOptions,
-    seed: int,
-    said: ProgressBar,
-) -> dict[str, tuple[Evidence, ...]]:
-    """What simulation says of every plan that serves all; plans that are alike are tried once."""
-    if not any(ask.rate_per_s > 0 for ask in problem.asks):
-        return {}
-    known: dict[object, tuple[Evidence, ...]] = {}
-    result = {}
-    trial, _ = trial_of(spec, problem, solved["auto"].outcome.plan, asked, seed)
-    for name, solved_strategy in solved.items():
-        plan = solved_strategy.outcome.plan
-        if plan.fraction < 1 or not plan.deployments:
-            continue
-        key = (plan.deployments, plan.shares, plan.flows, plan.formats)
-        if key not in known:
-            known[key] = tried(trial, plan, RUNS, said, said.far)
-        result[name] = known[key]
-    return result
-
-
-def _row(
-    problem: PlanningProblem, name: str, solved: SolvedStrategy, shown: tuple[Evidence, ...]
-) -> ComparedStrategy:
+def _row(problem: PlanningProblem, name: str, solved: SolvedStrategy) -> ComparedStrategy:
     from potluck.plan.explain import usd_range
     from potluck.plan.verify import verify
 
-    result = solved.outcome.plan
+    result, shown = solved.outcome.plan, solved.shown
     tokens_per_h = sum(ask.tokens_per_s * result.fraction_of(ask.name) for ask in problem.asks) * 3600
     low, high = usd_range(problem, result)
     worst = min(shown, key=lambda each: each.mean - each.promised, default=None)

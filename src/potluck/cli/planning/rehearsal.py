@@ -14,22 +14,24 @@ from potluck.cli.common.files import option_group
 from potluck.cli.common.render import paragraph, percent, table, usd
 from potluck.cli.planning.planning_options import strategy_of
 from potluck.core.errors import InputError
+from potluck.core.values.types import LengthBin
 
 if TYPE_CHECKING:
     from potluck.core.values.plan import Plan, Tried
-    from potluck.plan.problem import PlanningProblem
+    from potluck.core.values.types import Traffic
+    from potluck.plan.problem import ModelDemand, PlanningProblem
     from potluck.plan.search.search_templates import Estimate
     from potluck.plan.strategies import PlanOutcome, SolveSettings, TemplateFactory
+    from potluck.plan.strategies.template_factory import Planner
     from potluck.rehearse.evidence import Evidence, TrialSetup
-    from potluck.rehearse.rehearsal import Rehearsal
-    from potluck.rehearse.request_sources import Source
+    from potluck.rehearse.rehearsal import Judge, Rehearsal
     from potluck.sim.load.workload import Workload
     from potluck.spec.spec_values import Spec
 
 
 KEPT = {"holds": "holds", "unsure": "is not sure to hold", "misses": "misses"}
 """How a promise fared, in words."""
-EVIDENCE = ("model", "promised", "runs_kept", "requests", "holds")
+EVIDENCE = ("model", "promised", "requests", "holds", "left_out", "answer_lengths", "ttft_s", "tpot_s")
 
 
 def evidence_line(seen: Tried) -> str:
@@ -39,22 +41,23 @@ def evidence_line(seen: Tried) -> str:
         kept += f" ({percent(seen.at_least, seen.promised)} or more is sure; more runs may tell)"
     if not seen.answers:
         kept += f"; answered {percent(seen.answered)} or more"
-    runs = f"{seen.runs} {'fresh ' if seen.fresh else ''}runs" if seen.runs > 1 else "one run"
-    if seen.gap_cv is not None:
-        runs += f" with gaps of CV {seen.gap_cv:g}"
+    about = [
+        *(["fresh runs"] if seen.fresh else []),
+        *([f"gaps of CV {seen.gap_cv:g}"] if seen.gap_cv is not None else []),
+    ]
+    runs = f" ({', '.join(about)})" if about else ""
     attained = f"{percent(seen.attained, seen.promised)} of {seen.requests:,} requests"
-    return f"rehearsed: {seen.model} in time for {attained} ({runs}), {kept}"
+    return f"rehearsed: {seen.model} in time for {attained}{runs}, {kept}"
 
 
 def noted(
-    plan: Plan, rehearsal: Rehearsal | None, spec: Spec, problem: PlanningProblem, gap_cv: float | None
+    plan: Plan, rehearsal: Rehearsal, spec: Spec, problem: PlanningProblem, gap_cv: float | None
 ) -> Plan:
-    """The plan with what it was seen to do, for whoever reads it later."""
+    """The best plan with what it was seen to do, for whoever reads it later."""
     from potluck.core.values.plan import Rehearsed
 
-    if rehearsal is None:
-        return plan
-    shown = tuple(item.told(rehearsal.best.fresh, gap_cv) for item in rehearsal.best.evidence)
+    best = rehearsal.best
+    shown = tuple(item.told(best.fresh, gap_cv) for item in best.evidence)
     return replace(plan, rehearsed=Rehearsed(mark_of_trial(plan, spec, problem), shown))
 
 
@@ -76,11 +79,10 @@ def mark_of_trial(plan: Plan, spec: Spec, problem: PlanningProblem) -> str:
 
 
 MOST_LINES = 6
-SEED_STRIDE = 10_000_000
-"""Between the runs of one `--seed` and the next: more than a rehearsal ever numbers."""
-RUNS, SHORT_RUNS = 5, 3
-SHORT_S, SHORT_PLAN_S, SHORT_ROUNDS = 14.0, 5.0, 8
-"""CPU-seconds after which a short rehearsal begins no further round; those that each plan takes at most; rounds."""
+SHORT_S, SHORT_PLAN_S = 20.0, 5.0
+"""CPU-seconds after which a short rehearsal begins no further plan; those that each solve takes at most."""
+LONG_REQUESTS = 100_000
+"""Of one plan of one model, with --rehearse."""
 Said = Callable[[str], None]
 Far = Callable[[int, int], None]
 
@@ -90,28 +92,23 @@ class RehearsalOptions:
     """The options of a rehearsal. None leaves it to the kind of rehearsal, short or long."""
 
     rehearse: bool = False
-    """Long: the cheapest that holds, with a proof in fresh runs. Short: the first that holds."""
+    """Long: more plans and more requests of each, with a proof in fresh runs."""
     cv: float | None = None
     requests: int | None = None
-    runs: int | None = None
     attainment: str = "closed"
     averages: bool = False
     """None at all."""
 
-    @property
-    def of_runs(self) -> int:
-        return self.runs or (RUNS if self.rehearse else SHORT_RUNS)
-
 
 cv_option = option("--cv", type=float, help="Variation of a rehearsal's gaps: 1 is Poisson, above it bursts.")
 requests_option = option(
-    "--requests", type=click.IntRange(min=100), help="Of each run of a rehearsal; else as many as it takes."
+    "--requests", type=click.IntRange(min=100), help="Simulated of each model, at most, to judge one plan."
 )
 averages_option = option("--averages", is_flag=True, help="Plan on averages alone: no short rehearsal.")
 
 
 rehearsal_options = option_group(
-    option("--rehearse", is_flag=True, help="Find the cheapest plan that holds, proven in fresh runs."),
+    option("--rehearse", is_flag=True, help="Try more plans, for longer, and prove the best in fresh runs."),
     averages_option,
     option(
         "--attainment",
@@ -121,7 +118,6 @@ rehearsal_options = option_group(
     ),
     cv_option,
     requests_option,
-    option("--runs", type=click.IntRange(2, 1000), help="Per round: else 3, or 5 with --rehearse."),
 )
 
 
@@ -129,80 +125,95 @@ def rehearsed(
     spec: Spec,
     factory: TemplateFactory,
     outcome: PlanOutcome,
-    planner: Callable[[TemplateFactory, SolveSettings], PlanOutcome],
+    planner: Planner,
     settings: SolveSettings,
     asked: RehearsalOptions,
     far: Far = lambda done, total: None,
+    seen: dict[object, Evidence] | None = None,
 ) -> Rehearsal | None:
     """The rehearsal that the options ask for; None without one, or where nothing is asked of the fleet.
 
-    A short one begins with the headroom that queueing asks for, and tries without it too."""
+    `seen` is what trials of the same spec have shown before.
+    """
     if asked.averages or not any(ask.rate_per_s > 0 for ask in factory.problem.asks):
         return None
     if not asked.rehearse and outcome.plan.fraction < 1:
         return None
-    from potluck.rehearse.queueing_margins import margined
     from potluck.rehearse.rehearsal import RehearsalRules, rehearse
 
-    plain = dict.fromkeys((ask.name for ask in factory.problem.asks), 1.0)
     factory = factory.settled(outcome.plan)
-    trial, recorded = trial_of(spec, factory.problem, outcome.plan, asked, settings.seed)
-    runs = asked.of_runs
+    trial = trial_of(spec, factory.problem, outcome.plan, asked, settings.seed)
+    began_s, cv = time.process_time(), 1.0 if asked.cv is None else asked.cv
+    rules = RehearsalRules(cv=cv, enough=lambda: time.process_time() - began_s > SHORT_S)
     if asked.rehearse:
-        # A trace has just so many pieces; seeds there are without end.
-        rules = RehearsalRules(runs=runs, verdict_runs=runs if recorded else 2 * runs)
-        known = [(plain, outcome)]
-        return rehearse(factory, planner, settings, trial, rules, factory.said, far=far, known=known)
-    began_s = time.process_time()
-    short = replace(settings, time_limit_s=min(settings.time_limit_s, SHORT_PLAN_S))
-    more = margined(factory, outcome, planner, short, 1.0 if asked.cv is None else asked.cv)
-    known = [(more.factors, more.outcome), (plain, outcome)]
-    rules = RehearsalRules(runs=runs, most_rounds=SHORT_ROUNDS, first=True)
-    return rehearse(
-        factory,
-        planner,
-        short,
-        trial,
-        rules,
-        lambda what: factory.said(f"rehearsing, {what}"),
-        lambda: time.process_time() - began_s > SHORT_S,
-        far,
-        known,
-        _plainer(factory.problem, more.outcome, settings),
-    )
+        rules = RehearsalRules(60, 16, 10 * LONG_REQUESTS, fresh=True, cv=cv)
+    else:
+        settings = replace(settings, time_limit_s=min(settings.time_limit_s, SHORT_PLAN_S))
+    return rehearse(factory, planner, settings, judge_of(trial, far), rules, outcome, seen)
 
 
-def _plainer(
-    problem: PlanningProblem, made: PlanOutcome, settings: SolveSettings
-) -> Callable[[TemplateFactory, SolveSettings], PlanOutcome] | None:
-    """Single nodes alone; None where more is asked than they know of. Their gap is to `made`, a plan of all kinds."""
-    from potluck.plan.strategies.programs import single_nodes
+def judge_of(trial: TrialSetup, far: Far = lambda done, total: None) -> Judge:
+    from potluck.rehearse.evidence import evidence_of
 
-    other = made.plan.strategy != "auto" or settings.running is not None or bool(settings.pins)
-    if other or any(ask.origins for ask in problem.asks):
-        return None
-    least = made.plan.cost_usd_per_h * (1 - made.plan.gap)
+    return lambda plan, names, first_run: evidence_of(trial, plan, names, first_run, far)
+
+
+def rehearsing(planner: Planner, spec: Spec, asked: RehearsalOptions | None = None) -> Planner:
+    """The planner whose plans are the cheapest that hold in a short rehearsal; closest, where none does."""
 
     def planned(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-        plan_outcome = single_nodes(factory, settings)
-        cost = plan_outcome.plan.cost_usd_per_h
-        gap = max(plan_outcome.plan.gap, 1 - least / cost if cost > 0 else 0.0)
-        return replace(plan_outcome, plan=replace(plan_outcome.plan, gap=gap))
+        outcome = planner(factory, settings)
+        if not outcome.plan.deployments:
+            return outcome
+        now, options = spec_now(spec, factory.problem), asked or RehearsalOptions()
+        result = rehearsed(now, factory, outcome, planner, replace(settings, start_s=None), options)
+        if result is None:
+            return outcome
+        best = result.outcome
+        return replace(best, plan=noted(best.plan, result, now, factory.problem, options.cv))
 
     return planned
 
 
-def planner_of(strategy: str, averages: bool) -> Callable[[TemplateFactory, SolveSettings], PlanOutcome]:
-    """A strategy for commands that rehearse nothing: with margins, unless averages are asked for."""
-    from potluck.rehearse.queueing_margins import with_margins
+def spec_now(spec: Spec, problem: PlanningProblem) -> Spec:
+    """The spec with the nodes, links, rates and lengths that there are after what happened."""
+    asks = {ask.name: ask for ask in problem.asks}
+    models = tuple(
+        replace(model, traffic=_traffic_now(model.traffic, asks[model.name])) if model.name in asks else model
+        for model in spec.models
+    )
+    return replace(spec, models=models, regions=problem.regions, links=problem.links, pool=problem.pool)
 
+
+def _traffic_now(traffic: Traffic, ask: ModelDemand) -> Traffic:
+    now = replace(traffic, rate_per_s=ask.rate_per_s)
+    demands = [demand for demand in ask.demands if demand.rate_per_s > 0]
+    if not demands or len(demands) < len(ask.demands):
+        return now
+    bins = tuple(
+        LengthBin(each.input_tokens, each.output_tokens, each.rate_per_s / ask.rate_per_s) for each in demands
+    )
+    means = replace(now, lengths=bins)
+    ratios = (
+        means.mean_input_tokens / now.mean_input_tokens,
+        means.mean_output_tokens / now.mean_output_tokens,
+    )
+    return means if any(abs(ratio - 1) > OTHER_LENGTHS for ratio in ratios) else now
+
+
+OTHER_LENGTHS = 0.02
+"""Relative; within it the spec's own lengths are those that were planned for."""
+
+
+def planner_of(strategy: str, spec: Spec, averages: bool) -> Planner:
+    """A strategy whose plans hold in a short rehearsal, unless averages are asked for."""
     planner = strategy_of(strategy)
-    return planner if averages else with_margins(planner)
+    return planner if averages else rehearsing(planner, spec)
 
 
-def untried_basis(averages: bool) -> str:
+def basis_of_all(averages: bool) -> str:
     """Where what plans of these commands promise comes from."""
-    return "on averages, not rehearsed" if averages else "with queueing margins, not rehearsed"
+    return "proven on averages, not rehearsed" if averages else "each rehearsed in simulation"
 
 
 def asked_of(options: Mapping[str, Any]) -> RehearsalOptions:
@@ -211,26 +222,30 @@ def asked_of(options: Mapping[str, Any]) -> RehearsalOptions:
         raise InputError("--cv", f"must not be negative, is {asked.cv:g}")
     if asked.averages:
         given = {"--rehearse": asked.rehearse, "--cv": asked.cv, "--requests": asked.requests}
-        for name, value in (given | {"--runs": asked.runs}).items():
+        for name, value in given.items():
             if value not in (None, False):
                 raise InputError(name, "is for a rehearsal; leave --averages out")
     return asked
 
 
-def tried(
-    trial: TrialSetup, plan: Plan, runs: int, said: Said, far: Far = lambda done, total: None
-) -> tuple[Evidence, ...]:
-    from potluck.rehearse.evidence import evidence_of
+def tried_briefly(
+    spec: Spec, problem: PlanningProblem, plan: Plan, said: Said = lambda _: None
+) -> tuple[Tried, ...]:
+    """What simulation shows of one plan; nothing where nothing is asked of the fleet."""
+    from potluck.rehearse.rehearsal import tried
 
-    return evidence_of(trial, plan, range(runs), lambda what: said(f"rehearsing, {what}"), far)
-
-
-def tried_briefly(spec: Spec, problem: PlanningProblem, plan: Plan, said: Said) -> tuple[Tried, ...]:
-    """The same in a few runs; nothing where nothing is asked of the fleet."""
     if not any(model.traffic.rate_per_s > 0 for model in spec.models):
         return ()
-    trial, _ = trial_of(spec, problem, plan, RehearsalOptions())
-    return tuple(evidence.told() for evidence in tried(trial, plan, SHORT_RUNS, said))
+    said("rehearsing")
+    trial = trial_of(spec, problem, plan, RehearsalOptions())
+    return tuple(evidence.told() for evidence in tried(judge_of(trial), plan, trial.traffic))
+
+
+def tried_now(
+    spec: Spec, problem: PlanningProblem, plan: Plan, said: Said = lambda _: None
+) -> tuple[Tried, ...]:
+    """The same under what is asked and there now."""
+    return tried_briefly(spec_now(spec, problem), problem, plan, said)
 
 
 def estimate_of(
@@ -254,44 +269,45 @@ def estimate_of(
 
 def trial_of(
     spec: Spec, problem: PlanningProblem, plan: Plan, asked: RehearsalOptions, seed: int = 0
-) -> tuple[TrialSetup, bool]:
-    """How plans of a spec are tried, and whether with recorded requests."""
+) -> TrialSetup:
+    """How plans of a spec are tried."""
     from potluck.cli.simulating.simulation import SimulationInputs, scene_of
-    from potluck.rehearse.evidence import TrialSetup
+    from potluck.rehearse.evidence import LOOKS, TrialSetup
+    from potluck.rehearse.request_sources import PIECES, made_up, recorded
     from potluck.sim.sim_settings import SimSettings as Running
 
     world = scene_of(SimulationInputs(spec, problem, plan))
-    source, recorded = _source(spec, asked, seed)
+    traffic = [model.traffic for model in spec.models if model.traffic.rate_per_s > 0]
+    traces = _traces(spec, asked)
+    source = (
+        recorded(traces, traffic) if traces else made_up(traffic, 1.0 if asked.cv is None else asked.cv, seed)
+    )
+    shares: dict[str, float] = {}
     if left_out := _left_out(problem):
         world = replace(world, mean_tokens={**world.mean_tokens, **_means(problem, left_out)})
+        rates = {ask.name: ask.rate_per_s for ask in problem.asks}
+        shares = {item.model: max(0.0, 1.0 - rates[item.model] / item.rate_per_s) for item in traffic}
         whole = source
-        source = lambda run: _without(whole(run), left_out)  # noqa: E731
-    return TrialSetup(world, source, spec.policy, Running(), proven=asked.rehearse), recorded
+        source = lambda run, names, span_s: _without(whole(run, names, span_s), left_out)  # noqa: E731
+    setup = TrialSetup(world, source, spec.policy, Running(), {item.model: item for item in traffic}, shares)
+    most = asked.requests or (LONG_REQUESTS if asked.rehearse else setup.most_requests)
+    return replace(setup, most_requests=most, looks=LOOKS[: PIECES // 2] if traces else LOOKS)
 
 
-def _source(spec: Spec, asked: RehearsalOptions, seed: int) -> tuple[Source, bool]:
-    """The spec's own traces where it has some with times; everything else is made up. And whether it has."""
+def _traces(spec: Spec, asked: RehearsalOptions) -> dict[str, Workload]:
+    """The spec's own traces, where they have times and requests enough; everything else is made up."""
     from potluck.cli.common.workloads import WorkloadOptions as Wanted
     from potluck.cli.common.workloads import of_trace
-    from potluck.rehearse.request_sources import few, made_up, recorded, short_of
+    from potluck.rehearse.request_sources import LEAST_PIECE, PIECES
     from potluck.spec.traces import load_trace
 
-    traffic = [model.traffic for model in spec.models if model.traffic.rate_per_s > 0]
-    promised = {model.name: model.slo.attainment for model in spec.models}
-    count = asked.requests or (None if asked.rehearse else few(traffic, promised))
     traces = {}
     for model in spec.models:
         trace = None if model.trace is None else load_trace(model.trace, blocks=True)
         if trace is not None and trace.span_s > 0 and asked.cv is None and model.traffic.rate_per_s > 0:
             traces[model.name] = of_trace(trace, model.name, Wanted())
-    # A short rehearsal does with made-up arrivals where a trace has too few: in a few requests nothing is seen.
-    pieces = 2 * asked.of_runs
-    if traces and (
-        asked.rehearse or all(len(made) >= pieces * short_of(promised[name]) for name, made in traces.items())
-    ):
-        return recorded(traces, traffic, asked.of_runs, most=count), True
-    made = made_up(traffic, 1.0 if asked.cv is None else asked.cv, count)
-    return (lambda run: made(run + SEED_STRIDE * seed)), False
+    short = any(len(made) < PIECES * LEAST_PIECE for made in traces.values())
+    return {} if short and not asked.rehearse else traces
 
 
 def _left_out(problem: PlanningProblem) -> dict[str, list[tuple[int, bool]]]:
@@ -326,14 +342,14 @@ def _without(load: Workload, left_out: Mapping[str, Sequence[tuple[int, bool]]])
 
 
 def basis_of(rehearsal: Rehearsal | None) -> str:
-    """For which demand a plan was made: proofs are about that."""
-    factors = {} if rehearsal is None else rehearsal.best.factors
-    more = [f"{name} x {factor:.3g}" for name, factor in factors.items() if abs(factor - 1) > 1e-3]
-    return f"for demand with headroom ({', '.join(more)})" if more else "on averages"
+    """What a proof is about: nothing but averages are ever proven."""
+    if rehearsal is None or rehearsal.best.plan.deployments == rehearsal.averages.plan.deployments:
+        return "on averages"
+    return f"{rehearsal.reason if rehearsal.holds else 'closest to holding'}; on averages"
 
 
 def show_rehearsal(rehearsal: Rehearsal | None, asked: RehearsalOptions, plan: Plan) -> None:
-    """Every round where there were several, and what came of it."""
+    """Every plan that was tried where there were several, and what came of it."""
     if rehearsal is None and not plan.deployments:
         return
     if rehearsal is None:
@@ -341,14 +357,19 @@ def show_rehearsal(rehearsal: Rehearsal | None, asked: RehearsalOptions, plan: P
         paragraph(f"on averages: what is expected was not rehearsed in simulation{short}.")
         return
     if len(rehearsal.steps) > 1:
-        _show_rounds(rehearsal)
-    best, first = rehearsal.best, rehearsal.first
+        _show_plans(rehearsal)
+    best, averages_usd = rehearsal.best, rehearsal.averages.plan.cost_usd_per_h
     for item in best.evidence:
         paragraph(f"{evidence_line(item.told(best.fresh, asked.cv))}.")
+        if item.left_out > 0:
+            paragraph(
+                f"{percent(item.left_out)} of {item.model}'s requests are served by no plan, and count as missed."
+            )
     wrong = dict.fromkeys(line for entry in best.evidence for line in entry.disagreed)
     for line in list(wrong)[:MOST_LINES]:
         paragraph(f"Not as planned: {line}.")
-    if rehearsal.chosen is None:
+    change = best.cost_usd_per_h - averages_usd
+    if not rehearsal.holds:
         dearest = max(step.cost_usd_per_h for step in rehearsal.steps)
         more = f" up to {usd(dearest)}/h" if dearest > best.cost_usd_per_h * 1.005 else ""
         paragraph(
@@ -356,31 +377,26 @@ def show_rehearsal(rehearsal: Rehearsal | None, asked: RehearsalOptions, plan: P
             "closest."
         )
     elif len(rehearsal.steps) > 1:
-        change = best.cost_usd_per_h - first.cost_usd_per_h
         was = f"{usd(abs(change))}/h {'more' if change > 0 else 'less'} than"
-        if abs(change) < 0.005:
-            was = "as much as"
-        missed = any(entry.told().verdict == "misses" for entry in first.evidence)
-        kept = "held" if first.holds else "missed" if missed else "was not sure to hold"
-        paragraph(f"The plan {rehearsal.reason}: {was} the first plan, which {kept} with the same requests.")
+        was = "as much as" if abs(change) < 0.005 else was
+        paragraph(
+            f"The plan {rehearsal.reason}: {was} the cheapest plan on averages, of {len(rehearsal.steps)} tried."
+        )
     click.echo()
 
 
-def _show_rounds(rehearsal: Rehearsal) -> None:
+def _show_plans(rehearsal: Rehearsal) -> None:
     rows = []
     for step in rehearsal.steps:
-        runs = max((len(entry.attained) for entry in step.evidence), default=0)
-        message = (f"{step.number}", f"{runs} fresh" if step.fresh else f"{runs}", usd(step.cost_usd_per_h))
+        message = (f"{step.number}{' fresh' if step.fresh else ''}", usd(step.cost_usd_per_h))
         for item in step.evidence:
             promised = item.promised
             verdict = f"{KEPT[item.told().verdict]} {percent(promised)}"
             refused = "" if item.answers else ", refuses"
             shares = (percent(item.mean, promised), percent(item.lower, promised))
-            cells = (f"x {step.factors[item.model]:.3g}", *shares, f"{verdict}{refused}")
-            rows.append((*message, item.model, *cells))
-            message = ("", "", "")
-    columns = ("round", "runs", "USD/h", "model", "headroom", "attained", "at least", "objective")
-    table("Rehearsal", columns, rows)
+            rows.append((*message, item.model, step.made[item.model], *shares, f"{verdict}{refused}"))
+            message = ("", "")
+    table("Rehearsal", ("plan", "USD/h", "model", "made by", "attained", "at least", "objective"), rows)
 
 
 def rehearsal_json(rehearsal: Rehearsal | None) -> dict[str, object]:
@@ -389,15 +405,15 @@ def rehearsal_json(rehearsal: Rehearsal | None) -> dict[str, object]:
         return {}
     steps = [
         {
-            "round": step.number,
-            **{name: getattr(step, name) for name in ("fresh", "cost_usd_per_h", "factors", "holds")},
+            "plan": step.number,
+            **{name: getattr(step, name) for name in ("fresh", "cost_usd_per_h", "made", "holds")},
             "models": [
                 {
                     **{name: getattr(item, name) for name in EVIDENCE},
                     "attained": item.mean,
                     "at_least": item.lower,
                     "answered": sum(item.answered) / max(1, len(item.answered)),
-                    "runs": len(item.attained),
+                    "batches": len(item.attained),
                     "disagreed": list(item.disagreed),
                 }
                 for item in step.evidence
@@ -405,4 +421,4 @@ def rehearsal_json(rehearsal: Rehearsal | None) -> dict[str, object]:
         }
         for step in rehearsal.steps
     ]
-    return {"rehearsal": {"holds": rehearsal.chosen is not None, "reason": rehearsal.reason, "steps": steps}}
+    return {"rehearsal": {"holds": rehearsal.holds, "reason": rehearsal.reason, "steps": steps}}

@@ -30,12 +30,11 @@ from potluck.cli.fleet.service import nothing, opened, state_option, with_gatewa
 from potluck.cli.planning.estimate import measured
 from potluck.cli.planning.plan_show import show_groups
 from potluck.cli.planning.rehearsal import (
-    RehearsalOptions,
     Said,
     averages_option,
     evidence_line,
-    rehearsed,
-    tried_briefly,
+    rehearsing,
+    tried_now,
 )
 from potluck.core.errors import CapacityError, InputError, UnknownNameError, did_you_mean
 from potluck.core.figures import seconds
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from potluck.core.values.plan import Plan, Tried
     from potluck.plan.problem import PlanningProblem
     from potluck.plan.replan_options import ReplanOption
-    from potluck.plan.strategies import PlanOutcome, SolveSettings, TemplateFactory
+    from potluck.plan.strategies import SolveSettings
     from potluck.spec.spec_values import ModelSpec, Spec
 
 
@@ -56,35 +55,10 @@ SERVES_AS_MUCH = 1e-6
 VERDICTS = ("holds", "unsure", "misses")
 
 
-def spec_now(spec: Spec, problem: PlanningProblem) -> Spec:
-    """The spec with the nodes, links and rates that there are after what happened."""
-    rates = {ask.name: ask.rate_per_s for ask in problem.asks}
-    traffic = {
-        m.name: replace(m.traffic, rate_per_s=rates.get(m.name, m.traffic.rate_per_s)) for m in spec.models
-    }
-    models = tuple(replace(model, traffic=traffic[model.name]) for model in spec.models)
-    return replace(spec, models=models, regions=problem.regions, links=problem.links, pool=problem.pool)
-
-
-def rehearsing(planner: Planner, spec: Spec) -> Planner:
-    """The planner whose plans have as much headroom as it takes to hold in a short rehearsal."""
-
-    def planned(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-        outcome = planner(factory, settings)
-        if not outcome.plan.deployments:
-            return outcome
-        now = spec_now(spec, factory.problem)
-        trial = rehearsed(now, factory, outcome, planner, replace(settings, start_s=None), RehearsalOptions())
-        return outcome if trial is None else replace(trial.best.outcome, plan=trial.best.plan)
-
-    return planned
-
-
 def best_tried(
     answers: Sequence[ReplanOption], spec: Spec, problem: PlanningProblem, said: Said
 ) -> tuple[ReplanOption, tuple[Tried, ...]]:
     """Of the answers that serve most, the first that holds in rehearsal, else the closest; and what was seen."""
-    now = spec_now(spec, problem)
     most = max(answer.served_fraction for answer in answers)
     seen: dict[object, tuple[Tried, ...]] = {}
     result: list[tuple[int, ReplanOption, tuple[Tried, ...]]] = []
@@ -93,7 +67,7 @@ def best_tried(
             continue
         key = (answer.plan.deployments, answer.plan.shares, answer.plan.flows)
         if key not in seen:
-            seen[key] = tried_briefly(now, problem, answer.plan, said)
+            seen[key] = tried_now(spec, problem, answer.plan, said)
         worst = max((VERDICTS.index(tried.verdict) for tried in seen[key]), default=0)
         result.append((worst, answer, seen[key]))
         if worst == 0:
@@ -440,7 +414,6 @@ def _with_rate(problem: PlanningProblem, text: str) -> PlanningProblem:
     return replace(problem, asks=tuple(asks))
 
 
-Planner = Callable[["TemplateFactory", "SolveSettings"], "PlanOutcome"]
 LEAST_PER_S = 1e-3
 """A model that was asked for less keeps the rate that its spec has: a pause is no reason to plan for nothing."""
 

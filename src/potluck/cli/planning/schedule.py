@@ -11,7 +11,7 @@ from click import option
 from potluck.cli.common.files import FOLDER, OutputFiles
 from potluck.cli.common.render import emit_json, paragraph, percent, progress, table, usd
 from potluck.cli.planning.planning_options import json_option, posed_of, posing_options, strategy_option
-from potluck.cli.planning.rehearsal import averages_option, planner_of, untried_basis
+from potluck.cli.planning.rehearsal import averages_option, basis_of_all, planner_of
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def rented(plan: Plan) -> str:
 def schedule(strategy: str, out: Path | None, averages: bool, as_json: bool, **options: Any) -> None:
     """Which plan to run when, as demand changes over the day, with what changing costs.
 
-    Hours come from `traffic: {rate_by_hour: [...]}`, or from a trace that spans hours. Plans have the margins
-    of `potluck plan`, which also tries one in simulation.
+    Hours come from `traffic: {rate_by_hour: [...]}`, or from a trace that spans hours. Each plan is the cheapest that
+    holds in simulation at its rates.
     """
     from potluck.core.values.plan import plan_to_json
     from potluck.plan.day_schedule import LEVELS
@@ -45,8 +45,8 @@ def schedule(strategy: str, out: Path | None, averages: bool, as_json: bool, **o
     from potluck.plan.strategies import TemplateFactory
 
     posed, _ = posed_of(options)
-    planner, settings, saves = planner_of(strategy, averages), posed.settings(), OutputFiles()
-    spec = posed.spec()
+    spec, settings, saves = posed.spec(), posed.settings(), OutputFiles()
+    planner = planner_of(strategy, spec, averages)
     rates = hourly_rates(spec)
     problem = posed.problem(spec)
     if out is not None:
@@ -60,9 +60,9 @@ def schedule(strategy: str, out: Path | None, averages: bool, as_json: bool, **o
         for name, plan in (plans | {"static.json": day_schedule.static}).items():
             saves.text("--out", out / name, lambda plan=plan: plan_to_json(plan))  # type: ignore[misc]
     if as_json:
-        emit_json(_schedule_json(day_schedule) | {"basis": untried_basis(averages)})
+        emit_json(_schedule_json(day_schedule) | {"basis": basis_of_all(averages)})
     else:
-        _show_schedule(day_schedule, untried_basis(averages))
+        _show_schedule(day_schedule, basis_of_all(averages))
     saves.complain()
 
 

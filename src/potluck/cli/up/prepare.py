@@ -152,7 +152,7 @@ def _short_of(problem: PlanningProblem, outcome: PlanOutcome) -> tuple[str, ...]
 def _rehearsed(
     spec: Spec, factory: TemplateFactory, outcome: PlanOutcome, settings: SolveSettings
 ) -> tuple[Plan, tuple[str, ...]]:
-    """The first plan with headroom enough to hold in simulation; the one that came closest where none does."""
+    """The cheapest plan that holds in simulation; the one that came closest where none does."""
     from potluck.cli.planning.rehearsal import RehearsalOptions, evidence_line, rehearsed
     from potluck.plan.strategies import STRATEGIES
 
@@ -161,12 +161,12 @@ def _rehearsed(
         return outcome.plan, ()
     best = result.best
     lines = tuple(evidence_line(item.told()) for item in best.evidence)
-    more = best.cost_usd_per_h - result.first.cost_usd_per_h
-    if result.chosen is None:
+    more = best.cost_usd_per_h - outcome.plan.cost_usd_per_h
+    if not result.holds:
         lines = (*lines, f"no plan held in simulation ({result.reason}); this one came closest")
     elif more > 0.005:
         lines = (*lines, f"${more:.2f}/h of it is headroom that the rehearsal asked for")
-    return best.plan, lines
+    return result.outcome.plan, lines
 
 
 def with_offers(

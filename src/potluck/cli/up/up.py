@@ -25,7 +25,6 @@ from click import argument, option
 from potluck.cli.common.files import FILE, FOLDER, PATH
 from potluck.cli.common.inputs import for_style, weights_in
 from potluck.cli.common.render import paragraph, progress, unstyled
-from potluck.cli.planning.rehearsal import SHORT_RUNS
 from potluck.cli.simulating.simulation import SimulationInputs, policy_of, read_one_spec, startups_of
 from potluck.cli.supervisor import SUPERVISED
 from potluck.cli.up.clusters import ClusterTarget, elsewhere_options
@@ -279,7 +278,7 @@ def _up(paths: tuple[Path, ...], elsewhere: ClusterTarget, asked: SimpleNamespac
     if asked.port and not (folder / "state.db").is_file():  # else its own gateway may be there
         must_be_free(asked.port)
     with ExitStack() as whole, ExitStack() as until_ready:
-        report = until_ready.enter_context(startup(2 * SHORT_RUNS + 12))
+        report = until_ready.enter_context(startup(18))
         # It loads while the plan is made.
         fork_server = fork_server_of(folder, asked.style if model is None and here else "gpu")
         if fork_server is not None:
@@ -529,14 +528,21 @@ def planner_of(
     time_limit_s: float,
     make_factory: Callable[[PlanningProblem], TemplateFactory],
 ) -> Planner | None:
-    from potluck.control.replanner import Replanner
+    from potluck.cli.planning.rehearsal import rehearsing, tried_now
+    from potluck.control.replanner import PlanEvidence, Replanner
 
     if rules.scaling == "none":
         return None
+    spec = inputs.spec
+
+    def holds(problem: PlanningProblem, plan: Plan) -> bool:
+        return all(item.verdict == "holds" for item in tried_now(spec, problem, plan))
+
     return Replanner(
         inputs.problem,
         time_limit_s,
         candidates=rules.scaling == "cauchy",
         startups=startups_of(inputs.spec),
         shop=make_factory,
+        evidence=PlanEvidence(lambda planner: rehearsing(planner, spec), holds),
     )

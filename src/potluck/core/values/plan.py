@@ -313,6 +313,11 @@ class Plan:
         return self.cost_usd_per_h + sum(charge.usd_per_h for charge in self.charges)
 
     @property
+    def holds(self) -> bool:
+        """Whether nothing is known of it that misses in simulation."""
+        return self.rehearsed is None or all(item.verdict == "holds" for item in self.rehearsed.models)
+
+    @property
     def repertoire(self) -> tuple[Template, ...]:
         """All that copies may be of: what the plan uses, and what scaling may start."""
         return self.templates + self.candidates if self.candidates else self.templates

@@ -43,7 +43,8 @@ def efficient(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
         first, last = template.replicas[0].layout, template.replicas[-1].layout
         return first.stages[0].nodes[0].node, last.stages[0].nodes[0].node
 
-    return [replace(each, ce_tokens_per_usd=ranks[ends(each)]) for each in factory.gpu_combos(ask)]
+    combos = [each for each in factory.gpu_combos(ask) if ends(each) in ranks]
+    return [replace(each, ce_tokens_per_usd=ranks[ends(each)]) for each in combos]
 
 
 def cauchy_co(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:

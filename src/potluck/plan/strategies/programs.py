@@ -34,64 +34,73 @@ from potluck.plan.strategies.template_factory import (
 def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """Everything at once, and never worse than any one strategy.
 
-    The program over all columns is solved first, and again with those for which there was no time. Where that leaves
-    no doubt, no strategy can do better. Else each of them is tried, and the best of their plans is where the program
-    begins again. Groups of machines are columns where the pool is written down; a small fleet without one is searched
-    as well, and what that finds is taken only when it is better than the plan without it.
+    Every other strategy is tried first, each over its few columns: their plans are where the program over all columns
+    begins, and they are handed on, for what is cheapest on averages may miss in simulation. The program is solved
+    again with columns for which there was no time. Groups of machines are columns where the pool is written down; a
+    small fleet without one is searched as well, and what that finds is taken only when it is better.
     """
     problem = factory.problem
     pooled = worth_searching(problem)
     inside = pooled and problem.pool is not None
     made_in_turn(factory)
     groups = {ask.name: factory.groups(ask, settings) if inside else [] for ask in problem.asks}
-    others = _others(factory, groups)
-    grow(factory, settings, others)
-    templates = _with_pipelines(factory, others)
-    if settings.pins or settings.running or unsupported(problem):
-        # Pins and what runs bind only here; the others pick their copies by rules that do not know what is asked.
-        return allocated(factory, settings, "auto", templates)
-    # Single nodes are few columns, soon solved: what they do is where all others begin, and pipelines that might
-    # undercut it are timed before all are weighed, rather than after.
-    single = {ask.name: factory.homogeneous(ask) for ask in problem.asks}
-    tried = [allocated(factory, settings.within(SINGLE_SHARE), "auto", single)]
-    if not tried[0].plan.deployments and not settings.asking:
-        # Many models and little time: a plan comes before a better one.
-        tried = [allocated(factory, settings.within(FALLBACK_SHARE), "auto", single)]
-    first = (
-        *settings.starts,
-        *(plan_outcome.plan for plan_outcome in tried if plan_outcome.plan.deployments),
-    )
-    if tried[0].allocation.found:
-        grow(factory, settings, others, tried[0].plan.total_usd_per_h, LATER_ROUNDS)
-        templates = _with_pipelines(factory, others)
+    bound = bool(settings.pins or settings.running or unsupported(problem))
+    tried = _rivals(factory, settings, bound=bound, pooled=pooled)
+    first = settings.starts + tuple(each.plan for each in tried if each.plan.deployments)
+    grow(factory, settings, _others(factory, groups))
+    if tried[0].allocation.found and not bound:
+        # Pipelines that might undercut single nodes are timed before all are weighed, rather than after.
+        cost = tried[0].plan.total_usd_per_h
+        grow(factory, settings, _others(factory, groups), cost, LATER_ROUNDS)
+    templates = _with_pipelines(factory, _others(factory, groups))
+    if bound:
+        return allocated(factory, replace(settings, starts=first), "auto", templates)
     before_s = settings.left_s
     whole = allocated(factory, replace(settings.within(FIRST_SHARE), starts=first), "auto", templates)
     longer = factory.within(settings, settings.left_s - SOLVES_AGAIN * (before_s - settings.left_s))
     if factory.left_out and not longer.enough():  # it was solved sooner than it might have been
         made_in_turn(longer)
-        factory, others = longer, _others(longer, groups)
-        templates = _with_pipelines(factory, others)
+        factory = longer
+        templates = _with_pipelines(factory, _others(factory, groups))
         begun = replace(settings.within(FIRST_SHARE), starts=(*first, whole.plan))
         whole = allocated(factory, begun, "auto", templates)
     cost = whole.weighed_usd_per_h
-    if whole.allocation.found and grow(factory, settings, others, cost, LATER_ROUNDS).added:
-        templates = _with_pipelines(factory, others)
+    if whole.allocation.found and grow(factory, settings, _others(factory, groups), cost, LATER_ROUNDS).added:
+        templates = _with_pipelines(factory, _others(factory, groups))
         begun = replace(settings.within(FIRST_SHARE), starts=(whole.plan,))
         whole = allocated(factory, begun, "auto", templates)
-    tried += [thunderserve(factory, settings.within(RIVALS_SHARE))] if pooled and not inside else []
-    if (not _settled(whole, settings.gap_target) or factory.left_out) and not settings.asking:
-        rivals: tuple[Planner, ...] = (*RIVALS, thunderserve) if inside else RIVALS
-        if not problem.engine.hands_over:
-            rivals = tuple(rival for rival in rivals if rival not in (coral, prfaas))
-        for rival in rivals:
-            if not settings.late:
-                tried.append(rival(factory, settings.within(RIVALS_SHARE / len(rivals))))
-        if not settings.late:
-            known = tuple(each.plan for each in (whole, *tried) if each.plan.deployments)
-            more = replace(settings, starts=(*settings.starts, *known))
-            whole = _proven(allocated(factory, more, "auto", templates), whole)
+    unsure = not _settled(whole, settings.gap_target) or bool(factory.left_out)
+    if unsure and not settings.asking and not settings.late:
+        known = tuple(each.plan for each in (whole, *tried) if each.plan.deployments)
+        more = replace(settings, starts=(*settings.starts, *known))
+        whole = _proven(allocated(factory, more, "auto", templates), whole)
     best = max([whole, *tried], key=lambda each: rank_of(problem, each))
-    return whole if best is whole or not _better(problem, best, whole) else _proven(best, whole)
+    best = whole if best is whole or not _better(problem, best, whole) else _proven(best, whole)
+    return replace(best, alternatives=tuple(each.plan for each in (whole, *tried) if each is not best))
+
+
+def _rivals(
+    factory: TemplateFactory, settings: SolveSettings, *, bound: bool, pooled: bool
+) -> list[PlanOutcome]:
+    """Plans over fewer columns, soon solved: where the program over all of them begins, and what it must not be worse
+    than. Pins and what runs bind only in plans over single nodes; the others pick copies by rules that know neither.
+    """
+    single = {ask.name: factory.homogeneous(ask) for ask in factory.problem.asks}
+    tried = [allocated(factory, settings.within(SINGLE_SHARE), "single", single)]
+    if settings.asking:
+        return tried
+    if not tried[0].plan.deployments:  # many models and little time: a plan comes before a better one
+        tried = [allocated(factory, settings.within(FALLBACK_SHARE), "single", single)]
+    if bound:
+        return tried
+    rivals: tuple[Planner, ...] = (*RIVALS, thunderserve) if pooled else RIVALS
+    if not factory.problem.engine.hands_over:
+        rivals = tuple(rival for rival in rivals if rival not in (coral, prfaas))
+    each = settings.within(RIVALS_SHARE)
+    for place, rival in enumerate(rivals):
+        if not each.late:
+            tried.append(rival(factory, each.within(1 / (len(rivals) - place))))
+    return tried
 
 
 def every_kind(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
@@ -128,8 +137,8 @@ SOLVES_AGAIN = 1.3
 SINGLE_SHARE = 0.1
 FALLBACK_SHARE = 0.6
 FIRST_SHARE = 0.75
-RIVALS_SHARE = 0.5
-"""Of the time that is left: for single nodes alone, again where that was too little, for the first try, then for all
+RIVALS_SHARE = 0.4
+"""Of the time that is left: for single nodes alone, again where that was too little, for the first try, and for all
 single strategies together.
 """
 
@@ -176,12 +185,6 @@ def _proven(best: PlanOutcome, other: PlanOutcome) -> PlanOutcome:
     if allocation.found:
         allocation = replace(allocation, gap=gap, lower_bound_usd_per_h=min(bound, cost))
     return replace(best, plan=replace(best.plan, strategy="auto", gap=gap), allocation=allocation)
-
-
-def single_nodes(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-    """`auto` over single nodes alone: dearer, and less is handed over that might come late."""
-    templates = {ask.name: factory.homogeneous(ask) for ask in factory.problem.asks}
-    return allocated(factory, settings.begun, "auto", templates)
 
 
 def thunderserve(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:

@@ -109,6 +109,8 @@ class PlanOutcome:
     columns: ProgramColumns
     tried: tuple[FormatPrice, ...] = ()
     """What it would be in each combination of formats, where there was a choice."""
+    alternatives: tuple[Plan, ...] = ()
+    """Plans that others made of the same columns, or of some of them."""
 
     @property
     def weighed_usd_per_h(self) -> float:
@@ -141,6 +143,8 @@ class TemplateFactory:
     """What layouts were timed to do, here and before."""
     left_out: set[tuple[str, str]] = field(default_factory=set)
     """(kind, model) for which there was no time."""
+    without: frozenset[str] = frozenset()
+    """Names of templates that are not to be chosen."""
 
     def within(self, settings: SolveSettings, time_s: float) -> TemplateFactory:
         """The same factory, which makes nothing more once so much time is gone from now on."""
@@ -214,10 +218,12 @@ class TemplateFactory:
         return self._once("pipeline", ask, make)
 
     def aggregated(self, ask: ModelDemand) -> list[Template]:
+        """Of the pipelines timed so far, again when there are more."""
+        pipelines = self.pipelines(ask)
         return self._once(
-            "mixed pipeline",
+            f"mixed pipeline of {len(pipelines)}",
             ask,
-            lambda: list(aggregated(self.problem, ask, self.pipelines(ask), self.book(ask))),
+            lambda: list(aggregated(self.problem, ask, pipelines, self.book(ask))),
         )
 
     def groups(self, ask: ModelDemand, settings: SolveSettings) -> list[Template]:
@@ -254,6 +260,7 @@ class TemplateFactory:
         # They may have been made for a problem that had more node types than this one.
         here = self.prices
         once = [each for each in self.made[key] if all(count.node in here for count in each.nodes)]
+        once = [each for each in once if each.name not in self.without]
         if not ask.terms.asked:
             return once
         regions = [region.name for region in self.problem.regions]
