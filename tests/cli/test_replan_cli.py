@@ -120,7 +120,7 @@ fleet:
 def test_an_answer_is_judged_by_the_evidence_that_plans_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two L4 do on averages and miss when tried; without the L40S it takes all four."""
+    """Two L4 do on averages and miss when tried; without the L40S it takes three."""
     spec, plan = tmp_path / "potluck.yaml", tmp_path / "plan.json"
     spec.write_text(CHANCE % 4)
     assert run(["plan", str(spec), "--averages", "--what-if", "office:1xL4=0", "--out", str(plan)]) == 0
@@ -132,7 +132,7 @@ def test_an_answer_is_judged_by_the_evidence_that_plans_are(
     assert run([*words, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["best"] == "reallocate"
-    assert document["answers"][-1]["cost_usd_per_h"] == pytest.approx(3.2)
+    assert document["answers"][-1]["cost_usd_per_h"] == pytest.approx(2.4)
     assert [item["verdict"] for item in document["rehearsed"]] == ["holds"]
 
 

@@ -24,7 +24,7 @@ from potluck.core.errors import CapacityError
 from potluck.core.values.plan import Deployment, Plan
 from potluck.plan.assemble.columns import egress_usd_per_h
 from potluck.plan.assemble.even_shares import evened
-from potluck.plan.assemble.term_rows import charges_of, rent_usd_per_h
+from potluck.plan.assemble.term_rows import LARGE_COPY, charges_of, further_parts, rent_usd_per_h
 from potluck.plan.problem import PlanningProblem
 from potluck.plan.strategies.template_factory import Planner, PlanOutcome, SolveSettings, TemplateFactory
 from potluck.plan.verify import verify
@@ -190,7 +190,10 @@ class _PlanSearch:
             if verdict.suffices:
                 return verdict, FRESHLY
             held = [step for step in self.steps if step.suffices and not self._missed(step)]
-            best = min(held, key=lambda step: step.cost_usd_per_h, default=None) or self._first_that_holds()
+            best = (
+                min(held, key=lambda step: rank_usd_per_h(self.problem, step.plan), default=None)
+                or self._first_that_holds()
+            )
         if self.rules.enough():
             return None, "there was no time to try more"
         if self._spent:
@@ -211,6 +214,8 @@ class _PlanSearch:
                 continue
             # Where no part is expected to hold, the one with most to spare is the best guess.
             step = self._next({name: parts or self._roomiest(name) for name, parts in able.items()})
+            if step is None and not self.steps:  # others have shown already that all of them miss
+                step = self._try(self.whole[0], self._joined(self.whole[0]))
             if step is None or step.suffices:
                 return step
             for item in step.evidence:
@@ -266,10 +271,10 @@ class _PlanSearch:
         self, pools: Mapping[str, Sequence[ModelPart]], below: Plan | None = None
     ) -> RehearsedPlan | None:
         """Try the cheapest combination of parts that fits; none that costs as much as `below`."""
-        most = None if below is None else rank_usd_per_h(below) * (1 - SAME_COST)
+        most = None if below is None else rank_usd_per_h(self.problem, below) * (1 - SAME_COST)
         for parts in self._combinations(pools):
             plan = self._joined(parts)
-            if most is not None and rank_usd_per_h(plan) >= most:
+            if most is not None and rank_usd_per_h(self.problem, plan) >= most:
                 return None
             known = [self.seen[key] for key in self._keys(parts, plan).values() if key in self.seen]
             if all(item.suffices for item in known) and not verify(self.problem, plan):
@@ -365,7 +370,7 @@ class _PlanSearch:
             name,
             own,
             made,
-            rank_usd_per_h(own),
+            rank_usd_per_h(self.problem, own),
             spare_of(own, self.problem, name),
             expected / allowed,
             part_key(own),
@@ -463,9 +468,32 @@ def rehearse(
     return Rehearsal(tuple(search.steps), chosen, reason, outcome)
 
 
-def rank_usd_per_h(plan: Plan) -> float:
-    """What plans are chosen by."""
-    return plan.total_usd_per_h + plan.start_usd_per_h
+def rank_usd_per_h(problem: PlanningProblem, plan: Plan) -> float:
+    """What plans are chosen by: cost, starts, and what moving parts count for, as in the program."""
+    if not problem.complexity_share:
+        return plan.total_usd_per_h + plan.start_usd_per_h
+    prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
+    dearest = max([*prices.values(), 1e-9])
+    parts_usd = 0.0
+    rents = cost_by_model(plan, problem)
+    for deployment in plan.deployments:
+        template = plan.template(deployment.template)
+        price = sum(prices[deployment.region, node.node] * node.count for node in template.nodes)
+        (parts,) = further_parts([template])
+        parts_usd += deployment.count * price * (float(parts) + LARGE_COPY * price / dearest)
+    for model, share in crossing_shares(problem, plan).items():
+        parts_usd += rents[model] * share
+    return plan.total_usd_per_h + plan.start_usd_per_h + problem.complexity_share * parts_usd
+
+
+def crossing_shares(problem: PlanningProblem, plan: Plan) -> dict[str, float]:
+    """Of the models whose KV crosses links between regions, the share of requests for which it does."""
+    rates = {ask.name: ask.rate_per_s for ask in problem.asks if ask.rate_per_s > 0}
+    shares: dict[str, float] = {}
+    for flow in plan.flows:
+        if flow.prefill_region != flow.decode_region and flow.model in rates:
+            shares[flow.model] = shares.get(flow.model, 0.0) + flow.rate_per_s / rates[flow.model]
+    return shares
 
 
 def costed(plan: Plan, problem: PlanningProblem, running: Plan | None) -> Plan:
