@@ -37,12 +37,16 @@ SAME_COST = 0.002
 HELD, FRESHLY = "holds in simulation", "holds in runs that the search did not see"
 ABOUT_AS_CLOSE = 0.25
 """In units of what a promise leaves open: nobody pays several times as much for so little."""
-GROWTH, SMALL_GROWTH, NEAR = 1.5, 1.1, 0.5
+GROWTH, SMALL_GROWTH, NEAR = 1.25, 1.05, 0.5
 """What a part of the same columns must have to spare, over one that missed, or that missed by little: by less than so
 much of what the promise leaves open.
 """
 STEP = 0.1
 """Of a column's copies that are added or taken at once; one at least."""
+LIKELY = 2.0
+"""Times as many late as may be: where queueing expects more, it is seldom wrong."""
+UNLIKELY = 6
+"""Plans against its advice that are tried all the same, the cheapest."""
 MOST_COMBINATIONS = 200
 """Of parts that are looked at for one that fits into the fleet."""
 
@@ -218,21 +222,17 @@ class _PlanSearch:
                 step = self._try(self.whole[0], self._joined(self.whole[0]))
             if step is None or step.suffices:
                 return step
-            for item in step.evidence:
-                if not item.suffices:
-                    part = step.parts[item.model]
-                    growth = SMALL_GROWTH if item.margin > -NEAR else GROWTH
-                    self.needed[part.model, part.columns] = part.spare * growth
+            self._learn(step)
             self._vary(step, more=True)
         return None
 
-    def _likely(self, name: str) -> list[ModelPart]:
+    def _likely(self, name: str, most_late: float = 1.0) -> list[ModelPart]:
         """Parts that held, or that are expected to."""
         return [
             part
             for part in self._open(name)
             if self._held(part)
-            or (part.late <= 1.0 and part.spare >= self.needed.get((name, part.columns), 0.0))
+            or (part.late <= most_late and part.spare >= self.needed.get((name, part.columns), 0.0))
         ]
 
     def _roomiest(self, name: str) -> list[ModelPart]:
@@ -249,19 +249,31 @@ class _PlanSearch:
         item = self.seen.get(part.key)
         return item is not None and item.suffices
 
+    def _learn(self, step: RehearsedPlan) -> None:
+        for item in step.evidence:
+            if not item.suffices:
+                part = step.parts[item.model]
+                growth = SMALL_GROWTH if item.margin > -NEAR else GROWTH
+                self.needed[part.model, part.columns] = part.spare * growth
+
     def _cheapest_below(self, best: RehearsedPlan) -> RehearsedPlan:
-        """Everything cheaper than a plan that holds, the cheapest first."""
+        """What is cheaper than a plan that holds, the cheapest first: what is likely to hold, then a few others."""
         self._vary(best, more=False)
-        for missed in [step for step in self.steps if not step.suffices][-1:]:
-            self._solve_above(missed)
+        if missed := [step for step in self.steps if not step.suffices]:
+            self._solve_above(max(missed, key=lambda step: step.margin))
+        unlikely = 0
         while not self._spent:
-            step = self._next({name: self._open(name) for name in self.pools}, best.plan)
+            step = self._next({name: self._likely(name, LIKELY) for name in self.pools}, best.plan)
+            if step is None and unlikely < UNLIKELY:
+                unlikely += 1
+                step = self._next({name: self._open(name) for name in self.pools}, best.plan)
             if step is None:
                 break
             if step.suffices:
                 best = step
                 self._vary(step, more=False)
                 continue
+            self._learn(step)
             self._vary(step, more=True)
             self._solve_above(step)
             self._solve_without(step)
