@@ -163,7 +163,9 @@ class _PlanSearch:
     keys: set[object] = field(default_factory=set)
     """Of all parts in the pools."""
     seen: dict[object, Evidence] = field(default_factory=dict)
-    """By a part's key, with the parts beside it where they share links."""
+    """By a part's key, with the parts beside it where they share links. Others may have tried it too."""
+    missed: set[object] = field(default_factory=set)
+    """Keys of what was tried here and did not hold."""
     needed: dict[tuple[str, frozenset[str]], float] = field(default_factory=dict)
     """What a model's part of the same templates should have to spare, after one that missed."""
     asked: dict[str, float] = field(default_factory=dict)
@@ -218,8 +220,6 @@ class _PlanSearch:
                 continue
             # Where no part is expected to hold, the one with most to spare is the best guess.
             step = self._next({name: parts or self._roomiest(name) for name, parts in able.items()})
-            if step is None and not self.steps:  # others have shown already that all of them miss
-                step = self._try(self.whole[0], self._joined(self.whole[0]))
             if step is None or step.suffices:
                 return step
             self._learn(step)
@@ -240,9 +240,7 @@ class _PlanSearch:
 
     def _open(self, name: str) -> list[ModelPart]:
         """Parts that are not known to miss, the cheapest first."""
-        parts = [
-            part for part in self.pools[name] if (item := self.seen.get(part.key)) is None or item.suffices
-        ]
+        parts = [part for part in self.pools[name] if part.key not in self.missed]
         return sorted(parts, key=lambda part: part.usd_per_h)
 
     def _held(self, part: ModelPart) -> bool:
@@ -288,8 +286,8 @@ class _PlanSearch:
             plan = self._joined(parts)
             if most is not None and rank_usd_per_h(self.problem, plan) >= most:
                 return None
-            known = [self.seen[key] for key in self._keys(parts, plan).values() if key in self.seen]
-            if all(item.suffices for item in known) and not verify(self.problem, plan):
+            known = self._keys(parts, plan).values()
+            if self.missed.isdisjoint(known) and not verify(self.problem, plan):
                 return self._try(parts, plan)
         return None
 
@@ -329,8 +327,7 @@ class _PlanSearch:
         }
 
     def _missed(self, step: RehearsedPlan) -> bool:
-        keys = self._keys(step.parts, step.plan).values()
-        return any(key in self.seen and not self.seen[key].suffices for key in keys)
+        return not self.missed.isdisjoint(self._keys(step.parts, step.plan).values())
 
     def _try(self, parts: Mapping[str, ModelPart], plan: Plan, fresh: bool = False) -> RehearsedPlan:
         """Run what was not run before; what shares links, together."""
@@ -349,6 +346,7 @@ class _PlanSearch:
                 if not fresh or not item.suffices:
                     self.seen[keys[item.model]] = item
         evidence = tuple(new.get(name) or self.seen[keys[name]] for name in sorted(keys))
+        self.missed |= {keys[item.model] for item in evidence if not item.suffices}
         step = RehearsedPlan(number, parts, evidence, plan, fresh)
         self.steps.append(step)
         return step
