@@ -251,7 +251,7 @@ def test_what_is_not_known_is_not_said() -> None:
     assert worth("not enough", None, "+") == "not enough"
     assert worth("not known", None, "+") == "not known"
     assert worth("costs", 1.25, "+") == "+$1.25"
-    assert worth("costs", -0.001, "+") == "+$0.00"
+    assert worth("costs", -0.001, "+") == "nothing"
     assert worth("costs", -0.5, "+") == "-$0.50, other parts"
     assert plan_show._more(0.001) == "as much"
 

@@ -275,6 +275,8 @@ def test_what_is_expected_is_what_all_copies_could_do_and_all_that_is_paid(probl
     for ask, prediction in zip(problem.asks, told.predictions, strict=True):
         assert (prediction.ttft_s, prediction.tpot_s) == (0.25, 0.01) or ask.name != "chat"
         assert prediction.simulated == (ask.name == "chat")
+        tokens_per_s = prediction.prompt_tokens_per_s + prediction.answer_tokens_per_s
+        assert tokens_per_s == pytest.approx(ask.tokens_per_s * plan.fraction_of(ask.name))
         mine = [d for d in plan.deployments if plan.template(d.template).model == ask.name]
         if len(mine) == 1:  # then it has a closed form
             rates = [capacity.closed_per_s for capacity in plan.template(mine[0].template).capacity]

@@ -143,8 +143,11 @@ def expected(problem: PlanningProblem, plan: Plan, seen_s: Mapping[str, tuple[fl
         if ask is not None and ask.rate_per_s > 0 and prediction.capacity_per_s > 0:
             times = served_share(problem, plan, ask, _copies(plan, ask.name), MOST_TIMES)
             more = times * ask.rate_per_s / problem.headroom / prediction.capacity_per_s
+            served = plan.fraction_of(ask.name)
             prediction = replace(
                 prediction,
+                prompt_tokens_per_s=served * sum(d.rate_per_s * d.input_tokens for d in ask.demands),
+                answer_tokens_per_s=served * sum(d.rate_per_s * d.output_tokens for d in ask.demands),
                 capacity_per_s=prediction.capacity_per_s * more,
                 slowest_per_s=prediction.slowest_per_s * more,
                 fastest_per_s=prediction.fastest_per_s * more,

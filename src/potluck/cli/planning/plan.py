@@ -88,7 +88,7 @@ def plan(
     from potluck.core.values.kv import lossy_notices
     from potluck.core.values.plan import plan_to_json
     from potluck.plan.engine_costs import engine_cost, engine_json
-    from potluck.plan.explain import explain, planned_rest
+    from potluck.plan.explain import expected, explain, planned_rest
     from potluck.plan.strategies import TemplateFactory
 
     pins = tuple(map(_pin, options.pop("pinned")))
@@ -120,7 +120,10 @@ def plan(
         outcome = outcome if tried is None else tried.outcome
         require_sound(problem, outcome.plan)
         outcome = _with_candidates(factory, outcome, spec)
-        result = outcome.plan if tried is None else noted(outcome.plan, tried, spec, problem, asked.cv)
+        result = expected(problem, outcome.plan, {})
+        if tried is not None:
+            result = noted(outcome.plan, tried, spec, problem, asked.cv)
+        outcome = replace(outcome, plan=result)
         notes = (*lossy_notices(result), *notes)
         saves.text("--out", out, lambda: plan_to_json(result))
         progress_bar("asking what else there was")
@@ -330,8 +333,8 @@ def _row(problem: PlanningProblem, name: str, solved: SolvedStrategy) -> Compare
     worst = min(shown, key=lambda each: each.mean - each.promised, default=None)
     return ComparedStrategy(
         strategy=name,
-        cost_usd_per_h=result.cost_usd_per_h,
-        usd_per_million_tokens=result.cost_usd_per_h / tokens_per_h * 1e6 if tokens_per_h else None,
+        cost_usd_per_h=result.total_usd_per_h,
+        usd_per_million_tokens=result.total_usd_per_h / tokens_per_h * 1e6 if tokens_per_h else None,
         served_fraction=result.fraction,
         goodput_per_s=max(0.0, sum(ask.rate_per_s * result.fraction_of(ask.name) for ask in problem.asks)),
         nodes=sum(result.nodes.values()),

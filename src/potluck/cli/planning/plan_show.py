@@ -346,7 +346,9 @@ ANSWERS = {
 def _worth(answer: Answer, usd_per_h: float | None, sign: str) -> str:
     if usd_per_h is None:
         return "-" if answer == "not asked" else answer
-    return f"{sign}{usd(max(0.0, usd_per_h))}" if usd_per_h > -CENT else f"-{usd(-usd_per_h)}, other parts"
+    if abs(usd_per_h) < CENT:
+        return "nothing"
+    return f"{sign}{usd(usd_per_h)}" if usd_per_h > 0 else f"-{usd(-usd_per_h)}, other parts"
 
 
 def _more(usd_per_h: float) -> str:

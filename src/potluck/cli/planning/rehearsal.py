@@ -55,9 +55,12 @@ def noted(
 ) -> Plan:
     """The best plan with what it was seen to do, for whoever reads it later."""
     from potluck.core.values.plan import Rehearsed
+    from potluck.plan.explain import expected
 
     best = rehearsal.best
     shown = tuple(item.told(best.fresh, gap_cv) for item in best.evidence)
+    seen_s = {item.model: (item.ttft_s, item.tpot_s) for item in best.evidence if item.ttft_s > 0}
+    plan = expected(problem, plan, seen_s)
     return replace(plan, rehearsed=Rehearsed(mark_of_trial(plan, spec, problem), shown))
 
 
