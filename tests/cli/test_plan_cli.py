@@ -15,6 +15,7 @@ from potluck.cli.main import run
 from potluck.cli.planning import plan_show
 from potluck.cli.planning.plan import _hurried
 from potluck.cli.up.prepare import PlanChoices, prepared
+from potluck.core.figures import seconds
 from potluck.core.values.plan import plan_from_json
 from potluck.plan.strategies import TemplateFactory
 
@@ -45,6 +46,27 @@ def test_a_plan_is_printed_explained_and_written(
     plan = plan_from_json(out.read_text())
     assert plan.strategy == "auto"
     assert f"${plan.cost_usd_per_h:.2f}/h" in text
+
+
+def test_what_is_shown_is_what_will_be_and_everywhere_the_same(
+    spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TTFT and TPOT in terminal, page and file are those of a simulation of the same plan at the same demand."""
+    out, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    options = ["--strategy", "melange", "--no-explain"]
+    assert run(["plan", str(spec), *options, "--out", str(out), "--html", str(page)]) == 0
+    text, (seen,) = capsys.readouterr().out, plan_from_json(out.read_text()).predictions
+    assert seen.simulated
+    for value_s in (seen.ttft_s, seen.tpot_s):
+        assert seconds(value_s) in text
+        assert seconds(value_s) in page.read_text("utf-8")
+    assert run(["plan", str(spec), *options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["predictions"][0]["tpot_s"] == seen.tpot_s
+    assert run(["simulate", str(out), str(spec), "--requests", "3000", "--json"]) == 0
+    (ran,) = json.loads(capsys.readouterr().out)["models"]
+    assert seen.tpot_s == pytest.approx(ran["tpot_s"]["mean"], rel=0.1)
+    assert seen.ttft_s == pytest.approx(ran["ttft_s"]["mean"], rel=0.2)
+    assert seen.prompt_tokens_per_s == pytest.approx(4 * 1000, rel=0.01)
 
 
 def test_json_holds_the_plan_and_the_reasons(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
