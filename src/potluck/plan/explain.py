@@ -414,17 +414,8 @@ def _nodes(
             if count and plan.fraction >= 1:
                 last = _last_node(problem, offer, count)
                 fewer = ("not enough", None) if last else changed(region.name, offer.node, count - 1)
-            node_values.append(
-                NodeValue(
-                    region.name,
-                    offer.node,
-                    count,
-                    offer.available,
-                    offer.price_usd_per_h,
-                    *more,
-                    *fewer,
-                )
-            )
+            known = (offer.node, count, offer.available, offer.price_usd_per_h)
+            node_values.append(NodeValue(region.name, *known, *more, *fewer))
     return node_values
 
 

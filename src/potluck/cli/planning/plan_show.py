@@ -266,11 +266,7 @@ def _show_predictions(problem: PlanningProblem, outcome: PlanOutcome) -> None:
         "model": lambda p: p.model,
         "demand/s": lambda p: f"{p.demand_per_s:.3g}",
         "if always busy/s": lambda p: f"{p.capacity_per_s:.3g}",
-        "load": lambda p: (
-            percent(p.demand_per_s * result.fraction_of(p.model) / p.capacity_per_s)
-            if p.capacity_per_s > 0
-            else "-"
-        ),
+        "load": lambda p: percent(p.demand_per_s * result.fraction_of(p.model) / max(p.capacity_per_s, 1e-9)),
         "8 in 10 do": lambda p: (
             f"{p.slowest_per_s:.3g} to {p.fastest_per_s:.3g}" if p.fastest_per_s > 0 else "-"
         ),

@@ -36,17 +36,10 @@ class NumberedBucket:
 def bins_of(program: FlowProgram) -> tuple[NumberedBucket, ...]:
     return tuple(
         NumberedBucket(
-            m,
-            b,
-            bucket.rate_per_s,
-            bucket.kv_bits,
-            f"{model.name}/{bucket.name}",
-            bucket.barred,
-            bucket.firm,
-            bucket.crossing_usd_per_h,
+            m, b, d.rate_per_s, d.kv_bits, f"{model.name}/{d.name}", d.barred, d.firm, d.crossing_usd_per_h
         )
         for m, model in enumerate(program.models)
-        for b, bucket in enumerate(model.buckets)
+        for b, d in enumerate(model.buckets)
     )
 
 
