@@ -190,3 +190,13 @@ def test_absurd_values_are_refused() -> None:
         solve(FlowProgram(place, (one,)), time_limit_s=0.0)
     with pytest.raises(InputError, match="links"):
         FlowProgram(place, (), (LinkRow(0, 0, 1.0),))
+
+
+def test_a_plan_that_is_known_is_not_lost_where_no_time_is_left() -> None:
+    program = random_closed(1, extras=False)
+    best = solve(program)
+    assert best.found
+    hours = iter(range(0, 10**9, 3600))
+    late = solve(program, time_limit_s=1.0, starts=[dict(best.counts)], clock=lambda: float(next(hours)))
+    assert late.counts == best.counts
+    assert late.status == "feasible"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from math import comb
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from potluck.plan.assemble.columns import ProgramColumns, columns
 from potluck.plan.problem import PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.strategies.template_factory import copy_costs
-from potluck.plan.templates.placement_table import shelf_of
+from potluck.plan.templates.placement_table import MOST_SETS, nodes_at_most, shelf_of
 
 ONE = ((1500, 200, 1.0),)
 OFFERS = {"east": {"1xL4": (0.8, 4), "1xL40S": (1.86, 2)}, "west": {"1xL4": (0.7, 3), "1xL40S": (1.7, 1)}}
@@ -118,3 +119,18 @@ def test_rows_that_may_run_nowhere_are_not_asked_for() -> None:
     assert len(
         placement_table.worth(problem, free, costs, np.ones((2, len(ask.demands), 2)), few, 1.0)
     ) > len(chosen)
+
+
+@pytest.mark.parametrize(("types", "models", "most"), [(4, 2, 6), (20, 6, 6), (30, 1, 5), (30, 10, 4)])
+def test_with_many_types_or_models_pipelines_have_fewer_nodes(types: int, models: int, most: int) -> None:
+    """So that no more are gone through than for the twenty types and six models of CORAL's extended setting."""
+    assert nodes_at_most(types, models) == most
+    assert comb(types + most, most) * models <= MOST_SETS
+
+
+def test_where_time_is_short_some_libraries_do() -> None:
+    problem = the_problem(ModelTerms())
+    ask = problem.asks[0]
+    some, whole = shelf_of(problem, ask, enough=lambda: True), shelf_of(problem, ask)
+    assert 0 < len(some.per_s) < len(whole.per_s)
+    assert (some.uses == whole.uses[: len(some.uses)]).all()

@@ -27,8 +27,8 @@ from potluck.plan.allocate.program import ColumnKey, Floats, FlowProgram, NodeSu
 
 SHARE, MANY, MOST = 0.65, 6, 0.9
 """Of the time that is left, for models apart; the rest is for all at once, of which little comes with many."""
-SOON = 0.25
-"""Of the time that is left, for a few models all at once: often enough."""
+SOON, SOON_S = 0.25, 1.0
+"""Of the time that is left, for a few models all at once: often enough; so long at least, where there is as much."""
 ROUNDS = 60
 BOX, NARROWER = 0.5, 0.4
 """How far the next prices may be from the best so far, as a share of a node's price, and how much less after each
@@ -329,7 +329,7 @@ def solve_models(
     state = begun(program, deadline, gap_target, warm, starts)
     apart = falls_apart(program)
     if state.ready and apart and len(program.models) <= MANY:
-        state.deadline = deadline.part(SOON)
+        state.deadline = deadline.part(min(SHARE, max(SOON, SOON_S / max(deadline.left_s, SOON_S))))
         close(state)
         state.deadline = deadline
     if state.ready and not state.done and apart:

@@ -85,11 +85,11 @@ class Pricer:
         """Per model the templates whose network cards may bind."""
 
     def earnings(self, m: int, duals: Duals) -> Floats:
-        """[templates, regions]: what one copy's time earns at best."""
+        """[templates, regions of the prices]: what one copy's time earns at best."""
         model, first = self.program.models[m], int(self.first_bin[m])
-        best = np.zeros(self.most[m].shape)
+        best = np.zeros((len(model.uses), duals.phase.shape[2]))
         for b in range(len(model.buckets)):
-            for r in range(len(self.program.fleet.regions)):
+            for r in range(best.shape[1]):
                 for p, table in enumerate((model.prefill_per_s, model.decode_per_s)):
                     if duals.phase[p, first + b, r] > 0:
                         np.maximum(best[:, r], table[:, b] * duals.phase[p, first + b, r], out=best[:, r])
@@ -354,11 +354,12 @@ def _rows(pricer: Pricer, m: int, prefill: Floats, decode: Floats) -> list[Count
     if not asked > 0:
         return []
     span = slice(int(pricer.first_bin[m]), int(pricer.first_bin[m + 1]))
-    phase, demand = np.zeros((2, int(pricer.first_bin[-1]), regions)), np.zeros(int(pricer.first_bin[-1]))
+    # The prices are those of all regions, so that one column stands for them.
+    phase, demand = np.zeros((2, int(pricer.first_bin[-1]), 1)), np.zeros(int(pricer.first_bin[-1]))
     phase[0, span], phase[1, span], demand[span] = prefill[:, None], decode[:, None], worth
     nothing = np.zeros(0)
     earned = pricer.earnings(m, Duals(phase, demand, nothing, nothing, 0.0, nothing, nothing))
-    earned *= (1 + SLACK) / asked
+    earned = np.repeat(earned * ((1 + SLACK) / asked), regions, axis=1)
     first = _limit(program, m, np.minimum(earned, 1.0), 1.0, float(worth[firm] @ rates[firm]) / asked)
     return [first, *(_rounded(program, m, earned, unit) for unit in _units(pricer, m, earned))]
 
