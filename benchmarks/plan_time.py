@@ -1,12 +1,16 @@
 """What `potluck plan` takes for each example: for the first time (cold), and once more (warm).
 
-CPU-seconds (user and system) of the whole process, reasons included, on averages (a rehearsal is counted apart).
+CPU-seconds (user and system) of the whole process, reasons included, on averages (a rehearsal is counted apart). And
+one fleet of every size at once (`large_spec`), without reasons: its time, memory and distance from the bound.
 Loops that numba compiles once after an installation are compiled before, and modules to bytecode.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import random
+import resource
 import tempfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +20,10 @@ from parts.common import POTLUCK, ROOT, child_cpu_s, run
 EXAMPLES = ROOT / "examples"
 BUNDLED = "bundled"
 QUICK = ("one-node",)
-COLD_S, WARM_S = 10.0, 2.0
+COLD_S, WARM_S = 10.0, 3.0
+LARGE_S, LARGE_MB, LARGE_GAP = 60.0, 1000.0, 0.03
+TYPES, MODELS, REGIONS, GPUS = 30, 10, 10, 3000
+SERVED = ("Llama-3.1-8B", "Qwen3-32B", "Llama-3.1-70B", "Phi-4", "GPT-OSS-120B", "Qwen1.5-14B", "GPT-OSS-20B")
 
 
 def names() -> list[str]:
@@ -24,12 +31,46 @@ def names() -> list[str]:
 
 
 def cpu_s(name: str, folder: str, *options: str) -> float:
-    spec = [] if name == BUNDLED else [str(EXAMPLES / f"{name}.yaml")]
+    spec = [] if name == BUNDLED else [name if name.endswith(".yaml") else str(EXAMPLES / f"{name}.yaml")]
     # An installation has its bytecode, a checkout in which none may be written does not.
     installed = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     bytecode = os.path.join(tempfile.gettempdir(), "potluck-plan-time")
     environment = installed | {"XDG_CACHE_HOME": folder, "PYTHONPYCACHEPREFIX": bytecode}
     return child_cpu_s([*POTLUCK, "plan", *spec, "--averages", *options], environment)
+
+
+def large_spec(seed: int) -> dict[str, object]:
+    """Types in plenty and few of each, models of all sizes, regions joined by links."""
+    from potluck.catalog import nodes
+
+    rng = random.Random(seed)
+    gpus = rng.sample(sorted({nodes.parse(name)[1] for name in nodes.names()}), TYPES)
+    sizes = {gpu: rng.choice((1, 2, 4, 8)) for gpu in gpus}
+    asks = []
+    for m in range(MODELS):
+        traffic = {"rate_per_s": rng.choice((2, 5, 10)), "input": rng.choice((512, 1500)), "output": 200}
+        named = {"model": SERVED[m % len(SERVED)], "name": f"model{m}"}
+        asks.append(named | {"slo": {"ttft_ms": 3000, "tpot_ms": 80}, "traffic": traffic})
+    regions = []
+    for r in range(REGIONS):
+        here = []
+        for gpu in rng.sample(gpus, 2 * TYPES // 3) if r else gpus:
+            node = nodes.node_type(f"{sizes[gpu]}x{gpu}")
+            price = sizes[gpu] * node.gpu.memory_gb / 40 * rng.uniform(0.7, 1.4)
+            count = max(1, round(GPUS / REGIONS / (TYPES if not r else 2 * TYPES // 3) / sizes[gpu]))
+            here.append({"node": node.name, "available": count, "price_usd_per_h": round(price, 2)})
+        regions.append({"name": f"region{r}", "nodes": here})
+    links = [{"between": ["region0", f"region{r}"], "gbps": 10, "rtt_ms": 40} for r in range(1, REGIONS)]
+    return {"models": asks, "fleet": {"regions": regions}, "links": links}
+
+
+def measure_large(folder: str) -> dict[str, float]:
+    spec, out = Path(folder) / "large.yaml", Path(folder) / "plan.json"
+    spec.write_text(json.dumps(large_spec(1)), "utf-8")
+    time_s = cpu_s(str(spec), folder, "--no-explain", "--time-limit", str(LARGE_S), "--out", str(out))
+    peak_mb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    gap = float(json.loads(out.read_text("utf-8"))["value"]["gap"])
+    return {"large_cpu_s": time_s, "large_peak_mb": peak_mb, "large_gap": gap}
 
 
 def measure(quick: bool) -> dict[str, float]:
@@ -44,9 +85,15 @@ def measure(quick: bool) -> dict[str, float]:
             figures[f"{key}_kept_mb"] = sum(path.stat().st_size for path in Path(folder).rglob("*.npz")) / 1e6
     for kind in ("cold", "warm"):
         figures[f"worst_{kind}_cpu_s"] = max(v for k, v in figures.items() if k.endswith(f"_{kind}_cpu_s"))
-    return figures
+    with TemporaryDirectory() as folder:
+        return figures if quick else figures | measure_large(folder)
 
 
 if __name__ == "__main__":
     targets = {"worst_cold_cpu_s": ("<=", COLD_S), "worst_warm_cpu_s": ("<=", WARM_S)}
-    run("plan_time", measure, targets, quick_without="all examples but one")
+    targets |= {
+        "large_cpu_s": ("<=", LARGE_S),
+        "large_peak_mb": ("<=", LARGE_MB),
+        "large_gap": ("<=", LARGE_GAP),
+    }
+    run("plan_time", measure, targets, quick_without="all examples but one, and the large fleet")

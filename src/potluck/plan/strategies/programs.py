@@ -96,6 +96,9 @@ def _rivals(
     rivals: tuple[Planner, ...] = (*RIVALS, thunderserve) if pooled else RIVALS
     if not factory.problem.engine.hands_over:
         rivals = tuple(rival for rival in rivals if rival not in (coral, prfaas))
+    combos = sum(len(factory.combos(ask)) for ask in factory.problem.asks)
+    if combos * len(factory.problem.regions) > MOST_COMBOS:
+        rivals = tuple(rival for rival in rivals if rival not in (cauchy_mc, cauchy_co, cauchy_mce))
     each = settings.within(RIVALS_SHARE)
     for place, rival in enumerate(rivals):
         if not each.late:
@@ -130,6 +133,8 @@ def _with_pipelines(
     return {ask.name: [*others[ask.name], *factory.pipelines(ask)] for ask in factory.problem.asks}
 
 
+MOST_COMBOS = 20_000
+"""Combos in all regions: with more, what CAUCHY would choose takes longer to write down than all columns to weigh."""
 LATER_ROUNDS = 3
 """Of pipelines that might undercut the first plan, for copies are whole."""
 SOLVES_AGAIN = 1.3
