@@ -21,8 +21,7 @@ EXAMPLES = ROOT / "examples"
 BUNDLED = "bundled"
 QUICK = ("one-node",)
 COLD_S, WARM_S = 10.0, 3.0
-LARGE_S, LARGE_MB, LARGE_GAP = 60.0, 1000.0, 0.03
-TYPES, MODELS, REGIONS, GPUS = 30, 10, 10, 3000
+LARGE_S, LARGE_MB, LARGE_GAP, TYPES, MODELS, REGIONS, GPUS = 60.0, 1000.0, 0.03, 30, 10, 10, 3000
 SERVED = ("Llama-3.1-8B", "Qwen3-32B", "Llama-3.1-70B", "Phi-4", "GPT-OSS-120B", "Qwen1.5-14B", "GPT-OSS-20B")
 
 
@@ -56,21 +55,21 @@ def large_spec(seed: int) -> dict[str, object]:
         here = []
         for gpu in rng.sample(gpus, 2 * TYPES // 3) if r else gpus:
             node = nodes.node_type(f"{sizes[gpu]}x{gpu}")
-            price = sizes[gpu] * node.gpu.memory_gb / 40 * rng.uniform(0.7, 1.4)
+            price = round(sizes[gpu] * node.gpu.memory_gb / 40 * rng.uniform(0.7, 1.4), 2)
             count = max(1, round(GPUS / REGIONS / (TYPES if not r else 2 * TYPES // 3) / sizes[gpu]))
-            here.append({"node": node.name, "available": count, "price_usd_per_h": round(price, 2)})
+            here.append({"node": node.name, "available": count, "price_usd_per_h": price})
         regions.append({"name": f"region{r}", "nodes": here})
     links = [{"between": ["region0", f"region{r}"], "gbps": 10, "rtt_ms": 40} for r in range(1, REGIONS)]
     return {"models": asks, "fleet": {"regions": regions}, "links": links}
 
 
 def measure_large(folder: str) -> dict[str, float]:
-    spec, out = Path(folder) / "large.yaml", Path(folder) / "plan.json"
-    spec.write_text(json.dumps(large_spec(1)), "utf-8")
+    (spec := Path(folder) / "large.yaml").write_text(json.dumps(large_spec(1)), "utf-8")
+    out = Path(folder) / "plan.json"
     time_s = cpu_s(str(spec), folder, "--no-explain", "--time-limit", str(LARGE_S), "--out", str(out))
-    peak_mb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    gap = float(json.loads(out.read_text("utf-8"))["value"]["gap"])
-    return {"large_cpu_s": time_s, "large_peak_mb": peak_mb, "large_gap": gap}
+    peak_kb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    gap = json.loads(out.read_text("utf-8"))["value"]["gap"]
+    return {"large_cpu_s": time_s, "large_peak_mb": peak_kb / 1024, "large_gap": gap}
 
 
 def measure(quick: bool) -> dict[str, float]:

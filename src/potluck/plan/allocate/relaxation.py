@@ -313,9 +313,7 @@ def _relaxed(
     own = len(pricer.program.limits)
     program = replace(pricer.program, limits=(*pricer.program.limits, *rows))
     again = Pricer(program)
-    # With these rows the columns there are may not suffice: those that do join first.
-    most = relax_flow(again, deadline, at_cost=False, keys=before.keys)
-    relaxation = None if most is None else relax_flow(again, deadline, at_cost=True, keys=most.keys)
+    relaxation = relax_flow(again, deadline, at_cost=True, keys=before.keys)
     if relaxation is None:
         return None
     binding = np.flatnonzero(relaxation.duals.limits[own:])

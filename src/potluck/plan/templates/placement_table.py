@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from math import comb
 from pathlib import Path
 
@@ -282,15 +284,26 @@ def _all(
     degree: int | None,
     enough: Callable[[], bool],
 ) -> Iterator[tuple[int, PipelineLibrary]]:
+    """Prefill and decode pipelines; none of types of which there are more, or more layers, than a library takes."""
     kinds = stage_kinds(problem, ask, degree)
     asked = [demand for demand in ask.demands if demand.rate_per_s > 0] or ask.demands[:1]
-    for uneven in UNEVEN:  # of each bucket the first before any second: time may not suffice for all
-        for demand in asked:
-            for nodes in kinds:
-                for library in libraries(problem, ask, demand, nodes, uneven, folder):
-                    yield demand.bucket, library
-                if enough():
-                    return
+    wait, share = wait_factor(problem.headroom), 1.0 - HANDOVER_SHARE
+    # Of each bucket the first before any second: time may not suffice for all.
+    for uneven, demand, nodes in product(UNEVEN, asked, kinds):
+        cached, promised, at = demand.cached_tokens, demand.promised, ask.slo.attainment
+        rule = BucketRule(wait, share, demand.longest_tokens, cached, promised, problem.headroom, at)
+        with suppress(InputError):
+            for library in pipeline_libraries(
+                *(ask.model, nodes, ask.slo, demand.new_tokens, demand.output_tokens),
+                max_nodes=nodes_at_most(len(nodes), len(problem.asks)),
+                rule=replace(rule, uneven=uneven),
+                folder=folder,
+                sure=ask.sure,
+                engine=problem.engine,
+            ):
+                yield demand.bucket, library
+        if enough():
+            return
 
 
 def nodes_at_most(types: int, models: int) -> int:
@@ -313,37 +326,6 @@ def stage_kinds(
     if engine.unlike_degrees:
         return [tuple(node for _, node in usable)] if usable else []
     return [tuple(node for tp, node in usable if tp == one) for one in sorted({tp for tp, _ in usable})]
-
-
-def libraries(
-    problem: PlanningProblem,
-    ask: ModelDemand,
-    demand: BucketDemand,
-    nodes: tuple[NodeType, ...],
-    uneven: float,
-    folder: Path | None = None,
-) -> tuple[PipelineLibrary, ...]:
-    """Prefill and decode pipelines for one bucket; none where there are more layers or types than a library takes."""
-    rule = BucketRule(
-        wait_factor(problem.headroom),
-        1.0 - HANDOVER_SHARE,
-        demand.longest_tokens,
-        demand.cached_tokens,
-        demand.promised,
-        problem.headroom,
-        ask.slo.attainment,
-    )
-    try:
-        return pipeline_libraries(
-            *(ask.model, nodes, ask.slo, demand.new_tokens, demand.output_tokens),
-            max_nodes=nodes_at_most(len(nodes), len(problem.asks)),
-            rule=replace(rule, uneven=uneven),
-            folder=folder,
-            sure=ask.sure,
-            engine=problem.engine,
-        )
-    except InputError:
-        return ()
 
 
 def timed_template(
