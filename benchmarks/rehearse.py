@@ -169,8 +169,10 @@ def measure(quick: bool) -> dict[str, float]:
         "missed_without_rehearsal": sum(_missed(before) for _, before, _ in results),
         "missed_with_rehearsal": sum(_missed(after) for _, _, after in results),
         "no_plan_held": sum(outcome.chosen is None for outcome, _, _ in results),
-        "single_runs_missed_with_rehearsal": sum(len(one.attained) - one.runs_kept for one in evidence),
-        "single_runs": sum(len(one.attained) for one in evidence),
+        "single_batches_missed_with_rehearsal": sum(
+            value < one.promised for one in evidence for value in one.attained
+        ),
+        "single_batches": sum(len(one.attained) for one in evidence),
         "cost_ratio_all": best / first,
         "cost_ratio_least": min(ratios),
         "cost_ratio_most": max(ratios),

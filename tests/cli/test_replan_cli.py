@@ -136,6 +136,23 @@ def test_an_answer_is_judged_by_the_evidence_that_plans_are(
     assert [item["verdict"] for item in document["rehearsed"]] == ["holds"]
 
 
+def test_what_is_lost_was_rented(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of four L4 are rented, at most: with as many lost what runs has none left, whatever else is on offer."""
+    spec, plan = tmp_path / "potluck.yaml", tmp_path / "plan.json"
+    spec.write_text(CHANCE % 4)
+    assert run(["plan", str(spec), "--averages", "--what-if", "office:1xL40S=0", "--out", str(plan)]) == 0
+    capsys.readouterr()
+    words = ["replan", str(plan), str(spec), "--averages", "--json", "--lose"]
+    assert run([*words, "office:1xL4=1"]) == 0
+    one = {answer["step"]: answer for answer in json.loads(capsys.readouterr().out)["answers"]}
+    assert one["reroute"]["served_fraction"] < 1
+    assert one["reallocate"]["starts"] >= 1
+    assert run([*words, "office:1xL4=2"]) == 0
+    both = {answer["step"]: answer for answer in json.loads(capsys.readouterr().out)["answers"]}
+    assert both["reroute"]["served_fraction"] == 0
+    assert both["reallocate"]["served_fraction"] == 1
+
+
 class Told:
     """Stands for a service that runs: what it is told is put into force."""
 

@@ -12,7 +12,7 @@ chooses; `best_answer` is the rule it starts from.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -223,8 +223,12 @@ def best_answer(answers: Sequence[ReplanOption]) -> ReplanOption:
 
 def survivors(problem: PlanningProblem, running: Plan) -> tuple[Deployment, ...]:
     """The deployments that the nodes there are now can still hold."""
+    return held_by({(r.name, o.node): o.available for r in problem.regions for o in r.offers}, running)
+
+
+def held_by(available: Mapping[tuple[str, str], int], running: Plan) -> tuple[Deployment, ...]:
+    """The same of (region, node type) to how many there are."""
     counts = {(d.template, d.region): d.count for d in running.deployments}
-    available = {(r.name, o.node): o.available for r in problem.regions for o in r.offers}
     while True:
         used: dict[tuple[str, str], int] = {}
         for (name, region), count in counts.items():

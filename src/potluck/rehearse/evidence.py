@@ -115,11 +115,6 @@ class Evidence:
         return Tried(self.model, *seen, fresh, gap_cv)
 
     @property
-    def runs_kept(self) -> int:
-        """Batches that kept the promise by themselves."""
-        return sum(value >= self.promised for value in self.attained)
-
-    @property
     def margin(self) -> float:
         """How far the bound is above the promise, in units of what the promise leaves open; negative below.
 

@@ -32,23 +32,18 @@ from potluck.rehearse.evidence import Evidence
 from potluck.rehearse.queueing_margins import SURE, assembled, cost_by_model, late, restored, scaled
 from potluck.rehearse.request_sources import FRESH
 
-SAME_COST = 0.002
-"""Relative; a gap between costs that is not worth a trial."""
+SAME_COST = 0.002  # a gap between costs that is not worth a trial
 HELD, FRESHLY = "holds in simulation", "holds in runs that the search did not see"
-ABOUT_AS_CLOSE = 0.25
-"""In units of what a promise leaves open: nobody pays several times as much for so little."""
+ABOUT_AS_CLOSE = 0.25  # of what a promise leaves open: nobody pays several times as much for so little
 GROWTH, SMALL_GROWTH, NEAR = 1.25, 1.05, 0.5
 """What a part of the same columns must have to spare, over one that missed, or that missed by little: by less than so
 much of what the promise leaves open.
 """
-STEP = 0.1
-"""Of a column's copies that are added or taken at once; one at least."""
+STEP = 0.1  # of a column's copies that are added or taken at once; one at least
 LIKELY = 2.0
 """Times as many late as may be: where queueing expects more, it is seldom wrong."""
-UNLIKELY = 6
-"""Plans against its advice that are tried all the same, the cheapest."""
-MOST_COMBINATIONS = 200
-"""Of parts that are looked at for one that fits into the fleet."""
+UNLIKELY = 6  # plans against its advice that are tried all the same, the cheapest
+MOST_COMBINATIONS = 200  # of parts that are looked at for one that fits into the fleet
 
 
 Judge = Callable[[Plan, Collection[str], int], tuple[Evidence, ...]]
@@ -219,7 +214,7 @@ class _PlanSearch:
             if self._solve_for_more([name for name, parts in able.items() if not parts]):
                 continue
             # Where no part is expected to hold, the one with most to spare is the best guess.
-            step = self._next({name: parts or self._roomiest(name) for name, parts in able.items()})
+            step = self._next({name: parts or self._open(name, -1)[:1] for name, parts in able.items()})
             if step is None or step.suffices:
                 return step
             self._learn(step)
@@ -235,13 +230,10 @@ class _PlanSearch:
             or (part.late <= most_late and part.spare >= self.needed.get((name, part.columns), 0.0))
         ]
 
-    def _roomiest(self, name: str) -> list[ModelPart]:
-        return sorted(self._open(name), key=lambda part: -part.spare)[:1]
-
-    def _open(self, name: str) -> list[ModelPart]:
-        """Parts that are not known to miss, the cheapest first."""
+    def _open(self, name: str, roomiest: int = 0) -> list[ModelPart]:
+        """Parts that are not known to miss, the cheapest first, or those with most to spare."""
         parts = [part for part in self.pools[name] if part.key not in self.missed]
-        return sorted(parts, key=lambda part: part.usd_per_h)
+        return sorted(parts, key=lambda part: roomiest * part.spare or part.usd_per_h)
 
     def _held(self, part: ModelPart) -> bool:
         item = self.seen.get(part.key)
@@ -491,19 +483,8 @@ def rank_usd_per_h(problem: PlanningProblem, plan: Plan) -> float:
         price = sum(prices[deployment.region, node.node] * node.count for node in template.nodes)
         (parts,) = further_parts([template])
         parts_usd += deployment.count * price * (float(parts) + LARGE_COPY * price / dearest)
-    for model, share in crossing_shares(problem, plan).items():
-        parts_usd += rents[model] * share
+    parts_usd += sum(rents[model] for model in crossing(plan))
     return plan.total_usd_per_h + plan.start_usd_per_h + problem.complexity_share * parts_usd
-
-
-def crossing_shares(problem: PlanningProblem, plan: Plan) -> dict[str, float]:
-    """Of the models whose KV crosses links between regions, the share of requests for which it does."""
-    rates = {ask.name: ask.rate_per_s for ask in problem.asks if ask.rate_per_s > 0}
-    shares: dict[str, float] = {}
-    for flow in plan.flows:
-        if flow.prefill_region != flow.decode_region and flow.model in rates:
-            shares[flow.model] = shares.get(flow.model, 0.0) + flow.rate_per_s / rates[flow.model]
-    return shares
 
 
 def costed(plan: Plan, problem: PlanningProblem, running: Plan | None) -> Plan:

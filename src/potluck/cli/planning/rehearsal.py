@@ -197,15 +197,12 @@ def _traffic_now(traffic: Traffic, ask: ModelDemand) -> Traffic:
         LengthBin(each.input_tokens, each.output_tokens, each.rate_per_s / ask.rate_per_s) for each in demands
     )
     means = replace(now, lengths=bins)
-    ratios = (
-        means.mean_input_tokens / now.mean_input_tokens,
-        means.mean_output_tokens / now.mean_output_tokens,
+    pairs = (
+        (means.mean_input_tokens, now.mean_input_tokens),
+        (means.mean_output_tokens, now.mean_output_tokens),
     )
-    return means if any(abs(ratio - 1) > OTHER_LENGTHS for ratio in ratios) else now
-
-
-OTHER_LENGTHS = 0.02
-"""Relative; within it the spec's own lengths are those that were planned for."""
+    # Within a little the spec's own lengths are those that were planned for.
+    return means if any(abs(mean / own - 1) > 0.02 for mean, own in pairs) else now
 
 
 def planner_of(strategy: str, spec: Spec, averages: bool) -> Planner:
@@ -234,21 +231,15 @@ def asked_of(options: Mapping[str, Any]) -> RehearsalOptions:
 def tried_briefly(
     spec: Spec, problem: PlanningProblem, plan: Plan, said: Said = lambda _: None
 ) -> tuple[Tried, ...]:
-    """What simulation shows of one plan; nothing where nothing is asked of the fleet."""
+    """What simulation shows of a plan, of what is asked and there now; nothing where nothing is asked."""
     from potluck.rehearse.rehearsal import tried
 
+    spec = spec_now(spec, problem)
     if not any(model.traffic.rate_per_s > 0 for model in spec.models):
         return ()
     said("rehearsing")
     trial = trial_of(spec, problem, plan, RehearsalOptions())
     return tuple(evidence.told() for evidence in tried(judge_of(trial), plan, trial.traffic))
-
-
-def tried_now(
-    spec: Spec, problem: PlanningProblem, plan: Plan, said: Said = lambda _: None
-) -> tuple[Tried, ...]:
-    """The same under what is asked and there now."""
-    return tried_briefly(spec_now(spec, problem), problem, plan, said)
 
 
 def estimate_of(

@@ -34,7 +34,7 @@ from potluck.cli.planning.rehearsal import (
     averages_option,
     evidence_line,
     rehearsing,
-    tried_now,
+    tried_briefly,
 )
 from potluck.core.errors import CapacityError, InputError, UnknownNameError, did_you_mean
 from potluck.core.figures import seconds
@@ -67,7 +67,7 @@ def best_tried(
             continue
         key = (answer.plan.deployments, answer.plan.shares, answer.plan.flows)
         if key not in seen:
-            seen[key] = tried_now(spec, problem, answer.plan, said)
+            seen[key] = tried_briefly(spec, problem, answer.plan, said)
         worst = max((VERDICTS.index(tried.verdict) for tried in seen[key]), default=0)
         result.append((worst, answer, seen[key]))
         if worst == 0:
@@ -146,7 +146,8 @@ def replan(
         if now is not None:
             day = datetime.now(UTC).date().isoformat()
             problem = observed(measured(problem, now.profiles), now.paces, day)
-        problem = changed_problem(problem, running, asked)
+        running, problem = after_losses(problem, running, asked.lose)
+        problem = changed_problem(problem, asked)
         answered = _answered(problem, running, spec, settings, asked.averages)
         saves.text("--out", out, lambda: plan_to_json(answered.best.plan))
         refused = applied and answered.misses and not asked.anyway
@@ -264,13 +265,39 @@ def changed_spec(spec: Spec, workloads: Sequence[str]) -> Spec:
     return replace(spec, models=tuple(models))
 
 
-def changed_problem(problem: PlanningProblem, running: Plan, asked: SimpleNamespace) -> PlanningProblem:
+def after_losses(
+    problem: PlanningProblem, running: Plan, losses: Sequence[str]
+) -> tuple[Plan, PlanningProblem]:
+    """The copies that are left, and the nodes: those that are rented are lost before those that are not."""
+    from potluck.plan.replan_options import held_by
     from potluck.plan.timing.named_machines import named
 
-    if any(template.machines for template in running.templates):
+    used = {machine for template in running.templates for machine in template.machines}
+    if used:
         problem = named(problem)
-    for text in asked.lose:
-        problem = _with_loss(problem, text)
+    for text in losses:
+        if _LOSE.match(text) is None or used:
+            problem = _with_loss(problem, _names(problem, used, text))
+            continue
+        region, node, value = _node_change(problem, "lose", _LOSE, text)
+        problem = _with_offer(problem, region, node, lose=int(value))
+        held = {**running.nodes, (region, node): max(0, running.nodes.get((region, node), 0) - int(value))}
+        running = replace(running, deployments=held_by(held, running))
+    return running, problem
+
+
+def _names(problem: PlanningProblem, used: set[str], text: str) -> str:
+    """So many machines of a type as names, those that a plan uses first; names as they are."""
+    if _LOSE.match(text) is None or problem.pool is None:
+        return text
+    region, node, value = _node_change(problem, "lose", _LOSE, text)
+    there = [m.name for m in problem.pool.nodes if m.gpus and (m.region, m.type.name) == (region, node)]
+    if len(there) < int(value):
+        raise InputError("lose", f"{region} has only {len(there)} {node}")
+    return ",".join(sorted(there, key=lambda name: name not in used)[: int(value)])
+
+
+def changed_problem(problem: PlanningProblem, asked: SimpleNamespace) -> PlanningProblem:
     for text in asked.price:
         region, node, value = _node_change(problem, "price", _PRICE, text)
         problem = _with_offer(problem, region, node, price_usd_per_h=float(value))
@@ -323,9 +350,6 @@ def _with_lengths(model: ModelSpec, bins: Sequence[LengthBin], words: str) -> Mo
 
 
 def _with_loss(problem: PlanningProblem, text: str) -> PlanningProblem:
-    if _LOSE.match(text):
-        region, node, value = _node_change(problem, "lose", _LOSE, text)
-        return _with_offer(problem, region, node, lose=int(value))
     for name in (part.strip() for part in text.split(",")):
         pool = problem.pool
         if pool is None:

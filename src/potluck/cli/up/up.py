@@ -528,7 +528,7 @@ def planner_of(
     time_limit_s: float,
     make_factory: Callable[[PlanningProblem], TemplateFactory],
 ) -> Planner | None:
-    from potluck.cli.planning.rehearsal import rehearsing, tried_now
+    from potluck.cli.planning.rehearsal import rehearsing, tried_briefly
     from potluck.control.replanner import PlanEvidence, Replanner
 
     if rules.scaling == "none":
@@ -536,7 +536,7 @@ def planner_of(
     spec = inputs.spec
 
     def holds(problem: PlanningProblem, plan: Plan) -> bool:
-        return all(item.verdict == "holds" for item in tried_now(spec, problem, plan))
+        return all(item.verdict == "holds" for item in tried_briefly(spec, problem, plan))
 
     return Replanner(
         inputs.problem,
