@@ -163,7 +163,7 @@ def test_the_tutorial_can_be_followed_and_prints_what_it_shows(reader: Reader) -
         must_match(item, printed, reader.home)
     _must_be_as_told((reader.home / "plan.json").read_text())
     assert [("L40S" in name, "L4 " in name) for name in before] == [(True, False)], "it begins with the L40S"
-    assert len(after) == 4, "all four L4 serve at the end"
+    assert len(after) == 3, "three L4 serve at the end"
     assert all("1xL4" in name for name in after), after
     assert reader.up is not None
     assert reader.up.wait(WITHIN_S) == 0, "down ends what `up` looks after"
