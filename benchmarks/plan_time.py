@@ -22,6 +22,7 @@ BUNDLED = "bundled"
 QUICK = ("one-node",)
 COLD_S, WARM_S = 10.0, 3.0
 LARGE_S, LARGE_MB, LARGE_GAP, TYPES, MODELS, REGIONS, GPUS = 60.0, 1000.0, 0.03, 30, 10, 10, 3000
+SLO = {"ttft_ms": 3000, "tpot_ms": 80}
 SERVED = ("Llama-3.1-8B", "Qwen3-32B", "Llama-3.1-70B", "Phi-4", "GPT-OSS-120B", "Qwen1.5-14B", "GPT-OSS-20B")
 
 
@@ -39,7 +40,6 @@ def cpu_s(name: str, folder: str, *options: str) -> float:
 
 
 def large_spec(seed: int) -> dict[str, object]:
-    """Types in plenty and few of each, models of all sizes, regions joined by links."""
     from potluck.catalog import nodes
 
     rng = random.Random(seed)
@@ -48,14 +48,13 @@ def large_spec(seed: int) -> dict[str, object]:
     asks = []
     for m in range(MODELS):
         traffic = {"rate_per_s": rng.choice((2, 5, 10)), "input": rng.choice((512, 1500)), "output": 200}
-        named = {"model": SERVED[m % len(SERVED)], "name": f"model{m}"}
-        asks.append(named | {"slo": {"ttft_ms": 3000, "tpot_ms": 80}, "traffic": traffic})
+        asks.append({"model": SERVED[m % len(SERVED)], "name": f"model{m}", "slo": SLO, "traffic": traffic})
     regions = []
     for r in range(REGIONS):
         here = []
         for gpu in rng.sample(gpus, 2 * TYPES // 3) if r else gpus:
             node = nodes.node_type(f"{sizes[gpu]}x{gpu}")
-            price = round(sizes[gpu] * node.gpu.memory_gb / 40 * rng.uniform(0.7, 1.4), 2)
+            price = round(sizes[gpu] * node.gpu.memory_gb * rng.uniform(0.018, 0.035), 2)
             count = max(1, round(GPUS / REGIONS / (TYPES if not r else 2 * TYPES // 3) / sizes[gpu]))
             here.append({"node": node.name, "available": count, "price_usd_per_h": price})
         regions.append({"name": f"region{r}", "nodes": here})
@@ -65,11 +64,11 @@ def large_spec(seed: int) -> dict[str, object]:
 
 def measure_large(folder: str) -> dict[str, float]:
     (spec := Path(folder) / "large.yaml").write_text(json.dumps(large_spec(1)), "utf-8")
-    out = Path(folder) / "plan.json"
-    time_s = cpu_s(str(spec), folder, "--no-explain", "--time-limit", str(LARGE_S), "--out", str(out))
+    options = ("--no-explain", "--time-limit", str(LARGE_S), "--out", str(out := Path(folder) / "plan.json"))
+    time_s = cpu_s(str(spec), folder, *options)
     peak_kb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    gap = json.loads(out.read_text("utf-8"))["value"]["gap"]
-    return {"large_cpu_s": time_s, "large_peak_mb": peak_kb / 1024, "large_gap": gap}
+    value = json.loads(out.read_text("utf-8"))["value"]
+    return {"large_cpu_s": time_s, "large_peak_mb": peak_kb / 1024, "large_gap": value["gap"]}
 
 
 def measure(quick: bool) -> dict[str, float]:

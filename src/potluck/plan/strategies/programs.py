@@ -98,7 +98,8 @@ def _rivals(
         rivals = tuple(rival for rival in rivals if rival not in (coral, prfaas))
     combos = sum(len(factory.combos(ask)) for ask in factory.problem.asks)
     if combos * len(factory.problem.regions) > MOST_COMBOS:
-        rivals = tuple(rival for rival in rivals if rival not in (cauchy_mc, cauchy_co, cauchy_mce))
+        cauchys = (cauchy_mc, cauchy_ce, cauchy_co, cauchy_mce)
+        rivals = tuple(rival for rival in rivals if rival not in cauchys)
     each = settings.within(RIVALS_SHARE)
     for place, rival in enumerate(rivals):
         if not each.late:
