@@ -263,6 +263,7 @@ def tried(model: Model, case: Case) -> bool:
 
 def take(model: Model, dtype: str, kv: str, handles: Sequence[str]) -> None:
     """Whoever gets the prompts of `cost`: a process of its own, since its threads would hold up this one's."""
+    torch.set_num_threads(1)
     size = 16
     count = -(-model.tokens // size) + 1
     shape = (count, model.heads, size, 2 * model.width)

@@ -13,7 +13,6 @@ nobody holds. Where there is no such folder (macOS), none is offered.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import mmap
 import os
@@ -22,12 +21,10 @@ import stat
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from potluck.kv.chunks import Buffer
 from potluck.kv.frames import SharedMemoryOffer
 
-Bytes = npt.NDArray[np.uint8]
 FOLDER = Path("/dev/shm")
 _PAGE = 4096
 _PROOF_BYTES = 16
@@ -139,11 +136,10 @@ def _lock(fd: int) -> bool:
     return os.fstat(fd).st_nlink > 0
 
 
-def copy(source: Buffer | Bytes, target: memoryview | Bytes) -> None:
-    """Without holding Python's lock, and twice as fast as numpy does it."""
+def copy(source: Buffer, target: memoryview) -> None:
+    """Without holding Python's lock."""
     if len(target):
-        where, what = np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8)
-        ctypes.memmove(where.ctypes.data, what.ctypes.data, len(what))
+        np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
 
 def _path(name: bytes) -> Path:

@@ -8,15 +8,14 @@ read later, or given up when the handle's time is over.
 from __future__ import annotations
 
 import math
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,12 +26,10 @@ from potluck.kv.codec_layout import ITEM_BYTES, STATES, Codec
 from potluck.kv.handles import bound_to
 from potluck.kv.kv_codec import packed
 from potluck.kv.kv_sender import KvSender, OutgoingTransfer, State
-from potluck.kv.shared_memory import Bytes, copy
 from potluck.vllm.transfer_scheduler import ReadBlocks, SendOffer
 from potluck.vllm.vllm_blocks import ONE, TORCH, VllmLayer, scaled
 
 PAGE_BYTES, SLOTS, PAGES, PORTERS = 1 << 23, 16, 48, 2
-Page = TypeVar("Page", Tensor, Bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +54,10 @@ class HostCopies:
     def __init__(self, device: torch.device) -> None:
         self._slots: deque[_HostSlot] = deque()
         self._pages: deque[Tensor] = deque()
-        self._spare: deque[Bytes] = deque()
-        """Not pinned, and kept: new memory would have to be made ready by the system at each touch."""
         if device.type == "cuda":
+            if "OMP_NUM_THREADS" not in os.environ:
+                # As vLLM has it where it has several workers: threads of copies on the host hold up who launches.
+                torch.set_num_threads(1)
             self._stream = torch.cuda.Stream(device)
             room = torch.empty(SLOTS, PAGE_BYTES, dtype=torch.uint8, device=device)
             self._slots.extend(_HostSlot(item, torch.cuda.Event()) for item in room)
@@ -93,40 +91,29 @@ class HostCopies:
             page[: part.nbytes].copy_(lies, non_blocking=True)
             slot.copied = torch.cuda.Event()
             slot.copied.record(self._stream)
-        moved = self._porters.submit(self._host, page, part.dtype, part.shape, slot.copied, soon)
+        move = self._lend if soon else self._move
+        moved = self._porters.submit(move, page, part.dtype, part.shape, slot.copied)
         return HostRows(len(part), moved, slot.copied)
 
-    def _host(
-        self, page: Tensor, dtype: torch.dtype, shape: torch.Size, copied: torch.cuda.Event, soon: bool
-    ) -> Tensor:
-        """A small part copied; else the page itself, or one that is not pinned, which there are more of: it comes
-        back when nobody refers to it. Nothing is torch's to compute, whose threads would hold up who launches."""
-        size = math.prod(shape) * dtype.itemsize
-        pinned = _lent(self._pages, page, page.numpy(), size)
+    def _lend(self, page: Tensor, dtype: torch.dtype, shape: torch.Size, copied: torch.cuda.Event) -> Tensor:
+        """The page itself; it comes back when nobody refers to it. To touch new memory would hold the driver up."""
+        lent = page.numpy()[: math.prod(shape) * dtype.itemsize]
+        weakref.finalize(lent, self._pages.append, page)
         copied.synchronize()
-        if size < PAGE_BYTES // 4:
-            values = pinned.copy()
-        elif soon:
-            values = pinned
-        else:
-            try:
-                spare = self._spare.popleft()
-            except IndexError:
-                spare = np.empty(PAGE_BYTES, np.uint8)
-            values = _lent(self._spare, spare, spare, size)
-            copy(pinned, values)
-        return torch.from_numpy(values).view(dtype).view(shape)
+        return torch.from_numpy(lent).view(dtype).view(shape)
+
+    def _move(self, page: Tensor, dtype: torch.dtype, shape: torch.Size, copied: torch.cuda.Event) -> Tensor:
+        values = torch.empty(shape, dtype=dtype)
+        try:
+            copied.synchronize()
+            values.view(-1).view(torch.uint8).copy_(page[: values.nbytes])
+        finally:
+            self._pages.append(page)
+        return values
 
     def close(self) -> None:
         if self._slots:
             self._porters.shutdown(wait=False, cancel_futures=True)
-
-
-def _lent(pages: deque[Page], page: Page, memory: Bytes, size: int) -> Bytes:
-    """The beginning of a page, which is put back when nothing refers to that any more."""
-    view = memory[:size]
-    weakref.finalize(view, pages.append, page)
-    return view
 
 
 MOST_ASIDE_BYTES = 1 << 32
