@@ -1,7 +1,7 @@
 """What `potluck plan` takes for each example: for the first time (cold), and once more (warm).
 
-CPU-seconds (user and system) of the whole process, reasons included, on averages (a rehearsal is counted apart). And
-one fleet of every size at once (`large_spec`), without reasons: its time, memory and distance from the bound.
+CPU-seconds (user and system) of the whole process, rehearsal and reasons included. And one fleet of every size at
+once (`large_spec`), on averages and without reasons: its time, memory and distance from the bound.
 Loops that numba compiles once after an installation are compiled before, and modules to bytecode.
 """
 
@@ -36,7 +36,7 @@ def cpu_s(name: str, folder: str, *options: str) -> float:
     installed = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     bytecode = os.path.join(tempfile.gettempdir(), "potluck-plan-time")
     environment = installed | {"XDG_CACHE_HOME": folder, "PYTHONPYCACHEPREFIX": bytecode}
-    return child_cpu_s([*POTLUCK, "plan", *spec, "--averages", *options], environment)
+    return child_cpu_s([*POTLUCK, "plan", *spec, *options], environment)
 
 
 def large_spec(seed: int) -> dict[str, object]:
@@ -64,7 +64,14 @@ def large_spec(seed: int) -> dict[str, object]:
 
 def measure_large(folder: str) -> dict[str, float]:
     (spec := Path(folder) / "large.yaml").write_text(json.dumps(large_spec(1)), "utf-8")
-    options = ("--no-explain", "--time-limit", str(LARGE_S), "--out", str(out := Path(folder) / "plan.json"))
+    options = (
+        "--averages",
+        "--no-explain",
+        "--time-limit",
+        str(LARGE_S),
+        "--out",
+        str(out := Path(folder) / "plan.json"),
+    )
     time_s = cpu_s(str(spec), folder, *options)
     peak_kb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     value = json.loads(out.read_text("utf-8"))["value"]
