@@ -32,8 +32,8 @@ from potluck.sim.run import simulate
 GENEROUS = RehearsalRules(most_plans=100, most_solves=20)
 
 
-def verdict(name: str, holds: bool) -> Evidence:
-    return Evidence(name, 0.9, (1.0 if holds else 0.5,) * 4, 10_000)
+def verdict(name: str, holds: bool, answer_lengths: float = 20.0) -> Evidence:
+    return Evidence(name, 0.9, (1.0 if holds else 0.5,) * 4, 10_000, answer_lengths=answer_lengths)
 
 
 def needing(
@@ -111,6 +111,19 @@ def test_the_next_plan_is_another_one() -> None:
     assert result.chosen is not None
     assert sum(d.count for d in result.chosen.plan.deployments) == 2
     assert_each_once(result)
+
+
+def test_what_was_seen_for_a_short_time_is_proven_for_longer() -> None:
+    """At many requests a second a run is over before the first answers are: one copy seems to do."""
+    problem = a_problem(a_traffic(rate_per_s=0.2), offers={"1xL40S": (1.9, 3)})
+
+    def judge(plan: Plan, names: Collection[str], first_run: int) -> tuple[Evidence, ...]:
+        late = first_run >= FRESH and sum(d.count for d in plan.deployments) < 2
+        return tuple(verdict(name, not late, 20.0 if first_run >= FRESH else 3.0) for name in names)
+
+    chosen = rehearse(TemplateFactory(problem), melange, SETTINGS, judge).chosen
+    assert chosen is not None
+    assert (chosen.fresh, sum(d.count for d in chosen.plan.deployments)) == (True, 2)
 
 
 def test_rivals_are_tried_where_the_cheapest_on_averages_misses() -> None:

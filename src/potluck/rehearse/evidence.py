@@ -99,6 +99,11 @@ class Evidence:
         return self.lower >= self.promised and self.answers
 
     @property
+    def long(self) -> bool:
+        """Whether as many answers came after one another as a steady state needs; the last batch may be cut."""
+        return self.answer_lengths >= 0.9 * LEAST_BATCHES * BATCH
+
+    @property
     def suffices(self) -> bool:
         """Whether it holds, or would if requests that no plan serves were not asked: no other plan does better."""
         return self.holds or (self.left_out > 0 and replace(self, left_out=0.0).holds)
@@ -167,6 +172,7 @@ LEAST_BATCHES = 4
 """Before a promise is called held."""
 LEAST_REQUESTS, LEAST_LATE = 50, 2.0
 """Of a batch, and of those the promise lets be late."""
+FINAL, MOST_FINAL = 8, 100_000
 MOST_WARM_UP = 0.4
 """Of a run: where there are too many requests for its whole length."""
 
@@ -227,8 +233,13 @@ def evidence_of(
 ) -> tuple[Evidence, ...]:
     """Run a plan until it is clear of every model whether it holds. `names` share what they run on: one run for all.
 
-    `far` is told how many of about how many requests were served.
+    From a later `first_run` on, which proves what was chosen, it may take `FINAL` times as many requests. `far` is
+    told how many of about how many requests were served.
     """
+    if first_run:
+        trial = replace(
+            trial, most_requests=FINAL * trial.most_requests, looks=trial.looks[1:] or trial.looks
+        )
     asked = sorted(trial.traffic if names is None else names)
     samples = {name: _Samples() for name in asked if name in trial.world.slos}
     world = replace(trial.world, plan=plan)

@@ -185,11 +185,13 @@ class _PlanSearch:
         best = self._first_that_holds()
         while best is not None:
             best = self._cheapest_below(best)
-            if not self.rules.fresh:
+            if not self.rules.fresh and all(item.long for item in best.evidence):
                 return best, HELD
             verdict = self._try(best.parts, best.plan, fresh=True)
             if verdict.suffices:
                 return verdict, FRESHLY
+            self._learn(verdict)
+            self._vary(verdict, more=True)
             held = [step for step in self.steps if step.suffices and not self._missed(step)]
             best = (
                 min(held, key=lambda step: rank_usd_per_h(self.problem, step.plan), default=None)
