@@ -20,7 +20,7 @@ from potluck.plan.strategies.template_factory import allocated
 from potluck.plan.verify import verify
 from potluck.rehearse.evidence import Evidence, evidence_of
 from potluck.rehearse.queueing_margins import assembled, restored, scaled
-from potluck.rehearse.rehearsal import Judge, Rehearsal, RehearsalRules, part_key, rehearse, spare_of
+from potluck.rehearse.rehearsal import Judge, Rehearsal, RehearsalRules, part_key, rehearse, spare_of, varied
 from potluck.rehearse.request_sources import FRESH
 from potluck.runtime.replica_models import ReplicaModels
 from potluck.runtime.resolved_plan import DEFAULT_ENGINE, ResolvedPlan
@@ -111,6 +111,13 @@ def test_the_next_plan_is_another_one() -> None:
     assert result.chosen is not None
     assert sum(d.count for d in result.chosen.plan.deployments) == 2
     assert_each_once(result)
+
+
+def test_copies_are_counted_in_words() -> None:
+    assert varied("auto", 1) == "auto, 1 more"
+    assert varied("auto, 1 more", 2) == "auto, 3 more"
+    assert varied("auto for x 1.3, 2 fewer", -1) == "auto for x 1.3, 3 fewer"
+    assert varied("auto, 2 more", -1) == "auto, 2 more, 1 fewer"
 
 
 def test_what_was_seen_for_a_short_time_is_proven_for_longer() -> None:

@@ -15,6 +15,7 @@ cheapest of all that evidence supports, or, where plans, solves or requests run 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
@@ -391,10 +392,7 @@ class _PlanSearch:
                 others = part.plan.deployments[:place], part.plan.deployments[place + 1 :]
                 count = deployment.count + change
                 kept = (replace(deployment, count=count),) if count > 0 else ()
-                word = "more" if more else "fewer"
-                self._offer_copies(
-                    part, (*others[0], *kept, *others[1]), f"{part.made}, {abs(change)} {word}"
-                )
+                self._offer_copies(part, (*others[0], *kept, *others[1]), varied(part.made, change))
 
     def _offer_copies(self, part: ModelPart, deployments: tuple[Deployment, ...], made: str) -> None:
         names = {deployment.template for deployment in deployments}
@@ -470,6 +468,14 @@ def rehearse(
     if chosen is not None and not chosen.holds:
         reason = "no plan serves all of the requests"
     return Rehearsal(tuple(search.steps), chosen, reason, outcome)
+
+
+def varied(made: str, change: int) -> str:
+    """In words, with so many copies more or fewer than the last."""
+    before = re.fullmatch(r"(.*), (\d+) (more|fewer)", made)
+    if before is not None and (before[3] == "more") == (change > 0):
+        made, change = before[1], change + int(before[2]) * (1 if change > 0 else -1)
+    return f"{made}, {abs(change)} {'more' if change > 0 else 'fewer'}"
 
 
 def rank_usd_per_h(problem: PlanningProblem, plan: Plan) -> float:
