@@ -28,6 +28,7 @@ def plan_html(problem: PlanningProblem, plan: Plan, reasons: Explanation | None)
 
     title = f"Plan ({plan.strategy}): {usd(plan.total_usd_per_h)}/h"
     proof = f"at most {percent(plan.gap)} above the cheapest" if plan.gap >= 1e-6 else "proven cheapest"
+    proof += " on averages"
     parts = [_where(plan, region.name) for region in problem.regions]
     slos = {ask.name: ask.slo for ask in problem.asks}
     expected = [
