@@ -245,3 +245,12 @@ def test_a_trace_comes_at_the_planned_rate_beside_made_up_models() -> None:
 def test_a_trace_too_short_to_be_cut_is_told() -> None:
     with pytest.raises(InputError, match="too short"):
         recorded({"chat": a_trace(count=50)}, [a_traffic()])
+
+
+def test_a_plan_that_was_chosen_is_tried_for_longer_within_bounds() -> None:
+    traffic = a_traffic()
+    trial = a_trial(a_problem(traffic), (traffic,), cv=1.0)
+    for most, final in ((100, 800), (12_000, 96_000), (50_000, 100_000), (300_000, 300_000)):
+        assert replace(trial, most_requests=most).final.most_requests == final
+    assert trial.final.looks == trial.looks[1:]
+    assert replace(trial, looks=(4,)).final.looks == (4,)

@@ -262,7 +262,8 @@ def test_smooth_arrivals_at_the_planned_rate_keep_the_promise(strategy: str, gbp
     assert total.outcomes.answered >= 0.97 * 1200
     for link in result.links:
         if link.kind == "card":
-            # 0.8 as planned; whoever is done first gets more than its planned share.
+            # 0.8 at most is planned, and whoever is done first gets more than its planned share. It was 0.85 while
+            # codecs were reckoned 3 % too small: the same 0.85 in true bytes is 0.876.
             assert link.busy_s <= 0.87 * result.end_s
 
 

@@ -192,6 +192,12 @@ class TrialSetup:
     """Of one plan of one model."""
     looks: tuple[int, ...] = LOOKS
 
+    @property
+    def final(self) -> TrialSetup:
+        """The same, for a plan that was chosen: for longer, and no look at the beginning alone."""
+        most = max(self.most_requests, min(FINAL * self.most_requests, MOST_FINAL))
+        return replace(self, most_requests=most, looks=self.looks[1:] or self.looks)
+
     def spans_s(self, names: Collection[str]) -> tuple[float, float]:
         """(warm-up, batch) of runs of these models: the longest of theirs, as far as so many requests go."""
         batch_s = warm_up_s = 0.0
@@ -233,13 +239,11 @@ def evidence_of(
 ) -> tuple[Evidence, ...]:
     """Run a plan until it is clear of every model whether it holds. `names` share what they run on: one run for all.
 
-    From a later `first_run` on, which proves what was chosen, it may take `FINAL` times as many requests. `far` is
-    told how many of about how many requests were served.
+    A later `first_run` proves what was chosen, and takes longer (`TrialSetup.final`). `far` is told how many of
+    about how many requests were served.
     """
     if first_run:
-        trial = replace(
-            trial, most_requests=FINAL * trial.most_requests, looks=trial.looks[1:] or trial.looks
-        )
+        trial = trial.final
     asked = sorted(trial.traffic if names is None else names)
     samples = {name: _Samples() for name in asked if name in trial.world.slos}
     world = replace(trial.world, plan=plan)
