@@ -26,13 +26,13 @@ from potluck.control.launchers.local_launcher import (
     engines_of,
 )
 from potluck.control.launchers.process import (
-    GIVEN_OUT,
     Ports,
     ProcessId,
     alive,
     end,
     last_words,
     marked,
+    own_ports,
     rotate,
     spawn,
 )
@@ -337,10 +337,17 @@ def test_one_that_cannot_load_is_given_up(tmp_path: Path, monkeypatch: pytest.Mo
     assert result.fork(["--version"], tmp_path / "log") is None
 
 
-def test_ports_are_given_to_one_alone_and_are_none_of_those_the_system_gives_out() -> None:
+def test_ports_are_given_to_one_alone_and_are_none_of_those_the_system_gives_out(tmp_path: Path) -> None:
     """Who was given one may listen minutes later, and meanwhile thousands of connections get ports of the system."""
-    ports, lowest = Ports("127.0.0.1"), int(GIVEN_OUT.read_text().split()[0])
-    rows = [range(first, first + 4) for first in (ports.free(4) for _ in range(100))]
-    numbers = [number for row in rows for number in row]
+    ports = Ports("127.0.0.1")
+    numbers = [number for first in (ports.free(4) for _ in range(100)) for number in range(first, first + 4)]
     assert len(set(numbers)) == len(numbers)
-    assert all(1024 < number < lowest for number in numbers)
+    assert set(numbers) <= set(own_ports())
+    given_out = tmp_path / "range"
+    for text, due in (
+        ("32768\t60999", range(10_000, 32_768)),
+        ("1024 65535", range(10_000, 65_536)),
+        ("", None),
+    ):
+        given_out.write_text(text)
+        assert own_ports(given_out) == (due or range(10_000, 32_768))

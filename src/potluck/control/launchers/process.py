@@ -200,19 +200,20 @@ GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LOOPBACK = "127.0.0.1"
 
 
-def _lowest_given_out() -> int:
-    """Of the ports that the system gives to whoever asks for any."""
+def own_ports(given_out: Path = GIVEN_OUT) -> range:
+    """Below those that the system gives to whoever asks for any; where it gives out nearly all, all."""
     try:
-        return int(GIVEN_OUT.read_text().split()[0])
+        lowest = int(given_out.read_text().split()[0])
     except (OSError, ValueError, IndexError):
-        return 32_768
+        lowest = 32_768
+    return range(FIRST_PORT, lowest if lowest >= 2 * FIRST_PORT else 1 << 16)
 
 
 class Ports:
     """Gives no port to two who do not listen yet, and none that the system may give to another until then."""
 
     def __init__(self, host: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._host, self._clock = host, clock
+        self._host, self._clock, self._own = host, clock, own_ports()
         self._leased: dict[int, float] = {}
 
     def free(self, count: int = 1) -> int:
@@ -220,7 +221,7 @@ class Ports:
         now_s = self._clock()
         self._leased = {port: until_s for port, until_s in self._leased.items() if until_s > now_s}
         for _ in range(TRIES):
-            port = random.randrange(FIRST_PORT, max(FIRST_PORT + TRIES, _lowest_given_out())) - count + 1
+            port = random.choice(self._own[: 1 - count or None])
             row = range(port, port + count)
             if not any(number in self._leased for number in row) and all(map(self._is_free, row)):
                 self._leased |= dict.fromkeys(row, now_s + LEASE_S)
