@@ -91,7 +91,8 @@ class HostCopies:
             page[: part.nbytes].copy_(lies, non_blocking=True)
             slot.copied = torch.cuda.Event()
             slot.copied.record(self._stream)
-        move = self._lend if soon else self._move
+        # A small part would keep a whole page from others.
+        move = self._lend if soon and part.nbytes >= PAGE_BYTES // 4 else self._move
         moved = self._porters.submit(move, page, part.dtype, part.shape, slot.copied)
         return HostRows(len(part), moved, slot.copied)
 

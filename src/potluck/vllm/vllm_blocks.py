@@ -246,7 +246,7 @@ def state_heads(kind: str, shapes: Sequence[Sequence[int]], sections: Sequence[S
     whole = [size for _, sizes in sections for size in sizes]
     if kind in ("MAMBA2", "GDN_ATTN") and sections:
         # The heads of the memory, and the groups of them that share a projection.
-        whole += [shapes[1][0], min(sections[0][1][1], sections[0][1][0]) // shapes[1][2]]
+        whole += [shapes[1][0], sections[0][1][1] // shapes[1][2]]
     return heads if whole and all(size % heads == 0 for size in whole) else 1
 
 
@@ -421,7 +421,9 @@ def _state(cache: Any, spec: Any, heads: int) -> StateBlocks:
 
 
 def _unpacked(cache: Tensor, spec: Any) -> list[Tensor]:
-    """The states of blocks that vLLM has as rows of bytes, one behind the other."""
+    """The states of blocks that vLLM has as rows of bytes, one behind the other; one that it has as it is."""
+    if [tuple(cache.shape[1:])] == [tuple(shape) for shape in spec.shapes]:
+        return [cache]
     rows, states = cache.view(len(cache), -1).view(torch.uint8), []
     for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
         size = math.prod(shape) * dtype.itemsize
