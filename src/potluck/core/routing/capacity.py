@@ -96,6 +96,10 @@ class ReplicaCapacity:
         """Decoding replicas that computed prompts: when last, and how many seconds of them count then."""
         self.mixes: dict[ReplicaState, TenantMix] = {}
         """Whose requests replicas have; written by `between`."""
+        self._full: dict[tuple[Balancer, int, str], tuple[int, int, float]] = {}
+        """Where nobody had room, in which phase, for which class: after which change of the fleet, for how many
+        tokens, with which rho. Of one version of the fleet."""
+        self._full_version = -1
         self.several = False
         self.tenant: str | None = None
         self.tenants = TenantPlacement(self, policy, table)
@@ -177,7 +181,22 @@ class ReplicaCapacity:
             return self.tenants.other(chooser, picked, req)
         if self.fits(picked, req, phase):
             return picked
-        return next((member for member in chooser.members() if self.fits(member, req, phase)), None)
+        if self._full_version != self._fleet.version:
+            self._full_version = self._fleet.version
+            self._full.clear()
+        key, rho = (chooser, phase, req.request.request_class), self.rho(req.request.model, req.request.tenant)
+        since, tokens, before_rho = self._full.get(key, (-1, 0, 0.0))
+        if req.heavy or req.total_tokens < tokens or rho < before_rho:
+            since = -1
+        for member in chooser.members():
+            # Who had no room for less, and has not more since, has none now. Prompts owed fade with time alone.
+            view = member.view
+            same = view is not None and view.eased <= since and (phase != CLOSED or view.role != "decode")
+            if not same and self.fits(member, req, phase):
+                return member
+        if not req.heavy:
+            self._full[key] = (self._fleet.changes, req.total_tokens, rho)
+        return None
 
     def _view(self, view: ReplicaState, req: RequestState, slo: Slo, fill: float, phase: int) -> bool:
         facts = view.facts

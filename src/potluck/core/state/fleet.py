@@ -79,6 +79,8 @@ class ReplicaState:
     gone: bool = False
     kv_version: int = 0
     """Replicas of unlike versions hand nothing over to each other."""
+    eased: int = 0
+    """Which of all changes in the fleet (`FleetState.changes`) may have given it room last."""
 
     @property
     def serves(self) -> bool:
@@ -120,6 +122,7 @@ class FleetState:
     views: dict[str, ReplicaState] = field(default_factory=dict)
     units: dict[str, TemplateCopy] = field(default_factory=dict)
     version: int = 0
+    changes: int = 0
 
     def add(self, member: ReplicaSpec) -> ReplicaState:
         if member.id in self.views:
@@ -182,6 +185,7 @@ class FleetState:
 
     def gap(self, view: ReplicaState, ratio: float) -> None:
         view.gap_pace += (min(MOST, max(LEAST, ratio)) - view.gap_pace) * (1.0 - KEEP)
+        self._eased(view)
 
     def bound(self, view: ReplicaState, easy: tuple[int, int, int]) -> None:
         view.easy = easy
@@ -197,10 +201,12 @@ class FleetState:
 
     def yielding(self, view: ReplicaState, prefill_tokens: int) -> None:
         view.yielding_tokens += prefill_tokens
+        self._eased(view)
 
     def prefilled(self, view: ReplicaState, prefill_tokens: int) -> None:
         """Of a segment that goes on decoding, the prompt is computed."""
         view.open_prefill_tokens -= prefill_tokens
+        self._eased(view)
         facts = view.facts
         if facts is not None:
             view.done_s += facts.prefill_fixed_s + prefill_tokens * facts.prefill_s_per_token
@@ -215,6 +221,7 @@ class FleetState:
         view.open_requests -= 1
         view.open_prefill_tokens -= prefill_tokens
         view.open_context_tokens -= context_tokens
+        self._eased(view)
 
     def learn(
         self, at_s: float, view: ReplicaState, observed_s: float, planned_s: float, counts: bool = True
@@ -263,6 +270,11 @@ class FleetState:
     def _pace(self, view: ReplicaState) -> None:
         pace = (PRIOR_S + view.observed_s) / (PRIOR_S + view.planned_s)
         view.pace = min(MOST, max(LEAST, pace))
+        self._eased(view)
+
+    def _eased(self, view: ReplicaState) -> None:
+        self.changes += 1
+        view.eased = self.changes
 
     def _state(self, replica: str, state: State) -> None:
         view = self.views.get(replica)
