@@ -9,8 +9,10 @@ from typing import Any
 
 import yaml
 
-SIZES = {"Llama-3.1-8B": 1.0, "Phi-4": 1.8, "GPT-OSS-20B": 1.0, "Qwen3-32B": 4.0, "Llama-3-70B": 8.0}
+SIZES = {"Llama-3.1-8B": 1.0, "Phi-4": 1.8, "GPT-OSS-20B": 1.0, "Qwen3-32B": 4.0, "Llama-3.1-70B": 8.0}
 """Model to how slow it is, about."""
+LONG_PROMPTS = {"Llama-3.1-8B", "GPT-OSS-20B", "Llama-3.1-70B"}
+"""Whose context has room for the longest prompts."""
 NODES = {
     "1xL4": 0.8, "2xL4": 1.7, "1xA10": 0.75, "1xL40S": 1.9, "4xL40S": 7.8, "2xRTX4090": 1.2,
     "1xA100-80": 2.6, "2xA100-80": 5.1, "1xH100": 3.9, "2xH100": 7.9, "1xH200": 4.6,
@@ -66,7 +68,7 @@ def _model(draw: random.Random, kind: str, place: int) -> dict[str, Any]:
     output = draw.choice((1000, 2000, 4000)) if kind == "long" else draw.choice((10, 50, 200, 500))
     ttft_ms = round(slack * 800 * SIZES[name] ** 0.7)
     tpot_ms = round(slack * 45 * SIZES[name] ** 0.4)
-    prompt = draw.choice((200, 800, 2500, 6000))
+    prompt = draw.choice((200, 800, 2500, 6000) if name in LONG_PROMPTS else (200, 800, 2500))
     model: dict[str, Any] = {
         "model": name,
         "name": f"m{place}",

@@ -35,12 +35,13 @@ from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.templates.group import group_template
 from potluck.plan.timing.named_machines import machine_of
 from potluck.rehearse.request_sources import Source
+from potluck.runtime.replica_models import ReplicaModels
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load.workload import of_traffic
 from potluck.sim.results.metrics import judge, summarise, tpot
 from potluck.sim.results.plan_comparison import SERVED, compared, described, disagreements
 from potluck.sim.results.records import ANSWERED, REFUSED, SimResult
-from potluck.sim.run import simulate
+from potluck.sim.run import replica_models_of, simulate
 from potluck.sim.sim_settings import SimSettings
 
 Z = 1.6449
@@ -246,24 +247,32 @@ def evidence_of(
         trial = trial.final
     asked = sorted(trial.traffic if names is None else names)
     samples = {name: _Samples() for name in asked if name in trial.world.slos}
-    world = replace(trial.world, plan=plan)
+    world = replace(trial.world, plan=plan.of_models(asked))
     warm_up_s, batch_s = trial.spans_s(list(samples))
-    spent = 0
+    spent, timed = 0, None
     shown: tuple[Evidence, ...] = ()
     for look, batches in enumerate(trial.looks):
         load = trial.source(first_run + look, asked, warm_up_s + batches * batch_s)
         if look > 1 and spent + len(load) > trial.most_requests:
             break
         spent += len(load)
-        policy, settings = trial.policy, trial.settings
-        result = simulate(world, load, policy, seed=first_run + look, settings=settings, progress=far)
+        timed = timed or replica_models_of(world, load)
+        result = simulate(
+            world,
+            load,
+            trial.policy,
+            seed=first_run + look,
+            settings=trial.settings,
+            progress=far,
+            replica_models=timed,
+        )
         for name, mine in samples.items():
             _add(mine, result, name, (warm_up_s, batch_s))
         shown = tuple(_evidence(trial, name, mine) for name, mine in samples.items())
         enough = all(len(item.attained) >= LEAST_BATCHES for item in shown)
         if any(item.misses for item in shown) or (enough and all(item.suffices for item in shown)):
             break
-    disagreed = _disagreed(world, result, trial.policy)
+    disagreed = _disagreed(world, result, trial.policy, timed)
     return tuple(replace(item, disagreed=tuple(disagreed.get(item.model, ()))) for item in shown)
 
 
@@ -309,10 +318,12 @@ def _evidence(trial: TrialSetup, name: str, samples: _Samples) -> Evidence:
     )
 
 
-def _disagreed(world: ResolvedPlan, result: SimResult, policy: Policy) -> dict[str, list[str]]:
+def _disagreed(
+    world: ResolvedPlan, result: SimResult, policy: Policy, timed: ReplicaModels | None
+) -> dict[str, list[str]]:
     """By model; what two models share is told of both."""
     disagreed: dict[str, list[str]] = {}
-    for each in disagreements(compared(world, result, policy.balance)):
+    for each in disagreements(compared(world, result, policy.balance, timed)):
         if each.what != "attainment":
             planned, ran = described(each)
             for name in [name for name in world.slos if each.name.startswith(name)] or list(world.slos):

@@ -70,21 +70,21 @@ def assembled(parts: Mapping[str, Plan], problem: PlanningProblem) -> Plan:
 
     Models share nodes and links, but no replica. Whether both suffice is for `plan.verify` to say.
     """
-    names = [ask.name for ask in problem.asks if ask.name in parts]
-    of = {name: {t.name: t for t in parts[name].templates if t.model == name} for name in names}
+    own = {ask.name: parts[ask.name].of_models((ask.name,)) for ask in problem.asks if ask.name in parts}
+    plans = list(own.values())
     return Plan(
-        parts[names[0]].strategy,
-        tuple(template for name in names for template in of[name].values()),
-        tuple(d for name in names for d in parts[name].deployments if d.template in of[name]),
-        tuple(bucket for name in names for bucket in parts[name].buckets if bucket.model == name),
-        tuple(share for name in names for share in parts[name].shares if share.template in of[name]),
-        tuple(flow for name in names for flow in parts[name].flows if flow.model == name),
-        tuple(each for name in names for each in parts[name].predictions if each.model == name),
-        sum(cost_by_model(parts[name], problem)[name] for name in names),
-        max(parts[name].gap for name in names),
-        min(parts[name].fraction for name in names),
-        formats=tuple(item for name in names for item in parts[name].formats if item[0] == name),
-        engine=parts[names[0]].engine,
+        plans[0].strategy,
+        tuple(template for plan in plans for template in plan.templates),
+        tuple(deployment for plan in plans for deployment in plan.deployments),
+        tuple(bucket for plan in plans for bucket in plan.buckets),
+        tuple(share for plan in plans for share in plan.shares),
+        tuple(flow for plan in plans for flow in plan.flows),
+        tuple(prediction for plan in plans for prediction in plan.predictions),
+        sum(cost_by_model(plan, problem)[name] for name, plan in own.items()),
+        max(plan.gap for plan in plans),
+        min(plan.fraction for plan in plans),
+        formats=tuple(item for name, plan in own.items() for item in plan.formats if item[0] == name),
+        engine=plans[0].engine,
     )
 
 

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from math import ceil
+from math import ceil, sqrt
 
 from potluck.core.errors import CapacityError
 from potluck.core.values.plan import Deployment, Plan
@@ -40,6 +40,8 @@ GROWTH, SMALL_GROWTH, NEAR = 1.25, 1.05, 0.5
 """What a part of the same columns must have to spare, over one that missed, or that missed by little: by less than so
 much of what the promise leaves open.
 """
+FEW = 4
+"""Copies that need all of that growth. What chance asks for falls with the square root of how many there are."""
 STEP = 0.1  # of a column's copies that are added or taken at once; one at least
 LIKELY = 2.0
 """Times as many late as may be: where queueing expects more, it is seldom wrong."""
@@ -57,7 +59,7 @@ class RehearsalRules:
     """That are tried."""
     most_solves: int = 6
     """Of the planner, beside the plans that are there at first."""
-    most_requests: int = 60_000
+    most_requests: int = 150_000
     """Simulated in all, after which no further plan is begun."""
     fresh: bool = False
     """Whether the plan must hold again, in runs that no plan was chosen by."""
@@ -164,6 +166,8 @@ class _PlanSearch:
     """Keys of what was tried here and did not hold."""
     needed: dict[tuple[str, frozenset[str]], float] = field(default_factory=dict)
     """What a model's part of the same templates should have to spare, after one that missed."""
+    roomy: dict[str, float] = field(default_factory=dict)
+    """What any part of a model should have to spare, after one that missed."""
     asked: dict[str, float] = field(default_factory=dict)
     """The most demand that was planned for, times what there is."""
     short: bool = False
@@ -213,7 +217,7 @@ class _PlanSearch:
     def _first_that_holds(self) -> RehearsedPlan | None:
         """Some plan that holds, cheap if queueing is right."""
         while not self._spent:
-            able = {name: self._likely(name) for name in self.pools}
+            able = {name: self._likely(name, roomy=True) for name in self.pools}
             if self._solve_for_more([name for name, parts in able.items() if not parts]):
                 continue
             # Where no part is expected to hold, the one with most to spare is the best guess.
@@ -224,13 +228,17 @@ class _PlanSearch:
             self._vary(step, more=True)
         return None
 
-    def _likely(self, name: str, most_late: float = 1.0) -> list[ModelPart]:
-        """Parts that held, or that are expected to."""
+    def _likely(self, name: str, most_late: float = 1.0, roomy: bool = False) -> list[ModelPart]:
+        """Parts that held, or that are expected to; `roomy`: with more to spare than all that missed."""
+        least = self.roomy.get(name, 0.0) if roomy else 0.0
         return [
             part
             for part in self._open(name)
             if self._held(part)
-            or (part.late <= most_late and part.spare >= self.needed.get((name, part.columns), 0.0))
+            or (
+                part.late <= most_late
+                and part.spare >= max(least, self.needed.get((name, part.columns), 0.0))
+            )
         ]
 
     def _open(self, name: str, roomiest: int = 0) -> list[ModelPart]:
@@ -246,17 +254,29 @@ class _PlanSearch:
         for item in step.evidence:
             if not item.suffices:
                 part = step.parts[item.model]
-                growth = SMALL_GROWTH if item.margin > -NEAR else GROWTH
+                growth = SMALL_GROWTH if item.margin > -NEAR else max(SMALL_GROWTH, _growth(part.plan))
                 self.needed[part.model, part.columns] = part.spare * growth
+                least = part.spare * (1.0 + STEP / 4)
+                self.roomy[part.model] = max(self.roomy.get(part.model, 0.0), least)
 
     def _cheapest_below(self, best: RehearsedPlan) -> RehearsedPlan:
-        """What is cheaper than a plan that holds, the cheapest first: what is likely to hold, then a few others."""
+        """What is cheaper than a plan that holds, the cheapest first: what is likely to hold, then a few others.
+
+        Of what is likely, first what has more to spare than all that missed: where there is time for few plans, these
+        are the ones.
+        """
         self._vary(best, more=False)
-        if missed := [step for step in self.steps if not step.suffices]:
+        missed = [step for step in self.steps if not step.suffices]
+        # Of a large plan the same columns with a share more are all but what another solve finds.
+        if missed and not any(large(part.plan) for part in best.parts.values()):
             self._solve_above(max(missed, key=lambda step: step.margin))
         unlikely = 0
         while not self._spent:
-            step = self._next({name: self._likely(name, LIKELY) for name in self.pools}, best.plan)
+            step = self._next(
+                {name: self._likely(name, LIKELY, roomy=True) for name in self.pools}, best.plan
+            )
+            if step is None:
+                step = self._next({name: self._likely(name, LIKELY) for name in self.pools}, best.plan)
             if step is None and unlikely < UNLIKELY:
                 unlikely += 1
                 step = self._next({name: self._open(name) for name in self.pools}, best.plan)
@@ -268,8 +288,9 @@ class _PlanSearch:
                 continue
             self._learn(step)
             self._vary(step, more=True)
-            self._solve_above(step)
-            self._solve_without(step)
+            if not any(large(part.plan) for part in step.parts.values()):
+                self._solve_above(step)
+                self._solve_without(step)
         return best
 
     def _next(
@@ -387,12 +408,32 @@ class _PlanSearch:
         for name, part in step.parts.items():
             if verdicts.get(name, True) == more:
                 continue
+            if large(part.plan):
+                self._offer_more(part) if more else self._offer_halfway(part)
             for place, deployment in enumerate(part.plan.deployments):
                 change = max(1, ceil(STEP * deployment.count)) * (1 if more else -1)
                 others = part.plan.deployments[:place], part.plan.deployments[place + 1 :]
                 count = deployment.count + change
                 kept = (replace(deployment, count=count),) if count > 0 else ()
                 self._offer_copies(part, (*others[0], *kept, *others[1]), varied(part.made, change))
+
+    def _offer_more(self, part: ModelPart) -> None:
+        """With a share more of each of its columns."""
+        self._offer_counts(part, lambda d: ceil(d.count * (1 + STEP / 2)))
+
+    def _offer_halfway(self, part: ModelPart) -> None:
+        """Between a part that held and the one of the same columns that missed with most to spare."""
+        alike = [p for p in self.pools[part.model] if p.key in self.missed and p.columns == part.columns]
+        if alike:
+            below = max(alike, key=lambda p: p.spare)
+            self.needed[part.model, part.columns] = below.spare
+            counts = {(d.template, d.region): d.count for d in below.plan.deployments}
+            self._offer_counts(part, lambda d: (d.count + counts.get((d.template, d.region), 0) + 1) // 2)
+
+    def _offer_counts(self, part: ModelPart, count: Callable[[Deployment], int]) -> None:
+        after = tuple(replace(d, count=count(d)) for d in part.plan.deployments)
+        change = sum(d.count for d in after) - sum(d.count for d in part.plan.deployments)
+        self._offer_copies(part, after, varied(part.made, change))
 
     def _offer_copies(self, part: ModelPart, deployments: tuple[Deployment, ...], made: str) -> None:
         names = {deployment.template for deployment in deployments}
@@ -468,6 +509,17 @@ def rehearse(
     if chosen is not None and not chosen.holds:
         reason = "no plan serves all of the requests"
     return Rehearsal(tuple(search.steps), chosen, reason, outcome)
+
+
+def _growth(plan: Plan) -> float:
+    copies = sum(deployment.count for deployment in plan.deployments)
+    return 1.0 + (GROWTH - 1.0) * min(1.0, sqrt(FEW / max(1, copies)))
+
+
+def large(plan: Plan) -> bool:
+    """Whether a share more of each column is a small step."""
+    copies = sum(deployment.count for deployment in plan.deployments)
+    return copies * STEP / 2 >= len(plan.deployments)
 
 
 def varied(made: str, change: int) -> str:

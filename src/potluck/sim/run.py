@@ -102,6 +102,8 @@ class WorldOptions(TypedDict, total=False):
     progress: Callable[[int, int], None] | None
     mind: Callable[[ReplicaModels, Policy], Decider] | None
     """Replaces the Brain, for tests."""
+    replica_models: ReplicaModels | None
+    """Of an earlier run of the same plan: timing its replicas may take longer than a short run."""
 
 
 def simulate(
@@ -163,14 +165,18 @@ def build(
         learns = policy.hedge > 0 or balance_rule(policy.balance).learns
         heard = reads or bounded or learns or log is not None or mind is not None
         settings = replace(settings, first_tokens=heard)
-    block_tokens = BLOCK_TOKENS if workload.blocks is None else workload.blocks.tokens
-    replica_models = ReplicaModels(resolved, block_tokens)
-    replica_models.learn(resolved.plan)
+    replica_models = options.get("replica_models") or replica_models_of(resolved, workload)
     thinks: Decider = Brain(replica_models.facts(), policy) if mind is None else mind(replica_models, policy)
     if log is not None:
         thinks = LoggedBrain(thinks, log, replica_models.facts(), policy)
     make, planner, progress = maker(settings.fast_forward), options.get("planner"), options.get("progress")
     return SimWorld(replica_models, thinks, workload, settings, make, planner, progress)
+
+
+def replica_models_of(resolved: ResolvedPlan, workload: Workload) -> ReplicaModels:
+    made = ReplicaModels(resolved, BLOCK_TOKENS if workload.blocks is None else workload.blocks.tokens)
+    made.learn(resolved.plan)
+    return made
 
 
 def reads_reports(plan: Plan, workload: Workload, policy: Policy) -> bool:

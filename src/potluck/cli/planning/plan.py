@@ -142,7 +142,9 @@ def plan(
         show_search(factory.searched)
         show_reasons(reasons if outcome.plan.deployments else None)
     saves.complain()
-    if outcome.plan.fraction < 1 or (tried is not None and not tried.holds):
+    served = {ask.name for ask in problem.asks if ask.rate_per_s > 0}
+    whole = all(model.name in served for model in spec.models if model.traffic.rate_per_s > 0)
+    if not whole or outcome.plan.fraction < 1 or (tried is not None and not tried.holds):
         missed()
 
 

@@ -82,7 +82,7 @@ def mark_of_trial(plan: Plan, spec: Spec, problem: PlanningProblem) -> str:
 
 
 MOST_LINES = 6
-SHORT_S, SHORT_PLAN_S = 20.0, 5.0
+SHORT_S, SHORT_PLAN_S = 30.0, 5.0
 """CPU-seconds after which a short rehearsal begins no further plan; those that each solve takes at most."""
 LONG_REQUESTS = 100_000
 """Of one plan of one model, with --rehearse."""

@@ -184,7 +184,10 @@ class ReplicaCapacity:
         if self._full_version != self._fleet.version:
             self._full_version = self._fleet.version
             self._full.clear()
-        key, rho = (chooser, phase, req.request.request_class), self.rho(req.request.model, req.request.tenant)
+        key, rho = (
+            (chooser, phase, req.request.request_class),
+            self.rho(req.request.model, req.request.tenant),
+        )
         since, tokens, before_rho = self._full.get(key, (-1, 0, 0.0))
         if req.heavy or req.total_tokens < tokens or rho < before_rho:
             since = -1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Literal
@@ -321,6 +321,20 @@ class Plan:
     def repertoire(self) -> tuple[Template, ...]:
         """All that copies may be of: what the plan uses, and what scaling may start."""
         return self.templates + self.candidates if self.candidates else self.templates
+
+    def of_models(self, names: Collection[str]) -> Plan:
+        """What it has for these models alone."""
+        models = {template.name: template.model for template in self.repertoire}
+        return replace(
+            self,
+            templates=tuple(each for each in self.templates if each.model in names),
+            candidates=tuple(each for each in self.candidates if each.model in names),
+            deployments=tuple(each for each in self.deployments if models[each.template] in names),
+            buckets=tuple(each for each in self.buckets if each.model in names),
+            shares=tuple(each for each in self.shares if models[each.template] in names),
+            flows=tuple(each for each in self.flows if each.model in names),
+            predictions=tuple(each for each in self.predictions if each.model in names),
+        )
 
     def holding(self, counts: Mapping[tuple[str, str], int]) -> Plan:
         """The plan with these copies, (template, region) to how many, of templates in its repertoire."""

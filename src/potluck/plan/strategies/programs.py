@@ -270,7 +270,7 @@ def _cheapest_types(factory: TemplateFactory, ask: ModelDemand) -> list[Template
             needed = _nodes_needed(ask, group, problem.headroom)
             if needed < inf:
                 price = min(factory.prices[node] for node in nodes)
-                ways.append((price * needed * weight, kind, needed, group))
+                ways.append((price * needed * weight, kind, needed, mine))
     chosen: list[Template] = []
     covered = 0.0
     types: set[str] = set()

@@ -373,13 +373,18 @@ Deviations = Iterable[PlanDeviation]
 
 
 def compared(
-    resolved: ResolvedPlan, result: SimResult, balance: str = "learned"
+    resolved: ResolvedPlan,
+    result: SimResult,
+    balance: str = "learned",
+    replica_models: ReplicaModels | None = None,
 ) -> tuple[PlanDeviation, ...]:
+    """`replica_models`: as the run had them, if they are at hand."""
     records, plan = result.records, resolved.plan
     if not len(records) or not plan.shares or not steady(result.replicas):
         return ()
-    replica_models = ReplicaModels(resolved)
-    replica_models.learn(plan)
+    if replica_models is None:
+        replica_models = ReplicaModels(resolved)
+        replica_models.learn(plan)
     span_s = _span_s(result)
     values = {name: int((records.model == place).sum()) / span_s for place, name in enumerate(records.models)}
     served = {each.model: each.demand_per_s * plan.fraction_of(each.model) for each in plan.predictions}
