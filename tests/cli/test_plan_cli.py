@@ -251,6 +251,9 @@ def test_one_model_that_nothing_serves_spares_the_others(
     text = "hasty: its objective (TTFT 2000 ms, TPOT 0.01 ms) is out of reach"
     assert run(["compare", str(path), "--averages", "--time-limit", "2"]) == 0
     assert text in capsys.readouterr().out
+    # A plan that serves nothing of a model keeps no promise to it, however cheap it is.
+    assert run(["plan", str(path), "--averages", "--no-explain", "--time-limit", "2"]) == 3
+    assert text in capsys.readouterr().out
     assert run(["simulate", str(path), "--requests", "100", "--time-limit", "2"]) == 3
     assert text in capsys.readouterr().err
     result = prepared((path,), read_spec(path), PlanChoices(2.0, averages=True), lambda line: None)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
+from potluck.core.values.types import Slo
 from potluck.plan.problem import PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.verify import verify
@@ -55,3 +56,15 @@ def test_a_little_demand_takes_no_large_node(rate_per_s: float, small: float, la
     plan = STRATEGIES["homo"](TemplateFactory(problem), BRIEF).plan
     assert verify(problem, plan) == ()
     assert plan.cost_usd_per_h <= naive_usd_per_h(problem) * (1 + 1e-6)
+
+
+def test_ten_times_the_demand_costs_about_ten_times_as_much() -> None:
+    """Long prompts with short answers: computed apart, prompts alone look cheap, and answers are not."""
+    costs = []
+    for rate_per_s in (20.0, 200.0):
+        lengths = tuple((6000.0 * k, 10.0, 0.25) for k in (0.6, 0.9, 1.1, 1.4))
+        ask = an_ask("long", "Phi-4", rate_per_s, Slo(1.207, 0.057), lengths)
+        offers = {"east": {"1xH200": (4.55, 400), "2xH100": (7.31, 400), "1xH100": (4.44, 400)}}
+        plan = STRATEGIES["homo"](TemplateFactory(a_problem(ask, offers=offers)), BRIEF).plan
+        costs.append(plan.cost_usd_per_h)
+    assert costs[1] <= 10.0 * costs[0] * 1.01

@@ -15,7 +15,7 @@ from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.plan.assemble.even_shares import evened
 from potluck.plan.problem import PlanningProblem, model_demand
-from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
 from potluck.plan.strategies.template_factory import allocated
 from potluck.plan.verify import verify
 from potluck.rehearse.evidence import Evidence, evidence_of
@@ -264,3 +264,22 @@ def test_a_plan_of_such_pipelines_runs_as_planned() -> None:
     assert seen.attainment is not None
     assert seen.attainment >= wanted.slo.attainment
     assert not [each for each in disagreements(compared(world, result, "learned")) if each.what != "rate"]
+
+
+@pytest.mark.parametrize("needed", [1.04, 1.13, 1.3])
+def test_a_large_plan_is_searched_in_few_trials(needed: float) -> None:
+    """With a hundred copies a trial is dear: a share more of all columns, then halfway back, and no solve between."""
+    problem = a_problem(a_traffic(rate_per_s=800.0), offers={"1xL40S": (1.9, 400), "1xL4": (0.7, 400)})
+    judge, solves = needing(problem, {"chat": needed}), []
+
+    def counted(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
+        solves.append(factory)
+        return melange(factory, settings)
+
+    result = rehearse(TemplateFactory(problem), counted, SETTINGS, judge, RehearsalRules(most_plans=12))
+    assert result.chosen is not None
+    averages_usd = result.averages.plan.cost_usd_per_h
+    assert sum(deployment.count for deployment in result.chosen.plan.deployments) > 40
+    assert result.chosen.cost_usd_per_h <= averages_usd * needed * 1.04
+    assert len(solves) == 1
+    assert_each_once(result)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 from sim_fleets import FAST, MODEL, SLOW, closed_plan, decode_only, flow_plan, prefill_only, problem, template
 
 from potluck.catalog import named_workloads as named
+from potluck.core.routing import capacity
+from potluck.core.state.fleet import FleetState
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan, Template
 from potluck.sim.load.workload import Workload, labelled, merge, synthetic, with_prefixes, workload
@@ -190,3 +193,32 @@ def test_what_was_taken_on_is_answered_while_capacity_is_left(
     result = served(plan, chat(14.0 if name == "links" else 160.0, 15.0), *faults)
     assert (result.records.attempts > 1).any()
     assert (result.records.outcome != REFUSED).all()
+
+
+@pytest.mark.parametrize("kind", ["closed", "apart"])
+def test_only_replicas_with_a_change_are_asked_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who had no room is not asked again until something changes there, and all goes as if everybody were asked."""
+    if not (capacity.__file__ or "").endswith(".py"):
+        pytest.skip("compiled: its methods cannot be counted")
+    plan = closed_plan((alone(FAST, 24.0), "east", 5))
+    if kind == "apart":
+        plan = flow_plan((prefill_only(), "east", 4), (decode_only(), "east", 4))
+    load, asked = chat(400.0, 8.0), [0, 0]
+    plain = capacity.ReplicaCapacity.fits
+
+    def counting(place: int) -> None:
+        def fits(*arguments: Any) -> bool:
+            asked[place] += 1
+            return plain(*arguments)
+
+        monkeypatch.setattr(capacity.ReplicaCapacity, "fits", fits)
+
+    counting(0)
+    first = served(plan, load)
+    counting(1)
+    monkeypatch.setattr(FleetState, "_eased", lambda fleet, view: setattr(view, "eased", 1 << 60))
+    second = served(plan, load)
+    for name in ("outcome", "first_token_s", "finish_s"):
+        assert np.array_equal(getattr(first.records, name), getattr(second.records, name), equal_nan=True)
+    assert (first.records.outcome == REFUSED).any()
+    assert asked[0] <= (0.7 if kind == "apart" else 1.0) * asked[1]
