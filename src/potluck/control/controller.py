@@ -28,10 +28,11 @@ from potluck.control.control_values import (
     StopEngine,
     WantedReplica,
 )
+from potluck.control.day_plans import DayPlans
 from potluck.control.decision_history import DecisionHistory, ObservedSpeeds, gist
 from potluck.control.gateway_client import GatewayAway, GatewayClient, wants_of
 from potluck.control.launchers.launcher import Launcher
-from potluck.control.manual_changes import KeptCordons, leave, leaving
+from potluck.control.manual_changes import KeptCordons, is_by_hand, leave, leaving
 from potluck.control.market import MarketSource
 from potluck.control.plan_requests import Planner, PlanRequests
 from potluck.control.reconciler import LINGER_S, START_S, ReconcilerMemory, StuckReplica, step, stuck
@@ -40,6 +41,8 @@ from potluck.core.codec import encode
 from potluck.core.errors import PotluckError
 from potluck.core.values.plan import Plan, Template
 
+SCHEDULED = "scheduled"
+"""The setting with the time from which on the day's schedule has the plan that was put into force last."""
 STUCK = "stuck"
 """The setting that has replicas whose starts failed, with how often and why."""
 ELSEWHERE_S = 10.0
@@ -74,6 +77,7 @@ class Controller:
         planner: Planner | None = None,
         *,
         market: MarketSource | None = None,
+        day: DayPlans | None = None,
         advise: bool = False,
         clock: Callable[[], float] = time.time,
         linger_s: float = LINGER_S,
@@ -81,6 +85,7 @@ class Controller:
     ) -> None:
         self._store, self._lease, self._launcher = store, lease, launcher
         self._gateway, self._market, self._clock = gateway, market, clock
+        self._day, self._advise = day, advise
         self._linger_s, self._start_s = linger_s, start_s
         self._memory = ReconcilerMemory()
         self._templates: dict[str, Template] = {}
@@ -117,6 +122,7 @@ class Controller:
         if not problem:
             wanted = self._tell_market(wanted)
             self._tell_plan(wanted)
+            self._follow_day()
             self._kill(frozenset(wanted.get("kill", ())))
             if untold := self._cordons.heed(wanted):
                 self._note_once("cordon", "cordon", untold)
@@ -335,6 +341,26 @@ class Controller:
             self._note_once(
                 "elsewhere", "plan", f"the gateway serves another plan than version {newest.version}"
             )
+
+    def _follow_day(self) -> None:
+        """Put the plan that the day's schedule has for now into force, once; what is done by hand holds."""
+        if self._day is None:
+            return
+        begin, plan = self._day.due(self._clock())
+        newest = self._store.plan()
+        if self._store.get(SCHEDULED) == begin:
+            return
+        if self._advise or is_by_hand(newest):
+            held = "only advice is asked for" if self._advise else "what was set by hand holds"
+            self._note_once("schedule", "advice", f"the plan from {begin} on is due; {held}")
+            return
+        if newest is None or newest.plan.deployments != plan.deployments:
+            try:
+                self.change_plan(plan, f"schedule: from {begin} on")
+            except PotluckError as error:
+                self._note_once("schedule", "schedule", str(error))
+                return
+        self._store.set(SCHEDULED, begin)
 
     def change_plan(self, plan: Plan, reason: str) -> int:
         version = self._store.add_plan(plan, self._clock(), reason)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from potluck.control.accounts import KEY_FILE, USAGE_FILE, count_all, is_open, publish_keys
 from potluck.control.controller import Controller, ControllerTurn
+from potluck.control.day_plans import DayPlans
 from potluck.control.decision_history import history_of
 from potluck.control.gateway_client import GatewayClient
 from potluck.control.held_sockets import GATEWAY_MARK, HeldSockets, hands_over, launched, takeover_in
@@ -155,6 +156,8 @@ class LocalStackSettings:
     advise: bool = False
     market: MarketSource | None = None
     """Prices and nodes, where somebody says."""
+    day: DayPlans | None = None
+    """Plans that take turns by the time of day."""
     start_s: float = START_S
     """In which an engine must be ready; then another is tried."""
     profiles: tuple[Path, ...] = ()
@@ -207,6 +210,7 @@ class LocalStack:
             self.client,
             planner,
             market=settings.market,
+            day=settings.day,
             advise=settings.advise,
             start_s=settings.start_s,
         )

@@ -142,10 +142,14 @@ def plan(
         show_search(factory.searched)
         show_reasons(reasons if outcome.plan.deployments else None)
     saves.complain()
-    served = {ask.name for ask in problem.asks if ask.rate_per_s > 0}
-    whole = all(model.name in served for model in spec.models if model.traffic.rate_per_s > 0)
-    if not whole or outcome.plan.fraction < 1 or (tried is not None and not tried.holds):
+    if _leaves_out(spec, problem) or outcome.plan.fraction < 1 or (tried is not None and not tried.holds):
         missed()
+
+
+def _leaves_out(spec: Spec, problem: PlanningProblem) -> bool:
+    """Whether a model is not planned for: a plan for the others keeps no promise to its users."""
+    served = {ask.name for ask in problem.asks if ask.rate_per_s > 0}
+    return any(model.traffic.rate_per_s > 0 and model.name not in served for model in spec.models)
 
 
 def _hurried(factory: TemplateFactory) -> tuple[str, ...]:

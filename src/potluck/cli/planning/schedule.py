@@ -56,7 +56,7 @@ def schedule(strategy: str, out: Path | None, averages: bool, as_json: bool, **o
         day_schedule = schedule_day(factory, planner, settings, rates, progress_bar)
     if out is not None:
         steps = day_schedule.steps
-        plans = {f"plan-{_clock(step.from_h).replace(':', '')}.json": step.plan for step in steps}
+        plans = {plan_file(_clock(step.from_h)): step.plan for step in steps}
         for name, plan in (plans | {"static.json": day_schedule.static}).items():
             saves.text("--out", out / name, lambda plan=plan: plan_to_json(plan))  # type: ignore[misc]
     if as_json:
@@ -64,6 +64,11 @@ def schedule(strategy: str, out: Path | None, averages: bool, as_json: bool, **o
     else:
         _show_schedule(day_schedule, basis_of_all(averages))
     saves.complain()
+
+
+def plan_file(clock: str) -> str:
+    """The file of the plan from a time of day on."""
+    return f"plan-{clock.replace(':', '')}.json"
 
 
 def hourly_rates(spec: Spec) -> list[dict[str, float]]:

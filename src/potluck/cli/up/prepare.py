@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from potluck.cli.common.inputs import read_plan, require_runnable
 from potluck.cli.planning.rehearsal import Said
-from potluck.cli.simulating.simulation import SimulationInputs, offered, read_plan_and_spec
+from potluck.cli.simulating.simulation import SimulationInputs, offered, read_one_spec, read_plan_and_spec
+from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
+    from potluck.control.day_plans import DayPlans
     from potluck.core.state.policy import Policy
     from potluck.core.values.plan import Plan
     from potluck.plan.problem import PlanningProblem
@@ -178,3 +182,23 @@ def with_offers(
     standby = spoken(inputs.plan, rules.standby, inputs.spec.regions)
     lines = (*prepared_plan.lines, standby) if standby else prepared_plan.lines
     return replace(prepared_plan, inputs=offered(inputs, rules, make_factory(inputs.problem)), lines=lines)
+
+
+def scheduled(folder: Path, paths: tuple[Path, ...]) -> tuple[DayPlans, tuple[Path, ...]]:
+    """All plans of a day, each checked before anything is started; and the one to begin with, before its spec."""
+    from potluck.cli.planning.schedule import plan_file
+    from potluck.control.day_plans import DayPlans
+
+    if len(paths) != 1:
+        raise InputError("--schedule", "has the plans; name the SPEC that they were made for, and no PLAN")
+    plans, spec = [], read_one_spec(paths)
+    for path in sorted(folder.glob(plan_file("[0-9][0-9]:[0-9][0-9]"))):
+        hour, minute = int(path.stem[-4:-2]), int(path.stem[-2:])
+        plan = read_plan(path)
+        require_runnable(plan, spec, str(path))
+        plans.append((hour * 3600 + minute * 60, plan))
+    if not plans:
+        fix = f"`potluck schedule {paths[0].name} --out {folder.name}` writes them"
+        raise InputError("--schedule", f"{folder} has no plans ({plan_file('HH:MM')}); {fix}")
+    day = DayPlans(tuple(plans))
+    return day, (folder / plan_file(day.due(time.time())[0]), *paths)

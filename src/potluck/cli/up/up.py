@@ -38,7 +38,7 @@ from potluck.cli.up.gpus import (
     vllm_flags,
     vllm_maker,
 )
-from potluck.cli.up.prepare import PlanChoices, PreparedPlan, factory_for, prepared, with_offers
+from potluck.cli.up.prepare import PlanChoices, PreparedPlan, factory_for, prepared, scheduled, with_offers
 from potluck.control.launchers.local_capacity import find_chips
 from potluck.control.launchers.process import last_lines, must_be_free
 from potluck.core.errors import CapacityError, InputError, PotluckError
@@ -236,6 +236,9 @@ def demo() -> Path:
 @option("--averages", is_flag=True, help="Take the plan as it is, without a rehearsal.")
 @option("--advise", is_flag=True, help="Only recommend other plans; change nothing by itself.")
 @option("--market", type=FILE, help="Prices and notices in a file that is watched; see docs/operating.md.")
+@option(
+    "--schedule", type=FOLDER, help="Plans that take turns by the time of day, from `potluck schedule --out`."
+)
 @option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, over the spec's.")
 @option("--time-limit", "time_limit_s", type=float, default=30.0, help="To plan, in s.")
 @option("--check", is_flag=True, help="Ask one question once it is ready, and stop.")
@@ -272,6 +275,9 @@ def _up(paths: tuple[Path, ...], elsewhere: ClusterTarget, asked: SimpleNamespac
     began_s, here, model = time.monotonic(), elsewhere.on == "here", asked.model
     if model is not None and (paths or not here):
         raise InputError("--model", "is for a spec that is made here; leave PLAN, SPEC and --on out")
+    day = None
+    if asked.schedule is not None:
+        day, paths = scheduled(asked.schedule, paths)
     spec_path = paths[-1] if paths else demo()
     folder = asked.state or STATE / (spec_path.stem if model is None else model.resolve().name)
     must_be_nobodys(folder)
@@ -308,6 +314,8 @@ def _up(paths: tuple[Path, ...], elsewhere: ClusterTarget, asked: SimpleNamespac
             held=SUPERVISED.held,
             why="; ".join((f"potluck up {ready.spec_path.name}", *ready.prepared.lines)),
         )
+        if day is not None:
+            settings = replace(settings, day=replace(day, lead_s=longest_start_s(ready)))
         settings = elsewhere.settled(settings, spec)
         make_factory = partial(factory_for, choices=ready.choices)
         prepared_plan = told_slow(with_offers(ready.prepared, rules, make_factory), fork_server)
@@ -493,12 +501,17 @@ def prepared_for(
 def start_s(ready: GpuSetup) -> float:
     """In which an engine must be ready: more where much is read from a slow place."""
     from potluck.control.reconciler import START_S
-    from potluck.plan.current_problem import longest_start_s
 
-    inputs = ready.prepared.inputs
     if ready.maker.style not in ("gpu", "vllm"):
         return START_S
-    return max(START_S, SLACK * longest_start_s(inputs.problem, startups_of(inputs.spec)))
+    return max(START_S, SLACK * longest_start_s(ready))
+
+
+def longest_start_s(ready: GpuSetup) -> float:
+    from potluck.plan import current_problem
+
+    inputs = ready.prepared.inputs
+    return current_problem.longest_start_s(inputs.problem, startups_of(inputs.spec))
 
 
 def told_slow(prepared_plan: PreparedPlan, fork_server: ForkServer | None) -> PreparedPlan:

@@ -1,0 +1,101 @@
+"""Plans that take turns by the time of day."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_controller import PLAN, World
+
+from potluck.cli.main import run
+from potluck.control.day_plans import DAY_S, DayPlans
+from potluck.control.state_store import StateStore
+from potluck.core.values.plan import Deployment, Plan, plan_to_json
+
+NOON = datetime(2026, 1, 15, 12, 0)
+
+
+def plan(copies: int) -> Plan:
+    return replace(PLAN, deployments=(Deployment("t", "east", copies),), cost_usd_per_h=float(copies))
+
+
+def seconds(clock: str) -> int:
+    return int(clock[:2]) * 3600 + int(clock[3:]) * 60
+
+
+DAY = DayPlans(((seconds("06:30"), plan(3)), (seconds("18:00"), plan(2)), (seconds("23:00"), plan(1))), 600.0)
+
+
+def due(clock: str, day: DayPlans = DAY) -> str:
+    return day.due(NOON.replace(hour=int(clock[:2]), minute=int(clock[3:])).timestamp())[0]
+
+
+def test_what_costs_more_begins_early_and_what_costs_less_on_time() -> None:
+    assert due("12:00") == "06:30"
+    assert [due("17:59"), due("18:00")] == ["06:30", "18:00"]
+    assert [due("22:59"), due("23:00"), due("00:00"), due("06:19")] == ["18:00", "23:00", "23:00", "23:00"]
+    assert [due("06:20"), due("06:29"), due("06:30")] == ["06:30"] * 3
+    assert due("03:00", DayPlans(DAY.plans[:1])) == "06:30", "one plan is for the whole day"
+
+
+@given(st.sets(st.integers(0, 1439), min_size=1, max_size=6), st.integers(0, DAY_S - 1))
+def test_without_lead_it_is_the_last_that_began(begins: set[int], second: int) -> None:
+    day = DayPlans(tuple((minute * 60, plan(1 + minute % 3)) for minute in sorted(begins)))
+    name, _ = day.due((NOON.replace(hour=0) + timedelta(seconds=second)).timestamp())
+    ages = {minute: (second - minute * 60) % DAY_S for minute in begins}
+    assert ages[seconds(name) // 60] == min(ages.values())
+
+
+def test_a_plan_is_put_into_force_once_and_what_is_set_by_hand_holds(world: World) -> None:
+    store = StateStore(world.path)
+    world.now_s = NOON.timestamp()
+    world.turns(controller := world.controller(day=DAY), 3)
+    assert [len(world.gateway.plans), store.versions(1)[0][1]] == [1, "schedule: from 06:30 on"]
+    store.add_plan(replanned := plan(5), world.now_s, "prices changed")
+    world.turns(controller, 3)
+    assert len(world.gateway.plans) == 1, "what the planner finds meanwhile holds until the next is due"
+    controller.close()
+    world.now_s = NOON.replace(hour=18).timestamp()
+    world.turns(controller := world.controller(day=DAY), 3)
+    assert world.gateway.plans[-1] == plan(2)
+    store.add_plan(replanned, world.now_s, "by hand: t@east=5")
+    world.now_s = NOON.replace(hour=23).timestamp()
+    world.turns(controller, 3)
+    assert len(world.gateway.plans) == 2
+    assert any(
+        item.kind == "advice" and "from 23:00 on is due; what was set by hand holds" in item.why
+        for item in store.happenings()
+    )
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+SPEC = """\
+models:
+  - {model: Llama-3.1-8B, name: m, slo: {ttft_ms: 2000, tpot_ms: 60}, traffic: {rate_per_s: 1, input: 99, output: 9}}
+fleet: {regions: [{name: east, nodes: [{node: 1xA10, available: 4, price_usd_per_h: 1.0}]}]}
+"""
+
+
+def test_a_schedule_is_read_before_anything_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (spec := tmp_path / "potluck.yaml").write_text(SPEC)
+    (day := tmp_path / "day").mkdir()
+    assert run(["up", str(spec), "--schedule", str(day)]) == 2
+    assert (
+        "has no plans (plan-HHMM.json); `potluck schedule potluck.yaml --out day`" in capsys.readouterr().err
+    )
+    (day / "plan-0600.json").write_text(plan_to_json(PLAN))
+    assert run(["up", str(day / "plan-0600.json"), str(spec), "--schedule", str(day)]) == 2
+    assert "--schedule: has the plans" in capsys.readouterr().err
+    (day / "plan-0700.json").write_text("{}")
+    assert run(["up", str(spec), "--schedule", str(day)]) == 2
+    assert "plan-0700.json" in capsys.readouterr().err
