@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from potluck.catalog import models, nodes
 from potluck.control.control_values import PlanRequest
-from potluck.control.replanner import Replanner
+from potluck.control.replanner import PlanEvidence, Replanner
 from potluck.core.errors import CapacityError
 from potluck.core.state.actions import SeenLengths
 from potluck.core.state.facts import ObservedSpeed, spoken
 from potluck.core.values.layout import single
-from potluck.core.values.plan import Deployment, Plan
+from potluck.core.values.plan import Deployment, Plan, Rehearsed, Tried
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.perf.step_timer import steps
 from potluck.perf.timers.profile import ProfileTimer
 from potluck.plan.current_problem import drifted, observed, profile_of
 from potluck.plan.problem import PlanningProblem, model_demand
-from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
+from potluck.plan.strategies.template_factory import Planner
 from potluck.plan.timing.replica_rates import layout_timer
 
 L4, A10 = nodes.node_type("1xL4"), nodes.node_type("1xA10")
@@ -83,6 +85,35 @@ def test_a_cheaper_gpu_is_taken_and_one_that_saves_less_than_a_start_is_not(
         PlanRequest({"m": 6.0}, "prices", regions=regions(6, 4, per_a10 * 0.99), running=running)
     )
     assert same.plan is None
+
+
+def judged(holding: Callable[[Plan], bool], at: tuple[Region, ...]) -> Replanner:
+    """With a simulator that says who holds; its search finds the plan for some regions, with that verdict."""
+
+    def tried(planner: Planner) -> Planner:
+        def planned(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
+            there = replace(factory.problem, regions=at)
+            outcome = planner(TemplateFactory(there), replace(settings, running=None))
+            seen = 1.0 if holding(outcome.plan) else 0.5
+            mark = Rehearsed("", (Tried("m", 0.9, seen, seen, 1.0, 1000, 4, True),))
+            return replace(outcome, plan=replace(outcome.plan, rehearsed=mark))
+
+        return planned
+
+    return Replanner(PROBLEM, 10.0, evidence=PlanEvidence(tried, lambda problem, plan: holding(plan)))
+
+
+def test_plans_of_a_running_service_are_judged_by_evidence(running: Plan) -> None:
+    """What runs stays where only it holds, however cheap the other is, and goes where only the other does."""
+    cheap, dear = regions(6, 4, 0.3), regions(0, 12, 2.0)
+    asked = PlanRequest({"m": 6.0}, "prices", regions=cheap, running=running)
+    kept = judged(lambda plan: copies(plan, "A10") == 0, cheap).full(asked)
+    assert (kept.plan, kept.why) == (None, "no other plan holds in simulation")
+    asked = replace(asked, regions=regions(6, 12, 2.0))
+    taken = judged(lambda plan: copies(plan, "A10") > 0, dear).full(asked)
+    assert taken.why == "this plan holds in simulation, what runs would not"
+    assert taken.plan is not None
+    assert taken.plan.cost_usd_per_h > running.cost_usd_per_h
 
 
 def test_rates_and_lengths_that_were_seen_are_planned_for(running: Plan, planner: Replanner) -> None:
