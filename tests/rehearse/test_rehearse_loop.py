@@ -10,8 +10,9 @@ import pytest
 from rehearse_builders import OFFERS, SETTINGS, a_problem, a_traffic, a_trial, melange
 
 from potluck.catalog import models, nodes
-from potluck.cli.planning.rehearsal import judge_of
+from potluck.cli.planning.rehearsal import evidence_line, judge_of
 from potluck.core.values.plan import Deployment, Plan
+from potluck.core.values.service import CLASSES
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.plan.assemble.even_shares import evened
 from potluck.plan.problem import PlanningProblem, model_demand
@@ -283,3 +284,27 @@ def test_a_large_plan_is_searched_in_few_trials(needed: float) -> None:
     assert result.chosen.cost_usd_per_h <= averages_usd * needed * 1.04
     assert len(solves) == 1
     assert_each_once(result)
+
+
+def with_classes(share: float, strict: Slo) -> tuple[PlanningProblem, Traffic]:
+    traffic = replace(a_traffic(), classes=(("interactive", share),))
+    ask = model_demand(
+        "chat", models.model("Llama-3.1-8B"), Slo(1.0, 0.06), traffic, promises={"interactive": strict}
+    )
+    return replace(a_problem(), asks=(ask,)), traffic
+
+
+def test_a_small_class_is_judged_by_itself() -> None:
+    """All others are in time: of all requests 95 % are, and the strict class keeps none of its promise."""
+    problem, traffic = with_classes(0.05, Slo(1.0, 0.06))
+    plan = melange(TemplateFactory(problem), SETTINGS).plan
+    plan = replace(plan, deployments=tuple(replace(d, count=3 * d.count) for d in plan.deployments))
+    trial = a_trial(problem, (traffic,), cv=1.0)
+    (fine,) = evidence_of(trial, plan)
+    assert fine.holds
+    strict = replace(CLASSES[0], slo=Slo(0.001, 0.06))
+    (missed,) = evidence_of(
+        replace(trial, policy=replace(trial.policy, classes=(strict, *CLASSES[1:]))), plan
+    )
+    assert (missed.request_class, missed.misses, missed.mean) == ("interactive", True, 0.0)
+    assert "chat's class interactive in time for 0 %" in evidence_line(missed.told())

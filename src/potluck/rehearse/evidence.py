@@ -14,11 +14,13 @@ as many requests were simulated as may be.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import sqrt
 
 import numpy as np
+from numpy.typing import NDArray
 
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import (
@@ -72,6 +74,8 @@ class Evidence:
     ttft_s: float = 0.0
     tpot_s: float = 0.0
     """Means of what was answered, at the demand there is."""
+    request_class: str = ""
+    """Of the model's requests, the class that is worst off; empty where there is one."""
 
     @property
     def mean(self) -> float:
@@ -118,7 +122,7 @@ class Evidence:
     def told(self, fresh: bool = False, gap_cv: float | None = None) -> Tried:
         least, runs = min(self.answered, default=1.0), len(self.attained)
         seen = (self.promised, self.mean, self.lower, self._of_all(least), self.requests, runs, self.answers)
-        return Tried(self.model, *seen, fresh, gap_cv)
+        return Tried(self.model, *seen, fresh, gap_cv, self.request_class)
 
     @property
     def margin(self) -> float:
@@ -174,6 +178,8 @@ LEAST_BATCHES = 4
 LEAST_REQUESTS, LEAST_LATE = 50, 2.0
 """Of a batch, and of those the promise lets be late."""
 FINAL, MOST_FINAL = 8, 100_000
+LEAST_SHARE = 1e-3
+"""Of a model's requests, what a class has that counts."""
 MOST_WARM_UP = 0.4
 """Of a run: where there are too many requests for its whole length."""
 
@@ -206,7 +212,9 @@ class TrialSetup:
             slo, asked = self.world.slos[name], self.traffic[name]
             answer_s = answer_length_s(slo, asked)
             least = max(LEAST_REQUESTS, LEAST_LATE / max(1.0 - slo.attainment, 1e-4))
-            batch_s = max(batch_s, BATCH * answer_s, least / asked.rate_per_s)
+            shares = [share for _, share in asked.classes if share > 0]
+            rarest = min([*shares, rest if (rest := 1.0 - sum(shares)) > LEAST_SHARE else 1.0])
+            batch_s = max(batch_s, BATCH * answer_s, least / (asked.rate_per_s * rarest))
             warm_up_s = max(warm_up_s, WARM_UP * answer_s)
         rate_per_s = sum(self.traffic[name].rate_per_s for name in names)
         most_s = self.most_requests / rate_per_s
@@ -223,9 +231,10 @@ def answer_length_s(slo: Slo, traffic: Traffic) -> float:
 class _Samples:
     """What runs have shown of one model so far."""
 
-    attained: list[float] = field(default_factory=list)
-    answered: list[float] = field(default_factory=list)
-    requests: int = 0
+    attained: dict[str, list[float]] = field(default_factory=dict)
+    """Of each class of its requests."""
+    answered: dict[str, list[float]] = field(default_factory=dict)
+    requests: Counter[str] = field(default_factory=Counter)
     judged_s: float = 0.0
     ttft_s: float = 0.0
     tpot_s: float = 0.0
@@ -289,12 +298,14 @@ def _add(samples: _Samples, result: SimResult, name: str, spans_s: tuple[float, 
     edges = np.linspace(begin_s + warm_up_s, end_s, count + 1)[1:-1]
     batch = np.searchsorted(edges, records.arrival_s, side="right")
     judged = mine & verdict.judged & (records.arrival_s >= begin_s + warm_up_s)
-    for place in range(count):
-        here = judged & (batch == place)
-        if total := int(here.sum()):
-            samples.attained.append(int((verdict.met & here).sum()) / total)
-            samples.answered.append(1.0 - int((records.outcome[here] == REFUSED).sum()) / total)
-            samples.requests += total
+    for kind, own in _classes(result):
+        for place in range(count):
+            here = judged & own & (batch == place)
+            if total := int(here.sum()):
+                met, refused = int((verdict.met & here).sum()), int((records.outcome[here] == REFUSED).sum())
+                samples.attained.setdefault(kind, []).append(met / total)
+                samples.answered.setdefault(kind, []).append(1.0 - refused / total)
+                samples.requests[kind] += total
     samples.judged_s += end_s - begin_s - warm_up_s
     answered = judged & (records.outcome == ANSWERED)
     if answered.any():
@@ -303,19 +314,34 @@ def _add(samples: _Samples, result: SimResult, name: str, spans_s: tuple[float, 
         samples.tpot_s = float(np.nanmean(paced)) if not np.isnan(paced).all() else 0.0
 
 
+def _classes(result: SimResult) -> list[tuple[str, NDArray[np.bool_]]]:
+    """Every class of requests, with who is in it."""
+    labels = result.records.labels
+    if labels is None or len(labels.classes) < 2:
+        return [("", np.ones(len(result.records), np.bool_))]
+    return [(name, labels.request_class == place) for place, name in enumerate(labels.classes)]
+
+
 def _evidence(trial: TrialSetup, name: str, samples: _Samples) -> Evidence:
-    slo = trial.world.slos[name]
-    return Evidence(
-        name,
-        slo.attainment,
-        tuple(samples.attained),
-        samples.requests,
-        answered=tuple(samples.answered),
-        left_out=trial.left_out.get(name, 0.0),
-        answer_lengths=samples.judged_s / answer_length_s(slo, trial.traffic[name]),
-        ttft_s=samples.ttft_s,
-        tpot_s=samples.tpot_s,
-    )
+    """Of the class that is worst off: each has its own objective, and a small one counts as much as the rest."""
+    slo, known = trial.world.slos[name], {item.name: item for item in trial.policy.classes}
+    shown = []
+    for kind in samples.attained or {"": []}:
+        promised = (known[kind].objective(slo) if kind in known else slo) or slo
+        evidence = Evidence(
+            name,
+            promised.attainment,
+            tuple(samples.attained.get(kind, ())),
+            samples.requests[kind],
+            answered=tuple(samples.answered.get(kind, ())),
+            left_out=trial.left_out.get(name, 0.0),
+            answer_lengths=samples.judged_s / answer_length_s(slo, trial.traffic[name]),
+            ttft_s=samples.ttft_s,
+            tpot_s=samples.tpot_s,
+            request_class=kind,
+        )
+        shown.append(evidence)
+    return min(shown, key=lambda item: item.margin)
 
 
 def _disagreed(

@@ -47,7 +47,8 @@ def evidence_line(seen: Tried) -> str:
     ]
     runs = f" ({', '.join(about)})" if about else ""
     attained = f"{percent(seen.attained, seen.promised)} of {seen.requests:,} requests"
-    return f"rehearsed: {seen.model} in time for {attained}{runs}, {kept}"
+    whose = f"{seen.model}'s class {seen.request_class}" if seen.request_class else seen.model
+    return f"rehearsed: {whose} in time for {attained}{runs}, {kept}"
 
 
 def noted(

@@ -245,6 +245,8 @@ class Tried:
     """Whether in runs that the search for the plan had not seen."""
     gap_cv: float | None = None
     """Variation of the gaps between requests, where another one than the spec's was asked for."""
+    request_class: str = ""
+    """Of the model's requests, the class that is worst off; empty where there is one."""
 
     @property
     def verdict(self) -> Literal["holds", "unsure", "misses"]:
