@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from parts.common import ROOT, WORDS, Budget, cpu_s, run, say
-from potluck.kv.kv_codec import Codec, decode, encode, sizes
+from potluck.kv.codec_layout import Codec, sizes
+from potluck.kv.kv_codec import decode, encode
 
 sys.path.append(str(ROOT / "tests" / "kv"))
 from codec_reference import from_floats, to_floats

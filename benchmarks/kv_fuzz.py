@@ -1,7 +1,7 @@
 """Two minutes of bad streams into the parser and the assembly: nothing but a format error may come of them.
 
 Sound streams are changed: bits, bytes, numbers at their limits, cut, doubled, reordered; half of them are sealed
-again, so that a wrong head passes its checksum. A crash is any other exception, memory beyond the window, a chunk
+again, so that a wrong head passes its checksum. A crash is any other exception, memory beyond the window, a piece
 with bytes that were never sent, and a stream that takes more than a CPU-second.
 """
 
@@ -24,15 +24,15 @@ from potluck.kv.codec_layout import CODEC_IDS, Codec, sizes
 from potluck.kv.send_queue import SendQueue, pack
 
 SEED = 20
-WINDOW_BYTES, CHUNK_BYTES = 1 << 15, 1 << 10
+WINDOW_BYTES, PIECE_BYTES = 1 << 15, 1 << 10
 LIMITS = (0, 1, 2, 7, 8, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 63, (1 << 64) - 1)
-KEYS = ("crashes", "streams", "messages_read", "parcels_whole", "streams_refused")
+KEYS = ("crashes", "streams", "messages_read", "chunks_whole", "streams_refused")
 Stream = list[tuple[wire.Message, bytes]]
 TARGETS = {"crashes": ("==", 0.0)}
 
 
 def sound(draw: random.Random) -> Stream:
-    load = SendQueue(CHUNK_BYTES)
+    load = SendQueue(PIECE_BYTES)
     load.open(1 << 30)
     load.join(0, 1 << 20)
     for layer in range(draw.randint(1, 3)):
@@ -42,10 +42,10 @@ def sound(draw: random.Random) -> Stream:
         dtype = draw.choice(wire.DTYPES)
         size = sizes(part, dtype, shape, codec)
         data, parameters = draw.randbytes(size.payload_bytes), draw.randbytes(size.parameter_bytes)
-        load.put(pack(KvChunk(layer, part, 0, shape[0], dtype, shape, data, codec, parameters), CHUNK_BYTES))
+        load.put(pack(KvChunk(layer, part, 0, shape[0], dtype, shape, data, codec, parameters), PIECE_BYTES))
     load.finish()
     manifest = KvManifest("f" * 32, 0, 9, "ab" * 32)
-    stream: Stream = [(wire.TransferOpening(bytes(16), manifest, CHUNK_BYTES, False), b"")]
+    stream: Stream = [(wire.TransferOpening(bytes(16), manifest, PIECE_BYTES, False), b"")]
     while (todo := load.next(0)) is not None:
         stream.append((todo[0], bytes(todo[1])) if isinstance(todo, tuple) else (todo, b""))
         if draw.random() < 0.1:
@@ -95,7 +95,7 @@ class Receiver:
         self._sent = sent
         self.held_bytes = 0
         self.chunks = 0
-        self._assembly = ChunkAssembly(WINDOW_BYTES, CHUNK_BYTES, self._take, self._give)
+        self._assembly = ChunkAssembly(WINDOW_BYTES, PIECE_BYTES, self._take, self._give)
 
     def _take(self, size: int) -> memoryview:
         self.held_bytes += size
@@ -117,12 +117,12 @@ class Receiver:
         place[:] = data
         if sums(place) != message.sums:
             self._assembly.spoiled(message)
-            raise FormatError("hand-over", "has a chunk whose checksum is wrong")
+            raise FormatError("hand-over", "has a piece whose checksum is wrong")
         if data not in self._sent:
             raise AssertionError("bytes that were never sent have passed")
         if self._assembly.landed(message) is not None:
             self.chunks += 1
-            self._assembly.release(message.label.index)
+            self._assembly.release(message.index)
 
 
 def one(draw: random.Random) -> Counter[str]:
@@ -142,7 +142,7 @@ def one(draw: random.Random) -> Counter[str]:
         reader.close()
     except FormatError:
         counts["streams_refused"] += 1
-    counts["parcels_whole"] += receiver.chunks
+    counts["chunks_whole"] += receiver.chunks
     return counts
 
 

@@ -1,7 +1,7 @@
 """KV between two processes: against bare sockets, layer by layer against all at once, and over shaped links.
 
 loopback     2,048 tokens of Llama 3.1 8B (256 MiB): our share of what bare sockets reach with the same number of
-             connections, attaching, checksums and acknowledgement included; parcels are put once the receiver has
+             connections, attaching, checksums and acknowledgement included; chunks are put once the receiver has
              attached, or lie ready (`..._ready_...`). Bare and ours by turns, medians of ratios.
 migration    CAUCHY, Figure 11: from the end of the prefill until the receiver has everything. "Bulk" sends after
              the last layer, over one connection; the others send each layer as it is computed. A layer takes

@@ -148,11 +148,11 @@ class Rig:
             n: torch.randn(shape, dtype=torch.bfloat16, device=DEVICE).to(TORCH[case.dtype])
             for n in range(model.layers)
         }
-        outbox = KvSender()
-        host, port = outbox.address
+        sender = KvSender()
+        host, port = sender.address
         self.kv = f"{host}:{port}"
         self.told: list[dict[str, object]] = []
-        self.giving = SendWorker(outbox, self.giver.blocks, "check", self.told.append)
+        self.giving = SendWorker(sender, self.giver.blocks, "check", self.told.append)
         self.taking = [
             ReceiveWorker(
                 PeerConnections([(host, port)]), KvSender(), taker.blocks, "check", share, self.told.append

@@ -111,12 +111,11 @@ class Plain:
         self.entries: list[Name] = []
         self.before: dict[Name, Name | None] = {}
         self.sizes: dict[Name, int] = {}
-        self.transfers: dict[int, int] = {}
 
     @property
     def free(self) -> int:
         used = sum(self.sizes[name] for name in self.entries)
-        return self.blocks - used - sum(self.transfers.values())
+        return self.blocks - used
 
     def use(self, chain: list[Name]) -> None:
         self.entries = [*chain, *(name for name in self.entries if name not in chain)]
@@ -237,44 +236,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.plain.before[name], self.plain.sizes[name] = (names[-1] if names else None), blocks
         self.plain.use([*names, name])
 
-    @rule(key=st.integers(0, 2), blocks=st.integers(1, 4))
-    def transfer(self, key: int, blocks: int) -> None:
-        if key in self.plain.transfers:
-            with pytest.raises(InputError):
-                self.pool.transfer(key, blocks)
-            return
-        expected = self.plain.evict(blocks, None)
-        places, gone = self.pool.transfer(key, blocks)
-        self.went(gone, expected)
-        if self.plain.free < blocks:
-            assert places is None
-        else:
-            assert places is not None
-            assert len(places) == blocks
-            self.plain.transfers[key] = blocks
-
-    @rule(key=st.integers(0, 2))
-    def finish(self, key: int) -> None:
-        self.pool.finish(key)
-        self.plain.transfers.pop(key, None)
-
-    @rule(key=st.integers(0, 2), tokens=PROMPTS)
-    def adopt(self, key: int, tokens: list[int]) -> None:
-        names = hashes(tokens)
-        if len(names) > self.plain.transfers.get(key, 0) or key not in self.plain.transfers:
-            if names:
-                with pytest.raises(InputError):
-                    self.pool.adopt(key, names)
-            return
-        depth = self.held(names)
-        new = self.pool.adopt(key, names)
-        assert [one.name for one in new] == list(names[depth:])
-        self.places.update({one.name: one.places for one in new})
-        del self.plain.transfers[key]
-        for place, name in enumerate(names):
-            self.plain.before[name], self.plain.sizes[name] = (names[place - 1] if place else None), 1
-        self.plain.use(list(names))
-
     @precondition(lambda self: self.plain.entries)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
@@ -307,7 +268,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check()
         assert set(self.pool.names()) == set(self.plain.entries)
         assert self.pool.free_blocks == self.plain.free >= 0
-        assert sum(map(len, self.pool._transfers.values())) == sum(self.plain.transfers.values())
         assert all(self.pool.places(name) == places for name, places in self.places.items())
 
 

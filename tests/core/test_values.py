@@ -272,22 +272,10 @@ def test_segments_cover_the_prompt_and_the_last_is_open(route: Route) -> None:
     assert route.decoder == route.segments[-1].replica
 
 
-@given(build.routes())
-def test_a_handover_moves_all_tokens_before_the_cut_and_only_between_unlike_replicas(route: Route) -> None:
-    expected = []
-    for i in range(1, len(route.segments)):
-        before, after = route.segments[i - 1], route.segments[i]
-        if before.replica != after.replica:
-            expected.append((before.replica, after.replica, before.stop))
-    assert list(route.handovers) == expected
-
-
 def test_the_routes_of_the_design() -> None:
     assert aggregated("X").segments == (Segment("X", 0, None),)
-    assert aggregated("X").handovers == ()
     disaggregated = handed_over("P", "D", 100)
     assert disaggregated.segments == (Segment("P", 0, 100), Segment("D", 100, None))
-    assert disaggregated.handovers == (("P", "D", 100),)
     assert disaggregated.decoder == "D"
 
 

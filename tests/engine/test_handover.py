@@ -126,7 +126,7 @@ def broken(cargo: list[KvChunk]) -> dict[str, list[KvChunk]]:
 
 
 @pytest.mark.parametrize("kind", ["full", "linear", "hybrid"])
-def test_what_is_wrong_with_a_parcel_is_one_line_and_harms_nobody(kind: str) -> None:
+def test_what_is_wrong_with_a_chunk_is_one_line_and_harms_nobody(kind: str) -> None:
     sender, receiver = runner(KINDS[kind]), runner(KINDS[kind])
     expected, _ = whole(receiver)
     source = opened(sender, LENGTH)

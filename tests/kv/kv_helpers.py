@@ -1,4 +1,4 @@
-"""What the tests of the transport share: parcels of every kind, a pair of ends, a proxy that does harm."""
+"""What the tests of the transport share: chunks of every kind, a pair of ends, a proxy that does harm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ABOUT = KvManifest(FINGERPRINT, 0, 33, TOKENS_HASH)
 BOUND = bound_to(REQUEST, FINGERPRINT, TOKENS_HASH)
 
 SMALL = SenderLimits(
-    chunk_bytes=4096,
+    piece_bytes=4096,
     most_bytes=1 << 24,
     hello_s=0.5,
     attach_s=1.0,
@@ -36,19 +36,19 @@ SMALL = SenderLimits(
     idle_s=2.0,
 )
 SMALL_LINKS = LinkLimits(
-    window_bytes=1 << 17, chunk_bytes=4096, keep_bytes=1 << 18, connect_s=0.5, stall_s=0.5, silence_s=1.0
+    window_bytes=1 << 17, piece_bytes=4096, keep_bytes=1 << 18, connect_s=0.5, stall_s=0.5, silence_s=1.0
 )
 
 
 def made(seed: int = 0, layers: int = 6) -> list[KvChunk]:
-    """Parcels of all parts, of sizes on and off the grid of chunks, one of them empty."""
+    """Chunks of all parts, of sizes on and off the grid of pieces, one of them empty."""
     draw = random.Random(seed)
     kv_chunks = []
     shapes = [("kv", (33, 2, 4, 16)), ("latent", (33, 1, 24)), ("conv", (3, 40)), ("memory", (4, 16, 16))]
     for layer in range(layers):
         part, shape = shapes[layer % len(shapes)]
         dtype = ("float32", "bfloat16", "float16")[layer % 3]
-        codec = ("raw", "raw", "int8", "int4")[layer % 4]
+        codec = {1: "int8", 4: "int4", 5: "int4"}.get(layer % 8, "raw")
         size = sizes(part, dtype, shape, codec)  # type: ignore[arg-type]
         kv_chunks.append(
             KvChunk(
@@ -67,12 +67,12 @@ def made(seed: int = 0, layers: int = 6) -> list[KvChunk]:
     return kv_chunks
 
 
-def plain(parcel: KvChunk) -> tuple[object, ...]:
-    """A parcel's value, with its bytes taken out of the buffer."""
+def plain(chunk: KvChunk) -> tuple[object, ...]:
+    """A chunk's value, with its bytes taken out of the buffer."""
     return (
-        *(parcel.layer, parcel.part, parcel.first, parcel.stop, parcel.dtype, parcel.shape, parcel.codec),
-        bytes(parcel.parameters),
-        bytes(parcel.data),
+        *(chunk.layer, chunk.part, chunk.first, chunk.stop, chunk.dtype, chunk.shape, chunk.codec),
+        bytes(chunk.parameters),
+        bytes(chunk.data),
     )
 
 
@@ -87,10 +87,10 @@ class Ends:
         handle = new_handle()
         return handle, self.sender.offer(handle, BOUND, lambda have: about, lasts_s)
 
-    def send(self, parcels: list[KvChunk], lasts_s: float = 10.0) -> tuple[str, OutgoingTransfer]:
+    def send(self, chunks: list[KvChunk], lasts_s: float = 10.0) -> tuple[str, OutgoingTransfer]:
         handle, transfer = self.offer(lasts_s)
-        for parcel in parcels:
-            transfer.put(parcel)
+        for chunk in chunks:
+            transfer.put(chunk)
         transfer.finish()
         return handle, transfer
 
@@ -105,11 +105,11 @@ class Ends:
     ) -> tuple[FetchResult, dict[int, tuple[object, ...]]]:
         got: dict[int, tuple[object, ...]] = {}
 
-        def keep(parcel: KvChunk) -> None:
-            assert parcel.layer not in got
-            got[parcel.layer] = plain(parcel)
+        def keep(chunk: KvChunk) -> None:
+            assert chunk.layer not in got
+            got[chunk.layer] = plain(chunk)
             if sink is not None:
-                sink(parcel)
+                sink(chunk)
 
         wanted = FetchRequest(handle, request, FINGERPRINT, TOKENS_HASH)
         kv_manifests: list[KvManifest] = []
@@ -138,7 +138,7 @@ def ends(
     harm: Harm | None = None,
     answer_harm: Harm | None = None,
 ) -> Iterator[Ends]:
-    """An outbox and links to it, and afterwards the proof that nothing is left of them."""
+    """A sender and links to it, and afterwards the proof that nothing is left of them."""
     fds, threads, files = _fds(), threading.active_count(), _shared_files()
     sender = KvSender(limits=limits, shared_memory=shared_memory)
     proxy = Proxy(sender.address, harm, answer_harm) if harm or answer_harm else None

@@ -14,19 +14,8 @@ from hypothesis import strategies as st
 from potluck.core.errors import FormatError, InputError
 from potluck.kv import cpu_kernels
 from potluck.kv.chunks import KvChunk
-from potluck.kv.codec_layout import LEVELS, STATES, layout
-from potluck.kv.kv_codec import (
-    CODEC_IDS,
-    CODECS,
-    Codec,
-    Part,
-    check_parameters,
-    decode,
-    encode,
-    packed,
-    restored,
-    sizes,
-)
+from potluck.kv.codec_layout import CODEC_IDS, CODECS, LEVELS, STATES, Codec, Part, layout, sizes
+from potluck.kv.kv_codec import decode, encode, packed, restored
 
 DTYPES = ("float16", "bfloat16", "float32")
 LOSSY: tuple[Codec, ...] = ("int8", "int4")
@@ -36,8 +25,6 @@ WIDTHS = st.integers(1, 40) | st.sampled_from([63, 64, 65, 128, 255, 256, 257, 3
 SHAPES: dict[Part, st.SearchStrategy[tuple[int, ...]]] = {
     "kv": st.tuples(TOKENS, st.just(2), st.integers(1, 3), WIDTHS),
     "latent": st.tuples(TOKENS, st.just(1), WIDTHS),
-    "conv": st.tuples(st.integers(0, 3), st.integers(0, 150)),
-    "memory": st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 90)),
 }
 MOST = {"float16": 65504.0, "bfloat16": 3e38, "float32": 3e38}
 
@@ -124,7 +111,7 @@ def test_no_error_is_larger_than_half_a_step(case: tuple[bytes, Part, str, tuple
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_refused_wherever_it_is(codec: Codec, dtype: str, bad: float) -> None:
-    for part, shape in (("kv", (130, 2, 1, 70)), ("latent", (130, 3)), ("memory", (2, 3, 70))):
+    for part, shape in (("kv", (130, 2, 1, 70)), ("latent", (130, 3))):
         count = prod(shape)
         for place in {0, count - 1, count // 2, 69, 70 if count > 70 else 1}:
             values = numbers(1, count, "float16", "normal")
@@ -163,12 +150,9 @@ def test_whatever_the_sender_writes_is_refused_or_finite(
     try:
         restored = decode(parameters, chance.bytes(size.payload_bytes), part, dtype, shape, codec)
     except FormatError:
-        with pytest.raises(FormatError):
-            check_parameters(parameters, part, dtype, shape, codec)
         values = (np.frombuffer(parameters, np.uint16).astype(np.uint32) << 16).view(np.float32)
         assert ((values < 0) | ~(np.abs(values) < 1e36)).any()
     else:
-        check_parameters(parameters, part, dtype, shape, codec)
         assert np.isfinite(to_floats(bytes(restored), dtype)).all()
 
 
@@ -207,7 +191,7 @@ def test_raw_is_the_data_itself() -> None:
 
 
 def test_data_may_lie_anywhere() -> None:
-    """Chunks of a stream begin at odd addresses."""
+    """Pieces of a stream begin at odd addresses."""
     values = numbers(3, 5 * 2 * 70, "float16", "normal").astype(np.float16).tobytes()
     shape = (5, 2, 1, 70)
     result = encode(memoryview(b"x" + values)[1:], "kv", "float16", shape, "int4")
@@ -236,7 +220,8 @@ def test_data_may_lie_anywhere() -> None:
         ("kv", "int64", (4, 2, 1, 8), "raw"),
         ("window", "float16", (4, 2, 1, 8), "raw"),
         ("kv", "float16", (4, 2, 1, 8), "int2"),
-        ("memory", "float32", (), "int8"),
+        ("memory", "float32", (), "raw"),
+        ("memory", "float32", (2, 3, 70), "int8"),
     ],
 )
 def test_shapes_and_names_that_make_no_sense_are_refused(part, dtype, shape, codec) -> None:  # type: ignore[no-untyped-def]
@@ -277,7 +262,7 @@ def test_both_ways_to_convert_float16_agree_with_numpy() -> None:
         assert (back == np.clip(wide, -65504, 65504).astype(np.float16).view(np.uint16)).all()
 
 
-CHUNK_SHAPES: dict[Part, tuple[int, ...]] = {
+PIECE_SHAPES: dict[Part, tuple[int, ...]] = {
     "kv": (130, 2, 2, 40),
     "latent": (33, 1, 24),
     "conv": (3, 40),
@@ -285,23 +270,22 @@ CHUNK_SHAPES: dict[Part, tuple[int, ...]] = {
 }
 
 
-def parcel(part: Part, dtype: str) -> KvChunk:
-    shape = CHUNK_SHAPES[part]
+def chunk(part: Part, dtype: str) -> KvChunk:
+    shape = PIECE_SHAPES[part]
     values = np.random.default_rng(3).standard_normal(prod(shape)).astype(np.float32)
     return KvChunk(1, part, 0, shape[0], dtype, shape, from_floats(values, dtype))
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("part", CHUNK_SHAPES)
+@pytest.mark.parametrize("part", PIECE_SHAPES)
 def test_there_and_back(part: Part, dtype: str, codec: Codec) -> None:
-    """States cross whole whatever the codec; those that an older sender put into 8 bits are still read."""
-    one = parcel(part, dtype)
+    """States cross whole whatever the codec."""
+    one = chunk(part, dtype)
     sent = packed(one, codec)
-    if part in STATES and codec != "raw":
+    if part in STATES:
         assert sent is one
-        result = encode(one.data, part, dtype, one.shape, codec)
-        sent = replace(one, data=result.payload, codec=codec, parameters=result.parameters)
+        codec = "raw"
     size = sizes(part, dtype, one.shape, codec)
     assert (len(sent.parameters), len(sent.data)) == (size.parameter_bytes, size.payload_bytes)
     got = restored(sent)
@@ -318,7 +302,7 @@ def test_there_and_back(part: Part, dtype: str, codec: Codec) -> None:
 
 
 def test_what_is_packed_is_not_packed_again_and_what_is_wrong_is_refused() -> None:
-    sent = packed(parcel("kv", "float16"), "int4")
+    sent = packed(chunk("kv", "float16"), "int4")
     assert packed(sent, "int4") is sent
     with pytest.raises(InputError, match="already"):
         packed(sent, "int8")

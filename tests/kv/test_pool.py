@@ -60,7 +60,6 @@ class Bytes(RuleBasedStateMachine):
         self.disk = DiskTier(self.folder, 12 * 150) if self.with_disk else None
         self.pool = PrefixPool(9 * BYTES + 3, BYTES, exact=self.exact, block_tokens=SIZE, disk=self.disk)
         self.kept: set[tuple[int, ...]] = set()
-        self.transfers: dict[int, list[int]] = {}
 
     def teardown(self) -> None:
         if hasattr(self, "temporary"):
@@ -85,31 +84,6 @@ class Bytes(RuleBasedStateMachine):
         if self.exact and result.tokens:
             assert result.checkpoint is not None
             assert bytes(self.pool.read(result.checkpoint)) == data_of([*tokens[: result.tokens], 7], 70)
-
-    @rule(key=st.integers(0, 1), tokens=PROMPTS)
-    def receive(self, key: int, tokens: list[int]) -> None:
-        """A hand-over of a prompt's whole blocks and some more bytes."""
-        names = hashes(tokens)
-        if key in self.transfers:
-            return
-        views = self.pool.transfer(key, len(names) * BYTES + 10)
-        if views is None:
-            return
-        assert [len(view) for view in views] == [BYTES] * len(names) + [10]
-        for place, view in enumerate(views[:-1]):
-            view[:] = data_of(tokens[: (place + 1) * SIZE])
-        views[-1][:] = b"x" * 10
-        self.transfers[key] = tokens
-
-    @rule(key=st.integers(0, 1), adopts=st.booleans())
-    def received(self, key: int, adopts: bool) -> None:
-        tokens = self.transfers.pop(key, None)
-        if tokens is None or not adopts:
-            self.pool.finish(key)
-            return
-        self.pool.adopt(key, hashes(tokens))
-        if not self.exact:
-            self.kept |= {tuple(tokens[:stop]) for stop in range(SIZE, len(tokens) + 1, SIZE)}
 
     @precondition(lambda self: self.pool._sums)
     @rule(data=st.data())
@@ -146,7 +120,6 @@ class Bytes(RuleBasedStateMachine):
         next(self.folder.iterdir()).joinpath("half.tmp").write_bytes(b"half")
         self.disk = DiskTier(self.folder, 12 * 150)
         self.pool = PrefixPool(9 * BYTES, BYTES, exact=self.exact, block_tokens=SIZE, disk=self.disk)
-        self.transfers.clear()
 
     @invariant()
     def sound(self) -> None:

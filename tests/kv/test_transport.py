@@ -1,4 +1,4 @@
-"""An outbox and a fetch over real sockets, when nothing goes wrong; faults have a file of their own."""
+"""A sender and a fetch over real sockets, when nothing goes wrong; faults have a file of their own."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ from potluck.kv.peer_connections import LinkLimits, PeerConnections, client_cont
 
 @pytest.mark.parametrize("degree", [1, 2, 5])
 @pytest.mark.parametrize("shared", [False, True])
-def test_every_parcel_comes_as_it_was_put(degree: int, shared: bool) -> None:
-    parcels = made(1, 9)
+def test_every_chunk_comes_as_it_was_put(degree: int, shared: bool) -> None:
+    chunks = made(1, 9)
     with ends(shared_memory=shared) as pair:
         for _ in range(3):  # Connections, buffers and shared memory are used again.
-            handle, transfer = pair.send(parcels)
+            handle, transfer = pair.send(chunks)
             fetched, got = pair.fetch(handle, degree=degree)
-            assert got == {parcel.layer: plain(parcel) for parcel in parcels}
+            assert got == {chunk.layer: plain(chunk) for chunk in chunks}
             assert (fetched.manifest, fetched.lost_connections) == (ABOUT, 0)
             assert fetched.shared_memory == shared
-            assert fetched.moved_bytes == sum(len(p.data) + len(p.parameters) for p in parcels)
+            assert fetched.moved_bytes == sum(len(p.data) + len(p.parameters) for p in chunks)
             assert transfer.wait(30) == "fetched"
             assert pair.sender.held_bytes == 0
         assert until(lambda: pair.sender.connections <= degree)
 
 
 def test_a_receiver_may_come_before_its_sender_and_gets_each_layer_as_it_is_made() -> None:
-    parcels = made(2, 6)
+    chunks = made(2, 6)
     handle, received, opened = new_handle(), threading.Event(), threading.Event()
     with ends() as pair:
 
@@ -72,8 +72,8 @@ def test_a_receiver_may_come_before_its_sender_and_gets_each_layer_as_it_is_made
 
             transfer = pair.sender.offer(handle, BOUND, open_up, 5.0)
             assert opened.wait(30)
-            for parcel in parcels:
-                transfer.put(parcel)
+            for chunk in chunks:
+                transfer.put(chunk)
                 assert received.wait(30)
                 received.clear()
             transfer.finish()
@@ -82,7 +82,7 @@ def test_a_receiver_may_come_before_its_sender_and_gets_each_layer_as_it_is_made
         sender.start()
         _, got = pair.fetch(handle, lambda _: received.set())
         sender.join()
-        assert got == {parcel.layer: plain(parcel) for parcel in parcels}
+        assert got == {chunk.layer: plain(chunk) for chunk in chunks}
 
 
 def test_a_sender_may_take_longer_than_anybodys_patience_for_silence() -> None:
@@ -98,7 +98,7 @@ def test_a_sender_may_take_longer_than_anybodys_patience_for_silence() -> None:
         sender.start()
         fetched, _ = pair.fetch(handle)
         sender.join()
-        assert (fetched.parcels, fetched.lost_connections) == (1, 0)
+        assert (fetched.chunks, fetched.lost_connections) == (1, 0)
 
 
 def test_an_engine_may_think_longer_than_that_and_others_may_be_busy_meanwhile() -> None:
@@ -127,7 +127,7 @@ def test_an_engine_may_think_longer_than_that_and_others_may_be_busy_meanwhile()
             over.set()
             other.join()
             timer.join()
-        assert (fetched.parcels, fetched.lost_connections) == (0, 0)
+        assert (fetched.chunks, fetched.lost_connections) == (0, 0)
 
 
 def test_the_sender_learns_what_the_receiver_has() -> None:
@@ -149,8 +149,8 @@ def test_the_sender_learns_what_the_receiver_has() -> None:
 
 def test_a_slow_sink_holds_the_sender_back() -> None:
     """The window is kept: no more than it is ever in the receiver's memory, however fast the sender is."""
-    parcels = [replace(made(n, 1)[0], layer=n) for n in range(24)]
-    size = len(parcels[0].data)
+    chunks = [replace(made(n, 1)[0], layer=n) for n in range(24)]
+    size = len(chunks[0].data)
     limits = replace(SMALL_LINKS, window_bytes=3 * size)
     most = 0
     with ends(link_limits=limits) as pair:
@@ -160,23 +160,23 @@ def test_a_slow_sink_holds_the_sender_back() -> None:
             time.sleep(0.005)
             most = max(most, pair.links.buffers.out_bytes)
 
-        handle, _ = pair.send(parcels)
+        handle, _ = pair.send(chunks)
         _, got = pair.fetch(handle, sink)
         assert len(got) == 24
         assert size <= most <= 3 * size
 
 
-def test_the_outbox_is_bounded_and_put_waits_for_room() -> None:
-    parcel = made()[0]
-    with ends(limits=replace(SMALL, most_bytes=2 * len(parcel.data))) as pair:
+def test_the_sender_is_bounded_and_put_waits_for_room() -> None:
+    chunk = made()[0]
+    with ends(limits=replace(SMALL, most_bytes=2 * len(chunk.data))) as pair:
         handle, transfer = pair.offer()
-        transfer.put(parcel)
-        transfer.put(replace(parcel, layer=1))
+        transfer.put(chunk)
+        transfer.put(replace(chunk, layer=1))
         with pytest.raises(CapacityError, match="no room"):
-            transfer.put(replace(parcel, layer=2))
+            transfer.put(replace(chunk, layer=2))
 
         def rest() -> None:
-            transfer.put(replace(parcel, layer=2), wait_s=5.0)
+            transfer.put(replace(chunk, layer=2), wait_s=5.0)
             transfer.finish()
 
         thread = threading.Thread(target=rest)
@@ -191,11 +191,11 @@ def test_many_fetches_at_once_keep_to_themselves() -> None:
     with ends() as pair:
 
         def one(seed: int) -> None:
-            parcels = made(seed, 5)
+            chunks = made(seed, 5)
             try:
-                handle, _ = pair.send(parcels)
+                handle, _ = pair.send(chunks)
                 _, got = pair.fetch(handle, degree=2)
-                assert got == {parcel.layer: plain(parcel) for parcel in parcels}
+                assert got == {chunk.layer: plain(chunk) for chunk in chunks}
             except Exception as error:
                 problems.append(error)
 
@@ -208,10 +208,10 @@ def test_many_fetches_at_once_keep_to_themselves() -> None:
 
 
 def test_links_are_reported_on() -> None:
-    parcels = made(1, 9)
-    moved = sum(len(p.data) + len(p.parameters) for p in parcels)
+    chunks = made(1, 9)
+    moved = sum(len(p.data) + len(p.parameters) for p in chunks)
     with ends() as pair:
-        handle, _ = pair.send(parcels)
+        handle, _ = pair.send(chunks)
         pair.fetch(handle, degree=2)
         (incoming,) = pair.links.reports()
         assert 1 <= incoming.connections <= 2
@@ -255,7 +255,7 @@ def test_it_speaks_ipv6_too() -> None:
     handle = new_handle()
     sender.offer(handle, BOUND, lambda have: ABOUT, 5.0).finish()
     wanted = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
-    assert fetch(links, sender.address, wanted, lambda _: None, lambda _: None).parcels == 0
+    assert fetch(links, sender.address, wanted, lambda _: None, lambda _: None).chunks == 0
     links.close()
     sender.close()
 
@@ -309,11 +309,11 @@ def test_a_sender_that_fails_says_why() -> None:
         assert failed.wait(30) == "failed"
 
 
-def test_a_sink_that_raises_ends_the_fetch_and_later_the_shipment() -> None:
+def test_a_sink_that_raises_ends_the_fetch_and_later_the_transfer() -> None:
     with ends() as pair:
         handle, transfer = pair.send(made(1, 9))
 
-        def sink(parcel: KvChunk) -> None:
+        def sink(chunk: KvChunk) -> None:
             raise InputError("row", "was closed")
 
         with pytest.raises(InputError, match="was closed"):
@@ -367,7 +367,7 @@ def test_if_one_side_will_not_share_the_network_is_used() -> None:
         transfer.finish()
         wanted = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
         fetched = fetch(links, sender.address, wanted, lambda _: None, lambda _: None)
-        assert (fetched.parcels, fetched.shared_memory) == (1, False)
+        assert (fetched.chunks, fetched.shared_memory) == (1, False)
     finally:
         links.close()
         sender.close()
@@ -398,13 +398,13 @@ def secured(folder: Path, server: str, client: str) -> tuple[KvSender, PeerConne
 
 def test_tls_carries_the_same_protocol(certificates: Path) -> None:
     sender, links = secured(certificates, "fleet", "fleet")
-    parcels = made(4, 9)
+    chunks = made(4, 9)
     try:
         for _ in range(2):
             handle = new_handle()
             transfer = sender.offer(handle, BOUND, lambda have: ABOUT, 5.0)
-            for parcel in parcels:
-                transfer.put(parcel)
+            for chunk in chunks:
+                transfer.put(chunk)
             transfer.finish()
             got: dict[int, tuple[object, ...]] = {}
             wanted = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
@@ -413,10 +413,10 @@ def test_tls_carries_the_same_protocol(certificates: Path) -> None:
                 sender.address,
                 wanted,
                 lambda _: None,
-                lambda parcel, got=got: got.__setitem__(parcel.layer, plain(parcel)),  # type: ignore[misc]
+                lambda chunk, got=got: got.__setitem__(chunk.layer, plain(chunk)),  # type: ignore[misc]
                 degree=2,
             )
-            assert got == {parcel.layer: plain(parcel) for parcel in parcels}
+            assert got == {chunk.layer: plain(chunk) for chunk in chunks}
             assert fetched.lost_connections == 0
             assert not fetched.shared_memory
     finally:
@@ -444,7 +444,7 @@ def test_bad_certificate_files_are_an_input_error(tmp_path: Path) -> None:
 
 
 def test_shared_memory_is_bounded_and_what_is_closed_counts_no_more() -> None:
-    limits = replace(SMALL_LINKS, shared_bytes=3 * SMALL_LINKS.slots * SMALL_LINKS.chunk_bytes)
+    limits = replace(SMALL_LINKS, shared_bytes=3 * SMALL_LINKS.slots * SMALL_LINKS.piece_bytes)
     links = PeerConnections([], limits=limits)
     made = [links.share() for _ in range(4)]
     try:
@@ -460,8 +460,8 @@ def test_shared_memory_is_bounded_and_what_is_closed_counts_no_more() -> None:
         links.close()
 
 
-PARCELS = made(3, 8)
-RIGHT = {parcel.layer: plain(parcel) for parcel in PARCELS}
+CHUNKS = made(3, 8)
+RIGHT = {chunk.layer: plain(chunk) for chunk in CHUNKS}
 SLACK_S = 2.5
 OWNER = """
 import sys
@@ -580,7 +580,7 @@ def test_a_lone_connection_that_says_nothing_is_replaced_before_the_fetch_is_giv
     # A machine that has much to do may be late with the second one too.
     limits, link_limits = replace(SMALL, lease_s=30.0), replace(SMALL_LINKS, silence_s=30.0)
     with ends(limits, link_limits, harm=harm) as pair:
-        handle, _ = pair.send(PARCELS)
+        handle, _ = pair.send(CHUNKS)
         fetched, got = pair.fetch(handle, degree=1, deadline_s=30.0)
         assert got == RIGHT
         assert fetched.lost_connections >= 1
@@ -599,7 +599,7 @@ def test_nothing_is_needed_that_only_linux_has(
     monkeypatch.setattr(kv_connection, "_WAITALL", 0)
     monkeypatch.setattr(kv_connection, "_USER_TIMEOUT", None)
     with ends(shared_memory=True) as pair:
-        handle, transfer = pair.send(PARCELS)
+        handle, transfer = pair.send(CHUNKS)
         fetched, got = pair.fetch(handle, degree=degree)
         assert got == RIGHT
         assert not fetched.shared_memory

@@ -13,30 +13,30 @@ from kv_helpers import ABOUT, SMALL, SMALL_LINKS, Harm, ends, made, plain
 
 from potluck.core.errors import PotluckError
 from potluck.kv.chunks import TransferError
-from potluck.kv.frames import PREFIX, Ack, ChunkPiece, Hello, TransferEnd, TransferOpening, frame, label_of
+from potluck.kv.frames import PREFIX, Ack, ChunkPiece, Hello, TransferEnd, TransferOpening, frame
 
-PARCELS = made(5, 8)
-RIGHT = {parcel.layer: plain(parcel) for parcel in PARCELS}
+CHUNKS = made(5, 8)
+RIGHT = {chunk.layer: plain(chunk) for chunk in CHUNKS}
 SLACK_S = 2.5
 """For a busy machine; each deadline itself is well below."""
 
-_OPENING = len(frame(TransferOpening(bytes(16), ABOUT, SMALL.chunk_bytes, False)))
-_HEAD = len(frame(ChunkPiece(label_of(PARCELS[0], 0), 16896, 0, 4096, (0, 0))))
+_OPENING = len(frame(TransferOpening(bytes(16), ABOUT, SMALL.piece_bytes, False)))
+_HEAD = len(frame(ChunkPiece(0, CHUNKS[0], 16896, 0, 4096, (0, 0))))
 _FIRST = _OPENING + _HEAD
-_SECOND = _FIRST + SMALL.chunk_bytes
+_SECOND = _FIRST + SMALL.piece_bytes
 PLACES = {
     "first byte": 0,
     "opening: version": 4,
     "opening: head length": 6,
     "opening: crc": 12,
     "opening: manifest": PREFIX.size + 20,
-    "chunk: magic": _OPENING,
-    "chunk: kind": _OPENING + 5,
-    "chunk: data length": _OPENING + 10,
-    "chunk: label": _OPENING + PREFIX.size + 6,
-    "chunk: offset": _OPENING + PREFIX.size + 28,
-    "chunk: sums": _FIRST - 30,
-    "chunk: shape": _FIRST - 3,
+    "piece: magic": _OPENING,
+    "piece: kind": _OPENING + 5,
+    "piece: data length": _OPENING + 10,
+    "piece: chunk": _OPENING + PREFIX.size + 6,
+    "piece: offset": _OPENING + PREFIX.size + 28,
+    "piece: sums": _FIRST - 30,
+    "piece: shape": _FIRST - 3,
     "data: first byte": _FIRST,
     "data: within": _FIRST + 1234,
     "data: last byte": _SECOND - 1,
@@ -94,7 +94,7 @@ def test_harm_to_one_connection_costs_no_more_than_that(
     place: str, act: Callable[[bytes, int], bytes | None]
 ) -> None:
     with ends(harm=at(PLACES[place], act)) as pair:
-        handle, transfer = pair.send(PARCELS)
+        handle, transfer = pair.send(CHUNKS)
         fetched, got = pair.fetch(handle, degree=1)
         assert got == RIGHT
         assert act in (reorder, double, insert) or fetched.lost_connections == 1
@@ -102,10 +102,10 @@ def test_harm_to_one_connection_costs_no_more_than_that(
         assert transfer.wait(30) == "fetched"
 
 
-@pytest.mark.parametrize("place", ["first byte", "chunk: label", "data: within", "next frame"])
+@pytest.mark.parametrize("place", ["first byte", "piece: chunk", "data: within", "next frame"])
 def test_a_connection_that_stalls_is_replaced(place: str) -> None:
     with ends(harm=at(PLACES[place], stall)) as pair:
-        handle, _ = pair.send(PARCELS)
+        handle, _ = pair.send(CHUNKS)
         begun_s = time.monotonic()
         fetched, got = pair.fetch(handle, degree=2)
         assert got == RIGHT
@@ -120,7 +120,7 @@ def test_harm_to_what_the_receiver_says_costs_a_connection_too(
 ) -> None:
     """Greeting and acknowledgements. A damaged greeting is not answered, so it may take the time for silence."""
     with ends(answer_harm=at(place, act)) as pair:
-        handle, _ = pair.send(PARCELS)
+        handle, _ = pair.send(CHUNKS)
         _, got = pair.fetch(handle, degree=2)
         assert got == RIGHT
 
@@ -132,11 +132,11 @@ def test_harm_that_never_ends_is_an_error_in_time_and_never_wrong_data(every: in
         return corrupt(data, spot) if spot < len(data) else data
 
     with ends(harm=harm) as pair:
-        handle, _ = pair.send(PARCELS)
+        handle, _ = pair.send(CHUNKS)
         got: dict[int, tuple[object, ...]] = {}
         begun_s = time.monotonic()
         try:
-            pair.fetch(handle, lambda parcel: got.__setitem__(parcel.layer, plain(parcel)), deadline_s=2.0)
+            pair.fetch(handle, lambda chunk: got.__setitem__(chunk.layer, plain(chunk)), deadline_s=2.0)
         except PotluckError:
             pass
         else:
@@ -151,21 +151,21 @@ def test_a_trickle_does_not_outlive_the_deadline() -> None:
         return data
 
     with ends(harm=harm) as pair:
-        handle, _ = pair.send(PARCELS * 4)
+        handle, _ = pair.send(CHUNKS * 4)
         begun_s = time.monotonic()
         with pytest.raises(TransferError, match="within its 0.7 s"):
             pair.fetch(handle, degree=1, deadline_s=0.7)
         assert time.monotonic() - begun_s < 0.7 + SLACK_S
 
 
-def test_a_connection_that_is_cut_sends_only_its_chunks_again() -> None:
+def test_a_connection_that_is_cut_sends_only_its_pieces_again() -> None:
     with ends(harm=at(_SECOND + _HEAD + 9, cut)) as pair:
-        handle, _ = pair.send(PARCELS)
+        handle, _ = pair.send(CHUNKS)
         fetched, got = pair.fetch(handle, degree=3)
         assert got == RIGHT
         assert fetched.lost_connections == 1
         again = sum(link.sent_again_bytes for link in pair.sender.links())
-        assert 0 < again <= SMALL.most_unacked * SMALL.chunk_bytes
+        assert 0 < again <= SMALL.most_unacked * SMALL.piece_bytes
 
 
 def test_frames_of_the_harmed_stream_are_where_the_test_thinks() -> None:
@@ -177,13 +177,13 @@ def test_frames_of_the_harmed_stream_are_where_the_test_thinks() -> None:
         return data
 
     with ends(harm=watch) as pair:
-        handle, _ = pair.send(PARCELS)
+        handle, _ = pair.send(CHUNKS)
         pair.fetch(handle, degree=1)
-    for place in ("chunk: magic", "next frame"):
+    for place in ("piece: magic", "next frame"):
         assert seen[PLACES[place] : PLACES[place] + 4] == b"PLKV"
-    assert seen[_FIRST : _FIRST + 64] == PARCELS[0].data[:64]
+    assert seen[_FIRST : _FIRST + 64] == CHUNKS[0].data[:64]
     assert bytes(seen).endswith(
-        frame(TransferEnd(len(PARCELS), sum(len(p.data) + len(p.parameters) for p in PARCELS)))
+        frame(TransferEnd(len(CHUNKS), sum(len(p.data) + len(p.parameters) for p in CHUNKS)))
     )
     assert len(frame(Ack(0, 0))) == 32
     assert len(frame(Hello(bytes(16), bytes(32), "x" * 43, 0, 1, 1, 1))) == 142

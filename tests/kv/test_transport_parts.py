@@ -13,18 +13,18 @@ from potluck.core.errors import FormatError, InputError
 from potluck.kv.assembly import ChunkAssembly
 from potluck.kv.checksum import sums
 from potluck.kv.chunks import KvChunk
-from potluck.kv.frames import Ack, ChunkHeader, ChunkPiece, FrameReader, SenderProblem, TransferEnd, frame
+from potluck.kv.frames import Ack, ChunkPiece, FrameReader, SenderProblem, TransferEnd, frame
 from potluck.kv.handles import TransferHandles, bound_to, checked_handle, new_handle, new_session
 from potluck.kv.peer_connections import TcpInfo, parse, report
 from potluck.kv.send_queue import SendQueue, pack
 
 
 class Receiver:
-    def __init__(self, window_bytes: int, chunk_bytes: int) -> None:
+    def __init__(self, window_bytes: int, piece_bytes: int) -> None:
         self.out_bytes = 0
         self.most_bytes = 0
         self.got: dict[int, tuple[object, ...]] = {}
-        self.assembly = ChunkAssembly(window_bytes, chunk_bytes, self._take, self._give)
+        self.assembly = ChunkAssembly(window_bytes, piece_bytes, self._take, self._give)
 
     def _take(self, size: int) -> memoryview:
         self.out_bytes += size
@@ -34,40 +34,40 @@ class Receiver:
     def _give(self, buffer: memoryview) -> None:
         self.out_bytes -= len(buffer)
 
-    def take(self, chunk: ChunkPiece, data: bytes, conn: int) -> list[int]:
-        """A chunk arrives; which parcels are complete."""
-        place = self.assembly.place(chunk, conn)
+    def take(self, piece: ChunkPiece, data: bytes, conn: int) -> list[int]:
+        """A piece arrives; which chunks are complete."""
+        place = self.assembly.place(piece, conn)
         if place is None:
             return []
         place[:] = data
-        assert sums(place) == chunk.sums
-        parcel = self.assembly.landed(chunk)
-        if parcel is None:
+        assert sums(place) == piece.sums
+        chunk = self.assembly.landed(piece)
+        if chunk is None:
             return []
-        assert parcel.layer not in self.got
-        self.got[parcel.layer] = plain(parcel)
-        return [chunk.label.index]
+        assert chunk.layer not in self.got
+        self.got[chunk.layer] = plain(chunk)
+        return [piece.index]
 
 
-SMALLEST_CHUNK_BYTES = 24
-"""Of those drawn, since a parcel is then of hundreds already; a smaller one that divides nothing is given apart."""
+SMALLEST_PIECE_BYTES = 24
+"""Of those drawn, since a chunk is then of hundreds already; a smaller one that divides nothing is given apart."""
 
 
 @settings(max_examples=25, deadline=None)
 @example(2, 7, 3, 0.2, random.Random(1))
 @given(
     st.integers(0, 9),
-    st.integers(SMALLEST_CHUNK_BYTES, 9000),
+    st.integers(SMALLEST_PIECE_BYTES, 9000),
     st.integers(1, 5),
     st.floats(0, 0.4),
     st.randoms(use_true_random=False),
 )
 def test_whatever_is_lost_on_the_way_everything_comes_once_and_whole(
-    layers: int, chunk_bytes: int, degree: int, loss: float, draw: random.Random
+    layers: int, piece_bytes: int, degree: int, loss: float, draw: random.Random
 ) -> None:
-    parcels = made(3, layers)
-    window = max(len(p.data) + len(p.parameters) for p in parcels) + draw.randrange(20000)
-    load, receiver = SendQueue(chunk_bytes), Receiver(window, chunk_bytes)
+    chunks = made(3, layers)
+    window = max(len(p.data) + len(p.parameters) for p in chunks) + draw.randrange(20000)
+    load, receiver = SendQueue(piece_bytes), Receiver(window, piece_bytes)
     load.open(window)
     conns, keys = list(range(degree)), degree
     for conn in conns:
@@ -75,12 +75,12 @@ def test_whatever_is_lost_on_the_way_everything_comes_once_and_whole(
     wire: dict[int, list[tuple[ChunkPiece, bytes]]] = {conn: [] for conn in conns}
     taken = dict.fromkeys(conns, 0)
     full: list[int] = []
-    to_put = list(parcels)
+    to_put = list(chunks)
     for step in range(200_000):
         if receiver.assembly.complete:
             break
         if to_put and draw.random() < 0.3:
-            load.put(pack(to_put.pop(0), chunk_bytes))
+            load.put(pack(to_put.pop(0), piece_bytes))
             if not to_put:
                 load.finish()
         conn = draw.choice(conns)
@@ -94,8 +94,8 @@ def test_whatever_is_lost_on_the_way_everything_comes_once_and_whole(
             wire[conn].append((message, data))
         if draw.random() < loss and step % 7 == 0:
             load.lost(conn)  # What is on it is gone, or has come and nobody said so.
-            for chunk, data in wire.pop(conn)[: draw.randrange(3)]:
-                full += receiver.take(chunk, data, conn)
+            for piece, data in wire.pop(conn)[: draw.randrange(3)]:
+                full += receiver.take(piece, data, conn)
             conns.remove(conn)
             conns.append(keys)
             load.join(keys, 4)
@@ -111,74 +111,71 @@ def test_whatever_is_lost_on_the_way_everything_comes_once_and_whole(
                 conn, Ack(taken.get(conn, 0), receiver.assembly.released_bytes)
             ) if conn in conns else None
     assert receiver.assembly.complete
-    assert receiver.got == {parcel.layer: plain(parcel) for parcel in parcels}
+    assert receiver.got == {chunk.layer: plain(chunk) for chunk in chunks}
     assert receiver.most_bytes <= window
     assert receiver.out_bytes == 0
 
 
 @settings(max_examples=25, deadline=None)
 @example([3, 1, 7, 0, 5, 2, 6, 4], 7)
-@given(st.permutations(range(8)), st.integers(SMALLEST_CHUNK_BYTES, 700))
-def test_chunks_in_any_order_and_twice_make_the_same_parcel(order: list[int], chunk_bytes: int) -> None:
-    parcel = made()[0]
-    packed = pack(parcel, chunk_bytes)
-    load = SendQueue(chunk_bytes)
+@given(st.permutations(range(8)), st.integers(SMALLEST_PIECE_BYTES, 700))
+def test_pieces_in_any_order_and_twice_make_the_same_chunk(order: list[int], piece_bytes: int) -> None:
+    chunk = made()[0]
+    packed = pack(chunk, piece_bytes)
+    load = SendQueue(piece_bytes)
     load.open(1 << 20)
     load.join(0, 10**6)
     load.put(packed)
     load.finish()
-    chunks = []
+    pieces = []
     while isinstance(todo := load.next(0), tuple):
-        chunks.append(todo)
-    receiver = Receiver(1 << 20, chunk_bytes)
+        pieces.append(todo)
+    receiver = Receiver(1 << 20, piece_bytes)
     for cut in order:
-        for chunk, data in chunks[cut::8] * 2:
-            receiver.take(chunk, bytes(data), 0)
-    assert receiver.got == {0: plain(parcel)}
+        for piece, data in pieces[cut::8] * 2:
+            receiver.take(piece, bytes(data), 0)
+    assert receiver.got == {0: plain(chunk)}
 
 
-def label(index: int = 0, tokens: int = 8) -> ChunkHeader:
-    return ChunkHeader(index, 0, "kv", "float32", "raw", 0, tokens, (tokens, 2, 2, 4))
-
-
-def chunk(offset: int, count: int, tokens: int = 8, index: int = 0) -> ChunkPiece:
-    return ChunkPiece(label(index, tokens), tokens * 64, offset, count, (0, 0))
+def piece(offset: int, count: int, tokens: int = 8, index: int = 0) -> ChunkPiece:
+    chunk = KvChunk(0, "kv", 0, tokens, "float32", (tokens, 2, 2, 4), b"")
+    return ChunkPiece(index, chunk, tokens * 64, offset, count, (0, 0))
 
 
 @pytest.mark.parametrize(
-    "bad", [chunk(1, 256), chunk(0, 255), chunk(256, 255), chunk(0, 256, tokens=17, index=1)]
+    "bad", [piece(1, 256), piece(0, 255), piece(256, 255), piece(0, 256, tokens=17, index=1)]
 )
-def test_chunks_off_the_grid_or_beyond_the_window_are_refused(bad: ChunkPiece) -> None:
+def test_pieces_off_the_grid_or_beyond_the_window_are_refused(bad: ChunkPiece) -> None:
     receiver = Receiver(1024, 256)
-    receiver.assembly.place(chunk(0, 256), 0)
+    receiver.assembly.place(piece(0, 256), 0)
     with pytest.raises(FormatError):
         receiver.assembly.place(bad, 0)
 
 
-def test_a_parcel_described_in_two_ways_is_refused() -> None:
+def test_a_chunk_described_in_two_ways_is_refused() -> None:
     receiver = Receiver(4096, 256)
-    receiver.assembly.place(chunk(0, 256), 0)
-    other = ChunkPiece(ChunkHeader(0, 1, "kv", "float32", "raw", 0, 8, (8, 2, 2, 4)), 512, 256, 256, (0, 0))
+    receiver.assembly.place(piece(0, 256), 0)
+    other = ChunkPiece(0, KvChunk(1, "kv", 0, 8, "float32", (8, 2, 2, 4), b""), 512, 256, 256, (0, 0))
     with pytest.raises(FormatError, match="two ways"):
         receiver.assembly.place(other, 0)
 
 
-def test_a_sound_chunk_is_not_written_again_and_a_spoiled_one_is() -> None:
+def test_a_sound_piece_is_not_written_again_and_a_spoiled_one_is() -> None:
     receiver = Receiver(4096, 256)
-    assert receiver.assembly.place(chunk(0, 256), 1) is not None
-    assert receiver.assembly.writer(chunk(0, 256)) == 1
-    receiver.assembly.spoiled(chunk(0, 256))
-    assert receiver.assembly.writer(chunk(0, 256)) is None
-    assert receiver.assembly.place(chunk(0, 256), 2) is not None
-    receiver.assembly.landed(chunk(0, 256))
-    assert receiver.assembly.place(chunk(0, 256), 3) is None
+    assert receiver.assembly.place(piece(0, 256), 1) is not None
+    assert receiver.assembly.writer(piece(0, 256)) == 1
+    receiver.assembly.spoiled(piece(0, 256))
+    assert receiver.assembly.writer(piece(0, 256)) is None
+    assert receiver.assembly.place(piece(0, 256), 2) is not None
+    receiver.assembly.landed(piece(0, 256))
+    assert receiver.assembly.place(piece(0, 256), 3) is None
 
 
 @pytest.mark.parametrize("end", [TransferEnd(0, 512), TransferEnd(1, 511), TransferEnd(1, 513)])
 def test_an_end_that_does_not_fit_what_came_is_refused(end: TransferEnd) -> None:
     receiver = Receiver(4096, 512)
-    receiver.assembly.place(chunk(0, 512), 0)
-    receiver.assembly.landed(chunk(0, 512))
+    receiver.assembly.place(piece(0, 512), 0)
+    receiver.assembly.landed(piece(0, 512))
     with pytest.raises(FormatError):
         receiver.assembly.ended(end)
 
@@ -194,12 +191,12 @@ def test_acks_for_what_was_never_sent_are_refused() -> None:
             load.ack(0, bad)
 
 
-def test_a_parcel_larger_than_the_window_goes_alone() -> None:
+def test_a_chunk_larger_than_the_window_goes_alone() -> None:
     load = SendQueue(1 << 20)
     load.open(100)
     load.join(0, 4)
-    for parcel in made()[:2]:
-        load.put(pack(parcel, 1 << 20))
+    for chunk in made()[:2]:
+        load.put(pack(chunk, 1 << 20))
     receiver = Receiver(100, 1 << 20)
     first = load.next(0)
     assert isinstance(first, tuple)
@@ -229,7 +226,7 @@ def test_a_failed_load_tells_every_connection() -> None:
     ]
 
 
-def test_a_parcel_must_have_the_bytes_that_its_shape_says() -> None:
+def test_a_chunk_must_have_the_bytes_that_its_shape_says() -> None:
     with pytest.raises(InputError):
         pack(KvChunk(0, "kv", 0, 2, "float16", (2, 2, 1, 4), bytes(31)), 64)
 
@@ -286,8 +283,8 @@ def test_an_old_kernel_says_nothing() -> None:
 
 
 def test_a_report_adds_its_connections_up() -> None:
-    one = TcpInfo(0.010, 0.004, 2, 100, 0, 50, 1e6)
-    two = TcpInfo(0.030, 0.006, 3, 100, 0, 25, 1e6)
+    one = TcpInfo(0.010, 0.004, 2, 50)
+    two = TcpInfo(0.030, 0.006, 3, 25)
     result = report("h", [one, None, two], moved_bytes=1000, busy_s=0.5, past_retransmits=7, queued_bytes=5)
     assert (result.connections, result.retransmits, result.queue_bytes) == (3, 12, 80)
     assert result.rtt_s == pytest.approx(0.020)

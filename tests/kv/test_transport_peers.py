@@ -30,11 +30,10 @@ from kv_helpers import (
 from potluck.core.errors import InputError, PotluckError
 from potluck.kv import checksum
 from potluck.kv.checksum import sums
-from potluck.kv.chunks import KvManifest, TransferError
+from potluck.kv.chunks import KvChunk, KvManifest, TransferError, sizes_of
 from potluck.kv.fetch import FetchRequest
 from potluck.kv.frames import (
     Ack,
-    ChunkHeader,
     ChunkPiece,
     FrameReader,
     HandleRefused,
@@ -53,8 +52,8 @@ from potluck.kv.peer_connections import PeerConnections
 from potluck.kv.send_queue import SendQueue, pack
 
 SLACK_S = 2.5
-PARCELS = made(6, 8)
-RIGHT = {parcel.layer: plain(parcel) for parcel in PARCELS}
+CHUNKS = made(6, 8)
+RIGHT = {chunk.layer: plain(chunk) for chunk in CHUNKS}
 
 
 def greeting(handle: str, session: bytes = bytes(16), bound: bytes = BOUND, wait_ms: int = 300) -> bytes:
@@ -77,10 +76,10 @@ def answer(address: tuple[str, int], said: bytes, most_s: float = 3.0) -> tuple[
 
 def test_whatever_is_wrong_with_a_handle_the_answer_is_the_same() -> None:
     with ends() as pair:
-        used, _ = pair.send(PARCELS)
+        used, _ = pair.send(CHUNKS)
         pair.fetch(used)
         expired, _ = pair.offer(lasts_s=0.0)
-        other, _ = pair.send(PARCELS)
+        other, _ = pair.send(CHUNKS)
         claimed, transfer = pair.offer()
         holder = socket.create_connection(pair.address)
         holder.sendall(greeting(claimed, new_session()))
@@ -106,7 +105,7 @@ def test_a_wrong_handle_is_an_error_within_the_deadline() -> None:
         with pytest.raises(TransferError, match="unknown, has expired, was used"):
             pair.fetch(new_handle(), deadline_s=3.0)
         assert time.monotonic() - begun_s < SMALL.attach_s + SLACK_S
-        handle, _ = pair.send(PARCELS)
+        handle, _ = pair.send(CHUNKS)
         with pytest.raises(TransferError, match="another request"):
             pair.fetch(handle, request="r-2")
 
@@ -147,7 +146,7 @@ def test_a_crowd_at_the_door_is_bounded_and_passes() -> None:
     with ends(limits=replace(SMALL, most_connections=8)) as pair:
         crowd = [socket.create_connection(pair.address) for _ in range(40)]
         assert until(lambda: pair.sender.connections == 8)
-        handle, _ = pair.send(PARCELS)
+        handle, _ = pair.send(CHUNKS)
         assert until(lambda: pair.sender.connections == 0, 4)
         _, got = pair.fetch(handle)
         assert got == RIGHT
@@ -158,7 +157,7 @@ def test_a_crowd_at_the_door_is_bounded_and_passes() -> None:
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_receiver_that_dies_frees_the_senders_memory(reads: bool) -> None:
     with ends() as pair:
-        handle, transfer = pair.send(PARCELS)
+        handle, transfer = pair.send(CHUNKS)
         with socket.create_connection(pair.address) as connection:
             connection.sendall(greeting(handle))
             if reads:
@@ -167,11 +166,11 @@ def test_a_receiver_that_dies_frees_the_senders_memory(reads: bool) -> None:
         assert transfer.wait(SMALL.lease_s + SMALL.silence_s + SLACK_S) == "gone"
         assert pair.sender.held_bytes == 0
         with pytest.raises(TransferError, match="gone"):
-            transfer.put(PARCELS[0])
+            transfer.put(CHUNKS[0])
 
 
 def test_a_receiver_that_stays_and_takes_nothing_loses_its_lease() -> None:
-    large = [replace(PARCELS[0], layer=n) for n in range(400)]
+    large = [replace(CHUNKS[0], layer=n) for n in range(400)]
     with ends() as pair:
         handle, transfer = pair.send(large)
         with socket.create_connection(pair.address) as connection:
@@ -182,7 +181,7 @@ def test_a_receiver_that_stays_and_takes_nothing_loses_its_lease() -> None:
 
 def test_a_cache_that_nobody_fetches_is_let_go() -> None:
     with ends() as pair:
-        _, transfer = pair.send(PARCELS, lasts_s=0.3)
+        _, transfer = pair.send(CHUNKS, lasts_s=0.3)
         assert pair.sender.held_bytes > 0
         assert transfer.wait(30) == "gone"
         assert until(lambda: pair.sender.transfers == 0)
@@ -193,7 +192,7 @@ def test_a_cache_that_nobody_fetches_is_let_go() -> None:
 )
 def test_a_receiver_that_lies_is_cut_off(lie: Message) -> None:
     with ends() as pair:
-        handle, transfer = pair.send(PARCELS)
+        handle, transfer = pair.send(CHUNKS)
         answer(pair.address, greeting(handle) + frame(lie))
         assert transfer.wait(SMALL.lease_s + SLACK_S) == "gone"
 
@@ -280,19 +279,21 @@ def liar(script: Script) -> Iterator[Callable[..., None]]:
     assert links.buffers.out_bytes == 0
 
 
-def opened(hello: Hello, chunk_bytes: int = 4096) -> bytes:
-    return frame(TransferOpening(hello.session, ABOUT, chunk_bytes, False))
+def opened(hello: Hello, piece_bytes: int = 4096) -> bytes:
+    return frame(TransferOpening(hello.session, ABOUT, piece_bytes, False))
 
 
 def large(index: int) -> bytes:
-    """The first chunk of a parcel as large as the window."""
-    label = ChunkHeader(index, 0, "kv", "float32", "raw", 0, 256, (256, 2, 8, 8))
-    return frame(ChunkPiece(label, label.parcel_bytes, 0, 4096, sums(bytes(4096)))) + bytes(4096)
+    """The first piece of a chunk as large as the window."""
+    chunk = KvChunk(0, "kv", 0, 256, "float32", (256, 2, 8, 8), b"")
+    return frame(ChunkPiece(index, chunk, sizes_of(chunk).total_bytes, 0, 4096, sums(bytes(4096)))) + bytes(
+        4096
+    )
 
 
 def wrong_sums(hello: Hello) -> bytes:
-    label = ChunkHeader(0, 0, "kv", "float32", "raw", 0, 2, (2, 2, 2, 8))
-    return frame(ChunkPiece(label, 256, 0, 256, (1, 2))) + bytes(256)
+    chunk = KvChunk(0, "kv", 0, 2, "float32", (2, 2, 2, 8), b"")
+    return frame(ChunkPiece(0, chunk, 256, 0, 256, (1, 2))) + bytes(256)
 
 
 LIES: dict[str, Callable[[Hello], bytes]] = {
@@ -300,7 +301,7 @@ LIES: dict[str, Callable[[Hello], bytes]] = {
     "garbage": lambda hello: bytes(range(256)),
     "no opening": lambda hello: large(0),
     "another session's opening": lambda hello: frame(TransferOpening(bytes(16), ABOUT, 4096, False)),
-    "chunks that are too large": lambda hello: opened(hello, 8192),
+    "pieces that are too large": lambda hello: opened(hello, 8192),
     "shared memory that was not offered": lambda hello: frame(
         TransferOpening(hello.session, ABOUT, 4096, True)
     ),
@@ -315,7 +316,7 @@ LIES: dict[str, Callable[[Hello], bytes]] = {
     "two ends": lambda hello: opened(hello) + frame(TransferEnd(1, 10)) + frame(TransferEnd(2, 10)),
     "a problem": lambda hello: opened(hello) + frame(SenderProblem("no\nmore")),
     "an ack": lambda hello: opened(hello) + frame(Ack(0, 0)),
-    "half a chunk": lambda hello: opened(hello) + large(0)[:2000],
+    "half a piece": lambda hello: opened(hello) + large(0)[:2000],
 }
 
 
@@ -355,20 +356,20 @@ def test_data_byte_by_byte_ends_at_the_deadline() -> None:
 
 
 SENT = made(3, 8)
-SENT_RIGHT = {parcel.layer: plain(parcel) for parcel in SENT}
+SENT_RIGHT = {chunk.layer: plain(chunk) for chunk in SENT}
 
 
 class Late:
     """One connection of a session, by hand."""
 
     def __init__(
-        self, address: tuple[str, int], handle: str, session: bytes, chunk_bytes: int = 4096
+        self, address: tuple[str, int], handle: str, session: bytes, piece_bytes: int = 4096
     ) -> None:
         self.connection = socket.create_connection(address, timeout=0.1)
         self._reader = FrameReader()
         self.heard: list[Message] = []
         self.closed = False
-        self.say(Hello(session, BOUND, handle, 0, 1 << 20, chunk_bytes, 200))
+        self.say(Hello(session, BOUND, handle, 0, 1 << 20, piece_bytes, 200))
 
     def say(self, message: Message) -> None:
         self.connection.sendall(frame(message))
@@ -394,8 +395,8 @@ class Late:
 
 
 @contextmanager
-def late(pair: Ends, handle: str, session: bytes, chunk_bytes: int = 4096) -> Iterator[Late]:
-    one = Late(pair.address, handle, session, chunk_bytes)
+def late(pair: Ends, handle: str, session: bytes, piece_bytes: int = 4096) -> Iterator[Late]:
+    one = Late(pair.address, handle, session, piece_bytes)
     try:
         yield one
     finally:
@@ -470,7 +471,7 @@ def test_whoever_joins_after_the_end_gets_an_answer(
 ) -> None:
     with ends() as pair:
         forgotten = pair.sender._forget
-        # Ended shipments are forgotten when somebody looks; nobody does between the end and the replay.
+        # Ended transfers are forgotten when somebody looks; nobody does between the end and the replay.
         monkeypatch.setattr(pair.sender, "_forget", lambda: None)
         handle, session = new_handle(), new_session()
         ending(pair, handle, session)
@@ -494,16 +495,16 @@ def test_a_connection_whose_fetch_is_done_elsewhere_is_not_kept_for_ever() -> No
             assert second.closed
 
 
-def test_a_receiver_that_takes_smaller_chunks_gets_them() -> None:
-    with ends(limits=replace(SMALL, chunk_bytes=1 << 14), link_limits=SMALL_LINKS) as pair:
+def test_a_receiver_that_takes_smaller_pieces_gets_them() -> None:
+    with ends(limits=replace(SMALL, piece_bytes=1 << 14), link_limits=SMALL_LINKS) as pair:
         handle, transfer = pair.offer()
-        for parcel in SENT[:4]:  # Cut and checked before anybody came.
-            transfer.put(parcel)
+        for chunk in SENT[:4]:  # Cut and checked before anybody came.
+            transfer.put(chunk)
 
         def feed() -> None:  # The rest comes while somebody fetches.
             assert until(lambda: transfer.state == "attached")
-            for parcel in SENT[4:]:
-                transfer.put(parcel)
+            for chunk in SENT[4:]:
+                transfer.put(chunk)
             transfer.finish()
 
         feeding = threading.Thread(target=feed)
@@ -512,11 +513,11 @@ def test_a_receiver_that_takes_smaller_chunks_gets_them() -> None:
         assert got == SENT_RIGHT
         feeding.join()
         assert transfer.wait(30) == "fetched"
-        assert pair.sender.limits.chunk_bytes == 1 << 14
+        assert pair.sender.limits.piece_bytes == 1 << 14
 
 
-def test_all_connections_of_a_fetch_agree_on_their_chunks() -> None:
-    with ends(limits=replace(SMALL, chunk_bytes=1 << 15)) as pair:
+def test_all_connections_of_a_fetch_agree_on_their_pieces() -> None:
+    with ends(limits=replace(SMALL, piece_bytes=1 << 15)) as pair:
         handle, session = new_handle(), new_session()
         pair.sender.offer(handle, BOUND, lambda have: ABOUT, 10.0)
         with late(pair, handle, session, 1 << 14) as first:
@@ -525,12 +526,12 @@ def test_all_connections_of_a_fetch_agree_on_their_chunks() -> None:
                 assert more.hear(lambda one: one.has(TransferOpening))
                 assert less.hear(lambda one: one.has(HandleRefused))
             sizes = {
-                m.chunk_bytes for one in (first, more) for m in one.heard if isinstance(m, TransferOpening)
+                m.piece_bytes for one in (first, more) for m in one.heard if isinstance(m, TransferOpening)
             }
             assert sizes == {1 << 14}
 
 
-def test_chunks_that_are_too_small_do_not_take_the_handle() -> None:
+def test_pieces_that_are_too_small_do_not_take_the_handle() -> None:
     with ends() as pair:
         handle, _ = pair.send(SENT)
         with late(pair, handle, new_session(), 16) as tiny:
@@ -552,9 +553,9 @@ def test_a_load_that_is_cut_anew_gives_out_every_byte_once(most_bytes: int) -> N
     load.join(1, 1 << 20)
     result = [b"", b""]
     while isinstance(todo := load.next(1), tuple):
-        chunk, data = todo
-        assert isinstance(chunk, ChunkPiece)
+        piece, data = todo
+        assert isinstance(piece, ChunkPiece)
         assert len(data) <= min(8192, most_bytes)
-        assert chunk.sums in (None, checksum.sums(data))
-        result[chunk.label.index] += bytes(data)
-    assert result == [bytes(parcel.parameters) + bytes(parcel.data) for parcel in SENT[:2]]
+        assert piece.sums in (None, checksum.sums(data))
+        result[piece.index] += bytes(data)
+    assert result == [bytes(chunk.parameters) + bytes(chunk.data) for chunk in SENT[:2]]

@@ -18,12 +18,12 @@ from potluck.core.values.kv_layout import KvCut
 from potluck.kv import checksum
 from potluck.kv import frames as wire
 from potluck.kv.chunks import CHECKSUM_ROW as ROW
-from potluck.kv.codec_layout import CODEC_IDS, CODED, sizes
+from potluck.kv.chunks import KvChunk
+from potluck.kv.codec_layout import CODEC_IDS, CODED, STATES, sizes
 from potluck.kv.frames import (
     PREFIX,
     VERSION,
     Ack,
-    ChunkHeader,
     ChunkPiece,
     FrameReader,
     HandleRefused,
@@ -48,31 +48,34 @@ LINES = st.text(st.characters(codec="utf-8", exclude_categories=("Z", "C")), max
 
 
 @st.composite
-def chunks(draw: st.DrawFn) -> tuple[ChunkPiece, bytes]:
+def pieces(draw: st.DrawFn) -> tuple[ChunkPiece, bytes]:
     part = draw(st.sampled_from(wire.PARTS))
     least = {"kv": 3, "latent": 2}.get(part, 1)
     shape = draw(st.lists(st.integers(0, 9), min_size=least, max_size=wire.MOST_DIMENSIONS))
     if part == "kv":
         shape[1] = 2
     dtype = draw(st.sampled_from(wire.DTYPES))
-    codec = draw(st.sampled_from(sorted(CODEC_IDS))) if dtype in CODED else "raw"
-    label = ChunkHeader(
-        draw(st.integers(0, wire.MOST_PARCELS - 1)),
+    codec = draw(st.sampled_from(sorted(CODEC_IDS))) if dtype in CODED and part not in STATES else "raw"
+    chunk = KvChunk(
         draw(st.integers(0, 2**16 - 1)),
         part,
+        draw(COUNTS),
+        draw(COUNTS),
         dtype,
-        codec,
-        draw(COUNTS),
-        draw(COUNTS),
         tuple(shape),
-        draw(st.integers(0, 2**16 - 1)),
+        b"",
+        codec,
+        head=draw(st.integers(0, 2**16 - 1)),
     )
+    index = draw(st.integers(0, wire.MOST_CHUNKS - 1))
     whole = sizes(part, dtype, shape, codec).total_bytes
     offset = draw(st.integers(0, max(0, whole - 1)))
     count = draw(st.integers(1, whole - offset)) if whole else 0
     data = draw(st.binary(min_size=count, max_size=count))
     inline = draw(st.booleans()) or not count
-    return ChunkPiece(label, whole, offset, count, checksum.sums(data), inline), data if inline else b""
+    return ChunkPiece(
+        index, chunk, whole, offset, count, checksum.sums(data), inline
+    ), data if inline else b""
 
 
 SPANS = st.tuples(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1)).map(lambda span: tuple(sorted(span)))
@@ -93,15 +96,15 @@ HELLOS = st.builds(
     st.just(new_handle()),
     COUNTS,
     LARGE,
-    st.integers(wire.LEAST_CHUNK_BYTES, wire.MOST_CHUNK_BYTES),
+    st.integers(wire.LEAST_PIECE_BYTES, wire.MOST_PIECE_BYTES),
     COUNTS,
     st.none() | SHARED,
     CUTS,
 )
 MESSAGES = st.one_of(
     HELLOS,
-    st.builds(TransferOpening, KEYS, st.just(ABOUT), st.integers(1, wire.MOST_CHUNK_BYTES), st.booleans()),
-    st.builds(TransferEnd, st.integers(0, wire.MOST_PARCELS), LARGE),
+    st.builds(TransferOpening, KEYS, st.just(ABOUT), st.integers(1, wire.MOST_PIECE_BYTES), st.booleans()),
+    st.builds(TransferEnd, st.integers(0, wire.MOST_CHUNKS), LARGE),
     st.builds(SenderProblem, LINES),
     st.builds(Ack, LARGE, LARGE),
     st.sampled_from([Heartbeat(), TransferDone(), HandleRefused()]),
@@ -110,7 +113,7 @@ MESSAGES = st.one_of(
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(chunks() | MESSAGES.map(lambda one: (one, b"")), max_size=6), st.randoms(use_true_random=False)
+    st.lists(pieces() | MESSAGES.map(lambda one: (one, b"")), max_size=6), st.randoms(use_true_random=False)
 )
 def test_any_stream_cut_anywhere_is_read_as_it_was_written(
     sent: list[tuple[Message, bytes]], draw: random.Random
@@ -126,7 +129,7 @@ def test_any_stream_cut_anywhere_is_read_as_it_was_written(
 
 
 @settings(max_examples=40, deadline=None)
-@given(chunks() | MESSAGES.map(lambda one: (one, b"")), st.data())
+@given(pieces() | MESSAGES.map(lambda one: (one, b"")), st.data())
 def test_a_changed_bit_before_the_data_never_passes(sent: tuple[Message, bytes], data: st.DataObject) -> None:
     raw = bytearray(frame(sent[0]))
     place = data.draw(st.integers(0, 8 * len(raw) - 1))
@@ -140,7 +143,7 @@ def test_a_changed_bit_before_the_data_never_passes(sent: tuple[Message, bytes],
 
 
 @settings(max_examples=40, deadline=None)
-@given(chunks(), st.data())
+@given(pieces(), st.data())
 def test_a_changed_bit_in_the_data_changes_its_sums(
     sent: tuple[ChunkPiece, bytes], data: st.DataObject
 ) -> None:
@@ -152,7 +155,7 @@ def test_a_changed_bit_in_the_data_changes_its_sums(
 
 
 @settings(max_examples=40, deadline=None)
-@given(MESSAGES | chunks().map(lambda one: one[0]), st.data())
+@given(MESSAGES | pieces().map(lambda one: one[0]), st.data())
 def test_a_stream_that_is_cut_short_is_noticed(message: Message, data: st.DataObject) -> None:
     raw = frame(message)
     reader = FrameReader()
@@ -167,7 +170,7 @@ def sealed(kind: int, head: bytes, data_bytes: int = 0, version: int = wire.VERS
     return start + struct.pack("<I", zlib.crc32(head, zlib.crc32(start))) + head
 
 
-def chunk_head(**changes: int) -> bytes:
+def piece_head(**changes: int) -> bytes:
     label = {"index": 0, "layer": 0, "part": 0, "dtype": 2, "codec": 0, "dimensions": 4, "head": 0}
     place = {"first": 0, "stop": 4, "whole": 4 * 2 * 2 * 8 * 4, "offset": 0, "count": 64, "a": 0, "b": 0}
     values = (label | place | changes).values()
@@ -175,15 +178,15 @@ def chunk_head(**changes: int) -> bytes:
 
 
 def test_the_made_up_head_is_right_before_it_is_made_wrong() -> None:
-    ((message, _),) = FrameReader().feed(sealed(wire.CHUNK, chunk_head(), 64) + bytes(64))
+    ((message, _),) = FrameReader().feed(sealed(wire.PIECE, piece_head(), 64) + bytes(64))
     assert isinstance(message, ChunkPiece)
-    assert (message.count, message.label.dtype) == (64, "float32")
+    assert (message.count, message.chunk.dtype) == (64, "float32")
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"index": wire.MOST_PARCELS},
+        {"index": wire.MOST_CHUNKS},
         {"part": 4},
         {"dtype": 3},
         {"dtype": 5},
@@ -200,20 +203,20 @@ def test_the_made_up_head_is_right_before_it_is_made_wrong() -> None:
         {"codec": 1},
     ],
 )
-def test_a_chunk_that_contradicts_itself_is_refused(change: dict[str, int]) -> None:
+def test_a_piece_that_contradicts_itself_is_refused(change: dict[str, int]) -> None:
     with pytest.raises(FormatError):
-        FrameReader().feed(sealed(wire.CHUNK, chunk_head(**change), 64) + bytes(64))
+        FrameReader().feed(sealed(wire.PIECE, piece_head(**change), 64) + bytes(64))
 
 
 @pytest.mark.parametrize(
     "raw",
     [
-        sealed(wire.CHUNK, chunk_head(), 63),
-        sealed(wire.CHUNK, chunk_head(), wire.MOST_CHUNK_BYTES + 1),
+        sealed(wire.PIECE, piece_head(), 63),
+        sealed(wire.PIECE, piece_head(), wire.MOST_PIECE_BYTES + 1),
         sealed(wire.ACK, bytes(16), 1),
         sealed(wire.ACK, bytes(15)),
         sealed(wire.BEAT, b"x"),
-        sealed(wire.END, struct.pack("<IQ", wire.MOST_PARCELS + 1, 0)),
+        sealed(wire.END, struct.pack("<IQ", wire.MOST_CHUNKS + 1, 0)),
         sealed(0, b""),
         sealed(10, b""),
         sealed(wire.BEAT, b"", version=1),
@@ -246,7 +249,7 @@ def test_a_part_that_cannot_be_is_refused(change: tuple[int, ...]) -> None:
 
 
 def test_a_length_beyond_the_cap_is_refused_before_its_bytes_are_waited_for() -> None:
-    raw = struct.pack("<4sBBHII", wire.MAGIC, wire.VERSION, wire.CHUNK, 84, 2**32 - 1, 0)
+    raw = struct.pack("<4sBBHII", wire.MAGIC, wire.VERSION, wire.PIECE, 84, 2**32 - 1, 0)
     with pytest.raises(FormatError, match="too large"):
         FrameReader().feed(raw)
 
@@ -259,7 +262,7 @@ def test_random_bytes_never_do_worse_than_a_format_error() -> None:
         frame(TransferEnd(3, 4)),
         frame(Hello(bytes(16), BOUND, new_handle(), 0, 1, 4096, 1)),
     ]
-    sound.append(sealed(wire.CHUNK, chunk_head(), 64) + bytes(64))
+    sound.append(sealed(wire.PIECE, piece_head(), 64) + bytes(64))
     for _ in range(4000):
         raw = bytearray(b"".join(draw.choices(sound, k=3)))
         for _ in range(draw.randint(0, 3)):
@@ -287,7 +290,7 @@ def test_the_checksum_is_what_the_document_says(start: bytes, middle: int, rest:
 
 
 @pytest.mark.parametrize(
-    "size", [0, 5, 8, 4096, 4099, checksum.PIECE_BYTES + 4104, 3 * checksum.PIECE_BYTES + 1]
+    "size", [0, 5, 8, 4096, 4099, checksum.READ_BYTES + 4104, 3 * checksum.READ_BYTES + 1]
 )
 def test_what_is_received_has_the_same_checksum(size: int) -> None:
     data = random.Random(size).randbytes(size)

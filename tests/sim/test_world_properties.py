@@ -286,7 +286,7 @@ def test_whoever_hands_over_to_whom_all_are_answered(
 def test_where_nothing_can_be_put_aside_somebody_gives_up_and_goes_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(handovers, "OUTBOX_BYTES", 0)
+    monkeypatch.setattr(handovers, "SEND_QUEUE_BYTES", 0)
     _, mind = ran([(place % 3, (place + 1) % 3) for place in range(12)], [1000] * 12, overlap=False)
     assert {event.kind for _, event in mind.failed} == {"memory"}
     assert mind.failed[0][0] == pytest.approx(handovers.STUCK_S, abs=1.5)

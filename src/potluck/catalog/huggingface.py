@@ -8,22 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from potluck.core.errors import InputError, UnknownNameError
-from potluck.core.values.model import (
-    Attention,
-    DenseFfn,
-    Ffn,
-    Format,
-    FullAttention,
-    LatentAttention,
-    Layer,
-    LinearAttention,
-    Model,
-    MoeFfn,
-    modelopt_scheme,
-    quantised_of,
-)
+from potluck.core.values import model
 
-Stack = tuple[Layer, ...]
+Stack = tuple[model.Layer, ...]
 QWEN_WINDOW = 4096
 """Tokens, where a file of Qwen's switches windows on without saying how long they are."""
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -42,14 +29,14 @@ def _heads(
     qk_norm: Literal["none", "head", "full"] = "none",
     output_gate: bool = False,
     sinks: bool = False,
-) -> FullAttention:
+) -> model.FullAttention:
     heads = fields.count("num_attention_heads")
     head_dim = fields.maybe("head_dim")
     if head_dim is None:
         head_dim, rest = divmod(fields.count("hidden_size"), heads)
         if rest or not head_dim:
             raise fields.problem("head_dim is missing and hidden_size is no multiple of num_attention_heads")
-    return FullAttention(
+    return model.FullAttention(
         heads=heads,
         kv_heads=fields.count("num_key_value_heads", default=heads),
         head_dim=head_dim,
@@ -63,24 +50,24 @@ def _heads(
     )
 
 
-def _dense(fields: ConfigFields) -> DenseFfn:
-    return DenseFfn(fields.count("intermediate_size"))
+def _dense(fields: ConfigFields) -> model.DenseFfn:
+    return model.DenseFfn(fields.count("intermediate_size"))
 
 
-def _stack(attentions: list[Attention], ffns: list[Ffn]) -> Stack:
-    return tuple(Layer(attention, ffn) for attention, ffn in zip(attentions, ffns, strict=True))
+def _stack(attentions: list[model.Attention], ffns: list[model.Ffn]) -> Stack:
+    return tuple(model.Layer(attention, ffn) for attention, ffn in zip(attentions, ffns, strict=True))
 
 
-def _uniform(fields: ConfigFields, attention: Attention, ffn: Ffn) -> Stack:
-    return (Layer(attention, ffn),) * layer_count(fields)
+def _uniform(fields: ConfigFields, attention: model.Attention, ffn: model.Ffn) -> Stack:
+    return (model.Layer(attention, ffn),) * layer_count(fields)
 
 
 def _windowed(
     fields: ConfigFields,
-    build: Callable[[int | None], FullAttention],
+    build: Callable[[int | None], model.FullAttention],
     kinds: list[str],
     usual: int | None = None,
-) -> list[Attention]:
+) -> list[model.Attention]:
     """Full and sliding layers after `kinds`; a window that is not given is `usual`, or an error where used."""
     full = build(None)
     if SLIDING not in kinds:
@@ -123,10 +110,10 @@ def _qwen2(fields: ConfigFields) -> Stack:
     return _stack(attentions, [_dense(fields)] * len(attentions))
 
 
-def _qwen3_attention(fields: ConfigFields, kinds: list[str]) -> list[Attention]:
+def _qwen3_attention(fields: ConfigFields, kinds: list[str]) -> list[model.Attention]:
     bias = fields.flag("attention_bias")
 
-    def build(window: int | None) -> FullAttention:
+    def build(window: int | None) -> model.FullAttention:
         return _heads(fields, window=window, bias=bias, output_bias=bias, qk_norm="head")
 
     return _windowed(fields, build, kinds, QWEN_WINDOW)
@@ -137,7 +124,7 @@ def _qwen3(fields: ConfigFields) -> Stack:
     return _stack(attentions, [_dense(fields)] * len(attentions))
 
 
-def _qwen_ffns(fields: ConfigFields, moe: MoeFfn) -> list[Ffn]:
+def _qwen_ffns(fields: ConfigFields, moe: model.MoeFfn) -> list[model.Ffn]:
     """Experts on every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name."""
     dense_layers = set(fields.integers("mlp_only_layers") or ())
     step = fields.count("decoder_sparse_step", default=1)
@@ -152,7 +139,7 @@ def _experts(fields: ConfigFields) -> tuple[int, int]:
 
 def _qwen3_moe(fields: ConfigFields) -> Stack:
     experts, active = _experts(fields)
-    moe = MoeFfn(experts, active, fields.count("moe_intermediate_size"))
+    moe = model.MoeFfn(experts, active, fields.count("moe_intermediate_size"))
     # All layers or none: its code knows neither layer_types nor max_window_layers.
     windows = fields.flag("use_sliding_window") and (
         not fields.says("sliding_window") or fields.maybe("sliding_window") is not None
@@ -174,9 +161,9 @@ def _qwen2_moe(fields: ConfigFields) -> Stack:
     return _stack(attentions, _qwen_ffns(fields, _shared_moe(fields)))
 
 
-def _shared_moe(fields: ConfigFields) -> MoeFfn:
+def _shared_moe(fields: ConfigFields) -> model.MoeFfn:
     experts, active = _experts(fields)
-    return MoeFfn(
+    return model.MoeFfn(
         experts,
         active,
         fields.count("moe_intermediate_size"),
@@ -188,7 +175,7 @@ def _shared_moe(fields: ConfigFields) -> MoeFfn:
 def _mixtral(fields: ConfigFields) -> Stack:
     experts, active = _experts(fields)
     attention = _heads(fields, window=fields.maybe("sliding_window"))
-    return _uniform(fields, attention, MoeFfn(experts, active, fields.count("intermediate_size")))
+    return _uniform(fields, attention, model.MoeFfn(experts, active, fields.count("intermediate_size")))
 
 
 def _gpt_oss(fields: ConfigFields) -> Stack:
@@ -198,16 +185,16 @@ def _gpt_oss(fields: ConfigFields) -> Stack:
     if kinds is None:  # alternating, the first one sliding
         kinds = [FULL if index % 2 else SLIDING for index in range(count)]
     experts, active = _experts(fields)
-    moe = MoeFfn(experts, active, fields.count("intermediate_size"), bias=True)
+    moe = model.MoeFfn(experts, active, fields.count("intermediate_size"), bias=True)
 
-    def build(window: int | None) -> FullAttention:
+    def build(window: int | None) -> model.FullAttention:
         return _heads(fields, window=window, bias=bias, output_bias=bias, sinks=True)
 
     return _stack(_windowed(fields, build, kinds), [moe] * count)
 
 
-def _latent(fields: ConfigFields) -> LatentAttention:
-    return LatentAttention(
+def _latent(fields: ConfigFields) -> model.LatentAttention:
+    return model.LatentAttention(
         heads=fields.count("num_attention_heads"),
         kv_lora_rank=fields.count("kv_lora_rank"),
         qk_nope_head_dim=fields.count("qk_nope_head_dim"),
@@ -217,14 +204,14 @@ def _latent(fields: ConfigFields) -> LatentAttention:
     )
 
 
-def _deepseek_moe(fields: ConfigFields, *, router_bias: bool) -> MoeFfn:
+def _deepseek_moe(fields: ConfigFields, *, router_bias: bool) -> model.MoeFfn:
     experts, active = _experts(fields)
     width = fields.count("moe_intermediate_size")
     shared = fields.maybe("n_shared_experts", "num_shared_experts") or 0
-    return MoeFfn(experts, active, width, shared_intermediate=shared * width, router_bias=router_bias)
+    return model.MoeFfn(experts, active, width, shared_intermediate=shared * width, router_bias=router_bias)
 
 
-def _ffns(fields: ConfigFields, moe: MoeFfn, first_dense: int) -> list[Ffn]:
+def _ffns(fields: ConfigFields, moe: model.MoeFfn, first_dense: int) -> list[model.Ffn]:
     """Dense layers first, unless the file lists them one by one."""
     count = layer_count(fields)
     kinds = fields.words("mlp_layer_types", count, ("dense", "sparse"))
@@ -242,7 +229,7 @@ def _deepseek(fields: ConfigFields) -> Stack:
 
 def _minimax_m2(fields: ConfigFields) -> Stack:
     experts, active = _experts(fields)
-    moe = MoeFfn(experts, active, fields.count("intermediate_size"), router_bias=True)
+    moe = model.MoeFfn(experts, active, fields.count("intermediate_size"), router_bias=True)
     return _uniform(fields, _heads(fields, qk_norm="full"), moe)
 
 
@@ -253,8 +240,8 @@ def _mimo_v2_flash(fields: ConfigFields) -> Stack:
     heads, head_dim = fields.count("num_attention_heads"), fields.count("head_dim")
     v_head_dim = fields.count("v_head_dim")
     kv_heads = fields.count("num_key_value_heads")
-    full = FullAttention(heads, kv_heads, head_dim, v_head_dim)
-    window = FullAttention(
+    full = model.FullAttention(heads, kv_heads, head_dim, v_head_dim)
+    window = model.FullAttention(
         heads=fields.count("swa_num_attention_heads", default=heads),
         kv_heads=fields.count("swa_num_key_value_heads", default=2 * kv_heads),
         head_dim=fields.count("swa_head_dim", default=head_dim),
@@ -262,7 +249,7 @@ def _mimo_v2_flash(fields: ConfigFields) -> Stack:
         window=fields.count("sliding_window", "sliding_window_size"),
         sinks=True,
     )
-    attentions: list[Attention] = [window if kind == SLIDING else full for kind in kinds]
+    attentions: list[model.Attention] = [window if kind == SLIDING else full for kind in kinds]
     moe = _deepseek_moe(fields, router_bias=True)
     marks = fields.integers("moe_layer_freq") if "mlp_layer_types" not in fields else None
     if marks is None:
@@ -288,18 +275,18 @@ def _kimi_linear(fields: ConfigFields) -> Stack:
     heads = spec.count("num_heads", "linear_num_heads")
     dim = spec.count("head_dim") if nested is not None else fields.count("linear_head_dim")
     kernel = spec.count("short_conv_kernel_size", "linear_conv_kernel_dim", default=4)
-    delta = LinearAttention("kda", heads, heads, dim, dim, conv_kernel=kernel, gate_rank=dim)
+    delta = model.LinearAttention("kda", heads, heads, dim, dim, conv_kernel=kernel, gate_rank=dim)
     kinds = fields.words("layer_types", count, (FULL, LINEAR))
     if kinds is None:
         full = spec.integers("full_attn_layers")
         if full is None:
             raise fields.problem("linear_attn_config.full_attn_layers is missing")
         kinds = [FULL if index + 1 in full else LINEAR for index in range(count)]  # counted from 1
-    attentions: list[Attention] = [_latent(fields) if kind == FULL else delta for kind in kinds]
+    attentions: list[model.Attention] = [_latent(fields) if kind == FULL else delta for kind in kinds]
     return _stack(attentions, _ffns(fields, _deepseek_moe(fields, router_bias=True), 1))
 
 
-def _qwen_delta_attention(fields: ConfigFields) -> list[Attention]:
+def _qwen_delta_attention(fields: ConfigFields) -> list[model.Attention]:
     """Qwen3-Next and Qwen3.5: every `full_attention_interval`-th layer is full, the rest gated delta."""
     count = layer_count(fields)
     kinds = fields.words("layer_types", count, (FULL, LINEAR))
@@ -308,7 +295,7 @@ def _qwen_delta_attention(fields: ConfigFields) -> list[Attention]:
         kinds = [LINEAR if (index + 1) % interval else FULL for index in range(count)]
     bias = fields.flag("attention_bias")
     full = _heads(fields, bias=bias, output_bias=bias, qk_norm="head", output_gate=True)
-    delta = LinearAttention(
+    delta = model.LinearAttention(
         kind="gated_delta",
         key_heads=fields.count("linear_num_key_heads"),
         value_heads=fields.count("linear_num_value_heads"),
@@ -361,7 +348,7 @@ DTYPE_BITS = {
 }
 
 
-def read_model(path: str | Path, name: str | None = None) -> Model:
+def read_model(path: str | Path, name: str | None = None) -> model.Model:
     """The model that `config.json` describes; `name` is the directory's unless given.
 
     Raises InputError in one line for whatever is wrong with the file.
@@ -380,7 +367,7 @@ def read_model(path: str | Path, name: str | None = None) -> Model:
     return model_from(read_json(file), label, read_json(beside) if beside.is_file() else None)
 
 
-def model_from(fields: ConfigFields, name: str, modelopt: ConfigFields | None = None) -> Model:
+def model_from(fields: ConfigFields, name: str, modelopt: ConfigFields | None = None) -> model.Model:
     """The model of an opened file; `modelopt` is ModelOpt's file about its weights, where there is one."""
     outer = fields
     kind = fields.text("model_type")
@@ -395,7 +382,7 @@ def model_from(fields: ConfigFields, name: str, modelopt: ConfigFields | None = 
         raise outer.problem(f"model_type {kind[:60]!r} is not supported; supported are {known}")
     weight_bits, expert_bits, kv_bits, formats = _bits(outer, fields, modelopt)
     try:
-        return Model(
+        return model.Model(
             name=name,
             hidden=fields.count("hidden_size"),
             vocab=fields.count("vocab_size"),
@@ -415,7 +402,7 @@ def model_from(fields: ConfigFields, name: str, modelopt: ConfigFields | None = 
         raise outer.problem(f"{error.field}: {error.problem}") from error
 
 
-Formats = tuple[Format | None, Format | None]
+Formats = tuple[model.Format | None, model.Format | None]
 
 
 def _bits(
@@ -429,11 +416,11 @@ def _bits(
     kv_bits = plain if plain >= 16 else 16.0
     scheme = outer.part("quantization_config") or fields.part("quantization_config")
     if scheme is not None:
-        quantised = quantised_of(scheme.values, plain, scheme.where)
+        quantised = model.quantised_of(scheme.values, plain, scheme.where)
     elif modelopt is not None:
-        quantised = quantised_of(modelopt_scheme(modelopt.values), plain, modelopt.where)
+        quantised = model.quantised_of(model.modelopt_scheme(modelopt.values), plain, modelopt.where)
     else:
-        kind: Format | None = "fp16" if dtype.removeprefix("torch.") in ("float16", "half") else None
+        kind: model.Format | None = "fp16" if dtype.removeprefix("torch.") in ("float16", "half") else None
         return plain, plain, kv_bits, (kind, kind)
     kv_bits = kv_bits if quantised.kv_bits is None else quantised.kv_bits
     return (

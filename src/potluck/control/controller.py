@@ -18,16 +18,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from potluck.control import control_values
 from potluck.control.accounts import Accounts
-from potluck.control.control_values import (
-    AssignEngine,
-    EngineInstance,
-    ForgetEngine,
-    LaunchEngine,
-    Order,
-    StopEngine,
-    WantedReplica,
-)
 from potluck.control.day_plans import DayPlans
 from potluck.control.decision_history import DecisionHistory, ObservedSpeeds, gist
 from potluck.control.gateway_client import GatewayAway, GatewayClient, wants_of
@@ -55,7 +47,7 @@ class ControllerTurn:
     """False: another controller has the lease."""
     wanted: int = 0
     up: int = 0
-    orders: tuple[Order, ...] = ()
+    orders: tuple[control_values.Order, ...] = ()
     waiting: tuple[str, ...] = ()
     problem: str = ""
     stuck: tuple[StuckReplica, ...] = ()
@@ -177,7 +169,7 @@ class Controller:
             self._store.set("wanted", wanted)
         return wanted, ""
 
-    def _seen(self) -> tuple[tuple[EngineInstance, ...], frozenset[str]]:
+    def _seen(self) -> tuple[tuple[control_values.EngineInstance, ...], frozenset[str]]:
         """What the launcher finds, written down where it is new; and which of them do nothing that can be seen."""
         silent: set[str] = set()
         instances = {instance.name: instance for instance in self._store.instances()}
@@ -196,22 +188,22 @@ class Controller:
             self._note(seen.state, seen.name, now.problem or f"for {before.replica or 'no replica'}")
         return tuple(instances.values()), frozenset(silent)
 
-    def _do(self, order: Order) -> bool:
+    def _do(self, order: control_values.Order) -> bool:
         match order:
-            case LaunchEngine(want, why):
+            case control_values.LaunchEngine(want, why):
                 return self._launch(want, why)
-            case AssignEngine(name, replica, why):
+            case control_values.AssignEngine(name, replica, why):
                 one = self._one(name)
                 if one is not None:
                     self._store.put(replace(one, replica=replica))
                     self._note("assign", f"{name} serves as {replica}" if replica else f"{name} is free", why)
-            case StopEngine(name, why, insist):
+            case control_values.StopEngine(name, why, insist):
                 one = self._one(name)
                 if insist and one is not None and not one.problem:
                     self._store.put(replace(one, problem=why))  # what it dies of is known already
                 self._end(name, insist)
                 self._note_once(f"stop {name}", "stop", why)
-            case ForgetEngine(name, why):
+            case control_values.ForgetEngine(name, why):
                 self._store.remove(name)
                 self._note("clear", name, why)
         return True
@@ -220,9 +212,11 @@ class Controller:
         launcher, place = self._launcher, self._store.places().get(name, {})
         (launcher.kill if insist else launcher.stop)(name, place)
 
-    def _launch(self, want: WantedReplica, why: str) -> bool:
+    def _launch(self, want: control_values.WantedReplica, why: str) -> bool:
         name = f"{want.make.model}-{secrets.token_hex(4)}"
-        instance = EngineInstance(name, want.make, "starting", self._clock(), replica=want.replica)
+        instance = control_values.EngineInstance(
+            name, want.make, "starting", self._clock(), replica=want.replica
+        )
         self._store.put(instance, {})
         try:
             place = self._launcher.start(name, want.make)
@@ -242,7 +236,7 @@ class Controller:
             self._end(instance.name, insist=True)
             self._note_once(f"kill {instance.name}", "kill", f"{instance.replica} by hand")
 
-    def _let_go(self, instances: tuple[EngineInstance, ...], urls: frozenset[str]) -> None:
+    def _let_go(self, instances: tuple[control_values.EngineInstance, ...], urls: frozenset[str]) -> None:
         """Somebody had these engines' replicas drained: they are not used again, and fresh ones come."""
         going = {instance.name for instance in instances if instance.url in urls and instance.state != "dead"}
         new = going - leaving(self._store)
@@ -251,10 +245,10 @@ class Controller:
             for name in sorted(new):
                 self._note("drain", name, "its replica was drained by hand")
 
-    def _one(self, name: str) -> EngineInstance | None:
+    def _one(self, name: str) -> control_values.EngineInstance | None:
         return next((instance for instance in self._store.instances() if instance.name == name), None)
 
-    def _tell(self, instances: tuple[EngineInstance, ...]) -> str:
+    def _tell(self, instances: tuple[control_values.EngineInstance, ...]) -> str:
         try:
             self._gateway.set_fleet(instances)
         except PotluckError as error:
@@ -282,7 +276,9 @@ class Controller:
             self._note_once("market", "market", str(error))
             return wanted
 
-    def _heed_notices(self, instances: tuple[EngineInstance, ...], wanted: dict[str, Any]) -> None:
+    def _heed_notices(
+        self, instances: tuple[control_values.EngineInstance, ...], wanted: dict[str, Any]
+    ) -> None:
         """Replicas on machines that will vanish are emptied before, and their engines not used again."""
         living = [instance for instance in instances if instance.state != "dead"]
         going = self._news()
@@ -385,7 +381,7 @@ class Controller:
         self._lease.release()
 
 
-def _reached(wanted: dict[str, Any], instances: Iterable[EngineInstance]) -> frozenset[str]:
+def _reached(wanted: dict[str, Any], instances: Iterable[control_values.EngineInstance]) -> frozenset[str]:
     """Engines that the gateway has for replicas: to it they answer."""
     urls = {item.get("url") for item in wanted.get("replicas", ())} - {"", None}
     return frozenset(instance.name for instance in instances if instance.url in urls)

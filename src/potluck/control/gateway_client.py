@@ -91,9 +91,6 @@ class GatewayClient:
     def kill(self, replica: str) -> dict[str, Any]:
         return self._ask("POST", "/kill", {"replica": replica})
 
-    def history(self) -> dict[str, Any]:
-        return self._ask("GET", "/history")
-
     def flip(self, replica: str, role: str) -> dict[str, Any]:
         return self._ask("POST", "/flip", {"replica": replica, "role": role})
 

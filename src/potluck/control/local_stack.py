@@ -22,30 +22,10 @@ from potluck.control.decision_history import history_of
 from potluck.control.gateway_client import GatewayClient
 from potluck.control.held_sockets import GATEWAY_MARK, HeldSockets, hands_over, launched, takeover_in
 from potluck.control.http_client import answers_well
+from potluck.control.launchers import local_launcher, process
 from potluck.control.launchers.engine_command import EngineCommands
 from potluck.control.launchers.launcher import Launcher, Place
 from potluck.control.launchers.local_capacity import GATEWAY_BYTES, must_have_room
-from potluck.control.launchers.local_launcher import (
-    FORK_MARK,
-    OWNER_MARK,
-    ForkServer,
-    LocalLauncher,
-    engines_of,
-)
-from potluck.control.launchers.process import (
-    LOOPBACK,
-    ProcessId,
-    alive,
-    end,
-    free_port,
-    last_words,
-    marked,
-    must_be_free,
-    next_free,
-    rotate,
-    started_at,
-    taken,
-)
 from potluck.control.manual_changes import is_by_hand
 from potluck.control.market import MarketSource
 from potluck.control.plan_requests import Planner
@@ -60,19 +40,21 @@ ENGINES_S = 15.0
 INSIST_S = 5.0
 
 
-def pid_of(place: Mapping[str, object] | None) -> ProcessId | None:
+def pid_of(place: Mapping[str, object] | None) -> process.ProcessId | None:
     number, started = (place or {}).get("pid"), (place or {}).get("started")
-    return ProcessId(number, started) if isinstance(number, int) and isinstance(started, int) else None
+    return (
+        process.ProcessId(number, started) if isinstance(number, int) and isinstance(started, int) else None
+    )
 
 
 def living(place: Mapping[str, object] | None) -> bool:
     pid = pid_of(place)
-    return pid is not None and alive(pid)
+    return pid is not None and process.alive(pid)
 
 
-def wait(pids: Iterable[ProcessId], within_s: float) -> list[ProcessId]:
+def wait(pids: Iterable[process.ProcessId], within_s: float) -> list[process.ProcessId]:
     until_s = time.monotonic() + within_s
-    while left := [pid for pid in pids if alive(pid)]:
+    while left := [pid for pid in pids if process.alive(pid)]:
         if time.monotonic() > until_s:
             break
         time.sleep(0.05)
@@ -83,10 +65,10 @@ def owner_of(store: StateStore) -> str:
     return str(store.path.resolve())
 
 
-def gateways_of(store: StateStore) -> list[ProcessId]:
+def gateways_of(store: StateStore) -> list[process.ProcessId]:
     """The gateway's supervisor, and whoever answers, which may outlive it."""
     written = pid_of(store.get("gateway"))
-    process_ids = [pid for pid, _ in marked(GATEWAY_MARK, str(store.path.parent.resolve()))]
+    process_ids = [pid for pid, _ in process.marked(GATEWAY_MARK, str(store.path.parent.resolve()))]
     return list(dict.fromkeys([*([written] if written is not None else []), *process_ids]))
 
 
@@ -95,19 +77,19 @@ def stop_all(store: StateStore, why: str, within_s: float = DRAIN_S, launcher: L
     started engines elsewhere."""
     gateways = gateways_of(store)
     for pid in gateways:
-        end(pid)
+        process.end(pid)
     wait(gateways, within_s)
     places = store.places()
     elsewhere = 0 if launcher is None else _ended(launcher, places)
     process_ids = [pid_of(place) for place in places.values()]
     # Those that were started and never written down carry the mark all the same.
-    process_ids += engines_of(owner_of(store))
+    process_ids += local_launcher.engines_of(owner_of(store))
     pids = list({pid for pid in [*gateways, *process_ids] if pid is not None})
     for pid in pids:
-        end(pid)
+        process.end(pid)
     left = wait(pids, ENGINES_S)
     for pid in left:
-        end(pid, insist=True)
+        process.end(pid, insist=True)
     wait(left, INSIST_S)
     count_all(store, store.path.parent, time.time())
     for name in places:
@@ -163,7 +145,7 @@ class LocalStackSettings:
     profiles: tuple[Path, ...] = ()
     launcher: Launcher | None = None
     """Who starts engines elsewhere; None: they are processes of this machine."""
-    host: str = LOOPBACK
+    host: str = process.LOOPBACK
     why: str = "potluck up"
     """The reason for the plan that is begun with."""
     held: HeldSockets = field(default_factory=HeldSockets)
@@ -179,7 +161,7 @@ class LocalStack:
         settings: LocalStackSettings,
         plan: Plan,
         planner: Planner | None = None,
-        fork_server: ForkServer | None = None,
+        fork_server: local_launcher.ForkServer | None = None,
     ) -> None:
         self._settings, self._fork_server = settings, fork_server
         self.folder = settings.folder
@@ -189,10 +171,10 @@ class LocalStack:
             raise InputError(
                 "--state", f"{self.folder}: another controller runs it; `potluck status` shows it"
             )
-        self.launcher: Launcher = settings.launcher or LocalLauncher(
+        self.launcher: Launcher = settings.launcher or local_launcher.LocalLauncher(
             settings.maker, self.folder / "logs", owner_of(self.store), fork_server=fork_server
         )
-        self.store.set("controller", {"pid": os.getpid(), "started": started_at(os.getpid())})
+        self.store.set("controller", {"pid": os.getpid(), "started": process.started_at(os.getpid())})
         profiles = [str(path) for path in settings.profiles]
         files = {"path": str(settings.spec), "profiles": profiles, "style": settings.maker.style}
         self.store.set("spec files", files)
@@ -295,39 +277,39 @@ class LocalStack:
             try:
                 return self._start_gateway(port, admin)
             except CapacityError:
-                if not left or self._settings.port or not (taken(port) or taken(admin)):
+                if not left or self._settings.port or not (process.taken(port) or process.taken(admin)):
                     raise
         raise AssertionError("the last try raised")
 
     def _end_forgotten(self) -> None:
         """A gateway of this folder that the state knows nothing of (it was damaged, say) holds the port."""
-        for pid, _ in marked(GATEWAY_MARK, str(self.folder.resolve())):
+        for pid, _ in process.marked(GATEWAY_MARK, str(self.folder.resolve())):
             self.store.note(time.time(), "gateway", f"process {pid.number} is stopped", "the state lost it")
-            end(pid)
+            process.end(pid)
             if wait([pid], DRAIN_S):
-                end(pid, insist=True)
+                process.end(pid, insist=True)
                 wait([pid], INSIST_S)
 
     def _port(self, before: Mapping[str, object]) -> int:
         """Where the gateway was told to be, where it was, or where it can be."""
         number, known = self._settings.port, before.get("port")
-        if not number and isinstance(known, int) and (number is None or not taken(known)):
+        if not number and isinstance(known, int) and (number is None or not process.taken(known)):
             number = known
         if number is None:
             return self._next(USUAL_PORT, "port")
-        port = number or free_port()
-        must_be_free(port)
+        port = number or process.free_port()
+        process.must_be_free(port)
         return port
 
     def _admin_port(self, port: int, before: Mapping[str, object]) -> int:
         """Where operators ask and the page is: where it was, the next to clients' port, or any where that is any."""
         known = str(before.get("admin", "")).rpartition(":")[2]
-        if known.isdecimal() and int(known) != port and not taken(int(known)):
+        if known.isdecimal() and int(known) != port and not process.taken(int(known)):
             return int(known)
-        return free_port() if self._settings.port == 0 else self._next(port + 1, "the page's port")
+        return process.free_port() if self._settings.port == 0 else self._next(port + 1, "the page's port")
 
     def _next(self, wanted: int, what: str) -> int:
-        port = next_free(wanted)
+        port = process.next_free(wanted)
         if port != wanted:
             self.said.append(f"{what} {wanted} is taken; it is {port} instead")
         return port
@@ -354,18 +336,20 @@ class LocalStack:
             "port": port,
             "host": settings.host,
             "keyed": True,
-            "url": f"http://{LOOPBACK}:{port}",
-            "admin": f"http://{LOOPBACK}:{admin}",
+            "url": f"http://{process.LOOPBACK}:{port}",
+            "admin": f"http://{process.LOOPBACK}:{admin}",
         }
         place = launched(self.folder, command, place, self._held)
-        pid = ProcessId(int(str(place["pid"])), int(str(place["started"])))
+        pid = process.ProcessId(int(str(place["pid"])), int(str(place["started"])))
         self.store.set("gateway", place)
         until_s = time.monotonic() + GATEWAY_S
         while not answers_well(str(place["url"]), "/health", ANSWER_S):
-            if not alive(pid):
-                raise CapacityError(f"the gateway did not start: {last_words(log) or 'it printed nothing'}")
+            if not process.alive(pid):
+                raise CapacityError(
+                    f"the gateway did not start: {process.last_words(log) or 'it printed nothing'}"
+                )
             if time.monotonic() > until_s:
-                end(pid, insist=True)
+                process.end(pid, insist=True)
                 raise CapacityError(f"the gateway did not listen within {GATEWAY_S:g} s; see {log}")
             time.sleep(0.05)
         self.store.note(time.time(), "gateway", f"listens at {place['url']}", "it was not there")
@@ -378,7 +362,7 @@ class LocalStack:
 
     def turn(self) -> ControllerTurn:
         self.open()
-        rotate(self.folder / "logs" / "gateway.log")
+        process.rotate(self.folder / "logs" / "gateway.log")
         return self.controller.turn()
 
     @property
@@ -416,12 +400,12 @@ class LocalStack:
         self.store.close()
 
 
-def fork_server_of(folder: Path, style: str) -> ForkServer | None:
+def fork_server_of(folder: Path, style: str) -> local_launcher.ForkServer | None:
     """One for the engines of this state; None where it cannot be, or they are of a style that is not forked."""
     if style not in FORKED:
         return None
-    marks = {OWNER_MARK: str((folder / "state.db").resolve()), FORK_MARK: "1"}
+    marks = {local_launcher.OWNER_MARK: str((folder / "state.db").resolve()), local_launcher.FORK_MARK: "1"}
     try:
-        return ForkServer(marks, folder / "logs" / "nursery.log", style=style)
+        return local_launcher.ForkServer(marks, folder / "logs" / "nursery.log", style=style)
     except OSError:
         return None

@@ -5,14 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from potluck.export.placement import (
-    CommandOptions,
-    ExportedProcess,
-    HostOf,
-    PlacedPlan,
-    RentedMachine,
-    roster,
-)
+from potluck.export import placement
 from potluck.export.weights import WeightsSource, pull_words, tokenizers_of
 
 HEAD = """#!/usr/bin/env bash
@@ -24,19 +17,19 @@ trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
 
 def files(
-    fleet: PlacedPlan,
-    wording: CommandOptions,
+    fleet: placement.PlacedPlan,
+    wording: placement.CommandOptions,
     addresses: Mapping[str, str],
     weights: Mapping[str, WeightsSource] | None = None,
 ) -> dict[str, str]:
     """File name to text; a box without an address is reached under its own name."""
 
-    def host_of(box: RentedMachine) -> str:
+    def host_of(box: placement.RentedMachine) -> str:
         return addresses.get(box.name, box.name)
 
     pulled = weights or {}
     texts = {f"{box.name}.sh": _box(fleet, box, wording, host_of, pulled) for box in fleet.boxes}
-    texts["engines.yaml"] = roster(
+    texts["engines.yaml"] = placement.roster(
         fleet, lambda one: f"http://{host_of(one.box)}:{one.port}", wording.key_file
     )
     texts["gateway.sh"] = _gateway(wording, pulled)
@@ -44,10 +37,10 @@ def files(
 
 
 def _box(
-    fleet: PlacedPlan,
-    box: RentedMachine,
-    wording: CommandOptions,
-    host_of: HostOf,
+    fleet: placement.PlacedPlan,
+    box: placement.RentedMachine,
+    wording: placement.CommandOptions,
+    host_of: placement.HostOf,
     weights: Mapping[str, WeightsSource],
 ) -> str:
     what = f"{box.name}: {box.node.name} in {box.region}"
@@ -65,7 +58,7 @@ def _box(
     return "\n".join([*lines, "wait -n", ""])
 
 
-def process_line(process: ExportedProcess, wording: CommandOptions) -> str:
+def process_line(process: placement.ExportedProcess, wording: placement.CommandOptions) -> str:
     """Of a process in a script that starts several beside each other."""
     gpus, secret = ",".join(map(str, process.gpus)), ""
     if process.reads_secret:
@@ -73,7 +66,7 @@ def process_line(process: ExportedProcess, wording: CommandOptions) -> str:
     return f"CUDA_VISIBLE_DEVICES={gpus} {line_of(process.words)}{secret} &"
 
 
-def _gateway(wording: CommandOptions, weights: Mapping[str, WeightsSource]) -> str:
+def _gateway(wording: placement.CommandOptions, weights: Mapping[str, WeightsSource]) -> str:
     what = "The gateway: clients at port 8000, operators at port 8001 of this machine alone"
     keys = "keys.jsonl of `potluck keys new NAME >> keys.jsonl`"
     needs = f"the engines' key in {wording.key_file}, and {keys}"

@@ -1,4 +1,4 @@
-"""The checksum of a chunk, at a speed that does not hold up the network.
+"""The checksum of a piece, at a speed that does not hold up the network.
 
 The bytes, zeros added up to a multiple of eight, are little-endian numbers x₁ … xₙ of 64 bits:
 
@@ -11,9 +11,9 @@ this at 40 GB/s on data that is in the processor's cache.
 The numbers are taken as rows of 512, so that no multiplication is needed for most of them. With row i (from 0) adding
 up to rᵢ and column j (from 1) to cⱼ, p = 512 i + j, so that B = Σ 512 i · rᵢ + Σ j · cⱼ.
 
-`receive` is a loop without Python around recv(2): each piece is checked while it is in the cache, and Python's lock
-is taken once per chunk. Those loops are compiled (`checksum_kernel.py`), and loaded for chunks that are worth it:
-who has none of these (a mock engine) starts without a compiler.
+`receive` is a loop without Python around recv(2): bytes are checked while they are in the cache, and Python's lock is
+taken once per piece. The loops are compiled (`checksum_kernel.py`), and loaded only for pieces that are worth it, so
+that a mock engine starts without a compiler.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Words = npt.NDArray[np.uint64]
 NATIVE = sys.platform == "linux"
 """Whether recv(2) can be called without Python; elsewhere its flags have other values."""
 SMALL_BYTES = 8 * ROW
-PIECE_BYTES = 1 << 17
+READ_BYTES = 1 << 17
 """What is received before it is checked: it must fit into the second level cache beside the kernel's copy."""
 _MASK = (1 << 64) - 1
 _WAITALL = int(getattr(socket, "MSG_WAITALL", 0))
@@ -60,14 +60,14 @@ def receive(connection: socket.socket, into: memoryview) -> tuple[int, Sums]:
 
     words = _words(into)
     columns = np.zeros(ROW + 2, dtype=np.uint64)
-    got = int(checksum_kernel.receive(connection.fileno(), words, columns, PIECE_BYTES, _WAITALL))
+    got = int(checksum_kernel.receive(connection.fileno(), words, columns, READ_BYTES, _WAITALL))
     if got == len(words) * 8:
         got = _rest_of(connection, into, got)
     return got, _total(into, words, columns)
 
 
 def load() -> None:
-    """Load the compiled loops now, so that the first large chunk does not wait for them."""
+    """Load the compiled loops now, so that the first large piece does not wait for them."""
     from potluck.kv import checksum_kernel  # noqa: F401
 
 

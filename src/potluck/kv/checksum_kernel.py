@@ -49,12 +49,12 @@ def rest(words: Words, columns: Words) -> Any:
 
 
 @_compiled("int64(int32,Array(uint64,1,'C'),Array(uint64,1,'C'),int64,int32)")
-def receive(fd: int, words: Words, columns: Words, piece: int, flags: int) -> Any:
+def receive(fd: int, words: Words, columns: Words, read_bytes: int, flags: int) -> Any:
     """How many bytes came; the sums of whole rows are left behind the columns."""
     whole, address = words.shape[0] * 8, words.ctypes.data
     got = done = 0
     while got < whole:
-        recv = _recv(fd, address + got, min(piece, whole - got), flags)
+        recv = _recv(fd, address + got, min(read_bytes, whole - got), flags)
         if recv <= 0:
             break
         got += recv

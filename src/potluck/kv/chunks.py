@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from potluck.core.errors import PotluckError
-from potluck.kv.codec_layout import ITEM_BYTES, STATES, Codec, Part
+from potluck.kv.codec_layout import ITEM_BYTES, STATES, Codec, CodecSizes, Part, sizes
 
 Buffer = bytes | bytearray | memoryview
 CHECKSUM_ROW = 512
@@ -61,5 +61,10 @@ def lesser(chunk: KvChunk, dtype: str) -> bool:
     return bool(dtype) and chunk.part not in STATES and ITEM_BYTES[chunk.dtype] < ITEM_BYTES[dtype]
 
 
-def data_bytes(parcel: KvChunk) -> int:
-    return len(parcel.data)
+def data_bytes(chunk: KvChunk) -> int:
+    return len(chunk.data)
+
+
+def sizes_of(chunk: KvChunk) -> CodecSizes:
+    """Of its parameters and its data, under its codec."""
+    return sizes(chunk.part, chunk.dtype, chunk.shape, chunk.codec)

@@ -21,7 +21,7 @@ from potluck.core.errors import FormatError, PotluckError
 Codec = Literal["raw", "int8", "int4"]
 Part = Literal["kv", "latent", "conv", "memory"]
 STATES: frozenset[Part] = frozenset({"conv", "memory"})
-"""Of linear layers. They cross whole (`parcels.packed`); older senders put them into 8 bits, which is still read."""
+"""Of linear layers: they cross as they are, since all later tokens build on them."""
 
 CODEC_IDS: dict[Codec, int] = {"raw": 0, "int8": 1, "int4": 2}
 CODECS: dict[int, Codec] = {number: name for name, number in CODEC_IDS.items()}
@@ -94,10 +94,8 @@ def layout(part: Part, shape: Sequence[int], codec: Codec) -> tuple[QuantizedMat
         tokens, width = shape[0], prod(shape[2:])
         keys = QuantizedMatrix(True, tokens, width, 2 * width, 0, bits)
         return keys, QuantizedMatrix(False, tokens, width, 2 * width, width, bits)
-    if part == "latent":
-        width = prod(shape[1:])
-        return (QuantizedMatrix(True, shape[0], width, width, 0, bits),)
-    return (QuantizedMatrix(False, prod(shape[:-1]), shape[-1], shape[-1], 0, 8),)
+    width = prod(shape[1:])
+    return (QuantizedMatrix(True, shape[0], width, width, 0, bits),)
 
 
 def share_of(levels: int) -> np.float32:
@@ -112,7 +110,7 @@ def raw_bytes(
     codec: Codec,
     error: Callable[[str, str], PotluckError] = FormatError,
 ) -> int:
-    known = dtype in (ITEM_BYTES if codec == "raw" else CODED)
+    known = dtype in (ITEM_BYTES if codec == "raw" else CODED if part not in STATES else ())
     if part not in get_args(Part) or not known or codec not in CODEC_IDS:
         raise error("codec", f"knows no {codec!r} of {dtype!r} for {part!r}")
     least = {"kv": 3, "latent": 2}.get(part, 1)

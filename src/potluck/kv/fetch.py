@@ -1,7 +1,7 @@
-"""Fetch a cache: attach to a handle over several connections, and hand each parcel to a sink as it is complete.
+"""Fetch a cache: attach to a handle over several connections, and hand each chunk to a sink as it is complete.
 
-Each connection has a thread, which receives chunks straight into their places; the caller's thread runs the sink, one
-parcel at a time, while the next are under way. A connection that fails is replaced, and costs the chunks that were on
+Each connection has a thread, which receives pieces straight into their places; the caller's thread runs the sink, one
+chunk at a time, while the next are under way. A connection that fails is replaced, and costs the pieces that were on
 it. The fetch fails at once when no connection is left, when the sender says that it cannot go on, when it has said
 nothing on any connection for too long, when the sink raises, or when its time is over; then nothing of it is left
 behind. That a connection can be made says nothing: the kernel does that for a process that stands still.
@@ -17,21 +17,9 @@ from dataclasses import dataclass
 
 from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.core.values.kv_layout import Address, KvCut
-from potluck.kv import checksum, shared_memory
+from potluck.kv import checksum, frames, shared_memory
 from potluck.kv.assembly import ChunkAssembly
 from potluck.kv.chunks import KvChunk, KvManifest, TransferDeclined, TransferError
-from potluck.kv.frames import (
-    Ack,
-    ChunkPiece,
-    HandleRefused,
-    Heartbeat,
-    Hello,
-    OtherVersion,
-    SenderProblem,
-    TransferDone,
-    TransferEnd,
-    TransferOpening,
-)
 from potluck.kv.handles import bound_to, checked_handle, new_session
 from potluck.kv.kv_connection import KvConnection, expect
 from potluck.kv.peer_connections import PeerConnections
@@ -39,7 +27,7 @@ from potluck.kv.peer_connections import PeerConnections
 REFUSED = "hand-over: the handle is unknown, has expired, was used, or is for another request"
 
 ACK_EVERY = 2
-"""Chunks; fewer when no more are there to be read."""
+"""Pieces; fewer when no more are there to be read."""
 
 
 class StaleConnection(TransferError):
@@ -57,7 +45,7 @@ class ReceiveConnection:
     def __init__(self, fetch: KvFetch, conn: KvConnection) -> None:
         self._fetch, self._conn = fetch, conn
         self._taken = 0
-        self._said = Ack(0, 0)
+        self._said = frames.Ack(0, 0)
         self._shared = False
         self.attached = False
 
@@ -66,12 +54,12 @@ class ReceiveConnection:
         fetch, conn = self._fetch, self._conn
         self._attach()
         while not fetch.over:
-            more = self._taken - self._said.chunks < ACK_EVERY and conn.wait(0)
+            more = self._taken - self._said.pieces < ACK_EVERY and conn.wait(0)
             if more or self._wait():
                 self._take()
         if not fetch.complete:
             return False
-        conn.send(TransferDone())
+        conn.send(frames.TransferDone())
         return True
 
     def _wait(self) -> bool:
@@ -91,18 +79,18 @@ class ReceiveConnection:
         conn.send(fetch.hello(conn))
         while True:
             message, _ = conn.read()
-            if isinstance(message, TransferOpening) and message.session == fetch.session:
+            if isinstance(message, frames.TransferOpening) and message.session == fetch.session:
                 break
-            if isinstance(message, HandleRefused):
+            if isinstance(message, frames.HandleRefused):
                 raise (
                     FinalError(TransferDeclined(REFUSED))
                     if fetch.opening is None
                     else TransferDeclined(REFUSED)
                 )
-            if isinstance(message, SenderProblem):
+            if isinstance(message, frames.SenderProblem):
                 raise _failed(message)
             # A used connection may still bring what was on its way when the fetch before was complete.
-            expect(message, Heartbeat, TransferEnd)
+            expect(message, frames.Heartbeat, frames.TransferEnd)
         if conn.slots is not None:
             conn.slots.forget_name()
         if message.shared and conn.slots is None:
@@ -113,47 +101,47 @@ class ReceiveConnection:
 
     def _take(self) -> None:
         message, _ = self._conn.read()
-        if isinstance(message, ChunkPiece):
-            self._chunk(message)
-        elif isinstance(message, TransferEnd):
+        if isinstance(message, frames.ChunkPiece):
+            self._piece(message)
+        elif isinstance(message, frames.TransferEnd):
             self._fetch.ended(message)
-        elif isinstance(message, SenderProblem):
+        elif isinstance(message, frames.SenderProblem):
             raise _failed(message)
         else:
-            expect(message, Heartbeat)
+            expect(message, frames.Heartbeat)
 
-    def _chunk(self, chunk: ChunkPiece) -> None:
-        if chunk.count and chunk.inline == self._shared:
-            raise FormatError("hand-over", "has a chunk on the wrong way")
-        place = self._fetch.place(chunk, self._conn)
+    def _piece(self, piece: frames.ChunkPiece) -> None:
+        if piece.count and piece.inline == self._shared:
+            raise FormatError("hand-over", "has a piece on the wrong way")
+        place = self._fetch.place(piece, self._conn)
         if place is None:
-            if chunk.inline:
-                self._conn.receive(memoryview(bytearray(chunk.count)))
+            if piece.inline:
+                self._conn.receive(memoryview(bytearray(piece.count)))
         else:
             sound = False
             try:
-                if self._data(chunk, place) != chunk.sums:
-                    raise FormatError("hand-over", "has a chunk whose checksum is wrong")
+                if self._data(piece, place) != piece.sums:
+                    raise FormatError("hand-over", "has a piece whose checksum is wrong")
                 sound = True
             finally:
-                self._fetch.placed(chunk, sound)
+                self._fetch.placed(piece, sound)
         self._taken += 1
 
-    def _data(self, chunk: ChunkPiece, place: memoryview) -> checksum.Sums:
+    def _data(self, piece: frames.ChunkPiece, place: memoryview) -> checksum.Sums:
         if not self._shared:
             return self._conn.receive(place)
         assert self._conn.slots is not None
-        shared_memory.copy(self._conn.slots.slot(self._taken, chunk.count), place)
+        shared_memory.copy(self._conn.slots.slot(self._taken, piece.count), place)
         return checksum.sums(place)
 
     def _ack(self) -> None:
-        ack = Ack(self._taken, self._fetch.released_bytes)
+        ack = frames.Ack(self._taken, self._fetch.released_bytes)
         if ack != self._said:
             self._conn.send(ack)
             self._said = ack
 
 
-def _failed(problem: SenderProblem) -> FinalError:
+def _failed(problem: frames.SenderProblem) -> FinalError:
     return FinalError(TransferDeclined(f"hand-over: the sender failed ({problem.line})"))
 
 
@@ -161,7 +149,7 @@ GRACE_S = 0.2
 """For connections to say that all is well, once all is there."""
 
 Sink = Callable[[KvChunk], None]
-"""Uses a parcel up: its bytes are only there until it returns."""
+"""Uses a chunk up: its bytes are only there until it returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +169,7 @@ class FetchRequest:
 @dataclass(frozen=True, slots=True)
 class FetchResult:
     manifest: KvManifest
-    parcels: int
+    chunks: int
     moved_bytes: int
     wall_s: float
     lost_connections: int
@@ -210,13 +198,13 @@ class KvFetch:
         self.session = wanted.session or new_session()
         self._changed = threading.Condition()
         self._assembly: ChunkAssembly | None = None
-        self.opening: TransferOpening | None = None
+        self.opening: frames.TransferOpening | None = None
         self._ready: deque[tuple[int, KvChunk]] = deque()
         self._failure: Exception | None = None
         self._other = ""
         """What was said last of another version."""
         self.over = False
-        self._strands: dict[int, KvConnection] = {}
+        self._connections: dict[int, KvConnection] = {}
         self._attached: set[int] = set()
         self._live = degree
         self._retries = links.limits.retries
@@ -238,20 +226,20 @@ class KvFetch:
     def run(
         self, opened: Callable[[KvManifest], None], sink: Sink, whole: Callable[[], None] | None = None
     ) -> FetchResult:
-        """Bring a cache here. `opened` is told once what is coming, before the first parcel; `whole` is called when
+        """Bring a cache here. `opened` is told once what is coming, before the first chunk; `whole` is called when
         all is there, before the connections are ended, which takes a while."""
         for thread in self._threads:
             thread.start()
         moved_bytes = number = 0
         try:
             while (next_one := self._await()) is not None:
-                index, parcel = next_one
+                index, chunk = next_one
                 assert self.opening is not None
                 if not number:
                     opened(self.opening.manifest)
                     number = 1
-                sink(parcel)
-                moved_bytes += len(parcel.data) + len(parcel.parameters)
+                sink(chunk)
+                moved_bytes += len(chunk.data) + len(chunk.parameters)
                 self._used_up(index)
             assert self.opening is not None
             if not number:
@@ -262,8 +250,8 @@ class KvFetch:
             self._stop()
         wall_s = time.monotonic() - self._begun_s
         self._links.moved(self._address, moved_bytes, wall_s)
-        parcels = self._assembly.parcels if self._assembly else 0
-        return FetchResult(self.opening.manifest, parcels, moved_bytes, wall_s, self._lost, self._shared)
+        chunks = self._assembly.chunks if self._assembly else 0
+        return FetchResult(self.opening.manifest, chunks, moved_bytes, wall_s, self._lost, self._shared)
 
     def _await(self) -> tuple[int, KvChunk] | None:
         with self._changed:
@@ -286,7 +274,7 @@ class KvFetch:
 
     def _patience_s(self, now_s: float) -> float:
         """How long the sender may still say nothing, on any connection."""
-        for conn in self._strands.values():
+        for conn in self._connections.values():
             self._heard_s = max(self._heard_s, conn.last_heard_s(now_s))
         return self._heard_s + self._links.limits.silence_s - now_s
 
@@ -301,7 +289,7 @@ class KvFetch:
 
     def _wake_one(self) -> None:
         """Somebody must tell the sender of room. Connections that are receiving do, before they wait for more."""
-        conns = [conn for key, conn in self._strands.items() if key in self._attached]
+        conns = [conn for key, conn in self._connections.items() if key in self._attached]
         if conns and all(conn.idle for conn in conns):
             conns[0].wake()
 
@@ -310,7 +298,7 @@ class KvFetch:
         with self._changed:
             self.over = True
             well = self._assembly is not None and self._assembly.complete
-            for key, conn in self._strands.items():
+            for key, conn in self._connections.items():
                 if well and key in self._attached:
                     conn.wake()
                 else:
@@ -319,7 +307,7 @@ class KvFetch:
         for thread in self._threads:
             thread.join(max(0.0, patience_s - time.monotonic()))
         with self._changed:
-            for conn in self._strands.values():
+            for conn in self._connections.values():
                 conn.abort()
         for thread in self._threads:
             thread.join()
@@ -352,11 +340,11 @@ class KvFetch:
             with self._changed:
                 if self.over:
                     return None
-                self._strands[conn.key] = conn
+                self._connections[conn.key] = conn
             intake = ReceiveConnection(self, conn)
             sound = intake.run()
             return None
-        except OtherVersion as error:
+        except frames.OtherVersion as error:
             # Once it may be a byte that was harmed on the way; what is said twice is meant.
             with self._changed:
                 before, self._other = self._other, str(error)
@@ -368,7 +356,7 @@ class KvFetch:
             if conn is not None:
                 with self._changed:
                     self._heard_s = max(self._heard_s, conn.heard_s)
-                    self._strands.pop(conn.key, None)
+                    self._connections.pop(conn.key, None)
                     self._attached.discard(conn.key)
                     self._wake_one()  # What it should have told the sender, another one must.
                 links.give_back(self._address, conn, sound)
@@ -405,31 +393,31 @@ class KvFetch:
     def released_bytes(self) -> int:
         return self._assembly.released_bytes if self._assembly else 0
 
-    def hello(self, conn: KvConnection) -> Hello:
+    def hello(self, conn: KvConnection) -> frames.Hello:
         wanted, limits = self._wanted, self._links.limits
         if conn.slots is None and self._links.shared_memory and conn.here:
             conn.slots = self._links.share()
-        return Hello(
+        return frames.Hello(
             self.session,
             bound_to(wanted.request, wanted.fingerprint, wanted.token_hash),
             wanted.handle,
             wanted.have,
             limits.window_bytes,
-            limits.chunk_bytes,
+            limits.piece_bytes,
             max(0, int((self._until_s - time.monotonic()) * 1000)),
             conn.slots.shared if conn.slots is not None else None,
             wanted.cut,
         )
 
-    def open(self, opening: TransferOpening, conn: KvConnection) -> None:
+    def open(self, opening: frames.TransferOpening, conn: KvConnection) -> None:
         about, wanted, limits = opening.manifest, self._wanted, self._links.limits
         problem = ""
         if (about.fingerprint, about.token_hash) != (wanted.fingerprint, wanted.token_hash):
             problem = "is the cache of another model, or of other tokens"
         elif about.start > wanted.have:
             problem = f"begins at {about.start}, behind the {wanted.have} tokens held"
-        elif opening.chunk_bytes > limits.chunk_bytes:
-            problem = f"has chunks of {opening.chunk_bytes} bytes, {limits.chunk_bytes} are taken"
+        elif opening.piece_bytes > limits.piece_bytes:
+            problem = f"has pieces of {opening.piece_bytes} bytes, {limits.piece_bytes} are taken"
         if problem:
             raise FinalError(FormatError("hand-over", problem))
         with self._changed:
@@ -437,42 +425,42 @@ class KvFetch:
                 self.opening = opening
                 take, give = self._links.buffers.take, self._links.buffers.give
                 self._assembly = ChunkAssembly(
-                    limits.window_bytes, opening.chunk_bytes, take, give, limits.parcel_bytes
+                    limits.window_bytes, opening.piece_bytes, take, give, limits.chunk_bytes
                 )
-            elif (self.opening.manifest, self.opening.chunk_bytes) != (about, opening.chunk_bytes):
+            elif (self.opening.manifest, self.opening.piece_bytes) != (about, opening.piece_bytes):
                 raise FinalError(FormatError("hand-over", "says two things about one cache"))
             self._shared = self._shared or opening.shared
             self._attached.add(conn.key)
 
-    def ended(self, end: TransferEnd) -> None:
+    def ended(self, end: frames.TransferEnd) -> None:
         with self._changed:
             assert self._assembly is not None
             self._assembly.ended(end)
             self._changed.notify_all()
 
-    def place(self, chunk: ChunkPiece, conn: KvConnection) -> memoryview | None:
-        """Where a chunk goes. If it comes twice at once, the sender has given the other connection up."""
+    def place(self, piece: frames.ChunkPiece, conn: KvConnection) -> memoryview | None:
+        """Where a piece goes. If it comes twice at once, the sender has given the other connection up."""
         with self._changed:
             assert self._assembly is not None
-            while (writer := self._assembly.writer(chunk)) is not None and not self.over:
-                other = self._strands.get(writer)
+            while (writer := self._assembly.writer(piece)) is not None and not self.over:
+                other = self._connections.get(writer)
                 if other is not None:
                     other.abort()
                 self._changed.wait(0.1)
             if self.over:
                 raise TransferError("hand-over: is over")
-            return self._assembly.place(chunk, conn.key)
+            return self._assembly.place(piece, conn.key)
 
-    def placed(self, chunk: ChunkPiece, sound: bool) -> None:
+    def placed(self, piece: frames.ChunkPiece, sound: bool) -> None:
         with self._changed:
             assert self._assembly is not None
             if not sound:
-                self._assembly.spoiled(chunk)
+                self._assembly.spoiled(piece)
             else:
-                parcel = self._assembly.landed(chunk)
-                if parcel is None:
+                chunk = self._assembly.landed(piece)
+                if chunk is None:
                     return
-                self._ready.append((chunk.label.index, parcel))
+                self._ready.append((piece.index, chunk))
             self._changed.notify_all()
 
 
@@ -514,7 +502,7 @@ class GroupFetch:
         def one(place: int) -> None:
             try:
                 result = self._fetches[place].run(
-                    lambda about: opened(place, about), lambda chunk: sink(place, chunk), last
+                    lambda about: opened(place, about), lambda piece: sink(place, piece), last
                 )
                 self._results.append(result)
             except Exception as error:
@@ -543,7 +531,7 @@ class GroupFetch:
         results = self._results
         return FetchResult(
             results[0].manifest,
-            sum(result.parcels for result in results),
+            sum(result.chunks for result in results),
             sum(result.moved_bytes for result in results),
             max(result.wall_s for result in results),
             sum(result.lost_connections for result in results),

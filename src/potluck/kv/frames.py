@@ -16,25 +16,25 @@ from typing import get_args
 
 from potluck.core.errors import FormatError
 from potluck.core.values.kv_layout import KvCut
-from potluck.kv.chunks import KvChunk, KvManifest
-from potluck.kv.codec_layout import CODEC_IDS, CODECS, ITEM_BYTES, Codec, Part, sizes
+from potluck.kv.chunks import KvChunk, KvManifest, sizes_of
+from potluck.kv.codec_layout import CODEC_IDS, CODECS, ITEM_BYTES, Part
 
 MAGIC, VERSION = b"PLKV", 3
-HELLO, OPENING, REFUSED, CHUNK, END, PROBLEM, BEAT, ACK, DONE = range(1, 10)
+HELLO, OPENING, REFUSED, PIECE, END, PROBLEM, BEAT, ACK, DONE = range(1, 10)
 PREFIX = struct.Struct("<4sBBHII")
 _UNCHECKED = PREFIX.size - 4
 _HELLO = struct.Struct("<16s32sIQIIB")
 _CUT = struct.Struct("<HHHHHHBB")
 _SHARED = struct.Struct("<16s16sI")
 _OPENING = struct.Struct("<16sII32sIBB")
-_CHUNK = struct.Struct("<IHBBBBHIIQQIQQ")
+_PIECE = struct.Struct("<IHBBBBHIIQQIQQ")
 _END = struct.Struct("<IQ")
 _ACK = struct.Struct("<QQ")
 MOST_HEAD_BYTES = 1024
-LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 1 << 12, 1 << 26
-MOST_PARCEL_BYTES = 1 << 36
+LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 1 << 12, 1 << 26
+MOST_CHUNK_BYTES = 1 << 36
 MOST_DIMENSIONS = 6
-MOST_PARCELS = 1 << 20
+MOST_CHUNKS = 1 << 20
 MOST_SLOTS = 64
 PARTS: tuple[Part, ...] = get_args(Part)
 DTYPES = tuple(sorted(ITEM_BYTES))
@@ -46,7 +46,7 @@ class OtherVersion(FormatError):
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryOffer:
-    """Memory that the receiver offers for data in place of the connection: slots of a chunk's size each."""
+    """Memory that the receiver offers for data in place of the connection: slots of a piece's size each."""
 
     name: bytes
     proof: bytes
@@ -62,9 +62,9 @@ class Hello:
     have: int
     """Tokens that the receiver has already: only those behind them cross."""
     window_bytes: int
-    """Parcels under way and not yet used up may hold so much of the receiver's memory."""
-    chunk_bytes: int
-    """The largest chunk that it takes, and the size of a shared slot; at least `LEAST_CHUNK_BYTES`."""
+    """Chunks under way and not yet used up may hold so much of the receiver's memory."""
+    piece_bytes: int
+    """The largest piece that it takes, and the size of a shared slot; at least `LEAST_PIECE_BYTES`."""
     wait_ms: int
     """How long it is willing to wait for a sender that has not heard of the handle."""
     shared: SharedMemoryOffer | None = None
@@ -75,8 +75,8 @@ class Hello:
 class TransferOpening:
     session: bytes
     manifest: KvManifest
-    chunk_bytes: int
-    """All parcels are cut at multiples of it."""
+    piece_bytes: int
+    """All chunks are cut at multiples of it."""
     shared: bool
     """Whether data of this connection goes through the memory that was offered."""
 
@@ -87,30 +87,14 @@ class HandleRefused:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkHeader:
-    """What a parcel is, without its bytes; the same in each of its chunks."""
+class ChunkPiece:
+    """A piece of a chunk: `count` bytes from `offset` on of its parameters and data, one behind the other."""
 
     index: int
-    layer: int
-    part: Part
-    dtype: str
-    codec: Codec
-    first: int
-    stop: int
-    shape: tuple[int, ...]
-    head: int = 0
-
-    @property
-    def parcel_bytes(self) -> int:
-        return sizes(self.part, self.dtype, self.shape, self.codec).total_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkPiece:
-    """A piece of a parcel: `count` bytes from `offset` on of its parameters and data, one behind the other."""
-
-    label: ChunkHeader
-    parcel_bytes: int
+    """Of the chunk, among those of its transfer."""
+    chunk: KvChunk
+    """Without its bytes; the same in each of its pieces."""
+    chunk_bytes: int
     offset: int
     count: int
     sums: tuple[int, int] | None
@@ -121,7 +105,7 @@ class ChunkPiece:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnd:
-    parcels: int
+    chunks: int
     total_bytes: int
 
 
@@ -139,10 +123,10 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    chunks: int
+    pieces: int
     """Those that came whole over this connection, so far."""
     released_bytes: int
-    """Of the parcels that the receiver has used up, so far, over all connections."""
+    """Of the chunks that the receiver has used up, so far, over all connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,28 +155,14 @@ class FramePrefix:
     check: int
 
 
-def label_of(parcel: KvChunk, index: int) -> ChunkHeader:
-    return ChunkHeader(
-        index,
-        parcel.layer,
-        parcel.part,
-        parcel.dtype,
-        parcel.codec,
-        parcel.first,
-        parcel.stop,
-        parcel.shape,
-        parcel.head,
-    )
-
-
 # Writing.
 
 
 def frame(message: Message) -> bytes:
     if isinstance(message, ChunkPiece):
-        return _frame(CHUNK, _chunk_head(message), message.count if message.inline else 0)
+        return _frame(PIECE, _piece_head(message), message.count if message.inline else 0)
     if isinstance(message, Ack):
-        return _frame(ACK, _ACK.pack(message.chunks, message.released_bytes))
+        return _frame(ACK, _ACK.pack(message.pieces, message.released_bytes))
     if isinstance(message, Hello):
         return _frame(HELLO, _hello_head(message))
     if isinstance(message, TransferOpening):
@@ -200,11 +170,11 @@ def frame(message: Message) -> bytes:
         name = about.fingerprint.encode("ascii")
         digest = bytes.fromhex(about.token_hash)
         head = _OPENING.pack(
-            message.session, about.start, about.stop, digest, message.chunk_bytes, message.shared, len(name)
+            message.session, about.start, about.stop, digest, message.piece_bytes, message.shared, len(name)
         )
         return _frame(OPENING, head + name)
     if isinstance(message, TransferEnd):
-        return _frame(END, _END.pack(message.parcels, message.total_bytes))
+        return _frame(END, _END.pack(message.chunks, message.total_bytes))
     if isinstance(message, SenderProblem):
         return _frame(PROBLEM, message.line.encode()[:MOST_HEAD_BYTES])
     return _frame({HandleRefused: REFUSED, Heartbeat: BEAT, TransferDone: DONE}[type(message)], b"")
@@ -222,7 +192,7 @@ def _hello_head(hello: Hello) -> bytes:
         hello.bound,
         hello.have,
         hello.window_bytes,
-        hello.chunk_bytes,
+        hello.piece_bytes,
         hello.wait_ms,
         len(handle),
     )
@@ -233,24 +203,24 @@ def _hello_head(hello: Hello) -> bytes:
     return head + handle + about + slots
 
 
-def _chunk_head(chunk: ChunkPiece) -> bytes:
-    label = chunk.label
-    assert chunk.sums is not None
-    return _CHUNK.pack(
-        label.index,
-        label.layer,
-        PARTS.index(label.part),
-        DTYPES.index(label.dtype),
-        CODEC_IDS[label.codec],
-        len(label.shape),
-        label.head,
-        label.first,
-        label.stop,
-        chunk.parcel_bytes,
-        chunk.offset,
-        chunk.count,
-        *chunk.sums,
-    ) + struct.pack(f"<{len(label.shape)}I", *label.shape)
+def _piece_head(piece: ChunkPiece) -> bytes:
+    chunk = piece.chunk
+    assert piece.sums is not None
+    return _PIECE.pack(
+        piece.index,
+        chunk.layer,
+        PARTS.index(chunk.part),
+        DTYPES.index(chunk.dtype),
+        CODEC_IDS[chunk.codec],
+        len(chunk.shape),
+        chunk.head,
+        chunk.first,
+        chunk.stop,
+        piece.chunk_bytes,
+        piece.offset,
+        piece.count,
+        *piece.sums,
+    ) + struct.pack(f"<{len(chunk.shape)}I", *chunk.shape)
 
 
 # Reading.
@@ -268,7 +238,7 @@ def read_prefix(raw: bytes) -> FramePrefix:
         )
     if not HELLO <= kind <= DONE:
         raise FormatError("hand-over", f"has a frame of the unknown kind {kind}")
-    if head_bytes > MOST_HEAD_BYTES or data_bytes > (MOST_CHUNK_BYTES if kind == CHUNK else 0):
+    if head_bytes > MOST_HEAD_BYTES or data_bytes > (MOST_PIECE_BYTES if kind == PIECE else 0):
         raise FormatError(
             "hand-over", f"has a frame of {head_bytes} and {data_bytes} bytes, which is too large"
         )
@@ -287,8 +257,8 @@ def read_head(raw: bytes, prefix: FramePrefix, head: bytes) -> Message:
 
 def _message(prefix: FramePrefix, head: bytes) -> Message:
     kind = prefix.kind
-    if kind == CHUNK:
-        return _chunk(prefix, head)
+    if kind == PIECE:
+        return _piece(prefix, head)
     if kind == ACK:
         return Ack(*_ACK.unpack(head))
     if kind == HELLO:
@@ -297,8 +267,8 @@ def _message(prefix: FramePrefix, head: bytes) -> Message:
         return _opening(head)
     if kind == END:
         end = TransferEnd(*_END.unpack(head))
-        if end.parcels > MOST_PARCELS:
-            raise FormatError("hand-over", f"says that it has {end.parcels} parcels")
+        if end.chunks > MOST_CHUNKS:
+            raise FormatError("hand-over", f"says that it has {end.chunks} chunks")
         return end
     if kind == PROBLEM:
         return SenderProblem(" ".join(head.decode("utf-8", "replace").split()))
@@ -310,19 +280,19 @@ def _message(prefix: FramePrefix, head: bytes) -> Message:
 
 
 def _opening(head: bytes) -> TransferOpening:
-    session, start, stop, digest, chunk, shared, length = _OPENING.unpack_from(head)
+    session, start, stop, digest, piece, shared, length = _OPENING.unpack_from(head)
     name = head[_OPENING.size :]
-    if shared > 1 or length != len(name) or not start < stop or not 0 < chunk <= MOST_CHUNK_BYTES:
+    if shared > 1 or length != len(name) or not start < stop or not 0 < piece <= MOST_PIECE_BYTES:
         raise FormatError("hand-over", "has a malformed opening")
     return TransferOpening(
-        session, KvManifest(name.decode("ascii"), start, stop, digest.hex()), chunk, bool(shared)
+        session, KvManifest(name.decode("ascii"), start, stop, digest.hex()), piece, bool(shared)
     )
 
 
 def _hello(head: bytes) -> Hello:
-    session, bound, have, window, chunk, wait, length = _HELLO.unpack_from(head)
+    session, bound, have, window, piece, wait, length = _HELLO.unpack_from(head)
     handle, rest = head[_HELLO.size : _HELLO.size + length], head[_HELLO.size + length :]
-    if len(handle) != length or not LEAST_CHUNK_BYTES <= chunk <= MOST_CHUNK_BYTES:
+    if len(handle) != length or not LEAST_PIECE_BYTES <= piece <= MOST_PIECE_BYTES:
         raise FormatError("hand-over", "has a malformed greeting")
     reader, readers, first_layer, stop_layer, first_head, stop_head, dtype, whole = _CUT.unpack_from(rest)
     cut = KvCut(
@@ -337,25 +307,26 @@ def _hello(head: bytes) -> Hello:
     shared = SharedMemoryOffer(*_SHARED.unpack(rest)) if rest else None
     if shared is not None and not 0 < shared.slots <= MOST_SLOTS:
         raise FormatError("hand-over", f"offers {shared.slots} slots of shared memory")
-    return Hello(session, bound, handle.decode("ascii"), have, window, chunk, wait, shared, cut)
+    return Hello(session, bound, handle.decode("ascii"), have, window, piece, wait, shared, cut)
 
 
-def _chunk(prefix: FramePrefix, head: bytes) -> ChunkPiece:
-    index, layer, part, dtype, codec, dimensions, kv_head, *numbers = _CHUNK.unpack_from(head)
+def _piece(prefix: FramePrefix, head: bytes) -> ChunkPiece:
+    index, layer, part, dtype, codec, dimensions, kv_head, *numbers = _PIECE.unpack_from(head)
     first, stop, whole, offset, count, a, b = numbers
-    if dimensions > MOST_DIMENSIONS or index >= MOST_PARCELS:
-        raise FormatError("hand-over", f"has a parcel {index} of {dimensions} dimensions")
-    shape = struct.unpack(f"<{dimensions}I", head[_CHUNK.size :])
-    label = ChunkHeader(index, layer, PARTS[part], DTYPES[dtype], CODECS[codec], first, stop, shape, kv_head)
-    if whole > MOST_PARCEL_BYTES or label.parcel_bytes != whole:
+    if dimensions > MOST_DIMENSIONS or index >= MOST_CHUNKS:
+        raise FormatError("hand-over", f"has a chunk {index} of {dimensions} dimensions")
+    shape = struct.unpack(f"<{dimensions}I", head[_PIECE.size :])
+    name = CODECS[codec]
+    chunk = KvChunk(layer, PARTS[part], first, stop, DTYPES[dtype], shape, b"", name, head=kv_head)
+    if whole > MOST_CHUNK_BYTES or sizes_of(chunk).total_bytes != whole:
         raise FormatError(
-            "hand-over", f"has a parcel of {whole} bytes, which its shape {list(shape)} contradicts"
+            "hand-over", f"has a chunk of {whole} bytes, which its shape {list(shape)} contradicts"
         )
-    if count > MOST_CHUNK_BYTES or offset + count > whole or (not count and whole):
-        raise FormatError("hand-over", f"has a chunk of {count} bytes at {offset} in a parcel of {whole}")
+    if count > MOST_PIECE_BYTES or offset + count > whole or (not count and whole):
+        raise FormatError("hand-over", f"has a piece of {count} bytes at {offset} in a chunk of {whole}")
     if prefix.data_bytes not in (0, count):
-        raise FormatError("hand-over", f"has a chunk of {count} bytes with {prefix.data_bytes} behind it")
-    return ChunkPiece(label, whole, offset, count, (a, b), prefix.data_bytes == count)
+        raise FormatError("hand-over", f"has a piece of {count} bytes with {prefix.data_bytes} behind it")
+    return ChunkPiece(index, chunk, whole, offset, count, (a, b), prefix.data_bytes == count)
 
 
 class FrameReader:

@@ -11,8 +11,7 @@ THUNDERSERVE does after KIVI. A group has its least number and its step as bfloa
 and 4 bits come to 27.3 % of 16 (keys 26.6 %, values 28.1 %). Half of the step is the largest error; docs/kv.md has
 figures.
 
-States of linear layers are not sent in fewer bits (`parcels.packed`): a small part of the cargo, on which all later
-tokens build. Older senders put them into 8 bits under either lossy codec, which is restored all the same.
+States of linear layers are never sent in fewer bits: a small part of the cache, on which all later tokens build.
 
 Lossy codecs refuse what is not finite, and what they restore is always finite.
 """
@@ -28,10 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from potluck.core.errors import FormatError, InputError
-from potluck.kv.chunks import KvChunk
+from potluck.kv.chunks import Buffer, KvChunk
 from potluck.kv.codec_layout import (
-    CODEC_IDS,
-    CODECS,
     COLUMN_GROUP,
     FINITE,
     LEVELS,
@@ -46,22 +43,6 @@ from potluck.kv.codec_layout import (
     sizes,
 )
 
-__all__ = [
-    "CODECS",
-    "CODEC_IDS",
-    "Codec",
-    "CodecSizes",
-    "EncodedPart",
-    "Part",
-    "check_parameters",
-    "decode",
-    "encode",
-    "load",
-    "sizes",
-    "warm",
-]  # fmt: skip
-
-Buffer = bytes | bytearray | memoryview
 STORED: dict[str, type[np.generic]] = {"float16": np.uint16, "bfloat16": np.int16, "float32": np.float32}
 """As what the kernels read them."""
 
@@ -201,16 +182,6 @@ def _cut(
     return cut
 
 
-def check_parameters(parameters: Buffer, part: Part, dtype: str, shape: Sequence[int], codec: Codec) -> None:
-    """For those who restore elsewhere (on a GPU): FormatError unless they restore finite numbers only."""
-    if memoryview(parameters).nbytes != sizes(part, dtype, shape, codec).parameter_bytes:
-        count = memoryview(parameters).nbytes
-        raise FormatError(f"codec: {part}", f"{codec} has {count} bytes of parameters")
-    values = _readable(memoryview(parameters).cast("B"), np.uint16)
-    for matrix, lows, scales, _ in _cut(layout(part, shape, codec) or (), values, values[:0]):
-        _check(part, lows, scales, LEVELS[matrix.bits])
-
-
 def _check(part: Part, lows: Any, scales: Any, levels: int) -> None:
     """No parameters, whoever made them, may restore something that is not finite."""
     low = (lows.astype(np.uint32) << 16).view(np.float32)
@@ -247,22 +218,19 @@ def _into(view: memoryview, out: bytearray | memoryview | None) -> memoryview:
     return target
 
 
-def packed(parcel: KvChunk, codec: Codec) -> KvChunk:
-    """A raw parcel under a codec; InputError when it cannot be, since something is not finite.
-
-    States stay as they are: all later tokens build on them, and they do not grow with the prompt.
-    """
-    if parcel.codec == codec or parcel.part in STATES:
-        return parcel
-    if parcel.codec != "raw":
-        raise InputError("codec", f"layer {parcel.layer} {parcel.part} is {parcel.codec} already")
-    encoded_part = encode(parcel.data, parcel.part, parcel.dtype, parcel.shape, codec)
-    return replace(parcel, data=encoded_part.payload, codec=codec, parameters=encoded_part.parameters)
+def packed(chunk: KvChunk, codec: Codec) -> KvChunk:
+    """A raw chunk under a codec, a state as it is; InputError when something is not finite."""
+    if chunk.codec == codec or chunk.part in STATES:
+        return chunk
+    if chunk.codec != "raw":
+        raise InputError("codec", f"layer {chunk.layer} {chunk.part} is {chunk.codec} already")
+    encoded_part = encode(chunk.data, chunk.part, chunk.dtype, chunk.shape, codec)
+    return replace(chunk, data=encoded_part.payload, codec=codec, parameters=encoded_part.parameters)
 
 
-def restored(parcel: KvChunk, out: bytearray | memoryview | None = None) -> KvChunk:
-    """A raw parcel again, in `out` when that is given; FormatError when it is not what a codec makes."""
-    if parcel.codec == "raw" and out is None:
-        return parcel
-    data = decode(parcel.parameters, parcel.data, parcel.part, parcel.dtype, parcel.shape, parcel.codec, out)
-    return replace(parcel, data=data, codec="raw", parameters=b"")
+def restored(chunk: KvChunk, out: bytearray | memoryview | None = None) -> KvChunk:
+    """A raw chunk again, in `out` when that is given; FormatError when it is not what a codec makes."""
+    if chunk.codec == "raw" and out is None:
+        return chunk
+    data = decode(chunk.parameters, chunk.data, chunk.part, chunk.dtype, chunk.shape, chunk.codec, out)
+    return replace(chunk, data=data, codec="raw", parameters=b"")

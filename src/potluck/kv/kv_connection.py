@@ -1,7 +1,7 @@
 """One connection: frames in and out, each with an end to its patience.
 
-A strand belongs to one thread. Others may only `wake` it, or `abort` it. A plain socket blocks in the kernel with a
-time limit, so that a whole chunk is one call without Python's lock; a TLS socket goes the usual way.
+It belongs to one thread; others may only `wake` or `abort` it. A plain socket blocks in the kernel with a time limit,
+so that a whole piece is one call without Python's lock; a TLS socket goes the usual way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", None)
 SOON_S = 0.1
 """The least time for a connection to be made: when it is too late is found out elsewhere."""
 LOOKS = 5
-"""How often, within its patience, a strand that waits for data looks whether some came."""
+"""How often, within its patience, a connection that waits for data looks whether some came."""
 HERE_BYTES = 1 << 18
 """The kernel's buffers within one machine: what waits in small ones is still in the cache when it is copied out.
 Between machines the kernel finds the size itself."""
@@ -78,10 +78,10 @@ class KvConnection:
         try:
             self._bell.send(b"!")
         except OSError:
-            return  # It is full, so it rings already; or the strand was closed.
+            return  # It is full, so it rings already; or the connection was closed.
 
     def abort(self) -> None:
-        """Whatever the strand's thread is waiting for fails now."""
+        """Whatever the connection's thread is waiting for fails now."""
         shut(self.connection)
 
     # What its own thread does.
@@ -173,7 +173,7 @@ class KvConnection:
             raise TimeoutError("said nothing for too long")
 
     def receive(self, into: memoryview) -> checksum.Sums:
-        """A chunk's data; whoever has a deadline for all of it aborts the strand."""
+        """A piece's data; whoever has a deadline for all of it aborts the connection."""
         self.heard_s = time.monotonic()
         self._receiving = True
         try:

@@ -1,4 +1,4 @@
-"""The sender's door: receivers connect, name a handle, and get its parcels as they are made.
+"""The sending side: receivers connect, name a handle, and get its chunks as they are made.
 
 One thread accepts and looks after leases; each connection has a thread of its own, which sends and listens by turns.
 It listens on the loopback address unless told otherwise.
@@ -19,21 +19,9 @@ from typing import Literal
 
 from potluck.core.errors import CapacityError, FormatError, PotluckError
 from potluck.core.values.kv_layout import KvCut
-from potluck.kv import shared_memory
+from potluck.kv import frames, shared_memory
 from potluck.kv.checksum import sums
 from potluck.kv.chunks import KvChunk, KvManifest, TransferError
-from potluck.kv.frames import (
-    Ack,
-    ChunkPiece,
-    HandleRefused,
-    Heartbeat,
-    Hello,
-    OtherVersion,
-    SenderProblem,
-    TransferDone,
-    TransferEnd,
-    TransferOpening,
-)
 from potluck.kv.handles import TransferHandles
 from potluck.kv.head_cuts import cut_chunk
 from potluck.kv.kv_connection import KvConnection, expect, shut
@@ -49,12 +37,11 @@ Closed = Callable[[State], None]
 
 OVER: frozenset[State] = frozenset({"fetched", "failed", "gone"})
 KEEPS_UP = 2
-"""Checks are made by whoever puts parcels in, at some 7 GB/s; more connections than these are faster than that, and
-make their own."""
+"""Checksums are made by whoever puts chunks in, at some 7 GB/s; more connections than these make their own."""
 
 
 class SenderMemory:
-    """The memory that all shipments of an outbox share, and the lock that all of them are under."""
+    """The memory that all transfers of a sender share, and the lock that all of them are under."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
@@ -65,10 +52,10 @@ class SenderMemory:
 class TransferPart:
     """What one worker of a receiver gets: its chunks, the connections that they go over, and how far that is."""
 
-    def __init__(self, transfer: OutgoingTransfer, chunk_bytes: int) -> None:
+    def __init__(self, transfer: OutgoingTransfer, piece_bytes: int) -> None:
         self.transfer, self.room = transfer, transfer.room
         self.cut = KvCut()
-        self.load = SendQueue(chunk_bytes)
+        self.load = SendQueue(piece_bytes)
         self.state: State = "offered"
         self.conns: dict[int, KvConnection] = {}
         self.stirred_s = time.monotonic()
@@ -80,15 +67,15 @@ class TransferPart:
 
     # All under the lock.
 
-    def attach(self, chunk_bytes: int, most_connections: int, now_s: float) -> bool:
-        """Whether a connection may join that takes chunks of so many bytes. The first one says how large they are."""
+    def attach(self, piece_bytes: int, most_connections: int, now_s: float) -> bool:
+        """Whether a connection may join that takes pieces of so many bytes. The first one says how large they are."""
         if self.over or len(self.conns) >= most_connections:
             return False
         if self.state == "offered":
-            self.load.cut(chunk_bytes)
+            self.load.cut(piece_bytes)
             self.state = "attached"
         self.stirred_s = now_s
-        return chunk_bytes >= self.load.chunk_bytes
+        return piece_bytes >= self.load.piece_bytes
 
     def end(self, state: State) -> None:
         """Nothing more is going to be sent; its memory is free."""
@@ -128,7 +115,7 @@ class OutgoingTransfer:
     def __init__(
         self,
         room: SenderMemory,
-        chunk_bytes: int,
+        piece_bytes: int,
         opened: Opened,
         expires_s: float,
         closed: Closed | None = None,
@@ -139,9 +126,9 @@ class OutgoingTransfer:
         self.tenant, self.weight = tenant, weight
         """Whose share of a throttled link it takes."""
         self._closed = closed
-        self._chunk_bytes = chunk_bytes
+        self._piece_bytes = piece_bytes
         self.readers = 1
-        self.parts = {0: TransferPart(self, chunk_bytes)}
+        self.parts = {0: TransferPart(self, piece_bytes)}
         self.expires_s = expires_s
         self._opened = opened
         self._manifest: KvManifest | None = None
@@ -186,17 +173,17 @@ class OutgoingTransfer:
                 yield part, piece
 
     def put(self, chunk: KvChunk, wait_s: float = 0.0, part: TransferPart | None = None) -> None:
-        """Add a chunk, whose bytes must stay as they are. Waits for room in the outbox."""
+        """Add a chunk, whose bytes must stay as they are. Waits for room in the send queue."""
         part = part or self.parts[0]
-        packed = pack(chunk, part.load.chunk_bytes, now=len(part.conns) <= KEEPS_UP)
+        packed = pack(chunk, part.load.piece_bytes, now=len(part.conns) <= KEEPS_UP)
         size, room = len(packed.body), self.room
         with room.changed:
             room.changed.wait_for(lambda: part.over or room.held_bytes + size <= room.most_bytes, wait_s)
             if part.over:
-                raise TransferError(f"hand-over: the shipment is {part.state}, nobody waits for it")
+                raise TransferError(f"hand-over: the transfer is {part.state}, nobody waits for it")
             if room.held_bytes + size > room.most_bytes:
                 raise CapacityError(
-                    f"outbox: no room for {size} bytes beside the {room.held_bytes} that wait"
+                    f"KV send queue: no room for {size} bytes beside the {room.held_bytes} that wait"
                 )
             with part.counted():
                 part.load.put(packed)
@@ -232,7 +219,7 @@ class OutgoingTransfer:
             self.readers, self.claimed = cut.readers, True
         elif cut.readers != self.readers:
             return None
-        part = self.parts.setdefault(cut.reader, TransferPart(self, self._chunk_bytes))
+        part = self.parts.setdefault(cut.reader, TransferPart(self, self._piece_bytes))
         if part.state == "offered":
             part.cut = cut
         return part if part.cut == cut else None
@@ -331,7 +318,7 @@ class KvSender:
         self._listener = socket.create_server((host, port), family=family, backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._listener.settimeout(min(0.25, self.limits.lease_s / 4))
-        self._acceptor = threading.Thread(target=self._accept, name="kv-outbox", daemon=True)
+        self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
         self._acceptor.start()
 
     # The engine's side.
@@ -349,11 +336,11 @@ class KvSender:
         """A cache that can be fetched, once, within a time; `closed` is told how it went, in whatever thread."""
         expires_s = time.monotonic() + lasts_s
         transfer = OutgoingTransfer(
-            self._room, self.limits.chunk_bytes, opened, expires_s, closed, tenant, weight
+            self._room, self.limits.piece_bytes, opened, expires_s, closed, tenant, weight
         )
         with self._changed:
             if self._closed:
-                raise CapacityError("outbox: is closed")
+                raise CapacityError("KV sender: is closed")
             self._handles.offer(handle, bound, transfer, expires_s)
             self._transfers[handle] = transfer
             self._changed.notify_all()
@@ -510,7 +497,7 @@ class KvSender:
             while not self._closed and self._hear(conn, patience_s):
                 patience_s = self.limits.idle_s
         except (OSError, PotluckError):
-            pass  # Its chunks went back to the shipment; the receiver sees that the connection is closed.
+            pass  # Its pieces went back to the transfer; the receiver sees that the connection is closed.
         finally:
             if conn is not None:
                 conn.close()
@@ -524,54 +511,53 @@ class KvSender:
             return False
         try:
             hello, _ = conn.read(self.limits.hello_s)
-        except OtherVersion:  # It can tell from any frame of ours.
-            return self._last_words(conn, HandleRefused())
-        if not isinstance(hello, Hello):
+        except frames.OtherVersion:  # It can tell from any frame of ours.
+            return self._last_words(conn, frames.HandleRefused())
+        if not isinstance(hello, frames.Hello):
             raise FormatError("hand-over", "does not begin with a greeting")
         part = self._claim(conn, hello)
         if part is None:
-            return self._last_words(conn, HandleRefused())
+            return self._last_words(conn, frames.HandleRefused())
         try:
             about = part.transfer.manifest(
-                hello.have, ANSWER_S, self.limits.beat_s, lambda: conn.send(Heartbeat())
+                hello.have, ANSWER_S, self.limits.beat_s, lambda: conn.send(frames.Heartbeat())
             )
         except TransferError as error:
-            return self._last_words(conn, SenderProblem(str(error)))
+            return self._last_words(conn, frames.SenderProblem(str(error)))
         slots = self._slots(conn, hello)
-        conn.send(TransferOpening(hello.session, about, part.load.chunk_bytes, slots is not None))
+        conn.send(frames.TransferOpening(hello.session, about, part.load.piece_bytes, slots is not None))
         with self._changed:
             peer = self._peer(conn.peer)
         return SendConnection(conn, part, slots, self.limits).run(hello, peer)
 
-    def _slots(self, conn: KvConnection, hello: Hello) -> shared_memory.SharedSlots | None:
+    def _slots(self, conn: KvConnection, hello: frames.Hello) -> shared_memory.SharedSlots | None:
         if hello.shared is None or not self._shared:
             return None
-        if conn.slots is None or (conn.slots.shared, conn.slots.slot_bytes) != (
-            hello.shared,
-            hello.chunk_bytes,
-        ):
-            if conn.slots is not None:
-                conn.slots.close()
-            conn.slots = shared_memory.join(hello.shared, hello.chunk_bytes)
+        slots, wanted = conn.slots, (hello.shared, hello.piece_bytes)
+        if slots is not None and (slots.shared, slots.slot_bytes) != wanted:
+            slots.close()
+            conn.slots = None
+        if conn.slots is None:
+            conn.slots = shared_memory.join(*wanted)
         return conn.slots
 
-    def _last_words(self, conn: KvConnection, message: HandleRefused | SenderProblem) -> bool:
+    def _last_words(self, conn: KvConnection, message: frames.HandleRefused | frames.SenderProblem) -> bool:
         conn.send(message)
         conn.linger(self.limits.hello_s)
         return False
 
-    def _claim(self, conn: KvConnection, hello: Hello) -> TransferPart | None:
-        """The shipment of a handle, which may be offered only after it was asked for."""
+    def _claim(self, conn: KvConnection, hello: frames.Hello) -> TransferPart | None:
+        """The transfer of a handle, which may be offered only after it was asked for."""
         now_s = beat_s = time.monotonic()
         until_s = now_s + min(hello.wait_ms / 1000, self.limits.attach_s)
         while not self._closed:
             with self._changed:
                 transfer = self._handles.claim(hello.handle, hello.bound, hello.session, now_s)
                 part = None if transfer is None else transfer.part(hello.cut)
-                chunk_bytes = hello.chunk_bytes
+                piece_bytes = hello.piece_bytes
                 if part is not None and part.state == "offered":
-                    chunk_bytes = self._chunk_bytes(conn.peer, chunk_bytes)
-                if part is not None and part.attach(chunk_bytes, self.limits.most_lanes, now_s):
+                    piece_bytes = self._piece_bytes(conn.peer, piece_bytes)
+                if part is not None and part.attach(piece_bytes, self.limits.most_connections_each, now_s):
                     part.transfer.peer = conn.peer
                     self._changed.notify_all()
                     return part
@@ -581,15 +567,15 @@ class KvSender:
             now_s = time.monotonic()
             if now_s - beat_s >= self.limits.beat_s:
                 beat_s = now_s
-                conn.send(Heartbeat())
+                conn.send(frames.Heartbeat())
                 if conn.wait(0):
                     raise FormatError("hand-over", "goes on before it was answered")
         return None
 
-    def _chunk_bytes(self, peer: str, most_bytes: int) -> int:
-        """Smaller on a thin link, so that shipments can take turns there."""
+    def _piece_bytes(self, peer: str, most_bytes: int) -> int:
+        """Smaller on a thin link, so that transfers can take turns there."""
         throttle = self._throttle(peer)
-        return most_bytes if throttle is None else min(most_bytes, throttle.chunk_bytes)
+        return most_bytes if throttle is None else min(most_bytes, throttle.piece_bytes)
 
     def _peer(self, name: str) -> PeerLink:
         """Under the lock."""
@@ -605,18 +591,18 @@ class KvSender:
 
 @dataclass(frozen=True, slots=True)
 class SenderLimits:
-    chunk_bytes: int = 1 << 23
+    piece_bytes: int = 1 << 23
     most_bytes: int = 1 << 32
-    """Of parcels that wait to be fetched."""
+    """Of chunks that wait to be fetched."""
     most_connections: int = 256
-    most_lanes: int = 32
+    most_connections_each: int = 32
     most_unacked: int = 4
-    """Chunks that one connection may have under way."""
+    """Pieces that one connection may have under way."""
     hello_s: float = 3.0
     attach_s: float = 30.0
     """How long a receiver may wait for a handle that is not known yet."""
     silence_s: float = 5.0
-    """How long a connection may take nothing, before its chunks are sent over another."""
+    """How long a connection may take nothing, before its pieces are sent over another."""
     beat_s: float = 1.0
     lease_s: float = 10.0
     """How long a cache that was asked for is kept when its receiver is heard of no more."""
@@ -628,7 +614,7 @@ class PeerLink:
     moved_bytes: int = 0
     sent_again_bytes: int = 0
     busy_s: float = 0.0
-    """While chunks were under way to it."""
+    """While pieces were under way to it."""
     retransmits: int = 0
     under_way: int = 0
     since_s: float = 0.0
@@ -636,10 +622,10 @@ class PeerLink:
     throttle: LinkThrottle | None = None
     """Where a grant holds for the link to it."""
 
-    def add(self, chunks: int, now_s: float) -> None:
+    def add(self, pieces: int, now_s: float) -> None:
         if self.under_way:
             self.busy_s += now_s - self.since_s
-        self.under_way += chunks
+        self.under_way += pieces
         self.since_s = now_s
 
 
@@ -660,7 +646,7 @@ class SendConnection:
         self._most_unacked = most if slots is None else min(most, slots.shared.slots)
         self._done = False
 
-    def run(self, hello: Hello, peer: PeerLink) -> bool:
+    def run(self, hello: frames.Hello, peer: PeerLink) -> bool:
         self._peer = peer
         conn, part = self._conn, self._part
         with self._lock:
@@ -693,14 +679,14 @@ class SendConnection:
 
     def _listen(self) -> None:
         message, _ = self._conn.read()
-        expect(message, Ack, TransferDone)
+        expect(message, frames.Ack, frames.TransferDone)
         part = self._part
         with self._lock:
             part.stirred_s = time.monotonic()
-            if isinstance(message, TransferDone):
+            if isinstance(message, frames.TransferDone):
                 part.end("fetched")
                 self._done = True
-            elif isinstance(message, Ack) and not part.over:
+            elif isinstance(message, frames.Ack) and not part.over:
                 with part.counted():
                     new = part.load.ack(self._conn.key, message)
                 self._under_way -= new
@@ -729,15 +715,15 @@ class SendConnection:
             conn.woken = False
             whole = not later_s or later_s >= self._limits.beat_s
             if not conn.wait(self._limits.beat_s if whole else later_s) and whole and not conn.woken:
-                conn.send(Heartbeat())
-        elif isinstance(todo, SenderProblem):
+                conn.send(frames.Heartbeat())
+        elif isinstance(todo, frames.SenderProblem):
             conn.send(todo)
             conn.linger(self._limits.hello_s)
             return False
-        elif isinstance(todo, TransferEnd):
+        elif isinstance(todo, frames.TransferEnd):
             conn.send(todo)
         else:
-            self._chunk(*todo)
+            self._piece(*todo)
         return True
 
     def _turn_s(self, now_s: float) -> float:
@@ -757,15 +743,12 @@ class SendConnection:
         elif throttle is not None and not later_s:
             throttle.rest(self._key)
 
-    def _chunk(self, chunk: ChunkPiece, data: memoryview) -> None:
-        if chunk.sums is None:
-            chunk = replace(chunk, sums=sums(data))
+    def _piece(self, piece: frames.ChunkPiece, data: memoryview) -> None:
+        if piece.sums is None:
+            piece = replace(piece, sums=sums(data))
         if self._slots is not None:
             shared_memory.copy(data, self._slots.slot(self._sent, len(data)))
-            head = ChunkPiece(
-                chunk.label, chunk.parcel_bytes, chunk.offset, chunk.count, chunk.sums, inline=False
-            )
-            self._conn.send(head)
+            self._conn.send(replace(piece, inline=False))
         else:
-            self._conn.send(chunk, data)
+            self._conn.send(piece, data)
         self._sent += 1

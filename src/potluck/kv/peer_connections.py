@@ -26,14 +26,12 @@ from potluck.kv.kv_connection import SOON_S, KvConnection, connect
 from potluck.kv.shared_memory import SharedSlots, create, sweep
 
 TCP_INFO = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
-"""Elsewhere the book looks otherwise, where there is one."""
+"""Elsewhere the struct has another layout, where there is one."""
 _COUNTS = struct.Struct("<8B24I")
 _LATER = struct.Struct("<4Q6I")
-_RATE = struct.Struct("<Q")
 _RTT, _TOTAL_RETRANS = 8 + 15, 8 + 23
 _NOT_SENT, _MIN_RTT = 4 + 2, 4 + 3
 _LATER_AT = 104
-_RATE_AT = 160
 UNKNOWN_RTT = 0xFFFFFFFF
 
 
@@ -45,34 +43,27 @@ class TcpInfo:
     least_rtt_s: float
     retransmits: int
     """Segments sent again since the beginning."""
-    acked_bytes: int
-    received_bytes: int
     not_sent_bytes: int
-    delivery_bytes_per_s: float
 
 
 def parse(raw: bytes) -> TcpInfo | None:
     """None where the kernel is too old to say it."""
-    if len(raw) < _RATE_AT + _RATE.size:
+    if len(raw) < _LATER_AT + _LATER.size:
         return None
     counts = _COUNTS.unpack_from(raw)
     later = _LATER.unpack_from(raw, _LATER_AT)
-    (rate,) = _RATE.unpack_from(raw, _RATE_AT)
     least = later[_MIN_RTT]
     rtt_us = counts[_RTT]
     return TcpInfo(
         rtt_us * 1e-6,
         (rtt_us if least == UNKNOWN_RTT else least) * 1e-6,
         counts[_TOTAL_RETRANS],
-        later[2],
-        later[3],
         later[_NOT_SENT],
-        float(rate),
     )
 
 
 def info(connection: socket.socket) -> TcpInfo | None:
-    """None where there is no such book: another system, or not TCP."""
+    """None where there is no such struct: another system, or not TCP."""
     if TCP_INFO is None:
         return None
     try:
@@ -86,7 +77,7 @@ class LinkReport:
     peer: str
     connections: int
     goodput_bytes_per_s: float
-    """Bytes of sound chunks over the time that transfers were under way."""
+    """Bytes of sound pieces over the time that transfers were under way."""
     moved_bytes: int
     sent_again_bytes: int
     rtt_s: float
@@ -94,7 +85,7 @@ class LinkReport:
     least_rtt_s: float
     retransmits: int
     queue_bytes: int
-    """What waits here to be sent, in the outbox and in the kernel."""
+    """What waits here to be sent, in the send queue and in the kernel."""
 
 
 def report(
@@ -132,10 +123,10 @@ SWEEP_S = 60.0
 @dataclass(frozen=True, slots=True)
 class LinkLimits:
     window_bytes: int = 1 << 26
-    """Of one fetch's parcels that are under way or not used up."""
-    parcel_bytes: int = 1 << 30
-    """Of one parcel; one that is larger than the window comes alone."""
-    chunk_bytes: int = 1 << 23
+    """Of one fetch's chunks that are under way or not used up."""
+    chunk_bytes: int = 1 << 30
+    """Of one chunk; one that is larger than the window comes alone."""
+    piece_bytes: int = 1 << 23
     keep_bytes: int = 1 << 28
     """Of buffers that are kept for later fetches."""
     most_degree: int = 16
@@ -159,7 +150,7 @@ class LinkLimits:
 
 
 class ReceiveBuffers:
-    """Memory for parcels, used again: fresh memory costs a page fault for every 4 KiB."""
+    """Memory for chunks, used again: fresh memory costs a page fault for every 4 KiB."""
 
     def __init__(self, keep_bytes: int, allocate: Callable[[int], memoryview]) -> None:
         self._keep_bytes, self._allocate = keep_bytes, allocate
@@ -226,13 +217,13 @@ class PeerConnections:
 
     def share(self) -> SharedSlots | None:
         """Shared memory for one more connection, while there is not too much of it."""
-        each_bytes = self.limits.slots * self.limits.chunk_bytes
+        each_bytes = self.limits.slots * self.limits.piece_bytes
         self._sweep()
         with self._lock:
             self._shared = [slots for slots in self._shared if not slots.closed]
             if (len(self._shared) + 1) * each_bytes > self.limits.shared_bytes:
                 return None
-            made = create(self.limits.slots, self.limits.chunk_bytes)
+            made = create(self.limits.slots, self.limits.piece_bytes)
             if made is not None:
                 self._shared.append(made)
             return made
@@ -271,62 +262,62 @@ class PeerConnections:
     def _idle(self, address: Address) -> KvConnection | None:
         with self._lock:
             self._tidy(time.monotonic())
-            road = self._senders.setdefault(address, _SenderLinks())
-            while road.idle:
-                conn, _ = road.idle.pop()
+            link = self._senders.setdefault(address, _SenderLinks())
+            while link.idle:
+                conn, _ = link.idle.pop()
                 if not conn.wait(0):  # Else the sender has closed it.
                     conn.key = next(self._keys)
-                    road.busy[conn.key] = conn
+                    link.busy[conn.key] = conn
                     return conn
                 conn.close()
         return None
 
     def _tidy(self, now_s: float) -> None:
         """Close what was not used for long, and forget senders that were not, if there are many."""
-        for road in self._senders.values():
-            while road.idle and now_s - road.idle[0][1] > self.limits.idle_s:
-                road.idle.pop(0)[0].close()
+        for link in self._senders.values():
+            while link.idle and now_s - link.idle[0][1] > self.limits.idle_s:
+                link.idle.pop(0)[0].close()
         if len(self._senders) >= MOST_SENDERS:
-            self._senders = {key: road for key, road in self._senders.items() if road.idle or road.busy}
+            self._senders = {key: link for key, link in self._senders.items() if link.idle or link.busy}
 
     def give_back(self, address: Address, conn: KvConnection, sound: bool) -> None:
         with self._lock:
-            road = self._senders[address]
-            road.busy = {key: one for key, one in road.busy.items() if one is not conn}
-            if sound and len(road.idle) < self.limits.most_idle:
-                road.idle.append((conn, time.monotonic()))
+            link = self._senders[address]
+            link.busy = {key: one for key, one in link.busy.items() if one is not conn}
+            if sound and len(link.idle) < self.limits.most_idle:
+                link.idle.append((conn, time.monotonic()))
                 return
-            road.lost += not sound
+            link.lost += not sound
         conn.close()
 
     def moved(self, address: Address, moved_bytes: int, busy_s: float) -> None:
         with self._lock:
-            road = self._senders.setdefault(address, _SenderLinks())
-            road.moved_bytes += moved_bytes
-            road.busy_s += busy_s
+            link = self._senders.setdefault(address, _SenderLinks())
+            link.moved_bytes += moved_bytes
+            link.busy_s += busy_s
 
     def reports(self) -> tuple[LinkReport, ...]:
         with self._lock:
             return tuple(
                 report(
                     f"{address[0]}:{address[1]}",
-                    [info(conn.connection) for conn in self._strands(road)],
-                    moved_bytes=road.moved_bytes,
-                    busy_s=road.busy_s,
+                    [info(conn.connection) for conn in self._connections(link)],
+                    moved_bytes=link.moved_bytes,
+                    busy_s=link.busy_s,
                 )
-                for address, road in self._senders.items()
+                for address, link in self._senders.items()
             )
 
     @staticmethod
-    def _strands(road: _SenderLinks) -> list[KvConnection]:
-        return [*road.busy.values(), *(conn for conn, _ in road.idle)]
+    def _connections(link: _SenderLinks) -> list[KvConnection]:
+        return [*link.busy.values(), *(conn for conn, _ in link.idle)]
 
     def close(self) -> None:
         with self._lock:
-            for road in self._senders.values():
-                for conn, _ in road.idle:
+            for link in self._senders.values():
+                for conn, _ in link.idle:
                     conn.close()
-                road.idle.clear()
+                link.idle.clear()
 
 
 def _plain(size: int) -> memoryview:

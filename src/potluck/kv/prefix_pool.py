@@ -94,25 +94,6 @@ class PrefixPool:
             self._write(one, pieces)
         return one is not None
 
-    def transfer(self, key: int, size_bytes: int) -> list[memoryview] | None:
-        """Memory for a hand-over of so many bytes, in order; None while there is too little."""
-        places, gone = self.index.transfer(key, -(-size_bytes // self.block_bytes))
-        self._let_go(gone)
-        if places is None:
-            return None
-        views = [self._place(place) for place in places]
-        views[-1] = views[-1][: size_bytes - (len(views) - 1) * self.block_bytes]
-        return views
-
-    def finish(self, key: int) -> None:
-        """The hand-over is over, however it ended: its blocks are free."""
-        self.index.finish(key)
-
-    def adopt(self, key: int, hashes: Sequence[int]) -> None:
-        """The hand-over is complete and its first blocks are this chain: from now on they are found."""
-        for one in self.index.adopt(key, hashes):
-            self._sums[one.name] = self.block_bytes, crc32(self._place(one.places[0]))
-
     def changes(self) -> CacheChanges:
         return self.index.changes()
 

@@ -1,9 +1,9 @@
 """What a sender has to send, and to whom it gave which piece of it. No I/O, no clock.
 
-Parcels are cut into chunks; whichever connection is free takes the next, so that a slow one carries less. Chunks that
-were given to a connection and not acknowledged are given out again when it is lost, before anything new. A parcel is
+Chunks are cut into pieces; whichever connection is free takes the next, so that a slow one carries less. Pieces that
+were given to a connection and not acknowledged are given out again when it is lost, before anything new. A chunk is
 begun only if it fits into the receiver's window together with those that the receiver has not used up, or if there
-are none of those; and its bytes are let go as soon as all its chunks are acknowledged.
+are none of those; and its bytes are let go as soon as all its pieces are acknowledged.
 """
 
 from __future__ import annotations
@@ -13,28 +13,30 @@ from dataclasses import dataclass, field, replace
 
 from potluck.core.errors import FormatError, InputError
 from potluck.kv.checksum import Sums, sums
-from potluck.kv.chunks import KvChunk
-from potluck.kv.frames import Ack, ChunkHeader, ChunkPiece, SenderProblem, TransferEnd, label_of
+from potluck.kv.chunks import KvChunk, sizes_of
+from potluck.kv.frames import Ack, ChunkPiece, SenderProblem, TransferEnd
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    parcel: KvChunk
+    chunk: KvChunk
     """But for its bytes."""
     body: memoryview
     checks: tuple[Sums | None, ...]
-    """Of each chunk, or left to the connection that sends it."""
-    chunk_bytes: int
+    """Of each piece, or left to the connection that sends it."""
+    piece_bytes: int
 
 
 @dataclass(slots=True)
 class _Item:
-    label: ChunkHeader
+    index: int
+    chunk: KvChunk
+    """Without its bytes."""
     body: memoryview | None
     size: int
     checks: tuple[Sums | None, ...]
     left: int
-    """Chunks that were not acknowledged."""
+    """Pieces that were not acknowledged."""
 
 
 Given = tuple[_Item, int]
@@ -50,29 +52,29 @@ class _ConnectionState:
 
 
 class SendQueue:
-    """The parcels of one shipment; its caller sees to it that one thread at a time is in here."""
+    """The chunks of one transfer; its caller sees to it that one thread at a time is in here."""
 
-    def __init__(self, chunk_bytes: int) -> None:
-        self.chunk_bytes = chunk_bytes
+    def __init__(self, piece_bytes: int) -> None:
+        self.piece_bytes = piece_bytes
         self.held_bytes = 0
-        """Of parcels that were not acknowledged."""
+        """Of chunks that were not acknowledged."""
         self.queued_bytes = 0
-        """Of parcels that no connection was given yet."""
+        """Of chunks that no connection was given yet."""
         self.sent_again_bytes = 0
         self._window_bytes = 0
         self._fresh: deque[_Item] = deque()
         self._again: deque[Given] = deque()
         self._current: Given | None = None
-        self._strands: dict[int, _ConnectionState] = {}
+        self._connections: dict[int, _ConnectionState] = {}
         self._begun_bytes = 0
         self._released_bytes = 0
-        self._parcels = 0
+        self._chunks = 0
         self._total_bytes = 0
         self._last: TransferEnd | SenderProblem | None = None
 
     @property
     def outstanding(self) -> int:
-        return sum(len(conn.unacked) for conn in self._strands.values())
+        return sum(len(conn.unacked) for conn in self._connections.values())
 
     @property
     def failed(self) -> bool:
@@ -82,39 +84,38 @@ class SendQueue:
 
     def put(self, packed: EncodedChunk) -> None:
         if self._last is not None:
-            raise InputError("shipment", "has ended: nothing can be added to it")
+            raise InputError("transfer", "has ended: nothing can be added to it")
         size = len(packed.body)
-        label = label_of(packed.parcel, self._parcels)
-        item = _Item(label, packed.body, size, packed.checks, len(packed.checks))
-        if packed.chunk_bytes != self.chunk_bytes:
+        item = _Item(self._chunks, packed.chunk, packed.body, size, packed.checks, len(packed.checks))
+        if packed.piece_bytes != self.piece_bytes:
             self._cut(item)
         self._fresh.append(item)
-        self._parcels += 1
+        self._chunks += 1
         self._total_bytes += size
         self.held_bytes += size
         self.queued_bytes += size
 
     def cut(self, most_bytes: int) -> None:
-        """Make chunks no larger than that, before any of them is given out."""
-        if most_bytes < self.chunk_bytes:
-            self.chunk_bytes = most_bytes
+        """Make pieces no larger than that, before any of them is given out."""
+        if most_bytes < self.piece_bytes:
+            self.piece_bytes = most_bytes
             for item in self._fresh:
                 self._cut(item)
 
     def _cut(self, item: _Item) -> None:
-        item.left = max(1, -(-item.size // self.chunk_bytes))
+        item.left = max(1, -(-item.size // self.piece_bytes))
         item.checks = (None,) * item.left
 
     def finish(self) -> None:
         if self._last is None:
-            self._last = TransferEnd(self._parcels, self._total_bytes)
+            self._last = TransferEnd(self._chunks, self._total_bytes)
 
     def fail(self, line: str) -> None:
         self._last = SenderProblem(line)
         self.drop()
 
     def drop(self) -> None:
-        for conn in self._strands.values():
+        for conn in self._connections.values():
             conn.unacked.clear()
         self._fresh.clear()
         self._again.clear()
@@ -127,17 +128,17 @@ class SendQueue:
         self._window_bytes = window_bytes
 
     def join(self, conn: int, most_unacked: int) -> None:
-        self._strands[conn] = _ConnectionState(most_unacked)
+        self._connections[conn] = _ConnectionState(most_unacked)
 
     def may_take(self, conn: int) -> bool:
-        state = self._strands.get(conn)
+        state = self._connections.get(conn)
         return state is not None and len(state.unacked) < state.most_unacked
 
     @property
     def work(self) -> int:
         """How many connections could be given something now."""
         if self.failed:
-            return len(self._strands)
+            return len(self._connections)
         count = len(self._again)
         if self._current is not None:
             item, k = self._current
@@ -153,11 +154,13 @@ class SendQueue:
     def _end_due(self) -> bool:
         """Once everything is given out, one connection says so; another one if that is lost."""
         given_out = self._current is None and not self._fresh and not self._again
-        return given_out and self._last is not None and not any(one.told for one in self._strands.values())
+        return (
+            given_out and self._last is not None and not any(one.told for one in self._connections.values())
+        )
 
     def next(self, conn: int) -> tuple[ChunkPiece, memoryview] | TransferEnd | SenderProblem | None:
         """What a connection sends next; None while there is nothing, or no room."""
-        state = self._strands[conn]
+        state = self._connections[conn]
         if self.failed and not state.told:
             state.told = True
             return self._last
@@ -172,9 +175,9 @@ class SendQueue:
         state.unacked.append(given)
         item, k = given
         assert item.body is not None
-        at = k * self.chunk_bytes
-        data = item.body[at : at + self.chunk_bytes]
-        return ChunkPiece(item.label, item.size, at, len(data), item.checks[k]), data
+        at = k * self.piece_bytes
+        data = item.body[at : at + self.piece_bytes]
+        return ChunkPiece(item.index, item.chunk, item.size, at, len(data), item.checks[k]), data
 
     def _new(self) -> Given | None:
         if self._current is None:
@@ -193,14 +196,14 @@ class SendQueue:
         return item, k
 
     def ack(self, conn: int, ack: Ack) -> int:
-        """How many chunks it acknowledges that were not before."""
-        state = self._strands[conn]
-        new = ack.chunks - state.acked
+        """How many pieces it acknowledges that were not before."""
+        state = self._connections[conn]
+        new = ack.pieces - state.acked
         if self.failed:
             return 0
         if not 0 <= new <= len(state.unacked) or ack.released_bytes > self._begun_bytes:
             raise FormatError("hand-over", "acknowledges what was never sent")
-        state.acked = ack.chunks
+        state.acked = ack.pieces
         self._released_bytes = max(self._released_bytes, ack.released_bytes)
         for _ in range(new):
             item, _k = state.unacked.popleft()
@@ -211,28 +214,26 @@ class SendQueue:
         return new
 
     def lost(self, conn: int) -> None:
-        state = self._strands.pop(conn, None)
+        state = self._connections.pop(conn, None)
         if state is not None:
             self._again.extendleft(reversed(state.unacked))
             self.sent_again_bytes += sum(
-                min(self.chunk_bytes, item.size - k * self.chunk_bytes) for item, k in state.unacked
+                min(self.piece_bytes, item.size - k * self.piece_bytes) for item, k in state.unacked
             )
 
 
-def pack(parcel: KvChunk, chunk_bytes: int, *, now: bool = True) -> EncodedChunk:
-    """Cut a parcel, and check its chunks `now`, which is the one part of the sender's work that takes time."""
-    body = memoryview(parcel.data).cast("B").toreadonly()
-    if len(parcel.parameters):
-        body = memoryview(b"".join((parcel.parameters, body)))
-    size = label_of(parcel, 0).parcel_bytes
+def pack(chunk: KvChunk, piece_bytes: int, *, now: bool = True) -> EncodedChunk:
+    """Cut a chunk, and check its pieces `now`, which is the one part of the sender's work that takes time."""
+    body = memoryview(chunk.data).cast("B").toreadonly()
+    if len(chunk.parameters):
+        body = memoryview(b"".join((chunk.parameters, body)))
+    size = sizes_of(chunk).total_bytes
     if size != len(body):
-        raise InputError(
-            f"layer {parcel.layer} {parcel.part}", f"has {len(body)} bytes, its shape says {size}"
-        )
-    starts = range(0, max(size, 1), chunk_bytes)
+        raise InputError(f"layer {chunk.layer} {chunk.part}", f"has {len(body)} bytes, its shape says {size}")
+    starts = range(0, max(size, 1), piece_bytes)
     return EncodedChunk(
-        replace(parcel, data=b"", parameters=b""),
+        replace(chunk, data=b"", parameters=b""),
         body,
-        tuple(sums(body[at : at + chunk_bytes]) if now else None for at in starts),
-        chunk_bytes,
+        tuple(sums(body[at : at + piece_bytes]) if now else None for at in starts),
+        piece_bytes,
     )

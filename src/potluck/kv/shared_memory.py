@@ -2,7 +2,7 @@
 
 The receiver makes it and names it in its greeting; the sender uses it if it can open it and finds in it the secret
 that the greeting names, which only works on one machine and for one user. The name is gone as soon as the sender has
-answered. Chunk n of a connection lies in slot n modulo the number of slots, and a slot is free once its chunk was
+answered. Piece n of a connection lies in slot n modulo the number of slots, and a slot is free once its piece was
 acknowledged: everything else of the protocol stays as it is.
 
 A receiver that is killed before it was answered leaves the name, and the memory with it. So the owner holds a lock

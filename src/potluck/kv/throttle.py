@@ -1,12 +1,12 @@
 """Keeps a sender to what it was granted on a link, and shares that fairly. No I/O, no threads, no clock of its own.
 
-A bucket of tokens: so many bytes a second come in, and BURST_S's worth is kept at most. A chunk may be sent while
+A bucket of tokens: so many bytes a second come in, and BURST_S's worth is kept at most. A piece may be sent while
 there is anything in it, and takes its whole size out, so that the bucket may be in debt; then everybody waits.
 
-Whose turn it is: every shipment that has something to send has a tag. Sending b bytes moves its tag on by b / w, and
+Whose turn it is: every transfer that has something to send has a tag. Sending b bytes moves its tag on by b / w, and
 the lowest tag goes next; one that comes, or comes back, begins at the tag of who was sent last. That is start-time
-fair queueing: over any time, shipments get bytes in proportion to w, to a chunk. w is the tenant's weight over how
-many shipments it has here, so tenants share a link as they weigh and each one's shipments evenly, as in simulation.
+fair queueing: over any time, transfers get bytes in proportion to w, to a piece. w is the tenant's weight over how
+many transfers it has here, so tenants share a link as they weigh and each one's transfers evenly, as in simulation.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 BURST_S = 0.02
 LEAST_BURST_BYTES = 1 << 16
-CHUNK_S = 0.02
-"""How long one chunk may take of a link, so that many can take turns."""
-LEAST_CHUNK_BYTES = 1 << 16
+PIECE_S = 0.02
+"""How long one piece may take of a link, so that many can take turns."""
+LEAST_PIECE_BYTES = 1 << 16
 TURN_S = 0.002
 """Until one whose turn it is not looks again."""
 FORGOTTEN_S = 1.0
-"""A shipment that wanted to send and has not asked for so long wants nothing any more."""
+"""A transfer that wanted to send and has not asked for so long wants nothing any more."""
 
 
 @dataclass(slots=True)
@@ -54,13 +54,13 @@ class LinkThrottle:
         self._tokens = min(self._tokens, self._burst_bytes)
 
     @property
-    def chunk_bytes(self) -> int:
-        """How large chunks should be at most, rounded down to a power of two."""
-        wanted = max(LEAST_CHUNK_BYTES, int(self.bytes_per_s * CHUNK_S))
+    def piece_bytes(self) -> int:
+        """How large pieces should be at most, rounded down to a power of two."""
+        wanted = max(LEAST_PIECE_BYTES, int(self.bytes_per_s * PIECE_S))
         return 1 << (wanted.bit_length() - 1)
 
     def wait_s(self, key: int, tenant: str, weight: float, now_s: float) -> float:
-        """Seconds until a shipment should ask again; 0: it may send now."""
+        """Seconds until a transfer should ask again; 0: it may send now."""
         self._fill(now_s)
         flow = self._flows.get(key)
         if flow is None:

@@ -30,14 +30,8 @@ from potluck.perf.phases import decode_knees, decode_step_s
 from potluck.perf.startup import startup_s
 from potluck.perf.step_timer import StepTimer
 from potluck.perf.throughput import RequestLengths, best_operating, paced_budget, together
+from potluck.perf.timers import pipeline_timer
 from potluck.perf.timers.engine_host import DEFAULT_HOST, EngineHost
-from potluck.perf.timers.pipeline_timer import (
-    PipelineRounds,
-    PipelineTimer,
-    layout_hops,
-    pipeline,
-    stage_layers,
-)
 from potluck.perf.timers.profile import Profile, ProfileTimer, profile_for
 from potluck.perf.timers.roofline import roofline
 from potluck.perf.transfer import AlphaBeta, alpha_beta
@@ -183,7 +177,7 @@ class ReplicaModels:
             engine = resolved.engines.get((template.name, index)) or self._engine(template, index, mean)
             made = self._made.get((template.model, replica.layout, engine))
             if made is None:
-                hops = layout_hops(replica.layout, resolved.nodes, resolved.machine_gbps)
+                hops = pipeline_timer.layout_hops(replica.layout, resolved.nodes, resolved.machine_gbps)
                 profiles = resolved.profiles.get(template.model, ())
                 timer = timer_of(model, replica.layout, resolved.nodes, engine.host, hops, profiles)
                 room = total_blocks(model, replica.layout, resolved.nodes, sum(mean))
@@ -251,7 +245,7 @@ class ReplicaModels:
         room = blocks * BLOCK_TOKENS // (prompt + answer)
         profiles = resolved.profiles.get(template.model, ())
         timer = timer_of(model, replica.layout, resolved.nodes, DEFAULT_ENGINE.host, profiles=profiles)
-        if isinstance(timer, PipelineTimer) and len(timer.stages) > 1:
+        if isinstance(timer, pipeline_timer.PipelineTimer) and len(timer.stages) > 1:
             turns = together(timer, RequestLengths(prompt, 0, answer, prompt), room, slo)
             budget = DEFAULT_ENGINE.token_budget if turns is None else turns.step_tokens
             return replace(DEFAULT_ENGINE, token_budget=budget)
@@ -288,7 +282,7 @@ def timer_of(
         node, tp, ep = nodes[stage.nodes[0].node], stage.nodes[0].tp, stage.nodes[0].ep
         profile = profile_for(profiles, model, node, tp) if ep == "none" else None
         return roofline(model, node, tp, host=host, ep=ep) if profile is None else ProfileTimer(profile)
-    return pipeline(model, layout, nodes, host=host, hops=hops)
+    return pipeline_timer.pipeline(model, layout, nodes, host=host, hops=hops)
 
 
 def total_blocks(model: Model, layout: Layout, nodes: Mapping[str, NodeType], tokens: float) -> int:
@@ -297,7 +291,7 @@ def total_blocks(model: Model, layout: Layout, nodes: Mapping[str, NodeType], to
     For plain attention the length does not matter. Fixed states and windows make short requests dearer per token.
     """
     least = float("inf")
-    for stage, layers in stage_layers(model, layout):
+    for stage, layers in pipeline_timer.stage_layers(model, layout):
         room = 0.0
         for member in stage.nodes:
             memory = stage_memory(model, nodes[member.node], member.tp, layers, ep=member.ep)
@@ -380,14 +374,14 @@ def _replica_facts(
     prompt, answer = max(1, round(mean[0])), max(1, round(mean[1]))
     line = PartialPrefillPredictor.in_use(timer, longest_prompt_tokens)
     per_token_s, fixed_s, curve, alone_s = line.k_p, line.b_p, (0.0, 0.0, 0.0), 0.0
-    if not isinstance(timer, PipelineTimer) or not (rounds or sum(map(len, timer.stages)) > 1):
+    if not isinstance(timer, pipeline_timer.PipelineTimer) or not (rounds or sum(map(len, timer.stages)) > 1):
         curve = prompt_curve(timer, longest_prompt_tokens)
     else:
-        paced = PartialPrefillPredictor.in_use(PipelineRounds(timer), longest_prompt_tokens)
+        paced = PartialPrefillPredictor.in_use(pipeline_timer.PipelineRounds(timer), longest_prompt_tokens)
         per_token_s, fixed_s, alone_s = paced.k_p, paced.b_p, max(line.k_p, 0.0)
         if not rounds:
             fixed_s = max(0.0, line.b_p + (line.k_p - paced.k_p) * prompt)
-        timer = PipelineRounds(timer)
+        timer = pipeline_timer.PipelineRounds(timer)
     room = max(1, min(slots, floor(blocks * BLOCK_TOKENS / (prompt + answer))))
     operating_point = best_operating(timer, prompt, answer, room, slo, "decode")
     batch = room if operating_point is None else operating_point.batch

@@ -13,13 +13,7 @@ from typing import Any
 
 from potluck.core.errors import InputError, PotluckError, UnknownNameError, did_you_mean
 from potluck.core.state.policy import Policy
-from potluck.core.values.engine_abilities import (
-    ENGINES,
-    EngineKind,
-    engines_for,
-    limit_of_format,
-    limits_of_model,
-)
+from potluck.core.values import engine_abilities
 from potluck.core.values.model import Format, Model, in_format
 from potluck.core.values.service import ModelTerms, PrefixSharing, RequestClass, Tenant, with_built_in
 from potluck.core.values.types import Link, NodeOffer, NodeType, Region
@@ -382,7 +376,7 @@ def _models(
         path = None if where is None or where.path is None else str(folder / where.path)
         weights = None if where is None else WeightsLocation(where.place, path, where.gb_per_s)
         stored = model.mostly
-        formats = _formats(entry, model, ENGINES[written.engine], problems)
+        formats = _formats(entry, model, engine_abilities.ENGINES[written.engine], problems)
         if formats:
             model = in_format(model, formats[0])
         terms = resolve_terms(entry, places, problems)
@@ -394,7 +388,7 @@ def _models(
 
 def _unmade(written: SpecIn, models: Sequence[ModelSpec]) -> Iterator[str]:
     """Formats that are allowed and that the engine does not serve a model in."""
-    title = ENGINES[written.engine].title
+    title = engine_abilities.ENGINES[written.engine].title
     for entry, model in zip(written.models, models, strict=True):
         out = [item for item in entry.precision or () if item not in model.formats]
         if out:
@@ -402,14 +396,16 @@ def _unmade(written: SpecIn, models: Sequence[ModelSpec]) -> Iterator[str]:
             yield f"{model.name}: {words}"
 
 
-def _formats(entry: ModelIn, model: Model, engine: EngineKind, problems: SpecProblems) -> tuple[Format, ...]:
+def _formats(
+    entry: ModelIn, model: Model, engine: engine_abilities.EngineKind, problems: SpecProblems
+) -> tuple[Format, ...]:
     """The formats that are asked for, as far as the engine serves the model in them; where it does in none, that."""
-    for limit in dict.fromkeys(limits_of_model(model, engine)):
-        able = [f"`engine: {name}`" for name in engines_for((), model)]
+    for limit in dict.fromkeys(engine_abilities.limits_of_model(model, engine)):
+        able = [f"`engine: {name}`" for name in engine_abilities.engines_for((), model)]
         fix = f"; {' or '.join(able)} does" if able else ""
         problems.add((*entry.at, "model"), f"needs {limit.what}, which {engine.title} does not do{fix}")
     asked = tuple(entry.precision or ())
-    limits = {item: limit_of_format(item, model.mostly, engine) for item in asked or (None,)}
+    limits = {item: engine_abilities.limit_of_format(item, model.mostly, engine) for item in asked or (None,)}
     if all(limits.values()):
         wrong = next(limit for limit in limits.values() if limit is not None)
         fix = f"; have {wrong.fix}" if wrong.fix else ""

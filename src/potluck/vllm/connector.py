@@ -36,6 +36,7 @@ from potluck.kv import checksum, kv_codec
 from potluck.kv.handles import new_handle
 from potluck.kv.kv_sender import KvSender
 from potluck.kv.peer_connections import PeerConnections, client_context, server_context
+from potluck.vllm import vllm_blocks
 from potluck.vllm.adapter_channel import HIDDEN, AdapterChannel, full_group, line_of
 from potluck.vllm.receive_worker import ReceiveWorker
 from potluck.vllm.send_worker import SendWorker
@@ -44,15 +45,6 @@ from potluck.vllm.transfer_scheduler import (
     TransferScheduler,
     WorkerNews,
     WorkerOrders,
-)
-from potluck.vllm.vllm_blocks import (
-    ModelShard,
-    VllmLayer,
-    check_caches,
-    check_version,
-    layer_of,
-    layers_of,
-    mark_of,
 )
 
 if TYPE_CHECKING:
@@ -128,14 +120,14 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
         unknown = extra.keys() - KEYS
         if unknown:
             raise InputError("kv_connector_extra_config", f"unknown key {min(unknown)!r}")
-        warning = check_version(vllm.__version__, anyway=bool(extra.get("any_version")))
+        warning = vllm_blocks.check_version(vllm.__version__, anyway=bool(extra.get("any_version")))
         if warning:
             logger.warning("%s", warning)
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             raise InputError("kv_load_failure_policy", 'must be "recompute": what does not come is computed')
-        keeps = check_caches(kv_cache_config, str(vllm_config.cache_config.cache_dtype))
+        keeps = vllm_blocks.check_caches(kv_cache_config, str(vllm_config.cache_config.cache_dtype))
         self._extra = extra
-        self._layers: dict[int, VllmLayer] = {}
+        self._layers: dict[int, vllm_blocks.VllmLayer] = {}
         self._reads: list[ReadBlocks] = []
         """Of the step that is being computed."""
         self._idle = False
@@ -222,9 +214,9 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         config = self._vllm_config
         model, share = config.model_config, _shard(config)
-        self._layers = layers_of(kv_caches, self._kv_cache_config, config, share)
+        self._layers = vllm_blocks.layers_of(kv_caches, self._kv_cache_config, config, share)
         overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else str(model.hf_overrides)
-        mark = mark_of(model.model, model.revision, model.hf_config.to_dict(), overrides)
+        mark = vllm_blocks.mark_of(model.model, model.revision, model.hf_config.to_dict(), overrides)
         port = int(self._extra.get("port", 0))
         if self._workers > 1 and not port:
             raise InputError(
@@ -303,7 +295,7 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         if self._reads and self._sending is not None:
-            self._sending.read_layer(layer_of(layer_name), self._reads)
+            self._sending.read_layer(vllm_blocks.layer_of(layer_name), self._reads)
 
     def wait_for_save(self) -> None:
         """Layers that vLLM did not tell of, as when it replays a recorded step."""
@@ -360,14 +352,16 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
 
-def _shard(config: Any) -> ModelShard:
+def _shard(config: Any) -> vllm_blocks.ModelShard:
     tensor, stage, model = get_tp_group(), get_pp_group(), config.model_config
     layers = model.get_total_num_hidden_layers()
     bounds = [get_pp_indices(layers, place, stage.world_size) for place in range(stage.world_size)]
     heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     stages = tuple(stop - first for first, stop in bounds)
     states = bool(model.is_hybrid or model.has_inner_state)
-    return ModelShard(tensor.rank_in_group, tensor.world_size, stage.rank_in_group, stages, heads, states)
+    return vllm_blocks.ModelShard(
+        tensor.rank_in_group, tensor.world_size, stage.rank_in_group, stages, heads, states
+    )
 
 
 def _hide(request: Any) -> None:

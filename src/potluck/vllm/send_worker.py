@@ -1,4 +1,4 @@
-"""KV that leaves: read out of vLLM's blocks layer by layer, and sent by an outbox.
+"""KV that leaves: read out of vLLM's blocks layer by layer, and sent by a KV sender.
 
 A layer is read as soon as it was computed, into the host's memory; so blocks are free when the request is done,
 whether or not its receiver has come. Where there is no room in the host's memory, blocks stay as they are, and are
@@ -150,7 +150,7 @@ class OutgoingKv:
     kept: ReadBlocks | None = None
     pumping: bool = False
     finished: bool = False
-    """Whether all of it is in the shipment."""
+    """Whether all of it is in the send queue."""
     over: bool = False
     offered: threading.Event = field(default_factory=threading.Event)
     """Whether `transfer` is known: a receiver may come before."""
@@ -200,7 +200,7 @@ class SendWorker:
         def closed(state: State) -> None:
             self._forget(
                 departure
-            )  # The outbox holds its lock here, and nobody here asks for that under ours.
+            )  # The sender holds its lock here, and nobody here asks for that under ours.
             transfer = departure.transfer
             self._told(
                 {

@@ -20,18 +20,7 @@ from potluck.cli.common.files import FILE, FOLDER, PATH, OutputFiles, option_gro
 from potluck.cli.common.inputs import scale_option
 from potluck.cli.common.render import ProgressBar, emit_json, missed, paragraph, percent, progress, table_of
 from potluck.cli.planning.estimate import profile_option
-from potluck.cli.simulating.simulation import (
-    SimulationInputs,
-    offered,
-    planner_of,
-    policy_of,
-    read_faults,
-    read_inputs,
-    requests,
-    scene_of,
-    show_cuts,
-    with_schedule,
-)
+from potluck.cli.simulating import simulation
 from potluck.core.codec import encode
 from potluck.core.errors import InputError
 from potluck.core.figures import seconds
@@ -70,12 +59,12 @@ options = option_group(
 
 def _read(
     asked: SimpleNamespace, bar: ProgressBar, market: Path | None = None
-) -> tuple[SimulationInputs, Workload]:
-    return read_inputs(
+) -> tuple[simulation.SimulationInputs, Workload]:
+    return simulation.read_inputs(
         asked.paths,
         asked.time_limit_s,
         bar,
-        lambda spec: requests(spec, asked, bar),
+        lambda spec: simulation.requests(spec, asked, bar),
         asked.profile_paths,
         market,
         asked.slo_scale,
@@ -124,11 +113,15 @@ def simulate(
         positive("--rate", asked.rate_per_s)
     for name, path in (("--report", report), ("--records", records), ("--log", log)):
         require_writable(name, path)
-    rules, saves, faults = policy_of(asked.policy), OutputFiles(), read_faults(faults_path)
+    rules, saves, faults = (
+        simulation.policy_of(asked.policy),
+        OutputFiles(),
+        simulation.read_faults(faults_path),
+    )
     with progress(100) as progress_bar, ExitStack() as stack:
         inputs, load = _read(asked, progress_bar, market)
-        rules = policy_of(asked.policy, inputs.spec.policy)
-        resolved = scene_of(offered(inputs, rules))
+        rules = simulation.policy_of(asked.policy, inputs.spec.policy)
+        resolved = simulation.scene_of(simulation.offered(inputs, rules))
         samples = SAMPLES if report is not None else 0
         result = run(
             resolved,
@@ -136,8 +129,8 @@ def simulate(
             rules,
             seed=asked.seed,
             settings=SimSettings(tick_s=rules.tick_s, heartbeat_s=asked.heartbeat_s, samples=samples),
-            faults=with_schedule(faults, inputs.schedule),
-            planner=planner_of(inputs, rules, asked.time_limit_s),
+            faults=simulation.with_schedule(faults, inputs.schedule),
+            planner=simulation.planner_of(inputs, rules, asked.time_limit_s),
             log=None if log is None else stack.enter_context(log.open("w", encoding="utf-8")),
             progress=_counting(progress_bar),
         )
@@ -253,12 +246,15 @@ def goodput(tolerance: float, **options: Any) -> None:
         positive("--rate", asked.rate_per_s)
     if not 0 < tolerance < 1:
         raise InputError("--tolerance", f"must be above 0 and below 1, is {tolerance:g}")
-    policy_of(asked.policy)
+    simulation.policy_of(asked.policy)
     with progress(20) as progress_bar:
         inputs, load = _read(asked, progress_bar)
-        rules = replace(policy_of(asked.policy, inputs.spec.policy), admission=False)
-        inputs = offered(inputs, rules)
-        resolved, planner = scene_of(inputs), planner_of(inputs, rules, asked.time_limit_s)
+        rules = replace(simulation.policy_of(asked.policy, inputs.spec.policy), admission=False)
+        inputs = simulation.offered(inputs, rules)
+        resolved, planner = (
+            simulation.scene_of(inputs),
+            simulation.planner_of(inputs, rules, asked.time_limit_s),
+        )
         settings = SimSettings(tick_s=rules.tick_s)
         base_per_s = len(load) / float(load.arrival_s[-1]) if load.arrival_s[-1] > 0 else 0.0
         if base_per_s <= 0:
@@ -376,7 +372,7 @@ def replay(context: click.Context, logs: tuple[Path, ...], as_json: bool) -> Non
         cuts = list(completed.cuts)
         emit_json({"same": not difference, "difference": difference, "cut_lines": cuts} | body)
     else:
-        show_cuts(completed.cuts)
+        simulation.show_cuts(completed.cuts)
         if completed.since_s:
             since = f"the log begins {completed.since_s:,.0f} s into its first run"
             click.echo(f"potluck: note: {since}; older pieces were dropped", err=True)

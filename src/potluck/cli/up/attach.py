@@ -22,13 +22,7 @@ import yaml
 
 from potluck.cli.common.files import read_text
 from potluck.cli.serve import announced, files_of
-from potluck.cli.simulating.simulation import (
-    SimulationInputs,
-    policy_of,
-    read_inputs,
-    read_one_spec,
-    scene_of,
-)
+from potluck.cli.simulating import simulation
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.layout import single
 from potluck.core.values.plan import (
@@ -69,16 +63,18 @@ def attach(
             inputs = planned_for(entries, paths, time_limit_s, _say)
         else:
             inputs, file = asked(entries, file, Path(folder))
-        rules = policy_of(policy, inputs.spec.policy)
+        rules = simulation.policy_of(policy, inputs.spec.policy)
         clients = next_free(USUAL_PORT) if port is None else port
         admin = 0 if port == 0 else next_free(clients + 1)
         places = ListenAddresses(LOOPBACK, clients, LOOPBACK, admin, 1)
         files = files_of(inputs.spec, ())
         settings = GatewaySettings(places, engines=file, files=files, secret=token_bytes(32))
-        serve_forever(scene_of(inputs), rules, settings, announced(as_json))
+        serve_forever(simulation.scene_of(inputs), rules, settings, announced(as_json))
 
 
-def asked(entries: tuple[EngineEntry, ...], file: Path, folder: Path) -> tuple[SimulationInputs, Path]:
+def asked(
+    entries: tuple[EngineEntry, ...], file: Path, folder: Path
+) -> tuple[simulation.SimulationInputs, Path]:
     from potluck.cli.common.inputs import load_problem
 
     servers = tuple(map(_asked, entries))
@@ -88,9 +84,9 @@ def asked(entries: tuple[EngineEntry, ...], file: Path, folder: Path) -> tuple[S
     spec_path, engine_list = folder / "spec.yaml", folder / "servers.yaml"
     spec_path.write_text(spec_text(servers), "utf-8")
     engine_list.write_text(roster_text(servers, file.resolve().parent, read_text(file, "--attach")), "utf-8")
-    spec = read_one_spec((spec_path,))
+    spec = simulation.read_one_spec((spec_path,))
     plan = plan_of(servers, {model.name: len(model.model.layers) for model in spec.models})
-    return SimulationInputs(spec, load_problem(spec, 0.8, None, (), 0.0), plan), engine_list
+    return simulation.SimulationInputs(spec, load_problem(spec, 0.8, None, (), 0.0), plan), engine_list
 
 
 def read_entries(file: Path) -> tuple[EngineEntry, ...]:
@@ -105,16 +101,16 @@ def planned_for(
     paths: tuple[Path, ...],
     time_limit_s: float,
     said: Callable[[str], None],
-) -> SimulationInputs:
+) -> simulation.SimulationInputs:
     """The plan that was named, or one that these servers can carry out."""
     from potluck.cli.planning.plan import require_service
     from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
     if len(paths) == 2:
-        return read_inputs(paths, time_limit_s, said, lambda spec: None)[0]
+        return simulation.read_inputs(paths, time_limit_s, said, lambda spec: None)[0]
     from potluck.cli.common.inputs import load_problem
 
-    spec = read_one_spec(paths)
+    spec = simulation.read_one_spec(paths)
     plain = any(entry.kind == "openai" for entry in entries)
     spec = replace(spec, engine="openai") if plain else spec
     problem = load_problem(spec, 0.8, None, (), 0.0)
@@ -123,7 +119,7 @@ def planned_for(
         TemplateFactory(problem, said=said), SolveSettings(time_limit_s=time_limit_s)
     )
     require_service(problem, outcome, time_limit_s)
-    return SimulationInputs(spec, problem, outcome.plan)
+    return simulation.SimulationInputs(spec, problem, outcome.plan)
 
 
 WITHIN_S = 10.0

@@ -27,17 +27,8 @@ from potluck.cli.common.inputs import for_style, weights_in
 from potluck.cli.common.render import paragraph, progress, unstyled
 from potluck.cli.simulating.simulation import SimulationInputs, policy_of, read_one_spec, startups_of
 from potluck.cli.supervisor import SUPERVISED
+from potluck.cli.up import gpus
 from potluck.cli.up.clusters import ClusterTarget, elsewhere_options
-from potluck.cli.up.gpus import (
-    GpuSetup,
-    for_this_machine,
-    found_chips,
-    maker_of,
-    must_have_chips,
-    prepared_for_gpus,
-    vllm_flags,
-    vllm_maker,
-)
 from potluck.cli.up.prepare import PlanChoices, PreparedPlan, factory_for, prepared, scheduled, with_offers
 from potluck.control.launchers.local_capacity import find_chips
 from potluck.control.launchers.process import last_lines, must_be_free
@@ -291,7 +282,9 @@ def _up(paths: tuple[Path, ...], elsewhere: ClusterTarget, asked: SimpleNamespac
             whole.callback(fork_server.close)
         choices = PlanChoices(asked.time_limit_s, asked.averages)
         if model is not None:
-            ready = prepared_for_gpus(model, folder, choices, asked.device, report, measure=asked.measure)
+            ready = gpus.prepared_for_gpus(
+                model, folder, choices, asked.device, report, measure=asked.measure
+            )
         else:
             ready = prepared_for(paths, spec_path, asked, choices, report, elsewhere)
         spec = ready.prepared.inputs.spec
@@ -467,7 +460,7 @@ def prepared_for(
     choices: PlanChoices,
     said: Callable[[str], None],
     elsewhere: ClusterTarget,
-) -> GpuSetup:
+) -> gpus.GpuSetup:
     from potluck.control.launchers.engine_command import EngineCommands
     from potluck.engine.shipped_model import shipped_model
 
@@ -476,29 +469,31 @@ def prepared_for(
     here = elsewhere.on == "here"
     spec = for_style(elsewhere.spec_there(spec), style)
     if style == "gpu":
-        maker = maker_of(spec, found_chips() if here else None, asked.device)
-        choices = for_this_machine(choices, spec)
+        maker = gpus.maker_of(spec, gpus.found_chips() if here else None, asked.device)
+        choices = gpus.for_this_machine(choices, spec)
     elif style == "vllm":
         from potluck.vllm.adapter.vllm_process import must_have_vllm
 
         if here:
             must_have_vllm(asked.vllm_python, "--vllm-python")
         flags = tuple(shlex.split(asked.vllm_flags))
-        maker = vllm_maker(spec, find_chips() if here else (), asked.vllm_python, flags)
+        maker = gpus.vllm_maker(spec, find_chips() if here else (), asked.vllm_python, flags)
     else:
         files = tuple((model.name, shipped_model()) for model in spec.models)
         names = tuple((model.name, model.model.name) for model in spec.models)
         maker = EngineCommands(style, files, names, links=() if spec.pool is None else spec.pool.links)
     prepared_plan = prepared(paths, spec, choices, said)
     if here:
-        must_have_chips(prepared_plan.inputs.plan, maker)
+        gpus.must_have_chips(prepared_plan.inputs.plan, maker)
     maker = replace(maker, weights=weights_in(spec, prepared_plan.inputs.plan))
     if style == "vllm":
-        maker = replace(maker, flags=vllm_flags(spec, prepared_plan.inputs.plan, here and not maker.chips))
-    return GpuSetup(spec_path, prepared_plan, maker, (), choices)
+        maker = replace(
+            maker, flags=gpus.vllm_flags(spec, prepared_plan.inputs.plan, here and not maker.chips)
+        )
+    return gpus.GpuSetup(spec_path, prepared_plan, maker, (), choices)
 
 
-def start_s(ready: GpuSetup) -> float:
+def start_s(ready: gpus.GpuSetup) -> float:
     """In which an engine must be ready: more where much is read from a slow place."""
     from potluck.control.reconciler import START_S
 
@@ -507,7 +502,7 @@ def start_s(ready: GpuSetup) -> float:
     return max(START_S, SLACK * longest_start_s(ready))
 
 
-def longest_start_s(ready: GpuSetup) -> float:
+def longest_start_s(ready: gpus.GpuSetup) -> float:
     from potluck.plan import current_problem
 
     inputs = ready.prepared.inputs

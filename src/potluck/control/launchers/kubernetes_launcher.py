@@ -23,13 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from potluck.control.control_values import EngineSpec
-from potluck.control.launchers.cluster_launcher import (
-    ClusterLauncher,
-    ClusterOptions,
-    node_changes,
-    over_machines,
-    with_addresses,
-)
+from potluck.control.launchers import cluster_launcher
 from potluck.control.launchers.engine_command import with_node
 from potluck.control.launchers.kube_api import ApiRefused, ApiUnreachable, KubeApi, ObjectCache
 from potluck.control.launchers.kubernetes_pods import (
@@ -70,11 +64,11 @@ OWNER = "potluck/owner"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KubernetesOptions(ClusterOptions):
+class KubernetesOptions(cluster_launcher.ClusterOptions):
     cluster: ManifestOptions
 
 
-class KubernetesLauncher(ClusterLauncher):
+class KubernetesLauncher(cluster_launcher.ClusterLauncher):
     def __init__(
         self,
         api: KubeApi,
@@ -120,7 +114,7 @@ class KubernetesLauncher(ClusterLauncher):
         if not alone and maker.style == "vllm":
             return self._start_nodes(place, words, make, [(gpu, region) for gpu in gpus])
         if not alone:
-            words = over_machines(maker, words, make, SECRET_FILE)
+            words = cluster_launcher.over_machines(maker, words, make, SECRET_FILE)
         engine = engine_container(words, (PORT, KV_PORT), nodes[0].tp if alone else 0, self._cluster)
         lead = self._pod(str(place["pod"]), "engine", (gpus[0], region), engine, "Never")
         if alone:
@@ -184,7 +178,7 @@ class KubernetesLauncher(ClusterLauncher):
         with suppress(CapacityError):  # it is tried again at the next look
             addresses = [f"{worker['status']['podIP']}:{STAGE_PORT}" for worker in workers]
             (engine,) = lead["spec"]["containers"]
-            engine = {**engine, "command": with_addresses(engine["command"], addresses)}
+            engine = {**engine, "command": cluster_launcher.with_addresses(engine["command"], addresses)}
             self._create([{**lead, "spec": {**lead["spec"], "containers": [engine]}}])
 
     def _begin_nodes(self, place: Place, pods: Mapping[str, Manifest]) -> None:
@@ -310,7 +304,7 @@ class KubernetesLauncher(ClusterLauncher):
                 self._news.append(NodeNews("notice", name, why, float(GRACE_S), tuple(here)))
         if self._known:
             left, joined = "it left the cluster", "it joined the cluster"
-            self._news += node_changes(self._known, nodes.keys(), left, joined)
+            self._news += cluster_launcher.node_changes(self._known, nodes.keys(), left, joined)
         self._known = {name: is_cordoned(node) for name, node in nodes.items()}
 
     def _keep_last_words(self, name: str, pod: str) -> None:

@@ -13,31 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from potluck.control.control_values import EngineSpec
+from potluck.control.launchers import local_capacity, process
 from potluck.control.launchers.engine_command import EngineCommands, nodes_of
 from potluck.control.launchers.launcher import EngineSighting, NodeNews, Place
-from potluck.control.launchers.local_capacity import (
-    VISIBLE,
-    CpuCost,
-    Free,
-    cost_of,
-    free_bytes,
-    must_have_room,
-)
-from potluck.control.launchers.process import (
-    Ports,
-    ProcessId,
-    alive,
-    end,
-    healthy,
-    last_words,
-    marked,
-    parent_of,
-    rotate,
-    spawn,
-    stands_still,
-    started_at,
-    title_of,
-)
 from potluck.core.errors import CapacityError
 
 MODULE = "potluck.cli.engine.fork_server"
@@ -57,7 +35,7 @@ class ForkServer:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._ready = False
         self._read = b""
-        self.cpu: CpuCost | None = None
+        self.cpu: local_capacity.CpuCost | None = None
         """What computing takes here, once it is ready; None where engines compute nothing."""
         with log.open("ab") as out:
             self._process = subprocess.Popen(
@@ -73,12 +51,12 @@ class ForkServer:
         """Whether it has loaded everything by then; if not it is given up."""
         if not self._ready:
             line = self._line(within_s)
-            self._ready, self.cpu = line.get("ready") is True, cost_of(line.get("cpu"))
+            self._ready, self.cpu = line.get("ready") is True, local_capacity.cost_of(line.get("cpu"))
         if not self._ready:
             self.close()
         return self._ready
 
-    def fork(self, arguments: Sequence[str], log: Path) -> ProcessId | None:
+    def fork(self, arguments: Sequence[str], log: Path) -> process.ProcessId | None:
         stdin = self._process.stdin
         if not self._ready or stdin is None:
             return None
@@ -89,11 +67,11 @@ class ForkServer:
             self.close()
             return None
         number = self._line(ANSWER_S).get("pid")
-        started = started_at(number) if isinstance(number, int) else None
+        started = process.started_at(number) if isinstance(number, int) else None
         if not isinstance(number, int) or started is None:
             self.close()
             return None
-        return ProcessId(number, started)
+        return process.ProcessId(number, started)
 
     def _line(self, within_s: float) -> dict[str, object]:
         stdout = self._process.stdout
@@ -138,12 +116,12 @@ class LocalLauncher:
         folder: Path,
         owner: str,
         clock: Callable[[], float] = time.monotonic,
-        free: Free = free_bytes,
+        free: local_capacity.Free = local_capacity.free_bytes,
         fork_server: ForkServer | None = None,
     ) -> None:
         self._maker, self._folder, self._owner, self._clock = maker, folder, owner, clock
         self._free, self._fork_server = free, fork_server
-        self._ports = Ports(maker.host, clock)
+        self._ports = process.Ports(maker.host, clock)
         self._ending: dict[str, float] = {}
         self._chips: dict[str, str] = {}
 
@@ -152,16 +130,16 @@ class LocalLauncher:
 
     def start(self, name: str, make: EngineSpec) -> Place:
         gpu = self._maker.style == "gpu"
-        must_have_room(self._maker.style, len(nodes_of(make)) if gpu else 1, self._free)
+        local_capacity.must_have_room(self._maker.style, len(nodes_of(make)) if gpu else 1, self._free)
         port, kv_port = self._ports.free(), self._ports.free(self._maker.workers(make))
         command = self._maker.command(make, port, kv_port)
         marks, log = {NAME_MARK: name, OWNER_MARK: self._owner}, self.log_of(name)
         chip = self._chips_for(make)
         if chip:
-            self._chips[name], marks[VISIBLE] = chip, chip
+            self._chips[name], marks[local_capacity.VISIBLE] = chip, chip
         pid = None if self._fork_server is None else self._fork_server.fork(command[3:], log)
         if pid is None:
-            pid = spawn(command, marks, log)
+            pid = process.spawn(command, marks, log)
         return {
             "pid": pid.number,
             "started": pid.started,
@@ -188,7 +166,7 @@ class LocalLauncher:
         for pid in engines_of(self._owner):
             if pid.number not in known:
                 # Started, and never written down: nobody counts on it.
-                end(pid)
+                process.end(pid)
         self._insist(places)
         there = {seen.name: places[seen.name] for seen in engine_sightings if seen.state != "dead"}
         self._chips = {name: str(place["chip"]) for name, place in there.items() if place.get("chip")}
@@ -199,53 +177,55 @@ class LocalLauncher:
         log = self.log_of(name)
         if pid is None:
             return EngineSighting(name, "dead", problem="was never started")
-        if not alive(pid):
+        if not process.alive(pid):
             asked = self._ending.pop(name, None) is not None
-            problem = "was asked to end" if asked else last_words(log) or "ended and printed nothing"
+            problem = "was asked to end" if asked else process.last_words(log) or "ended and printed nothing"
             return EngineSighting(name, "dead", problem=problem)
-        rotate(log)
+        process.rotate(log)
         url = str(place.get("url", ""))
-        if stands_still(pid):  # it is not waited for
+        if process.stands_still(pid):  # it is not waited for
             return EngineSighting(name, "starting", stands_still=True)
-        return EngineSighting(name, "up", url) if healthy(url) else EngineSighting(name, "starting")
+        return EngineSighting(name, "up", url) if process.healthy(url) else EngineSighting(name, "starting")
 
     def stop(self, name: str, place: Place) -> None:
         pid = _pid(place)
         if pid is not None and name not in self._ending:
             self._ending[name] = self._clock()
-            end(pid)
+            process.end(pid)
 
     def kill(self, name: str, place: Place) -> None:
         pid = _pid(place)
         if pid is not None:
             self._chips.pop(name, None)  # the one in its place has them
-            end(pid, insist=True)
+            process.end(pid, insist=True)
 
     def _insist(self, places: dict[str, Place]) -> None:
         for name, asked_s in list(self._ending.items()):
             pid = _pid(places.get(name, {}))
-            if pid is None or not alive(pid):
+            if pid is None or not process.alive(pid):
                 del self._ending[name]
             elif self._clock() - asked_s > GRACE_S:
-                end(pid, insist=True)
+                process.end(pid, insist=True)
 
     def news(self) -> tuple[NodeNews, ...]:
         return ()
 
 
-def engines_of(owner: str) -> Iterator[ProcessId]:
+def engines_of(owner: str) -> Iterator[process.ProcessId]:
     """Engines that bear this mark, whether anybody wrote them down or not; and workers that outlived theirs."""
     process_ids = [
         pid
-        for pid, variables in marked(OWNER_MARK, owner)
+        for pid, variables in process.marked(OWNER_MARK, owner)
         # One that was forked has its fork server's variables, and a title of its own.
-        if NAME_MARK in variables or (FORK_MARK in variables and title_of(pid) == FORKED_TITLE)
+        if NAME_MARK in variables or (FORK_MARK in variables and process.title_of(pid) == FORKED_TITLE)
     ]
     # Workers of a pipeline have their engine's variables, and end with it.
     engines = {pid.number for pid in process_ids}
-    yield from (pid for pid in process_ids if parent_of(pid) not in engines)
+    yield from (pid for pid in process_ids if process.parent_of(pid) not in engines)
 
 
-def _pid(place: Place) -> ProcessId | None:
+def _pid(place: Place) -> process.ProcessId | None:
     number, started = place.get("pid"), place.get("started")
-    return ProcessId(number, started) if isinstance(number, int) and isinstance(started, int) else None
+    return (
+        process.ProcessId(number, started) if isinstance(number, int) and isinstance(started, int) else None
+    )

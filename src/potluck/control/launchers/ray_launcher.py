@@ -19,13 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from potluck.control.control_values import EngineSpec
-from potluck.control.launchers.cluster_launcher import (
-    ClusterLauncher,
-    ClusterOptions,
-    node_changes,
-    over_machines,
-    with_addresses,
-)
+from potluck.control.launchers import cluster_launcher
 from potluck.control.launchers.launcher import EngineSighting, Place
 from potluck.control.launchers.local_launcher import GRACE_S
 from potluck.control.launchers.process import healthy
@@ -60,7 +54,7 @@ KEY_VARIABLE = "POTLUCK_API_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RayOptions(ClusterOptions):
+class RayOptions(cluster_launcher.ClusterOptions):
     regions: tuple[str, ...]
     python: str = ""
     """Of the environment that engines run in, on every node; empty: Ray's own."""
@@ -81,7 +75,7 @@ def connect(address: str) -> Any:
     return ray
 
 
-class RayLauncher(ClusterLauncher):
+class RayLauncher(cluster_launcher.ClusterLauncher):
     def __init__(
         self,
         ray: Any,
@@ -138,7 +132,7 @@ class RayLauncher(ClusterLauncher):
             return words, []
         tls = () if maker.tls is None else ("--tls", *maker.tls)
         worker = [PYTHON, "-m", "potluck.engine.pipeline", "--listen", f"{HOST}:0", "--stay", *tls]
-        return over_machines(maker, words, make, SECRET_FILE), worker
+        return cluster_launcher.over_machines(maker, words, make, SECRET_FILE), worker
 
     def _begin(self, actors: EngineActors, place: Place) -> None:
         """Start what can be started: workers at once, the engine when all of them listen."""
@@ -148,7 +142,9 @@ class RayLauncher(ClusterLauncher):
                 actors.tell(member, "begin", worker)
         if actors.began or any(member.said["state"] != "up" for member in actors.workers):
             return
-        words = with_addresses(words, (str(member.said["address"]) for member in actors.workers))
+        words = cluster_launcher.with_addresses(
+            words, (str(member.said["address"]) for member in actors.workers)
+        )
         actors.tell(actors.lead, "begin", words, int(str(place.get("kv_ports", 1))))
         actors.began = True
 
@@ -242,7 +238,7 @@ class RayLauncher(ClusterLauncher):
         now = {node["NodeID"] for node in self._nodes if node.get("Alive")}
         known = before - (self._silent.keys() - now)
         dead, joined = "Ray says that it is dead", "it joined the Ray cluster"
-        self._news += node_changes(known, now, dead, joined, short=12)
+        self._news += cluster_launcher.node_changes(known, now, dead, joined, short=12)
         # One that Ray still holds for alive, after the time in which it finds out, is: only our actor was gone.
         silent = self._silent.items()
         self._silent = {node: at_s for node, at_s in silent if node in now and now_s - at_s < BAN_S}

@@ -1,11 +1,7 @@
-"""One replica's block pool: which prefixes lie in which blocks, what a hand-over takes, what goes for lack of room.
+"""One replica's block pool: which prefixes lie in which blocks, and what goes for lack of room.
 
 A block holds 16 tokens of all layers that keep every token; its name is a chained hash of its tokens and all before.
 Layers with a window or a state resume only at a *checkpoint*, whole blocks of the same pool (PrfaaS 3.2, Figure 4).
-
-    prefix blocks     kept while there is room, found by whoever begins alike; complete before they can be found
-    transfer blocks   of one hand-over; gone when it is done, or made prefix blocks where they are (`adopt`)
-
 A block is kept only while the one before it is, so matches are found by bisection. What nothing builds on goes, the
 least recently used first. The pool holds names and places; its owner holds the data (`kv/prefix_pool.py`)."""
 
@@ -57,7 +53,6 @@ class BlockPool:
         """What may be able to go: (stamp when it was put here, number, node)."""
         self._pushed = 0
         self._tick = 0
-        self._transfers: dict[int, tuple[int, ...]] = {}
         self._block_news: dict[int, bool] = {}
         self._mark_news: dict[int, bool] = {}
 
@@ -155,35 +150,6 @@ class BlockPool:
             _note(self._mark_news, hashes[-1], True)
         return BlockPlacement(checkpoint, node.places), gone
 
-    def transfer(self, key: int, blocks: int) -> tuple[tuple[int, ...] | None, list[BlockPlacement]]:
-        """Blocks for a hand-over, until `finish` or `adopt`: (their places, unless there are too few; who went)."""
-        if key in self._transfers or blocks < 1:
-            raise InputError("transfer", f"{key} has blocks already, or asks for none")
-        gone = self._make_room(blocks)
-        if len(self._free) < blocks:
-            return None, gone
-        self._transfers[key] = self._take(blocks)
-        return self._transfers[key], gone
-
-    def finish(self, key: int) -> None:
-        self._free.extend(self._transfers.pop(key, ()))
-
-    def adopt(self, key: int, hashes: Sequence[int]) -> list[BlockPlacement]:
-        """The first blocks of a transfer hold this whole chain: what of it is new stays, the rest is freed."""
-        places = self._transfers.get(key, ())
-        if len(hashes) > len(places):
-            raise InputError("transfer", f"{key} has {len(places)} blocks, the chain {len(hashes)}")
-        depth, node = self._end(hashes)
-        new = []
-        for name, place in zip(hashes[depth:], places[depth : len(hashes)], strict=True):
-            node = self._add_block(name, node, (place,))
-            new.append(BlockPlacement(name, (place,)))
-        self._enqueue(node)
-        del self._transfers[key]
-        self._free.extend(places[:depth])
-        self._free.extend(places[len(hashes) :])
-        return new
-
     def drop(self, name: Name) -> list[BlockPlacement]:
         """It turned out to be bad: it goes, and all that builds on it, pinned or not."""
         lost = {id(self._node(name))}
@@ -215,7 +181,6 @@ class BlockPool:
         """Every block is in one place, every count is right; AssertionError if not."""
         nodes = [*self._nodes.values(), *self._marks.values()]
         used = [place for node in nodes for place in node.places]
-        used += [place for places in self._transfers.values() for place in places]
         if sorted(used + self._free) != list(range(self.blocks)):
             raise AssertionError(f"{self.blocks} blocks, {len(used)} used, {len(self._free)} free")
         blocks = set(self._nodes.values())

@@ -11,7 +11,7 @@ from potluck.core.values.service import FailureDomain
 from potluck.core.values.types import Codec, Region, Slo
 
 BLOCK_TOKENS: Final = 16
-OUTBOX_BYTES: Final = 1 << 32
+SEND_QUEUE_BYTES: Final = 1 << 32
 """KV that a replica keeps in its host's memory for receivers that have not come, or have no room yet."""
 
 

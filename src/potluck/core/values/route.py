@@ -45,12 +45,6 @@ class Route:
     def decoder(self) -> str:
         return self.segments[-1].replica
 
-    @property
-    def handovers(self) -> tuple[tuple[str, str, int], ...]:
-        """(from, to, tokens whose KV crosses) for each hand-over."""
-        pairs = zip(self.segments, self.segments[1:], strict=False)
-        return tuple((a.replica, b.replica, b.start) for a, b in pairs if a.replica != b.replica)
-
 
 def aggregated(replica: str) -> Route:
     """One replica does all (also CAUCHY's opportunistic in-place run)."""

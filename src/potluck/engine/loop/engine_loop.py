@@ -23,7 +23,7 @@ from dataclasses import replace
 from potluck.api.segments import UNSUPPORTED
 from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.replica.batch import DONE, FINISHED, BatchLimits, BatchStep
-from potluck.core.state.facts import OUTBOX_BYTES
+from potluck.core.state.facts import SEND_QUEUE_BYTES
 from potluck.core.values.sampling import SampledToken
 from potluck.engine.compute.executor import (
     CacheExport,
@@ -91,7 +91,7 @@ class HostKvStore:
     and by whoever sees a hand-over end.
     """
 
-    def __init__(self, most_bytes: int = OUTBOX_BYTES) -> None:
+    def __init__(self, most_bytes: int = SEND_QUEUE_BYTES) -> None:
         self.most_bytes = most_bytes
         self._found: dict[int, tuple[KvManifest, int]] = {}
         self._held_bytes = 0

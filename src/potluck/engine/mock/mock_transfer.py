@@ -24,15 +24,7 @@ from potluck.core.errors import FormatError
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import Attention, FullAttention, LatentAttention, Model
 from potluck.engine.compute.emulated import Clock
-from potluck.engine.mock.mock_executor import (
-    CONTENT,
-    MORE,
-    RAW_BYTES,
-    ChunkTimes,
-    since_of,
-    times_of,
-    with_times,
-)
+from potluck.engine.mock import mock_executor
 from potluck.engine.server.kv_connector import KvTransfer
 from potluck.kv.chunks import KvChunk
 from potluck.kv.codec_layout import COLUMN_GROUP, Codec, Part, sizes
@@ -113,12 +105,12 @@ class MockKvTransfer(KvTransfer):
         self._bytes_per_s = gbps * 1e9 / 8 * self._speed_up
 
     def kv_bytes(self, chunk: KvChunk) -> int:
-        since = since_of(chunk)
-        return self._sizes.kv_bytes(chunk, None if since == MORE else since)
+        since = mock_executor.since_of(chunk)
+        return self._sizes.kv_bytes(chunk, None if since == mock_executor.MORE else since)
 
     def packed(self, chunk: KvChunk, codec: Codec) -> KvChunk:
         size = sizes(chunk.part, chunk.dtype, chunk.shape, codec)
-        whole = bytes(chunk.data)[: CONTENT.size].ljust(size.total_bytes, b"\0")
+        whole = bytes(chunk.data)[: mock_executor.CONTENT.size].ljust(size.total_bytes, b"\0")
         cut = size.parameter_bytes
         return replace(chunk, codec=codec, parameters=whole[:cut], data=whole[cut:])
 
@@ -126,28 +118,31 @@ class MockKvTransfer(KvTransfer):
         if chunk.codec == "raw":
             return chunk
         whole = bytes(chunk.parameters) + bytes(chunk.data)
-        if len(whole) < CONTENT.size or any(whole[CONTENT.size :]):
+        if len(whole) < mock_executor.CONTENT.size or any(whole[mock_executor.CONTENT.size :]):
             raise FormatError(f"hand-over: layer {chunk.layer}", "is not what a mock engine sends")
-        data = whole[: CONTENT.size].ljust(RAW_BYTES, b"\0")
+        data = whole[: mock_executor.CONTENT.size].ljust(mock_executor.RAW_BYTES, b"\0")
         return replace(chunk, codec="raw", parameters=b"", data=data)
 
     def leaves(self, peer: str, chunk: KvChunk) -> KvChunk:
         now_s, took_s = self._clock(), self._took_s(chunk)
         self._moved(peer, self.kv_bytes(chunk), took_s)
-        computed = times_of(chunk) or ChunkTimes(now_s, now_s, now_s)
+        computed = mock_executor.times_of(chunk) or mock_executor.ChunkTimes(now_s, now_s, now_s)
         count = self._sizes.stands_for(chunk)
         one_s = took_s / count
         first_s = computed.first_s + (computed.last_s - computed.first_s) / count
         began_s = max(self._free_s, first_s)
         self._free_s = max(began_s + took_s, computed.last_s + one_s)
         away_s = now_s - self._alpha_s
-        return with_times(
-            chunk, ChunkTimes(away_s - began_s, away_s - (self._free_s - one_s), away_s - self._free_s)
+        return mock_executor.with_times(
+            chunk,
+            mock_executor.ChunkTimes(
+                away_s - began_s, away_s - (self._free_s - one_s), away_s - self._free_s
+            ),
         )
 
     def here_s(self, peer: str, chunk: KvChunk) -> float:
         now_s, took_s = self._clock(), self._took_s(chunk)
-        left = times_of(chunk) or ChunkTimes(took_s, 0.0, 0.0)
+        left = mock_executor.times_of(chunk) or mock_executor.ChunkTimes(took_s, 0.0, 0.0)
         one_s = took_s / self._sizes.stands_for(chunk)
         with self._taking:
             begins_s = max(self._taken_s.get(peer, -float("inf")), now_s - left.first_s)

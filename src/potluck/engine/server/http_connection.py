@@ -22,15 +22,7 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
-from potluck.api.http import (
-    HEADER,
-    ConnectionLimits,
-    HttpRefusal,
-    error_object,
-    parse_object,
-    refusal,
-    request_id,
-)
+from potluck.api import http
 from potluck.api.segments import UNSUPPORTED
 from potluck.core.errors import FormatError
 from potluck.engine.compute.executor import WorkerLost
@@ -134,9 +126,9 @@ class HttpConnection(RequestHandler):
             line = f"the request cannot be read as HTTP ({(message or 'unknown').splitlines()[0][:120]})"
         answer = web.Response(
             status=made.status,
-            text=json.dumps(error_object(status, line)),
+            text=json.dumps(http.error_object(status, line)),
             content_type="application/json",
-            headers={HEADER: request_id(None)},
+            headers={http.HEADER: http.request_id(None)},
         )
         answer.force_close()
         return answer
@@ -190,9 +182,11 @@ class HttpConnection(RequestHandler):
 
     @staticmethod
     def canned(status: int, line: str, code: str | None = None) -> bytes:
-        body = json.dumps(error_object(status, line, code=code)).encode()
+        body = json.dumps(http.error_object(status, line, code=code)).encode()
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
-        head += f"Content-Length: {len(body)}\r\nConnection: close\r\n{HEADER}: {request_id(None)}\r\n"
+        head += (
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n{http.HEADER}: {http.request_id(None)}\r\n"
+        )
         return (head + ("Retry-After: 1\r\n" if status == 503 else "") + "\r\n").encode() + body
 
 
@@ -210,7 +204,7 @@ class Uploads:
         while self.held_bytes > self._most_bytes:
             largest = max(self._held, key=self._held.__getitem__)
             self.done(largest)
-            refused = HttpRefusal(503, "too much is being sent to this engine; try again", "overloaded")
+            refused = http.HttpRefusal(503, "too much is being sent to this engine; try again", "overloaded")
             if largest is reader:
                 raise refused
             largest.set_exception(refused)
@@ -229,11 +223,11 @@ async def read_object(request: web.Request, *, optional: bool = False) -> dict[s
         async with asyncio.timeout(BODY_S):
             raw = await _read(request)
     except TimeoutError:
-        raise HttpRefusal(408, f"the body did not come within {BODY_S:g} s") from None
+        raise http.HttpRefusal(408, f"the body did not come within {BODY_S:g} s") from None
     except web.RequestPayloadError as error:
         raise FormatError("body", "cannot be decoded as its headers say") from error
     arrived(request)
-    return {} if optional and not raw else parse_object(raw)
+    return {} if optional and not raw else http.parse_object(raw)
 
 
 async def _read(request: web.Request) -> bytes:
@@ -257,18 +251,18 @@ async def _read(request: web.Request) -> bytes:
 log = logging.getLogger(__name__)
 
 
-def ended(end: JobEnded) -> HttpRefusal:
+def ended(end: JobEnded) -> http.HttpRefusal:
     if end.code == UNSUPPORTED:
-        return HttpRefusal(400, end.problem, end.code, "response_format")
+        return http.HttpRefusal(400, end.problem, end.code, "response_format")
     why = f"the request could not be completed ({end.problem or end.reason})"
-    return HttpRefusal(503, why, "try_again") if end.again else HttpRefusal(500, why)
+    return http.HttpRefusal(503, why, "try_again") if end.again else http.HttpRefusal(500, why)
 
 
 def error_body(error: Exception) -> tuple[int, dict[str, object]]:
     """The status and the body for an exception; what nobody expected says nothing of its inside."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
-    known = refusal(error)
+    known = http.refusal(error)
     code = param = None
     if known is not None:
         status, message, code, param = known.status, str(known), known.code, known.param
@@ -286,7 +280,7 @@ def error_body(error: Exception) -> tuple[int, dict[str, object]]:
     else:
         log.error("a handler failed", exc_info=error)
         status, message = 500, "internal error; the engine's log says more"
-    return status, error_object(status, message, param=param, code=code)
+    return status, http.error_object(status, message, param=param, code=code)
 
 
 def error_response(error: Exception) -> web.Response:
@@ -362,7 +356,7 @@ class EngineListener:
         self.log = server_log
         self._sockets, self._server, self._limits, self._dropped = sockets, server, limits, dropped
         self._tls = tls
-        self.crowd: ConnectionLimits[HttpConnection] = ConnectionLimits(
+        self.crowd: http.ConnectionLimits[HttpConnection] = http.ConnectionLimits(
             min(limits.connections, _files() * SHARE_OF_FILES)
         )
         self._coming: set[asyncio.Task[None]] = set()

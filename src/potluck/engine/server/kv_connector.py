@@ -24,6 +24,7 @@ from potluck.engine.compute.emulated import EmulatedNic
 from potluck.engine.loop.jobs import NOT_FETCHED, JobEnded
 from potluck.engine.loop.loop_thread import LoopThread
 from potluck.engine.server.request_channels import RequestChannel
+from potluck.kv import peer_connections
 from potluck.kv.chunks import KvChunk, KvManifest, TransferError, lesser
 from potluck.kv.codec_layout import ITEM_BYTES, STATES, Codec
 from potluck.kv.fetch import FetchRequest, FetchResult, GroupFetch
@@ -31,14 +32,6 @@ from potluck.kv.handles import new_session
 from potluck.kv.head_cuts import HeadJoin
 from potluck.kv.kv_codec import packed, restored
 from potluck.kv.kv_sender import KvSender, OutgoingTransfer, SenderLimits, State
-from potluck.kv.peer_connections import (
-    MOST_SENDERS,
-    LinkLimits,
-    LinkReport,
-    PeerConnections,
-    client_context,
-    server_context,
-)
 
 
 def converted(chunk: KvChunk, dtype: str) -> KvChunk:
@@ -96,7 +89,7 @@ class KvTransfer:
     def fetched(self, peer: str, kv_bytes: int, wall_s: float) -> None:
         """A cache came whole from there."""
 
-    def told(self, report: LinkReport) -> LinkReport:
+    def told(self, report: peer_connections.LinkReport) -> peer_connections.LinkReport:
         return report
 
 
@@ -136,7 +129,7 @@ class KvSettings:
     identity: tuple[Path, Path, Path] | None = None
     """For TLS: this engine's certificate and key, and the authority that signed the fleet's."""
     sender: SenderLimits = field(default_factory=SenderLimits)
-    links: LinkLimits = field(default_factory=LinkLimits)
+    links: peer_connections.LinkLimits = field(default_factory=peer_connections.LinkLimits)
     shared_memory: bool = True
     """Between engines of one machine."""
 
@@ -152,7 +145,7 @@ class KvConnector:
         self._loop = asyncio.get_running_loop()
         files, tls = settings.identity, None
         if files is not None:
-            tls = server_context(*files), client_context(*files)
+            tls = peer_connections.server_context(*files), peer_connections.client_context(*files)
         try:
             self.sender = KvSender(
                 settings.host,
@@ -165,7 +158,7 @@ class KvConnector:
             raise InputError(
                 "--kv-port", f"{settings.host}:{settings.port} cannot be used ({error.strerror or error})"
             ) from error
-        self.links = PeerConnections(
+        self.links = peer_connections.PeerConnections(
             settings.fleet,
             limits=settings.links,
             tls=tls[1] if tls else None,
@@ -184,9 +177,9 @@ class KvConnector:
         """Where others fetch from this engine."""
         return written(self.sender.address)
 
-    def reports(self) -> tuple[LinkReport, ...]:
+    def reports(self) -> tuple[peer_connections.LinkReport, ...]:
         """Workers of one sender count as that one."""
-        by_sender: dict[str, LinkReport] = {}
+        by_sender: dict[str, peer_connections.LinkReport] = {}
         for report in self.links.reports():
             name = self._senders.get(report.peer, report.peer)
             before = by_sender.get(name)
@@ -318,7 +311,7 @@ class KvConnector:
         waiting: list[Future[None]] = []
         lock = threading.Lock()
         parts = self._sources(address, wanted)
-        if len(self._senders) > MOST_SENDERS:
+        if len(self._senders) > peer_connections.MOST_SENDERS:
             self._senders.clear()
         self._senders |= {written(worker): str(address) for worker, _ in parts}
         join = HeadJoin([request.cut.heads for _, request in parts if not request.cut.nothing])
@@ -389,9 +382,11 @@ class KvConnector:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _both(first: LinkReport, second: LinkReport) -> LinkReport:
+def _both(
+    first: peer_connections.LinkReport, second: peer_connections.LinkReport
+) -> peer_connections.LinkReport:
     """Of two workers that send at once."""
-    return LinkReport(
+    return peer_connections.LinkReport(
         first.peer,
         first.connections + second.connections,
         first.goodput_bytes_per_s + second.goodput_bytes_per_s,

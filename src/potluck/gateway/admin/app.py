@@ -14,16 +14,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from potluck import __version__
-from potluck.api.http import (
-    HEADER,
-    HttpRefusal,
-    ServedNames,
-    check_origin,
-    error_object,
-    parse_object,
-    refusal,
-    request_id,
-)
+from potluck.api import http
 from potluck.core.errors import InputError
 from potluck.gateway.admin import families
 from potluck.gateway.admin.metrics import CONTENT_TYPE, GatewayMetrics, figures
@@ -43,7 +34,7 @@ class AdminContext:
     notes: Callable[[], Json] = dict
     """What else belongs into the snapshot: problems with files, how many keys, ..."""
     key: str | None = field(default=None, repr=False)
-    served: ServedNames = ServedNames()
+    served: http.ServedNames = http.ServedNames()
     page: PageRoutes | None = None
     near: bool = True
 
@@ -64,7 +55,7 @@ def build_admin(context: AdminContext) -> web.Application:
         except Exception as error:
             response = _error(error)
         if not response.prepared:
-            response.headers[HEADER] = request_id(request.headers.get(HEADER))
+            response.headers[http.HEADER] = http.request_id(request.headers.get(http.HEADER))
         return response
 
     async def metrics(request: web.Request) -> web.StreamResponse:
@@ -92,7 +83,7 @@ def build_admin(context: AdminContext) -> web.Application:
                 line = (
                     "orders need an operators' key, and this gateway has none: start it with --admin-key-file"
                 )
-                raise HttpRefusal(403, line, "no_admin_key")
+                raise http.HttpRefusal(403, line, "no_admin_key")
             return await carried_out(request)
 
         return handler
@@ -124,7 +115,7 @@ def _show(what: Callable[[web.Request], Json]) -> Route:
 
 def _change(change: Callable[[web.Request, Json], Json]) -> Route:
     async def handler(request: web.Request) -> web.StreamResponse:
-        body = parse_object(await request.read())
+        body = http.parse_object(await request.read())
         return web.json_response(change(request, body), dumps=_dumps)
 
     return handler
@@ -148,19 +139,19 @@ def _check(request: web.Request, context: AdminContext) -> None:
     if not free and not hmac.compare_digest(shown, wanted):
         if given is not None or not context.near or not is_reading(request.method, request.path):
             line = "the operators' key is needed: send it as `Authorization: Bearer KEY`"
-            raise HttpRefusal(401, line, "invalid_api_key", "authorization")
+            raise http.HttpRefusal(401, line, "invalid_api_key", "authorization")
         served = replace(served, keyed=False)  # so its host name counts
-    check_origin(request.method, request.headers, served)
+    http.check_origin(request.method, request.headers, served)
 
 
 def _error(error: Exception) -> web.Response:
-    known = refusal(error)
+    known = http.refusal(error)
     if known is None and isinstance(error, web.HTTPException):
-        known = HttpRefusal(error.status, error.reason)
+        known = http.HttpRefusal(error.status, error.reason)
     if known is None:
         log.error("a handler failed", exc_info=error)
-        known = HttpRefusal(500, "internal error; the gateway's log says more")
-    body = error_object(known.status, str(known), param=known.param, code=known.code)
+        known = http.HttpRefusal(500, "internal error; the gateway's log says more")
+    body = http.error_object(known.status, str(known), param=known.param, code=known.code)
     return web.json_response(body, status=known.status)
 
 

@@ -1,7 +1,7 @@
 """KV on its way from one segment to the next.
 
 The receiver sets blocks aside before the first byte leaves. KV that is computed while it has no room waits in the
-sender's host memory, as far as that goes (OUTBOX_BYTES). Blocks set aside for what is not computed are given back
+sender's host memory, as far as that goes (SEND_QUEUE_BYTES). Blocks set aside for what is not computed are given back
 where the receiver idles for want of them. With overlap a transfer takes its share of the pipe from the moment its
 segment begins to be computed, and KV leaves layer by layer. With L layers of B bytes in all, computed evenly in c
 seconds, the last byte arrives at
@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from math import inf
 from typing import Final
 
-from potluck.core.state.facts import OUTBOX_BYTES
+from potluck.core.state.facts import SEND_QUEUE_BYTES
 from potluck.core.values.kv import LOSSLESS
 from potluck.core.values.types import Codec
 from potluck.sim.links.link import SharedPipe
@@ -205,7 +205,7 @@ class SimHandovers:
     def _put_aside(self, now_s: float, hand: SimHandover) -> None:
         """Out of the sender's blocks, which others may need before the receiver has room."""
         source = hand.source
-        if source.aside_bytes + hand.size_bytes <= OUTBOX_BYTES:
+        if source.aside_bytes + hand.size_bytes <= SEND_QUEUE_BYTES:
             hand.aside = True
             source.aside_bytes += hand.size_bytes
             source.replica.release(now_s, hand.running.key)

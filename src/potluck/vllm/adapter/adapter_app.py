@@ -12,16 +12,7 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from potluck.api.http import (
-    HEADER,
-    HttpRefusal,
-    ServedNames,
-    check_origin,
-    error_object,
-    parse_object,
-    refusal,
-    request_id,
-)
+from potluck.api import http
 from potluck.core.errors import FormatError, InputError
 from potluck.core.values.kv_layout import kv_address, written
 from potluck.kv.prefix_pool import as_json, place_in
@@ -36,11 +27,11 @@ BODY_S = 30.0
 log = logging.getLogger(__name__)
 
 
-def build(service: AdapterService, api_key: str | None, served: ServedNames) -> web.Application:
+def build(service: AdapterService, api_key: str | None, served: http.ServedNames) -> web.Application:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            check_origin(request.method, request.headers, served)
+            http.check_origin(request.method, request.headers, served)
             if api_key is not None and request.path not in OPEN:
                 _check_key(request, api_key)
             return await handler(request)
@@ -68,7 +59,7 @@ def build(service: AdapterService, api_key: str | None, served: ServedNames) -> 
 
 
 async def _note(request: web.BaseRequest, response: web.StreamResponse) -> None:
-    response.headers[HEADER] = request_id(request.headers.get(HEADER))
+    response.headers[http.HEADER] = http.request_id(request.headers.get(http.HEADER))
 
 
 async def status(request: web.Request) -> web.Response:
@@ -104,7 +95,7 @@ async def metrics(request: web.Request) -> web.Response:
     try:
         return web.Response(text=await request.app[SERVICE].metrics_text())
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise HttpRefusal(503, "vLLM tells no figures now", "try_again") from error
+        raise http.HttpRefusal(503, "vLLM tells no figures now", "try_again") from error
 
 
 async def show_role(request: web.Request) -> web.Response:
@@ -182,7 +173,7 @@ async def passed_on(request: web.Request) -> web.StreamResponse:
     """The client's own request, whatever vLLM makes of it: tools, formats, adapters."""
     service = request.app[SERVICE]
     if service.role == "prefill" and request.method == "POST":
-        raise HttpRefusal(409, "this engine's role is prefill: it hands on what it computes", "role")
+        raise http.HttpRefusal(409, "this engine's role is prefill: it hands on what it computes", "role")
     body = await _body(request)
     headers = {name: request.headers[name] for name in PASSED if name in request.headers}
     async with service.admitted(0):
@@ -197,7 +188,7 @@ async def passed_on(request: web.Request) -> web.StreamResponse:
                 await response.write_eof()
                 return response
         except aiohttp.ClientError as error:
-            raise HttpRefusal(503, "vLLM does not answer", "try_again") from error
+            raise http.HttpRefusal(503, "vLLM does not answer", "try_again") from error
 
 
 async def _body(request: web.Request) -> bytes:
@@ -205,16 +196,16 @@ async def _body(request: web.Request) -> bytes:
         async with asyncio.timeout(BODY_S):
             return await request.read()
     except TimeoutError:
-        raise HttpRefusal(408, f"the body did not come within {BODY_S:g} s") from None
+        raise http.HttpRefusal(408, f"the body did not come within {BODY_S:g} s") from None
 
 
 async def _object(request: web.Request) -> dict[str, object]:
     raw = await _body(request)
-    return parse_object(raw) if raw else {}
+    return http.parse_object(raw) if raw else {}
 
 
 def error_response(error: Exception) -> web.Response:
-    known, code, param = refusal(error), None, None
+    known, code, param = http.refusal(error), None, None
     if known is not None:
         status, message, code, param = known.status, str(known), known.code, known.param
     elif isinstance(error, web.HTTPException):
@@ -225,7 +216,7 @@ def error_response(error: Exception) -> web.Response:
         log.error("a handler failed", exc_info=error)
         status, message = 500, "internal error; the engine's log says more"
     headers = {"Retry-After": "1"} if status in (429, 503) else {}
-    body = json.dumps(error_object(status, message, param=param, code=code))
+    body = json.dumps(http.error_object(status, message, param=param, code=code))
     return web.Response(status=status, text=body, content_type="application/json", headers=headers)
 
 
@@ -233,4 +224,4 @@ def _check_key(request: web.Request, api_key: str) -> None:
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), api_key.encode())
     if scheme.lower() != "bearer" or not right:
-        raise HttpRefusal(401, "a valid key is needed: Authorization: Bearer ...", "invalid_api_key")
+        raise http.HttpRefusal(401, "a valid key is needed: Authorization: Bearer ...", "invalid_api_key")

@@ -67,7 +67,7 @@ def end_of(reason: str | None, part: PromptPart, cached: int, told: int) -> dict
 
 
 LEASE_S = 10.0
-"""How long a receiver that came is waited for when it is heard of no more, as the outbox has it."""
+"""How long a receiver that came is waited for when it is heard of no more, as the KV sender has it."""
 
 
 async def segments(request: web.Request) -> web.StreamResponse:
