@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from parts.common import peak_bytes, run
-from potluck.control.control_values import EngineSpec
+from potluck.control.control_values import EngineSighting, EngineSpec, NodeNews, Place
 from potluck.control.controller import Controller
 from potluck.control.gateway_client import GatewayClient
-from potluck.control.launchers.launcher import EngineSighting, NodeNews, Place
 from potluck.control.state_store import Lease, StateStore
 from potluck.core.brain.brain import Brain
 from potluck.core.state import events

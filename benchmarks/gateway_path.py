@@ -28,7 +28,7 @@ from potluck.gateway.http.connection_pool import ConnectionPool, EngineCall, Eng
 from potluck.gateway.http.limits import HttpLimits, calm
 from potluck.gateway.http.server import ClientConnection, ClientListener
 from potluck.gateway.serve import AdminServer, cards_of, worker_beside
-from potluck.gateway.settings import GatewaySettings, ListenAddresses
+from potluck.gateway.values import GatewaySettings, ListenAddresses
 from potluck.gateway.workers.worker import WorkerContext
 
 ENGINES = 16

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import struct
+import sys
 import time
 import traceback
 import zlib
@@ -22,6 +23,9 @@ from potluck.kv.checksum import sums
 from potluck.kv.chunks import KvChunk, KvManifest
 from potluck.kv.codec_layout import CODEC_IDS, Codec, sizes
 from potluck.kv.send_queue import SendQueue, pack
+
+sys.path.append(str(common.ROOT / "tests" / "kv"))
+from kv_helpers import FrameReader
 
 SEED = 20
 WINDOW_BYTES, PIECE_BYTES = 1 << 15, 1 << 10
@@ -129,7 +133,7 @@ def one(draw: random.Random) -> Counter[str]:
     """One stream: how many messages and chunks were read of it, and whether it was refused."""
     stream = sound(draw)
     raw = spoiled(draw, stream)
-    reader, receiver = wire.FrameReader(), Receiver({data for _, data in stream})
+    reader, receiver = FrameReader(), Receiver({data for _, data in stream})
     counts: Counter[str] = Counter(streams=1)
     at = 0
     try:

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from parts.common import ROOT, Figures, run, say
-from potluck.gateway.page.history import Waterfall
-from potluck.gateway.page.stream import TICK_S
+from potluck.gateway.page.stream import TICK_S, Waterfall
 
 sys.path.insert(0, str(ROOT / "tools"))
 from browser import Browser, Tab, browser, chromium

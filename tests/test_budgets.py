@@ -38,7 +38,6 @@ MOST_IMPORTS = {"cli/planning/replan.py": 28, "cli/up/up.py": 34}
 
 DOUBLED_FILES = {
     "attention": "the layer, and the loops that compute it",
-    "compiled": "machine code kept on disk, by kv and by plan",
     "estimate": "the command, and what it calls",
     "frontier": "the command, and what it calls",
     "gpus": "GPUs of the catalog, and of this machine",

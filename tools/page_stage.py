@@ -31,8 +31,7 @@ from potluck.gateway.admin.operations import Operations
 from potluck.gateway.core import GatewayCore
 from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.serve import AdminServer
-from potluck.gateway.settings import GatewaySettings, ListenAddresses
-from potluck.gateway.values import RequestOutcome
+from potluck.gateway.values import GatewaySettings, ListenAddresses, RequestOutcome
 from potluck.runtime.resolved_plan import ResolvedPlan
 
 KEY = "the-operators-key"

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from potluck.control.control_values import EngineSpec
+from potluck.control.control_values import EngineSighting, EngineSpec, Place
 from potluck.control.launchers.engine_command import EngineCommands
-from potluck.control.launchers.launcher import EngineSighting, Place
 from potluck.control.launchers.ray_launcher import RayLauncher, RayOptions, connect
 from potluck.control.market import NodeTypeLabels
 from potluck.core.errors import CapacityError

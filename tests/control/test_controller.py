@@ -14,10 +14,18 @@ from typing import Any
 
 import pytest
 
-from potluck.control.control_values import EngineInstance, EngineSpec, LaunchEngine, PlanReply, PlanRequest
+from potluck.control.control_values import (
+    EngineInstance,
+    EngineSighting,
+    EngineSpec,
+    LaunchEngine,
+    NodeNews,
+    Place,
+    PlanReply,
+    PlanRequest,
+)
 from potluck.control.controller import Controller
 from potluck.control.gateway_client import GatewayAway, wants_of
-from potluck.control.launchers.launcher import EngineSighting, NodeNews, Place
 from potluck.control.plan_requests import Planner, PlanRequests, _running
 from potluck.control.reconciler import ReconcilerMemory, step
 from potluck.control.service_view import replicas_of

@@ -15,12 +15,11 @@ import yaml
 from kube_server import Kube
 
 from potluck.cli.up.up import up
-from potluck.control.control_values import EngineSpec
+from potluck.control.control_values import EngineSighting, EngineSpec, Place
 from potluck.control.launchers.engine_command import EngineCommands
 from potluck.control.launchers.kube_api import ApiRefused, KubeApi, connect
 from potluck.control.launchers.kubernetes_launcher import KubernetesLauncher, KubernetesOptions
 from potluck.control.launchers.kubernetes_pods import ManifestOptions, spelled_out
-from potluck.control.launchers.launcher import EngineSighting, Place
 from potluck.control.market import NodeTypeLabels
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.layout import Layout, Stage, StageNode, single

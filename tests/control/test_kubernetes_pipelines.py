@@ -12,12 +12,11 @@ from kube_server import Kube
 from test_kubernetes_launcher import ENGINE, SPELLINGS, come_to
 
 from potluck.cli.engine.engine import serve, vllm
-from potluck.control.control_values import EngineSpec
+from potluck.control.control_values import EngineSpec, Place
 from potluck.control.launchers.engine_command import EngineCommands
 from potluck.control.launchers.kube_api import connect
 from potluck.control.launchers.kubernetes_launcher import KubernetesLauncher, KubernetesOptions
 from potluck.control.launchers.kubernetes_pods import ManifestOptions
-from potluck.control.launchers.launcher import Place
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.engine.pipeline.launch import parse_stages
 

@@ -21,8 +21,7 @@ from potluck.core.values.kv_layout import (
     reachable,
     sources,
 )
-from potluck.kv.chunks import KvChunk
-from potluck.kv.head_cuts import HeadJoin, cut_chunk
+from potluck.kv.chunks import HeadJoin, KvChunk, cut_chunk
 
 LAYERS, HEADS = 12, (1, 2, 4, 8)
 

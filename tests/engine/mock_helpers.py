@@ -17,8 +17,7 @@ from potluck.engine.compute.executor import RunnerSize
 from potluck.engine.loop.engine_loop import EngineLoop
 from potluck.engine.mock.mock_engine import LAYER, MockModel, StepDurations, mock_engine
 from potluck.engine.mock.mock_executor import MockExecutor, Vocabulary
-from potluck.engine.mock.mock_prefix_cache import MockPrefixCache
-from potluck.engine.mock.mock_transfer import KvSizes
+from potluck.engine.mock.mock_transfer import KvSizes, MockPrefixCache
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.serve import EngineSettings
 from potluck.engine.server.engine_service import EngineService

@@ -31,8 +31,7 @@ from potluck.engine.mock.mock_executor import (
     chunk_of,
     times_of,
 )
-from potluck.engine.mock.mock_prefix_cache import lent
-from potluck.engine.mock.mock_transfer import KvSizes, MockKvTransfer, NicSchedule
+from potluck.engine.mock.mock_transfer import KvSizes, MockKvTransfer, NicSchedule, lent
 from potluck.kv.chunks import KvChunk, KvManifest, token_hash
 from potluck.kv.codec_layout import Codec
 from potluck.perf.memory import kv_bytes

@@ -19,7 +19,7 @@ from potluck.cli.main import cli
 from potluck.core.errors import FormatError
 from potluck.core.replica.blocks import block_hashes
 from potluck.engine.compute.emulated import emulated_blocks
-from potluck.engine.mock.mock_prefix_cache import lent
+from potluck.engine.mock.mock_transfer import lent
 from potluck.engine.serve import serve_all
 from potluck.engine.server.http_connection import RequestLimits
 from potluck.engine.shipped_model import shipped_model

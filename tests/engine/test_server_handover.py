@@ -15,6 +15,7 @@ import pytest
 from engine_models import prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_helpers import FrameReader
 from loop_helpers import harness
 from mock_helpers import MockLoopHarness, mock_service
 from server_helpers import TRIAL, Client, face, make_service, played, tokens_in
@@ -27,7 +28,7 @@ from potluck.engine.server.kv_connector import KvSettings
 from potluck.gateway.registry.health import LASTS_S, granted
 from potluck.gateway.values import Address, Endpoint
 from potluck.kv.chunks import KvManifest, token_hash
-from potluck.kv.frames import ChunkPiece, FrameReader, Hello, TransferOpening, frame
+from potluck.kv.frames import ChunkPiece, Hello, TransferOpening, frame
 from potluck.kv.handles import bound_to, new_handle, new_session
 from potluck.kv.kv_sender import KvSender, SenderLimits
 

@@ -23,8 +23,8 @@ from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Deployment, Plan, PlannedReplica, Template, plan_to_json
 from potluck.export import compose, shell, skypilot
 from potluck.export.compose import ComposeOptions
+from potluck.export.placement import WeightsSource
 from potluck.export.skypilot import VLLM, SkyOptions, infra_of
-from potluck.export.weights import WeightsSource
 from potluck.spec.load_spec import load_spec
 from potluck.vllm import TESTED
 

@@ -8,7 +8,7 @@ import pytest
 from export_helpers import COMBO, RANKS, fleet, wording
 
 from potluck.export import skypilot
-from potluck.export.weights import WeightsSource
+from potluck.export.placement import WeightsSource
 
 sky = pytest.importorskip("sky", reason="SkyPilot is not installed; `make test-sky` has it")
 

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from potluck.core.errors import FormatError, PotluckError
 from potluck.core.state import actions, events
 from potluck.core.values.plan import ReplicaSpec
-from potluck.gateway.registry.directory import abilities_of
 from potluck.gateway.registry.engine_client import EngineNoAnswer, EngineRecord, StatusReport, read_status
 from potluck.gateway.registry.engine_list import EngineEntry, address_of, matched, read_engines
-from potluck.gateway.registry.registry import ReplicaRegistry
+from potluck.gateway.registry.registry import ReplicaRegistry, abilities_of
 from potluck.gateway.values import Address, Endpoint
 
 

@@ -26,8 +26,7 @@ from potluck.core.values.types import Request
 from potluck.gateway.admin.counters import Counters
 from potluck.gateway.admin.families import REQUESTS
 from potluck.gateway.core import BrainLoop
-from potluck.gateway.settings import GatewaySettings, ListenAddresses
-from potluck.gateway.values import Address, Endpoint, RequestOutcome
+from potluck.gateway.values import Address, Endpoint, GatewaySettings, ListenAddresses, RequestOutcome
 from potluck.gateway.workers import brain_client
 from potluck.gateway.workers.brain_client import (
     RemoteDirectory,

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from potluck.core.errors import FormatError
 from potluck.kv import shared_memory
 from potluck.kv.chunks import KvChunk, KvManifest
 from potluck.kv.codec_layout import sizes
 from potluck.kv.fetch import FetchRequest, FetchResult, KvFetch
+from potluck.kv.frames import PREFIX, Message, read_head, read_prefix
 from potluck.kv.handles import bound_to, new_handle
 from potluck.kv.kv_sender import KvSender, OutgoingTransfer, SenderLimits
 from potluck.kv.peer_connections import LinkLimits, PeerConnections
@@ -243,3 +245,31 @@ def until(what: Callable[[], bool], most_s: float = 60.0) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+class FrameReader:
+    """Bytes in, messages out, each with its data."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[Message, bytes]]:
+        self._buffer += data
+        result: list[tuple[Message, bytes]] = []
+        while len(self._buffer) >= PREFIX.size:
+            raw = bytes(self._buffer[: PREFIX.size])
+            prefix = read_prefix(raw)
+            body = PREFIX.size + prefix.head_bytes
+            if len(self._buffer) < body:
+                break
+            message = read_head(raw, prefix, bytes(self._buffer[PREFIX.size : body]))
+            if len(self._buffer) < body + prefix.data_bytes:
+                break
+            result.append((message, bytes(self._buffer[body : body + prefix.data_bytes])))
+            del self._buffer[: body + prefix.data_bytes]
+        return result
+
+    def close(self) -> None:
+        """The stream has ended: it must not do so within a frame."""
+        if self._buffer:
+            raise FormatError("hand-over", "was cut short")

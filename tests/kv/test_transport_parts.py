@@ -7,13 +7,13 @@ import random
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kv_helpers import BOUND, made, plain
+from kv_helpers import BOUND, FrameReader, made, plain
 
 from potluck.core.errors import FormatError, InputError
 from potluck.kv.assembly import ChunkAssembly
 from potluck.kv.checksum import sums
 from potluck.kv.chunks import KvChunk
-from potluck.kv.frames import Ack, ChunkPiece, FrameReader, SenderProblem, TransferEnd, frame
+from potluck.kv.frames import Ack, ChunkPiece, SenderProblem, TransferEnd, frame
 from potluck.kv.handles import TransferHandles, bound_to, checked_handle, new_handle, new_session
 from potluck.kv.peer_connections import TcpInfo, parse, report
 from potluck.kv.send_queue import SendQueue, pack

@@ -20,6 +20,7 @@ from kv_helpers import (
     SMALL_LINKS,
     TOKENS_HASH,
     Ends,
+    FrameReader,
     ends,
     fetch,
     made,
@@ -35,7 +36,6 @@ from potluck.kv.fetch import FetchRequest
 from potluck.kv.frames import (
     Ack,
     ChunkPiece,
-    FrameReader,
     HandleRefused,
     Heartbeat,
     Hello,

@@ -11,7 +11,7 @@ import zlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_helpers import ABOUT, BOUND, ends
+from kv_helpers import ABOUT, BOUND, FrameReader, ends
 
 from potluck.core.errors import FormatError
 from potluck.core.values.kv_layout import KvCut
@@ -25,7 +25,6 @@ from potluck.kv.frames import (
     VERSION,
     Ack,
     ChunkPiece,
-    FrameReader,
     HandleRefused,
     Heartbeat,
     Hello,

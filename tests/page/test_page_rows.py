@@ -7,8 +7,8 @@ from typing import Any
 
 from potluck.core.state.events import LinkReported, RequestArrived, RequestFinished
 from potluck.core.values.types import Request
-from potluck.gateway.page.history import LATEST, NEW_PER_S, Waterfall
 from potluck.gateway.page.snapshot import FleetSnapshot, KvFlows, Rates
+from potluck.gateway.page.stream import LATEST, NEW_PER_S, Waterfall
 
 MODEL = "chat"
 

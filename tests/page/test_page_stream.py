@@ -17,12 +17,19 @@ from page_stage import KEY, Stage, stage
 
 from potluck.core.values.types import Slo
 from potluck.gateway.page import stream as showing
-from potluck.gateway.page.history import FRAME_S, FRAMES, POINT_S, POINTS, PageHistory, quantile
 from potluck.gateway.page.routes import files
 from potluck.gateway.page.snapshot import notices
-from potluck.gateway.page.stream import PageReader, changes
-from potluck.gateway.settings import GatewaySettings
-from potluck.gateway.values import RequestOutcome
+from potluck.gateway.page.stream import (
+    FRAME_S,
+    FRAMES,
+    POINT_S,
+    POINTS,
+    PageHistory,
+    PageReader,
+    changes,
+    quantile,
+)
+from potluck.gateway.values import GatewaySettings, RequestOutcome
 
 rows = st.dictionaries(st.sampled_from("abcd"), st.dictionaries(st.sampled_from("xyz"), st.integers(0, 2)))
 tables = st.dictionaries(st.sampled_from(["one", "two"]), rows)

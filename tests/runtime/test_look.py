@@ -9,7 +9,7 @@ from math import dist
 import pytest
 
 from potluck.gateway.page.routes import files
-from potluck.runtime.style import base_css
+from potluck.runtime import base_css
 from potluck.sim.results.report.html_report import sheet
 
 MEANINGS = ("prefill", "decode", "mixed", "kv", "bad", "queue", "c0")

@@ -70,31 +70,31 @@ def test_sharegpt_counts_bytes_so_that_chinese_is_not_four_times_too_short(tmp_p
 
 
 BAD_SHARE = [
-    ('[\n{"conversations": 3}\n]', "t.json:2: conversations must be a list, is 3"),
-    ('[\n\n{"id": 1}\n]', "t.json:3: 'conversations' is missing"),
-    ("[\n7\n]", "t.json:2: is not a JSON object"),
-    ('[{"conversations": []}\n{"conversations": []}]', "t.json:2: is not JSON: a comma or ] is missing"),
+    ('[\n{"conversations": 3}\n]', "t.json: conversation 1: conversations must be a list, is 3"),
+    ('[\n\n{"id": 1}\n]', "t.json: conversation 1: 'conversations' is missing"),
+    ("[\n7\n]", "t.json: conversation 1: is not a JSON object"),
+    ('[{"conversations": []}\n{"conversations": []}]', "t.json:2: is not JSON: Expecting ',' delimiter"),
     ('[\n{"conversations": [}]\n]', "t.json:2: is not JSON"),
     ('[{"conversations": []},\n', "t.json:2: is not JSON"),
-    ('[{"conversations": []}]\n\nx', "t.json:3: is not JSON: text after the list"),
-    ('[{"conversations": [7]}]', "t.json:1: every turn must be an object with 'from'"),
+    ('[{"conversations": []}]\n\nx', "t.json:3: is not JSON: Extra data"),
+    ('[{"conversations": [7]}]', "t.json: conversation 1: every turn must be an object with 'from'"),
     (
         '[{"conversations": [{"from": "human", "value": 7}, {"from": "gpt", "value": ""}]}]',
         "needs 'value' or 'tokens'",
     ),
     (
         '[\n{"conversations": [{"from": "human", "tokens": -4}, {"from": "gpt", "tokens": 1}]}]',
-        "t.json:2: tokens must be between 0 and",
+        "t.json: conversation 1: tokens must be between 0 and",
     ),
     ("[]", "t.json: has no requests"),
     ("[", "t.json:1: is not JSON"),
-    ("[" * 100_000, "t.json:1: is nested too deeply"),
+    ("[" * 100_000, "t.json: is nested too deeply"),
     (b'[\n{"conversations": "\xff"}]', "t.json:2: is not UTF-8 text"),
 ]
 
 
 @pytest.mark.parametrize(("text", "says"), BAD_SHARE)
-def test_bad_sharegpt_is_named_by_its_line(text: str | bytes, says: str, tmp_path: Path) -> None:
+def test_bad_sharegpt_is_named_by_its_place(text: str | bytes, says: str, tmp_path: Path) -> None:
     assert says in refused(tmp_path, text, "t.json")
 
 

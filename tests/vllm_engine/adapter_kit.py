@@ -14,8 +14,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from potluck.api.http import ServedNames
-from potluck.vllm.adapter.adapter_app import build
 from potluck.vllm.adapter.adapter_service import AdapterLimits, AdapterService, ConnectorEvents
+from potluck.vllm.adapter.serve import build
 from potluck.vllm.adapter_channel import AdapterChannel
 
 HANDLE = "h" * 40

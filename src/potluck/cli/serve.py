@@ -71,7 +71,7 @@ def serve(
       curl localhost:8000/v1/models
     """
     from potluck.gateway.serve import serve_forever
-    from potluck.gateway.settings import GatewaySettings, ListenAddresses
+    from potluck.gateway.values import GatewaySettings, ListenAddresses
 
     asked = SimpleNamespace(**options)
     if host not in LOOPBACK and asked.keys is None:

@@ -20,10 +20,10 @@ from typing import Any
 
 from potluck.control import control_values
 from potluck.control.accounts import Accounts
+from potluck.control.control_values import Launcher
 from potluck.control.day_plans import DayPlans
 from potluck.control.decision_history import DecisionHistory, ObservedSpeeds, gist
 from potluck.control.gateway_client import GatewayAway, GatewayClient, wants_of
-from potluck.control.launchers.launcher import Launcher
 from potluck.control.manual_changes import KeptCordons, is_by_hand, leave, leaving
 from potluck.control.market import MarketSource
 from potluck.control.plan_requests import Planner, PlanRequests

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from potluck.control.accounts import KEY_FILE, USAGE_FILE, count_all, is_open, publish_keys
+from potluck.control.control_values import Launcher, Place
 from potluck.control.controller import Controller, ControllerTurn
 from potluck.control.day_plans import DayPlans
 from potluck.control.decision_history import history_of
@@ -24,7 +25,6 @@ from potluck.control.held_sockets import GATEWAY_MARK, HeldSockets, hands_over, 
 from potluck.control.http_client import answers_well
 from potluck.control.launchers import local_launcher, process
 from potluck.control.launchers.engine_command import EngineCommands
-from potluck.control.launchers.launcher import Launcher, Place
 from potluck.control.launchers.local_capacity import GATEWAY_BYTES, must_have_room
 from potluck.control.manual_changes import is_by_hand
 from potluck.control.market import MarketSource

@@ -13,11 +13,12 @@ from potluck.export.placement import (
     HostOf,
     PlacedPlan,
     RentedMachine,
+    WeightsSource,
     label,
+    pull_words,
     roster,
     yaml_text,
 )
-from potluck.export.weights import WeightsSource, pull_words
 
 SECRETS = ("engine.key", "pipeline.secret")
 SHARED_MEMORY = "8gb"

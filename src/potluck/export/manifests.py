@@ -25,17 +25,20 @@ from potluck.control.launchers.kubernetes_pods import (
 )
 from potluck.core.errors import InputError
 from potluck.export.placement import (
+    DONE,
     EVERYWHERE,
     CommandOptions,
     EnginePlacement,
     ExportedProcess,
     PlacedPlan,
     RentedMachine,
+    WeightsSource,
+    disk_bytes,
     label,
+    pull_words,
     roster,
     yaml_text,
 )
-from potluck.export.weights import DONE, WeightsSource, disk_bytes, pull_words
 
 CONFIG = "potluck-plan"
 MOST_CONFIG_BYTES = 900_000

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from potluck.export import placement
-from potluck.export.weights import WeightsSource, pull_words, tokenizers_of
+from potluck.export.placement import WeightsSource, pull_words, tokenizers_of
 
 HEAD = """#!/usr/bin/env bash
 # {what}

@@ -15,11 +15,14 @@ from potluck.export.placement import (
     ExportedProcess,
     PlacedPlan,
     RentedMachine,
+    WeightsSource,
+    disk_bytes,
+    pull_words,
     roster,
+    tokenizers_of,
     yaml_text,
 )
 from potluck.export.shell import line_of, process_line
-from potluck.export.weights import WeightsSource, disk_bytes, pull_words, tokenizers_of
 
 GPU_NAMES = {
     "A100-40": "A100",

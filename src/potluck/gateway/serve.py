@@ -33,7 +33,7 @@ from potluck.gateway.page.routes import PageRoutes
 from potluck.gateway.page.snapshot import notices
 from potluck.gateway.page.stream import PageStream
 from potluck.gateway.registry.engine_list import EngineEntry, EngineListFile
-from potluck.gateway.settings import LOOPBACK, GatewaySettings
+from potluck.gateway.values import LOOPBACK, GatewaySettings
 from potluck.gateway.workers.supervisor import FOLLOWED, SERVES, BrainProcessContext, Supervisor
 from potluck.gateway.workers.worker import Worker, WorkerContext, calls_of, model_card
 from potluck.gateway.workers.worker_pool import WorkerPool

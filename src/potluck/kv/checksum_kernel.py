@@ -10,7 +10,7 @@ import numpy.typing as npt
 from numba import types
 
 from potluck.kv.chunks import CHECKSUM_ROW as ROW
-from potluck.kv.compiled import Function, compiled
+from potluck.native.machine_code import Function, compiled
 
 Words = npt.NDArray[np.uint64]
 _recv: Any = types.ExternalFunction("recv", types.intp(types.int32, types.uintp, types.uintp, types.int32))

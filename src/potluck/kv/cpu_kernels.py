@@ -24,7 +24,7 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 from potluck.kv.codec_layout import ROW_GROUP
-from potluck.kv.compiled import compiled
+from potluck.native.machine_code import compiled
 
 U = np.uint32
 I32 = np.int32

@@ -327,31 +327,3 @@ def _piece(prefix: FramePrefix, head: bytes) -> ChunkPiece:
     if prefix.data_bytes not in (0, count):
         raise FormatError("hand-over", f"has a piece of {count} bytes with {prefix.data_bytes} behind it")
     return ChunkPiece(index, chunk, whole, offset, count, (a, b), prefix.data_bytes == count)
-
-
-class FrameReader:
-    """Bytes in, messages out, each with its data: for whoever has no buffers to receive into."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[tuple[Message, bytes]]:
-        self._buffer += data
-        result: list[tuple[Message, bytes]] = []
-        while len(self._buffer) >= PREFIX.size:
-            raw = bytes(self._buffer[: PREFIX.size])
-            prefix = read_prefix(raw)
-            body = PREFIX.size + prefix.head_bytes
-            if len(self._buffer) < body:
-                break
-            message = read_head(raw, prefix, bytes(self._buffer[PREFIX.size : body]))
-            if len(self._buffer) < body + prefix.data_bytes:
-                break
-            result.append((message, bytes(self._buffer[body : body + prefix.data_bytes])))
-            del self._buffer[: body + prefix.data_bytes]
-        return result
-
-    def close(self) -> None:
-        """The stream has ended: it must not do so within a frame."""
-        if self._buffer:
-            raise FormatError("hand-over", "was cut short")

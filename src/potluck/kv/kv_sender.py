@@ -21,9 +21,8 @@ from potluck.core.errors import CapacityError, FormatError, PotluckError
 from potluck.core.values.kv_layout import KvCut
 from potluck.kv import frames, shared_memory
 from potluck.kv.checksum import sums
-from potluck.kv.chunks import KvChunk, KvManifest, TransferError
+from potluck.kv.chunks import KvChunk, KvManifest, TransferError, cut_chunk
 from potluck.kv.handles import TransferHandles
-from potluck.kv.head_cuts import cut_chunk
 from potluck.kv.kv_connection import KvConnection, expect, shut
 from potluck.kv.peer_connections import LinkReport, info, report
 from potluck.kv.send_queue import SendQueue, pack

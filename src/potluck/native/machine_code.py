@@ -15,8 +15,21 @@ from typing import Any
 
 import numba
 from numba.core import caching
+from numba.core import options as compiler_options
 
 Function = Callable[..., Any]
+
+
+def compiled(function: Function, *signatures: str, arrays: bool = False, **more: Any) -> Function:
+    """Compile an inner loop, now for the signatures named, else on its first call. Other threads run while it does.
+
+    Without `arrays` it must not create any; then nothing has to be counted as used or freed.
+    """
+    chosen: dict[str, Any] = {"nogil": True, "error_model": "numpy", **more}
+    if not arrays and hasattr(compiler_options.DefaultOptions, "_nrt"):
+        chosen["_nrt"] = False
+    fast: Function = machine_code(function, signatures, **chosen)
+    return fast
 
 
 def machine_code(function: Function, signatures: Sequence[str] = (), **options: Any) -> Any:

@@ -108,6 +108,9 @@ class Spec:
         )
         return replace(self, models=models)
 
+    def region(self, name: str) -> Region:
+        return _named("region", name, {region.name: region for region in self.regions})
+
     def node_type(self, name: str) -> NodeType:
         return _named("node", name, {node.name: node for node in self.node_types})
 

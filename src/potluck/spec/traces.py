@@ -546,7 +546,6 @@ def tokens(column: str, value: object, least: int) -> int:
 BYTES_PER_TOKEN = 4
 PROMPT_FROM = frozenset({"human", "user"})
 ANSWER_FROM = frozenset({"gpt", "chatgpt", "assistant", "bing", "bard"})
-_SPACE = " \t\r\n"
 
 
 def read_sharegpt(text: str, name: str) -> Iterator[TraceRequest | None]:
@@ -559,49 +558,17 @@ def read_sharegpt(text: str, name: str) -> Iterator[TraceRequest | None]:
     as `tokens`; otherwise it is estimated as one token per 4 bytes of UTF-8, which is about right for English prose
     (GPT-like vocabularies) and for Chinese, and wrong by a third or so for code. Say so where the result is shown.
     """
-    decoder = json.JSONDecoder()
-    at, line = _skip(text, 0), 1
-    line += text.count("\n", 0, at)
-    at += 1  # the opening bracket, which told the format
-    first = True
-    while True:
-        following = _skip(text, at)
-        line += text.count("\n", at, following)
-        at = following
-        end = text[at : at + 1]
-        if end == "]":
-            _nothing_after(text, at + 1, name, line)
-            return
-        if not first:
-            if end != ",":
-                raise InputError(f"{name}:{line}", "is not JSON: a comma or ] is missing")
-            following = _skip(text, at + 1)
-            line += text.count("\n", at, following)
-            at = following
-        first = False
+    try:
+        entries = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{name}:{error.lineno}", f"is not JSON: {error.msg}") from error
+    except RecursionError as error:
+        raise InputError(name, "is nested too deeply") from error
+    for number, entry in enumerate(entries, 1):
         try:
-            entry, stop = decoder.raw_decode(text, at)
             yield _request(entry)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{name}:{error.lineno}", f"is not JSON: {error.msg}") from error
-        except RecursionError as error:
-            raise InputError(f"{name}:{line}", "is nested too deeply") from error
         except ValueError as error:
-            raise InputError(f"{name}:{line}", str(error)) from error
-        line += text.count("\n", at, stop)
-        at = stop
-
-
-def _skip(text: str, at: int) -> int:
-    while at < len(text) and text[at] in _SPACE:
-        at += 1
-    return at
-
-
-def _nothing_after(text: str, at: int, name: str, line: int) -> None:
-    end = _skip(text, at)
-    if end < len(text):
-        raise InputError(f"{name}:{line + text.count(chr(10), at, end)}", "is not JSON: text after the list")
+            raise InputError(f"{name}: conversation {number}", str(error)) from error
 
 
 def _request(entry: object) -> TraceRequest | None:

@@ -10,6 +10,7 @@ listens to vLLM's own publisher hears them all the same.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import queue
 import socket
@@ -18,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from potluck.core.replica.blocks import CacheChanges, as_bytes, chain_root, names_behind
@@ -227,3 +229,39 @@ class HeldBlocks:
                 del self._added[name]
             else:
                 self._removed[name] = None
+
+
+LONGEST_LINE = 1 << 24
+
+
+class ConnectorSocket:
+    def __init__(self, path: Path, heard: Callable[[bytes, asyncio.StreamWriter], None]) -> None:
+        """`heard` gets a line, and what leads to the connector that wrote it; a ValueError ends its connection."""
+        self._path, self._heard = path, heard
+        self._server: asyncio.Server | None = None
+        self._readers: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        self._server = await asyncio.start_unix_server(self._read, str(self._path), limit=LONGEST_LINE)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        with suppress(OSError):
+            self._path.unlink()
+
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._readers.add(task)
+        try:
+            while line := await reader.readline():
+                self._heard(line, writer)
+        except (OSError, ValueError, asyncio.CancelledError):
+            pass  # vLLM is gone; whoever watches its process knows.
+        finally:
+            self._readers.discard(task)
+            writer.close()

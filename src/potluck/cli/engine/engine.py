@@ -277,9 +277,9 @@ def vllm(
 
         from potluck.core.values.kv_layout import kv_address
         from potluck.vllm.adapter.adapter_service import AdapterLimits
+        from potluck.vllm.adapter.node_group import serve_workers
         from potluck.vllm.adapter.serve import DRAIN_S, serve
         from potluck.vllm.adapter.vllm_process import must_have_vllm
-        from potluck.vllm.adapter.worker_node import serve_workers
     except ModuleNotFoundError as error:
         raise InputError("engine vllm", f"needs {error.name}; install potluck[gateway]") from error
 

@@ -20,8 +20,7 @@ from potluck.export.placement import KEY_FILE, Style
 from potluck.spec.spec_values import Spec
 
 if TYPE_CHECKING:
-    from potluck.export.placement import CommandOptions, EngineLimits, PlacedPlan
-    from potluck.export.weights import WeightsSource
+    from potluck.export.placement import CommandOptions, EngineLimits, PlacedPlan, WeightsSource
 
 KINDS = ("commands", "compose", "kubernetes", "skypilot")
 CHECK_S = 120.0
@@ -106,8 +105,7 @@ class ExportedFiles:
 def _exported(kind: str, plan_path: Path, spec_path: Path, options: dict[str, Any]) -> ExportedFiles:
     from potluck.cli.common.inputs import pairs, read_plan, read_spec, require_runnable, weights_in
     from potluck.export import left_out, shell, skypilot
-    from potluck.export.placement import CommandOptions, roomed
-    from potluck.export.weights import weights_from
+    from potluck.export.placement import CommandOptions, roomed, weights_from
 
     plan = read_plan(plan_path)
     spec = read_spec(spec_path)

@@ -55,7 +55,7 @@ def attach(
     from potluck.control.launchers.process import LOOPBACK, next_free
     from potluck.control.local_stack import USUAL_PORT
     from potluck.gateway.serve import serve_forever
-    from potluck.gateway.settings import GatewaySettings, ListenAddresses
+    from potluck.gateway.values import GatewaySettings, ListenAddresses
 
     entries = read_entries(file)
     with tempfile.TemporaryDirectory(prefix="potluck-attach-") as folder:

@@ -16,8 +16,8 @@ from potluck.cli.common.inputs import pairs
 from potluck.core.errors import InputError, UnknownNameError
 
 if TYPE_CHECKING:
+    from potluck.control.control_values import Launcher
     from potluck.control.launchers.engine_command import EngineCommands
-    from potluck.control.launchers.launcher import Launcher
     from potluck.control.local_stack import LocalStackSettings
     from potluck.control.market import ClusterNode, Spellings
     from potluck.control.state_store import StateStore

@@ -1,1 +1,1 @@
-"""Who starts engines: on this machine, on Ray or on Kubernetes, behind one small protocol (`launcher.py`)."""
+"""Who starts engines: on this machine, on Ray or on Kubernetes, behind one small protocol (`control_values.py`)."""

@@ -12,9 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from potluck.control.control_values import EngineSpec
+from potluck.control.control_values import EngineSpec, NodeNews
 from potluck.control.launchers.engine_command import EngineCommands
-from potluck.control.launchers.launcher import NodeNews
 from potluck.control.market import NodeTypeLabels, Spellings
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.layout import StageNode

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from potluck.control.control_values import EngineSpec
+from potluck.control.control_values import EngineSighting, EngineSpec, NodeNews, Place
 from potluck.control.launchers import cluster_launcher
 from potluck.control.launchers.engine_command import with_node
 from potluck.control.launchers.kube_api import ApiRefused, ApiUnreachable, KubeApi, ObjectCache
@@ -42,7 +42,6 @@ from potluck.control.launchers.kubernetes_pods import (
     worker_container,
     workers_of,
 )
-from potluck.control.launchers.launcher import EngineSighting, NodeNews, Place
 from potluck.control.launchers.process import healthy
 from potluck.control.market import ClusterNode
 from potluck.core.errors import CapacityError, PotluckError

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from potluck.control.control_values import EngineSpec
+from potluck.control.control_values import EngineSighting, EngineSpec, NodeNews, Place
 from potluck.control.launchers import local_capacity, process
 from potluck.control.launchers.engine_command import EngineCommands, nodes_of
-from potluck.control.launchers.launcher import EngineSighting, NodeNews, Place
 from potluck.core.errors import CapacityError
 
 MODULE = "potluck.cli.engine.fork_server"

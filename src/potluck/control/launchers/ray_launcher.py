@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from potluck.control.control_values import EngineSpec
+from potluck.control.control_values import EngineSighting, EngineSpec, Place
 from potluck.control.launchers import cluster_launcher
-from potluck.control.launchers.launcher import EngineSighting, Place
 from potluck.control.launchers.local_launcher import GRACE_S
 from potluck.control.launchers.process import healthy
 from potluck.control.launchers.ray_actors import (

@@ -31,8 +31,7 @@ from potluck.engine.compute.executor import SequenceWork
 from potluck.engine.loop.engine_loop import EngineLoop
 from potluck.engine.loop.loop_thread import TimerLoop
 from potluck.engine.mock.mock_executor import MockExecutor, Vocabulary
-from potluck.engine.mock.mock_prefix_cache import MockPrefixCache
-from potluck.engine.mock.mock_transfer import KvSizes, MockKvTransfer
+from potluck.engine.mock.mock_transfer import KvSizes, MockKvTransfer, MockPrefixCache
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.serve import EngineSettings
 from potluck.engine.server.engine_service import EngineService

@@ -25,11 +25,10 @@ from potluck.engine.loop.jobs import NOT_FETCHED, JobEnded
 from potluck.engine.loop.loop_thread import LoopThread
 from potluck.engine.server.request_channels import RequestChannel
 from potluck.kv import peer_connections
-from potluck.kv.chunks import KvChunk, KvManifest, TransferError, lesser
+from potluck.kv.chunks import HeadJoin, KvChunk, KvManifest, TransferError, lesser
 from potluck.kv.codec_layout import ITEM_BYTES, STATES, Codec
 from potluck.kv.fetch import FetchRequest, FetchResult, GroupFetch
 from potluck.kv.handles import new_session
-from potluck.kv.head_cuts import HeadJoin
 from potluck.kv.kv_codec import packed, restored
 from potluck.kv.kv_sender import KvSender, OutgoingTransfer, SenderLimits, State
 

@@ -38,7 +38,7 @@ from potluck.core.values.types import Request
 from potluck.gateway.admin.counters import Counters
 from potluck.gateway.dispatch.passthrough_events import DifferentAnswer, PassthroughEvents
 from potluck.gateway.http.connection_pool import ConnectionPool
-from potluck.gateway.registry.directory import ReplicaDirectory
+from potluck.gateway.registry.registry import ReplicaDirectory
 from potluck.gateway.values import AnswerSink, ChoiceRequest, Endpoint, TokenCounts
 
 SWEEP_S = 0.25

@@ -22,7 +22,7 @@ from potluck.gateway.dispatch.active_request import (
 from potluck.gateway.dispatch.relay_attempt import RelayAttempt
 from potluck.gateway.dispatch.segment_attempt import SegmentAttempt
 from potluck.gateway.http.connection_pool import ConnectionPool
-from potluck.gateway.registry.directory import ReplicaDirectory
+from potluck.gateway.registry.registry import ReplicaDirectory
 from potluck.gateway.values import AnswerSink, ChoiceRequest, Endpoint
 
 ENDED = 4096

@@ -58,7 +58,7 @@ from potluck.gateway.openai.response import (
     reply_error,
     reply_json,
 )
-from potluck.gateway.registry.directory import ReplicaDirectory
+from potluck.gateway.registry.registry import ReplicaDirectory
 
 T = TypeVar("T")
 

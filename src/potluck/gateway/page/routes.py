@@ -20,7 +20,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from potluck.api.http import HEADER, HttpRefusal, request_id
 from potluck.core.errors import InputError
 from potluck.gateway.page.stream import PageStream
-from potluck.runtime.style import base_css
+from potluck.runtime import base_css
 
 KINDS = {
     ".html": "text/html; charset=utf-8",

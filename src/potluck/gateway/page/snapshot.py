@@ -14,7 +14,7 @@ from potluck.core.values.plan import Plan, Template
 from potluck.gateway.admin.operations import Operations, QueueView, fields_of
 from potluck.gateway.core import GatewayCore
 from potluck.gateway.registry.health import slow_lines
-from potluck.gateway.settings import GatewaySettings
+from potluck.gateway.values import GatewaySettings
 
 Row = dict[str, Any]
 Tables = dict[str, dict[str, Row]]

@@ -20,7 +20,7 @@ from potluck.core.values.route import Route, aggregated
 from potluck.core.values.types import Request
 from potluck.gateway.admin.counters import Counters
 from potluck.gateway.admin.usage import UsageFile
-from potluck.gateway.registry.directory import ReplicaDirectory
+from potluck.gateway.registry.registry import ReplicaDirectory
 from potluck.gateway.values import Address, Endpoint, RequestOutcome
 from potluck.runtime.log_lines import blocks_of, line, names, read_line
 

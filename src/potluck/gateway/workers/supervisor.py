@@ -31,7 +31,7 @@ from potluck.core.errors import PotluckError
 from potluck.gateway.http.limits import calm
 from potluck.gateway.http.server import bound
 from potluck.gateway.http.takeover import InheritedSockets, inherited, take_over
-from potluck.gateway.settings import ListenAddresses
+from potluck.gateway.values import ListenAddresses
 from potluck.gateway.workers import worker_process
 from potluck.gateway.workers.worker import WorkerContext
 

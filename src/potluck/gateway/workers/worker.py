@@ -21,8 +21,8 @@ from potluck.gateway.openai.handler import ClientHandler, HandlerSettings
 from potluck.gateway.openai.kept_answers import KeptAnswers
 from potluck.gateway.openai.keys import KeyRing, SharedUse
 from potluck.gateway.openai.requests import ModelCard, read_card
-from potluck.gateway.registry.directory import ReplicaDirectory
-from potluck.gateway.settings import GatewaySettings
+from potluck.gateway.registry.registry import ReplicaDirectory
+from potluck.gateway.values import GatewaySettings
 
 
 @dataclass(frozen=True, slots=True)

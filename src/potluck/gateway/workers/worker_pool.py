@@ -15,7 +15,7 @@ from potluck.core.errors import PotluckError
 from potluck.core.state.actions import Action
 from potluck.gateway.admin.counters import Counters
 from potluck.gateway.core import GatewayCore
-from potluck.gateway.settings import GatewaySettings
+from potluck.gateway.values import GatewaySettings
 from potluck.gateway.workers import brain_client
 from potluck.gateway.workers.brain_client import WorkerChannel, WorkerMeterReceiver
 from potluck.gateway.workers.supervisor import BrainProcessContext

@@ -22,9 +22,8 @@ from potluck.core.errors import UnknownNameError
 from potluck.core.values.kv_layout import Address, KvAddress, KvLayout, reachable, written
 from potluck.kv.frames import VERSION
 from potluck.kv.prefix_pool import CacheFeed
-from potluck.vllm.adapter.connector_socket import ConnectorSocket
 from potluck.vllm.adapter.vllm_process import VllmProcess
-from potluck.vllm.adapter_channel import HeldBlocks
+from potluck.vllm.adapter_channel import ConnectorSocket, HeldBlocks
 
 RECENT_STEPS = 4096
 SHOWN_STEPS = 256

@@ -20,8 +20,8 @@ from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from potluck.kv.compiled import Function
-from potluck.kv.compiled import compiled as kv_compiled
+from potluck.native.machine_code import Function
+from potluck.native.machine_code import compiled as inner_loop
 
 COUNT = 16
 BYTES = 4 * COUNT
@@ -33,10 +33,10 @@ _INDICES = ir.Constant(_INTS, list(range(COUNT)))
 def compiled(function: Function) -> Function:
     """Compile a function on its first call. It must not create arrays, and lets other threads run meanwhile.
 
-    As `kv/compiled.py` does, with liberties that change no result from run to run: a product followed by a sum has
-    one rounding, and sums may be cut into vectors, but in a way that depends on their length alone.
+    As `native/machine_code.py` does, with liberties that change no result from run to run: a product followed by a
+    sum has one rounding, and sums may be cut into vectors, but in a way that depends on their length alone.
     """
-    fast = kv_compiled(function, fastmath={"contract", "reassoc", "nsz", "arcp"})
+    fast = inner_loop(function, fastmath={"contract", "reassoc", "nsz", "arcp"})
     # numba looks only at the file that a function stands in, but what is called from other files becomes part of it.
     cache_file = getattr(getattr(fast, "_cache", None), "_cache_file", None)
     if cache_file is not None and hasattr(cache_file, "_source_stamp"):

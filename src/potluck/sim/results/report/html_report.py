@@ -7,7 +7,7 @@ from html import escape
 from importlib import resources
 
 from potluck.core.figures import digits, seconds, usd
-from potluck.runtime.style import base_css
+from potluck.runtime import base_css
 from potluck.sim.results.metrics import LatencySpread, ModelSummary, RunSummary
 from potluck.sim.results.records import SimResult
 from potluck.sim.results.report import charts
