@@ -35,7 +35,7 @@ def test_the_demo_is_rehearsed_answers_and_leaves_nothing_behind(tmp_path: Path)
         store.close()
     assert version is not None
     _must_share_prompts_in_every_way(version.plan)
-    fork_server = (state / "logs" / "nursery.log").read_text()
+    fork_server = (state / "logs" / "fork-server.log").read_text()
     assert "Traceback" not in fork_server, fork_server
     if os.path.exists("/proc/self/smaps_rollup"):
         forked = [log for log in (state / "logs").glob("words-*.log") if '"url"' in log.read_text()]

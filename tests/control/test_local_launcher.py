@@ -242,7 +242,7 @@ def test_who_says_nothing_is_not_judged(said: object) -> None:
     assert cost_of(said) is None
 
 
-def test_what_a_nursery_says_is_read() -> None:
+def test_what_a_fork_server_says_is_read() -> None:
     assert cost_of({"prompt_token_s": 1, "step_s": 2.0, "sequence_s": 0}) == CpuCost(1, 2.0, 0)
     assert cost_of({"prompt_token_s": float("nan"), "step_s": 2.0, "sequence_s": 0}) is None
 
@@ -261,7 +261,7 @@ def _fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: str) -> 
     (tmp_path / "tiny_fork_server.py").write_text(TINY.format(load=load))
     monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *filter(None, sys.path)]))
     marks = {OWNER_MARK: str(tmp_path), FORK_MARK: "1"}
-    return ForkServer(marks, tmp_path / "logs" / "nursery.log", "tiny_fork_server")
+    return ForkServer(marks, tmp_path / "logs" / "fork-server.log", "tiny_fork_server")
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def test_it_outlives_the_fork_server_and_is_known_by_a_mark(fork_server: ForkSer
     _until(lambda: log.exists() and '"url"' in log.read_text())
     fork_server.close()
     assert alive(pid)
-    assert list(engines_of(str(tmp_path))) == [pid], "the nursery itself is no engine"
+    assert list(engines_of(str(tmp_path))) == [pid], "the fork server itself is no engine"
     assert fork_server.fork(arguments, log) is None, "who asks then starts a process instead"
     end(pid)
     _until(lambda: not alive(pid))

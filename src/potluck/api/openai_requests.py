@@ -255,7 +255,6 @@ def completion_of(
 
 
 def prompts_of(value: object) -> list[str | tuple[int, ...]]:
-    """Each text or tokens."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:

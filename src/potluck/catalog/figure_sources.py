@@ -27,8 +27,6 @@ class FigureSource:
 
 @dataclass(frozen=True, slots=True)
 class SourcedFigure:
-    """One figure of an entry and where it comes from."""
-
     field: str
     value: object
     source: FigureSource
@@ -38,8 +36,6 @@ class SourcedFigure:
 
 @dataclass(frozen=True, slots=True)
 class EntryFacts:
-    """Everything the catalog knows about one entry, for display."""
-
     name: str
     aliases: tuple[str, ...]
     figures: tuple[SourcedFigure, ...]
@@ -57,7 +53,6 @@ def load_toml(name: str) -> dict[str, Any]:
 
 @cache
 def sources() -> dict[str, FigureSource]:
-    """All sources by id."""
     return {
         key: FigureSource(key, entry["title"], entry["date"], entry["kind"], entry.get("licence"))
         for key, entry in load_toml("sources.toml").items()

@@ -53,7 +53,6 @@ def gpu(name: str) -> Gpu:
 
 
 def facts(name: str) -> EntryFacts:
-    """Every figure of a GPU with its source."""
     key = canonical(name)
     entry = _entries()[key]
     figures = tuple(

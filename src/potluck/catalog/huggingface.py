@@ -495,7 +495,6 @@ class ConfigFields:
         return value
 
     def part(self, name: str) -> ConfigFields | None:
-        """A nested object."""
         value = self._values.get(name)
         if value is None:
             return None
@@ -545,7 +544,6 @@ class ConfigFields:
 
 
 def read_json(path: Path) -> ConfigFields:
-    """The top object of a JSON file."""
     where = path.name
     try:
         if path.stat().st_size > LARGEST_FILE_BYTES:

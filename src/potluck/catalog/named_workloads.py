@@ -62,7 +62,6 @@ def workload(name: str) -> NamedWorkload:
 
 
 def facts(name: str) -> EntryFacts:
-    """Every figure of a workload with its source."""
     key = canonical(name)
     entry = _entries()[key]
     made = workload(key)
@@ -85,7 +84,6 @@ def _shape_source(entry: dict[str, Any], field: str) -> FigureSource | None:
 
 
 def describe(law: Law) -> str:
-    """A law in a few words."""
     if isinstance(law, Fixed):
         return f"fixed {law.tokens:g}"
     if isinstance(law, LogNormal):

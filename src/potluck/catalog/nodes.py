@@ -23,7 +23,6 @@ _COUNT_LAST = re.compile(r"\s*([^:]+?)\s*:\s*(\d+)\s*")
 
 
 def names() -> tuple[str, ...]:
-    """Every listed node type, such as `4xL40S`."""
     return tuple(f"{count}x{gpu}" for gpu in gpus.names() for count in LISTED_COUNTS)
 
 
@@ -60,7 +59,6 @@ def canonical(name: str) -> str:
 
 @lru_cache(maxsize=1024)
 def node_type(name: str) -> NodeType:
-    """The node type of that name with its links."""
     count, gpu = parse(name)
     entry = _entry(gpu)
     return NodeType(

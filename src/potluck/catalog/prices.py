@@ -26,8 +26,6 @@ from potluck.core.errors import FormatError, InputError, UnknownNameError
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """The price of one node type in one region."""
-
     node: str
     cloud: str
     region: str
@@ -55,7 +53,6 @@ class Price:
 
 @cache
 def prices() -> tuple[Price, ...]:
-    """Every price of the catalog."""
     with (DATA / "prices.csv").open(encoding="utf-8", newline="") as file:
         return tuple(
             Price(
@@ -173,7 +170,6 @@ def installed(folder: Path | None = None) -> tuple[Path, ...]:
 
 
 def read_all(paths: Iterable[Path]) -> SkyPilotPrices:
-    """Several clouds' files together."""
     prices: list[Price] = []
     left_out: Counter[str] = Counter()
     for path in paths:

@@ -406,6 +406,6 @@ def fork_server_of(folder: Path, style: str) -> local_launcher.ForkServer | None
         return None
     marks = {local_launcher.OWNER_MARK: str((folder / "state.db").resolve()), local_launcher.FORK_MARK: "1"}
     try:
-        return local_launcher.ForkServer(marks, folder / "logs" / "nursery.log", style=style)
+        return local_launcher.ForkServer(marks, folder / "logs" / "fork-server.log", style=style)
     except OSError:
         return None

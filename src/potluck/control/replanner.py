@@ -44,7 +44,7 @@ class Replanner:
     """Whether plans say what scaling may start beside their copies."""
     startups: Startups | None = None
     """What a start costs, by model, where the spec says where weights lie."""
-    shop: Callable[[PlanningProblem], TemplateFactory] = TemplateFactory
+    factory_of: Callable[[PlanningProblem], TemplateFactory] = TemplateFactory
     """With the kinds of templates that can be started here."""
     evidence: PlanEvidence | None = None
     """None: plans are judged on averages alone."""
@@ -71,7 +71,7 @@ class Replanner:
             now = self._at_once(problem, running)
             left = replace(running, deployments=survivors(problem, running))
             settings = replace(settings, running=left)
-        factory, force = self.shop(problem), asked.planned or running
+        factory, force = self.factory_of(problem), asked.planned or running
         strategy = STRATEGIES.get("auto" if force is None else force.strategy, STRATEGIES["auto"])
         planner = strategy if self.evidence is None else self.evidence.planner(strategy)
         outcome = planner(factory, settings)

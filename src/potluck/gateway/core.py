@@ -195,12 +195,12 @@ class GatewayCore:
         self.links_gbps = facts.links_gbps
         self.brain = Brain(facts, policy)
         self.logged: LoggedBrain | None = None
-        mind: Decider = self.brain
+        decider: Decider = self.brain
         if log is not None:
-            mind = self.logged = LoggedBrain(
-                mind, LogFiles(log), facts, policy, zero_utc_s=time.time(), flush_s=FLUSH_S
+            decider = self.logged = LoggedBrain(
+                decider, LogFiles(log), facts, policy, zero_utc_s=time.time(), flush_s=FLUSH_S
             )
-        self.brain_loop = BrainLoop(mind, self.brain.requests, tick_s=policy.tick_s, clock=clock)
+        self.brain_loop = BrainLoop(decider, self.brain.requests, tick_s=policy.tick_s, clock=clock)
         self.registry = ReplicaRegistry(
             self.brain_loop.tell, outgoing, self._busy, codec=self.codec, codec_inside=self.codec_inside
         )
@@ -318,13 +318,13 @@ _ENDINGS = (events.RequestFinished, events.AttemptFailed, events.RequestCancelle
 class BrainLoop:
     def __init__(
         self,
-        mind: Decider,
+        decider: Decider,
         open_flights: Mapping[str, object],
         *,
         tick_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._mind = mind
+        self._decider = decider
         self._flights = open_flights
         self._clock = clock
         self.start_s = clock()
@@ -353,7 +353,7 @@ class BrainLoop:
             while True:
                 if line is not None and isinstance(event, _ARRIVALS):
                     self._owners[event.request.id] = line
-                orders = self._mind.on(at_s, event)
+                orders = self._decider.on(at_s, event)
                 for watcher in self.watchers:
                     watcher(at_s, event, orders)
                 if orders:

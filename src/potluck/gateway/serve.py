@@ -174,7 +174,7 @@ def worker_beside(
 
 
 async def serve(
-    resolved: ResolvedPlan, context: WorkerContext, ready: Ready, post: BrainProcessContext
+    resolved: ResolvedPlan, context: WorkerContext, ready: Ready, process: BrainProcessContext
 ) -> None:
     """Serve until a signal says to end; `ready` hears the addresses. A parent holds the ports."""
     settings = context.settings
@@ -186,46 +186,46 @@ async def serve(
         outgoing,
         engine_list=settings.engines,
         log=settings.log,
-        memory=_memory(settings, post),
+        memory=_memory(settings, process),
         why=settings.why,
         plan_version=settings.plan_version,
     )
     operators = AdminServer(core, settings)
     workers: Worker | WorkerPool
     if settings.places.workers == 1:
-        workers = worker_beside(core, context, outgoing, operators.meter, settings.answers_in(post.home))
+        workers = worker_beside(core, context, outgoing, operators.meter, settings.answers_in(process.home))
     else:
-        workers = WorkerPool(core, operators.meter, settings, post)
+        workers = WorkerPool(core, operators.meter, settings, process)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def parent_is_gone() -> None:
         """Nobody would replace this process; where its ports can be taken over, it serves until that is done."""
-        loop.remove_reader(post.life)
-        post.orphaned = True
+        loop.remove_reader(process.life)
+        process.orphaned = True
         if settings.takeover is None:
             stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    if post.life >= 0:
-        loop.add_reader(post.life, parent_is_gone)
+    if process.life >= 0:
+        loop.add_reader(process.life, parent_is_gone)
     handover: SocketHandover | None = None
     try:
         if isinstance(workers, Worker):
-            url, admin, handover = await _succeed(core, workers, operators, settings, post, stop)
+            url, admin, handover = await _succeed(core, workers, operators, settings, process, stop)
         else:
-            url, admin = await workers.start(), await operators.listen(post.operators)
+            url, admin = await workers.start(), await operators.listen(process.operators)
             core.start()
         operators.page.chat.url = url
         calm()
         ready(url, admin)
-        post.tell(SERVES)
+        process.tell(SERVES)
         await stop.wait()
     finally:
         followed = handover is not None and handover.handed
         if followed:
-            post.tell(FOLLOWED)
+            process.tell(FOLLOWED)
         if handover is not None:
             handover.close()
         if followed:
@@ -234,17 +234,17 @@ async def serve(
         await core.close()
         await operators.close(followed)
         await outgoing.close()
-        if post.orphaned:
-            post.close()
+        if process.orphaned:
+            process.close()
 
 
-def _memory(settings: GatewaySettings, post: BrainProcessContext) -> OperatorState:
+def _memory(settings: GatewaySettings, process: BrainProcessContext) -> OperatorState:
     """What this gateway was told before its process died; of one that was started anew, only which engines run."""
     if settings.state is None:
-        return OperatorState(post.home)
+        return OperatorState(process.home)
     settings.state.mkdir(mode=0o700, parents=True, exist_ok=True)
     memory = OperatorState(settings.state)
-    if not post.again:
+    if not process.again:
         memory.only_entries()
     return memory
 
@@ -254,27 +254,27 @@ async def _succeed(
     worker: Worker,
     operators: AdminServer,
     settings: GatewaySettings,
-    post: BrainProcessContext,
+    process: BrainProcessContext,
     stop: asyncio.Event,
 ) -> tuple[str, str, SocketHandover | None]:
     """Take the place of the gateway that had these ports, once the fleet is known; or be the first one."""
-    taken = None if post.again else post.taken
+    taken = None if process.again else process.taken
     if taken is not None:
         core.cordons.inherit(taken.cordons)
     core.start()
     if core.registry.engines:  # else somebody will say which there are
         # What the one before cannot serve either need not be waited for; nobody is refused meanwhile.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(KNOWN_S if taken is not None else MET_S if post.again else 0.0):
+            async with asyncio.timeout(KNOWN_S if taken is not None else MET_S if process.again else 0.0):
                 while any(map(core.lacking, core.replica_models.resolved.models)):
                     await asyncio.sleep(LOOK_S)
-    url = await worker.listen(post.clients[0])
-    admin = await operators.listen(post.operators)
+    url = await worker.listen(process.clients[0])
+    admin = await operators.listen(process.operators)
     handover = None
     if settings.takeover is not None:
         marks = core.cordons
         handover = SocketHandover(
-            settings.takeover, post.clients[0], operators.sockets, stop.set, lambda: marks.marks
+            settings.takeover, process.clients[0], operators.sockets, stop.set, lambda: marks.marks
         )
     if taken is not None:
         taken.serving()
@@ -287,12 +287,12 @@ def serve_forever(resolved: ResolvedPlan, policy: Policy, settings: GatewaySetti
     engine_list = () if settings.engines is None else EngineListFile(settings.engines).entries
     context = WorkerContext(settings, policy, cards_of(resolved, settings, engine_list))
 
-    def brain(post: BrainProcessContext) -> None:
+    def brain(process: BrainProcessContext) -> None:
         def said(url: str, admin: str) -> None:
-            if not post.again:
+            if not process.again:
                 ready(url, admin)
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(resolved, context, said, post))
+            runner.run(serve(resolved, context, said, process))
 
     Supervisor(context, brain).run()

@@ -69,7 +69,6 @@ def data_bytes(chunk: KvChunk) -> int:
 
 
 def sizes_of(chunk: KvChunk) -> CodecSizes:
-    """Of its parameters and its data, under its codec."""
     return sizes(chunk.part, chunk.dtype, chunk.shape, chunk.codec)
 
 

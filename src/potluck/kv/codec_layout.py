@@ -1,7 +1,7 @@
 """How parts are cut into groups, and what each codec takes: all that sender and receiver agree on beforehand.
 
-A part is one or two matrices. Keys and latents have groups of 128 tokens down each column (channel), values and
-states groups of 64 along each row. Parameters are, matrix by matrix, all lows and then all scales, as bfloat16. The
+A part is one or two matrices. Keys and latents have groups of 128 tokens down each column (channel), values
+groups of 64 along each row. Parameters are, matrix by matrix, all lows and then all scales, as bfloat16. The
 payload is, matrix by matrix, the numbers: down columns 128 rows (or what is left) after another, each row by row;
 along rows each row by itself. With 4 bits, numbers i and ceil(n / 2) + i of a group of n share byte i, the first in
 the lower half.

@@ -63,7 +63,7 @@ class ReceiveConnection:
         return True
 
     def _wait(self) -> bool:
-        """Tell the sender what is new; then whether there is something to read, before somebody rings."""
+        """Tell the sender what is new; then whether there is something to read, before somebody wakes it."""
         conn = self._conn
         conn.idle = True  # First: whoever makes room now either sees this, or is seen by the next line.
         self._ack()

@@ -54,14 +54,14 @@ class KvConnection:
             connection.settimeout(None)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _limit(silence_s / LOOKS))
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _limit(silence_s))
-        self._bell, self._rung = socket.socketpair()
-        self._bell.setblocking(False)
-        self._rung.setblocking(False)
+        self._wake_sender, self._wake_receiver = socket.socketpair()
+        self._wake_sender.setblocking(False)
+        self._wake_receiver.setblocking(False)
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
-        self._poll.register(self._rung, select.POLLIN)
+        self._poll.register(self._wake_receiver, select.POLLIN)
         self.woken = False
-        """Whether somebody rang since this was last set to False."""
+        """Whether somebody woke it since this was last set to False."""
         self.idle = False
         """Whether it waits for something to do; for its owner's use."""
         self.heard_s = -inf
@@ -76,9 +76,9 @@ class KvConnection:
 
     def wake(self) -> None:
         try:
-            self._bell.send(b"!")
+            self._wake_sender.send(b"!")
         except OSError:
-            return  # It is full, so it rings already; or the connection was closed.
+            return  # It is full, so it wakes already; or the connection was closed.
 
     def abort(self) -> None:
         """Whatever the connection's thread is waiting for fails now."""
@@ -89,7 +89,7 @@ class KvConnection:
     def close(self) -> None:
         if self.slots is not None:
             self.slots.close()
-        for one in (self.connection, self._bell, self._rung):
+        for one in (self.connection, self._wake_sender, self._wake_receiver):
             one.close()
 
     def linger(self, timeout_s: float) -> None:
@@ -101,13 +101,13 @@ class KvConnection:
                 return
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether there is something to read, before the time is over or somebody rings."""
+        """Whether there is something to read, before the time is over or somebody wakes it."""
         if self._secure is not None and self._secure.pending():
             return True
         readable = False
         for fd, _ in self._poll.poll(max(0.0, timeout_s) * 1000):
-            if fd == self._rung.fileno():
-                self._rung.recv(4096)
+            if fd == self._wake_receiver.fileno():
+                self._wake_receiver.recv(4096)
                 self.woken = True
             else:
                 readable = True

@@ -52,12 +52,12 @@ class TransferPart:
     """What one worker of a receiver gets: its chunks, the connections that they go over, and how far that is."""
 
     def __init__(self, transfer: OutgoingTransfer, piece_bytes: int) -> None:
-        self.transfer, self.room = transfer, transfer.room
+        self.transfer, self.memory = transfer, transfer.memory
         self.cut = KvCut()
-        self.load = SendQueue(piece_bytes)
+        self.queue = SendQueue(piece_bytes)
         self.state: State = "offered"
         self.conns: dict[int, KvConnection] = {}
-        self.stirred_s = time.monotonic()
+        self.active_s = time.monotonic()
         """When something last went right, or when it was over."""
 
     @property
@@ -71,40 +71,40 @@ class TransferPart:
         if self.over or len(self.conns) >= most_connections:
             return False
         if self.state == "offered":
-            self.load.cut(piece_bytes)
+            self.queue.cut(piece_bytes)
             self.state = "attached"
-        self.stirred_s = now_s
-        return piece_bytes >= self.load.piece_bytes
+        self.active_s = now_s
+        return piece_bytes >= self.queue.piece_bytes
 
     def end(self, state: State) -> None:
         """Nothing more is going to be sent; its memory is free."""
         if self.over:
             return
         self.state = state
-        self.stirred_s = time.monotonic()
+        self.active_s = time.monotonic()
         with self.counted():
-            self.load.drop()
-        self.room.changed.notify_all()
+            self.queue.drop()
+        self.memory.changed.notify_all()
         self.transfer.part_over(state)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Carries what a change of the queue's bytes means over to the room."""
-        before = self.load.held_bytes
+        """Carries what a change of the queue's bytes means over to the sender's memory."""
+        before = self.queue.held_bytes
         yield
-        self.room.held_bytes += self.load.held_bytes - before
+        self.memory.held_bytes += self.queue.held_bytes - before
 
-    def ring(self) -> None:
+    def wake_idle(self) -> None:
         """Wake as many idle connections as there is work for, and whoever waits for room."""
-        work = self.load.work if not self.over else len(self.conns)
+        work = self.queue.work if not self.over else len(self.conns)
         for key, conn in self.conns.items():
             if work <= 0:
                 break
-            if conn.idle and (self.over or self.load.may_take(key) or self.load.failed):
+            if conn.idle and (self.over or self.queue.may_take(key) or self.queue.failed):
                 conn.idle = False
                 conn.wake()
                 work -= 1
-        self.room.changed.notify_all()
+        self.memory.changed.notify_all()
 
 
 class OutgoingTransfer:
@@ -113,7 +113,7 @@ class OutgoingTransfer:
 
     def __init__(
         self,
-        room: SenderMemory,
+        memory: SenderMemory,
         piece_bytes: int,
         opened: Opened,
         expires_s: float,
@@ -121,7 +121,7 @@ class OutgoingTransfer:
         tenant: str = "",
         weight: float = 1.0,
     ) -> None:
-        self.room = room
+        self.memory = memory
         self.tenant, self.weight = tenant, weight
         """Whose share of a throttled link it takes."""
         self._closed = closed
@@ -174,40 +174,42 @@ class OutgoingTransfer:
     def put(self, chunk: KvChunk, wait_s: float = 0.0, part: TransferPart | None = None) -> None:
         """Add a chunk, whose bytes must stay as they are. Waits for room in the send queue."""
         part = part or self.parts[0]
-        packed = pack(chunk, part.load.piece_bytes, now=len(part.conns) <= KEEPS_UP)
-        size, room = len(packed.body), self.room
-        with room.changed:
-            room.changed.wait_for(lambda: part.over or room.held_bytes + size <= room.most_bytes, wait_s)
+        packed = pack(chunk, part.queue.piece_bytes, now=len(part.conns) <= KEEPS_UP)
+        size, memory = len(packed.body), self.memory
+        with memory.changed:
+            memory.changed.wait_for(
+                lambda: part.over or memory.held_bytes + size <= memory.most_bytes, wait_s
+            )
             if part.over:
                 raise TransferError(f"hand-over: the transfer is {part.state}, nobody waits for it")
-            if room.held_bytes + size > room.most_bytes:
+            if memory.held_bytes + size > memory.most_bytes:
                 raise CapacityError(
-                    f"KV send queue: no room for {size} bytes beside the {room.held_bytes} that wait"
+                    f"KV send queue: no room for {size} bytes beside the {memory.held_bytes} that wait"
                 )
             with part.counted():
-                part.load.put(packed)
-            part.ring()
+                part.queue.put(packed)
+            part.wake_idle()
 
     def finish(self) -> None:
-        with self.room.changed:
+        with self.memory.changed:
             for part in self.parts.values():
-                part.load.finish()
-                part.ring()
+                part.queue.finish()
+                part.wake_idle()
 
     def fail(self, line: str) -> None:
         """Tell the receiver that the rest will not come."""
-        with self.room.changed:
+        with self.memory.changed:
             if not self.over:
                 for part in self.parts.values():
                     with part.counted():
-                        part.load.fail(line)
-                    part.ring()
+                        part.queue.fail(line)
+                    part.wake_idle()
                 self.problem = self.problem or line
                 self._tell("failed")
 
     def wait(self, timeout_s: float) -> State:
-        with self.room.changed:
-            self.room.changed.wait_for(lambda: self.over, timeout_s)
+        with self.memory.changed:
+            self.memory.changed.wait_for(lambda: self.over, timeout_s)
             return self.state
 
     # The connections' side; all but `manifest` under the lock.
@@ -227,7 +229,7 @@ class OutgoingTransfer:
         """Asked of the engine once, for all connections; while it thinks, the receiver hears that we are here."""
         until_s = time.monotonic() + timeout_s
         while True:
-            with self.room.changed:
+            with self.memory.changed:
                 come = sum(part.state != "offered" for part in self.parts.values())
                 if not self._opening and come == self.readers:
                     self._opening = True
@@ -235,7 +237,7 @@ class OutgoingTransfer:
                         target=self._ask, args=(have,), name="kv-open", daemon=True
                     )
                     self.asking.start()
-                self.room.changed.wait_for(lambda: self._manifest is not None or self.over, beat_s)
+                self.memory.changed.wait_for(lambda: self._manifest is not None or self.over, beat_s)
                 if self._manifest is not None:
                     return self._manifest
                 if self.over or time.monotonic() > until_s:
@@ -246,16 +248,16 @@ class OutgoingTransfer:
         try:
             opened = self._opened(have)
         except Exception as error:
-            with self.room.changed:
+            with self.memory.changed:
                 self.problem = " ".join(str(error).split()) or type(error).__name__
                 self.end("failed")
             return
-        with self.room.changed:
+        with self.memory.changed:
             self._manifest = opened
             for part in self.parts.values():
                 if part.cut.nothing:
-                    part.load.finish()
-            self.room.changed.notify_all()
+                    part.queue.finish()
+            self.memory.changed.notify_all()
 
     def end(self, state: State) -> None:
         for part in tuple(self.parts.values()):
@@ -302,8 +304,8 @@ class KvSender:
     ) -> None:
         self.limits = limits or SenderLimits()
         self._tls, self._shared = tls, shared_memory and tls is None
-        self._room = SenderMemory(self.limits.most_bytes)
-        self._changed = self._room.changed
+        self._memory = SenderMemory(self.limits.most_bytes)
+        self._changed = self._memory.changed
         self._handles: TransferHandles[OutgoingTransfer] = TransferHandles()
         self._transfers: dict[str, OutgoingTransfer] = {}
         self._peers: dict[str, PeerLink] = {}
@@ -335,7 +337,7 @@ class KvSender:
         """A cache that can be fetched, once, within a time; `closed` is told how it went, in whatever thread."""
         expires_s = time.monotonic() + lasts_s
         transfer = OutgoingTransfer(
-            self._room, self.limits.piece_bytes, opened, expires_s, closed, tenant, weight
+            self._memory, self.limits.piece_bytes, opened, expires_s, closed, tenant, weight
         )
         with self._changed:
             if self._closed:
@@ -384,7 +386,7 @@ class KvSender:
 
     @property
     def held_bytes(self) -> int:
-        return self._room.held_bytes
+        return self._memory.held_bytes
 
     @property
     def connections(self) -> int:
@@ -400,7 +402,7 @@ class KvSender:
             for transfer in self._transfers.values():
                 for part in transfer.parts.values():
                     for name in {conn.peer for conn in part.conns.values()}:
-                        queued[name] = queued.get(name, 0) + part.load.queued_bytes
+                        queued[name] = queued.get(name, 0) + part.queue.queued_bytes
             return tuple(
                 report(
                     name,
@@ -465,10 +467,10 @@ class KvSender:
                 self.granted(kept, now_s)
             for transfer in self._transfers.values():
                 for part in transfer.parts.values():
-                    if transfer.opening or (part.conns and not part.load.outstanding):
-                        part.stirred_s = now_s  # The receiver is there; it is we who have nothing for it.
+                    if transfer.opening or (part.conns and not part.queue.outstanding):
+                        part.active_s = now_s  # The receiver is there; it is we who have nothing for it.
                 waiting = [part for part in transfer.parts.values() if part.state == "attached"]
-                lost = any(now_s - part.stirred_s > self.limits.lease_s for part in waiting)
+                lost = any(now_s - part.active_s > self.limits.lease_s for part in waiting)
                 if not transfer.over and (now_s >= transfer.expires_s or lost):
                     transfer.end("gone")
                     for part in transfer.parts.values():
@@ -524,7 +526,7 @@ class KvSender:
         except TransferError as error:
             return self._last_words(conn, frames.SenderProblem(str(error)))
         slots = self._slots(conn, hello)
-        conn.send(frames.TransferOpening(hello.session, about, part.load.piece_bytes, slots is not None))
+        conn.send(frames.TransferOpening(hello.session, about, part.queue.piece_bytes, slots is not None))
         with self._changed:
             peer = self._peer(conn.peer)
         return SendConnection(conn, part, slots, self.limits).run(hello, peer)
@@ -637,7 +639,7 @@ class SendConnection:
         limits: SenderLimits,
     ) -> None:
         self._conn, self._part, self._slots, self._limits = conn, part, slots, limits
-        self._lock = part.room.changed
+        self._lock = part.memory.changed
         self._sent = 0
         self._under_way = 0
         self._key = id(part)
@@ -649,8 +651,8 @@ class SendConnection:
         self._peer = peer
         conn, part = self._conn, self._part
         with self._lock:
-            part.load.open(hello.window_bytes)
-            part.load.join(conn.key, self._most_unacked)
+            part.queue.open(hello.window_bytes)
+            part.queue.join(conn.key, self._most_unacked)
             part.conns[conn.key] = conn
             peer.conns[conn.key] = conn
         try:
@@ -666,31 +668,31 @@ class SendConnection:
             closing = info(conn.connection)
             with self._lock:
                 peer.add(-self._under_way, time.monotonic())
-                before = part.load.sent_again_bytes
-                part.load.lost(conn.key)
+                before = part.queue.sent_again_bytes
+                part.queue.lost(conn.key)
                 part.conns.pop(conn.key, None)
                 peer.conns.pop(conn.key, None)
-                peer.sent_again_bytes += part.load.sent_again_bytes - before
+                peer.sent_again_bytes += part.queue.sent_again_bytes - before
                 peer.retransmits += closing.retransmits if closing else 0
                 if peer.throttle is not None and not part.conns:
                     peer.throttle.leave(self._key)
-                part.ring()
+                part.wake_idle()
 
     def _listen(self) -> None:
         message, _ = self._conn.read()
         expect(message, frames.Ack, frames.TransferDone)
         part = self._part
         with self._lock:
-            part.stirred_s = time.monotonic()
+            part.active_s = time.monotonic()
             if isinstance(message, frames.TransferDone):
                 part.end("fetched")
                 self._done = True
             elif isinstance(message, frames.Ack) and not part.over:
                 with part.counted():
-                    new = part.load.ack(self._conn.key, message)
+                    new = part.queue.ack(self._conn.key, message)
                 self._under_way -= new
-                self._peer.add(-new, part.stirred_s)
-                part.ring()
+                self._peer.add(-new, part.active_s)
+                part.wake_idle()
 
     def _step(self) -> bool:
         """Send one thing, or wait for one; whether to go on."""
@@ -698,12 +700,12 @@ class SendConnection:
         with self._lock:
             if part.state == "gone":
                 return False
-            if part.over and time.monotonic() - part.stirred_s > self._limits.hello_s:
+            if part.over and time.monotonic() - part.active_s > self._limits.hello_s:
                 return False  # Its receiver has said so elsewhere, and should have said it here.
             now_s = time.monotonic()
             later_s = self._turn_s(now_s)
             with part.counted():
-                todo = None if part.over or later_s > 0 else part.load.next(conn.key)
+                todo = None if part.over or later_s > 0 else part.queue.next(conn.key)
             conn.idle = todo is None and not later_s
             if isinstance(todo, tuple):
                 self._under_way += 1
@@ -728,9 +730,9 @@ class SendConnection:
     def _turn_s(self, now_s: float) -> float:
         """Seconds until this connection may take something: what a throttle says, where there is work for it."""
         throttle, part = self._peer.throttle, self._part
-        if throttle is None or part.over or part.load.failed:
+        if throttle is None or part.over or part.queue.failed:
             return 0.0
-        if not part.load.may_take(self._conn.key) or not part.load.work:
+        if not part.queue.may_take(self._conn.key) or not part.queue.work:
             return 0.0
         return throttle.wait_s(self._key, part.transfer.tenant, part.transfer.weight, now_s)
 

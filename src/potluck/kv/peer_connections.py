@@ -13,7 +13,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -152,8 +152,8 @@ class LinkLimits:
 class ReceiveBuffers:
     """Memory for chunks, used again: fresh memory costs a page fault for every 4 KiB."""
 
-    def __init__(self, keep_bytes: int, allocate: Callable[[int], memoryview]) -> None:
-        self._keep_bytes, self._allocate = keep_bytes, allocate
+    def __init__(self, keep_bytes: int) -> None:
+        self._keep_bytes = keep_bytes
         self._lock = threading.Lock()
         self._free: dict[int, list[memoryview]] = {}
         self.kept_bytes = 0
@@ -166,7 +166,7 @@ class ReceiveBuffers:
             if kept:
                 self.kept_bytes -= size
                 return kept.pop()
-        return self._allocate(size)
+        return np.empty(size, dtype=np.uint8).data
 
     def give(self, buffer: memoryview) -> None:
         size = len(buffer)
@@ -200,11 +200,10 @@ class PeerConnections:
         limits: LinkLimits | None = None,
         tls: ssl.SSLContext | None = None,
         shared_memory: bool = True,
-        allocate: Callable[[int], memoryview] | None = None,
     ) -> None:
         self.limits = limits or LinkLimits()
         self.shared_memory = shared_memory and tls is None
-        self.buffers = ReceiveBuffers(self.limits.keep_bytes, allocate or _plain)
+        self.buffers = ReceiveBuffers(self.limits.keep_bytes)
         self._tls = tls
         self._lock = threading.Lock()
         self._fleet = frozenset(fleet)
@@ -318,10 +317,6 @@ class PeerConnections:
                 for conn, _ in link.idle:
                     conn.close()
                 link.idle.clear()
-
-
-def _plain(size: int) -> memoryview:
-    return np.empty(size, dtype=np.uint8).data
 
 
 def server_context(certificate: Path, key: Path, authority: Path) -> ssl.SSLContext:

@@ -90,8 +90,6 @@ class TimedRequest:
 
 
 class _Shooting(asyncio.Protocol):
-    """One connection for one request."""
-
     def __init__(
         self, shot: TimedRequest, to: SplitResult, start_s: float, keep_text: bool, done: asyncio.Future[None]
     ) -> None:
@@ -224,7 +222,6 @@ class LoadTarget:
 
 
 def server_of(url: str) -> SplitResult:
-    """A server's address, taken apart."""
     parts = urlsplit(url)
     try:
         sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -379,7 +376,6 @@ def shots(
 def same(
     times: Iterable[float], model: str, prompt: int, output: int
 ) -> Iterator[tuple[float, str, int, int]]:
-    """Rows of one length at these times."""
     return ((at_s, model, prompt, output) for at_s in times)
 
 
@@ -400,8 +396,6 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What one run found."""
-
     requests: int
     answered: int
     """Whole answers."""
@@ -484,7 +478,6 @@ def kept(shot: TimedRequest, slo: Slo) -> bool:
 
 
 def measured(shots: Sequence[TimedRequest], slo: Slo | None = None) -> LoadResult:
-    """All of a run's requests, sent or not."""
     answered = [shot for shot in shots if whole(shot)]
     errors = Counter(kind_of(shot) for shot in shots if not whole(shot))
     ends = [shot.done_s for shot in shots if shot.done_s >= 0]

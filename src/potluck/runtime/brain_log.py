@@ -223,7 +223,7 @@ class LoggedBrain:
 
     def __init__(
         self,
-        mind: Decider,
+        brain: Decider,
         out: IO[str] | LogFiles,
         facts: FleetFacts,
         policy: Policy,
@@ -231,7 +231,7 @@ class LoggedBrain:
         zero_utc_s: float | None = None,
         flush_s: float = inf,
     ) -> None:
-        self._mind, self._on = mind, mind.on
+        self._brain, self._on = brain, brain.on
         self._out, self._facts, self._policy = out, facts, policy
         self._zero_utc_s = zero_utc_s
         self._flush_s = flush_s
@@ -262,7 +262,7 @@ class LoggedBrain:
         state = None
         if at_s - self._state_s >= STATE_S:
             with suppress(NotPlain):
-                state = checkpoint((self._mind, self._facts))
+                state = checkpoint((self._brain, self._facts))
                 begins, self._state_s = "state", at_s
         self._out.write(header(self._facts, self._policy, begins, self._zero_utc_s, state))
 

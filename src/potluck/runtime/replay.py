@@ -22,8 +22,7 @@ from potluck.core.values.types import Region
 from potluck.runtime.brain_log import FORMAT, NAME, VERSION, Begins, Decider, pieces_of, restored
 from potluck.runtime.log_lines import kind_of, read_line, written
 
-MOST_LETTERS = 64 << 20
-"""Of a line; those that begin a run have all its facts."""
+MOST_LETTERS = 64 << 20  # Of a line; those that begin a run have all its facts.
 
 
 class LogHead(NamedTuple):
@@ -32,10 +31,8 @@ class LogHead(NamedTuple):
     begins: Begins
     facts: FleetFacts
     policy: Policy
-    zero_utc_s: float | None
-    """The wall clock at the run's time 0, in UTC seconds; None in a simulation."""
-    state: Any = None
-    """The Brain and its facts at the beginning of a piece, as `checkpoint` wrote them."""
+    zero_utc_s: float | None  # The wall clock at the run's time 0, in UTC seconds; None in a simulation.
+    state: Any = None  # The Brain and its facts at the beginning of a piece, as `checkpoint` wrote them.
 
 
 class LogEntry(NamedTuple):
@@ -100,12 +97,9 @@ class ReplayResult:
     events: int
     actions: int
     runs: int
-    difference: str
-    """The first line at which the Brain asked for something else; empty when none."""
-    cuts: tuple[int, ...] = ()
-    """Numbers of lines that were cut off in writing, and passed over."""
-    since_s: float = 0.0
-    """When its first run's part begins that is there; what was before it was dropped."""
+    difference: str  # The first line at which the Brain asked for something else; empty when none.
+    cuts: tuple[int, ...] = ()  # Numbers of lines that were cut off in writing, and passed over.
+    since_s: float = 0.0  # When its first run's part begins that is there; what was before it was dropped.
 
 
 def replay(
@@ -117,23 +111,23 @@ def replay(
     reader = LogReader(lines)
     events = asked = runs = 0
     since_s: float | None = None
-    mind: Decider | None = None
+    decider: Decider | None = None
     facts = FleetFacts({}, {})
     for entry in reader:
         if isinstance(entry, LogHead):
             if entry.begins == "run":
                 facts, runs = entry.facts, runs + 1
-                mind = brain(facts, entry.policy)
+                decider = brain(facts, entry.policy)
                 since_s = since_s or 0.0
-            elif entry.begins == "state" and mind is None:
-                mind, facts = restored(entry.state, "log")
+            elif entry.begins == "state" and decider is None:
+                decider, facts = restored(entry.state, "log")
                 runs = 1
             else:
                 _grow(facts, entry.facts)
             continue
-        assert mind is not None
+        assert decider is not None
         since_s = entry.at_s if since_s is None else since_s
-        answer = mind.on(entry.at_s, entry.event)
+        answer = decider.on(entry.at_s, entry.event)
         events += 1
         asked += len(answer)
         if progress is not None and events % 1000 == 0:

@@ -96,8 +96,6 @@ class KvWeight:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaModel:
-    """One of a template's replicas, ready to be copied."""
-
     timer: StepTimer
     total_blocks: int
     startup_s: float

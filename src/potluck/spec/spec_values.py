@@ -60,8 +60,6 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class PriceNote:
-    """Where the price of an offer came from."""
-
     region: str
     node: str
     source: str

@@ -34,8 +34,6 @@ LEVELS = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class LengthSpread:
-    """A length's distribution in tokens."""
-
     mean: float
     p50: float
     p90: float
@@ -364,7 +362,6 @@ def _lines(path: Path) -> Iterator[Iterator[str]]:
 
 
 def _text(path: Path) -> str:
-    """The whole file."""
     with _opened(path) as stream:
         raw = stream.read(MAX_TEXT_BYTES + 1)
     if len(raw) > MAX_TEXT_BYTES:

@@ -115,7 +115,6 @@ def cut(written: LengthsIn, groups: int) -> list[traffic.Group]:
 
 
 def describe(written: LengthsIn) -> str:
-    """A distribution in a few words."""
     if written.values is not None:
         return f"{len(written.values)} values"
     if written.uniform is not None:
@@ -304,7 +303,6 @@ def split(x: NDArray[np.float64], w: NDArray[np.float64], groups: int) -> list[N
 
 
 def product_bins(inputs: list[Group], outputs: list[Group]) -> tuple[LengthBin, ...]:
-    """Bins of independent input and output lengths."""
     return tuple(LengthBin(i, o, p * q) for p, i in inputs for q, o in outputs)
 
 

@@ -42,7 +42,7 @@ MOCK_MODULES = (*BOTH, "potluck.engine.mock.mock_engine", "potluck.engine.serve"
 PROMPT_TOKENS, SEQUENCES, TRIES = 64, 4, 3
 """With which computing is measured."""
 ENGINE_TITLE = "potluck-engine"
-"""What the system calls an engine that was forked; the nursery itself keeps the interpreter's name."""
+"""What the system calls an engine that was forked; the fork server itself keeps the interpreter's name."""
 
 
 def load(style: str = "emulated") -> dict[str, float]:

@@ -158,7 +158,6 @@ def startups_of(spec: Spec) -> dict[str, StartupCosts]:
 
 
 def scene_of(inputs: SimulationInputs) -> ResolvedPlan:
-    """The plan with all that its names mean."""
     from potluck.runtime.resolved_plan import ResolvedPlan
 
     spec, pool = inputs.spec, inputs.spec.pool
@@ -279,7 +278,7 @@ def planner_of(inputs: SimulationInputs, policy: Policy, time_limit_s: float) ->
 
     if policy.scaling == "none":
         return None
-    shops, startups = TemplateFactories(), startups_of(inputs.spec)
+    factories, startups = TemplateFactories(), startups_of(inputs.spec)
 
     def plan(moment: PlanQuestion) -> Plan | None:
         rates = dict(moment.rates_per_s)
@@ -287,8 +286,8 @@ def planner_of(inputs: SimulationInputs, policy: Policy, time_limit_s: float) ->
             problem = problem_now(
                 inputs.problem, rates, moment.lengths, moment.regions, policy.replan_s, startups
             )
-            shop, offers = shops.at(problem), policy.scaling == "cauchy"
-            return planned(problem, time_limit_s, moment.running, shop, offers)
+            factory, offers = factories.at(problem), policy.scaling == "cauchy"
+            return planned(problem, time_limit_s, moment.running, factory, offers)
         except CapacityError:
             return None
 

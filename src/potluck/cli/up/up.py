@@ -551,6 +551,6 @@ def planner_of(
         time_limit_s,
         candidates=rules.scaling == "cauchy",
         startups=startups_of(inputs.spec),
-        shop=make_factory,
+        factory_of=make_factory,
         evidence=PlanEvidence(lambda planner: rehearsing(planner, spec), holds),
     )

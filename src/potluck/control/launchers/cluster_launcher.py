@@ -1,7 +1,7 @@
 """What launchers on clusters share (Ray, Kubernetes): silent nodes, news of nodes, pipelines over several machines.
 
 A cluster notices a dead node late. So engines are asked themselves at every look; the node of one that fell silent
-gets nothing for a while, until the cluster has made up its own mind.
+gets nothing for a while, until the cluster itself has noticed.
 """
 
 from __future__ import annotations

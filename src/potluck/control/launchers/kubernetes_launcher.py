@@ -50,7 +50,7 @@ PORT, KV_PORT = 8100, 9100
 LOST_S = 5.0
 """Without an answer for so long, an engine that was ready is dead."""
 BAN_S = 60.0
-"""For so long a node whose engine fell silent gets nothing; Kubernetes has made up its mind by then."""
+"""For so long a node whose engine fell silent gets nothing; Kubernetes has decided by then."""
 PLACE_S = 120.0
 """In which a node must be found, and its image."""
 FRESH_S = 10.0

@@ -109,7 +109,7 @@ def must_name_regions(nodes: Iterable[Mapping[str, Any]], regions: Collection[st
 
 HOST, PORT, KV_PORT, PYTHON, SECRET_FILE = "%host%", "%port%", "%kv_port%", "%python%", "%secret_file%"
 MOST_LOG_BYTES = 65_536
-Errand = Literal["engine", "worker", "stand"]
+ActorTask = Literal["engine", "worker", "stand"]
 """An engine answers at its port; a pipeline's worker says its port on its first line; who stands holds a place."""
 Report = dict[str, Any]
 
@@ -120,7 +120,7 @@ class ProcessActor:
     def __init__(
         self,
         name: str,
-        errand: Errand,
+        task: ActorTask,
         environment: Mapping[str, str],
         secret: str = "",
         python: str = "",
@@ -129,7 +129,7 @@ class ProcessActor:
     ) -> None:
         """`authority`: of certificates, where an engine answers over TLS."""
         self._host, self._node = (_here if here is None else here)()
-        self._name, self._errand, self._environment = name, errand, dict(environment)
+        self._name, self._task, self._environment = name, task, dict(environment)
         self._secret, self._python = secret, python or sys.executable
         self._scheme, self._authority = "https" if authority else "http", authority
         folder = Path(tempfile.gettempdir()) / f"potluck-{os.getuid()}"
@@ -149,7 +149,7 @@ class ProcessActor:
             ports = Ports(self._host)
             self._port = ports.free() if PORT in words else 0
             filled = self._filled(words, ports.free(kv_ports) if KV_PORT in words else 0)
-            text = f"{self._secret}\n" if self._errand == "worker" else ""
+            text = f"{self._secret}\n" if self._task == "worker" else ""
             self._pid = spawn(filled, self._environment, self._log, told=text, with_us=True)
         except (PotluckError, OSError) as error:
             self._problem = " ".join(str(error).split())[:300]
@@ -182,11 +182,11 @@ class ProcessActor:
     def _state(self) -> tuple[str, str]:
         if self._problem or (self._pid is not None and not alive(self._pid)):
             return "dead", ""
-        if self._errand == "stand":
+        if self._task == "stand":
             return "up", self._host
         if self._pid is None:
             return "starting", ""
-        if self._errand == "worker":
+        if self._task == "worker":
             line = self._first_line()
             return ("up", f"{self._host}:{line}") if line.isdecimal() else ("starting", "")
         address = f"{self._host}:{self._port}"
@@ -271,7 +271,7 @@ class EngineActors:
     def create(
         self,
         asks: Sequence[NodeRequest],
-        errand: Errand,
+        task: ActorTask,
         environment: Mapping[str, str],
         secret: str,
         python: str,
@@ -309,7 +309,7 @@ class EngineActors:
                 resources=dict(ask.resources),
                 scheduling_strategy=at(place),
                 **common,
-            ).remote(member.name, errand, environment, secret, python)
+            ).remote(member.name, task, environment, secret, python)
         common["num_cpus"] = LITTLE
         lead = actor.options(name=self.name, scheduling_strategy=at(0), **common)
         self.lead.handle = lead.remote(*engine)

@@ -28,9 +28,9 @@ from potluck.control.launchers.ray_actors import (
     PORT,
     PYTHON,
     SECRET_FILE,
+    ActorTask,
     EngineActor,
     EngineActors,
-    Errand,
     NodeRequest,
     Report,
     ask_of,
@@ -101,10 +101,10 @@ class RayLauncher(cluster_launcher.ClusterLauncher):
     def start(self, name: str, make: EngineSpec) -> Place:
         asks = self._asks(make)
         words, worker = self._words(make, len(asks))
-        errand: Errand = "worker" if worker else "stand"
+        task: ActorTask = "worker" if worker else "stand"
         actors = EngineActors(self._ray, self._space, name, len(asks) if len(asks) > 1 else 0, self._clock())
         environment = {KEY_VARIABLE: self._key} if self._key else {}
-        actors.create(asks, errand, environment, secrets.token_urlsafe(24), self._python, self._authority)
+        actors.create(asks, task, environment, secrets.token_urlsafe(24), self._python, self._authority)
         self._engines[name] = actors
         place: Place = {
             "ray": self._space,

@@ -263,7 +263,6 @@ class ReplicaCapacity:
         return gap_s <= MARGIN * slo.tpot_s * fill
 
     def gap_s(self, view: ReplicaState, req: RequestState, facts: ReplicaFacts, n: int, phase: int) -> float:
-        """gap(n), as reckoned."""
         part = PROMPTS[phase]
         if req.heavy:  # a full KV takes as long to read as the planned batch does, however few share it
             filled = view.open_context_tokens / max(1, facts.total_blocks * BLOCK_TOKENS)

@@ -235,7 +235,6 @@ def load_of(isolated: IsolatedReplicas, members: Sequence[ReplicaState]) -> Othe
 
 
 def busiest(load: OthersLoad, slower: float) -> float:
-    """x"""
     busy = min(1.0, (load.steps + load.prompts) / load.replicas)
     return 1.0 - (1.0 - busy) / (1.0 + slower)
 

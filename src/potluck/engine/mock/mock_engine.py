@@ -232,7 +232,7 @@ def mock_engine(
         size,
         words,
         lasts,
-        fingerprint=hashlib.sha256(f"pretended {large.name} {words.digest}".encode()).hexdigest(),
+        fingerprint=hashlib.sha256(f"mock {large.name} {words.digest}".encode()).hexdigest(),
         speed_up=mock_model.speed_up,
         clock=clock,
     )

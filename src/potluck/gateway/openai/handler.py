@@ -314,21 +314,23 @@ class ClientHandler(OpenRequests):
         if key.allowance.quota.tokens_per_min is not None:
             self._charge(answering, key, asking.expected_tokens)
         if len(asks) == 1:
-            voices = [ChoiceWriter(answering, validated, word, 0)]
+            writers = [ChoiceWriter(answering, validated, word, 0)]
         else:
-            voices = [ChoiceWriter(answering, validated, asked.id, place) for place, asked in enumerate(asks)]
+            writers = [
+                ChoiceWriter(answering, validated, asked.id, place) for place, asked in enumerate(asks)
+            ]
         created_s, recording = self._calendar(), answering.recording
         if recording is not None:
             asks, word, created_s = recording.begins(asks, word, created_s)
-        answering.start(validated, word, created_s, voices, asking.prompt_tokens)
-        for asked, voice in zip(asks, voices, strict=True):
+        answering.start(validated, word, created_s, writers, asking.prompt_tokens)
+        for asked, writer in zip(asks, writers, strict=True):
             if answering.over:  # an earlier one was refused at once
                 break
-            voice.begun = True
+            writer.begun = True
             if recording is None:
-                self._driver.begin(asked, voice)
+                self._driver.begin(asked, writer)
             else:
-                recording.drive(self._driver, asked, voice)
+                recording.drive(self._driver, asked, writer)
 
     def _charge(self, answering: ResponseWriter, key: ApiKey, tokens: int) -> None:
         now_s = self._clock()

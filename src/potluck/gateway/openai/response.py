@@ -106,7 +106,7 @@ class ResponseWriter:
 
     limits = b""
     validated: ValidatedRequest | None = None
-    voices: Sequence[ChoiceWriter] = ()
+    writers: Sequence[ChoiceWriter] = ()
     over = _begun = estimated = logprobs = False
     _choices = 1
     _left = output = _cached = prompt_tokens = 0
@@ -139,13 +139,13 @@ class ResponseWriter:
         validated: ValidatedRequest,
         word: str,
         created_s: float,
-        voices: Sequence[ChoiceWriter],
+        writers: Sequence[ChoiceWriter],
         prompt_tokens: int,
     ) -> None:
-        """What is asked is known: from here on voices may speak. `word` names the answer."""
-        self.validated, self.voices = validated, voices
+        """What is asked is known: from here on writers may speak. `word` names the answer."""
+        self.validated, self.writers = validated, writers
         self._word, self._created_s = word, created_s
-        self._left = self._choices = len(voices)
+        self._left = self._choices = len(writers)
         self.prompt_tokens = prompt_tokens
         if validated.asked is not None:
             self.logprobs = validated.asked.reported is not None
@@ -173,10 +173,10 @@ class ResponseWriter:
 
     @property
     def verbatim(self) -> bool:
-        return len(self.voices) == 1
+        return len(self.writers) == 1
 
     def came(self, tokens: int, before_s: float | None) -> float:
-        """More tokens, or pieces where tokens are not seen, of a voice that spoke before; when that is."""
+        """More tokens, or pieces where tokens are not seen, of a writer that spoke before; when that is."""
         now_s = self.clock()
         if self.first_s is None:
             self.first_s = now_s
@@ -213,7 +213,7 @@ class ResponseWriter:
             return
         assert self.validated is not None
         self.over = True
-        stream, finish = self.validated.stream, self.voices[0].finish or "stop"
+        stream, finish = self.validated.stream, self.writers[0].finish or "stop"
         whole = b"" if stream else self._whole()
         # Its record first: nobody has the end of an answer that was not written down.
         self._tell(finish, 200)
@@ -233,11 +233,11 @@ class ResponseWriter:
         self._exchange.end()
 
     def _whole(self) -> bytes:
-        head, voices = self.head, self.voices
-        if len(voices) == 1 and not self.logprobs and voices[0].choice is None:
+        head, writers = self.head, self.writers
+        if len(writers) == 1 and not self.logprobs and writers[0].choice is None:
             counts = usage_text(self.prompt_tokens, self.output, self._cached)
-            return whole_reply(head, "".join(voices[0].texts), voices[0].finish or "stop", counts)
-        choices = [voice.whole() for voice in voices]
+            return whole_reply(head, "".join(writers[0].texts), writers[0].finish or "stop", counts)
+        choices = [writer.whole() for writer in writers]
         return compact(
             head.reply(choices, chunk=False, usage=usage(self.prompt_tokens, self.output, self._cached))
         )
@@ -280,21 +280,21 @@ class ResponseWriter:
             self._tell("cancelled", GONE)
 
     def _cancel(self) -> None:
-        for voice in self.voices:
-            if not voice.over:
-                voice.over = True
-                if voice.begun:
-                    self._driver.cancel(voice.id)
+        for writer in self.writers:
+            if not writer.over:
+                writer.over = True
+                if writer.begun:
+                    self._driver.cancel(writer.id)
 
     def _room(self, there: bool) -> None:
-        for voice in self.voices:
-            if not voice.over:
-                self._driver.room(voice.id, there)
+        for writer in self.writers:
+            if not writer.over:
+                self._driver.room(writer.id, there)
 
     def _tell(self, outcome: str, status: int) -> None:
         exchange, key, validated = self._exchange, self._key, self.validated
         exchange.on_gone = exchange.on_room = None
-        self.voices = ()  # What holds each other is not left to the collector of garbage.
+        self.writers = ()  # What holds each other is not left to the collector of garbage.
         self._handler.open -= 1
         served = self.prompt_tokens if self.output or status < 400 else 0
         key.allowance.leave(self.charged, served + self.output)
@@ -564,7 +564,7 @@ class ChoiceWriter:
         if self.over:
             return
         answering = self._answering
-        if len(answering.voices) == 1 and not self._validated.stream:
+        if len(answering.writers) == 1 and not self._validated.stream:
             self.over = answering.estimated = True
             answering.relayed(status, content_type, body, counts or counted(body))
         else:

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerChannel(asyncio.Protocol):
-    """One end of the wire. When it is cut it may be connected again: lines whose letter is in `kept` wait."""
+    """One end of the wire. When it is cut it may be connected again: lines whose kind is in `kept` wait."""
 
     def __init__(
         self, heard: Callable[[str, str], None], gone: Callable[[], None], kept: frozenset[str] = frozenset()
@@ -46,17 +46,17 @@ class WorkerChannel(asyncio.Protocol):
         self._wire: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
 
-    def send(self, letter: str, text: str) -> None:
+    def send(self, kind: str, text: str) -> None:
         if not self._soon:
             self._soon = True
             self._loop.call_soon(self.flush)
-        self._out.append(f"{letter}{text}\n")
+        self._out.append(f"{kind}{text}\n")
 
-    def later(self, letter: str, text: str) -> None:
+    def later(self, kind: str, text: str) -> None:
         """Something that nobody waits for: it goes with what is next, and in its place in the order."""
         if self._lazy is None and not self._soon:
             self._lazy = self._loop.call_later(LAZY_S, self.flush)
-        self._out.append(f"{letter}{text}\n")
+        self._out.append(f"{kind}{text}\n")
 
     def flush(self) -> None:
         out, self._out = self._out, []
@@ -269,19 +269,19 @@ class WorkerMeterReceiver:
         self._meter = meter
         self._open = 0
 
-    def heard(self, letter: str, text: str) -> bool:
+    def heard(self, kind: str, text: str) -> bool:
         """False: it is about something else."""
         meter = self._meter
-        if letter not in (COUNTS, USED):
+        if kind not in (COUNTS, USED):
             return False
         value = json.loads(text)
-        if letter == COUNTS:
+        if kind == COUNTS:
             meter.add(value)
             self._has_open(int(value["open"]))
             if "usage" in value:
                 problem, lost = value["usage"]
                 meter.usage_notes[self] = (problem, lost)
-        elif letter == USED and meter.told is not None:
+        elif kind == USED and meter.told is not None:
             meter.told(RequestOutcome(*value))
         return True
 

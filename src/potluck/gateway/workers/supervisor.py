@@ -166,13 +166,13 @@ class SupervisedProcess:
 
 def worker(
     context: WorkerContext,
-    post: BrainProcessContext,
+    process: BrainProcessContext,
     place: int,
     first: Callable[[], None] = lambda: None,
 ) -> SupervisedProcess:
     def run(tell: Callable[[bytes], None]) -> None:
         first()
-        worker_process.run(context, post.home, place, post.clients[place], lambda: tell(SERVES))
+        worker_process.run(context, process.home, place, process.clients[place], lambda: tell(SERVES))
 
     return SupervisedProcess(f"{worker_process.__name__} {place}", run)
 
@@ -180,8 +180,8 @@ def worker(
 class Supervisor:
     def __init__(self, context: WorkerContext, brain: Callable[[BrainProcessContext], None]) -> None:
         places = context.settings.places
-        self._post = asyncio.run(make_post(places, context.settings.takeover))
-        self._post.life, self._alive = os.pipe()
+        self._process = asyncio.run(make_post(places, context.settings.takeover))
+        self._process.life, self._alive = os.pipe()
         self._run_brain = brain
         self._stopping = False
         self._brain = SupervisedProcess(
@@ -190,7 +190,7 @@ class Supervisor:
         self._workers: list[SupervisedProcess] = []
         if places.workers > 1:
             self._workers = [
-                worker(context, self._post, place, self._forked) for place in range(places.workers)
+                worker(context, self._process, place, self._forked) for place in range(places.workers)
             ]
 
     def _forked(self) -> None:
@@ -199,8 +199,8 @@ class Supervisor:
 
     def _be_brain(self, tell: Callable[[bytes], None]) -> None:
         self._forked()
-        self._post.tell = tell
-        self._run_brain(self._post)
+        self._process.tell = tell
+        self._run_brain(self._process)
 
     def run(self) -> None:
         """Until a signal says to end; raises what kept the first Brain from serving."""
@@ -233,12 +233,12 @@ class Supervisor:
         code = self._brain.look(now_s)
         if code is not None:
             message = self._brain.said
-            if SERVES not in message and not self._post.again:
+            if SERVES not in message and not self._process.again:
                 text = message.decode("utf-8", "replace")
                 raise PotluckError(text or f"the Brain's process ended with {code}; its log says why")
             if code == 0:  # It was told to end, or another gateway serves.
                 return False
-            self._post.again = True
+            self._process.again = True
             self._brain.look(now_s)
         for process in self._workers:
             if process.look(now_s) is not None:
@@ -251,8 +251,8 @@ class Supervisor:
         for process in self._workers:
             process.end(LEAVE_S)
         os.close(self._alive)
-        os.close(self._post.life)
-        self._post.close()
+        os.close(self._process.life)
+        self._process.close()
 
 
 def _entitle(title: str) -> None:

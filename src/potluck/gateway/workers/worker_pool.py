@@ -34,16 +34,16 @@ class WorkerSlot:
     def _act(self, actions: Sequence[Action]) -> None:
         self.channel.send(brain_client.ACTIONS, brain_client.actions_text(actions))
 
-    def _heard(self, letter: str, text: str) -> None:
-        if letter == brain_client.EVENT:
+    def _heard(self, kind: str, text: str) -> None:
+        if kind == brain_client.EVENT:
             self.line.tell(brain_client.event_of(text))
-        elif letter == brain_client.HELLO:
+        elif kind == brain_client.HELLO:
             self.place = int(text)
             self._pool.joined(self)
-        elif letter == brain_client.READY:
+        elif kind == brain_client.READY:
             self._pool.listens(self.place, text)
-        elif not self._counts.heard(letter, text):
-            raise ValueError(f"no line begins with {letter!r}")
+        elif not self._counts.heard(kind, text):
+            raise ValueError(f"no line begins with {kind!r}")
 
     def _gone(self) -> None:
         self._pool.left(self)
@@ -57,11 +57,11 @@ class WorkerPool:
         core: GatewayCore,
         meter: Counters,
         settings: GatewaySettings,
-        post: BrainProcessContext,
+        process: BrainProcessContext,
     ) -> None:
         self.core, self.meter = core, meter
         self._count = settings.places.workers
-        self._post = post
+        self._process = process
         self._slots: list[WorkerSlot] = []
         self._listening: dict[int, str] = {}
         self._all: asyncio.Event = asyncio.Event()
@@ -76,9 +76,9 @@ class WorkerPool:
         """Where they listen, once all of them do. A successor serves with those that are there."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(
-            lambda: WorkerSlot(self).channel, sock=self._post.brain_loop
+            lambda: WorkerSlot(self).channel, sock=self._process.brain_loop
         )
-        if self._post.again:
+        if self._process.again:
             return ""
         try:
             async with asyncio.timeout(START_S):

@@ -52,24 +52,24 @@ class WorkerProcess:
         self.worker: Worker | None = None
         self.meter: WorkerMeter | None = None
 
-    def heard(self, letter: str, text: str) -> None:
-        if letter == brain_client.ACTIONS:
+    def heard(self, kind: str, text: str) -> None:
+        if kind == brain_client.ACTIONS:
             assert self.worker is not None
             self.worker.dispatcher.act(brain_client.actions_of(text))
-        elif letter == brain_client.ENDPOINTS:
+        elif kind == brain_client.ENDPOINTS:
             self.directory.learn(text)
             self.tell_anew()
-        elif letter == brain_client.REASONS:
+        elif kind == brain_client.REASONS:
             self.reasons = json.loads(text)
-        elif letter == brain_client.GONE:
+        elif kind == brain_client.GONE:
             if self.worker is not None:
                 self.worker.dispatcher.gone(json.loads(text))
-        elif letter == brain_client.START:
+        elif kind == brain_client.START:
             if self.start_s.done():
                 self._joined(float(text))
             else:
                 self.start_s.set_result(float(text))
-        elif letter == brain_client.CLOSE:
+        elif kind == brain_client.CLOSE:
             self._end(True)
 
     def gone(self) -> None:
