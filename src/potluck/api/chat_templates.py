@@ -35,8 +35,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What a template may raise when messages are not what it was written for."""
 
-Message = Mapping[str, Any]
-"""`role` and, mostly, `content`."""
+Message = Mapping[str, Any]  # `role` and, mostly, `content`.
 Object = Mapping[str, Any]
 
 

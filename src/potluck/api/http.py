@@ -53,8 +53,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(slots=True)
 class _Peer(Generic[K]):
-    waiting: dict[K, None] = field(default_factory=dict)
-    """Oldest first."""
+    waiting: dict[K, None] = field(default_factory=dict)  # Oldest first.
     busy: int = 0
 
 

@@ -106,8 +106,7 @@ class GenerationConfig:
 
     end_tokens: tuple[int, ...] = ()
     defaults: SamplingDefaults = SamplingDefaults()
-    left_out: tuple[str, ...] = ()
-    """What the file asks for and the engine cannot do, each as `key value`."""
+    left_out: tuple[str, ...] = ()  # What the file asks for and the engine cannot do, each as `key value`.
 
 
 def read_generation(directory: str | Path) -> GenerationConfig:

@@ -52,15 +52,12 @@ ODD = frozenset(KNOWN) | {"response_format"}
 class EngineAbilities:
     """What the engine behind a reader can do beyond drawing text under temperature and cuts."""
 
-    fields: frozenset[str] = frozenset()
-    """Of KNOWN: those that it honours, such as all of PENALTIES."""
-    formats: frozenset[str] = frozenset({"text"})
-    """Types of `response_format`."""
+    fields: frozenset[str] = frozenset()  # Of KNOWN: those that it honours, such as all of PENALTIES.
+    formats: frozenset[str] = frozenset({"text"})  # Types of `response_format`.
     most_choices: int = 64
     most_logprobs: int = 20
     more_draws: bool = False
-    draws: bool = False
-    """Whether DRAWN is read here, for engines that run segments."""
+    draws: bool = False  # Whether DRAWN is read here, for engines that run segments.
 
     def __post_init__(self) -> None:
         unknown = self.fields - KNOWN.keys()
@@ -124,8 +121,7 @@ def _same(value: object, neutral: object) -> bool:
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-DEFAULT_TOKENS = 16
-"""Of a completion that says no max_tokens, as OpenAI has it."""
+DEFAULT_TOKENS = 16  # Of a completion that says no max_tokens, as OpenAI has it.
 MOST_STOP_TOKENS = 256
 LARGEST_SEED = 1 << 63
 PLAIN = SamplingDefaults()
@@ -135,8 +131,7 @@ PLAIN = SamplingDefaults()
 class StreamOptions:
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool = False
-    """Padding against listeners on the way; there is none."""
+    include_obfuscation: bool = False  # Padding against listeners on the way; there is none.
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,10 +313,8 @@ def _within(name: str, value: int, least: int, most: int) -> None:
         raise InputError(name, f"must be {least} to {most}, is {value}")
 
 
-LONGEST_SCHEMA = 1 << 16
-"""Characters, as JSON without blanks."""
-ANY_OBJECT = '{"type":"object"}'
-"""What `json_object` asks for."""
+LONGEST_SCHEMA = 1 << 16  # Characters, as JSON without blanks.
+ANY_OBJECT = '{"type":"object"}'  # What `json_object` asks for.
 FORMATS = ("text", "json_object", "json_schema")
 SCHEMA_KEYS = frozenset({"name", "description", "schema", "strict"})
 
@@ -454,8 +447,7 @@ KEPT_BACK = frozenset(
 )
 """What the reader sees to itself, or says in its own way."""
 HAND_OVERS = ("kv_transfer_params", "ec_transfer_params")
-READERS = EngineAbilities(frozenset({"tools", "service_tier"}))
-"""A reader that leaves tools to the engine."""
+READERS = EngineAbilities(frozenset({"tools", "service_tier"}))  # A reader that leaves tools to the engine.
 
 
 def is_own(body: Mapping[str, object], able: EngineAbilities, *, chat: bool) -> bool:

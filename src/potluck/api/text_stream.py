@@ -68,8 +68,7 @@ class StopScanner:
 @dataclass(frozen=True, slots=True)
 class TextRules:
     stops: tuple[str, ...] = ()
-    min_tokens: int = 0
-    """Stop strings are looked for behind the first so many tokens."""
+    min_tokens: int = 0  # Stop strings are looked for behind the first so many tokens.
     include_stop: bool = False
     special: bool = False
 

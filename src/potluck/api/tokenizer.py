@@ -151,8 +151,7 @@ def _is_byte_level(part: Mapping[str, Any], *, by_regex: bool) -> bool:
     )
 
 
-STRETCH_CHARS = 256
-"""At least; shorter ones cost more to keep than to tokenise."""
+STRETCH_CHARS = 256  # At least; shorter ones cost more to keep than to tokenise.
 ENTRY_BYTES = 300
 
 Around = tuple[list[int], list[int]]

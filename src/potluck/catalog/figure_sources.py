@@ -30,8 +30,7 @@ class SourcedFigure:
     field: str
     value: object
     source: FigureSource
-    assumed: bool = False
-    """True when nobody published it and it was chosen to fit what is."""
+    assumed: bool = False  # True when nobody published it and it was chosen to fit what is.
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,7 @@ class EntryFacts:
     name: str
     aliases: tuple[str, ...]
     figures: tuple[SourcedFigure, ...]
-    doubt: str | None = None
-    """Where sources disagree: what was taken, and why."""
+    doubt: str | None = None  # Where sources disagree: what was taken, and why.
     assumed: tuple[str, ...] = ()
 
 

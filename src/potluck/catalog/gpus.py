@@ -64,8 +64,7 @@ def facts(name: str) -> EntryFacts:
     return EntryFacts(key, tuple(entry.get("aliases", ())), figures, entry.get("doubt"))
 
 
-AMD = ("cdna", "rdna")
-"""How its architectures begin; all others of the catalog are NVIDIA's."""
+AMD = ("cdna", "rdna")  # How its architectures begin; all others of the catalog are NVIDIA's.
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +72,7 @@ class GpuNodeLabel:
     """By which label nodes of a Kubernetes cluster say that they have a GPU, and what pods ask for."""
 
     key: str
-    value: str
-    """Empty where nobody wrote down what the label says."""
+    value: str  # Empty where nobody wrote down what the label says.
     resource: str
     source: FigureSource
 

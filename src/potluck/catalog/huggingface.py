@@ -11,8 +11,7 @@ from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values import model
 
 Stack = tuple[model.Layer, ...]
-QWEN_WINDOW = 4096
-"""Tokens, where a file of Qwen's switches windows on without saying how long they are."""
+QWEN_WINDOW = 4096  # Tokens, where a file of Qwen's switches windows on without saying how long they are.
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
@@ -431,8 +430,7 @@ def _bits(
     )
 
 
-MOST = 1_000_000_000
-"""No dimension of a model comes near this; a larger number is a mistake."""
+MOST = 1_000_000_000  # No dimension of a model comes near this; a larger number is a mistake.
 MOST_LAYERS = 10_000
 LARGEST_FILE_BYTES = 16_000_000
 

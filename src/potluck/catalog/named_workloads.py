@@ -27,12 +27,9 @@ class NamedWorkload:
     name: str
     about: str
     lengths: Independent
-    gap_cv: float
-    """Coefficient of variation of the gaps between arrivals: 1 is Poisson, 0 a clock."""
-    rate_per_s: float | None = None
-    """What the source ran, where it says so."""
-    prefix_hit_share: float = 0.0
-    """Share of prompt tokens that an endless cache would hold."""
+    gap_cv: float  # Coefficient of variation of the gaps between arrivals: 1 is Poisson, 0 a clock.
+    rate_per_s: float | None = None  # What the source ran, where it says so.
+    prefix_hit_share: float = 0.0  # Share of prompt tokens that an endless cache would hold.
 
 
 def _entries() -> dict[str, dict[str, Any]]:

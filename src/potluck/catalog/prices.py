@@ -29,14 +29,12 @@ class Price:
     node: str
     cloud: str
     region: str
-    price_usd_per_h: float
-    """On demand; in what `price_usd_per_h(..., spot=True)` returns, the spot price."""
+    price_usd_per_h: float  # On demand; in what `price_usd_per_h(..., spot=True)` returns, the spot price.
     spot_usd_per_h: float | None
     instance_type: str
     source: str
     date: str
-    basis: str
-    """`listed`, or `derived: ...` with how."""
+    basis: str  # `listed`, or `derived: ...` with how.
 
     @property
     def place(self) -> str:
@@ -134,11 +132,9 @@ def _scaled(price: Price, name: str, share: float) -> Price:
 INSTALLED = Path.home() / ".sky" / "catalogs"
 MOST_BYTES = 256 << 20
 COLUMNS = ("InstanceType", "AcceleratorName", "AcceleratorCount", "Price", "Region", "SpotPrice")
-CALLED = {"A100": "A100-40", "V100": "V100-16"}
-"""GPUs that SkyPilot and our catalog mean different sizes by."""
+CALLED = {"A100": "A100-40", "V100": "V100-16"}  # GPUs that SkyPilot and our catalog mean different sizes by.
 MEMORY = re.compile(r"'SizeInMiB': (\d+)")
-NEAR = 0.15
-"""By which a GPU's memory may differ from the catalog's: makers count in several ways."""
+NEAR = 0.15  # By which a GPU's memory may differ from the catalog's: makers count in several ways.
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +149,7 @@ class SkyPilotPrices:
     """
 
     prices: tuple[Price, ...]
-    left_out: tuple[tuple[str, int], ...]
-    """Why rows with accelerators are not among them, and how many."""
+    left_out: tuple[tuple[str, int], ...]  # Why rows with accelerators are not among them, and how many.
 
 
 def installed(folder: Path | None = None) -> tuple[Path, ...]:

@@ -33,10 +33,8 @@ DEFAULT_REQUESTS = 100
 MOST_REQUESTS = 1_000_000
 KEY_VARIABLE = "OPENAI_API_KEY"
 ASK_S = 10.0
-LATE_S = 0.05
-"""A client that was later than this is said to have been."""
-UNSAID_S = 1e9
-"""An objective that nothing misses."""
+LATE_S = 0.05  # A client that was later than this is said to have been.
+UNSAID_S = 1e9  # An objective that nothing misses.
 TIMES, SHARES = ("ttft", "tpot", "e2e"), ("attainment", "share")
 _TIME = re.compile(r"(?P<figure>\d+(\.\d*)?|\.\d+)(?P<unit>ms|s)\Z")
 _SHARE = re.compile(r"(?P<figure>\d+(\.\d*)?|\.\d+)(?P<percent>%?)\Z")

@@ -60,8 +60,7 @@ COMMANDS = {
 
 NO_MEMORY = ("Cannot allocate memory", "failed to map segment", "can't start new thread", "not enough memory")
 """What libraries and the system say where there is none."""
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Of a write for which there is no room."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # Of a write for which there is no room.
 
 
 class LazyGroup(click.Group):

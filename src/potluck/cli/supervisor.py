@@ -21,14 +21,12 @@ from pathlib import Path
 from potluck.control.held_sockets import MOST_BYTES, MOST_SOCKETS, HeldSockets, hands_over, takeover_in
 from potluck.core.errors import PotluckError
 
-AGAIN_S = (0.0, 0.2, 1.0)
-"""Before it is started again: the longer, the sooner it was killed."""
+AGAIN_S = (0.0, 0.2, 1.0)  # Before it is started again: the longer, the sooner it was killed.
 STEADY_S = 3.0
 LOOK_S = 0.1
 FIRST_S = 5.0
 """So long a controller that comes back leaves the cores to a gateway that starts: clients wait for that one."""
-DEATH_SIGNAL = 1
-"""prctl's PR_SET_PDEATHSIG."""
+DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG.
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -36,8 +34,7 @@ class Supervised:
     """In the command's process: what it has of its supervisor; without one there is nothing."""
 
     def __init__(self) -> None:
-        self.again = False
-        """Whether an earlier one was killed after it served."""
+        self.again = False  # Whether an earlier one was killed after it served.
         self.held = HeldSockets()
 
 
@@ -91,8 +88,7 @@ def _be_command(parent: int, link: socket.socket, held: HeldSockets, *, again: b
 class _Supervisor:
     def __init__(self) -> None:
         self.held = HeldSockets()
-        self.ending = False
-        """Whether somebody told it to end."""
+        self.ending = False  # Whether somebody told it to end.
         self._reviver = 0
         self._woken, self._wake = socket.socketpair()
         for item in (self._woken, self._wake):

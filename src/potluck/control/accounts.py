@@ -21,8 +21,7 @@ HOUR_S = 3600
 AT_ONCE_BYTES = 4_000_000
 """Of one transaction, and of one turn: whoever acts on the fleet must not be kept for long."""
 LONGEST_LINE = 100_000
-IDS_H = 2
-"""How long ids are remembered, in hours of the records themselves."""
+IDS_H = 2  # How long ids are remembered, in hours of the records themselves.
 NAMES = ("key", "tenant", "model", "class", "outcome")
 FIGURES = ("prompt_tokens", "cached_tokens", "output_tokens")
 ANSWERED = ("stop", "length")
@@ -37,8 +36,7 @@ _SUMS = ("requests", *FIGURES, "estimated")
 @dataclass(frozen=True, slots=True)
 class UsageRead:
     records: int = 0
-    garbled: int = 0
-    """Lines that are no records; they count nowhere."""
+    garbled: int = 0  # Lines that are no records; they count nowhere.
     more: bool = False
 
 
@@ -226,8 +224,7 @@ KEY_FILE = "keys.jsonl"
 HEADER = "# Made from state.db by `potluck keys`; what is written here by hand is lost.\n"
 OPEN = json.dumps({"open": True}) + "\n"
 OPEN_BESIDE = json.dumps({"open": "beside keys"}) + "\n"
-OPENED = "keys open"
-"""The setting that lets clients without a key in although there are keys."""
+OPENED = "keys open"  # The setting that lets clients without a key in although there are keys.
 SHA256_BYTES = 32
 _COLUMNS = "sha256, name, line, made_s, expires_s, revoked_s"
 
@@ -238,8 +235,7 @@ class KeptKey:
 
     sha256: str
     name: str
-    line: Mapping[str, object]
-    """Tenant and limits, as a line of the gateway's file has them."""
+    line: Mapping[str, object]  # Tenant and limits, as a line of the gateway's file has them.
     made_s: float
     expires_s: float | None = None
     revoked_s: float | None = None

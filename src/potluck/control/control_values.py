@@ -38,24 +38,19 @@ class WantedReplica:
     replica: str
     make: EngineSpec
     role: Role
-    draining: bool = False
-    """It is being emptied: nobody starts another in its place."""
+    draining: bool = False  # It is being emptied: nobody starts another in its place.
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInstance:
-    name: str
-    """Its own, never used twice."""
+    name: str  # Its own, never used twice.
     make: EngineSpec
     state: InstanceState
-    since_s: float
-    """When it came into that state."""
+    since_s: float  # When it came into that state.
     url: str = ""
-    replica: str = ""
-    """Which replica it is, or is being started for; empty: none."""
+    replica: str = ""  # Which replica it is, or is being started for; empty: none.
     problem: str = ""
-    pinned: bool = False
-    """Started by hand: it is used, and never stopped by us."""
+    pinned: bool = False  # Started by hand: it is used, and never stopped by us.
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +72,7 @@ class AssignEngine:
 class StopEngine:
     instance: str
     why: str
-    insist: bool = False
-    """Without asking it: it would not hear."""
+    insist: bool = False  # Without asking it: it would not hear.
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +89,10 @@ class PlanRequest:
     rates_per_s: Mapping[str, float]
     reason: str
     lengths: tuple[SeenLengths, ...] = ()
-    regions: tuple[Region, ...] | None = None
-    """Prices and nodes, where they differ from the spec's."""
-    running: Plan | None = None
-    """The newest plan, with the copies that are there."""
-    planned: Plan | None = None
-    """The newest plan as it was made; some of its copies may be gone already."""
-    paces: tuple[ObservedSpeed, ...] = ()
-    """What replicas really take, as far as is known."""
+    regions: tuple[Region, ...] | None = None  # Prices and nodes, where they differ from the spec's.
+    running: Plan | None = None  # The newest plan, with the copies that are there.
+    planned: Plan | None = None  # The newest plan as it was made; some of its copies may be gone already.
+    paces: tuple[ObservedSpeed, ...] = ()  # What replicas really take, as far as is known.
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +113,7 @@ class EngineSighting:
     state: InstanceState
     url: str = ""
     problem: str = ""
-    stands_still: bool = False
-    """Its process was stopped, and does nothing until somebody lets it go on."""
+    stands_still: bool = False  # Its process was stopped, and does nothing until somebody lets it go on.
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +123,7 @@ class NodeNews:
     kind: Literal["notice", "gone", "came"]
     node: str
     why: str
-    notice_s: float = 0.0
-    """Of a notice: how long it will still be there."""
+    notice_s: float = 0.0  # Of a notice: how long it will still be there.
     engines: tuple[str, ...] = ()
 
 

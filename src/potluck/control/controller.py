@@ -35,16 +35,13 @@ from potluck.core.values.plan import Plan, Template
 
 SCHEDULED = "scheduled"
 """The setting with the time from which on the day's schedule has the plan that was put into force last."""
-STUCK = "stuck"
-"""The setting that has replicas whose starts failed, with how often and why."""
-ELSEWHERE_S = 10.0
-"""A plan of the gateway's that no version is, for so long, was put there by somebody else."""
+STUCK = "stuck"  # The setting that has replicas whose starts failed, with how often and why.
+ELSEWHERE_S = 10.0  # A plan of the gateway's that no version is, for so long, was put there by somebody else.
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerTurn:
-    acted: bool
-    """False: another controller has the lease."""
+    acted: bool  # False: another controller has the lease.
     wanted: int = 0
     up: int = 0
     orders: tuple[control_values.Order, ...] = ()

@@ -21,8 +21,7 @@ from potluck.core.values.plan import Template
 READ = "gateway read"
 HISTORY_BINS = 14 * 144
 DAY_BINS = 144
-LEAST_SHARE = 0.5
-"""Of a bin that somebody must have looked at it, for its rate to mean something."""
+LEAST_SHARE = 0.5  # Of a bin that somebody must have looked at it, for its rate to mean something.
 _NUMBERS = re.compile(r"[0-9.]+")
 
 
@@ -108,15 +107,11 @@ def without_gaps(rates: Sequence[float | None]) -> tuple[float, ...]:
 
 PACES = "paces"
 LOOK_S = 5.0
-ENOUGH = 6
-"""Looks at a replica that had done something new each time: half a minute of work at least."""
-LEAST_PLANNED_S = 1.0
-"""Of work that a look must tell of."""
-SHARE = 0.2
-"""Of the newest look in the mean."""
+ENOUGH = 6  # Looks at a replica that had done something new each time: half a minute of work at least.
+LEAST_PLANNED_S = 1.0  # Of work that a look must tell of.
+SHARE = 0.2  # Of the newest look in the mean.
 FORGET_S = 24 * 3600.0
-MOST_REPLICAS = 64
-"""Of one kind; the ones heard of last stay."""
+MOST_REPLICAS = 64  # Of one kind; the ones heard of last stay.
 Json = dict[str, Any]
 
 
@@ -127,8 +122,7 @@ class ObservedSpeeds:
         self, store: StateStore, templates: Mapping[str, Template], clock: Callable[[], float]
     ) -> None:
         self._store, self._templates, self._clock = store, templates, clock
-        self._heard: dict[str, float] = {}
-        """Replica to when the Brain had learned something last."""
+        self._heard: dict[str, float] = {}  # Replica to when the Brain had learned something last.
         self._next_s = 0.0
 
     def hear(self, said: Sequence[Json]) -> None:

@@ -19,8 +19,7 @@ from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.core.values.plan import Plan, Template, plan_to_json
 from potluck.core.values.types import Region
 
-ASK_S = 5.0
-"""A gateway says something at least every 15 s to whoever reads its events."""
+ASK_S = 5.0  # A gateway says something at least every 15 s to whoever reads its events.
 MOST_LINE_BYTES = 1_000_000
 MOST_WHY = 400
 

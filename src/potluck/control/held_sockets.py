@@ -18,8 +18,7 @@ from pathlib import Path
 
 from potluck.control.launchers.process import ProcessId, alive, spawn
 
-HIGH = 200
-"""Files are passed on by numbers from here on, in a row."""
+HIGH = 200  # Files are passed on by numbers from here on, in a row.
 ANSWER_S = 2.0
 MOST_BYTES, MOST_SOCKETS = 65_536, 64
 
@@ -28,8 +27,7 @@ class HeldSockets:
     def __init__(self) -> None:
         self.clients: list[socket.socket] = []
         self.operators: list[socket.socket] = []
-        self.folder = ""
-        """The state of the service that they belong to."""
+        self.folder = ""  # The state of the service that they belong to.
         self.link: socket.socket | None = None
 
     def __bool__(self) -> bool:

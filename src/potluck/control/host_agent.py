@@ -145,8 +145,7 @@ class HostAgent(ThreadingHTTPServer):
     ) -> None:
         self.about, self.key = about, key
         self.asking = HostClient(key, None if tls is None else tls[1])
-        self.busy = threading.Lock()
-        """Only one measurement at a time is worth anything."""
+        self.busy = threading.Lock()  # Only one measurement at a time is worth anything.
         super().__init__(listen, Handler)
         if tls is not None:
             self.socket = tls[0].wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)

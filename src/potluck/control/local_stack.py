@@ -34,8 +34,7 @@ from potluck.control.state_store import Lease, StateStore, written
 from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.values.plan import Plan, mark_of, plan_to_json
 
-DRAIN_S = 45.0
-"""In which a gateway lets what is open end."""
+DRAIN_S = 45.0  # In which a gateway lets what is open end.
 ENGINES_S = 15.0
 INSIST_S = 5.0
 
@@ -123,8 +122,7 @@ USUAL_PORT = 8000
 """Where clients ask unless told; operators and the page have the next one. `potluck serve` has the same."""
 PORT_TRIES = 3
 ANSWER_S = 2.0
-FORKED = ("emulated", "mock")
-"""Styles of engines that share what they loaded."""
+FORKED = ("emulated", "mock")  # Styles of engines that share what they loaded.
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +195,8 @@ class LocalStack:
             start_s=settings.start_s,
         )
         self.url = ""
-        self.fresh = False
-        """Whether the gateway was started by this very controller."""
-        self.said: list[str] = []
-        """What somebody should hear of, beside what the state has."""
+        self.fresh = False  # Whether the gateway was started by this very controller.
+        self.said: list[str] = []  # What somebody should hear of, beside what the state has.
 
     def _secret(self, name: str) -> Path:
         """A file with something that nobody can guess, the same as long as the state."""

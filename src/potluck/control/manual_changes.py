@@ -21,8 +21,7 @@ from potluck.core.values.plan import Deployment, Plan, PlannedShare
 BY_HAND = "by hand"
 CORDONED = "cordoned"
 """The setting that lists engines and machines that get nothing new, for a gateway that is started again."""
-LEAVING = "leaving"
-"""The setting that lists engines whose replica is drained by hand."""
+LEAVING = "leaving"  # The setting that lists engines whose replica is drained by hand.
 
 
 def is_by_hand(version: PlanVersion | None) -> bool:
@@ -148,8 +147,7 @@ class KeptCordons:
 
     def __init__(self, store: StateStore, tell: Callable[[Iterable[str]], None]) -> None:
         self._store, self._tell = store, tell
-        self._up_s = inf
-        """How long the gateway had run when it was last asked."""
+        self._up_s = inf  # How long the gateway had run when it was last asked.
 
     def heed(self, wanted: Mapping[str, Any]) -> str:
         """At every turn; why it could not be told, else nothing."""

@@ -29,8 +29,7 @@ from potluck.core.values.types import NodeOffer, NodeType, Region
 MOST_LINES = 10_000
 OFFER_KEYS = {"region", "node", "price_usd_per_h", "available"}
 NOTICE_KEYS = {"engine", "region", "node", "count", "at"}
-Lines = list[tuple[dict[str, Any], str]]
-"""Mappings, each with the words that name it in errors."""
+Lines = list[tuple[dict[str, Any], str]]  # Mappings, each with the words that name it in errors.
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +193,7 @@ class MarketSource(ABC):
     def __init__(self, spec: Sequence[Region]) -> None:
         self.spec = self._shown = tuple(spec)
         self.market = Market()
-        self.problem = ""
-        """Why what is known now is not used."""
+        self.problem = ""  # Why what is known now is not used.
 
     @abstractmethod
     def look(self) -> None:
@@ -249,8 +247,7 @@ class MarketFile(MarketSource):
         return result.st_mtime_ns, result.st_size, result.st_ino
 
 
-NOTICE_S = 30.0
-"""Before machines go, where nothing is said: Azure and Google give 30 s, Amazon 120 s."""
+NOTICE_S = 30.0  # Before machines go, where nothing is said: Azure and Google give 30 s, Amazon 120 s.
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,8 +306,7 @@ class NodeTypeLabels:
     """A node type of the spec, as it is looked for in a cluster."""
 
     gpus: int
-    names: tuple[str, ...]
-    """What its GPU may be called there, the likeliest first."""
+    names: tuple[str, ...]  # What its GPU may be called there, the likeliest first.
 
 
 Spellings = Mapping[str, NodeTypeLabels]
@@ -319,11 +315,9 @@ Spellings = Mapping[str, NodeTypeLabels]
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
     id: str
-    region: str
-    """Empty: it does not say."""
+    region: str  # Empty: it does not say.
     gpus: tuple[tuple[str, int], ...]
-    well: bool = True
-    """Whether something may be started there."""
+    well: bool = True  # Whether something may be started there.
 
     def count(self, kind: NodeTypeLabels) -> int:
         return max((have // kind.gpus for name, have in self.gpus if name in kind.names), default=0)

@@ -23,8 +23,7 @@ from potluck.core.state.facts import ObservedSpeed, spoken
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Region
 
-FIRST_S = 1.5
-"""A turn waits so long for the first answer."""
+FIRST_S = 1.5  # A turn waits so long for the first answer.
 log = logging.getLogger(__name__)
 Note = Callable[[str, str, str], None]
 

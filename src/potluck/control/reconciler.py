@@ -32,8 +32,7 @@ from potluck.control.control_values import (
 
 RETRY_S = 1.0
 RETRY_MOST_S = 60.0
-IN_VAIN = 3
-"""Starts that failed in the same way, after which another one will too."""
+IN_VAIN = 3  # Starts that failed in the same way, after which another one will too.
 IN_VAIN_MOST_S = 300.0
 _CHANGING = re.compile(r"\b[0-9a-f]{8}\b|[0-9.]+")
 """What differs between two starts that fail alike: names of engines, ports, sizes."""
@@ -46,8 +45,7 @@ class StartFailures:
     count: int = 0
     last_s: float = 0.0
     why: str = ""
-    alike: int = 0
-    """So many of the last ones failed in the same way."""
+    alike: int = 0  # So many of the last ones failed in the same way.
     engine: str = ""
 
     @property
@@ -114,8 +112,7 @@ class ReconcilerMemory:
 class ReconcilerStep:
     orders: tuple[Order, ...]
     memory: ReconcilerMemory
-    waiting: tuple[str, ...] = ()
-    """What is wanted and not done yet, with the reason: one line each."""
+    waiting: tuple[str, ...] = ()  # What is wanted and not done yet, with the reason: one line each.
 
 
 def step(

@@ -19,8 +19,7 @@ from potluck.plan.replan_options import ReplanOption, at_once, best_answer, surv
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.strategies.template_factory import Planner
 
-FIRST_S = 1.0
-"""For each solve of the first answer."""
+FIRST_S = 1.0  # For each solve of the first answer.
 SAME = 1e-9
 
 

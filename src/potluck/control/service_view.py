@@ -20,10 +20,8 @@ from potluck.core.values.kv import lossy_notices
 Json = dict[str, Any]
 NOTES = 8
 LOG_LINES = 5
-SHOWN = ("name", "state", "since_s", "url", "replica")
-"""Of an engine."""
-LOOK_BACK = 200
-"""Happenings in which the reason for something that is missing is looked for."""
+SHOWN = ("name", "state", "since_s", "url", "replica")  # Of an engine.
+LOOK_BACK = 200  # Happenings in which the reason for something that is missing is looked for.
 
 
 class ServiceView:

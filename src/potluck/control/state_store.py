@@ -71,8 +71,7 @@ class StateStore:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._marks: dict[int, str] = {}
-        """Plan version to its mark: versions never change."""
+        self._marks: dict[int, str] = {}  # Plan version to its mark: versions never change.
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
@@ -327,8 +326,7 @@ def migrate(connection: sqlite3.Connection, where: str) -> None:
 
 
 LASTS_S = 6.0
-ACT_S = 2.0
-"""So much of it must be left to begin something."""
+ACT_S = 2.0  # So much of it must be left to begin something.
 
 
 def gone(number: int) -> bool:

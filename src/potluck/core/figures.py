@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from math import floor, log10
 
-LEAST = 1e-9
-"""Less is what rounding leaves."""
-LEAST_USD = 1e-6
-"""The same of money."""
+LEAST = 1e-9  # Less is what rounding leaves.
+LEAST_USD = 1e-6  # The same of money.
 
 
 def digits(value: float) -> str:

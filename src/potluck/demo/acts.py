@@ -21,8 +21,7 @@ from potluck.demo.traffic import DemoLoad, RequestCounts
 NEAR, FAR = "near", "far"
 LINK = f"{FAR}->{NEAR}"
 SHOP, LAB = "shop", "lab"
-CHEAP = "1xA10"
-"""The node that is on offer at last."""
+CHEAP = "1xA10"  # The node that is on offer at last.
 CROSSES = re.compile(rf"prompts of .* beyond (\d+) tokens go over {LINK}")
 LENGTHS = re.compile(r"(prompts|answers) of .* (rose|fell) from")
 RAISED = 1.2
@@ -72,14 +71,10 @@ class FleetLook:
     at_s: float
     replicas: tuple[ReplicaLook, ...]
     usd_per_h: float
-    threshold_tokens: float
-    """From which length on prompts may cross; 0 where none do."""
-    crossed_bytes: float
-    """KV that came from another region so far."""
-    moved: int
-    """Attempts beyond requests' first so far."""
-    last: int
-    """Number of the latest decision."""
+    threshold_tokens: float  # From which length on prompts may cross; 0 where none do.
+    crossed_bytes: float  # KV that came from another region so far.
+    moved: int  # Attempts beyond requests' first so far.
+    last: int  # Number of the latest decision.
 
     def ready(self, role: str = "", region: str = "") -> tuple[ReplicaLook, ...]:
         return tuple(
@@ -132,14 +127,10 @@ class ActEvidence:
     before: FleetLook
     now: FleetLook
     decided: tuple[LoggedDecision, ...]
-    by_tenant: Mapping[str, RequestCounts]
-    """Of requests that have ended."""
-    earlier: Mapping[str, RequestCounts]
-    """Of those that were sent while the act waited for its moment."""
-    victim: str = ""
-    """The replica that something was done to."""
-    near_usd_per_h: float = 0.0
-    """What the cheapest fleet costs that has nothing in the other region."""
+    by_tenant: Mapping[str, RequestCounts]  # Of requests that have ended.
+    earlier: Mapping[str, RequestCounts]  # Of those that were sent while the act waited for its moment.
+    victim: str = ""  # The replica that something was done to.
+    near_usd_per_h: float = 0.0  # What the cheapest fleet costs that has nothing in the other region.
 
     def of(self, *kinds: str) -> tuple[LoggedDecision, ...]:
         """Of remarks only those on what may cross: paces are remarked on too."""
@@ -325,18 +316,13 @@ def saved_since(seen: ActEvidence) -> float:
     return seen.before.usd_per_h - seen.now.usd_per_h
 
 
-CHAT, CODE = (1350, 60), (2700, 10)
-"""Mean tokens of prompts and answers."""
-RATE_PER_S = 4.0
-"""Of both tenants together, as the spec has it."""
-BURST, FLOOD = 2.0, 3.0
-"""Times the usual rate."""
+CHAT, CODE = (1350, 60), (2700, 10)  # Mean tokens of prompts and answers.
+RATE_PER_S = 4.0  # Of both tenants together, as the spec has it.
+BURST, FLOOD = 2.0, 3.0  # Times the usual rate.
 THIN_GBPS, WIDE_GBPS = 1.0, 10.0
-USUAL, USUAL_COUNT, USUAL_USD_PER_H = "1xL4", 10, 0.6
-"""As in the spec."""
+USUAL, USUAL_COUNT, USUAL_USD_PER_H = "1xL4", 10, 0.6  # As in the spec.
 CHEAP_COUNT, CHEAP_USD_PER_H = 6, 0.25
-MOST_TOLD = 2
-"""Decisions that are told of one answer."""
+MOST_TOLD = 2  # Decisions that are told of one answer.
 
 
 @dataclass(slots=True)

@@ -106,8 +106,7 @@ STRATEGY = "prfaas"
 PLAN_S = 10.0
 WINDOW_SHARE, LOOK_SHARE = 1 / 12, 1 / 30
 """Of the day: the window over which rates and lengths are watched, and how often a plan may be asked for."""
-LEAST_WINDOW_S, LEAST_LOOK_S = 9.0, 2.0
-"""Fewer requests would not say what their lengths are."""
+LEAST_WINDOW_S, LEAST_LOOK_S = 9.0, 2.0  # Fewer requests would not say what their lengths are.
 INTERRUPTED = 130
 
 
@@ -152,8 +151,7 @@ class _Day:
     quiet: bool
     keys: dict[str, str]
     market: Path
-    near_usd_per_h: float
-    """What the cheapest fleet in the region near costs alone."""
+    near_usd_per_h: float  # What the cheapest fleet in the region near costs alone.
     stop: threading.Event = field(default_factory=threading.Event)
     interrupted: bool = False
     ready: bool = False

@@ -29,8 +29,7 @@ from potluck.demo.traffic import DemoTraffic, RequestCounts, counted
 LOOK_S = 0.4
 PATIENCE_S = 90.0
 """So long an act waits for its moment, and for its answer to show, on a machine that has much else to do."""
-EARLIER = 1 / 3
-"""Of an act's time, in which is seen how things are without it, where that is told."""
+EARLIER = 1 / 3  # Of an act's time, in which is seen how things are without it, where that is told.
 MOST_WORDS = 400
 Result = TypeVar("Result")
 
@@ -42,13 +41,11 @@ class ActOutcome:
     act: Act
     shown: bool
     chosen: str
-    result: str
-    """In sentences."""
+    result: str  # In sentences.
     saved_usd_per_h: float
     lasted_s: float
     moved: int
-    replicas: tuple[int, int]
-    """Ready before and after."""
+    replicas: tuple[int, int]  # Ready before and after.
     usd_per_h: tuple[float, float]
 
 
@@ -59,12 +56,10 @@ class Player:
     means: DemoControls
     traffic: DemoTraffic
     slo: Slo
-    least_s: float
-    """An act lasts so long, whether its answer showed sooner or not."""
+    least_s: float  # An act lasts so long, whether its answer showed sooner or not.
     said: Callable[[str], None]
     stopped: Callable[[], bool]
-    near_usd_per_h: float = 0.0
-    """As `ActEvidence` has it."""
+    near_usd_per_h: float = 0.0  # As `ActEvidence` has it.
     outcomes: list[ActOutcome] = field(default_factory=list)
     _last: int = 0
 

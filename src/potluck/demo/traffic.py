@@ -17,12 +17,9 @@ from potluck.loadgen.load_client import LoadTarget, TimedRequest, kept, whole
 TOKENS = range(5, 200)
 WITHIN_S = 180.0
 IDLE_S = 0.05
-EVEN = 12.0
-"""Of the gamma distribution of gaps: a variation of 0.3."""
-REFUSED = (429, 503, 504)
-"""Answers that say no, and when to come again."""
-MOST = 0.95
-"""Share of first tokens that came within `RequestCounts.ttft_s`."""
+EVEN = 12.0  # Of the gamma distribution of gaps: a variation of 0.3.
+REFUSED = (429, 503, 504)  # Answers that say no, and when to come again.
+MOST = 0.95  # Share of first tokens that came within `RequestCounts.ttft_s`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +40,7 @@ class SentRequest:
     act: str
     tenant: str
     shot: TimedRequest
-    before: bool = False
-    """While the act had not begun, and waited for its moment."""
+    before: bool = False  # While the act had not begun, and waited for its moment.
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +50,9 @@ class RequestCounts:
     requests: int = 0
     in_time: int = 0
     refused: int = 0
-    lost: int = 0
-    """Neither answered whole nor told no."""
-    ttft_s: float = 0.0
-    """Within which 19 of 20 had their first token, of those that were answered."""
-    no: str = ""
-    """What those who were told no were told most often."""
+    lost: int = 0  # Neither answered whole nor told no.
+    ttft_s: float = 0.0  # Within which 19 of 20 had their first token, of those that were answered.
+    no: str = ""  # What those who were told no were told most often.
 
     @property
     def answered(self) -> int:

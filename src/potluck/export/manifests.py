@@ -41,19 +41,16 @@ from potluck.export.placement import (
 )
 
 CONFIG = "potluck-plan"
-MOST_CONFIG_BYTES = 900_000
-"""Kubernetes takes 1 MiB in a ConfigMap."""
+MOST_CONFIG_BYTES = 900_000  # Kubernetes takes 1 MiB in a ConfigMap.
 GIB = 1 << 30
 HOST_GIB = 12
 """Of a host's memory beside the weights: the engine's processes, and KV under way to others (4 GiB at most)."""
 CPUS, CPUS_PER_GPU = 2, 2
-USER = 10001
-"""Whom the gateway runs as."""
+USER = 10001  # Whom the gateway runs as.
 INDEX = "POD_INDEX"
 INDEX_LABEL = "metadata.labels['apps.kubernetes.io/pod-index']"
 HUB_SECRET = "potluck-hub"
-PLAIN, SERVED = "plain", "config"
-"""Folders of the plain manifests, and of what the gateway reads."""
+PLAIN, SERVED = "plain", "config"  # Folders of the plain manifests, and of what the gateway reads.
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +64,8 @@ class GpuLabel:
 
 @dataclass(frozen=True, slots=True)
 class KubernetesExport:
-    cluster: ManifestOptions
-    """`image` is that of engines."""
-    image: str
-    """Of the gateway, and of whoever pulls weights."""
+    cluster: ManifestOptions  # `image` is that of engines.
+    image: str  # Of the gateway, and of whoever pulls weights.
     gpus: Mapping[str, GpuLabel] = field(default_factory=dict)
     weights: Mapping[str, WeightsSource] = field(default_factory=dict)
 

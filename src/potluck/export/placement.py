@@ -28,12 +28,9 @@ from potluck.core.values.layout import Layout, StageNode
 from potluck.core.values.plan import Plan, Template
 from potluck.core.values.types import NodeType, Region, Role
 
-PORT, KV_PORT, STAGE_PORT = 8100, 9100, 7100
-"""Of the first engine of a box; the others have the next ones."""
-PORTS_APART = 16
-"""Room for an engine's workers, each of which has a port of its own for KV."""
-LABEL = 42
-"""Letters of a name, to which copy, replica and rank are added: a StatefulSet's may have 52."""
+PORT, KV_PORT, STAGE_PORT = 8100, 9100, 7100  # Of the first engine of a box; the others have the next ones.
+PORTS_APART = 16  # Room for an engine's workers, each of which has a port of its own for KV.
+LABEL = 42  # Letters of a name, to which copy, replica and rank are added: a StatefulSet's may have 52.
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +48,7 @@ class MachineShare:
     box: RentedMachine
     gpus: tuple[int, ...]
     stage: int
-    slot: int = 0
-    """Which of the box's processes it is; its ports follow from that."""
+    slot: int = 0  # Which of the box's processes it is; its ports follow from that.
 
     @property
     def kv_port(self) -> int:
@@ -195,23 +191,18 @@ KEY_FILE = "/etc/potluck/engine.key"
 SECRET_FILE = "/etc/potluck/pipeline.secret"
 SALT_FILE = "/etc/potluck/gateway.secret"
 WORKER = ("python3", "-m", "potluck.engine.pipeline")
-HostOf = Callable[[RentedMachine], str]
-"""Under which name or address a box is reached."""
+HostOf = Callable[[RentedMachine], str]  # Under which name or address a box is reached.
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """What an engine is started with so that it has what was planned with."""
 
-    max_tokens: int
-    """Of its longest request."""
-    memory_share: float
-    """Of each GPU."""
+    max_tokens: int  # Of its longest request.
+    memory_share: float  # Of each GPU.
     kv_tokens: int
-    weight_bytes: tuple[float, ...]
-    """Of each stage, on the GPUs of one of its nodes together."""
-    step_tokens: int = 0
-    """New tokens in a step; 0: the engine's choice."""
+    weight_bytes: tuple[float, ...]  # Of each stage, on the GPUs of one of its nodes together.
+    step_tokens: int = 0  # New tokens in a step; 0: the engine's choice.
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,8 +407,7 @@ HUB = "hf://"
 STORES = ("s3://", "gs://", "r2://", "oci://", "https://")
 """What SkyPilot mounts beside folders of the machine that launches."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?\Z")
-DONE = ".complete"
-"""A file beside the weights once all of them are there."""
+DONE = ".complete"  # A file beside the weights once all of them are there.
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ class ReadCommand:
     file: str
     name: str
     words: tuple[str, ...]
-    urls: tuple[str, ...] = ()
-    """Where its HTTP side is reached: one for each copy."""
+    urls: tuple[str, ...] = ()  # Where its HTTP side is reached: one for each copy.
 
     @property
     def where(self) -> str:

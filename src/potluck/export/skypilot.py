@@ -39,10 +39,8 @@ GPU_NAMES = {
     "V100-32": "V100-32GB",
 }
 """A GPU of the catalog to the name that SkyPilot has for it, where they differ."""
-VLLM = "0.32.0"
-"""The version that Potluck's connector was tried with."""
-LEAST_DISK_GB = 256
-"""SkyPilot's own choice: a task says something only where it needs more."""
+VLLM = "0.32.0"  # The version that Potluck's connector was tried with.
+LEAST_DISK_GB = 256  # SkyPilot's own choice: a task says something only where it needs more.
 ADDRESS = "$(hostname -I | cut -d' ' -f1)"
 CLOUD_REGIONS = (
     ("aws", r"(us|eu|ap|ca|sa|me|af|il|mx)(-gov)?-(north|south|east|west|central)+-\d"),
@@ -61,10 +59,8 @@ CLOUD_REGIONS = (
 
 @dataclass(frozen=True, slots=True)
 class SkyOptions:
-    infra: Mapping[str, str]
-    """Region to what SkyPilot calls it, such as aws/us-east-2."""
-    setup: str
-    """How machines get Potluck."""
+    infra: Mapping[str, str]  # Region to what SkyPilot calls it, such as aws/us-east-2.
+    setup: str  # How machines get Potluck.
     models: str = "/models"
     weights: Mapping[str, WeightsSource] = field(default_factory=dict)
 

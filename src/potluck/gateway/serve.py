@@ -41,8 +41,7 @@ from potluck.runtime.resolved_plan import ResolvedPlan
 
 HANDED_S = 600.0
 """A gateway that another has followed ends when its last answer has, however long: as long as engines allow."""
-KNOWN_S = 30.0
-"""In which one that is to follow another, which serves meanwhile, has met its engines."""
+KNOWN_S = 30.0  # In which one that is to follow another, which serves meanwhile, has met its engines.
 MET_S = 2.0
 LOOK_S = 0.01
 Ready = Callable[[str, str], None]

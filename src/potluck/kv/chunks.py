@@ -18,8 +18,7 @@ from potluck.core.values.kv_layout import KvCut, Span
 from potluck.kv.codec_layout import ITEM_BYTES, STATES, Codec, CodecSizes, Part, sizes
 
 Buffer = bytes | bytearray | memoryview
-CHECKSUM_ROW = 512
-"""Numbers of 64 bits that a chunk's checksum takes as one row."""
+CHECKSUM_ROW = 512  # Numbers of 64 bits that a chunk's checksum takes as one row.
 
 
 class TransferError(PotluckError):
@@ -32,8 +31,7 @@ class TransferDeclined(TransferError):
 
 @dataclass(frozen=True, slots=True)
 class KvManifest:
-    fingerprint: str
-    """Of the model with its weights."""
+    fingerprint: str  # Of the model with its weights.
     start: int
     stop: int
     token_hash: str
@@ -47,16 +45,14 @@ def token_hash(tokens: Sequence[int]) -> str:
 class KvChunk:
     layer: int
     part: Part
-    first: int
-    """Tokens [first, stop), or for a state its length twice."""
+    first: int  # Tokens [first, stop), or for a state its length twice.
     stop: int
     dtype: str
     shape: tuple[int, ...]
     data: Buffer
     codec: Codec = "raw"
     parameters: Buffer = b""
-    head: int = 0
-    """The first of its KV heads, as the model counts them."""
+    head: int = 0  # The first of its KV heads, as the model counts them.
 
 
 def lesser(chunk: KvChunk, dtype: str) -> bool:

@@ -27,12 +27,10 @@ CODEC_IDS: dict[Codec, int] = {"raw": 0, "int8": 1, "int4": 2}
 CODECS: dict[int, Codec] = {number: name for name, number in CODEC_IDS.items()}
 ITEM_BYTES = {"float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4, "uint8": 1}
 """`uint8`: bytes that only both ends understand, a state of unlike formats."""
-CODED = ("float16", "bfloat16", "float32")
-"""What codecs take; numbers of 8 bits cross as they are."""
+CODED = ("float16", "bfloat16", "float32")  # What codecs take; numbers of 8 bits cross as they are.
 FINITE = {"float16": 0x7BFF, "bfloat16": 0x7F7F, "float32": 0x7F7FFFFF}
 """The bits of the greatest finite number."""
-LEVELS: dict[int, int] = {4: 15, 8: 255}
-"""The last number that so many bits hold."""
+LEVELS: dict[int, int] = {4: 15, 8: 255}  # The last number that so many bits hold.
 COLUMN_GROUP = 128
 ROW_GROUP = 64
 MOST_ELEMENTS = 1 << 40
@@ -52,8 +50,7 @@ class CodecSizes:
 class QuantizedMatrix:
     """What is quantised in one way: rows `stride` elements apart, from `offset` on."""
 
-    down: bool
-    """Whether groups run down the columns."""
+    down: bool  # Whether groups run down the columns.
     rows: int
     columns: int
     stride: int

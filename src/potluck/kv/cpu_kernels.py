@@ -177,8 +177,7 @@ def _store(number, like):  # type: ignore[no-untyped-def]
     return lambda number, like: F(number)
 
 
-WIDTH = 256
-"""Columns that are worked on at a time: their scratch space stays in the nearest cache."""
+WIDTH = 256  # Columns that are worked on at a time: their scratch space stays in the nearest cache.
 
 
 @numba.njit

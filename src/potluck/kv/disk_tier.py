@@ -37,8 +37,7 @@ class DiskTier:
             raise InputError("disk cache", "cannot have a size below zero")
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
-        self.failures = 0
-        """Files that could not be written, or were not as they should be."""
+        self.failures = 0  # Files that could not be written, or were not as they should be.
         self._folder = folder / blake2b(namespace.encode(), digest_size=8).hexdigest()
         self._sizes: dict[Name, int] = {}
         self._rests: dict[int, list[Checkpoint]] = {}

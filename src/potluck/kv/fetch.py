@@ -26,8 +26,7 @@ from potluck.kv.peer_connections import PeerConnections
 
 REFUSED = "hand-over: the handle is unknown, has expired, was used, or is for another request"
 
-ACK_EVERY = 2
-"""Pieces; fewer when no more are there to be read."""
+ACK_EVERY = 2  # Pieces; fewer when no more are there to be read.
 
 
 class StaleConnection(TransferError):
@@ -145,11 +144,9 @@ def _failed(problem: frames.SenderProblem) -> FinalError:
     return FinalError(TransferDeclined(f"hand-over: the sender failed ({problem.line})"))
 
 
-GRACE_S = 0.2
-"""For connections to say that all is well, once all is there."""
+GRACE_S = 0.2  # For connections to say that all is well, once all is there.
 
-Sink = Callable[[KvChunk], None]
-"""Uses a chunk up: its bytes are only there until it returns."""
+Sink = Callable[[KvChunk], None]  # Uses a chunk up: its bytes are only there until it returns.
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +159,7 @@ class FetchRequest:
     token_hash: str
     have: int = 0
     cut: KvCut = KvCut()
-    session: bytes = b""
-    """The same for all workers of a receiver; made up where there is one alone."""
+    session: bytes = b""  # The same for all workers of a receiver; made up where there is one alone.
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +197,7 @@ class KvFetch:
         self.opening: frames.TransferOpening | None = None
         self._ready: deque[tuple[int, KvChunk]] = deque()
         self._failure: Exception | None = None
-        self._other = ""
-        """What was said last of another version."""
+        self._other = ""  # What was said last of another version.
         self.over = False
         self._connections: dict[int, KvConnection] = {}
         self._attached: set[int] = set()

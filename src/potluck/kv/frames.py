@@ -75,10 +75,8 @@ class Hello:
 class TransferOpening:
     session: bytes
     manifest: KvManifest
-    piece_bytes: int
-    """All chunks are cut at multiples of it."""
-    shared: bool
-    """Whether data of this connection goes through the memory that was offered."""
+    piece_bytes: int  # All chunks are cut at multiples of it.
+    shared: bool  # Whether data of this connection goes through the memory that was offered.
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +88,13 @@ class HandleRefused:
 class ChunkPiece:
     """A piece of a chunk: `count` bytes from `offset` on of its parameters and data, one behind the other."""
 
-    index: int
-    """Of the chunk, among those of its transfer."""
-    chunk: KvChunk
-    """Without its bytes; the same in each of its pieces."""
+    index: int  # Of the chunk, among those of its transfer.
+    chunk: KvChunk  # Without its bytes; the same in each of its pieces.
     chunk_bytes: int
     offset: int
     count: int
-    sums: tuple[int, int] | None
-    """None: made by whoever sends it, just before."""
-    inline: bool = True
-    """Whether its data follows; else it lies in the shared memory."""
+    sums: tuple[int, int] | None  # None: made by whoever sends it, just before.
+    inline: bool = True  # Whether its data follows; else it lies in the shared memory.
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +117,8 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    pieces: int
-    """Those that came whole over this connection, so far."""
-    released_bytes: int
-    """Of the chunks that the receiver has used up, so far, over all connections."""
+    pieces: int  # Those that came whole over this connection, so far.
+    released_bytes: int  # Of the chunks that the receiver has used up, so far, over all connections.
 
 
 @dataclass(frozen=True, slots=True)

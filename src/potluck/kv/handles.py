@@ -20,10 +20,8 @@ from typing import Generic, TypeVar
 from potluck.core.errors import InputError
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
-WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
-"""The first of these that there are files of."""
-IDLE_KEYS = ("_name_or_path", "transformers_version")
-"""Of a config.json: they say nothing of the model."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")  # The first of these that there are files of.
+IDLE_KEYS = ("_name_or_path", "transformers_version")  # Of a config.json: they say nothing of the model.
 
 
 def directory_mark(folder: Path) -> str:

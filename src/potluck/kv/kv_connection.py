@@ -23,10 +23,8 @@ _WAITALL = int(getattr(socket, "MSG_WAITALL", 0))
 _DONTWAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 _USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", None)
 """How long the kernel may wait for an answer to what it sent; elsewhere its own patience is longer than ours."""
-SOON_S = 0.1
-"""The least time for a connection to be made: when it is too late is found out elsewhere."""
-LOOKS = 5
-"""How often, within its patience, a connection that waits for data looks whether some came."""
+SOON_S = 0.1  # The least time for a connection to be made: when it is too late is found out elsewhere.
+LOOKS = 5  # How often, within its patience, a connection that waits for data looks whether some came.
 HERE_BYTES = 1 << 18
 """The kernel's buffers within one machine: what waits in small ones is still in the cache when it is copied out.
 Between machines the kernel finds the size itself."""
@@ -60,10 +58,8 @@ class KvConnection:
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._poll.register(self._wake_receiver, select.POLLIN)
-        self.woken = False
-        """Whether somebody woke it since this was last set to False."""
-        self.idle = False
-        """Whether it waits for something to do; for its owner's use."""
+        self.woken = False  # Whether somebody woke it since this was last set to False.
+        self.idle = False  # Whether it waits for something to do; for its owner's use.
         self.heard_s = -inf
         """When the other side last said something: bytes, not just the kernel's word that it is there."""
         self._receiving = False

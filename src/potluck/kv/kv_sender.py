@@ -57,8 +57,7 @@ class TransferPart:
         self.queue = SendQueue(piece_bytes)
         self.state: State = "offered"
         self.conns: dict[int, KvConnection] = {}
-        self.active_s = time.monotonic()
-        """When something last went right, or when it was over."""
+        self.active_s = time.monotonic()  # When something last went right, or when it was over.
 
     @property
     def over(self) -> bool:
@@ -122,8 +121,7 @@ class OutgoingTransfer:
         weight: float = 1.0,
     ) -> None:
         self.memory = memory
-        self.tenant, self.weight = tenant, weight
-        """Whose share of a throttled link it takes."""
+        self.tenant, self.weight = tenant, weight  # Whose share of a throttled link it takes.
         self._closed = closed
         self._piece_bytes = piece_bytes
         self.readers = 1
@@ -133,10 +131,8 @@ class OutgoingTransfer:
         self._manifest: KvManifest | None = None
         self._opening = False
         self.problem = ""
-        self.claimed = False
-        """Whether a receiver ever came."""
-        self.peer = ""
-        """The machine that it came from."""
+        self.claimed = False  # Whether a receiver ever came.
+        self.peer = ""  # The machine that it came from.
         self.asking: threading.Thread | None = None
 
     @property
@@ -277,8 +273,7 @@ class OutgoingTransfer:
 
 
 MOST_PEERS = 256
-ANSWER_S = 60.0
-"""An engine answers between two steps."""
+ANSWER_S = 60.0  # An engine answers between two steps.
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +283,7 @@ class BandwidthGrant:
     link: str
     peers: frozenset[str]
     bytes_per_s: float
-    until_s: float = inf
-    """When it ends, unless it is given again: whoever grants may be gone."""
+    until_s: float = inf  # When it ends, unless it is given again: whoever grants may be gone.
 
 
 class KvSender:
@@ -614,14 +608,12 @@ class SenderLimits:
 class PeerLink:
     moved_bytes: int = 0
     sent_again_bytes: int = 0
-    busy_s: float = 0.0
-    """While pieces were under way to it."""
+    busy_s: float = 0.0  # While pieces were under way to it.
     retransmits: int = 0
     under_way: int = 0
     since_s: float = 0.0
     conns: dict[int, KvConnection] = field(default_factory=dict)
-    throttle: LinkThrottle | None = None
-    """Where a grant holds for the link to it."""
+    throttle: LinkThrottle | None = None  # Where a grant holds for the link to it.
 
     def add(self, pieces: int, now_s: float) -> None:
         if self.under_way:

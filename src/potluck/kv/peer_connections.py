@@ -41,8 +41,7 @@ class TcpInfo:
 
     rtt_s: float
     least_rtt_s: float
-    retransmits: int
-    """Segments sent again since the beginning."""
+    retransmits: int  # Segments sent again since the beginning.
     not_sent_bytes: int
 
 
@@ -76,16 +75,13 @@ def info(connection: socket.socket) -> TcpInfo | None:
 class LinkReport:
     peer: str
     connections: int
-    goodput_bytes_per_s: float
-    """Bytes of sound pieces over the time that transfers were under way."""
+    goodput_bytes_per_s: float  # Bytes of sound pieces over the time that transfers were under way.
     moved_bytes: int
     sent_again_bytes: int
-    rtt_s: float
-    """The mean over connections, smoothed by the kernel; 0 where there is none."""
+    rtt_s: float  # The mean over connections, smoothed by the kernel; 0 where there is none.
     least_rtt_s: float
     retransmits: int
-    queue_bytes: int
-    """What waits here to be sent, in the send queue and in the kernel."""
+    queue_bytes: int  # What waits here to be sent, in the send queue and in the kernel.
 
 
 def report(
@@ -113,11 +109,9 @@ def report(
     )
 
 
-ANY_PORT = 0
-"""In a fleet's addresses: whatever listens on that host."""
+ANY_PORT = 0  # In a fleet's addresses: whatever listens on that host.
 MOST_SENDERS = 256
-SWEEP_S = 60.0
-"""Between looks for memory that others have left behind."""
+SWEEP_S = 60.0  # Between looks for memory that others have left behind.
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,11 +45,9 @@ class PrefixPool:
         self.index = BlockPool(capacity_bytes // block_bytes, exact=exact, block_tokens=block_tokens)
         """To read and to pin; only this object keeps or drops."""
         self._memory = memoryview(np.empty(self.index.blocks * block_bytes, np.uint8).data)
-        self._sums: dict[Name, tuple[int, int]] = {}
-        """(bytes, checksum)."""
+        self._sums: dict[Name, tuple[int, int]] = {}  # (bytes, checksum).
         self._round: Iterator[Name] = iter(())
-        self.corrupted = 0
-        """Entries that were not what had been written."""
+        self.corrupted = 0  # Entries that were not what had been written.
 
     @property
     def used_bytes(self) -> int:

@@ -19,24 +19,20 @@ from potluck.kv.frames import Ack, ChunkPiece, SenderProblem, TransferEnd
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    chunk: KvChunk
-    """But for its bytes."""
+    chunk: KvChunk  # But for its bytes.
     body: memoryview
-    checks: tuple[Sums | None, ...]
-    """Of each piece, or left to the connection that sends it."""
+    checks: tuple[Sums | None, ...]  # Of each piece, or left to the connection that sends it.
     piece_bytes: int
 
 
 @dataclass(slots=True)
 class _Item:
     index: int
-    chunk: KvChunk
-    """Without its bytes."""
+    chunk: KvChunk  # Without its bytes.
     body: memoryview | None
     size: int
     checks: tuple[Sums | None, ...]
-    left: int
-    """Pieces that were not acknowledged."""
+    left: int  # Pieces that were not acknowledged.
 
 
 Given = tuple[_Item, int]
@@ -47,8 +43,7 @@ class _ConnectionState:
     most_unacked: int
     unacked: deque[Given] = field(default_factory=deque)
     acked: int = 0
-    told: bool = False
-    """Whether it was given the end, or the problem."""
+    told: bool = False  # Whether it was given the end, or the problem.
 
 
 class SendQueue:
@@ -56,10 +51,8 @@ class SendQueue:
 
     def __init__(self, piece_bytes: int) -> None:
         self.piece_bytes = piece_bytes
-        self.held_bytes = 0
-        """Of chunks that were not acknowledged."""
-        self.queued_bytes = 0
-        """Of chunks that no connection was given yet."""
+        self.held_bytes = 0  # Of chunks that were not acknowledged.
+        self.queued_bytes = 0  # Of chunks that no connection was given yet.
         self.sent_again_bytes = 0
         self._window_bytes = 0
         self._fresh: deque[_Item] = deque()

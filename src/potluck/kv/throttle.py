@@ -15,13 +15,10 @@ from dataclasses import dataclass
 
 BURST_S = 0.02
 LEAST_BURST_BYTES = 1 << 16
-PIECE_S = 0.02
-"""How long one piece may take of a link, so that many can take turns."""
+PIECE_S = 0.02  # How long one piece may take of a link, so that many can take turns.
 LEAST_PIECE_BYTES = 1 << 16
-TURN_S = 0.002
-"""Until one whose turn it is not looks again."""
-FORGOTTEN_S = 1.0
-"""A transfer that wanted to send and has not asked for so long wants nothing any more."""
+TURN_S = 0.002  # Until one whose turn it is not looks again.
+FORGOTTEN_S = 1.0  # A transfer that wanted to send and has not asked for so long wants nothing any more.
 
 
 @dataclass(slots=True)

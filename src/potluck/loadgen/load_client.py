@@ -27,8 +27,7 @@ from potluck.core.errors import InputError
 from potluck.core.values.types import Slo
 
 Prompt = Sequence[int] | str
-LEAD_S = 0.2
-"""From the call to the first request: everything is made by then."""
+LEAD_S = 0.2  # From the call to the first request: everything is made by then.
 
 
 @dataclass(slots=True)
@@ -42,27 +41,20 @@ class TimedRequest:
     key: str = field(default="", repr=False)
     extra: dict[str, object] = field(default_factory=dict)
     headers: tuple[tuple[str, str], ...] = ()
-    chat: bool = False
-    """Ask as a chat, for servers that know nothing else."""
+    chat: bool = False  # Ask as a chat, for servers that know nothing else.
     sent_s: float = -1.0
-    head_s: float = -1.0
-    """When the answer's head was there, whatever its status."""
+    head_s: float = -1.0  # When the answer's head was there, whatever its status.
     first_s: float = -1.0
     last_s: float = -1.0
     longest_gap_s: float = 0.0
-    pieces: int = 0
-    """Events with text."""
-    told_tokens: int = 0
-    """Output tokens as the server counts them; 0 where it does not say."""
-    cached_tokens: int = 0
-    """Of its prompt, those that the server says it held already."""
+    pieces: int = 0  # Events with text.
+    told_tokens: int = 0  # Output tokens as the server counts them; 0 where it does not say.
+    cached_tokens: int = 0  # Of its prompt, those that the server says it held already.
     status: int = 0
     retry_after: str = ""
     text: str = ""
-    ended: bool = False
-    """The whole answer came."""
-    done_s: float = -1.0
-    """When nothing more was to come, for better or worse."""
+    ended: bool = False  # The whole answer came.
+    done_s: float = -1.0  # When nothing more was to come, for better or worse.
     problem: str = ""
 
     @property
@@ -312,8 +304,7 @@ def shoot_in_turns(
         return runner.run(take_turns(url, shots, at_once, seconds=seconds, within_s=within_s))
 
 
-Style = Literal["ids", "text", "chat"]
-"""Token numbers, of exact length; text; or text as a chat."""
+Style = Literal["ids", "text", "chat"]  # Token numbers, of exact length; text; or text as a chat.
 LOWEST, HIGHEST = 20, 400
 """Token numbers that any vocabulary has, and that mean nothing special in those we know."""
 WORDS = (
@@ -379,8 +370,7 @@ def same(
     return ((at_s, model, prompt, output) for at_s in times)
 
 
-MOST_WORDS = 200
-"""Characters of an example."""
+MOST_WORDS = 200  # Characters of an example.
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,8 +200,7 @@ def _found(name: str) -> Any:
 
 
 FORMAT, VERSION = "potluck.log", 4
-FLUSH_S = 1.0
-"""A live log is this far behind at most: what a killed gateway loses of it."""
+FLUSH_S = 1.0  # A live log is this far behind at most: what a killed gateway loses of it.
 STATE_S = 900.0
 """A piece that begins so long after the last state has one: all else waits while it is written down."""
 
@@ -238,8 +237,7 @@ class LoggedBrain:
         self._flushed_s = self._state_s = 0.0
         self._known = -1
         self._body: dict[str, Any] = {}
-        self.trouble = ""
-        """Why nothing is written any more; empty while all is well."""
+        self.trouble = ""  # Why nothing is written any more; empty while all is well.
 
     def on(self, at_s: float, event: Event) -> list[Action]:
         if len(self._facts.replicas) != self._known or type(event) is PlanReceived:
@@ -315,11 +313,9 @@ def facts_body(facts: FleetFacts) -> dict[str, Any]:
     }
 
 
-NAME = "brain.log"
-"""Of a service's log in its folder of state."""
+NAME = "brain.log"  # Of a service's log in its folder of state.
 PIECE_BYTES = 64_000_000
-MOST_BYTES = 1_000_000_000
-"""Of all packed pieces."""
+MOST_BYTES = 1_000_000_000  # Of all packed pieces.
 BUFFER_BYTES = 1 << 18
 CHUNK_BYTES = 1 << 20
 DIGITS = 6

@@ -73,8 +73,7 @@ CHUNK_STEP = 8
 """Planned chunks are rounded up to this. Coarser steps make every turn of a pipeline longer than planned: with 64
 answers of one that was planned close to its TPOT took 7 to 14 % longer, and nearly all were late.
 """
-MEAN_TOKENS = (1024.0, 256.0)
-"""Prompt and answer of a model that nothing is known of."""
+MEAN_TOKENS = (1024.0, 256.0)  # Prompt and answer of a model that nothing is known of.
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +99,15 @@ class ReplicaModel:
     total_blocks: int
     startup_s: float
     layers: int
-    places: tuple[tuple[str, int], ...]
-    """The nodes of the copy that it stands on: type and which of them."""
+    places: tuple[tuple[str, int], ...]  # The nodes of the copy that it stands on: type and which of them.
     machines: tuple[str, ...]
     gpus: int
-    card_gbps: float
-    """Of all its nodes together."""
-    inside_bytes_per_s: float
-    """Between two replicas on one node."""
+    card_gbps: float  # Of all its nodes together.
+    inside_bytes_per_s: float  # Between two replicas on one node.
     engine: EngineSetup = DEFAULT_ENGINE
-    codec: Codec = "fp16"
-    """In which its KV goes to others of its copy."""
-    owners: tuple[str, ...] = ()
-    """The machine of every layer, where the plan names them."""
-    names: tuple[str, ...] = ()
-    """What each of `places` is called, where the plan names all of them."""
+    codec: Codec = "fp16"  # In which its KV goes to others of its copy.
+    owners: tuple[str, ...] = ()  # The machine of every layer, where the plan names them.
+    names: tuple[str, ...] = ()  # What each of `places` is called, where the plan names all of them.
 
 
 @dataclass(slots=True)

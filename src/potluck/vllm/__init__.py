@@ -12,5 +12,4 @@ needs a torch of its own: it is vLLM's.
 
 from typing import Final
 
-TESTED: Final = ("0.32.0",)
-"""The versions of vLLM that this was tried with."""
+TESTED: Final = ("0.32.0",)  # The versions of vLLM that this was tried with.

@@ -25,11 +25,9 @@ from typing import Any
 from potluck.core.replica.blocks import CacheChanges, as_bytes, chain_root, names_behind
 from potluck.core.state.facts import BLOCK_TOKENS
 
-HIDDEN = "potluck hides:"
-"""How the salt begins of what nobody else may use."""
+HIDDEN = "potluck hides:"  # How the salt begins of what nobody else may use.
 
-MOST_LINES = 10_000
-"""That wait to be written; more are left out: the adapter is gone, or stands still."""
+MOST_LINES = 10_000  # That wait to be written; more are left out: the adapter is gone, or stands still.
 
 MOST_GATHERED, AT_ONCE = 10_000, 64
 GATHER_S = 0.2
@@ -42,8 +40,7 @@ class AdapterChannel:
     def __init__(self, path: str | None, heard: Heard | None = None) -> None:
         self._lines: queue.Queue[bytes | None] = queue.Queue(MOST_LINES)
         self._gathered: deque[tuple[str, object]] = deque()
-        self._due = False
-        """Whether the writer knows that something was gathered."""
+        self._due = False  # Whether the writer knows that something was gathered.
         self._socket: socket.socket | None = None
         if path is None:
             return
@@ -160,14 +157,11 @@ class HeldBlocks:
     """Changed by whoever hears vLLM."""
 
     def __init__(self, model: str = "") -> None:
-        self.model = model
-        """What names begin with: its fingerprint."""
-        self._names: dict[str, tuple[int, ...]] = {}
-        """vLLM's hash to ours."""
+        self.model = model  # What names begin with: its fingerprint.
+        self._names: dict[str, tuple[int, ...]] = {}  # vLLM's hash to ours.
         self._copies: dict[str, int] = {}
         self._added: dict[int, None] = {}
-        self._removed: dict[int, None] = {}
-        """Since `changes`, net."""
+        self._removed: dict[int, None] = {}  # Since `changes`, net.
 
     def __len__(self) -> int:
         return len(self._names)

@@ -97,8 +97,7 @@ KEYS = frozenset({"host", "port", "fleet", "channel", "any_version", "shared_mem
 
 @dataclass
 class SchedulerMeta(KVConnectorMetadata):
-    orders: WorkerOrders | None = None
-    """None where there are none, and something is computed."""
+    orders: WorkerOrders | None = None  # None where there are none, and something is computed.
 
 
 NO_ORDERS, IDLE = SchedulerMeta(), SchedulerMeta(WorkerOrders(idle=True))
@@ -128,8 +127,7 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
         keeps = vllm_blocks.check_caches(kv_cache_config, str(vllm_config.cache_config.cache_dtype))
         self._extra = extra
         self._layers: dict[int, vllm_blocks.VllmLayer] = {}
-        self._reads: list[ReadBlocks] = []
-        """Of the step that is being computed."""
+        self._reads: list[ReadBlocks] = []  # Of the step that is being computed.
         self._idle = False
         self._sending: SendWorker | None = None
         self._receiving: ReceiveWorker | None = None

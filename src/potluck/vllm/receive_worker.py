@@ -33,8 +33,7 @@ from potluck.vllm.vllm_blocks import ONE, TORCH, ModelShard, VllmLayer
 log = logging.getLogger("vllm.potluck")  # vLLM writes down what is said below its own name
 MOST_AT_ONCE = 128
 WAKE_S = 0.25
-DEGREE = 2
-"""Connections per fetch."""
+DEGREE = 2  # Connections per fetch.
 
 
 class IncomingKv:
@@ -47,8 +46,7 @@ class IncomingKv:
         self.place: PlaceBlocks | None = None
         self.cancelled = False
         self._sources: list[KvSourceWorker] = []
-        self._pieces: dict[int, MissingParts] = {}
-        """By source."""
+        self._pieces: dict[int, MissingParts] = {}  # By source.
         self._fetch: GroupFetch | None = None
         self._relay: CopyRelay | None = None
         self.lossy = False

@@ -38,8 +38,7 @@ class HostRows:
 
     rows: int
     values: Future[Tensor]
-    copied: torch.cuda.Event | None
-    """When it has come, nothing on the device is needed any more."""
+    copied: torch.cuda.Event | None  # When it has come, nothing on the device is needed any more.
 
 
 @dataclass(slots=True)
@@ -119,8 +118,7 @@ class HostCopies:
 
 MOST_ASIDE_BYTES = 1 << 32
 PUMPS = 32
-COPY_S = 60.0
-"""How long a GPU may take to compute and copy what was launched."""
+COPY_S = 60.0  # How long a GPU may take to compute and copy what was launched.
 Told = Callable[[dict[str, object]], None]
 """Whoever wants to know how it went; called in any thread, and returns at once."""
 
@@ -132,8 +130,7 @@ class _Piece:
     layer: int
     first: int
     stop: int
-    size: int
-    """Bytes."""
+    size: int  # Bytes.
     values: Future[Tensor]
 
 

@@ -60,8 +60,7 @@ class FetchParams:
 class TransferParams:
     """What becomes of one request's KV."""
 
-    request: str
-    """As whoever planned the route calls it; vLLM's own name is another."""
+    request: str  # As whoever planned the route calls it; vLLM's own name is another.
     give: SendParams | None = None
     take: FetchParams | None = None
 
@@ -94,8 +93,7 @@ def _require(field: str, value: float, least: float, most: float | None = None) 
 Stage = Literal["new", "asked", "come", "failed", "used"]
 Tables = tuple[tuple[int, ...], ...]
 """A request's blocks, one list for each group of layers that vLLM gives blocks to together."""
-Groups = Sequence[Sequence[int]]
-"""The same, as vLLM has them."""
+Groups = Sequence[Sequence[int]]  # The same, as vLLM has them.
 
 
 class VllmRequest(Protocol):
@@ -141,8 +139,7 @@ class FetchOrder:
     have: int
     stop: int
     token_hash: str
-    session: bytes = b""
-    """The same for all workers: a handle is good for one."""
+    session: bytes = b""  # The same for all workers: a handle is good for one.
 
 
 @dataclass(frozen=True, slots=True)

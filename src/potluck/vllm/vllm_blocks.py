@@ -37,10 +37,8 @@ from potluck.vllm import TESTED
 
 Write = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Keys and values (tokens, heads, width) into a cache (blocks, heads, tokens, content) at slots."""
-DIGIT, SMALL_DIGIT = 128, 4
-"""Numbers below this are exact in every format; in every one of 8 bits."""
-Scales = tuple[float, float]
-"""What numbers of 8 bits are multiplied by to be keys, and values."""
+DIGIT, SMALL_DIGIT = 128, 4  # Numbers below this are exact in every format; in every one of 8 bits.
+Scales = tuple[float, float]  # What numbers of 8 bits are multiplied by to be keys, and values.
 ONE: Scales = (1.0, 1.0)
 TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 
@@ -64,8 +62,7 @@ class LayerShape:
         return (2 if self.part == "kv" else 1) * self.heads * self.width * ITEM_BYTES[self.dtype]
 
 
-Table = tuple[int, ...]
-"""A request's blocks, in the order of its tokens."""
+Table = tuple[int, ...]  # A request's blocks, in the order of its tokens.
 Tables = Sequence[Sequence[int]]
 """Of one request: its blocks, one list for each group of layers that vLLM gives blocks to together."""
 
@@ -83,8 +80,7 @@ class LayerBlocks(Protocol):
         """Tokens from `first` on; of keys and values, some heads from `head` on."""
 
 
-NO_BLOCK = 0
-"""Stands where vLLM has given a block back, or never took one: a window has passed it."""
+NO_BLOCK = 0  # Stands where vLLM has given a block back, or never took one: a window has passed it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +89,9 @@ class VllmLayer:
 
     blocks: LayerBlocks
     group: int = 0
-    window: int | None = None
-    """Tokens that a query sees; None: all."""
-    keeps_all: bool = False
-    """Whether vLLM keeps those before the window too."""
-    head: int = 0
-    """The first of its KV heads, as the model counts them."""
+    window: int | None = None  # Tokens that a query sees; None: all.
+    keeps_all: bool = False  # Whether vLLM keeps those before the window too.
+    head: int = 0  # The first of its KV heads, as the model counts them.
     scales: Scales = ONE
 
     @property
@@ -404,8 +397,7 @@ def _specs(kv_cache_config: Any) -> Iterator[tuple[int, str, Any]]:
             yield number, name, group.kv_cache_spec if item is None else item[name]
 
 
-LAST = 2
-"""A window in which a query sees the token before it: of a state, what is there after that one."""
+LAST = 2  # A window in which a query sees the token before it: of a state, what is there after that one.
 
 
 def _state(cache: Any, spec: Any, heads: int) -> StateBlocks:
@@ -479,12 +471,9 @@ class ModelShard:
     tensor_rank: int = 0
     tensor_size: int = 1
     stage: int = 0
-    stages: tuple[int, ...] = ()
-    """Layers of each."""
-    heads: int = 1
-    """KV heads of the whole model; 1 where it has latents."""
-    states: bool = False
-    """Whether some of the model's layers are recurrent, here or on another stage."""
+    stages: tuple[int, ...] = ()  # Layers of each.
+    heads: int = 1  # KV heads of the whole model; 1 where it has latents.
+    states: bool = False  # Whether some of the model's layers are recurrent, here or on another stage.
 
     @property
     def rank(self) -> int:

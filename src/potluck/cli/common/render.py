@@ -31,10 +31,8 @@ T = TypeVar("T")
 LEAST_WIDTH, WIDEST = 40, 200
 LEAST_TEXT, LEAST_WORD = 18, 20
 """To what a column of words, or of one long word, is folded before a table is printed in parts."""
-PADDING = 3
-"""Of a column, with the line that is not drawn between two."""
-_FIGURE = re.compile(r"(?<=\d) (?=(?:%|[mµ]?s\b|min\b|h\b))")
-"""Between a figure and its unit no line ends."""
+PADDING = 3  # Of a column, with the line that is not drawn between two.
+_FIGURE = re.compile(r"(?<=\d) (?=(?:%|[mµ]?s\b|min\b|h\b))")  # Between a figure and its unit no line ends.
 _NUMBER = re.compile(r"[-+$]*[0-9][0-9.,]*( \S+|%)?\Z")
 
 

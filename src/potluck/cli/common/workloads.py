@@ -37,8 +37,7 @@ class WorkloadOptions:
     rate_per_s: float | None = None
     requests: int | None = None
     seed: int = 0
-    gap_cv: float | None = None
-    """For made-up arrivals; a trace with times keeps its own pattern."""
+    gap_cv: float | None = None  # For made-up arrivals; a trace with times keeps its own pattern.
     how: Scaling = "stretch"
 
 

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 MB = 1_000_000
 PREFIX_CACHE_MB = 64
-MAX_RUNNING, TOKEN_BUDGET = 32, 1024
-"""Of engines that compute, where nothing is said."""
+MAX_RUNNING, TOKEN_BUDGET = 32, 1024  # Of engines that compute, where nothing is said.
 MOST_MOCKS = 256
 VLLM_SETTINGS = "token_budget max_running max_tokens kv_port any_version more"
 """Options that `VllmSettings` has by the same names."""

@@ -39,8 +39,7 @@ MODULES = (
 """What an engine imports when it starts, beside what is used here."""
 MOCK_MODULES = (*BOTH, "potluck.engine.mock.mock_engine", "potluck.engine.serve", "potluck.perf.throughput")
 """The same for a mock: no torch, nothing that computes."""
-PROMPT_TOKENS, SEQUENCES, TRIES = 64, 4, 3
-"""With which computing is measured."""
+PROMPT_TOKENS, SEQUENCES, TRIES = 64, 4, 3  # With which computing is measured.
 ENGINE_TITLE = "potluck-engine"
 """What the system calls an engine that was forked; the fork server itself keeps the interpreter's name."""
 

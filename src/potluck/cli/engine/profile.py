@@ -66,8 +66,7 @@ def _observed(state: Path | None) -> list[tuple[ObservedSpeed, Profile]]:
     return [(pace, profile_of(problem, asks[pace.model], pace, day)) for pace in paces if pace.model in asks]
 
 
-MOST_TOKENS = 4096
-"""The longest context that is measured unless more is asked for."""
+MOST_TOKENS = 4096  # The longest context that is measured unless more is asked for.
 
 
 @click.command()

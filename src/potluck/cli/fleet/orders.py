@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from potluck.core.values.plan import Plan
 
 
-CONTROLLER_S = 90.0
-"""In which a controller that was asked to end has drained all."""
+CONTROLLER_S = 90.0  # In which a controller that was asked to end has drained all.
 
 
 def _engines(service: ServiceView) -> dict[str, str]:

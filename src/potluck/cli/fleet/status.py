@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 LOOK_S = 0.3
 SETTLE_S = 2.0
 """After which nothing older is added: what the gateway decided is read at the controller's next turn."""
-TAIL_BYTES = 1_000_000
-"""Of a log, from which its last lines are taken."""
+TAIL_BYTES = 1_000_000  # Of a log, from which its last lines are taken.
 
 
 @click.command()
@@ -227,8 +226,7 @@ def _follow(path: Path) -> Iterator[str]:
 
 
 WIDTH = 80
-MOST_ROWS = 40
-"""Replicas and links that are shown; the busiest first."""
+MOST_ROWS = 40  # Replicas and links that are shown; the busiest first.
 TTFT, TPOT = "vllm:time_to_first_token_seconds", "vllm:request_time_per_output_token_seconds"
 
 

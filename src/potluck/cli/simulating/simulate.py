@@ -228,10 +228,8 @@ class RateTrial:
     scale: float
     rate_per_s: float
     holds: bool
-    attainment: float
-    """Of the model that is worst off against its own promise."""
-    promised: float
-    """To that model."""
+    attainment: float  # Of the model that is worst off against its own promise.
+    promised: float  # To that model.
     model: str
     ttft_p99_s: float
     tpot_p99_s: float

@@ -40,8 +40,7 @@ from potluck.core.values.types import Role
 from potluck.gateway.registry.engine_list import EngineEntry, read_engines
 
 _say = partial(click.echo, err=True)
-WHOLE, ANY = "melange", "auto"
-"""Strategies: whole replicas of whatever GPUs; whatever is cheapest."""
+WHOLE, ANY = "melange", "auto"  # Strategies: whole replicas of whatever GPUs; whatever is cheapest.
 
 
 def attach(
@@ -137,8 +136,7 @@ class FoundServer:
     model: str
     served_model: str
     role: str = "mixed"
-    directory: str = ""
-    """Where its model lies, if that is on this machine."""
+    directory: str = ""  # Where its model lies, if that is on this machine.
     token_ids: bool = False
 
 

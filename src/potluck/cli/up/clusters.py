@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from potluck.spec.spec_values import Spec
 
 
-ON = "on"
-"""Under which the state has where its engines are."""
+ON = "on"  # Under which the state has where its engines are.
 ENGINE_KEY = "engine.key"
 
 

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 
 CONFIG = "config.json"
-MAKERS = ("NVIDIA", "Tesla", "GeForce", "Quadro")
-"""Words of a driver's name that the catalog leaves out."""
+MAKERS = ("NVIDIA", "Tesla", "GeForce", "Quadro")  # Words of a driver's name that the catalog leaves out.
 SLO = {"ttft_ms": 2000, "tpot_ms": 100}
 INPUT, OUTPUT = {"mean": 500, "cv": 1.0}, {"mean": 150, "cv": 0.7}
 MAX_RUNNING, TOKEN_BUDGET = 64, 1024
@@ -38,8 +37,7 @@ KV_SHARE = 0.85
 """Of what the performance model leaves for KV: the rest is for what it does not see (graphs, the driver)."""
 MOST_CPU_KV_BYTES, CPU_KV_SHARE = 4 << 30, 0.5
 MEASURE_S = 300.0
-LEAST_MEMORY = 0.85
-"""Of the catalog's figure, that a chip of this name has at least."""
+LEAST_MEMORY = 0.85  # Of the catalog's figure, that a chip of this name has at least.
 USUAL_PRICE_USD_PER_H = 1.0
 LESS = 0.75
 TRIES = 3
@@ -128,8 +126,7 @@ class GpuSetup:
     prepared: PreparedPlan
     maker: EngineCommands
     profiles: tuple[Path, ...]
-    choices: PlanChoices = PlanChoices(30.0)
-    """How later plans are chosen, too."""
+    choices: PlanChoices = PlanChoices(30.0)  # How later plans are chosen, too.
 
 
 def prepared_for_gpus(

@@ -31,8 +31,7 @@ FIRST_PER_S, MOST_PER_S = 50.0, 50_000.0
 class PreparedPlan:
     inputs: SimulationInputs
     lines: tuple[str, ...] = ()
-    holds: bool = True
-    """Whether it did in the rehearsal, where there was one."""
+    holds: bool = True  # Whether it did in the rehearsal, where there was one.
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,14 +61,10 @@ class ServiceSummary:
     models: tuple[str, ...]
     plan: Plan
     lines: tuple[str, ...]
-    ready_s: float
-    """Since the command was given."""
-    keyed: bool = False
-    """Whether clients must show a key."""
-    page: str = ""
-    """Where operators look."""
-    key_file: str = ""
-    """What they need to change something."""
+    ready_s: float  # Since the command was given.
+    keyed: bool = False  # Whether clients must show a key.
+    page: str = ""  # Where operators look.
+    key_file: str = ""  # What they need to change something.
 
 
 @contextmanager
@@ -196,10 +192,8 @@ def _piece(line: bytes) -> str:
 
 STATE = Path.home() / ".local" / "state" / "potluck"
 CHECK_S = 300.0
-LOG_LINES = 10
-"""Of an engine that cannot be started, as they are shown."""
-REMIND_S = 30.0
-"""Between two lines about the same thing that is waited for."""
+LOG_LINES = 10  # Of an engine that cannot be started, as they are shown.
+REMIND_S = 30.0  # Between two lines about the same thing that is waited for.
 
 
 def demo() -> Path:
@@ -449,8 +443,7 @@ def _kept(stack: LocalStack) -> str:
     return f"on without a controller: {what}; `potluck up` takes over, `potluck down` stops all"
 
 
-SLACK = 3.0
-"""Times the start-up that is reckoned with, after which an engine is given up."""
+SLACK = 3.0  # Times the start-up that is reckoned with, after which an engine is given up.
 
 
 def prepared_for(

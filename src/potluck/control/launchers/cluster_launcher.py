@@ -23,8 +23,7 @@ from potluck.core.values.layout import StageNode
 class ClusterOptions:
     maker: EngineCommands
     spellings: Spellings
-    key: str = ""
-    """What engines ask of whoever wants something of them."""
+    key: str = ""  # What engines ask of whoever wants something of them.
 
 
 class ClusterLauncher:
@@ -36,8 +35,7 @@ class ClusterLauncher:
         self._maker, self._spellings, self._key = options.maker, options.spellings, options.key
         self._folder, self._clock = folder, clock
         self._mark = hashlib.sha256(owner.encode()).hexdigest()[:16]
-        self._silent: dict[str, float] = {}
-        """Nodes that we hold for dead, and since when."""
+        self._silent: dict[str, float] = {}  # Nodes that we hold for dead, and since when.
         self._news: list[NodeNews] = []
 
     def log_of(self, name: str) -> Path:

@@ -158,8 +158,7 @@ def _load(tls: ssl.SSLContext, certificate: str, key: str) -> None:
 
 
 WATCH_S = 240.0
-AGAIN_S = 1.0
-"""Before asking again a server that was away."""
+AGAIN_S = 1.0  # Before asking again a server that was away.
 
 
 class ObjectCache:

@@ -47,17 +47,12 @@ from potluck.control.market import ClusterNode
 from potluck.core.errors import CapacityError, PotluckError
 
 PORT, KV_PORT = 8100, 9100
-LOST_S = 5.0
-"""Without an answer for so long, an engine that was ready is dead."""
-BAN_S = 60.0
-"""For so long a node whose engine fell silent gets nothing; Kubernetes has decided by then."""
-PLACE_S = 120.0
-"""In which a node must be found, and its image."""
-FRESH_S = 10.0
-"""In which a pod that was made must be seen."""
+LOST_S = 5.0  # Without an answer for so long, an engine that was ready is dead.
+BAN_S = 60.0  # For so long a node whose engine fell silent gets nothing; Kubernetes has decided by then.
+PLACE_S = 120.0  # In which a node must be found, and its image.
+FRESH_S = 10.0  # In which a pod that was made must be seen.
 ASKERS = 8
-FIRST_NODE = "%first%"
-"""In commands of a vLLM's other machines, until the first has an address."""
+FIRST_NODE = "%first%"  # In commands of a vLLM's other machines, until the first has an address.
 OF_A_SERVER = ("startupProbe", "readinessProbe", "livenessProbe", "lifecycle")
 OWNER = "potluck/owner"
 
@@ -86,8 +81,7 @@ class KubernetesLauncher(cluster_launcher.ClusterLauncher):
         self._heard_s: dict[str, float] = {}
         self._made_s: dict[str, float] = {}
         self._ending: set[str] = set()
-        self._known: dict[str, bool] = {}
-        """Nodes, and whether they were cordoned, at the last look."""
+        self._known: dict[str, bool] = {}  # Nodes, and whether they were cordoned, at the last look.
         self._askers = ThreadPoolExecutor(ASKERS, thread_name_prefix="potluck-ask")
         if not (self._pods.wait(30.0) and self._nodes.wait(30.0)):
             problem = self._pods.problem or self._nodes.problem or "it does not answer"

@@ -16,8 +16,7 @@ GPU_LABEL, REGION_LABEL = "nvidia.com/gpu.product", "topology.kubernetes.io/regi
 GPUS = "nvidia.com/gpu"
 SHARED_MEMORY = "8Gi"
 """Of a pod at most: workers of one engine speak through it, and engines of one pod hand KV over."""
-GRACE_S = 300
-"""In which what is under way may end."""
+GRACE_S = 300  # In which what is under way may end.
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +24,12 @@ class ManifestOptions:
     image: str
     namespace: str = "potluck"
     models_claim: str = "potluck-models"
-    gpu_label: str = GPU_LABEL
-    """Which label of a node names its GPUs."""
-    gpu_resource: str = GPUS
-    """As what pods ask for them."""
+    gpu_label: str = GPU_LABEL  # Which label of a node names its GPUs.
+    gpu_resource: str = GPUS  # As what pods ask for them.
     region_label: str = REGION_LABEL
-    secret: str = "potluck"
-    """Its files are in /etc/potluck of every pod."""
-    models_folder: str = "/models"
-    """Where pods have the volume of the models."""
-    models_path: str = ""
-    """A folder of each node with the models, in place of the claim."""
+    secret: str = "potluck"  # Its files are in /etc/potluck of every pod.
+    models_folder: str = "/models"  # Where pods have the volume of the models.
+    models_path: str = ""  # A folder of each node with the models, in place of the claim.
 
 
 def resources(gpus: int, cluster: ManifestOptions, requests: Mapping[str, str] | None) -> Manifest:
@@ -142,8 +136,7 @@ def workers_of(place: Mapping[str, object]) -> list[str]:
 
 
 HOSTNAME = "kubernetes.io/hostname"
-PREFIXES = ("", "NVIDIA-", "Tesla-")
-"""What NVIDIA's feature discovery puts before a GPU's name."""
+PREFIXES = ("", "NVIDIA-", "Tesla-")  # What NVIDIA's feature discovery puts before a GPU's name.
 
 
 def cluster_nodes(

@@ -23,18 +23,15 @@ from potluck.core.figures import digits
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Traffic
 
-SLOW = 1.25
-"""Times as many CPUs as there are that may be asked for before it is said."""
+SLOW = 1.25  # Times as many CPUs as there are that may be asked for before it is said.
 HALVINGS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class CpuCost:
     prompt_token_s: float
-    step_s: float
-    """Of a step of answers, however many are in it ..."""
-    sequence_s: float
-    """... and of each of them."""
+    step_s: float  # Of a step of answers, however many are in it ...
+    sequence_s: float  # ... and of each of them.
 
 
 def cost_of(said: object) -> CpuCost | None:
@@ -155,8 +152,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 @dataclass(frozen=True, slots=True)
 class LocalGpu:
     index: int
-    uuid: str
-    """The same whatever the order in which chips are counted."""
+    uuid: str  # The same whatever the order in which chips are counted.
     name: str
     memory_bytes: int
 

@@ -19,8 +19,7 @@ from potluck.core.errors import CapacityError
 
 MODULE = "potluck.cli.engine.fork_server"
 READY_S = 120.0
-ANSWER_S = 4.0
-"""To fork; less than a controller's lease lasts."""
+ANSWER_S = 4.0  # To fork; less than a controller's lease lasts.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
@@ -102,8 +101,7 @@ class ForkServer:
 
 NAME_MARK, OWNER_MARK, FORK_MARK = "POTLUCK_INSTANCE", "POTLUCK_OWNER", "POTLUCK_NURSERY"
 FORKED_TITLE = "potluck-engine"
-GRACE_S = 15.0
-"""From asking a process to end to making it."""
+GRACE_S = 15.0  # From asking a process to end to making it.
 
 
 class LocalLauncher:

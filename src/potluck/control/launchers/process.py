@@ -26,8 +26,7 @@ PROC = Path("/proc")
 START_FIELD = 19
 """Of /proc/PID/stat, counted behind the name in brackets: when it started, in ticks since the machine did."""
 LARGEST_LOG_BYTES = 10_000_000
-DEATH_SIGNAL = 1
-"""prctl's PR_SET_PDEATHSIG."""
+DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG.
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +191,7 @@ def rotate(log: Path, largest_bytes: int = LARGEST_LOG_BYTES) -> None:
 
 
 ASK_S = 1.0
-LEASE_S = 900.0
-"""In which whoever was given a port listens on it: a vLLM reads its weights first."""
+LEASE_S = 900.0  # In which whoever was given a port listens on it: a vLLM reads its weights first.
 TRIES = 50
 FIRST_PORT = 10_000
 GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -19,13 +19,11 @@ from potluck.control.launchers.process import Ports, ProcessId, alive, end, heal
 from potluck.control.market import ClusterNode, NodeTypeLabels
 from potluck.core.errors import CapacityError, InputError, PotluckError
 
-TYPE = "accelerator_type:"
-"""What Ray calls the resource that names a node's GPUs."""
+TYPE = "accelerator_type:"  # What Ray calls the resource that names a node's GPUs.
 TYPE_LABEL, NODE_LABEL = "ray.io/accelerator-type", "ray.io/node-id"
 REGION_LABELS = ("ray.io/availability-region", "region")
 MACHINE_LABEL = "machine"
-LITTLE = 0.001
-"""Of a resource that only says what a node is."""
+LITTLE = 0.001  # Of a resource that only says what a node is.
 ODD = ("CPU", "GPU", "memory", "object_store_memory")
 
 
@@ -244,8 +242,7 @@ class EngineActor:
     asked: Any = None
     heard_s: float | None = None
     said: Report = field(default_factory=lambda: dict(START_REPORT))
-    cut_off: bool = False
-    """Whether it could not be reached when it was last asked."""
+    cut_off: bool = False  # Whether it could not be reached when it was last asked.
     gone: str = ""
 
 

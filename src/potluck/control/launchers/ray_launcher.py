@@ -40,23 +40,19 @@ from potluck.control.launchers.ray_actors import (
 from potluck.control.market import ClusterNode
 from potluck.core.errors import CapacityError, InputError
 
-LOST_S = 3.0
-"""Without a word from an actor for so long, its engine is asked directly."""
-BAN_S = 20.0
-"""For so long a node that was not heard gets nothing; Ray knows by then whether it is dead."""
+LOST_S = 3.0  # Without a word from an actor for so long, its engine is asked directly.
+BAN_S = 20.0  # For so long a node that was not heard gets nothing; Ray knows by then whether it is dead.
 PLACE_S = 90.0
 WAIT_S = 0.25
 NODES_S = 1.0
-SWEEP_S = 5.0
-"""Between two looks at all nodes; for actors that nobody knows."""
+SWEEP_S = 5.0  # Between two looks at all nodes; for actors that nobody knows.
 KEY_VARIABLE = "POTLUCK_API_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayOptions(cluster_launcher.ClusterOptions):
     regions: tuple[str, ...]
-    python: str = ""
-    """Of the environment that engines run in, on every node; empty: Ray's own."""
+    python: str = ""  # Of the environment that engines run in, on every node; empty: Ray's own.
 
 
 def connect(address: str) -> Any:

@@ -27,15 +27,12 @@ from potluck.core.state.request_state import RUNNING, Kind, QueuePosition, Reque
 from potluck.core.state.targets import Target
 from potluck.core.values.service import RequestClass
 
-WAIT: Final = 0.45
-"""Share of the TTFT objective that a request may wait."""
-SURE: Final = 3.0
-"""Standard deviations by which a wait is taken to be longer than on average."""
+WAIT: Final = 0.45  # Share of the TTFT objective that a request may wait.
+SURE: Final = 3.0  # Standard deviations by which a wait is taken to be longer than on average.
 MEMORY_S: Final = 2.0
 LEAST_RETRY_S: Final = 0.1
 MOST_RETRY_S: Final = 60.0
-MOST_MISSES: Final = 8
-"""Tries in vain after which nobody else is tried for now."""
+MOST_MISSES: Final = 8  # Tries in vain after which nobody else is tried for now.
 
 
 class Refusal(NamedTuple):
@@ -97,15 +94,12 @@ class Admission:
         self.weights = {tenant.name: tenant.weight for tenant in policy.tenants}
         self.classes: dict[str, RequestClass] = {item.name: item for item in policy.classes}
         self.room = room
-        self.queues: dict[str, RequestQueue] = {}
-        """By model; only those that somebody waits in."""
+        self.queues: dict[str, RequestQueue] = {}  # By model; only those that somebody waits in.
         self._rates: dict[str, ServiceRate] = {}
-        self._costs: dict[str, float] = {}
-        """Prompt tokens that an output token counts for, by model."""
+        self._costs: dict[str, float] = {}  # Prompt tokens that an output token counts for, by model.
         self._ends: list[tuple[float, int, QueuePosition]] = []
         self._notes = 0
-        self._deadlines: list[tuple[float, str]] = []
-        """Of requests that are stopped then though they run."""
+        self._deadlines: list[tuple[float, str]] = []  # Of requests that are stopped then though they run.
 
     def behind(self, req: RequestState, table: ModelRoutes) -> bool:
         request = req.request

@@ -13,8 +13,7 @@ from potluck.core.state.request_state import QUEUED, Kind, QueuePosition, Reques
 Stuck = tuple[str, Kind]
 
 
-Line = list[tuple[int, int, QueuePosition]]
-"""A heap by priority, then arrival; may hold some that left it."""
+Line = list[tuple[int, int, QueuePosition]]  # A heap by priority, then arrival; may hold some that left it.
 
 
 class TenantTurn:
@@ -24,8 +23,7 @@ class TenantTurn:
         self.weight = weight
         self.tag = 0.0
         self.count = 0
-        self.entry = -1
-        """Its place in the level's order, by number; -1 when it is in none."""
+        self.entry = -1  # Its place in the level's order, by number; -1 when it is in none.
         self.work = 0.0
         self.lines: dict[Kind, Line] = {}
 
@@ -49,8 +47,7 @@ class PriorityLevel:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.turns: dict[str, TenantTurn] = {}
-        """All tenants that ever waited, for their tags."""
+        self.turns: dict[str, TenantTurn] = {}  # All tenants that ever waited, for their tags.
         self.waiting: dict[str, TenantTurn] = {}
         self.order: list[tuple[float, int, str]] = []
         """A heap of tags, numbers and tenants; only the number that a turn names is its own."""
@@ -96,10 +93,8 @@ class RequestQueue:
         self._levels: dict[int, PriorityLevel] = {}
         self._stamp = 0
         self.count = 0
-        self.stuck: set[Stuck] = set()
-        """Tenants and kinds that found no room, and nothing has ended since."""
-        self.cut = False
-        """Whether some have not been tried since those did."""
+        self.stuck: set[Stuck] = set()  # Tenants and kinds that found no room, and nothing has ended since.
+        self.cut = False  # Whether some have not been tried since those did.
 
     def add(self, at_s: float, req: RequestState, level: int, kind: Kind, work: float) -> QueuePosition:
         tenant = req.request.tenant

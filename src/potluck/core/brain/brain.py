@@ -201,10 +201,8 @@ class Brain:
         return done
 
 
-SLOW, FINE = 1.5, 1.2
-"""Paces from which a replica counts as slow, and below which it no longer does."""
-MOVED: Final = 1.2
-"""By how much a threshold must have moved to be spoken of again."""
+SLOW, FINE = 1.5, 1.2  # Paces from which a replica counts as slow, and below which it no longer does.
+MOVED: Final = 1.2  # By how much a threshold must have moved to be spoken of again.
 
 
 class OperatorNotes:

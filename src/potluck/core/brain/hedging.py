@@ -26,10 +26,8 @@ from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.request_state import RUNNING, RequestState
 
-SHARE: Final = 0.05
-"""Of the requests under way, how many may have a hedge."""
-LEAST_S: Final = 0.1
-"""Sooner than this nobody is late."""
+SHARE: Final = 0.05  # Of the requests under way, how many may have a hedge.
+LEAST_S: Final = 0.1  # Sooner than this nobody is late.
 AGAIN_S: Final = 0.1
 LEAST_NOTES: Final = 4096
 
@@ -54,8 +52,7 @@ class Hedging:
         self._due: list[tuple[float, int, str, int]] = []
         """A heap: when to look at which attempt (request, number). The second settles ties."""
         self._sequence = 0
-        self._most = LEAST_NOTES
-        """With more notes than this, those of attempts that are over are dropped."""
+        self._most = LEAST_NOTES  # With more notes than this, those of attempts that are over are dropped.
 
     def on(self, at_s: float, event: told.Event, handler: Handler) -> list[Action]:
         actions = self._told(at_s, event, handler) if self.hedges else handler(at_s, event)

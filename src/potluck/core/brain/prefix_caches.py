@@ -19,17 +19,13 @@ from potluck.core.state.fleet import FleetState, ReplicaState
 from potluck.core.state.policy import Policy
 from potluck.core.values.types import Request
 
-PATIENCE_S: Final = 5.0
-"""A replica that was asked for all it holds is asked again after so long."""
-SETTLING_S: Final = 30.0
-"""A copy is not made again before it can have arrived and been reported."""
+PATIENCE_S: Final = 5.0  # A replica that was asked for all it holds is asked again after so long.
+SETTLING_S: Final = 30.0  # A copy is not made again before it can have arrived and been reported.
 HOTTEST: Final = 16
 LEAST_SAVED: Final = 0.01
 """Seconds of prefill per second that are asked for again and again: below, a prefix is not hot."""
-SPARE_LINK: Final = 0.5
-"""Share of what a link has left that copies may take."""
-MEMORY: Final = 0.3
-"""Weight of the last look at how busy a replica is."""
+SPARE_LINK: Final = 0.5  # Share of what a link has left that copies may take.
+MEMORY: Final = 0.3  # Weight of the last look at how busy a replica is.
 
 
 class PrefixCaches:
@@ -131,8 +127,7 @@ class PrefixCaches:
 
 MOST_HOT: Final = 4096
 MOST_MOVES: Final = 8
-MARGIN: Final = 0.2
-"""By which a target must be less busy than all holders."""
+MARGIN: Final = 0.2  # By which a target must be less busy than all holders.
 
 
 class HotPrefix(NamedTuple):
@@ -177,8 +172,7 @@ class PrefixHeat:
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
     cluster: str
-    busy: float
-    """Its share of time in use, or anything else that is comparable between replicas."""
+    busy: float  # Its share of time in use, or anything else that is comparable between replicas.
     free_blocks: int
 
 

@@ -22,28 +22,22 @@ QUARANTINE_S: Final = 1.0
 FREE_STRIKES: Final = 2
 MOST_STRIKES: Final = 5
 """Doubts in a row after which a report alone no longer ends one, and after which they last no longer."""
-MOST_ATTEMPTS: Final = 16
-"""However innocent a request is of its failures, it is not sent more often."""
+MOST_ATTEMPTS: Final = 16  # However innocent a request is of its failures, it is not sent more often.
 LONGEST_CALM_S: Final = 2.0
 """While losses go on, those that were lost again and again are held so long at most."""
 LOSSES: frozenset[told.FailureKind] = frozenset({"replica", "link"})
 """Failures that say nothing against the request, but for a replica that is lost by itself."""
 
 
-FAILED_S: Final = 5.0
-"""From the loss of a replica to the word that its requests failed."""
+FAILED_S: Final = 5.0  # From the loss of a replica to the word that its requests failed.
 SILENCE_S: Final = 900.0
-ANSWER_S: Final = 5.0
-"""From a question to its answer; then it is asked again."""
-QUESTIONS: Final = 3
-"""That many stay without an answer before a request is given up."""
+ANSWER_S: Final = 5.0  # From a question to its answer; then it is asked again.
+QUESTIONS: Final = 3  # That many stay without an answer before a request is given up.
 LOOKS: Final = 256
 """Open requests looked at for silence in one tick: what a tick costs does not grow with them."""
-TOGETHER_S: Final = 5.0
-"""Losses so close together may have one cause."""
+TOGETHER_S: Final = 5.0  # Losses so close together may have one cause.
 SILENT_TOGETHER_S: Final = 60.0
-QUIET_S: Final = 1.0
-"""When nothing was lost for so long, whatever is still there is thought to stay."""
+QUIET_S: Final = 1.0  # When nothing was lost for so long, whatever is still there is thought to stay.
 
 
 class Recovery:
@@ -56,8 +50,7 @@ class Recovery:
         self._inquiries = AttemptQueries(requests.open)
         self._crowded: set[str] = set()
         """Models of which more are held than the replicas that came up lately could take."""
-        self._doubts: dict[str, float] = {}
-        """Replicas that may be gone, and until when to think so."""
+        self._doubts: dict[str, float] = {}  # Replicas that may be gone, and until when to think so.
 
     def failed(self, at_s: float, event: told.AttemptFailed) -> list[Action]:
         req = self._requests.running(event.request, event.attempt)
@@ -326,13 +319,11 @@ class RecentLosses:
     __slots__ = ("_latest_s", "_recent", "_silent", "_suspects", "_woke_s")
 
     def __init__(self) -> None:
-        self._recent: dict[str, tuple[float, ReplicaSpec]] = {}
-        """Replica to when it was lost, oldest first."""
+        self._recent: dict[str, tuple[float, ReplicaSpec]] = {}  # Replica to when it was lost, oldest first.
         self._suspects: frozenset[str] | None = frozenset()
         self._latest_s = self._woke_s = float("-inf")
         """When one was last lost, and when one that was silent answered again."""
-        self._silent: dict[str, float] = {}
-        """Replica to when it was last said to be silent, oldest first."""
+        self._silent: dict[str, float] = {}  # Replica to when it was last said to be silent, oldest first.
 
     def note(self, at_s: float, member: ReplicaSpec) -> None:
         """It is lost, or a request failed there as if it were; the first word counts."""

@@ -27,8 +27,7 @@ from potluck.core.state.targets import Target
 from potluck.core.values.route import Route
 
 LEAST_NOTES: Final = 4096
-ENDED: Final = 1 << 12
-"""Whoever tells of a request again does so within seconds."""
+ENDED: Final = 1 << 12  # Whoever tells of a request again does so within seconds.
 
 
 class BrainState:

@@ -70,8 +70,7 @@ class BatchLimits:
         return self.spare_blocks if self.spare_blocks >= 0 else self.total_blocks // 100
 
 
-Chunks = list[tuple[int, int, int]]
-"""(key, new tokens, context before them)"""
+Chunks = list[tuple[int, int, int]]  # (key, new tokens, context before them)
 
 
 class BatchStep:
@@ -82,10 +81,8 @@ class BatchStep:
     ) -> None:
         self.chunks = chunks
         self.decodes = decodes
-        self.context_tokens = context_tokens
-        """Of the decodes, added up."""
-        self.newcomers = newcomers
-        """Decodes that make their first token here."""
+        self.context_tokens = context_tokens  # Of the decodes, added up.
+        self.newcomers = newcomers  # Decodes that make their first token here.
         self.preempted = preempted
 
     @property
@@ -99,26 +96,20 @@ class Sequence:
     __slots__ = ("asked", "base", "blocks", "end", "held", "key", "left", "order", "priority", "state",
                  "tenant", "todo")  # fmt: skip
 
-    base: int
-    """Its context less the clock, once it decodes."""
-    end: int
-    """The clock at its last token, once it decodes."""
+    base: int  # Its context less the clock, once it decodes.
+    end: int  # The clock at its last token, once it decodes.
 
     def __init__(self, key: int, priority: int, order: int, todo: int, held: int, asked: int) -> None:
         self.key = key
         self.priority = priority
         self.order = order
         self.todo = todo
-        self.held = held
-        """Tokens whose KV is there; while decoding it is base + clock instead."""
+        self.held = held  # Tokens whose KV is there; while decoding it is base + clock instead.
         self.asked = asked
-        self.left = asked
-        """Output tokens to make; while decoding it is end - clock instead."""
-        self.blocks = 0
-        """Blocks of the prompt; while decoding they follow from the context."""
+        self.left = asked  # Output tokens to make; while decoding it is end - clock instead.
+        self.blocks = 0  # Blocks of the prompt; while decoding they follow from the context.
         self.state = WAITING
-        self.tenant = ""
-        """Whose it is; not said while all are one tenant's."""
+        self.tenant = ""  # Whose it is; not said while all are one tenant's.
 
     def left_at(self, clock: int) -> int:
         return self.end - clock if self.state == DECODE else self.left
@@ -152,16 +143,13 @@ class DecodeLockstep:
 
     def __init__(self, block_tokens: int) -> None:
         self.size = block_tokens
-        self.clock = 0
-        """Steps so far, those without decodes included."""
+        self.clock = 0  # Steps so far, those without decodes included.
         self.count = 0
         self.context_tokens = 0
-        self.ends: list[tuple[int, int, Sequence]] = []
-        """A heap by end; may hold some that left before."""
+        self.ends: list[tuple[int, int, Sequence]] = []  # A heap by end; may hold some that left before.
         self.fill = [0] * block_tokens
         """Sequences by the clock, modulo the block size, at which they need a block."""
-        self._edges = 0
-        """Those clocks, added up over all sequences."""
+        self._edges = 0  # Those clocks, added up over all sequences.
 
     def join(self, sequence: Sequence) -> None:
         clock, held = self.clock, sequence.held
@@ -250,8 +238,7 @@ class TenantShares:
     def __init__(self, tenant: str, queue: Queue) -> None:
         self.lines: dict[str, Queue] = {tenant: queue}
         self._weights: dict[str, float] = {tenant: 1.0}
-        self._had: dict[str, float] = {tenant: 0.0}
-        """Tokens computed for it, over its weight."""
+        self._had: dict[str, float] = {tenant: 0.0}  # Tokens computed for it, over its weight.
 
     def come(self, tenant: str, weight: float) -> None:
         """A sequence of a tenant came. A newcomer has had as much as whoever has had least."""
@@ -322,22 +309,18 @@ class Batcher:
         """The sequences that decode. Others may read it: `keys` says who they are."""
         self.queued = 0
         self.todo_tokens = 0
-        self._other_blocks = 0
-        """Blocks of all but the decodes."""
+        self._other_blocks = 0  # Blocks of all but the decodes.
         self._order = 0
         self.blocked = False
         """The next in line has no slot or no room, and nothing was freed since: nobody begins for now."""
         self._by_key: dict[int, Sequence] = {}
         self._queue: Queue = []
-        self._own: Queue = []
-        """Waiting sequences that have their blocks."""
+        self._own: Queue = []  # Waiting sequences that have their blocks.
         self._prefills: list[Sequence] = []
-        self.reserved: dict[int, int] = {}
-        """Blocks set aside for those to come. Others may read it."""
+        self.reserved: dict[int, int] = {}  # Blocks set aside for those to come. Others may read it.
         self._pending: BatchStep | None = None
         self._newcomers: list[Sequence] = []
-        self._tenant = ""
-        """Whose sequences these are, while they are all of one tenant."""
+        self._tenant = ""  # Whose sequences these are, while they are all of one tenant.
         self._shares: TenantShares | None = None
         """From the second tenant on, until nobody is left: their lines and shares; `_queue` is empty then."""
 

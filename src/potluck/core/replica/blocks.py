@@ -25,13 +25,11 @@ class _CacheNode:
     def __init__(self, name: Name, parent: _CacheNode | None, places: tuple[int, ...], stamp: int) -> None:
         self.name = name
         self.parent = parent
-        self.places = places
-        """None left: it is gone."""
+        self.places = places  # None left: it is gone.
         self.stamp = stamp
         self.children = 0
         self.pins = 0
-        self.queued = False
-        """Whether the queue has an entry for it, perhaps with an older stamp."""
+        self.queued = False  # Whether the queue has an entry for it, perhaps with an older stamp.
         self.marks: list[_CacheNode] | None = None
 
 
@@ -42,8 +40,7 @@ class BlockPool:
         if blocks < 0 or block_tokens < 1:
             raise InputError("block pool", "needs a size that is not negative and blocks of a token or more")
         self.blocks = blocks
-        self.exact = exact
-        """Whether only checkpoints can be resumed."""
+        self.exact = exact  # Whether only checkpoints can be resumed.
         self.block_tokens = block_tokens
         self._free = list(range(blocks - 1, -1, -1))
         self._nodes: dict[int, _CacheNode] = {}
@@ -294,13 +291,11 @@ def _note(news: dict[int, bool], name: int, here: bool) -> None:
         news[name] = here
 
 
-HASH_BYTES = 16
-"""Wide enough that nobody can make two prefixes of one name, and so read another's cache."""
+HASH_BYTES = 16  # Wide enough that nobody can make two prefixes of one name, and so read another's cache.
 
 
 LONGEST_SALT = 200
-RUN_BLOCKS = 16
-"""Blocks that a name book remembers together."""
+RUN_BLOCKS = 16  # Blocks that a name book remembers together.
 
 
 def chain_root(model: str = "", salt: str = "") -> bytes:

@@ -22,8 +22,7 @@ from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.request_state import RequestState
 from potluck.core.state.targets import PLAIN, Target, avoided
 
-TRIES: Final = 4
-"""Turns that are looked at for one that a failed request need not avoid, before all are."""
+TRIES: Final = 4  # Turns that are looked at for one that a failed request need not avoid, before all are.
 
 
 class Balancer(Protocol):
@@ -154,8 +153,7 @@ class LeastLoaded:
 
     def __init__(self, offset_of: Callable[[Target, float], float]) -> None:
         self.total = 0.0
-        self._offset_of = offset_of
-        """From a target and its weight to what is added to its load."""
+        self._offset_of = offset_of  # From a target and its weight to what is added to its load.
         self._heap: list[tuple[float, int, _Place]] = []
         self._places: dict[Target, _Place] = {}
         self._stamp = 0

@@ -35,8 +35,7 @@ PREFILL: Final = 1
 DECODE: Final = 2
 SPLIT: Final = 3
 """What is asked of a replica: the whole request, its prompt alone, its answer alone, part of its prompt too."""
-FADE: Final = 1.0 / 1024
-"""How much one request counts in rho, once many were seen."""
+FADE: Final = 1.0 / 1024  # How much one request counts in rho, once many were seen.
 
 
 AHEAD: Final = 0.25
@@ -46,8 +45,7 @@ EASY: Final = 0.25
 """Below this share of the objective's TPOT, and of what may lie ahead, nothing more is asked."""
 PROMPTS = {CLOSED: 1.0, DECODE: 0.0, SPLIT: 0.5}
 """How much of the prompts is computed where the answers are made."""
-LEAST_TOKENS: Final = 16
-"""Shorter answers say little of how long a token takes."""
+LEAST_TOKENS: Final = 16  # Shorter answers say little of how long a token takes.
 UNBOUNDED: Final = 1 << 60
 
 
@@ -58,14 +56,11 @@ class TenantMix:
 
     def __init__(self) -> None:
         self.count = 0
-        self.rho = 0.0
-        """The sum of theirs, each as it was when it was sent."""
+        self.rho = 0.0  # The sum of theirs, each as it was when it was sent.
         self.requests: dict[str, int] = {}
         self.long: dict[str, int] = {}
-        self.answers = 0
-        """Answers of tenants that are not heavy."""
-        self.light_tokens = 0
-        """Tokens of their prompts that are not computed."""
+        self.answers = 0  # Answers of tenants that are not heavy.
+        self.light_tokens = 0  # Tokens of their prompts that are not computed.
 
 
 class TenantHistory:
@@ -94,8 +89,7 @@ class ReplicaCapacity:
         self._histories: dict[tuple[str, str], TenantHistory] = {}
         self._owed: dict[ReplicaState, tuple[float, float]] = {}
         """Decoding replicas that computed prompts: when last, and how many seconds of them count then."""
-        self.mixes: dict[ReplicaState, TenantMix] = {}
-        """Whose requests replicas have; written by `between`."""
+        self.mixes: dict[ReplicaState, TenantMix] = {}  # Whose requests replicas have; written by `between`.
         self._full: dict[tuple[Balancer, int, str], tuple[int, int, float]] = {}
         """Where nobody had room, in which phase, for which class: after which change of the fleet, for how many
         tokens, with which rho. Of one version of the fleet."""
@@ -324,10 +318,8 @@ class TenantPlacement:
         self._token_s: dict[str, float] = {}
         self._next_s: dict[tuple[str, str], float] = {}
         """From when on a tenant may send a long prompt beside others, by model and tenant."""
-        self.now_s = 0.0
-        """Written before a request is sent, once there are several tenants."""
-        self.crowded = False
-        """Whether another tenant waits for its turn beside the one that is asked for."""
+        self.now_s = 0.0  # Written before a request is sent, once there are several tenants.
+        self.crowded = False  # Whether another tenant waits for its turn beside the one that is asked for.
 
     def asks(self, at_s: float, req: RequestState) -> None:
         """Whose request it is; from the second tenant on, it is noted where each one's requests are."""

@@ -22,8 +22,7 @@ from potluck.core.state.targets import Target
 from potluck.core.values.types import Slo
 
 COARSE: Final = 0.1
-MOST_BEHIND: Final = 2.0
-"""Objectives' worth of prompts behind which nobody is put for being late."""
+MOST_BEHIND: Final = 2.0  # Objectives' worth of prompts behind which nobody is put for being late.
 
 
 class DeadlineCheck:
@@ -32,8 +31,7 @@ class DeadlineCheck:
     def __init__(
         self, room: ReplicaCapacity | None, affinity: PrefixAffinity, speeds: LearnedSpeeds, fleet: FleetState
     ) -> None:
-        self._room = room
-        """None: there is always some, so nobody is late or refused."""
+        self._room = room  # None: there is always some, so nobody is late or refused.
         self._affinity = affinity
         self._speeds = speeds
         self._fleet = fleet

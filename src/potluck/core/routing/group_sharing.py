@@ -21,12 +21,10 @@ from potluck.core.state.facts import BLOCK_TOKENS, FleetFacts, GroupFacts, Repli
 from potluck.core.values.plan import Template
 from potluck.core.values.types import Role
 
-PLANNED_BUSY = 0.8
-"""Share of their time that replicas are counted on for, beside links that are used whole."""
+PLANNED_BUSY = 0.8  # Share of their time that replicas are counted on for, beside links that are used whole.
 
 
-MARGIN = 0.9
-"""Share of the TPOT objective that answers beside prompts may take on average."""
+MARGIN = 0.9  # Share of the TPOT objective that answers beside prompts may take on average.
 
 
 class MeanLengths(NamedTuple):
@@ -42,8 +40,7 @@ class GroupShare(NamedTuple):
     weight: float
 
 
-Serving = Mapping[int, Role]
-"""Places of a template's replicas that serve, and their present roles."""
+Serving = Mapping[int, Role]  # Places of a template's replicas that serve, and their present roles.
 
 
 def planned_parts(template: Template, serving: Serving, bucket: int) -> list[GroupShare]:

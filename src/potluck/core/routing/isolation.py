@@ -19,28 +19,19 @@ from typing import Final, NamedTuple
 from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.request_state import RequestState
 
-MEMORY_S: Final = 10.0
-"""Over how long the work of heavy tenants is averaged."""
-CHECK_S: Final = 1.0
-"""Between two looks at how many to set apart; one more or less each time."""
-CALM_S: Final = 10.0
-"""One is given back when it was too many for so long."""
+MEMORY_S: Final = 10.0  # Over how long the work of heavy tenants is averaged.
+CHECK_S: Final = 1.0  # Between two looks at how many to set apart; one more or less each time.
+CALM_S: Final = 10.0  # One is given back when it was too many for so long.
 FADE: Final = 1.0 / 512
-MANY: Final = 256
-"""Answers after which their lengths are believed; those that were asked for until then."""
+MANY: Final = 256  # Answers after which their lengths are believed; those that were asked for until then.
 FORESEEN: Final = 0.3
 """Of the disturbance; the rest is for bursts, which fewer replicas feel more, and for the moments of change."""
-HEAVY: Final = 0.5
-"""Share of a tenant's prompt tokens in long prompts from which on it is heavy."""
-BUSY: Final = 0.9
-"""How busy a replica that is set apart may be."""
-FULL: Final = 0.8
-"""Share of the planned batch up to which the others' answers are crowded together."""
-AWAY: Final = 0.85
-"""Most of the others' prompts that are computed away from their answers."""
+HEAVY: Final = 0.5  # Share of a tenant's prompt tokens in long prompts from which on it is heavy.
+BUSY: Final = 0.9  # How busy a replica that is set apart may be.
+FULL: Final = 0.8  # Share of the planned batch up to which the others' answers are crowded together.
+AWAY: Final = 0.85  # Most of the others' prompts that are computed away from their answers.
 MOST_TAKEN: Final = 0.8
-MOST_OWED: Final = 4.0
-"""Prompts by which the others' shares may be behind."""
+MOST_OWED: Final = 4.0  # Prompts by which the others' shares may be behind.
 
 
 class TenantProfile:
@@ -69,29 +60,20 @@ class IsolatedReplicas:
 
     def __init__(self) -> None:
         self.views: list[ReplicaState] = []
-        self.members: list[ReplicaState] = []
-        """All that long prompts may go to."""
+        self.members: list[ReplicaState] = []  # All that long prompts may go to.
         self.away = 0.0
-        self.taken = 0.0
-        """Share of their time that the others' prompts take."""
-        self.owed_tokens = 0.0
-        """Of the others' prompts, to be computed there."""
+        self.taken = 0.0  # Share of their time that the others' prompts take.
+        self.owed_tokens = 0.0  # Of the others' prompts, to be computed there.
         self.prompts = 0
-        self.answers = 0
-        """Of the others, counted."""
+        self.answers = 0  # Of the others, counted.
         self.prompt_tokens = 0.0
         self.answer_tokens = 0.0
-        self.requests = 0.0
-        """Of the others lately."""
-        self.work_s = 0.0
-        """Seconds of long prompts of heavy tenants lately."""
-        self.seen_s = 0.0
-        """How long that is."""
-        self.since_s = float("inf")
-        """When these three were right."""
+        self.requests = 0.0  # Of the others lately.
+        self.work_s = 0.0  # Seconds of long prompts of heavy tenants lately.
+        self.seen_s = 0.0  # How long that is.
+        self.since_s = float("inf")  # When these three were right.
         self.checked_s = float("-inf")
-        self.needed_s = float("-inf")
-        """When all that are set apart were last needed."""
+        self.needed_s = float("-inf")  # When all that are set apart were last needed.
 
     def now(self, at_s: float) -> None:
         passed_s = max(0.0, at_s - self.since_s)

@@ -16,14 +16,12 @@ from potluck.core.state.facts import BLOCK_TOKENS, FleetFacts
 from potluck.core.state.fleet import ODD_S, ODDS, FleetState, ReplicaState
 from potluck.core.state.request_state import RequestState
 
-FADE_S: Final = 10.0
-"""A replica without news for so long is believed half as much."""
+FADE_S: Final = 10.0  # A replica without news for so long is believed half as much.
 FEW: Final = 8
 SAMPLE: Final = 4
 TIMED: Final = 64
 """With fewer than FEW open requests all count for a pace, else one in SAMPLE; up to TIMED are timed for changes."""
-ROOMY: Final = 0.8
-"""Share of its KV that may be spoken for where prompts are not waiting for memory."""
+ROOMY: Final = 0.8  # Share of its KV that may be spoken for where prompts are not waiting for memory.
 ANSWERS: Final = 32
 
 
@@ -33,11 +31,9 @@ class LearnedSpeeds:
     def __init__(self, facts: FleetFacts, fleet: FleetState, learns: bool) -> None:
         self._models = facts.models
         self._fleet = fleet
-        self._learns = learns
-        """Otherwise all are as planned."""
+        self._learns = learns  # Otherwise all are as planned.
         self._answers: dict[str, float] = {}
-        self._prompts: dict[str, float] = {}
-        """The same of the prompts that were answered."""
+        self._prompts: dict[str, float] = {}  # The same of the prompts that were answered.
 
     def wait_s(self, view: ReplicaState) -> float:
         """Until a request sent there now would be computed: prompts before it, and places in a full batch."""

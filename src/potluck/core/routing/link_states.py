@@ -33,12 +33,9 @@ LATE_S: Final = 0.5
 """A way over a link at its full rate that is later than planned by more than this is compared with others."""
 SLOW: Final = 0.5
 """Share of its planned rate below which a link is slow: then what is on it may be done again elsewhere."""
-PATIENCE_S: Final = 1.0
-"""What is on its way already is given up only if that saves so much."""
-LEAST_BYTES: Final = 0.5
-"""Less than that is nothing: sums of floats."""
-LOCAL_GBPS: Final = 10.0
-"""What is counted on inside a region where nobody said what network cards carry."""
+PATIENCE_S: Final = 1.0  # What is on its way already is given up only if that saves so much.
+LEAST_BYTES: Final = 0.5  # Less than that is nothing: sums of floats.
+LOCAL_GBPS: Final = 10.0  # What is counted on inside a region where nobody said what network cards carry.
 
 
 class TenantInFlight:
@@ -59,8 +56,7 @@ class LinkStates:
         self._shares: dict[str, dict[str, TenantInFlight]] = {}
         self._cards: dict[str, float] = {}
         """Replica to bytes that have yet to leave or reach it, of prompts with prefixes."""
-        self.dead: set[str] = set()
-        """`source->target` of those that carry nothing at present."""
+        self.dead: set[str] = set()  # `source->target` of those that carry nothing at present.
         self.codecs: dict[tuple[str, str, str], Codec] = {}
         """(model, source, target) to how KV crosses; as it is where the plan does not say."""
 
@@ -258,10 +254,8 @@ class LinkAvoidance:
         return min((prefilled_s(target, tokens) for target in targets if target is not None), default=inf)
 
 
-GRANTED: Final = 0.9
-"""Of a link's bandwidth: headers of packets take a part of it, and what no grant covers."""
-KEPT: Final = 0.1
-"""Of its even share, what a sender keeps that wants nothing."""
+GRANTED: Final = 0.9  # Of a link's bandwidth: headers of packets take a part of it, and what no grant covers.
+KEPT: Final = 0.1  # Of its even share, what a sender keeps that wants nothing.
 LOSSY: Final = 0.01
 """Share of segments sent again from which on a link is taken to carry less than it should."""
 EASED: Final = 0.85

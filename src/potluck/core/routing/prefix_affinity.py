@@ -21,8 +21,7 @@ from potluck.core.state.targets import Target
 BESIDE: Final = 0.05
 
 
-Lender = tuple[ReplicaState, int] | None
-"""Who sends a prefix, and how many tokens of it."""
+Lender = tuple[ReplicaState, int] | None  # Who sends a prefix, and how many tokens of it.
 
 
 class PrefixAffinity:

@@ -17,10 +17,8 @@ from potluck.core.replica.blocks import CacheChanges
 from potluck.core.state.events import CacheReported
 
 MOST_BLOCKS: Final = 1_000_000
-MOST_LATE: Final = 64
-"""Reports of one replica that wait for an earlier one."""
-SWEEP_AT: Final = 32
-"""Bits out of use before they are swept out."""
+MOST_LATE: Final = 64  # Reports of one replica that wait for an earlier one.
+SWEEP_AT: Final = 32  # Bits out of use before they are swept out.
 
 
 Accepts = Callable[[str], bool]

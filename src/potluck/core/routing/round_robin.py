@@ -18,10 +18,8 @@ from typing import Generic, TypeVar
 
 Member = TypeVar("Member")
 
-_SLACK = 1e-9
-"""Share of a turn by which rounding may move V: who is eligible but for that, is."""
-_MOST_AHEAD = 8.0
-"""Turns that a member may be ahead because others' turns were given to it."""
+_SLACK = 1e-9  # Share of a turn by which rounding may move V: who is eligible but for that, is.
+_MOST_AHEAD = 8.0  # Turns that a member may be ahead because others' turns were given to it.
 
 
 class _Entry(Generic[Member]):
@@ -45,13 +43,11 @@ class WeightedRoundRobin(Generic[Member]):
     def __init__(self) -> None:
         self.total = 0.0
         self._entries: dict[Member, _Entry[Member]] = {}
-        self._due: list[tuple[float, int, _Entry[Member]]] = []
-        """Heap by deadline: those that may run."""
+        self._due: list[tuple[float, int, _Entry[Member]]] = []  # Heap by deadline: those that may run.
         self._later: list[tuple[float, int, _Entry[Member]]] = []
         """Heap by when they may run: those that had their turn."""
         self._now = 0.0
-        self._only: Member | None = None
-        """The member when there is one: its turn never ends."""
+        self._only: Member | None = None  # The member when there is one: its turn never ends.
         self._stamp = 0
 
     def __len__(self) -> int:

@@ -59,11 +59,9 @@ class Router:
         self._affinity = affinity
         self._rule = rule = table.rule
         self._speeds = speeds
-        self._room = room
-        """None: whoever is sent to has room."""
+        self._room = room  # None: whoever is sent to has room.
         self.timely = DeadlineCheck(room, affinity, speeds, table.fleet)
-        self._full = False
-        """Whether somebody was ready but had no room for the present request."""
+        self._full = False  # Whether somebody was ready but had no room for the present request.
         self._share = split.printed_tokens if policy.split_rule == "printed" else split.partial_tokens
         self._by_load, self.learns = rule.by_load, rule.learns
         self.links = LinkStates(table.facts)
@@ -415,10 +413,8 @@ class Router:
 class RoutingResult(Enum):
     SENT = "sent"
     WAITS = "waits"
-    NOBODY = "nobody"
-    """No replica is ready that it could go to."""
-    FULL = "full"
-    """Some are, and none has room."""
+    NOBODY = "nobody"  # No replica is ready that it could go to.
+    FULL = "full"  # Some are, and none has room.
 
 
 SENT = RoutingResult.SENT

@@ -348,8 +348,7 @@ class RouteOption:
     def __init__(
         self, prefills: Balancer, decodes: Balancer | None, source: str = "", target: str = ""
     ) -> None:
-        self.prefills = prefills
-        """Closed targets, or where prompts are prefilled."""
+        self.prefills = prefills  # Closed targets, or where prompts are prefilled.
         self.decodes = decodes
         self.source = source
         self.target = target
@@ -409,8 +408,7 @@ class RouteOptions:
             self.flows.append(way)
         self.pairs: dict[str, dict[tuple[Target, Target], RouteOption]] = {}
         """Unit to the hand-overs inside it."""
-        self.simple = not self.flows
-        """Only closed targets: the commonest case, and the fastest."""
+        self.simple = not self.flows  # Only closed targets: the commonest case, and the fastest.
 
     def prefill(self, region: str) -> Balancer:
         return self._pool(self._prefill, region)

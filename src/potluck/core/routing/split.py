@@ -22,8 +22,7 @@ from potluck.core.state.targets import Target
 
 MOST_IN_LOW: Final = 2
 CANDIDATES: Final = 512
-HighEndLoad = tuple[int, float, int]
-"""Requests that decode there, their context tokens, free blocks."""
+HighEndLoad = tuple[int, float, int]  # Requests that decode there, their context tokens, free blocks.
 
 
 def partial_tokens(prompt_tokens: int, facts: SplitFacts, load: HighEndLoad) -> int:

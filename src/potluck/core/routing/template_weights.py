@@ -23,8 +23,7 @@ from potluck.core.values.plan import BucketCapacity, Plan, Template
 
 Phase = Literal["closed", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("closed", "prefill", "decode")
-Key = tuple[str, str]
-"""(template, region)"""
+Key = tuple[str, str]  # (template, region)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +191,7 @@ def _flows(plan: Plan, model: str, buckets: int) -> tuple[RegionFlow, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LengthThreshold:
-    base_tokens: float
-    """Where the plan, or the long-term update, has it."""
+    base_tokens: float  # Where the plan, or the long-term update, has it.
     tokens: float
     scarce: bool = True
 

@@ -28,8 +28,7 @@ class LengthThresholds:
         self._table = table
         self._fleet = table.fleet
         self._affinity = affinity
-        self.links: dict[str, dict[str, LengthThreshold]] = {}
-        """Model to `source->target` to its threshold."""
+        self.links: dict[str, dict[str, LengthThreshold]] = {}  # Model to `source->target` to its threshold.
 
     def adopt(self) -> None:
         """The table has a new plan: its thresholds, each moved as far as the one before it was."""
@@ -98,17 +97,14 @@ QUEUE_S: Final = 0.5
 LOST: Final = 0.01
 AHEAD_S: Final = 1.0
 RAISE: Final = 1.25
-LEAST_TOKENS: Final = 512.0
-"""From where a t rises that is lower."""
+LEAST_TOKENS: Final = 512.0  # From where a t rises that is lower.
 RETURN: Final = 0.1
-MOST_RAISED: Final = 64.0
-"""How far above its base t may go."""
+MOST_RAISED: Final = 64.0  # How far above its base t may go.
 
 
 class PrefillChoice(NamedTuple):
     remote: bool
-    fetch: bool
-    """The other side's cached prefix is the longer one and should be sent over."""
+    fetch: bool  # The other side's cached prefix is the longer one and should be sent over.
 
 
 def decide(threshold: LengthThreshold, total_tokens: int, here: int, there: int) -> PrefillChoice:

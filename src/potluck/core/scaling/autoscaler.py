@@ -66,8 +66,7 @@ class Autoscaler:
         self._known: dict[str, TemplateCapacity] = {}
         self._progress = reconcile.ReconcileState()
         self._due_s = inf
-        self._version = -1
-        """The fleet's when it was last looked at."""
+        self._version = -1  # The fleet's when it was last looked at.
         self.by_hand: dict[str, Role] = {}
         """Roles that a person gave: they stay, whatever plans and scaling say."""
         self._advised: tuple[str, ...] = ()

@@ -30,12 +30,9 @@ from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan, Template
 from potluck.core.values.types import Region
 
-NOISE = 3.0
-"""Standard deviations: at a steady rate one window in about 700 is as far off."""
-RECENT_NOISE = 3.5
-"""The same for a quarter of a window, of which there are more."""
-ON = 0.25
-"""Share of a window after which more may be started after other starts."""
+NOISE = 3.0  # Standard deviations: at a steady rate one window in about 700 is as far off.
+RECENT_NOISE = 3.5  # The same for a quarter of a window, of which there are more.
+ON = 0.25  # Share of a window after which more may be started after other starts.
 QUEUE_S = 5.0
 NO_MODELS: Final[Mapping[str, ModelFacts]] = {}
 
@@ -345,8 +342,7 @@ ROUNDING = 1e-9
 class CopyOption:
     key: Key
     serves_per_s: float
-    weight: float
-    """What is to be small: its rent, or what else a strategy's program weighs (`repertoire`)."""
+    weight: float  # What is to be small: its rent, or what else a strategy's program weighs (`repertoire`).
     needs: Mapping[Resource, int]
 
 

@@ -20,35 +20,25 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 BIN_S = 600.0
-DAY, WEEK = 144, 1008
-"""In bins."""
-AHEAD = 6
-"""Bins ahead that are forecast: an hour."""
+DAY, WEEK = 144, 1008  # In bins.
+AHEAD = 6  # Bins ahead that are forecast: an hour.
 KEPT = 2 * WEEK
 DAYS = 5
 TREND_BINS, LEVEL_BINS = 3, 6
-FADE = 0.995
-"""What a bin counts after each further one: half after a day."""
-LARGEST = 0.5
-"""Moves beyond this, in logs, are learned as this: an outage is not a law."""
-RIDGE = 0.3
-"""Evidence, in squared logs, that it takes to believe in a view by half."""
-ERRORS = 288
-"""Errors that quantiles are taken from, per horizon: two days."""
-LEAST_MOVE = 0.02
-"""A rate is never believed to be stiller than this."""
-FEW = 24
-"""With fewer errors than this, quantiles are those of a normal law with a deviation of PRIOR."""
+FADE = 0.995  # What a bin counts after each further one: half after a day.
+LARGEST = 0.5  # Moves beyond this, in logs, are learned as this: an outage is not a law.
+RIDGE = 0.3  # Evidence, in squared logs, that it takes to believe in a view by half.
+ERRORS = 288  # Errors that quantiles are taken from, per horizon: two days.
+LEAST_MOVE = 0.02  # A rate is never believed to be stiller than this.
+FEW = 24  # With fewer errors than this, quantiles are those of a normal law with a deviation of PRIOR.
 PRIOR = 0.2
 VIEWS = ("trend", "level", "day", "week")
 
 
 class RateForecast(NamedTuple):
     mean_per_s: float
-    high_per_s: float
-    """Not exceeded in the share of cases that was asked for."""
-    reason: str
-    """What moves it most, at the horizon where it is highest."""
+    high_per_s: float  # Not exceeded in the share of cases that was asked for.
+    reason: str  # What moves it most, at the horizon where it is highest.
 
 
 class _Fit:
@@ -101,8 +91,7 @@ class Forecaster:
         self._made: deque[tuple[float, list[list[float]]]] = deque(maxlen=AHEAD)
         """For each of the last bins: its log, and the moves that each horizon's views suggested."""
         self._bin = -1
-        self._since = 0
-        """Arrivals before the present bin."""
+        self._since = 0  # Arrivals before the present bin.
         for rate_per_s in history:
             self._close(rate_per_s)
 

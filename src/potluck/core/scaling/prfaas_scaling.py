@@ -30,8 +30,7 @@ from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Codec, Role
 
-NEVER_TOKENS = 10**9
-"""A threshold above all prompts: everything stays local."""
+NEVER_TOKENS = 10**9  # A threshold above all prompts: everything stays local.
 MAX_FLIPS = 4
 LEAST_GAIN_SHORT = 0.05
 LEAST_GAIN_LONG = 0.1

@@ -51,8 +51,7 @@ def restored(fleet: FleetState) -> tuple[FlipReplica, ...]:
 
 class ReconcileInputs(NamedTuple):
     known: Known
-    available: Mapping[tuple[str, str], int] | None
-    """All nodes that can be had, those in use included."""
+    available: Mapping[tuple[str, str], int] | None  # All nodes that can be had, those in use included.
     grace_s: float
     dip: float
     standby: Mapping[Key, int]
@@ -111,8 +110,7 @@ class ReconcileStep(NamedTuple):
 
     actions: tuple[Action, ...]
     progress: ReconcileState
-    due_s: float
-    """When to look again even if nothing happens; infinite when there is no need."""
+    due_s: float  # When to look again even if nothing happens; infinite when there is no need.
     notes: tuple[str, ...]
 
     @property

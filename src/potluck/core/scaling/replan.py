@@ -29,12 +29,10 @@ from potluck.core.values.plan import Plan
 from potluck.core.values.types import Region
 
 LOOK_S = 30.0
-SOON_S = 300.0
-"""From a plan asked for to copies that serve."""
+SOON_S = 300.0  # From a plan asked for to copies that serve.
 BURST_S = 25.0
 """What chance brings within so long, copies must take; over longer times it evens out. Answers take about as long."""
-LEAST_NEED = 0.02
-"""Needs that differ by less are the same."""
+LEAST_NEED = 0.02  # Needs that differ by less are the same.
 
 
 class PredictiveReplan(rule.Scaler):
@@ -146,8 +144,7 @@ class PeriodicReplan(rule.Scaler):
         self._tokens: dict[str, tuple[float, float]] = {}
         """Mean prompts and answers when a model was first seen, or the planner last asked."""
         self._first_s: dict[str, float] = {}
-        self._quoted = False
-        """Prices or nodes changed since the planner was asked."""
+        self._quoted = False  # Prices or nodes changed since the planner was asked.
 
     def quoted(self, regions: tuple[Region, ...]) -> None:
         self._quoted = True

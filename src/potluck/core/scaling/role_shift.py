@@ -30,15 +30,13 @@ from potluck.core.values.plan import Plan
 from potluck.core.values.types import Role
 
 MAX_FLIPS = 4
-LEAST_GAIN = 0.1
-"""Relative rise of what is served that is worth a flip."""
+LEAST_GAIN = 0.1  # Relative rise of what is served that is worth a flip.
 ON = 0.25
 """Share of a window after which further flips the same way may follow others: a workload that shifts goes on."""
 BACK_GAIN = 0.3
 BACK_S = 3600.0
 NOISE = 3.0
-LEAST_SEEN = 20
-"""Requests that must have ended before a mean answer means something."""
+LEAST_SEEN = 20  # Requests that must have ended before a mean answer means something.
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +227,7 @@ def best_flips(
 
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "mixed")
-MOST_CHOICES = 6561
-"""Three roles for eight replicas."""
+MOST_CHOICES = 6561  # Three roles for eight replicas.
 STEPS, IDLE_STEPS, TABU = 60, 12, 6
 ALIKE = 0.03
 """Choices that serve so much less than the best count as good: rates are no better known, and flips disturb."""

@@ -110,14 +110,10 @@ def last_of_role(replicas: list[Flippable]) -> set[str]:
 LEAST_GAIN = 0.1
 HOLD_S = 30.0
 CALM_S = 60.0
-QUEUE_S = 5.0
-"""Work that may wait without counting as demand."""
-LATE_S = 30.0
-"""In which what waits beyond that is to be worked off."""
-MIXED = 0.9
-"""What is left of a replica's time when prompts come between its answers."""
-CARDS = 0.8
-"""How busy network cards may be."""
+QUEUE_S = 5.0  # Work that may wait without counting as demand.
+LATE_S = 30.0  # In which what waits beyond that is to be worked off.
+MIXED = 0.9  # What is left of a replica's time when prompts come between its answers.
+CARDS = 0.8  # How busy network cards may be.
 Roles = dict[str, Role]
 Flips = list[FlipRole]
 
@@ -125,8 +121,7 @@ Flips = list[FlipRole]
 class RoleRates(NamedTuple):
     prefill_per_s: float
     decode_per_s: float
-    card_per_s: float = inf
-    """What its network cards carry of others' prompts, or of its own to others."""
+    card_per_s: float = inf  # What its network cards carry of others' prompts, or of its own to others.
 
 
 class ComboRates(NamedTuple):

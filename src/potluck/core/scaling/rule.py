@@ -15,8 +15,7 @@ from potluck.core.values.plan import Plan, Template
 from potluck.core.values.types import Region, Role
 
 QUOTED = "prices or nodes changed"
-LEAST_SEEN = 30
-"""Answers that must have ended before lengths mean something to the planner."""
+LEAST_SEEN = 30  # Answers that must have ended before lengths mean something to the planner.
 Nodes = dict[tuple[str, str], int]
 
 

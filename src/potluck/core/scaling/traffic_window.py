@@ -15,14 +15,10 @@ from operator import attrgetter
 from potluck.core.state.events import LinkReported
 from potluck.core.values.types import Request, Slo
 
-SLOTS = 24
-"""Slots of the short window; an edge is sharp to 1/24 of it."""
-BLOCK_SLOTS = 6
-"""Slots counted together where burstiness is measured: a quarter of the short window."""
-LEAST_RECENT = 10
-"""Requests in a quarter of the window from which on their mean means something."""
-SUB_BITS = 3
-"""Bins per octave of lengths: 2^3, so a bin is at most an eighth of its lower end wide."""
+SLOTS = 24  # Slots of the short window; an edge is sharp to 1/24 of it.
+BLOCK_SLOTS = 6  # Slots counted together where burstiness is measured: a quarter of the short window.
+LEAST_RECENT = 10  # Requests in a quarter of the window from which on their mean means something.
+SUB_BITS = 3  # Bins per octave of lengths: 2^3, so a bin is at most an eighth of its lower end wide.
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +108,7 @@ class _WindowSlot:
     refused: int = 0
     output_tokens: int = 0
     output_squares: int = 0
-    bins: dict[int, list[int]] = field(default_factory=dict)
-    """bin to [count, tokens]"""
+    bins: dict[int, list[int]] = field(default_factory=dict)  # bin to [count, tokens]
 
 
 def _drop_before(slots: deque[_WindowSlot], number: int) -> None:

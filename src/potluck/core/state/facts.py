@@ -130,10 +130,8 @@ class FleetFacts:
 
 
 LEAST: Final = 0.5
-MOST: Final = 4.0
-"""What is planned with at most: beyond it something is broken, and no plan helps."""
-WORTH: Final = 0.1
-"""A pace must be off by so much."""
+MOST: Final = 4.0  # What is planned with at most: beyond it something is broken, and no plan helps.
+WORTH: Final = 0.1  # A pace must be off by so much.
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,17 +17,14 @@ from potluck.core.values.types import Role
 
 State = Literal["starting", "ready", "draining"]
 
-PRIOR_S: Final = 4.0
-"""Seconds of work by which the plan is believed against what is observed."""
-KEEP: Final = 1.0 - 1.0 / 16
-"""How much of what was observed before still counts after one more observation."""
+PRIOR_S: Final = 4.0  # Seconds of work by which the plan is believed against what is observed.
+KEEP: Final = 1.0 - 1.0 / 16  # How much of what was observed before still counts after one more observation.
 ODD: Final = 1.8
 ODDS: Final = 3
 ODD_S: Final = 0.5
 """So many times more often than not so far off its pace, with so much work, a replica has changed."""
 LEAST: Final = 1.0 / 8.0
-MOST: Final = 8.0
-"""Paces that are believed."""
+MOST: Final = 8.0  # Paces that are believed.
 
 
 @dataclass(slots=True, eq=False)

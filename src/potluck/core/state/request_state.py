@@ -16,8 +16,7 @@ WAITING: Final = 2
 QUEUED: Final = 3
 """Sent; held because nothing is ready; waiting for a turn on a pair's low-end replica; waiting for room anywhere."""
 
-Kind = tuple[int, int]
-"""Bucket and length class: requests of one kind may go to the same replicas."""
+Kind = tuple[int, int]  # Bucket and length class: requests of one kind may go to the same replicas.
 
 NOWHERE: Final[frozenset[str]] = frozenset()
 
@@ -143,7 +142,6 @@ class QueuePosition:
         self.tenant = tenant
         self.level = level
         self.kind = kind
-        self.work = work
-        """What it asks for, in prompt tokens."""
+        self.work = work  # What it asks for, in prompt tokens.
         self.since_s = since_s
         self.stamp = stamp

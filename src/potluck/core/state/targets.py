@@ -12,8 +12,7 @@ from potluck.core.state.fleet import ReplicaState, TemplateCopy
 from potluck.core.values.plan import Template
 from potluck.core.values.route import Route, aggregated
 
-MEMORY: Final = 64
-"""Arrivals over which `busy` is averaged."""
+MEMORY: Final = 64  # Arrivals over which `busy` is averaged.
 MOST_BUSY: Final = 0.99
 
 
@@ -22,13 +21,10 @@ COMBO: Final = 1
 PAIR: Final = 2
 
 
-LATE: Final = 8.0
-"""How much slower a replica counts whose answers all miss their objective."""
-MANY: Final = 0.2
-"""A smaller share of them counts for less than in proportion: bursts happen to anybody."""
+LATE: Final = 8.0  # How much slower a replica counts whose answers all miss their objective.
+MANY: Final = 0.2  # A smaller share of them counts for less than in proportion: bursts happen to anybody.
 ROUNDING: Final = 1e-9
-ALIKE: Final = 0.1
-"""A pace so near to the planned one counts as that: what is learned scatters as much."""
+ALIKE: Final = 0.1  # A pace so near to the planned one counts as that: what is learned scatters as much.
 
 
 class LoadIndex(Protocol):
@@ -56,24 +52,17 @@ class Target:
         self.view = view
         self.route: Route | None = aggregated(view.member.id) if view is not None else None
         """Made once: a plain target's route is the same for every request."""
-        self.prefills: list[ReplicaState] = []
-        """A combo's prefill replicas; a pair's low-end ones."""
+        self.prefills: list[ReplicaState] = []  # A combo's prefill replicas; a pair's low-end ones.
         self.decodes: list[ReplicaState] = []
         """A combo's decode replicas; a pair's high-end ones. Mixed ones count as these."""
-        self.busy = 0.0
-        """Share of arrivals that lately found its prefill replicas at work."""
+        self.busy = 0.0  # Share of arrivals that lately found its prefill replicas at work.
         self.usage = PrefillUtilization()
-        self.turn = 0
-        """Counts requests, for plain round robin inside."""
-        self.load = 0.0
-        """Open work, in the unit of the balance that counts it."""
-        self.pace = 1.0
-        """What is learned of how long that takes, against its unit (`learned_speeds.py`)."""
+        self.turn = 0  # Counts requests, for plain round robin inside.
+        self.load = 0.0  # Open work, in the unit of the balance that counts it.
+        self.pace = 1.0  # What is learned of how long that takes, against its unit (`learned_speeds.py`).
         self.indexes: list[LoadIndex] = []
-        self.in_low = 0
-        """Requests whose first part is in a pair's low-end replicas."""
-        self.waiting: deque[str] = deque()
-        """Requests that wait for a place there, in order of arrival."""
+        self.in_low = 0  # Requests whose first part is in a pair's low-end replicas.
+        self.waiting: deque[str] = deque()  # Requests that wait for a place there, in order of arrival.
 
     def lighten(self, load: float) -> None:
         self.load -= load

@@ -44,8 +44,7 @@ def wire_bytes(growing_bytes: float, windows: Windows, state_bytes: float, span:
     return size * ratio + state_bytes
 
 
-LOSSLESS: Codec = "fp16"
-"""KV crosses as the model has it, whatever format that is."""
+LOSSLESS: Codec = "fp16"  # KV crosses as the model has it, whatever format that is.
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,7 @@ from itertools import accumulate
 from potluck.core.errors import FormatError, InputError
 
 Address = tuple[str, int]
-Span = tuple[int, int]
-"""[first, stop)"""
+Span = tuple[int, int]  # [first, stop)
 MOST_LAYERS = 1 << 16
 ALL_LAYERS: Span = (0, MOST_LAYERS - 1)
 LONGEST_TEXT = 4096

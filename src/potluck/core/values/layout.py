@@ -113,10 +113,8 @@ class EmulatedReplica:
     """In which they are; None: as the catalog has them."""
 
 
-REGION = "pool"
-"""The region of machines that name none."""
-RTT_S = 1e-4
-"""A round trip between two machines of one site when nothing is said."""
+REGION = "pool"  # The region of machines that name none.
+RTT_S = 1e-4  # A round trip between two machines of one site when nothing is said.
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,8 @@ from math import erfc, exp, inf, isfinite, log, sqrt
 from potluck.core.errors import InputError
 from potluck.core.values.types import LengthBin
 
-Z99 = 2.3263478740408408
-"""Standard normal 99 % quantile."""
-LEAST_MASS = 1e-6
-"""Share of a log-normal that its truncation must keep, else it is cut where it hardly is."""
+Z99 = 2.3263478740408408  # Standard normal 99 % quantile.
+LEAST_MASS = 1e-6  # Share of a log-normal that its truncation must keep, else it is cut where it hardly is.
 
 
 @dataclass(frozen=True, slots=True)

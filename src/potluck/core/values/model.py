@@ -239,8 +239,7 @@ def _positive(value: object, *names: str) -> None:
             raise InputError(name, f"must be positive and finite, is {getattr(value, name)!r}")
 
 
-SCALE_BITS = 16
-"""AWQ and GPTQ keep one scale of this width, and one zero point, per group of weights."""
+SCALE_BITS = 16  # AWQ and GPTQ keep one scale of this width, and one zero point, per group of weights.
 MOST = 1_000_000
 FP8_METHODS = ("fp8", "fbgemm_fp8", "finegrained_fp8")
 KNOWN = "awq, bitsandbytes, compressed-tensors, fp8, gptq, modelopt, mxfp4"

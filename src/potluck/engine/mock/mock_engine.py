@@ -129,8 +129,7 @@ def lasting(timer: StepTimer) -> StepDurations:
 
 
 MOST_WORDS = 4096
-LAYER = Layer(FullAttention(1, 1, 1, 1), DenseFfn(1))
-"""Of the mock model; nobody looks into it."""
+LAYER = Layer(FullAttention(1, 1, 1, 1), DenseFfn(1))  # Of the mock model; nobody looks into it.
 
 
 @dataclass(frozen=True, slots=True)

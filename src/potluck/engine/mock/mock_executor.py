@@ -51,11 +51,9 @@ from potluck.kv.chunks import KvChunk, KvManifest
 
 BITS = 64
 MASK = (1 << BITS) - 1
-NOTHING = 0x243F6A8885A308D3
-"""The hash of no tokens."""
+NOTHING = 0x243F6A8885A308D3  # The hash of no tokens.
 FACTOR, SPREAD = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
-FEW = 12
-"""Up to so many tokens are faster one by one."""
+FEW = 12  # Up to so many tokens are faster one by one.
 
 
 def after(history: int, tokens: Sequence[int]) -> int:
@@ -87,14 +85,11 @@ def mixed(number: int) -> int:
 
 WORD = struct.Struct("<QIII")
 """The hash at the end, mixed with the layer; first, stop; where the hand-over began that ends here, or MORE."""
-CONTENT = struct.Struct("<QIIIddd")
-"""The same, and the times."""
+CONTENT = struct.Struct("<QIIIddd")  # The same, and the times.
 TIMES = struct.Struct("<ddd")
-MORE = (1 << 32) - 1
-"""More of the same layer follows."""
+MORE = (1 << 32) - 1  # More of the same layer follows.
 DTYPE = "float32"
-SHAPE = (1, 16)
-"""Of each chunk, as the wire has it: room for the content, under any codec."""
+SHAPE = (1, 16)  # Of each chunk, as the wire has it: room for the content, under any codec.
 RAW_BYTES = 64
 
 
@@ -154,18 +149,15 @@ def _content(chunk: KvChunk) -> bytes | None:
     return None if tuple(chunk.shape) != SHAPE or len(word) < CONTENT.size else word
 
 
-LIKELY, LIKELIER = 0.5, 0.4
-"""What is drawn is said to have had a probability of 0.5 to 0.9."""
+LIKELY, LIKELIER = 0.5, 0.4  # What is drawn is said to have had a probability of 0.5 to 0.9.
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     vocab: int
     ordinary: tuple[int, ...]
-    end: int | None = None
-    """A token that ends the output ..."""
-    mean_tokens: int = 0
-    """... once in so many draws; 0: never, so that outputs are as long as they may be."""
+    end: int | None = None  # A token that ends the output ...
+    mean_tokens: int = 0  # ... once in so many draws; 0: never, so that outputs are as long as they may be.
 
     def __post_init__(self) -> None:
         if not self.ordinary:
@@ -244,21 +236,17 @@ class MockExecutor(Executor):
         clock: Clock = time.monotonic,
     ) -> None:
         self.config, self.size, self.fingerprint, self.kv_dtype = config, size, fingerprint, ""
-        self.grown: Callable[[], None] = lambda: None
-        """Told when rows have taken more blocks."""
+        self.grown: Callable[[], None] = lambda: None  # Told when rows have taken more blocks.
         self.used_blocks = 0
         self._words, self._lasts = words, lasts
         self._speed_up, self._clock = speed_up, clock
         self._pacer = StepPacer(None, speed_up, clock)
         self._rows: dict[int, _MockRow] = {}
         self._free = list(range(size.rows))
-        self._owed_s = 0.0
-        """Of steps that were taken at once, and must still be waited for."""
+        self._owed_s = 0.0  # Of steps that were taken at once, and must still be waited for.
         self._under_way = False
-        self._leaving: deque[OutgoingLayer] = deque()
-        """Goes out while the step is under way."""
-        self._step_s = 0.0, 0.0
-        """When the step under way began, and how long it takes."""
+        self._leaving: deque[OutgoingLayer] = deque()  # Goes out while the step is under way.
+        self._step_s = 0.0, 0.0  # When the step under way began, and how long it takes.
         self._deliver: Deliver | None = None
 
     def change_pace(self, pace: float) -> None:

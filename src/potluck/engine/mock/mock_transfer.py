@@ -42,8 +42,7 @@ from potluck.kv.peer_connections import LinkReport
 from potluck.perf.memory import kv_bytes_per_token, state_bytes, window_bytes_per_token
 from potluck.perf.transfer import AlphaBeta
 
-KEPT_S = 10.0
-"""What was busy longer ago is forgotten: nothing that comes now began so early."""
+KEPT_S = 10.0  # What was busy longer ago is forgotten: nothing that comes now began so early.
 
 
 class NicSchedule:
@@ -104,8 +103,7 @@ class MockKvTransfer(KvTransfer):
         self._bytes_per_s = link.beta_bytes_per_s * speed_up
         self._alpha_s = link.alpha_s / speed_up
         self._free_s = -float("inf")
-        self._taken_s: dict[str, float] = {}
-        """When the last chunk that came from a sender is here."""
+        self._taken_s: dict[str, float] = {}  # When the last chunk that came from a sender is here.
         self._card = NicSchedule()
         self._taking = threading.Lock()
         self._totals: dict[str, _LinkTotals] = {}
@@ -284,8 +282,7 @@ class MockReceivedPrefix(ReceivedPrefix):
 
     def __init__(self, layers: int, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
-        self.histories: tuple[int, ...] = ()
-        """At the end of each block."""
+        self.histories: tuple[int, ...] = ()  # At the end of each block.
         self._layers = set(range(layers))
 
     def accept(self, chunk: KvChunk) -> None:

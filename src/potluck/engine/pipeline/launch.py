@@ -31,13 +31,11 @@ from potluck.engine.pipeline.remote_worker import (
 )
 from potluck.engine.pipeline.worker import DRIVER
 
-LOAD_S = 600.0
-"""Reading weights and making room for caches takes a while."""
+LOAD_S = 600.0  # Reading weights and making room for caches takes a while.
 Reached = tuple[tuple[str, int], subprocess.Popen[bytes] | None]
 """Where a worker listens, and its process if it is ours."""
 WAIT_S = 60.0
-WORTH_TOKENS = 128
-"""From so many tokens on, a GPU's or a CPU's time for a step grows with them."""
+WORTH_TOKENS = 128  # From so many tokens on, a GPU's or a CPU's time for a step grows with them.
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,11 +41,9 @@ HEADER = struct.Struct("<4sIQ")
 CHALLENGE_BYTES = 32
 MOST_HEAD_BYTES = 8 << 20
 MOST_BODY_BYTES = 1 << 30
-MOST_GREETING_BYTES = 512
-"""Of a frame from somebody who has not proved anything yet."""
+MOST_GREETING_BYTES = 512  # Of a frame from somebody who has not proved anything yet.
 GREETING_S = 10.0
-FRAME_S = 30.0
-"""A frame that has begun must be over by then."""
+FRAME_S = 30.0  # A frame that has begun must be over by then.
 
 Bytes = bytes | bytearray | memoryview
 

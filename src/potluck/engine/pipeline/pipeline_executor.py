@@ -35,8 +35,7 @@ from potluck.engine.pipeline.remote_worker import Event, Reach, RemoteWorker, Wo
 from potluck.kv.assembly import MissingParts
 from potluck.kv.chunks import KvChunk, KvManifest
 
-LAST_WORD_S = 2.0
-"""A worker that misses another's states may say so before the other one's end is noticed."""
+LAST_WORD_S = 2.0  # A worker that misses another's states may say so before the other one's end is noticed.
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,11 +182,9 @@ def must_be_sound(
         raise InputError("draws", "must be one for each work that asks for its last logits")
 
 
-LEAST_TOKENS = 32
-"""A chunk is not cut into pieces smaller than this: each costs a pass over the weights."""
+LEAST_TOKENS = 32  # A chunk is not cut into pieces smaller than this: each costs a pass over the weights.
 
-Path = tuple[int, ...]
-"""A request's worker in each stage."""
+Path = tuple[int, ...]  # A request's worker in each stage.
 
 
 @dataclass(frozen=True, slots=True)

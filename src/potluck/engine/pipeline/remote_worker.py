@@ -46,8 +46,7 @@ class RemoteWorker:
         self.name, self.stage, self.place = name, stage, place
         self.tables = tables
         self.lost: str | None = None
-        self._silent: str | None = None
-        """The same, as soon as its connection has ended."""
+        self._silent: str | None = None  # The same, as soon as its connection has ended.
         self._link, self._inbox, self.process = link, inbox, process
         self._ops: list[tuple[int, int, int, int]] = []
         threading.Thread(target=self._read, daemon=True).start()
@@ -174,8 +173,7 @@ class WorkerRejoin:
             return
 
 
-START_S = 120.0
-"""Importing torch on a busy machine takes its time."""
+START_S = 120.0  # Importing torch on a busy machine takes its time.
 END_S = 5.0
 
 

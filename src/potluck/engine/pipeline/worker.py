@@ -38,10 +38,8 @@ from potluck.perf.timers.engine_host import NO_HOST
 from potluck.perf.timers.roofline import roofline
 
 DRIVER = "driver"
-FIRST_CONTACT_S = 120.0
-"""A worker that does not stay gives up when no driver has come by then."""
-BUSY_S = 5.0
-"""How long a second driver waits for the first one to end before it is turned away."""
+FIRST_CONTACT_S = 120.0  # A worker that does not stay gives up when no driver has come by then.
+BUSY_S = 5.0  # How long a second driver waits for the first one to end before it is turned away.
 MOST_GREETINGS = 32
 """Connections at a time that have not proved anything yet; each is given up after seconds."""
 
@@ -52,8 +50,7 @@ class WorkerListener:
     def __init__(self, listener: socket.socket, secret: bytes, tls: TlsPair | None = None) -> None:
         self.drivers: queue.SimpleQueue[PipelineConnection] = queue.SimpleQueue()
         self.inputs = StageInputs()
-        self.free = threading.Semaphore(1)
-        """Whether no driver is being served."""
+        self.free = threading.Semaphore(1)  # Whether no driver is being served.
         self._listener, self._secret, self._tls = listener, secret, tls
         self._greeting = threading.Semaphore(MOST_GREETINGS)
         threading.Thread(target=self._accept, daemon=True).start()

@@ -20,10 +20,8 @@ from potluck.engine.server.engine_service import SERVICE, EngineService
 from potluck.engine.server.http_connection import BACKLOG, UPLOADS, EngineListener, arrived, error_response
 from potluck.engine.server.kv_connector import KvConnector
 
-OPEN = frozenset({"/", "/health"})
-"""Without the key: the page and /health say nothing."""
-STALLED_S = 10.0
-"""A client that takes so long beyond its request's deadline to read the answer is left."""
+OPEN = frozenset({"/", "/health"})  # Without the key: the page and /health say nothing.
+STALLED_S = 10.0  # A client that takes so long beyond its request's deadline to read the answer is left.
 BEGUN: web.RequestKey[web.StreamResponse] = web.RequestKey("begun", web.StreamResponse)
 """The answer to a request, once its first bytes are out."""
 

@@ -25,8 +25,7 @@ TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2
 REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 
 
-Live = Callable[[], tuple[EngineStatus, EngineCounters]]
-"""Figures at the moment of asking."""
+Live = Callable[[], tuple[EngineStatus, EngineCounters]]  # Figures at the moment of asking.
 
 
 class EngineMetrics:

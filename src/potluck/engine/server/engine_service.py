@@ -56,8 +56,7 @@ class EngineService:
     ) -> None:
         self.name = name
         generation = generation or GenerationConfig()
-        self.defaults = generation.defaults
-        """How tokens are drawn where a request does not say."""
+        self.defaults = generation.defaults  # How tokens are drawn where a request does not say.
         self.text = text
         self.hub = hub
         self.limits = limits
@@ -68,23 +67,20 @@ class EngineService:
         """Whether it ends once it was drained, so that whoever looks after it starts another."""
         self.change_pace: Callable[[float], None] | None = None
         """Makes a mock engine slower or faster than the GPU that it emulates."""
-        self.change_network: Callable[[float], None] | None = None
-        """The same for its network card: Gbit/s."""
+        self.change_network: Callable[[float], None] | None = None  # The same for its network card: Gbit/s.
         self.started_s = time.monotonic()
         self.created_s = int(time.time())
         self.dropped: Counter[str] = Counter()
         self.metrics = EngineMetrics(name, lambda: (self.status(), self.counters), self.dropped)
         self.kv = kv or KvSettings()
-        self.kv_connector: KvConnector | None = None
-        """As long as the application runs."""
+        self.kv_connector: KvConnector | None = None  # As long as the application runs.
         self._peers: frozenset[KvAddress] = frozenset()
         self.open_requests = 0
         self.lent = self.fetching = 0
         """Kept prefixes that wait for whoever fetches them, or are on their way here."""
         self.uploads = Uploads(limits.body_bytes, limits.bodies_bytes)
         self._loop, self.driver = loop, driver
-        self.feed = CacheFeed(loop.prefixes)
-        """Used in the loop's thread."""
+        self.feed = CacheFeed(loop.prefixes)  # Used in the loop's thread.
         executor = loop.executor
         self.vocab = executor.config.model.vocab
         self.eos = frozenset(executor.config.eos_tokens + generation.end_tokens)

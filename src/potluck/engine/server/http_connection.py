@@ -29,14 +29,11 @@ from potluck.engine.compute.executor import WorkerLost
 from potluck.engine.loop.jobs import JobEnded
 from potluck.engine.loop.loop_thread import LoopStopped
 
-HEAD_BYTES = 65_536
-"""Of one request's line and headers."""
+HEAD_BYTES = 65_536  # Of one request's line and headers.
 MOST_HEADERS = 100
-LINGER_S = 5.0
-"""How long the rest of a refused body is read, so that the client sees the answer."""
+LINGER_S = 5.0  # How long the rest of a refused body is read, so that the client sees the answer.
 
-NEVER_S = 1e6
-"""aiohttp's own timer for idle connections, which says nothing to anybody, is not used."""
+NEVER_S = 1e6  # aiohttp's own timer for idle connections, which says nothing to anybody, is not used.
 
 
 def arrived(request: web.Request) -> None:
@@ -61,12 +58,9 @@ class HttpConnection(RequestHandler):
             max_headers=MOST_HEADERS,
         )
         self._listener, self._limits = listener, limits
-        self._wire: asyncio.Transport | None = None
-        """As `transport`, but until it is closed in truth."""
-        self._since_s = self._loop.time()
-        """Since it was made, or since the latest answer."""
-        self._began_s: float | None = None
-        """When the first byte of the head came that is not whole yet."""
+        self._wire: asyncio.Transport | None = None  # As `transport`, but until it is closed in truth.
+        self._since_s = self._loop.time()  # Since it was made, or since the latest answer.
+        self._began_s: float | None = None  # When the first byte of the head came that is not whole yet.
         self._stalled_s: float | None = None
         """Since when the client has read nothing of what is there for it."""
         self._unread_bytes = 0
@@ -214,8 +208,7 @@ class Uploads:
 
 
 UPLOADS = web.AppKey("uploads", Uploads)
-BODY_S = 30.0
-"""In which a body must have come."""
+BODY_S = 30.0  # In which a body must have come.
 
 
 async def read_object(request: web.Request, *, optional: bool = False) -> dict[str, object]:
@@ -323,10 +316,8 @@ BACKLOG = 512
 SHARE_OF_FILES = 0.75
 """Of the file descriptors that a process may have; the others are for caches on the move, workers and files."""
 WATCH_S = 1.0
-REST_S = 0.1
-"""Until the next try, when there was no file descriptor left to accept with."""
-LOG_S = 60.0
-"""Dropped connections are told of at most this often."""
+REST_S = 0.1  # Until the next try, when there was no file descriptor left to accept with.
+LOG_S = 60.0  # Dropped connections are told of at most this often.
 
 
 def _our_fault(record: logging.LogRecord) -> bool:

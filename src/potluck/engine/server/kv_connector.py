@@ -46,8 +46,7 @@ class KvTransfer:
     """How chunks go over the wire: as they are, but in the time of an emulated GPU's card, if there is one. A mock
     engine's (`mock_transfer.py`) stand for others."""
 
-    light = False
-    """Whether chunks are so small that no thread is needed for them."""
+    light = False  # Whether chunks are so small that no thread is needed for them.
 
     def __init__(self, nic: EmulatedNic | None = None, dtype: str = "", heads: int = 1) -> None:
         """`dtype`: what KV is kept as here; `heads`: the model's KV heads, 1 where it has latents."""
@@ -92,10 +91,8 @@ class KvTransfer:
         return report
 
 
-MOST_AT_ONCE = 128
-"""Fetches, and apart from these chunks being put; others wait for their turn."""
-ASK_S = 60.0
-"""The loop answers between two steps."""
+MOST_AT_ONCE = 128  # Fetches, and apart from these chunks being put; others wait for their turn.
+ASK_S = 60.0  # The loop answers between two steps.
 Read = Callable[[int], tuple[KvManifest, list[KvChunk]]]
 """What goes to a receiver that has so many tokens already; called in a thread that may wait."""
 RECEIVER_GONE = "receiver_gone"
@@ -112,8 +109,7 @@ class KvNotDelivered:
     problem: str
 
 
-Fate = asyncio.Future[KvNotDelivered | None]
-"""Of a cache that is handed on; None once it was fetched."""
+Fate = asyncio.Future[KvNotDelivered | None]  # Of a cache that is handed on; None once it was fetched.
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +164,7 @@ class KvConnector:
         """Fetches wait for what others put, who may wait for what is put here."""
         self._outgoing: dict[str, OutgoingTransfer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._senders: dict[str, str] = {}
-        """A worker's address to that of its engine."""
+        self._senders: dict[str, str] = {}  # A worker's address to that of its engine.
 
     @property
     def address(self) -> str:

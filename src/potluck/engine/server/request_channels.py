@@ -15,8 +15,7 @@ from potluck.engine.loop.loop_thread import Ask, LoopThread
 
 T = TypeVar("T")
 
-LAST_WORD_S = 5.0
-"""A loop that does not end a request this long after being told to is not waited for."""
+LAST_WORD_S = 5.0  # A loop that does not end a request this long after being told to is not waited for.
 
 
 class RequestChannel:

@@ -18,8 +18,7 @@ TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    name: str
-    """Without the `_total` that counters get."""
+    name: str  # Without the `_total` that counters get.
     kind: Kind
     meaning: str
     labels: tuple[str, ...] = ()

@@ -44,8 +44,7 @@ class QueueView(NamedTuple):
 
 
 ENGINE_TEXTS = ("model", "role", "state", "kv", "version")
-CONTROLLER_S = 10.0
-"""Without a question for so long, nobody is there who starts and stops engines."""
+CONTROLLER_S = 10.0  # Without a question for so long, nobody is there who starts and stops engines.
 DRAINED_S = 60.0
 MOST_NOTE = 400
 NOTES = ("note", "act", "outcome", "saving", "end")

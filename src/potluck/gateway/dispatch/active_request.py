@@ -45,16 +45,13 @@ SWEEP_S = 0.25
 FACTOR = 25.0
 LEAST_S, MOST_S = 2.0, 30.0
 LEAST_FIRST_S, MOST_FIRST_S = 10.0, 120.0
-ALONE = 5.0
-"""One that has no blocks left may set an answer aside for a while."""
+ALONE = 5.0  # One that has no blocks left may set an answer aside for a while.
 GONE_S = 1.0
 HEARD_S, GAPS = 0.5, 3.0
 HANDOVER_S = 60.0
-BACKSTOP_S = 600.0
-"""After which silence counts even where nothing is owed: a whole answer, a wait for KV."""
+BACKSTOP_S = 600.0  # After which silence counts even where nothing is owed: a whole answer, a wait for KV.
 START_GAP_S, START_TOKEN_S = 0.2, 2e-3
-RECENT = 16
-"""What was observed lately counts as much as so many observations."""
+RECENT = 16  # What was observed lately counts as much as so many observations.
 
 
 class AwaitingReply(ABC):
@@ -62,11 +59,9 @@ class AwaitingReply(ABC):
     owes = False
     flows = False
     paused = False
-    since_s = 0.0
-    """Since when it owes, or last was read again."""
+    since_s = 0.0  # Since when it owes, or last was read again.
     heard_s = 0.0
-    until_s = inf
-    """When something that it need not do by itself must have happened: a cache was fetched."""
+    until_s = inf  # When something that it need not do by itself must have happened: a cache was fetched.
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
@@ -224,11 +219,9 @@ class RelayedStream:
     """What the client has of an answer that OpenAI servers write: the same over all attempts."""
 
     begun = False
-    first = b""
-    """Its first event, whose id all others bear."""
+    first = b""  # Its first event, whose id all others bear.
     prompt_ids: Sequence[int] = ()
-    knows_ids = False
-    """Whether the tokens of all that was passed on are known."""
+    knows_ids = False  # Whether the tokens of all that was passed on are known.
     events = 0
 
 
@@ -236,8 +229,7 @@ class RunningAttempt(ABC):
     run: Run
     endpoints: Sequence[Endpoint]
     stream: RelayedStream
-    streamed_blindly = False
-    """Whether nobody knows when its first token is there."""
+    streamed_blindly = False  # Whether nobody knows when its first token is there.
     done_segments = 0
 
     @abstractmethod
@@ -276,11 +268,9 @@ class ActiveRequest:
 
     _attempt = -1
     _going: RunningAttempt | None = None
-    _second: RunningAttempt | None = None
-    """A hedge, while neither has anything to pass on."""
+    _second: RunningAttempt | None = None  # A hedge, while neither has anything to pass on.
     _first = False
-    _whole: Reason | None = None
-    """Why no token can come any more, whatever becomes of the engine."""
+    _whole: Reason | None = None  # Why no token can come any more, whatever becomes of the engine.
     _failed: events.AttemptFailed | None = None
     _paused = False
     _ended = False
@@ -294,8 +284,7 @@ class ActiveRequest:
         over: Callable[[ActiveRequest, Event | None], None],
     ) -> None:
         self.asked, self.answer = asked, answer
-        self.output: list[int] = []
-        """The tokens that the user has."""
+        self.output: list[int] = []  # The tokens that the user has.
         self._context, self._tell, self._over = context, tell, over
         self.ends = frozenset(asked.ends)
         self._stream = RelayedStream()

@@ -68,8 +68,7 @@ def ended(code: object, has_source: bool, hands_on: bool) -> EngineFault:
     return EngineFault(kind, blame, f"ended with {str(code)[:80]}")
 
 
-LONGEST_LINE = 1 << 16
-"""Bytes; a token with its log probabilities has 2,000 at most."""
+LONGEST_LINE = 1 << 16  # Bytes; a token with its log probabilities has 2,000 at most.
 LARGEST_TOKEN = 1 << 31
 TOKEN = b'{"token":'
 

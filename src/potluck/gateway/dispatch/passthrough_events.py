@@ -13,8 +13,7 @@ Json = dict[str, Any]
 TEXTS = ("content", "reasoning", "reasoning_content", "refusal")
 HIDDEN = ("prompt_token_ids", "kv_transfer_params")
 ONCE = ("finish_reason", "stop_reason")
-NUMBERS = ("token_logprobs", "top_logprobs", "content")
-"""They may differ in their last bits."""
+NUMBERS = ("token_logprobs", "top_logprobs", "content")  # They may differ in their last bits.
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset", "content", "refusal")
 
 
@@ -24,11 +23,9 @@ class DifferentAnswer(PotluckError):
 
 class ChoiceSoFar:
     def __init__(self) -> None:
-        self.texts: dict[str, str] = {}
-        """By name; arguments of the third call are `call 3`."""
+        self.texts: dict[str, str] = {}  # By name; arguments of the third call are `call 3`.
         self.lists: dict[str, list[Any]] = {}
-        self.facts: dict[str, Any] = {}
-        """What is said once: the role, a call's name."""
+        self.facts: dict[str, Any] = {}  # What is said once: the role, a call's name.
 
     def add(self, choice: Json) -> None:
         delta = choice.get("delta")
@@ -134,8 +131,7 @@ def _must_begin_alike(now: Sequence[Any], told: Sequence[Any]) -> None:
 class MergedEvents:
     def __init__(self, name: str, model: str, *, usage: bool) -> None:
         self._name, self._model, self._usage = name, model, usage
-        self._told: list[Json] = []
-        """Choices that the client has, in the first attempt's words."""
+        self._told: list[Json] = []  # Choices that the client has, in the first attempt's words.
         self._whole: ChoiceSoFar | None = None
         self._now: ChoiceSoFar | None = None
         self._created: object = None

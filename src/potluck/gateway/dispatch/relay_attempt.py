@@ -173,8 +173,7 @@ def _chat_logs(logs: dict[str, Any]) -> dict[str, Any]:
     return {"content": content}
 
 
-MOST_BYTES = 64 << 20
-"""Of an answer that is not streamed, and of one event."""
+MOST_BYTES = 64 << 20  # Of an answer that is not streamed, and of one event.
 CLIENTS_FAULT = frozenset(range(400, 500)) - {401, 403, 404, 408, 429}
 """Answers that go to the client as they are; with the others it is the server that is not as it should be."""
 KINDS: dict[int, FailureKind] = {408: "timeout", 429: "memory", 504: "timeout"}
@@ -214,8 +213,7 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
         self._now_s = context.now_s
         self._relay = request.answer.relay
         self._pieces: list[bytes] = []
-        self._pending: list[int] = []
-        """Tokens whose text the server still holds back."""
+        self._pending: list[int] = []  # Tokens whose text the server still holds back.
 
     def start(self) -> None:
         endpoint = self._endpoint

@@ -54,8 +54,7 @@ SEGMENTS = b"/segments"
 LONGEST_ERROR = 1 << 13
 FINGERPRINT = b"x-potluck-fingerprint"
 CLIENTS_FAULT = 400
-LONGEST_LINE = 64 << 20
-"""An answer in an engine's own words that is not streamed is one line."""
+LONGEST_LINE = 64 << 20  # An answer in an engine's own words that is not streamed is one line.
 OTHER_PROMPT = "other_prompt"
 MOST_PROMPT = 1 << 24
 DEFAULTS = Sampling()
@@ -153,8 +152,7 @@ class Hop(AwaitingReply):
         super().__init__(tokens)
         self.attempt, self.work, self.endpoint = attempt, work, endpoint
         self.call: EngineCall | None = None
-        self.over = False
-        """Nothing more is heard of it: it has ended, or was given up."""
+        self.over = False  # Nothing more is heard of it: it has ended, or was given up.
         self._status, self._error = 0, b""
         self._lines = LineReader(attempt.vocab)
         self.told = 0

@@ -127,8 +127,7 @@ def stays(headers: dict[bytes, bytes], v11: bool) -> bool:
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
 LINE_BYTES = 1024
 TRAILERS = 32
-SIZES: dict[bytes, int] = {}
-"""Lines of sizes that were read, short ones other than 0; there are not many."""
+SIZES: dict[bytes, int] = {}  # Lines of sizes that were read, short ones other than 0; there are not many.
 SIZE_LINE, _CLOSING, _TRAILER = 0, -1, -2
 """What is awaited where no bytes of a chunk are left: its size, its line end, a line after the last one."""
 
@@ -391,8 +390,7 @@ class ResponseReader:
         self.headers: dict[bytes, bytes] = {}
         self.stays = False
         self.over = False
-        self.rest = False
-        """Something came after the end, which nobody asked for."""
+        self.rest = False  # Something came after the end, which nobody asked for.
 
     def feed(self, data: bytes) -> bytes:
         chunks = self._chunks

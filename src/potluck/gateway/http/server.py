@@ -31,10 +31,8 @@ from potluck.gateway.http.parser import Headers, HttpRequest, RequestReader
 
 BACKLOG = 2048
 WATCH_S = 1.0
-LOG_S = 60.0
-"""Dropped connections are told of at most this often."""
-AHEAD_BYTES = 65_536
-"""How much of the next requests is read while one is being answered."""
+LOG_S = 60.0  # Dropped connections are told of at most this often.
+AHEAD_BYTES = 65_536  # How much of the next requests is read while one is being answered.
 JOINED_BYTES = 65_536
 """Up to here a piece is copied to stand in one write with its framing; what is larger is written as it is."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -214,14 +212,11 @@ class ClientConnection(asyncio.Protocol):
         self._reader = RequestReader(port.limits)
         self._exchange: ClientExchange | None = None
         self._pumping = False
-        self._leaving = False
-        """The last answer was written; what still comes is thrown away."""
+        self._leaving = False  # The last answer was written; what still comes is thrown away.
         self._full = False
         self._unheard = False
-        self._since_s = time.monotonic()
-        """Since it was made, since the latest answer, or since it leaves."""
-        self._came_s = 0.0
-        """When the first byte came of what is not whole; 0 where nothing is there."""
+        self._since_s = time.monotonic()  # Since it was made, since the latest answer, or since it leaves.
+        self._came_s = 0.0  # When the first byte came of what is not whole; 0 where nothing is there.
         self._fresh = True
         self._stalled_s: float | None = None
         self._unread_bytes = 0
@@ -450,8 +445,7 @@ class ClientListener:
         )
         self.works, self.waits = self._crowd.works, self._crowd.waits
         """A connection's request has come whole; it was answered."""
-        self.held: dict[ClientConnection, int] = {}
-        """Bytes of requests that are not whole."""
+        self.held: dict[ClientConnection, int] = {}  # Bytes of requests that are not whole.
         self._held_bytes = 0
         self._servers: list[asyncio.Server] = []
         self.sockets: list[socket.socket] = []

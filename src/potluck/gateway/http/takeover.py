@@ -147,8 +147,7 @@ class SocketHandover:
 
 
 FIRST = 3
-OPERATORS = "operators"
-"""What such a socket is called (LISTEN_FDNAMES); others are for clients."""
+OPERATORS = "operators"  # What such a socket is called (LISTEN_FDNAMES); others are for clients.
 
 
 def inherited() -> tuple[list[socket.socket], list[socket.socket]]:

@@ -111,8 +111,7 @@ log = logging.getLogger(__name__)
 Ready = Callable[[str], str]
 MOST_SALTS = 100_000
 POST_ONLY = frozenset({b"/v1/completions", b"/v1/chat/completions"})
-OPEN = frozenset({b"/health", b"/ready", b"/openapi.json"})
-"""Without a key."""
+OPEN = frozenset({b"/health", b"/ready", b"/openapi.json"})  # Without a key.
 UNSERVED = frozenset(
     {b"/v1/embeddings", b"/v1/audio/speech", b"/v1/images/generations", b"/v1/moderations", b"/v1/rerank"}
 )

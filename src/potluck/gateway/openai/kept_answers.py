@@ -281,12 +281,9 @@ def _locked(file: int) -> bool:
     return True
 
 
-REPLAYED = (b"x-potluck-replayed", b"1")
-"""This was computed before, or the beginning of it was."""
-POLL_S = 0.02
-"""How often more of an answer is looked for that another process writes."""
-LOOKS = 10
-"""So often nothing may come before it is asked whether its writer lives."""
+REPLAYED = (b"x-potluck-replayed", b"1")  # This was computed before, or the beginning of it was.
+POLL_S = 0.02  # How often more of an answer is looked for that another process writes.
+LOOKS = 10  # So often nothing may come before it is asked whether its writer lives.
 Again = Callable[[Exchange], None]
 OWN = b"x-request-id"
 

@@ -342,8 +342,7 @@ def new_key(name: str, tenant: str | None = None, **more: object) -> tuple[str, 
 
 
 MINUTE_S = 60.0
-EXPECTED_OUTPUT = 256
-"""Tokens charged at first for an answer whose longest length the client does not say."""
+EXPECTED_OUTPUT = 256  # Tokens charged at first for an answer whose longest length the client does not say.
 REQUESTS_LEFT, TOKENS_LEFT = (
     b"x-ratelimit-limit-%b: %%d\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%ds\r\n"
     % (name, name, name)

@@ -40,10 +40,8 @@ from potluck.gateway.http.parser import Headers
 from potluck.gateway.openai.keys import EXPECTED_OUTPUT, ApiKey
 from potluck.gateway.values import ChoiceRequest
 
-GUESSED_CHARS = 4.0
-"""Of a token, before anything is known."""
-LEAST_CHARS, MOST_CHARS = 0.5, 16.0
-"""Whatever is said, no fewer and no more are believed."""
+GUESSED_CHARS = 4.0  # Of a token, before anything is known.
+LEAST_CHARS, MOST_CHARS = 0.5, 16.0  # Whatever is said, no fewer and no more are believed.
 RECENT = 64
 FEW, SAMPLE = 8, 512
 MARGIN = 1.5
@@ -88,8 +86,7 @@ class LengthEstimates:
 
 
 ENGINES = EngineAbilities(frozenset({"service_tier"}), most_logprobs=MOST_LOGPROBS, draws=True)
-OWN_FORM = "potluck"
-"""Configurations that the engine writes itself, such as the shipped hybrid model's."""
+OWN_FORM = "potluck"  # Configurations that the engine writes itself, such as the shipped hybrid model's.
 LONGEST_CHARS = 16
 REMEMBER_BYTES = 8 << 20
 """Of a model's texts that were tokenised lately, with their tokens: some 1,000 prompts of 1,000 tokens."""
@@ -169,8 +166,7 @@ class RequestOptions(NamedTuple):
     request_class: str = DEFAULT_CLASS
     priority: int = 0
     deadline_s: float | None = None
-    exact: bool = False
-    """Whether KV may only cross as it is."""
+    exact: bool = False  # Whether KV may only cross as it is.
 
 
 @dataclass(slots=True)

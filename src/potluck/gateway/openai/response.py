@@ -35,8 +35,7 @@ from potluck.gateway.openai.requests import ValidatedRequest, text_stream_of, un
 from potluck.gateway.values import RequestOutcome, TokenCounts
 
 TAIL_BYTES = 2048
-PIECES = 16
-"""That are kept before they are put together and cut: not with each of them."""
+PIECES = 16  # That are kept before they are put together and cut: not with each of them.
 PART = b"data:"
 
 
@@ -116,8 +115,7 @@ class ResponseWriter:
     _created_s = 0.0
     _word = ""
     recording: AnswerRecording | None = None
-    gap: Callable[[float], None] | None = None
-    """Hears what is between two tokens, as soon as there was one."""
+    gap: Callable[[float], None] | None = None  # Hears what is between two tokens, as soon as there was one.
 
     def __init__(
         self,
@@ -400,8 +398,7 @@ class ChoiceWriter:
     _pieces: list[bytes] | None = None
     _tail: StreamTail | None = None
     _events: EventParser | None = None
-    _pass_on: Callable[[bytes], None]
-    """Straight to the client, once an answer in pieces has begun."""
+    _pass_on: Callable[[bytes], None]  # Straight to the client, once an answer in pieces has begun.
 
     def __init__(self, answering: ResponseWriter, validated: ValidatedRequest, id: str, index: int) -> None:
         self.id, self._index, self._answering, self._validated = id, index, answering, validated

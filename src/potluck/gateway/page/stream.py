@@ -35,8 +35,7 @@ POINTS = 1_800
 FRAME_S = 10.0
 FRAMES = 360
 MOST_NOTED = 100_000
-WINDOW = 30
-"""Points over which tenants' shares are told: a minute."""
+WINDOW = 30  # Points over which tenants' shares are told: a minute.
 ANSWERED = frozenset({"stop", "length"})
 Point = dict[str, Any]
 
@@ -169,8 +168,7 @@ Heard = (
 _HEARD = get_args(Heard)
 MOST_ROWS = 4_000
 MOST_SHOWN = 400
-NEW_PER_S = 24
-"""Requests that begin to be followed in a second, of however many come."""
+NEW_PER_S = 24  # Requests that begin to be followed in a second, of however many come.
 LATEST = 60
 
 
@@ -315,8 +313,7 @@ FORMAT, VERSION = "potluck.page", 1
 TICK_S = 0.25
 STOPPED = ("The service was stopped.", "This page goes on when it is started again.")
 MOST_WATCHERS = 16
-MOST_MESSAGES = 40
-"""That wait for one reader; one that has more is given the whole again."""
+MOST_MESSAGES = 40  # That wait for one reader; one that has more is given the whole again.
 
 
 class PageReader:

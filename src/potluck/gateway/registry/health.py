@@ -27,8 +27,7 @@ LEAST_BUSY = 0.1
 """Share of a period in which something must have been on its way for its rate to say anything."""
 LEAST_QUEUE_S = 0.1
 """Bytes must wait so long for the rate seen to say anything: some layers are always about to leave."""
-SEGMENT_BYTES = 1448
-"""Payload of a segment of TCP in a frame of 1,500 bytes."""
+SEGMENT_BYTES = 1448  # Payload of a segment of TCP in a frame of 1,500 bytes.
 
 
 @dataclass(slots=True)
@@ -88,8 +87,7 @@ class HealthChecker:
         self._registry, self._tell = registry, tell
         self._caches, self._grants, self._planned_gbps = caches, grants, planned_gbps
         self._granted: dict[str, list[dict[str, object]]] = {}
-        self._shares: dict[tuple[str, str], float] = {}
-        """Of each link's bandwidth, what is dealt out."""
+        self._shares: dict[tuple[str, str], float] = {}  # Of each link's bandwidth, what is dealt out.
         self._looked_s = time.monotonic()
         self.links: tuple[LinkReported, ...] = ()
         self.lateness = EmulationLag()
@@ -273,8 +271,7 @@ def granted(
 
 WINDOW_S = 30.0
 LEAST_S = 1.0
-SLOW = 1.25
-"""Times as long as they should that steps may take before it is said."""
+SLOW = 1.25  # Times as long as they should that steps may take before it is said.
 
 
 class EmulationLag:

@@ -130,8 +130,7 @@ class ReplicaRegistry(ReplicaDirectory):
         self._version = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._binding = False
-        self.on_endpoints: list[Callable[[], None]] = []
-        """Told when who can be reached has changed."""
+        self.on_endpoints: list[Callable[[], None]] = []  # Told when who can be reached has changed.
         self.on_gone: list[Callable[[str], None]] = []
         """Told which replica is gone or silent: what runs there has failed."""
 

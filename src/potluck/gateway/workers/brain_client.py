@@ -24,8 +24,7 @@ from potluck.gateway.registry.registry import ReplicaDirectory
 from potluck.gateway.values import Address, Endpoint, RequestOutcome
 from potluck.runtime.log_lines import blocks_of, line, names, read_line
 
-MOST_BYTES = 64_000_000
-"""Of a line that has not ended, or of what the other side has not read."""
+MOST_BYTES = 64_000_000  # Of a line that has not ended, or of what the other side has not read.
 MOST_KEPT = 100_000
 LAZY_S = 0.005
 
@@ -114,8 +113,7 @@ PATIENT = (events.FirstToken, events.SegmentComputed, events.SegmentDone, events
 EVENT, ACTIONS, ENDPOINTS, REASONS, GONE = "e", "a", "d", "r", "g"
 START, READY, HELLO, CLOSE = "s", "l", "h", "c"
 COUNTS, USED = "t", "u"
-LASTING = frozenset({COUNTS, USED})
-"""What another Brain is told if one dies before it can be."""
+LASTING = frozenset({COUNTS, USED})  # What another Brain is told if one dies before it can be.
 
 
 # What every request brings (that it came, that it is sent to one replica, that it ended) is a mark and a list of its

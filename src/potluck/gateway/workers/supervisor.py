@@ -37,8 +37,7 @@ from potluck.gateway.workers.worker import WorkerContext
 
 AGAIN_S = (0.0, 0.2, 1.0)
 """Before one is started again that did not come to serve: the longer, the more often."""
-LOOK_S = 0.5
-"""How often children are looked after when no signal tells of them."""
+LOOK_S = 0.5  # How often children are looked after when no signal tells of them.
 LEAVE_S = 1.0
 BACKLOG = 128
 SERVES, FOLLOWED = b"+", b"-"

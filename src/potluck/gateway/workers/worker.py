@@ -31,8 +31,7 @@ class WorkerContext:
 
     settings: GatewaySettings
     policy: Policy
-    cards: tuple[Callable[[], ModelCard], ...]
-    """Made in the process itself: tokenizers have threads."""
+    cards: tuple[Callable[[], ModelCard], ...]  # Made in the process itself: tokenizers have threads.
 
 
 class Worker:

@@ -29,8 +29,7 @@ FLUSH_S = 0.25
 LONELY_S = 10.0
 ORPHAN_S = 5.0
 RETRY_S = 0.02
-BRAIN = "brain"
-"""The socket of the Brain's process, in the gateway's folder."""
+BRAIN = "brain"  # The socket of the Brain's process, in the gateway's folder.
 
 log = logging.getLogger(__name__)
 

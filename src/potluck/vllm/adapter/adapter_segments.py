@@ -211,8 +211,7 @@ OTHER_PROMPT = "other_prompt"
 ALIVE_S = 1.0
 RENDER = "/v1/chat/completions/render"
 LONGEST_ERROR = 1 << 14
-GIVEN_UP = (None, "abort", "error")
-"""Reasons to end that are none."""
+GIVEN_UP = (None, "abort", "error")  # Reasons to end that are none.
 
 
 def own_request(part: PromptPart, own: ClientBody, within_s: float) -> Json:

@@ -37,11 +37,9 @@ class ConnectorWorker:
 
     rank: int
     kv: Address
-    tensor: tuple[int, int]
-    """Which of how many parts it has of every layer of its stage."""
+    tensor: tuple[int, int]  # Which of how many parts it has of every layer of its stage.
     stage: tuple[int, int]
-    layers: tuple[int, int]
-    """From the first to the one behind the last."""
+    layers: tuple[int, int]  # From the first to the one behind the last.
     fingerprint: str
     token_bytes: int
     block_tokens: int
@@ -103,8 +101,7 @@ class ConnectorEvents:
         self.moved = ReceivedTotals()
         self.held = HeldBlocks()
         self.steps = VllmSteps()
-        self.here = asyncio.Event()
-        """All workers have told who they are."""
+        self.here = asyncio.Event()  # All workers have told who they are.
         self._peers: list[str] = []
 
     async def open(self) -> None:
@@ -220,8 +217,7 @@ def address_of_all(workers: Iterable[ConnectorWorker]) -> KvAddress:
     return KvAddress(tuple(worker.kv for worker in firsts), layout)
 
 
-METRICS_S = 0.2
-"""How old figures from vLLM may be."""
+METRICS_S = 0.2  # How old figures from vLLM may be.
 MODELS_S = 5.0
 ROLES = ("prefill", "decode", "mixed")
 
@@ -259,8 +255,7 @@ class AdapterService:
         self.peers: frozenset[KvAddress] = frozenset()
         self.open_requests = self.todo_tokens = self.context_tokens = 0
         self.max_tokens = self.max_running = 0
-        self.adapters: tuple[str, ...] = ()
-        """LoRA that vLLM has loaded: models by the name of their own."""
+        self.adapters: tuple[str, ...] = ()  # LoRA that vLLM has loaded: models by the name of their own.
         self._listed_s = 0.0
         self.prompt_tokens = self.output_tokens = self.cached_tokens = 0
         self._metrics: dict[str, float] = {}

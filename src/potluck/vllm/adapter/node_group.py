@@ -148,8 +148,7 @@ class NodeGroup:
         self._started = False
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """What went wrong on another node."""
-        self.leaving = asyncio.Event()
-        """One of them is asked to end."""
+        self.leaving = asyncio.Event()  # One of them is asked to end.
 
     async def open(self, host: str) -> None:
         port = self._place.master[1]

@@ -244,10 +244,8 @@ def _check_key(request: web.Request, api_key: str) -> None:
         raise http.HttpRefusal(401, "a valid key is needed: Authorization: Bearer ...", "invalid_api_key")
 
 
-DRAIN_S = 30.0
-"""How long requests may go on when the engine is asked to end."""
-TOLD_S = 0.3
-"""In which the connector has told of a step."""
+DRAIN_S = 30.0  # How long requests may go on when the engine is asked to end.
+TOLD_S = 0.3  # In which the connector has told of a step.
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 

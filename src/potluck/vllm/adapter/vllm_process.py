@@ -26,25 +26,19 @@ from potluck.vllm import TESTED
 
 ASK_S = 5.0
 WAIT_S = 0.25
-GRACE_S = 15.0
-"""From asking it to end to making it."""
+GRACE_S = 15.0  # From asking it to end to making it.
 LAST_LINES = 400
-LAST_WORDS_S = 1.0
-"""For the rest of its log, which children of its may hold open."""
+LAST_WORDS_S = 1.0  # For the rest of its log, which children of its may hold open.
 MARKS = ("POTLUCK_INSTANCE", "POTLUCK_OWNER", "POTLUCK_NURSERY")
 """By these a controller knows engines; vLLM's processes are the adapter's own affair."""
-DEATH_SIGNAL = 1
-"""prctl's PR_SET_PDEATHSIG."""
-OURS = "potluck.core.errors."
-"""What the connector refuses, in vLLM's log."""
+DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG.
+OURS = "potluck.core.errors."  # What the connector refuses, in vLLM's log.
 NAMES_ERROR = re.compile(r"\b\w*(Error|Exception): |error: ")
 SAYS_NOTHING = ("See root cause above", "See stack trace")
 """Lines with which vLLM's processes tell each other that one has failed."""
-GET_ADDRESS = 0x8915
-"""ioctl's SIOCGIFADDR."""
+GET_ADDRESS = 0x8915  # ioctl's SIOCGIFADDR.
 SEQUENCES = "--max-num-seqs"
-USUAL_RUNNING = 256
-"""vLLM's own choice, or less than that."""
+USUAL_RUNNING = 256  # vLLM's own choice, or less than that.
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +46,8 @@ class GpuShape:
     """How a model lies on this machine's GPUs."""
 
     tensor: int = 1
-    stages: tuple[int, ...] = ()
-    """Layers of each stage of a pipeline; none: all in one."""
-    experts: bool = False
-    """Whether each expert of a mixture is whole on one GPU."""
+    stages: tuple[int, ...] = ()  # Layers of each stage of a pipeline; none: all in one.
+    experts: bool = False  # Whether each expert of a mixture is whole on one GPU.
 
     def __post_init__(self) -> None:
         if self.tensor < 1:
@@ -107,11 +99,9 @@ class VllmSettings:
     memory_share: float | None = None
     kv_host: str = "127.0.0.1"
     kv_port: int = 0
-    kv_tls: tuple[Path, ...] = ()
-    """Certificate, key and authority for KV; none: it crosses in clear."""
+    kv_tls: tuple[Path, ...] = ()  # Certificate, key and authority for KV; none: it crosses in clear.
     any_version: bool = False
-    more: tuple[str, ...] = ()
-    """Further flags of vLLM's, as they are."""
+    more: tuple[str, ...] = ()  # Further flags of vLLM's, as they are.
 
     @property
     def running(self) -> int:
@@ -234,8 +224,7 @@ if spec is not None and spec.origin is not None:
     print(runpy.run_path(str(file))["__version__"] if file.exists() else "of an unknown version")
 """
 """Without an import of vLLM, which takes seconds."""
-FIND_S = 60.0
-"""In which a Python must say whether it has vLLM."""
+FIND_S = 60.0  # In which a Python must say whether it has vLLM.
 
 
 def must_have_vllm(python: str, field: str, *, any_version: bool = False) -> None:
