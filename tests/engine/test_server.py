@@ -60,8 +60,7 @@ async def test_a_role_says_what_an_engine_is_for_not_what_it_can_do(expected: li
         running = asyncio.create_task(one.segment(TOKENS, max_tokens=200, ignore_eos=True))
         while not (await one.get("/status"))[1]["running"]:
             await asyncio.sleep(0.01)
-        assert (await one.post("/role", {"action": "init", "role": "prefill"}))[1]["role"] == "mixed"
-        assert (await one.post("/role", {"action": "activate"}))[1]["role"] == "prefill"
+        assert (await one.post("/role", {"role": "prefill"}))[1]["role"] == "prefill"
         asked = {"model": NAME, "prompt": TOKENS, "max_tokens": OUTPUT}
         status, body = await one.post("/v1/completions", asked)
         assert (status, body["error"]["code"]) == (409, "role")
@@ -76,9 +75,9 @@ async def test_a_role_says_what_an_engine_is_for_not_what_it_can_do(expected: li
         )
         assert (first[-1]["ended"], tokens_in(rest)) == ("handed_on", expected)
         assert tokens_in((await one.segment(TOKENS, max_tokens=OUTPUT))[1]) == expected
-        assert (await one.post("/role", {"action": "stop"}))[1]["role"] == "mixed"
-        assert (await one.get("/role"))[1]["next"] is None
-        for wrong in ({"role": "king"}, {"action": "activate"}, {"action": "x"}, {"bogus": 1}):
+        assert (await one.post("/role", {"role": "mixed"}))[1]["role"] == "mixed"
+        assert (await one.get("/role"))[1]["role"] == "mixed"
+        for wrong in ({"role": "king"}, {}, {"role": "mixed", "bogus": 1}):
             assert (await one.post("/role", wrong))[0] == 400
 
 

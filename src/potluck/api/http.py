@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import json
 import os
@@ -46,6 +47,13 @@ def refusal(error: Exception) -> HttpRefusal | None:
     if isinstance(error, CapacityError):
         return HttpRefusal(400, line, "context_length_exceeded")
     return None
+
+
+def check_key(headers: Mapping[str, str], key: str) -> None:
+    scheme, _, given = headers.get("Authorization", "").partition(" ")
+    right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key.encode())
+    if scheme.lower() != "bearer" or not right:
+        raise HttpRefusal(401, "a valid key is needed: Authorization: Bearer ...", "invalid_api_key")
 
 
 K = TypeVar("K", bound=Hashable)

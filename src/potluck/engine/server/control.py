@@ -1,9 +1,7 @@
 """Control: /, /status, /cache, /role, /pace, /network, /peers, /grants, /drain, /health, /metrics.
 
-A role is changed in two steps, after CAUCHY: `init` says which role comes next, `activate` takes it on, `show` tells,
-`stop` goes back to mixed. A body with only a role does both steps. Weights stay, and what runs runs on. A role says
-what an engine is for, not what it can do: segments are run whatever the role; a prefill engine answers no clients of
-its own (409 at /v1/...).
+A role is changed at once: weights stay, and what runs runs on. It says what an engine is for, not what it can do:
+segments are run whatever the role; a prefill engine answers no clients of its own (409 at /v1/...).
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from potluck.engine.server.http_connection import read_object
 from potluck.kv.kv_sender import BandwidthGrant
 from potluck.kv.prefix_pool import as_json, place_in
 
-ACTIONS = ("init", "activate", "show", "stop")
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'",
@@ -84,27 +81,15 @@ async def show_role(request: web.Request) -> web.Response:
 
 async def change_role(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
-    body = await read_object(request, optional=True)
-    _only_keys(body, {"action", "role"}, "a change of role has action and role")
-    action = body.get("action")
-    if action is None:
-        service.role, service.next_role = role_of(body.get("role")), None
-    elif action == "init":
-        service.next_role = role_of(body.get("role"))
-    elif action == "activate":
-        if service.next_role is None:
-            raise InputError("action", "nothing to activate; init a role first")
-        service.role, service.next_role = service.next_role, None
-    elif action == "stop":
-        service.role, service.next_role = "mixed", None
-    elif action != "show":
-        raise InputError("action", f"must be one of {', '.join(ACTIONS)}")
+    body = await read_object(request)
+    _only_keys(body, {"role"}, "there is only role")
+    service.role = role_of(body.get("role"))
     return web.json_response(_role_shown(service))
 
 
 def _role_shown(service: EngineService) -> dict[str, object]:
     report = service.status()
-    return {"role": service.role, "next": service.next_role, "running": report.running, "state": report.state}
+    return {"role": service.role, "running": report.running, "state": report.state}
 
 
 async def change_pace(request: web.Request) -> web.Response:

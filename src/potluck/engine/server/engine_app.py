@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import socket
 import ssl
@@ -13,7 +12,7 @@ from dataclasses import replace
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from potluck.api.http import HEADER, HttpRefusal, ServedNames, check_origin, request_id
+from potluck.api.http import HEADER, ServedNames, check_key, check_origin, request_id
 from potluck.core.errors import InputError
 from potluck.engine.server import control, openai_routes, segment_routes
 from potluck.engine.server.engine_service import SERVICE, EngineService
@@ -43,7 +42,7 @@ def build(
                 arrived(request)
             check_origin(request.method, request.headers, names)
             if api_key is not None and request.path not in OPEN:
-                _check_key(request, api_key)
+                check_key(request.headers, api_key)
             async with asyncio.timeout(longest_s):
                 return await handler(request)
         except asyncio.CancelledError:
@@ -121,13 +120,6 @@ async def _watch(service: EngineService) -> None:
     while not service.driver.problem:
         await asyncio.sleep(0.5)
     service.hub.fail_all(f"the engine has failed ({service.driver.problem})")
-
-
-def _check_key(request: web.Request, api_key: str) -> None:
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), api_key.encode())
-    if scheme.lower() != "bearer" or not right:
-        raise HttpRefusal(401, "a valid key is needed: Authorization: Bearer ...", "invalid_api_key")
 
 
 SHUTDOWN_S = 5.0

@@ -61,7 +61,6 @@ class EngineService:
         self.hub = hub
         self.limits = limits
         self.role: Role = "mixed"
-        self.next_role: Role | None = None
         self.draining = False
         self.ends_drained = False
         """Whether it ends once it was drained, so that whoever looks after it starts another."""

@@ -241,14 +241,9 @@ class AdapterService:
         limits: AdapterLimits,
         always: frozenset[Address],
     ) -> None:
-        self.name, self.server, self.connector_events, self.limits, self.always = (
-            name,
-            server,
-            connector_events,
-            limits,
-            always,
-        )
-        self.role, self.next_role, self.draining = "mixed", "", False
+        self.name, self.server, self.connector_events = name, server, connector_events
+        self.limits, self.always = limits, always
+        self.role, self.draining = "mixed", False
         self.feed = CacheFeed(connector_events.held)
         self.problem = ""
         self.started_s = time.monotonic()

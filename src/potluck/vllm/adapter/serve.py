@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import signal
@@ -50,7 +49,7 @@ def build(service: AdapterService, api_key: str | None, served: http.ServedNames
         try:
             http.check_origin(request.method, request.headers, served)
             if api_key is not None and request.path not in OPEN:
-                _check_key(request, api_key)
+                http.check_key(request.headers, api_key)
             return await handler(request)
         except asyncio.CancelledError:
             raise
@@ -122,33 +121,15 @@ async def show_role(request: web.Request) -> web.Response:
 async def change_role(request: web.Request) -> web.Response:
     """A role says what an engine is for; vLLM can do all of them at once, so nothing is restarted."""
     service, body = request.app[SERVICE], await _object(request)
-    if set(body) - {"action", "role"}:
-        raise InputError(min(set(body) - {"action", "role"}), "unknown key; there are action and role")
-    action, role = body.get("action"), body.get("role")
-    if action in (None, "init") and role not in ROLES:
-        raise InputError("role", f"must be one of {', '.join(ROLES)}, is {role!r}")
-    if action is None:
-        service.role, service.next_role = str(role), ""
-    elif action == "init":
-        service.next_role = str(role)
-    elif action == "activate":
-        if not service.next_role:
-            raise InputError("action", "nothing to activate; init a role first")
-        service.role, service.next_role = service.next_role, ""
-    elif action == "stop":
-        service.role, service.next_role = "mixed", ""
-    elif action != "show":
-        raise InputError("action", "must be one of init, activate, show, stop")
+    role = body.get("role")
+    if set(body) != {"role"} or role not in ROLES:
+        raise InputError("role", f"is the only key, one of {', '.join(ROLES)}, is {role!r}")
+    service.role = str(role)
     return web.json_response(_role(service))
 
 
 def _role(service: AdapterService) -> dict[str, object]:
-    return {
-        "role": service.role,
-        "next": service.next_role or None,
-        "running": service.open_requests,
-        "state": service.state,
-    }
+    return {"role": service.role, "running": service.open_requests, "state": service.state}
 
 
 async def show_peers(request: web.Request) -> web.Response:
@@ -235,13 +216,6 @@ def error_response(error: Exception) -> web.Response:
     headers = {"Retry-After": "1"} if status in (429, 503) else {}
     body = json.dumps(http.error_object(status, message, param=param, code=code))
     return web.Response(status=status, text=body, content_type="application/json", headers=headers)
-
-
-def _check_key(request: web.Request, api_key: str) -> None:
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), api_key.encode())
-    if scheme.lower() != "bearer" or not right:
-        raise http.HttpRefusal(401, "a valid key is needed: Authorization: Bearer ...", "invalid_api_key")
 
 
 DRAIN_S = 30.0  # How long requests may go on when the engine is asked to end.
