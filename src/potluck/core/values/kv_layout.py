@@ -107,6 +107,19 @@ def kv_address(text: object, where: str = "kv", port: int | None = None) -> KvAd
     )
 
 
+MOST_PEERS = 4096
+
+
+def peers_in(body: dict[str, object]) -> frozenset[KvAddress]:
+    """Those of `{"peers": ["10.0.0.5:9000", ...]}`, the body of an engine's PUT /peers."""
+    given = body.get("peers")
+    if set(body) != {"peers"} or not isinstance(given, list):
+        raise FormatError("peers", "must be a list of HOST:PORT, and the only key")
+    if len(given) > MOST_PEERS:
+        raise InputError("peers", f"at most {MOST_PEERS}, got {len(given)}")
+    return frozenset(kv_address(text, f"peers[{place}]") for place, text in enumerate(given))
+
+
 def _address(text: str, where: str, port: int | None) -> Address:
     host, colon, number = text.rpartition(":")
     if not colon or (":" in host and not host.startswith("[")):

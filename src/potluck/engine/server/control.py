@@ -16,7 +16,7 @@ from aiohttp import web
 
 from potluck.api.http import HttpRefusal
 from potluck.core.errors import FormatError, InputError
-from potluck.core.values.kv_layout import kv_address, written
+from potluck.core.values.kv_layout import MOST_PEERS, kv_address, peers_in, written
 from potluck.engine.loop.engine_status import role_of
 from potluck.engine.server.engine_metrics import CONTENT_TYPE
 from potluck.engine.server.engine_service import SERVICE, EngineService
@@ -30,7 +30,7 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
-MOST_PEERS, MOST_GRANTS = 4096, 256
+MOST_GRANTS = 256
 GRANT_KEYS = {"link", "peers", "bytes_per_s"}
 LONGEST_S, LONGEST_NAME = 3600.0, 500
 
@@ -143,16 +143,8 @@ async def show_peers(request: web.Request) -> web.Response:
 
 
 async def change_peers(request: web.Request) -> web.Response:
-    """The whole list, in place of the one before: `{"peers": ["10.0.0.5:9000", ...]}`."""
-    body = await read_object(request)
-    _only_keys(body, {"peers"}, "there is only peers")
-    given = body.get("peers")
-    if not isinstance(given, list):
-        raise FormatError("peers", "must be a list of HOST:PORT")
-    if len(given) > MOST_PEERS:
-        raise InputError("peers", f"at most {MOST_PEERS}, got {len(given)}")
-    peers = frozenset(kv_address(text, f"peers[{place}]") for place, text in enumerate(given))
-    request.app[SERVICE].peers = peers
+    """The whole list, in place of the one before."""
+    request.app[SERVICE].peers = peers_in(await read_object(request))
     return await show_peers(request)
 
 

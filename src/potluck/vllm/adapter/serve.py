@@ -20,8 +20,8 @@ from aiohttp.typedefs import Handler
 
 from potluck.api import http
 from potluck.api.http import ServedNames
-from potluck.core.errors import FormatError, InputError
-from potluck.core.values.kv_layout import Address, kv_address, written
+from potluck.core.errors import InputError
+from potluck.core.values.kv_layout import Address, peers_in, written
 from potluck.kv.peer_connections import server_context
 from potluck.kv.prefix_pool import as_json, place_in
 from potluck.vllm.adapter.adapter_segments import segments
@@ -35,7 +35,6 @@ from potluck.vllm.adapter.adapter_service import (
 from potluck.vllm.adapter.node_group import NodeGroup
 from potluck.vllm.adapter.vllm_process import VllmProcess, VllmSettings
 
-MOST_PEERS = 4096
 OPEN = frozenset({"/health"})
 PASSED = ("content-type", "authorization", "accept")
 BODY_S = 30.0
@@ -137,17 +136,8 @@ async def show_peers(request: web.Request) -> web.Response:
 
 
 async def change_peers(request: web.Request) -> web.Response:
-    service, body = request.app[SERVICE], await _object(request)
-    given = body.get("peers")
-    if (
-        set(body) != {"peers"}
-        or not isinstance(given, list)
-        or not all(isinstance(one, str) for one in given)
-    ):
-        raise FormatError("peers", "must be a list of HOST:PORT, and the only key")
-    if len(given) > MOST_PEERS:
-        raise InputError("peers", f"at most {MOST_PEERS}, got {len(given)}")
-    service.allow(frozenset(kv_address(text, "peers") for text in given))
+    service = request.app[SERVICE]
+    service.allow(peers_in(await _object(request)))
     return web.json_response(_peers(service))
 
 
