@@ -13,20 +13,20 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "potluck"
 
 PART_LINES = {
-    "core": 12_450,
+    "core": 12_250,
     "plan": 12_450,
-    "gateway": 10_500,
-    "engine": 11_000,
-    "cli": 8_600,
+    "gateway": 10_400,
+    "engine": 11_320,
+    "cli": 8_550,
     "perf": 4_100,
     "sim runtime rehearse": 7_600,
-    "control export": 6_800,
-    "kv": 4_300,
-    "vllm": 3_850,
-    "api catalog demo loadgen native spec": 6_900,
+    "control export": 6_650,
+    "kv": 3_800,
+    "vllm": 3_750,
+    "api catalog demo loadgen native spec": 6_600,
 }
 """Lines of source that each part has at most, blank ones not counted."""
-SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 88_000, 465, 57_600, 12_550
+SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 87_075, 450, 57_500, 12_550
 MOVED_IN = ("tools/accuracy", "tools/papers")
 """Parts of the package until they were found to be no part of the product; not counted with benchmarks and tools."""
 

@@ -83,7 +83,7 @@ def test_gpus_of_this_machine_are_given_to_each_vllm(tmp_path: Path, monkeypatch
         spawned.append((command, marks))
         return ProcessId(len(spawned), 1)
 
-    monkeypatch.setattr("potluck.control.launchers.local_launcher.spawn", spawn)
+    monkeypatch.setattr("potluck.control.launchers.process.spawn", spawn)
     launcher = LocalLauncher(maker, tmp_path, "me", free=lambda: None)
     launcher.start("a", make)
     launcher.start("b", make)
