@@ -205,7 +205,7 @@ def test_a_market_over_time_is_followed_by_planner_and_fleet(
 def test_what_is_not_as_planned_fits_eighty_columns_and_keeps_every_word(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from potluck.cli.simulating.simulate import show_planned
+    from potluck.cli.simulating.simulate_output import show_planned
     from potluck.sim.results.plan_comparison import PlanDeviation, ValueRange
 
     name = "documents: pipeline 2xRTX4090 tp2 + 2xRTX4090 tp2 mixed@a-far-away-region#12/0 and 3 like it"

@@ -44,8 +44,7 @@ from potluck.engine.compute.local_executor import LocalExecutor
 from potluck.engine.pipeline import worker
 from potluck.engine.pipeline.launch import launch, microbatches_for, parse_stages
 from potluck.engine.pipeline.pipeline_connection import LinkError
-from potluck.engine.pipeline.pipeline_executor import PipelineExecutor
-from potluck.engine.pipeline.pipeline_step import LEAST_TOKENS, cut
+from potluck.engine.pipeline.pipeline_executor import LEAST_TOKENS, PipelineExecutor, cut
 from potluck.engine.pipeline.remote_worker import RemoteWorker
 from potluck.engine.pipeline.worker import serve
 from potluck.kv.chunks import KvChunk, KvManifest, token_hash

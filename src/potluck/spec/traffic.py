@@ -15,7 +15,6 @@ from potluck.core.errors import InputError, did_you_mean
 from potluck.core.state.policy import Policy
 from potluck.core.values.length_laws import LEAST_MASS, lognormal_from_mean, lognormal_from_quantiles
 from potluck.core.values.types import LengthBin, Traffic
-from potluck.spec import traffic
 from potluck.spec.schema import LengthsIn, ModelIn, OriginIn, TrafficIn
 from potluck.spec.spec_problems import Loc, SpecProblems, shown
 from potluck.spec.spec_values import ModelSpec
@@ -36,11 +35,11 @@ def resolve_traffic(
         return _from_trace(written, written.trace, model, folder, problems)
     assert written.input is not None
     assert written.output is not None
-    inputs = _groups(written.input, traffic.INPUT_GROUPS, (*written.at, "input"), problems)
-    outputs = _groups(written.output, traffic.OUTPUT_GROUPS, (*written.at, "output"), problems)
+    inputs = _groups(written.input, INPUT_GROUPS, (*written.at, "input"), problems)
+    outputs = _groups(written.output, OUTPUT_GROUPS, (*written.at, "output"), problems)
     if inputs is None or outputs is None:
         return None, ""
-    bins = traffic.product_bins(inputs, outputs)
+    bins = product_bins(inputs, outputs)
     words = f"{describe(written.input)} in, {describe(written.output)} out"
     rate_per_s = max(written.rate_by_hour or [0.0]) if written.rate_per_s is None else written.rate_per_s
     return Traffic(model, rate_per_s, bins, written.prefix_hit_share or 0.0), words
@@ -52,7 +51,7 @@ def _from_trace(
     loc = (*written.at, "trace")
     try:
         trace = load_trace(folder / trace_path)
-        bins: tuple[LengthBin, ...] = traffic.joint_bins(trace.input_tokens, trace.output_tokens)
+        bins: tuple[LengthBin, ...] = joint_bins(trace.input_tokens, trace.output_tokens)
     except (OSError, ValueError) as error:
         problems.add(loc, f"cannot be read: {getattr(error, 'strerror', None) or error}")
         return None, ""
@@ -80,7 +79,7 @@ def _trace_words(trace: Trace, name: str) -> str:
     return words
 
 
-def _groups(written: LengthsIn, groups: int, loc: Loc, problems: SpecProblems) -> list[traffic.Group] | None:
+def _groups(written: LengthsIn, groups: int, loc: Loc, problems: SpecProblems) -> list[Group] | None:
     try:
         return cut(written, groups)
     except InputError as error:
@@ -88,17 +87,17 @@ def _groups(written: LengthsIn, groups: int, loc: Loc, problems: SpecProblems) -
         return None
 
 
-def cut(written: LengthsIn, groups: int) -> list[traffic.Group]:
+def cut(written: LengthsIn, groups: int) -> list[Group]:
     """A written distribution as (share, mean tokens) groups."""
     if written.values is not None:
         weights = written.weights or [1.0] * len(written.values)
-        return traffic.cut_values(written.values, weights, groups)
+        return cut_values(written.values, weights, groups)
     if written.uniform is not None:
         low, high = written.uniform
-        return [(1.0, low)] if low == high else traffic.cut_law(traffic.uniform(low, high), groups)
+        return [(1.0, low)] if low == high else cut_law(uniform(low, high), groups)
     if written.lognormal is not None:
         law = written.lognormal
-        return traffic.cut_law(traffic.lognormal(law.mu, law.sigma, law.min, law.max), groups)
+        return cut_law(lognormal(law.mu, law.sigma, law.min, law.max), groups)
     if written.p50 is not None and written.p99 is not None:
         middle = written.p50
         mu, sigma = lognormal_from_quantiles(written.p50, written.p99)
@@ -111,7 +110,7 @@ def cut(written: LengthsIn, groups: int) -> list[traffic.Group]:
     if sigma > MAX_SIGMA:
         raise InputError("", "p99 is over 10,000 times p50; check the two")
     low, high = exp(mu - TAIL_SIGMAS * sigma), exp(mu + (TAIL_SIGMAS + sigma) * sigma)
-    return traffic.cut_law(traffic.lognormal(mu, sigma, low, high), groups)
+    return cut_law(lognormal(mu, sigma, low, high), groups)
 
 
 def describe(written: LengthsIn) -> str:

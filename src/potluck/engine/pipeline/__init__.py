@@ -3,8 +3,7 @@
     pipeline_connection.py   frames over TCP, with deadlines and a shared secret;  pipeline_messages.py: what is said
     worker.py                a worker: its port, what it does, what came from the stage before
     remote_worker.py         the driver's side of one worker: starting it, asking it, noticing that it is gone
-    pipeline_step.py         one step: cut into micro-batches, sent, heard of;  a hand-over into a pipeline
-    pipeline_executor.py     all workers as one executor for the engine's loop
+    pipeline_executor.py     all workers as one executor for the engine's loop; one step, cut into micro-batches
     launch.py                from a description of stages to a running pipeline
 
 A request gets one worker in each stage, by weighted round robin, and keeps them: its cache is there. The driver holds
