@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from potluck.gateway.settings import GatewaySettings
 
 from potluck.cli.fleet import status
 from potluck.cli.up.up import ServiceSummary, ready_json, show_ready
@@ -16,6 +15,7 @@ from potluck.control.state_store import StateStore
 from potluck.core.values.plan import Deployment, Plan, PlannedFlow
 from potluck.core.values.types import Codec
 from potluck.gateway.page.snapshot import notices
+from potluck.gateway.values import GatewaySettings
 
 LINE = "KV of words crosses west → east in int8 (lossy: allowed by kv_codecs)"
 
