@@ -21,7 +21,7 @@ from potluck.kv import frames as wire
 from potluck.kv.assembly import ChunkAssembly
 from potluck.kv.checksum import sums
 from potluck.kv.chunks import KvChunk, KvManifest
-from potluck.kv.codec_layout import CODEC_IDS, Codec, sizes
+from potluck.kv.codec_layout import CODEC_IDS, CODED, STATES, Codec, sizes
 from potluck.kv.send_queue import SendQueue, pack
 
 sys.path.append(str(common.ROOT / "tests" / "kv"))
@@ -42,8 +42,9 @@ def sound(draw: random.Random) -> Stream:
     for layer in range(draw.randint(1, 3)):
         part = draw.choice(wire.PARTS)
         shape = (draw.randint(0, 6), 2, draw.randint(1, 4), draw.choice((1, 8, 33)))
-        codec: Codec = draw.choice(sorted(CODEC_IDS))
         dtype = draw.choice(wire.DTYPES)
+        coded = dtype in CODED and part not in STATES
+        codec: Codec = draw.choice(sorted(CODEC_IDS)) if coded else "raw"
         size = sizes(part, dtype, shape, codec)
         data, parameters = draw.randbytes(size.payload_bytes), draw.randbytes(size.parameter_bytes)
         load.put(pack(KvChunk(layer, part, 0, shape[0], dtype, shape, data, codec, parameters), PIECE_BYTES))
