@@ -13,14 +13,14 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "potluck"
 
 PART_LINES = {
-    "core": 12_250,
+    "core": 12_270,
     "plan": 12_450,
     "gateway": 10_400,
     "engine": 11_320,
-    "cli": 8_550,
+    "cli": 8_575,
     "perf": 4_100,
-    "sim runtime rehearse": 7_600,
-    "control export": 6_650,
+    "sim runtime rehearse": 7_660,
+    "control export": 6_670,
     "kv": 3_800,
     "vllm": 3_750,
     "api catalog demo loadgen native spec": 6_600,

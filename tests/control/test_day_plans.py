@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_controller import PLAN, World
 
 from potluck.cli.main import run
-from potluck.control.day_plans import DAY_S, DayPlans
+from potluck.control.plan_requests import DAY_S, DayPlans
 from potluck.control.state_store import StateStore
 from potluck.core.values.plan import Deployment, Plan, plan_to_json
 

@@ -21,12 +21,11 @@ from typing import Any
 from potluck.control import control_values
 from potluck.control.accounts import Accounts
 from potluck.control.control_values import Launcher
-from potluck.control.day_plans import DayPlans
 from potluck.control.decision_history import DecisionHistory, ObservedSpeeds, gist
 from potluck.control.gateway_client import GatewayAway, GatewayClient, wants_of
 from potluck.control.manual_changes import KeptCordons, is_by_hand, leave, leaving
 from potluck.control.market import MarketSource
-from potluck.control.plan_requests import Planner, PlanRequests
+from potluck.control.plan_requests import DayPlans, Planner, PlanRequests
 from potluck.control.reconciler import LINGER_S, START_S, ReconcilerMemory, StuckReplica, step, stuck
 from potluck.control.state_store import Lease, StateStore
 from potluck.core.codec import encode

@@ -18,7 +18,6 @@ from pathlib import Path
 from potluck.control.accounts import KEY_FILE, USAGE_FILE, count_all, is_open, publish_keys
 from potluck.control.control_values import Launcher, Place
 from potluck.control.controller import Controller, ControllerTurn
-from potluck.control.day_plans import DayPlans
 from potluck.control.decision_history import history_of
 from potluck.control.gateway_client import GatewayClient
 from potluck.control.held_sockets import GATEWAY_MARK, HeldSockets, hands_over, launched, takeover_in
@@ -28,7 +27,7 @@ from potluck.control.launchers.engine_command import EngineCommands
 from potluck.control.launchers.local_capacity import GATEWAY_BYTES, must_have_room
 from potluck.control.manual_changes import is_by_hand
 from potluck.control.market import MarketSource
-from potluck.control.plan_requests import Planner
+from potluck.control.plan_requests import DayPlans, Planner
 from potluck.control.reconciler import START_S
 from potluck.control.state_store import Lease, StateStore, written
 from potluck.core.errors import CapacityError, InputError, PotluckError

@@ -2,16 +2,20 @@
 
     asked ─▶ first (what is left, where machines were lost) ─▶ adopted ─▶ full ─▶ adopted
 
+Beside that the plans of a day (`DayPlans`), as `potluck schedule --out` writes them, each due at its time.
+
 A plan is advice only while `--advise` is given, or while the newest plan version was made by hand.
 """
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any, Protocol
 
 from potluck.control.control_values import PlanReply, PlanRequest
@@ -124,6 +128,30 @@ class PlanRequests:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+DAY_S = 24 * 3600
+
+
+@dataclass(frozen=True, slots=True)
+class DayPlans:
+    plans: tuple[tuple[int, Plan], ...]
+    """(second of the day from which on, plan), by time."""
+    lead_s: float = 0.0
+    """How long engines take to start: a plan that costs more begins so much earlier, and is ready on time."""
+
+    def due(self, now_s: float) -> tuple[str, Plan]:
+        """The plan for a moment in this machine's own time of day, and its name."""
+        at = datetime.fromtimestamp(now_s)
+        second = at.hour * 3600 + at.minute * 60 + at.second
+        place = bisect_right([begin_s for begin_s, _ in self.plans], second) - 1
+        following = (place + 1) % len(self.plans)
+        begin_s, plan = self.plans[following]
+        soon = (begin_s - second) % DAY_S <= self.lead_s
+        if soon and plan.cost_usd_per_h > self.plans[place][1].cost_usd_per_h:
+            place = following
+        begin_s, plan = self.plans[place]
+        return f"{begin_s // 3600:02d}:{begin_s // 60 % 60:02d}", plan
 
 
 def _short(plan: Plan, regions: tuple[Region, ...] | None) -> str:

@@ -14,7 +14,7 @@ from potluck.cli.simulating.simulation import SimulationInputs, offered, read_on
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
-    from potluck.control.day_plans import DayPlans
+    from potluck.control.plan_requests import DayPlans
     from potluck.core.state.policy import Policy
     from potluck.core.values.plan import Plan
     from potluck.plan.problem import PlanningProblem
@@ -186,7 +186,7 @@ def with_offers(
 def scheduled(folder: Path, paths: tuple[Path, ...]) -> tuple[DayPlans, tuple[Path, ...]]:
     """All plans of a day, each checked before anything is started; and the one to begin with, before its spec."""
     from potluck.cli.planning.schedule import plan_file
-    from potluck.control.day_plans import DayPlans
+    from potluck.control.plan_requests import DayPlans
 
     if len(paths) != 1:
         raise InputError("--schedule", "has the plans; name the SPEC that they were made for, and no PLAN")
