@@ -79,24 +79,26 @@ def begun(
     for counts in starts:  # before anything that time may not suffice for
         offer_counts(state, counts)
     keys = sorted({*pricer.first_keys(), *warm})
-    start = relax_flow(pricer, deadline, at_cost=False, keys=keys)
-    if start is None:
-        # Only rows without theta can be at fault: pins, against nodes or budget.
-        state.infeasible = not deadline.over and state.counts is None
-        return state
-    if start.theta < 1 - 1e-6:
-        state.relaxed, state.infeasible = start, start.converged and state.counts is None
-        return state
-    state.relaxed = state.prices = relax_flow(pricer, deadline, at_cost=True, keys=start.keys)
-    if state.relaxed is not None:
-        small = sum(int((most >= 1).sum()) for most in pricer.most) <= SMALL
-        closer = None if small else with_whole_rows(pricer, state.relaxed, deadline)
-        if closer is not None and closer[1].bound > state.relaxed.bound:
-            state.pricer, state.relaxed = closer
+    state.relaxed = state.prices = relax_flow(pricer, deadline, at_cost=True, keys=keys)
+    if state.relaxed is None:  # as a rule not all demand can be met
+        start = relax_flow(pricer, deadline, at_cost=False, keys=keys)
+        if start is None:
+            # Only rows without theta can be at fault: pins, against nodes or budget.
+            state.infeasible = not deadline.over and state.counts is None
+            return state
+        if start.theta < 1 - 1e-6:
+            state.relaxed, state.infeasible = start, start.converged and state.counts is None
+            return state
+        state.relaxed = state.prices = relax_flow(pricer, deadline, at_cost=True, keys=start.keys)
+        if state.relaxed is None:
+            state.relaxed = start
+            return state
+    state.lower = state.relaxed.bound
+    small = sum(int((most >= 1).sum()) for most in pricer.most) <= SMALL
+    closer = None if small or state.done else with_whole_rows(pricer, state.relaxed, deadline)
+    if closer is not None and closer[1].bound > state.relaxed.bound:
+        state.pricer, state.relaxed = closer
         state.lower = state.relaxed.bound
-    if state.relaxed is None:
-        state.relaxed = start
-        return state
     state.ready = True
     return state
 

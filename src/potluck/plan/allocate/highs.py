@@ -22,6 +22,9 @@ continuous share below a whole count is enough) and then reports a wrong bound a
 KINDS = highspy.HighsModelStatus
 INFEASIBLE = (KINDS.kInfeasible, KINDS.kUnboundedOrInfeasible)
 SOUND = (*INFEASIBLE, KINDS.kOptimal, KINDS.kTimeLimit, KINDS.kInterrupt)
+DEAR_HEURISTICS = ("feasibility_jump", "rins", "rens", "root_reduced_cost")
+FEW_WHOLE = 150
+"""Whole variables with which these take longer than the search that they are to shorten."""
 BUSY = 50
 """How many times its CPU time an integer program may take on a busy machine."""
 
@@ -67,6 +70,9 @@ def solve_milp(
     without presolve; what then still has no status proves nothing.
     """
     highs = _silent()
+    if not relax and np.count_nonzero(problem.integer) <= FEW_WHOLE:
+        for heuristic in DEAR_HEURISTICS:
+            highs.setOptionValue(f"mip_heuristic_run_{heuristic}", False)
     watch = _SolverWatch(time_limit_s)
     if not relax:
         highs.cbMipInterrupt += watch.stop_when_over

@@ -194,6 +194,15 @@ def reroute(
     return shares, flows, egress, float(x[THETA])
 
 
+def all_served(program: FlowProgram, deadline: Deadline) -> Allocation:
+    """As much as the pinned copies, and no others, can serve of the demand."""
+    counts = {pin.key: pin.copies for pin in program.pins}
+    routed = reroute(program, counts, False, deadline)
+    theta = 0.0 if routed is None else routed[3]
+    state = FlowState(Pricer(program), deadline, 0.0)
+    return _answer(program, state, counts, False, Shortfall(theta, theta, ()), routed)
+
+
 def without_needless(program: FlowProgram) -> tuple[FlowProgram, list[Ints]]:
     """The program in which needless columns may not be used, and for each model which column stands for which.
 

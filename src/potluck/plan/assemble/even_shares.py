@@ -17,8 +17,9 @@ from dataclasses import replace
 from potluck.core.routing.template_weights import offers, planned
 from potluck.core.values.plan import Plan, PlannedFlow, PlannedShare, Prediction
 from potluck.core.values.service import NO_TERMS
+from potluck.plan.allocate.highs import Deadline
 from potluck.plan.allocate.program import DemandBucket
-from potluck.plan.allocate.solve import solve
+from potluck.plan.allocate.solve import all_served
 from potluck.plan.assemble.columns import ProgramColumns, codecs_of, columns, plan_of
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.verify import verify
@@ -54,7 +55,7 @@ def evened(
         flows += [replace(item, rate_per_s=item.rate_per_s / times) for item in most.flows]
         predictions += [replace(prediction, demand_per_s=ask.rate_per_s) for prediction in most.predictions]
     better = replace(plan, shares=tuple(shares), flows=tuple(flows), predictions=tuple(predictions))
-    return plan if verify(problem, better) else better
+    return plan if verify(problem, better, rerouted=True) else better
 
 
 def _most(
@@ -82,7 +83,7 @@ def _most(
     program_columns = columns(alone, {ask.name: templates}, pins=pins, exactly=True, codecs=codecs_of(plan))
 
     def best(one: ProgramColumns) -> Plan:
-        return plan_of(one, solve(one.program, time_limit_s=time_limit_s, clock=clock), plan.strategy)
+        return plan_of(one, all_served(one.program, Deadline(time_limit_s, clock)), plan.strategy)
 
     if plan.strategy == BY_LENGTH and _crosses(plan, ask.name):
         tried = [best(_divided(program_columns, plan, cut)) for cut in range(len(ask.demands))]

@@ -375,14 +375,14 @@ def _relaxed(
     """Columns, duals, what a dollar counts and the value of the relaxation; None where there was no time."""
     pricer = Pricer(program)
     known = sorted({*pricer.first_keys(), *keys})
-    most = relax_flow(pricer, deadline, at_cost=False, keys=known)
-    if most is None:
-        return None
-    if most.theta < 1 - 1e-6:
-        return most.keys, most.duals, 0.0, most.value
-    least = relax_flow(pricer, deadline, at_cost=True, keys=most.keys)
-    if least is None:
-        return None
+    least = relax_flow(pricer, deadline, at_cost=True, keys=known)
+    if least is None:  # as a rule not all demand can be met
+        most = relax_flow(pricer, deadline, at_cost=False, keys=known)
+        if most is None or most.theta < 1 - 1e-6:
+            return None if most is None else (most.keys, most.duals, 0.0, most.value)
+        least = relax_flow(pricer, deadline, at_cost=True, keys=most.keys)
+        if least is None:
+            return None
     return least.keys, least.duals, 1.0 + program.init_penalty, least.value
 
 
