@@ -61,7 +61,8 @@ def engine_cost(
     left_s = settings.time_limit_s - spent_s
     if left_s < LEAST_SHARE * settings.time_limit_s:
         return EngineCost(engine.engine, engine.title, known=False)
-    free = TemplateFactory(replace(problem, engine=UNLIMITED), books=factory.books, said=factory.said)
+    unlimited = replace(problem, engine=UNLIMITED)
+    free = TemplateFactory(unlimited, books=factory.books, said=factory.said, grown=factory.grown)
     # What is known is where it begins, and it may take as long as the plan itself did.
     limit_s = min(left_s, max(spent_s, LEAST_SHARE * settings.time_limit_s))
     asking, starts = outcome.plan.fraction >= 1, (*settings.starts, outcome.plan)

@@ -397,7 +397,8 @@ def _nodes(
 
     def changed(region: str, node: str, available: int) -> tuple[Answer, float | None]:
         there = without_nodes(problem, region, node, available)
-        return _change(base, planner(TemplateFactory(there, factory.made, books=factory.books), settings))
+        known = TemplateFactory(there, factory.made, books=factory.books, grown=factory.grown)
+        return _change(base, planner(known, settings))
 
     node_values = []
     for row, region in enumerate(problem.regions):

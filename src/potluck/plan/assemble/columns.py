@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -178,6 +178,24 @@ class ProgramColumns:
                 if member.name == template and region in regions:
                     return ColumnKey(group, index, regions.index(region))
         return None
+
+    def name(self, key: ColumnKey) -> tuple[str, str]:
+        """(template, region)"""
+        return self.templates[key.group][key.template].name, self.program.fleet.regions[key.region]
+
+    def keys(self, names: Collection[tuple[str, str]]) -> list[ColumnKey]:
+        """The columns of these names that there are."""
+        regions = {region: place for place, region in enumerate(self.program.fleet.regions)}
+        wanted: dict[str, list[int]] = {}
+        for template, region in names:
+            if region in regions:
+                wanted.setdefault(template, []).append(regions[region])
+        return [
+            ColumnKey(group, index, region)
+            for group, members in enumerate(self.templates)
+            for index, template in enumerate(members)
+            for region in wanted.get(template.name, ())
+        ]
 
     def parts_usd_per_h(self, plan: Plan) -> float:
         """What the moving parts of a plan count for beside its cost, copies' and those of requests that cross."""

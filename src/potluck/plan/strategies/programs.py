@@ -48,7 +48,7 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     tried = _rivals(factory, settings, bound=bound, pooled=pooled)
     first = settings.starts + tuple(each.plan for each in tried if each.plan.deployments)
     grow(factory, settings, _others(factory, groups))
-    if tried[0].allocation.found and not bound:
+    if tried and tried[0].allocation.found and not bound:
         # Pipelines that might undercut single nodes are timed before all are weighed, rather than after.
         cost = tried[0].plan.total_usd_per_h
         grow(factory, settings, _others(factory, groups), cost, LATER_ROUNDS)
@@ -85,10 +85,10 @@ def _rivals(
     """Plans over fewer columns, soon solved: where the program over all of them begins, and what it must not be worse
     than. Pins and what runs bind only in plans over single nodes; the others pick copies by rules that know neither.
     """
+    if settings.asking:
+        return []
     single = {ask.name: factory.homogeneous(ask) for ask in factory.problem.asks}
     tried = [allocated(factory, settings.within(SINGLE_SHARE), "single", single)]
-    if settings.asking:
-        return tried
     if not tried[0].plan.deployments:  # many models and little time: a plan comes before a better one
         tried = [allocated(factory, settings.within(FALLBACK_SHARE), "single", single)]
     if bound:

@@ -145,6 +145,8 @@ class TemplateFactory:
     """(kind, model) for which there was no time."""
     without: frozenset[str] = frozenset()
     """Names of templates that are not to be chosen."""
+    grown: set[tuple[str, str]] = field(default_factory=set)
+    """(template, region) of the columns that relaxations ended with: where the next one begins."""
 
     def within(self, settings: SolveSettings, time_s: float) -> TemplateFactory:
         """The same factory, which makes nothing more once so much time is gone from now on."""
@@ -346,16 +348,18 @@ def grow(
     timed and join. When none is left, its bound holds for all pipelines, timed or not. Copies are whole, so once a
     plan is known those join too that lose less than what lies between it and the relaxation.
     """
-    problem, done, keys = factory.problem, ColumnGrowth(), list[ColumnKey]()
+    problem, done = factory.problem, ColumnGrowth()
     deadline = Deadline(settings.left_s, settings.clock)
     while done.rounds < rounds and not factory.enough():
         templates = {ask.name: [*others.get(ask.name, ()), *factory.pipelines(ask)] for ask in problem.asks}
         smallest = dict.fromkeys((ask.name for ask in problem.asks), problem.codecs[-1])
-        program = columns(problem, templates, pins=(), codecs=smallest, books=factory.books).program
-        relaxed = _relaxed(program, deadline, keys)
+        wide = columns(problem, templates, pins=(), codecs=smallest, books=factory.books)
+        program = wide.program
+        relaxed = _relaxed(program, deadline, wide.keys(factory.grown))
         if relaxed is None:
             return done
         keys, duals, factor, value = relaxed
+        factory.grown.update(map(wide.name, keys))
         ceiling = -NOUGHT * max(abs(value), 1.0)
         # Maximising the fraction, a dollar means nothing: only those that would raise it join.
         if plan_usd_per_h is not None and factor > 0:
