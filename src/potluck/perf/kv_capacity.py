@@ -103,7 +103,8 @@ def _table_bytes(model: Model, layers: range) -> float:
 def _activation_bytes(model: Model, tp: int, step_tokens: int) -> float:
     """The widest moment of a layer: residual, normed input and the inner activation, in 16 bits."""
     widest = 0.0
-    for layer in set(model.layers):
+    # Most are the very same, and hashing one takes longer than all the rest.
+    for layer in {id(layer): layer for layer in model.layers}.values():
         attention = layer.attention
         heads = attention.value_heads if isinstance(attention, LinearAttention) else attention.heads
         dim = attention.value_head_dim if isinstance(attention, LinearAttention) else attention.v_head_dim

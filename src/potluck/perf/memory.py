@@ -170,11 +170,12 @@ def kv_bytes_per_gpu(model: Model, tokens: ArrayLike, tp: int, layers: Layers = 
     return float(total) if total.ndim == 0 else total
 
 
-@lru_cache(maxsize=4096)
-def _rates(model: Model, tp: int, start: int, stop: int) -> tuple[float, dict[int, float], float]:
+def kv_rates_per_gpu(model: Model, tp: int, layers: Layers = None) -> tuple[float, dict[int, float], float]:
+    """(bytes per token for good, {window: bytes per token up to it}, fixed bytes) on each of `tp` ranks."""
+    _check_tp(tp)
     growing = state = 0.0
     windows: dict[int, float] = {}
-    for layer, count in _counted(model, range(start, stop)):
+    for layer, count in _counted(model, layers):
         attention = layer.attention
         growing += count * _growing(model, attention, tp)
         state += count * _state(attention, tp)
@@ -182,14 +183,6 @@ def _rates(model: Model, tp: int, start: int, stop: int) -> tuple[float, dict[in
             rate = count * _windowed(model, attention, tp)
             windows[attention.window] = windows.get(attention.window, 0.0) + rate
     return growing, windows, state
-
-
-def kv_rates_per_gpu(model: Model, tp: int, layers: Layers = None) -> tuple[float, dict[int, float], float]:
-    """(bytes per token for good, {window: bytes per token up to it}, fixed bytes) on each of `tp` ranks."""
-    _check_tp(tp)
-    chosen = _range(model, layers)
-    growing, windows, state = _rates(model, tp, chosen.start, chosen.stop)
-    return growing, dict(windows), state
 
 
 def _growing(model: Model, attention: Attention, tp: int) -> float:

@@ -7,7 +7,7 @@ stage add their rates (CORAL 4.2).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -90,7 +90,8 @@ class PipelineTimer:
 
     def _stages_s(self, batch: StepBatch) -> list[Floats]:
         timers = {id(timer): timer for stage in self.stages for timer in stage}
-        times = {which: timer.step_s(batch) for which, timer in timers.items()}
+        known: dict[Hashable, Floats] = {}  # stages of the same GPUs have layers of the same attention
+        times = {which: timer.step_s(batch, known) for which, timer in timers.items()}
         return [np.stack([times[id(timer)] for timer in stage]) for stage in self.stages]
 
     def _handovers_s(self, batch: StepBatch) -> Floats:
@@ -130,7 +131,8 @@ class PipelineRounds:
     def step_s(self, batch: StepBatch) -> Floats:
         used = np.clip(np.ceil(batch.decodes), 1.0, float(self.lanes))
         part = steps(decodes=batch.decodes / used, decode_context=batch.decode_context / used)
-        rounds = np.maximum(self.timer.step_s(part), used * self.timer.interval_s(part))
+        step_s, interval_s = self.timer.both_s(part)
+        rounds = np.maximum(step_s, used * interval_s)
         return np.where(batch.decodes > 0, rounds, self.timer.interval_s(batch))
 
 

@@ -155,17 +155,20 @@ def _prefill(
     counts = np.arange(1, min(prompts_in_step(new), room) + 1)
     if not len(counts):
         return None
-    latency_s, round_s = prompts_s(timer, counts, new, cached), 0.0
-    longest_s = chunked_prefill_s(timer, demand.longest_tokens, STEP_TOKENS)
-    apart_s = latency_s
+    round_s = 0.0
     if isinstance(timer, PipelineTimer):
-        latency_s = timer.step_s(_prompts(counts, new, cached))
-        longest_s = float(prefill_s(timer, demand.longest_tokens)[0])
+        # The longest prompt and one chunk alone are timed with them.
+        whole_s, between_s = timer.both_s(
+            _prompts(counts, new, cached, (demand.longest_tokens, 0), (min(new, CHUNK_TOKENS), cached))
+        )
+        latency_s, apart_s, longest_s = whole_s[:-2], between_s[:-2], float(whole_s[-2])
         # As many steps are under way as there are nodes, or as KV has room for: where one is much slower, they wait.
         least_s = latency_s * np.minimum(np.maximum(1 / sum(map(len, timer.stages)), counts / room), 1.0)
-        apart_s = np.clip(timer.interval_s(_prompts(counts, new, cached)), least_s, latency_s)
-        chunk = steps(min(new, CHUNK_TOKENS), cached)
-        round_s = float(timer.step_s(chunk)[0]) / 2 if len(timer.stages) > 1 else 0.0
+        apart_s = np.clip(apart_s, least_s, latency_s)
+        round_s = float(whole_s[-1]) / 2 if len(timer.stages) > 1 else 0.0
+    else:
+        latency_s = apart_s = prompts_s(timer, counts, new, cached)
+        longest_s = chunked_prefill_s(timer, demand.longest_tokens, STEP_TOKENS)
     rates = counts / apart_s
     limit_s = ask.slo.ttft_s * (1.0 - HANDOVER_SHARE) if demand.promised else np.inf
     for most in counts[::-1]:
@@ -178,9 +181,11 @@ def _prefill(
     return None
 
 
-def _prompts(counts: NDArray[np.int64], new: int, cached: int) -> StepBatch:
-    there = np.arange(len(counts))[None, :] < counts[:, None]
-    return steps(there * float(new), there * float(cached))
+def _prompts(counts: NDArray[np.int64], new: int, cached: int, *alone: tuple[int, int]) -> StepBatch:
+    """Steps of so many prompts each, then those of one prompt, (new, cached) tokens of it."""
+    there = np.arange(counts.max())[None, :] < np.concatenate([counts, np.ones(len(alone))])[:, None]
+    lengths = np.array([*((new, cached) for _ in counts), *alone], np.float64)
+    return steps(there * lengths[:, :1], there * lengths[:, 1:])
 
 
 def _pipeline_decode(
@@ -194,7 +199,7 @@ def _pipeline_decode(
     batches = np.unique(np.geomspace(1, most, 64).round())
     context = demand.input_tokens + demand.output_tokens / 2
     batch = steps(decodes=batches, decode_context=batches * context)
-    step_s, interval_s = timer.step_s(batch), timer.interval_s(batch)
+    step_s, interval_s = timer.both_s(batch)
     tokens_per_s = np.minimum(batches / interval_s, stages * batches / step_s)
     tokens_per_s = np.where(step_s <= tpot_s, tokens_per_s, 0.0)
     best = int(np.argmax(tokens_per_s))
@@ -219,8 +224,8 @@ def _pipeline_mixed(
     context = batches * (demand.input_tokens + out / 2)
 
     def cycle_s(chunk: Floats, cached: Floats) -> Floats:
-        batch = steps(chunk, cached, batches, context)
-        return np.maximum(stages * timer.interval_s(batch), timer.step_s(batch))
+        step_s, interval_s = timer.both_s(steps(chunk, cached, batches, context))
+        return np.maximum(stages * interval_s, step_s)
 
     chunk = np.minimum(batches * new / out, CHUNK_TOKENS)
     starts = np.arange(ceil(chunk.max() / new)) * float(new)
