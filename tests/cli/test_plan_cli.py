@@ -69,6 +69,21 @@ def test_what_is_shown_is_what_will_be_and_everywhere_the_same(
     assert seen.prompt_tokens_per_s == pytest.approx(4 * 1000, rel=0.01)
 
 
+def test_a_single_copy_is_said_in_the_same_words_everywhere(
+    spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec.write_text(SPEC % 1)
+    page = tmp_path / "plan.html"
+    options = ["--averages", "--strategy", "melange", "--no-explain"]
+    assert run(["plan", str(spec), *options, "--html", str(page)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert run(["plan", str(spec), *options, "--json"]) == 0
+    (risk,) = json.loads(capsys.readouterr().out)["risks"]
+    assert "is a single copy, and nothing is served without it" in risk["line"]
+    assert f"{risk['model']}: {risk['line']}." in text
+    assert risk["line"] in page.read_text("utf-8")
+
+
 def test_json_holds_the_plan_and_the_reasons(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(spec), "--averages", "--json", "--strategy", "melange"]) == 0
     body = json.loads(capsys.readouterr().out)

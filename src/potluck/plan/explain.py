@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from potluck.core.errors import InputError
+from potluck.core.figures import digits
 from potluck.core.values.engine_abilities import UNLIMITED
 from potluck.core.values.layout import single
 from potluck.core.values.plan import Deployment, Plan, Prediction
@@ -133,6 +134,22 @@ def single_copies(problem: PlanningProblem, plan: Plan) -> tuple[tuple[str, str]
             if count == 1 and served_share(problem, plan, ask, left) < NOUGHT:
                 result.append((ask.name, f"{template.split(': ', 1)[-1]} in {region}"))
     return tuple(result)
+
+
+def risk_lines(problem: PlanningProblem, plan: Plan) -> tuple[tuple[str, str], ...]:
+    """(model, what it depends on, in words): spot nodes, and copies that it has one of."""
+    lines = []
+    for risk in spot_risks(problem, plan):
+        often = "none is expected to be taken away"
+        if risk.preemptions_per_h > 0:
+            often = f"one is taken away every {1 / risk.preemptions_per_h:.3g} h"
+        left = f"without all of them {digits(risk.served_without * 100)} % of its demand is served"
+        nodes = f"{risk.spot_nodes} of {risk.nodes} nodes are spot"
+        lines.append((risk.model, f"{nodes}; {often} on average, and {left}"))
+    for model, copy in single_copies(problem, plan):
+        without = "nothing is served without it; `redundancy: node` adds a spare"
+        lines.append((model, f"{copy} is a single copy, and {without}"))
+    return tuple(lines)
 
 
 def expected(problem: PlanningProblem, plan: Plan, seen_s: Mapping[str, tuple[float, float]]) -> Plan:

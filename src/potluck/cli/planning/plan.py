@@ -235,9 +235,11 @@ def _as_json(
 ) -> dict[str, object]:
     from potluck.core.codec import encode
     from potluck.core.scaling.standby import standby_counts, standby_usd_per_h
-    from potluck.plan.explain import tokens_json
+    from potluck.plan.explain import risk_lines, tokens_json
 
     body: dict[str, object] = {"plan": encode(outcome.plan)}
+    risks = risk_lines(problem, outcome.plan)
+    body["risks"] = [{"model": model, "line": line} for model, line in risks]
     body["tokens_per_usd"] = tokens_json(problem, outcome.plan)
     if standby:
         counts = standby_counts(outcome.plan, standby, problem.regions)

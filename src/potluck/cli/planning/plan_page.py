@@ -24,6 +24,7 @@ meter { width: 160px; display: block; margin-left: auto; }
 
 
 def plan_html(problem: PlanningProblem, plan: Plan, reasons: Explanation | None) -> str:
+    from potluck.plan.explain import risk_lines
     from potluck.sim.results.report.html_report import sheet, table_section
 
     title = f"Plan ({plan.strategy}): {usd(plan.total_usd_per_h)}/h"
@@ -56,6 +57,8 @@ def plan_html(problem: PlanningProblem, plan: Plan, reasons: Explanation | None)
             for value in reasons.nodes
         ]
         parts.append(table_section("What binds", ("node", "rented", "price", "one more saves"), nodes))
+    if risks := [tuple(map(escape, risk)) for risk in risk_lines(problem, plan)]:
+        parts.append(table_section("What it depends on", ("model", "line"), risks))
     words = f"{proof}; {percent(plan.fraction)} of the demand is served"
     head = f"<header><h1>{escape(title)}</h1><p>{escape(words)}</p></header>"
     return sheet(title, f"{STYLE}{head}\n<main>\n{''.join(parts)}</main>\n")

@@ -55,20 +55,10 @@ def _times(slo: Slo) -> str:
 
 
 def show_risk(problem: PlanningProblem, plan: Plan) -> None:
-    from potluck.plan.explain import single_copies, spot_risks
+    from potluck.plan.explain import risk_lines
 
-    for risk in spot_risks(problem, plan):
-        often = "none is expected to be taken away"
-        if risk.preemptions_per_h > 0:
-            often = f"one is taken away every {1 / risk.preemptions_per_h:.3g} h"
-        _say(
-            f"{risk.model}: {risk.spot_nodes} of {risk.nodes} nodes are spot; {often} on average, and without all "
-            f"of them {percent(risk.served_without)} of its demand is served."
-        )
-    for model, copy in single_copies(problem, plan):
-        _say(
-            f"{model}: {copy} is a single copy, and nothing is served without it; `redundancy: node` adds a spare."
-        )
+    for model, line in risk_lines(problem, plan):
+        _say(f"{model}: {line}.")
 
 
 def show_terms(prices: Sequence[TermPrice]) -> None:
