@@ -16,19 +16,20 @@ these cannot either, the largest fraction that can is planned instead of giving 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from potluck.core.values.plan import Deployment, Plan, Template
 from potluck.plan.allocate.highs import Milp, solve_milp
-from potluck.plan.assemble.columns import egress_usd_per_h
+from potluck.plan.allocate.program import Floats, Ints
+from potluck.plan.assemble.columns import egress_usd_per_h, fleet_of
 from potluck.plan.assemble.term_rows import charges_of, rent_usd_per_h, require_rows, runs_in
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.strategies.template_factory import PlanOutcome, SolveSettings, TemplateFactory, allocated
 from potluck.plan.templates.combo import efficiency_tokens_per_usd, served_per_s
 
-Weight = Callable[[float, float], float]
+Weight = Callable[[Floats, Floats], Floats]
 Efficiency = Callable[[ModelDemand, Template], float]
 ByModel = Mapping[str, Sequence[Template]]
 BOUND_SHARE = 0.25
@@ -71,7 +72,7 @@ def cauchy_ce(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     return _settled(factory, settings, "cauchy-ce", templates, chosen)
 
 
-def _over(price: float, efficiency: float) -> float:
+def _over(price: Floats, efficiency: Floats) -> Floats:
     return price / efficiency
 
 
@@ -112,26 +113,49 @@ def _settled(
     return replace(outcome, plan=replace(plan, gap=gap))
 
 
-Columns = list[tuple[ModelDemand, Template, str, float]]
+@dataclass(frozen=True, slots=True, eq=False)
+class ComboColumns:
+    """Every combo in every region that could host it, as arrays; the best by weight where there are too many."""
+
+    templates: list[Template]
+    model: Ints
+    region: Ints
+    uses: Ints
+    """[columns, node types of the problem]"""
+    goodput_per_s: Floats
+    weight: Floats
 
 
-def _columns(factory: TemplateFactory, templates: ByModel) -> Columns:
-    """(ask, combo, region, price) for every combo that a region could host."""
-    columns: Columns = []
-    for ask in factory.problem.asks:
-        for template in templates[ask.name]:
-            if served_per_s(ask, template) <= 0:
-                continue
-            for region in factory.problem.regions:
-                if not runs_in(factory.problem, ask, template, region.name):
-                    continue
-                offers = [region.offer(node_count.node) for node_count in template.nodes]
-                if all(o and o.available >= n.count for o, n in zip(offers, template.nodes, strict=True)):
-                    price = sum(
-                        o.price_usd_per_h * n.count for o, n in zip(offers, template.nodes, strict=True) if o
-                    )
-                    columns.append((ask, template, region.name, price))
-    return columns
+def _columns(
+    factory: TemplateFactory, templates: ByModel, weight: Weight, efficiency: Efficiency
+) -> ComboColumns | None:
+    problem, parts = factory.problem, list[ComboColumns]()
+    fleet = fleet_of(problem)
+    places = {node: place for place, node in enumerate(fleet.nodes)}
+    for m, ask in enumerate(problem.asks):
+        able = [(t, rate) for t in templates[ask.name] if (rate := served_per_s(ask, t)) > 0]
+        mine = [template for template, _ in able]
+        uses = np.zeros((len(mine), len(places)), np.int64)
+        for row, template in enumerate(mine):
+            for count in template.nodes:
+                uses[row, places[count.node]] = count.count
+        rates = np.array([rate for _, rate in able]) * problem.headroom
+        worth = np.array([efficiency(ask, template) for template in mine])
+        for r, region in enumerate(problem.regions):
+            there = (uses <= fleet.available[r]).all(axis=1)
+            if ask.terms.asked:
+                there &= [runs_in(problem, ask, template, region.name) for template in mine]
+            rows = np.flatnonzero(there)
+            cost = weight(uses[rows] @ fleet.price_usd_per_h[r], worth[rows])
+            here = np.full(len(rows), r)
+            parts.append(
+                ComboColumns([mine[row] for row in rows], here * 0 + m, here, uses[rows], rates[rows], cost)
+            )
+    if not any(len(part.templates) for part in parts):
+        return None
+    names = ("model", "region", "uses", "goodput_per_s", "weight")
+    arrays = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
+    return ComboColumns([template for part in parts for template in part.templates], *arrays)
 
 
 def _choose(
@@ -141,47 +165,37 @@ def _choose(
     weight: Weight,
     efficiency: Efficiency,
 ) -> tuple[Deployment, ...] | None:
-    problem, result = factory.problem, _columns(factory, templates)
-    if not result:
+    """The paper's counts; None where there are none, or none were found in time."""
+    problem, result = factory.problem, _columns(factory, templates, weight, efficiency)
+    if result is None:
         return None
-    rows = {("demand", ask.name): i for i, ask in enumerate(problem.asks)}
-    lower = [ask.rate_per_s for ask in problem.asks]
-    upper = [np.inf] * len(lower)
-    for region in problem.regions:
-        for offer in region.offers:
-            rows[region.name, offer.node] = len(rows)
-            lower.append(-np.inf)
-            upper.append(float(offer.available))
-    entries: list[tuple[int, int, float]] = []
-    cost = []
-    for column, (ask, template, region_name, price) in enumerate(result):
-        cost.append(weight(price, efficiency(ask, template)))
-        goodput = served_per_s(ask, template) * problem.headroom
-        entries.append((rows["demand", ask.name], column, goodput))
-        entries += [(rows[region_name, each.node], column, float(each.count)) for each in template.nodes]
-    row, place, value = (np.array(item) for item in zip(*entries, strict=True))
-    scale = max(cost) or 1.0
+    fleet, count = fleet_of(problem), len(result.templates)
+    row, kind = np.nonzero(result.uses)
+    scale = float(result.weight.max()) or 1.0
     answer = solve_milp(
         Milp(
-            cost=np.array(cost) / scale,
-            lower=np.zeros(len(cost)),
-            upper=np.full(len(cost), np.inf),
-            integer=np.ones(len(cost), bool),
-            row_lower=np.array(lower),
-            row_upper=np.array(upper),
-            row=row.astype(np.int64),
-            column=place.astype(np.int64),
-            value=value.astype(np.float64),
+            cost=result.weight / scale,
+            lower=np.zeros(count),
+            upper=np.full(count, np.inf),
+            integer=np.ones(count, bool),
+            row_lower=np.array([ask.rate_per_s for ask in problem.asks] + [-np.inf] * fleet.available.size),
+            row_upper=np.concatenate([np.full(len(problem.asks), np.inf), fleet.available.ravel()]),
+            row=np.concatenate(
+                [result.model, len(problem.asks) + result.region[row] * len(fleet.nodes) + kind]
+            ),
+            column=np.concatenate([np.arange(count), row]),
+            value=np.concatenate([result.goodput_per_s, result.uses[row, kind]]).astype(np.float64),
         ),
         time_limit_s=settings.left_s,
         gap_rel=1e-6,
     )
     if answer.x is None:
         return None
-    counts = answer.x.round().astype(int)
     return tuple(
-        Deployment(template.name, region, int(n))
-        for n, (_, template, region, _) in zip(counts, result, strict=True)
+        Deployment(template.name, problem.regions[region].name, int(n))
+        for n, template, region in zip(
+            answer.x.round().tolist(), result.templates, result.region.tolist(), strict=True
+        )
         if n
     )
 
