@@ -64,13 +64,13 @@ class WeightPart:
 
 def parameters(model: Model, layers: Layers = None) -> int:
     """Parameters of the whole model with its embedding, head and norms, or only of `layers`."""
-    total = sum(count * _elements(layer, model.hidden) for layer, count in _counted(model, layers))
+    total = sum(count * _elements(layer, model.hidden) for layer, count in unlike_layers(model, layers))
     return total if layers is not None else total + _outside(model)
 
 
 def active_parameters(model: Model, layers: Layers = None) -> int:
     """Parameters that one token uses; embedding and head count whole, as in the model's name."""
-    total = sum(count * _active(layer, model.hidden) for layer, count in _counted(model, layers))
+    total = sum(count * _active(layer, model.hidden) for layer, count in unlike_layers(model, layers))
     return total if layers is not None else total + _outside(model)
 
 
@@ -87,7 +87,7 @@ def head_bytes(model: Model) -> float:
 
 def weight_bytes(model: Model, layers: Layers = None) -> float:
     """Bytes of all weights, or only of those of `layers` (then without embedding and head)."""
-    total = sum(count * _layer_bytes(model, layer) for layer, count in _counted(model, layers))
+    total = sum(count * _layer_bytes(model, layer) for layer, count in unlike_layers(model, layers))
     return total if layers is not None else total + embedding_bytes(model) + head_bytes(model)
 
 
@@ -102,7 +102,7 @@ def weight_bytes_per_gpu(
     _check_tp(tp)
     total = 0.0
     ways_of_all = attention_ways(tp, ep)
-    for layer, count in _counted(model, layers):
+    for layer, count in unlike_layers(model, layers):
         kv_heads = layer.attention.kv_heads if isinstance(layer.attention, FullAttention) else ways_of_all
         ways: dict[str, float] = {"shard": ways_of_all, "kv": min(ways_of_all, kv_heads), "copy": 1}
         experts = layer.ffn.experts if isinstance(layer.ffn, MoeFfn) and ep != "none" else tp
@@ -124,18 +124,18 @@ def attention_ways(tp: int, ep: Ep) -> int:
 
 def kv_bytes_per_token(model: Model, layers: Layers = None) -> float:
     """Bytes that every further token adds for good: full and latent attention only."""
-    return sum(count * _growing(model, layer.attention, 1) for layer, count in _counted(model, layers))
+    return sum(count * _growing(model, layer.attention, 1) for layer, count in unlike_layers(model, layers))
 
 
 def state_bytes(model: Model, layers: Layers = None) -> float:
     """Bytes of a request's linear-attention states, whatever its length."""
-    return sum(count * _state(layer.attention, 1) for layer, count in _counted(model, layers))
+    return sum(count * _state(layer.attention, 1) for layer, count in unlike_layers(model, layers))
 
 
 def window_bytes_per_token(model: Model, layers: Layers = None) -> dict[int, float]:
     """Bytes per token of the windowed layers, by window: what a request adds until it fills the window."""
     windows: dict[int, float] = {}
-    for layer, count in _counted(model, layers):
+    for layer, count in unlike_layers(model, layers):
         if isinstance(layer.attention, FullAttention) and layer.attention.window is not None:
             window = layer.attention.window
             windows[window] = windows.get(window, 0.0) + count * _windowed(model, layer.attention, 1)
@@ -175,7 +175,7 @@ def kv_rates_per_gpu(model: Model, tp: int, layers: Layers = None) -> tuple[floa
     _check_tp(tp)
     growing = state = 0.0
     windows: dict[int, float] = {}
-    for layer, count in _counted(model, layers):
+    for layer, count in unlike_layers(model, layers):
         attention = layer.attention
         growing += count * _growing(model, attention, tp)
         state += count * _state(attention, tp)
@@ -331,20 +331,13 @@ def _table_bits(model: Model) -> float:
     return max(model.weight_bits, TABLE_BITS)
 
 
-def _counted(model: Model, layers: Layers) -> list[tuple[Layer, int]]:
+def unlike_layers(model: Model, layers: Layers) -> list[tuple[Layer, int]]:
     """Unlike layers with how often each occurs: a stack of 94 layers has one or two kinds."""
     chosen = _range(model, layers)
-    counts: dict[Layer, int] = {}
-    last, times = None, 0
-    for layer in model.layers[chosen.start : chosen.stop]:
-        if layer is not last:  # most are the very same, and hashing one takes longer than all the rest
-            if last is not None:
-                counts[last] = counts.get(last, 0) + times
-            last, times = layer, 0
-        times += 1
-    if last is not None:
-        counts[last] = counts.get(last, 0) + times
-    return list(counts.items())
+    counts: dict[int, tuple[Layer, int]] = {}
+    for layer in model.layers[chosen.start : chosen.stop]:  # equal ones are one object
+        counts[id(layer)] = (layer, counts.get(id(layer), (layer, 0))[1] + 1)
+    return list(counts.values())
 
 
 def _range(model: Model, layers: Layers) -> range:

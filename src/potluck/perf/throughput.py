@@ -89,27 +89,25 @@ def best_operating(
     return _choose(batches, chunk, step_s, ttft_s, rate, slo, memory_batch)
 
 
-def best_shared(
-    timer: StepTimer,
-    input_tokens: int,
-    output_tokens: int,
-    memory_batch: int,
-    slos: Sequence[Slo],
-    cached_tokens: Sequence[int],
-) -> list[OperatingPoint | None]:
-    """`best_operating` of a mixed replica for prompts of which more or less is there, each with its objective."""
-    if memory_batch < 1 or not slos:
-        return [None] * len(slos)
+def shared_steps(
+    timer: StepTimer, input_tokens: int, output_tokens: int, memory_batch: int, cached_tokens: Sequence[int]
+) -> MixedSteps | None:
+    """Steps of a mixed replica, a row for each number of prompt tokens that are there; None where no KV fits."""
+    if memory_batch < 1 or not cached_tokens:
+        return None
     batches = _candidates(min(memory_batch, MAX_BATCH))
     cached = np.array(cached_tokens, np.float64)[:, None]
     new = np.maximum(1.0, input_tokens - cached)
-    mixed = mixed_steps(timer, batches, new, output_tokens, cached)
-    chunk, step_s, ttft_s = mixed.chunk_tokens, mixed.step_s, mixed.wait_s + mixed.prompt_s
-    rate = batches / (output_tokens * step_s)
-    return [
-        _choose(batches, chunk[i], step_s[i], ttft_s[i], rate[i], slo, memory_batch)
-        for i, slo in enumerate(slos)
-    ]
+    return mixed_steps(timer, batches, new, output_tokens, cached)
+
+
+def best_shared(
+    mixed: MixedSteps, row: int, output_tokens: int, memory_batch: int, slo: Slo
+) -> OperatingPoint | None:
+    """`best_operating` of a mixed replica for the prompts of one row of `shared_steps`."""
+    step_s, ttft_s = mixed.step_s[row], (mixed.wait_s + mixed.prompt_s)[row]
+    rate = mixed.decodes / (output_tokens * step_s)
+    return _choose(mixed.decodes, mixed.chunk_tokens[row], step_s, ttft_s, rate, slo, memory_batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ gives most decides. The same lists give times (`perf.timers.roofline`) and plain
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -26,7 +25,7 @@ from potluck.core.values.model import (
     Model,
     MoeFfn,
 )
-from potluck.perf.memory import Layers
+from potluck.perf.memory import Layers, unlike_layers
 from potluck.perf.operators.kernels import busiest_share, mean_keys
 from potluck.perf.step_timer import Floats, StepBatch
 
@@ -107,9 +106,7 @@ class LayerWork:
 
 def layer_works(model: Model, tp: int, layers: Layers = None, ep: Ep = "none") -> list[tuple[LayerWork, int]]:
     """The unlike layers of a stage with how often each occurs."""
-    chosen = range(model.layer_count) if layers is None else layers
-    picked = model.layers[chosen.start : chosen.stop]
-    return [(layer_work(layer, model, tp, ep), count) for layer, count in Counter(picked).items()]
+    return [(layer_work(layer, model, tp, ep), count) for layer, count in unlike_layers(model, layers)]
 
 
 @lru_cache(maxsize=1024)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from math import ceil
 
 import numpy as np
@@ -249,19 +250,24 @@ def _stands(model: ModelColumns, kept: set[int], fixed: set[int]) -> Ints:
     more += [-fees for fees in (model.fees_usd_per_h, model.parts_usd_per_h) if fees is not None]
     does = np.concatenate(more, axis=1)
     stand = np.arange(count)
-    needed = np.ones(count, bool)
-    free = ~np.isin(np.arange(count), list(fixed))
     # Those with the fewest nodes and the most done come first: whatever makes a column needless is before it.
     order = np.lexsort(
         (np.arange(count), -np.nan_to_num(does, posinf=0.0).sum(axis=1), model.uses.sum(axis=1))
     )
+    # It also has no node of a type that the column is without: so only such are compared.
+    before: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for place, j in enumerate(order.tolist()):
-        before = order[:place][(needed & free)[order[:place]]]
-        if j in kept or not len(before):
-            continue
-        better = (model.uses[before] <= model.uses[j]).all(axis=1) & (does[before] >= does[j]).all(axis=1)
-        if better.any():
-            stand[j], needed[j] = before[int(np.argmax(better))], False
+        types = tuple(np.flatnonzero(model.uses[j]).tolist())
+        if j not in kept:
+            fewer = (some for size in range(1, len(types) + 1) for some in combinations(types, size))
+            rows = [row for _, row in sorted(known for some in fewer for known in before.get(some, ()))]
+            uses = (model.uses[rows] <= model.uses[j]).all(axis=1)
+            better = uses & (does[rows] >= does[j]).all(axis=1)
+            if better.any():
+                stand[j] = rows[int(np.argmax(better))]
+                continue
+        if j not in fixed:
+            before.setdefault(types, []).append((place, j))
     return stand
 
 

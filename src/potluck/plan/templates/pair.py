@@ -25,8 +25,7 @@ from potluck.core.values.plan import BucketCapacity, NodeCount, PlannedReplica, 
 from potluck.core.values.types import Codec, NodeType
 from potluck.perf.memory import kv_bytes
 from potluck.perf.phases import prefill_s
-from potluck.perf.step_timer import StepTimer
-from potluck.perf.throughput import best_shared
+from potluck.perf.throughput import MixedSteps, best_shared, shared_steps
 from potluck.perf.timers.pipeline_timer import ORDER, layout_requests
 from potluck.perf.transfer import crossing_bytes
 from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
@@ -105,56 +104,89 @@ def _rated(
     codec: Codec,
     book: RateCache,
 ) -> RatedLayout:
-    layout = high[0].layout
-    alone, sure = book.replica(problem, ask, layout, "mixed").times(len(high))
+    alone, sure = book.replica(problem, ask, high[0].layout, "mixed").times(len(high))
     both = (cards_of(low, problem.by_name), cards_of(high, problem.by_name))
-    work = _PairWork(
-        problem,
-        ask,
-        low[0].layout,
-        layout_timer(ask, low[0].layout, problem.by_name),
-        len(low),
-        layout_timer(ask, layout, problem.by_name),
-        len(high),
-        NetworkCards(
-            min(network_cards.one_bits_per_s for network_cards in both),
-            min(network_cards.all_bits_per_s for network_cards in both),
-        ),
-        codec,
+    cards = NetworkCards(
+        min(network_cards.one_bits_per_s for network_cards in both),
+        min(network_cards.all_bits_per_s for network_cards in both),
     )
-    rooms = [
-        layout_requests(ask.model, layout, problem.by_name, d.longest_tokens + d.output_tokens)
-        for d in ask.demands
-    ]
-    served = tuple(
-        _balanced(work, demand, room, alone[demand.bucket])
-        for demand, room in zip(ask.demands, rooms, strict=True)
-    )
-    return RatedLayout(served, sure)
+    served = []
+    for demand in ask.demands:
+        # Each side is timed once, whoever is on the other.
+        prompt_parts = partial(_prompt_parts, problem, ask, low[0].layout, demand, codec)
+        takes = book.once(("low", codec, layout_text(low[0].layout), demand.bucket), prompt_parts)
+        rest = partial(_prompt_rests, problem, ask, high[0].layout, demand)
+        rests = book.once(("high", layout_text(high[0].layout), demand.bucket), rest)
+        work = _PairWork(problem, ask, demand, len(low), len(high), cards)
+        served.append(_balanced(work, takes, rests, alone[demand.bucket]))
+    return RatedLayout(tuple(served), sure)
 
 
 @dataclass(frozen=True, slots=True)
 class _PairWork:
     problem: PlanningProblem
     ask: ModelDemand
-    low_layout: Layout
-    low: StepTimer
+    demand: BucketDemand
     low_copies: int
-    high: StepTimer
     high_copies: int
     cards: NetworkCards
-    codec: Codec
 
 
-def _balanced(work: _PairWork, demand: BucketDemand, room: int, alone: BucketCapacity) -> BucketCapacity:
+class _PromptPart(NamedTuple):
+    """What the low-end node may take of a prompt."""
+
+    tokens: int
+    service_s: float
+    wire_bits: float
+    fits: bool
+
+
+class _PromptRests(NamedTuple):
+    """What the high-end node does with the rest of each of `_parts`."""
+
+    room: int
+    steps: MixedSteps | None
+
+
+def _parts(demand: BucketDemand) -> list[int]:
+    new = demand.new_tokens
+    return sorted({min(max(1, round(new * share)), new - 1) for share in GRID} - {0})
+
+
+def _prompt_parts(
+    problem: PlanningProblem, ask: ModelDemand, layout: Layout, demand: BucketDemand, codec: Codec
+) -> list[_PromptPart]:
+    nodes, cached, parts = problem.by_name, demand.cached_tokens, _parts(demand)
+    result = []
+    times_s = prefill_s(layout_timer(ask, layout, nodes), parts, cached).tolist()
+    for part, service_s in zip(parts, times_s, strict=True):
+        longest = (part + cached) * demand.longest_tokens / demand.input_tokens
+        fits = layout_requests(ask.model, layout, nodes, longest) >= 1
+        result.append(_PromptPart(part, service_s, _wire_bits(ask, part + cached, codec), fits))
+    return result
+
+
+def _prompt_rests(
+    problem: PlanningProblem, ask: ModelDemand, layout: Layout, demand: BucketDemand
+) -> _PromptRests:
+    longest = demand.longest_tokens + demand.output_tokens
+    room = layout_requests(ask.model, layout, problem.by_name, longest)
+    there = [demand.cached_tokens + part for part in _parts(demand)]
+    timer = layout_timer(ask, layout, problem.by_name)
+    return _PromptRests(room, shared_steps(timer, demand.input_tokens, demand.output_tokens, room, there))
+
+
+def _balanced(
+    work: _PairWork, takes: Sequence[_PromptPart], rests: _PromptRests, alone: BucketCapacity
+) -> BucketCapacity:
     """The best split of this bucket's prompts; no split at all where that serves more."""
-    best, whole, new = alone, alone.closed_per_s, demand.new_tokens
-    parts = sorted({min(max(1, round(new * share)), new - 1) for share in GRID} - {0})
-    firsts = _firsts(work, demand, parts)
-    slos = [replace(work.ask.slo, ttft_s=item.left_s) for item in firsts]
-    there = [demand.cached_tokens + item.tokens for item in firsts]
-    rests = best_shared(work.high, demand.input_tokens, demand.output_tokens, room, slos, there)
-    for first, rest in zip(firsts, rests, strict=True):
+    best, whole, demand = alone, alone.closed_per_s, work.demand
+    for row, part in enumerate(takes):
+        first = _first(work, part)
+        if first is None or rests.steps is None:
+            continue
+        slo = replace(work.ask.slo, ttft_s=first.left_s)
+        rest = best_shared(rests.steps, row, demand.output_tokens, rests.room, slo)
         if rest is None:
             continue
         split_rate = rest.requests_per_s * work.high_copies
@@ -167,28 +199,21 @@ def _balanced(work: _PairWork, demand: BucketDemand, room: int, alone: BucketCap
 
 
 class _First(NamedTuple):
-    tokens: int
     per_s: float
     taken_s: float
     left_s: float
     """Of TTFT, for the other side."""
 
 
-def _firsts(work: _PairWork, demand: BucketDemand, parts: Sequence[int]) -> list[_First]:
-    """Those whose KV fits on the low-end node and that leave any time."""
-    ask, headroom, nodes = work.ask, work.problem.headroom, work.problem.by_name
-    limit_s = ask.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S
-    firsts = []
-    for part, service_s in zip(parts, prefill_s(work.low, parts, demand.cached_tokens).tolist(), strict=True):
-        bits = _wire_bits(ask, part + demand.cached_tokens, work.codec)
-        low_rate = min(work.low_copies / service_s, work.cards.all_bits_per_s / max(bits, 1e-9))
-        busy = headroom * low_rate * bits / work.cards.all_bits_per_s
-        crossing_s = sojourn_s(bits / work.cards.one_bits_per_s, busy)
-        first_s = service_s * (wait_factor(headroom) - 1.0) + max(service_s, crossing_s)
-        longest = (part + demand.cached_tokens) * demand.longest_tokens / demand.input_tokens
-        if first_s < limit_s and layout_requests(ask.model, work.low_layout, nodes, longest) >= 1:
-            firsts.append(_First(part, low_rate, first_s, limit_s - first_s))
-    return firsts
+def _first(work: _PairWork, part: _PromptPart) -> _First | None:
+    """The low-end node's part; None where its KV does not fit there, or no time is left."""
+    headroom, cards = work.problem.headroom, work.cards
+    limit_s = work.ask.slo.ttft_s if work.demand.promised else UNPROMISED_TTFT_S
+    low_rate = min(work.low_copies / part.service_s, cards.all_bits_per_s / max(part.wire_bits, 1e-9))
+    busy = headroom * low_rate * part.wire_bits / cards.all_bits_per_s
+    crossing_s = sojourn_s(part.wire_bits / cards.one_bits_per_s, busy)
+    taken_s = part.service_s * (wait_factor(headroom) - 1.0) + max(part.service_s, crossing_s)
+    return _First(low_rate, taken_s, limit_s - taken_s) if taken_s < limit_s and part.fits else None
 
 
 def _wire_bits(ask: ModelDemand, tokens: int, codec: Codec) -> float:

@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import resources
 from io import BytesIO
 from json import dumps
@@ -192,14 +192,18 @@ class RateCache:
     def replica(self, problem: PlanningProblem, ask: ModelDemand, layout: Layout, role: Role) -> RatedLayout:
         """One replica in one role; it does nothing where it does not fit."""
 
+        text = layout_text(layout)
+
         def time() -> RatedLayout:
             if not fits(ask, layout, problem.by_name):
                 return nothing(self.buckets)
-            timer = layout_timer(ask, layout, problem.by_name)
+            make = partial(layout_timer, ask, layout, problem.by_name)
+            # Roles of a node share its timer; pipelines are too many to keep theirs.
+            timer = self.once(("timer", text), make) if len(layout.stages) == 1 else make()
             capacity = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, timer=timer)
             return RatedLayout(capacity, timer.confidence)
 
-        return self.rated(f"{role} {layout_text(layout)}", time)
+        return self.rated(f"{role} {text}", time)
 
     def keep(self) -> None:
         if len(self.known) > self.written:
