@@ -321,3 +321,5 @@ def test_kinds_that_there_was_no_time_for_are_named() -> None:
     assert _hurried(factory) == ()
     assert factory.pairs(factory.problem.asks[0]) == []
     assert "no time for templates of these kinds: pair" in _hurried(factory)[0]
+    factory.cut_short["coral"] = "stopped early"
+    assert _hurried(factory)[1].endswith("take too long: coral (stopped early)")

@@ -10,9 +10,9 @@ from potluck.catalog import models, nodes
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.perf.timers.cauchy_timer import CauchyModel, ComboSide, ce
 from potluck.plan.problem import ModelDemand, PlanningProblem, model_demand
-from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory, cauchy_strategy, programs
 from potluck.plan.strategies.template_factory import with_running
-from potluck.plan.templates.combo import _batch, gpu_combos
+from potluck.plan.templates.combo import _batch, gpu_combos, served_per_s
 from potluck.plan.timing.rate_cache import unwritten
 from potluck.plan.verify import retimed, verify
 
@@ -134,3 +134,32 @@ def test_what_runs_stays_to_be_chosen() -> None:
     merged = with_running(factory.problem, others, plan)
     assert next(t for t in merged["m"] if t.name == only).capacity == plan.template(only).capacity
     assert with_running(factory.problem, others, None) is others
+
+
+def test_of_too_many_combos_the_best_are_kept_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    item = an_ask(rate_per_s=40.0)
+    whole, few = TemplateFactory(a_fleet(item)), TemplateFactory(a_fleet(item))
+    all_of_them = STRATEGIES["cauchy"](whole, SolveSettings(20.0))
+    assert whole.cut_short == {}
+    monkeypatch.setattr(cauchy_strategy, "MOST_COLUMNS", 12)
+    cut = STRATEGIES["cauchy"](few, SolveSettings(20.0))
+    every = sum(served_per_s(item, template) > 0 for template in few.combos(item))
+    assert few.cut_short == {"cauchy": f"chose from the 12 best of {every:,} combos"}
+    assert every > 12
+    assert verify(few.problem, cut.plan) == ()
+    assert cut.plan.fraction == 1.0
+    assert cut.plan.cost_usd_per_h <= 1.2 * all_of_them.plan.cost_usd_per_h
+
+
+def test_auto_says_which_strategies_it_did_not_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = a_fleet(an_ask())
+    factory = TemplateFactory(problem)
+    STRATEGIES["auto"](factory, SolveSettings(20.0))
+    assert factory.cut_short == {}
+    monkeypatch.setattr(programs, "MOST_COMBOS", 0)
+    STRATEGIES["auto"](factory, SolveSettings(20.0))
+    assert set(factory.cut_short) == {"cauchy", "cauchy-ce", "cauchy-mc", "cauchy-mce"}
+    monkeypatch.setattr(programs, "RIVALS_SHARE", 1e-9)
+    STRATEGIES["auto"](factory, SolveSettings(20.0))
+    assert {"homo", "melange", "coral"} <= set(factory.cut_short)
+    assert set(factory.cut_short.values()) == {programs.NOT_TRIED}

@@ -10,8 +10,8 @@ from potluck.core.values.types import EngineName
 from potluck.plan.problem import PlanningProblem
 from potluck.plan.strategies.template_factory import Planner, PlanOutcome, SolveSettings, TemplateFactory
 
-LEAST_SHARE = 0.2
-"""Of the time limit: with less left it is not tried."""
+LEAST_SHARE, AS_LONG = 0.2, 0.5
+"""Of the time limit, and of what the plan itself took: with less left it is not tried."""
 LEAST_USD_PER_H = 0.005
 """Less is rounding."""
 MORE = 1e-3
@@ -59,7 +59,7 @@ def engine_cost(
     if settings.pins or not _matters(problem):  # pins name templates of this engine
         return None
     left_s = settings.time_limit_s - spent_s
-    if left_s < LEAST_SHARE * settings.time_limit_s:
+    if left_s < max(LEAST_SHARE * settings.time_limit_s, AS_LONG * spent_s):
         return EngineCost(engine.engine, engine.title, known=False)
     unlimited = replace(problem, engine=UNLIMITED)
     free = TemplateFactory(unlimited, books=factory.books, said=factory.said, grown=factory.grown)

@@ -153,11 +153,17 @@ def _leaves_out(spec: Spec, problem: PlanningProblem) -> bool:
 
 
 def _hurried(factory: TemplateFactory) -> tuple[str, ...]:
-    """Which kinds of templates there was no time to make: a plan that is proven cheapest is so without them."""
-    kinds = sorted({kind.split(" of ")[0] for kind, _ in factory.left_out})
-    if not kinds:
-        return ()
-    return (f"there was no time for templates of these kinds: {', '.join(kinds)}; --time-limit gives more",)
+    """What there was no time for: a plan that is proven cheapest is so without these templates, and strategies
+    that were cut short may have cheaper plans of their own."""
+    notes = []
+    if kinds := sorted({kind.split(" of ")[0] for kind, _ in factory.left_out}):
+        notes.append(
+            f"there was no time for templates of these kinds: {', '.join(kinds)}; --time-limit gives more"
+        )
+    if factory.cut_short:
+        named = ", ".join(f"{name} ({how})" for name, how in sorted(factory.cut_short.items()))
+        notes.append(f"strategies that were cut short, as they would take too long: {named}")
+    return tuple(notes)
 
 
 def _enough_budget(
@@ -310,6 +316,7 @@ def _solved(
     for name, planner in STRATEGIES.items():
         start_s = time.process_time()
         said(name)
+        factory.cut_short.pop(name, None)  # `auto` may have had no time for it
         try:
             if name == "auto":  # what nothing can serve is left out for all
                 factory, outcome, notes = planned_rest(planner, factory, posed.settings())
@@ -328,7 +335,7 @@ def _solved(
             if tried is not None:
                 outcome, shown = tried.outcome, tried.best.evidence
         solved[name] = SolvedStrategy(outcome, cpu_s, shown)
-    return factory.problem, solved, left_out, notes
+    return factory.problem, solved, left_out, (*notes, *_hurried(factory))
 
 
 def _row(problem: PlanningProblem, name: str, solved: SolvedStrategy) -> ComparedStrategy:

@@ -32,6 +32,8 @@ from potluck.plan.templates.combo import efficiency_tokens_per_usd, served_per_s
 Weight = Callable[[Floats, Floats], Floats]
 Efficiency = Callable[[ModelDemand, Template], float]
 ByModel = Mapping[str, Sequence[Template]]
+MOST_COLUMNS = 20_000
+"""Combos in all regions: with more the solver would take far longer than any limit before it is asked to stop."""
 BOUND_SHARE = 0.25
 """Of the time that is left, for the bound that says how far a choice is from the cheapest."""
 
@@ -66,7 +68,9 @@ def cauchy_ce(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """CO-LP over combos counted in GPUs, ranked and shortlisted by equation 15."""
     require_rows(factory.problem, "cauchy-ce")
     templates = {ask.name: efficient(factory, ask) for ask in factory.problem.asks}
-    chosen = _choose(factory, settings, templates, _over, lambda ask, template: template.ce_tokens_per_usd)
+    chosen = _choose(
+        factory, settings, "cauchy-ce", templates, _over, lambda ask, template: template.ce_tokens_per_usd
+    )
     if chosen is None:
         return _cauchy(factory, settings, "cauchy-ce", lambda price, efficiency: price)
     return _settled(factory, settings, "cauchy-ce", templates, chosen)
@@ -79,7 +83,7 @@ def _over(price: Floats, efficiency: Floats) -> Floats:
 def _cauchy(factory: TemplateFactory, settings: SolveSettings, name: str, weight: Weight) -> PlanOutcome:
     require_rows(factory.problem, name)
     templates = {ask.name: factory.combos(ask) for ask in factory.problem.asks}
-    chosen = _choose(factory, settings, templates, weight, _served(factory))
+    chosen = _choose(factory, settings, name, templates, weight, _served(factory))
     if chosen is None:  # the fallback: as much as the fleet can do
         return allocated(factory, settings, name, templates)
     return _settled(factory, settings, name, templates, chosen)
@@ -115,7 +119,7 @@ def _settled(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComboColumns:
-    """Every combo in every region that could host it, as arrays; the best by weight where there are too many."""
+    """Combos in regions that could host them, as arrays."""
 
     templates: list[Template]
     model: Ints
@@ -158,9 +162,29 @@ def _columns(
     return ComboColumns([template for part in parts for template in part.templates], *arrays)
 
 
+def _best(all_columns: ComboColumns, few: int) -> ComboColumns:
+    """Per model and region a few: those of the least weight for what they serve."""
+    rank = all_columns.weight / all_columns.goodput_per_s
+    kept: list[Ints] = []
+    place = all_columns.model * (1 + all_columns.region.max()) + all_columns.region
+    for one in np.unique(place):
+        rows = np.flatnonzero(place == one)
+        kept.append(np.sort(rows[np.argsort(rank[rows], kind="stable")[:few]]))
+    chosen = np.concatenate(kept)
+    return ComboColumns(
+        [all_columns.templates[row] for row in chosen],
+        all_columns.model[chosen],
+        all_columns.region[chosen],
+        all_columns.uses[chosen],
+        all_columns.goodput_per_s[chosen],
+        all_columns.weight[chosen],
+    )
+
+
 def _choose(
     factory: TemplateFactory,
     settings: SolveSettings,
+    name: str,
     templates: ByModel,
     weight: Weight,
     efficiency: Efficiency,
@@ -169,6 +193,9 @@ def _choose(
     problem, result = factory.problem, _columns(factory, templates, weight, efficiency)
     if result is None:
         return None
+    if (every := len(result.templates)) > MOST_COLUMNS:
+        result = _best(result, MOST_COLUMNS // (len(problem.asks) * len(problem.regions)))
+        factory.cut_short[name] = f"chose from the {len(result.templates):,} best of {every:,} combos"
     fleet, count = fleet_of(problem), len(result.templates)
     row, kind = np.nonzero(result.uses)
     scale = float(result.weight.max()) or 1.0

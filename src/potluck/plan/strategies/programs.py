@@ -93,17 +93,23 @@ def _rivals(
         tried = [allocated(factory, settings.within(FALLBACK_SHARE), "single", single)]
     if bound:
         return tried
-    rivals: tuple[Planner, ...] = (*RIVALS, thunderserve) if pooled else RIVALS
+    rivals = {**RIVALS, **({"thunderserve": thunderserve} if pooled else {})}
     if not factory.problem.engine.hands_over:
-        rivals = tuple(rival for rival in rivals if rival not in (coral, prfaas))
+        rivals = {name: rival for name, rival in rivals.items() if name not in ("coral", "prfaas")}
     combos = sum(len(factory.combos(ask)) for ask in factory.problem.asks)
     if combos * len(factory.problem.regions) > MOST_COMBOS:
-        cauchys = (cauchy_mc, cauchy_ce, cauchy_co, cauchy_mce)
-        rivals = tuple(rival for rival in rivals if rival not in cauchys)
+        slow = [name for name in rivals if name.startswith("cauchy")]
+        rivals = {name: rival for name, rival in rivals.items() if name not in slow}
+        factory.cut_short |= dict.fromkeys(slow, NOT_TRIED)
     each = settings.within(RIVALS_SHARE)
-    for place, rival in enumerate(rivals):
-        if not each.late:
-            tried.append(rival(factory, each.within(1 / (len(rivals) - place))))
+    for place, (name, rival) in enumerate(rivals.items()):
+        if each.late:
+            factory.cut_short[name] = NOT_TRIED
+            continue
+        share = each.within(1 / (len(rivals) - place))
+        tried.append(rival(factory, share))
+        if share.late and not _settled(tried[-1], settings.gap_target):
+            factory.cut_short[name] = "stopped early"
     return tried
 
 
@@ -134,6 +140,7 @@ def _with_pipelines(
     return {ask.name: [*others[ask.name], *factory.pipelines(ask)] for ask in factory.problem.asks}
 
 
+NOT_TRIED = "not tried beside auto"
 MOST_COMBOS = 20_000
 """Combos in all regions: with more, what CAUCHY would choose takes longer to write down than all columns to weigh."""
 LATER_ROUNDS = 3
@@ -323,4 +330,14 @@ def _nodes_needed(ask: ModelDemand, group: Sequence[Template], headroom: float) 
 
 
 NOUGHT = 1e-9
-RIVALS = (homo, melange, cronus, prfaas, coral, cauchy_mc, cauchy_ce, cauchy_co, cauchy_mce)
+RIVALS: Mapping[str, Planner] = {
+    "homo": homo,
+    "melange": melange,
+    "cronus": cronus,
+    "prfaas": prfaas,
+    "coral": coral,
+    "cauchy-mc": cauchy_mc,
+    "cauchy-ce": cauchy_ce,
+    "cauchy": cauchy_co,
+    "cauchy-mce": cauchy_mce,
+}

@@ -143,6 +143,8 @@ class TemplateFactory:
     """What layouts were timed to do, here and before."""
     left_out: set[tuple[str, str]] = field(default_factory=set)
     """(kind, model) for which there was no time."""
+    cut_short: dict[str, str] = field(default_factory=dict)
+    """Strategies for which there was not all the time they would take, and what was left out, in words."""
     without: frozenset[str] = frozenset()
     """Names of templates that are not to be chosen."""
     grown: set[tuple[str, str]] = field(default_factory=set)
