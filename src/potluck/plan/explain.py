@@ -241,7 +241,8 @@ def explain(
     problem, plan = factory.problem, outcome.plan
     questions = len(problem.asks) + 2 * sum(1 for count in plan.nodes.values() if count) + 1
     each_s = settings.time_limit_s * ASKING_SHARE / questions
-    settings = replace(settings, time_limit_s=each_s, start_s=None, starts=(), asking=True)
+    known = (plan, *outcome.alternatives)  # where they are plans of the changed problem too
+    settings = replace(settings, time_limit_s=each_s, start_s=None, starts=known, asking=True)
     base, same = outcome, outcome.allocation.rent_usd_per_h
     if plan.fraction >= 1 and abs(plan.cost_usd_per_h - same) > 1e-6 * max(plan.cost_usd_per_h, 1e-9):
         base = planner(factory, settings)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations
 
 import numpy as np
 
@@ -110,7 +109,7 @@ class Pricer:
         """
         model, first, rows = self.program.models[m], int(self.first_bin[m]), self.carded[m]
         span = slice(first, first + len(model.buckets))
-        h = self.program.headroom
+        h, pairs = self.program.headroom, np.triu_indices(len(model.buckets), 1)
         closed = (model.closed_per_s[rows] * duals.demand[span]).max(axis=1, initial=0.0)
         for r in range(best.shape[1]):
             least, bends = closed.copy(), [np.zeros((len(rows), 1))]
@@ -123,11 +122,11 @@ class Pricer:
                 value, made = np.where(free, 0.0, value), np.where(free, 1.0, made)
                 sides.append((value, made, np.where(np.isfinite(limit), limit, 0.0)))
                 bends.append(value)
-                for a, b in combinations(range(value.shape[1]), 2):
-                    with np.errstate(divide="ignore", invalid="ignore"):
-                        cross = value[:, a] * made[:, b] - value[:, b] * made[:, a]
-                        at = cross / (made[:, b] - made[:, a])
-                    bends.append(np.where(np.isfinite(at), at, 0.0)[:, None])
+                a, b = pairs
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    cross = value[:, a] * made[:, b] - value[:, b] * made[:, a]
+                    at = cross / (made[:, b] - made[:, a])
+                bends.append(np.where(np.isfinite(at), at, 0.0))
             time = np.maximum(np.concatenate(bends, axis=1), least[:, None])
             total = h * time
             for value, made, limit in sides:
