@@ -190,7 +190,7 @@ def _on_offer(factory: TemplateFactory, ask: ModelDemand, template: Template) ->
             for node_count in template.nodes
         )
     ]
-    return bool(there) and all(runs_in(factory.problem, ask, template, region) for region in there)
+    return bool(there) and all(runs_in(ask, template, region) for region in there)
 
 
 def _undominated(templates: Sequence[Template]) -> list[Template]:

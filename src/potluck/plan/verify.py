@@ -55,7 +55,7 @@ def _mine(plan: Plan, model: str) -> dict[tuple[str, str], int]:
 
 def _placed(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iterator[str]:
     for name, region in _mine(plan, ask.name):
-        if not runs_in(problem, ask, plan.template(name), region):
+        if not runs_in(ask, plan.template(name), region):
             yield f"{name}@{region}: is not where the limits of {ask.name} let it run"
 
 

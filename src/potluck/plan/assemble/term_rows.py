@@ -58,7 +58,7 @@ def with_terms(
     models = tuple(
         replace(
             columns,
-            allowed=_allowed(problem, ask, group, program.fleet),
+            allowed=_allowed(ask, group, program.fleet),
             fees_usd_per_h=_fees(problem, ask, group, program.fleet),
             parts_usd_per_h=parts_usd_per_h(problem, columns.uses, further_parts(group), program.fleet),
         )
@@ -137,10 +137,13 @@ def require_rows(problem: PlanningProblem, strategy: str) -> None:
         raise InputError("strategy", why)
 
 
-def runs_in(problem: PlanningProblem, ask: ModelDemand, template: Template, region: str) -> bool:
+def runs_in(ask: ModelDemand, template: Template, region: str) -> bool:
+    return ask.terms.allows(region) and suits(ask, template)
+
+
+def suits(ask: ModelDemand, template: Template) -> bool:
+    """Whether a model's terms let it run on such copies, wherever that is."""
     terms = ask.terms
-    if not terms.allows(region):
-        return False
     if terms.nodes is not None and not set(template.node_counts) <= set(terms.nodes):
         return False
     for replica in template.replicas:
@@ -158,13 +161,11 @@ def offers_of(problem: PlanningProblem) -> dict[tuple[str, str], NodeOffer]:
     return {(region.name, offer.node): offer for region in problem.regions for offer in region.offers}
 
 
-def _allowed(
-    problem: PlanningProblem, ask: ModelDemand, group: Sequence[Template], fleet: NodeSupply
-) -> NDArray[np.bool_] | None:
+def _allowed(ask: ModelDemand, group: Sequence[Template], fleet: NodeSupply) -> NDArray[np.bool_] | None:
     if not ask.terms.asked:
         return None
-    result = [[runs_in(problem, ask, template, region) for region in fleet.regions] for template in group]
-    return np.array(result, dtype=bool).reshape(len(group), len(fleet.regions))
+    fine = np.array([suits(ask, template) for template in group], bool)
+    return np.outer(fine, [ask.terms.allows(region) for region in fleet.regions])
 
 
 def further_parts(templates: Sequence[Template]) -> Floats:

@@ -24,7 +24,7 @@ from potluck.core.values.plan import Deployment, Plan, Template
 from potluck.plan.allocate.highs import Milp, solve_milp
 from potluck.plan.allocate.program import Floats, Ints
 from potluck.plan.assemble.columns import egress_usd_per_h, fleet_of
-from potluck.plan.assemble.term_rows import charges_of, rent_usd_per_h, require_rows, runs_in
+from potluck.plan.assemble.term_rows import charges_of, rent_usd_per_h, require_rows, suits
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.strategies.template_factory import PlanOutcome, SolveSettings, TemplateFactory, allocated
 from potluck.plan.templates.combo import efficiency_tokens_per_usd, served_per_s
@@ -144,11 +144,11 @@ def _columns(
             for count in template.nodes:
                 uses[row, places[count.node]] = count.count
         rates = np.array([rate for _, rate in able]) * problem.headroom
+        fine = np.array([suits(ask, template) for template in mine], bool)
         worth = np.array([efficiency(ask, template) for template in mine])
         for r, region in enumerate(problem.regions):
             there = (uses <= fleet.available[r]).all(axis=1)
-            if ask.terms.asked:
-                there &= [runs_in(problem, ask, template, region.name) for template in mine]
+            there &= fine & ask.terms.allows(region.name)
             rows = np.flatnonzero(there)
             cost = weight(uses[rows] @ fleet.price_usd_per_h[r], worth[rows])
             here = np.full(len(rows), r)

@@ -16,7 +16,7 @@ from potluck.plan.allocate.allocation import Allocation
 from potluck.plan.assemble.codecs import solved
 from potluck.plan.assemble.columns import ProgramColumns, plan_of
 from potluck.plan.assemble.even_shares import evened
-from potluck.plan.assemble.term_rows import runs_in
+from potluck.plan.assemble.term_rows import suits
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.strategies.pool_strategy import machines_key, search_groups
 from potluck.plan.templates.combo import SHORTLIST, RankedPair, combos, gpu_combos, ranked
@@ -267,8 +267,8 @@ class TemplateFactory:
         once = [each for each in once if each.name not in self.without]
         if not ask.terms.asked:
             return once
-        regions = [region.name for region in self.problem.regions]
-        return [t for t in once if any(runs_in(self.problem, ask, t, region) for region in regions)]
+        somewhere = any(ask.terms.allows(region.name) for region in self.problem.regions)
+        return [template for template in once if somewhere and suits(ask, template)]
 
 
 Planner = Callable[[TemplateFactory, SolveSettings], PlanOutcome]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from math import ceil
 from statistics import NormalDist
 
@@ -25,8 +26,9 @@ from numpy.typing import NDArray
 
 from potluck.core.errors import CapacityError
 from potluck.core.routing.capacity import MARGIN
-from potluck.core.values.layout import Layout
-from potluck.core.values.plan import BucketCapacity, PlannedShare, Template
+from potluck.core.values.layout import Ep, Layout
+from potluck.core.values.model import Model
+from potluck.core.values.plan import BucketCapacity, Confidence, PlannedShare, Template
 from potluck.core.values.types import NodeType, Role, Slo
 from potluck.perf.error_bars import bar, slower
 from potluck.perf.kv_capacity import STEP_TOKENS
@@ -245,6 +247,11 @@ def _pipeline_mixed(
     return float(rate[best]), float(ttft_s[best]), float(tpot_s[best])
 
 
+@lru_cache(maxsize=1024)
+def _confidence(model: Model, node: NodeType, tp: int, ep: Ep) -> Confidence:
+    return roofline(model, node, tp, ep=ep).confidence
+
+
 def range_per_s(
     ask: ModelDemand,
     shares: Iterable[PlannedShare],
@@ -270,7 +277,7 @@ def range_per_s(
         node = nodes[name]
         if profile_for(ask.profiles, ask.model, node, tp) is not None:
             continue
-        who = (ask.model, tp, node.gpu.name, roofline(ask.model, node, tp, ep=ep).confidence)
+        who = (ask.model, tp, node.gpu.name, _confidence(ask.model, node, tp, ep))
         planned, around = slower(*who, ask.sure) if ask.sure > 0.5 else 1.0, bar("rate", *who)
         lows.append(planned / around.high)
         highs.append(planned / around.low)
