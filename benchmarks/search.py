@@ -3,13 +3,14 @@
 `schedule_cpu_s` is the worst over workloads and seeds in the paper's space (prefill and decode replicas) with its
 Table 1 figures at fixed shares of their peaks; `mixed_*` allows mixed replicas too. `*_over_longer`: the worst seed's
 attained rate over that of a search with another seed and `longer_times` the CPU time. The paper's bandwidth matrix
-has no numbers; here links are 10 to 40 Gbps at random. Gaps are to `plan.search.bound`. Table 3 and 5 figures: shares
+has no numbers; here links are 10 to 40 Gbps at random. Gaps are to `papers.pool_bound`. Table 3 and 5 figures: shares
 of GPUs, and 1 where what the paper reports comes out; Table 5 tells only that one request decodes for 1126 ms on four
 3090Ti, which gives the output length.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,14 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from parts.common import Budget, cpu_s, run, say
+from parts.common import ROOT, Budget, cpu_s, run, say
 from potluck.catalog import models, nodes
 from potluck.catalog.figure_sources import load_toml
 from potluck.core.values.types import NodeType, Role, Slo
 from potluck.perf.step_timer import steps
 from potluck.plan.search import tabu
-from potluck.plan.search.bound import class_bound, exact_bound
 from potluck.plan.search.workload import PeakCosts, Pool, PoolNode, PoolWorkload
+
+sys.path.insert(0, str(ROOT / "tools"))
+from papers.pool_bound import class_bound, exact_bound
 
 SEED = 1
 SEEDS = (1, 2, 3, 4, 5)

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from papers.pool_bound import _fit, _thresholds, class_bound, exact_bound, groups_of
 from search_pools import catalog_node, random_pool, workload
 
+from papers import pool_bound as bound
 from potluck.core.values.types import Slo
 from potluck.plan.allocate.program import DemandBucket, FlowProgram, ModelColumns, NodeSupply
 from potluck.plan.allocate.solve import solve
-from potluck.plan.search import bound
-from potluck.plan.search.bound import _fit, _thresholds, class_bound, exact_bound, groups_of
 from potluck.plan.search.deduce import deducer
 from potluck.plan.search.kernels import DECODE, MIXED, PREFILL
 from potluck.plan.search.tabu import SearchLimits, SearchSettings, search

@@ -7,12 +7,12 @@ from itertools import product
 
 import numpy as np
 import pytest
+from papers.pool_bound import exact_bound
 from search_pools import catalog_node, paper_pool, random_pool, workload
 
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
 from potluck.core.values.types import Slo
 from potluck.plan.problem import model_demand
-from potluck.plan.search.bound import exact_bound
 from potluck.plan.search.deduce import Takes, deducer
 from potluck.plan.search.evaluate import GpuGroup, PoolEvaluator
 from potluck.plan.search.moves import clusters, joined, size_of

@@ -23,10 +23,11 @@ from random import Random
 import numpy as np
 
 from potluck.plan.allocate.highs import INFINITY, Milp, MilpResult, solve_milp
-from potluck.plan.search.bound import kv_free_share
+from potluck.plan.search.deduce import GroupConfiguration
 from potluck.plan.search.evaluate import GpuGroup, PoolEvaluator, PoolUse
-from potluck.plan.search.kernels import DECODE, MIXED, PREFILL, Floats, Ints
+from potluck.plan.search.kernels import DECODE, MIXED, PREFILL, Floats, Ints, attained
 from potluck.plan.search.moves import MAX_NODES, NeighbourMoves, joined, make_state, without
+from potluck.plan.search.workload import PoolWorkload
 
 MOST_COLUMNS = 150
 MOST_LOOKED_AT = 2000
@@ -172,3 +173,14 @@ def _reduced(dual: Floats, worth: Floats, phases: Ints, uses: Floats) -> Floats:
     """How much one copy of each column costs of the relaxed value, at least."""
     cost = np.where(phases == MIXED, -worth, 0.0)
     return np.maximum(cost - dual @ _coefficients(worth, phases, uses), 0.0)
+
+
+def kv_free_share(work: PoolWorkload, phase: int, group_configuration: GroupConfiguration) -> float:
+    """D_j: the share within TTFT if KV took no time; 0 for a decoder, whose requests others count."""
+    if phase == PREFILL:
+        return float(
+            attained(
+                work.headroom, group_configuration.service_s, work.slo.ttft_s - group_configuration.latency_s
+            )
+        )
+    return 0.0 if phase == DECODE else group_configuration.attained

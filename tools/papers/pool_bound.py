@@ -44,9 +44,10 @@ import numpy as np
 
 from potluck.core.values.types import Role
 from potluck.plan.allocate.highs import INFINITY, Milp, solve_milp
-from potluck.plan.search.deduce import PHASES, ConfigurationSearch, GroupConfiguration, Takes, deducer
-from potluck.plan.search.kernels import DECODE, PREFILL, Floats, Ints, attained
+from potluck.plan.search.deduce import PHASES, ConfigurationSearch, Takes, deducer
+from potluck.plan.search.kernels import DECODE, PREFILL, Floats, Ints
 from potluck.plan.search.moves import MAX_NODES, kinds_of
+from potluck.plan.search.recombine import kv_free_share
 from potluck.plan.search.workload import LayerTiming, Pool, PoolWorkload, uniform_pool
 
 MOST_COLUMNS = 8000
@@ -332,17 +333,6 @@ def groups_of(pool: Pool) -> Iterator[Takes]:
         for nodes in combinations(having, size):
             for counts in product(*(range(1, gpus + 1) for _, gpus in nodes)):
                 yield tuple((node, count) for (node, _), count in zip(nodes, counts, strict=True))
-
-
-def kv_free_share(work: PoolWorkload, phase: int, group_configuration: GroupConfiguration) -> float:
-    """D_j: the share within TTFT if KV took no time; 0 for a decoder, whose requests others count."""
-    if phase == PREFILL:
-        return float(
-            attained(
-                work.headroom, group_configuration.service_s, work.slo.ttft_s - group_configuration.latency_s
-            )
-        )
-    return 0.0 if phase == DECODE else group_configuration.attained
 
 
 def _columns(
