@@ -1,122 +1,188 @@
-"""The engine on a GPU: decode steps recorded as CUDA graphs against the same steps launched one by one.
+"""The engine on a GPU, as bare steps: a model of Llama-3.1-8B's shape in bfloat16, against what the card can do.
 
-For the models that ship and for one of a billion random parameters, 1, 8 and 32 sequences: the share of greedy tokens
-that recorded steps choose like launched ones after the same history (in float32 all must agree), and milliseconds per
-step of either, the median of many, by wall clock with the device waited for, since a graph saves the host's time.
+    python benchmarks/engine_gpu.py [--quick] [--json] [--layers 32]
+
+Random weights and caches. Ceilings are measured in the same run, before and after the steps, and the better one
+counts: a product of 8192 x 8192 matrices, and a copy of 4 GiB (bytes read and written). A step's time is the median
+by wall clock from the call to its end on the device, so the host's work is in it. Its floor is the larger of its
+operations over the rate of products and its bytes (weights, and keys and values that are read, once each) over the
+bandwidth of the copy; a share is floor over time. Prefills are bound by the one, decodes by the other.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import statistics
+import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from parts.common import WORDS, skip
+from parts import common
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
 from potluck.engine.compute.executor import RunnerSize, SequenceWork
 from potluck.engine.compute.runner import Runner
-from potluck.engine.model.checkpoint import RandomSource, SafetensorsSource, WeightSource
-from potluck.engine.model.config import EngineModelConfig, RopeConfig, read_config
+from potluck.engine.memory.kv_cache import Pages
+from potluck.engine.model.config import EngineModelConfig, RopeConfig
 
-SHIPPED_LAYER = Layer(FullAttention(4, 2, 64, 64), DenseFfn(704))
-SHIPPED = Model("words", 256, 4096, (SHIPPED_LAYER,) * 6, 2048, tied_embeddings=True)
-LARGE_LAYER = Layer(FullAttention(32, 8, 64, 64), DenseFfn(8192))
-LARGE = Model("large", 2048, 32000, (LARGE_LAYER,) * 16, 4096, tied_embeddings=True)
+ATTENTION, FFN = FullAttention(32, 8, 128, 128), DenseFfn(14336)
+HIDDEN, VOCAB, CONTEXT, DECODES, CHUNK = 4096, 128256, 1024, 64, 448
+PREFILLS, BATCHES = (512, 2048, 4096, 8192), (1, 8, 64, 256)
+TARGETS = {
+    **{f"prefill_{tokens}": (">=", 0.7) for tokens in PREFILLS[1:]},
+    **{f"decode_{batch}": (">=", 0.7) for batch in (1, 64)},
+    f"mixed_{DECODES}_{CHUNK}": (">=", 0.6),
+}
 
 
-class Shared:
-    """Random weights that are drawn once for each shape: a model of this size takes long to fill otherwise."""
+@dataclass(frozen=True)
+class Ceilings:
+    flops_per_s: float
+    bytes_per_s: float
 
-    fingerprint = "shared"
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], torch.Tensor] = {}
+@dataclass(frozen=True)
+class Work:
+    """What a step must do at least."""
+
+    flops: float
+    bytes: float
+
+    def floor_s(self, ceilings: Ceilings) -> float:
+        return max(self.flops / ceilings.flops_per_s, self.bytes / ceilings.bytes_per_s)
+
+
+class Drawn:
+    """Random weights, drawn on the device."""
+
+    fingerprint = "drawn"
 
     def has(self, name: str) -> bool:
         return True
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         if name.endswith("norm.weight"):
-            return torch.ones(shape)
-        if shape not in self._known:
-            self._known[shape] = RandomSource(3).take("any", *shape)
-        return self._known[shape]
+            return torch.ones(shape, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * shape[-1] ** -0.5
 
 
-Said = list[list[int]]
-
-
-def steps(
-    engine: Runner, count: int, prompt: int, decode: int, history: Said | None = None
-) -> tuple[Said, list[float]]:
-    """Greedy tokens of `count` sequences, each behind those of `history` if given; seconds per decode step."""
-    chance = torch.Generator().manual_seed(count)
-    rows, tokens = [], []
-    for _ in range(count):
-        row = engine.tables.open()
-        engine.tables.grow(row, prompt + decode)
-        given = torch.randint(1, 4000, (prompt,), generator=chance).tolist()
-        tokens.append([int(engine.step([SequenceWork(row, 0, given)])[-1].argmax())])
-        rows.append(row)
-    took = []
-    for place in range(decode - 1):
-        behind = history or tokens
-        works = [
-            SequenceWork(row, engine.tables.lengths[row], message[place : place + 1])
-            for row, message in zip(rows, behind, strict=True)
-        ]
+def median_s(call: Callable[[], object], repeats: int, warm: int = 3) -> float:
+    """Of calls that are each waited for."""
+    for _ in range(warm):
+        call()
+    torch.cuda.synchronize()
+    took_s = []
+    for _ in range(repeats):
+        begin_s = time.perf_counter()
+        call()
         torch.cuda.synchronize()
-        begin = time.perf_counter()
-        chosen = engine.step(works).argmax(-1).tolist()
-        took.append(time.perf_counter() - begin)
-        for text, token in zip(tokens, chosen, strict=True):
-            text.append(token)
-    for row in rows:
-        engine.tables.close(row)
-    return tokens, took[5:]
+        took_s.append(time.perf_counter() - begin_s)
+    return statistics.median(took_s)
 
 
-def compare(
-    config: EngineModelConfig, source: WeightSource, dtype: torch.dtype, prompt: int, decode: int
-) -> dict[str, float]:
-    engine = Runner(config, source, RunnerSize(40, 40 * 32, 2048), device="cuda", dtype=dtype)
-    graphs, figures = engine._graphs, {}
-    assert graphs is not None
-    for count in (1, 8, 32):
-        steps(engine, count, prompt, 8)  # records
-        engine._graphs = None
-        expected, slow = steps(engine, count, prompt, decode)
-        engine._graphs = graphs
-        text, fast = steps(engine, count, prompt, decode, expected)
-        same = sum(a == b for pair in zip(text, expected, strict=True) for a, b in zip(*pair, strict=True))
-        figures[f"same_tokens_{count}"] = same / (count * decode)
-        figures[f"recorded_ms_{count}"] = 1e3 * statistics.median(fast)
-        figures[f"launched_ms_{count}"] = 1e3 * statistics.median(slow)
-        figures[f"speed_ratio_{count}"] = statistics.median(slow) / statistics.median(fast)
-    del engine, graphs
-    torch.cuda.empty_cache()
+def measure_ceilings() -> Ceilings:
+    one, two = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "ab")
+    product_s = median_s(lambda: one @ two, 20)
+    source = torch.randint(0, 100, (1 << 29,), device="cuda")
+    target = torch.empty_like(source)
+    copy_s = median_s(lambda: target.copy_(source), 20)
+    return Ceilings(2 * 8192**3 / product_s, 2 * source.nbytes / copy_s)
+
+
+def work_of(layers: int, spans: Sequence[tuple[int, int]]) -> Work:
+    """Of a step of (position, tokens) of each sequence that asks for its last logits."""
+    part, tokens, wanted = ATTENTION, sum(count for _, count in spans), len(spans)
+    qkv = HIDDEN * (part.heads + 2 * part.kv_heads) * part.head_dim
+    rest = HIDDEN * part.heads * part.head_dim + 3 * HIDDEN * FFN.intermediate
+    # The last layer's other products are made for those tokens only whose logits are asked for.
+    products = tokens * (layers * qkv + (layers - 1) * rest) + wanted * (rest + HIDDEN * VOCAB)
+    seen = sum(count * start + count * (count + 1) // 2 for start, count in spans)
+    kept = sum(start + count for start, count in spans)
+    weights = layers * (qkv + rest) + HIDDEN * VOCAB
+    return Work(
+        2 * products + layers * 4 * seen * part.heads * part.head_dim,
+        2 * (weights + layers * 2 * kept * part.kv_heads * part.head_dim),
+    )
+
+
+class Bench:
+    def __init__(self, layers: int) -> None:
+        model = Model("8B", HIDDEN, VOCAB, (Layer(ATTENTION, FFN),) * layers, 16384)
+        rows = max(BATCHES) + 1
+        blocks = (rows * (CONTEXT + 32) + max(PREFILLS)) // 16
+        size = RunnerSize(rows, blocks, 16384, max_chunk_tokens=max(PREFILLS))
+        config = EngineModelConfig(model, rope=RopeConfig(theta=500000.0))
+        self._layers, self._said = layers, [7 * place % VOCAB for place in range(max(PREFILLS))]
+        self._engine = Runner(config, Drawn(), size, device="cuda", dtype=torch.bfloat16)
+        for kept in self._engine.cache.layers:
+            assert isinstance(kept, Pages)
+            with torch.inference_mode():
+                kept.entries.normal_()
+
+    def time(self, spans: Sequence[tuple[int, int]], repeats: int) -> tuple[float, Work]:
+        """Seconds of a step of (position, tokens) of each sequence, again and again."""
+        tables = self._engine.tables
+        rows = [tables.open() for _ in spans]
+        for row, (start, count) in zip(rows, spans, strict=True):
+            tables.grow(row, start + count)
+
+        def step() -> None:
+            for row, (start, _) in zip(rows, spans, strict=True):
+                tables.advance(row, start)
+            self._engine.step(works)
+
+        works = [
+            SequenceWork(row, start, self._said[:count])
+            for row, (start, count) in zip(rows, spans, strict=True)
+        ]
+        took_s = median_s(step, repeats)
+        for row in rows:
+            tables.close(row)
+        return took_s, work_of(self._layers, spans)
+
+
+def measure(layers: int, quick: bool) -> dict[str, float]:
+    before, bench = measure_ceilings(), Bench(layers)
+    repeats = 10 if quick else 30
+    cases = {f"prefill_{tokens}": [(0, tokens)] for tokens in PREFILLS}
+    cases |= {f"decode_{batch}": [(CONTEXT, 1)] * batch for batch in BATCHES}
+    cases[f"mixed_{DECODES}_{CHUNK}"] = [(CONTEXT, 1)] * DECODES + [(0, CHUNK)]
+    took = {name: bench.time(spans, repeats) for name, spans in cases.items()}
+    after = measure_ceilings()
+    rate = max(before.flops_per_s, after.flops_per_s)
+    ceilings = Ceilings(rate, max(before.bytes_per_s, after.bytes_per_s))
+    figures = {"layers": layers, "product_tflops": rate / 1e12, "copy_tb_per_s": ceilings.bytes_per_s / 1e12}
+    for name, (seconds, work) in took.items():
+        figures[name] = work.floor_s(ceilings) / seconds
+        figures[f"{name}_ms"] = 1e3 * seconds
+        figures[f"{name}_floor_ms"] = 1e3 * work.floor_s(ceilings)
     return figures
 
 
 def main() -> None:
     if not torch.cuda.is_available():
-        skip("engine_gpu", "there is no CUDA device")
-    rope, hybrid = RopeConfig(theta=10000.0), WORDS.with_name("words-hybrid")
-    shipped = EngineModelConfig(SHIPPED, rope=rope, norm_eps=1e-6)
-    words = SafetensorsSource(WORDS)
-    result = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "words float32": compare(shipped, words, torch.float32, 150, 60),
-        "words bfloat16": compare(shipped, words, torch.bfloat16, 150, 60),
-        "words-hybrid float32": compare(
-            read_config(hybrid, None), SafetensorsSource(hybrid), torch.float32, 150, 40
-        ),
-        "large bfloat16": compare(EngineModelConfig(LARGE, rope=rope), Shared(), torch.bfloat16, 300, 60),
+        common.skip("engine_gpu", "there is no CUDA device")
+    options = common.options(quick=False, json=False, layers=32)
+    figures = measure(8 if options.quick else options.layers, options.quick)
+    report = {
+        "name": "engine_gpu",
+        "figures": figures,
+        "targets": {name: list(target) for name, target in TARGETS.items()},
+        "met": all(common.holds(figures[name], target) for name, target in TARGETS.items()),
+        "context": {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            **common.context((), quick=options.quick),
+        },
     }
-    print(json.dumps(result, indent=1))
+    sys.stdout.write(
+        (json.dumps(report, indent=1) if options.json else common.as_table(report, TARGETS)) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
     PYTHONPATH=src python tools/check_gpu.py [--device cpu]
 
 For each of `sample_models.py`, with random weights: prompts of unlike lengths in chunks beside one another, then
-steps in which all decode. Logits are compared: float32 with the CPU's to rounding; bfloat16 with float32 on the CPU,
-a few times as far off as bfloat16 there; each with decode steps recorded as CUDA graphs and launched one by one
-(models with experts or latent layers are never recorded). Exits with 1 when anything differs.
+steps in which all decode, at first beside the chunks of one more prompt. Logits are compared: float32 with the CPU's
+to rounding; bfloat16 with float32 on the CPU, a few times as far off as bfloat16 there; each with steps recorded as
+CUDA graphs and launched one by one (models with experts or latent layers are never recorded). Exits with 1 when
+anything differs.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from torch import Tensor
 from potluck.catalog.huggingface import read_model
 from potluck.core.errors import PotluckError
 from potluck.engine.compute.executor import RunnerSize, SequenceWork
-from potluck.engine.compute.runner import DecodeGraphs, Runner, recordable
+from potluck.engine.compute.runner import Runner, StepGraphs, recordable
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.model.config import EngineModelConfig, read_config
 
 PROMPTS = (5, 37, 64, 90, 21, 130)
 """Tokens; some are shorter than a chunk, some longer than the windows."""
 CHUNK, DECODES, SEED = 48, 12, 5
+LATE, LATE_CHUNK = 100, 25
+"""Tokens of the prompt that comes while others decode."""
 ROUNDING = 2e-4
 """What float32 may be off by, of the logits' spread: sums in another order."""
 LEAST_BF16, TIMES_BF16 = 0.02, 3.0
@@ -63,12 +66,12 @@ def sample_config(name: str) -> EngineModelConfig:
 
 def start(config: EngineModelConfig, device: str, dtype: torch.dtype, *, recorded: bool) -> Runner:
     longest = max(PROMPTS) + DECODES
-    size = RunnerSize(len(PROMPTS) + 1, 200, longest, max_chunk_tokens=2 * CHUNK)
+    size = RunnerSize(len(PROMPTS) + 2, 200, longest, max_chunk_tokens=2 * CHUNK)
     engine = Runner(config, RandomSource(SEED, SPREAD), size, device=device, dtype=dtype)
     if not recorded:
         engine._graphs = None
     elif engine._graphs is None:
-        engine._graphs = DecodeGraphs(engine.stack, engine.cache, engine.tables, engine._taps, engine.device)
+        engine._graphs = StepGraphs(engine.stack, engine.cache, engine._taps)
     return engine
 
 
@@ -76,9 +79,10 @@ def logits(engine: Runner) -> Tensor:
     """[tokens, vocabulary], sequence by sequence; what is said does not depend on what is computed."""
     chance = torch.Generator().manual_seed(SEED)
     vocab = engine.config.model.vocab
-    text = [torch.randint(0, vocab, (length + DECODES,), generator=chance).tolist() for length in PROMPTS]
-    rows, result = [], [list[Tensor]() for _ in PROMPTS]
-    for tokens in text:
+    lengths = [*(length + DECODES for length in PROMPTS), LATE]
+    *text, late = [torch.randint(0, vocab, (length,), generator=chance).tolist() for length in lengths]
+    rows, result = [], [list[Tensor]() for _ in lengths]
+    for tokens in (*text, late):
         rows.append(engine.tables.open())
         engine.tables.grow(rows[-1], len(tokens))
     for first in range(0, max(PROMPTS), CHUNK):  # prompts side by side, in chunks of unlike sizes
@@ -92,8 +96,11 @@ def logits(engine: Runner) -> Tensor:
             result[index].append(part.float().cpu().clone())
     for step in range(DECODES):
         places = [length + step for length in PROMPTS]
-        parts_now = zip(rows, places, text, strict=True)
+        parts_now = zip(rows, places, text, strict=False)
         works_now = [SequenceWork(row, at, tokens[at : at + 1]) for row, at, tokens in parts_now]
+        first = step * LATE_CHUNK
+        if first < LATE:
+            works_now.append(SequenceWork(rows[-1], first, late[first : first + LATE_CHUNK]))
         for index, part in enumerate(engine.step(works_now).float().cpu().clone()):
             result[index].append(part[None])
     return torch.cat([torch.cat(parts) for parts in result])

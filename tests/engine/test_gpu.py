@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import check_gpu
 import pytest
 import torch
@@ -11,8 +13,10 @@ from sample_models import BASES
 from potluck.core.errors import InputError
 from potluck.core.values.model import FullAttention
 from potluck.engine.compute.executor import SequenceWork
-from potluck.engine.compute.runner import DecodeGraphs, Runner, recordable
+from potluck.engine.compute.runner import Runner, StepGraphs, recordable
+from potluck.engine.model.checkpoint import LayerLoader, RandomSource
 from potluck.engine.model.config import FAMILIES, EngineModelConfig
+from potluck.engine.model.stack import Stack
 from potluck.engine.numbers import exact
 
 NARROW = FullAttention(4, 2, 8, 8)
@@ -27,7 +31,7 @@ MODELS = {
 def pair(config: EngineModelConfig) -> tuple[Runner, Runner]:
     """One runner that lays each step out anew, and one whose decode steps have fixed shapes."""
     plain, fixed = runner(config), runner(config)
-    fixed._graphs = DecodeGraphs(fixed.stack, fixed.cache, fixed.tables, fixed._taps, fixed.device)
+    fixed._graphs = StepGraphs(fixed.stack, fixed.cache, fixed._taps)
     return plain, fixed
 
 
@@ -44,18 +48,73 @@ def test_fixed_shapes_give_the_same_logits(name: str) -> None:
         chosen = rows[: 1 + step % len(rows)]
         works = [SequenceWork(row, plain.tables.lengths[row], [(7 * step + row) % 200]) for row in chosen]
         torch.testing.assert_close(fixed.step(works), plain.step(works), atol=2e-5, rtol=1e-4)
+    late = prompt(90, seed=3)
+    for engine in (plain, fixed):
+        opened(engine, len(late))
+    for first, stop in ((0, 40), (40, 41), (41, 90)):  # beside a prompt, whose logits are wanted at its end
+        works = [SequenceWork(row, plain.tables.lengths[row], [first + row]) for row in rows[1:4]]
+        works.insert(2, SequenceWork(len(rows), first, late[first:stop], "last" if stop == 90 else "none"))
+        torch.testing.assert_close(fixed.step(works), plain.step(works), atol=2e-5, rtol=1e-4)
     for one, two in zip(plain.cache.states, fixed.cache.states, strict=True):
         torch.testing.assert_close(one.memory, two.memory, atol=2e-5, rtol=1e-4)
     assert plain.tables.lengths == fixed.tables.lengths
 
 
-def test_only_plain_decodes_are_taken() -> None:
+def test_steps_that_follow_tables_give_the_same_logits() -> None:
+    """As full layers on a GPU do, here in plain words."""
+    plain, paged = runner(MODELS["mixed"]), runner(MODELS["mixed"])
+    paged.cache.followed = True
+    texts = [prompt(length, seed=length) for length in (1, 200, 17, 300)]
+    for engine in (plain, paged):
+        for text in texts:
+            opened(engine, len(text) + 10)
+    steps = [
+        [SequenceWork(3, 0, texts[3][:150], "all"), SequenceWork(0, 0, texts[0])],
+        [SequenceWork(0, 1, [5]), SequenceWork(3, 150, texts[3][150:]), SequenceWork(1, 0, texts[1], "none")],
+        [SequenceWork(1, 200, [7]), SequenceWork(2, 0, texts[2], "all"), SequenceWork(3, 300, [9])],
+    ]
+    for works in steps:
+        torch.testing.assert_close(paged.step(works), plain.step(works), atol=2e-5, rtol=1e-4)
+
+
+def layers_on_no_device(config: EngineModelConfig) -> Stack:
+    load = LayerLoader(RandomSource(1), torch.device("meta"), torch.bfloat16)
+    return Stack(config, load, 0, config.model.layer_count)
+
+
+def matrices_in(thing: object, known: set[int]) -> Iterator[torch.Tensor]:
+    """Tensors of two dimensions in an object of ours, however deep."""
+    if id(thing) in known:
+        return
+    known.add(id(thing))
+    if isinstance(thing, torch.Tensor):
+        if thing.dim() == 2:
+            yield thing
+    elif isinstance(thing, list | tuple | dict):
+        for item in thing.values() if isinstance(thing, dict) else thing:
+            yield from matrices_in(item, known)
+    elif hasattr(thing, "__dict__") and type(thing).__module__.startswith("potluck.engine.model"):
+        yield from matrices_in(vars(thing), known)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_of_weights_are_aligned_on_a_gpu(name: str) -> None:
+    """A product with a slice of wider rows falls back to a kernel several times as slow."""
+    matrices = list(matrices_in(layers_on_no_device(KINDS[name]), set()))
+    assert len(matrices) >= 4 * KINDS[name].model.layer_count
+    assert all(matrix.is_contiguous() or matrix.T.is_contiguous() for matrix in matrices)
+
+
+def test_small_steps_are_taken() -> None:
     _, fixed = pair(MODELS["full"])
     graphs = fixed._graphs
     assert graphs is not None
     assert graphs.takes([SequenceWork(0, 5, [1])])
     assert not graphs.takes([SequenceWork(0, 0, [1])])
-    assert not graphs.takes([SequenceWork(0, 5, [1, 2])])
+    assert graphs.takes([SequenceWork(0, 5, [1, 2])])
+    assert graphs.takes([SequenceWork(0, 0, [1, 2], "none"), SequenceWork(1, 5, [1])])
+    assert not graphs.takes([SequenceWork(0, 5, [1, 2], "all")])
+    assert not graphs.takes([SequenceWork(0, 0, [1] * 2000)])
     assert not graphs.takes([SequenceWork(0, 5, [1], "none")])
     assert not graphs.takes([SequenceWork(row, 5, [1]) for row in range(21)])
 

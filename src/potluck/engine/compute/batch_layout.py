@@ -9,7 +9,8 @@ attention: either one query each of several sequences, or several queries of one
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -19,10 +20,13 @@ from potluck.core.errors import InputError
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.engine.compute.executor import SequenceWork
 from potluck.engine.memory.block_tables import BlockTables
+from potluck.engine.memory.kv_cache import TILE_TOKENS, KeyLocations, LayerCaches
 from potluck.engine.numbers.exact import HALF, LANE, LONGEST_SUM, PART, cut_of, next_cut, padded_columns
 
 MOST_PADDING = 2.0
 """Sequences share a call as long as it looks at no more than this many times the keys that there are."""
+
+NOTHING = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +51,12 @@ class AttentionCall:
 class GroupStep:
     slots: Tensor
     pieces: tuple[AttentionCall, ...]
-    """None where kernels/attention.py reads the tables itself."""
+    """None where kernels read the tables themselves."""
     places: np.ndarray
-    """The slots again, for it."""
+    """The slots again, for kernels/attention.py."""
     table: np.ndarray
     followed: KeyLocations | None = None
-    """Instead of pieces, in a step of single tokens whose shapes stay (`DecodeGraphs`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeyLocations:
-    """Tables and positions as tensors: where the keys are that each query looks at."""
-
-    table: Tensor
-    """[sequences, blocks]"""
-    positions: Tensor
-    """Of the queries: they see themselves and what is before."""
-    window: int | None
+    """Instead of pieces, for full layers on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,47 +99,159 @@ class BatchLayout:
     """Row and position of each packed token, for compiled kernels."""
 
 
-def lay_out(
-    works: Sequence[SequenceWork],
-    tables: BlockTables,
-    taps: int,
-    pieces: Sequence[bool],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> BatchLayout:
-    """The step of `works`; `taps` is the linear layers' convolution, 0 where there are none; `pieces` says which
-    groups are to be cut into pieces."""
-    check(works, tables)
+@dataclass(frozen=True, slots=True)
+class PackedTokens:
+    """Works as they are packed: single tokens first."""
+
+    works: Sequence[SequenceWork]
+    sizes: list[int]
+    firsts: np.ndarray
+    """Each work's first token, and the number of all."""
+    tokens: np.ndarray
+    rows: np.ndarray
+    """Of the works."""
+    positions: np.ndarray
+
+    @classmethod
+    def of(cls, works: Sequence[SequenceWork]) -> PackedTokens:
+        sizes = [len(work.tokens) for work in works]
+        firsts = np.concatenate(([0], np.cumsum(sizes)))
+        tokens = np.fromiter(chain.from_iterable(work.tokens for work in works), np.int64, firsts[-1])
+        starts = np.array([work.start for work in works]) - firsts[:-1]
+        positions = np.arange(firsts[-1]) + np.repeat(starts, sizes)
+        return cls(works, sizes, firsts, tokens, np.array([work.row for work in works]), positions)
+
+    def slots(self, table: np.ndarray) -> np.ndarray:
+        blocks, places = np.divmod(self.positions, BLOCK_TOKENS)
+        return np.asarray(table[np.repeat(self.rows, self.sizes), blocks] * BLOCK_TOKENS + places)
+
+    def tiles(self) -> np.ndarray:
+        return np.array(
+            [
+                (index, self.firsts[index] + first, min(TILE_TOKENS, size - first))
+                for index, size in enumerate(self.sizes)
+                if size > 1
+                for first in range(0, size, TILE_TOKENS)
+            ],
+            np.int64,
+        ).reshape(-1, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRoom:
+    """How much a step of fixed shape holds, of which some may be left over."""
+
+    tokens: int
+    works: int
+    tiles: int
+
+
+def told(
+    packed: PackedTokens, tables: BlockTables, wanted: np.ndarray, room: StepRoom | None = None
+) -> list[np.ndarray]:
+    """What a step is told whose layers follow tables: tokens, positions, rows, wanted tokens, tiles, the number of
+    single tokens, slots for each group, then for each where the works' tables begin among the last array."""
+    tiles, groups = packed.tiles(), range(len(tables.groups))
+    asked = len(wanted) if room is None or not room.tiles else room.works
+    room = room or StepRoom(len(packed.tokens), len(packed.works), len(tiles))
+    width = int(packed.positions.max()) // BLOCK_TOKENS + 1
+    count = len(packed.rows) * width
+    slots = [packed.slots(tables.table(group)) for group in groups]
+    starts = [np.arange(0, count, width) + group * count for group in groups]
+    blocks = [tables.table(group)[packed.rows, :width].ravel() for group in groups]
+    return [
+        # Tokens that are left over are kept in block 0, which is nobody's.
+        *(_filled(array, room.tokens) for array in (packed.tokens, packed.positions)),
+        _filled(packed.rows, room.works),
+        _filled(wanted, asked),
+        _filled(tiles, room.tiles),
+        np.array([packed.sizes.count(1)]),
+        *(_filled(array, room.tokens) for array in slots),
+        *(_filled(array, room.works) for array in starts),
+        np.concatenate([NOTHING, *blocks]),
+    ]
+
+
+def _filled(array: np.ndarray, size: int) -> np.ndarray:
+    if len(array) == size:
+        return array
+    out = np.zeros((size, *array.shape[1:]), np.int64)
+    out[: len(array)] = array
+    return out
+
+
+def followed(numbers: Sequence[Tensor], tables: BlockTables, singles: int) -> list[GroupStep]:
+    """Of what was told, as tensors, with at most so many single tokens."""
+    positions, tiles, count, blocks = numbers[1], numbers[4], numbers[5], numbers[-1]
+    groups = len(tables.groups)
+    steps = []
+    for group, (slots, starts) in enumerate(
+        zip(numbers[6 : 6 + groups], numbers[6 + groups : -1], strict=True)
+    ):
+        window = tables.groups[group].window
+        keys = KeyLocations(blocks, starts, positions, (singles, count), tiles, window)
+        steps.append(GroupStep(slots, (), NOTHING, NOTHING, keys))
+    return steps
+
+
+def lay_out(works: Sequence[SequenceWork], cache: LayerCaches, taps: int) -> BatchLayout:
+    """The step of `works`; `taps` is the linear layers' convolution, 0 where there are none."""
+    tables, device = cache.tables, cache.device
     order = sorted(range(len(works)), key=lambda i: (len(works[i].tokens) > 1, works[i].row))
-    packed = [works[i] for i in order]
-    sizes = [len(work.tokens) for work in packed]
-    firsts = np.concatenate(([0], np.cumsum(sizes)))
-    total = int(firsts[-1])
-    tokens = np.array([token for work in packed for token in work.tokens])
-    own = np.array([work.row for work in packed])
-    rows = np.repeat(own, sizes)
-    positions = np.arange(total) + np.repeat([work.start for work in packed] - firsts[:-1], sizes)
-    blocks, places = np.divmod(positions, BLOCK_TOKENS)
-    groups = []
-    for group, cut in enumerate(pieces):
-        table = tables.table(group)
-        slots = table[rows, blocks] * BLOCK_TOKENS + places
-        calls = _Calls(tables, group, device, dtype).all(packed, firsts) if cut else []
-        groups.append(GroupStep(_tensor(slots, device), tuple(calls), slots, table))
+    packed = PackedTokens.of([works[i] for i in order])
+    groups = range(len(tables.groups))
+    wanted = wanted_tokens(works, order, packed.firsts)
+    all_wanted = len(wanted) == len(packed.tokens) and bool((wanted == np.arange(len(wanted))).all())
     packing = _packing(works, order) if order != sorted(order) else None
+    if cache.followed:
+        arrays = told(packed, tables, wanted)
+        numbers = views_of(joined(arrays, device).to(device, non_blocking=True), arrays)
+        steps = followed(numbers, tables, packed.sizes.count(1))
+    else:
+        arrays = [packed.tokens, packed.positions, packed.rows, wanted]
+        numbers = [_tensor(array, device) for array in arrays]
+        slots = [packed.slots(tables.table(group)) for group in groups]
+        steps = [GroupStep(_tensor(slots[g], device), (), slots[g], tables.table(g)) for g in groups]
+    for group in groups:
+        if cache.in_pieces(group):
+            steps[group] = replace(steps[group], pieces=tuple(_Calls(cache, group).all(packed)))
     return BatchLayout(
         order=order,
-        tokens=_tensor(tokens, device),
-        positions=_tensor(positions, device),
-        groups=tuple(groups),
-        rows=rows,
-        places=positions,
-        linear=linear_step(_tensor(own, device), sizes, taps) if taps else None,
-        wanted=_wanted(works, order, firsts, device),
-        begins=[work.row for work in packed if not work.start],
+        tokens=numbers[0],
+        positions=numbers[1],
+        groups=tuple(steps),
+        rows=np.repeat(packed.rows, packed.sizes),
+        places=packed.positions,
+        linear=linear_step(numbers[2], packed.sizes, taps) if taps else None,
+        wanted=None if all_wanted else numbers[3],
+        begins=[work.row for work in packed.works if not work.start],
         packing=None if packing is None else _tensor(packing, device),
         unpacking=None if packing is None else _tensor(np.argsort(packing), device),
     )
+
+
+def joined(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor:
+    """All in one, from where a copy to the device need not be waited for."""
+    # Each begins at 16 bytes: kernels are compiled for that.
+    whole = torch.empty(
+        sum(array.size + array.size % 2 for array in arrays),
+        dtype=torch.int64,
+        pin_memory=device.type == "cuda",
+    )
+    numbers, first = whole.numpy(), 0
+    for array in arrays:
+        numbers[first : first + array.size] = array.ravel()
+        first += array.size + array.size % 2
+    return whole
+
+
+def views_of(whole: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """The way back."""
+    parts, first = [], 0
+    for array in arrays:
+        parts.append(whole[first : first + array.size].view(array.shape))
+        first += array.size + array.size % 2
+    return parts
 
 
 def _packing(works: Sequence[SequenceWork], order: list[int]) -> np.ndarray:
@@ -165,20 +270,20 @@ def check(works: Sequence[SequenceWork], tables: BlockTables) -> None:
         raise InputError("step", "has nothing to do")
     if len({work.row for work in works}) != len(works):
         raise InputError("step", "has two works for one row")
+    groups = range(len(tables.groups))
     for work in works:
-        held, stop = tables.lengths[work.row], work.start + len(work.tokens)
-        if not work.tokens or work.start != held:
-            raise InputError(
-                f"row {work.row}", f"holds {held} tokens, the step goes from {work.start} to {stop}"
-            )
-        if any(stop > tables.room(group, work.row) for group in range(len(tables.groups))):
-            raise InputError(f"row {work.row}", f"has no blocks for {stop} tokens; grow it first")
+        row, start, stop = work.row, work.start, work.start + len(work.tokens)
+        if start != tables.lengths[row] or start == stop:
+            held = tables.lengths[row]
+            raise InputError(f"row {row}", f"holds {held} tokens, the step goes from {start} to {stop}")
+        for group in groups:
+            if stop > tables.room(group, row):
+                raise InputError(f"row {row}", f"has no blocks for {stop} tokens; grow it first")
 
 
-def _wanted(
-    works: Sequence[SequenceWork], order: list[int], firsts: np.ndarray, device: torch.device
-) -> Tensor | None:
-    place = {index: int(firsts[rank]) for rank, index in enumerate(order)}
+def wanted_tokens(works: Sequence[SequenceWork], order: Sequence[int], firsts: np.ndarray) -> np.ndarray:
+    """Packed tokens whose logits are asked for, work by work."""
+    place = dict(zip(order, firsts.tolist(), strict=False))
     numbers: list[int] = []
     for index, work in enumerate(works):
         first, size = place[index], len(work.tokens)
@@ -186,9 +291,7 @@ def _wanted(
             numbers.append(first + size - 1)
         elif work.logits == "all":
             numbers.extend(range(first, first + size))
-    if len(numbers) == firsts[-1] and numbers == list(range(len(numbers))):
-        return None
-    return torch.tensor(numbers, dtype=torch.int64, device=device)
+    return np.array(numbers, np.int64)
 
 
 def _span(window: int | None, first: int, last: int) -> tuple[int, int]:
@@ -215,17 +318,18 @@ def _next_stop(window: int | None, start: int) -> int:
 
 
 class _Calls:
-    def __init__(self, tables: BlockTables, group: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, cache: LayerCaches, group: int) -> None:
+        tables = cache.tables
         self._window = tables.groups[group].window
-        self._tables, self._group, self._device, self._dtype = tables, group, device, dtype
+        self._tables, self._group, self._device, self._dtype = tables, group, cache.device, cache.dtype
         self._table = tables.table(group)
         self._slots = (tables.groups[group].blocks + 1) * BLOCK_TOKENS
 
-    def all(self, packed: list[SequenceWork], firsts: np.ndarray) -> list[AttentionCall]:
+    def all(self, packed: PackedTokens) -> list[AttentionCall]:
         """Of single tokens, which come first, then of the chunks."""
-        singles = sum(len(work.tokens) == 1 for work in packed)
-        calls = [self._decodes(first, batch) for first, batch in self._batches(packed[:singles])]
-        for work, first in zip(packed[singles:], firsts[singles:].tolist(), strict=False):
+        singles = packed.sizes.count(1)
+        calls = [self._decodes(first, batch) for first, batch in self._batches(packed.works[:singles])]
+        for work, first in zip(packed.works[singles:], packed.firsts[singles:].tolist(), strict=False):
             start, end = work.start, work.start + len(work.tokens)
             while start < end:
                 stop = min(end, _next_stop(self._window, start))
@@ -233,7 +337,7 @@ class _Calls:
                 start = stop
         return calls
 
-    def _batches(self, singles: list[SequenceWork]) -> list[tuple[int, list[SequenceWork]]]:
+    def _batches(self, singles: Sequence[SequenceWork]) -> list[tuple[int, list[SequenceWork]]]:
         """Sequences that can go together: keys of similar number, all in place at even distances or all gathered."""
         result: list[tuple[int, list[SequenceWork]]] = []
         used = most = stride = base = cut = 0

@@ -1,7 +1,7 @@
 """A step of a batch: tokens or hidden states in, hidden states or logits out.
 
 A runner has a range of a model's layers, their cache, and the tables that say what lies where; it knows nothing of
-requests. `DecodeGraphs` replays decode steps as CUDA graphs; `LocalExecutor` is a runner as the loop sees it.
+requests. `StepGraphs` replays small steps as CUDA graphs; `LocalExecutor` is a runner as the loop sees it.
 
     row = runner.tables.open()
     runner.tables.grow(row, len(prompt))
@@ -12,26 +12,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from potluck.core.errors import InputError
-from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import DenseFfn, LatentAttention, LinearAttention, Model
 from potluck.engine.compute.batch_layout import (
+    NOTHING,
     BatchLayout,
-    GroupStep,
-    KeyLocations,
+    PackedTokens,
+    StepRoom,
     check,
+    followed,
+    joined,
     lay_out,
     linear_step,
+    told,
+    views_of,
+    wanted_tokens,
 )
 from potluck.engine.compute.executor import RunnerSize, SequenceWork
 from potluck.engine.memory.block_tables import BlockTables
-from potluck.engine.memory.kv_cache import LayerCaches, groups_of
+from potluck.engine.memory.kv_cache import TILE_TOKENS, LayerCaches, groups_of
 from potluck.engine.model.checkpoint import LayerLoader, WeightSource, fingerprint, parted
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.model.stack import OnLayer, Stack
@@ -82,7 +86,7 @@ class Runner:
         self._taps = kernels.pop() if kernels else 0
         self._graphs = None
         if self.device.type == "cuda" and recordable(model, first, last):
-            self._graphs = DecodeGraphs(self.stack, self.cache, self.tables, self._taps, self.device)
+            self._graphs = StepGraphs(self.stack, self.cache, self._taps)
 
     @torch.inference_mode()
     def step(
@@ -91,19 +95,16 @@ class Runner:
         """The first stage of a pipeline takes tokens, the others `hidden`, the states [tokens, hidden] that the stage
         before returned for the same works; there a work's tokens are only counted. The last stage returns logits
         [rows asked for, vocabulary], work by work; the others hidden states."""
-        vocab = self.config.model.vocab
-        for work in works if self.stack.embeds else ():
-            if min(work.tokens, default=0) < 0 or max(work.tokens, default=0) >= vocab:
-                unknown = next(token for token in work.tokens if not 0 <= token < vocab)
-                raise InputError("tokens", f"{unknown} is not in the vocabulary of {vocab}")
+        check(works, self.tables)
+        if self.stack.embeds:
+            self._check_tokens(works)
         if self._graphs is not None and hidden is None and on_layer is None and self._graphs.takes(works):
-            check(works, self.tables)
             logits = self._graphs.run(works)
             for work in works:
-                self.tables.advance(work.row, work.start + 1)
+                self.tables.advance(work.row, work.start + len(work.tokens))
                 self.tables.trim(work.row)
             return logits
-        step = lay_out(works, self.tables, self._taps, self.cache.pieces, self.device, self.dtype)
+        step = lay_out(works, self.cache, self._taps)
         x = self._enter(step, hidden)
         if self._taps and step.begins:
             self.cache.clear_states(step.begins)
@@ -115,6 +116,13 @@ class Runner:
         if not self.stack.has_head:
             return x if step.unpacking is None else x.index_select(0, step.unpacking)
         return self.stack.logits(x)
+
+    def _check_tokens(self, works: Sequence[SequenceWork]) -> None:
+        vocab = self.config.model.vocab
+        tokens = [token for work in works for token in work.tokens]
+        if min(tokens) < 0 or max(tokens) >= vocab:
+            unknown = next(token for token in tokens if not 0 <= token < vocab)
+            raise InputError("tokens", f"{unknown} is not in the vocabulary of {vocab}")
 
     def _enter(self, step: BatchLayout, hidden: Tensor | None) -> Tensor:
         if not self.stack.embeds:
@@ -132,6 +140,9 @@ class Runner:
 
 COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of sequences for which a step is recorded, when it is first needed."""
+MOST_TOKENS, SOME_TOKENS, SOME_TILES = 1024, 64, 8
+"""Of a recorded step with chunks: at most, and what they are rounded up to. Larger ones keep a GPU busy for longer
+than it takes to launch them."""
 
 
 def recordable(model: Model, first: int, last: int) -> bool:
@@ -143,114 +154,97 @@ def recordable(model: Model, first: int, last: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Numbers:
-    """What a step of `count` sequences is told, as parts of one tensor."""
-
-    all: Tensor
-    tokens: Tensor
-    positions: Tensor
-    rows: Tensor
-    slots: tuple[Tensor, ...]
-    tables: tuple[Tensor, ...]
-
-    @classmethod
-    def of(cls, count: int, widths: Sequence[int], **how: Any) -> _Numbers:
-        """`widths` are the blocks of a row, for each group."""
-        whole = torch.zeros(count * (3 + sum(1 + width for width in widths)), dtype=torch.int64, **how)
-        sizes = [count] * (3 + len(widths)) + [count * width for width in widths]
-        tokens, positions, rows, *rest = torch.split(whole, sizes)
-        slots, tables = tuple(rest[: len(widths)]), tuple(rest[len(widths) :])
-        return cls(whole, tokens, positions, rows, slots, tuple(table.view(count, -1) for table in tables))
-
-
-@dataclass(frozen=True, slots=True)
 class _Recorded:
-    host: _Numbers
-    device: _Numbers
+    numbers: Tensor
+    """What a step is told, in one tensor."""
     step: BatchLayout
     logits: Tensor
     graph: torch.cuda.CUDAGraph | None
 
 
-class DecodeGraphs:
-    """Decode steps of a runner as CUDA graphs: recorded once for each number of sequences, then replayed.
+class StepGraphs:
+    """Steps of a runner as CUDA graphs: recorded once for each shape, then replayed.
 
-    A graph's tensors stay where they are, so a step's numbers are copied into them in one go; sequences are filled up
-    to the next recorded number by repeating the last one, to no effect. Without a GPU the same steps are run as they
+    A graph's tensors stay where they are, so a step's numbers are copied into them in one go. Decode steps are filled
+    up to the next recorded number of sequences by repeating the last one, to no effect; steps with chunks by tokens
+    that nobody looks at, which linear layers could not tell from others. Without a GPU the same steps are run as they
     are, to check by.
     """
 
-    def __init__(
-        self, stack: Stack, cache: LayerCaches, tables: BlockTables, taps: int, device: torch.device
-    ) -> None:
-        self._stack, self._cache, self._tables = stack, cache, tables
-        self._taps, self._device = taps, device
-        self._recorded: dict[int, _Recorded] = {}
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self.most = min(COUNTS[-1], tables.rows)
+    def __init__(self, stack: Stack, cache: LayerCaches, taps: int) -> None:
+        self._stack, self._cache, self._taps, self._device = stack, cache, taps, cache.device
+        self._recorded: dict[StepRoom, _Recorded] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        self.most = min(COUNTS[-1], cache.tables.rows)
 
     def takes(self, works: Sequence[SequenceWork]) -> bool:
-        return len(works) <= self.most and all(
-            len(work.tokens) == 1 and work.start and work.logits == "last" for work in works
-        )
+        if len(works) > self.most:
+            return False
+        if all(len(work.tokens) == 1 for work in works):
+            return all(work.start and work.logits == "last" for work in works)
+        few = sum(len(work.tokens) for work in works) <= MOST_TOKENS
+        return few and not self._taps and all(work.logits != "all" for work in works)
 
     def run(self, works: Sequence[SequenceWork]) -> Tensor:
         """Logits, work by work; good until the next call. The works are checked already."""
-        count = next(count for count in COUNTS if count >= len(works))
-        recorded = self._recorded.get(count) or self._record(count, works)
-        self._fill(recorded, works)
+        room = self._room(works)
+        order = sorted(range(len(works)), key=lambda i: len(works[i].tokens) > 1)
+        spare = 0 if room.tiles else room.works - len(works)
+        packed = PackedTokens.of([*(works[i] for i in order), *[works[-1]] * spare])
+        wanted = wanted_tokens(works, order, packed.firsts)
+        arrays = told(packed, self._cache.tables, wanted if room.tiles else NOTHING, room)
+        recorded = self._recorded.get(room) or self._record(room, arrays)
+        self._tell(recorded.numbers, arrays)
         if recorded.graph is None:
-            return self._compute(recorded.step)[: len(works)]
+            return self._compute(recorded.step)[: len(wanted)]
         recorded.graph.replay()
-        return recorded.logits[: len(works)]
+        return recorded.logits[: len(wanted)]
 
-    def _fill(self, recorded: _Recorded, works: Sequence[SequenceWork]) -> None:
-        host = recorded.host
-        spare = [works[-1]] * (len(host.tokens) - len(works))
-        whole = [*works, *spare]
-        rows, positions = np.array([work.row for work in whole]), np.array([work.start for work in whole])
-        host.tokens.numpy()[:] = [work.tokens[0] for work in whole]
-        host.positions.numpy()[:] = positions
-        host.rows.numpy()[:] = rows
-        blocks, places = np.divmod(positions, BLOCK_TOKENS)
-        for group, (slots, own) in enumerate(zip(host.slots, host.tables, strict=True)):
-            table = self._tables.table(group)
-            slots.numpy()[:] = table[rows, blocks] * BLOCK_TOKENS + places
-            own.numpy()[:] = table[rows]
-        recorded.device.all.copy_(host.all, non_blocking=True)
+    @staticmethod
+    def _room(works: Sequence[SequenceWork]) -> StepRoom:
+        count = next(count for count in COUNTS if count >= len(works))
+        sizes = [len(work.tokens) for work in works]
+        tiles = sum(-(-size // TILE_TOKENS) for size in sizes if size > 1)
+        if not tiles:
+            return StepRoom(count, count, 0)
+        return StepRoom(
+            -(-sum(sizes) // SOME_TOKENS) * SOME_TOKENS, count, -(-tiles // SOME_TILES) * SOME_TILES
+        )
 
-    def _record(self, count: int, works: Sequence[SequenceWork]) -> _Recorded:
-        gpu = self._device.type == "cuda"
-        widths = [self._tables.table(group).shape[1] for group in range(len(self._tables.groups))]
-        host = _Numbers.of(count, widths, pin_memory=gpu)
-        device = _Numbers.of(count, widths, device=self._device)
-        nothing, none = np.empty(0, np.int64), np.empty((0, 0), np.int64)
+    def _tell(self, numbers: Tensor, arrays: list[np.ndarray]) -> None:
+        whole = joined(arrays, self._device)
+        numbers[: len(whole)].copy_(whole, non_blocking=True)
+
+    def _record(self, room: StepRoom, arrays: list[np.ndarray]) -> _Recorded:
+        tables = self._cache.tables
+        blocks = room.works * sum(tables.table(group).shape[1] for group in range(len(tables.groups)))
+        size = sum(array.size + 1 for array in arrays[:-1]) + blocks
+        numbers = torch.zeros(size, dtype=torch.int64, device=self._device)
+        self._tell(numbers, arrays)
+        views = views_of(numbers, arrays)
+        views[-1] = numbers[views[-1].storage_offset() :]  # as many as there may be
         step = BatchLayout(
-            order=list(range(count)),
-            tokens=device.tokens,
-            positions=device.positions,
-            groups=tuple(
-                GroupStep(slots, (), nothing, none, KeyLocations(table, device.positions, group.window))
-                for slots, table, group in zip(device.slots, device.tables, self._tables.groups, strict=True)
-            ),
-            linear=linear_step(device.rows, [1] * count, self._taps) if self._taps else None,
-            wanted=None,
+            order=list(range(room.works)),
+            tokens=views[0],
+            positions=views[1],
+            groups=tuple(followed(views, tables, room.works)),
+            linear=linear_step(views[2], [1] * room.works, self._taps) if self._taps else None,
+            wanted=views[3] if room.tiles else None,
             begins=[],
             packing=None,
             unpacking=None,
-            rows=nothing,
-            places=nothing,
+            rows=NOTHING,
+            places=NOTHING,
         )
-        recorded = _Recorded(host, device, step, torch.empty(0), None)
-        if gpu:
-            recorded = self._capture(recorded, works)
-        self._recorded[count] = recorded
+        recorded = _Recorded(numbers, step, torch.empty(0), None)
+        if self._device.type == "cuda":
+            recorded = self._capture(recorded)
+        self._recorded[room] = recorded
         return recorded
 
-    def _capture(self, recorded: _Recorded, works: Sequence[SequenceWork]) -> _Recorded:
+    def _capture(self, recorded: _Recorded) -> _Recorded:
         """Run the step once (what is compiled at first use must not be recorded), take its effect on states back,
         then record it."""
-        self._fill(recorded, works)
         before = [(kept.conv.clone(), kept.memory.clone()) for kept in self._cache.states]
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())

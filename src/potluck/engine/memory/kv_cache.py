@@ -7,6 +7,7 @@ state per sequence: a matrix per head and the last inputs of the short convoluti
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,6 +54,35 @@ class Pages:
             self.keys[slots // BLOCK_TOKENS, :, :, slots % BLOCK_TOKENS] = keys
             rows = rows[:, size:]
         self.entries.index_copy_(0, slots, rows)
+
+
+TILE_TOKENS = 128
+"""Of a chunk, that go together through the keys they see."""
+
+
+class Heads(NamedTuple):
+    """Key heads, with so many queries to each."""
+
+    groups: int
+    heads: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLocations:
+    """Where the keys are that each packed query looks at, for kernels that read pages where they lie."""
+
+    blocks: Tensor
+    """Tables of the sequences, one after the other."""
+    starts: Tensor
+    """Of each sequence: where its table begins."""
+    positions: Tensor
+    """Of each query: it sees itself and what is before."""
+    singles: tuple[int, Tensor]
+    """Leading queries that are their sequence's only one: how many at most, and how many there are."""
+    tiles: Tensor
+    """[tiles, 3] of the others: sequence, first query, number of queries."""
+    window: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +134,7 @@ class LayerCaches:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.tables = tables
+        self.tables, self.device, self.dtype = tables, device, dtype
         self.first = first
         windows = [group.window for group in tables.groups]
         self.layers: list[Kept] = []
@@ -127,13 +157,14 @@ class LayerCaches:
             if parts == 2 and device.type == "cpu" and dtype == torch.float32 and dim % LANE == 0:
                 keys = _zeros(slots // BLOCK_TOKENS, heads, dim, BLOCK_TOKENS)
             width = (parts if keys is None else 1) * heads * dim
-            entries = _zeros(slots, width).to(device, dtype)
+            entries = (
+                _zeros(slots, width).to(dtype)
+                if device.type == "cpu"
+                else torch.zeros(slots, width, device=device, dtype=dtype)
+            )
             self.layers.append(Pages(group, parts, heads, dim, entries, keys))
-        self.pieces = tuple(
-            any(isinstance(kept, Pages) and kept.keys is None and kept.group == group for kept in self.layers)
-            for group in range(len(tables.groups))
-        )
-        """Groups whose steps must be cut into pieces."""
+        self.followed = device.type == "cuda"
+        """Whether full layers read pages where they lie, by tables (`KeyLocations`)."""
         self.states = [kept for kept in self.layers if isinstance(kept, LinearStates)]
 
     def layer(self, index: int) -> Kept:
@@ -141,6 +172,11 @@ class LayerCaches:
             last = self.first + len(self.layers) - 1
             raise InputError("layer", f"{index} is not one of this stage's {self.first} to {last}")
         return self.layers[index - self.first]
+
+    def in_pieces(self, group: int) -> bool:
+        """Whether steps of a group must be cut into pieces."""
+        own = (kept for kept in self.layers if isinstance(kept, Pages) and kept.group == group)
+        return any(kept.keys is None and not (self.followed and kept.parts == 2) for kept in own)
 
     def clear_states(self, rows: list[int]) -> None:
         """Sequences that begin have no past."""

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import FullAttention, LatentAttention
-from potluck.engine.compute.batch_layout import AttentionCall, BatchLayout, KeyLocations
-from potluck.engine.memory.kv_cache import Kept, Pages
+from potluck.engine.compute.batch_layout import AttentionCall, BatchLayout
+from potluck.engine.memory.kv_cache import Heads, Kept, KeyLocations, Pages
 from potluck.engine.model.checkpoint import LayerLoader
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.model.rope import RopeAngles, halves_apart, latent_sharpness, turn
-from potluck.engine.numbers.exact import LANE, chunk_attention, per_head, rms_norm, sigmoid
+from potluck.engine.numbers.exact import LANE, chunk_attention, on_gpu, per_head, rms_norm, sigmoid
 from potluck.engine.numbers.matrix import Norm, across, add_product, over_threads, product, thread_count
 
 
@@ -84,7 +84,7 @@ class FullLayer:
         heads, kv_heads, dim = part.heads, part.kv_heads, part.head_dim
         packed = product(residual, self._weight, self._bias, norm=norm)
         queries_keys = packed[:, : (heads + kv_heads) * dim].view(tokens, heads + kv_heads, dim)
-        if self._qk_norm is not None:
+        if self._qk_norm is not None and not on_gpu(packed):
             queries_keys.copy_(rms_norm(queries_keys, self._qk_norm, self._eps))
         group = step.groups[kept.group]
         if kept.keys is not None:
@@ -95,20 +95,34 @@ class FullLayer:
                 rows, places = rows[wanted.numpy()], places[wanted.numpy()]
             out = self._attend(packed, kept, group.table, rows, places)
         else:
-            turn(queries_keys, turned_by.by(self._turned))
-            kept.entries.index_copy_(0, group.slots, packed[:, heads * dim : (heads + 2 * kv_heads) * dim])
-            queries = queries_keys[:, :heads].view(tokens, heads // kv_heads, kv_heads, dim)
-            out = (
-                attend(queries, kept, group.pieces, self._scale)
-                if group.followed is None
-                else attend_decodes(queries, kept, group.followed, self._scale)
-            )
+            if on_gpu(packed):
+                queries = self._place_by_gpu(packed, kept, step, turned_by)
+            else:
+                turn(queries_keys, turned_by.by(self._turned))
+                kept.entries.index_copy_(
+                    0, group.slots, packed[:, heads * dim : (heads + 2 * kv_heads) * dim]
+                )
+                queries = packed[:, : heads * dim]
+            if group.followed is None:
+                by_head = queries.view(tokens, heads // kv_heads, kv_heads, dim)
+                out = attend(by_head, kept, group.pieces, self._scale)
+            else:
+                out = attend_pages(queries, kept, group.followed, self._scale)
             if wanted is not None:
                 residual, packed, out = (x.index_select(0, wanted) for x in (residual, packed, out))
         if part.output_gate:
             out = out * sigmoid(packed[:, (heads + 2 * kv_heads) * dim :])
         residual = add_product(residual, out, self._out)
         return residual if self._out_bias is None else residual.add_(self._out_bias)
+
+    def _place_by_gpu(self, packed: Tensor, kept: Pages, step: BatchLayout, turned_by: RopeAngles) -> Tensor:
+        from potluck.engine.numbers import triton_kernels
+
+        part = self._part
+        where = (turned_by.tables[self._turned], step.positions, step.groups[kept.group].slots)
+        norm = None if self._qk_norm is None else (self._qk_norm, self._eps)
+        shape = Heads(part.heads // part.kv_heads, part.kv_heads, part.head_dim)
+        return triton_kernels.place(packed, kept.entries, where, norm, shape)
 
     def _place(
         self, packed: Tensor, queries_keys: Tensor, kept: Pages, step: BatchLayout, turned_by: RopeAngles
@@ -259,22 +273,28 @@ def _keys_and_values(pages: Pages, piece: AttentionCall) -> tuple[Tensor, Tensor
     return keys, keys if pages.parts == 1 else entries.as_strided(shape, strides, base + heads * dim)
 
 
-def attend_decodes(queries: Tensor, pages: Pages, followed: KeyLocations, scale: float) -> Tensor:
-    """The same of one query each, where the step's shapes must not change (`DecodeGraphs`): by triton_decode.py on a
-    GPU, with gathered keys elsewhere, to check by."""
-    if queries.device.type == "cuda":
-        from potluck.engine.model import triton_decode  # only torch's builds for GPUs have Triton
+def attend_pages(queries: Tensor, pages: Pages, keys: KeyLocations, scale: float) -> Tensor:
+    """[tokens, G x heads x dim] queries to the same, over pages where they lie: by triton_kernels.py on a GPU, in
+    plain words elsewhere, to check by."""
+    shape = Heads(queries.shape[1] // (pages.heads * pages.dim), pages.heads, pages.dim)
+    if on_gpu(queries):
+        from potluck.engine.numbers import triton_kernels
 
-        return triton_decode.attend(
-            queries, pages.entries, followed.table, followed.positions, scale, followed.window or 0
-        )
-    count = followed.table.shape[1] * BLOCK_TOKENS
-    places = torch.arange(count)
-    slots = followed.table.repeat_interleave(BLOCK_TOKENS, 1) * BLOCK_TOKENS + places % BLOCK_TOKENS
-    kept = pages.entries[slots].view(len(slots), count, 2, pages.heads, pages.dim)
-    seen = places <= followed.positions[:, None]
-    if followed.window is not None:
-        seen &= places > followed.positions[:, None] - followed.window
-    scores = torch.einsum("bghd,bkhd->bghk", queries, kept[:, :, 0]) * scale
-    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
-    return torch.einsum("bghk,bkhd->bghd", weights, kept[:, :, 1]).flatten(1)
+        return triton_kernels.attend(queries, pages.entries, keys, shape, scale)
+    out = torch.zeros(queries.shape, dtype=queries.dtype)
+    entries = pages.entries.view(-1, BLOCK_TOKENS, 2, pages.heads, pages.dim)
+    for sequence, first, count in [*((i, i, 1) for i in range(int(keys.singles[1]))), *keys.tiles.tolist()]:
+        if not count:  # a tile that is left over
+            continue
+        own = keys.positions[first : first + count, None]
+        start, last = int(keys.starts[sequence]), int(own[-1])
+        kept = entries[keys.blocks[start : start + last // BLOCK_TOKENS + 1]].flatten(0, 1).float()
+        places = torch.arange(len(kept))
+        seen = places <= own
+        if keys.window is not None:
+            seen &= places > own - keys.window
+        rows = queries[first : first + count].view(count, *shape).float()
+        scores = torch.einsum("tghd,khd->tghk", rows, kept[:, 0]) * scale
+        weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+        out[first : first + count] = torch.einsum("tghk,khd->tghd", weights, kept[:, 1]).flatten(1)
+    return out

@@ -12,7 +12,7 @@ from torch import Tensor
 from potluck.core.values.model import MoeFfn
 from potluck.engine.model.checkpoint import LayerLoader
 from potluck.engine.model.config import EngineModelConfig, ExpertRouting
-from potluck.engine.numbers.exact import in_vectors, sigmoid
+from potluck.engine.numbers.exact import in_vectors, on_gpu, sigmoid
 from potluck.engine.numbers.matrix import (
     TILED,
     Matrix,
@@ -34,6 +34,10 @@ def negated(gate: Tensor, up: Tensor) -> Matrix:
 def gated(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     packed = product(x, weight, bias)
     half = packed.shape[1] // 2
+    if on_gpu(packed):
+        from potluck.engine.numbers import triton_kernels
+
+        return triton_kernels.gate(packed)
     if in_vectors(packed, half):
         from potluck.engine.numbers.kernels.rows import gate as compiled_gate
 

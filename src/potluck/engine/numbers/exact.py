@@ -84,6 +84,11 @@ def in_vectors(x: Tensor, width: int) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32 and width % LANE == 0 and x.stride(-1) == 1
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Whether `x` is for triton_kernels.py."""
+    return x.is_cuda
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension, with half the calls of torch's own."""
     if x.dim() == 2 and in_vectors(x, x.shape[1]):
@@ -92,6 +97,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         norm(*x.shape, x.data_ptr(), 4 * x.stride(0), weight.data_ptr(), eps, out.data_ptr())
         return out
+    if x.dim() == 2 and on_gpu(x):
+        from potluck.engine.numbers import triton_kernels
+
+        return triton_kernels.norm(x, weight, eps)
     if x.dtype != torch.float32:
         # torch's own takes a weight of the last dimension only; here each head may have its own.
         own = weight if weight.dim() == 1 else None

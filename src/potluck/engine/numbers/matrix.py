@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from potluck.engine.numbers.exact import PLAIN, RowPadding, filling_for, multiply, rms_norm
+from potluck.engine.numbers.exact import PLAIN, RowPadding, filling_for, multiply, on_gpu, rms_norm
 
 ROWS, DEPTH, PARTS, WIDE, STRIP = 16, 32, 3, 4, 64
 """As in kernels/products.py, which is slow to load and not needed with a GPU."""
@@ -97,7 +97,7 @@ def _have_tiles() -> bool:
 def across(weight: Tensor) -> Matrix:
     """A matrix as `product` wants it: [in, out], from [out, in] as it is stored."""
     if weight.device.type != "cpu":
-        return weight.T
+        return weight.contiguous().T  # a slice of wider rows is not aligned, and several times as slow
     if weight.dtype == torch.float32 and weight.shape[1] % DEPTH == 0:
         short = weight.bfloat16()
         if torch.equal(short.float(), weight) and _have_tiles():
@@ -128,13 +128,15 @@ def product(x: Tensor, weight: Matrix, bias: Tensor | None = None, *, norm: Norm
 
 
 def add_product(residual: Tensor, x: Tensor, weight: Matrix) -> Tensor:
-    """residual + x @ weight."""
+    """residual + x @ weight; on a GPU in place."""
     if isinstance(weight, TiledMatrix):
         if weight.width == weight.padded:
             return weight.product(x, None, residual)
         return weight.product(x, None, None).add_(residual)
     if isinstance(weight, PaddedMatrix):
         return multiply(x, weight.weight, weight.filling, residual)
+    if on_gpu(x):
+        return residual.addmm_(x, weight)
     return torch.addmm(residual, x, weight)
 
 
