@@ -20,7 +20,8 @@ from potluck.core.errors import InputError
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.engine.compute.executor import SequenceWork
 from potluck.engine.memory.block_tables import BlockTables
-from potluck.engine.memory.kv_cache import TILE_TOKENS, KeyLocations, LayerCaches
+from potluck.engine.memory.kv_cache import LayerCaches
+from potluck.engine.numbers import TILE_TOKENS, KeyLocations
 from potluck.engine.numbers.exact import HALF, LANE, LONGEST_SUM, PART, cut_of, next_cut, padded_columns
 
 MOST_PADDING = 2.0
@@ -114,12 +115,14 @@ class PackedTokens:
 
     @classmethod
     def of(cls, works: Sequence[SequenceWork]) -> PackedTokens:
-        sizes = [len(work.tokens) for work in works]
-        firsts = np.concatenate(([0], np.cumsum(sizes)))
-        tokens = np.fromiter(chain.from_iterable(work.tokens for work in works), np.int64, firsts[-1])
-        starts = np.array([work.start for work in works]) - firsts[:-1]
-        positions = np.arange(firsts[-1]) + np.repeat(starts, sizes)
-        return cls(works, sizes, firsts, tokens, np.array([work.row for work in works]), positions)
+        count, sizes = len(works), [len(work.tokens) for work in works]
+        firsts = np.zeros(count + 1, np.int64)
+        np.array(sizes).cumsum(out=firsts[1:])
+        tokens = np.fromiter(chain.from_iterable([work.tokens for work in works]), np.int64, firsts[-1])
+        rows = np.fromiter([work.row for work in works], np.int64, count)
+        starts = np.fromiter([work.start for work in works], np.int64, count)
+        positions = np.arange(firsts[-1]) + np.repeat(starts - firsts[:-1], sizes)
+        return cls(works, sizes, firsts, tokens, rows, positions)
 
     def slots(self, table: np.ndarray) -> np.ndarray:
         blocks, places = np.divmod(self.positions, BLOCK_TOKENS)

@@ -11,7 +11,6 @@ requests. `StepGraphs` replays small steps as CUDA graphs; `LocalExecutor` is a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -35,10 +34,11 @@ from potluck.engine.compute.batch_layout import (
 )
 from potluck.engine.compute.executor import RunnerSize, SequenceWork
 from potluck.engine.memory.block_tables import BlockTables
-from potluck.engine.memory.kv_cache import TILE_TOKENS, LayerCaches, groups_of
+from potluck.engine.memory.kv_cache import LayerCaches, groups_of
 from potluck.engine.model.checkpoint import LayerLoader, WeightSource, fingerprint, parted
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.model.stack import OnLayer, Stack
+from potluck.engine.numbers import TILE_TOKENS
 from potluck.engine.numbers.exact import exactness
 
 
@@ -95,6 +95,8 @@ class Runner:
         """The first stage of a pipeline takes tokens, the others `hidden`, the states [tokens, hidden] that the stage
         before returned for the same works; there a work's tokens are only counted. The last stage returns logits
         [rows asked for, vocabulary], work by work; the others hidden states."""
+        if self.device.index:
+            torch.cuda.set_device(self.device)  # where kernels are launched, of this thread
         check(works, self.tables)
         if self.stack.embeds:
             self._check_tokens(works)
@@ -153,29 +155,28 @@ def recordable(model: Model, first: int, last: int) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    numbers: Tensor
-    """What a step is told, in one tensor."""
-    step: BatchLayout
-    logits: Tensor
-    graph: torch.cuda.CUDAGraph | None
-
-
 class StepGraphs:
     """Steps of a runner as CUDA graphs: recorded once for each shape, then replayed.
 
-    A graph's tensors stay where they are, so a step's numbers are copied into them in one go. Decode steps are filled
-    up to the next recorded number of sequences by repeating the last one, to no effect; steps with chunks by tokens
-    that nobody looks at, which linear layers could not tell from others. Without a GPU the same steps are run as they
-    are, to check by.
+    A graph's tensors stay where they are, so a step's numbers are copied into them in one go, and all graphs write
+    their logits to one place. Decode steps are filled up to the next recorded number of sequences by repeating the
+    last one, to no effect; steps with chunks by tokens that nobody looks at, which linear layers could not tell from
+    others. Without a GPU the same steps are run as they are, to check by.
     """
 
     def __init__(self, stack: Stack, cache: LayerCaches, taps: int) -> None:
         self._stack, self._cache, self._taps, self._device = stack, cache, taps, cache.device
-        self._recorded: dict[StepRoom, _Recorded] = {}
+        self._recorded: dict[StepRoom, tuple[BatchLayout, torch.cuda.CUDAGraph | None]] = {}
+        tables = cache.tables
+        self.most = min(COUNTS[-1], tables.rows)
+        self._sequences = next(count for count in COUNTS if count >= self.most)
+        groups = range(len(tables.groups))
+        of_tokens = (2 + len(groups)) * (MOST_TOKENS + self._sequences) + 3 * (self._sequences + SOME_TILES)
+        of_sequences = 4 + sum(2 + tables.table(group).shape[1] for group in groups)
+        size = of_tokens + (self._sequences + 1) * of_sequences
+        self._numbers = torch.zeros(size, dtype=torch.int64, device=self._device)
+        self._logits = torch.empty(0)
         self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
-        self.most = min(COUNTS[-1], cache.tables.rows)
 
     def takes(self, works: Sequence[SequenceWork]) -> bool:
         if len(works) > self.most:
@@ -187,18 +188,26 @@ class StepGraphs:
 
     def run(self, works: Sequence[SequenceWork]) -> Tensor:
         """Logits, work by work; good until the next call. The works are checked already."""
-        room = self._room(works)
-        order = sorted(range(len(works)), key=lambda i: len(works[i].tokens) > 1)
-        spare = 0 if room.tiles else room.works - len(works)
-        packed = PackedTokens.of([*(works[i] for i in order), *[works[-1]] * spare])
-        wanted = wanted_tokens(works, order, packed.firsts)
-        arrays = told(packed, self._cache.tables, wanted if room.tiles else NOTHING, room)
-        recorded = self._recorded.get(room) or self._record(room, arrays)
-        self._tell(recorded.numbers, arrays)
-        if recorded.graph is None:
-            return self._compute(recorded.step)[: len(wanted)]
-        recorded.graph.replay()
-        return recorded.logits[: len(wanted)]
+        room, wanted, count = self._room(works), NOTHING, len(works)
+        if room.tiles:
+            order = sorted(range(count), key=lambda i: len(works[i].tokens) > 1)
+            packed = PackedTokens.of([works[i] for i in order])
+            wanted = wanted_tokens(works, order, packed.firsts)
+            count = len(wanted)
+        else:
+            packed = PackedTokens.of([*works, *[works[-1]] * (room.works - count)])
+        arrays = told(packed, self._cache.tables, wanted, room)
+        whole = joined(arrays, self._device)
+        self._numbers[: len(whole)].copy_(whole, non_blocking=True)
+        if room not in self._recorded:
+            step = self._step(room, arrays)
+            self._recorded[room] = step, self._record(step) if self._device.type == "cuda" else None
+        step, graph = self._recorded[room]
+        if graph is None:
+            self._compute(step)
+        else:
+            graph.replay()
+        return self._logits[:count]
 
     @staticmethod
     def _room(works: Sequence[SequenceWork]) -> StepRoom:
@@ -207,27 +216,17 @@ class StepGraphs:
         tiles = sum(-(-size // TILE_TOKENS) for size in sizes if size > 1)
         if not tiles:
             return StepRoom(count, count, 0)
-        return StepRoom(
-            -(-sum(sizes) // SOME_TOKENS) * SOME_TOKENS, count, -(-tiles // SOME_TILES) * SOME_TILES
-        )
+        tokens = -(-sum(sizes) // SOME_TOKENS) * SOME_TOKENS
+        return StepRoom(tokens, count, -(-tiles // SOME_TILES) * SOME_TILES)
 
-    def _tell(self, numbers: Tensor, arrays: list[np.ndarray]) -> None:
-        whole = joined(arrays, self._device)
-        numbers[: len(whole)].copy_(whole, non_blocking=True)
-
-    def _record(self, room: StepRoom, arrays: list[np.ndarray]) -> _Recorded:
-        tables = self._cache.tables
-        blocks = room.works * sum(tables.table(group).shape[1] for group in range(len(tables.groups)))
-        size = sum(array.size + 1 for array in arrays[:-1]) + blocks
-        numbers = torch.zeros(size, dtype=torch.int64, device=self._device)
-        self._tell(numbers, arrays)
-        views = views_of(numbers, arrays)
-        views[-1] = numbers[views[-1].storage_offset() :]  # as many as there may be
-        step = BatchLayout(
+    def _step(self, room: StepRoom, arrays: list[np.ndarray]) -> BatchLayout:
+        views = views_of(self._numbers, arrays)
+        views[-1] = self._numbers[views[-1].storage_offset() :]  # as many as there may be
+        return BatchLayout(
             order=list(range(room.works)),
             tokens=views[0],
             positions=views[1],
-            groups=tuple(followed(views, tables, room.works)),
+            groups=tuple(followed(views, self._cache.tables, room.works)),
             linear=linear_step(views[2], [1] * room.works, self._taps) if self._taps else None,
             wanted=views[3] if room.tiles else None,
             begins=[],
@@ -236,28 +235,26 @@ class StepGraphs:
             rows=NOTHING,
             places=NOTHING,
         )
-        recorded = _Recorded(numbers, step, torch.empty(0), None)
-        if self._device.type == "cuda":
-            recorded = self._capture(recorded)
-        self._recorded[room] = recorded
-        return recorded
 
-    def _capture(self, recorded: _Recorded) -> _Recorded:
+    def _record(self, step: BatchLayout) -> torch.cuda.CUDAGraph:
         """Run the step once (what is compiled at first use must not be recorded), take its effect on states back,
         then record it."""
         before = [(kept.conv.clone(), kept.memory.clone()) for kept in self._cache.states]
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._compute(recorded.step)
+            self._compute(step)
         torch.cuda.current_stream().wait_stream(stream)
         for kept, (conv, memory) in zip(self._cache.states, before, strict=True):
             kept.conv.copy_(conv)
             kept.memory.copy_(memory)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._compute(recorded.step)
-        return replace(recorded, logits=logits, graph=graph)
+            self._compute(step)
+        return graph
 
-    def _compute(self, step: BatchLayout) -> Tensor:
-        return self._stack.logits(self._stack(self._stack.embed(step.tokens), step, self._cache, None))
+    def _compute(self, step: BatchLayout) -> None:
+        logits = self._stack.logits(self._stack(self._stack.embed(step.tokens), step, self._cache, None))
+        if not len(self._logits):
+            self._logits = logits.new_empty(self._sequences, logits.shape[1])
+        self._logits[: len(logits)] = logits

@@ -7,7 +7,6 @@ state per sequence: a matrix per head and the last inputs of the short convoluti
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,35 +53,6 @@ class Pages:
             self.keys[slots // BLOCK_TOKENS, :, :, slots % BLOCK_TOKENS] = keys
             rows = rows[:, size:]
         self.entries.index_copy_(0, slots, rows)
-
-
-TILE_TOKENS = 128
-"""Of a chunk, that go together through the keys they see."""
-
-
-class Heads(NamedTuple):
-    """Key heads, with so many queries to each."""
-
-    groups: int
-    heads: int
-    dim: int
-
-
-@dataclass(frozen=True, slots=True)
-class KeyLocations:
-    """Where the keys are that each packed query looks at, for kernels that read pages where they lie."""
-
-    blocks: Tensor
-    """Tables of the sequences, one after the other."""
-    starts: Tensor
-    """Of each sequence: where its table begins."""
-    positions: Tensor
-    """Of each query: it sees itself and what is before."""
-    singles: tuple[int, Tensor]
-    """Leading queries that are their sequence's only one: how many at most, and how many there are."""
-    tiles: Tensor
-    """[tiles, 3] of the others: sequence, first query, number of queries."""
-    window: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ from torch import Tensor
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import FullAttention, LatentAttention
 from potluck.engine.compute.batch_layout import AttentionCall, BatchLayout
-from potluck.engine.memory.kv_cache import Heads, Kept, KeyLocations, Pages
+from potluck.engine.memory.kv_cache import Kept, Pages
 from potluck.engine.model.checkpoint import LayerLoader
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.model.rope import RopeAngles, halves_apart, latent_sharpness, turn
+from potluck.engine.numbers import Heads, KeyLocations
 from potluck.engine.numbers.exact import LANE, chunk_attention, on_gpu, per_head, rms_norm, sigmoid
 from potluck.engine.numbers.matrix import Norm, across, add_product, over_threads, product, thread_count
 

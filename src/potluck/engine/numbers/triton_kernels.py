@@ -16,7 +16,7 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
 from potluck.core.state.facts import BLOCK_TOKENS
-from potluck.engine.memory.kv_cache import TILE_TOKENS, Heads, KeyLocations
+from potluck.engine.numbers import TILE_TOKENS, Heads, KeyLocations
 
 LEAST = 16
 """Rows and columns of a product on tensor cores, filled up where there are fewer."""
@@ -44,6 +44,11 @@ class Tile(NamedTuple):
 @cache
 def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _room(size: int) -> int:
@@ -144,23 +149,38 @@ def _place(packed, stride, queries, entries, where, eps, shape: tl.constexpr):  
 def attend(queries: Tensor, entries: Tensor, where: KeyLocations, shape: Heads, scale: float) -> Tensor:
     """[tokens, G x heads x dim] queries over pages to the same."""
     out = torch.empty_like(queries)
-    wide, windowed = queries.dtype == torch.float32, where.window is not None
-    width = _room(shape.dim)
-    (singles, count), tiles = where.singles, where.tiles.shape[0]
+    (singles, count), tiles, windowed = where.singles, where.tiles.shape[0], where.window is not None
     places = (where.blocks, where.starts, where.positions, where.tiles, count)
     given = (queries, entries, places, out, (scale * LOG2_E, where.window or 0))
-    if singles:
-        splits = WAVES * processors(queries.device) // (singles * shape.heads)
-        splits = min(1 << max(splits, 1).bit_length() - 1, MOST_SPLITS)
-        size = Tile(_room(shape.groups), 16 if wide else 32, width, splits, windowed)
-        _attend_singles(given, singles, shape, size)
-    if tiles:
-        # With many tiles there are programs enough for larger ones.
-        rows = max(32 if wide else 256 if tiles >= 16 and width <= 128 else 128, _room(shape.groups))
-        size = Tile(rows, 16 if wide else 64, width, -(-TILE_TOKENS // (rows // shape.groups)), windowed)
-        how = {"num_warps": 8, "num_stages": 2 if wide else 3}
-        _chunks[(shape.heads, tiles * size.parts)](*given, shape, size, **how)
+    if tiles and singles:  # the one waits for memory, the other computes: side by side
+        beside, now = _beside(queries.device), torch.cuda.current_stream()
+        beside.wait_stream(now)
+        with torch.cuda.stream(beside):
+            _attend_chunks(given, tiles, shape, windowed)
+        _attend_singles(given, singles, shape, windowed)
+        now.wait_stream(beside)
+    elif tiles:
+        _attend_chunks(given, tiles, shape, windowed)
+    else:
+        _attend_singles(given, singles, shape, windowed)
     return out
+
+
+Given = tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor, tuple[float, int]]
+
+
+def _attend_chunks(given: Given, tiles: int, shape: Heads, windowed: bool) -> None:
+    wide, width = given[0].dtype == torch.float32, _room(shape.dim)
+    rows, keys = (
+        256 if tiles >= 16 else 128,
+        64,
+    )  # with many tiles there are programs enough for larger ones
+    if wide or width > 128:  # what smaller GPUs have room for
+        rows, keys = (32, 16) if wide else (64, 32)
+    rows = max(rows, _room(shape.groups))
+    size = Tile(rows, keys, width, -(-TILE_TOKENS // (rows // shape.groups)), windowed)
+    how = {"num_warps": 8, "num_stages": 2 if wide else 3}
+    _chunks[(shape.heads, tiles * size.parts)](*given, shape, size, **how)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -235,18 +255,19 @@ def _look(query, pages, at, state, masked: tl.constexpr, shape: tl.constexpr, si
     return new, total * shrink + tl.sum(weight, 1), result
 
 
-Given = tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor, tuple[float, int]]
-
-
-def _attend_singles(given: Given, singles: int, shape: Heads, size: Tile) -> None:
+def _attend_singles(given: Given, singles: int, shape: Heads, windowed: bool) -> None:
     queries, entries, places, out, factors = given
-    count, splits = singles * shape.groups * shape.heads, size.parts
+    wide, count = queries.dtype == torch.float32, singles * shape.groups * shape.heads
+    splits = WAVES * processors(queries.device) // (singles * shape.heads)
+    splits = min(max(splits, 1), MOST_SPLITS)
+    parts = MOST_SPLITS if splits > 1 else 1  # not the number itself, for which each would be compiled anew
+    size = Tile(_room(shape.groups), 16 if wide else 32, _room(shape.dim), parts, windowed)
     if splits > 1:
         out = torch.empty(count * splits, size.width + 2, device=out.device, dtype=torch.float32)
-    how = {"num_warps": 4 if size.keys == 16 else max(size.width // 128, 1), "num_stages": 4}
+    how = {"num_warps": 4 if wide else max(size.width // 128, 1), "num_stages": 4}
     _singles[(singles, shape.heads, splits)](queries, entries, places, out, factors, shape, size, **how)
     if splits > 1:
-        _combine[(count,)](out, given[3], places[4], factors[0], shape, size)
+        _combine[(count,)](out, given[3], (places[4], splits), factors[0], shape, size)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -256,7 +277,7 @@ def _singles(queries, entries, where, out, factors, shape: tl.constexpr, size: t
     rows: tl.constexpr = size.rows
     keys: tl.constexpr = size.keys
     width: tl.constexpr = size.width
-    splits: tl.constexpr = size.parts
+    splits = tl.num_programs(2)
     sequence, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     if sequence >= tl.load(singles):
         return
@@ -273,7 +294,7 @@ def _singles(queries, entries, where, out, factors, shape: tl.constexpr, size: t
     state = _nothing(rows, width)
     for start in range(begin, tl.minimum(begin + share, last + 1), keys):
         state = _look(query, pages, (start, own, last, scale, window), state, True, shape, size)
-    if splits == 1:
+    if size.parts == 1:
         result = (state[2] / state[1][:, None]).to(out.dtype.element_ty)
         tl.store(out + which[:, None] * shape.dim + column[None, :], result, mask=inside)
     else:
@@ -284,12 +305,14 @@ def _singles(queries, entries, where, out, factors, shape: tl.constexpr, size: t
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _combine(parts, out, singles, scale, shape: tl.constexpr, size: tl.constexpr):  # type: ignore[no-untyped-def]
+def _combine(parts, out, counts, scale, shape: tl.constexpr, size: tl.constexpr):  # type: ignore[no-untyped-def]
     which, column, split = tl.program_id(0).to(tl.int64), tl.arange(0, size.width), tl.arange(0, size.parts)
+    singles, splits = counts
     if which >= tl.load(singles) * (shape.groups * shape.heads):
         return
-    part = parts + (which * size.parts + split) * (size.width + 2)
-    most, total = tl.load(part + size.width), tl.load(part + size.width + 1)
+    part = parts + (which * splits + split) * (size.width + 2)
+    most = tl.load(part + size.width, mask=split < splits, other=HIDDEN)
+    total = tl.load(part + size.width + 1, mask=split < splits, other=0.0)
     share = tl.exp2((most - tl.max(most)) * scale)
     inside = (column < shape.dim)[None, :] & (total > 0)[:, None]
     result = tl.load(part[:, None] + column[None, :], mask=inside, other=0.0)
