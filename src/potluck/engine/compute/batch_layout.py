@@ -82,8 +82,6 @@ class LinearStep:
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    order: list[int]
-    """Works in the order in which their tokens are packed."""
     tokens: Tensor
     positions: Tensor
     groups: tuple[GroupStep, ...]
@@ -219,7 +217,6 @@ def lay_out(works: Sequence[SequenceWork], cache: LayerCaches, taps: int) -> Bat
         if cache.in_pieces(group):
             steps[group] = replace(steps[group], pieces=tuple(_Calls(cache, group).all(packed)))
     return BatchLayout(
-        order=order,
         tokens=numbers[0],
         positions=numbers[1],
         groups=tuple(steps),

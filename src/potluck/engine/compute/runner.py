@@ -223,7 +223,6 @@ class StepGraphs:
         views = views_of(self._numbers, arrays)
         views[-1] = self._numbers[views[-1].storage_offset() :]  # as many as there may be
         return BatchLayout(
-            order=list(range(room.works)),
             tokens=views[0],
             positions=views[1],
             groups=tuple(followed(views, self._cache.tables, room.works)),
