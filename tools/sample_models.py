@@ -75,7 +75,7 @@ def scaled(rope: Values) -> Values:
 VARIANTS: dict[str, tuple[str, Values]] = {
     "llama-llama3-rope": ("llama", {"rope_parameters": scaled(LLAMA3)}),
     "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    "mistral-window": ("mistral", {"sliding_window": 20}),
+    "mistral-window": ("mistral", {"sliding_window": 20, "head_dim": 16}),
     "phi3-longrope": (
         "phi3",
         {

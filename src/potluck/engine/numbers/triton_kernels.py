@@ -247,7 +247,8 @@ def _look(query, pages, at, state, masked: tl.constexpr, shape: tl.constexpr, si
             seen &= key[None, :] > own[:, None] - window
         score = tl.where(seen, score, HIDDEN)
     new = tl.maximum(most, tl.max(score, 1))
-    weight = tl.exp2(score * scale - (new * scale)[:, None])
+    # Not score x scale - new x scale: fused, and rounded once, that is far above 0 where both are HIDDEN.
+    weight = tl.exp2((score - new[:, None]) * scale)
     shrink = tl.exp2((most - new) * scale)
     here += shape.heads * shape.dim
     v = tl.load(here) if plain else tl.load(here, mask=wanted, other=0.0)
