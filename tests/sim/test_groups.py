@@ -189,6 +189,7 @@ PROBLEM = PlanningProblem(
     (model_demand("m", models.model("Llama-3.1-8B"), SLO, TRAFFIC),),
     REGIONS,
     (nodes.node_type("1xL4"), nodes.node_type("1xA10")),
+    complexity_share=0.05,  # as specs have it: of plans that cost the same, the one of smaller copies
 )
 
 
