@@ -57,8 +57,9 @@ def plan_html(problem: PlanningProblem, plan: Plan, reasons: Explanation | None)
             for value in reasons.nodes
         ]
         parts.append(table_section("What binds", ("node", "rented", "price", "one more saves"), nodes))
-    if risks := [tuple(map(escape, risk)) for risk in risk_lines(problem, plan)]:
-        parts.append(table_section("What it depends on", ("model", "line"), risks))
+    risks = [f"<p><b>{escape(model)}</b>: {escape(line)}.</p>" for model, line in risk_lines(problem, plan)]
+    if risks:
+        parts.append(f"<section><h2>What it depends on</h2>{''.join(risks)}</section>\n")
     words = f"{proof}; {percent(plan.fraction)} of the demand is served"
     head = f"<header><h1>{escape(title)}</h1><p>{escape(words)}</p></header>"
     return sheet(title, f"{STYLE}{head}\n<main>\n{''.join(parts)}</main>\n")
