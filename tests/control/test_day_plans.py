@@ -14,6 +14,7 @@ from test_controller import PLAN, World
 from potluck.cli.main import run
 from potluck.control.plan_requests import DAY_S, DayPlans
 from potluck.control.state_store import StateStore
+from potluck.core.errors import InputError
 from potluck.core.values.plan import Deployment, Plan, plan_to_json
 
 NOON = datetime(2026, 1, 15, 12, 0)
@@ -66,10 +67,23 @@ def test_a_plan_is_put_into_force_once_and_what_is_set_by_hand_holds(world: Worl
     world.now_s = NOON.replace(hour=23).timestamp()
     world.turns(controller, 3)
     assert len(world.gateway.plans) == 2
-    assert any(
-        item.kind == "advice" and "from 23:00 on is due; what was set by hand holds" in item.why
-        for item in store.happenings()
-    )
+    (advice,) = (item.why for item in store.happenings() if item.kind == "advice")
+    assert advice == "the plan from 23:00 on is due; what was set by hand holds"
+
+
+def test_a_plan_that_the_gateway_does_not_take_is_tried_again_and_leaves_nothing_behind(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise InputError("plan", "is not for this fleet")
+
+    world.now_s, taken = NOON.timestamp(), world.gateway.set_plan
+    monkeypatch.setattr(world.gateway, "set_plan", refuse)
+    world.turns(controller := world.controller(day=DAY), 5)
+    assert [reason for _, reason in StateStore(world.path).versions()] == ["begin"]
+    monkeypatch.setattr(world.gateway, "set_plan", taken)
+    world.turns(controller, 2)
+    assert StateStore(world.path).versions(1)[0][1] == "schedule: from 06:30 on"
 
 
 @pytest.fixture
@@ -96,6 +110,10 @@ def test_a_schedule_is_read_before_anything_is_started(
     (day / "plan-0600.json").write_text(plan_to_json(PLAN))
     assert run(["up", str(day / "plan-0600.json"), str(spec), "--schedule", str(day)]) == 2
     assert "--schedule: has the plans" in capsys.readouterr().err
+    (day / "plan-2460.json").write_text(plan_to_json(PLAN))
+    assert run(["up", str(spec), "--schedule", str(day)]) == 2
+    assert "24:60 is no time of day" in capsys.readouterr().err
+    (day / "plan-2460.json").unlink()
     (day / "plan-0700.json").write_text("{}")
     assert run(["up", str(spec), "--schedule", str(day)]) == 2
     assert "plan-0700.json" in capsys.readouterr().err

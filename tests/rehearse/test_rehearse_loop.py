@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import product
+from unittest.mock import Mock
 
 import pytest
 from rehearse_builders import OFFERS, SETTINGS, a_problem, a_traffic, a_trial, melange
@@ -16,7 +17,7 @@ from potluck.core.values.service import CLASSES
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.plan.assemble.even_shares import evened
 from potluck.plan.problem import PlanningProblem, model_demand
-from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.strategies.template_factory import allocated
 from potluck.plan.verify import verify
 from potluck.rehearse.evidence import Evidence, evidence_of
@@ -271,18 +272,13 @@ def test_a_plan_of_such_pipelines_runs_as_planned() -> None:
 def test_a_large_plan_is_searched_in_few_trials(needed: float) -> None:
     """With a hundred copies a trial is dear: a share more of all columns, then halfway back, and no solve between."""
     problem = a_problem(a_traffic(rate_per_s=800.0), offers={"1xL40S": (1.9, 400), "1xL4": (0.7, 400)})
-    judge, solves = needing(problem, {"chat": needed}), []
-
-    def counted(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-        solves.append(factory)
-        return melange(factory, settings)
-
-    result = rehearse(TemplateFactory(problem), counted, SETTINGS, judge, RehearsalRules(most_plans=12))
+    judge, solve = needing(problem, {"chat": needed}), Mock(side_effect=melange)
+    result = rehearse(TemplateFactory(problem), solve, SETTINGS, judge, RehearsalRules(most_plans=12))
     assert result.chosen is not None
     averages_usd = result.averages.plan.cost_usd_per_h
     assert sum(deployment.count for deployment in result.chosen.plan.deployments) > 40
     assert result.chosen.cost_usd_per_h <= averages_usd * needed * 1.04
-    assert len(solves) == 1
+    assert solve.call_count == 1
     assert_each_once(result)
 
 

@@ -195,14 +195,11 @@ def test_what_was_taken_on_is_answered_while_capacity_is_left(
     assert (result.records.outcome != REFUSED).all()
 
 
-@pytest.mark.parametrize("kind", ["closed", "apart"])
-def test_only_replicas_with_a_change_are_asked_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_replicas_with_a_change_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who had no room is not asked again until something changes there, and all goes as if everybody were asked."""
     if not (capacity.__file__ or "").endswith(".py"):
         pytest.skip("compiled: its methods cannot be counted")
-    plan = closed_plan((alone(FAST, 24.0), "east", 5))
-    if kind == "apart":
-        plan = flow_plan((prefill_only(), "east", 4), (decode_only(), "east", 4))
+    plan = flow_plan((prefill_only(), "east", 4), (decode_only(), "east", 4))
     load, asked = chat(400.0, 8.0), [0, 0]
     plain = capacity.ReplicaCapacity.fits
 
@@ -221,4 +218,4 @@ def test_only_replicas_with_a_change_are_asked_again(kind: str, monkeypatch: pyt
     for name in ("outcome", "first_token_s", "finish_s"):
         assert np.array_equal(getattr(first.records, name), getattr(second.records, name), equal_nan=True)
     assert (first.records.outcome == REFUSED).any()
-    assert asked[0] <= (0.7 if kind == "apart" else 1.0) * asked[1]
+    assert asked[0] <= 0.7 * asked[1]

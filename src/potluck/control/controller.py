@@ -23,7 +23,7 @@ from potluck.control.accounts import Accounts
 from potluck.control.control_values import Launcher
 from potluck.control.decision_history import DecisionHistory, ObservedSpeeds, gist
 from potluck.control.gateway_client import GatewayAway, GatewayClient, wants_of
-from potluck.control.manual_changes import KeptCordons, is_by_hand, leave, leaving
+from potluck.control.manual_changes import KeptCordons, is_by_hand, leave, leaving, put_plan
 from potluck.control.market import MarketSource
 from potluck.control.plan_requests import DayPlans, Planner, PlanRequests
 from potluck.control.reconciler import LINGER_S, START_S, ReconcilerMemory, StuckReplica, step, stuck
@@ -347,11 +347,14 @@ class Controller:
             self._note_once("schedule", "advice", f"the plan from {begin} on is due; {held}")
             return
         if newest is None or newest.plan.deployments != plan.deployments:
-            try:
-                self.change_plan(plan, f"schedule: from {begin} on")
+            reason = f"schedule: from {begin} on"
+            try:  # tried again at the next turn, so one that is not taken leaves no version behind
+                version = put_plan(self._store, self._gateway.set_plan, plan, reason, self._clock())
             except PotluckError as error:
                 self._note_once("schedule", "schedule", str(error))
                 return
+            self.learn(plan)
+            self._note("plan", f"version {version}, ${plan.cost_usd_per_h:.2f}/h", reason)
         self._store.set(SCHEDULED, begin)
 
     def change_plan(self, plan: Plan, reason: str) -> int:

@@ -193,6 +193,10 @@ def scheduled(folder: Path, paths: tuple[Path, ...]) -> tuple[DayPlans, tuple[Pa
     plans, spec = [], read_one_spec(paths)
     for path in sorted(folder.glob(plan_file("[0-9][0-9]:[0-9][0-9]"))):
         hour, minute = int(path.stem[-4:-2]), int(path.stem[-2:])
+        if hour > 23 or minute > 59:
+            raise InputError(
+                "--schedule", f"{path}: {hour:02d}:{minute:02d} is no time of day; rename the file"
+            )
         plan = read_plan(path)
         require_runnable(plan, spec, str(path))
         plans.append((hour * 3600 + minute * 60, plan))

@@ -248,6 +248,8 @@ def up(paths: tuple[Path, ...], attach: Path | None, **options: Any) -> None:
     if attach is None:
         _up(paths, elsewhere, asked)
         return
+    if asked.schedule is not None:
+        raise InputError("--schedule", "is for engines that `up` starts itself; leave --attach out")
     from potluck.cli.up.attach import attach as attached
 
     attached(attach, paths, asked.port, asked.policy, asked.time_limit_s, asked.as_json)
