@@ -31,8 +31,7 @@ MOVED_IN = ("tools/accuracy", "tools/papers")
 """Parts of the package until they were found to be no part of the product; not counted with benchmarks and tools."""
 
 MOST_PARAMETERS = 7
-WIDE_FUNCTIONS = 64
-"""Functions that still take more; the goal is none."""
+WIDE_FUNCTIONS = 64  # Functions that still take more; the goal is none.
 MOST_IMPORTS = {"cli/planning/replan.py": 28, "cli/up/up.py": 34}
 """Modules of ours that one imports from: at most 25, but for these."""
 

@@ -19,8 +19,7 @@ from potluck.cli.main import run
 from potluck.control.local_stack import stop_all
 from potluck.control.state_store import StateStore
 
-WITHIN_S = 120.0
-"""For machines that have much else to do."""
+WITHIN_S = 120.0  # For machines that have much else to do.
 
 
 def chat_spec(slo: str, traffic: str, *nodes: str) -> str:

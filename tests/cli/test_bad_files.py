@@ -17,8 +17,7 @@ SPEC = chat_spec(
     "1xL40S, available: 4, price_usd_per_h: 1.5",
 )
 BAD = "there.file"
-HUGE_BYTES = 40 << 30
-"""Of a file without a block on the disk: more than fits into memory."""
+HUGE_BYTES = 40 << 30  # Of a file without a block on the disk: more than fits into memory.
 
 
 def _loop(path: Path) -> None:

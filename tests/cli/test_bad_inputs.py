@@ -40,8 +40,7 @@ NUMBERS = {
     "budget_usd_per_h": "250",
 }
 WRONG = ("-1", "many", "[1, 2]", ".nan", ".inf", "{a: 1}", '""', "1e999")
-LENGTHS = ("input", "output")
-"""What may be a distribution or a file's column, too."""
+LENGTHS = ("input", "output")  # What may be a distribution or a file's column, too.
 SPECS = [
     SPEC.replace(f"{field}: {value}", f"{field}: {wrong}", 1)
     for field, value in NUMBERS.items()

@@ -32,8 +32,7 @@ from potluck.control.state_store import VERSION, StateError, StateStore
 from potluck.core.errors import CapacityError, InputError, PotluckError, UnknownNameError
 from potluck.gateway.openai.keys import KeyRing, new_key
 
-HOUR = 480_000
-"""Of 2024."""
+HOUR = 480_000  # Of 2024.
 
 
 def line(hour: int = HOUR, **more: Any) -> str:

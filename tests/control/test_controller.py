@@ -65,8 +65,7 @@ class Killed(BaseException):
 
 @dataclass
 class Machine:
-    running: dict[str, str] = field(default_factory=dict)
-    """Name to state."""
+    running: dict[str, str] = field(default_factory=dict)  # Name to state.
     started: int = 0
     step_tokens: list[int] = field(default_factory=list)
     killed: list[str] = field(default_factory=list)
@@ -120,8 +119,7 @@ class Gateway:
     plans: list[Plan] = field(default_factory=list)
     away: bool = False
     mark: str | None = None
-    urls: bool = False
-    """Whether it says where replicas are reached."""
+    urls: bool = False  # Whether it says where replicas are reached.
     step_tokens: int = 0
     kill: list[str] = field(default_factory=list)
     drained: list[str] = field(default_factory=list)
@@ -167,8 +165,7 @@ class Gateway:
 class Fixed:
     plan: Plan | None
     asked: list[PlanRequest] = field(default_factory=list)
-    left: Plan | None = None
-    """What to do at once."""
+    left: Plan | None = None  # What to do at once.
 
     def first(self, asked: PlanRequest) -> PlanReply:
         return PlanReply(self.left, "what is left")

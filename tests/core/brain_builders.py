@@ -17,8 +17,7 @@ from potluck.core.values.types import Request, Role
 
 Phase = Literal["closed", "prefill", "decode"]
 SPLIT = SplitFacts(k_p=2.4e-4, b_p=0.004, k_ctxp=1.6e-6, k_ctxd=2.5e-7, b_c=0.032, chunk_tokens=512)
-SHORT_TOKENS = 2000
-"""The longest prompt of the first of two buckets."""
+SHORT_TOKENS = 2000  # The longest prompt of the first of two buckets.
 
 
 def template(
@@ -126,8 +125,7 @@ class World:
     ended: dict[str, str] = field(default_factory=dict)
     attempts: dict[str, int] = field(default_factory=dict)
     log: list[tuple[float, told.Event, tuple[act.Action, ...]]] = field(default_factory=list)
-    answers: bool = False
-    """Whether it says itself what is inquired after; else the test does."""
+    answers: bool = False  # Whether it says itself what is inquired after; else the test does.
     left: dict[str, int] = field(default_factory=dict)
     """Attempts that were abandoned, and how many tokens their users have."""
     now_s: float = 0.0

@@ -418,17 +418,13 @@ class Job:
     """What the driver knows of a request."""
 
     request: Request
-    attempt: int = -1
-    """The last one it was asked to run."""
-    run: act.Run | None = None
-    """That, while it runs."""
+    attempt: int = -1  # The last one it was asked to run.
+    run: act.Run | None = None  # That, while it runs.
     done: int = 0
     first: bool = False
-    streamed: int = 0
-    """Tokens that the user has."""
+    streamed: int = 0  # Tokens that the user has.
     fate: str = ""
-    ended: int = 0
-    """How many requests had come then."""
+    ended: int = 0  # How many requests had come then.
     last: told.RequestFinished | told.AttemptFailed | None = None
     """How the last attempt ended, to be told again when asked."""
 

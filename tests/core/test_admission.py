@@ -26,8 +26,7 @@ from potluck.core.values.service import RequestClass, Tenant, with_built_in
 from potluck.core.values.types import Request, Slo
 
 SLO = Slo(2.0, 0.06)
-PROMPT_S = 1e-4
-"""Seconds of a prompt token, as `brain_builders.facts` says."""
+PROMPT_S = 1e-4  # Seconds of a prompt token, as `brain_builders.facts` says.
 
 
 def promised(templates: tuple[Template, ...], batch: int = 8) -> FleetFacts:

@@ -35,8 +35,7 @@ COMBOS = build.plan((COMBO,), {("combo", "near"): 1}, {("combo", "near", "closed
 P, D0, D1 = (f"combo@near#0/{place}" for place in range(3))
 PAIR = build.template("pair", ("prefill", "mixed"), "pair", closed=(2.0, 2.0))
 PAIRS = build.plan((PAIR,), {("pair", "near"): 1}, {("pair", "near", "closed"): (1.0, 1.0)})
-CRONUS = Policy(split_overflow=False, low_decodes=False)
-"""To the letter of the paper."""
+CRONUS = Policy(split_overflow=False, low_decodes=False)  # To the letter of the paper.
 LOW, HIGH = "pair@near#0/0", "pair@near#0/1"
 
 

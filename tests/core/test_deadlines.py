@@ -14,8 +14,7 @@ from potluck.core.state.request_state import RequestState
 from potluck.core.values.types import Slo
 
 SLO = Slo(2.0, 0.06)
-PROMPT_S = 1e-4
-"""Seconds of a prompt token, as `brain_builders.facts` says."""
+PROMPT_S = 1e-4  # Seconds of a prompt token, as `brain_builders.facts` says.
 
 
 def made(count: int, policy: Policy | None = None, slo: Slo | None = SLO) -> World:

@@ -223,8 +223,7 @@ def test_stages_on_one_named_machine_count_it_once() -> None:
 
 # A route covers the prompt from token 0 without a gap, and exactly its last segment is open.
 
-LENGTH = 6
-"""Prompt tokens in the brute-force check; segments are drawn from 0 to here."""
+LENGTH = 6  # Prompt tokens in the brute-force check; segments are drawn from 0 to here.
 
 bounds = st.integers(0, LENGTH)
 segments = st.tuples(bounds, st.none() | bounds).filter(lambda pair: pair[1] is None or pair[0] < pair[1])

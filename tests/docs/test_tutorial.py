@@ -31,8 +31,7 @@ from potluck.control.state_store import StateStore
 from potluck.core.values.plan import Plan, plan_from_json
 
 TEXT = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
-WITHIN_S = 400.0
-"""For machines that have much else to do."""
+WITHIN_S = 400.0  # For machines that have much else to do.
 COLUMNS = "80"
 EXACT = ("potluck check ", "potluck plan ")
 """Commands that print the same whenever and wherever they are run."""

@@ -94,8 +94,7 @@ def greedy(engine: Runner, row: int, logits: Tensor, count: int) -> list[int]:
     return result
 
 
-EXACT = exactness(torch.device("cpu"), torch.float32, latent=True).holds
-"""What an engine would say here."""
+EXACT = exactness(torch.device("cpu"), torch.float32, latent=True).holds  # What an engine would say here.
 
 
 def same(one: Tensor, two: Tensor) -> bool:

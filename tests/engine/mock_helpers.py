@@ -32,8 +32,7 @@ A100 = nodes.node_type("A100")
 VOCAB = 500
 WORDS = Vocabulary(VOCAB, tuple(range(3, VOCAB)), 2)
 TIMER = roofline(LLAMA, A100, 1)
-FAST = 50.0
-"""So many times as fast as the GPU, where a test has to wait for it."""
+FAST = 50.0  # So many times as fast as the GPU, where a test has to wait for it.
 LLAMA_ON_A100 = MockModel(LLAMA, single(A100.name, 1, LLAMA.layer_count), (A100,), speed_up=FAST)
 
 

@@ -25,8 +25,7 @@ from potluck.engine.server.kv_connector import KvSettings
 from potluck.kv.peer_connections import ANY_PORT
 
 NAME = "tiny"
-TRIAL = KvSettings(fleet=(("127.0.0.1", ANY_PORT),))
-"""Caches may come from any engine of this machine."""
+TRIAL = KvSettings(fleet=(("127.0.0.1", ANY_PORT),))  # Caches may come from any engine of this machine.
 LETTERS = [chr(code) for code in range(0x20, 0x7F)] + [chr(code) for code in range(0xC0, 0x17F)]
 
 

@@ -38,8 +38,7 @@ from potluck.engine.numbers.exact import (
     together,
 )
 
-LENGTH = 600
-"""Beyond the places (256, 384, 512) where sums over the context are cut."""
+LENGTH = 600  # Beyond the places (256, 384, 512) where sums over the context are cut.
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,8 +19,7 @@ from potluck.engine.model.config import FAMILIES, EngineModelConfig
 from potluck.engine.model.stack import Stack
 from potluck.engine.numbers import exact
 
-NARROW = FullAttention(4, 2, 8, 8)
-"""Too narrow for the compiled kernels, so that pages lie as on a GPU."""
+NARROW = FullAttention(4, 2, 8, 8)  # Too narrow for the compiled kernels, so that pages lie as on a GPU.
 SHORT = FullAttention(4, 2, 8, 8, window=WINDOW)
 MODELS = {
     "full": stack((NARROW, DENSE), (NARROW, DENSE)),

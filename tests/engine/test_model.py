@@ -259,8 +259,7 @@ def test_every_key_that_is_read_was_tried() -> None:
         assert keys - changed - set(BASE) == set(), family
 
 
-TOKENS_AGAINST_TRANSFORMERS = 50
-"""More than twice the windows that are tried."""
+TOKENS_AGAINST_TRANSFORMERS = 50  # More than twice the windows that are tried.
 
 
 @pytest.mark.parametrize("name", SAMPLES)

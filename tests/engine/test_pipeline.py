@@ -432,8 +432,7 @@ def test_a_worker_that_is_there_again_has_its_place_again(
         executor.shutdown()
 
 
-WAIT_S = 60.0
-"""Nobody is given up because the machine has much else to do."""
+WAIT_S = 60.0  # Nobody is given up because the machine has much else to do.
 
 
 @pytest.fixture(scope="module")

@@ -277,8 +277,7 @@ async def test_same_tokens_share_under_the_same_salt_alone(kind: str) -> None:
 
 
 LOST_TOKENS, LOST_OUTPUT, LEAST = prompt(40), 24, 14
-ENDS = list(range(0, VOCAB, 3))
-"""So many that an answer ends soon once it may."""
+ENDS = list(range(0, VOCAB, 3))  # So many that an answer ends soon once it may.
 
 
 def drawn(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

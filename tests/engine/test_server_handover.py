@@ -392,8 +392,7 @@ async def test_a_receiver_that_fails_is_told_of_and_one_that_does_not_is_not() -
                 assert sent[-1]["code"] == "not_fetched"
 
 
-FETCHES = 2
-"""That an engine has at once."""
+FETCHES = 2  # That an engine has at once.
 RING_OUTPUT = 3
 
 

@@ -87,8 +87,7 @@ class Heard:
     choices: list[SampledToken] = field(default_factory=list)
     end: str | None = None
     refusal: Refuse | None = None
-    stop_after: int | None = None
-    """Where a stop string is found."""
+    stop_after: int | None = None  # Where a stop string is found.
     cached: int = 0
     on_tokens: Callable[[], None] | None = None
     relayed: bytes = b""

@@ -21,8 +21,7 @@ from potluck.gateway.values import AnswerSink, ChoiceRequest, RequestOutcome
 
 NAME, SERVER = "tiny", "elsewhere"
 LETTERS = [chr(code) for code in range(0x20, 0x7F)] + [chr(code) for code in range(0xC0, 0x17F)]
-END = 200
-"""A token that ends answers."""
+END = 200  # A token that ends answers.
 
 
 def letters() -> ModelTokenizer:

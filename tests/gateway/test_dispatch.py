@@ -388,8 +388,7 @@ STEPS = st.lists(
     ),
     max_size=60,
 )
-TROUBLES = 6
-"""At most so many, so that no request is sent more often than the Brain allows."""
+TROUBLES = 6  # At most so many, so that no request is sent more often than the Brain allows.
 
 
 @pytest.mark.parametrize("fleet_name", FLEETS)

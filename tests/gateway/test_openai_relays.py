@@ -184,8 +184,7 @@ def test_usage_is_that_told_last() -> None:
     assert tail.counts() == (11, 4, 8)
 
 
-ROOM = 490
-"""All prompts are short enough to be tokenised at once."""
+ROOM = 490  # All prompts are short enough to be tokenised at once.
 
 
 def scene_of(**fields: object) -> Scene:

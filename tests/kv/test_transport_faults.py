@@ -17,8 +17,7 @@ from potluck.kv.frames import PREFIX, Ack, ChunkPiece, Hello, TransferEnd, Trans
 
 CHUNKS = made(5, 8)
 RIGHT = {chunk.layer: plain(chunk) for chunk in CHUNKS}
-SLACK_S = 2.5
-"""For a busy machine; each deadline itself is well below."""
+SLACK_S = 2.5  # For a busy machine; each deadline itself is well below.
 
 _OPENING = len(frame(TransferOpening(bytes(16), ABOUT, SMALL.piece_bytes, False)))
 _HEAD = len(frame(ChunkPiece(0, CHUNKS[0], 16896, 0, 4096, (0, 0))))

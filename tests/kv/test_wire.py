@@ -324,8 +324,7 @@ def test_words_that_change_places_are_noticed(words: list[int], data: st.DataObj
     assert same == ((words[i] - words[j]) * (i - j) % 2**64 == 0)
 
 
-PLACE = 4
-"""Of the version in a frame."""
+PLACE = 4  # Of the version in a frame.
 
 
 def aged(raw: bytes) -> bytes:

@@ -40,8 +40,7 @@ class Line:
     base_s: float = 5e-3
     token_s: float = 2e-5
     context_s: float = 2e-8
-    crowd_s: float = 0.0
-    """Per squared decode: makes large batches serve less."""
+    crowd_s: float = 0.0  # Per squared decode: makes large batches serve less.
 
     @property
     def confidence(self) -> Confidence:

@@ -16,8 +16,7 @@ from potluck.plan.templates.combo import _batch, gpu_combos, served_per_s
 from potluck.plan.timing.rate_cache import unwritten
 from potluck.plan.verify import retimed, verify
 
-USD_PER_H = {"H800": 2.69, "A800-PCIe": 1.19, "H20": 1.50}
-"""Of one GPU: the paper's Table 1."""
+USD_PER_H = {"H800": 2.69, "A800-PCIe": 1.19, "H20": 1.50}  # Of one GPU: the paper's Table 1.
 
 
 def an_ask(

@@ -18,8 +18,7 @@ from potluck.plan.verify import verify
 
 SETTINGS = SolveSettings(time_limit_s=5.0)
 ONE_BUCKET = ((800, 150, 1.0),)
-SHOP = TemplateFactory(a_problem(an_ask(rate_per_s=5.0)))
-"""Its templates serve every rate."""
+SHOP = TemplateFactory(a_problem(an_ask(rate_per_s=5.0)))  # Its templates serve every rate.
 
 
 def busy(problem: PlanningProblem, plan: Plan) -> dict[tuple[str, str], float]:

@@ -23,8 +23,7 @@ NODES = ("1xL4", "1xL40S")
 MOST_NODES = 3
 STEP_LAYERS = 4
 """The reference tries every fourth split of the layers: fewer than there are, so it can only be worse."""
-SAFE = 1.01
-"""The library charges the head to every stage, which its choice of layers may cost."""
+SAFE = 1.01  # The library charges the head to every stage, which its choice of layers may cost.
 
 
 def partitions(nodes: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:

@@ -19,8 +19,7 @@ from potluck.plan.search.tabu import SearchLimits, SearchSettings, search
 from potluck.plan.search.workload import PeakCosts, Pool, PoolWorkload, uniform_pool
 
 KINDS = ("A5000", "RTX3090Ti", "A40", "L4")
-LOOSE = Slo(1e4, 0.06)
-"""Nobody misses the first token, so attained and served are the same."""
+LOOSE = Slo(1e4, 0.06)  # Nobody misses the first token, so attained and served are the same.
 
 
 def small(rate_per_s: float, slo: Slo | None = None) -> PoolWorkload:

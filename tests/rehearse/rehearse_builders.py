@@ -15,8 +15,7 @@ from potluck.sim.sim_settings import SimSettings as Running
 OFFERS = {"1xL40S": (1.9, 20), "1xA10G": (1.0, 20), "1xL4": (0.7, 20)}
 LENGTHS = (LengthBin(300, 60, 0.6), LengthBin(1200, 80, 0.4))
 SETTINGS = SolveSettings(time_limit_s=5.0)
-melange = STRATEGIES["melange"]
-"""Aggregated replicas only: quick to plan, quick to simulate."""
+melange = STRATEGIES["melange"]  # Aggregated replicas only: quick to plan, quick to simulate.
 
 
 def a_traffic(name: str = "chat", rate_per_s: float = 8.0) -> Traffic:

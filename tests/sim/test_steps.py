@@ -32,8 +32,7 @@ CASES = [
 ]
 
 
-Made = tuple[list[tuple[int, int, int]], int, int]
-"""Chunks, decodes, their contexts' sum."""
+Made = tuple[list[tuple[int, int, int]], int, int]  # Chunks, decodes, their contexts' sum.
 
 
 @cache

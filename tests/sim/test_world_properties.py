@@ -215,8 +215,7 @@ def test_the_fleets_are_what_they_are_called() -> None:
 MIXED = mixed().name + "@east"
 
 
-BLOCKS = 70
-"""For one prompt of 1,000 tokens at a time."""
+BLOCKS = 70  # For one prompt of 1,000 tokens at a time.
 
 
 class Along(Fixed):

@@ -45,8 +45,7 @@ class Pair:
     giver: dict[int, VllmLayer] = field(default_factory=lambda: layers(4))
     taker: dict[int, VllmLayer] = field(default_factory=lambda: layers(8))
     told: list[dict[str, object]] = field(default_factory=list)
-    mark: str = MARK
-    """Of the receiver's model."""
+    mark: str = MARK  # Of the receiver's model.
 
     def __post_init__(self) -> None:
         self.sender = KvSender(limits=SenderLimits(beat_s=0.05, lease_s=1.0))

@@ -23,8 +23,7 @@ from vllm_kit import (
 from potluck.core.values.kv_layout import KvLayout
 
 pytestmark = needs_vllm
-STATE_BYTES = LAYERS // 2 * 2 * HIDDEN * 4
-"""Of each convolution the two latest inputs."""
+STATE_BYTES = LAYERS // 2 * 2 * HIDDEN * 4  # Of each convolution the two latest inputs.
 TOKEN_BYTES = LAYERS // 2 * 2 * KV_HEADS * WIDTH * 4
 Trio = tuple[Instance, Instance, Instance]
 

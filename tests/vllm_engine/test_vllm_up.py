@@ -37,8 +37,7 @@ TOOL_FLAGS = (
     ),
 )
 UNITS = [("homogeneous", (role,), "near") for role in ("prefill", "prefill", "decode", "decode")]
-WITHIN_S = 420.0
-"""For machines that have much else to do."""
+WITHIN_S = 420.0  # For machines that have much else to do.
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", "Oslo"]}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},

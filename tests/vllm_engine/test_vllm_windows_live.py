@@ -15,8 +15,7 @@ from vllm_relay import Relay
 pytestmark = needs_vllm
 
 Pair = tuple[Instance, Instance]
-SMALL = ("--kv-cache-memory-bytes", str(4 << 20))
-"""Some 4,000 tokens: a dozen requests at once do not fit."""
+SMALL = ("--kv-cache-memory-bytes", str(4 << 20))  # Some 4,000 tokens: a dozen requests at once do not fit.
 
 
 @pytest.fixture(scope="module")

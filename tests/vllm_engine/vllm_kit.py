@@ -48,8 +48,7 @@ LLAMA: dict[str, object] = {
     "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
     "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
 }  # fmt: skip
-WINDOW = 50
-"""No multiple of a block."""
+WINDOW = 50  # No multiple of a block.
 GEMMA: dict[str, object] = LLAMA | {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh",
     "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
