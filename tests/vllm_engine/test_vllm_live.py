@@ -279,6 +279,19 @@ def test_a_running_vllm_is_measured_and_planned_with(trio: Trio, mortal: Adapter
     potluck("plan", str(SOURCE.parent / "examples" / "one-node.yaml"), "--profile", str(out), "--averages")
 
 
+def taken(giver: Embedded, taker: Instance, plain: Instance, tokens: list[int], cut: int) -> bool:
+    """Whether a vLLM took what an embedded engine computed; its answer is right in any case."""
+    before, handle = taker.sources(), secrets.token_urlsafe(32)
+    with ThreadPoolExecutor(1) as thread:
+        giving = thread.submit(giver.segment, tokens, stop=cut, handle=handle)
+        take = {"kv": giver.kv, "handle": handle, "stop": cut}
+        assert taker.ask(tokens, moves={"request": "s", "take": take}) == plain.ask(tokens)
+        came = taker.sources()["external_kv_transfer"] - before["external_kv_transfer"]
+        assert came in (0, cut)
+        assert not came or giving.result(60)[-1]["ended"] == "handed_on"
+    return came == cut
+
+
 def test_an_embedded_engine_and_vllm_hand_over_to_each_other(
     trio: Trio, model: Path, threads: ThreadPoolExecutor
 ) -> None:
@@ -287,14 +300,11 @@ def test_an_embedded_engine_and_vllm_hand_over_to_each_other(
     try:
         embedded.ready()
         for length, cut in ((100, 64), (300, 171), (700, 600)):
-            tokens = prompt(("to vLLM", length), length)
-            expected, before = plain.ask(tokens), first.sources()
-            handle = secrets.token_urlsafe(32)
-            giving = threads.submit(embedded.segment, tokens, stop=cut, handle=handle)
-            take = {"kv": embedded.kv, "handle": handle, "stop": cut}
-            assert first.ask(tokens, moves={"request": "s", "take": take}) == expected
-            assert first.sources()["external_kv_transfer"] - before["external_kv_transfer"] == cut
-            assert giving.result(60)[-1]["ended"] == "handed_on"
+            # What a sender is silent about for five seconds, as one may be on a busy machine, vLLM computes.
+            turns = (prompt(("to vLLM", length, turn), length) for turn in range(3))
+            assert any(taken(embedded, first, plain, tokens, cut) for tokens in turns), first.said(
+                "did not come"
+            )
             tokens = prompt(("from vLLM", length), length)
             handle = secrets.token_urlsafe(32)
             give = {"request": "s", "give": {"handle": handle, "stop": cut}}

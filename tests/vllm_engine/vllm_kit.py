@@ -266,6 +266,10 @@ class Instance:
         kinds = ("local_compute", "local_cache_hit", "external_kv_transfer")
         return {kind: self.metric(name, f'source="{kind}"') for kind in kinds}
 
+    def said(self, words: str) -> list[str]:
+        """The lines of its log with these words."""
+        return [line for line in self._log.read_text().splitlines() if words in line]
+
     def blocks_free(self) -> bool:
         running = self.metric("vllm:num_requests_running") + self.metric("vllm:num_requests_waiting")
         return running == 0 and self.metric("vllm:kv_cache_usage_perc") == 0
