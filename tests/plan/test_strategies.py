@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
 from potluck.core.values.plan import Charge, Deployment, plan_from_json, plan_to_json
+from potluck.core.values.service import ModelTerms
 from potluck.core.values.types import Link, Slo
 from potluck.plan.explain import (
     SURE_GAP,
@@ -167,11 +168,21 @@ def test_what_runs_already_is_kept_when_a_change_gains_less_than_it_costs() -> N
     assert kept.deployments == before.deployments
 
 
-def test_pins_are_kept() -> None:
+@pytest.mark.parametrize("name", ["chat: mixed 1xL40S tp1", "chat: prefill pipeline 1 1xA10G + 2 2xL4"])
+def test_pins_are_kept(name: str) -> None:
+    """Of pipelines too, and of those that nobody else would time."""
     factory = TemplateFactory(a_problem())
-    name = factory.mixed(factory.problem.asks[0])[0].name
     plan = STRATEGIES["auto"](factory, SolveSettings(pins=(Deployment(name, "east", 2),))).plan
     assert next(deployment.count for deployment in plan.deployments if deployment.template == name) >= 2
+
+
+def test_a_term_that_rules_nothing_out_changes_nothing() -> None:
+    east = {"1xA100": (2.71, 48), "2xRTX4090": (1.35, 48), "1xH100": (4.43, 24), "2xA100": (4.35, 24)}
+    ask = an_ask("big", "Llama-3.1-70B", 1.2, Slo(3.43, 0.103), ((2500, 200, 1.0),))
+    asks = [ask, replace(ask, terms=ModelTerms(max_copies=40))]
+    problems = [a_problem(each, offers={"east": east}) for each in asks]
+    plans = [STRATEGIES["auto"](TemplateFactory(problem), QUICK).plan for problem in problems]
+    assert plans[0].deployments == plans[1].deployments
 
 
 def test_remote_prefill_crosses_a_link_only_when_there_is_one() -> None:

@@ -44,17 +44,16 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     inside = pooled and problem.pool is not None
     made_in_turn(factory)
     groups = {ask.name: factory.groups(ask, settings) if inside else [] for ask in problem.asks}
-    bound = bool(settings.pins or settings.running or unsupported(problem))
-    tried = _rivals(factory, settings, bound=bound, pooled=pooled)
+    for pin in settings.pins:
+        factory.time_pipeline(pin.template)
+    tried = _rivals(factory, settings, pooled)
     first = settings.starts + tuple(each.plan for each in tried if each.plan.deployments)
     grow(factory, settings, _others(factory, groups))
-    if tried and tried[0].allocation.found and not bound:
+    if tried and tried[0].allocation.found:
         # Pipelines that might undercut single nodes are timed before all are weighed, rather than after.
         cost = tried[0].plan.total_usd_per_h
         grow(factory, settings, _others(factory, groups), cost, LATER_ROUNDS)
     templates = _with_pipelines(factory, _others(factory, groups))
-    if bound:
-        return allocated(factory, replace(settings, starts=first), "auto", templates)
     before_s = settings.left_s
     whole = allocated(factory, replace(settings.within(FIRST_SHARE), starts=first), "auto", templates)
     longer = factory.within(settings, settings.left_s - SOLVES_AGAIN * (before_s - settings.left_s))
@@ -79,28 +78,27 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     return replace(best, alternatives=tuple(each.plan for each in (whole, *tried) if each is not best))
 
 
-def _rivals(
-    factory: TemplateFactory, settings: SolveSettings, *, bound: bool, pooled: bool
-) -> list[PlanOutcome]:
+def _rivals(factory: TemplateFactory, settings: SolveSettings, pooled: bool) -> list[PlanOutcome]:
     """Plans over fewer columns, soon solved: where the program over all of them begins, and what it must not be worse
-    than. Pins and what runs bind only in plans over single nodes; the others pick copies by rules that know neither.
+    than. None has all columns that may be pinned, and those that pick copies by rules of their own know neither what
+    runs nor rows for terms.
     """
-    if settings.asking:
+    if settings.asking or settings.pins:
         return []
     single = {ask.name: factory.homogeneous(ask) for ask in factory.problem.asks}
     tried = [allocated(factory, settings.within(SINGLE_SHARE), "single", single)]
     if not tried[0].plan.deployments:  # many models and little time: a plan comes before a better one
         tried = [allocated(factory, settings.within(FALLBACK_SHARE), "single", single)]
-    if bound:
-        return tried
-    rivals = {**RIVALS, **({"thunderserve": thunderserve} if pooled else {})}
+    rivals = dict(RIVALS)
     if not factory.problem.engine.hands_over:
-        rivals = {name: rival for name, rival in rivals.items() if name not in ("coral", "prfaas")}
-    combos = sum(len(factory.combos(ask)) for ask in factory.problem.asks)
-    if combos * len(factory.problem.regions) > MOST_COMBOS:
-        slow = [name for name in rivals if name.startswith("cauchy")]
-        rivals = {name: rival for name, rival in rivals.items() if name not in slow}
-        factory.cut_short |= dict.fromkeys(slow, NOT_TRIED)
+        del rivals["prfaas"], rivals["coral"]
+    if not (settings.running or unsupported(factory.problem)):
+        combos = sum(len(factory.combos(ask)) for ask in factory.problem.asks)
+        if combos * len(factory.problem.regions) > MOST_COMBOS:
+            factory.cut_short |= dict.fromkeys(BY_RULES, NOT_TRIED)
+        else:
+            rivals |= BY_RULES
+        rivals |= {"thunderserve": thunderserve} if pooled else {}
     each = settings.within(RIVALS_SHARE)
     for place, (name, rival) in enumerate(rivals.items()):
         if each.late:
@@ -336,6 +334,8 @@ RIVALS: Mapping[str, Planner] = {
     "cronus": cronus,
     "prfaas": prfaas,
     "coral": coral,
+}
+BY_RULES: Mapping[str, Planner] = {
     "cauchy-mc": cauchy_mc,
     "cauchy-ce": cauchy_ce,
     "cauchy": cauchy_co,

@@ -221,6 +221,14 @@ class TemplateFactory:
 
         return self._once("pipeline", ask, make)
 
+    def time_pipeline(self, name: str) -> None:
+        """One of that name is among the pipelines from now on, whether or not it seems to be worth it."""
+        for ask in self.problem.asks:
+            table = self.shelves.get(ask.key)
+            if table is not None and " pipeline " in name and name.startswith(f"{ask.name}: "):
+                table.take(table.named(name))
+                self.made["pipeline", ask.key] = table.templates
+
     def aggregated(self, ask: ModelDemand) -> list[Template]:
         """Of the pipelines timed so far, again when there are more."""
         pipelines = self.pipelines(ask)

@@ -171,12 +171,26 @@ class PlacementTable:
         return replace(template, name=f"{template.name}, {layers} layers")
 
     def cheapest(self, prices: Floats, few: int) -> Integers:
-        """Per bucket and phase the `few` rows that do most for their price (of each node type, by offered order)."""
+        """Per bucket and phase the `few` rows that do most for their price, and the first of each node type alone:
+        what is best for both phases together is seldom best for one.
+        """
         cost = np.maximum(self.uses @ prices, 1e-9)
         asked = np.array([demand.rate_per_s for demand in self.ask.demands])[self.bucket]
         useful = np.minimum(self.per_s, np.maximum(asked, 1e-9) / self.problem.headroom)
         ranks = [np.where(self.open, -value / cost, 0.0) for value in (self.per_s, useful)]
-        return np.unique(np.concatenate([self._best(rank, rank, few, 0.0) for rank in ranks]))
+        chosen = [self._best(rank, rank, few, 0.0) for rank in ranks]
+        kind = np.where((self.uses > 0).sum(axis=1) == 1, self.uses.argmax(axis=1), -1)
+        for place in range(self.uses.shape[1]):
+            alone = np.where(kind == place, ranks[1], 0.0)
+            chosen.append(self._best(alone, alone, 1, 0.0))
+        return np.unique(np.concatenate(chosen))
+
+    def named(self, template: str) -> Integers:
+        """The rows of the nodes that a pipeline's name lists (`timed_template`)."""
+        listed = template.split(" pipeline ")[-1].split(", ")[0].split(" + ")
+        counts = dict(reversed(item.split(" ", 1)) for item in listed if " " in item)
+        uses = [int(counts.get(node.name, 0)) for node in self.problem.nodes]
+        return np.flatnonzero((self.uses == uses).all(axis=1))
 
     def worth(
         self,
