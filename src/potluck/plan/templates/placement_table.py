@@ -188,8 +188,10 @@ class PlacementTable:
     def named(self, template: str) -> Integers:
         """The rows of the nodes that a pipeline's name lists (`timed_template`)."""
         listed = template.split(" pipeline ")[-1].split(", ")[0].split(" + ")
-        counts = dict(reversed(item.split(" ", 1)) for item in listed if " " in item)
-        uses = [int(counts.get(node.name, 0)) for node in self.problem.nodes]
+        counts = {
+            node: int(count) for count, _, node in (item.partition(" ") for item in listed) if count.isdigit()
+        }
+        uses = [counts.get(node.name, 0) for node in self.problem.nodes]
         return np.flatnonzero((self.uses == uses).all(axis=1))
 
     def worth(
