@@ -155,7 +155,12 @@ single strategies together.
 
 
 def made_in_turn(factory: TemplateFactory) -> None:
-    """Make every kind for all models before the next, the most useful first: time may not suffice for all."""
+    """Make every kind for all models before the next, the most useful first: time may not suffice for all. Models
+    that fit on no single node have their pipelines before that.
+    """
+    for ask in factory.problem.asks:
+        if not factory.homogeneous(ask):
+            factory.pipelines(ask)
     makers = (factory.homogeneous, factory.combos, factory.pipelines, factory.pairs, factory.gpu_combos)
     for make in makers:
         for ask in factory.problem.asks:

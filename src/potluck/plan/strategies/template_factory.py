@@ -241,12 +241,12 @@ class TemplateFactory:
     def groups(self, ask: ModelDemand, settings: SolveSettings) -> list[Template]:
         """Groups of the pool's machines, found by search in each region.
 
-        The first search takes half of the time there is. Others, on a pool that lacks a machine or two, answer
-        what that would mean, and are short.
+        The first search takes half of the time there is. Others answer what it would mean to lack a machine or two,
+        or to have another engine, and are short.
         """
         key = f"group of {machines_key(self.problem)}"
         first = not any(kind.startswith("group of ") for kind, name in self.made if name == ask.key)
-        share = 0.5 if first else 0.1
+        share = 0.5 if first and not settings.asking else 0.1
 
         def make() -> list[Template]:
             made, search_results = search_groups(

@@ -83,7 +83,7 @@ def save(folder: Path | None, key: str, arrays: Arrays) -> bool:
     except OSError:
         Path(aside).unlink(missing_ok=True)
         return False
-    if key[-1] in "0f":  # one file in eight: to look at all of them takes longer than to write one
+    if key.endswith("00"):  # one file in 256: to look at all of them takes longer than to write many
         trim(folder)
     return True
 
