@@ -92,7 +92,9 @@ def _rivals(factory: TemplateFactory, settings: SolveSettings, pooled: bool) -> 
     rivals = dict(RIVALS)
     if not factory.problem.engine.hands_over:
         del rivals["prfaas"], rivals["coral"]
-    if not (settings.running or unsupported(factory.problem)):
+    if tried[0].plan.deployments and tried[0].plan.fraction <= 0:  # some model needs several nodes
+        rivals = {name: rival for name, rival in rivals.items() if rival is coral}
+    elif not (settings.running or unsupported(factory.problem)):
         combos = sum(len(factory.combos(ask)) for ask in factory.problem.asks)
         if combos * len(factory.problem.regions) > MOST_COMBOS:
             factory.cut_short |= dict.fromkeys(BY_RULES, NOT_TRIED)
