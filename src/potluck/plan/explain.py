@@ -15,7 +15,7 @@ from potluck.core.figures import digits
 from potluck.core.values.engine_abilities import UNLIMITED
 from potluck.core.values.layout import single
 from potluck.core.values.plan import Deployment, Plan, Prediction
-from potluck.core.values.types import NodeOffer, Region
+from potluck.core.values.types import NodeOffer
 from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.timers.roofline import check_tp
 from potluck.plan.assemble.term_rows import domains, offers_of
@@ -265,10 +265,7 @@ def _change(base: PlanOutcome, other: PlanOutcome) -> tuple[Answer, float | None
 
 
 def without_nodes(problem: PlanningProblem, region: str, node: str, available: int) -> PlanningProblem:
-    regions = tuple(
-        _changed(item, node, available) if item.name == region else item for item in problem.regions
-    )
-    return replace(problem, regions=regions)
+    return problem.with_nodes(lambda r, o: available if (r, o.node) == (region, node) else o.available)
 
 
 def describe(plan: Plan, model: str) -> tuple[str, ...]:
@@ -280,11 +277,6 @@ def describe(plan: Plan, model: str) -> tuple[str, ...]:
             short = template.name.split(": ", 1)[-1]
             result.append((-deployment.count, f"{deployment.count} x {short} in {deployment.region}"))
     return tuple(text for _, text in sorted(result))
-
-
-def _changed(region: Region, node: str, available: int) -> Region:
-    offers = tuple(replace(o, available=available) if o.node == node else o for o in region.offers)
-    return replace(region, offers=offers)
 
 
 def _model(

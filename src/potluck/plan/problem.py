@@ -7,7 +7,7 @@ of its requests, which preserve the tokens that pass through.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
@@ -19,7 +19,17 @@ from potluck.core.values.kv import LOSSLESS
 from potluck.core.values.layout import Pool
 from potluck.core.values.model import Format, Model, in_format
 from potluck.core.values.service import NO_TERMS, ModelTerms
-from potluck.core.values.types import DEFAULT_CLASS, Codec, LengthBin, Link, NodeType, Region, Slo, Traffic
+from potluck.core.values.types import (
+    DEFAULT_CLASS,
+    Codec,
+    LengthBin,
+    Link,
+    NodeOffer,
+    NodeType,
+    Region,
+    Slo,
+    Traffic,
+)
 from potluck.perf.memory import kv_bytes
 from potluck.perf.operators.layers import step_sums
 from potluck.perf.step_timer import Floats, steps
@@ -168,6 +178,16 @@ class PlanningProblem:
         named = (chosen.get(ask.name) if ask.formats else None for ask in self.asks)
         asks = (ask if n is None else ask.in_format(n) for ask, n in zip(self.asks, named, strict=True))
         return replace(self, asks=tuple(asks))
+
+    def with_nodes(self, count: Callable[[str, NodeOffer], int]) -> PlanningProblem:
+        """The problem with as many nodes of a region's offer as this says."""
+
+        def counted(region: Region) -> Region:
+            return replace(
+                region, offers=tuple(replace(o, available=count(region.name, o)) for o in region.offers)
+            )
+
+        return replace(self, regions=tuple(map(counted, self.regions)))
 
     def node(self, name: str) -> NodeType:
         return self.by_name[name]

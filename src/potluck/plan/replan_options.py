@@ -441,11 +441,8 @@ def _within(
     names = {template.name for template in templates}
     pins = tuple(deployment for deployment in left if deployment.template in names)
     held = replace(running, deployments=left).nodes
-    regions = tuple(
-        replace(r, offers=tuple(replace(o, available=held.get((r.name, o.node), 0)) for o in r.offers))
-        for r in problem.regions
-    )
-    inside = replace(problem, regions=regions, budget_usd_per_h=None)
+    inside = problem.with_nodes(lambda region, offer: held.get((region, offer.node), 0))
+    inside = replace(inside, budget_usd_per_h=None)
     return _solved(inside, templates, replace(settings, pins=pins, running=None), exactly=True)
 
 

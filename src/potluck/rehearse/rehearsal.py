@@ -16,6 +16,7 @@ cheapest of all that evidence supports, or, where plans, solves or requests run 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
@@ -367,14 +368,21 @@ class _PlanSearch:
         self.steps.append(step)
         return step
 
-    def offer(self, plan: Plan, made: str, factors: Mapping[str, float] | None = None) -> bool:
-        """Put a plan's parts into the pools; whether one of them is new."""
-        real = restored(plan, self.problem, factors) if factors else plan
+    def offer(
+        self,
+        plan: Plan,
+        made: str,
+        factors: Mapping[str, float] | None = None,
+        problem: PlanningProblem | None = None,
+    ) -> bool:
+        """Put a plan's parts into the pools; whether one of them is new. `problem`: of some models alone."""
+        problem = problem or self.problem
+        real = restored(plan, problem, factors) if factors else plan
         if not plan.deployments or (real.fraction < 1 and self.keys):
             return False
-        even = evened(self.problem, real, self.settings.time_limit_s, self.settings.clock)
+        even = evened(problem, real, self.settings.time_limit_s, self.settings.clock)
         parts = {}
-        for name in self.pools:
+        for name in [ask.name for ask in problem.asks if ask.name in self.pools]:
             asked = (factors or {}).get(name, 1.0)
             parts[name] = self._part(
                 even, name, made if abs(asked - 1) < 1e-3 else f"{made} for x {asked:.3g}"
@@ -384,7 +392,7 @@ class _PlanSearch:
             if part.key not in self.keys:
                 self.keys.add(part.key)
                 self.pools[name].append(part)
-        self.whole.append(parts)
+        self.whole += [parts] if len(parts) == len(self.pools) else []
         return len(self.keys) > before
 
     def _part(self, plan: Plan, name: str, made: str) -> ModelPart:
@@ -458,33 +466,64 @@ class _PlanSearch:
                 part.spare for part in self.pools[name] if part.spare < self.asked.get(name, 1.0) * GROWTH
             ]
             self.asked[name] = max([self.asked.get(name, 1.0), *known]) * (1.0 + STEP)
-        return self._planned(self.asked)
+        return self._planned(names, self.asked)
 
     def _solve_above(self, step: RehearsedPlan) -> None:
         """Plan for a little more than the parts that missed have capacity for: the next plan that is another one."""
         missed = [item.model for item in step.evidence if not item.suffices]
-        self._planned({name: step.parts[name].spare * (1.0 + STEP / 2) for name in missed})
+        self._planned(missed, {name: step.parts[name].spare * (1.0 + STEP / 2) for name in missed})
 
     def _solve_without(self, step: RehearsedPlan) -> None:
         """Plan without the columns of the parts that missed."""
         missed = {item.model for item in step.evidence if not item.suffices}
         names = {t.name for name in missed for t in step.parts[name].plan.templates}
-        self._planned({}, frozenset(names))
+        self._planned(missed, {}, frozenset(names))
 
-    def _planned(self, factors: Mapping[str, float], without: frozenset[str] = frozenset()) -> bool:
-        if self.solves >= self.rules.most_solves or self.rules.enough():
-            return False
-        self.solves += 1
-        self.factory.said("planning with headroom" if factors else "planning without what missed")
-        asked = {ask.name: factors.get(ask.name, 1.0) for ask in self.problem.asks}
-        shop = replace(self.factory, problem=scaled(self.problem, asked))
-        if without:  # what is made of the templates that are left is not for others
-            shop = replace(shop, without=without, made=dict(shop.made))
-        outcome = self.planner(shop, self.settings)
+    def _planned(
+        self, names: Collection[str], factors: Mapping[str, float], without: frozenset[str] = frozenset()
+    ) -> bool:
+        """Plan some models anew on what the others leave of the fleet; all of them where that does not suffice."""
+        apart = self._apart(names)
+        for problem in (apart, self.problem) if len(names) < len(self.pools) else (self.problem,):
+            if self.solves >= self.rules.most_solves or self.rules.enough():
+                return False
+            self.solves += 1
+            self.factory.said("planning with headroom" if factors else "planning without what missed")
+            asked = {ask.name: factors.get(ask.name, 1.0) for ask in problem.asks}
+            shop = replace(self.factory, problem=scaled(problem, asked))
+            if without:  # what is made of the templates that are left is not for others
+                shop = replace(shop, without=without, made=dict(shop.made))
+            outcome = self.planner(shop, self._settings(problem))
+            if outcome.plan.fraction >= 1:
+                break
         self.short |= bool(factors) and outcome.plan.fraction < 1
         word = "" if factors else ", other columns"
         made = (outcome.plan, *outcome.alternatives)
-        return sum(self.offer(plan, f"{plan.strategy}{word}", asked) for plan in made) > 0
+        return sum(self.offer(plan, f"{plan.strategy}{word}", asked, problem) for plan in made) > 0
+
+    def _apart(self, names: Collection[str]) -> PlanningProblem:
+        """The problem of some models, on the nodes that are left beside the likeliest part of each other one."""
+        asks = tuple(ask for ask in self.problem.asks if ask.name in names)
+        used: Counter[tuple[str, str]] = Counter()
+        for name in self.pools.keys() - set(names):
+            likely = self._likely(name) or self._open(name, -1)
+            used.update(likely[0].plan.nodes if likely else {})
+        left = self.problem.with_nodes(lambda region, o: max(0, o.available - used[region, o.node]))
+        return replace(left, asks=asks)
+
+    def _settings(self, problem: PlanningProblem) -> SolveSettings:
+        """Without what is asked or known of models that are not planned."""
+        names = tuple(ask.name for ask in problem.asks)
+        if len(names) == len(self.problem.asks):
+            return self.settings
+        running = self.settings.running
+        pins = [p for p in self.settings.pins if p.template.split(": ")[0] in names]
+        return replace(
+            self.settings,
+            running=running and running.of_models(names),
+            pins=tuple(pins),
+            starts=(),
+        )
 
 
 def rehearse(

@@ -68,15 +68,10 @@ def _most(
     if not pins:
         return None
     held = replace(plan, deployments=pins).nodes
-    regions = tuple(
-        replace(r, offers=tuple(replace(o, available=held.get((r.name, o.node), 0)) for o in r.offers))
-        for r in problem.regions
-    )
     demands = tuple(replace(demand, rate_per_s=demand.rate_per_s * MORE) for demand in ask.demands)
     alone = replace(
-        problem,
+        problem.with_nodes(lambda region, offer: held.get((region, offer.node), 0)),
         asks=(replace(ask, demands=demands, terms=NO_TERMS),),
-        regions=regions,
         budget_usd_per_h=None,
         init_penalty=0.0,
     )
