@@ -158,7 +158,8 @@ def test_models_are_searched_apart_and_put_together() -> None:
     result = rehearse(TemplateFactory(problem), planner, SETTINGS, needing(problem, needed), GENEROUS)
     assert result.chosen is not None
     planned = [[ask.name for ask in call.args[0].problem.asks] for call in planner.call_args_list]
-    assert planned[:2] == [["chat", "code"], ["chat"]] and ["code"] not in planned, "code held at once"
+    assert planned[:2] == [["chat", "code"], ["chat"]]
+    assert ["code"] not in planned, "it held at once"
     assert spare_of(result.chosen.plan, problem, "chat") >= 2.5 / 1.0001
     assert verify(problem, result.outcome.plan) == ()
     alone = 0.0
