@@ -38,12 +38,9 @@ from potluck.plan.strategies.template_factory import TemplateFactory
 from potluck.plan.templates.placement_table import Timed
 from potluck.plan.timing.replica_rates import layout_timer
 
-INTERVAL_S = 3600.0
-"""Over which starts are spread: CORAL amortises initialisation over 60 minutes (its 6.1)."""
-DRIFT = 0.2
-"""Mean lengths that differ by more from the spec's are planned by."""
-KEPT = 4
-"""TemplateFactories; prices that come back find their templates made."""
+INTERVAL_S = 3600.0  # Over which starts are spread: CORAL amortises initialisation over 60 minutes (its 6.1).
+DRIFT = 0.2  # Mean lengths that differ by more from the spec's are planned by.
+KEPT = 4  # TemplateFactories; prices that come back find their templates made.
 
 
 Startups = Mapping[str, StartupCosts]
@@ -144,8 +141,7 @@ class TemplateFactories:
         return replace(template_factory, problem=problem)
 
 
-MOST = 24
-"""Templates of a model: all pairs of six node types, and some more."""
+MOST = 24  # Templates of a model: all pairs of six node types, and some more.
 
 
 def with_candidates(factory: TemplateFactory, plan: Plan) -> Plan:

@@ -23,10 +23,8 @@ from potluck.plan.assemble.term_rows import offers_of
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.strategies.template_factory import Planner, SolveSettings, TemplateFactory
 
-Peaks = tuple[float, ...]
-"""Requests a second of each model, in the order of the problem's."""
-LEVELS = 8
-"""Different peaks of a model that are planned for: rates are rounded up to one of so many."""
+Peaks = tuple[float, ...]  # Requests a second of each model, in the order of the problem's.
+LEVELS = 8  # Different peaks of a model that are planned for: rates are rounded up to one of so many.
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +33,9 @@ class DayStep:
 
     from_h: float
     hours: float
-    rates_per_s: Mapping[str, float]
-    """The most that each model is asked for."""
+    rates_per_s: Mapping[str, float]  # The most that each model is asked for.
     plan: Plan
-    change_usd: float
-    """Paid once, for coming here from the step before."""
+    change_usd: float  # Paid once, for coming here from the step before.
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,8 @@ from potluck.plan.strategies.template_factory import Planner, PlanOutcome, Solve
 
 LEAST_SHARE, AS_LONG = 0.2, 0.5
 """Of the time limit, and of what the plan itself took: with less left it is not tried."""
-LEAST_USD_PER_H = 0.005
-"""Less is rounding."""
-MORE = 1e-3
-"""Of the demand."""
+LEAST_USD_PER_H = 0.005  # Less is rounding.
+MORE = 1e-3  # Of the demand.
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +26,9 @@ class EngineCost:
     """What that plan has that the engine does not do; empty: nothing that would be better."""
     saves_usd_per_h: float = 0.0
     more_fraction: float = 0.0
-    able: tuple[EngineName, ...] = ()
-    """Engines that run that plan."""
-    known: bool = True
-    """Whether there was time to plan again."""
-    exact: bool = True
-    """Whether both plans were proven cheapest; else the difference may be of the search."""
+    able: tuple[EngineName, ...] = ()  # Engines that run that plan.
+    known: bool = True  # Whether there was time to plan again.
+    exact: bool = True  # Whether both plans were proven cheapest; else the difference may be of the search.
 
     @property
     def line(self) -> str:

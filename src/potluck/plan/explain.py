@@ -42,10 +42,8 @@ class TermPrice:
     words: str
     extra_usd_per_h: float | None
     """None where not all demand is met or a plan was not found in time, so that costs do not compare."""
-    extra_fraction: float
-    """Of the demand, what more would be served without it."""
-    exact: bool
-    """Whether both plans were proven cheapest; else the difference may be of the search."""
+    extra_fraction: float  # Of the demand, what more would be served without it.
+    exact: bool  # Whether both plans were proven cheapest; else the difference may be of the search.
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +51,8 @@ class SpotRisk:
     model: str
     spot_nodes: int
     nodes: int
-    preemptions_per_h: float
-    """Of all of them together."""
-    served_without: float
-    """Share of its demand that is served when all are gone."""
+    preemptions_per_h: float  # Of all of them together.
+    served_without: float  # Share of its demand that is served when all are gone.
 
 
 def term_prices(
@@ -177,14 +173,12 @@ def expected(problem: PlanningProblem, plan: Plan, seen_s: Mapping[str, tuple[fl
 
 MOST_TIMES = 1e6
 NOUGHT = 1e-6
-ASKING_SHARE = 0.5
-"""Of the time limit, for all questions about what else there was."""
+ASKING_SHARE = 0.5  # Of the time limit, for all questions about what else there was.
 
 
 Answer = Literal["costs", "not enough", "not known", "not asked"]
 """What planning again with a change said: what it costs, that the demand cannot be met, or nothing in time."""
-SURE_GAP = 0.01
-"""A plan that may be dearer than need be by more says nothing of what a change costs."""
+SURE_GAP = 0.01  # A plan that may be dearer than need be by more says nothing of what a change costs.
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +188,7 @@ class NodeValue:
     rented: int
     available: int
     price_usd_per_h: float
-    one_more: Answer
-    """Asked where all that there are may be wanted."""
+    one_more: Answer  # Asked where all that there are may be wanted.
     one_more_usd_per_h: float | None
     """What a plan costs less with one more of them on offer; None where that is not known."""
     one_fewer: Answer
@@ -208,8 +201,7 @@ class ModelReason:
     model: str
     served_by: tuple[str, ...]
     usd_per_million_tokens: float
-    without: tuple[str, ...]
-    """The node types of the template that serves the most of it."""
+    without: tuple[str, ...]  # The node types of the template that serves the most of it.
     next_best_usd_per_h: float | None
     """Extra cost of the best plan that keeps this model off them; None where none serves all, or none is known."""
     next_best: tuple[str, ...]

@@ -18,10 +18,8 @@ VALUES: dict[str, tuple[float, ...]] = {
     "spot": (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0),
 }
 """What is asked for where nothing else is said."""
-LEAST_SHARE = 1e-3
-"""Less is no difference in cost."""
-FrontierPoint = tuple[float, Plan]
-"""What was asked for, and the plan for it."""
+LEAST_SHARE = 1e-3  # Less is no difference in cost.
+FrontierPoint = tuple[float, Plan]  # What was asked for, and the plan for it.
 
 
 def with_value(

@@ -36,10 +36,8 @@ from potluck.perf.step_timer import Floats, steps
 from potluck.perf.timers.profile import Profile
 
 WORK_RATIO = 2.0
-HEADROOM = 0.8
-"""Share of its time a replica is planned to be busy."""
-SHARE_LEFT = 1e-6
-"""Of requests that no class was named for; less is none."""
+HEADROOM = 0.8  # Share of its time a replica is planned to be busy.
+SHARE_LEFT = 1e-6  # Of requests that no class was named for; less is none.
 CODECS: tuple[Codec, ...] = ("fp16", "int8", "int4")
 
 
@@ -47,15 +45,12 @@ CODECS: tuple[Codec, ...] = ("fp16", "int8", "int4")
 class BucketDemand:
     model: str
     bucket: int
-    input_tokens: int
-    """Mean prompt, rounded up."""
+    input_tokens: int  # Mean prompt, rounded up.
     longest_tokens: int
     output_tokens: int
-    cached_tokens: int
-    """Of a mean prompt, those that a prefix cache already holds."""
+    cached_tokens: int  # Of a mean prompt, those that a prefix cache already holds.
     rate_per_s: float
-    kv_bytes: float
-    """What a mean prompt leaves to be handed over."""
+    kv_bytes: float  # What a mean prompt leaves to be handed over.
     promised: bool = True
     """False for the longest prompts beyond the attained share: TTFT need not hold for them."""
     firm: bool = False
@@ -70,8 +65,7 @@ class BucketDemand:
 class ClassDemand:
     name: str
     share: float
-    slo: Slo
-    """Limits that keep it, an E2E objective included."""
+    slo: Slo  # Limits that keep it, an E2E objective included.
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +74,7 @@ class UserOrigin:
 
     name: str
     share: float
-    rtt_s: tuple[tuple[str, float], ...]
-    """Region to seconds."""
+    rtt_s: tuple[tuple[str, float], ...]  # Region to seconds.
 
     def to(self, region: str) -> float:
         return next((rtt_s for name, rtt_s in self.rtt_s if name == region), inf)
@@ -91,13 +84,10 @@ class UserOrigin:
 class ModelDemand:
     name: str
     model: Model
-    slo: Slo
-    """Limits that keep what was promised, an E2E objective included."""
+    slo: Slo  # Limits that keep what was promised, an E2E objective included.
     demands: tuple[BucketDemand, ...]
-    profiles: tuple[Profile, ...] = ()
-    """Measured step times of this model, for the GPUs that have them."""
-    terms: ModelTerms = NO_TERMS
-    """What its owner asks of the plan beside that."""
+    profiles: tuple[Profile, ...] = ()  # Measured step times of this model, for the GPUs that have them.
+    terms: ModelTerms = NO_TERMS  # What its owner asks of the plan beside that.
     classes: tuple[ClassDemand, ...] = ()
     """Classes of its requests, where there are several; `slo` is the strictest of all."""
     origins: tuple[UserOrigin, ...] = ()
@@ -148,15 +138,12 @@ class PlanningProblem:
     nodes: tuple[NodeType, ...]
     links: tuple[Link, ...] = ()
     headroom: float = HEADROOM
-    init_penalty: float = 0.0
-    """CORAL's K: start-up time of a node over the interval between two plans."""
+    init_penalty: float = 0.0  # CORAL's K: start-up time of a node over the interval between two plans.
     budget_usd_per_h: float | None = None
-    pool: Pool | None = None
-    """The machines behind the regions, by name, where they are known."""
+    pool: Pool | None = None  # The machines behind the regions, by name, where they are known.
     codecs: tuple[Codec, ...] = (LOSSLESS,)
     """In which KV may cross the network, the most exact first; a plan takes the first that costs no more."""
-    engine: EngineKind = UNLIMITED
-    """What the engines that serve can do; templates beyond that are not made."""
+    engine: EngineKind = UNLIMITED  # What the engines that serve can do; templates beyond that are not made.
     complexity_share: float = 0.0
     """Of its rent, what each further moving part of a copy counts for where plans are compared (`term_rows`)."""
 

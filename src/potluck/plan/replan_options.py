@@ -158,8 +158,7 @@ class ReplanOption:
     plan: Plan
     served_fraction: float
     cost_usd_per_h: float
-    start_cost_usd: float
-    """Rent of what is started until it serves."""
+    start_cost_usd: float  # Rent of what is started until it serves.
     time_s: float
     starts: int
     stops: int

@@ -29,8 +29,7 @@ from potluck.plan.timing.replica_rates import fits, replica_capacity
 LP_SLACK = 1e-5
 LIMIT_S = 60.0
 
-Copies = Mapping[tuple[str, str], int]
-"""(template, region) to how many."""
+Copies = Mapping[tuple[str, str], int]  # (template, region) to how many.
 
 
 def broken_terms(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
@@ -230,8 +229,7 @@ def _charges(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
 
 
 ROLES: tuple[Role, Role, Role] = ("prefill", "decode", "mixed")
-SLACK = 1e-6
-"""Relative rounding that a linear program may leave."""
+SLACK = 1e-6  # Relative rounding that a linear program may leave.
 
 
 def verify(problem: PlanningProblem, plan: Plan, *, rerouted: bool = False) -> tuple[str, ...]:

@@ -46,8 +46,7 @@ from potluck.sim.results.records import ANSWERED, REFUSED, SimResult
 from potluck.sim.run import replica_models_of, simulate
 from potluck.sim.sim_settings import SimSettings
 
-Z = 1.6449
-"""One-sided 95 % of the normal law."""
+Z = 1.6449  # One-sided 95 % of the normal law.
 # fmt: off
 _T = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)
 # fmt: on
@@ -57,25 +56,18 @@ _T = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.79
 @dataclass(frozen=True, slots=True)
 class Evidence:
     model: str
-    promised: float
-    """Share of requests that the objective must hold for."""
-    attained: tuple[float, ...]
-    """Share of the requests of each batch that were in time."""
-    requests: int
-    """Judged, over all batches."""
+    promised: float  # Share of requests that the objective must hold for.
+    attained: tuple[float, ...]  # Share of the requests of each batch that were in time.
+    requests: int  # Judged, over all batches.
     disagreed: tuple[str, ...] = field(default=(), compare=False)
     """What was not as planned in the last run, in words (`sim.results.planned`), the objective apart."""
-    answered: tuple[float, ...] = ()
-    """Share of each batch; empty where nobody asked."""
+    answered: tuple[float, ...] = ()  # Share of each batch; empty where nobody asked.
     left_out: float = 0.0
     """Share of the model's requests that no plan serves: they were not simulated, and count as missed."""
-    answer_lengths: float = 0.0
-    """Judged time, in answers of mean length as slow as the objective allows."""
+    answer_lengths: float = 0.0  # Judged time, in answers of mean length as slow as the objective allows.
     ttft_s: float = 0.0
-    tpot_s: float = 0.0
-    """Means of what was answered, at the demand there is."""
-    request_class: str = ""
-    """Of the model's requests, the class that is worst off; empty where there is one."""
+    tpot_s: float = 0.0  # Means of what was answered, at the demand there is.
+    request_class: str = ""  # Of the model's requests, the class that is worst off; empty where there is one.
 
     @property
     def mean(self) -> float:
@@ -136,8 +128,7 @@ class Evidence:
         return min(kept, (self._answered[0] - (1.0 - SERVED)) / SERVED)
 
 
-ONE_BATCH_Z = 2.0
-"""Times as wide are bounds from a single batch, of which nobody knows how batches differ."""
+ONE_BATCH_Z = 2.0  # Times as wide are bounds from a single batch, of which nobody knows how batches differ.
 
 
 def bounds(shares: Sequence[float], requests: int) -> tuple[float, float]:
@@ -173,30 +164,23 @@ WARM_UP, BATCH, LOOKS = 3.0, 5.0, (1, 4, 8, 16, 32, 64)
 """In answer lengths: what is not judged of a run, since the first meet empty replicas, and a batch. And the batches
 of one run after another: the first shows who misses by far, the second is twenty answer lengths.
 """
-LEAST_BATCHES = 4
-"""Before a promise is called held."""
-LEAST_REQUESTS, LEAST_LATE = 50, 2.0
-"""Of a batch, and of those the promise lets be late."""
+LEAST_BATCHES = 4  # Before a promise is called held.
+LEAST_REQUESTS, LEAST_LATE = 50, 2.0  # Of a batch, and of those the promise lets be late.
 FINAL, MOST_FINAL = 8, 100_000
-LEAST_SHARE = 1e-3
-"""Of a model's requests, what a class has that counts."""
-MOST_WARM_UP = 0.4
-"""Of a run: where there are too many requests for its whole length."""
+LEAST_SHARE = 1e-3  # Of a model's requests, what a class has that counts.
+MOST_WARM_UP = 0.4  # Of a run: where there are too many requests for its whole length.
 
 
 @dataclass(frozen=True, slots=True)
 class TrialSetup:
-    world: ResolvedPlan
-    """Its plan is replaced by the one on trial."""
+    world: ResolvedPlan  # Its plan is replaced by the one on trial.
     source: Source
     policy: Policy
     settings: SimSettings
-    traffic: Mapping[str, Traffic]
-    """Of the models that are asked for something."""
+    traffic: Mapping[str, Traffic]  # Of the models that are asked for something.
     left_out: Mapping[str, float] = field(default_factory=dict)
     """Share of a model's requests that no plan serves, and `source` does not have."""
-    most_requests: int = 12_000
-    """Of one plan of one model."""
+    most_requests: int = 12_000  # Of one plan of one model.
     looks: tuple[int, ...] = LOOKS
 
     @property
@@ -231,8 +215,7 @@ def answer_length_s(slo: Slo, traffic: Traffic) -> float:
 class _Samples:
     """What runs have shown of one model so far."""
 
-    attained: dict[str, list[float]] = field(default_factory=dict)
-    """Of each class of its requests."""
+    attained: dict[str, list[float]] = field(default_factory=dict)  # Of each class of its requests.
     answered: dict[str, list[float]] = field(default_factory=dict)
     requests: Counter[str] = field(default_factory=Counter)
     judged_s: float = 0.0
@@ -359,8 +342,7 @@ def _disagreed(
 
 
 REQUESTS = 400
-WARM_UP_SHARE = 0.2
-"""Of the arrivals, by time, that are not judged: the first meet empty replicas."""
+WARM_UP_SHARE = 0.2  # Of the arrivals, by time, that are not judged: the first meet empty replicas.
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,8 +355,7 @@ class PairTrial:
     """
 
     problem: PlanningProblem
-    world: ResolvedPlan
-    """Its plan is replaced by each pair's."""
+    world: ResolvedPlan  # Its plan is replaced by each pair's.
     traffic: Traffic
     policy: Policy
     requests: int = REQUESTS

@@ -16,8 +16,7 @@ from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.timing.replica_rates import HANDOVER_SHARE, wait_factor
 
 ROUNDING = 1e-9
-Factors = Mapping[str, float]
-"""Model to what its demand is multiplied by."""
+Factors = Mapping[str, float]  # Model to what its demand is multiplied by.
 
 
 def scaled(problem: PlanningProblem, factors: Factors) -> PlanningProblem:
@@ -98,14 +97,11 @@ def cost_by_model(plan: Plan, problem: PlanningProblem) -> dict[str, float]:
     return cost
 
 
-SURE = 0.9
-"""Of what a promise leaves open, the part that chance may take: the model is not exact."""
+SURE = 0.9  # Of what a promise leaves open, the part that chance may take: the model is not exact.
 
 
-BESIDE, APART = 2.0, 0.6
-"""g of prompts that are computed beside answers, and of those apart from them."""
-LEAST_LEFT = 0.02
-"""Of TTFT, what is reckoned to be left where a request's own time takes all."""
+BESIDE, APART = 2.0, 0.6  # g of prompts that are computed beside answers, and of those apart from them.
+LEAST_LEFT = 0.02  # Of TTFT, what is reckoned to be left where a request's own time takes all.
 MOST_BUSY = 0.999
 NORMAL = NormalDist()
 Phase = Literal["closed", "prefill", "decode"]
@@ -132,19 +128,14 @@ class DeploymentQueue:
     """
 
     phase: Phase
-    servers: int
-    """Copies times replicas of each."""
+    servers: int  # Copies times replicas of each.
     busy: float
-    service_s: float
-    """Of one server, for a mean request."""
-    spread: float
-    """Squared coefficient of variation of that."""
+    service_s: float  # Of one server, for a mean request.
+    spread: float  # Squared coefficient of variation of that.
     answer_s: float
     answers: float
-    own_s: float
-    """TTFT of a request that finds nobody before it."""
-    share: float
-    """Of the model's requests."""
+    own_s: float  # TTFT of a request that finds nobody before it.
+    share: float  # Of the model's requests.
 
 
 def late(

@@ -44,8 +44,7 @@ much of what the promise leaves open.
 FEW = 4
 """Copies that need all of that growth. What chance asks for falls with the square root of how many there are."""
 STEP = 0.1  # of a column's copies that are added or taken at once; one at least
-LIKELY = 2.0
-"""Times as many late as may be: where queueing expects more, it is seldom wrong."""
+LIKELY = 2.0  # Times as many late as may be: where queueing expects more, it is seldom wrong.
 UNLIKELY = 6  # plans against its advice that are tried all the same, the cheapest
 MOST_COMBINATIONS = 200  # of parts that are looked at for one that fits into the fleet
 
@@ -56,18 +55,12 @@ Judge = Callable[[Plan, Collection[str], int], tuple[Evidence, ...]]
 
 @dataclass(frozen=True, slots=True)
 class RehearsalRules:
-    most_plans: int = 24
-    """That are tried."""
-    most_solves: int = 6
-    """Of the planner, beside the plans that are there at first."""
-    most_requests: int = 150_000
-    """Simulated in all, after which no further plan is begun."""
-    fresh: bool = False
-    """Whether the plan must hold again, in runs that no plan was chosen by."""
-    cv: float = 1.0
-    """How gaps between requests vary, for queueing."""
-    enough: Callable[[], bool] = lambda: False
-    """Asked before each further plan; ends the search."""
+    most_plans: int = 24  # That are tried.
+    most_solves: int = 6  # Of the planner, beside the plans that are there at first.
+    most_requests: int = 150_000  # Simulated in all, after which no further plan is begun.
+    fresh: bool = False  # Whether the plan must hold again, in runs that no plan was chosen by.
+    cv: float = 1.0  # How gaps between requests vary, for queueing.
+    enough: Callable[[], bool] = lambda: False  # Asked before each further plan; ends the search.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,13 +69,10 @@ class ModelPart:
 
     model: str
     plan: Plan
-    made: str
-    """How, in words."""
+    made: str  # How, in words.
     usd_per_h: float
-    spare: float
-    """How many times the demand it serves on averages."""
-    late: float
-    """Share of requests that queueing expects to be late, over what may be."""
+    spare: float  # How many times the demand it serves on averages.
+    late: float  # Share of requests that queueing expects to be late, over what may be.
     key: object
 
     @property
@@ -127,8 +117,7 @@ class Rehearsal:
     steps: tuple[RehearsedPlan, ...]
     chosen: RehearsedPlan | None
     reason: str
-    averages: PlanOutcome
-    """The plan that suffices on averages alone."""
+    averages: PlanOutcome  # The plan that suffices on averages alone.
 
     @property
     def holds(self) -> bool:
@@ -159,20 +148,17 @@ class _PlanSearch:
     judge: Judge
     rules: RehearsalRules
     pools: dict[str, list[ModelPart]] = field(default_factory=dict)
-    keys: set[object] = field(default_factory=set)
-    """Of all parts in the pools."""
+    keys: set[object] = field(default_factory=set)  # Of all parts in the pools.
     seen: dict[object, Evidence] = field(default_factory=dict)
     """By a part's key, with the parts beside it where they share links. Others may have tried it too."""
-    missed: set[object] = field(default_factory=set)
-    """Keys of what was tried here and did not hold."""
+    missed: set[object] = field(default_factory=set)  # Keys of what was tried here and did not hold.
     needed: dict[tuple[str, frozenset[str]], float] = field(default_factory=dict)
     """What a model's part of the same templates should have to spare, after one that missed."""
     roomy: dict[str, float] = field(default_factory=dict)
     """What any part of a model should have to spare, after one that missed."""
     asked: dict[str, float] = field(default_factory=dict)
     """The most demand that was planned for, times what there is."""
-    short: bool = False
-    """Whether the fleet did not suffice for that."""
+    short: bool = False  # Whether the fleet did not suffice for that.
     steps: list[RehearsedPlan] = field(default_factory=list)
     solves: int = 0
     requests: int = 0

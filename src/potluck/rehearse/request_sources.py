@@ -16,8 +16,7 @@ from potluck.core.errors import InputError
 from potluck.core.values.types import Traffic
 from potluck.sim.load.workload import Workload, at_rate, merge, of_traffic
 
-FRESH = 1_000_000
-"""Runs numbered from here on are fresh: no search run has such a number."""
+FRESH = 1_000_000  # Runs numbered from here on are fresh: no search run has such a number.
 
 Source = Callable[[int, Collection[str], float], Workload]
 """The requests of a run by its number, of these models, for so many seconds; the same number, the same requests."""
@@ -48,8 +47,7 @@ def _seed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
-PIECES, LEAST_PIECE = 10, 20
-"""Of a trace, half of them for fresh runs; requests of each at least."""
+PIECES, LEAST_PIECE = 10, 20  # Of a trace, half of them for fresh runs; requests of each at least.
 
 
 def recorded(

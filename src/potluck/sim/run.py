@@ -100,8 +100,7 @@ class WorldOptions(TypedDict, total=False):
     planner: Planner | None
     log: IO[str] | None
     progress: Callable[[int, int], None] | None
-    mind: Callable[[ReplicaModels, Policy], Decider] | None
-    """Replaces the Brain, for tests."""
+    mind: Callable[[ReplicaModels, Policy], Decider] | None  # Replaces the Brain, for tests.
     replica_models: ReplicaModels | None
     """Of an earlier run of the same plan: timing its replicas may take longer than a short run."""
 

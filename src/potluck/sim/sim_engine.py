@@ -20,8 +20,7 @@ from potluck.perf.step_timer import Floats
 from potluck.perf.throughput import MAX_BATCH
 from potluck.sim.step_table import DecodeRow, StepTimes
 
-BINS_PER_DOUBLING: Final = 16
-"""Bins are 4.4 % wide."""
+BINS_PER_DOUBLING: Final = 16  # Bins are 4.4 % wide.
 LEAST_S: Final = 2.0**-20
 BINS: Final = 40 * BINS_PER_DOUBLING
 BUFFER: Final = 1 << 14

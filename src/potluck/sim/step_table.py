@@ -32,14 +32,12 @@ from potluck.perf.step_timer import Floats, StepTimer, steps
 from potluck.perf.timers.pipeline_timer import PipelineTimer
 from potluck.perf.timers.roofline import RooflineTimer
 
-REFERENCE: Final = 512
-"""Tokens of the chunk beside which the cost of decodes is taken."""
+REFERENCE: Final = 512  # Tokens of the chunk beside which the cost of decodes is taken.
 CONTEXTS: Final = sorted({0, *(round(2 ** (i / 4)) for i in range(89))})
 """Mean contexts of decodes at which the timer is asked; beyond the last the line goes on."""
 BEHIND: Final = sorted({0, 1, 16, *(round(2 ** (i / 4)) for i in range(20, 85))})
 SHARED_BEHIND: Final = [0, 1, *(4**i for i in range(2, 11))]
-COPIES: Final = 16
-"""Chunks that share a GPU when it is fully used."""
+COPIES: Final = 16  # Chunks that share a GPU when it is fully used.
 TILE: Final = 16
 LARGEST_TILE: Final = 64
 """Tokens of a chunk that one part of a GPU works on, in multiples of TILE: no step is shorter than the longest."""
@@ -48,8 +46,7 @@ LENGTHS: Final = 16
 TOKENS: Final = 64
 """Batches, tiles and totals asked for together: one question costs little more than one row of it."""
 
-Chunks = Sequence[tuple[int, int, int]]
-"""(key, new tokens, context before them)"""
+Chunks = Sequence[tuple[int, int, int]]  # (key, new tokens, context before them)
 Line = tuple[list[float], list[float], float]
 """What contexts add to a chunk of some tokens: at a tile's first length, at its last, and how far it is between."""
 
@@ -328,5 +325,4 @@ class RoundTable:
         return self.rows[decodes]
 
 
-StepTimes = StepTable | RoundTable
-"""What a replica asks about time."""
+StepTimes = StepTable | RoundTable  # What a replica asks about time.

@@ -45,10 +45,8 @@ Happening = tuple[int, int]
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
     total_blocks: int
-    token_budget: int = 2048
-    """New tokens of one step, prompts and decodes together."""
-    max_running: int = 1024
-    """Sequences that have begun: slots."""
+    token_budget: int = 2048  # New tokens of one step, prompts and decodes together.
+    max_running: int = 1024  # Sequences that have begun: slots.
     chunk_tokens: int | None = None
     """New tokens of one prompt in one step, where that is less than the budget."""
     spare_blocks: int = -1

@@ -52,10 +52,8 @@ class BalanceRule:
 
     weights: Literal["even", "rates", "goodput"] = "even"
     """What a copy weighs for a bucket: all alike, the plan's rate, or its goodput (`template_weights.py`)."""
-    by_length = True
-    """Whether length thresholds between regions may decide."""
-    learns = False
-    """Whether speeds are observed, and late links avoided."""
+    by_length = True  # Whether length thresholds between regions may decide.
+    learns = False  # Whether speeds are observed, and late links avoided.
     by_load = False
     in_seconds = False
     """Whether loads are seconds; where a target's facts are missing, its planned rate stands in."""

@@ -41,11 +41,9 @@ NO_MODELS: Final[Mapping[str, ModelFacts]] = {}
 class _Standing:
     plan: Plan
     counts: dict[Key, int]
-    rates: dict[Key, CopyRates]
-    """What one copy serves; keys without are not known."""
+    rates: dict[Key, CopyRates]  # What one copy serves; keys without are not known.
     moving: int
-    startable: dict[Key, CopyRates]
-    """What one copy would serve of all that could be started."""
+    startable: dict[Key, CopyRates]  # What one copy would serve of all that could be started.
     busy: dict[Key, float] | None = None
     """Where copies take different requests: how many of each one request a second keeps busy (`parts`)."""
     planned: frozenset[Key] = frozenset()

@@ -90,8 +90,7 @@ class FailedStarts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReconcileState:
-    next_number: int = 0
-    """Copies and replicas are numbered from here; no number is used twice."""
+    next_number: int = 0  # Copies and replicas are numbered from here; no number is used twice.
     starting: Mapping[str, Key] = field(default_factory=dict)
     """Replicas whose start was asked for and not yet seen through."""
     draining_s: Mapping[str, float] = field(default_factory=dict)

@@ -40,30 +40,24 @@ class ModelTraffic:
     """One model's traffic over the short window, and its rate over the long one."""
 
     model: str
-    span_s: float
-    """How much time the figures cover: the window, or less soon after the start."""
+    span_s: float  # How much time the figures cover: the window, or less soon after the start.
     arrivals: int
     rate_per_s: float
     error_per_s: float
     """One standard deviation of that rate: of a Poisson process, or more if the long window was burstier."""
-    mean_prompt_tokens: float
-    """Without what caches save."""
+    mean_prompt_tokens: float  # Without what caches save.
     mean_output_tokens: float
     """Of the answers that ended in the window; before any did, of the long window; 0 when nothing ended yet."""
     prompt_error_tokens: float
-    output_error_tokens: float
-    """One standard deviation of those two means."""
+    output_error_tokens: float  # One standard deviation of those two means.
     finished: int
-    attained: int
-    """Of those, how many kept the objective; all where none was given."""
+    attained: int  # Of those, how many kept the objective; all where none was given.
     refused: int
-    held: int
-    """Requests that wait before the replicas: because none is ready, or none has room."""
+    held: int  # Requests that wait before the replicas: because none is ready, or none has room.
     long_span_s: float
     long_rate_per_s: float
     lengths: tuple[LengthCount, ...]
-    arrivals_ever: int = 0
-    """Since the model was first watched."""
+    arrivals_ever: int = 0  # Since the model was first watched.
     recent_prompt_tokens: float = 0.0
     recent_output_tokens: float = 0.0
     """The two means over the last quarter of the window; 0 where too few were seen."""

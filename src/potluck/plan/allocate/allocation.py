@@ -42,16 +42,11 @@ class Shortfall:
     """The largest fraction of all demands that can be met together, and what stands in the way."""
 
     fraction: float
-    fraction_bound: float
-    """Proven: no plan meets more than this."""
-    binding: tuple[str, ...]
-    """Resources that limit how much can be met, dearest first."""
-    unserved: tuple[str, ...] = ()
-    """Demands that no template in any region can serve at all."""
-    overpinned: tuple[str, ...] = ()
-    """Resources that the pinned copies alone exceed."""
-    unkept: tuple[str, ...] = ()
-    """Limits that no plan keeps together, even one that serves nothing."""
+    fraction_bound: float  # Proven: no plan meets more than this.
+    binding: tuple[str, ...]  # Resources that limit how much can be met, dearest first.
+    unserved: tuple[str, ...] = ()  # Demands that no template in any region can serve at all.
+    overpinned: tuple[str, ...] = ()  # Resources that the pinned copies alone exceed.
+    unkept: tuple[str, ...] = ()  # Limits that no plan keeps together, even one that serves nothing.
 
     def __str__(self) -> str:
         if self.overpinned:
@@ -75,14 +70,11 @@ class Allocation:
     counts: tuple[ColumnCount, ...]
     shares: tuple[ColumnShare, ...]
     flows: tuple[FlowRate, ...]
-    cost_usd_per_h: float
-    """The objective: rent, initialisation penalty and egress."""
+    cost_usd_per_h: float  # The objective: rent, initialisation penalty and egress.
     rent_usd_per_h: float
     lower_bound_usd_per_h: float
-    gap: float
-    """(cost - lower bound) / cost; infinite without a plan."""
-    node_prices_usd_per_h: Floats
-    """Shadow prices [regions, node types]: saved per further node."""
+    gap: float  # (cost - lower bound) / cost; infinite without a plan.
+    node_prices_usd_per_h: Floats  # Shadow prices [regions, node types]: saved per further node.
     shortfall: Shortfall | None = None
 
     @property

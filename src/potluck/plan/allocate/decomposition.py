@@ -34,15 +34,12 @@ BOX, NARROWER = 0.5, 0.4
 """How far the next prices may be from the best so far, as a share of a node's price, and how much less after each
 that gave no better bound: the master's own prices swing wildly at first.
 """
-FINE, COARSE = 1e-4, 2e-3
-"""How closely each model is solved, at most and at first."""
-TIGHTEN_SHARE = 0.5
-"""Of the time that is left, for a model that is solved once more."""
+FINE, COARSE = 1e-4, 2e-3  # How closely each model is solved, at most and at first.
+TIGHTEN_SHARE = 0.5  # Of the time that is left, for a model that is solved once more.
 AGAIN = 0.4
 """What a round takes of the time of the one before: many models are not concerned by prices that rise elsewhere."""
 NOUGHT = 1e-7
-TOGETHER = 3
-"""Models that are planned anew beside the others of a plan."""
+TOGETHER = 3  # Models that are planned anew beside the others of a plan.
 
 
 @dataclass(frozen=True, slots=True, eq=False)

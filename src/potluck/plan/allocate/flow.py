@@ -16,15 +16,11 @@ from potluck.plan.allocate.program import ColumnKey, Floats, FlowProgram
 from potluck.plan.allocate.relaxation import Pricer, Relaxation, relax_flow, with_whole_rows
 
 EXACT = 1e-9
-WHOLE = 1e-6
-"""How far from whole a count may be for HiGHS."""
-FIRST = 6
-"""Columns per model and region beside those of the relaxation, in the first integer program."""
+WHOLE = 1e-6  # How far from whole a count may be for HiGHS.
+FIRST = 6  # Columns per model and region beside those of the relaxation, in the first integer program.
 TRIES = 4
-SMALL = 60
-"""Columns with which an integer program is soon solved: no need to try a few of them first."""
-MOST_SURVIVORS = 800
-"""Columns per model and region in the integer program that closes the gap."""
+SMALL = 60  # Columns with which an integer program is soon solved: no need to try a few of them first.
+MOST_SURVIVORS = 800  # Columns per model and region in the integer program that closes the gap.
 
 
 @dataclass(slots=True)

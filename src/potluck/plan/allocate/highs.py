@@ -23,10 +23,8 @@ KINDS = highspy.HighsModelStatus
 INFEASIBLE = (KINDS.kInfeasible, KINDS.kUnboundedOrInfeasible)
 SOUND = (*INFEASIBLE, KINDS.kOptimal, KINDS.kTimeLimit, KINDS.kInterrupt)
 DEAR_HEURISTICS = ("feasibility_jump", "rins", "rens", "root_reduced_cost")
-FEW_WHOLE = 150
-"""Whole variables with which these take longer than the search that they are to shorten."""
-BUSY = 50
-"""How many times its CPU time an integer program may take on a busy machine."""
+FEW_WHOLE = 150  # Whole variables with which these take longer than the search that they are to shorten.
+BUSY = 50  # How many times its CPU time an integer program may take on a busy machine.
 
 
 @dataclass(slots=True)

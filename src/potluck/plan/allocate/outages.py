@@ -44,12 +44,9 @@ from potluck.plan.allocate.program import (
 )
 from potluck.plan.allocate.relaxation import UNCAPPED, Duals, Pricer, duals_of, relax_flow
 
-SHORT = 1e-6
-"""By how much what is left may fall short: as much as the solver may err."""
-ROOT_ROUNDS = 20
-"""Rows from the relaxation before whole counts are asked for."""
-FIRST_SHARE = 0.4
-"""Of the time that is left, for each program but the last."""
+SHORT = 1e-6  # By how much what is left may fall short: as much as the solver may err.
+ROOT_ROUNDS = 20  # Rows from the relaxation before whole counts are asked for.
+FIRST_SHARE = 0.4  # Of the time that is left, for each program but the last.
 
 Attempt = Callable[[FlowProgram, Deadline, dict[ColumnKey, int]], FlowState]
 

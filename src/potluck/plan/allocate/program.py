@@ -61,10 +61,8 @@ class ExtraVariable:
     name: str
     upper: float = 1.0
     whole: bool = True
-    usd_per_h: float = 0.0
-    """What is paid where it is 1 ..."""
-    row: int = -1
-    """... which the copies in this limit call for."""
+    usd_per_h: float = 0.0  # What is paid where it is 1 ...
+    row: int = -1  # ... which the copies in this limit call for.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,12 +70,9 @@ class CountLimit:
     name: str
     low: float
     high: float
-    copies: tuple[Floats | None, ...]
-    """A: per model [templates, regions]; None: all 0."""
-    helpers: tuple[tuple[int, float], ...] = ()
-    """(helper, B)"""
-    theta: float = 0.0
-    """t: for rows that ask for so much of the demand."""
+    copies: tuple[Floats | None, ...]  # A: per model [templates, regions]; None: all 0.
+    helpers: tuple[tuple[int, float], ...] = ()  # (helper, B)
+    theta: float = 0.0  # t: for rows that ask for so much of the demand.
 
     def scaled(self, fraction: float) -> CountLimit:
         return self if not self.theta else replace(self, theta=self.theta * fraction)
@@ -88,10 +83,8 @@ class Outage:
     """Nodes that may go all at once, and the share of each model's demand that must still be served without them."""
 
     name: str
-    gone: NDArray[np.bool_]
-    """[regions, node types]; a copy with a node of these goes with it."""
-    shares: tuple[float, ...]
-    """Per model; 0: nothing is asked."""
+    gone: NDArray[np.bool_]  # [regions, node types]; a copy with a node of these goes with it.
+    shares: tuple[float, ...]  # Per model; 0: nothing is asked.
 
 
 class ColumnKey(NamedTuple):
@@ -122,8 +115,7 @@ class NodeSupply:
     price_usd_per_h: Floats
     available: Ints
     """Nodes one may hold at all, those running now included; 0 where a region does not rent a type."""
-    reserved: Ints | None = None
-    """R: of these, those that are paid for already; None: none."""
+    reserved: Ints | None = None  # R: of these, those that are paid for already; None: none.
 
     def __post_init__(self) -> None:
         shape = (len(self.regions), len(self.nodes))
@@ -146,14 +138,11 @@ class DemandBucket:
 
     name: str
     rate_per_s: float
-    kv_bits: float
-    """What crosses a link when prefill and decode are in different regions."""
+    kv_bits: float  # What crosses a link when prefill and decode are in different regions.
     barred: frozenset[tuple[int, int]] = frozenset()
     """(source, target) regions between which the KV would take too long for the objective."""
-    firm: bool = False
-    """Asked for whole, whatever theta is."""
-    crossing_usd_per_h: float = 0.0
-    """q_b: what a request a second between two regions counts for."""
+    firm: bool = False  # Asked for whole, whatever theta is.
+    crossing_usd_per_h: float = 0.0  # q_b: what a request a second between two regions counts for.
 
     def __post_init__(self) -> None:
         _check_rate(f"bucket {self.name}: rate_per_s", self.rate_per_s)
@@ -166,20 +155,14 @@ class ModelColumns:
 
     name: str
     buckets: tuple[DemandBucket, ...]
-    uses: Bytes
-    """[templates, node types]"""
-    prefill_per_s: Floats
-    """P, [templates, buckets]"""
-    decode_per_s: Floats
-    """Q"""
-    closed_per_s: Floats
-    """C: requests/s doing both phases inside the template."""
-    allowed: NDArray[np.bool_] | None = None
-    """[templates, regions]; None: wherever its nodes are rented."""
+    uses: Bytes  # [templates, node types]
+    prefill_per_s: Floats  # P, [templates, buckets]
+    decode_per_s: Floats  # Q
+    closed_per_s: Floats  # C: requests/s doing both phases inside the template.
+    allowed: NDArray[np.bool_] | None = None  # [templates, regions]; None: wherever its nodes are rented.
     sends_bits_per_s: Floats | None = None
     """O, [templates]: what the network cards of a copy may send; None: more than it can make."""
-    takes_bits_per_s: Floats | None = None
-    """I: what they may receive."""
+    takes_bits_per_s: Floats | None = None  # I: what they may receive.
     fees_usd_per_h: Floats | None = None
     """e, [templates, regions]: what a copy costs beside its nodes' rent; None: nothing."""
     parts_usd_per_h: Floats | None = None

@@ -32,16 +32,13 @@ UNCAPPED = 1e9
 class Duals:
     """Prices of the shared rows, per unit of the program (not of the scaled matrix)."""
 
-    phase: Floats
-    """[2, bins, regions]: pi and rho."""
+    phase: Floats  # [2, bins, regions]: pi and rho.
     demand: Floats
     nodes: Floats
     links: Floats
     budget: float
-    paid: Floats
-    """[regions, node types]: gamma."""
-    limits: Floats
-    """lambda, of either sign."""
+    paid: Floats  # [regions, node types]: gamma.
+    limits: Floats  # lambda, of either sign.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -259,10 +256,8 @@ def _elastic(rows: FlowRows, problem: Milp) -> Milp:
     )
 
 
-ROUNDS = 2
-"""Of rows at the relaxation's own prices."""
-UNITS, LEAST = 3, 0.05
-"""Units that each row is rounded in; what copies earn at least to be one."""
+ROUNDS = 2  # Of rows at the relaxation's own prices.
+UNITS, LEAST = 3, 0.05  # Units that each row is rounded in; what copies earn at least to be one.
 SLACK = 1e-5
 """By which E_j is rounded up: a count is whole for HiGHS within a millionth, and so may demand be met."""
 

@@ -36,12 +36,10 @@ from potluck.plan.allocate.relaxation import UNCAPPED, Pricer, Relaxation, relax
 MOST_SHARE = 0.6
 """Of the time that is left, for the largest fraction that can be met; the rest is for its cheapest plan."""
 GBIT = 1e9
-OPTIMAL = 1e-6
-"""A relative gap below this counts as none."""
+OPTIMAL = 1e-6  # A relative gap below this counts as none.
 Routed = tuple[tuple[ColumnShare, ...], tuple[FlowRate, ...], float, float]
 """Shares and flows for whole counts, what egress costs, and the fraction of demand that they serve."""
-IDLE = 1e-4
-"""Of a copy's time: less than this is not worth a copy."""
+IDLE = 1e-4  # Of a copy's time: less than this is not worth a copy.
 
 
 def solve(

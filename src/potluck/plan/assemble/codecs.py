@@ -30,8 +30,7 @@ from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.timing.rate_cache import RateCaches
 
 NOUGHT = 1e-9
-SPARE = 1e-6
-"""By as much as a solver may err, less is held than was found."""
+SPARE = 1e-6  # By as much as a solver may err, less is held than was found.
 
 Solve = Callable[[PlanningProblem], tuple[ProgramColumns, Allocation]]
 
@@ -117,10 +116,8 @@ def _at(problem: PlanningProblem, given: Mapping[str, float], mine: list[str]) -
 
 
 SAME = 1e-6
-LEAST_SHARE = 0.1
-"""Of the time limit, for a level of priority that comes when nothing is left of it."""
-SETTLE_S = 10.0
-"""For the linear programs that put codecs back."""
+LEAST_SHARE = 0.1  # Of the time limit, for a level of priority that comes when nothing is left of it.
+SETTLE_S = 10.0  # For the linear programs that put codecs back.
 
 
 def solved(

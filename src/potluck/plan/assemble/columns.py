@@ -49,8 +49,7 @@ from potluck.plan.timing.network_cards import busy_limits, cards_of, late_s, lin
 from potluck.plan.timing.rate_cache import RateCache, RateCaches
 from potluck.plan.timing.replica_rates import HANDOVER_SHARE, UNPROMISED_TTFT_S, range_per_s
 
-MACHINE = "machine "
-"""Before the name of a machine among a fleet's node types."""
+MACHINE = "machine "  # Before the name of a machine among a fleet's node types.
 
 
 class _ColumnRow(NamedTuple):
@@ -168,8 +167,7 @@ class ProgramColumns:
     codecs: Mapping[str, Codec] = field(default_factory=dict)
     fractions: Mapping[str, float] = field(default_factory=dict)
     """Of each model's demand, what the program was asked for, where that is not all."""
-    books: RateCaches = field(default_factory=partial(RateCaches, None))
-    """What layouts were timed to do."""
+    books: RateCaches = field(default_factory=partial(RateCaches, None))  # What layouts were timed to do.
 
     def key(self, template: str, region: str) -> ColumnKey | None:
         regions = self.program.fleet.regions

@@ -26,8 +26,7 @@ from potluck.plan.verify import verify
 
 BY_LENGTH = "prfaas"
 
-MORE = 64.0
-"""Times the demand that is asked for: more than any plan's copies serve."""
+MORE = 64.0  # Times the demand that is asked for: more than any plan's copies serve.
 
 
 def evened(

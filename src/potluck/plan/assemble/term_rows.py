@@ -195,8 +195,7 @@ def parts_usd_per_h(
     return np.asarray(problem.complexity_share * price * (parts[:, None] + large), np.float64)
 
 
-LARGE_COPY = 0.05
-"""Of a moving part, what a copy counts for that costs as much as the dearest node."""
+LARGE_COPY = 0.05  # Of a moving part, what a copy counts for that costs as much as the dearest node.
 
 
 def loss_usd_per_h(problem: PlanningProblem, ask: ModelDemand, template: Template, region: str) -> float:

@@ -67,13 +67,11 @@ from potluck.plan.timing.replica_rates import HANDOVER_SHARE
 
 MAX_STAGES = 8
 FIRST_ROWS = 64
-ORDERS = 1 << 15
-"""Places in the memory of stage orders."""
+ORDERS = 1 << 15  # Places in the memory of stage orders.
 PHASES: dict[Role, int] = {"prefill": PREFILL, "decode": DECODE, "mixed": MIXED}
 NAMES: tuple[Role, ...] = ("prefill", "decode", "mixed")
 
-Takes = tuple[tuple[int, int], ...]
-"""(node, GPUs) of a group, by node."""
+Takes = tuple[tuple[int, int], ...]  # (node, GPUs) of a group, by node.
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +84,11 @@ class StageTake:
 @dataclass(frozen=True, slots=True)
 class GroupConfiguration:
     stages: tuple[StageTake, ...]
-    rate_per_s: float
-    """Requests a second when it is always busy."""
-    latency_s: float
-    """Prefill and mixed: until the first token, alone."""
-    service_s: float
-    """Prefill: between two prompts. Else TPOT."""
+    rate_per_s: float  # Requests a second when it is always busy.
+    latency_s: float  # Prefill and mixed: until the first token, alone.
+    service_s: float  # Prefill: between two prompts. Else TPOT.
     batch: int
-    attained: float
-    """Share within TTFT at the planned utilisation, hand-over taken as a tenth of it."""
+    attained: float  # Share within TTFT at the planned utilisation, hand-over taken as a tenth of it.
 
     @property
     def goodput_per_s(self) -> float:

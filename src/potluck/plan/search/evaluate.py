@@ -56,12 +56,10 @@ from potluck.plan.search.kernels import (
 class Pairing:
     """A share of the requests, from one replica to another or, when mixed, within one."""
 
-    source: int
-    """Place of the replica among the groups."""
+    source: int  # Place of the replica among the groups.
     target: int
     rate_per_s: float
-    attained: float
-    """D_ij"""
+    attained: float  # D_ij
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +165,8 @@ class PoolUse(NamedTuple):
 @dataclass(frozen=True, slots=True, order=True)
 class PoolScore:
     value: float
-    attainment: float
-    """Estimated share of the offered requests that are served within the objective."""
-    goodput_per_s: float
-    """Requests a second within the objective if any number were offered."""
+    attainment: float  # Estimated share of the offered requests that are served within the objective.
+    goodput_per_s: float  # Requests a second within the objective if any number were offered.
 
 
 NOTHING = PoolScore(-1.0, 0.0, 0.0)
@@ -184,8 +180,7 @@ class PoolEvaluator:
     numbers: dict[GpuGroup, int] = field(default_factory=dict)
     """(group, phase) to its row in the store; -1 for what cannot do its phase."""
     scores: dict[tuple[GpuGroup, ...], PoolScore] = field(default_factory=dict)
-    evaluated: int = 0
-    """States scored, without those that were remembered."""
+    evaluated: int = 0  # States scored, without those that were remembered.
     _used: int = 0
     _store: ConfigurationStore = field(init=False)
     _program: TransportProgram = field(init=False)

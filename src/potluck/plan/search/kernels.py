@@ -13,8 +13,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 PREFILL, DECODE, MIXED = 0, 1, 2
-GOODPUT, RATE, LATENCY_S, SERVICE_S, BATCH, SHARE = range(6)
-"""Places in a result."""
+GOODPUT, RATE, LATENCY_S, SERVICE_S, BATCH, SHARE = range(6)  # Places in a result.
 
 
 class CostTables(NamedTuple):
@@ -29,10 +28,8 @@ class CostTables(NamedTuple):
     layers: int
     input_tokens: float
     output_tokens: float
-    token_bytes: float
-    """Activations of one token between two stages."""
-    ttft_s: float
-    """What is left of the objective without the hand-over of KV."""
+    token_bytes: float  # Activations of one token between two stages.
+    ttft_s: float  # What is left of the objective without the hand-over of KV.
     tpot_s: float
     mixed_tpot_s: float
     """A pipeline that does both phases has turns of one length, however busy it is: admission's margin is kept."""
@@ -287,8 +284,7 @@ def best_candidate(
 
 
 TOLERANCE = 1e-9
-ROUNDS = 8
-"""How often links that turn out too thin are added as rows."""
+ROUNDS = 8  # How often links that turn out too thin are added as rows.
 CAPPED, OPEN, COMPLETE = 0, 1, 2
 """Places in a result: attained rate within the offered one, without that limit, and 1 if no link is overfull."""
 
@@ -296,16 +292,14 @@ CAPPED, OPEN, COMPLETE = 0, 1, 2
 class ConfigurationStore(NamedTuple):
     """Every (group, phase) that was deduced, by number, and the links between nodes."""
 
-    owner: Ints
-    """[number, layer]: the node that holds a layer."""
+    owner: Ints  # [number, layer]: the node that holds a layer.
     rate: Floats
     latency_s: Floats
     service_s: Floats
     attained: Floats
     kv_alpha_s: Floats
     kv_s_per_byte: Floats
-    layer_bytes: float
-    """KV of one layer on the wire."""
+    layer_bytes: float  # KV of one layer on the wire.
     ttft_s: float
     headroom: float
 
@@ -315,20 +309,13 @@ class TransportProgram(NamedTuple):
 
     tableau: Floats
     """[rows + 1, columns + 1]: constraints, then the objective; the last column is the right-hand side."""
-    basis: Ints
-    """[rows]: which variable a row stands for: a column, or columns + row for its slack."""
-    outside: Ints
-    """[columns]: likewise of a column."""
-    weight: Floats
-    """[columns]: D_ij of a pair, row by row, then of each mixed group."""
-    flow: Floats
-    """[columns]: the answer."""
-    crossing: Ints
-    """[nodes, nodes]: layers that cross; kept at 0 between uses."""
-    load: Floats
-    """[nodes, nodes]: seconds a second that a link is busy."""
-    links: Ints
-    """[rows]: links that have a row, as from * nodes + to."""
+    basis: Ints  # [rows]: which variable a row stands for: a column, or columns + row for its slack.
+    outside: Ints  # [columns]: likewise of a column.
+    weight: Floats  # [columns]: D_ij of a pair, row by row, then of each mixed group.
+    flow: Floats  # [columns]: the answer.
+    crossing: Ints  # [nodes, nodes]: layers that cross; kept at 0 between uses.
+    load: Floats  # [nodes, nodes]: seconds a second that a link is busy.
+    links: Ints  # [rows]: links that have a row, as from * nodes + to.
 
 
 @compiled
@@ -570,49 +557,33 @@ def evaluate(
 class StageCuts(NamedTuple):
     """How the nodes of a pool may be cut, and what lies between them."""
 
-    ways: Ints
-    """[node, GPUs]: so many ways to cut them into stages."""
-    stages: Ints
-    """[node, GPUs, way]"""
-    tp: Ints
-    """[node, GPUs, way, stage]"""
-    kind: Ints
-    """[node, tp]: the row of a stage in the cost tables."""
-    hop_s: Floats
-    """[node, node]: a prompt from a stage to the next."""
-    alpha_s: Floats
-    """[node, node]: a token's way back, and the constant part of a hop."""
-    beta_s: Floats
-    """[node, node]: seconds per byte of a hop."""
-    equal: bool = False
-    """Whether all stages of a candidate must be of one degree; each way then is."""
+    ways: Ints  # [node, GPUs]: so many ways to cut them into stages.
+    stages: Ints  # [node, GPUs, way]
+    tp: Ints  # [node, GPUs, way, stage]
+    kind: Ints  # [node, tp]: the row of a stage in the cost tables.
+    hop_s: Floats  # [node, node]: a prompt from a stage to the next.
+    alpha_s: Floats  # [node, node]: a token's way back, and the constant part of a hop.
+    beta_s: Floats  # [node, node]: seconds per byte of a hop.
+    equal: bool = False  # Whether all stages of a candidate must be of one degree; each way then is.
 
 
 class StageListing(NamedTuple):
     node: Ints
     tp: Ints
     kind: Ints
-    stages: Ints
-    """[candidate]: how many it has."""
-    path: Floats
-    """[candidate, 3]: see `deduce_kernel.walk`."""
+    stages: Ints  # [candidate]: how many it has.
+    path: Floats  # [candidate, 3]: see `deduce_kernel.walk`.
 
 
 class ListingScratch(NamedTuple):
     """What the listing writes on; k is the number of nodes of a group."""
 
-    way: Ints
-    """[k]: the present way of each node."""
-    used: Ints
-    """[k]: stages of each node that are placed."""
-    stages: Ints
-    """[k]: stages of each node."""
-    key: Ints
-    """[slot, 2]: nodes with their stages whose best order is known, packed; 0 in a free slot."""
-    order: Ints
-    """[slot, stage]: that order, as places among the group's nodes."""
-    known: Ints
-    """[1]: slots in use."""
+    way: Ints  # [k]: the present way of each node.
+    used: Ints  # [k]: stages of each node that are placed.
+    stages: Ints  # [k]: stages of each node.
+    key: Ints  # [slot, 2]: nodes with their stages whose best order is known, packed; 0 in a free slot.
+    order: Ints  # [slot, stage]: that order, as places among the group's nodes.
+    known: Ints  # [1]: slots in use.
     hop_s: Floats
     back_s: Floats
     time_s: Floats

@@ -19,8 +19,7 @@ from potluck.plan.search.evaluate import GpuGroup, PoolEvaluator, PoolUse
 from potluck.plan.search.workload import Pool, PoolWorkload
 
 MOST_DEALT = 12
-MARGIN = 1.15
-"""How much more memory than the weights a first group gets, for KV."""
+MARGIN = 1.15  # How much more memory than the weights a first group gets, for KV.
 
 
 def starting_state(
@@ -153,8 +152,7 @@ def make_state(groups: Iterable[GpuGroup], idle: Takes) -> PoolUse:
     return PoolUse(tuple(sorted(groups)), idle)
 
 
-MAX_NODES = 4
-"""Nodes that one group may span."""
+MAX_NODES = 4  # Nodes that one group may span.
 MOST_PARTS = min(MAX_NODES, MAX_STAGES)
 EXCHANGE_SHARE = 0.5
 
@@ -164,13 +162,10 @@ class NeighbourMoves:
     pool: Pool
     phases: tuple[int, ...]
     model_bytes: float
-    most_gpus: int
-    """In one group."""
-    gpu_bytes: tuple[float, ...]
-    """Usable memory of a GPU of each node."""
+    most_gpus: int  # In one group.
+    gpu_bytes: tuple[float, ...]  # Usable memory of a GPU of each node.
     kinds: tuple[Callable[[NeighbourMoves, PoolUse, Random], PoolUse | None], ...]
-    alike: tuple[tuple[int, int], ...] = ()
-    """Pairs of nodes that differ only in their links."""
+    alike: tuple[tuple[int, int], ...] = ()  # Pairs of nodes that differ only in their links.
 
     def neighbour(self, state: PoolUse, rng: Random) -> PoolUse | None:
         """One neighbour; None when the drawn move cannot be done."""

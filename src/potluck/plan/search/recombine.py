@@ -32,8 +32,7 @@ from potluck.plan.search.workload import PoolWorkload
 MOST_COLUMNS = 150
 MOST_LOOKED_AT = 2000
 GAP = 0.01
-LENIENCY = 1.05
-"""How much more than it got a decoder may be counted for."""
+LENIENCY = 1.05  # How much more than it got a decoder may be counted for.
 SAFETY_LIMIT_S = 20.0
 """Such programs take a fraction of a second; a limit that is reached would make the answer depend on the clock."""
 

@@ -34,8 +34,7 @@ from potluck.plan.search.moves import (
 from potluck.plan.search.recombine import look_around, recombined
 from potluck.plan.search.workload import CalibratedCosts, LayerTiming, Pool, PoolWorkload
 
-SCALES = (1.0, 1.6, 2.4)
-"""How many times over the groups of a start hold the model."""
+SCALES = (1.0, 1.6, 2.4)  # How many times over the groups of a start hold the model.
 DEALT_SHARE = 0.6
 """Of the new states, those that are even shares of every kind of node; the others are clusters."""
 ROUND = 8
@@ -46,24 +45,18 @@ MOST_OTHERS = 20
 
 @dataclass(frozen=True, slots=True)
 class SearchLimits:
-    neighbours: int = 30
-    """N_neigh: states looked at in a step."""
-    memory: int = 40
-    """N_mem: states that are tabu."""
-    patience: int = 10
-    """Steps without a better state of its own after which a walk ends."""
-    walks: int = 20
-    """Walks without a better state at all after which the search ends."""
+    neighbours: int = 30  # N_neigh: states looked at in a step.
+    memory: int = 40  # N_mem: states that are tabu.
+    patience: int = 10  # Steps without a better state of its own after which a walk ends.
+    walks: int = 20  # Walks without a better state at all after which the search ends.
     steps: int = 1_000_000
     time_limit_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class SearchSettings:
-    phases: tuple[Role, ...] = ("prefill", "decode", "mixed")
-    """THUNDERSERVE knows only the first two."""
-    max_group_gpus: int | None = None
-    """Large groups serve most; small ones lose less with a GPU."""
+    phases: tuple[Role, ...] = ("prefill", "decode", "mixed")  # THUNDERSERVE knows only the first two.
+    max_group_gpus: int | None = None  # Large groups serve most; small ones lose less with a GPU.
     seed: int = 0
     limits: SearchLimits = field(default_factory=SearchLimits)
     timing: LayerTiming = field(default_factory=CalibratedCosts)
@@ -74,15 +67,13 @@ class SearchSettings:
 class SearchResult:
     state: PoolUse
     score: PoolScore
-    configurations: tuple[GroupConfiguration, ...]
-    """Of the groups, in their order."""
+    configurations: tuple[GroupConfiguration, ...]  # Of the groups, in their order.
     orchestration: Orchestration
     trace: tuple[tuple[float, float], ...]
     """(seconds since the start, attainment with its tie-break) whenever that rose."""
     evaluated: int
     steps: int
-    converged: bool
-    """False when a limit ended the search."""
+    converged: bool  # False when a limit ended the search.
     others: tuple[PoolUse, ...] = ()
     """Further states that no single move betters, each worth something else, the best first."""
 
@@ -131,8 +122,7 @@ class TabuSearch:
     steps: int = 0
     converged: bool = False
     looked_around: bool = False
-    peaks: set[PoolUse] = field(default_factory=set)
-    """States that no single move betters."""
+    peaks: set[PoolUse] = field(default_factory=set)  # States that no single move betters.
     _begun: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -280,8 +270,7 @@ MOST_COMBINATIONS = 3000
 @dataclass(frozen=True, slots=True)
 class PoolSurvivors:
     pool: Pool
-    kept: tuple[int, ...]
-    """Places of the groups that are whole."""
+    kept: tuple[int, ...]  # Places of the groups that are whole.
     idle: Takes
 
 

@@ -53,12 +53,10 @@ class PoolWorkload:
     rate_per_s: float
     codec: Codec = "fp16"
     """In which KV crosses from prefill to decode replicas; they compute in 16 bits all the same."""
-    headroom: float = HEADROOM
-    """Share of its time a replica is planned to be busy."""
+    headroom: float = HEADROOM  # Share of its time a replica is planned to be busy.
     cached_tokens: int = 0
     """Prompt tokens beside `input_tokens` that are not computed again, but handed over all the same."""
-    engine: EngineKind = UNLIMITED
-    """What groups may be cut into."""
+    engine: EngineKind = UNLIMITED  # What groups may be cut into.
 
     def __post_init__(self) -> None:
         for name in ("input_tokens", "output_tokens", "rate_per_s"):
@@ -104,11 +102,9 @@ def workload_of(
 class PoolLinks:
     """A pool's links as alpha-beta tables, [from node, to node]."""
 
-    hop_alpha_s: Floats
-    """Activations from a stage to the next."""
+    hop_alpha_s: Floats  # Activations from a stage to the next.
     hop_s_per_byte: Floats
-    kv_alpha_s: Floats
-    """KV from a replica to another."""
+    kv_alpha_s: Floats  # KV from a replica to another.
     kv_s_per_byte: Floats
 
 
@@ -131,8 +127,7 @@ def wires_of(pool: Pool) -> PoolLinks:
     return PoolLinks(hop_alpha, hop_beta, kv_alpha, kv_beta)
 
 
-DENSE_BATCHES = 16
-"""Up to here every batch is in the grid; beyond, steps of about an eighth."""
+DENSE_BATCHES = 16  # Up to here every batch is in the grid; beyond, steps of about an eighth.
 
 Ints = NDArray[np.int64]
 
@@ -192,24 +187,17 @@ class StageCosts:
     """Tables [kind, batch]; a kind is a (node type, tp)."""
 
     batches: Floats
-    kinds: dict[tuple[int, int], int]
-    """(node of the pool, tp) to its row."""
-    degrees: tuple[tuple[int, ...], ...]
-    """Tensor-parallel degrees that each node of the pool may use."""
-    prefill: Floats
-    """[kind, 2]: a and r of one prompt."""
-    decode: Floats
-    """[kind, batch, 2]"""
-    mixed: Floats
-    """[kind, batch, 4]: a, r of an iteration, then of a whole prompt up to its first token."""
+    kinds: dict[tuple[int, int], int]  # (node of the pool, tp) to its row.
+    degrees: tuple[tuple[int, ...], ...]  # Tensor-parallel degrees that each node of the pool may use.
+    prefill: Floats  # [kind, 2]: a and r of one prompt.
+    decode: Floats  # [kind, batch, 2]
+    mixed: Floats  # [kind, batch, 4]: a, r of an iteration, then of a whole prompt up to its first token.
     room: Floats
     """[kind, 2]: bytes of one GPU for layers and KV, on a stage among others and on the only stage."""
-    layer_bytes: Floats
-    """[kind]: weights of one layer on one GPU."""
+    layer_bytes: Floats  # [kind]: weights of one layer on one GPU.
     kv_bytes: Floats
     """[kind, 2]: KV of one layer of one request on one GPU: at the end of its prompt, of its output."""
-    chunk_tokens: Floats
-    """[batch]: prompt tokens in a mixed iteration."""
+    chunk_tokens: Floats  # [batch]: prompt tokens in a mixed iteration.
 
 
 def costs_of(pool: Pool, work: PoolWorkload, timing: LayerTiming) -> StageCosts:

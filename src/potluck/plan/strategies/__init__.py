@@ -24,8 +24,7 @@ class Strategy:
     """One way to a plan; called, it plans within one time limit, for users where they are, in the best formats."""
 
     plan: Planner
-    chooses_from: str
-    """Its proof is over these columns, and over no others."""
+    chooses_from: str  # Its proof is over these columns, and over no others.
     templates: Callable[[TemplateFactory, ModelDemand], list[Template]] | None = None
     """What scaling may start for it; None: nothing but copies of what is planned."""
 

@@ -34,8 +34,7 @@ Efficiency = Callable[[ModelDemand, Template], float]
 ByModel = Mapping[str, Sequence[Template]]
 MOST_COLUMNS = 20_000
 """Combos in all regions: with more the solver would take far longer than any limit before it is asked to stop."""
-BOUND_SHARE = 0.25
-"""Of the time that is left, for the bound that says how far a choice is from the cheapest."""
+BOUND_SHARE = 0.25  # Of the time that is left, for the bound that says how far a choice is from the cheapest.
 
 
 def efficient(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
@@ -124,8 +123,7 @@ class ComboColumns:
     templates: list[Template]
     model: Ints
     region: Ints
-    uses: Ints
-    """[columns, node types of the problem]"""
+    uses: Ints  # [columns, node types of the problem]
     goodput_per_s: Floats
     weight: Floats
 

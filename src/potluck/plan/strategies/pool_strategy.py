@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from potluck.plan.search.search_templates import Estimate
     from potluck.plan.search.tabu import SearchResult
 
-MAX_GPUS = 256
-"""Beyond, a search takes too long to be of use."""
+MAX_GPUS = 256  # Beyond, a search takes too long to be of use.
 AUTO_GPUS = 16
 """Without a written pool, `auto` searches only fleets of so few GPUs, where it takes a second or two."""
 MAX_HEADROOM = 0.99

@@ -143,8 +143,7 @@ def _with_pipelines(
 NOT_TRIED = "not tried beside auto"
 MOST_COMBOS = 20_000
 """Combos in all regions: with more, what CAUCHY would choose takes longer to write down than all columns to weigh."""
-LATER_ROUNDS = 3
-"""Of pipelines that might undercut the first plan, for copies are whole."""
+LATER_ROUNDS = 3  # Of pipelines that might undercut the first plan, for copies are whole.
 SOLVES_AGAIN = 1.3
 """How much longer the program takes with the templates for which there was no time at first."""
 SINGLE_SHARE = 0.1

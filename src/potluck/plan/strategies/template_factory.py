@@ -37,16 +37,12 @@ from potluck.plan.assemble.columns import columns
 from potluck.plan.assemble.term_rows import limit_prices, losses_usd_per_h
 
 LEAST_SHARE = 0.05
-LATE_SHARE = 0.1
-"""Of the time limit, what is left when it is late."""
-FIRST_FEW = 3
-"""Pipelines per bucket and phase that are timed before any price is known."""
-FEW = 4
-"""Pipelines per model, bucket and phase that join in a round."""
+LATE_SHARE = 0.1  # Of the time limit, what is left when it is late.
+FIRST_FEW = 3  # Pipelines per bucket and phase that are timed before any price is known.
+FEW = 4  # Pipelines per model, bucket and phase that join in a round.
 ROUNDS = 40
 NOUGHT = 1e-7
-SAME = 1e-4
-"""Of a plan's cost: not worth another look."""
+SAME = 1e-4  # Of a plan's cost: not worth another look.
 ByModel = Mapping[str, Sequence[Template]]
 MAKING_SHARE = 0.5
 """Of the time limit, when making templates ends; what is not made by then is left out, single nodes apart."""
@@ -62,14 +58,12 @@ class SolveSettings:
     pins: tuple[Deployment, ...] = ()
     clock: Callable[[], float] = time.process_time
     """What the limit is kept by: CPU time, so that a busy machine changes no plan."""
-    start_s: float | None = None
-    """When planning began, templates included; None: it begins now."""
+    start_s: float | None = None  # When planning began, templates included; None: it begins now.
     starts: tuple[Plan, ...] = ()
     """Plans to begin from: what is found serves no less than any of them, and for as much costs no more."""
     asking: bool = False
     """A question beside a plan: what all of the demand would cost; no other strategy is tried, no part is planned."""
-    seed: int = 0
-    """Of the search on a pool; the program needs none."""
+    seed: int = 0  # Of the search on a pool; the program needs none.
     estimate: Estimate | None = None
     """Tries a pair of replicas of a pool, in place of the closed form; None: the closed form."""
 
@@ -109,8 +103,7 @@ class PlanOutcome:
     columns: ProgramColumns
     tried: tuple[FormatPrice, ...] = ()
     """What it would be in each combination of formats, where there was a choice."""
-    alternatives: tuple[Plan, ...] = ()
-    """Plans that others made of the same columns, or of some of them."""
+    alternatives: tuple[Plan, ...] = ()  # Plans that others made of the same columns, or of some of them.
 
     @property
     def weighed_usd_per_h(self) -> float:
@@ -125,12 +118,10 @@ class TemplateFactory:
     problem: PlanningProblem
     made: dict[tuple[str, str], list[Template]] = field(default_factory=dict)
     """(kind, key of a model) to templates."""
-    said: Callable[[str], None] = lambda _: None
-    """Told what is being made, for a progress bar."""
+    said: Callable[[str], None] = lambda _: None  # Told what is being made, for a progress bar.
     searched: dict[str, SearchResult] = field(default_factory=dict)
     """Region to what the search of its pool found."""
-    running: tuple[Template, ...] = ()
-    """Groups that run already, to be chosen beside those that are found."""
+    running: tuple[Template, ...] = ()  # Groups that run already, to be chosen beside those that are found.
     timed: Timed = field(default_factory=dict)
     """Pipelines whose rates are known for these lengths, whatever they cost."""
     near: dict[float, TemplateFactory] = field(default_factory=dict)
@@ -139,14 +130,11 @@ class TemplateFactory:
     """Key of a model to all its pipelines, also those that nobody has asked for."""
     enough: Callable[[], bool] = lambda: False
     """Asked before a kind of templates is made: whether there is no time for it."""
-    books: RateCaches = field(default_factory=RateCaches)
-    """What layouts were timed to do, here and before."""
-    left_out: set[tuple[str, str]] = field(default_factory=set)
-    """(kind, model) for which there was no time."""
+    books: RateCaches = field(default_factory=RateCaches)  # What layouts were timed to do, here and before.
+    left_out: set[tuple[str, str]] = field(default_factory=set)  # (kind, model) for which there was no time.
     cut_short: dict[str, str] = field(default_factory=dict)
     """Strategies for which there was not all the time they would take, and what was left out, in words."""
-    without: frozenset[str] = frozenset()
-    """Names of templates that are not to be chosen."""
+    without: frozenset[str] = frozenset()  # Names of templates that are not to be chosen.
     grown: set[tuple[str, str]] = field(default_factory=set)
     """(template, region) of the columns that relaxations ended with: where the next one begins."""
 
@@ -341,8 +329,7 @@ def with_running(
 class ColumnGrowth:
     rounds: int = 0
     added: int = 0
-    complete: bool = False
-    """Whether no pipeline that was left would lower the bound."""
+    complete: bool = False  # Whether no pipeline that was left would lower the bound.
 
 
 def grow(

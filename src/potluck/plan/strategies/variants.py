@@ -30,8 +30,7 @@ from potluck.plan.strategies.template_factory import (
 )
 
 Formats = tuple[tuple[str, Format], ...]
-MOST = 32
-"""Combinations that are tried; each takes a plan's time."""
+MOST = 32  # Combinations that are tried; each takes a plan's time.
 
 
 def choosing_formats(strategy: Planner) -> Planner:

@@ -261,8 +261,7 @@ def _best_efficiency(ask: ModelDemand, templates: Sequence[Template], prices: di
     return max((efficiency_tokens_per_usd(ask, template, prices) for template in templates), default=0.0)
 
 
-SHORTLIST = 4
-"""Pairs of types that are passed on, as in the paper's example."""
+SHORTLIST = 4  # Pairs of types that are passed on, as in the paper's example.
 PREFILL_UNITS, DECODE_UNITS = (1, 2), (1, 2, 3, 4, 5, 6)
 MOST_NODES = 8
 
@@ -274,8 +273,7 @@ class RankedPair:
     prefill: str
     decode: str
     ce_tokens_per_usd: float
-    printed: bool
-    """By equation 15; otherwise by what its combos serve."""
+    printed: bool  # By equation 15; otherwise by what its combos serve.
 
 
 def ranked(

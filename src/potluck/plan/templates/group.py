@@ -46,8 +46,7 @@ class KvRoute:
 
     prefill: int
     decode: int
-    busy_s: tuple[tuple[str, str, float], ...]
-    """(from, to, seconds of the link) for one request."""
+    busy_s: tuple[tuple[str, str, float], ...]  # (from, to, seconds of the link) for one request.
     handover_s: float
 
 

@@ -33,8 +33,7 @@ from potluck.plan.timing.network_cards import NetworkCards, cards_of, sides, soj
 from potluck.plan.timing.rate_cache import RateCache, RatedLayout, layout_text
 from potluck.plan.timing.replica_rates import UNPROMISED_TTFT_S, layout_timer, useful, wait_factor
 
-GRID = tuple(i / 16 for i in range(1, 17))
-"""Shares of a prompt that the low-end GPU may take."""
+GRID = tuple(i / 16 for i in range(1, 17))  # Shares of a prompt that the low-end GPU may take.
 
 
 def pairs(
@@ -201,8 +200,7 @@ def _balanced(
 class _First(NamedTuple):
     per_s: float
     taken_s: float
-    left_s: float
-    """Of TTFT, for the other side."""
+    left_s: float  # Of TTFT, for the other side.
 
 
 def _first(work: _PairWork, part: _PromptPart) -> _First | None:

@@ -70,8 +70,7 @@ class Partitions:
     """Partitions of up to `most` nodes for every pattern, in one array."""
 
     most: int
-    masks: NDArray[np.uint8]
-    """(P, most) stages of each partition; 0 beyond its number of stages."""
+    masks: NDArray[np.uint8]  # (P, most) stages of each partition; 0 beyond its number of stages.
     starts: NDArray[np.int64]
     """(most + 1, 2^(most-1), most + 2): those of n nodes, a pattern and S stages are the rows starts[n, pattern, S]
     to starts[n, pattern, S + 1].
@@ -140,8 +139,7 @@ MOST_UNITS = 2**45
 CODE_SHIFT = 52 - 6
 """Levels are the numbers with 6 binary digits after the leading one: about a hundredth apart."""
 LOW_QUANTILE = 0.01
-LOW_SHARE = 0.02
-"""The lowest level is this share of this quantile of the multisets' upper bounds."""
+LOW_SHARE = 0.02  # The lowest level is this share of this quantile of the multisets' upper bounds.
 
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
@@ -154,13 +152,10 @@ class PipelineLibrary:
     rates: StageRates
     max_nodes: int
     memory_ratio: float
-    ids: Ints
-    """(n,) which multiset each template is, ascending; see `Multisets`."""
-    units: Ints
-    """(n,) throughput in hundredths of a token a second."""
+    ids: Ints  # (n,) which multiset each template is, ascending; see `Multisets`.
+    units: Ints  # (n,) throughput in hundredths of a token a second.
     stages: Bytes
-    valid: int
-    """Multisets within the memory limit that can serve the model at all: templates before pruning."""
+    valid: int  # Multisets within the memory limit that can serve the model at all: templates before pruning.
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -361,8 +356,7 @@ def divide(rates: Ints) -> tuple[int, tuple[int, ...]]:
     return int(reached[layers]), tuple(reversed(split))
 
 
-MOST_MULTISETS = 20_000_000
-"""More would not fit in memory beside what is stored of each."""
+MOST_MULTISETS = 20_000_000  # More would not fit in memory beside what is stored of each.
 
 
 @dataclass(frozen=True)

@@ -18,29 +18,21 @@ Bytes = NDArray[np.uint8]
 
 
 class PipelineTables(NamedTuple):
-    rates: Ints
-    """(S_max, G, L) T̂ in whole units."""
-    upper: Ints
-    """(S_max, G, L) the least table above T̂ that does not increase in j."""
-    monotone: bool
-    """Whether the two are the same."""
+    rates: Ints  # (S_max, G, L) T̂ in whole units.
+    upper: Ints  # (S_max, G, L) the least table above T̂ that does not increase in j.
+    monotone: bool  # Whether the two are the same.
     node_bytes: Ints
     least_bytes: int
     most_bytes: int
-    members: Bytes
-    """(I, N) types of every multiset, ascending."""
+    members: Bytes  # (I, N) types of every multiset, ascending.
     offsets: Ints
     terms: Ints
     masks: Bytes
-    starts: Ints
-    """Partitions; see `pipeline_partitions`."""
-    sizes: Ints
-    """(2^N,) how many nodes are in a mask."""
-    levels: Ints
-    """(K,) v_k, ascending."""
+    starts: Ints  # Partitions; see `pipeline_partitions`.
+    sizes: Ints  # (2^N,) how many nodes are in a mask.
+    levels: Ints  # (K,) v_k, ascending.
     first_code: int
-    shift: int
-    """The level of a throughput is its code less `first_code`; see `code`."""
+    shift: int  # The level of a throughput is its code less `first_code`; see `code`.
     bases: Ints
     widths: Ints
     tabulated: Ints
@@ -52,21 +44,14 @@ class PipelineTables(NamedTuple):
 class PipelineScratch(NamedTuple):
     """What the search writes on for one multiset after another."""
 
-    kinds: Ints
-    """(N,) its types."""
-    ids: Ints
-    """(2^N,) ids of its parts."""
-    held: Ints
-    """(2^N,) h of its parts at the level of the incumbent."""
-    parts: Ints
-    """(N,) stages of a partition, as masks."""
+    kinds: Ints  # (N,) its types.
+    ids: Ints  # (2^N,) ids of its parts.
+    held: Ints  # (2^N,) h of its parts at the level of the incumbent.
+    parts: Ints  # (N,) stages of a partition, as masks.
     caps: Ints
-    tails: Ints
-    """(N,) layers of each stage, and what the stage reaches with them."""
-    sums: Ints
-    """(N + 1, L) rates of each stage, or of the highest nodes."""
-    weights: Ints
-    """(N + 1,) bytes of the highest nodes."""
+    tails: Ints  # (N,) layers of each stage, and what the stage reaches with them.
+    sums: Ints  # (N + 1, L) rates of each stage, or of the highest nodes.
+    weights: Ints  # (N + 1,) bytes of the highest nodes.
 
 
 def scratch(max_nodes: int, layers: int) -> PipelineScratch:

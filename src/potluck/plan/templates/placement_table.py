@@ -98,8 +98,7 @@ def _bucket(
     )
 
 
-MAX_NODES = 6
-"""Nodes of a pipeline in a plan, as in the paper; larger ones seldom pay."""
+MAX_NODES = 6  # Nodes of a pipeline in a plan, as in the paper; larger ones seldom pay.
 MOST_SETS, LEAST_NODES = 1_500_000, 3
 """Multisets of nodes that the libraries of one bucket go through for all models: with many types or models pipelines
 are of fewer nodes, but of as many as these at least.
@@ -120,21 +119,17 @@ class PlacementTable:
 
     problem: PlanningProblem
     ask: ModelDemand
-    uses: NDArray[np.uint8]
-    """[rows, node types of the problem]"""
+    uses: NDArray[np.uint8]  # [rows, node types of the problem]
     stages: NDArray[np.integer]
     phase: NDArray[np.integer]
     bucket: NDArray[np.integer]
-    per_s: Floats
-    """Requests a second of that bucket, as the library has it."""
+    per_s: Floats  # Requests a second of that bucket, as the library has it.
     library: NDArray[np.integer]
     index: NDArray[np.integer]
     libraries: list[PipelineLibrary]
-    open: NDArray[np.bool_]
-    """Rows that were not timed yet."""
+    open: NDArray[np.bool_]  # Rows that were not timed yet.
     book: RateCache
-    timed: Timed
-    """What is known of placements, this model's and others'; added to."""
+    timed: Timed  # What is known of placements, this model's and others'; added to.
     mine: dict[tuple[str, Role, Layout], Template] = field(default_factory=dict)
     """Of these, what was taken from here."""
     ratio: list[float] = field(default_factory=lambda: [FIRST_RATIO, FIRST_RATIO])

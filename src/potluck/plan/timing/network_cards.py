@@ -42,8 +42,7 @@ LEAST_BUSY = 0.1
 
 @dataclass(frozen=True, slots=True)
 class NetworkCards:
-    one_bits_per_s: float
-    """What the KV of one request can have at most."""
+    one_bits_per_s: float  # What the KV of one request can have at most.
     all_bits_per_s: float
 
 

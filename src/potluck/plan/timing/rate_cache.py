@@ -36,8 +36,7 @@ from potluck.plan.timing.replica_rates import fits, layout_timer, replica_capaci
 
 FORMAT = 2
 MOST_BYTES = 256 << 20
-BUILT = (".so", ".pyd")
-"""Compiled from sources that are there too."""
+BUILT = (".so", ".pyd")  # Compiled from sources that are there too.
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -133,8 +132,7 @@ def name_of(*parts: bytes) -> str:
 
 CODE = ("potluck.core", "potluck.perf", "potluck.plan.timing", "potluck.plan.templates")
 """What is kept follows from this code, data of `perf` included."""
-MOST = 20_000
-"""Layouts of a book that are kept; one of so many is no longer quick to read."""
+MOST = 20_000  # Layouts of a book that are kept; one of so many is no longer quick to read.
 FIGURES = 5
 T = TypeVar("T")
 
@@ -167,8 +165,7 @@ class RateCache:
     key: str
     folder: Path | None
     known: dict[str, RatedLayout] = field(default_factory=dict)
-    written: int = 0
-    """How many of these are on disk."""
+    written: int = 0  # How many of these are on disk.
     worked: dict[Hashable, Any] = field(default_factory=dict)
     """What else was worked out from all that rates follow from, so that no plan of the same works it out again."""
 

@@ -40,8 +40,7 @@ from potluck.perf.timers.profile import ProfileTimer, profile_for
 from potluck.perf.timers.roofline import roofline
 from potluck.plan.problem import BucketDemand, ModelDemand
 
-UNPROMISED_TTFT_S = 600.0
-"""What requests beyond the attained share may take at most."""
+UNPROMISED_TTFT_S = 600.0  # What requests beyond the attained share may take at most.
 HANDOVER_SHARE = 0.1
 """Part of the TTFT objective that is kept free for handing the KV over, which overlaps with prefill."""
 

@@ -44,8 +44,7 @@ from potluck.perf.throughput import MAX_BATCH
 from potluck.perf.timers.roofline import RooflineTimer, check_tp, roofline
 from potluck.plan.timing.replica_rates import UNPROMISED_TTFT_S, filled_room
 
-UNITS_PER_TOKEN = 100
-"""Rates are whole numbers of 1/100 token a second."""
+UNITS_PER_TOKEN = 100  # Rates are whole numbers of 1/100 token a second.
 
 Phase = Literal["prefill", "decode"]
 Integers = NDArray[np.int64]
@@ -55,13 +54,10 @@ Integers = NDArray[np.int64]
 class BucketRule:
     """What a plan asks of a bucket's prompts beyond the objective (as `replica_rates` times templates)."""
 
-    wait: float
-    """w: time in the system over time of service, while as busy as planned."""
-    ttft_share: float
-    """Of TTFT, what is not kept for handing KV over."""
+    wait: float  # w: time in the system over time of service, while as busy as planned.
+    ttft_share: float  # Of TTFT, what is not kept for handing KV over.
     longest_tokens: int
-    cached_tokens: int
-    """Of a prompt's tokens, those that are there already; the others are the input tokens."""
+    cached_tokens: int  # Of a prompt's tokens, those that are there already; the others are the input tokens.
     promised: bool
     headroom: float
     attainment: float
@@ -95,8 +91,7 @@ class StageRates:
     """Tensor-parallel degree on each node type; a node carries `gpus // tp` copies of its stage."""
     confidences: tuple[Confidence, ...]
     phase: Phase
-    latency_s: float
-    """ℓ: what a step through all stages may take."""
+    latency_s: float  # ℓ: what a step through all stages may take.
     input_tokens: int
     output_tokens: int
     units: Integers
@@ -109,10 +104,8 @@ class _Share:
     embedding: float
     head: float
     activation: float
-    kv_prefill: float
-    """KV of a prompt in one layer."""
-    kv_decode: float
-    """KV of a finished request in one layer."""
+    kv_prefill: float  # KV of a prompt in one layer.
+    kv_decode: float  # KV of a finished request in one layer.
 
 
 def stage_rates(
@@ -179,8 +172,7 @@ class _Phase:
     """Steps of 1, 2, ... requests of one phase on one node."""
 
     whole_s: Floats
-    layers_s: Floats
-    """Without the output head and what a step takes once."""
+    layers_s: Floats  # Without the output head and what a step takes once.
     wire_s: Floats
 
 

@@ -12,8 +12,7 @@ from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.links.link import SharedPipe
 from potluck.sim.world.sim_state import SimAttempt, SimReplica
 
-ROUND_TRIP_S: Final = 1e-4
-"""Between two machines of one region."""
+ROUND_TRIP_S: Final = 1e-4  # Between two machines of one region.
 
 
 Ways = tuple[tuple[SharedPipe, float], ...]

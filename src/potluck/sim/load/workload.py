@@ -35,14 +35,10 @@ class RequestLabels:
     tenant: Places
     classes: tuple[str, ...]
     request_class: Places
-    wait_s: Floats
-    """From a request's arrival to its deadline; infinite: it has none."""
-    origins: tuple[str, ...] = ("",)
-    """Where users are; empty: nobody said."""
-    origin: Places | None = None
-    """Places in `origins`; None: the first for all."""
-    exact: NDArray[np.bool_] | None = None
-    """Whose KV must cross as it is; None: nobody's."""
+    wait_s: Floats  # From a request's arrival to its deadline; infinite: it has none.
+    origins: tuple[str, ...] = ("",)  # Where users are; empty: nobody said.
+    origin: Places | None = None  # Places in `origins`; None: the first for all.
+    exact: NDArray[np.bool_] | None = None  # Whose KV must cross as it is; None: nobody's.
 
     def __post_init__(self) -> None:
         kinds = (("tenant", self.tenants), ("request_class", self.classes))
@@ -158,10 +154,8 @@ Ints = NDArray[np.int64]
 Scaling = Literal["stretch", "superpose"]
 """How a trace comes to a rate: by its clock, or by leaving requests out and laying copies over each other."""
 
-BLOCK_TOKENS = 512
-"""Tokens that a prefix block stands for, as in Mooncake's traces."""
-REQUESTS_PER_TEXT = 50
-"""Of traffic that was planned with a share of prefix hits."""
+BLOCK_TOKENS = 512  # Tokens that a prefix block stands for, as in Mooncake's traces.
+REQUESTS_PER_TEXT = 50  # Of traffic that was planned with a share of prefix hits.
 MOST_TOKENS = 2**31 - 1
 
 
@@ -441,8 +435,7 @@ class RecordedRequests:
     workload: Workload
     answered: int
     runs: int
-    cuts: tuple[int, ...]
-    """Numbers of lines that were cut off in writing, and passed over."""
+    cuts: tuple[int, ...]  # Numbers of lines that were cut off in writing, and passed over.
 
 
 @dataclass(slots=True)
@@ -451,10 +444,8 @@ class _Rows:
 
     requests: list[Request] = field(default_factory=list)
     arrival_s: list[float] = field(default_factory=list)
-    answered: dict[int, int] = field(default_factory=dict)
-    """Place of a request to the length of its answer."""
-    block_tokens: dict[int, str] = field(default_factory=dict)
-    """Tokens of a block to a model that has such."""
+    answered: dict[int, int] = field(default_factory=dict)  # Place of a request to the length of its answer.
+    block_tokens: dict[int, str] = field(default_factory=dict)  # Tokens of a block to a model that has such.
 
 
 def from_log(lines: Iterable[str], progress: Callable[[int], None] | None = None) -> RecordedRequests:

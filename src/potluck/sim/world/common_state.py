@@ -104,8 +104,7 @@ class StatusReports:
         self._events.push((floor(at_s / self._period_s) + 1) * self._period_s, COLLECT, None)
 
 
-Tell = Callable[[float, Event], None]
-"""Lets the Brain know what happened when, and does what it asks."""
+Tell = Callable[[float, Event], None]  # Lets the Brain know what happened when, and does what it asks.
 
 
 class CommonState:

@@ -33,13 +33,10 @@ a replica up, something from outside, a sample for plots, a plan, a plain call, 
 
 Entry = tuple[float, int, int, Any]
 
-FEW: Final = 64
-"""With fewer replicas everything is in the heap."""
+FEW: Final = 64  # With fewer replicas everything is in the heap.
 TOGETHER: Final = 32
-SLOWEST_PER_S: Final = 1e-6
-"""With fewer requests a second than this there is nothing to gain."""
-LATEST_S: Final = 2.0**40
-"""Later than this is one slice; some entries are never due."""
+SLOWEST_PER_S: Final = 1e-6  # With fewer requests a second than this there is nothing to gain.
+LATEST_S: Final = 2.0**40  # Later than this is one slice; some entries are never due.
 
 
 class EventQueue:

@@ -61,8 +61,7 @@ class Fault:
     factor: float | None = None
     gbps: float | None = None
     duration_s: float = inf
-    notice_s: float | None = None
-    """None: NOTICE_S for spot machines, else none at all."""
+    notice_s: float | None = None  # None: NOTICE_S for spot machines, else none at all.
     count: int = 1
     request: int = -1
     pick: float | None = None

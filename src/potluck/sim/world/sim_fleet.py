@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from potluck.sim.sim_engine import SimEngine
 
 Make = Callable[["ReplicaModel", Role], "SimEngine"]
-STOPPED = 1e12
-"""Times as long that steps take where nothing is computed any more."""
+STOPPED = 1e12  # Times as long that steps take where nothing is computed any more.
 
 
 class SimFleet:
@@ -179,16 +178,13 @@ class SimFleet:
 @dataclass(frozen=True, slots=True)
 class PlanQuestion:
     at_s: float
-    rates_per_s: tuple[tuple[str, float], ...]
-    """Model to requests a second that a plan is wanted for."""
+    rates_per_s: tuple[tuple[str, float], ...]  # Model to requests a second that a plan is wanted for.
     regions: tuple[Region, ...]
-    running: Plan
-    """The newest plan with the copies of it that are there and stay."""
+    running: Plan  # The newest plan with the copies of it that are there and stay.
     lengths: tuple[SeenLengths, ...] = ()
 
 
-Planner = Callable[[PlanQuestion], Plan | None]
-"""None when there is no plan, or none better."""
+Planner = Callable[[PlanQuestion], Plan | None]  # None when there is no plan, or none better.
 
 
 def running_of(plan: Plan, sites: Iterable[SimReplica]) -> Plan:
@@ -203,8 +199,7 @@ def running_of(plan: Plan, sites: Iterable[SimReplica]) -> Plan:
     return plan.holding(Counter((template, region) for _, template, region in whole))
 
 
-MOST_LOOKS = 40_000
-"""Looks at single replicas, so that plots of a large fleet do not cost more than its run."""
+MOST_LOOKS = 40_000  # Looks at single replicas, so that plots of a large fleet do not cost more than its run.
 FEWEST = 20
 
 

@@ -32,8 +32,7 @@ from potluck.sim.world.faults import ExternalEvents
 from potluck.sim.world.sim_fleet import Make, Planner, PlanQuestion, SimFleet, StateSampler, running_of
 
 FEED: Final = 4096
-SWEEP: Final = 16 * FEED
-"""Requests after which cycles are looked for, if there are any at all."""
+SWEEP: Final = 16 * FEED  # Requests after which cycles are looked for, if there are any at all.
 PATIENCE_S: Final = 86400.0
 """When no request has ended for so long although some are open, something is stuck."""
 
