@@ -11,9 +11,16 @@ from loop_helpers import KINDS, VOCAB, carry, harness, prompt
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.engine.compute.executor import SequenceWork, StepInputs, TokenDraw, WorkerLost
+from potluck.engine.compute.local_executor import LocalExecutor
 from potluck.engine.loop.jobs import Job
 
 LENGTH, OUTPUT = 150, 12
+
+
+@pytest.fixture(params=["awaited", "ahead"], autouse=True)
+def _ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step awaited before the next is made, and begun before the last one's tokens are known, as on a GPU."""
+    monkeypatch.setattr(LocalExecutor, "ordered", request.param == "ahead")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import pytest
-from engine_models import KINDS, prompt
+from engine_models import KINDS, VOCAB, prompt
 from loop_helpers import LoopHarness, harness
 
 from potluck.core.replica.batch import BatchLimits, BatchStep
@@ -23,6 +23,7 @@ from potluck.engine.compute.executor import (
 from potluck.engine.compute.handover import ranges
 from potluck.engine.compute.local_executor import LocalExecutor
 from potluck.engine.compute.runner import Runner
+from potluck.engine.loop.jobs import OutputToken
 from potluck.engine.loop.microbatches import Microbatches, RunningStep
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.kv.assembly import MissingParts
@@ -172,6 +173,45 @@ def test_what_a_step_loses_goes_with_all_that_belongs_to_it() -> None:
     assert (req.works, req.draws, req.drawn) == (works[1:], draws[1:], [3])
     req.without({2, 9})
     assert (req.works, req.draws, req.exports, req.tokens) == (works[2:], draws[1:], [], 1)
+
+
+CUTS: tuple[dict[str, float], ...] = ({}, {"top_p": 0.8}, {"logprobs": 2}, {"presence_penalty": 1.5})
+
+
+@pytest.mark.parametrize("kind", ["full", "hybrid"])
+@pytest.mark.parametrize("seed", range(2))
+def test_steps_begun_ahead_draw_the_same(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever stops, is cancelled, preempted or hands on while the next step is under way, in any company."""
+
+    def answered(ordered: bool) -> tuple[LoopHarness, set[int]]:
+        monkeypatch.setattr(LocalExecutor, "ordered", ordered)
+        chance, whole = random.Random(seed), set[int]()
+        engine = harness(kind, blocks=34, rows=12, max_running=8, chunk=40, prefix_bytes=60_000, lease_s=0.2)
+        for _ in range(60):
+            tokens, output = prompt(chance.randrange(2, 120), chance.randrange(4)), chance.randrange(-10, 40)
+            ends = frozenset(chance.sample(range(VOCAB), VOCAB // 16))
+            way = Sampling(float(chance.random() < 0.7), seed=7, **chance.choice(CUTS))  # type: ignore[arg-type]
+            stop = len(tokens) if output < 1 else None
+            key = engine.submit(tokens, max(0, output), stop=stop, ends=ends, sampling=way)
+            for _ in range(chance.randrange(3)):
+                engine.turn()
+            if chance.random() < 0.2:
+                engine.loop.cancel(key, engine.now_s)
+            elif stop is None:
+                whole.add(key)
+        engine.run(most=9000)
+        engine.loop.check()
+        return engine, whole
+
+    (plain, whole), (ahead, _) = answered(ordered=False), answered(ordered=True)
+    for key in whole:
+        one, two = (
+            [e.choice for e in each.said[key] if isinstance(e, OutputToken)] for each in (plain, ahead)
+        )
+        assert one == two
+        assert plain.end(key).reason == ahead.end(key).reason
+    assert {"stop", "length", "cancelled", "handed_on"} <= ahead.loop.counters.ended.keys()
+    assert ahead.loop.counters.preemptions > 0
 
 
 def test_there_are_no_more_lanes_than_the_longest_request_leaves() -> None:

@@ -230,6 +230,13 @@ def lay_out(works: Sequence[SequenceWork], cache: LayerCaches, taps: int) -> Bat
     )
 
 
+def known(tokens: Tensor, cache: LayerCaches) -> Tensor:
+    """Tokens with those in their place that rows drew last."""
+    if cache.device.type == "cpu" and int(tokens.min()) >= 0:
+        return tokens
+    return torch.where(tokens < 0, cache.drawn[(-1 - tokens).clamp(min=0)], tokens)
+
+
 def joined(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor:
     """All in one, from where a copy to the device need not be waited for."""
     # Each begins at 16 bytes: kernels are compiled for that.
@@ -261,7 +268,7 @@ def _packing(works: Sequence[SequenceWork], order: list[int]) -> np.ndarray:
 
 def _tensor(values: np.ndarray, device: torch.device) -> Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return tensor if device.type == "cpu" else tensor.to(device)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def check(works: Sequence[SequenceWork], tables: BlockTables) -> None:

@@ -38,6 +38,11 @@ class SequenceWork:
     logits: Literal["last", "all", "none"] = "last"
 
 
+def last_drawn(row: int) -> int:
+    """Stands for the token that a row drew last, where only the executor knows it yet."""
+    return -1 - row
+
+
 @dataclass(frozen=True, slots=True)
 class RunnerSize:
     """How much a runner can hold at once."""
@@ -137,6 +142,9 @@ class Executor(Protocol):
     """Whether tokens stay the same to the last bit however the work is cut."""
     microbatches: int = 1
     """Steps that may be under way at once, of different rows, with something to gain."""
+    ordered: bool = False
+    """Steps, and what reads and writes caches between them, are computed in the order in which they were begun: rows
+    may be closed and used again meanwhile, and the next step may be begun before it is known what this one drew."""
 
     def open(self) -> int: ...
 
@@ -152,8 +160,8 @@ class Executor(Protocol):
         return self.begin(StepInputs(works, draws))()
 
     def begin(self, step: StepInputs) -> Callable[[], list[SampledToken]]:
-        """What is returned waits for the step's end. Until then its rows must not be touched; other rows may, and
-        deliveries may be made meanwhile, whatever is called."""
+        """What is returned waits for the step's end. Until then its rows must not be touched, unless it is `ordered`;
+        other rows may, and deliveries may be made meanwhile, whatever is called."""
 
     def export(self, row: int, layer: int, start: int, stop: int) -> tuple[KvChunk, ...]:
         """What a layer has of a row that is not being stepped."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from potluck.core.values.sampling import SampledToken
 from potluck.engine.compute.emulated import EmulatedNic, StepPacer
 from potluck.engine.compute.executor import Executor, IncomingCache, RunnerSize, StepInputs
 from potluck.engine.compute.handover import IncomingHandover, pack
 from potluck.engine.compute.runner import Runner
-from potluck.engine.compute.sample import sample
+from potluck.engine.compute.sample import draw, sent
 from potluck.kv.chunks import KvChunk, KvManifest
 
 
@@ -24,6 +26,11 @@ class LocalExecutor(Executor):
         """For whoever sends its chunks over a network."""
         self.config, self.fingerprint, self.exact = runner.config, runner.fingerprint, runner.exact
         self.kv_dtype = str(runner.dtype).removeprefix("torch.")
+
+    @property
+    def ordered(self) -> bool:  # type: ignore[override]
+        """A GPU's work is queued and goes on while the host makes the next step; a CPU has nothing to gain."""
+        return self.runner.device.type == "cuda" and self.pacer is None
 
     def open(self) -> int:
         return self.runner.tables.open()
@@ -56,13 +63,17 @@ class LocalExecutor(Executor):
         if pacer is not None:
             pacer.begin(step.works)
         logits = self.runner.step(step.works, on_layer=on_layer)
-        choices: list[SampledToken] = []
+        land: Callable[[], list[SampledToken]] = list
         if draws:
-            ways, places = [draw.way for draw in draws], [draw.position for draw in draws]
-            choices = sample(logits, ways, places, [draw.edit for draw in draws])
+            ways, places = [each.way for each in draws], [each.position for each in draws]
+            tokens, land = draw(logits, ways, places, [each.edit for each in draws])
+            if self.ordered:
+                rows = [work.row for work in step.works if work.logits == "last"]
+                with torch.inference_mode():
+                    self.runner.cache.drawn.index_copy_(0, sent(rows, self.runner.device), tokens)
         if pacer is not None:
             pacer.end()
-        return lambda: choices
+        return land
 
     def export(self, row: int, layer: int, start: int, stop: int) -> tuple[KvChunk, ...]:
         return pack(self.runner, row, layer, start, stop)

@@ -26,13 +26,14 @@ from potluck.engine.compute.batch_layout import (
     check,
     followed,
     joined,
+    known,
     lay_out,
     linear_step,
     told,
     views_of,
     wanted_tokens,
 )
-from potluck.engine.compute.executor import RunnerSize, SequenceWork
+from potluck.engine.compute.executor import RunnerSize, SequenceWork, last_drawn
 from potluck.engine.memory.block_tables import BlockTables
 from potluck.engine.memory.kv_cache import LayerCaches, groups_of
 from potluck.engine.model.checkpoint import LayerLoader, WeightSource, fingerprint, parted
@@ -121,10 +122,11 @@ class Runner:
 
     def _check_tokens(self, works: Sequence[SequenceWork]) -> None:
         vocab = self.config.model.vocab
-        tokens = [token for work in works for token in work.tokens]
-        if min(tokens) < 0 or max(tokens) >= vocab:
-            unknown = next(token for token in tokens if not 0 <= token < vocab)
-            raise InputError("tokens", f"{unknown} is not in the vocabulary of {vocab}")
+        for work in works:
+            low, high = min(work.tokens), max(work.tokens)
+            if high >= vocab or (low < 0 and (low, high) != (last_drawn(work.row),) * 2):
+                unknown = low if low < 0 else high
+                raise InputError("tokens", f"{unknown} is not in the vocabulary of {vocab}")
 
     def _enter(self, step: BatchLayout, hidden: Tensor | None) -> Tensor:
         if not self.stack.embeds:
@@ -137,7 +139,7 @@ class Runner:
             return hidden if step.packing is None else hidden.index_select(0, step.packing)
         if hidden is not None:
             raise InputError("hidden", "the first stage takes tokens")
-        return self.stack.embed(step.tokens)
+        return self.stack.embed(known(step.tokens, self.cache))
 
 
 COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -253,7 +255,9 @@ class StepGraphs:
         return graph
 
     def _compute(self, step: BatchLayout) -> None:
-        logits = self._stack.logits(self._stack(self._stack.embed(step.tokens), step, self._cache, None))
+        logits = self._stack.logits(
+            self._stack(self._stack.embed(known(step.tokens, self._cache)), step, self._cache, None)
+        )
         if not len(self._logits):
             self._logits = logits.new_empty(self._sequences, logits.shape[1])
         self._logits[: len(logits)] = logits

@@ -7,7 +7,7 @@ neighbours, draws the same numbers, and a replay after a failure gives the same 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,26 +29,56 @@ def chance(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
-@torch.inference_mode()
 def sample(
     logits: Tensor, ways: Sequence[Drawing], positions: Sequence[int], edits: Sequence[LogitEdit | None] = ()
 ) -> list[SampledToken]:
     """One token for each row of `logits`; `positions` are the places that the tokens will take. `edits`: of each row,
     or none at all. Log probabilities are the model's own."""
+    return draw(logits, ways, positions, edits)[1]()
+
+
+@torch.inference_mode()
+def draw(
+    logits: Tensor, ways: Sequence[Drawing], positions: Sequence[int], edits: Sequence[LogitEdit | None]
+) -> tuple[Tensor, Callable[[], list[SampledToken]]]:
+    """The tokens where the logits are, and what waits for them. On a GPU nothing is waited for before that where all
+    are the likeliest ones, or are drawn from all tokens, without edits or log probabilities."""
     tensor, logits = logits, _without_barred(_edited(logits, edits), ways, positions)
     # On a CPU numpy's argmax is ten times as fast as torch's.
-    best = logits.float().numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1)
-    tokens: list[int] = best.tolist()
+    on_cpu = logits.device.type == "cpu"
+    tokens = torch.from_numpy(logits.float().numpy().argmax(-1)) if on_cpu else logits.argmax(-1)
     drawn = [row for row, way in enumerate(ways) if way.temperature > 0]
     if drawn:
         chosen = [ways[row] for row in drawn]
         chances = [chance(ways[row].seed, positions[row]) for row in drawn]
-        rows = logits if len(drawn) == len(ways) else logits[drawn]
-        for row, token in zip(drawn, _draw(rows, chosen, chances), strict=True):
-            tokens[row] = token
-    if all(way.logprobs is None for way in ways):
-        return [SampledToken(token) for token in tokens]
-    return _with_logprobs(tensor, ways, tokens)
+        _put(tokens, drawn, _draw(_rows(logits, drawn), chosen, chances))
+    if any(way.logprobs is not None for way in ways):
+        choices = _with_logprobs(tensor, ways, tokens)
+        return tokens, lambda: choices
+    if on_cpu:
+        return tokens, lambda: list(map(SampledToken, tokens.tolist()))
+    here = torch.empty(len(ways), dtype=torch.int64, pin_memory=True)
+    ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    here.copy_(tokens, non_blocking=True)
+    ready.record()
+
+    def wait() -> list[SampledToken]:
+        ready.synchronize()
+        return list(map(SampledToken, here.tolist()))
+
+    return tokens, wait
+
+
+def sent(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Numbers for a device, which go there when it is their turn: nobody waits for what it computes."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def _put(tokens: Tensor, rows: list[int], some: Tensor) -> None:
+    if len(rows) == len(tokens):
+        tokens.copy_(some)
+    else:
+        tokens.index_copy_(0, sent(rows, tokens.device), some)
 
 
 def _edited(logits: Tensor, edits: Sequence[LogitEdit | None]) -> Tensor:
@@ -86,18 +116,16 @@ def _without_barred(logits: Tensor, ways: Sequence[Drawing], positions: Sequence
     return logits
 
 
-def _draw(logits: Tensor, ways: Sequence[Drawing], chances: Sequence[float]) -> list[int]:
+def _draw(logits: Tensor, ways: Sequence[Drawing], chances: Sequence[float]) -> Tensor:
     """A token for each row. What a row draws from, in which order, depends on its own way alone: on the tokens that
     its cuts leave, in the order of the vocabulary."""
     warmth = [max(way.temperature, COLDEST) for way in ways]
-    heat = torch.tensor(warmth, dtype=torch.float64, device=logits.device)
+    heat = sent(warmth, logits.device, torch.float64)
     probabilities = torch.softmax(logits.double() / heat[:, None], -1)
-    tokens = [0] * len(ways)
+    tokens = torch.empty(len(ways), dtype=torch.int64, device=logits.device)
     whole = [row for row, way in enumerate(ways) if not way.cuts]
     if whole:
-        places = _pick(_rows(probabilities, whole), [chances[row] for row in whole])
-        for row, token in zip(whole, places.tolist(), strict=True):
-            tokens[row] = token
+        _put(tokens, whole, _pick(_rows(probabilities, whole), [chances[row] for row in whole]))
     left = [row for row, way in enumerate(ways) if way.cuts]
     width = max([FIRST_LOOK, *(ways[row].top_k + 1 for row in left)])
     while left:
@@ -108,8 +136,7 @@ def _draw(logits: Tensor, ways: Sequence[Drawing], chances: Sequence[float]) -> 
         kept, settled = _cut(likely, some)
         names, order = names.sort(-1)
         places = _pick(kept.gather(1, order), [chances[row] for row in left])
-        for row, token in zip(left, names.gather(1, places[:, None])[:, 0].tolist(), strict=True):
-            tokens[row] = token
+        _put(tokens, left, names.gather(1, places[:, None])[:, 0])
         if width == logits.shape[1]:
             break
         left = [row for row, enough in zip(left, settled.tolist(), strict=True) if not enough]
@@ -118,7 +145,7 @@ def _draw(logits: Tensor, ways: Sequence[Drawing], chances: Sequence[float]) -> 
 
 
 def _rows(values: Tensor, rows: list[int]) -> Tensor:
-    return values if len(rows) == len(values) else values[rows]
+    return values if len(rows) == len(values) else values.index_select(0, sent(rows, values.device))
 
 
 def _in_order(values: Tensor, names: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +179,7 @@ def _cut(likely: Tensor, ways: Sequence[Drawing]) -> tuple[Tensor, Tensor]:
 def _pick(weights: Tensor, chances: Sequence[float]) -> Tensor:
     """The place in each row where the running sum passes the row's share."""
     sums = weights.cumsum(-1)
-    goal = torch.tensor(chances, dtype=weights.dtype, device=weights.device)[:, None] * sums[:, -1:]
+    goal = sent(chances, weights.device, weights.dtype)[:, None] * sums[:, -1:]
     place = (sums <= goal).sum(-1)
     # Rounding may point past the last weight that counts.
     last = weights.shape[1] - 1 - (weights.flip(-1) > 0).int().argmax(-1)
@@ -169,11 +196,11 @@ def _likeliest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return best, names
 
 
-def _with_logprobs(logits: Tensor, ways: Sequence[Drawing], tokens: list[int]) -> list[SampledToken]:
+def _with_logprobs(logits: Tensor, ways: Sequence[Drawing], tokens: Tensor) -> list[SampledToken]:
     logs = torch.log_softmax(logits.float(), -1)
-    own = logs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    own = logs.gather(1, tokens[:, None])[:, 0].tolist()
     values, places = _likeliest(logs, min(max(1, *(way.logprobs or 0 for way in ways)), logits.shape[1]))
-    rows = zip(ways, tokens, own, places.tolist(), values.tolist(), strict=True)
+    rows = zip(ways, tokens.tolist(), own, places.tolist(), values.tolist(), strict=True)
     return [
         SampledToken(token)
         if way.logprobs is None

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from potluck.api.segments import UNSUPPORTED
 from potluck.core.errors import CapacityError, InputError, PotluckError
-from potluck.core.replica.batch import DONE, FINISHED, BatchLimits, BatchStep
+from potluck.core.replica.batch import DONE, FINISHED, FIRST, BatchLimits, BatchStep
 from potluck.core.state.facts import SEND_QUEUE_BYTES
 from potluck.core.values.sampling import SampledToken
 from potluck.engine.compute.executor import (
@@ -31,8 +31,8 @@ from potluck.engine.compute.executor import (
     IncomingCache,
     SequenceWork,
     StepInputs,
-    TokenDraw,
     WorkerLost,
+    last_drawn,
 )
 from potluck.engine.compute.logit_edits import UnfitFormat
 from potluck.engine.loop.engine_status import EngineCounters
@@ -145,7 +145,8 @@ class EngineLoop:
         longest = min(size.max_tokens, limits.total_blocks * limits.block_tokens)
         self.microbatches = Microbatches(replace(limits, chunk_tokens=chunk), executor.microbatches, longest)
         self._tell, self._weigh, self._join = tell, weigh, join
-        self._awaits = awaits and len(self.microbatches.all) == 1
+        single = awaits and len(self.microbatches.all) == 1
+        self._awaits, self._ahead = single and not executor.ordered, single and executor.ordered
         self.prefixes = prefixes or PrefixCache(executor.config, 0)
         self._rows = CacheRows(executor, self.prefixes, chunk, self.counters)
         self._lease_s, self._now_s = lease_s, 0.0
@@ -255,15 +256,30 @@ class EngineLoop:
         return busy
 
     def _advance(self, microbatch: Microbatch, clock: Callable[[], float] | None) -> bool:
-        """Await its step, and begin the next; that of a single micro-batch is awaited, too. Whether there was any."""
-        if (last := microbatch.step) is not None:
+        """Await its step, and begin the next; that of a single micro-batch is awaited, too. Whether there was any.
+
+        Ahead, the next one is begun first: what it computes follows from numbers of tokens, and tokens that are not
+        known yet stay with the executor. Who turns out to have ended is in it for nothing.
+        """
+        last = microbatch.step
+        late = last if self._ahead else None
+        if late is not None:
+            self._commit(microbatch, late)
+        elif last is not None:
             self._land(microbatch, last, clock)
         step = microbatch.batcher.next_step()
+        if late is not None and (step.preempted or late.edited):
+            self._land(microbatch, late, clock)
+            late = None
         for key in step.preempted:
-            self._rows.close(self._runs[key])
+            if key in self._runs:
+                self._rows.close(self._runs[key])
             self.counters.preemptions += 1
         microbatch.step = running = self._plan(microbatch, step)
         self._begin(running)
+        if late is not None:
+            self._land(microbatch, late, clock)
+            running.began_s = self._now_s
         if self._awaits or not running.works:
             self._land(microbatch, running, clock)
         return last is not None or bool(step.chunks or step.decodes)
@@ -341,9 +357,9 @@ class EngineLoop:
 
     def _plan(self, microbatch: Microbatch, step: BatchStep) -> RunningStep:
         decoding = microbatch.batcher.decoding
-        goals = [(key, len(self._runs[key].tokens)) for key in decoding.keys()]  # noqa: SIM118
-        goals += [(key, before + tokens) for key, tokens, before in step.chunks]
-        works, draws, exports = list[SequenceWork](), list[TokenDraw](), list[CacheExport]()
+        goals = [(key, self._runs[key].whole) for key in decoding.keys()]  # noqa: SIM118
+        goals += [(key, before + tokens) for key, tokens, before in step.chunks if key in self._runs]
+        running = RunningStep(step, self._now_s, [], [], [])
         for key, goal in goals:
             run = self._runs[key]
             try:
@@ -354,10 +370,15 @@ class EngineLoop:
                 continue
             if start >= goal:
                 continue
-            works.append(SequenceWork(row, start, run.tokens[start:goal], "none" if draw is None else "last"))
-            exports += run.leaving(row, goal)
-            draws += () if draw is None else (draw,)
-        return RunningStep(step, self._now_s, works, draws, exports)
+            tokens = [last_drawn(row)] if run.drawing else run.tokens[start:goal]
+            running.works.append(SequenceWork(row, start, tokens, "none" if draw is None else "last"))
+            running.runs[row] = run
+            if run.job.hands_on:
+                running.exports += run.leaving(row, goal)
+            if draw is not None:
+                running.draws.append(draw)
+                run.drawing += 1
+        return running
 
     def _ready(self, run: RunningJob, goal: int) -> tuple[int, int]:
         row = self._rows.begin(run, run.whole - 1) if run.row is None else run.row
@@ -365,8 +386,9 @@ class EngineLoop:
             run.times = replace(run.times, began_s=self._now_s)
             if not run.job.hands_on:
                 self._receivers.leave(run.job.key)
-        self._rows.catch_up(run, row, goal)
         start = self.executor.held(row)
+        if start + 1 < goal:
+            start = self._rows.catch_up(run, row, goal)
         if start < goal:
             self.executor.grow(row, goal, since=start)
         return row, start
@@ -381,36 +403,50 @@ class EngineLoop:
             except FAILURES as error:
                 self._leave_out(running, error)
 
-    def _landed(self, running: RunningStep) -> dict[int, SampledToken]:
-        """Wait for a step; if rows are lost on the way it is run again without them. Tokens by key."""
+    def _landed(self, running: RunningStep) -> list[tuple[RunningJob, SampledToken]]:
+        """Wait for a step; if rows are lost on the way it is run again without them."""
         while running.works:
             assert running.land is not None
             try:
                 drawn = zip(running.drawn, running.land(), strict=True)
-                return {self._rows.keys[row]: choice for row, choice in drawn}
+                return [(running.runs[row], choice) for row, choice in drawn]
             except FAILURES as error:
                 self._leave_out(running, error)
                 self._begin(running)
-        return {}
+        return []
 
     def _leave_out(self, running: RunningStep, error: Exception) -> None:
-        lost = running.lost(error) & set(self._rows.keys)
-        self._lose([self._rows.keys[row] for row in lost], error)
+        lost = running.lost(error)
+        others = [self._rows.keys[row] for row in lost if row in self._rows.keys and row not in running.runs]
+        self._lose(others + [running.runs[row].job.key for row in lost if row in running.runs], error)
         running.without(lost)
+
+    def _commit(self, microbatch: Microbatch, running: RunningStep) -> None:
+        """Count a step as done, which in numbers of tokens it is once it is begun. Rows that have made their last
+        token are closed."""
+        running.result = microbatch.batcher.commit(running.step)
+        for what, key in running.result:
+            if what in (FIRST, FINISHED) and (run := self._runs.get(key)) is not None:
+                self._keep(run)
+                if what == FINISHED:
+                    self._rows.close(run)
 
     def _land(self, microbatch: Microbatch, running: RunningStep, clock: Callable[[], float] | None) -> None:
         size, count = running.tokens, len(running.works)
         choices = self._landed(running)
         if clock is not None:
             self._now_s = clock()
-        microbatch.step = None
-        result = microbatch.batcher.commit(running.step)
+        if microbatch.step is running:
+            microbatch.step = None
+        if running.result is None:
+            self._commit(microbatch, running)
         for run in running.left:
             self.microbatches.cancel(run.job.key)
             self._rows.close(run)
-        for key, choice in choices.items():
-            self._drew(key, choice)
-        for what, key in result:
+        for run, choice in choices:
+            if self._runs.get(run.job.key) is run:
+                self._drew(run, choice)
+        for what, key in running.result or ():
             if what == FINISHED and key in self._runs:
                 self._end(key, "length")
             elif what == DONE and key in self._runs:
@@ -433,23 +469,17 @@ class EngineLoop:
             self._said.append((run.job.key, LayerSent(chunks, last, run.exact)))
             self.flush()
 
-    def _drew(self, key: int, choice: SampledToken) -> None:
-        run = self._runs.get(key)
-        if run is None:
-            return
-        gap_s = None if run.times.last_s is None else self._now_s - run.times.last_s
-        first = run.times.first_s is None
-        run.times = replace(
-            run.times, first_s=self._now_s if first else run.times.first_s, last_s=self._now_s
-        )
-        if first:
+    def _drew(self, run: RunningJob, choice: SampledToken) -> None:
+        gap_s = None if run.last_s is None else self._now_s - run.last_s
+        if gap_s is None:
+            run.times = replace(run.times, first_s=self._now_s)
             self.counters.prompt_tokens += len(run.job.prompt)
-            self._keep(run)
+        run.last_s = self._now_s
         run.drew(choice.token)
         self.counters.output_tokens += 1
-        self._said.append((key, OutputToken(choice, gap_s)))
+        self._said.append((run.job.key, OutputToken(choice, gap_s)))
         if choice.token in run.job.ends:
-            self._end(key, "stop")
+            self._end(run.job.key, "stop")
 
     def _done(self, run: RunningJob, running: RunningStep) -> None:
         run.computed = True
@@ -494,13 +524,14 @@ class EngineLoop:
         self._kept.pop(key, None)
         self._senders.leave(key)
         self._receivers.leave(key)
-        running = self.microbatches.step_of(key, run.row)
+        running = None if self._ahead else self.microbatches.step_of(key, run.row)
         if running is not None:
             running.left.append(run)
         else:
-            if reason in ("stop", "length"):
+            if reason == "stop":
                 self._keep(run)
             self._rows.close(run)
             self.microbatches.cancel(key)
         self.counters.ended[reason] = self.counters.ended.get(reason, 0) + 1
-        self._said.append((key, JobEnded(reason, run.times, problem, again, code)))
+        times = replace(run.times, last_s=run.last_s)
+        self._said.append((key, JobEnded(reason, times, problem, again, code)))

@@ -160,8 +160,8 @@ class RunningJob:
     """A job while it is here. Written by the loop and by `CacheRows`."""
 
     # fmt: off
-    __slots__ = ("computed", "edits", "exact", "fetched_from", "found", "incoming", "job", "row", "sent", "times",
-                 "tokens")
+    __slots__ = ("computed", "drawing", "edits", "exact", "fetched_from", "found", "incoming", "job", "last_s",
+                 "row", "sent", "times", "tokens")
     # fmt: on
 
     def __init__(self, job: Job, now_s: float) -> None:
@@ -172,8 +172,12 @@ class RunningJob:
             LogitEdits(way, job.prompt, job.generated, job.guide) if way.edits and not job.hands_on else None
         )
         """What changes of the logits that its tokens are drawn from."""
+        self.drawing = 0
+        """Tokens that steps under way draw for it."""
         self.row: int | None = None
         self.times = JobTimes(now_s)
+        self.last_s: float | None = None
+        """When its latest token came; in the times once it has ended."""
         self.found: tuple[int, list[KvChunk]] | None = None
         """A known prefix, put aside for when there is a row."""
         self.incoming: IncomingCache | None = None
@@ -187,12 +191,13 @@ class RunningJob:
 
     def draw(self, goal: int) -> TokenDraw | None:
         """How the token behind a step up to `goal` is drawn; None where that one draws none."""
-        if self.job.hands_on or goal != len(self.tokens):
+        if self.job.hands_on or goal != self.whole:
             return None
         return TokenDraw(self.job.sampling, goal, None if self.edits is None else self.edits.next())
 
     def drew(self, token: int) -> None:
         self.tokens.append(token)
+        self.drawing -= 1
         if self.edits is not None:
             self.edits.drew((token,))
 
@@ -207,7 +212,7 @@ class RunningJob:
     @property
     def whole(self) -> int:
         """Tokens that the row holds before the next output token, or before handing on."""
-        return self.job.whole if self.job.hands_on else len(self.tokens)
+        return self.job.whole if self.job.hands_on else len(self.tokens) + self.drawing
 
 
 class CacheRows:
@@ -256,12 +261,10 @@ class CacheRows:
 
         self._prefixes.keep(run.tokens, self._executor.held(row), read, run.job.salt)
 
-    def catch_up(self, run: RunningJob, row: int, goal: int) -> None:
+    def catch_up(self, run: RunningJob, row: int, goal: int) -> int:
         """Compute what must come in steps of its own: what is too long for one (a prefix was lost since it was
-        counted on), and the part of a prompt that ends where layers with a state can be resumed."""
+        counted on), and the part of a prompt that ends where layers with a state can be resumed. Where it ends."""
         start = self._executor.held(row)
-        if start + 1 >= goal:
-            return
         stops = set(range(start + self._chunk, goal, self._chunk))
         last_block = (len(run.tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         keeps = self._prefixes.exact and self._prefixes.enabled and start < last_block < goal
@@ -273,3 +276,4 @@ class CacheRows:
             self._executor.step([SequenceWork(row, start, run.tokens[start:stop], "none")], [])
             if keeps and stop == last_block:
                 self.keep(run)
+        return self._executor.held(row)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from potluck.core.replica.batch import Batcher, BatchLimits, BatchStep
+from potluck.core.replica.batch import Batcher, BatchLimits, BatchStep, Happening
 from potluck.core.values.sampling import SampledToken
 from potluck.engine.compute.executor import CacheExport, SequenceWork, TokenDraw, WorkerLost
 from potluck.engine.loop.jobs import RunningJob
@@ -26,6 +26,10 @@ class RunningStep:
     works: list[SequenceWork]
     draws: list[TokenDraw]
     exports: list[CacheExport]
+    runs: dict[int, RunningJob] = field(default_factory=dict)
+    """By row: a row may be another's by the time that the step lands."""
+    result: list[Happening] | None = None
+    """What the Batcher says of it, once it is committed."""
     land: Callable[[], list[SampledToken]] | None = None
     left: list[RunningJob] = field(default_factory=list)
     """Those that ended meanwhile; their rows are closed when it lands."""
@@ -45,6 +49,11 @@ class RunningStep:
     @property
     def tokens(self) -> int:
         return sum(len(work.tokens) for work in self.works)
+
+    @property
+    def edited(self) -> bool:
+        """Whether what is drawn next depends on what this one draws."""
+        return any(run.edits is not None for run in self.runs.values())
 
     @property
     def drawn(self) -> list[int]:
