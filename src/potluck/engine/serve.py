@@ -9,6 +9,8 @@ import asyncio
 import os
 import signal
 import ssl
+import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from potluck.engine.model.checkpoint import WeightSource
 
 LOOK_S = 0.2
+WARM_UP_S = 45.0
+"""After which no more shapes of steps are made ready before the engine serves; the likeliest come first."""
 SMALL_HIDDEN = 1024
 """Models narrower than this have such short products that threads lose more by waiting for each other than they
 win, above all on a busy machine."""
@@ -131,12 +135,32 @@ def _memory_bytes() -> int | None:
 
 
 def warm_up(executor: Executor) -> None:
-    """One prompt and one decode, so that no request pays for what is made ready at the first step."""
-    row = executor.open()
-    executor.grow(row, 3)
-    executor.step([SequenceWork(row, 0, [0, 0], "none")], [])
-    executor.step([SequenceWork(row, 2, [0])], [TokenDraw(Sampling(), 3)])
-    executor.close(row)
+    """Run what is made ready at first use (steps, reading a cache out, codecs), so that no request pays for it."""
+    if executor.kv_dtype in kv_codec.STORED:
+        kv_codec.warm((executor.kv_dtype,))
+    shapes, size, stop_s = executor.shapes, executor.size, time.monotonic() + WARM_UP_S
+    for done, (singles, chunk) in enumerate(shapes, 1):
+        if singles < size.rows and singles + -(-chunk // BLOCK_TOKENS) <= size.blocks:
+            _run_once(executor, singles, chunk, read=done == 1)
+        if time.monotonic() > stop_s or done == len(shapes) > 1:
+            print(f"{done} of {len(shapes)} shapes of steps are ready", file=sys.stderr, flush=True)
+            break
+
+
+def _run_once(executor: Executor, singles: int, chunk: int, *, read: bool) -> None:
+    rows = [executor.open() for _ in range(singles + (chunk > 0))]
+    for row in rows:
+        executor.grow(row, 2 if row != rows[-1] else max(2, chunk))
+    works = [SequenceWork(row, 1, [0]) for row in rows[:singles]]
+    if works:
+        executor.step([SequenceWork(row, 0, [0], "none") for row in rows[:singles]], [])
+    if chunk:
+        works.append(SequenceWork(rows[-1], 0, [0] * chunk))
+    executor.step(works, [TokenDraw(Sampling(), 2)] * len(works))
+    for layer in range(executor.config.model.layer_count if read else 0):
+        executor.export(rows[0], layer, 0, executor.held(rows[0]))
+    for row in rows:
+        executor.close(row)
 
 
 def assemble(
@@ -169,7 +193,6 @@ def assemble(
     size = settings.size(config.model)
     executor = make(config, source, size, settings.device)
     checksum.load()
-    kv_codec.load()
     warm_up(executor)
     return service_of(executor, settings, name=name, text=text, limits=limits, kv=kv, generation=generation)
 

@@ -56,17 +56,15 @@ def load(style: str = "emulated") -> dict[str, float]:
     from potluck.engine.compute.executor import RunnerSize
     from potluck.engine.compute.local_executor import LocalExecutor
     from potluck.engine.compute.runner import Runner
-    from potluck.engine.memory.kv_cache import Pages
     from potluck.engine.model.checkpoint import SafetensorsSource
     from potluck.engine.model.config import read_config
     from potluck.engine.serve import warm_up
     from potluck.engine.shipped_model import shipped_model
-    from potluck.kv import checksum, kv_codec
+    from potluck.kv import checksum
 
     for module in MODULES:
         import_module(module)
     checksum.load()
-    kv_codec.warm(("float32",))  # what caches hold on a CPU
     directory = shipped_model()
     config = read_config(directory, described(directory))
     # Run once, so that what is made at the first step is made here.
@@ -75,9 +73,6 @@ def load(style: str = "emulated") -> dict[str, float]:
     executor = LocalExecutor(runner, size)
     warm_up(executor)
     cost = _cpu_cost(executor)
-    for kept in runner.cache.layers:
-        if isinstance(kept, Pages):
-            kept.read(torch.zeros(1, dtype=torch.int64))
     gc.collect()
     gc.freeze()  # what is shared with the engines is not written to by collecting
     return cost

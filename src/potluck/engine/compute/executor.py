@@ -142,6 +142,8 @@ class Executor(Protocol):
     """Whether tokens stay the same to the last bit however the work is cut."""
     microbatches: int = 1
     """Steps that may be under way at once, of different rows, with something to gain."""
+    shapes: Sequence[tuple[int, int]] = ((1, 2),)
+    """Steps that are made ready when one such is first run: single tokens, and tokens of a chunk beside them."""
     ordered: bool = False
     """Steps, and what reads and writes caches between them, are computed in the order in which they were begun: rows
     may be closed and used again meanwhile, and the next step may be begun before it is known what this one drew."""

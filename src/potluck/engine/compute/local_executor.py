@@ -25,6 +25,7 @@ class LocalExecutor(Executor):
         self.nic = nic
         """For whoever sends its chunks over a network."""
         self.config, self.fingerprint, self.exact = runner.config, runner.fingerprint, runner.exact
+        self.shapes = (*Executor.shapes, *runner.recorded(size.max_chunk_tokens))
         self.kv_dtype = str(runner.dtype).removeprefix("torch.")
 
     @property

@@ -120,6 +120,18 @@ class Runner:
             return x if step.unpacking is None else x.index_select(0, step.unpacking)
         return self.stack.logits(x)
 
+    def recorded(self, chunk_tokens: int) -> list[tuple[int, int]]:
+        """Steps that are recorded: how many single tokens, and how many tokens of a chunk of at most so many."""
+        if self._graphs is None:
+            return []
+        counts = [count for count in COUNTS if count <= self._graphs.most]
+        most = 0 if self._taps else min(MOST_TOKENS, chunk_tokens)
+        sizes = range(most // SOME_TOKENS * SOME_TOKENS, 0, -SOME_TOKENS)
+        chunks = [
+            (count - 1, size - count + 1) for size in sizes for count in reversed(counts) if count < size
+        ]
+        return [(count, 0) for count in reversed(counts)] + chunks
+
     def _check_tokens(self, works: Sequence[SequenceWork]) -> None:
         vocab = self.config.model.vocab
         for work in works:

@@ -51,7 +51,7 @@ def draw(
     if drawn:
         chosen = [ways[row] for row in drawn]
         chances = [chance(ways[row].seed, positions[row]) for row in drawn]
-        _put(tokens, drawn, _draw(_rows(logits, drawn), chosen, chances))
+        tokens.index_copy_(0, sent(drawn, logits.device), _draw(_rows(logits, drawn), chosen, chances))
     if any(way.logprobs is not None for way in ways):
         choices = _with_logprobs(tensor, ways, tokens)
         return tokens, lambda: choices
@@ -72,13 +72,6 @@ def draw(
 def sent(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Numbers for a device, which go there when it is their turn: nobody waits for what it computes."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-
-
-def _put(tokens: Tensor, rows: list[int], some: Tensor) -> None:
-    if len(rows) == len(tokens):
-        tokens.copy_(some)
-    else:
-        tokens.index_copy_(0, sent(rows, tokens.device), some)
 
 
 def _edited(logits: Tensor, edits: Sequence[LogitEdit | None]) -> Tensor:
@@ -125,7 +118,8 @@ def _draw(logits: Tensor, ways: Sequence[Drawing], chances: Sequence[float]) -> 
     tokens = torch.empty(len(ways), dtype=torch.int64, device=logits.device)
     whole = [row for row, way in enumerate(ways) if not way.cuts]
     if whole:
-        _put(tokens, whole, _pick(_rows(probabilities, whole), [chances[row] for row in whole]))
+        places = _pick(_rows(probabilities, whole), [chances[row] for row in whole])
+        tokens.index_copy_(0, sent(whole, logits.device), places)
     left = [row for row, way in enumerate(ways) if way.cuts]
     width = max([FIRST_LOOK, *(ways[row].top_k + 1 for row in left)])
     while left:
@@ -136,7 +130,7 @@ def _draw(logits: Tensor, ways: Sequence[Drawing], chances: Sequence[float]) -> 
         kept, settled = _cut(likely, some)
         names, order = names.sort(-1)
         places = _pick(kept.gather(1, order), [chances[row] for row in left])
-        _put(tokens, left, names.gather(1, places[:, None])[:, 0])
+        tokens.index_copy_(0, sent(left, logits.device), names.gather(1, places[:, None])[:, 0])
         if width == logits.shape[1]:
             break
         left = [row for row, enough in zip(left, settled.tolist(), strict=True) if not enough]

@@ -234,8 +234,7 @@ class EngineLoop:
         self.microbatches.add(key, job.whole - job.received, job.received, job.output_tokens, *job.standing)
 
     def _here(self, key: int) -> RunningJob:
-        run = self._runs.get(key)
-        if run is None:
+        if (run := self._runs.get(key)) is None:
             raise InputError("hand-over", "the request has ended")
         return run
 
@@ -258,9 +257,8 @@ class EngineLoop:
     def _advance(self, microbatch: Microbatch, clock: Callable[[], float] | None) -> bool:
         """Await its step, and begin the next; that of a single micro-batch is awaited, too. Whether there was any.
 
-        Ahead, the next one is begun first: what it computes follows from numbers of tokens, and tokens that are not
-        known yet stay with the executor. Who turns out to have ended is in it for nothing.
-        """
+        Ahead, the next is begun first: it follows from numbers of tokens, and tokens that are not known yet stay with
+        the executor. Who turns out to have ended is in it for nothing."""
         last = microbatch.step
         late = last if self._ahead else None
         if late is not None:
@@ -268,7 +266,7 @@ class EngineLoop:
         elif last is not None:
             self._land(microbatch, last, clock)
         step = microbatch.batcher.next_step()
-        if late is not None and (step.preempted or late.edited):
+        if late and (step.preempted or any(run.edits is not None for run in late.runs.values())):
             self._land(microbatch, late, clock)
             late = None
         for key in step.preempted:
@@ -417,13 +415,12 @@ class EngineLoop:
 
     def _leave_out(self, running: RunningStep, error: Exception) -> None:
         lost = running.lost(error)
-        others = [self._rows.keys[row] for row in lost if row in self._rows.keys and row not in running.runs]
-        self._lose(others + [running.runs[row].job.key for row in lost if row in running.runs], error)
+        keys = self._rows.keys | {row: run.job.key for row, run in running.runs.items()}
+        self._lose([keys[row] for row in lost if row in keys], error)
         running.without(lost)
 
     def _commit(self, microbatch: Microbatch, running: RunningStep) -> None:
-        """Count a step as done, which in numbers of tokens it is once it is begun. Rows that have made their last
-        token are closed."""
+        """Count a step as done, which in numbers of tokens it is once it is begun, and close rows that have all."""
         running.result = microbatch.batcher.commit(running.step)
         for what, key in running.result:
             if what in (FIRST, FINISHED) and (run := self._runs.get(key)) is not None:
@@ -434,8 +431,7 @@ class EngineLoop:
     def _land(self, microbatch: Microbatch, running: RunningStep, clock: Callable[[], float] | None) -> None:
         size, count = running.tokens, len(running.works)
         choices = self._landed(running)
-        if clock is not None:
-            self._now_s = clock()
+        self._now_s = self._now_s if clock is None else clock()
         if microbatch.step is running:
             microbatch.step = None
         if running.result is None:

@@ -176,8 +176,7 @@ class RunningJob:
         """Tokens that steps under way draw for it."""
         self.row: int | None = None
         self.times = JobTimes(now_s)
-        self.last_s: float | None = None
-        """When its latest token came; in the times once it has ended."""
+        self.last_s: float | None = None  # When its latest token came; in the times once it has ended.
         self.found: tuple[int, list[KvChunk]] | None = None
         """A known prefix, put aside for when there is a row."""
         self.incoming: IncomingCache | None = None

@@ -51,11 +51,6 @@ class RunningStep:
         return sum(len(work.tokens) for work in self.works)
 
     @property
-    def edited(self) -> bool:
-        """Whether what is drawn next depends on what this one draws."""
-        return any(run.edits is not None for run in self.runs.values())
-
-    @property
     def drawn(self) -> list[int]:
         return [work.row for work in self.works if work.logits == "last"]
 

@@ -135,8 +135,7 @@ class LayerCaches:
             self.layers.append(Pages(group, parts, heads, dim, entries, keys))
         self.followed = device.type == "cuda"
         """Whether full layers read pages where they lie, by tables (`KeyLocations`)."""
-        self.drawn = torch.zeros(tables.rows, dtype=torch.int64, device=device)
-        """The token that each row drew last (`last_drawn`)."""
+        self.drawn = torch.zeros(tables.rows, dtype=torch.int64, device=device)  # What rows drew last.
         self.states = [kept for kept in self.layers if isinstance(kept, LinearStates)]
 
     def layer(self, index: int) -> Kept:

@@ -114,12 +114,6 @@ def chunk_of(
     return KvChunk(layer, "latent", start, stop, DTYPE, SHAPE, content.ljust(RAW_BYTES, b"\0"))
 
 
-def same_word(chunk: KvChunk, other: KvChunk) -> bool:
-    """Whether both stand for the same KV, whenever it was computed; of chunks under no codec."""
-    first, second = bytes(chunk.data), bytes(other.data)
-    return len(first) == len(second) and first[: WORD.size] == second[: WORD.size]
-
-
 def since_of(chunk: KvChunk) -> int:
     """Where the hand-over began that a chunk ends, or MORE. What is lent goes whole."""
     word = _content(chunk)
@@ -418,7 +412,8 @@ class MockHandover:
         expected = chunk_of(self._history(chunk.stop), chunk.layer, chunk.first, chunk.stop, since)
         if (chunk.part, chunk.dtype, chunk.shape) != (expected.part, expected.dtype, expected.shape):
             raise FormatError(where, f"is {chunk.dtype} {list(chunk.shape)}, expected {DTYPE} {list(SHAPE)}")
-        if not same_word(chunk, expected):
+        came, same = bytes(chunk.data), bytes(expected.data)
+        if len(came) != len(same) or came[: WORD.size] != same[: WORD.size]:  # whenever it was computed
             raise FormatError(where, "is not the KV of these tokens")
 
     def _history(self, stop: int) -> int:

@@ -102,8 +102,10 @@ class EngineModelConfig:
 
     def _check_factors(self, attention: object) -> None:
         size = attention.head_dim if isinstance(attention, FullAttention) else 0
-        if len(self.rope.factors) != int(size * self.rope.share) // 2 or min(self.rope.factors) <= 0:
-            count = int(size * self.rope.share) // 2
+        if (
+            len(self.rope.factors) != (count := int(size * self.rope.share) // 2)
+            or min(self.rope.factors) <= 0
+        ):
             raise InputError("config.json: short_factor", f"must be {count} numbers above 0")
 
 

@@ -26,7 +26,9 @@ def frequencies(rope: RopeConfig, dim: int) -> Tensor:
         kept = ((turns - rope.low_freq_factor) / spread).clamp(0, 1)
         return plain * kept + plain / rope.factor * (1 - kept)
     if rope.kind == "yarn":
-        low, high = (_dim_of_turns(rope, dim, turns) for turns in (rope.beta_fast, rope.beta_slow))
+        # The indices of the pairs that turn so often within the original context.
+        spans = [rope.original_tokens / (turns * 2 * pi) for turns in (rope.beta_fast, rope.beta_slow)]
+        low, high = (dim * log(span) / (2 * log(rope.theta)) for span in spans)
         if rope.truncate:
             low, high = floor(low), ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
@@ -36,11 +38,6 @@ def frequencies(rope: RopeConfig, dim: int) -> Tensor:
     if rope.kind == "longrope":
         return plain / torch.tensor(rope.factors, dtype=torch.float64)
     return plain
-
-
-def _dim_of_turns(rope: RopeConfig, dim: int, turns: float) -> float:
-    """The index of the pair that turns so often within the original context."""
-    return dim * log(rope.original_tokens / (turns * 2 * pi)) / (2 * log(rope.theta))
 
 
 def _yarn_scale(factor: float, mscale: float) -> float:
