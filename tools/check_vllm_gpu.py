@@ -81,18 +81,16 @@ CASES = (
 
 
 def blocks_of(
-    model: Model, order: str, dtype: str, size: int, share: ModelShard = WHOLE
+    model: Model, order: str, dtype: str, size: int, share: ModelShard = WHOLE, device: str = DEVICE
 ) -> dict[int, VllmLayer]:
     """Twice as many as one prompt needs."""
     count = 2 * -(-model.tokens // size) + 2
     first, stop = heads_of(model.heads, share.tensor_size, share.tensor_rank)
     shape = (size, stop - first) if order == "NHD" else (stop - first, size)
-    small = ITEM_BYTES[dtype] == 1
+    kind = torch.uint8 if ITEM_BYTES[dtype] == 1 else TORCH[dtype]
     blocks: dict[int, VllmLayer] = {}
     for layer in range(model.layers):
-        lies = torch.zeros(
-            count, *shape, 2 * model.width, dtype=torch.uint8 if small else TORCH[dtype], device=DEVICE
-        )
+        lies = torch.zeros(count, *shape, 2 * model.width, dtype=kind, device=device)
         turned = lies.transpose(1, 2) if order == "NHD" else lies
         blocks[layer] = VllmLayer(PlainBlocks(turned, "kv", dtype), head=first)
     return blocks
@@ -111,8 +109,7 @@ class Worker:
 
     def work(self) -> None:
         """About what a layer computes for a chunk."""
-        wide = self.model.hidden
-        self.hidden = torch.tanh((self.hidden @ self.weights)[:, :wide]) * 0.5
+        self.hidden = torch.tanh((self.hidden @ self.weights)[:, : self.model.hidden]) * 0.5
 
     def step(
         self, table: Sequence[int], first: int, values: dict[int, Tensor], after: Callable[[int], None]
@@ -166,8 +163,7 @@ class Rig:
         return tuple(range(count, 0, -1)) if backwards else tuple(range(1, count + 1))
 
     def offer(self, key: str, handle: str, lasts_s: float = DEADLINE_S) -> None:
-        codec = self.case.codec
-        self.giving.offer(SendOffer(key, key, handle, codec, lasts_s, self.model.tokens, "0" * 64))  # type: ignore[arg-type]
+        self.giving.offer(SendOffer(key, key, handle, self.case.codec, lasts_s, self.model.tokens, "0" * 64))  # type: ignore[arg-type]
 
     def compute(self, key: str) -> tuple[float, float]:
         """One prompt; seconds of the host in hooks, and until the GPU had computed it."""
@@ -191,29 +187,22 @@ class Rig:
 
     def free(self, key: str) -> None:
         """Until its blocks may go; then they are others'."""
-
-        def done() -> bool:
-            with torch.cuda.stream(self.giver.stream):
-                return key in self.giving.done()
-
-        until(done)
         with torch.cuda.stream(self.giver.stream):
+            until(lambda: key in self.giving.done())
             for block in self.giver.blocks.values():
                 block.blocks._cache.fill_(7)  # type: ignore[attr-defined]
 
     def received(self, key: str) -> None:
-        for taker, taking in zip(self.takers, self.taking, strict=True):
-            result: set[str] = set()
+        results: list[set[str]] = [set() for _ in self.takers]
 
-            def there(
-                taker: Worker = taker, taking: ReceiveWorker = taking, result: set[str] = result
-            ) -> bool:
+        def there() -> bool:
+            for taker, taking, result in zip(self.takers, self.taking, results, strict=True):
                 with torch.cuda.stream(taker.stream):
                     taker.work()
                 result.update(*taking.results())
-                return key in result
+            return all(key in result for result in results)
 
-            until(there)
+        until(there)
 
     def off(self) -> float:
         """By how much what came differs at most, of the largest value; read on the receiver's stream."""
@@ -238,20 +227,16 @@ class Rig:
 
 def tried(model: Model, case: Case) -> bool:
     rig = Rig(model, case)
-    began_s = time.perf_counter()
-    handle = new_handle()
+    began_s, handle, session = time.perf_counter(), new_handle(), new_session()
     rig.offer("one", handle)
-    session = new_session()
     for taking in rig.taking:
         taking.ask(FetchOrder("one", "one", rig.kv, handle, DEADLINE_S, 0, model.tokens, "0" * 64, session))
         taking.put(PlaceBlocks("one", (rig.table(1, backwards=True),), 0))
     rig.compute("one")
     rig.received("one")
-    took_s = time.perf_counter() - began_s
-    off = rig.off()
-    allowed = LOSSY_SHARE.get(case.codec, 0.0)
+    took_s, off = time.perf_counter() - began_s, rig.off()
     moved = sum(int(str(line["moved_bytes"])) for line in rig.told if "took" in line)
-    fine = off <= allowed and moved > 0
+    fine = off <= LOSSY_SHARE.get(case.codec, 0.0) and moved > 0
     print(
         f"{case.order}  {case.dtype:13} -> {case.degree} x {rig.taken:13}  {case.codec:5}  "
         f"{case.sizes[0]:3} -> {case.sizes[1]:3}  "
@@ -264,13 +249,7 @@ def tried(model: Model, case: Case) -> bool:
 def take(model: Model, dtype: str, kv: str, handles: Sequence[str]) -> None:
     """Whoever gets the prompts of `cost`: a process of its own, since its threads would hold up this one's."""
     torch.set_num_threads(1)
-    size = 16
-    count = -(-model.tokens // size) + 1
-    shape = (count, model.heads, size, 2 * model.width)
-    blocks: dict[int, VllmLayer] = {
-        layer: VllmLayer(PlainBlocks(torch.zeros(shape, dtype=getattr(torch, dtype)), "kv"))
-        for layer in range(model.layers)
-    }
+    count, blocks = -(-model.tokens // 16) + 1, blocks_of(model, "HND", dtype, 16, device="cpu")
     host, port = kv.rsplit(":", 1)
     peers, share = PeerConnections([(host, int(port))]), ModelShard(heads=model.heads)
     taking = ReceiveWorker(peers, KvSender(), blocks, "check", share, lambda line: None)

@@ -64,6 +64,7 @@ def run(
     seeds: Sequence[int] = (),
     arguments: Sequence[str] | None = None,
     quick_without: str = "",
+    about: Mapping[str, object] | None = None,
 ) -> None:
     """Measure and print; ends with 1 where a target names a figure that is not there, but a quick run may leave
     figures out (see `Budget`)."""
@@ -71,7 +72,7 @@ def run(
     parser.add_argument("--quick", action="store_true", help="end within 60 s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     chosen = parser.parse_args(arguments)
-    started = context(seeds, quick=chosen.quick)
+    started = {**(about or {}), **context(seeds, quick=chosen.quick)}
     if chosen.quick and quick_without:
         say(f"{name}: --quick does without {quick_without}")
     figures = {key: float(value) for key, value in measure(chosen.quick).items()}
