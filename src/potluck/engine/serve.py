@@ -6,10 +6,10 @@ torch is only loaded for engines that compute: mock ones start without it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import ssl
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from potluck.engine.compute.local_executor import LocalExecutor
     from potluck.engine.model.checkpoint import WeightSource
 
+log = logging.getLogger(__name__)
 LOOK_S = 0.2
 WARM_UP_S = 45.0
 """After which no more shapes of steps are made ready before the engine serves; the likeliest come first."""
@@ -143,7 +144,7 @@ def warm_up(executor: Executor) -> None:
         if singles < size.rows and singles + -(-chunk // BLOCK_TOKENS) <= size.blocks:
             _run_once(executor, singles, chunk, read=done == 1)
         if time.monotonic() > stop_s or done == len(shapes) > 1:
-            print(f"{done} of {len(shapes)} shapes of steps are ready", file=sys.stderr, flush=True)
+            log.info("%d of %d shapes of steps are ready", done, len(shapes))
             break
 
 

@@ -122,9 +122,7 @@ class Runner:
 
     def recorded(self, chunk_tokens: int) -> list[tuple[int, int]]:
         """Steps that are recorded: how many single tokens, and how many tokens of a chunk of at most so many."""
-        if self._graphs is None:
-            return []
-        counts = [count for count in COUNTS if count <= self._graphs.most]
+        counts = [count for count in COUNTS if self._graphs is not None and count <= self._graphs.most]
         most = 0 if self._taps else min(MOST_TOKENS, chunk_tokens)
         sizes = range(most // SOME_TOKENS * SOME_TOKENS, 0, -SOME_TOKENS)
         chunks = [

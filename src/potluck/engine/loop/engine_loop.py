@@ -355,7 +355,7 @@ class EngineLoop:
 
     def _plan(self, microbatch: Microbatch, step: BatchStep) -> RunningStep:
         decoding = microbatch.batcher.decoding
-        goals = [(key, self._runs[key].whole) for key in decoding.keys()]  # noqa: SIM118
+        goals = [(key, len((run := self._runs[key]).tokens) + run.drawing) for key in decoding.keys()]  # noqa: SIM118
         goals += [(key, before + tokens) for key, tokens, before in step.chunks if key in self._runs]
         running = RunningStep(step, self._now_s, [], [], [])
         for key, goal in goals:

@@ -190,7 +190,7 @@ class RunningJob:
 
     def draw(self, goal: int) -> TokenDraw | None:
         """How the token behind a step up to `goal` is drawn; None where that one draws none."""
-        if self.job.hands_on or goal != self.whole:
+        if goal != len(self.tokens) + self.drawing or self.job.hands_on:
             return None
         return TokenDraw(self.job.sampling, goal, None if self.edits is None else self.edits.next())
 
