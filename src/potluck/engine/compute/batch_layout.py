@@ -210,9 +210,9 @@ def lay_out(works: Sequence[SequenceWork], cache: LayerCaches, taps: int) -> Bat
         steps = followed(numbers, tables, packed.sizes.count(1))
     else:
         arrays = [packed.tokens, packed.positions, packed.rows, wanted]
-        numbers = [_tensor(array, device) for array in arrays]
+        numbers = [on_device(array, device) for array in arrays]
         slots = [packed.slots(tables.table(group)) for group in groups]
-        steps = [GroupStep(_tensor(slots[g], device), (), slots[g], tables.table(g)) for g in groups]
+        steps = [GroupStep(on_device(slots[g], device), (), slots[g], tables.table(g)) for g in groups]
     for group in groups:
         if cache.in_pieces(group):
             steps[group] = replace(steps[group], pieces=tuple(_Calls(cache, group).all(packed)))
@@ -225,8 +225,8 @@ def lay_out(works: Sequence[SequenceWork], cache: LayerCaches, taps: int) -> Bat
         linear=linear_step(numbers[2], packed.sizes, taps) if taps else None,
         wanted=None if all_wanted else numbers[3],
         begins=[work.row for work in packed.works if not work.start],
-        packing=None if packing is None else _tensor(packing, device),
-        unpacking=None if packing is None else _tensor(np.argsort(packing), device),
+        packing=None if packing is None else on_device(packing, device),
+        unpacking=None if packing is None else on_device(np.argsort(packing), device),
     )
 
 
@@ -266,8 +266,9 @@ def _packing(works: Sequence[SequenceWork], order: list[int]) -> np.ndarray:
     return np.concatenate([np.arange(starts[i], starts[i + 1]) for i in order])
 
 
-def _tensor(values: np.ndarray, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
+def on_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """There when it is its turn: nobody waits for what the device computes meanwhile."""
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(np.ascontiguousarray(values))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -375,7 +376,7 @@ class _Calls:
         spans = [_span(self._window, work.start, work.start) for work in batch]
         columns = max(span[1] for span in spans)
         ends = np.array([work.start - span[0] for work, span in zip(batch, spans, strict=True)])
-        mask = self._mask(_tensor(ends, self._device).view(-1, 1, 1, 1), columns)
+        mask = self._mask(on_device(ends, self._device).view(-1, 1, 1, 1), columns)
         rows = [work.row for work in batch]
         base, stride = self._base(rows[0]), self._base(rows[-1]) - self._base(rows[0])
         stride = stride // (len(rows) - 1) if len(rows) > 1 else 0
@@ -396,7 +397,7 @@ class _Calls:
 
     def _gather(self, rows: np.ndarray, lows: np.ndarray, columns: int) -> Tensor:
         index = np.minimum(lows[:, None] + np.arange(columns // BLOCK_TOKENS), self._table.shape[1] - 1)
-        return _tensor(self._table[rows[:, None], index].ravel(), self._device)
+        return on_device(self._table[rows[:, None], index].ravel(), self._device)
 
     def _mask(self, ends: Tensor, columns: int) -> Tensor:
         """`ends` is each query's own column."""
@@ -432,11 +433,11 @@ def linear_step(rows: Tensor, sizes: list[int], taps: int) -> LinearStep:
     same = bool((by_time == np.arange(total)).all())
     counts = np.bincount(place).tolist()
     return LinearStep(
-        rows=rows if by_size == sorted(by_size) else rows[_tensor(order, device)],
-        by_time=None if same else _tensor(by_time, device),
-        packed=None if same else _tensor(np.argsort(by_time), device),
+        rows=rows if by_size == sorted(by_size) else rows[on_device(order, device)],
+        by_time=None if same else on_device(by_time, device),
+        packed=None if same else on_device(np.argsort(by_time), device),
         counts=counts,
-        taps=_tensor(reads, device),
-        tails=_tensor(tails.ravel(), device),
+        taps=on_device(reads, device),
+        tails=on_device(tails.ravel(), device),
         sequences=(rows.numpy() if device.type == "cpu" else order, firsts[:-1], np.array(sizes)),
     )

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from potluck.core.errors import FormatError, InputError
 from potluck.core.state.facts import BLOCK_TOKENS
+from potluck.engine.compute.batch_layout import on_device
 from potluck.engine.compute.executor import check_manifest
 from potluck.engine.memory.kv_cache import LinearStates, Pages
 from potluck.engine.memory.prefix_cache import expected_parts
@@ -103,7 +104,7 @@ def _slots(runner: Runner, row: int, kept: Pages, first: int, stop: int) -> Tens
     blocks = runner.tables.table(kept.group)[row, places // BLOCK_TOKENS]
     if not blocks.all():
         raise InputError(f"row {row}", f"no longer holds all of the tokens [{first}, {stop})")
-    return torch.from_numpy(blocks * BLOCK_TOKENS + places % BLOCK_TOKENS).to(runner.device)
+    return on_device(blocks * BLOCK_TOKENS + places % BLOCK_TOKENS, runner.device)
 
 
 @torch.inference_mode()
@@ -149,7 +150,7 @@ class IncomingHandover:
 
     def _write(self, chunk: KvChunk, expected: _Expected, tensor: Tensor) -> None:
         kept, row = self._runner.cache.layer(chunk.layer), self._row
-        tensor = tensor.to(self._runner.device)
+        tensor = on_device(tensor, self._runner.device)
         if isinstance(kept, LinearStates):
             (kept.conv if expected.part == "conv" else kept.memory)[row].copy_(tensor)
         else:

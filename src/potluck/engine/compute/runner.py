@@ -135,8 +135,7 @@ class Runner:
         for work in works:
             low, high = min(work.tokens), max(work.tokens)
             if high >= vocab or (low < 0 and (low, high) != (last_drawn(work.row),) * 2):
-                unknown = low if low < 0 else high
-                raise InputError("tokens", f"{unknown} is not in the vocabulary of {vocab}")
+                raise InputError("tokens", f"{min(low, 0) or high} is not in the vocabulary of {vocab}")
 
     def _enter(self, step: BatchLayout, hidden: Tensor | None) -> Tensor:
         if not self.stack.embeds:
