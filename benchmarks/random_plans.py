@@ -1,12 +1,13 @@
 """Plans to bet on: random specs through the commands a user runs, and every promise tried again.
 
-    python benchmarks/random_plans.py [--quick] [--json] [--specs 200] [--only 3,17] [--rivals coral,homo]
+    python benchmarks/random_plans.py [--quick] [--json] [--specs 200] [--only 3,17] [--rivals coral] [--averages]
 
 Each spec (`parts/drawn_specs.py`: fleets of one of each, N+1, several copies, spot, 1 to 10 models, tight and loose
 objectives, 0.1 to 1,000 requests/s, answers of 10 to 4,000 tokens) is planned by `potluck plan`, by each rival
 strategy, and once more with one restriction drawn at random. Counted are: plans that took longer than their limit;
 plans that cost more than a rival's that holds; promises (exit code 0) that three fresh seeds over at least 20 answer
-lengths do not keep; specs without a promise where a rival has one; restrictions that made the plan cheaper.
+lengths do not keep; specs without a promise where a rival has one; restrictions that made the plan cheaper; with
+`--averages` also promises of plans that were not rehearsed.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def _children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def planned(spec: Path, strategy: str = "auto", out: Path | None = None) -> Planned:
-    words = ("--out", str(out)) if out else ()
+def planned(spec: Path, strategy: str = "auto", out: Path | None = None, *more: str) -> Planned:
+    words = ("--out", str(out), *more) if out else more
     code, report, cpu_s = potluck(
         "plan", str(spec), "--strategy", strategy, "--no-explain", "--time-limit", f"{LIMIT_S:g}", *words
     )
@@ -100,6 +101,8 @@ def row_of(drawn: DrawnSpec, rivals: list[str], folder: Path) -> dict[str, Any]:
     ours, others = planned(spec, out=plan), {name: planned(spec, name) for name in rivals}
     promising = {name: other for name, other in others.items() if other.promises}
     restricted = planned(less)
+    averages = folder / "averages.json"
+    rash = OPTIONS.averages and planned(spec, "auto", averages, "--averages").promises
     return {
         "seed": drawn.seed,
         "kind": drawn.kind,
@@ -113,6 +116,7 @@ def row_of(drawn: DrawnSpec, rivals: list[str], folder: Path) -> dict[str, Any]:
             if ours.promises and ours.usd_per_h > DEARER * other.usd_per_h
         ],
         "broken": ours.promises and not kept(drawn, spec, plan),
+        "broken_on_averages": rash and not kept(drawn, spec, averages),
         "rivals_hold": sorted(promising),
         "restricted": drawn.restriction,
         "cheaper": ours.promises and restricted.promises and restricted.usd_per_h < CHEAPER * ours.usd_per_h,
@@ -136,11 +140,12 @@ def measure(quick: bool) -> dict[str, float]:
         "late": sum(row["late"] for row in rows),
         "dearer_than_a_rival": sum(bool(row["dearer"]) for row in rows),
         "promises_broken": sum(row["broken"] for row in rows),
+        "broken_on_averages": sum(row["broken_on_averages"] for row in rows),
         "no_promise_where_a_rival_has_one_share": len(lost) / max(1, len(rows)),
         "cheaper_when_restricted": sum(row["cheaper"] for row in rows),
     }
 
 
 if __name__ == "__main__":
-    OPTIONS = options(specs=200, only="", rivals="")
+    OPTIONS = options(specs=200, only="", rivals="", averages=False)
     run("random_plans", measure, TARGETS, seeds=range(OPTIONS.specs), quick_without="all specs but one")

@@ -94,6 +94,20 @@ def listening(process: Process) -> str:
     return url
 
 
+def wait_ready(url: str, gateway: Process, within_s: float = START_S) -> None:
+    until_s = time.monotonic() + within_s
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/ready", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except OSError as error:
+            if time.monotonic() > until_s:
+                tail = gateway.log.read_text()[-2000:]
+                raise RuntimeError(f"the gateway did not get ready ({error}): {tail}") from error
+        time.sleep(0.1)
+
+
 class LiveFleet:
     """Engines and a gateway; `engines` are in the order of the plan's deployments, copies and replicas."""
 
@@ -182,18 +196,8 @@ class LiveFleet:
         self.wait_ready()
 
     def wait_ready(self, within_s: float = START_S) -> None:
-        until_s = time.monotonic() + within_s
-        while True:
-            try:
-                with urllib.request.urlopen(f"{self.url}/ready", timeout=5) as answer:
-                    if answer.status == 200:
-                        return
-            except OSError as error:
-                if time.monotonic() > until_s:
-                    assert self.gateway is not None
-                    tail = self.gateway.log.read_text()[-2000:]
-                    raise RuntimeError(f"the gateway did not get ready ({error}): {tail}") from error
-            time.sleep(0.1)
+        assert self.gateway is not None
+        wait_ready(self.url, self.gateway, within_s)
 
     def restart(self, place: int) -> None:
         """Start an engine again that was killed; it listens at the same address."""

@@ -82,14 +82,19 @@ def run(
     if missing:
         say(f"{name}: left out by --quick: {', '.join(missing)}")
         targets = {key: target for key, target in targets.items() if key in figures}
+    show(name, figures, targets, started, chosen.json)
+
+
+def show(name: str, figures: Figures, targets: Targets, known: Mapping[str, object], as_json: bool) -> None:
+    """A benchmark's report, as JSON or as a table."""
     report = {
         "name": name,
         "figures": figures,
         "targets": {key: list(target) for key, target in targets.items()},
         "met": all(holds(figures[key], target) for key, target in targets.items()),
-        "context": started,
+        "context": known,
     }
-    print(json.dumps(report, indent=1, allow_nan=False) if chosen.json else as_table(report, targets))
+    print(json.dumps(report, indent=1, allow_nan=False) if as_json else as_table(report, targets))
 
 
 def skip(name: str, why: str) -> NoReturn:

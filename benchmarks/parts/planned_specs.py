@@ -1,4 +1,4 @@
-"""Specs drawn at random for `planned.py` and `promises.py`, each of a kind that some technique was made for."""
+"""Specs drawn at random for `planned.py` and `deployability.py`, each of a kind that some technique was made for."""
 
 from __future__ import annotations
 

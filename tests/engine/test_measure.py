@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from test_emulated import FakeTime
 from potluck.catalog import models, nodes
 from potluck.cli.main import run
 from potluck.core.errors import CapacityError, FormatError, InputError
-from potluck.engine import http_bench
+from potluck.engine import gpu_share, http_bench, serve
 from potluck.engine.compute.emulated import StepPacer
 from potluck.engine.compute.local_executor import LocalExecutor
 from potluck.engine.http_bench import HttpBench, ReportedStepBench, steps_told
@@ -142,28 +143,49 @@ def test_what_is_measured_is_what_there_is() -> None:
     alone.check()
 
 
+def test_what_is_timed_waits_for_nothing_before_it(monkeypatch):
+    executor, steps_made, drawn = local(PLAIN), [], []
+    begin = executor.begin
+    monkeypatch.setattr(executor, "begin", lambda step: (steps_made.append(len(step.draws)), begin(step))[1])
+
+    bench = LocalBench(executor, 1, lambda: float(drawn.append(all(steps_made[-1:])) or 0))
+    assert len(list(bench.points(replace(GRID, behind=(0, 128))))) == 12
+    assert all(drawn)
+
+
+def test_a_command_runs_on_a_share_and_the_daemon_ends(tmp_path, monkeypatch):
+    log, told, control = tmp_path / "log", tmp_path / "told", tmp_path / "control"
+    control.write_text(f'#!/bin/sh\necho "$@" $(cat) >> {log}\ngrep -q -e -d {log}\n')
+    control.chmod(0o755)
+    monkeypatch.setattr(gpu_share, "CONTROL", str(control))
+    program = "import json, os, sys; json.dump([dict(os.environ), sys.argv[2:]], open(sys.argv[1], 'w'))"
+    options = {"max_batch": 4, "quick": True, "json": False}
+    assert gpu_share.run_on_share(25, [sys.executable, "-c", program, str(told)], options) == 0
+    variables, words = json.loads(told.read_text())
+    assert (variables[gpu_share.SHARE], words) == ("25", ["--max-batch=4", "--quick"])
+    assert not Path(variables[gpu_share.PIPES]).exists()
+    assert log.read_text().split() == ["get_server_list", "-d", "quit"]
+
+
 @given(
-    st.builds(
-        EngineBounds,
-        st.integers(128, 1 << 17),
-        st.integers(2, 512),
-        st.integers(32, 8192),
-        st.integers(256, 1 << 22),
-    ),
+    st.builds(EngineBounds, *map(st.integers, (128, 2, 32, 256), (1 << 17, 512, 8192, 1 << 22))),
     st.booleans(),
 )
 def test_every_shape_of_a_grid_can_be_run(bounds: EngineBounds, quick: bool) -> None:
     try:
-        result = grid(bounds, quick)
+        result = grid(bounds, quick, behind=True)
     except CapacityError:
         assert bounds.max_tokens < 512 or bounds.total_tokens < 8192 or bounds.chunk_tokens < 64
         return
     assert result.count >= 8
     assert max(result.chunks) <= bounds.chunk_tokens
-    assert max(result.cached) + max(result.chunks) <= bounds.max_tokens
-    assert max(result.contexts) < bounds.max_tokens
+    assert max(max(result.cached) + max(result.chunks), max(result.contexts) + 1) <= bounds.max_tokens
     assert max(result.batches) <= bounds.max_running
-    assert max(result.batches) * max(result.contexts) <= bounds.total_tokens
+    for context in result.contexts:
+        alone = [batch * context for batch in result.batches_at(context)]
+        mixed = [new + max(result.behind) + batch * context for new, batch in result.mixed_at(context)]
+        assert max(alone + mixed, default=0) <= bounds.total_tokens
+    assert all(max(result.behind) + new <= bounds.max_tokens for new, _ in result.mixed)
     assert all(new + decodes <= bounds.chunk_tokens for new, decodes in result.mixed)
 
 
@@ -229,11 +251,13 @@ def test_what_is_wrong_with_an_engine_is_said() -> None:
         (["--local", "--out", "/nowhere/x.json"], "cannot be written"),
         (["--local", "--model", "/nowhere"], "/nowhere"),
         (["--local", "--emulate", "A11:llama-3.1-8b"], "A11"),
+        (["--local", "--share", "0"], "must be 1 to 100 per cent of a GPU, is 0"),
+        (["--local", "--share", "50"], "needs an NVIDIA GPU with CUDA MPS"),
+        (["http://127.0.0.1:9", "--gpu", "A10", "--share", "50"], "is for --local"),
     ],
 )
-def test_bad_input_is_one_line(
-    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line(arguments, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gpu_share, "CONTROL", "no-such-control")
     out = [] if "--out" in arguments else ["--out", str(tmp_path / "p.json")]
     assert run(["profile", *arguments, *out]) == 2
     text = capsys.readouterr().err
@@ -242,13 +266,22 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / "p.json").exists()
 
 
-def test_a_profile_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "p.json"
-    flags = "--local --quick --max-tokens 384 --max-batch 4 --chunk-tokens 128 --repeats 1 --json"
-    assert run(["profile", *flags.split(), "--gpu", "A10", "--out", str(out)]) == 0
+def test_a_profile_from_the_command_line(tmp_path, capsys, monkeypatch):
+    """On a CPU that takes itself for a quarter of a GPU."""
+    out, make = tmp_path / "p.json", serve.local_executor
+    monkeypatch.setattr(
+        serve, "local_executor", lambda config, source, size, _: make(config, source, size, "cpu")
+    )
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setenv(gpu_share.SHARE, "25")
+    flags = (
+        "--local --quick --max-tokens 384 --max-batch 4 --chunk-tokens 128 --repeats 1 --json --device cuda"
+    )
+    assert run(["profile", *flags.split(), "--out", str(out)]) == 0
     body = json.loads(capsys.readouterr().out)
     profile = profile_from_json(out.read_text("utf-8"))
-    assert (profile.gpu, profile.model, profile.engine) == ("A10", "words", "potluck")
+    assert (profile.gpu, profile.model, profile.engine) == ("NVIDIA H200 25 %", "words", "potluck")
+    assert (profile.versions["hardware"], profile.versions["share"]) == ("NVIDIA H200", "25 %")
     assert body["points"] == len(profile.points) >= 8
     timer = ProfileTimer(profile)
     point = profile.points[-1]

@@ -32,7 +32,7 @@ from papers.cronus_dispatch import QueueLimited
 from potluck.catalog import named_workloads
 from potluck.core.errors import InputError
 from potluck.core.state.policy import Policy
-from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Template
 from potluck.core.values.types import NodeType
 from potluck.perf.timers.engine_host import EngineHost
@@ -143,7 +143,16 @@ def run(
     """One run; without a rate all requests come at once."""
     when_s = np.arange(len(requests)) / rate_per_s
     load = workload(fleets.MODEL, when_s, requests.prompt_tokens, requests.output_tokens)
-    policy = Policy(
+    mind = _dispatcher if approach == DP else None
+    settings, problem = SimSettings(overlap=False), _problem(setting, approach, host)
+    result = simulate(problem, load, policy_of(approach), settings=settings, mind=mind)
+    if not (result.records.outcome == ANSWERED).all():
+        raise InputError(f"{setting.name}: {approach}", "not all requests were answered")
+    return result
+
+
+def policy_of(approach: str) -> Policy:
+    return Policy(
         admission=False,
         balance="goodput",
         opportunistic=False,
@@ -152,13 +161,6 @@ def run(
         low_decodes=False,
         max_wait_s=inf,
     )
-    mind = _dispatcher if approach == DP else None
-    result = simulate(
-        _problem(setting, approach, host), load, policy, settings=SimSettings(overlap=False), mind=mind
-    )
-    if not (result.records.outcome == ANSWERED).all():
-        raise InputError(f"{setting.name}: {approach}", "not all requests were answered")
-    return result
 
 
 def throughput_per_s(
@@ -196,30 +198,32 @@ def _nodes(low: str) -> tuple[NodeType, NodeType]:
 
 def _problem(setting: Setting, approach: str, host: EngineHost) -> ResolvedPlan:
     where = _nodes(setting.low)
-    fleet, engines = _fleet(setting, approach, host)
+    fleet, engines = fleet_of(approach, where, setting.layers, host)
     return fleets.problem(setting.model, where, [(item, 1) for item in fleet], engines, MEAN_TOKENS)
 
 
-def _fleet(
-    setting: Setting, approach: str, host: EngineHost
+def fleet_of(
+    approach: str, where: tuple[NodeType, NodeType], layers: tuple[int, int], host: EngineHost, scale: int = 1
 ) -> tuple[list[Template], dict[tuple[str, int], EngineSetup]]:
-    high, low = _nodes(setting.low)
-    on_high, on_low = (fleets.alone(item, setting.model) for item in (high, low))
-    chunked = EngineSetup(CHUNK_TOKENS, SLOTS, host)
+    """On a high-end and a low-end node, with so many layers of a pipeline on each; engines by `scale` smaller."""
+    high, low = where
+    on_high, on_low = (single(item.name, item.gpus, sum(layers)) for item in where)
+    slots = SLOTS // scale
+    chunked = EngineSetup(CHUNK_TOKENS // scale, slots, host)
     if approach == DP:
         fleet = [
             fleets.template(name, "homogeneous", [("mixed", layout)])
             for name, layout in (("high", on_high), ("low", on_low))
         ]
-        return fleet, {("high", 0): chunked, ("low", 0): EngineSetup(LOW_CHUNK_TOKENS, SLOTS, host)}
+        return fleet, {("high", 0): chunked, ("low", 0): EngineSetup(LOW_CHUNK_TOKENS // scale, slots, host)}
     if approach in (PP, SERIAL_PP):
         places = (StageNode(high.name, 1), StageNode(low.name, 1))
-        layout = Layout(tuple(Stage(n, (node,)) for n, node in zip(setting.layers, places, strict=True)))
-        engine = EngineSetup(CHUNK_TOKENS, 2 * SLOTS, host, pipelined=approach == PP)
+        layout = Layout(tuple(Stage(n, (node,)) for n, node in zip(layers, places, strict=True)))
+        engine = EngineSetup(CHUNK_TOKENS // scale, 2 * slots, host, pipelined=approach == PP)
         return [fleets.template("both", "pipeline", [("mixed", layout)])], {("both", 0): engine}
     first, second = (on_high, on_low) if approach == HIGH_LOW else (on_low, on_high)
     pair = fleets.template("pair", "pair", [("prefill", first), ("mixed", second)])
-    return [pair], {("pair", 0): EngineSetup(WHOLE_TOKENS, 1, host), ("pair", 1): chunked}
+    return [pair], {("pair", 0): EngineSetup(WHOLE_TOKENS // scale, 1, host), ("pair", 1): chunked}
 
 
 def _dispatcher(replica_models: ReplicaModels, policy: Policy) -> Decider:

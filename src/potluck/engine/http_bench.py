@@ -71,9 +71,9 @@ class HttpBench:
                 seconds = await self._prompts_s(cached + new) - base
                 yield ProfilePoint(new, cached, 0, 0, max(seconds, 1e-6), self._repeats)
         for context in what.contexts:
-            for batch in what.batches:
+            for batch in what.batches_at(context):
                 yield await self._decodes(batch, context, 0)
-            for new, batch in what.mixed:
+            for new, batch in what.mixed_at(context):
                 yield await self._decodes(batch, context, new)
 
     async def ask(self, path: str) -> dict[str, object] | None:
@@ -211,9 +211,9 @@ class ReportedStepBench:
                 if cached + new + 2 < bounds.max_tokens:
                     yield await self._prompt(cached + new)
         for context in what.contexts:
-            for batch in what.batches:
+            for batch in what.batches_at(context):
                 yield await self._decodes(batch, context, 0, bounds)
-            for new, batch in what.mixed:
+            for new, batch in what.mixed_at(context):
                 yield await self._decodes(batch, context, new, bounds)
 
     async def _prompt(self, total: int) -> ProfilePoint:

@@ -43,27 +43,59 @@ class ShapeGrid:
     """Of each decode."""
     mixed: tuple[tuple[int, int], ...]
     """(new tokens, decodes), at every context."""
+    behind: tuple[int, ...] = (0,)
+    """Contexts before chunks beside decodes, where both fill a step."""
+    total_tokens: int = 1 << 40
+    """Whose KV fits: of many decodes at long contexts those are left out that do not."""
 
     @property
     def count(self) -> int:
-        decodes = len(self.contexts) * len(self.batches)
-        return len(self.chunks) * len(self.cached) + decodes + len(self.contexts) * len(self.mixed)
+        beside = sum(len(self.batches_at(c)) + len(self.behind_at(c)) for c in self.contexts)
+        return len(self.chunks) * len(self.cached) + beside
+
+    def batches_at(self, context: int) -> list[int]:
+        return [batch for batch in self.batches if batch * grown(context) <= self.total_tokens]
+
+    def mixed_at(self, context: int) -> list[tuple[int, int]]:
+        room = self.total_tokens - max(self.behind) - BLOCK_TOKENS
+        return [(new, batch) for new, batch in self.mixed if new + batch * grown(context) <= room]
+
+    def behind_at(self, context: int) -> list[tuple[int, int, int]]:
+        """(new tokens, their context, decodes)."""
+        full = max(map(sum, self.mixed), default=0)
+        shapes = [(shape, self.behind if sum(shape) == full else (0,)) for shape in self.mixed_at(context)]
+        return [(new, cached, batch) for (new, batch), before in shapes for cached in before]
 
 
-def grid(bounds: EngineBounds, quick: bool = False) -> ShapeGrid:
-    """Shapes within the bounds: contexts a factor of four apart, the rest two, or four when `quick`."""
+def grown(context: int) -> int:
+    """What decodes that begin with a context have at most while they are measured."""
+    return context + max(64, context // 4)
+
+
+def grid(bounds: EngineBounds, quick: bool = False, *, behind: bool = False) -> ShapeGrid:
+    """Shapes within the bounds: contexts a factor of four apart, the rest two, or four when `quick`.
+
+    Chunks beside decodes also fill a step up to its budget, as engines do; with `behind`, behind contexts too."""
     every = 2 if quick else 1
-    spare = 64
-    """Tokens that decodes grow by while they are measured."""
-    room = bounds.max_tokens - spare
-    chunks = _powers(16, min(bounds.chunk_tokens, room // 2))[::every]
-    contexts = _powers(64, max(64, min(room, 8192)))[::2]
+    room = min(bounds.max_tokens - 64, bounds.total_tokens)
+    budget = min(bounds.chunk_tokens, room // 2)
+    chunks = _powers(16, budget)[::every]
+    contexts = [c for c in _powers(64, 8192)[::2] if c == 64 or grown(c) <= bounds.max_tokens]
     batches = _powers(1, min(bounds.max_running, 256))[::every]
-    fits = [b for b in batches if b * (contexts[-1] + spare) <= bounds.total_tokens]
+    fits = [b for b in batches if b * grown(contexts[0]) <= bounds.total_tokens]
     cached = (0, *(c for c in contexts if c + chunks[-1] <= room and c % BLOCK_TOKENS == 0))
+    cached = cached[: 3 if quick else 5]
     beside = [b for b in fits if b < bounds.max_running][1::2]
-    mixed = tuple((new, b) for new in chunks[1::2] for b in beside if new + b <= bounds.chunk_tokens)
-    shape_grid = ShapeGrid(tuple(chunks), cached[: 3 if quick else 5], tuple(fits), tuple(contexts), mixed)
+    mixed = {(min(new, budget - b), b) for new in (*chunks[1::2], budget) for b in beside if b < budget}
+    shape_grid = ShapeGrid(
+        tuple(chunks),
+        cached,
+        tuple(fits),
+        tuple(contexts),
+        tuple(sorted(mixed)),
+        (0, *(c for c in cached[2::2] if c + budget <= room)) if behind else (0,),
+        bounds.total_tokens,
+    )
     if not chunks or not fits or shape_grid.count < MIN_POINTS:
         raise CapacityError("the engine holds too few tokens to be measured; give it more KV blocks")
     return shape_grid
@@ -93,13 +125,14 @@ class LocalBench:
         for cached in what.cached:
             for new in what.chunks:
                 yield self._chunk(new, cached)
-        for context in what.contexts:
-            rows = [self._filled(context) for _ in range(max(what.batches))]
+        for context in (context for context in what.contexts if what.batches_at(context)):
+            batches = what.batches_at(context)
+            rows = [self._filled(context) for _ in range(max(batches))]
             try:
-                for batch in what.batches:
-                    yield self._decodes(rows[:batch])
-                for new, batch in what.mixed:
-                    yield self._decodes(rows[:batch], new)
+                for batch in batches:
+                    yield self._decodes(self._fresh(rows, context)[:batch])
+                for new, cached, batch in what.behind_at(context):
+                    yield self._decodes(self._fresh(rows, context)[:batch], new, cached)
             finally:
                 for row in rows:
                     self._executor.close(row)
@@ -113,8 +146,18 @@ class LocalBench:
         while (held := self._executor.held(row)) < tokens:
             part = self._tokens(min(self.bounds.chunk_tokens, tokens - held))
             self._executor.grow(row, held + len(part), since=held)
-            self._executor.step([SequenceWork(row, held, part, "none")], [])
+            # Steps that draw nothing may still run on a GPU when they return: what is timed next would wait for them.
+            ends = [TokenDraw(Sampling(), tokens)] if held + len(part) == tokens else []
+            self._executor.step([SequenceWork(row, held, part, "last" if ends else "none")], ends)
         return row
+
+    def _fresh(self, rows: list[int], context: int) -> list[int]:
+        """Those that have grown too long begin again."""
+        for place, row in enumerate(rows):
+            if context < self._executor.held(row) > grown(context) - WARM_UP - self._repeats:
+                self._executor.close(row)
+                rows[place] = self._filled(context)
+        return rows
 
     def _chunk(self, new: int, cached: int) -> ProfilePoint:
         times = []
@@ -124,18 +167,18 @@ class LocalBench:
             self._executor.close(row)
         return ProfilePoint(new, cached, 0, 0, median(times[WARM_UP:]), self._repeats)
 
-    def _decodes(self, rows: list[int], new: int = 0) -> ProfilePoint:
+    def _decodes(self, rows: list[int], new: int = 0, cached: int = 0) -> ProfilePoint:
         """Decodes, beside a prompt's chunk where `new` is not 0."""
         times, contexts = [], []
         for _ in range(WARM_UP + self._repeats):
-            extra = [self._executor.open()] if new else []
+            extra = [self._filled(cached)] if new else []
             contexts.append(sum(self._executor.held(row) for row in rows))
             works = [self._work(row, 1) for row in rows] + [self._work(row, new) for row in extra]
             times.append(self._timed(works))
             for row in extra:
                 self._executor.close(row)
         context = round(median(contexts[WARM_UP:]))
-        return ProfilePoint(new, 0, len(rows), context, median(times[WARM_UP:]), self._repeats)
+        return ProfilePoint(new, cached, len(rows), context, median(times[WARM_UP:]), self._repeats)
 
     def _work(self, row: int, new: int) -> SequenceWork:
         held = self._executor.held(row)

@@ -46,7 +46,7 @@ class TimedRequest:
     head_s: float = -1.0  # When the answer's head was there, whatever its status.
     first_s: float = -1.0
     last_s: float = -1.0
-    longest_gap_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list, repr=False)  # Between events with text.
     pieces: int = 0  # Events with text.
     told_tokens: int = 0  # Output tokens as the server counts them; 0 where it does not say.
     cached_tokens: int = 0  # Of its prompt, those that the server says it held already.
@@ -65,6 +65,10 @@ class TimedRequest:
     @property
     def tpot_s(self) -> float:
         return (self.last_s - self.first_s) / (self.max_tokens - 1) if self.max_tokens > 1 else 0.0
+
+    @property
+    def longest_gap_s(self) -> float:
+        return max(self.gaps_s, default=0.0)
 
     @property
     def output_tokens(self) -> int:
@@ -155,7 +159,7 @@ class _Shooting(asyncio.Protocol):
         if shot.first_s < 0:
             shot.first_s = now_s
         else:
-            shot.longest_gap_s = max(shot.longest_gap_s, now_s - shot.last_s)
+            shot.gaps_s.append(now_s - shot.last_s)
         shot.last_s = now_s
 
     def on_message_complete(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -56,9 +58,7 @@ def _observed(state: Path | None) -> list[tuple[ObservedSpeed, Profile]]:
         paces = paces_of(service.store, time.time())
         folder = service.folder
     if not paces or "path" not in known:
-        raise nothing(
-            f"too little was seen in {folder} yet: replicas must work for {ENOUGH * LOOK_S:.0f} s or more"
-        )
+        raise nothing(f"too little was seen in {folder} yet: replicas must work for {ENOUGH * LOOK_S:.0f} s")
     profiles = tuple(Path(item) for item in known.get("profiles", ()))
     problem = measured(load_problem(read_spec(Path(known["path"])), 0.8, None, (), 0.0), profiles)
     day = datetime.now(UTC).date().isoformat()
@@ -76,17 +76,14 @@ MOST_TOKENS = 4096  # The longest context that is measured unless more is asked 
 @state_option
 @option("--model", type=PATH, help="With --local: a model's directory.")
 @option("--device", default="cpu", help="With --local: cpu, cuda, cuda:1, ...")
+@option("--share", type=int, help="With --local: on so many per cent of one NVIDIA GPU (CUDA MPS).")
 @option("--threads", type=click.IntRange(1), help="With --local: threads for computing on a CPU.")
 @option("--emulate", metavar="GPU:MODEL", help="With --local: act as a GPU, such as A10:llama-3.1-8b.")
 @option("--speed-up", default=1.0, help="With --emulate: so many times faster.")
 @option("--max-batch", default=32, type=click.IntRange(2, 1024), help="Decodes at once.")
 @option("--max-tokens", type=click.IntRange(128), help="Longest context to measure; else what fits.")
-@option(
-    "--chunk-tokens",
-    default=1024,
-    type=click.IntRange(32),
-    help="Tokens of a step; for a URL, its --token-budget.",
-)
+@option("--chunk-tokens", default=1024, type=click.IntRange(32), help="Of a step; a URL's --token-budget.")
+@option("--kv-blocks", type=click.IntRange(1), help="With --local: KV blocks of 16 tokens; else for all.")
 @option("--repeats", default=5, type=click.IntRange(1, 100), help="Runs of each shape.")
 @option("--quick", is_flag=True, help="Fewer shapes.")
 @option("--gpu", help="Name of the hardware for the file; else what torch calls it.")
@@ -106,6 +103,7 @@ def profile(
       potluck profile --local --quick
       potluck profile --live --out observed.json
       potluck profile --local --model ~/models/Llama-3.2-1B --device cuda --gpu L40S
+      potluck profile --local --model ~/models/Llama-3.2-1B --share 25 --gpu quarter
     """
     from potluck.perf.timers.profile import profile_to_json
 
@@ -116,6 +114,9 @@ def profile(
     if live:
         write_live(state, out, as_json)
         return
+    if options["share"] is not None:
+        _on_share({"local": local, "out": out, "json": as_json, **options})
+        return
     try:
         flags = SimpleNamespace(**options)
         remote = _remote(url, flags) if url is not None else _local(flags)
@@ -125,16 +126,26 @@ def profile(
     _show(remote, out, as_json)
 
 
+def _on_share(options: dict[str, object]) -> None:
+    from potluck.engine.gpu_share import run_on_share
+
+    share = options.pop("share")
+    if not options["local"] or options["emulate"] or options["device"] not in ("cpu", "cuda"):
+        raise InputError("--share", "is for --local on one NVIDIA GPU; leave --device and --emulate out")
+    command = (sys.executable, "-m", "potluck.cli.main", "profile")
+    raise SystemExit(run_on_share(int(str(share)), command, {**options, "device": "cuda"}))
+
+
 def _local(options: SimpleNamespace) -> Profile:
     import torch
 
     from potluck.cli.engine.engine import described
     from potluck.engine.compute.executor import RunnerSize
-    from potluck.engine.compute.local_executor import LocalExecutor
-    from potluck.engine.compute.runner import Runner
+    from potluck.engine.gpu_share import SHARE
     from potluck.engine.local_bench import LocalBench, grid
     from potluck.engine.model.checkpoint import SafetensorsSource
     from potluck.engine.model.config import read_config
+    from potluck.engine.serve import local_executor
     from potluck.engine.shipped_model import shipped_model
 
     directory = options.model or shipped_model()
@@ -143,23 +154,26 @@ def _local(options: SimpleNamespace) -> Profile:
     config = read_config(directory, described(directory))
     longest = min(options.max_tokens or MOST_TOKENS, config.model.max_context_tokens)
     rows = options.max_batch + 1
-    size = RunnerSize(rows, rows * -(-longest // BLOCK_TOKENS), longest, min(options.chunk_tokens, longest))
-    runner = Runner(config, SafetensorsSource(directory), size, device=options.device)
-    executor = LocalExecutor(runner, size)
+    blocks = options.kv_blocks or rows * -(-longest // BLOCK_TOKENS)
+    size = RunnerSize(rows, blocks, longest, min(options.chunk_tokens, longest))
+    executor = local_executor(config, SafetensorsSource(directory), size, options.device)
     if options.emulate is not None:
         emulation(options.emulate, options.speed_up).pace(executor)
     bench = LocalBench(executor, options.repeats)
-    what = grid(bench.bounds, options.quick)
+    what = grid(bench.bounds, options.quick, behind=True)
     points = []
     with progress(what.count) as progress_bar:
         for point in bench.points(what):
             points.append(point)
             progress_bar(_words(point))
     executor.shutdown()
-    name = options.name or directory.resolve().name
-    device = options.device
-    gpu = str(torch.cuda.get_device_name(device)) if device.startswith("cuda") else "cpu"
-    return _profile(gpu, name, options, {"torch": str(torch.__version__)}, points)
+    gpu, share, versions = "cpu", os.environ.get(SHARE), {"torch": str(torch.__version__)}
+    if options.device.startswith("cuda"):
+        gpu = str(torch.cuda.get_device_name(options.device))
+        versions |= {"cuda": str(torch.version.cuda), "hardware": gpu}
+        if share is not None:
+            gpu, versions["share"] = f"{gpu} {share} %", f"{share} %"
+    return _profile(options, (gpu, directory.resolve().name, "potluck"), versions, points)
 
 
 def _remote(url: str, options: SimpleNamespace) -> Profile:
@@ -182,11 +196,9 @@ def _remote(url: str, options: SimpleNamespace) -> Profile:
         async with ClientSession(headers=headers, trust_env=False) as client:
             bench = HttpBench(client, url, options.chunk_tokens, max(2, options.repeats // 2))
             bounds = await bench.look()
-            bounds = replace(
-                bounds,
-                max_tokens=min(options.max_tokens or MOST_TOKENS, bounds.max_tokens),
-                max_running=min(options.max_batch, bounds.max_running),
-            )
+            longest = min(options.max_tokens or MOST_TOKENS, bounds.max_tokens)
+            most = min(options.max_batch, bounds.max_running)
+            bounds = replace(bounds, max_tokens=longest, max_running=most)
             what = grid(bounds, options.quick)
             points = []
             step_bench = await steps_told(bench)
@@ -194,37 +206,35 @@ def _remote(url: str, options: SimpleNamespace) -> Profile:
                 async for point in (step_bench or bench).points(what, bounds):
                     points.append(point)
                     progress_bar(_words(point))
-            name = options.name or bench.model
             kind = "vllm" if "vLLM" in bench.version else "potluck"
-            return _profile("", name, options, {"engine": bench.version}, points, kind)
+            return _profile(options, ("", bench.model, kind), {"engine": bench.version}, points)
 
     return asyncio.run(measured())
 
 
 def _profile(
-    gpu: str,
-    name: str,
     options: SimpleNamespace,
+    about: tuple[str, str, str],
     versions: dict[str, str],
     points: list[ProfilePoint],
-    engine: str = "potluck",
 ) -> Profile:
     from potluck import __version__
     from potluck.perf.timers.profile import Profile
 
-    emulated = {"emulated": options.emulate} if options.emulate else {}
+    gpu, model = options.gpu or about[0], options.name or about[1]
+    versions = {
+        "potluck": __version__,
+        **versions,
+        **({"emulated": options.emulate} if options.emulate else {}),
+    }
     today = datetime.now(UTC).date().isoformat()
-    versions = {"potluck": __version__, **versions, **emulated}
-    return Profile(options.gpu or gpu, name, options.tp, engine, versions, today, tuple(points))
+    return Profile(gpu, model, options.tp, about[2], versions, today, tuple(points))
 
 
 def _words(point: ProfilePoint) -> str:
-    parts = []
-    if point.chunk_new:
-        parts.append(f"{point.chunk_new} tokens behind {point.chunk_cached}")
-    if point.decodes:
-        parts.append(f"{point.decodes} decodes at {point.decode_context // point.decodes}")
-    return f"{', '.join(parts)}: {seconds(point.seconds)}"
+    prompt = f"{point.chunk_new} tokens behind {point.chunk_cached}"
+    decodes = f"{point.decodes} decodes at {point.decode_context // max(1, point.decodes)}"
+    return f"{prompt if point.chunk_new else ''} {decodes if point.decodes else ''}: {seconds(point.seconds)}"
 
 
 def _show(result: Profile, out: Path, as_json: bool) -> None:
@@ -235,19 +245,10 @@ def _show(result: Profile, out: Path, as_json: bool) -> None:
         what = {"out": str(out), "gpu": result.gpu, "model": result.model, "points": len(result.points)}
         emit_json({**what, "fit_error": timer.fit_mape})
         return
-    prefills = [p for p in result.points if p.chunk_new and not p.decodes and not p.chunk_cached]
-    decodes = [p for p in result.points if p.decodes and not p.chunk_new]
-    shortest = min((p.decode_context / p.decodes for p in decodes), default=0.0)
-    rows = [(f"prompt of {p.chunk_new}", seconds(p.seconds), _rate(p.chunk_new, p)) for p in prefills]
-    rows += [
-        (f"{p.decodes} decodes", seconds(p.seconds), _rate(p.decodes, p))
-        for p in decodes
-        if p.decode_context / p.decodes <= shortest * 1.5
+    rows = [
+        (_words(point), f"{(point.chunk_new or point.decodes) / point.seconds:,.0f} tokens/s")
+        for point in result.points
+        if not point.chunk_cached and not (point.chunk_new and point.decodes)
     ]
-    title = f"{result.model} on {result.gpu}: {len(result.points)} steps measured"
-    table(title, ("step", "time", "rate"), rows)
+    table(f"{result.model} on {result.gpu}: {len(result.points)} steps", ("step", "rate"), rows)
     click.echo(f"{out}: written; a smooth formula alone fits it to {percent(timer.fit_mape)} on average")
-
-
-def _rate(tokens: int, point: ProfilePoint) -> str:
-    return f"{tokens / point.seconds:,.0f} tokens/s"
