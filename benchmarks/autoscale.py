@@ -46,8 +46,7 @@ class Row:
     name: str
     policy: Policy
     strategy: str
-    rate_per_s: float
-    """What the first plan is for."""
+    rate_per_s: float  # What the first plan is for.
 
 
 def recorded_rates(source: str, steps: int) -> np.ndarray | None:

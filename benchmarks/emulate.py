@@ -37,8 +37,7 @@ LAYER = Layer(FullAttention(2, 1, 16, 16), DenseFfn(64))
 SMALL = EngineModelConfig(Model("tiny", 32, 256, (LAYER,) * 2, 8192))
 SIZE = RunnerSize(34, 34 * 160, 2560, 2048)
 DECODES, PROMPTS = ((0, 1, 128), (0, 8, 512), (0, 32, 1024)), ((128, 0, 0), (512, 0, 0), (1024, 0, 0))
-SHAPES = (*DECODES, *PROMPTS, (256, 8, 512), (512, 16, 1024))
-"""(prompt tokens, decodes, context of each)."""
+SHAPES = (*DECODES, *PROMPTS, (256, 8, 512), (512, 16, 1024))  # (prompt tokens, decodes, context of each).
 CASES = {"a10_8b": ("A10", "Llama-3.1-8B"), "l40s_8b": ("L40S", "Llama-3.1-8B")}
 TARGETS = {"worst_mean_step_error": ("<=", 0.03)}
 BATCH = 16

@@ -40,8 +40,7 @@ TARGETS = {
     "saturated": (">=", 0.8),
 }
 SIDE = 8192
-Spans = Sequence[tuple[int, int]]
-"""(position, tokens) of each sequence of a step."""
+Spans = Sequence[tuple[int, int]]  # (position, tokens) of each sequence of a step.
 
 
 class Drawn:
@@ -167,11 +166,12 @@ def saturated(executor: LocalExecutor) -> dict[str, float]:
 def main() -> None:
     if not torch.cuda.is_available():
         common.skip("engine_gpu", "there is no CUDA device")
-    layers = common.options(layers=32).layers
+    asked = common.options(quick=False, json=False, layers=32)
+    figures = measure(*((8, 10) if asked.quick else (asked.layers, 30)))
     about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    about["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
-    common.run(
-        "engine_gpu", lambda quick: measure(*((8, 10) if quick else (layers, 30))), TARGETS, about=about
+    about |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+    common.show(
+        "engine_gpu", figures, TARGETS, {**about, **common.context((), quick=asked.quick)}, asked.json
     )
 
 

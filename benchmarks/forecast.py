@@ -36,15 +36,12 @@ from potluck.sim.world.sim_fleet import PlanQuestion
 WEEK = 7 * 144
 QUICK_STEPS = 6
 REVERSAL_S = 1800.0
-START_S = 135.0
-"""About what a copy takes to start (113 to 157 s)."""
-STEP_PER_S = 0.02
-"""Rates are looked up at multiples of this, rounded up."""
+START_S = 135.0  # About what a copy takes to start (113 to 157 s).
+STEP_PER_S = 0.02  # Rates are looked up at multiples of this, rounded up.
 LIMIT_S = 60.0
 """For a plan, in seconds on the clock. It takes about one on a machine that is free; on a busy one a short limit ends
 with a plan for part of the demand, and the fleet is blamed for it."""
-LIFE_S = 3600.0
-"""Over which the planner spreads the price of starting a copy: CORAL's K is START_S / LIFE_S."""
+LIFE_S = 3600.0  # Over which the planner spreads the price of starting a copy: CORAL's K is START_S / LIFE_S.
 
 
 class Stairs:

@@ -51,8 +51,7 @@ MODELS = ("words", "words-hybrid")
 STREAMS, SEED = 64, 1
 WITHIN_S = 600.0
 PATIENT = f"max_wait_s={WITHIN_S:g}"
-Heard = Callable[[int], None]
-"""Hears of every piece of a stream."""
+Heard = Callable[[int], None]  # Hears of every piece of a stream.
 Headers = Mapping[str, str]
 EXACT: Headers = MappingProxyType({"x-potluck-exact": "1"})
 
@@ -157,8 +156,7 @@ class Way:
     flows: tuple[tuple[str, str], ...] = ()
     policy: tuple[str, ...] = ()
     program: tuple[str, ...] = ("-m", "potluck.cli.main")
-    kill: tuple[int, ...] = ()
-    """Engines that are killed, one after another."""
+    kill: tuple[int, ...] = ()  # Engines that are killed, one after another.
 
 
 WAYS = {

@@ -35,8 +35,7 @@ SHAPE = (2048, 2, 8, 128)
 PREFIX, SCORED = 384, 128
 MOST_CHARACTERS = 60_000
 SEED = 7
-QUICK_WINDOWS, QUICK_MODEL_S = 4, 8.0
-"""For each model; about what it takes."""
+QUICK_WINDOWS, QUICK_MODEL_S = 4, 8.0  # For each model; about what it takes.
 LOSSY: tuple[Codec, ...] = ("int8", "int4")
 MODELS = (("words", "float32"), ("words", "bfloat16"), ("words-hybrid", "float32"))
 

@@ -106,10 +106,8 @@ def bare(sender: Side, receiver: Side, degree: int, size: int) -> tuple[float, f
 @dataclass(frozen=True, slots=True)
 class Run:
     wall_s: float
-    cpu_s: float
-    """Of both sides, from the offer on."""
-    left_s: float
-    """From the end of the last layer until all was there."""
+    cpu_s: float  # Of both sides, from the offer on.
+    left_s: float  # From the end of the last layer until all was there.
 
 
 def ours(sender: Side, receiver: Side, degree: int, when: str, tokens: int = TOKENS) -> Run:

@@ -45,8 +45,7 @@ from potluck.spec.spec_values import Spec
 
 SMOOTH = 0.1
 """Variation of the gaps between requests: nothing but the plan, the routing and the hardware decides."""
-SLOW = 4.0
-"""Times as long as planned, for the engine that gets slow."""
+SLOW = 4.0  # Times as long as planned, for the engine that gets slow.
 CHEAP_USD_PER_H = 0.2
 PAIR = "    - {name: east, nodes: [{node: 1xA100-80, available: 1}, {node: 1xA10, available: 1}]}\n"
 COMBO = "    - {name: east, nodes: [{node: 1xL40S, available: 3}]}\n"
@@ -54,10 +53,8 @@ PRICE = f"    - {{name: east, nodes: [{MARKET_NODES}]}}\n"
 LATE = "policy:\n  classes: [{name: standard, late: true, max_wait_s: 120}]\n"
 POOL = (ROOT / "examples" / "pool.yaml").read_text("utf-8") + LATE
 """Late answers are wanted: nothing is refused, and what goes wrong shows in attainment."""
-CODING = (1900, 16)
-"""Mean tokens of prompts and answers once conversations have become coding."""
-CHAT = (150, 300)
-"""The same where prompts are short: prefill has little to do, and decode much."""
+CODING = (1900, 16)  # Mean tokens of prompts and answers once conversations have become coding.
+CHAT = (150, 300)  # The same where prompts are short: prefill has little to do, and decode much.
 
 
 @dataclass(frozen=True)
@@ -76,13 +73,11 @@ class Kind:
     text: str
     before: Part
     after: Part
-    quick: tuple[float, float]
-    """How long each lasts in a quick run."""
+    quick: tuple[float, float]  # How long each lasts in a quick run.
     rules: Mapping[str, object] = field(default_factory=dict)
     cause: Callable[[Rig, Path], object] = lambda rig, folder: None
     """Unless given other requests come, that is all."""
-    wrong: Callable[[float], Faults | None] = lambda at_s: None
-    """The same cause for the simulator."""
+    wrong: Callable[[float], Faults | None] = lambda at_s: None  # The same cause for the simulator.
     waits_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """What must follow, and parts of what is then said; the last of several where its name says so."""
     plan_s: float = 10.0
@@ -194,8 +189,7 @@ KINDS = {
 
 
 SEED = 11
-SETTLED = 1 / 3
-"""From this share of the first part on requests are counted: before, little has been learned."""
+SETTLED = 1 / 3  # From this share of the first part on requests are counted: before, little has been learned.
 SHARE = 0.1
 """Shares may differ by so much, live from simulated, and both from planned where a plan tells them."""
 TOLD = ("pool", "remote")
@@ -207,10 +201,8 @@ class Seen:
     replicas: Counter[str] = field(default_factory=Counter)
     flows: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
-    attainment: dict[str, float] = field(default_factory=dict)
-    """Before and after."""
-    latency_s: dict[str, float] = field(default_factory=dict)
-    """Before what happens."""
+    attainment: dict[str, float] = field(default_factory=dict)  # Before and after.
+    latency_s: dict[str, float] = field(default_factory=dict)  # Before what happens.
     lost: int = 0
     times_s: dict[str, float] = field(default_factory=dict)
 

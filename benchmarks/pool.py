@@ -43,10 +43,8 @@ PROMISE = 0.9
 LOSSES: Mapping[str, float] = {"a40": 5.0, "a6000-b": 8.0}
 """Machine that is lost, and requests a second, which the rest should serve."""
 SHIFT_PER_S = 7.0
-STEPS = 40
-"""Of the search."""
-CHAT, CODE = (1155, 211), (2000, 28)
-"""Mean prompts and answers of the Azure trace."""
+STEPS = 40  # Of the search.
+CHAT, CODE = (1155, 211), (2000, 28)  # Mean prompts and answers of the Azure trace.
 
 
 def planned() -> ResolvedPlan:

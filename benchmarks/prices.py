@@ -54,8 +54,7 @@ COLUMNS = "date availability_zone region instance_type price_usd_per_h spot_pric
 ON_DEMAND = "us-east-2 on demand"
 AMPLE = 16
 HOUR_S, TICK_S, TICKS = 3600.0, 300.0, 288
-NOTICE_S = 120.0
-"""What AWS gives."""
+NOTICE_S = 120.0  # What AWS gives.
 Key = tuple[str, str]
 
 
@@ -72,8 +71,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Market:
-    changes: tuple[Change, ...]
-    """In order of time; those at 0 say how it begins."""
+    changes: tuple[Change, ...]  # In order of time; those at 0 say how it begins.
 
     @cached_property
     def times(self) -> tuple[float, ...]:
@@ -151,8 +149,7 @@ ASKED = (
     ("code", "Phi-4", "azure-code", 1.0, Slo(3.0, 0.1)),
 )
 """Name, model, lengths, requests a second, objective."""
-QUICK_FROM_H, QUICK_H = 2.75, 0.5
-"""The cheapest nodes go at three o'clock."""
+QUICK_FROM_H, QUICK_H = 2.75, 0.5  # The cheapest nodes go at three o'clock.
 REPLAN_S = 360.0
 LIMIT_S = 20.0
 SEED = 1

@@ -27,8 +27,7 @@ from parts.drawn_specs import DrawnSpec, drawn_spec
 ALWAYS, IN_TURN = ("homo", "melange"), ("coral", "prfaas", "cronus", "cauchy", "cauchy-mc")
 """Rivals: the simple ones of every spec, and of the others two."""
 LIMIT_S = 30.0
-LATE = 1.1
-"""Times the limit, which is for planning; the rehearsal has as much again."""
+LATE = 1.1  # Times the limit, which is for planning; the rehearsal has as much again.
 DEARER, CHEAPER = 1.001, 0.99
 ANSWER_LENGTHS = 20
 SEEDS = (101, 102, 103)

@@ -33,8 +33,7 @@ from papers.pool_bound import class_bound, exact_bound
 SEED = 1
 SEEDS = (1, 2, 3, 4, 5)
 LONG_SEED = 77
-QUICK_SEARCH_S = 5.0
-"""About what one search of the cloud takes."""
+QUICK_SEARCH_S = 5.0  # About what one search of the cloud takes.
 CLOUD = (("A6000", 4), ("A6000", 4), ("A5000", 4), ("A5000", 4), ("A40", 8), ("3090Ti", 4), ("3090Ti", 4))
 WORK = {"conversation": (1155, 211), "coding": (2000, 28)}
 """Mean lengths of the Azure traces; coding's 2,048 would leave LLaMA-30B's context no room to answer."""

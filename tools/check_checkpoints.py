@@ -45,8 +45,7 @@ CLOSE_DELTA = 5e-4
 
 @dataclass(frozen=True)
 class Outcome:
-    kind: str
-    """same, refused, refused* (when weights are read), WRONG, or n/a: transformers cannot run it."""
+    kind: str  # same, refused, refused* (when weights are read), WRONG, or n/a: transformers cannot run it.
     detail: str
 
     @property

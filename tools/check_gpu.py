@@ -30,17 +30,13 @@ from potluck.engine.compute.runner import Runner, StepGraphs, recordable
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.model.config import EngineModelConfig, read_config
 
-PROMPTS = (5, 37, 64, 90, 21, 130)
-"""Tokens; some are shorter than a chunk, some longer than the windows."""
+PROMPTS = (5, 37, 64, 90, 21, 130)  # Tokens; some are shorter than a chunk, some longer than the windows.
 CHUNK, DECODES, SEED = 48, 12, 5
-LATE, LATE_CHUNK = 100, 25
-"""Tokens of the prompt that comes while others decode."""
-ROUNDING = 2e-4
-"""What float32 may be off by, of the logits' spread: sums in another order."""
+LATE, LATE_CHUNK = 100, 25  # Tokens of the prompt that comes while others decode.
+ROUNDING = 2e-4  # What float32 may be off by, of the logits' spread: sums in another order.
 LEAST_BF16, TIMES_BF16 = 0.02, 3.0
 STEPS = ("launched", "recorded")
-SPREAD = 0.35
-"""Of the weights: small enough that rounding is not blown up from layer to layer."""
+SPREAD = 0.35  # Of the weights: small enough that rounding is not blown up from layer to layer.
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,7 @@ from potluck.vllm.vllm_blocks import TORCH, ModelShard, PlainBlocks, VllmLayer
 DEVICE = "cuda"
 WHOLE = ModelShard()
 DEADLINE_S = 60.0
-LOSSY_SHARE = {"int8": 0.02, "int4": 0.2}
-"""How far a value may be off, of the largest."""
+LOSSY_SHARE = {"int8": 0.02, "int4": 0.2}  # How far a value may be off, of the largest.
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,8 @@ class Case:
     dtype: str
     codec: str
     sizes: tuple[int, int]
-    taken: str = ""
-    """The receiver's format, where that is another."""
-    degree: int = 1
-    """Workers of the receiver."""
+    taken: str = ""  # The receiver's format, where that is another.
+    degree: int = 1  # Workers of the receiver.
 
 
 CASES = (

@@ -28,17 +28,14 @@ from typing import Self
 NETWORKS = 64
 """Of 10.193.0.0/18, one of which a bed takes: those that are in use on this machine are left alone."""
 
-BURST_S = 0.01
-"""So much may go at once that would take so long: as little as the kernel's timer allows."""
+BURST_S = 0.01  # So much may go at once that would take so long: as little as the kernel's timer allows.
 
 
 @dataclass(frozen=True)
 class Host:
-    name: str
-    """Of its namespace."""
+    name: str  # Of its namespace.
     address: str
-    port: str
-    """Of the switch, where its cable ends."""
+    port: str  # Of the switch, where its cable ends.
 
     def inside(self, command: Sequence[str]) -> list[str]:
         """The command that runs there. The process is the caller's own child: `ip` becomes it."""

@@ -16,8 +16,7 @@ from potluck.core.values.types import Codec, Role
 
 MODEL, CATALOG_MODEL, LAYERS, NODE = "live", "Llama-3.1-8B", 32, "1xA10"
 Phase = Literal["prefill", "decode", "closed"]
-Unit = tuple[str, tuple[str, ...], str]
-"""A template's kind, its replicas' roles, its region."""
+Unit = tuple[str, tuple[str, ...], str]  # A template's kind, its replicas' roles, its region.
 WHOLE: list[Unit] = [("homogeneous", ("mixed",), "near")]
 COMBO: list[Unit] = [("combo", ("prefill", "decode"), "near")]
 PAIR: list[Unit] = [("pair", ("prefill", "mixed"), "near")]

@@ -12,8 +12,7 @@ from typing import Any
 
 from sample_models import BASE, BASES, LLAMA3, YARN, Values, config_of, scaled
 
-ABSENT = "(absent)"
-"""In place of a value: the key is left out."""
+ABSENT = "(absent)"  # In place of a value: the key is left out.
 
 
 @dataclass(frozen=True)

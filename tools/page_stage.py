@@ -50,8 +50,7 @@ class StagedRequest:
     streamed: int = 0
     first_s: float | None = None
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
-    news: asyncio.Queue[str | None] | None = None
-    """Where its words go, if anywhere."""
+    news: asyncio.Queue[str | None] | None = None  # Where its words go, if anywhere.
 
 
 class Stage:

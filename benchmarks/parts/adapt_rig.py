@@ -38,10 +38,8 @@ from potluck.sim.load.workload import Workload
 MODEL = "m"
 PROMPT, OUTPUT = 1200, 40
 """Requests that keep slow GPUs busy at few a second, so that the machine itself is not what is measured."""
-NEVER_S = 1e3
-"""For what did not happen."""
-UP_S = 300.0
-"""In which a service must be there, on a machine that has much else to do."""
+NEVER_S = 1e3  # For what did not happen.
+UP_S = 300.0  # In which a service must be there, on a machine that has much else to do.
 LOOK_S = 0.25
 TOKENS = range(5, 200)
 Json = dict[str, Any]
@@ -49,8 +47,7 @@ Json = dict[str, Any]
 
 Sent = tuple[float, str, tuple[str, ...]]
 """When a request was sent for the first time, on which kind of route, over whom."""
-News = tuple[float, str, str]
-"""When something was decided, what, and why."""
+News = tuple[float, str, str]  # When something was decided, what, and why.
 
 
 def told_by(log: Iterable[str], zero_utc_s: float = 0.0) -> tuple[list[Sent], list[News]]:
@@ -138,8 +135,7 @@ class Rig:
     looks: list[Seen] = field(default_factory=list)
     sent: list[Sent] = field(default_factory=list)
     news: list[News] = field(default_factory=list)
-    zero_s: float = 0.0
-    """When the load began, by the time of day."""
+    zero_s: float = 0.0  # When the load began, by the time of day.
     _over: threading.Event = field(default_factory=threading.Event)
 
     @property

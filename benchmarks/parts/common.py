@@ -24,10 +24,8 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("POTLUCK_DATA", ROOT.parent / "shared" / "data"))
 """Recorded traces, rates and prices, which are not part of the repository."""
-WORDS = ROOT / "src" / "potluck" / "engine" / "data" / "words"
-"""The model that ships."""
-COMPILED = ROOT / "build" / "compiled"
-"""Where `make compiled` puts a compiled copy of the package."""
+WORDS = ROOT / "src" / "potluck" / "engine" / "data" / "words"  # The model that ships.
+COMPILED = ROOT / "build" / "compiled"  # Where `make compiled` puts a compiled copy of the package.
 POTLUCK = (sys.executable, "-m", "potluck.cli.main")
 OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq}
 
@@ -64,7 +62,6 @@ def run(
     seeds: Sequence[int] = (),
     arguments: Sequence[str] | None = None,
     quick_without: str = "",
-    about: Mapping[str, object] | None = None,
 ) -> None:
     """Measure and print; ends with 1 where a target names a figure that is not there, but a quick run may leave
     figures out (see `Budget`)."""
@@ -72,7 +69,7 @@ def run(
     parser.add_argument("--quick", action="store_true", help="end within 60 s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     chosen = parser.parse_args(arguments)
-    started = {**(about or {}), **context(seeds, quick=chosen.quick)}
+    started = context(seeds, quick=chosen.quick)
     if chosen.quick and quick_without:
         say(f"{name}: --quick does without {quick_without}")
     figures = {key: float(value) for key, value in measure(chosen.quick).items()}

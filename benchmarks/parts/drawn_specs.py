@@ -30,8 +30,7 @@ class DrawnSpec:
     restriction: str
     attainments: dict[str, float]
     rate_per_s: float
-    answer_s: float
-    """Of the slowest model at its objective."""
+    answer_s: float  # Of the slowest model at its objective.
 
 
 def drawn_spec(seed: int) -> DrawnSpec:

@@ -15,8 +15,7 @@ HEADERS = (
     b"User-Agent: OpenAI/Python 3.0.0\r\nX-Stainless-Lang: python\r\nX-Stainless-Package-Version: 3.0.0\r\n"
     b"X-Stainless-OS: Linux\r\nX-Stainless-Runtime: CPython\r\nAuthorization: Bearer %b\r\nContent-Length: %d\r\n\r\n"
 )
-PROMPT_BYTES = 4000
-"""About 1,000 tokens."""
+PROMPT_BYTES = 4000  # About 1,000 tokens.
 TEXT = re.sub(rb"[^A-Za-z0-9,.]+", b" ", b" ".join(page.read_bytes() for page in PAGES))
 """No two prompts are alike: each begins somewhere else in this project's own pages."""
 KEY = b"sk-bench"
@@ -41,10 +40,8 @@ class Result:
     tokens: int = 0
     wrong: list[str] = field(default_factory=list)
     latencies_s: list[float] = field(default_factory=list)
-    gaps_s: list[float] = field(default_factory=list)
-    """Of streams, as soon as all of them have begun."""
-    awaited: int = 0
-    """Streams that have not begun."""
+    gaps_s: list[float] = field(default_factory=list)  # Of streams, as soon as all of them have begun.
+    awaited: int = 0  # Streams that have not begun.
 
 
 class Client(asyncio.Protocol):

@@ -21,8 +21,7 @@ from live_plans import MODEL
 from parts.common import Background
 from potluck.loadgen.load_client import LoadTarget, TimedRequest
 
-WITHIN_S, PROMPT, VOCAB = 120.0, 60, 200
-"""Prompts are of these tokens, which every model has."""
+WITHIN_S, PROMPT, VOCAB = 120.0, 60, 200  # Prompts are of these tokens, which every model has.
 
 
 def shot_of(place: int, at_s: float, key: str, prompt: int, output: int) -> TimedRequest:
@@ -109,16 +108,13 @@ class Upkeep(Background):
                     self.started += 1
 
 
-SLOW = 1.3
-"""A replica that takes so many times as long as it did counts as found to be slow."""
+SLOW = 1.3  # A replica that takes so many times as long as it did counts as found to be slow.
 
 
 @dataclass(frozen=True)
 class Times:
-    noticed_s: float
-    """From the trouble until nothing more is sent there, or less."""
-    back_s: float
-    """From its end until the engine is sent requests again."""
+    noticed_s: float  # From the trouble until nothing more is sent there, or less.
+    back_s: float  # From its end until the engine is sent requests again.
 
 
 def within(holds: Callable[[], bool], most_s: float = 60.0) -> float:

@@ -25,8 +25,7 @@ def test_holds_what_fits_newest_first_and_never_a_block_without_its_prefix(
     uses: list[tuple[tuple[int, ...], int]], exact: bool
 ) -> None:
     cache = SpareCache(16, exact)
-    order: list[int] = []
-    """Reference: most recent last; of one prompt, its beginning last."""
+    order: list[int] = []  # Reference: most recent last; of one prompt, its beginning last.
     message: set[int] = set()
     marked: set[int] = set()
     for chain, room in uses:

@@ -46,34 +46,23 @@ def test_a_spec_is_looked_up_by_name() -> None:
         spec.region("wets")
 
 
+# fmt: off
 BAD: list[tuple[str, str, str]] = [
     ("ttft_ms: 500", "ttft_ms: -5", "4: models[0].slo.ttft_ms: must be positive, is -5"),
     ("ttft_ms: 500", "ttft_ms: 500, e2e_ms: 0", "4: models[0].slo.e2e_ms: must be positive, is 0"),
     ("ttft_ms: 500", "ttft_ms: 500, e2e: x", "4: models[0].slo.e2e: must be a number, is 'x'"),
     ("ttft_ms: 500", "ttft_ms: .nan", "4: models[0].slo.ttft_ms: must be a finite number"),
     ("ttft_ms: 500", "ttft_ms: .inf", "4: models[0].slo.ttft_ms: must be a finite number"),
-    (
-        "ttft_ms: 500",
-        "ttft_ms: 1e12",
-        "4: models[0].slo.ttft_ms: must be at most 3.6e+06, is 1000000000000.0",
-    ),
+    ("ttft_ms: 500", "ttft_ms: 1e12", "4: models[0].slo.ttft_ms: must be at most 3.6e+06, is 1000000000000.0"),
     ("ttft_ms: 500", "ttft_ms: '500'", "4: models[0].slo.ttft_ms: must be a number, is '500'"),
     ("ttft_ms: 500", "ttft_ms: true", "4: models[0].slo.ttft_ms: must be a number, is true"),
     ("ttft_ms: 500", "ttft_ms: ", "4: models[0].slo.ttft_ms: must be a number, is empty"),
     ("ttft_ms: 500, ", "", "4: models[0].slo.ttft_ms: is missing"),
     ("ttft_ms", "ttft_sm", "4: models[0].slo.ttft_sm: unknown key; did you mean 'ttft_ms'?"),
-    (
-        "tpot_ms: 50}",
-        "tpot_ms: 50, attainment: 1.5}",
-        "4: models[0].slo.attainment: must be at most 1, is 1.5",
-    ),
+    ("tpot_ms: 50}", "tpot_ms: 50, attainment: 1.5}", "4: models[0].slo.attainment: must be at most 1, is 1.5"),
     ("slo: {ttft_ms: 500, tpot_ms: 50}", "slo: fast", "4: models[0].slo: must be a mapping, is 'fast'"),
     ("rate_per_s: 4", "rate_per_s: -4", "6: models[0].traffic.rate_per_s: must not be negative, is -4"),
-    (
-        "rate_per_s: 4\n",
-        "rate_pers: 4\n",
-        "6: models[0].traffic.rate_pers: unknown key; did you mean 'rate_per_s'?",
-    ),
+    ("rate_per_s: 4\n", "rate_pers: 4\n", "6: models[0].traffic.rate_pers: unknown key; did you mean 'rate_per_s'?"),
     ("      rate_per_s: 4\n", "", "5: models[0].traffic: needs rate_per_s; only a trace brings its own rate"),
     ("      input: 1024\n", "", "5: models[0].traffic: needs input lengths, or a trace"),
     ("input: 1024", "input: 0", "7: models[0].traffic.input.mean: must be at least 1, is 0"),
@@ -82,66 +71,26 @@ BAD: list[tuple[str, str, str]] = [
     ("input: 1024", "input: {}", "7: models[0].traffic.input: must be one of {mean}"),
     ("input: 1024", "input: {mean: }", "7: models[0].traffic.input: has a key without a value"),
     ("input: 1024", "input: {uniform: [5, 2]}", "7: models[0].traffic.input: uniform must be [low, high]"),
-    (
-        "input: 1024",
-        "input: {uniform: [5]}",
-        "7: models[0].traffic.input.uniform: must have 2 entries, has 1",
-    ),
+    ("input: 1024", "input: {uniform: [5]}", "7: models[0].traffic.input.uniform: must have 2 entries, has 1"),
     ("input: 1024", "input: {values: [5], weights: [1, 2]}", "7: models[0].traffic.input: 1 values need as"),
-    (
-        "input: 1024",
-        "input: {values: [5], weights: [0]}",
-        "7: models[0].traffic.input: weights must not all be",
-    ),
+    ("input: 1024", "input: {values: [5], weights: [0]}", "7: models[0].traffic.input: weights must not all be"),
     ("input: 1024", "input: {p50: 1, p99: 9000000}", "7: models[0].traffic.input: p99 is over 10,000 times"),
     (
         "input: 1024",
         "input: {lognormal: {mu: 1, sigma: 0.1, min: 100000, max: 200000}}",
         "7: models[0].traffic.input: [100000, 200000] holds almost none of lognormal(1, 0.1); widen it",
     ),
-    (
-        "model: Llama-3.1-8B",
-        "model: Llama-3.1-8",
-        "2: models[0].model: unknown model 'Llama-3.1-8'; did you mean",
-    ),
-    (
-        "model: Llama-3.1-8B",
-        "model: ./nowhere",
-        "2: models[0].model: no file or directory './nowhere' beside",
-    ),
-    (
-        "price_usd_per_h: 3.5",
-        "price_usd_per_h: -1",
-        "15: fleet.regions[0].nodes[0].price_usd_per_h: must not be",
-    ),
-    (
-        "price_usd_per_h: 3.5",
-        "price_usd_per_h: 4e9",
-        "15: fleet.regions[0].nodes[0].price_usd_per_h: must be at",
-    ),
-    (
-        "available: 4",
-        "available: 1.5",
-        "14: fleet.regions[0].nodes[0].available: must be a whole number, is 1.5",
-    ),
+    ("model: Llama-3.1-8B", "model: Llama-3.1-8", "2: models[0].model: unknown model 'Llama-3.1-8'; did you mean"),
+    ("model: Llama-3.1-8B", "model: ./nowhere", "2: models[0].model: no file or directory './nowhere' beside"),
+    ("price_usd_per_h: 3.5", "price_usd_per_h: -1", "15: fleet.regions[0].nodes[0].price_usd_per_h: must not be"),
+    ("price_usd_per_h: 3.5", "price_usd_per_h: 4e9", "15: fleet.regions[0].nodes[0].price_usd_per_h: must be at"),
+    ("available: 4", "available: 1.5", "14: fleet.regions[0].nodes[0].available: must be a whole number, is 1.5"),
     ("available: 4", "available: many", "14: fleet.regions[0].nodes[0].available: must be a whole number"),
-    (
-        "2xL40S",
-        "2xL40Z",
-        "13: fleet.regions[0].nodes[0].node: '2xL40Z': unknown GPU 'L40Z'; did you mean 'L40",
-    ),
+    ("2xL40S", "2xL40Z", "13: fleet.regions[0].nodes[0].node: '2xL40Z': unknown GPU 'L40Z'; did you mean 'L40"),
     ("2xL40S", "99xL40S", "13: fleet.regions[0].nodes[0].node: '99xL40S' has 99 GPUs; write 1 to 8"),
-    (
-        "2xL40S",
-        "{gpu: L40Z, count: 2}",
-        "13: fleet.regions[0].nodes[0].node.gpu: unknown GPU 'L40Z'; did you",
-    ),
+    ("2xL40S", "{gpu: L40Z, count: 2}", "13: fleet.regions[0].nodes[0].node.gpu: unknown GPU 'L40Z'; did you"),
     ("2xL40S", "{gpu: L40S}", "13: fleet.regions[0].nodes[0].node.count: is missing"),
-    (
-        "2xL40S",
-        "{gpu: L40S, cuont: 2, count: 1}",
-        "13: fleet.regions[0].nodes[0].node.cuont: unknown key; did",
-    ),
+    ("2xL40S", "{gpu: L40S, cuont: 2, count: 1}", "13: fleet.regions[0].nodes[0].node.cuont: unknown key; did"),
     ("2xL40S", "[L40S]", "13: fleet.regions[0].nodes[0].node: must be text, is a list"),
     (
         "2xL40S",
@@ -152,16 +101,8 @@ BAD: list[tuple[str, str, str]] = [
     ("[east, west]", "[east, wset]", "23: links[0].between[1]: unknown region 'wset'; did you mean 'west'?"),
     ("[east, west]", "[east, east]", "23: links[0]: joins 'east' with itself; name two regions"),
     ("[east, west]", "[east]", "23: links[0].between: must have 2 entries, has 1"),
-    (
-        "between: [east, west]",
-        "from: east",
-        "23: links[0]: needs between: [a, b] for both directions, or from",
-    ),
-    (
-        "between: [east, west]",
-        "from: east, to: wst",
-        "23: links[0].to: unknown region 'wst'; did you mean 'west",
-    ),
+    ("between: [east, west]", "from: east", "23: links[0]: needs between: [a, b] for both directions, or from"),
+    ("between: [east, west]", "from: east, to: wst", "23: links[0].to: unknown region 'wst'; did you mean 'west"),
     ("between: [east, west]", "from: 7, to: west", "23: links[0].from: must be text, is 7"),
     ("gbps: 10", "gbps: 0", "23: links[0].gbps: must be positive, is 0"),
     ("rtt_ms: 60", "rtt_ms: -1", "23: links[0].rtt_ms: must not be negative, is -1"),
@@ -170,6 +111,7 @@ BAD: list[tuple[str, str, str]] = [
     ("links:", "'li\\nks':", "unknown key; did you mean 'links'?"),
     ("links:", "budget_usd_per_h: 0\nlinks:", "22: budget_usd_per_h: must be positive, is 0"),
 ]
+# fmt: on
 
 
 @pytest.mark.parametrize(("old", "new", "says"), BAD)

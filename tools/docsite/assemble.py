@@ -46,8 +46,7 @@ GENERATED = {
 """Section of the cover, to pages in it that nobody wrote."""
 BARE = re.compile(r"(?<![\w/`\[.])(?<!\]\()docs/([\w-]+)\.md(?![\w`\]])")
 """A page that is named in passing."""
-CALLED = re.compile(r"(?<!\[)`potluck (\w+)`(?!\])")
-"""A command that is."""
+CALLED = re.compile(r"(?<!\[)`potluck (\w+)`(?!\])")  # A command that is.
 
 
 def place_of(path: str) -> str:

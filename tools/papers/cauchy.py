@@ -37,17 +37,14 @@ from potluck.sim.run import simulate
 
 MODEL, NETWORK_GBPS, SLOTS = "Llama-3.1-8B", 25.0, 256
 ATTAINMENT = 0.9
-PRICES_USD_PER_H = {"1xH800": 2.69, "1xH20": 1.50, "1xA800-PCIe": 1.19, "2xA800-PCIe": 2.38}
-"""Its Table 1."""
+PRICES_USD_PER_H = {"1xH800": 2.69, "1xH20": 1.50, "1xA800-PCIe": 1.19, "2xA800-PCIe": 2.38}  # Its Table 1.
 LOAD_SHARE = 6.0 / 6.4
 LATENCY_SHARE = 0.9
 DECODES = (1, 2, 3)
 LEAST_REQUESTS = 200
-WARM_UP = 0.2
-"""Share of the arrivals that is left out: the fleet is empty at first."""
+WARM_UP = 0.2  # Share of the arrivals that is left out: the fleet is empty at first.
 BALANCES: tuple[str, ...] = ("round-robin", "token", "goodput")
-COMBOS = (("H800-A800", 2), ("A800-H20", 1), ("2xA800", 1))
-"""The working example's, with how many of each."""
+COMBOS = (("H800-A800", 2), ("A800-H20", 1), ("2xA800", 1))  # The working example's, with how many of each.
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +54,7 @@ class Load:
     name: str
     ttft_s: float
     tbt_s: float
-    span_s: float
-    """Of a short run: several times what a request takes."""
+    span_s: float  # Of a short run: several times what a request takes.
 
     @property
     def slo(self) -> Slo:
@@ -97,8 +93,7 @@ class Effort:
 
     spans: float = 4.0
     seeds: tuple[int, ...] = (1, 2)
-    tolerance: float = 0.01
-    """Of a goodput."""
+    tolerance: float = 0.01  # Of a goodput.
 
 
 QUICK = Effort(1.0, (1,), 0.04)

@@ -54,8 +54,7 @@ class Pair:
 
     goodput_per_s: tuple[float, float]
     latencies: tuple[Latencies, Latencies]
-    rate_per_s: float
-    """Of the latencies."""
+    rate_per_s: float  # Of the latencies.
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,17 +49,14 @@ from potluck.sim.sim_settings import SimSettings
 HIGH, NETWORK_GBPS = "A100-80", 100.0
 TRACE = "azure_llm_2023_conv.csv.gz"
 REQUESTS, MEAN_TOKENS = 1000, (1014.0, 247.0)
-SLOTS = 256
-"""vLLM's max_num_seqs; a pipeline has as many for each of its two batches."""
+SLOTS = 256  # vLLM's max_num_seqs; a pipeline has as many for each of its two batches.
 CHUNK_TOKENS, LOW_CHUNK_TOKENS = 512, 256
-WHOLE_TOKENS = 16384
-"""A token budget that no prompt fills: prefill in one step."""
+WHOLE_TOKENS = 16384  # A token budget that no prompt fills: prefill in one step.
 FITTED_HOST_S = 0.007
 FITTED_HOST = EngineHost(FITTED_HOST_S)
 DP, PP, HIGH_LOW, LOW_HIGH, CRONUS = "DP+Chunked", "PP+Chunked", "Disagg. H-L", "Disagg. L-H", "Cronus"
 APPROACHES = (DP, PP, HIGH_LOW, LOW_HIGH, CRONUS)
-SERIAL_PP = "PP+Chunked, one batch at a time"
-"""Not in the paper: to see what would explain its PP."""
+SERIAL_PP = "PP+Chunked, one batch at a time"  # Not in the paper: to see what would explain its PP.
 
 Ints = NDArray[np.int64]
 
@@ -71,8 +68,7 @@ class Setting:
     name: str
     low: str
     model: str
-    layers: tuple[int, int]
-    """Of a pipeline, on the high-end and the low-end GPU."""
+    layers: tuple[int, int]  # Of a pipeline, on the high-end and the low-end GPU.
     published_per_s: Mapping[str, float]
 
 

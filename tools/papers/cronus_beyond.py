@@ -30,11 +30,9 @@ OVERLOADS = {"prompts": ("azure-conv", 9.0), "flood": ("azure-conv", 13.5), "ans
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    per_s: float
-    """Requests over the time until the last is answered."""
+    per_s: float  # Requests over the time until the last is answered.
     ttft_p90_s: float
-    kept: int
-    """Requests that ran on one GPU alone."""
+    kept: int  # Requests that ran on one GPU alone.
 
 
 def run(setting: cronus.Setting, overload: str, policy: Policy, seed: int = 0) -> Outcome:

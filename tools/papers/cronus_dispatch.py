@@ -26,8 +26,7 @@ from potluck.core.state.policy import Policy
 from potluck.core.values.route import aggregated
 from potluck.core.values.types import Request
 
-COMPUTING = 1
-"""Prompts that are neither waiting nor answered yet."""
+COMPUTING = 1  # Prompts that are neither waiting nor answered yet.
 
 
 class QueueLimited:

@@ -26,10 +26,8 @@ from potluck.perf.timers.engine_host import DEFAULT_HOST
 
 EASY, BUSY = "easy", "busy"
 """Two rates for latencies: one that all five approaches sustain, one that all but Disagg. H-L do."""
-EASY_SHARE, BUSY_SHARE = 0.7, 0.8
-"""Of the throughput of the slowest of them."""
-Throughputs = Mapping[str, Mapping[str, float]]
-"""Setting to approach to requests a second."""
+EASY_SHARE, BUSY_SHARE = 0.7, 0.8  # Of the throughput of the slowest of them.
+Throughputs = Mapping[str, Mapping[str, float]]  # Setting to approach to requests a second.
 Claim = tuple[str, str, str, float]
 """Metric (ttft, tbt), other approach, low-end GPU ("" for any), the published largest reduction."""
 CLAIMS: tuple[Claim, ...] = (
@@ -54,10 +52,8 @@ class CronusMeasured:
     """All that was run."""
 
     fitted: Throughputs
-    plain: Throughputs
-    """With the host time of today's engines: nothing fitted."""
-    serial_per_s: Mapping[str, float]
-    """A pipeline that works on one batch at a time."""
+    plain: Throughputs  # With the host time of today's engines: nothing fitted.
+    serial_per_s: Mapping[str, float]  # A pipeline that works on one batch at a time.
     latencies: Mapping[tuple[str, str, str], Latency]
     """(setting, rate, approach); approaches that do not sustain a rate are left out."""
 

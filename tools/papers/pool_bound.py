@@ -57,27 +57,20 @@ GAP = 1e-4
 
 class GroupColumn(NamedTuple):
     phase: int
-    rate: float
-    """h r_j"""
-    share: float
-    """D_j; 0 of a decoder."""
-    uses: Floats
-    """U_j, by row."""
+    rate: float  # h r_j
+    share: float  # D_j; 0 of a decoder.
+    uses: Floats  # U_j, by row.
     layers: tuple[tuple[int, int], ...]
     """(place, layers) of its stages; a place is a node, or a class of nodes."""
-    parts: tuple[int, ...]
-    """The place of each of its nodes."""
+    parts: tuple[int, ...]  # The place of each of its nodes.
 
 
 class PlaceLinks(NamedTuple):
     """What links between places carry: [from, to], layers of KV a second."""
 
-    most: Floats
-    """All of them together."""
-    into: Floats
-    """Those to one node of the second place."""
-    out: Floats
-    """Those from one node of the first."""
+    most: Floats  # All of them together.
+    into: Floats  # Those to one node of the second place.
+    out: Floats  # Those from one node of the first.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,8 +78,7 @@ class GroupColumns:
     phase: Ints
     rate: Floats
     share: Floats
-    uses: Floats
-    """[column, row]"""
+    uses: Floats  # [column, row]
 
     def some(self, which: Ints) -> GroupColumns:
         return GroupColumns(self.phase[which], self.rate[which], self.share[which], self.uses[which])
@@ -245,8 +237,7 @@ class ProgramRows:
     value: list[Floats] = field(default_factory=list)
     lower: list[Floats] = field(default_factory=list)
     upper: list[Floats] = field(default_factory=list)
-    uppers: list[Floats] = field(default_factory=list)
-    """Limits of columns beyond the first."""
+    uppers: list[Floats] = field(default_factory=list)  # Limits of columns beyond the first.
     count: int = 0
 
     def add(self, count: int, column: Ints, row: Ints, value: Floats) -> None:

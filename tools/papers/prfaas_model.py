@@ -61,14 +61,12 @@ class Site:
     """What is given: instances, links, and how long things take."""
 
     remote_instances: int
-    local_instances: int
-    """N_p + N_d."""
+    local_instances: int  # N_p + N_d.
     egress_gbps: float
     remote_prefill_s: Curve
     local_prefill_s: Curve
     kv_bytes: Curve
-    hold_s: float
-    """Decode instance-seconds that one request takes."""
+    hold_s: float  # Decode instance-seconds that one request takes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +77,15 @@ class Operating:
     remote: int
     prefill: int
     decode: int
-    remote_share: float
-    """p"""
+    remote_share: float  # p
     long_tokens: float
     short_tokens: float
     theta_remote: float
     theta_prefill: float
     theta_decode: float
-    rate_per_s: float
-    """Λ_max"""
+    rate_per_s: float  # Λ_max
     egress_gbps: float
-    ttft_mean_s: float
-    """Prefill times alone, without queueing."""
+    ttft_mean_s: float  # Prefill times alone, without queueing.
     ttft_p90_s: float
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-Said = Callable[[str], None]
-"""Told what is being run, for a progress line."""
+Said = Callable[[str], None]  # Told what is being run, for a progress line.
 
 
 @dataclass(frozen=True, slots=True)
