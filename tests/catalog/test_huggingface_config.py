@@ -146,11 +146,7 @@ def test_text_part_of_a_multimodal_file() -> None:
             4.5,
             4.5,
         ),
-        (
-            {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}},
-            8,
-            8,
-        ),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}}, 8, 8),
     ],
 )
 def test_quantisation(scheme: dict[str, Any], weight: float, expert: float) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from itertools import product
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.catalog import gpus
+from potluck.catalog import gpus, models, nodes
 from potluck.core.codec import dumps, loads
 from potluck.core.errors import FormatError
+from potluck.core.values.model import CHOSEN, in_format
 from potluck.core.values.types import Gpu
 from potluck.perf.operators.calibration import (
     CALIBRATION_VERSION,
@@ -23,6 +25,8 @@ from potluck.perf.operators.calibration import (
     chip_of,
     curves_for,
 )
+from potluck.perf.step_timer import steps
+from potluck.perf.timers.roofline import roofline
 
 FINE = [s.gpu for s in bundled().gpus if s.gemm and not s.coarse]
 BARE = Gpu("NewChip", 200.0, 48.0, 1000.0)
@@ -44,8 +48,8 @@ def numbers(curves: GpuCurves) -> list[float]:
 
 
 def test_what_ships_covers_the_measured_gpus() -> None:
-    assert {"A100-80", "H100-SXM", "A40", "A30", "L40S", "RTX4090"} <= set(FINE)
-    assert {"nvswitch", "pcie", "host"} == {network.kind for network in bundled().networks}
+    assert {"A100-80", "B200", "H100-SXM", "A40", "A30", "L40S", "RTX4090"} <= set(FINE)
+    assert {"nvswitch", "pcie", "lanes", "host"} == {network.kind for network in bundled().networks}
     assert set(bundled().errors) >= {"measured", "transferred"}
     assert bundled().errors["measured"].median < bundled().errors["transferred"].median
     for error in bundled().errors.values():
@@ -139,30 +143,65 @@ def test_carried_over_figures_are_near_the_measured_ones(name: str) -> None:
     assert carried.decode.bandwidth == pytest.approx(own.decode.bandwidth, rel=0.4)
 
 
-@pytest.mark.parametrize(
-    ("name", "chip"),
-    [
-        ("A800-SXM", "A100"),
-        ("H200", "H100"),
-        ("H800", "H100"),
-        ("A10", "A40"),
-        ("RTX3090Ti", "A40"),
-        ("V100-32", "V100"),
-    ],
-)
-def test_relatives(name: str, chip: str) -> None:
+def test_relatives() -> None:
     """The same chip first (A800, H200), else the same compute capability (8.6: A10 and A40)."""
-    curves = curves_for(gpus.gpu(name), bundled())
-    assert curves.confidence == "transferred"
-    sources = curves.basis.removeprefix("carried over from ").split(", ")
-    assert {source.split("-")[0] for source in sources} == {chip}
+    chips = {
+        "A800-SXM": "A100",
+        "H200": "H100",
+        "H800": "H100",
+        "A10": "A40",
+        "RTX3090Ti": "A40",
+        "V100-32": "V100",
+    }
+    for name, chip in chips.items():
+        curves = curves_for(gpus.gpu(name), bundled())
+        assert curves.confidence == "transferred"
+        sources = curves.basis.removeprefix("carried over from ").split(", ")
+        assert {source.split("-")[0] for source in sources} == {chip}
 
 
-def test_the_same_chip_with_the_same_power_has_the_same_share() -> None:
-    """H200 is an H100 with other memory."""
-    here, there = (curves_for(gpus.gpu(name), bundled()) for name in ("H200", "H100-SXM"))
-    assert here.gemm.compute == pytest.approx(there.gemm.compute)
-    assert here.prefill.compute == pytest.approx(there.prefill.compute)
+TWINS = [("H200", "H100-SXM"), ("H800", "H100-SXM"), ("A800-SXM", "A100-80")]
+TWINS += [("A100-40", "A100-80"), ("GB200", "B200"), ("B300", "B200")]  # A100-40: whole layers give way
+
+
+@pytest.mark.parametrize(("name", "twin"), TWINS)
+def test_the_same_chip_has_the_same_figures_and_surfaces(name: str, twin: str) -> None:
+    """H200 is an H100 with other memory; more power than the twin's lifts compute alone."""
+    here, there = (curves_for(gpus.gpu(each), bundled()) for each in (name, twin))
+    more = bundled().power.share(gpus.gpu(name)) / bundled().power.share(gpus.gpu(twin))
+    assert here.gemm.compute == pytest.approx(there.gemm.compute * more)
+    assert here.prefill.compute == pytest.approx(there.prefill.compute * more)
+    assert (here.gemm.bandwidth, here.decode) == (there.gemm.bandwidth, there.decode)
+    assert here.gemm_residual == there.gemm_residual is not None
+    assert [here.extras[name].residual for name in there.extras] == [
+        e.residual for e in there.extras.values()
+    ]
+    assert (there.confidence, here.confidence) == ("measured", "transferred")
+
+
+def no_worse(better: Gpu, other: Gpu) -> bool:
+    """In every figure of the data sheet, the units that it has among them."""
+    named = [f.name for f in fields(Gpu) if f.name not in ("name", "architecture")]
+    return all((getattr(better, name) or 0) >= (getattr(other, name) or 0) for name in named)
+
+
+def test_a_gpu_at_least_as_good_is_never_slower() -> None:
+    """None with the chip of one that was measured, and none of a data centre's, is slower than a lesser one in any
+    format that was measured. A GPU that was not has no surfaces, so that it may look faster than a better one."""
+    decodes = [(0.0, 0.0, float(n), float(n * context)) for n in (1, 8, 64, 256) for context in (128, 8192)]
+    batch = steps(*zip(*decodes, (64, 0, 0, 0), (512, 0, 16, 16e3), (2048, 4096, 64, 64e3), strict=True))  # type: ignore[arg-type]
+    sheet = {name: gpus.gpu(name) for name in gpus.names() if not name.startswith("MI")}
+    worst = {(a, b): 0.0 for a in sheet for b in sheet if a != b and no_worse(sheet[a], sheet[b])}
+    for name, kind in product(("Llama-3.1-8B", "DeepSeek-V3", "GPT-OSS-120B"), set(CHOSEN) - {"int8"}):
+        model = in_format(models.model(name), kind)
+        times = {gpu: roofline(model, nodes.node_type(gpu), 1).step_s(batch) for gpu in sheet}
+        worst = {(a, b): max(by, float((times[a] / times[b]).max())) for (a, b), by in worst.items()}
+    over = {pair: by for pair, by in worst.items() if by > 1.0 + 1e-9}
+    known = {name for pair in TWINS for name in pair} | {"A30", "L40S", "V100-16", "V100-32"}
+    assert len([pair for pair in worst if set(pair) <= known]) > 40
+    assert [pair for pair in over if set(pair) <= known] == []
+    assert len(over) <= 0.08 * len(worst), over
+    assert max(over.values()) <= 1.35, over
 
 
 def test_less_power_is_less_compute() -> None:
@@ -170,7 +209,7 @@ def test_less_power_is_less_compute() -> None:
     assert pcie.gemm.compute < 0.9 * sxm.gemm.compute
 
 
-@pytest.mark.parametrize("name", ["MI300X", "MI210", "B200"])
+@pytest.mark.parametrize("name", ["MI300X", "MI210", "RTX-PRO-6000"])
 def test_a_strange_architecture_is_assumed(name: str) -> None:
     curves = curves_for(gpus.gpu(name), bundled())
     assert curves.confidence == "assumed"

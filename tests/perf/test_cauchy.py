@@ -7,12 +7,7 @@ from hypothesis import strategies as st
 from potluck.core.errors import InputError
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, LinearAttention, Model, MoeFfn
 from potluck.core.values.types import Gpu
-from potluck.perf.timers.cauchy_timer import (
-    CauchyModel,
-    ComboSide,
-    ce,
-    ce_throughput,
-)
+from potluck.perf.timers.cauchy_timer import CauchyModel, ComboSide, ce, ce_throughput
 
 
 def llama(name, layers, hidden, heads, intermediate, **changes):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from accuracy.format_fits import predict
+from accuracy.measured_formats import read_formats
 from accuracy.residual_fit import fit_residual
 from accuracy.scores import stored_scores
 from hypothesis import given
@@ -21,6 +25,7 @@ from potluck.perf.operators.layer_seconds import expert_time_s, product_s, units
 from potluck.perf.step_timer import Floats, StepBatch
 from potluck.perf.timers.roofline import roofline
 
+DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).parents[3] / "shared" / "data")) / "measured"
 H100, L40S, A100, V100, B200 = (gpus.gpu(n) for n in ("H100-SXM", "L40S", "A100-80", "V100-16", "B200"))
 
 
@@ -104,28 +109,56 @@ def test_what_was_not_measured_on_a_gpu_is_carried_over_by_ratio() -> None:
     assert "gemm:fp8" not in own.carried
     assert "gemm:fp8" in other.carried
     assert other.extras["gemm:fp8"].values == pytest.approx(own.extras["gemm:fp8"].values, rel=1e-6)
-    assert other.extras["gemm:fp8"].residual is None
+    assert other.extras["gemm:fp8"].residual == own.extras["gemm:fp8"].residual is not None, "the same chip"
     slower = curves_for(replace(gpus.gpu("H200"), name="X", tdp_w=200.0, sm_count=100), bundled())
     assert slower.extras["gemm:fp8"].values[0] < other.extras["gemm:fp8"].values[0]
+    assert slower.extras["gemm:fp8"].residual is None
+
+
+@pytest.mark.parametrize("name", ["H100-SXM", "H200", "B200", "GB200", "L40S"])
+def test_small_formats_are_read_faster_and_tables_that_are_not_believed_are_not_learnt(name: str) -> None:
+    """Experts per tensor took twice as long as 16 bits on H100; blocks of 8 bits show a launch of 59 to 340 µs."""
+    gpu = gpus.gpu(name)
+    curves = curves_for(gpu, bundled())
+    shape = (96.0, 4096.0, 1536.0, 128.0, 8.0)
+    bf16, fp8, blocks, nvfp4 = (
+        float(expert_time_s(kind, *shape, gpu, curves)) for kind in ("bf16", "fp8", "fp8_block", "nvfp4")
+    )
+    assert 0.45 * bf16 < fp8 <= 1.05 * blocks < 0.8 * bf16
+    assert 0.45 * fp8 < nvfp4 < (0.75 if gpu.fp4_tflops else 1.5) * fp8
+    whole, blocks = (float(product_s(kind, 8.0, 4096, 4096, gpu, curves)) for kind in ("fp8", "fp8_block"))
+    assert blocks < 2.0 * whole < 80e-6
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the public measurements are not on this machine")
+def test_b200_is_predicted_as_it_was_measured() -> None:
+    curves, rows = curves_for(B200, bundled()), read_formats(DATA)
+    assert not (rows["experts:fp8"].gpu == "H100-SXM").any()
+    for name in ("experts:fp8", "experts:fp8_block", "experts:nvfp4", "gemm:nvfp4"):
+        part = rows[name].where(rows[name].gpu == "B200")
+        off = predict(part, B200, curves) / part.seconds - 1.0
+        assert np.median(np.abs(off)) <= 0.13, name
+        assert abs(np.median(off)) <= 0.04, name
 
 
 def test_stored_errors_are_within_what_was_promised() -> None:
     """Left out: FP8 within 20 %, latent modules within 25 %; calibrated within 8 % and 12 %.
 
-    Of experts the A100's, left out, are 26.6 % off: a kernel of its own (docs/accuracy.md).
+    Of experts the A100's, left out, are 25 % off: a kernel of its own (docs/accuracy.md). Of B200, left out, experts
+    are within a quarter (they were at 2.6 times), and attention is not: its kernels run on no other GPU.
     """
     result = {(s.question, s.kind, s.gpu): s.median for s in stored_scores() if s.group == ""}
-    for gpu in ("H100-SXM", "L40S"):
-        assert result["GPU left out", "FP8 GEMM", gpu] <= 0.20
-        assert result["calibrated", "FP8 GEMM", gpu] <= 0.08
-        assert result["GPU left out", "latent module", gpu] <= 0.25
-        assert result["calibrated", "latent module", gpu] <= 0.12
-        assert result["GPU left out", "windowed attention", gpu] <= 0.25
-        assert result["calibrated", "windowed attention", gpu] <= 0.10
-        assert result["GPU left out", "experts", gpu] <= 0.25
-        assert result["calibrated", "experts", gpu] <= 0.12
+    most = {"FP8 GEMM": (0.20, 0.08), "latent module": (0.25, 0.12), "experts": (0.25, 0.12)}
+    for kind, (left_out, calibrated) in (most | {"windowed attention": (0.25, 0.10)}).items():
+        for gpu in ("H100-SXM", "L40S"):
+            assert result["GPU left out", kind, gpu] <= left_out, (kind, gpu)
+            assert result["calibrated", kind, gpu] <= calibrated, (kind, gpu)
     assert result["GPU left out", "experts", "A100-80"] <= 0.27
-    assert result["calibrated", "experts", "A100-80"] <= 0.12
+    for gpu in ("A100-80", "B200"):
+        assert result["calibrated", "experts", gpu] <= 0.12
+    assert result["GPU left out", "experts", "B200"] <= 0.25
+    assert result["GPU left out", "FP8 GEMM", "B200"] <= 0.22
+    assert result["calibrated", "latent module", "B200"] <= 0.12
 
 
 def test_windowed_attention_has_its_own_figures_only_where_it_was_measured() -> None:

@@ -26,7 +26,7 @@ from potluck.perf.operators.kernels import (
 )
 
 # Round figures near an A100: 100 SMs of 3 TFLOP/s, 2 TB/s.
-CHIP = ChipFigures(3e14, 2e12, 100.0, 40e6, 2e12, 128.0)
+CHIP = ChipFigures(3e14, 2e12, 100.0, 40e6, 2e12, 40e9, 128.0)
 GEMM = GemmCurve(0.9, 0.9, 3e-6, (0.9, 0.95, 0.98, 1.0), 100.0, 2.5)
 PREFILL = PrefillCurve(0.7, 0.6, 1e-5, 1.0, 0.5)
 DECODE = DecodeCurve(0.8, 1e-5, 5e-6, 4e-6, 2.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -311,7 +312,7 @@ PAIRS = Interconnect("pcie", 32.0, 24e-6, domain=2)
 ALONE = Interconnect("pcie", 32.0, 24e-6, domain=1)
 
 
-MEASURED = Path(__file__).parents[3] / "shared" / "data" / "measured"
+MEASURED = Path(os.environ.get("POTLUCK_DATA", Path(__file__).parents[3] / "shared" / "data")) / "measured"
 
 
 def reduce_us(size_bytes: float, ranks: int, link: Interconnect) -> float:
@@ -335,11 +336,18 @@ def test_the_ways_of_a_switch_meet_without_a_fall() -> None:
 def test_more_ranks_than_have_peer_access_share_the_way_through_the_host() -> None:
     size = 8 << 20
     pair, four, eight = (reduce_us(size, ranks, PAIRS) for ranks in (2, 4, 8))
-    assert four == reduce_us(size, 4, ALONE)
     assert pair < reduce_us(size, 2, ALONE)
     # Each of n ranks sends 2 (n-1)/n of it through a way that all n share: 2 (n-1).
     assert eight / four == pytest.approx(7 / 3, rel=0.02)
     assert four > 4 * reduce_us(size, 4, PEERS)
+
+
+def test_without_peer_access_each_gpu_has_lanes_of_its_own() -> None:
+    """Eight RTX 4090: twice the ranks take little longer; Helix's T4 left 4 to 6 GB/s of PCIe 3."""
+    size = 64 << 20
+    assert reduce_us(size, 8, ALONE) / reduce_us(size, 4, ALONE) == pytest.approx((7 / 8) / (3 / 4), rel=0.02)
+    bus_gb_per_s = 1.5 * size / reduce_us(size, 4, nodes.node_type("4xT4").interconnect) / 1e3
+    assert 4.0 < bus_gb_per_s < 7.0
 
 
 def test_a_mesh_without_a_switch_is_left_to_the_library() -> None:
@@ -368,10 +376,10 @@ def test_cards_that_cannot_read_each_other_are_marked_in_the_catalog() -> None:
 
 
 def test_stored_errors_of_links_are_within_what_was_promised() -> None:
-    """All-reduce over NVSwitch within 20 % from the other machine, PCIe within 15 % when calibrated."""
+    """All-reduce over NVSwitch within 20 % from the others (but B200's starts are longer), 12 % when calibrated."""
     result = {(s.question, s.gpu): s.median for s in stored_scores() if s.kind == "all-reduce"}
     assert all(result["GPU left out", gpu] <= 0.20 for gpu in ("A100-80", "H100-SXM"))
-    assert result["calibrated", "L40S"] <= 0.15
+    assert all(result["calibrated", gpu] <= 0.12 for gpu in ("B200", "H100-SXM", "L40S", "RTX-PRO-6000"))
 
 
 @pytest.mark.skipif(not MEASURED.is_dir(), reason="needs the folder of measurements")

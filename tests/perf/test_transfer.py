@@ -8,13 +8,7 @@ from hypothesis import strategies as st
 from potluck.core.errors import InputError
 from potluck.core.values.types import Link
 from potluck.kv.codec_layout import sizes
-from potluck.perf.transfer import (
-    AlphaBeta,
-    alpha_beta,
-    codec_ratio,
-    link_alpha_beta,
-    overlapped_transfer_s,
-)
+from potluck.perf.transfer import AlphaBeta, alpha_beta, codec_ratio, link_alpha_beta, overlapped_transfer_s
 
 seconds = st.floats(0, 100)
 byte_counts = st.floats(0, 1e12)

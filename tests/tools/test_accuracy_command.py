@@ -66,6 +66,7 @@ def test_runs_far_from_what_is_predicted_are_told_with_an_exit_code(
         (f"{HEAD}\nNo-Such-Model,L40S,1,500,200,4,100,10\n", "runs.csv: model: unknown 'No-Such-Model'"),
         (f"{HEAD}\nLlama-3.1-8B,L40S,3,500,200,4,100,10\n", "runs.csv: tp: 3 does not divide"),
         ("a,b\n1,2\n", "runs.csv: model: no such column"),
+        (f"{HEAD},dtype\nPhi-4,L40S,1,500,200,4,100,10,fp6\n", "runs.csv: format: 'fp6' is not modelled"),
     ],
 )
 def test_what_cannot_be_scored_is_said_in_a_line(
@@ -77,6 +78,26 @@ def test_what_cannot_be_scored_is_said_in_a_line(
     err = capsys.readouterr().err
     assert said in err
     assert "Traceback" not in err
+
+
+def test_a_format_is_the_one_that_ran_or_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As published, whatever a table calls it; narrower where it says so; what nobody measured is named."""
+    cases = {
+        ("Llama-3.1-8B", "nvfp4", ""): "nvfp4",
+        ("Llama-3.1-8B", "bfloat16", ""): "bf16",
+        ("Qwen/Qwen3-235B-A22B-FP8", "fp8", ""): "fp8_block",
+        ("deepseek-ai/DeepSeek-V3", "fp8", ""): "fp8_block",
+        ("deepseek-ai/DeepSeek-V3", "fp8_block", "nvfp4"): "nvfp4",
+        ("openai/gpt-oss-120b", "nvfp4", ""): "mxfp4",
+        ("Llama-3.1-8B", "awq", ""): "int4",
+    }
+    path = tmp_path / "runs.csv"
+    for (model, gemm, moe), kind in cases.items():
+        row = f"{model},L40S,8,500,200,4,100,10,{gemm},{moe}"
+        path.write_text(f"{HEAD},gemm_quant_mode,moe_quant_mode\n{row}\n", encoding="utf-8")
+        assert placed(read_runs(path).runs[0]).model.mostly == kind, model
+    ask("--score", str(path))
+    assert "guessed from other formats: int4 products, weights only on L40S" in capsys.readouterr().out
 
 
 def test_score_goes_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -263,7 +263,8 @@ def fit_residuals(rows: Measurements, fit: OperatorFit, chips: dict[str, ChipFig
         part = rows.where((rows.gpu == gpu) & (rows.harness == harness))
         ratio = np.log(part.seconds / fit.predict(part, chips))
         knots = (24, 16) if rows.operator == "decode" else (16, 12)
-        result[gpu, harness] = fit_residual(*features(part), ratio, knots=knots)
+        smoothing = 0.5 if rows.operator == "prefill" else 1.0
+        result[gpu, harness] = fit_residual(*features(part), ratio, knots=knots, smoothing=smoothing)
     return result
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from accuracy.serving import Placed
     from accuracy.study import Score
     from accuracy.verdict import RunVerdict
-    from potluck.core.values.model import Format
 
 RUNS = "aic_h100_sxm_serving_runs.parquet"
 SUFFIX = re.compile(
@@ -106,18 +104,16 @@ def _show(scores: tuple[Score, ...]) -> None:
 
 def placed(run: MeasuredRun) -> Placed:
     """A run with its model and node; an unknown name is an error."""
+    from accuracy.runs import stored_as
     from accuracy.serving import Placed
     from potluck.catalog import gpus, models, nodes
     from potluck.perf.timers.roofline import check_tp
 
     named = SUFFIX.search(run.model)
-    model = models.model(SUFFIX.sub("", run.model))
-    text = run.format.lower() or (named[1].lower() if named else "")
-    if "fp8" in text or "int8" in text or "w8a8" in text:
-        kind: Format = "fp8_block" if "block" in text else "fp8" if "fp8" in text else "int8"
-        experts = kind if model.expert_bits > 8.0 else model.expert_format
-        bits = min(model.expert_bits, 8.0)
-        model = replace(model, weight_bits=8.0, expert_bits=bits, weight_format=kind, expert_format=experts)
+    text = run.format or (named[0] if named else "")
+    if named and named[1].lower() == "fp8" and "qwen" in run.model.lower():
+        text = "fp8_block"  # as Qwen publishes them, whatever a table calls it
+    model = stored_as(models.model(SUFFIX.sub("", run.model)), text)
     node = nodes.node_type(f"{8 if run.tp <= 8 else run.tp}x{gpus.canonical(run.gpu)}")
     check_tp(model, node, run.tp, run.ep)
     return Placed(run, model, node)
@@ -183,6 +179,8 @@ def _show_verdict(path: Path, left_out: int, said: RunVerdict) -> None:
         click.echo(
             f"{left_out} rows were left out: no concurrency, no time, several nodes, or prefill elsewhere."
         )
+    if said.unmeasured:
+        click.echo(f"Measured nowhere, so guessed from other formats: {', '.join(said.unmeasured)}.")
     for metric, share in said.within.items():
         name, bias = METRIC_WORDS[metric], said.bias[metric]
         click.echo(f"{name}: {share:.0%} of runs are within their bars of 80 %, bias {bias:+.1%}.")

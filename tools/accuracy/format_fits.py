@@ -28,6 +28,8 @@ from potluck.perf.operators.layers import latent_gemms, latent_work
 from potluck.perf.step_timer import Floats, once
 
 SAMPLE = 700
+SMALL_S = 5e-5
+"""Below it a product shows what starting one takes."""
 SURFACE_SAMPLE = 8000
 START: dict[str, tuple[float, ...]] = {
     "gemm": (0.75, 0.8, 3e-6, 400.0),
@@ -65,7 +67,7 @@ def _fit(rows: Measurements, gpu: Gpu, calibration: Calibration, surface: bool) 
 
     part, operator = _some(rows, SAMPLE), rows.operator
     curves = curves_for(gpu, calibration)
-    start, pull = _start(operator, curves)
+    start, pull = _start(part, curves)
     target = np.log(part.seconds)
 
     def residuals(x: Floats) -> Floats:
@@ -97,14 +99,15 @@ def _some(rows: Measurements, count: int) -> Measurements:
     return rows.where(mask)
 
 
-def _start(operator: str, curves: GpuCurves) -> tuple[Floats, Floats]:
+def _start(rows: Measurements, curves: GpuCurves) -> tuple[Floats, Floats]:
     """Where a fit begins, and how hard each figure is held there.
 
-    The rows of block-wise FP8 products are all large: what small ones show is taken from those per tensor.
+    Where all rows of block-wise FP8 products are large, what small ones show is taken from those per tensor.
     """
+    operator = rows.operator
     values = START[operator.split(":")[0]]
     whole = curves.extras.get("gemm:fp8")
-    if operator == "gemm:fp8_block" and whole is not None:
+    if operator == "gemm:fp8_block" and whole is not None and rows.seconds.min() > SMALL_S:
         return np.log(whole.values), np.array([1.0, 100.0, 100.0, 1.0])
     return np.log(values), np.ones(len(values))
 

@@ -33,8 +33,7 @@ class FormatScore(NamedTuple):
 
 def calibrated_errors(calibration: Calibration, rows: dict[str, Measurements]) -> Iterator[FormatScore]:
     """Half of every GPU's rows fitted, the other half predicted."""
-    random = np.random.default_rng(7)
-    seen = {name: random.random(len(part)) < 0.5 for name, part in rows.items()}
+    seen = {name: part.half() for name, part in rows.items()}
     fitted = with_extras(calibration, {n: part.where(seen[n]) for n, part in rows.items()}, surfaces=True)
     rest = {name: part.where(~seen[name]) for name, part in rows.items()}
     for scales in fitted.gpus:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +25,8 @@ Operator = str
 Strings = NDArray[np.str_]
 Table = Mapping[str, Floats]
 
-AIC_GPUS = {"a100_sxm": "A100-80", "h100_sxm": "H100-SXM", "l40s": "L40S"}
-AIC_WARM = {"H100-SXM", "L40S"}
+AIC_GPUS = {"a100_sxm": "A100-80", "b200_sxm": "B200", "h100_sxm": "H100-SXM", "l40s": "L40S"}
+AIC_WARM = {"B200", "H100-SXM", "L40S"}
 """Tables of vLLM 0.24: short contexts and small weights stayed in L2 between repetitions."""
 VIDUR_GPUS = {"a100": "A100-80", "a40": "A40", "h100": "H100-SXM"}
 VIDUR_MODELS = {  # hidden, query heads, KV heads, head size, intermediate
@@ -56,6 +57,14 @@ class Measurements:
     def __len__(self) -> int:
         return len(self.seconds)
 
+    def half(self) -> NDArray[np.bool_]:
+        """About half of the rows of every (GPU, harness)."""
+        seen = np.zeros(len(self), bool)
+        for gpu, harness in sorted({*zip(self.gpu, self.harness, strict=True)}):
+            mask = (self.gpu == gpu) & (self.harness == harness)
+            seen[mask] = half(f"{self.operator} {gpu} {harness}", int(mask.sum()))
+        return seen
+
     def where(self, mask: NDArray[np.bool_]) -> Measurements:
         return replace(
             self,
@@ -67,6 +76,12 @@ class Measurements:
             warm=self.warm[mask],
             work=self.work[mask],
         )
+
+
+def half(name: str, count: int) -> NDArray[np.bool_]:
+    """About half of so many rows, by chance, but the same whatever else is measured."""
+    chosen: NDArray[np.bool_] = np.random.default_rng(crc32(name.encode())).random(count) < 0.5
+    return chosen
 
 
 def read_all(folder: Path) -> dict[Operator, Measurements]:
@@ -128,7 +143,7 @@ def _aiconfigurator(folder: Path) -> list[Measurements]:
     parts = []
     for name, gpu in AIC_GPUS.items():
         warm = float(gpu in AIC_WARM)
-        table = read_table(folder, f"aic_{name}_gemm_perf")
+        table = _products(folder, name)
         shape: dict[str, Floats | float] = {axis: _floats(table, axis) for axis in "mnk"}
         seconds = _floats(table, "latency") * 1e-3
         # The benchmark cycles through six copies of the weights.
@@ -140,6 +155,17 @@ def _aiconfigurator(folder: Path) -> list[Measurements]:
         generation = read_table(folder, f"aic_{name}_generation_attention_perf")
         parts.append(_aic_attention(generation, gpu, warm, False))
     return parts
+
+
+def _products(folder: Path, name: str) -> dict[str, NDArray[np.generic]]:
+    """A GPU's 16-bit products: a table of their own, or those among all formats, of which as many are taken."""
+    own, every = (f"aic_{name}_gemm_{ending}" for ending in ("perf", "all_dtypes"))
+    if (folder / f"{own}.parquet").is_file() or not (folder / f"{every}.parquet").is_file():
+        return read_table(folder, own)
+    table = read_table(folder, every)
+    plain = np.flatnonzero(np.asarray(table["gemm_dtype"], str) == "bfloat16")
+    chosen = np.random.default_rng(0).choice(plain, min(12_000, len(plain)), replace=False)
+    return {column: values[chosen] for column, values in table.items()}
 
 
 def _aic_attention(
@@ -161,8 +187,9 @@ def _aic_attention(
     operator: Operator = "prefill" if prefill else "decode"
     work = length if prefill else moved
     rows = rows_of(operator, gpu, "aiconfigurator", seconds, work, columns, warm=0.9 * warm)
-    # Windowed rows and heads of 512 run other kernels; the formula is checked on the plain ones.
-    return rows.where((window == 0) & (rows.columns["head_dim"] <= 256))
+    # Windowed rows, heads of 512 and prompts of one token run other kernels; the formula is for the plain ones.
+    mask = (window == 0) & (rows.columns["head_dim"] <= 256)
+    return rows.where(mask & (length > 1) if prefill else mask)
 
 
 def _projections(

@@ -16,7 +16,9 @@ from potluck.perf.step_timer import Floats
 LINKS = {  # what joins the GPUs of the measured machines; rates as the makers print them, one direction, per GPU
     "H100-SXM": Interconnect("nvswitch", 450.0, 0.0),
     "A100-80": Interconnect("nvswitch", 300.0, 0.0),
+    "B200": Interconnect("nvswitch", 900.0, 0.0),
     "L40S": Interconnect("pcie", 32.0, 0.0, domain=2),
+    "RTX-PRO-6000": Interconnect("pcie", 63.0, 0.0),
 }
 VIDUR_PCIE = {"a100_pairwise_nvlink": 32.0, "h100_pairwise_nvlink": 64.0}
 """Boards with NVLink pairs, whose four GPUs talk over PCIe with peer access."""
@@ -29,7 +31,7 @@ class Collectives:
 
     gpu: str
     op: str
-    """all_reduce (the engine's own, in CUDA graphs), or all_to_all."""
+    """all_reduce (the engine's own, in CUDA graphs), library (NCCL's), or all_to_all."""
     ranks: Floats
     size_bytes: Floats
     seconds: Floats
@@ -43,15 +45,14 @@ class Collectives:
 def read_collectives(folder: Path) -> list[Collectives]:
     """All-reduce as vLLM does it in a graph, and NCCL's all-to-all; sizes in the tables count bf16 elements."""
     collectives = []
-    for name, gpu in AIC_GPUS.items():
+    for name, gpu in (AIC_GPUS | {"rtx_pro_6000": "RTX-PRO-6000"}).items():
         table = read_table(folder, f"aic_{name}_allreduce")
         graph = np.asarray(table["backend"], str) == "vllm_graph"
         collectives.append(_collectives(gpu, "all_reduce", table, graph))
         table = read_table(folder, f"aic_{name}_nccl")
         half = np.asarray(table["nccl_dtype"], str) == "half"
-        collectives.append(
-            _collectives(gpu, "all_to_all", table, half & (_names(table, "op_name") == "alltoall"))
-        )
+        for op, called in (("all_to_all", "alltoall"), ("library", "all_reduce")):
+            collectives.append(_collectives(gpu, op, table, half & (_names(table, "op_name") == called)))
     return collectives
 
 
@@ -67,7 +68,7 @@ def _collectives(gpu: str, op: str, table: dict[str, np.ndarray], mask: np.ndarr
 
 def predict(rows: Collectives, link: Interconnect, networks: tuple[NodeNetwork, ...]) -> Floats:
     """Seconds of every measurement by the formulas, over a link."""
-    function = all_reduce_s if rows.op == "all_reduce" else all_to_all_s
+    function = all_to_all_s if rows.op == "all_to_all" else all_reduce_s
     seconds = np.empty(len(rows.seconds))
     for ranks in np.unique(rows.ranks):
         mask = rows.ranks == ranks
@@ -85,6 +86,11 @@ def fit_networks(folder: Path, rows: list[Collectives]) -> tuple[NodeNetwork, ..
         reduce, shuffle, link = parts["all_reduce"], parts["all_to_all"], LINKS[gpu]
         if link.kind == "nvswitch":
             node_networks.append(_fit("nvswitch", link, reduce, shuffle, ("library", "direct", "split")))
+            continue
+        if link.domain is None:
+            node_networks.append(_fit("pcie", link, reduce, shuffle, ("library", "direct")))
+            # NCCL's rate there is what GPUs without peer access reach over their own lanes, too.
+            node_networks.append(_fit("lanes", link, parts["library"], shuffle, ("library",)))
             continue
         pair, more = (reduce.where(reduce.ranks == 2), reduce.where(reduce.ranks > 2))
         host = _fit("host", link, more, shuffle.where(shuffle.ranks > 2), ("library",))
@@ -110,7 +116,7 @@ def _fit(
         }
         return NodeNetwork(kind, link.gb_per_s, **named)
 
-    joined = replace(link, domain=1 if kind == "host" else None)
+    joined = replace(link, domain={"host": link.domain, "lanes": 1}.get(kind))
 
     def residuals(x: Floats) -> Floats:
         guess = (network(x),)

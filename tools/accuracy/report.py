@@ -20,7 +20,8 @@ LLMServingSim, Helix). Errors are absolute percentage errors on rows the fit has
 
 - *calibrated*: half of a GPU's rows were fitted, the other half predicted.
 - *GPU left out*: nothing of that GPU, nor of a sibling with the same chip, was seen; its data sheet and the
-  other GPUs' measurements had to do.
+  other GPUs' measurements had to do. A GPU of the catalog that has the chip of a measured one (H200, GB200) is better
+  off than these: it has that one's figures and surfaces.
 - *model left out*: one model's rows predicted from the others' (only Vidur measured several on one GPU).
 
 Prefill-size is 256 new tokens or more in a chunk, decode-size at most 64. The GEMM rows are those with at
@@ -121,27 +122,33 @@ Why they miss:
   experts' share of the arithmetic carried over as it is, not as a ratio to products that run into the power
   limit (27.8, kept; both together as in the table), weights read again for every row of tiles (29.7), one tile height
   for a whole launch (28.1 to 28.3), the rate of shared memory (no change). On the H100, experts with per-tensor FP8
-  run a kernel that takes thrice as long as block-wise FP8 next to it (the publisher of the tables calls it
-  implausible); nothing else has it, so it cannot be foretold, and it is not carried to other architectures. 4-bit
-  experts run other kernels on each of the two GPUs.
-- *Block-wise FP8 GEMM, left out.* DeepGEMM on the H100 and Triton on the L40S are different kernels. Rows that only
-  show the launch from Python (60 to 340 µs, which CUDA graphs do not have) were left out of fit and score.
+  were timed in a kernel that takes six times as long as reading their weights (the publisher of the tables calls it
+  implausible): those rows are not read, and per-tensor experts are taken for block-wise ones there. Making rows small
+  between experts' two products costs no kernel of its own (on three GPUs that term only made errors larger).
+  4-bit experts run other kernels on each of the GPUs.
+- *B200, left out.* Its attention, latent attention and experts are kernels that run on no other GPU, so nothing is
+  carried from it, and little to it. Of its rows those were left out that are no measure of serving: layers with two
+  matrices, a preview build, DeepSeek's 256 experts in 8 and 4 bits (routed to half of them, they would need more
+  bandwidth than there is), per-tensor products of one row.
+- *Block-wise FP8 GEMM.* DeepGEMM on H100 and B200 and Triton on the L40S are different kernels. vLLM's rows are timed
+  with their launch from Python (60 to 340 µs, which CUDA graphs do not have): those below 3.5 such launches were left
+  out of fit and score. On the B200 small ones are TensorRT-LLM's and SGLang's, which differ by two (9 and 19 µs).
 
 - *Windowed attention.* A window of 128 tokens in nearly all rows. Its tiles go over the window and their own rows
   (which alone took an H100 left out from 33 to 22 %, and an L40S from 21 to 24 %). Fitted, with a surface of its
   own, its median error goes from 10 to 8 % (H100) and from 16 to 9 % (L40S) beside plain attention's figures;
   elsewhere those hold.
 
-FP8, experts, latent modules and windowed attention were measured on two GPUs (bf16 experts on three): a GPU left
-out is predicted from one or two others, so these medians say little of a third architecture. Figures of `fp8`,
-`int8` and 4-bit products on GPUs without such units (weights only), of linear attention and of data-parallel
-experts' dispatch have no measurements. Nor has tensor parallelism on RTX 4090: its rows are of one GPU (`decode
-step` below), and between several it is taken to send through the host's memory as the L40S does, whose all-reduce
-was measured. So its inter-token latency at degrees 2 to 8, 44 to 58 % too short before collectives were measured,
-cannot be scored here. All-reduce is vLLM's in CUDA graphs over NVSwitch (two machines) and PCIe (one, which nothing
-can be left out of). Chosen with these errors in view: an SM's time to make a row of inputs small, the rate at which
-weights of 4 bits are unpacked, the shares of experts' tiles, what an SM gets from the L2 cache, the features of the
-surfaces of experts (the expert-parallel degree) and of windowed attention.
+FP8, experts, latent modules and windowed attention were measured on three GPUs (bf16 experts on four, NVFP4 on
+one): a GPU left out is predicted from one or two others, so these medians say little of another architecture.
+Figures of `fp8`, `int8` and 4-bit products on GPUs without such units (weights only), of linear attention and of
+data-parallel experts' dispatch have no measurements. Nor has tensor parallelism on RTX 4090: its rows are of one GPU
+(`decode step` below), and between several each is taken to send through the host's memory over its own lanes, at the
+share that NCCL reaches between RTX PRO 6000. All-reduce is vLLM's in CUDA graphs over NVSwitch (three machines), PCIe
+with peer access (one; left out, Vidur's boards with NVLink pairs stand for it) and PCIe on a shared way (one, which
+nothing can be left out of). Chosen with these errors in view: an SM's time to make a row of inputs small, the rate at
+which weights of 4 bits are unpacked, the shares of experts' tiles, what an SM gets from the L2 cache, the features of
+the surfaces of experts (the expert-parallel degree) and of windowed attention.
 
 How a harness shifts its figures is learnt only from GPUs that two harnesses measured (A100 and H100).
 
@@ -242,8 +249,10 @@ LEVELS = """## Three levels
 A figure that Potluck prints has a bar from errors at its own level. Rates, prices, TTFT and TPOT take theirs
 from serving runs of the same kind of model, format and tensor-parallel degree, as far as 60 runs of 12
 configurations were measured there; else of any degree, any format, any kind. Runs exist for H100 alone, so on
-another GPU the spread of operators' errors comes on top: its own where its operators were measured, that of
-GPUs left out where they were carried over, twice that where nothing of its kind was measured. `measured` is
+another GPU the spread of operators' errors comes on top, of a mixture's experts' errors: its own where its operators
+were measured, that of GPUs left out where they were carried over, twice that where nothing of its kind was measured.
+Bars of first tokens count each run twice, once as if nobody had seen its version of the engine: what a server adds
+before a first token differs by ten from engine to engine. `measured` is
 said only where every part was: products in that format, attention, experts in theirs, and the all-reduce over
 that link.
 """
@@ -276,7 +285,8 @@ row each (CSV, JSON, JSON lines, Parquet; `.gz` too), and says how many lie with
 that hardware promise too much. It exits with 0 where bars hold (60 % of runs or more within those of 80 %), 1
 where they do not, 2 where the file cannot be read; `--json` for scripts. Columns may have any of these names, in
 any case, times with `_ms` or `_s` at their end; rows without a concurrency or a measured time, over several nodes,
-or with prefill elsewhere are left out and counted.
+or with prefill elsewhere are left out and counted. A format that is not modelled is an error that names it; one that
+nobody measured on any GPU is named beside the scores.
 
 | what | columns |
 |---|---|

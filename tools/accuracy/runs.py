@@ -12,11 +12,12 @@ import gzip
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Ep
+from potluck.core.values.model import CHOSEN, FORMAT_BITS, Format, Model
 
 MOST_BYTES = 1 << 30
 COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -39,6 +40,16 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "tokens_per_s": ("output_tokens_per_s", "output_throughput", "tokens_per_s"),
     "source": ("silicon_data_source", "source"),
 }
+FORMATS: tuple[tuple[str, Format], ...] = (
+    ("mxfp4", "mxfp4"),
+    ("fp4", "nvfp4"),
+    ("block", "fp8_block"),
+    ("fp8|float8", "fp8"),
+    ("int8|w8a8", "int8"),
+    ("awq|gptq|int4|w4a16", "int4"),
+    ("^(bf16|bfloat16|fp16|float16|half|auto|none|16)$", "bf16"),
+)
+"""What the word for a format has in it, and which it is; the first that fits."""
 NEEDED = ("model", "gpu", "isl", "osl")
 UNITS = {"_ms": 1e-3, "_us": 1e-6, "_s": 1.0, "": 1.0}
 CONCURRENCY = re.compile(r"concurrency=(\d+)")
@@ -69,6 +80,31 @@ class MeasuredRun:
         """What does not change from one concurrency to the next."""
         shape = (self.tp, self.ep, self.input_tokens, self.output_tokens)
         return (self.model, self.gpu, self.engine, self.version, self.format, *map(str, shape))
+
+
+def stored_as(model: Model, words: str) -> Model:
+    """The model in the formats that a run says, of its products and behind a plus of its experts.
+
+    What was published in as few bits stays so: tables call DeepSeek's blocks fp8, and GPT-OSS's MXFP4 anything.
+    """
+    if not words:
+        return model
+    kinds = [_format(word) for word in words.lower().split("+")]
+    dense, experts = kinds[0], kinds[-1]
+    if FORMAT_BITS[experts] < model.expert_bits - 0.5:
+        model = replace(model, expert_bits=FORMAT_BITS[experts], expert_format=experts)
+    elif model.expert_bits < model.weight_bits:
+        return model  # only its experts were made small
+    if FORMAT_BITS[dense] < model.weight_bits - 0.5:
+        model = replace(model, weight_bits=FORMAT_BITS[dense], weight_format=dense)
+    return model
+
+
+def _format(word: str) -> Format:
+    for pattern, kind in FORMATS:
+        if re.search(pattern, word):
+            return kind
+    raise InputError("format", f"{word!r} is not modelled; modelled are {', '.join(CHOSEN)}, awq and gptq")
 
 
 @dataclass(frozen=True, slots=True)

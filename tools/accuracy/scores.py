@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -51,7 +52,10 @@ def stored_runs() -> RunStudy:
 def save_runs(study: RunStudy, bars: ErrorBars, folder: Path | None = None) -> None:
     """Write what was learnt from serving runs: hosts, errors and scores."""
     dense = [item for item in study.engines if item.kind == "dense"]
-    newest = {item.engine: item.host for item in sorted(dense, key=lambda e: numbers(e.version))}
+    newest = {
+        item.engine: replace(item.host, request_s=item.client.request_s)
+        for item in sorted(dense, key=lambda e: numbers(e.version))
+    }
     for name, value, form, place in (
         ("hosts", newest, HOSTS_FORMAT, SHIPPED),
         ("bars", bars, BARS_FORMAT, SHIPPED),

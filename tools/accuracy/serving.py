@@ -4,7 +4,8 @@ Six figures for each version of an engine and kind of model: its host (fixed, pe
 `perf.timers.host`), and how its benchmark's client sends (`closed_loop`). The rest is roofline. Left
 out: configurations (model, format, degree, engine, lengths) are dealt into two halves, by a hash of their names;
 each half is predicted with what the other one was fitted to. Versions with fewer than LEAST_FITTED runs take the
-engine's newest that has more."""
+engine's newest that has more. First tokens are what a server and its client make of them, so their bars count each
+run twice: once so, and once as if nobody had seen its version of the engine."""
 
 from __future__ import annotations
 
@@ -46,6 +47,7 @@ LEAST_FITTED = 24
 START = (1e-3, 2e-5, 2e-4, 0.2, 1.0, 0.02)
 PULL = 0.2
 """Of each figure to its usual value: not every one shows in every engine's runs."""
+TTFT = METRICS.index("ttft")
 FOLDS = 5
 """Parts that the bars are tried on, each with those of the others."""
 
@@ -134,7 +136,7 @@ def study_runs(
     versions = _versions(placed)
     half = np.array([crc32(" ".join(item.run.configuration).encode()) % 2 for item in placed])
     ratios = np.zeros((len(METRICS), len(placed)))
-    engines = []
+    engines, likes = [], {}
     for version in _fitted_versions(versions):
         said(f"serving runs of {version}")
         mine = versions == version
@@ -142,13 +144,23 @@ def study_runs(
         _, engine, number = version.split(" ", 2)
         kind = placed[int(np.flatnonzero(mine)[0])].kind
         engines.append(EngineFit(engine, number, kind, int(mine.sum()), host, client))
-        like = np.array([_stand_in(v, versions) == version for v in versions])
+        like = likes[version] = np.array([_stand_in(v, versions) == version for v in versions])
         for side in (0, 1):
             seen, left = mine & (half == side), like & (half != side)
             pair = fit(work.where(seen), [p.run for p, m in zip(placed, seen, strict=True) if m])
             ratios[:, left] = log_ratios(served(work.where(left), *pair), placed, left)
-    errors = run_errors(placed, ratios)
-    return RunStudy(tuple(engines), run_scores(placed, ratios), coverage(placed, ratios), left_out), errors
+    unseen = np.full_like(ratios, np.nan)
+    for version, fitted in zip(likes, engines, strict=True):
+        others = [item for item in engines if item != fitted and item.kind == fitted.kind]
+        stand_in = max(
+            others or engines,
+            key=lambda e: (e.engine == fitted.engine, e.engine == "vllm", numbers(e.version)),
+        )
+        report = served(work.where(likes[version]), stand_in.host, stand_in.client)
+        unseen[TTFT, likes[version]] = log_ratios(report, placed, likes[version])[TTFT]
+    errors = run_errors(placed, ratios, unseen=unseen)
+    held = coverage(placed, ratios, unseen)
+    return RunStudy(tuple(engines), run_scores(placed, ratios), held, left_out), errors
 
 
 def fit(work: RunWork, runs: Sequence[MeasuredRun]) -> tuple[EngineHost, BenchClient]:
@@ -206,8 +218,10 @@ def run_scores(placed: Sequence[Placed], ratios: Floats) -> tuple[RunScore, ...]
     return tuple(result)
 
 
-def run_errors(placed: Sequence[Placed], ratios: Floats, mask: Mask | None = None) -> tuple[RunErrors, ...]:
-    """Quantiles of every group that has runs and configurations enough."""
+def run_errors(
+    placed: Sequence[Placed], ratios: Floats, mask: Mask | None = None, unseen: Floats | None = None
+) -> tuple[RunErrors, ...]:
+    """Quantiles of every group that has runs and configurations enough; `unseen` has further ratios of these runs."""
     groups: dict[tuple[str, int, int], list[int]] = {}
     for i, item in enumerate(placed):
         if mask is None or mask[i]:
@@ -220,10 +234,13 @@ def run_errors(placed: Sequence[Placed], ratios: Floats, mask: Mask | None = Non
         enough = len(rows) >= LEAST_RUNS and len(configurations) >= LEAST_CONFIGURATIONS
         for m, metric in enumerate(METRICS):
             part = ratios[m, rows]
+            count = int(np.isfinite(part).sum())
+            if unseen is not None:
+                part = np.concatenate([part, unseen[m, rows]])
             part = part[np.isfinite(part)]
-            if len(part) and (enough or key == ("", 0, 0)):
+            if count and (enough or key == ("", 0, 0)):
                 at = tuple(round(float(v), 4) for v in np.quantile(part, _widened(len(configurations))))
-                result.append(RunErrors(metric, *key, len(part), at))
+                result.append(RunErrors(metric, *key, count, at))
     return tuple(result)
 
 
@@ -234,18 +251,19 @@ def _widened(configurations: int) -> Floats:
     return np.clip(wider, 0.0, 1.0)
 
 
-def coverage(placed: Sequence[Placed], ratios: Floats) -> dict[str, float]:
+def coverage(placed: Sequence[Placed], ratios: Floats, unseen: Floats | None = None) -> dict[str, float]:
     """Of left-out runs, how many lie within the bar of 80 % that errors of other configurations make."""
     fold = np.array([crc32(" ".join(reversed(entry.run.configuration)).encode()) % FOLDS for entry in placed])
     inside: dict[str, list[bool]] = {}
     for k in range(FOLDS):
-        made = ErrorBars(placed[0].node.gpu.name, run_errors(placed, ratios, fold != k), {})
+        made = ErrorBars(placed[0].node.gpu.name, run_errors(placed, ratios, fold != k, unseen), {})
         for i in np.flatnonzero(fold == k):
             item = placed[int(i)]
             for m, metric in enumerate(METRICS):
-                if np.isfinite(ratios[m, i]):
+                tried = [ratios[m, i], *([] if unseen is None else [unseen[m, i]])]
+                for ratio in (value for value in tried if np.isfinite(value)):
                     within = bar(metric, item.model, item.run.tp, made.gpu, "measured", bars=made)
-                    hit = bool(np.log(within.low) <= ratios[m, i] <= np.log(within.high))
+                    hit = bool(np.log(within.low) <= ratio <= np.log(within.high))
                     for name in (metric, f"{metric}, {item.kind}"):
                         inside.setdefault(name, []).append(hit)
     return {name: round(float(np.mean(hits)), 3) for name, hits in sorted(inside.items())}

@@ -10,7 +10,7 @@ import numpy as np
 
 from potluck.core.errors import InputError
 from potluck.core.values.types import Gpu
-from potluck.perf.operators.calibration import FAMILIES, Calibration, GpuScales, PowerLimit, curves_for
+from potluck.perf.operators.calibration import Calibration, GpuScales, PowerLimit, curves_for, family_of
 from potluck.perf.operators.kernels import gemm_s
 from potluck.perf.step_timer import Floats
 
@@ -24,7 +24,7 @@ def fit_power(shares: dict[str, float], gpus: dict[str, Gpu]) -> PowerLimit:
     from scipy.optimize import least_squares
 
     names = [gpu for gpu in sorted(shares) if gpus[gpu].tdp_w is not None]
-    families = sorted({FAMILIES.get(gpus[gpu].architecture, gpus[gpu].architecture) for gpu in names})
+    families = sorted({family_of(gpus[gpu]) for gpu in names})
     target = np.log([shares[gpu] for gpu in names])
 
     def power(x: Floats) -> PowerLimit:

@@ -30,12 +30,11 @@ from accuracy.calibrate import (
     keys_of,
 )
 from accuracy.format_scores import FormatScore, calibrated_errors, left_out_errors
-from accuracy.measured import Measurements, Operator, read_all
+from accuracy.measured import Measurements, Operator, half, read_all
 from accuracy.measured_formats import read_formats
 from accuracy.measured_steps import read_steps
 from accuracy.networks import LINKS, Collectives, fit_networks, predict, read_collectives
 from potluck.core.values.model import Model
-from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Gpu, NodeType
 from potluck.perf.operators.calibration import Calibration, ExpectedError, GpuCurves, chip_of, curves_for
 from potluck.perf.operators.kernels import ChipFigures
@@ -134,18 +133,22 @@ def kinds_of(rows: Measurements) -> dict[Kind, NDArray[np.bool_]]:
     }
 
 
-def deviations(scores: Iterable[Score]) -> dict[Confidence, float]:
-    """The standard deviation of operators' errors by how a GPU's were had, as if they were normal.
+def deviations(scores: Iterable[Score]) -> dict[str, float]:
+    """The standard deviation of operators' errors by kind of model and how a GPU's were had, as if they were normal.
 
-    A step sums many operators; what is wrong with a GPU is wrong with most of them, so nothing averages out.
+    A step sums many operators; what is wrong with a GPU is wrong with most of them, so nothing averages out. Of a
+    mixture the experts decide, whose kernels differ most from GPU to GPU.
     """
-    result = expected_errors(scores)
-    measured, transferred = result["measured"].median / 0.6745, result["transferred"].median / 0.6745
-    return {
-        "measured": round(measured, 3),
-        "transferred": round(transferred, 3),
-        "assumed": round(2 * transferred, 3),
-    }
+    result = {}
+    for kind, works in (("dense", OPERATORS), ("experts", ("experts",))):
+        measured, transferred = (
+            np.mean([s.median for s in scores if s.question == question and s.kind in works and not s.group])
+            / 0.6745
+            for question in ("calibrated", "GPU left out")
+        )
+        sizes = {"measured": measured, "transferred": transferred, "assumed": 2 * transferred}
+        result.update({f"{kind} {confidence}": round(float(size), 3) for confidence, size in sizes.items()})
+    return result
 
 
 def expected_errors(scores: Iterable[Score]) -> dict[str, ExpectedError]:
@@ -177,7 +180,7 @@ def _calibrated(
         if operator == "stream":  # element-wise work is too small a share to judge by
             continue
         progress(f"calibrated {operator}")
-        seen = np.random.default_rng(7).random(len(part)) < 0.5
+        seen = part.half()
         train, test = part.where(seen), part.where(~seen)
         fit = fit_operator(train, chips)
         yield from _scores("calibrated", test, fit.predict(test, chips, fit_residuals(train, fit, chips)))
@@ -222,17 +225,18 @@ def _steps(question: Question, folder: Path, check: StepCheck, calibration: Cali
 
 
 def _collectives(folder: Path) -> list[Score]:
-    """Both questions about links. One machine has PCIe, so that none is left to predict it from."""
+    """Both questions about links. One machine has no peer access, so that none is left to predict it from."""
     rows = read_collectives(folder)
-    random = np.random.default_rng(7)
-    halves = [random.random(len(part.seconds)) < 0.5 for part in rows]
+    halves = [half(f"{part.gpu} {part.op}", len(part.seconds)) for part in rows]
     seen = [part.where(mask) for part, mask in zip(rows, halves, strict=True)]
     fitted = fit_networks(folder, seen)
     collectives = []
     for part, mask in zip(rows, halves, strict=True):
+        if part.op == "library":
+            continue  # what the engine does is scored
         link, rest = LINKS[part.gpu], part.where(~mask)
         collectives.append(_link_score("calibrated", rest, predict(rest, link, fitted)))
-        if link.kind == "nvswitch":
+        if link.domain is None:
             others = fit_networks(folder, [other for other in rows if other.gpu != part.gpu])
             collectives.append(_link_score("GPU left out", part, predict(part, link, others)))
     return collectives

@@ -19,7 +19,7 @@ from accuracy.serving import (
     works,
 )
 from potluck.perf.error_bars import METRICS, SHARE, Metric, bar
-from potluck.perf.timers.roofline import roofline
+from potluck.perf.timers.roofline import roofline, unmeasured_parts
 
 WORSE = 0.6
 """With fewer than this share of runs within their bars of 80 %, the bars are not to be trusted."""
@@ -37,6 +37,8 @@ class RunVerdict:
     """By metric: the share of runs within their bars of 80 %."""
     bias: dict[str, float]
     """By metric: the median of predicted / measured - 1."""
+    unmeasured: tuple[str, ...] = ()
+    """Parts of the runs that nobody measured on any GPU, with the GPU."""
 
     @property
     def holds(self) -> bool:
@@ -61,7 +63,12 @@ def verdict(placed: Sequence[Placed], engines: Sequence[EngineFit]) -> RunVerdic
             within[metric] = round(float(np.mean(hits)), 3)
             off = np.exp(ratios[m, seen] if metric == "rate" else -ratios[m, seen]) - 1.0
             bias[metric] = round(float(np.median(off)), 3)
-    return RunVerdict(len(placed), run_scores(placed, ratios), within, bias)
+    parts = {
+        f"{part} on {item.node.gpu.name}"
+        for item in placed
+        for part in unmeasured_parts(item.model, item.node.gpu)
+    }
+    return RunVerdict(len(placed), run_scores(placed, ratios), within, bias, tuple(sorted(parts)))
 
 
 def _hit(metric: Metric, each: Placed, ratio: float) -> bool:

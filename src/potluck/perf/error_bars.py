@@ -61,8 +61,8 @@ class ErrorBars:
     gpu: str
     """On which the runs were made."""
     runs: tuple[RunErrors, ...]
-    carried: dict[Confidence, float]
-    """By how a GPU's operators were had: the standard deviation of a step's error that this adds."""
+    carried: dict[str, float]
+    """By kind of model and how a GPU's operators were had: what standard deviation it adds to a step's error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,11 @@ def bar(
     known = bundled_bars() if bars is None else bars
     half = (1.0 - share) / 2
     errors = _errors(known.runs, metric, kind_of(model), round(bits_of(model)), tp)
-    more = 0.0 if gpu == known.gpu and confidence == "measured" else known.carried[confidence]
+    more = (
+        0.0
+        if gpu == known.gpu and confidence == "measured"
+        else known.carried[f"{kind_of(model)} {confidence}"]
+    )
     low, high = (_quantile(errors, at, more) for at in (half, 1.0 - half))
     words = f"{errors.runs} serving runs on {known.gpu} ({_named(errors)})"
     if more:

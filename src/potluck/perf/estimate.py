@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -166,7 +166,11 @@ def _serve(
     line = roofline(model, node, tp, ep=ep)
     profile, timer = _profiled(profiles, line) if profiles and ep == "none" else (None, line)
     batch = max_requests(model, memory, tp, input_tokens + output_tokens, ep=ep)
-    operating = best_operating(timer, input_tokens, output_tokens, batch, slo, role)
+    added_s = 0.0 if role == "decode" else line.host.request_s
+    within = slo if slo is None else replace(slo, ttft_s=max(slo.ttft_s - added_s, 1e-9))
+    operating = best_operating(timer, input_tokens, output_tokens, batch, within, role)
+    if operating is not None:
+        operating = replace(operating, ttft_s=operating.ttft_s + added_s)
     return _Served(line, timer, profile, memory, batch, operating, float(prefill_s(timer, input_tokens)[0]))
 
 

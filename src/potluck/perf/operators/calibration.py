@@ -1,13 +1,15 @@
 """What was learnt from measurements, and how it carries over to a GPU that nobody measured.
 
-A measured GPU has its own reachable shares of compute and bandwidth and its own fixed times. For another
-GPU they are carried over from its relatives (same compute capability, else all):
+A measured GPU has its own reachable shares of compute and bandwidth, its own fixed times and surfaces. One that was
+not, but has the chip of one that was (H200 and H100, GB200 and B200), has all of that one's: shares are of its own
+data sheet, and compute follows its power limit. For any other GPU they are carried over from its relatives (same
+compute capability, else all):
 
 - compute: ηc = relative's ηc x power(this) / power(relative), where `power` says how much of the matrix
   rate a chip can sustain within its power limit: a soft minimum of what the kernels reach and of
   watts / (energy per FLOP x rate). L4, L40S and A30 are starved of power, an RTX 4090 is not.
 - attention: the GPU's own matrix share times the relatives' ratio of attention to matrix product.
-- bandwidth and fixed times: those of a GPU with the same chip, else the geometric mean over measured GPUs.
+- bandwidth and fixed times: the geometric mean over measured GPUs.
 - a GPU of an architecture that nobody measured gets the median compute share of those that were.
 
 `GpuCurves` are what the roofline uses; `confidence` says which of these ways they came.
@@ -15,7 +17,7 @@ GPU they are carried over from its relatives (same compute capability, else all)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -35,7 +37,7 @@ class Residual:
 
     Kernels have habits that no short formula catches. Where a GPU was measured, the logarithm of measured over
     predicted time is kept on a coarse grid of two base-2 logarithms and interpolated bilinearly; outside the
-    grid the nearest edge holds. A third feature enters as a power. A GPU that was not measured has no surface.
+    grid the nearest edge holds. A third feature enters as a power. A GPU whose chip was not measured has no surface.
     """
 
     x: tuple[float, ...]
@@ -71,8 +73,27 @@ CALIBRATION_VERSION = 1
 FORMAT = "potluck.calibration"
 WINDOWED = "windowed:prefill"
 """Attention of prompts to the last tokens alone, among a GPU's extras."""
-FAMILIES = {"volta": "volta", "turing": "volta", "ampere": "ampere", "ada": "ampere", "hopper": "hopper"}
-"""Architectures that share an energy per FLOP, by the generation of their matrix units and process."""
+FAMILIES = {"turing": "volta", "ada": "ampere", "desk": "ampere"}
+"""Kernels (`kernels_of`) whose GPUs share an energy per FLOP with others', by matrix units and process."""
+FORMER = {"blackwell": "hopper", "desk": "ada"}
+"""Whose kernels come nearest where nobody measured a GPU with the same."""
+STAND_INS = {
+    "experts:fp8": "experts:fp8_block",
+    "experts:nvfp4": "experts:fp8_block",
+    "gemm:fp8_block": "gemm:fp8",
+    "gemm:nvfp4": "gemm:fp8",
+}
+"""What an operator is taken for where a GPU's kernels were measured for the latter alone."""
+
+
+def kernels_of(gpu: Gpu) -> str:
+    """Whose kernels engines run on a GPU: its architecture's, but a Blackwell of a desk has others."""
+    return "desk" if gpu.compute_capability == 12.0 else gpu.architecture
+
+
+def family_of(gpu: Gpu) -> str:
+    """With whom it shares an energy per FLOP."""
+    return FAMILIES.get(kernels_of(gpu), kernels_of(gpu))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +152,7 @@ class PowerLimit:
     sharpness: float = 4.0
 
     def share(self, gpu: Gpu) -> float:
-        energy = self.watts_per_tflops.get(FAMILIES.get(gpu.architecture, gpu.architecture))
+        energy = self.watts_per_tflops.get(family_of(gpu))
         if energy is None or gpu.tdp_w is None:
             return self.ceiling
         allowed = gpu.tdp_w / (energy * gpu.fp16_tflops)
@@ -152,7 +173,7 @@ class NodeNetwork:
     """Collectives between the GPUs of a node over one measured link; `perf.operators.network` has the formulas."""
 
     kind: str
-    """nvswitch, pcie (with peer access), or host (PCIe without: through the host's memory)."""
+    """nvswitch, pcie (with peer access), or PCIe through the host's memory: lanes (each its own), host (shared)."""
     gb_per_s: float
     """Of the link that was measured, one direction, per GPU."""
     library: CollectivePath
@@ -206,7 +227,7 @@ class GpuCurves:
     prefill_residual: Residual | None = None
     decode_residual: Residual | None = None
     extras: dict[str, ExtraOperator] = field(default_factory=dict)
-    """By name; those that were not measured on this GPU are carried over, without a surface."""
+    """By name; those that were not measured on this GPU are carried over, with a surface from the same chip alone."""
     carried: frozenset[str] = frozenset()
     """Names of these."""
 
@@ -229,21 +250,23 @@ def chip_of(gpu: Gpu) -> ChipFigures:
         sm_count=float(sms),
         l2_bytes=(gpu.l2_mb or 6.0) * 1e6,
         exp_per_s=16e9 * sms * clock_ghz,
+        fetch_bytes_per_s=(64e9 if kernels_of(gpu) == "blackwell" else 32e9) * clock_ghz,
         query_tile=64.0 if narrow else 128.0,
     )
 
 
 def curves_for(gpu: Gpu, calibration: Calibration) -> GpuCurves:
     """The formulas for any GPU, and how far to trust them."""
-    own = calibration.scales(gpu.name)
+    named = calibration.scales(gpu.name)
+    twin = None if named and not named.coarse else _same_chip(gpu, calibration)
+    own = twin or named
     shapes = calibration.shapes
-    relatives = _relatives(gpu, calibration)
+    relatives = [twin] if twin else _relatives(gpu, calibration)
     gemm = (own and own.gemm) or _carried_gemm(gpu, calibration, relatives)
-    prefill = (own and own.prefill) or _carried_prefill(gemm[0], calibration, relatives)
-    same = _same_chip(gpu, calibration, relatives)
-    decode = (own and own.decode) or _mean([s.decode for s in same or calibration.gpus if s.decode])
+    prefill = (own and own.prefill) or _carried_prefill(gpu, gemm[0], calibration, relatives)
+    decode = (own and own.decode) or _mean([s.decode for s in _teachers(gpu, calibration) if s.decode])
     stream = (own and own.stream) or _mean([s.stream for s in calibration.gpus if s.stream])
-    confidence, basis = _trust(gpu, own, relatives)
+    confidence, basis = _trust(gpu, None if twin else own, relatives)
     extras = _extras(gpu, gemm, own, calibration)
     return GpuCurves(
         chip_of(gpu),
@@ -257,8 +280,34 @@ def curves_for(gpu: Gpu, calibration: Calibration) -> GpuCurves:
         own.prefill_residual if own else None,
         own.decode_residual if own else None,
         extras,
-        frozenset(extras) - {extra.name for extra in (own.extras if own else ())},
+        frozenset(extras) - {extra.name for extra in (named.extras if named else ())},
     )
+
+
+def _same_chip(gpu: Gpu, calibration: Calibration) -> GpuScales | None:
+    """Figures of a GPU that has the same chip, its compute as the power limit of this one has it.
+
+    Experts' share of the arithmetic stays: their kernels are below what power allows.
+    """
+    chip = (kernels_of(gpu), gpu.sm_count, gpu.l2_mb)
+    alike = [
+        (s, spec)
+        for s, spec in ((s, calibration.spec(s.gpu)) for s in calibration.gpus if s.gemm)
+        if (kernels_of(spec), spec.sm_count, spec.l2_mb) == chip and s.gpu != gpu.name
+    ]
+    if gpu.sm_count is None or not alike:
+        return None
+    twin, spec = min(alike, key=lambda pair: pair[0].coarse)
+    power = calibration.power.share(gpu) / calibration.power.share(spec)
+
+    def limited(values: tuple[float, ...]) -> tuple[float, ...]:
+        return (min(values[0] * power, max(values[0], 1.1)), *values[1:])
+
+    extras = tuple(
+        e if e.name.startswith("experts") else replace(e, values=limited(e.values)) for e in twin.extras
+    )
+    parts = {name: limited(values) for name in ("gemm", "prefill") if (values := getattr(twin, name))}
+    return replace(twin, extras=extras, **parts)  # type: ignore[arg-type]
 
 
 def _extras(
@@ -270,51 +319,54 @@ def _extras(
     experts' share of the arithmetic as it is, for their kernels stay below what power allows. Windowed attention
     does not carry over: it follows the GPU's own.
     """
-    extra_operators = {extra.name: extra for extra in (own.extras if own else ())}
-    known = {extra.name for s in calibration.gpus for extra in s.extras} - set(extra_operators) - {WINDOWED}
-    for name in sorted(known):
-        # H100 has a kernel for experts with per-tensor FP8 that takes thrice as long as its relatives.
-        like = "experts:fp8_block" if name == "experts:fp8" and _kernels(gpu) != "hopper" else name
-        seen = [(s, extra) for s in calibration.gpus for extra in s.extras if extra.name == like and s.gemm]
-        alike = [(s, e) for s, e in seen if _kernels(calibration.spec(s.gpu)) == _kernels(gpu)]
+    measured = {extra.name: extra for extra in (own.extras if own else ())}
+    extra_operators = dict(measured)
+    known = {extra.name for s in calibration.gpus for extra in s.extras} | set(STAND_INS)
+    for name in sorted(known - set(measured) - {WINDOWED}):
+        if like := measured.get(STAND_INS.get(name, "")):
+            extra_operators[name] = replace(like, name=name)
+            continue
+        seen = _measured_alike(name, gpu, calibration)
         own_share = name.startswith("experts")
         ratios = [
             (e.values[0] / (1.0 if own_share else s.gemm[0]), e.values[1] / s.gemm[1], *e.values[2:])
-            for s, e in alike or seen
+            for s, e in seen
             if s.gemm is not None
         ]
-        compute, bandwidth, *rest = _mean(ratios)
-        extra_operators[name] = ExtraOperator(
-            name, (compute * (1.0 if own_share else gemm[0]), bandwidth * gemm[1], *rest)
-        )
+        if ratios:
+            compute, bandwidth, *rest = _mean(ratios)
+            values = (compute * (1.0 if own_share else gemm[0]), bandwidth * gemm[1], *rest)
+            extra_operators[name] = ExtraOperator(name, values)
     return extra_operators
 
 
-def _kernels(gpu: Gpu) -> str:
-    """Whose kernels engines run on a GPU: a Blackwell of a data centre takes Hopper's, one of a desk Ada's."""
-    if gpu.architecture == "blackwell":
-        return "ada" if gpu.compute_capability == 12.0 else "hopper"
-    return gpu.architecture
+def _measured_alike(name: str, gpu: Gpu, calibration: Calibration) -> list[tuple[GpuScales, ExtraOperator]]:
+    """An operator's figures on GPUs with the same kernels, or its stand-in's; of the kernels before; of all GPUs."""
+    kernels, names = kernels_of(gpu), (name, STAND_INS.get(name))
+    seen = [(s, e) for s in calibration.gpus for e in s.extras if s.gemm and e.name in names]
+    others = {kernels_of(calibration.spec(s.gpu)) for s in _teachers(gpu, calibration)}
+    # Hopper has a latent attention of its own; Ampere and older run what Ada does.
+    former = FORMER.get(kernels, "ada" if name.startswith("latent") else "")
+    for like in ({kernels}, {former}, others):
+        near = [(s, e) for s, e in seen if kernels_of(calibration.spec(s.gpu)) in like]
+        for wanted in names:
+            if alike := [(s, e) for s, e in near if e.name == wanted]:
+                return alike
+    return []
+
+
+def _teachers(gpu: Gpu, calibration: Calibration) -> list[GpuScales]:
+    """Whom a GPU learns attention and experts from: a data centre's Blackwell has kernels that run nowhere else."""
+    unlike = {"blackwell"} - {kernels_of(gpu)}
+    return [s for s in calibration.gpus if kernels_of(calibration.spec(s.gpu)) not in unlike]
 
 
 def _relatives(gpu: Gpu, calibration: Calibration) -> list[GpuScales]:
-    """Measured GPUs whose kernels are the same: the same chip if there is one, else the same capability."""
+    """Measured GPUs of the same compute capability."""
     others = [s for s in calibration.gpus if s.gemm and s.gpu != gpu.name]
     alike = [s for s in others if calibration.spec(s.gpu).compute_capability == gpu.compute_capability]
     alike = [] if gpu.compute_capability is None else alike
-    fine = [s for s in alike if not s.coarse] or alike
-    return _same_chip(gpu, calibration, fine) or fine
-
-
-def _same_chip(gpu: Gpu, calibration: Calibration, relatives: list[GpuScales]) -> list[GpuScales]:
-    specs = {s.gpu: calibration.spec(s.gpu) for s in relatives}
-    return [
-        s
-        for s in relatives
-        if s.decode
-        and specs[s.gpu].sm_count == gpu.sm_count
-        and specs[s.gpu].compute_capability == gpu.compute_capability
-    ]
+    return [s for s in alike if not s.coarse] or alike
 
 
 def _carried_gemm(
@@ -322,8 +374,8 @@ def _carried_gemm(
 ) -> tuple[float, float, float]:
     measured = [s for s in calibration.gpus if s.gemm]
     power = calibration.power
-    mean = _mean([s.gemm for s in _same_chip(gpu, calibration, relatives) or measured if s.gemm])
-    if not relatives and FAMILIES.get(gpu.architecture, gpu.architecture) not in power.watts_per_tflops:
+    mean = _mean([s.gemm for s in measured if s.gemm])
+    if not relatives and family_of(gpu) not in power.watts_per_tflops:
         compute = float(np.median([s.gemm[0] for s in measured if s.gemm and not s.coarse]))
     else:
         near = relatives or measured
@@ -333,9 +385,9 @@ def _carried_gemm(
 
 
 def _carried_prefill(
-    gemm_compute: float, calibration: Calibration, relatives: list[GpuScales]
+    gpu: Gpu, gemm_compute: float, calibration: Calibration, relatives: list[GpuScales]
 ) -> tuple[float, float, float]:
-    measured = [s for s in calibration.gpus if s.gemm and s.prefill]
+    measured = [s for s in _teachers(gpu, calibration) if s.gemm and s.prefill]
     near = [s for s in relatives if s.prefill] or measured
     ratio = float(np.exp(np.mean([np.log(s.prefill[0] / s.gemm[0]) for s in near if s.prefill and s.gemm])))
     mean = _mean([s.prefill for s in measured if s.prefill])

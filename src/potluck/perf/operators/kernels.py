@@ -124,8 +124,6 @@ EXPERT_WIDE = {64: 0.9, 128: 1.0}
 """Rows and columns of a grouped product's tiles, and the share of the best tile's rate that each reaches."""
 UNPACKED = 0.8
 """Weights of 4 bits unpacked to 16 in the time of an exponential (16 of which an SM has a clock)."""
-FETCHED_BYTES = 2.0
-"""That an SM gets from the L2 cache in the time of an exponential: 32 of the 64 a clock that its port has."""
 QUANTISE_ROW_S = 0.75e-6
 QUANTISE_ELEMENT_S = 0.22e-9
 """Making a row of inputs small: an SM's time for a row, and for each of its elements (H100, L40S)."""
@@ -149,6 +147,9 @@ class ChipFigures:
     l2_bytes: Number
     exp_per_s: Number
     """Exponentials a second (16 per SM and clock): softmax needs one per query and key."""
+    fetch_bytes_per_s: Number
+    """That an SM gets from the L2 cache for a product's tile: 32 of the 64 a clock that its port has, but all of them
+    on a Blackwell of a data centre, where two SMs share a tile's operands."""
     query_tile: Number
     """Query rows per attention block: 128 on the large HBM parts, 64 on sm_86 and sm_89."""
 
@@ -309,13 +310,12 @@ def expert_product_s(
     cols, depth = _floats(n), _floats(k)
     rate = chip.flops_per_s / chip.sm_count * curve.compute
     unpack_s = chip.sm_count / (UNPACKED * chip.exp_per_s) if weight_bytes < input_bytes else 0.0
-    fetched = FETCHED_BYTES * chip.exp_per_s / chip.sm_count
     best: Floats | None = None
     for tall, tall_share in EXPERT_TALL.items():
         for wide, wide_share in EXPERT_WIDE.items():
             waves = np.ceil(load.tiles[tall] * np.ceil(cols / wide) / chip.sm_count)
             work = np.maximum(2.0 * tall * wide / (rate * tall_share * wide_share), wide * unpack_s)
-            work = np.maximum(work, (tall * input_bytes + wide * weight_bytes) / fetched)
+            work = np.maximum(work, (tall * input_bytes + wide * weight_bytes) / chip.fetch_bytes_per_s)
             time = waves * work * (depth + curve.extra_depth)
             best = time if best is None else np.minimum(best, time)
     assert best is not None
@@ -348,7 +348,7 @@ def expert_layer_s(
     around = (rows * (6.0 * i + 2.0 * h) + 2.0 * t * h) / (chip.bytes_per_s * curve.stream)
     time = curve.fixed_s + up + down + around
     if makes_small:
-        time = time + quantise_s(t, h, chip) + quantise_s(rows, i, chip)
+        time = time + quantise_s(t, h, chip)
     return _floats(time)
 
 

@@ -35,7 +35,7 @@ class MathUnits:
     """What multiplies, and what it is fed."""
 
     family: str
-    """Whose fitted shares hold: bf16, fp8, fp8_block, int4 or mxfp4."""
+    """Whose fitted shares hold: bf16, fp8, fp8_block, nvfp4, int4 or mxfp4."""
     flops_per_s: float
     input_bytes: float
     """Of an input element as the product reads it."""
@@ -66,8 +66,8 @@ def units_for(kind: Format, gpu: Gpu) -> MathUnits:
         if gpu.compute_capability is not None and gpu.compute_capability >= 7.5:
             return MathUnits("fp8", 2.0 * plain, 1.0, True)
         return MathUnits("int4", plain, 2.0, False, f"{gpu.name} has no INT8 units: weights only")
-    if kind != "int4" and gpu.fp4_tflops:
-        return MathUnits("fp8", gpu.fp4_tflops * 1e12, 0.5, True)
+    if kind == "nvfp4" and gpu.fp4_tflops:
+        return MathUnits("nvfp4", gpu.fp4_tflops * 1e12, 0.5, True)
     return MathUnits("mxfp4" if kind == "mxfp4" else "int4", plain, 2.0, False)
 
 

@@ -8,7 +8,8 @@ Engines add up activations over tensor-parallel ranks in three ways, by what joi
 
 B bytes, n ranks, L the link's rate in one direction per GPU. Direct and split are vLLM's own kernels in CUDA graphs;
 they need peer access between all ranks, and a switch (or a pair). Over PCIe without peer access everything goes
-through the host's memory, whose path all ranks share: each has L / n of it.
+through the host's memory: where no GPU reads another's, each over its own lanes; where only some do, as measured with
+pairs of L40S, on a path that all ranks share, so that each has L / n of it.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def network_for(
     kind: str = link.kind
     rate = link.gb_per_s
     if not joined:
-        kind, rate = "host", min(rate, PCIE_GB_PER_S) if link.kind != "pcie" else rate
+        kind = "lanes" if link.domain == 1 else "host"
+        rate = min(rate, PCIE_GB_PER_S) if link.kind != "pcie" else rate
     elif kind in ("nvlink", "xgmi"):
         kind = "nvswitch"
     elif kind == "none":
