@@ -12,7 +12,13 @@ from potluck.core.codec import dumps, loads
 from potluck.perf import DATA as SHIPPED
 from potluck.perf.error_bars import FORMAT as BARS_FORMAT
 from potluck.perf.error_bars import ErrorBars, bundled_bars
-from potluck.perf.operators.calibration import CALIBRATION_VERSION, FORMAT, Calibration, bundled
+from potluck.perf.operators.calibration import (
+    CALIBRATION_VERSION,
+    FORMAT,
+    Calibration,
+    bundled,
+    bundled_curves,
+)
 from potluck.perf.timers.engine_host import FORMAT as HOSTS_FORMAT
 from potluck.perf.timers.engine_host import hosts
 
@@ -40,6 +46,7 @@ def save_calibration(calibration: Calibration, folder: Path | None = None) -> No
     text = dumps(calibration, format_name=FORMAT, version=CALIBRATION_VERSION, indent=None)
     (folder or SHIPPED).joinpath("calibration.json").write_text(text, encoding="utf-8")
     bundled.cache_clear()
+    bundled_curves.cache_clear()
 
 
 @lru_cache(maxsize=1)

@@ -78,8 +78,9 @@ def _hit(metric: Metric, each: Placed, ratio: float) -> bool:
 
 
 def _fit(placed: Placed, engines: Sequence[EngineFit]) -> EngineFit:
-    """Of the same engine and kind of model, the newest; else of the same kind; else of vLLM."""
+    """Of the same engine and kind of model, that version or the newest; else of any kind; else of vLLM."""
     for like in ((placed.run.engine, placed.kind), (placed.run.engine, "dense"), ("vllm", placed.kind)):
         if result := [item for item in engines if (item.engine, item.kind) == like]:
-            return max(result, key=lambda each: numbers(each.version))
+            same = [item for item in result if item.version == placed.run.version]
+            return max(same or result, key=lambda each: numbers(each.version))
     return engines[-1]

@@ -239,6 +239,12 @@ def bundled() -> Calibration:
     return loads(Calibration, text, format_name=FORMAT, version=CALIBRATION_VERSION)
 
 
+@lru_cache(maxsize=128)
+def bundled_curves(gpu: Gpu) -> GpuCurves:
+    """The formulas for a GPU by what ships."""
+    return curves_for(gpu, bundled())
+
+
 def chip_of(gpu: Gpu) -> ChipFigures:
     """The figures of a data sheet that the formulas need; what it leaves out is guessed from the rest."""
     sms = gpu.sm_count or max(20.0, gpu.fp16_tflops / 2.5)

@@ -23,7 +23,7 @@ from potluck.core.values.model import FullAttention, LatentAttention, LinearAtte
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Gpu, NodeType
 from potluck.perf.error_bars import slower
-from potluck.perf.operators.calibration import Calibration, GpuCurves, bundled, curves_for
+from potluck.perf.operators.calibration import Calibration, GpuCurves, bundled, bundled_curves, curves_for
 from potluck.perf.operators.kernels import decode_attention_s, prefill_attention_s, stream_s
 from potluck.perf.operators.layer_seconds import (
     chunk_features,
@@ -232,7 +232,7 @@ def roofline(
     """
     check_tp(model, node, tp, ep)
     source = bundled() if calibration is None else calibration
-    curves = curves_for(node.gpu, source)
+    curves = bundled_curves(node.gpu) if source is bundled() else curves_for(node.gpu, source)
     chosen = range(model.layer_count) if layers is None else layers
     works = tuple(layer_works(model, tp, chosen, ep))
     last = chosen.stop == model.layer_count
@@ -324,7 +324,7 @@ def _dense_s(
 
 @lru_cache(maxsize=512)
 def _bundled_layer_s(work: LayerWork, node: NodeType, tp: int) -> Floats:
-    return _layer_s(work, node, tp, curves_for(node.gpu, bundled()), bundled())
+    return _layer_s(work, node, tp, bundled_curves(node.gpu), bundled())
 
 
 def _layer_s(work: LayerWork, node: NodeType, tp: int, curves: GpuCurves, source: Calibration) -> Floats:
