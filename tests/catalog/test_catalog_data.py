@@ -157,8 +157,7 @@ def test_cauchy_table_1_from_the_catalog(name: str) -> None:
     tflop_per_usd = gpu.fp16_tflops * 3600 / row.price_usd_per_h
     assert printed(tflop_per_usd) == ("862K" if name == "RTX4090" else row.tflop_per_usd)
     assert printed(gpu.bandwidth_gb_per_s * 3600 / row.price_usd_per_h) == row.gb_per_usd
-    # Of a 4090 the catalog has what the driver lists: the 24 that are printed are binary.
-    assert row.memory_gb in (gpu.memory_gb, round(gpu.memory_bytes / 2**30))
+    assert gpu.memory_gb == row.memory_gb
 
 
 def test_cauchy_prints_one_wrong_ratio() -> None:

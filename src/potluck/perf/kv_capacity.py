@@ -1,8 +1,8 @@
 """What fits: weights and KV cache in the memory of a layout's GPUs.
 
 Of a GPU's memory a share is usable (vLLM's default is 0.9; the rest is for the CUDA context and
-fragmentation). From it come the weights of its stage, the activations of the largest step and, behind the last layer,
-what sampling takes; the rest holds KV. The stage with the least room decides.
+fragmentation). From it come the weights of its stage and the activations of the largest step; the rest holds
+KV. The stage with the least room decides.
 """
 
 from __future__ import annotations
@@ -25,10 +25,6 @@ from potluck.perf.memory import (
 USABLE_SHARE = 0.9
 STEP_TOKENS = 8192
 """Tokens of the largest step that activations are kept for (vLLM's default token budget on large GPUs)."""
-SAMPLED = 256
-"""Sequences of a step that memory to sample for is kept for (vLLM's default)."""
-SAMPLED_BYTES = 16.0
-"""Of a sequence, for each entry of the vocabulary: logits of 32 bits, sorted, their places, and as probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +55,9 @@ def stage_memory(
     chosen, ways = range(model.layer_count) if layers is None else layers, attention_ways(tp, ep)
     weights = weight_bytes_per_gpu(model, tp, chosen, tables=False, ep=ep)
     weights += _table_bytes(model, chosen) / ways
-    working = _activation_bytes(model, ways, step_tokens)
-    if chosen.stop == model.layer_count:
-        working += SAMPLED * SAMPLED_BYTES * model.vocab
-    return StageMemory(node.gpu.memory_bytes * usable_share, weights, working)
+    return StageMemory(
+        node.gpu.memory_bytes * usable_share, weights, _activation_bytes(model, ways, step_tokens)
+    )
 
 
 def max_requests(
