@@ -248,8 +248,10 @@ def latent_prefill_s(
     time = prefill_attention_s(new, cached, heads, heads, work.qk_dim, work.v_dim, curves.chip, curve)
     if extra is None or extra.residual is None:
         return time
-    chunks = np.maximum((new > 0).sum(axis=-1), 1)
-    return time * extra.residual.factor(new.max(axis=-1), heads * chunks)
+    # As prompts of one length, that which a token finds on average: a short one beside a long one changes little.
+    tokens = np.maximum(new.sum(axis=-1), 1.0)
+    length = np.maximum((new**2).sum(axis=-1) / tokens, 1.0)
+    return time * extra.residual.factor(length, heads * np.maximum(tokens / length, 1.0))
 
 
 def latent_decode_s(work: SoftmaxWork, count: Floats, context: Floats, curves: GpuCurves) -> Floats:
