@@ -269,6 +269,7 @@ def test_the_table_is_a_hierarchy_and_keeps_sim_and_gateway_apart() -> None:
     assert "sim" not in MAY_IMPORT["gateway"]
 
 
+# fmt: off
 BROKEN = [
     ("core.x", "import potluck.perf.step_timer", "core may not import perf"),
     ("core.x", "from potluck import perf", "core may not import perf"),
@@ -285,11 +286,7 @@ BROKEN = [
     ("perf.x", "if TYPE_CHECKING:\n    from potluck.sim import loop", "perf may not import sim"),
     ("sim.x", "from potluck.gateway import api", "sim may not import gateway"),
     ("gateway.x", "from potluck.sim import loop", "gateway may not import sim"),
-    (
-        "gateway.x",
-        "importlib.import_module('potluck.engine.compute.batch_layout')",
-        "gateway may not import engine",
-    ),
+    ("gateway.x", "importlib.import_module('potluck.engine.compute.batch_layout')", "gateway may not import engine"),
     ("kv.x", "def f():\n    import torch", "kv may not import torch"),
     ("cli.x", "import pyarrow.parquet as pq", "pyarrow may only be imported inside a function"),
     ("cli.x", "try:\n    import pandas\nexcept ImportError:\n    pandas = None", "pandas may only be"),
@@ -300,6 +297,7 @@ BROKEN = [
     ("vllm.x", "from potluck.engine.server import peers", "vllm may not import engine"),
     ("extra.x", "", "extra is not in the table of packages"),
 ]
+# fmt: on
 
 SOUND = [
     ("core.x", "from __future__ import annotations\nimport math\nfrom collections.abc import Iterable"),

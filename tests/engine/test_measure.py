@@ -269,15 +269,11 @@ def test_bad_input_is_one_line(arguments, says, tmp_path, capsys, monkeypatch):
 def test_a_profile_from_the_command_line(tmp_path, capsys, monkeypatch):
     """On a CPU that takes itself for a quarter of a GPU."""
     out, make = tmp_path / "p.json", serve.local_executor
-    monkeypatch.setattr(
-        serve, "local_executor", lambda config, source, size, _: make(config, source, size, "cpu")
-    )
+    monkeypatch.setattr(serve, "local_executor", lambda *given: make(*given[:3], "cpu"))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setenv(gpu_share.SHARE, "25")
-    flags = (
-        "--local --quick --max-tokens 384 --max-batch 4 --chunk-tokens 128 --repeats 1 --json --device cuda"
-    )
-    assert run(["profile", *flags.split(), "--out", str(out)]) == 0
+    flags = "--local --quick --max-tokens 384 --max-batch 4 --chunk-tokens 128 --repeats 1 --device cuda"
+    assert run(["profile", *flags.split(), "--json", "--out", str(out)]) == 0
     body = json.loads(capsys.readouterr().out)
     profile = profile_from_json(out.read_text("utf-8"))
     assert (profile.gpu, profile.model, profile.engine) == ("NVIDIA H200 25 %", "words", "potluck")

@@ -598,6 +598,7 @@ OPEN = ServedNames(loopback=False, names=frozenset({"gpu7"}))
 KEYED = ServedNames(loopback=False, keyed=True)
 NAMED = ServedNames(loopback=True, names=frozenset({"llm.example"}))
 
+# fmt: off
 FINE = [
     (HERE, "POST", {"Host": "127.0.0.1:8000"}),
     (HERE, "POST", {"Host": "LocalHost:9"}),
@@ -605,17 +606,9 @@ FINE = [
     (HERE, "POST", {"Host": "[::1]:8000", "Origin": "http://[::1]:8000"}),
     (HERE, "POST", {"Host": "127.9.9.9"}),
     (HERE, "POST", {}),
-    (
-        HERE,
-        "POST",
-        {"Host": "localhost:8000", "Origin": "http://localhost:8000", "Sec-Fetch-Site": "same-origin"},
-    ),
+    (HERE, "POST", {"Host": "localhost:8000", "Origin": "http://localhost:8000", "Sec-Fetch-Site": "same-origin"}),
     (HERE, "POST", {"Host": "localhost:8000", "Sec-Fetch-Site": "none"}),
-    (
-        HERE,
-        "GET",
-        {"Host": "localhost:8000", "Origin": "https://example.org", "Sec-Fetch-Site": "cross-site"},
-    ),
+    (HERE, "GET", {"Host": "localhost:8000", "Origin": "https://example.org", "Sec-Fetch-Site": "cross-site"}),
     (NAMED, "POST", {"Host": "llm.example", "Origin": "https://llm.example"}),
     (NAMED, "POST", {"Host": "127.0.0.1:8000", "Origin": "https://llm.example"}),
     (OPEN, "POST", {"Host": "engine-3.cluster.local:8000"}),
@@ -623,6 +616,7 @@ FINE = [
     (OPEN, "POST", {"Host": "gpu7:8000", "Origin": "http://gpu7:8000"}),
     (KEYED, "POST", {"Host": "llm.example", "Origin": "https://llm.example"}),
 ]
+# fmt: on
 NOT = [
     # A form or a script of another page, also one on another port of this machine.
     (HERE, "POST", {"Host": "localhost:8000", "Origin": "https://example.org"}, "cross_origin"),

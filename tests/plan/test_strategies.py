@@ -170,7 +170,6 @@ def test_what_runs_already_is_kept_when_a_change_gains_less_than_it_costs() -> N
 
 @pytest.mark.parametrize("name", ["chat: mixed 1xL40S tp1", "chat: prefill pipeline 1 1xA10G + 2 2xL4"])
 def test_pins_are_kept(name: str) -> None:
-    """Of pipelines too, and of those that nobody else would time."""
     factory = TemplateFactory(a_problem())
     plan = STRATEGIES["auto"](factory, SolveSettings(pins=(Deployment(name, "east", 2),))).plan
     assert next(deployment.count for deployment in plan.deployments if deployment.template == name) >= 2
@@ -180,8 +179,8 @@ def test_a_term_that_rules_nothing_out_changes_nothing() -> None:
     east = {"1xA100": (2.71, 48), "2xRTX4090": (1.35, 48), "1xH100": (4.43, 24), "2xA100": (4.35, 24)}
     ask = an_ask("big", "Llama-3.1-70B", 1.2, Slo(3.43, 0.103), ((2500, 200, 1.0),))
     asks = [ask, replace(ask, terms=ModelTerms(max_copies=40))]
-    problems = [a_problem(each, offers={"east": east}) for each in asks]
-    plans = [STRATEGIES["auto"](TemplateFactory(problem), QUICK).plan for problem in problems]
+    factories = [TemplateFactory(a_problem(each, offers={"east": east})) for each in asks]
+    plans = [STRATEGIES["auto"](factory, QUICK).plan for factory in factories]
     assert plans[0].deployments == plans[1].deployments
 
 

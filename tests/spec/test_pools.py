@@ -85,6 +85,7 @@ def test_machines_that_nobody_lists_a_price_of_are_owned() -> None:
     assert "1xMine: nobody lists a price, so it is taken as owned and costs nothing" in spec.notes
 
 
+# fmt: off
 BAD = [
     ("- [8, 9, 0]\n", "\n", "14: pool.gbps: must be one number, or 3 rows of 3"),
     ("[20, 0, 10]", "[20, 0]", "16: pool.gbps[1]: must be one number, or 3 rows of 3"),
@@ -103,11 +104,7 @@ BAD = [
     ("name: two", "name: one", "12: pool.machines[1].name: duplicate machine 'one'; give each its own name"),
     (", region: lab", ", region: lab, zone: ''", "13: pool.machines[2].zone: must not be empty"),
     (", region: lab", ", region: lab, zone: [a]", "13: pool.machines[2].zone: must be"),
-    (
-        ", region: lab",
-        ", region: lab, zoen: a",
-        "13: pool.machines[2].zoen: unknown key; did you mean 'zone'?",
-    ),
+    (", region: lab", ", region: lab, zoen: a", "13: pool.machines[2].zoen: unknown key; did you mean 'zone'?"),
     ("name: two, ", "", "12: pool.machines[1].name: is missing"),
     ("name: two", "nmae: two", "12: pool.machines[1].nmae: unknown key; did you mean 'name'?"),
     (
@@ -115,17 +112,14 @@ BAD = [
         "two, node: 2xL40S, price_usd_per_h: 4",
         "12: pool.machines[1].price_usd_per_h: 4 is not what 'one' costs, 3; machines of one type and region",
     ),
-    (
-        "price_usd_per_h: 3}",
-        "price_usd_per_h: -3}",
-        "11: pool.machines[0].price_usd_per_h: must not be negative",
-    ),
+    ("price_usd_per_h: 3}", "price_usd_per_h: -3}", "11: pool.machines[0].price_usd_per_h: must not be negative"),
     (
         "pool:\n",
         "fleet: {regions: [{name: x, nodes: [{node: 1xL4, available: 1}]}]}\npool:\n",
         "10: pool: stands beside",
     ),
 ]
+# fmt: on
 
 
 @pytest.mark.parametrize(("old", "new", "says"), BAD)

@@ -302,9 +302,8 @@ def test_an_embedded_engine_and_vllm_hand_over_to_each_other(
         for length, cut in ((100, 64), (300, 171), (700, 600)):
             # What a sender is silent about for five seconds, as one may be on a busy machine, vLLM computes.
             turns = (prompt(("to vLLM", length, turn), length) for turn in range(3))
-            assert any(taken(embedded, first, plain, tokens, cut) for tokens in turns), first.said(
-                "did not come"
-            )
+            came = any(taken(embedded, first, plain, tokens, cut) for tokens in turns)
+            assert came, first.said("did not come")
             tokens = prompt(("from vLLM", length), length)
             handle = secrets.token_urlsafe(32)
             give = {"request": "s", "give": {"handle": handle, "stop": cut}}

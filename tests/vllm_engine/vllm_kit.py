@@ -267,7 +267,6 @@ class Instance:
         return {kind: self.metric(name, f'source="{kind}"') for kind in kinds}
 
     def said(self, words: str) -> list[str]:
-        """The lines of its log with these words."""
         return [line for line in self._log.read_text().splitlines() if words in line]
 
     def blocks_free(self) -> bool:
