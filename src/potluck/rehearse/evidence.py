@@ -8,8 +8,8 @@ requests within the objective in each:
 
 and are never closer than Wilson's for as many independent requests as were judged, or a few lucky batches would prove
 anything. A promise holds when the lower bound reaches it, and when no more than a fiftieth is refused, by the same
-bound; it is missed when the upper bound does not reach it. Ever longer runs are made until one of both is clear, or
-as many requests were simulated as may be.
+bound; it is missed when the upper bound does not reach it. Ever longer runs are made until one of both is clear (that
+it holds, by a wider bound: who looks often is lucky some time), or as many requests were simulated as may be.
 """
 
 from __future__ import annotations
@@ -106,6 +106,13 @@ class Evidence:
         return self.holds or (self.left_out > 0 and replace(self, left_out=0.0).holds)
 
     @property
+    def clear(self) -> bool:
+        """Whether it suffices also by a wider bound: of several looks each has its chance to be a lucky one."""
+        seen = self if self.holds else replace(self, left_out=0.0)
+        least = seen.mean - LUCKY * (seen.mean - seen.lower)
+        return seen.holds and least >= seen.promised and len(seen.attained) >= LEAST_BATCHES
+
+    @property
     def misses(self) -> bool:
         """Whether more runs would not help, what no plan serves apart."""
         attained, answered = bounds(self.attained, self.requests)[1], bounds(self.answered, self.requests)[1]
@@ -128,6 +135,7 @@ class Evidence:
         return min(kept, (self._answered[0] - (1.0 - SERVED)) / SERVED)
 
 
+LUCKY = 1.8  # Times as wide: then all looks together are wrong about as often as one.
 ONE_BATCH_Z = 2.0  # Times as wide are bounds from a single batch, of which nobody knows how batches differ.
 
 
@@ -261,8 +269,7 @@ def evidence_of(
         for name, mine in samples.items():
             _add(mine, result, name, (warm_up_s, batch_s))
         shown = tuple(_evidence(trial, name, mine) for name, mine in samples.items())
-        enough = all(len(item.attained) >= LEAST_BATCHES for item in shown)
-        if any(item.misses for item in shown) or (enough and all(item.suffices for item in shown)):
+        if any(item.misses for item in shown) or all(item.clear for item in shown):
             break
     disagreed = _disagreed(world, result, trial.policy, timed)
     return tuple(replace(item, disagreed=tuple(disagreed.get(item.model, ()))) for item in shown)
