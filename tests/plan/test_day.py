@@ -13,12 +13,7 @@ from plan_problems import a_problem, an_ask
 
 from potluck.core.errors import InputError
 from potluck.core.values.service import ModelTerms
-from potluck.plan.day_schedule import (
-    at_rates,
-    change_usd,
-    cheapest_round,
-    schedule,
-)
+from potluck.plan.day_schedule import at_rates, change_usd, cheapest_round, schedule
 from potluck.plan.frontier import dominated, frontier, with_value
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.verify import verify

@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 from rehearse_builders import SETTINGS, a_problem, melange
 
 from potluck.plan.strategies import TemplateFactory
-from potluck.rehearse.queueing_margins import (
-    APART,
-    DeploymentQueue,
-    _late,
-    queues_of,
-)
+from potluck.rehearse.queueing_margins import APART, DeploymentQueue, _late, queues_of
 
 PROBLEM = a_problem()
 ASK = PROBLEM.asks[0]
