@@ -261,10 +261,7 @@ def _pull(model: str, weights: WeightsSource, folder: str, options: KubernetesEx
         "name": "pull",
         "image": options.image,
         "command": ["sh", "-c", f"{shlex.join(words)} && touch {shlex.quote(f'{folder}/{DONE}')}"],
-        "env": [
-            {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": key}},
-            {"name": "HOME", "value": "/tmp"},
-        ],
+        "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": key}}, {"name": "HOME", "value": "/tmp"}],
         "resources": {"requests": {"cpu": "1", "memory": "2Gi"}},
         "volumeMounts": [{"name": "models", "mountPath": cluster.models_folder}],
         "securityContext": {"allowPrivilegeEscalation": False},

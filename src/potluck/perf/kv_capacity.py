@@ -61,12 +61,7 @@ def stage_memory(
 
 
 def max_requests(
-    model: Model,
-    memory: StageMemory,
-    tp: int,
-    tokens: float,
-    layers: range | None = None,
-    ep: Ep = "none",
+    model: Model, memory: StageMemory, tp: int, tokens: float, layers: range | None = None, ep: Ep = "none"
 ) -> int:
     """How many requests of so many tokens have room for their KV at once."""
     ways = attention_ways(tp, ep)

@@ -25,13 +25,7 @@ import numpy as np
 
 from potluck.core.values.types import Role, Slo
 from potluck.perf.kv_capacity import STEP_TOKENS
-from potluck.perf.phases import (
-    CHUNK_TOKENS,
-    chunked_iteration_s,
-    decode_step_s,
-    prompts_in_step,
-    prompts_s,
-)
+from potluck.perf.phases import CHUNK_TOKENS, chunked_iteration_s, decode_step_s, prompts_in_step, prompts_s
 from potluck.perf.step_timer import Floats, StepTimer, once, steps
 from potluck.perf.timers.engine_host import EngineHost
 from potluck.perf.timers.pipeline_timer import PipelineRounds, PipelineTimer

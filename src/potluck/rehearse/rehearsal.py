@@ -505,10 +505,7 @@ class _PlanSearch:
         running = self.settings.running
         pins = [p for p in self.settings.pins if p.template.split(": ")[0] in names]
         return replace(
-            self.settings,
-            running=running and running.of_models(names),
-            pins=tuple(pins),
-            starts=(),
+            self.settings, running=running and running.of_models(names), pins=tuple(pins), starts=()
         )
 
 

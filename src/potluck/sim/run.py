@@ -260,11 +260,5 @@ def _link_record(world: SimWorld, pipe: SharedPipe) -> recorded.LinkRecord:
     if pipe.kind == "link":
         gbps = world.network.specs[pipe.source, pipe.target].gbps
     return recorded.LinkRecord(
-        pipe.source,
-        pipe.target or pipe.source,
-        pipe.kind,
-        gbps,
-        pipe.sent_bytes,
-        pipe.transfers,
-        pipe.busy_s,
+        pipe.source, pipe.target or pipe.source, pipe.kind, gbps, pipe.sent_bytes, pipe.transfers, pipe.busy_s
     )

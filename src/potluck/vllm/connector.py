@@ -40,12 +40,7 @@ from potluck.vllm import vllm_blocks
 from potluck.vllm.adapter_channel import HIDDEN, AdapterChannel, full_group, line_of
 from potluck.vllm.receive_worker import ReceiveWorker
 from potluck.vllm.send_worker import SendWorker
-from potluck.vllm.transfer_scheduler import (
-    ReadBlocks,
-    TransferScheduler,
-    WorkerNews,
-    WorkerOrders,
-)
+from potluck.vllm.transfer_scheduler import ReadBlocks, TransferScheduler, WorkerNews, WorkerOrders
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -323,10 +323,7 @@ def show_reasons(reasons: Explanation | None) -> None:
     table_of(f"What a node is worth, per hour{basis}", reasons.nodes, columns)
 
 
-ANSWERS = {
-    "not enough": "demand cannot be met",
-    "not known": "not known: no time (--time-limit)",
-}
+ANSWERS = {"not enough": "demand cannot be met", "not known": "not known: no time (--time-limit)"}
 
 
 def _worth(answer: Answer, usd_per_h: float | None, sign: str) -> str:

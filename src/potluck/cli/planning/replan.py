@@ -29,13 +29,7 @@ from potluck.cli.common.render import emit_json, missed, paragraph, percent, pro
 from potluck.cli.fleet.service import nothing, opened, state_option, with_gateway
 from potluck.cli.planning.estimate import measured
 from potluck.cli.planning.plan_show import show_groups
-from potluck.cli.planning.rehearsal import (
-    Said,
-    averages_option,
-    evidence_line,
-    rehearsing,
-    tried_briefly,
-)
+from potluck.cli.planning.rehearsal import Said, averages_option, evidence_line, rehearsing, tried_briefly
 from potluck.core.errors import CapacityError, InputError, UnknownNameError, did_you_mean
 from potluck.core.figures import seconds
 from potluck.core.state.facts import spoken

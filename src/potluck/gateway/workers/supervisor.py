@@ -164,10 +164,7 @@ class SupervisedProcess:
 
 
 def worker(
-    context: WorkerContext,
-    process: BrainProcessContext,
-    place: int,
-    first: Callable[[], None] = lambda: None,
+    context: WorkerContext, process: BrainProcessContext, place: int, first: Callable[[], None] = lambda: None
 ) -> SupervisedProcess:
     def run(tell: Callable[[bytes], None]) -> None:
         first()

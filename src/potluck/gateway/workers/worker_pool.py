@@ -53,11 +53,7 @@ class WorkerSlot:
 
 class WorkerPool:
     def __init__(
-        self,
-        core: GatewayCore,
-        meter: Counters,
-        settings: GatewaySettings,
-        process: BrainProcessContext,
+        self, core: GatewayCore, meter: Counters, settings: GatewaySettings, process: BrainProcessContext
     ) -> None:
         self.core, self.meter = core, meter
         self._count = settings.places.workers

@@ -173,9 +173,7 @@ def pipeline(
 
 
 def layout_hops(
-    layout: Layout,
-    nodes: Mapping[str, NodeType],
-    machine_gbps: Mapping[tuple[str, str], tuple[float, float]],
+    layout: Layout, nodes: Mapping[str, NodeType], machine_gbps: Mapping[tuple[str, str], tuple[float, float]]
 ) -> tuple[Hop, ...]:
     """From each stage to the next and back to the first, over the links between machines that the layout names.
 

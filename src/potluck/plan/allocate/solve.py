@@ -11,13 +11,7 @@ from math import ceil
 import numpy as np
 
 from potluck.core.errors import InputError
-from potluck.plan.allocate.allocation import (
-    Allocation,
-    ColumnShare,
-    FlowRate,
-    Shortfall,
-    Status,
-)
+from potluck.plan.allocate.allocation import Allocation, ColumnShare, FlowRate, Shortfall, Status
 from potluck.plan.allocate.flow import FlowState, close, offer_counts, settle, start_vector
 from potluck.plan.allocate.highs import Clock, Deadline
 from potluck.plan.allocate.matrix import THETA, FlowRows, bins_of

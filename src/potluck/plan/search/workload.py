@@ -77,10 +77,7 @@ class PoolWorkload:
 
 
 def workload_of(
-    ask: ModelDemand,
-    codec: Codec = "fp16",
-    headroom: float = HEADROOM,
-    engine: EngineKind = UNLIMITED,
+    ask: ModelDemand, codec: Codec = "fp16", headroom: float = HEADROOM, engine: EngineKind = UNLIMITED
 ) -> PoolWorkload:
     """A planner's demand in its means, which preserve the tokens that pass through.
 

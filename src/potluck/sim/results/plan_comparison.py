@@ -240,11 +240,7 @@ def _parts(first: int | None, second: int | None) -> list[tuple[int, bool, bool]
 
 
 def _replica(
-    plan: Plan,
-    place: Place,
-    work: _ExpectedWork,
-    replica_models: ReplicaModels,
-    lengths: MeanLengths,
+    plan: Plan, place: Place, work: _ExpectedWork, replica_models: ReplicaModels, lengths: MeanLengths
 ) -> ReplicaExpectation:
     template, (value, spread) = plan.template(place[0]), work.requests
     busy: ValueRange | None = None

@@ -312,12 +312,7 @@ class ConnectorRelay:
 
 
 async def serve_workers(
-    settings: VllmSettings,
-    *,
-    key: str | None,
-    start_s: float,
-    ready: Callable[[], None],
-    drain_s: float,
+    settings: VllmSettings, *, key: str | None, start_s: float, ready: Callable[[], None], drain_s: float
 ) -> None:
     """Until the first node ends; InputError when it fails, or these workers do."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()

@@ -142,10 +142,7 @@ async def change_peers(request: web.Request) -> web.Response:
 
 
 def _peers(service: AdapterService) -> dict[str, object]:
-    return {
-        "peers": sorted(map(str, service.peers)),
-        "always": sorted(map(written, service.always)),
-    }
+    return {"peers": sorted(map(str, service.peers)), "always": sorted(map(written, service.always))}
 
 
 async def drain(request: web.Request) -> web.Response:
