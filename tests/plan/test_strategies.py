@@ -168,7 +168,7 @@ def test_what_runs_already_is_kept_when_a_change_gains_less_than_it_costs() -> N
     assert kept.deployments == before.deployments
 
 
-@pytest.mark.parametrize("name", ["chat: mixed 1xL40S tp1", "chat: prefill pipeline 1 1xA10G + 2 2xL4"])
+@pytest.mark.parametrize("name", ["chat: mixed 1xL40S tp1", "chat: decode pipeline 3 1xL40S"])
 def test_pins_are_kept(name: str) -> None:
     factory = TemplateFactory(a_problem())
     plan = STRATEGIES["auto"](factory, SolveSettings(pins=(Deployment(name, "east", 2),))).plan

@@ -43,7 +43,7 @@ def shared_prefixes(count: int, rate_per_s: float, groups: int, shared: int, own
 
 def computed(plan: Plan, policy: Policy) -> tuple[int, int]:
     """Prompt tokens that were computed, and requests answered."""
-    result = simulate(problem(plan), shared_prefixes(200, 12.0, 8, 6400, 320), policy)
+    result = simulate(problem(plan), shared_prefixes(200, 16.0, 8, 6400, 320), policy)
     answered = int(np.isfinite(np.array(result.records.finish_s)).sum())
     return sum(replica.prefill_tokens for replica in result.replicas), answered
 

@@ -53,18 +53,13 @@ def attained(problem: PlanningProblem, plan: Plan) -> float:
     resolved = ResolvedPlan(
         plan, {"m": MODEL}, problem.by_name, REGIONS, slos={"m": SLO}, mean_tokens={"m": (900.0, 150.0)}
     )
-    factors = {
-        gpu: slower(MODEL, 1, gpu, "transferred", 0.9) for gpu in map(str, gpus_of(problem, plan).values())
-    }
+    gpus = {template.name: problem.by_name[template.nodes[0].node].gpu.name for template in plan.templates}
+    factors = {t.name: slower(MODEL, 1, gpus[t.name], t.confidence, 0.9) for t in plan.templates}
     slow = [
-        Fault(0.0, "slow", replica=item.id, factor=factors[gpus_of(problem, plan)[item.template]])
+        Fault(0.0, "slow", replica=item.id, factor=factors[item.template])
         for item in simulate(resolved, load).replicas
     ]
     return summarise(simulate(resolved, load, faults=Faults(tuple(slow)))).models[0].attainment or 0.0
-
-
-def gpus_of(problem: PlanningProblem, plan: Plan) -> dict[str, str]:
-    return {template.name: problem.by_name[template.nodes[0].node].gpu.name for template in plan.templates}
 
 
 def test_where_steps_are_slow_a_plan_for_that_keeps_more_promises() -> None:
