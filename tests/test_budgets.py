@@ -26,7 +26,7 @@ PART_LINES = {
     "api catalog demo loadgen native spec": 6_600,
 }
 """Lines of source that each part has at most, blank ones not counted."""
-SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 87_075, 450, 57_700, 12_550
+SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 87_000, 450, 57_700, 12_550
 MOVED_IN = ("tools/accuracy", "tools/papers")
 """Parts of the package until they were found to be no part of the product; not counted with benchmarks and tools."""
 
