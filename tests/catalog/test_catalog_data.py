@@ -86,7 +86,21 @@ def test_no_two_entries_share_a_spelling() -> None:
                 assert module.canonical(spelling) == name
 
 
-@pytest.mark.parametrize("name", gpus.names())
+PAPERS = (
+    "H800 H100 H200 H20 A800 A100-40 A100-80 A10 A10G A30 A40 A6000 A5000 L4 L40S T4 V100 RTX3090Ti MI210 "
+)
+PAPERS += "RTX4090 B200 MI300X L20 H100-PCIe A800-PCIe A100-80-PCIe V100-32"  # GPUs of the papers
+SERVED = "Llama-3.1-8B Llama-3-70B Llama-2-7B Llama-2-13B Llama-2-70B LLaMA-30B Qwen2-7B Qwen1.5-14B Qwen3-32B Phi-4 "
+SERVED += "Qwen3-235B-A22B GPT-OSS-20B GPT-OSS-120B Kimi-Linear-48B MiMo-V2-Flash Qwen3.5-397B Ring-2.5-1T "
+SERVED += "DeepSeek-V3 MiniMax-M2.5 prfaas-1t-hybrid"
+
+
+@pytest.mark.parametrize("name", SERVED.split())
+def test_models_of_the_papers_are_there(name: str) -> None:
+    assert models.model(name).layer_count > 0
+
+
+@pytest.mark.parametrize("name", [*PAPERS.split(), *gpus.names()])
 def test_every_gpu_has_what_the_formulas_need(name: str) -> None:
     gpu = gpus.gpu(name)
     assert gpu.sm_count and gpu.boost_ghz and gpu.l2_mb and gpu.tdp_w  # noqa: PT018

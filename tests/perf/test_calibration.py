@@ -145,14 +145,8 @@ def test_carried_over_figures_are_near_the_measured_ones(name: str) -> None:
 
 def test_relatives() -> None:
     """The same chip first (A800, H200), else the same compute capability (8.6: A10 and A40)."""
-    chips = {
-        "A800-SXM": "A100",
-        "H200": "H100",
-        "H800": "H100",
-        "A10": "A40",
-        "RTX3090Ti": "A40",
-        "V100-32": "V100",
-    }
+    chips = {"A800-SXM": "A100", "H200": "H100", "H800": "H100", "V100-32": "V100"}
+    chips |= {"A10": "A40", "RTX3090Ti": "A40"}
     for name, chip in chips.items():
         curves = curves_for(gpus.gpu(name), bundled())
         assert curves.confidence == "transferred"
@@ -173,9 +167,7 @@ def test_the_same_chip_has_the_same_figures_and_surfaces(name: str, twin: str) -
     assert here.prefill.compute == pytest.approx(there.prefill.compute * more)
     assert (here.gemm.bandwidth, here.decode) == (there.gemm.bandwidth, there.decode)
     assert here.gemm_residual == there.gemm_residual is not None
-    assert [here.extras[name].residual for name in there.extras] == [
-        e.residual for e in there.extras.values()
-    ]
+    assert all(here.extras[name].residual == extra.residual for name, extra in there.extras.items())
     assert (there.confidence, here.confidence) == ("measured", "transferred")
 
 

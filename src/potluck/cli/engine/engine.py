@@ -52,6 +52,8 @@ def computing(common: EngineOptions, options: dict[str, Any]) -> EngineService:
     for flag, without in (("count", 1), ("mean_output", 0)):
         if options[flag] != without:
             raise InputError(f"--{flag.replace('_', '-')}", "is only for mock engines")
+    if str(options["device"]).startswith("cuda"):
+        click.echo("loading weights and recording steps (up to a minute after they are there)", err=True)
     return assemble(
         common.directory,
         described(common.directory),

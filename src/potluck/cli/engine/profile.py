@@ -83,7 +83,11 @@ MOST_TOKENS = 4096  # The longest context that is measured unless more is asked 
 @option("--max-batch", default=32, type=click.IntRange(2, 1024), help="Decodes at once.")
 @option("--max-tokens", type=click.IntRange(128), help="Longest context to measure; else what fits.")
 @option("--chunk-tokens", default=1024, type=click.IntRange(32), help="Of a step; a URL's --token-budget.")
-@option("--kv-blocks", type=click.IntRange(1), help="With --local: KV blocks of 16 tokens; else for all.")
+@option(
+    "--kv-blocks",
+    type=click.IntRange(1),
+    help="With --local: blocks of KV; else enough for --max-batch.",
+)
 @option("--repeats", default=5, type=click.IntRange(1, 100), help="Runs of each shape.")
 @option("--quick", is_flag=True, help="Fewer shapes.")
 @option("--gpu", help="Name of the hardware for the file; else what torch calls it.")
@@ -232,9 +236,9 @@ def _profile(
 
 
 def _words(point: ProfilePoint) -> str:
-    prompt = f"{point.chunk_new} tokens behind {point.chunk_cached}"
-    decodes = f"{point.decodes} decodes at {point.decode_context // max(1, point.decodes)}"
-    return f"{prompt if point.chunk_new else ''} {decodes if point.decodes else ''}: {seconds(point.seconds)}"
+    prompt = [f"{point.chunk_new} tokens behind {point.chunk_cached}"] if point.chunk_new else []
+    decodes = [f"{point.decodes} decodes at {point.decode_context // point.decodes}"] if point.decodes else []
+    return f"{', '.join(prompt + decodes)}: {seconds(point.seconds)}"
 
 
 def _show(result: Profile, out: Path, as_json: bool) -> None:
