@@ -29,7 +29,7 @@ def standing(name: str, role: str = "prefill", state: str = "ready", node: str =
 def look(
     *replicas: ReplicaLook, usd: float = 2.0, threshold: float = 1000.0, moved: int = 0, crossed: float = 0.0
 ) -> FleetLook:
-    return FleetLook(0.0, replicas, usd, threshold, crossed, moved, 0)
+    return FleetLook(0.0, replicas, usd, threshold, 1000.0, crossed, moved, 0)
 
 
 def seen(
@@ -134,6 +134,9 @@ def test_a_thin_link_a_flood_and_a_sale() -> None:
     assert not thin.moment(seen(before, look(standing("a"), threshold=0.0))), (
         "nothing could be kept from crossing"
     )
+    far = replace(standing("a"), region="far")
+    assert thin.moment(seen(before, look(far)))
+    assert not thin.moment(seen(before, look(far, threshold=2000.0))), "it is kept from crossing already"
     moved = look(standing("b", node="1xA10"), usd=1.0)
     assert ACTS["cheaper"].shown(seen(before, moved, ("plan", "p")))
     assert not ACTS["cheaper"].shown(seen(before, look(usd=1.0), ("plan", "p"))), (

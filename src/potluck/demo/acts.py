@@ -11,6 +11,7 @@ import re
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ class FleetLook:
     replicas: tuple[ReplicaLook, ...]
     usd_per_h: float
     threshold_tokens: float  # From which length on prompts may cross; 0 where none do.
+    planned_tokens: float  # The same, as planned.
     crossed_bytes: float  # KV that came from another region so far.
     moved: int  # Attempts beyond requests' first so far.
     last: int  # Number of the latest decision.
@@ -98,11 +100,13 @@ def look_at(client: GatewayClient, far: str, link: str, last: int) -> FleetLook:
     """`far` is where KV comes from that crosses the `link`; `last` the latest decision that is known."""
     text = client.snapshot()
     metrics = client.metrics().splitlines()
+    mine = [item for item in text["thresholds"] if item["link"] == link]
     return FleetLook(
         time.time(),
         tuple(ReplicaLook(*(item[name] for name in REPLICA)) for item in text["replicas"]),
         sum(item["usd_per_h"] for item in text["models"].values()),
-        max((item["tokens"] for item in text["thresholds"] if item["link"] == link), default=0.0),
+        max((item["tokens"] for item in mine), default=0.0),
+        max((item["planned_tokens"] for item in mine), default=0.0),
         _total(metrics, MOVED_KV, f'source="[^"]*@{far}#'),
         round(_total(metrics, RETRIED, "")),
         last,
@@ -187,8 +191,9 @@ def _crossing(remark: LoggedDecision) -> float:
 
 
 def crossing(seen: ActEvidence) -> bool:
-    """Something could be kept from crossing."""
-    return seen.now.threshold_tokens > 0 and bool(seen.now.ready(region=FAR))
+    """Something crosses that could be kept from it: the link and its far end are clear."""
+    tokens, planned = seen.now.threshold_tokens, seen.now.planned_tokens
+    return 0 < tokens < RAISED * planned and seen.now.calm and bool(seen.now.ready(region=FAR))
 
 
 def usual(seen: ActEvidence) -> bool:
@@ -349,8 +354,8 @@ class DemoControls:
         for url in urls:
             body = json.dumps({"gbps": gbps}).encode()
             request = urllib.request.Request(f"{url}/network", body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=10) as answer:
-                answer.read()
+            with suppress(OSError), urllib.request.urlopen(request, timeout=10) as answer:
+                answer.read()  # It may have been stopped since.
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +373,8 @@ class Act:
     """What came of it, in sentences."""
     begin: Callable[[DemoControls, FleetLook], str] = lambda means, look: ""
     """Does it; the replica that it is done to, if any."""
+    lasts: bool = False
+    """Whether it is done again to whatever comes meanwhile."""
     moment: Callable[[ActEvidence], bool] = lambda seen: True
     """When it may begin."""
     earlier: tuple[DemoLoad, ...] = ()
@@ -491,6 +498,7 @@ def _troubles(coding: tuple[DemoLoad, ...]) -> tuple[Act, ...]:
             ("remark",),
             not_sent,
             _thin,
+            lasts=True,
             moment=crossing,
         ),
     )

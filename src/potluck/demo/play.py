@@ -85,6 +85,8 @@ class Player:
         while True:
             time.sleep(LOOK_S)
             seen = self._seen(act, before, victim)
+            if act.lasts:
+                act.begin(self.means, seen.now)
             shown = act.shown(seen)
             lasted_s = time.monotonic() - began_s
             if self.stopped() or lasted_s >= (self.least_s if shown else self.least_s + PATIENCE_S):
