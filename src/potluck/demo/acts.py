@@ -427,8 +427,13 @@ def _thin(means: DemoControls, look: FleetLook) -> str:
 
 
 def _wide(means: DemoControls, look: FleetLook) -> str:
-    """The link is as it was; no further GPU of the usual kind can be had."""
+    """The link is as it was."""
     means.network([replica_look.url for replica_look in look.ready(region=FAR)], WIDE_GBPS)
+    return ""
+
+
+def _scarce(means: DemoControls, look: FleetLook) -> str:
+    """No further GPU of the usual kind can be had."""
     means.quote(NEAR, USUAL, look.count_on(USUAL, NEAR), USUAL_USD_PER_H)
     return ""
 
@@ -455,6 +460,18 @@ def _morning() -> tuple[Act, ...]:
             saved_usd_per_h=saved_by_far,
         ),
         Act(
+            "thin",
+            "A thin link",
+            f"The link from {FAR} to {NEAR} carries {THIN_GBPS:g} Gbit/s instead of {WIDE_GBPS:g}.",
+            asked(RATE_PER_S, CHAT),
+            kept_near,
+            ("remark",),
+            not_sent,
+            _thin,
+            lasts=True,
+            moment=crossing,
+        ),
+        Act(
             "burst",
             "A burst",
             f"{BURST:g} times as many chats arrive.",
@@ -462,6 +479,7 @@ def _morning() -> tuple[Act, ...]:
             grown,
             ("plan", "replan"),
             peak,
+            prepare=_wide,
         ),
         Act(
             "shift",
@@ -489,18 +507,6 @@ def _troubles(coding: tuple[DemoLoad, ...]) -> tuple[Act, ...]:
             went_on,
             _kill,
         ),
-        Act(
-            "thin",
-            "A thin link",
-            f"The link from {FAR} to {NEAR} carries {THIN_GBPS:g} Gbit/s instead of {WIDE_GBPS:g}.",
-            coding,
-            kept_near,
-            ("remark",),
-            not_sent,
-            _thin,
-            lasts=True,
-            moment=crossing,
-        ),
     )
 
 
@@ -517,7 +523,7 @@ def _evening(coding: tuple[DemoLoad, ...]) -> tuple[Act, ...]:
             shielded,
             moment=usual,
             earlier=told_no,
-            prepare=_wide,
+            prepare=_scarce,
         ),
         Act(
             "cheaper",
