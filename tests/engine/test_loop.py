@@ -247,7 +247,7 @@ def test_a_prefix_that_cannot_be_read_out_is_not_kept_and_harms_nobody() -> None
     def gone(*_: object) -> object:
         raise WorkerLost([], "worker 1 is gone")
 
-    engine.executor.export = gone  # type: ignore[method-assign, assignment]
+    engine.executor.export = engine.executor.exports = gone  # type: ignore[method-assign, assignment]
     assert engine.answer(prompt(LENGTH), OUTPUT) == harness("full").answer(prompt(LENGTH), OUTPUT)
     assert engine.prefixes.used_bytes == 0
     # A cache that was to be fetched from there ends in an error that says so.

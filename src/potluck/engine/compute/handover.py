@@ -17,7 +17,7 @@ values are checked, and whatever is wrong is one error; the row can then be clos
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -29,10 +29,10 @@ from potluck.core.errors import FormatError, InputError
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.engine.compute.batch_layout import on_device
 from potluck.engine.compute.executor import check_manifest
-from potluck.engine.memory.kv_cache import LinearStates, Pages
+from potluck.engine.memory.kv_cache import Kept, LinearStates, Pages
 from potluck.engine.memory.prefix_cache import expected_parts
 from potluck.kv.chunks import KvChunk, KvManifest, token_hash
-from potluck.kv.codec_layout import Part
+from potluck.kv.codec_layout import ITEM_BYTES, Part
 
 if TYPE_CHECKING:
     from potluck.engine.compute.runner import Runner
@@ -63,19 +63,89 @@ def pack(
 ) -> tuple[KvChunk, ...]:
     """What a layer has of a row's tokens [start, stop). States exist at the row's present length only. Of a hand-over
     up to `whole`, beyond `stop`: what its receiver will need of them, which may be nothing."""
-    kept = runner.cache.layer(layer)
-    held = runner.tables.lengths[row]
+    return read_out(RowSlots(runner, row), layer, start, stop, whole)()
+
+
+class RowSlots:
+    """Where a row's tokens lie, which is the same in all layers of a group."""
+
+    def __init__(self, runner: Runner, row: int) -> None:
+        self.runner, self.row = runner, row
+        self._found: dict[tuple[int, int, int], Tensor] = {}
+
+    def of(self, kept: Pages, first: int, stop: int) -> Tensor:
+        if (slots := self._found.get((kept.group, first, stop))) is None:
+            places = np.arange(first, stop)
+            blocks = self.runner.tables.table(kept.group)[self.row, places // BLOCK_TOKENS]
+            if not blocks.all():
+                raise InputError(f"row {self.row}", f"no longer holds all of the tokens [{first}, {stop})")
+            slots = on_device(blocks * BLOCK_TOKENS + places % BLOCK_TOKENS, self.runner.device)
+            self._found[kept.group, first, stop] = slots
+        return slots
+
+
+def read_out(
+    slots: RowSlots, layer: int, start: int, stop: int, whole: int | None = None
+) -> Callable[[], tuple[KvChunk, ...]]:
+    """As `pack`, but what is returned waits for it. A GPU gathers it now, in the order of its steps, and copies it to
+    the host beside the steps that come."""
+    runner, row = slots.runner, slots.row
+    kept, held = runner.cache.layer(layer), runner.tables.lengths[row]
     last = whole in (None, stop)
     if not 0 <= start < stop <= held or (isinstance(kept, LinearStates) and last and stop != held):
         raise InputError(f"row {row}", f"holds {held} tokens; layer {layer} cannot give [{start}, {stop})")
-    chunks = []
-    for expected in _expected(runner, layer, start, stop, whole):
-        tensor = _read(runner, row, layer, expected, stop)
-        raw = tensor.cpu().contiguous().view(torch.uint8).numpy()
-        name = str(expected.dtype).removeprefix("torch.")
-        data = memoryview(raw.data).cast("B")
-        chunks.append(KvChunk(layer, expected.part, expected.first, stop, name, tuple(tensor.shape), data))
-    return tuple(chunks)
+    expected = _expected(runner, layer, start, stop, whole)
+    tensors = [_read(slots, kept, item, stop) for item in expected]
+    waits = [_to_host(tensor, runner.copies) for tensor in tensors]
+
+    def chunks() -> tuple[KvChunk, ...]:
+        result = []
+        for item, wait in zip(expected, waits, strict=True):
+            tensor = wait()
+            name = str(item.dtype).removeprefix("torch.")
+            data = memoryview(tensor.contiguous().view(torch.uint8).numpy().data).cast("B")
+            result.append(KvChunk(layer, item.part, item.first, stop, name, tuple(tensor.shape), data))
+        return tuple(result)
+
+    return chunks
+
+
+@torch.inference_mode()
+def _to_host(tensor: Tensor, copies: torch.cuda.Stream | None) -> Callable[[], Tensor]:
+    if copies is None:
+        return lambda: tensor
+    here, ready = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copies.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(copies):
+        here.copy_(tensor, non_blocking=True)
+        ready.record()
+    tensor.record_stream(copies)
+
+    def wait() -> Tensor:
+        ready.synchronize()
+        return here
+
+    return wait
+
+
+@torch.inference_mode()
+def stage(runner: Runner, chunk: KvChunk) -> tuple[KvChunk, Tensor] | None:
+    """A chunk's numbers on a GPU, checked, beside its steps: called in the thread that received them, which waits.
+    The chunk's own bytes are free then. None: there is no GPU."""
+    if runner.copies is None or chunk.dtype not in ITEM_BYTES:
+        return None
+    data = np.frombuffer(chunk.data, np.uint8)
+    copy = torch.empty(len(data), dtype=torch.uint8, pin_memory=True)
+    copy.numpy()[:] = data
+    fine, ready = torch.empty(1, dtype=torch.bool, pin_memory=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(runner.copies):
+        numbers = copy.to(runner.device, non_blocking=True).view(getattr(torch, chunk.dtype))
+        fine.copy_(torch.isfinite(numbers).all(), non_blocking=True)
+        ready.record()
+    ready.synchronize()
+    if not fine.item():
+        raise _not_finite(f"hand-over: layer {chunk.layer} {chunk.part}")
+    return replace(chunk, data=memoryview(copy.numpy().data).cast("B")), numbers
 
 
 def _expected(
@@ -99,20 +169,11 @@ def _expected(
     return (_Expected("latent" if kept.parts == 1 else "kv", first, kept.entries.dtype, shape),)
 
 
-def _slots(runner: Runner, row: int, kept: Pages, first: int, stop: int) -> Tensor:
-    places = np.arange(first, stop)
-    blocks = runner.tables.table(kept.group)[row, places // BLOCK_TOKENS]
-    if not blocks.all():
-        raise InputError(f"row {row}", f"no longer holds all of the tokens [{first}, {stop})")
-    return on_device(blocks * BLOCK_TOKENS + places % BLOCK_TOKENS, runner.device)
-
-
 @torch.inference_mode()
-def _read(runner: Runner, row: int, layer: int, expected: _Expected, stop: int) -> Tensor:
-    kept = runner.cache.layer(layer)
+def _read(slots: RowSlots, kept: Kept, expected: _Expected, stop: int) -> Tensor:
     if isinstance(kept, LinearStates):
-        return (kept.conv if expected.part == "conv" else kept.memory)[row].clone()
-    return kept.read(_slots(runner, row, kept, expected.first, stop)).view(expected.shape)
+        return (kept.conv if expected.part == "conv" else kept.memory)[slots.row].clone()
+    return kept.read(slots.of(kept, expected.first, stop)).view(expected.shape)
 
 
 class IncomingHandover:
@@ -124,6 +185,7 @@ class IncomingHandover:
         check_manifest(about, runner.fingerprint, runner.tables.lengths[row], tokens)
         runner.tables.grow(row, about.stop, since=about.stop)
         self._runner, self._row, self._about = runner, row, about
+        self._slots = RowSlots(runner, row)
         layers = range(runner.stack.first, runner.stack.last)
         self._wanted: dict[tuple[int, str], _Expected] = {
             (layer, expected.part): expected
@@ -133,7 +195,8 @@ class IncomingHandover:
         self._pieces = MissingParts({key: (item.first, about.stop) for key, item in self._wanted.items()})
 
     @torch.inference_mode()
-    def accept(self, chunk: KvChunk) -> None:
+    def accept(self, chunk: KvChunk, numbers: Tensor | None = None) -> None:
+        """`numbers`: as `stage` has them."""
         where = f"hand-over: layer {chunk.layer} {chunk.part}"
         wanted = self._wanted.get((chunk.layer, chunk.part))
         if wanted is None:
@@ -144,17 +207,22 @@ class IncomingHandover:
             raise FormatError(
                 where, f"is {chunk.dtype} {list(chunk.shape)}, expected {dtype} {list(expected.shape)}"
             )
-        tensor = _tensor(chunk, expected, where)
+        size = int(np.prod(expected.shape)) * expected.dtype.itemsize
+        if len(chunk.data) != size:
+            raise FormatError(where, f"has {len(chunk.data)} bytes, expected {size}")
+        if numbers is None:
+            numbers = on_device(_tensor(chunk, expected, where), self._runner.device)
+        elif numbers.is_cuda:
+            numbers.record_stream(torch.cuda.current_stream())
         self._pieces.take(chunk)
-        self._write(chunk, expected, tensor)
+        self._write(chunk, expected, numbers.view(expected.shape))
 
     def _write(self, chunk: KvChunk, expected: _Expected, tensor: Tensor) -> None:
         kept, row = self._runner.cache.layer(chunk.layer), self._row
-        tensor = on_device(tensor, self._runner.device)
         if isinstance(kept, LinearStates):
             (kept.conv if expected.part == "conv" else kept.memory)[row].copy_(tensor)
         else:
-            slots = _slots(self._runner, row, kept, chunk.first, chunk.stop)
+            slots = self._slots.of(kept, chunk.first, chunk.stop)
             kept.write(slots, tensor.view(len(slots), -1))
 
     def finish(self) -> None:
@@ -170,12 +238,13 @@ def _piece(wanted: _Expected, chunk: KvChunk) -> _Expected:
 
 
 def _tensor(chunk: KvChunk, expected: _Expected, where: str) -> Tensor:
-    size = int(np.prod(expected.shape)) * expected.dtype.itemsize
-    if len(chunk.data) != size:
-        raise FormatError(where, f"has {len(chunk.data)} bytes, expected {size}")
     raw = torch.from_numpy(np.frombuffer(chunk.data, dtype=np.uint8).copy())
-    tensor = raw.view(expected.dtype).view(expected.shape)
+    tensor = raw.view(expected.dtype)
     if not bool(torch.isfinite(tensor).all()):
-        # One such number would spread through masked positions to sequences beside it.
-        raise FormatError(where, "has values that are not finite")
+        raise _not_finite(where)
     return tensor
+
+
+def _not_finite(where: str) -> FormatError:
+    """One such number would spread through masked positions to sequences beside it."""
+    return FormatError(where, "has values that are not finite")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from potluck.core.values.sampling import SampledToken
 from potluck.engine.compute.emulated import EmulatedNic, StepPacer
 from potluck.engine.compute.executor import Executor, IncomingCache, RunnerSize, StepInputs
-from potluck.engine.compute.handover import IncomingHandover, pack
+from potluck.engine.compute.handover import IncomingHandover, RowSlots, pack, read_out, stage
 from potluck.engine.compute.runner import Runner
 from potluck.engine.compute.sample import draw, sent
 from potluck.kv.chunks import KvChunk, KvManifest
@@ -50,16 +51,26 @@ class LocalExecutor(Executor):
 
     def begin(self, step: StepInputs) -> Callable[[], list[SampledToken]]:
         on_layer, pacer, draws = None, self.pacer, step.draws
+        leaving: list[tuple[int, Callable[[], tuple[KvChunk, ...]]]] = []
         if step.exports and step.deliver is not None:
             send, layers = step.deliver, self.config.model.layer_count
+            slots = {item.row: RowSlots(self.runner, item.row) for item in step.exports}
 
             def on_layer(layer: int) -> None:
                 for item in step.exports:
-                    chunks = pack(self.runner, item.row, layer, item.start, item.stop, item.end)
-                    if chunks and pacer is not None:  # not before that part of the step would be done
-                        pacer.reach((layer + 1) / layers)
-                    if chunks:
-                        send(item.row, chunks)
+                    chunks = read_out(slots[item.row], layer, item.start, item.stop, item.end)
+                    leaving.append((item.row, chunks))
+                if pacer is not None:  # not before that part of the step would be done
+                    pacer.reach((layer + 1) / layers)
+                if not self.ordered:
+                    deliver()
+
+            def deliver() -> None:
+                """Layer by layer; on a GPU while the step is awaited, and the next one is queued already."""
+                for row, chunks in leaving:
+                    if layer_chunks := chunks():
+                        send(row, layer_chunks)
+                leaving.clear()
 
         if pacer is not None:
             pacer.begin(step.works)
@@ -74,10 +85,25 @@ class LocalExecutor(Executor):
                     self.runner.cache.drawn.index_copy_(0, sent(rows, self.runner.device), tokens)
         if pacer is not None:
             pacer.end()
-        return land
+        if not leaving:
+            return land
+
+        def landed() -> list[SampledToken]:
+            deliver()
+            return land()
+
+        return landed
 
     def export(self, row: int, layer: int, start: int, stop: int) -> tuple[KvChunk, ...]:
         return pack(self.runner, row, layer, start, stop)
+
+    def exports(self, row: int, start: int, stop: int) -> Iterator[tuple[KvChunk, ...]]:
+        slots, layers = RowSlots(self.runner, row), range(self.config.model.layer_count)
+        begun = [read_out(slots, layer, start, stop) for layer in layers]
+        return (chunks() for chunks in begun)
+
+    def stage(self, chunk: KvChunk) -> tuple[KvChunk, Any] | None:
+        return stage(self.runner, chunk)
 
     def arrival(self, row: int, about: KvManifest, tokens: Sequence[int]) -> IncomingCache:
         return IncomingHandover(self.runner, row, about, tokens)

@@ -85,6 +85,8 @@ class Runner:
         if len(kernels) > 1:
             raise InputError("conv_kernel", "linear layers with different convolutions cannot be run")
         self._taps = kernels.pop() if kernels else 0
+        self.copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        """For what goes to or comes from the host beside steps."""
         self._graphs = None
         if self.device.type == "cuda" and recordable(model, first, last):
             self._graphs = StepGraphs(self.stack, self.cache, self._taps)

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from potluck.api.segments import UNSUPPORTED
 from potluck.core.errors import CapacityError, InputError, PotluckError
@@ -222,8 +224,8 @@ class EngineLoop:
             )
         run.incoming = self.executor.arrival(run.row, about, run.job.prompt)
 
-    def accept(self, key: int, chunk: KvChunk, *, lossy: bool = False) -> None:
-        self._incoming(key).accept(chunk)
+    def accept(self, key: int, chunk: KvChunk, numbers: Any = None, *, lossy: bool = False) -> None:
+        self._incoming(key).accept(chunk, numbers)
         self._here(key).exact &= not lossy
         self.counters.received_bytes += self._weigh(chunk)
 
@@ -395,7 +397,8 @@ class EngineLoop:
         """Put a step under way, without the rows that turn out to be lost."""
         while running.works:
             try:
-                step = StepInputs(running.works, running.draws, running.exports, self._send)
+                deliver = partial(self._deliver, running)
+                step = StepInputs(running.works, running.draws, running.exports, deliver)
                 running.land = self.executor.begin(step)
                 return
             except FAILURES as error:
@@ -457,9 +460,14 @@ class EngineLoop:
         for key in keys:
             self._end(key, "error", line, again=again, code=code)
 
-    def _send(self, row: int, chunks: tuple[KvChunk, ...]) -> None:
+    def _deliver(self, running: RunningStep, row: int, chunks: tuple[KvChunk, ...]) -> None:
+        """The row may be somebody else's by now."""
+        if (run := running.runs.get(row)) is not None:
+            self._send(run, chunks)
+
+    def _send(self, run: RunningJob, chunks: tuple[KvChunk, ...]) -> None:
         self.counters.sent_bytes += sum(map(self._weigh, chunks))
-        if (run := self._runs.get(self._rows.keys[row])) is not None:
+        if self._runs.get(run.job.key) is run:
             end = (self.executor.config.model.layer_count - 1, run.whole)
             last = (chunks[-1].layer, chunks[-1].stop) == end
             self._said.append((run.job.key, LayerSent(chunks, last, run.exact)))
@@ -493,8 +501,8 @@ class EngineLoop:
         """What was computed before its receiver came goes out; whether it could be read."""
         assert run.row is not None and run.fetched_from is not None  # noqa: PT018
         try:
-            for layer in range(self.executor.config.model.layer_count):
-                self._send(run.row, self.executor.export(run.row, layer, run.fetched_from, run.job.whole))
+            for chunks in self.executor.exports(run.row, run.fetched_from, run.job.whole):
+                self._send(run, chunks)
             self._end(run.job.key, "handed_on")
         except FAILURES as error:
             self._lose([run.job.key], error)

@@ -405,7 +405,7 @@ class MockHandover:
         layers = range(executor.config.model.layer_count)
         self._missing = MissingParts({(layer, "latent"): (about.start, about.stop) for layer in layers})
 
-    def accept(self, chunk: KvChunk) -> None:
+    def accept(self, chunk: KvChunk, numbers: None = None) -> None:
         where = f"hand-over: layer {chunk.layer} {chunk.part}"
         since = self._about.start if chunk.stop == self._about.stop else MORE
         self._missing.take(chunk)

@@ -603,7 +603,7 @@ class PipelineHandover:
                     driver.ask(row, remote, partial(msg.FinishHandover, row=local, whole=False))
             raise
 
-    def accept(self, chunk: KvChunk) -> None:
+    def accept(self, chunk: KvChunk, numbers: None = None) -> None:
         layers = self._driver.config.model.layer_count
         if not 0 <= chunk.layer < layers:
             raise FormatError(f"hand-over: layer {chunk.layer}", f"is not one of the model's {layers}")

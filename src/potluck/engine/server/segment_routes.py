@@ -231,15 +231,30 @@ async def _receive(
     tokens = token_hash(job.prompt[: job.received])
     wanted = FetchRequest(checked_handle(source.handle), request, service.fingerprint, tokens, have)
 
+    taken: list[Future[None]] = []
+
     def accept(chunk: KvChunk, exact: bool) -> Future[None]:
-        return hub.driver.ask(lambda loop, _: loop.accept(channel.key, chunk, lossy=not exact))
+        here, numbers = service.stage(chunk) or (chunk, None)
+        asked = hub.driver.ask(lambda loop, _: loop.accept(channel.key, here, numbers, lossy=not exact))
+        if here is chunk:
+            return asked
+        taken.append(asked)  # It was copied: the next one need not wait for the loop.
+        return _done()
 
     def whole() -> Future[None]:
+        for future in taken:
+            future.result(ASK_S)
         return hub.driver.ask(lambda loop, _: loop.arrived(job.key))
 
     await service.connector.fetch(
         address, wanted, lambda about: _begin(service, channel, about), accept, whole
     )
+
+
+def _done() -> Future[None]:
+    result: Future[None] = Future()
+    result.set_result(None)
+    return result
 
 
 async def _begin(service: EngineService, channel: RequestChannel, about: KvManifest) -> None:
@@ -375,9 +390,7 @@ async def _fetch_prefix(
         if not exact:
             raise FormatError("prefix", "came in fewer bits than are kept here")
         came[0].accept(chunk)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return _done()
 
     wanted = FetchRequest(
         checked_handle(source.handle), request, service.fingerprint, chain_hash(names), have
