@@ -186,6 +186,29 @@ def test_the_sender_is_bounded_and_put_waits_for_room() -> None:
         assert sorted(got) == [0, 1, 2]
 
 
+def test_who_waits_for_a_row_does_not_keep_memory_from_whoever_has_it() -> None:
+    """The row is free when the other's cache is whole: each would wait for the other."""
+    chunk = made()[0]
+    with ends(limits=replace(SMALL, most_bytes=2 * len(chunk.data))) as pair:
+        handle, mine = pair.offer()
+        waiting, other = pair.offer()
+        mine.put(chunk)
+        other.put(chunk)
+
+        def rest() -> None:
+            assert until(lambda: mine.parts[0].drained)
+            other.put(replace(chunk, layer=1))
+            mine.put(replace(chunk, layer=1), wait_s=5.0)
+            mine.finish()
+            other.finish()
+
+        thread = threading.Thread(target=rest)
+        thread.start()
+        assert sorted(pair.fetch(handle)[1]) == [0, 1]
+        thread.join()
+        assert sorted(pair.fetch(waiting)[1]) == [0, 1]
+
+
 def test_many_fetches_at_once_keep_to_themselves() -> None:
     problems: list[Exception] = []
     with ends() as pair:

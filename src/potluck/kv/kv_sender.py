@@ -65,6 +65,11 @@ class TransferPart:
 
     # All under the lock.
 
+    @property
+    def drained(self) -> bool:
+        """Whether something was put, and is at the receiver."""
+        return self.queue.begun and not self.queue.held_bytes
+
     def attach(self, piece_bytes: int, most_connections: int, now_s: float) -> bool:
         """Whether a connection may join that takes pieces of so many bytes. The first one says how large they are."""
         if self.over or len(self.conns) >= most_connections:
@@ -168,17 +173,18 @@ class OutgoingTransfer:
                 yield part, piece
 
     def put(self, chunk: KvChunk, wait_s: float = 0.0, part: TransferPart | None = None) -> None:
-        """Add a chunk, whose bytes must stay as they are. Waits for room in the send queue."""
+        """Add a chunk, whose bytes must stay as they are. Waits for room in the send queue, unless the receiver has
+        used up what it was given: it has set a row aside, and those that fill the queue may wait for that row."""
         part = part or self.parts[0]
         packed = pack(chunk, part.queue.piece_bytes, now=len(part.conns) <= KEEPS_UP)
         size, memory = len(packed.body), self.memory
         with memory.changed:
-            memory.changed.wait_for(
-                lambda: part.over or memory.held_bytes + size <= memory.most_bytes, wait_s
+            fits = memory.changed.wait_for(
+                lambda: part.over or part.drained or memory.held_bytes + size <= memory.most_bytes, wait_s
             )
             if part.over:
                 raise TransferError(f"hand-over: the transfer is {part.state}, nobody waits for it")
-            if memory.held_bytes + size > memory.most_bytes:
+            if not fits:
                 raise CapacityError(
                     f"KV send queue: no room for {size} bytes beside the {memory.held_bytes} that wait"
                 )

@@ -70,6 +70,10 @@ class SendQueue:
         return sum(len(conn.unacked) for conn in self._connections.values())
 
     @property
+    def begun(self) -> bool:
+        return self._chunks > 0
+
+    @property
     def failed(self) -> bool:
         return isinstance(self._last, SenderProblem)
 
