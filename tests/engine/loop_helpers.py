@@ -91,12 +91,21 @@ def harness(kind: str, **fields: int) -> LoopHarness:
 
 
 def carry(
-    sender: LoopHarness, source: int, receiver: LoopHarness, target: int, *, late: bool = False
+    sender: LoopHarness,
+    source: int,
+    receiver: LoopHarness,
+    target: int,
+    *,
+    late: bool = False,
+    turns: int = 0,
 ) -> None:
-    """The cache that `source` hands on, to `target`. `late`: the receiver comes when the work is done."""
+    """The cache that `source` hands on, to `target`. `late`: the receiver comes when the work is done, or after so
+    many `turns`."""
     have = receiver.loop.look_up(target)
     if late:
         sender.run()
+    for _ in range(turns):
+        sender.turn()
     about: KvManifest = sender.loop.attach(source, have, sender.now_s)
     sender.run()
     receiver.loop.want(target)

@@ -61,15 +61,16 @@ def test_preemption_does_not_matter(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("turns", [0, 1, 2, 4, 6, 99])
 @pytest.mark.parametrize("cut", [1, 50, 64, LENGTH])
-def test_a_hand_over_does_not_matter(kind: str, late: bool, cut: int, expected: dict[str, list[int]]) -> None:
+def test_a_hand_over_does_not_matter(kind: str, turns: int, cut: int, expected: dict[str, list[int]]) -> None:
     first, second = harness(kind, chunk=40), harness(kind)
-    source = first.submit(prompt(LENGTH), stop=cut)
+    source, other = first.submit(prompt(LENGTH), stop=cut), first.submit(prompt(20, 1), 12)
     target = second.submit(prompt(LENGTH), OUTPUT, start=cut)
-    carry(first, source, second, target, late=late)
+    carry(first, source, second, target, turns=turns)
     assert second.tokens(target) == expected[kind]
     assert first.end(source).reason == "handed_on"
+    assert first.tokens(other) == harness(kind).answer(prompt(20, 1), 12)
     assert first.loop.idle
     assert second.loop.idle
 

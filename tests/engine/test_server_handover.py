@@ -12,7 +12,6 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 from engine_models import prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,14 +21,14 @@ from mock_helpers import MockLoopHarness, mock_service
 from server_helpers import TRIAL, Client, face, make_service, played, tokens_in
 
 from potluck.core.errors import InputError
-from potluck.engine.compute.local_executor import LocalExecutor
+from potluck.engine.compute.handover import IncomingHandover
 from potluck.engine.loop.jobs import NOT_FETCHED, LayerSent, RowReady
 from potluck.engine.server import kv_connector
 from potluck.engine.server.http_connection import RequestLimits
 from potluck.engine.server.kv_connector import KvSettings
 from potluck.gateway.registry.health import LASTS_S, granted
 from potluck.gateway.values import Address, Endpoint
-from potluck.kv.chunks import KvChunk, KvManifest, token_hash
+from potluck.kv.chunks import KvManifest, token_hash
 from potluck.kv.frames import ChunkPiece, Hello, TransferOpening, frame
 from potluck.kv.handles import bound_to, new_handle, new_session
 from potluck.kv.kv_sender import KvSender, SenderLimits
@@ -43,17 +42,16 @@ def expected() -> list[int]:
     return harness("hybrid").answer(TOKENS, OUTPUT)
 
 
-def copied(_: LocalExecutor, chunk: KvChunk) -> tuple[KvChunk, torch.Tensor]:
-    """As on a GPU, where the thread that receives a chunk sends it on to the card."""
-    data = bytearray(chunk.data)
-    numbers = torch.frombuffer(data, dtype=torch.uint8).view(getattr(torch, chunk.dtype))
-    return replace(chunk, data=data), numbers
+@pytest.fixture(params=["in the loop", "beside it"])
+def _where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the thread that receives a chunk writes it, too."""
+    made = IncomingHandover.__init__
 
+    def beside(self: IncomingHandover, *args: Any) -> None:
+        made(self, *args)
+        self.beside = request.param == "beside it"
 
-@pytest.fixture(params=["as it is", "staged"])
-def _staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "staged":
-        monkeypatch.setattr(LocalExecutor, "stage", copied)
+    monkeypatch.setattr(IncomingHandover, "__init__", beside)
 
 
 async def test_a_handle_is_good_for_one_request_only() -> None:
@@ -80,6 +78,7 @@ def fetching() -> int:
     return sum(thread.name.startswith("kv-in") for thread in threading.enumerate())
 
 
+@pytest.mark.usefixtures("_where")
 @pytest.mark.parametrize("sends", [False, True])
 async def test_who_leaves_stops_its_hand_over(sends: bool) -> None:
     """A receiver whose cache never comes, or a sender whose receiver is there already: nobody waits for them."""
@@ -106,7 +105,7 @@ async def test_who_leaves_stops_its_hand_over(sends: bool) -> None:
         assert not fetching()
 
 
-@pytest.mark.usefixtures("_staged")
+@pytest.mark.usefixtures("_where")
 async def test_status_says_where_caches_are_and_how_links_fare(expected: list[int]) -> None:
     async with face(make_service(prefix_cache_bytes=0)) as one, face(make_service()) as two:
         source = {"kv": one.kv, "handle": new_handle()}
@@ -248,7 +247,7 @@ STATUS = {"refusal": 424, "unknown": 424, "nobody": 502, "cut": 502}
 @pytest.mark.parametrize(
     "damage", ["model", "hash", "shape", "missing", "noise", "cut", "refusal", "unknown", "nobody"]
 )
-@pytest.mark.usefixtures("_staged")
+@pytest.mark.usefixtures("_where")
 def test_a_damaged_hand_over_is_refused_and_the_engine_lives_on(damage: str, expected: list[int]) -> None:
     async def scenario(kv: str, handle: str) -> None:
         async with face(make_service(limits=QUICK, prefix_cache_bytes=0)) as one:

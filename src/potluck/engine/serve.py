@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import ssl
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.2
-WARM_UP_S = 45.0
+WARM_UP_S, SWITCH_S = 45.0, 0.0002
 """After which no more shapes of steps are made ready before the engine serves; the likeliest come first."""
 SMALL_HIDDEN = 1024
 """Models narrower than this have such short products that threads lose more by waiting for each other than they
@@ -105,6 +106,9 @@ def local_executor(
         line = (str(error).splitlines() or ["unknown"])[0][:120]
         raise InputError("--device", f"{device} cannot be used here ({line})") from error
     _must_fit(config.model, size, device)
+    if device != "cpu":
+        # A thread that launches kernels lets others run at each, and should not be long in getting its turn back.
+        sys.setswitchinterval(SWITCH_S)
     try:
         return LocalExecutor(Runner(config, source, size, device=device), size)
     except RuntimeError as error:

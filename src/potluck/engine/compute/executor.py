@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from potluck.core.errors import InputError, PotluckError
 from potluck.core.values.sampling import SampledToken, Sampling
@@ -125,8 +125,10 @@ def check_manifest(about: KvManifest, fingerprint: str, held: int, tokens: Seque
 class IncomingCache(Protocol):
     """A cache on its way into a row. Whatever is wrong with a chunk is an InputError; the row can then be closed."""
 
-    def accept(self, chunk: KvChunk, numbers: Any = None) -> None:
-        """`numbers`: what the executor's `stage` made of the chunk."""
+    beside: bool = False
+    """Whether chunks may come in any thread, beside steps."""
+
+    def accept(self, chunk: KvChunk) -> None: ...
 
     def finish(self) -> None:
         """All are there: the row holds the tokens [0, stop)."""
@@ -172,11 +174,6 @@ class Executor(Protocol):
     def exports(self, row: int, start: int, stop: int) -> Iterable[tuple[KvChunk, ...]]:
         """The same, layer by layer."""
         return (self.export(row, layer, start, stop) for layer in range(self.config.model.layer_count))
-
-    def stage(self, chunk: KvChunk) -> tuple[KvChunk, Any] | None:
-        """A chunk that came, copied, and its numbers where `accept` needs them; None where nothing is gained by it.
-        Called in any thread, which waits."""
-        return None
 
     def arrival(self, row: int, about: KvManifest, tokens: Sequence[int]) -> IncomingCache: ...
 

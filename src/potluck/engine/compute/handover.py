@@ -17,7 +17,9 @@ values are checked, and whatever is wrong is one error; the row can then be clos
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -32,7 +34,7 @@ from potluck.engine.compute.executor import check_manifest
 from potluck.engine.memory.kv_cache import Kept, LinearStates, Pages
 from potluck.engine.memory.prefix_cache import expected_parts
 from potluck.kv.chunks import KvChunk, KvManifest, token_hash
-from potluck.kv.codec_layout import ITEM_BYTES, Part
+from potluck.kv.codec_layout import Part
 
 if TYPE_CHECKING:
     from potluck.engine.compute.runner import Runner
@@ -128,26 +130,6 @@ def _to_host(tensor: Tensor, copies: torch.cuda.Stream | None) -> Callable[[], T
     return wait
 
 
-@torch.inference_mode()
-def stage(runner: Runner, chunk: KvChunk) -> tuple[KvChunk, Tensor] | None:
-    """A chunk's numbers on a GPU, checked, beside its steps: called in the thread that received them, which waits.
-    The chunk's own bytes are free then. None: there is no GPU."""
-    if runner.copies is None or chunk.dtype not in ITEM_BYTES:
-        return None
-    data = np.frombuffer(chunk.data, np.uint8)
-    copy = torch.empty(len(data), dtype=torch.uint8, pin_memory=True)
-    copy.numpy()[:] = data
-    fine, ready = torch.empty(1, dtype=torch.bool, pin_memory=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(runner.copies):
-        numbers = copy.to(runner.device, non_blocking=True).view(getattr(torch, chunk.dtype))
-        fine.copy_(torch.isfinite(numbers).all(), non_blocking=True)
-        ready.record()
-    ready.synchronize()
-    if not fine.item():
-        raise _not_finite(f"hand-over: layer {chunk.layer} {chunk.part}")
-    return replace(chunk, data=memoryview(copy.numpy().data).cast("B")), numbers
-
-
 def _expected(
     runner: Runner, layer: int, start: int, stop: int, whole: int | None = None
 ) -> tuple[_Expected, ...]:
@@ -177,7 +159,9 @@ def _read(slots: RowSlots, kept: Kept, expected: _Expected, stop: int) -> Tensor
 
 
 class IncomingHandover:
-    """A hand-over on its way into a row, which must hold the tokens [0, start) already."""
+    """A hand-over on its way into a row, which must hold the tokens [0, start) already. On a GPU chunks may come in
+    any thread (`beside`), and are copied and written beside the steps: on a stream that waits for whatever used the
+    blocks before, and that steps wait for once all is there."""
 
     def __init__(self, runner: Runner, row: int, about: KvManifest, tokens: Sequence[int]) -> None:
         if sys.byteorder != "little":
@@ -193,10 +177,13 @@ class IncomingHandover:
             for expected in _expected(runner, layer, about.start, about.stop)
         }
         self._pieces = MissingParts({key: (item.first, about.stop) for key, item in self._wanted.items()})
+        self._lock, self._over = threading.Lock(), False
+        self.beside = runner.device.type == "cuda"
+        self._stream = torch.cuda.Stream(runner.device) if self.beside else None  # type: ignore[no-untyped-call]
+        self._free = None if self._stream is None else torch.cuda.current_stream().record_event()
 
     @torch.inference_mode()
-    def accept(self, chunk: KvChunk, numbers: Tensor | None = None) -> None:
-        """`numbers`: as `stage` has them."""
+    def accept(self, chunk: KvChunk) -> None:
         where = f"hand-over: layer {chunk.layer} {chunk.part}"
         wanted = self._wanted.get((chunk.layer, chunk.part))
         if wanted is None:
@@ -210,12 +197,20 @@ class IncomingHandover:
         size = int(np.prod(expected.shape)) * expected.dtype.itemsize
         if len(chunk.data) != size:
             raise FormatError(where, f"has {len(chunk.data)} bytes, expected {size}")
-        if numbers is None:
-            numbers = on_device(_tensor(chunk, expected, where), self._runner.device)
-        elif numbers.is_cuda:
-            numbers.record_stream(torch.cuda.current_stream())
-        self._pieces.take(chunk)
-        self._write(chunk, expected, numbers.view(expected.shape))
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            raw = np.frombuffer(chunk.data, np.uint8)
+            raw = raw if raw.flags.writeable else raw.copy()
+            tensor = on_device(raw, self._runner.device).view(expected.dtype)
+            if not torch.isfinite(tensor).all().item():
+                # One such number would spread through masked positions to sequences beside it.
+                raise FormatError(where, "has values that are not finite")
+            with self._lock:
+                if self._over:
+                    raise InputError("hand-over", "the request has ended")
+                self._pieces.take(chunk)
+                if self._free is not None:
+                    self._free.wait()
+                self._write(chunk, expected, tensor.view(expected.shape))
 
     def _write(self, chunk: KvChunk, expected: _Expected, tensor: Tensor) -> None:
         kept, row = self._runner.cache.layer(chunk.layer), self._row
@@ -227,24 +222,19 @@ class IncomingHandover:
 
     def finish(self) -> None:
         self._pieces.must_be_whole()
+        self.end()
         self._runner.tables.advance(self._row, self._about.stop)
         self._runner.tables.trim(self._row)
+
+    def end(self) -> None:
+        """Nothing is written any more, and what was comes before the steps from now on: the row may be closed."""
+        with self._lock:
+            self._over = True
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
 
 def _piece(wanted: _Expected, chunk: KvChunk) -> _Expected:
     """What the tokens that a chunk says it is of should look like."""
     tokens = max(0, chunk.stop - chunk.first)
     return replace(wanted, first=chunk.first, shape=(tokens, *wanted.shape[1:]))
-
-
-def _tensor(chunk: KvChunk, expected: _Expected, where: str) -> Tensor:
-    raw = torch.from_numpy(np.frombuffer(chunk.data, dtype=np.uint8).copy())
-    tensor = raw.view(expected.dtype)
-    if not bool(torch.isfinite(tensor).all()):
-        raise _not_finite(where)
-    return tensor
-
-
-def _not_finite(where: str) -> FormatError:
-    """One such number would spread through masked positions to sequences beside it."""
-    return FormatError(where, "has values that are not finite")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from potluck.core.values.sampling import SampledToken
 from potluck.engine.compute.emulated import EmulatedNic, StepPacer
 from potluck.engine.compute.executor import Executor, IncomingCache, RunnerSize, StepInputs
-from potluck.engine.compute.handover import IncomingHandover, RowSlots, pack, read_out, stage
+from potluck.engine.compute.handover import IncomingHandover, RowSlots, pack, read_out
 from potluck.engine.compute.runner import Runner
 from potluck.engine.compute.sample import draw, sent
 from potluck.kv.chunks import KvChunk, KvManifest
@@ -23,6 +22,7 @@ class LocalExecutor(Executor):
         self, runner: Runner, size: RunnerSize, pacer: StepPacer | None = None, nic: EmulatedNic | None = None
     ) -> None:
         self.runner, self.size, self.pacer = runner, size, pacer
+        self._arrivals: dict[int, IncomingHandover] = {}
         self.nic = nic
         """For whoever sends its chunks over a network."""
         self.config, self.fingerprint, self.exact = runner.config, runner.fingerprint, runner.exact
@@ -38,6 +38,8 @@ class LocalExecutor(Executor):
         return self.runner.tables.open()
 
     def close(self, row: int) -> None:
+        if (arrival := self._arrivals.pop(row, None)) is not None:
+            arrival.end()
         self.runner.tables.close(row)
 
     def held(self, row: int) -> int:
@@ -102,11 +104,9 @@ class LocalExecutor(Executor):
         begun = [read_out(slots, layer, start, stop) for layer in layers]
         return (chunks() for chunks in begun)
 
-    def stage(self, chunk: KvChunk) -> tuple[KvChunk, Any] | None:
-        return stage(self.runner, chunk)
-
     def arrival(self, row: int, about: KvManifest, tokens: Sequence[int]) -> IncomingCache:
-        return IncomingHandover(self.runner, row, about, tokens)
+        self._arrivals[row] = arrival = IncomingHandover(self.runner, row, about, tokens)
+        return arrival
 
     def notes(self) -> Mapping[str, float]:
         return {} if self.pacer is None else self.pacer.notes()

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from potluck.api.segments import UNSUPPORTED
 from potluck.core.errors import CapacityError, InputError, PotluckError
@@ -157,6 +156,8 @@ class EngineLoop:
         self._kept: dict[int, float] = {}
         """Caches that are computed and whose receivers have not come, and until when they are kept."""
         self.host_kv = HostKvStore()
+        self._leaving: list[RunningJob] = []
+        """Caches that are read out behind the step that is under way."""
         self._said: list[tuple[int, Event]] = []
 
     # What is asked between turns.
@@ -193,7 +194,14 @@ class EngineLoop:
         if not 0 <= have < run.job.whole:
             raise InputError("have", f"must be 0 to {run.job.whole - 1}, is {have}")
         run.fetched_from = have
-        if run.computed:
+        row, whole = run.row, run.job.whole
+        in_row = row is not None and self.executor.held(row) >= whole
+        if in_row and row is not None and self._ahead and self.microbatches.under_way:
+            # Behind the step that is under way, before the next one: it goes when that step has landed.
+            run.outgoing = self.executor.exports(row, have, whole)
+            self._leaving += [run] if run.computed else []
+            self._kept.pop(key, None)
+        elif run.computed:
             self._send_kept(run)
         elif self._join is not None and (running := self.microbatches.step_of(key, run.row)) is not None:
             running.let_out(run, self._join)
@@ -216,18 +224,23 @@ class EngineLoop:
         self._receivers.waiting.append(key)
         self._let_in()
 
-    def expect(self, key: int, about: KvManifest) -> None:
+    def expect(self, key: int, about: KvManifest) -> IncomingCache:
         run = self._here(key)
         if run.row is None or run.incoming is not None or about.stop != run.job.received:
             raise InputError(
                 "hand-over", f"is of {about.stop}, not {run.job.received}, tokens, or unasked for"
             )
         run.incoming = self.executor.arrival(run.row, about, run.job.prompt)
+        return run.incoming
 
-    def accept(self, key: int, chunk: KvChunk, numbers: Any = None, *, lossy: bool = False) -> None:
-        self._incoming(key).accept(chunk, numbers)
+    def accept(self, key: int, chunk: KvChunk, *, lossy: bool = False) -> None:
+        self._incoming(key).accept(chunk)
+        self.accepted(key, self._weigh(chunk), lossy=lossy)
+
+    def accepted(self, key: int, size_bytes: int, *, lossy: bool = False) -> None:
+        """By what `expect` returned, in the thread that received it."""
         self._here(key).exact &= not lossy
-        self.counters.received_bytes += self._weigh(chunk)
+        self.counters.received_bytes += size_bytes
 
     def arrived(self, key: int) -> None:
         self._incoming(key).finish()
@@ -450,6 +463,10 @@ class EngineLoop:
                 self._end(key, "length")
             elif what == DONE and key in self._runs:
                 self._done(self._runs[key], running)
+        leaving, self._leaving = self._leaving, []
+        for run in leaving:
+            if self._runs.get(run.job.key) is run:
+                self._send_kept(run)
         if count:
             self.counters.step(size, count, self._now_s - running.began_s)
 
@@ -501,7 +518,7 @@ class EngineLoop:
         """What was computed before its receiver came goes out; whether it could be read."""
         assert run.row is not None and run.fetched_from is not None  # noqa: PT018
         try:
-            for chunks in self.executor.exports(run.row, run.fetched_from, run.job.whole):
+            for chunks in run.outgoing or self.executor.exports(run.row, run.fetched_from, run.job.whole):
                 self._send(run, chunks)
             self._end(run.job.key, "handed_on")
         except FAILURES as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from potluck.core.errors import CapacityError, InputError
@@ -161,7 +162,7 @@ class RunningJob:
 
     # fmt: off
     __slots__ = ("computed", "drawing", "edits", "exact", "fetched_from", "found", "incoming", "job", "last_s",
-                 "row", "sent", "times", "tokens")
+                 "outgoing", "row", "sent", "times", "tokens")
     # fmt: on
 
     def __init__(self, job: Job, now_s: float) -> None:
@@ -182,6 +183,7 @@ class RunningJob:
         self.incoming: IncomingCache | None = None
         self.fetched_from: int | None = None
         """The receiver is there and has so many tokens already."""
+        self.outgoing: Iterable[tuple[KvChunk, ...]] | None = None  # Being read out for it, layer by layer.
         self.sent = 0
         """Tokens whose KV went out with the steps that computed them."""
         self.computed = False

@@ -394,7 +394,7 @@ class MockExecutor(Executor):
         return self._pacer.notes()
 
 
-class MockHandover:
+class MockHandover(IncomingCache):
     """A hand-over on its way into a row, which must hold the tokens [0, start) already."""
 
     def __init__(self, executor: MockExecutor, row: int, about: KvManifest, tokens: Sequence[int]) -> None:
@@ -405,7 +405,7 @@ class MockHandover:
         layers = range(executor.config.model.layer_count)
         self._missing = MissingParts({(layer, "latent"): (about.start, about.stop) for layer in layers})
 
-    def accept(self, chunk: KvChunk, numbers: None = None) -> None:
+    def accept(self, chunk: KvChunk) -> None:
         where = f"hand-over: layer {chunk.layer} {chunk.part}"
         since = self._about.start if chunk.stop == self._about.stop else MORE
         self._missing.take(chunk)

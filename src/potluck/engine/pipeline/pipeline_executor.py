@@ -26,6 +26,7 @@ from potluck.core.values.sampling import Drawing, SampledToken, Sampling
 from potluck.engine.compute.batch_layout import check
 from potluck.engine.compute.executor import (
     Executor,
+    IncomingCache,
     RunnerSize,
     SequenceWork,
     StepInputs,
@@ -583,7 +584,7 @@ class PipelineExecutor(Executor):
         return [row for row in self._rows if self._lost_of(row)]
 
 
-class PipelineHandover:
+class PipelineHandover(IncomingCache):
     """A hand-over into a pipeline: each layer's chunks go to the worker that has the layer, which checks them."""
 
     def __init__(self, driver: PipelineExecutor, row: int, about: KvManifest, tokens: Sequence[int]) -> None:
@@ -603,7 +604,7 @@ class PipelineHandover:
                     driver.ask(row, remote, partial(msg.FinishHandover, row=local, whole=False))
             raise
 
-    def accept(self, chunk: KvChunk, numbers: None = None) -> None:
+    def accept(self, chunk: KvChunk) -> None:
         layers = self._driver.config.model.layer_count
         if not 0 <= chunk.layer < layers:
             raise FormatError(f"hand-over: layer {chunk.layer}", f"is not one of the model's {layers}")

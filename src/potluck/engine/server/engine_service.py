@@ -83,7 +83,7 @@ class EngineService:
         executor = loop.executor
         self.vocab = executor.config.model.vocab
         self.eos = frozenset(executor.config.eos_tokens + generation.end_tokens)
-        self.fingerprint, self.stage = executor.fingerprint, executor.stage
+        self.fingerprint = executor.fingerprint
         self.layers = executor.config.model.layer_count
         self.most_tokens = loop.most_tokens
         self.grammars = Grammars(text, self.vocab, self.eos)

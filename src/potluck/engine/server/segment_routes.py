@@ -31,6 +31,7 @@ from potluck.api.segments import KvSource, SegmentRequest, segment_of
 from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.kv_layout import kv_address
+from potluck.engine.compute.executor import IncomingCache
 from potluck.engine.loop.engine_loop import EngineLoop
 from potluck.engine.loop.jobs import Job, JobComputed, JobEnded, OutputToken
 from potluck.engine.memory.prefix_cache import ReceivedPrefix, chain_hash
@@ -231,36 +232,31 @@ async def _receive(
     tokens = token_hash(job.prompt[: job.received])
     wanted = FetchRequest(checked_handle(source.handle), request, service.fingerprint, tokens, have)
 
-    taken: list[Future[None]] = []
+    coming: list[IncomingCache] = []
+
+    async def begin(about: KvManifest) -> None:
+        await hub.ask(lambda loop, _: loop.want(channel.key))
+        await channel.room
+        coming.append(await hub.ask(lambda loop, _: loop.expect(channel.key, about)))
 
     def accept(chunk: KvChunk, exact: bool) -> Future[None]:
-        here, numbers = service.stage(chunk) or (chunk, None)
-        asked = hub.driver.ask(lambda loop, _: loop.accept(channel.key, here, numbers, lossy=not exact))
-        if here is chunk:
-            return asked
-        taken.append(asked)  # It was copied: the next one need not wait for the loop.
+        if not coming[0].beside:
+            return hub.driver.ask(lambda loop, _: loop.accept(channel.key, chunk, lossy=not exact))
+        coming[0].accept(chunk)
+        size_bytes = len(chunk.data)
+        hub.driver.ask(lambda loop, _: loop.accepted(channel.key, size_bytes, lossy=not exact))
         return _done()
 
     def whole() -> Future[None]:
-        for future in taken:
-            future.result(ASK_S)
         return hub.driver.ask(lambda loop, _: loop.arrived(job.key))
 
-    await service.connector.fetch(
-        address, wanted, lambda about: _begin(service, channel, about), accept, whole
-    )
+    await service.connector.fetch(address, wanted, begin, accept, whole)
 
 
 def _done() -> Future[None]:
     result: Future[None] = Future()
     result.set_result(None)
     return result
-
-
-async def _begin(service: EngineService, channel: RequestChannel, about: KvManifest) -> None:
-    await service.hub.ask(lambda loop, _: loop.want(channel.key))
-    await channel.room
-    await service.hub.ask(lambda loop, _: loop.expect(channel.key, about))
 
 
 NAME = re.compile(r"[0-9a-f]{1,32}")
