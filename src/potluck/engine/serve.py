@@ -58,8 +58,8 @@ class EngineSettings:
     """How an engine is laid out; what is None follows from the model."""
 
     max_running: int = 32
-    handover_rows: int = 8
-    """Caches that may wait to be fetched, or to begin, beside those that run."""
+    handover_rows: int = 0
+    """Caches that may wait to be fetched, or to begin, beside those that run; 0: a quarter of these, at least 8."""
     max_tokens: int | None = None
     """Of one request."""
     kv_blocks: int | None = None
@@ -79,7 +79,7 @@ class EngineSettings:
 
     def size(self, model: Model) -> RunnerSize:
         longest = min(self.max_tokens or model.max_context_tokens, model.max_context_tokens)
-        rows = self.max_running + self.handover_rows
+        rows = self.max_running + (self.handover_rows or max(8, self.max_running // 4))
         most = -(-longest // BLOCK_TOKENS)
         # A quarter of the context for everybody, since few are long at once, and always one whole.
         blocks = self.kv_blocks or max(most, rows * max(most // 4, 1))

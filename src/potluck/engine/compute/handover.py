@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -118,7 +118,7 @@ def _to_host(tensor: Tensor, copies: torch.cuda.Stream | None) -> Callable[[], T
         return lambda: tensor
     here, ready = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
     copies.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(copies):
+    with on_stream(copies):
         here.copy_(tensor, non_blocking=True)
         ready.record()
     tensor.record_stream(copies)
@@ -158,10 +158,14 @@ def _read(slots: RowSlots, kept: Kept, expected: _Expected, stop: int) -> Tensor
     return kept.read(slots.of(kept, expected.first, stop)).view(expected.shape)
 
 
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
 class IncomingHandover:
     """A hand-over on its way into a row, which must hold the tokens [0, start) already. On a GPU chunks may come in
-    any thread (`beside`), and are copied and written beside the steps: on a stream that waits for whatever used the
-    blocks before, and that steps wait for once all is there."""
+    any thread (`beside`). They are copied and checked on one stream beside the steps, and written on another, which
+    waits for whatever used the blocks before, and which steps wait for once all is there."""
 
     def __init__(self, runner: Runner, row: int, about: KvManifest, tokens: Sequence[int]) -> None:
         if sys.byteorder != "little":
@@ -179,8 +183,12 @@ class IncomingHandover:
         self._pieces = MissingParts({key: (item.first, about.stop) for key, item in self._wanted.items()})
         self._lock, self._over = threading.Lock(), False
         self.beside = runner.device.type == "cuda"
-        self._stream = torch.cuda.Stream(runner.device) if self.beside else None  # type: ignore[no-untyped-call]
-        self._free = None if self._stream is None else torch.cuda.current_stream().record_event()
+        self._copies = self._writes = None
+        if self.beside:
+            self._copies, self._writes = (torch.cuda.Stream(runner.device) for _ in range(2))  # type: ignore[no-untyped-call]
+            self._writes.wait_stream(torch.cuda.current_stream())
+        with on_stream(self._copies):
+            self._finite = torch.ones((), dtype=torch.bool, device=runner.device)
 
     @torch.inference_mode()
     def accept(self, chunk: KvChunk) -> None:
@@ -197,20 +205,24 @@ class IncomingHandover:
         size = int(np.prod(expected.shape)) * expected.dtype.itemsize
         if len(chunk.data) != size:
             raise FormatError(where, f"has {len(chunk.data)} bytes, expected {size}")
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            raw = np.frombuffer(chunk.data, np.uint8)
-            raw = raw if raw.flags.writeable else raw.copy()
-            tensor = on_device(raw, self._runner.device).view(expected.dtype)
-            if not torch.isfinite(tensor).all().item():
-                # One such number would spread through masked positions to sequences beside it.
-                raise FormatError(where, "has values that are not finite")
-            with self._lock:
-                if self._over:
-                    raise InputError("hand-over", "the request has ended")
-                self._pieces.take(chunk)
-                if self._free is not None:
-                    self._free.wait()
-                self._write(chunk, expected, tensor.view(expected.shape))
+        raw = np.frombuffer(chunk.data, np.uint8)
+        raw = raw if raw.flags.writeable else raw.copy()
+        with self._lock:
+            if self._over:
+                raise InputError("hand-over", "the request has ended")
+            self._pieces.take(chunk)
+            with on_stream(self._copies):
+                tensor = on_device(raw, self._runner.device).view(expected.dtype)
+                self._finite = self._finite & torch.isfinite(tensor).all()
+                # One that is not finite would spread through masked positions to sequences beside it.
+                tensor = torch.nan_to_num(tensor, 0.0, 0.0, 0.0).view(expected.shape)
+                if (not self._pieces.missing or not self.beside) and not self._finite.item():
+                    raise FormatError(where, "has values that are not finite")
+            if self._writes is not None and self._copies is not None:
+                self._writes.wait_stream(self._copies)
+                tensor.record_stream(self._writes)
+            with on_stream(self._writes):
+                self._write(chunk, expected, tensor)
 
     def _write(self, chunk: KvChunk, expected: _Expected, tensor: Tensor) -> None:
         kept, row = self._runner.cache.layer(chunk.layer), self._row
@@ -230,8 +242,8 @@ class IncomingHandover:
         """Nothing is written any more, and what was comes before the steps from now on: the row may be closed."""
         with self._lock:
             self._over = True
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        if self._writes is not None:
+            torch.cuda.current_stream().wait_stream(self._writes)
 
 
 def _piece(wanted: _Expected, chunk: KvChunk) -> _Expected:
