@@ -567,3 +567,25 @@ async def test_a_ring_of_engines_goes_on_over_their_faces(monkeypatch: pytest.Mo
         assert all(len(tokens_in(lines)) == 4 for _, lines in replies[24:])
         for engine in ring:
             await engine.until_idle()
+
+
+async def test_hand_overs_that_fill_the_send_queue_hold_up_nobody_who_has_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The receiver has room for one; the sender has memory for two, and fewer threads than caches to send."""
+    monkeypatch.setattr(kv_connector, "MOST_AT_ONCE", 12)
+    limits, kv = RequestLimits(handover_s=15.0), replace(TRIAL, sender=SenderLimits(most_bytes=40_000))
+    sender = make_service("full", limits, kv=kv, prefix_cache_bytes=0, chunk_tokens=64, handover_rows=24)
+    window = replace(TRIAL, links=replace(TRIAL.links, window_bytes=20_000))
+    receiver = make_service("full", limits, kv=window, handover_rows=2, prefix_cache_bytes=0)
+    async with face(sender) as one, face(receiver) as two:
+        one.service.connector._puts._max_workers = 2
+        asked = []
+        for place in range(10):
+            tokens, name = prompt(100 if place else 450, seed=place), f"r{place}"
+            cut, source = len(tokens) - 1, {"kv": one.kv, "handle": new_handle()}
+            asked.append(one.segment(tokens, request=name, stop=cut, handle=source["handle"]))
+            asked.append(two.segment(tokens, request=name, start=cut, max_tokens=4, source=source))
+        replies = await asyncio.gather(*asked)
+        assert {status for status, _ in replies} == {200}, replies
+        assert tokens_in(replies[1][1]) == harness("full").answer(prompt(450, seed=0), 4)

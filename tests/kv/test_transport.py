@@ -196,7 +196,7 @@ def test_who_waits_for_a_row_does_not_keep_memory_from_whoever_has_it() -> None:
         other.put(chunk)
 
         def rest() -> None:
-            assert until(lambda: mine.parts[0].drained)
+            assert until(lambda: mine.parts[0].takes(1 << 40))
             other.put(replace(chunk, layer=1))
             mine.put(replace(chunk, layer=1), wait_s=5.0)
             mine.finish()

@@ -65,10 +65,11 @@ class TransferPart:
 
     # All under the lock.
 
-    @property
-    def drained(self) -> bool:
-        """Whether something was put, and is at the receiver."""
-        return self.queue.begun and not self.queue.held_bytes
+    def takes(self, size: int) -> bool:
+        """Whether there is room in the send queue; always where the receiver has used up what it was given: it has
+        set a row aside, and those that fill the queue may wait for that row."""
+        drained = self.queue.begun and not self.queue.held_bytes
+        return self.over or drained or self.memory.held_bytes + size <= self.memory.most_bytes
 
     def attach(self, piece_bytes: int, most_connections: int, now_s: float) -> bool:
         """Whether a connection may join that takes pieces of so many bytes. The first one says how large they are."""
@@ -173,15 +174,12 @@ class OutgoingTransfer:
                 yield part, piece
 
     def put(self, chunk: KvChunk, wait_s: float = 0.0, part: TransferPart | None = None) -> None:
-        """Add a chunk, whose bytes must stay as they are. Waits for room in the send queue, unless the receiver has
-        used up what it was given: it has set a row aside, and those that fill the queue may wait for that row."""
+        """Add a chunk, whose bytes must stay as they are. Waits for room in the send queue."""
         part = part or self.parts[0]
         packed = pack(chunk, part.queue.piece_bytes, now=len(part.conns) <= KEEPS_UP)
         size, memory = len(packed.body), self.memory
         with memory.changed:
-            fits = memory.changed.wait_for(
-                lambda: part.over or part.drained or memory.held_bytes + size <= memory.most_bytes, wait_s
-            )
+            fits = memory.changed.wait_for(lambda: part.takes(size), wait_s)
             if part.over:
                 raise TransferError(f"hand-over: the transfer is {part.state}, nobody waits for it")
             if not fits:

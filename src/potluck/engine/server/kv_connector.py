@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from potluck.core.errors import InputError, PotluckError
+from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.values.kv_layout import Address, KvAddress, KvLayout, sources, written
 from potluck.engine.compute.emulated import EmulatedNic
 from potluck.engine.loop.jobs import NOT_FETCHED, JobEnded
@@ -30,7 +30,7 @@ from potluck.kv.codec_layout import ITEM_BYTES, STATES, Codec
 from potluck.kv.fetch import FetchRequest, FetchResult, GroupFetch
 from potluck.kv.handles import new_session
 from potluck.kv.kv_codec import packed, restored
-from potluck.kv.kv_sender import KvSender, OutgoingTransfer, SenderLimits, State
+from potluck.kv.kv_sender import KvSender, OutgoingTransfer, SenderLimits, State, TransferPart
 
 
 def converted(chunk: KvChunk, dtype: str) -> KvChunk:
@@ -91,7 +91,8 @@ class KvTransfer:
         return report
 
 
-MOST_AT_ONCE = 128  # Fetches, and apart from these chunks being put; others wait for their turn.
+ROOM_S = 0.02  # Between two looks for room in the send queue.
+MOST_AT_ONCE = 512  # Fetches, and apart from these chunks being put; others wait for their turn.
 ASK_S = 60.0  # The loop answers between two steps.
 Read = Callable[[int], tuple[KvManifest, list[KvChunk]]]
 """What goes to a receiver that has so many tokens already; called in a thread that may wait."""
@@ -284,7 +285,19 @@ class KvConnector:
             if due_s is not None:
                 await asyncio.sleep(max(0.0, due_s - time.monotonic()))
             cut = self._transfer.leaves(transfer.peer, cut)
-            await self._apart(partial(transfer.put, part=part), cut, self._handover_s)
+            while not await self._room_for(transfer, part, cut):
+                await asyncio.sleep(ROOM_S)
+
+    async def _room_for(self, transfer: OutgoingTransfer, part: TransferPart, chunk: KvChunk) -> bool:
+        """Put it into the transfer if there is room. No thread waits for it: threads are few, and whoever is to make
+        room may need one."""
+        if not part.takes(len(chunk.data) + len(chunk.parameters)):
+            return False
+        try:
+            await self._apart(partial(transfer.put, part=part), chunk, 0.0)
+        except CapacityError:
+            return False
+        return True
 
     async def _apart(self, call: Callable[[KvChunk, A], T], chunk: KvChunk, more: A) -> T:
         """Off the event loop, unless it takes no time."""
