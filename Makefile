@@ -21,7 +21,7 @@ BUILD_OPTIONS := --quiet --disable-pip-version-check --no-input --no-deps --no-b
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-here test-all test-main test-beside test-behind test-source test-vllm test-sky test-ray environments lint types format site bench compiled testcompiled wheel lock clean
+.PHONY: help up demo test test-here test-all test-main test-beside test-behind test-source test-vllm test-sky test-ray environments lint types format site bench compiled testcompiled wheel lock clean
 .DELETE_ON_ERROR:
 
 help: ## list these commands
@@ -30,6 +30,9 @@ help: ## list these commands
 # Options: make up ARGS='potluck.yaml --port 8080'; make up ARGS=--check starts, asks one question and stops.
 up: $(VENV)/.serve ## install, then serve a small mixed fleet on this machine, without a GPU; ARGS= for others
 	@exec $(BIN)/potluck up $(ARGS)
+
+demo: $(VENV)/.serve ## two minutes of a service's life, told on its page, without a GPU
+	@PYTHONPATH=tools exec $(BIN)/python -m demo $(ARGS)
 
 # Each run of pytest has a folder of its own for temporary files: two runs at once would clean up each other's. It is
 # kept where a test failed.

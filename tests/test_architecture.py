@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "export": frozenset({"core", "control"}),
     "loadgen": frozenset({"core"}),
 }
-USES_ALL = frozenset({"cli", "demo", "__main__"})
+USES_ALL = frozenset({"cli", "__main__"})
 PACKAGES = frozenset(MAY_IMPORT) | USES_ALL
 
 # fmt: off

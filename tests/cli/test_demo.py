@@ -1,4 +1,4 @@
-"""`potluck demo`, a short day: every act shows its answer, no request is lost, nothing stays. And its pure parts."""
+"""`make demo`, a short day: every act shows its answer, no request is lost, nothing stays. And its pure parts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from demo.acts import LAB, SHOP, ActEvidence, FleetLook, LoggedDecision, ReplicaLook, chosen, the_day
+from demo.command import told
+from demo.play import ActOutcome
+from demo.traffic import RequestCounts, SentRequest, counted
 
 from potluck.core.values.types import Slo
-from potluck.demo.acts import LAB, SHOP, ActEvidence, FleetLook, LoggedDecision, ReplicaLook, chosen, the_day
-from potluck.demo.command import told
-from potluck.demo.play import ActOutcome
-from potluck.demo.traffic import RequestCounts, SentRequest, counted
 from potluck.loadgen.load_client import TimedRequest
 
 WITHIN_S = 900.0
@@ -205,10 +205,9 @@ def test_only_a_whole_day_without_a_lost_request_ends_well(
 
 
 def test_a_short_day_shows_every_answer_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "potluck.cli.main", "demo", "--seconds", "12", "--json"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=WITHIN_S, env={**os.environ, "TMPDIR": str(tmp_path)}
-    )
+    command = [sys.executable, "-m", "demo", "--seconds", "12", "--json"]
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     body = json.loads(done.stdout)
     rows = {row["act"]: row for row in body["acts"]}

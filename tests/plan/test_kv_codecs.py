@@ -28,7 +28,7 @@ SHIPPED = [
     Path(str(resources.files(package) / "data" / name))
     for package, name in (
         ("potluck.cli", "demo.yaml"),
-        ("potluck.demo", "day.yaml"),
+        ("demo", "day.yaml"),
         ("potluck.spec", "example.yaml"),
     )
 ]

@@ -13,9 +13,9 @@ from potluck.cli.main import COMMANDS, cli
 ROOMS = {
     "Planning": ("planning",),
     "Simulating": ("simulating",),
-    "Serving": ("up", "demo", "fleet", "engine", "bench", "serve"),
+    "Serving": ("up", "fleet", "engine", "bench", "serve"),
 }
-"""Parts of the reference, and the places in `cli/` (and `demo/`) that their commands are in."""
+"""Parts of the reference, and the places in `cli/` that their commands are in."""
 
 
 def tree() -> Iterator[tuple[tuple[str, ...], click.Command, click.Context]]:

@@ -36,7 +36,6 @@ COMMANDS = {
     "trace": (".simulating.trace:trace", "Look at request traces, convert and make them."),
     "reproduce": (".simulating.simulate:reproduce", "A paper's experiments, its figures beside ours."),
     "up": (".up.up:up", "Plan, start and look after a whole service on this machine."),
-    "demo": ("potluck.demo.command:demo", "Two minutes of a service's life, told on its page; no GPU."),
     "status": (".fleet.status:status", "What a running service is doing, and what it lacks."),
     "top": (".fleet.status:top", "The same, live: rates, latencies, replicas, links, dollars."),
     "logs": (".fleet.status:logs", "What engines and gateway wrote."),

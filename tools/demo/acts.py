@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from demo.traffic import DemoLoad, RequestCounts
 from potluck.control.gateway_client import GatewayClient
-from potluck.demo.traffic import DemoLoad, RequestCounts
 
 NEAR, FAR = "near", "far"
 LINK = f"{FAR}->{NEAR}"

@@ -1,4 +1,4 @@
-"""`potluck demo`: two minutes of a service's life on this machine, told on the page."""
+"""`make demo`: two minutes of a service's life on this machine, told on the page."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 import click
 from click import option
 
+from demo.acts import the_day
+from demo.play import ActOutcome
+from demo.traffic import RequestCounts
 from potluck.cli.common.render import emit_json, table
 from potluck.core.errors import PotluckError
-from potluck.demo.acts import the_day
-from potluck.demo.play import ActOutcome
-from potluck.demo.traffic import RequestCounts
 
 if TYPE_CHECKING:
+    from demo.play import Player
     from potluck.cli.simulating.simulation import SimulationInputs
     from potluck.control.controller import ControllerTurn
     from potluck.control.local_stack import LocalStack
-    from potluck.demo.play import Player
 
 
 FORMAT, VERSION = "potluck.demo", 2
@@ -49,7 +49,7 @@ def told(outcomes: Sequence[tuple[ActOutcome, RequestCounts]], as_json: bool) ->
 
 def summary(outcomes: Sequence[tuple[ActOutcome, RequestCounts]]) -> str:
     """The day in a few sentences, for who watched it."""
-    again = "Start again with `potluck demo`."
+    again = "Start again with `make demo`."
     if not outcomes:
         return again
     sent = sum(counts.requests for _, counts in outcomes)
@@ -111,7 +111,7 @@ INTERRUPTED = 130
 
 
 def day() -> Path:
-    return Path(str(resources.files("potluck.demo") / "data" / "day.yaml"))
+    return Path(str(resources.files("demo") / "data" / "day.yaml"))
 
 
 @click.command()
@@ -133,8 +133,8 @@ def demo(seconds: float, port: int, stay: bool, as_json: bool) -> None:
 
     \b
     Examples:
-      potluck demo
-      potluck demo --seconds 300 --stay
+      make demo
+      make demo ARGS='--seconds 300 --stay'
     """
     with tempfile.TemporaryDirectory(prefix="potluck-demo-") as folder:
         raise click.exceptions.Exit(_play(Path(folder), seconds, port, stay, as_json))
@@ -177,10 +177,10 @@ class _Day:
         self.stop.set()
 
     def _story(self) -> None:
+        from demo.acts import DemoControls, the_day
+        from demo.play import Player
+        from demo.traffic import DemoTraffic
         from potluck.control.gateway_client import GatewayClient
-        from potluck.demo.acts import DemoControls, the_day
-        from potluck.demo.play import Player
-        from potluck.demo.traffic import DemoTraffic
 
         acts, model = the_day(), self.inputs.spec.models[0]
         client = GatewayClient(self.stand.client.url, self.stand.key_file.read_text("utf-8"))
@@ -231,6 +231,7 @@ def _play(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) ->
 
 def _stood(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) -> _Day:
     """All that a day needs, planned and not yet started."""
+    from demo.acts import LAB, NEAR, SHOP
     from potluck.cli.common.inputs import load_problem
     from potluck.cli.simulating.simulation import SimulationInputs, read_one_spec
     from potluck.cli.up.prepare import HEADROOM
@@ -238,7 +239,6 @@ def _stood(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) -
     from potluck.control.local_stack import LocalStack, LocalStackSettings, fork_server_of
     from potluck.control.market import MarketFile
     from potluck.control.replanner import Replanner
-    from potluck.demo.acts import LAB, NEAR, SHOP
     from potluck.engine.shipped_model import shipped_model
     from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
@@ -271,7 +271,7 @@ def _stood(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) -
         maker,
         (*maker.gateway_words(), *(f"--policy={name}={value:g}" for name, value in rules.items())),
         market=MarketFile(market, spec.regions),
-        why=f"potluck demo: the cheapest fleet of {STRATEGY} for {spec.models[0].traffic.rate_per_s:g} requests/s",
+        why=f"the demo: the cheapest fleet of {STRATEGY} for {spec.models[0].traffic.rate_per_s:g} requests/s",
     )
     ready = fork_server if fork_server is not None and fork_server.wait_ready() else None
     stand = LocalStack(settings, plan, Replanner(problem, PLAN_S), ready)

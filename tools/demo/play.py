@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from potluck.control.gateway_client import GatewayAway
-from potluck.core.values.types import Slo
-from potluck.demo.acts import (
+from demo.acts import (
     FAR,
     LAB,
     LEAST_USD,
@@ -24,7 +22,9 @@ from potluck.demo.acts import (
     decided_since,
     look_at,
 )
-from potluck.demo.traffic import DemoTraffic, RequestCounts, counted
+from demo.traffic import DemoTraffic, RequestCounts, counted
+from potluck.control.gateway_client import GatewayAway
+from potluck.core.values.types import Slo
 
 LOOK_S = 0.4
 PATIENCE_S = 90.0
