@@ -80,10 +80,10 @@ def test_small_weights_make_decodes_faster_on_any_gpu() -> None:
     tokens=st.integers(1, 20_000),
     shape=st.sampled_from([(8, 2), (128, 8), (256, 8), (32, 4)]),
     ranks=st.sampled_from([1, 2, 8]),
-    skew=st.sampled_from([EVEN, UNEVEN, 1.2]),
+    skew=st.sampled_from([EVEN, UNEVEN, 1.2, None]),
 )
 def test_loads_add_up_and_the_busiest_rank_has_most(
-    tokens: int, shape: tuple[int, int], ranks: int, skew: float
+    tokens: int, shape: tuple[int, int], ranks: int, skew: float | None
 ) -> None:
     experts, active = shape
     result = spread(float(tokens), experts, active, ranks, skew)

@@ -146,9 +146,9 @@ data-parallel experts' dispatch have no measurements. Nor has tensor parallelism
 (`decode step` below), and between several each is taken to send through the host's memory over its own lanes, at the
 share that NCCL reaches between RTX PRO 6000. All-reduce is vLLM's in CUDA graphs over NVSwitch (three machines), PCIe
 with peer access (one; left out, Vidur's boards with NVLink pairs stand for it) and PCIe on a shared way (one, which
-nothing can be left out of). Chosen with these errors in view: an SM's time to make a row of inputs small, the rate at
-which weights of 4 bits are unpacked, the shares of experts' tiles, what an SM gets from the L2 cache, the features of
-the surfaces of experts (the expert-parallel degree) and of windowed attention.
+nothing can be left out of). Chosen with these errors in view: an SM's time to make a row of inputs small, the shares
+of experts' tiles, what an SM gets from the L2 cache, how unlike a router's experts are, the features of the surfaces
+of experts (the expert-parallel degree) and of windowed attention.
 
 How a harness shifts its figures is learnt only from GPUs that two harnesses measured (A100 and H100).
 
@@ -359,9 +359,9 @@ def _held(study: RunStudy) -> str:
 
 def _fitted(study: RunStudy) -> str:
     lines = [
-        "What was fitted, to all runs of each version. The host's part goes into every estimate and plan (vLLM's",
-        "newest); the client's is of the benchmark alone: which share of requests comes in one burst, how many",
-        "prompts the others find before them, and what a request takes outside the engine.\n",
+        "What was fitted, to all runs of each version, and what is taken for one that nobody saw. The host's part",
+        "and what a request takes outside the engine go into estimates and plans (vLLM's); the rest is the client's:",
+        "which share of requests comes in one burst, and how many prompts the others find before them.\n",
         "| engine | models | runs | host, a step | a sequence | launching a layer | burst | ahead | a request |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -369,7 +369,9 @@ def _fitted(study: RunStudy) -> str:
         host, client = item.host, item.client
         times = f"{host.fixed_s * 1e3:.2f} ms | {host.sequence_s * 1e6:.0f} µs | {host.launch_s * 1e3:.2f} ms"
         sent = f"{client.burst:.2f} | {client.ahead:.1f} | {client.request_s * 1e3:.0f} ms"
-        lines.append(f"| {item.engine} {item.version} | {item.kind} | {item.runs} | {times} | {sent} |")
+        lines.append(
+            f"| {item.engine} {item.version or 'else'} | {item.kind} | {item.runs} | {times} | {sent} |"
+        )
     return "\n".join(lines) + "\n"
 
 

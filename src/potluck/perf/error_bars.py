@@ -4,7 +4,9 @@ Predictions were put beside measurements at three levels: single operators, whol
 and whole serving runs. A figure takes its bar from errors at its own level, for its kind of model, number format and
 tensor-parallel degree, as far as enough was measured there:
 
-    rate, TTFT, TPOT      serving runs that the fit had not seen; they exist for H100 alone
+    rate, TPOT            serving runs that the fit had not seen; they exist for H100 alone
+    TTFT                  the same by engine and by how many requests are under way, once as if nobody had seen the
+                          engine's version: servers and clients make more of it than GPUs do
     another GPU           besides, what carrying operators over to it adds: errors of its operators, or of those of
                           GPUs that were left out, less what H100's own have
     nothing of its kind   twice the latter
@@ -36,7 +38,11 @@ LEAST_RUNS, LEAST_CONFIGURATIONS = 60, 12
 
 Metric = Literal["rate", "ttft", "tpot"]
 Kind = Literal["dense", "experts"]
+Group = tuple[str, int, int, str, str]
+"""Kind, bits, degree, engine and load; empty or 0: any."""
 METRICS: tuple[Metric, ...] = ("rate", "ttft", "tpot")
+FEW = 16
+"""Requests under way, up to which first tokens are those of an engine with few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,14 @@ class RunErrors:
     """0: any."""
     runs: int
     quantiles: tuple[float, ...]
+    engine: str = ""
+    """Of first tokens alone, as is the load."""
+    load: str = ""
+    """few, many, or empty: any."""
+
+    @property
+    def group(self) -> Group:
+        return self.kind, self.bits, self.tp, self.engine, self.load
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +120,17 @@ def bar(
     confidence: Confidence,
     share: float = SHARE,
     bars: ErrorBars | None = None,
+    *,
+    engine: str = "",
+    requests: float = 0.0,
 ) -> ErrorBar:
-    """The bar of one figure of a model on `tp` GPUs."""
+    """The bar of one figure of a model on `tp` GPUs; of first tokens by an engine that has so many requests."""
     known = bundled_bars() if bars is None else bars
     half = (1.0 - share) / 2
-    errors = _errors(known.runs, metric, kind_of(model), round(bits_of(model)), tp)
+    kind, bits = kind_of(model), round(bits_of(model))
+    wanted = first_token_groups(kind, engine, requests) if metric == "ttft" else step_groups(kind, bits, tp)
+    alike = {errors.group: errors for errors in known.runs if errors.metric == metric}
+    errors = next(alike[group] for group in wanted if group in alike)
     more = (
         0.0
         if gpu == known.gpu and confidence == "measured"
@@ -129,13 +149,16 @@ def slower(model: Model, tp: int, gpu: str, confidence: Confidence, sure: float)
     return max(1.0, bar("rate", model, tp, gpu, confidence, 2.0 * max(sure, 0.5) - 1.0).high)
 
 
-def _errors(runs: Sequence[RunErrors], metric: Metric, kind: str, bits: int, tp: int) -> RunErrors:
-    """Of the nearest group that has enough runs: like this in all; of any degree; in any format; of any kind."""
-    for wanted in ((kind, bits, tp), (kind, bits, 0), (kind, 0, tp), (kind, 0, 0), ("", 0, 0)):
-        alike = [e for e in runs if e.metric == metric and (e.kind, e.bits, e.tp) == wanted]
-        if alike:
-            return alike[0]
-    raise AssertionError(metric)
+def step_groups(kind: str, bits: int, tp: int) -> tuple[Group, ...]:
+    """Nearest first: like this in all; of any degree; in any format; of any kind."""
+    nearest = ((kind, bits, tp), (kind, bits, 0), (kind, 0, tp), (kind, 0, 0), ("", 0, 0))
+    return tuple((*group, "", "") for group in nearest)
+
+
+def first_token_groups(kind: str, engine: str, requests: float) -> tuple[Group, ...]:
+    """Nearest first: of this engine, then of all; as loaded rather than of the same kind."""
+    load = "" if requests <= 0 else "few" if requests <= FEW else "many"
+    return tuple((k, 0, 0, e, n) for e in (engine, "") for n in (load, "") for k in (kind, ""))
 
 
 def _quantile(errors: RunErrors, share: float, more: float) -> float:
@@ -164,4 +187,5 @@ def _between(quantiles: Sequence[float], share: float) -> float:
 
 def _named(errors: RunErrors) -> str:
     bits, tp = f"{errors.bits} bit" if errors.bits else "", f"tp {errors.tp}" if errors.tp else ""
-    return ", ".join(part for part in (errors.kind or "all", bits, tp) if part)
+    load = f"{errors.load} requests under way" if errors.load else ""
+    return ", ".join(part for part in (errors.kind or "all", errors.engine, bits, tp, load) if part)

@@ -13,7 +13,7 @@ from potluck.core.values.layout import Ep
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import NodeType, Role, Slo
-from potluck.perf.error_bars import METRICS, ErrorBar, bar
+from potluck.perf.error_bars import METRICS, ErrorBar, Metric, bar
 from potluck.perf.kv_capacity import StageMemory, max_requests, require_fit, stage_memory
 from potluck.perf.operators.layers import step_sums
 from potluck.perf.phases import decode_step_s, prefill_s
@@ -186,9 +186,10 @@ def _told(
     made = {"prefill": 0, "decode": output_tokens, "mixed": output_tokens}[role]
     read = 0 if role == "decode" else input_tokens
     confidence = line.confidence
-    bars = {
-        metric: None if profile else bar(metric, model, tp, node.gpu.name, confidence) for metric in METRICS
-    }
+    bars: dict[Metric, ErrorBar | None] = dict.fromkeys(METRICS)
+    if profile is None:
+        under_way = {"engine": "vllm", "requests": running}
+        bars = {m: bar(m, model, tp, node.gpu.name, confidence, **under_way) for m in METRICS}  # type: ignore[arg-type]
     return Estimate(
         model=model.name,
         node=node.name,

@@ -17,6 +17,7 @@ Every argument may be an array; numpy broadcasting applies. Nothing here knows a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,8 +25,11 @@ from numpy.typing import ArrayLike, NDArray
 from potluck.perf.step_timer import Floats, once
 
 UNEVEN = 1.01
-"""What serving takes for a router: nearly every load equally likely on a logarithmic scale."""
+"""A router of the published measurements: nearly every load equally likely on a logarithmic scale."""
 EVEN = 0.0
+POPULAR = 1.0
+"""Standard deviation of the logarithm of how often a router chooses an expert: serving runs of three models leave it
+between 0.7 and 1.3."""
 QUANTILES = 32
 """Loads are followed at so many quantiles, not expert by expert."""
 TALL = (16, 32, 64, 128)
@@ -55,18 +59,24 @@ def busiest_share(rows: Floats, ranks: int) -> Floats:
 
 
 def spread(
-    tokens: ArrayLike, experts: ArrayLike, active: ArrayLike, ranks: ArrayLike = 1.0, skew: ArrayLike = UNEVEN
+    tokens: ArrayLike,
+    experts: ArrayLike,
+    active: ArrayLike,
+    ranks: ArrayLike = 1.0,
+    skew: ArrayLike | None = None,
 ) -> ExpertSpread:
     """Loads on the experts of the busiest of `ranks`, each of which has experts / ranks of them whole.
 
-    Routers are not fair: of the experts of one layer some get many times the rows of others. As in the published
-    measurements, the loads of E experts follow a power law with density x^-a between 1 and 0.8 T (T tokens, each
-    choosing k); they are scaled to T k rows. a = 0 stands for a router that is fair to the row. With expert
-    parallelism the busiest rank decides: its load is above the mean by Blom's z, times the deviation of a sum of E
-    / ranks such loads.
+    Routers are not fair: of the experts of one layer some get many times the rows of others. Without a `skew`, as
+    models' do (`_served`). With one as in the published measurements: loads of E experts follow a power law with
+    density x^-a between 1 and 0.8 T (T tokens, each choosing k); they are scaled to T k rows and rounded, and rows
+    that are lost go to experts without any. a = 0 is a router that is fair to the row. With expert parallelism
+    the busiest rank decides: above the mean by Blom's z, times the deviation of a sum of E / ranks such loads.
     """
+    if skew is None:
+        return _served(*(np.atleast_1d(_floats(v)) for v in (tokens, experts, active, ranks)))
     chosen, many, per_token, places, power = np.broadcast_arrays(
-        *(np.atleast_1d(np.asarray(v, np.float64)) for v in (tokens, experts, active, ranks, skew))
+        *(np.atleast_1d(_floats(v)) for v in (tokens, experts, active, ranks, skew))
     )
     loads = _even(chosen, many, per_token)
     if (power != EVEN).any():
@@ -74,12 +84,46 @@ def spread(
         loads = np.where((power == EVEN)[:, None], loads, uneven)
     local = np.maximum(many / places, 1.0)
     weight = local / QUANTILES
-    rows = np.maximum(loads.sum(axis=1) * weight, 1.0)
-    # No token chooses an expert twice, so few tokens touch at least as many experts as each has rows for.
-    least = np.minimum(rows / np.maximum(chosen, 1.0), local)
-    used = np.maximum((loads >= 0.5).sum(axis=1) * weight, np.maximum(least, 1.0))
-    tiles = {tall: np.maximum(np.ceil(loads / tall).sum(axis=1) * weight, used) for tall in TALL}
+    exact, loads = loads, np.round(np.minimum(loads, chosen[:, None]))
+    rows = np.maximum(exact.sum(axis=1) * weight, 1.0)
+    # What rounding and the bound of a row a token leave over goes to experts that have none.
+    used = (loads > 0).sum(axis=1) * weight
+    over = np.clip(rows - loads.sum(axis=1) * weight, 0.0, local - used)
+    used = np.maximum(used + over, 1.0)
+    least = np.ceil(loads / np.array(TALL)[:, None, None]).sum(axis=2) * weight + over
+    tiles = {tall: np.maximum(least[i], np.maximum(used, rows / tall)) for i, tall in enumerate(TALL)}
     return ExpertSpread(rows, used, tiles)
+
+
+def _served(tokens: Floats, experts: Floats, active: Floats, ranks: Floats) -> ExpertSpread:
+    """Loads as models have them: tokens choose by chance, and some experts more often than others.
+
+    An expert that a share q of all tokens choose is used by T of them with probability 1 - (1 - q)^T; the logarithms
+    of these shares are normal. So the experts in use grow smoothly with T, and are fewer than a fair router's.
+    """
+    popular = _popular()
+    local = np.maximum(experts / ranks, 1.0)
+    blom = {float(n): _blom(float(n)) if n > 1 else 0.0 for n in once(ranks)}
+    above = 1.0 + np.array([blom[float(n)] for n in ranks]) * popular.std() / np.sqrt(local)
+    share = np.minimum((active / experts * np.minimum(above, ranks))[:, None] * popular, 1.0 - 1e-9)
+    loads, weight = tokens[:, None] * share, local / QUANTILES
+    touched = -np.expm1(np.maximum(tokens, 1e-9)[:, None] * np.log1p(-share))
+    used = np.maximum(touched.sum(axis=1) * weight, 1.0)
+    tiles = {
+        tall: np.maximum((touched * np.ceil(loads / touched / tall)).sum(axis=1) * weight, used)
+        for tall in TALL
+    }
+    return ExpertSpread(np.maximum(loads.sum(axis=1) * weight, 1.0), used, tiles)
+
+
+@lru_cache(maxsize=1)
+def _popular() -> Floats:
+    """How often a router chooses the experts at each quantile, as a multiple of the mean."""
+    from statistics import NormalDist  # slow to import, and of experts alone
+
+    place = [(i + 0.5) / QUANTILES for i in range(QUANTILES)]
+    chosen = np.exp(POPULAR * np.array([NormalDist().inv_cdf(at) for at in place]))
+    return _floats(chosen / chosen.mean())
 
 
 def _even(tokens: Floats, experts: Floats, active: Floats) -> Floats:
@@ -106,8 +150,7 @@ def _uneven(tokens: Floats, experts: Floats, active: Floats, ranks: Floats, skew
             np.maximum(experts / ranks, 1.0)
         )
         loads = loads * np.minimum(above, ranks)[:, None]
-    result: Floats = np.round(loads)
-    return result
+    return _floats(loads)
 
 
 def _blom(ranks: float) -> float:
@@ -122,8 +165,6 @@ PICKED_TILES = ((64.0, (64, 64)), (128.0, (64, 128)), (np.inf, (128, 128)))
 EXPERT_TALL = {16: 0.35, 32: 0.6, 64: 0.9, 128: 1.0}
 EXPERT_WIDE = {64: 0.9, 128: 1.0}
 """Rows and columns of a grouped product's tiles, and the share of the best tile's rate that each reaches."""
-UNPACKED = 0.8
-"""Weights of 4 bits unpacked to 16 in the time of an exponential (16 of which an SM has a clock)."""
 QUANTISE_ROW_S = 0.75e-6
 QUANTISE_ELEMENT_S = 0.22e-9
 """Making a row of inputs small: an SM's time for a row, and for each of its elements (H100, L40S)."""
@@ -304,17 +345,15 @@ def expert_product_s(
 ) -> Floats:
     """Seconds of one of an expert layer's two products, (rows, k) x (k, n) for each expert with its own matrix.
 
-    Weights that are smaller than their inputs are unpacked in every tile, which a fast GPU's other units limit. A
-    tile fetches its inputs and its weights from the L2 cache, so small ones, which share little, are held up there.
+    A tile fetches its inputs and its weights from the L2 cache, so small ones, which share little, are held up there.
     """
     cols, depth = _floats(n), _floats(k)
     rate = chip.flops_per_s / chip.sm_count * curve.compute
-    unpack_s = chip.sm_count / (UNPACKED * chip.exp_per_s) if weight_bytes < input_bytes else 0.0
     best: Floats | None = None
     for tall, tall_share in EXPERT_TALL.items():
         for wide, wide_share in EXPERT_WIDE.items():
             waves = np.ceil(load.tiles[tall] * np.ceil(cols / wide) / chip.sm_count)
-            work = np.maximum(2.0 * tall * wide / (rate * tall_share * wide_share), wide * unpack_s)
+            work = 2.0 * tall * wide / (rate * tall_share * wide_share)
             work = np.maximum(work, (tall * input_bytes + wide * weight_bytes) / chip.fetch_bytes_per_s)
             time = waves * work * (depth + curve.extra_depth)
             best = time if best is None else np.minimum(best, time)

@@ -15,7 +15,6 @@ from potluck.core.values.model import FORMAT_BITS, Format
 from potluck.core.values.types import Gpu
 from potluck.perf.operators.calibration import WINDOWED, ExtraOperator, GpuCurves
 from potluck.perf.operators.kernels import (
-    UNEVEN,
     DecodeCurve,
     ExpertCurve,
     GemmCurve,
@@ -157,7 +156,7 @@ def expert_time_s(
     curves: GpuCurves,
     *,
     ranks: ArrayLike = 1.0,
-    skew: ArrayLike = UNEVEN,
+    skew: ArrayLike | None = None,
     weight_bytes: float | None = None,
     own: bool = False,
 ) -> Floats:
