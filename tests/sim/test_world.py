@@ -26,19 +26,26 @@ from sim_fleets import (
 )
 from sim_minds import Around, Fixed, requests, ttft
 
+from potluck.catalog import nodes
 from potluck.core.brain.brain import Brain
 from potluck.core.errors import UnknownNameError
 from potluck.core.state import events
 from potluck.core.state.actions import Action, CopyPrefix, DrainReplica, Replan, Run, StopReplica
 from potluck.core.state.policy import Policy
+from potluck.core.values.layout import single
 from potluck.core.values.plan import Plan
 from potluck.core.values.route import aggregated, handed_over
-from potluck.core.values.types import Codec, LengthBin, Role, Traffic
+from potluck.core.values.types import Codec, LengthBin, Role, Slo, Traffic
+from potluck.perf.estimate import estimate
 from potluck.perf.memory import kv_bytes
 from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.startup import startup_s
+from potluck.perf.throughput import best_operating
+from potluck.perf.timers.engine_host import DEFAULT_HOST
 from potluck.perf.timers.roofline import roofline
 from potluck.perf.transfer import codec_ratio, link_alpha_beta, overlapped_transfer_s
+from potluck.plan.problem import model_demand
+from potluck.plan.timing.replica_rates import replica_capacity
 from potluck.runtime.brain_log import Decider
 from potluck.runtime.replica_models import ReplicaModels
 from potluck.sim.load.workload import PrefixBlocks, Workload, of_traffic
@@ -67,12 +74,27 @@ def lone(plan: Plan, route: Callable[[int], object], prompt: int, output: int, *
 
 def test_one_request_alone_takes_its_prefill_and_its_steps() -> None:
     result = lone(closed_plan((mixed(), "east", 1)), lambda _: aggregated(FIRST), 1000, 50)
-    prefill = float(prefill_s(TIMER, 1000)[0])
+    prefill = float(prefill_s(TIMER, 1000)[0]) + DEFAULT_HOST.request_s
     assert ttft(result) == pytest.approx(prefill, rel=1e-9)
     steps = sum(float(decode_step_s(TIMER, 1, 1000 + k)[0]) for k in range(1, 50))
     assert float(result.records.finish_s[0]) == pytest.approx(1.0 + prefill + steps, rel=2e-3)
     assert result.replicas[0].decode_tokens == 49
     assert result.replicas[0].prefill_tokens == 1000
+
+
+def test_estimate_plan_and_simulation_tell_the_same_first_token() -> None:
+    """All count what a server adds to it outside of steps."""
+    slo, node = Slo(2.0, 0.06), NODES[nodes.canonical(FAST)]
+    told = estimate(LLAMA, node, input_tokens=1000, output_tokens=50, slo=slo)
+    ask = model_demand(MODEL, LLAMA, slo, Traffic(MODEL, 1.0, (LengthBin(1000, 50, 1.0),)))
+    (planned,) = replica_capacity(ask, single(node.name, 1, LLAMA.layer_count), NODES, "mixed", 0.8)
+    assert told.operating is not None
+    assert planned.ttft_s == pytest.approx(told.operating.ttft_s)
+    bare = best_operating(TIMER, 1000, 50, told.max_batch, slo)
+    assert bare is not None
+    assert told.operating.ttft_s - bare.ttft_s == pytest.approx(DEFAULT_HOST.request_s)
+    result = lone(closed_plan((mixed(), "east", 1)), lambda _: aggregated(FIRST), 1000, 50)
+    assert ttft(result) == pytest.approx(told.prefill_s + DEFAULT_HOST.request_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -91,7 +113,7 @@ def test_kv_over_a_link_shows_the_tail_that_perf_says(overlap: bool, codec: Code
         if overlap
         else float(path.time_s(size))
     )
-    step = float(decode_step_s(TIMER, 1, prompt)[0])
+    step = float(decode_step_s(TIMER, 1, prompt)[0]) + DEFAULT_HOST.request_s
     assert ttft(result) == pytest.approx(prefill + tail + step, rel=1e-3)
     assert float(result.records.wire_bytes[0]) == pytest.approx(size)
     assert result.links[1].sent_bytes == pytest.approx(size)
@@ -186,7 +208,7 @@ def test_drain_stop_and_move_are_carried_out() -> None:
     assert check(world) == []
     drained = [at_s for at_s, event in mind.told if isinstance(event, events.ReplicaDrained)]
     result = result_of(world, 0)
-    assert drained == [pytest.approx(float(result.records.finish_s[0]))]
+    assert drained == [pytest.approx(float(result.records.finish_s[0]) - DEFAULT_HOST.request_s)]
     assert [state for _, state, _ in result.replicas[0].changes] == [
         "starting",
         "ready",
@@ -410,7 +432,9 @@ def test_a_slow_replica_is_slow_for_a_while() -> None:
     calm = simulate(problem(plan), work).records
     fault = Fault(0.0, "slow", replica="*", factor=4.0, duration_s=30.0)
     records = simulate(problem(plan), work, faults=Faults((fault,))).records
-    assert float(records.finish_s[0]) == pytest.approx(4.0 * float(calm.finish_s[0]), rel=1e-6)
+    added_s = DEFAULT_HOST.request_s
+    slow_s = 4.0 * (float(calm.finish_s[0]) - added_s)
+    assert float(records.finish_s[0]) - added_s == pytest.approx(slow_s, rel=1e-6)
     assert float(records.finish_s[1] - 60.0) == pytest.approx(float(calm.finish_s[1] - 60.0), rel=1e-6)
 
 

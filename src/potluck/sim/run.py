@@ -216,11 +216,12 @@ def result_of(world: SimWorld, seed: int) -> SimResult:
         "plans asked for": world.replans,
         "second attempts": world.attempts.hedged,
     }
-    replicas = tuple(_replica_record(site, end_s) for site in world.fleet.all_sites)
+    sites = world.fleet.all_sites
+    replicas = tuple(_replica_record(site, end_s) for site in sites)
+    added_s = [site.replica_model.engine.host.request_s for site in sites]
+    rtt_s = world.replica_models.resolved.rtt_s
     return SimResult(
-        recorded.as_users_see(
-            world.ledger.records(world.workload), replicas, world.replica_models.resolved.rtt_s
-        ),
+        recorded.as_users_see(world.ledger.records(world.workload), replicas, rtt_s, added_s),
         dict(world.replica_models.resolved.slos),
         replicas,
         tuple(_link_record(world, pipe) for pipe in (*world.network.links.values(), *cards)),

@@ -40,6 +40,7 @@ from potluck.perf.timers.engine_host import DEFAULT_HOST
 from potluck.perf.timers.roofline import check_tp, roofline
 from potluck.perf.transfer import alpha_beta, crossing_bytes
 from potluck.plan.problem import HEADROOM, ModelDemand
+from potluck.plan.timing.replica_rates import inside_server
 
 __all__ = ["Pool", "PoolLinks", "PoolNode", "PoolWorkload", "uniform_pool", "wires_of", "workload_of"]
 
@@ -92,7 +93,8 @@ def workload_of(
     most = ask.model.max_context_tokens
     output = min(max(1, round(mean_out)), most - 1)
     prompt = min(max(1, round(mean_in)), most - output)
-    return PoolWorkload(ask.model, ask.slo, prompt, output, rate, codec, headroom, round(cached), engine)
+    slo = inside_server(ask.slo)
+    return PoolWorkload(ask.model, slo, prompt, output, rate, codec, headroom, round(cached), engine)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,6 +26,7 @@ from potluck.core.values.types import Codec, NodeType
 from potluck.perf.memory import kv_bytes
 from potluck.perf.phases import prefill_s
 from potluck.perf.throughput import MixedSteps, best_shared, shared_steps
+from potluck.perf.timers.engine_host import DEFAULT_HOST
 from potluck.perf.timers.pipeline_timer import ORDER, layout_requests
 from potluck.perf.transfer import crossing_bytes
 from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
@@ -210,7 +211,8 @@ def _first(work: _PairWork, part: _PromptPart) -> _First | None:
     low_rate = min(work.low_copies / part.service_s, cards.all_bits_per_s / max(part.wire_bits, 1e-9))
     busy = headroom * low_rate * part.wire_bits / cards.all_bits_per_s
     crossing_s = sojourn_s(part.wire_bits / cards.one_bits_per_s, busy)
-    taken_s = part.service_s * (wait_factor(headroom) - 1.0) + max(part.service_s, crossing_s)
+    waited_s = part.service_s * (wait_factor(headroom) - 1.0) + DEFAULT_HOST.request_s
+    taken_s = waited_s + max(part.service_s, crossing_s)
     return _First(low_rate, taken_s, limit_s - taken_s) if taken_s < limit_s and part.fits else None
 
 

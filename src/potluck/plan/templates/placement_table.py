@@ -38,6 +38,7 @@ from potluck.plan.timing.rate_cache import RateCache, RateCaches, RatedLayout, l
 from potluck.plan.timing.replica_rates import (
     HANDOVER_SHARE,
     UNPROMISED_TTFT_S,
+    inside_server,
     layout_timer,
     useful,
     wait_factor,
@@ -305,7 +306,7 @@ def _all(
         rule = BucketRule(wait, share, demand.longest_tokens, cached, promised, problem.headroom, at)
         with suppress(InputError):
             for library in pipeline_libraries(
-                *(ask.model, nodes, ask.slo, demand.new_tokens, demand.output_tokens),
+                *(ask.model, nodes, inside_server(ask.slo), demand.new_tokens, demand.output_tokens),
                 max_nodes=nodes_at_most(len(nodes), len(problem.asks)),
                 rule=replace(rule, uneven=uneven),
                 folder=folder,

@@ -10,7 +10,8 @@ must stay within the objective; K is the largest that does and whose KV fits. In
 steps, and the first token waits for all stages, after the round of chunks that is under way. A decoding replica runs
 the largest batch whose step is within TPOT and whose KV fits; as KV comes while its prompt is computed, its room is
 taken before the first token. A mixed one does both and must keep both (`perf.serving.throughput`); in a pipeline of S
-stages S batches take turns, so a request's step is a cycle of them.
+stages S batches take turns, so a request's step is a cycle of them. All first tokens come later by what a server adds
+to them outside of steps (`EngineHost.request_s`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from potluck.perf.kv_capacity import STEP_TOKENS
 from potluck.perf.phases import CHUNK_TOKENS, chunked_prefill_s, prefill_s, prompts_in_step, prompts_s
 from potluck.perf.step_timer import Floats, StepBatch, StepTimer, steps
 from potluck.perf.throughput import MAX_BATCH, best_operating
+from potluck.perf.timers.engine_host import DEFAULT_HOST
 from potluck.perf.timers.pipeline_timer import PipelineTimer, layout_requests, pipeline
 from potluck.perf.timers.profile import ProfileTimer, profile_for
 from potluck.perf.timers.roofline import roofline
@@ -43,6 +45,11 @@ from potluck.plan.problem import BucketDemand, ModelDemand
 UNPROMISED_TTFT_S = 600.0  # What requests beyond the attained share may take at most.
 HANDOVER_SHARE = 0.1
 """Part of the TTFT objective that is kept free for handing the KV over, which overlaps with prefill."""
+
+
+def inside_server(slo: Slo) -> Slo:
+    """What is left of an objective for queues and steps."""
+    return replace(slo, ttft_s=max(slo.ttft_s - DEFAULT_HOST.request_s, 1e-9))
 
 
 def wait_factor(headroom: float) -> float:
@@ -134,9 +141,11 @@ def _bucket(
     if isinstance(timer, PipelineTimer) and role == "decode":
         rate, tpot_s = _pipeline_decode(timer, demand, batch, ask.slo.tpot_s)
         return BucketCapacity(demand.bucket, 0.0, rate * copies, 0.0, 0.0, tpot_s)
-    slo = ask.slo if demand.promised else replace(ask.slo, ttft_s=UNPROMISED_TTFT_S)
+    added_s = DEFAULT_HOST.request_s
+    slo = inside_server(ask.slo) if demand.promised else replace(ask.slo, ttft_s=UNPROMISED_TTFT_S)
     if isinstance(timer, PipelineTimer) and len(timer.stages) > 1:
         rate, ttft_s, tpot_s = _pipeline_mixed(timer, demand, batch, slo)
+        ttft_s += added_s if rate > 0 else 0.0
         return BucketCapacity(demand.bucket, 0.0, 0.0, rate * copies, ttft_s, tpot_s)
     lengths = (demand.input_tokens, demand.output_tokens)
     operating_point = best_operating(timer, *lengths, batch, slo, role, cached_tokens=demand.cached_tokens)
@@ -145,7 +154,8 @@ def _bucket(
     rate = operating_point.requests_per_s * copies
     if role == "decode":
         return BucketCapacity(demand.bucket, 0.0, rate, 0.0, 0.0, operating_point.tpot_s)
-    return BucketCapacity(demand.bucket, 0.0, 0.0, rate, operating_point.ttft_s, operating_point.tpot_s)
+    ttft_s, tpot_s = operating_point.ttft_s + added_s, operating_point.tpot_s
+    return BucketCapacity(demand.bucket, 0.0, 0.0, rate, ttft_s, tpot_s)
 
 
 def _prefill(
@@ -170,7 +180,11 @@ def _prefill(
     else:
         latency_s = apart_s = prompts_s(timer, counts, new, cached)
         longest_s = chunked_prefill_s(timer, demand.longest_tokens, STEP_TOKENS)
-    rates = counts / apart_s
+    rates, round_s, longest_s = (
+        counts / apart_s,
+        round_s + DEFAULT_HOST.request_s,
+        longest_s + DEFAULT_HOST.request_s,
+    )
     limit_s = ask.slo.ttft_s * (1.0 - HANDOVER_SHARE) if demand.promised else np.inf
     for most in counts[::-1]:
         rate = float(rates[:most].max())

@@ -185,17 +185,35 @@ def cost_between(rates: Sequence[tuple[float, float]], start_s: float, end_s: fl
 
 
 def as_users_see(
-    records: RequestRecords, replicas: Sequence[ReplicaRecord], rtt_s: Mapping[tuple[str, str], float]
+    records: RequestRecords,
+    replicas: Sequence[ReplicaRecord],
+    rtt_s: Mapping[tuple[str, str], float],
+    added_s: Sequence[float],
 ) -> RequestRecords:
-    """The records with first and last tokens when they reach whoever asked; the same where nobody said where.
+    """The records with first and last tokens when they reach whoever asked.
 
-    The world counts from a request's arrival at a region. A user sends it half a round trip before, to the region
-    of the first segment's replica, and has tokens half a round trip after they are made, from the region of the
-    last one's. So the first token and the last come later by both halves, and TPOT is as it was.
+    The world counts from a request's arrival at a region, and an engine's steps alone. The server of the first
+    segment takes `added_s` (of each replica) besides, before the first token. Where origins are told, a user sends a
+    request half a round trip before, to the region of that replica, and has tokens half a round trip after they are
+    made, from the region of the last one's. So the first token and the last come later by all of that; TPOT does not.
     """
-    labels = records.labels
-    if labels is None or not rtt_s or labels.origins == ("",):
-        return records
+    later_s = np.array([*added_s, 0.0])[records.prefill_replica]  # the last: no replica
+    if records.labels is not None and rtt_s and records.labels.origins != ("",):
+        later_s = later_s + _far_s(records, records.labels, replicas, rtt_s)
+    seen = np.isfinite(records.first_token_s)
+    return replace(
+        records,
+        first_token_s=records.first_token_s + later_s,
+        finish_s=np.where(seen, records.finish_s + later_s, records.finish_s),
+    )
+
+
+def _far_s(
+    records: RequestRecords,
+    labels: RequestLabels,
+    replicas: Sequence[ReplicaRecord],
+    rtt_s: Mapping[tuple[str, str], float],
+) -> Floats:
     regions = sorted({replica.region for replica in replicas})
     table = np.zeros((len(labels.origins), len(regions) + 1))  # the last column: no replica
     for o, origin in enumerate(labels.origins):
@@ -204,10 +222,5 @@ def as_users_see(
     place = np.array([regions.index(replica.region) for replica in replicas] + [len(regions)], dtype=np.int64)
     origins = labels.from_origin
     first, last = place[records.prefill_replica], place[records.decode_replica]
-    far_s = (table[origins, first] + table[origins, last]) / 2
-    seen = np.isfinite(records.first_token_s)
-    return replace(
-        records,
-        first_token_s=records.first_token_s + far_s,
-        finish_s=np.where(seen, records.finish_s + far_s, records.finish_s),
-    )
+    far_s: Floats = (table[origins, first] + table[origins, last]) / 2
+    return far_s
