@@ -1,18 +1,24 @@
-"""`python -m accuracy`: the stored figures, and one's own runs beside what is predicted for them."""
+"""`potluck accuracy` and `calibrate`: the stored figures, and one's own runs beside what is predicted for them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
-from accuracy.closed_loop import served
+from accuracy.closed_loop import BenchClient, served
 from accuracy.command import accuracy, placed
 from accuracy.runs import read_runs
 from accuracy.scores import stored_runs
-from accuracy.serving import numbers, works
+from accuracy.serving import works
 
 from potluck.cli.main import run
+from potluck.core.errors import InputError
+from potluck.perf.operators.calibration import bundled, linked
+from potluck.perf.timers.engine_host import EngineHost, own_cluster, usual_host
+from potluck.plan.timing.rate_cache import name_of
 
 
 def ask(*arguments: str) -> int:
@@ -30,8 +36,8 @@ def table(folder: Path, factor: float, gpu: str = "L40S") -> Path:
     path = folder / "runs.csv"
     path.write_text("\n".join([HEAD, *rows]), encoding="utf-8")
     runs = [placed(item) for item in read_runs(path).runs]
-    dense = [item for item in stored_runs().engines if (item.engine, item.kind) == ("vllm", "dense")]
-    fit = max(dense, key=lambda each: numbers(each.version))
+    of_any = ("vllm", "dense", "")
+    (fit,) = [e for e in stored_runs().engines if (e.engine, e.kind, e.version) == of_any]
     result = served(works(runs), fit.host, fit.client)
     lines = [
         f"{item.run.model},{gpu},1,{item.run.input_tokens},200,{item.run.concurrency},"
@@ -122,3 +128,71 @@ def test_calibrating_needs_data(tmp_path: Path, capsys: pytest.CaptureFixture[st
     error = capsys.readouterr().err
     assert "aic_a100_sxm_gemm_perf.parquet" in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home of one's own for what is calibrated, forgotten afterwards."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    own_cluster.cache_clear()
+    yield tmp_path / "potluck" / "cluster.json"
+    monkeypatch.undo()
+    own_cluster.cache_clear()
+
+
+def test_runs_of_ones_own_calibrate_host_and_links(
+    tmp_path: Path, own_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slow host on slow links is found, errors of runs left out are halved, and everyone reads what is kept."""
+    shapes = product((1, 4), (500, 2000), (100, 300), (1, 4, 16, 64))
+    lines = [f"Llama-3.1-8B,H100-SXM,{tp},{isl},{osl},{c},100,10" for tp, isl, osl, c in shapes]
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join([HEAD, *lines]), encoding="utf-8")
+    runs = [placed(item) for item in read_runs(path).runs]
+    host, client = EngineHost(2e-3, 3e-5, 2e-4), BenchClient(0.3, 0.5, 0.1)
+    seen = served(works(runs, linked(bundled(), {"nvswitch": 3.0})), host, client)
+    rows = (
+        f"{line.rsplit(',', 2)[0]},{seen.ttft_s[i] * 1e3},{seen.tpot_s[i] * 1e3}"
+        for i, line in enumerate(lines)
+    )
+    path.write_text("\n".join([HEAD, *rows]), encoding="utf-8")
+    before = name_of(b"a plan")
+    assert run(["calibrate", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["found"]
+    assert all(found["after"][metric] < found["before"][metric] / 2 for metric in ("rate", "ttft", "tpot"))
+    cluster = own_cluster()
+    assert cluster is not None
+    assert cluster.runs == len(runs)
+    assert cluster.links["nvswitch"] == pytest.approx(3.0, rel=0.2)
+    assert usual_host().fixed_s == pytest.approx(2e-3, rel=0.2)
+    assert usual_host().request_s == pytest.approx(0.1, rel=0.2)
+    assert name_of(b"a plan") != before, "plans that were timed before are not taken for these"
+    assert run(["calibrate", str(path), "--out", str(tmp_path / "there" / "c.json")]) == 0
+    assert "every command uses it" in capsys.readouterr().out
+    own_home.write_text("{}", encoding="utf-8")
+    own_cluster.cache_clear()
+    with pytest.raises(InputError, match="run it again, or remove the file"):
+        own_cluster()
+    path.write_text("\n".join(path.read_text(encoding="utf-8").splitlines()[:4]), encoding="utf-8")
+    assert run(["calibrate", str(path), "--tp", "0"]) == 2
+
+
+def test_what_vllm_and_aiperf_write_is_read_as_it_comes(tmp_path: Path) -> None:
+    """`vllm bench serve --save-result` has totals, aiperf means with their units; neither has the GPU."""
+    totals = {"completed": 100, "total_input_tokens": 51_200, "total_output_tokens": 12_800}
+    times = {"mean_ttft_ms": 80.0, "mean_tpot_ms": 9.0, "request_throughput": 3.5}
+    means = {"input_sequence_length": 512.0, "output_sequence_length": 128.0, "request_throughput": 3.5}
+    units = {"time_to_first_token": ("ms", 80.0), "inter_token_latency": ("sec", 0.009)}
+    asked = {"endpoint": {"model_names": ["Llama-3.1-8B"]}, "loadgen": {"concurrency": 8}}
+    exported = {name: {"unit": "", "avg": mean, "p50": 1.0} for name, mean in means.items()}
+    exported |= {name: {"unit": unit, "avg": mean} for name, (unit, mean) in units.items()}
+    vllm = {"backend": "vllm", "model_id": "Llama-3.1-8B", "max_concurrency": 8, **totals, **times}
+    for body in (vllm, {"input_config": asked, **exported}, {"input_config": asked, "records": exported}):
+        path = tmp_path / "result.json"
+        path.write_text(json.dumps(body), encoding="utf-8")
+        with pytest.raises(InputError, match="or say --gpu"):
+            read_runs(path)
+        (result,) = read_runs(path, {"gpu": "L40S", "tp": 2}).runs
+        assert (result.model, result.gpu, result.tp, result.concurrency) == ("Llama-3.1-8B", "L40S", 2, 8)
+        assert (result.input_tokens, result.output_tokens, result.requests_per_s) == (512, 128, 3.5)
+        assert (result.ttft_s, result.tpot_s) == (pytest.approx(0.08), pytest.approx(0.009))

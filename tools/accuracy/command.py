@@ -1,4 +1,4 @@
-"""`python -m accuracy`: how far the performance model is off, one's own runs beside it, and calibrating it anew."""
+"""`potluck accuracy`: how far the performance model is off, one's own runs beside it; `potluck calibrate`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ SUFFIX = re.compile(
     r"-(fp8|bf16|fp16|nvfp4|mxfp4|fp4|awq|gptq|int8|int4|w8a8|w4a16)(-dynamic|-block)?$", re.I
 )
 """Formats that names of checkpoints end in."""
+GPU = click.option("--gpu", help="Of runs in files that do not say.")
+TP = click.option("--tp", type=click.IntRange(1), help="Tensor-parallel degree, the same.")
 STEPS = 18
 """Roughly how many stages a study has, for the progress bar."""
 
@@ -39,19 +41,27 @@ STEPS = 18
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Table of serving runs that you measured (CSV, JSON, Parquet): how far predictions are from them.",
 )
+@GPU
+@TP
 @click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="Write the report (Markdown).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def accuracy(
-    data: Path | None, calibrate: bool, score: Path | None, write: Path | None, as_json: bool
+    data: Path | None,
+    calibrate: bool,
+    score: Path | None,
+    gpu: str | None,
+    tp: int | None,
+    write: Path | None,
+    as_json: bool,
 ) -> None:
     """How far predictions are off from measurements they have not seen.
 
     \b
     Examples:
-      python -m accuracy                                     the stored figures
-      python -m accuracy --write report.md                   the report
-      python -m accuracy --score runs.csv                    your own runs; exit code 1 where bars do not hold
-      python -m accuracy --data measured --calibrate         fit anew from measurements
+      potluck accuracy                                     the stored figures
+      potluck accuracy --write report.md                   the report
+      potluck accuracy --score runs.csv                    your own runs; exit code 1 where bars do not hold
+      potluck accuracy --data measured --calibrate         fit anew from measurements
     """
     from accuracy.scores import stored_scores
     from potluck.core.codec import encode
@@ -61,7 +71,7 @@ def accuracy(
     if score is not None:
         if data is not None or write is not None:
             raise click.UsageError("--score goes with --json alone")
-        raise SystemExit(score_table(score, as_json))
+        raise SystemExit(score_table(score, as_json, gpu, tp))
     scores = stored_scores() if data is None else _study(data, calibrate)
     if write is not None:
         write.write_text(report(scores), encoding="utf-8")
@@ -69,6 +79,72 @@ def accuracy(
         emit_json({"scores": [encode(score) for score in scores]})
         return
     _show(scores)
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@GPU
+@TP
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write it there instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def calibrate(
+    runs: tuple[Path, ...], gpu: str | None, tp: int | None, out: Path | None, as_json: bool
+) -> None:
+    """Fit an engine's host and the GPUs' links to serving runs of your own; every command uses them from then on.
+
+    Runs are as `accuracy --score` takes them: a table, vLLM's `bench serve --save-result` or aiperf's JSON, 30 or so,
+    with few and many requests under way. The fit is kept in ~/.config/potluck/cluster.json; remove that to forget it.
+
+    \b
+    Examples:
+      potluck calibrate runs.csv
+      potluck calibrate results/*.json --gpu H200 --tp 4
+    """
+    from accuracy.own_cluster import fit_cluster
+    from accuracy.scores import save_cluster, stored_runs
+    from accuracy.verdict import usual_fit
+    from potluck.core.codec import encode
+
+    placed_runs = [item for path in runs for item in _placed_runs(path, gpu, tp)[0]]
+    found = fit_cluster(placed_runs, usual_fit(placed_runs[0], stored_runs().engines))
+    path = save_cluster(found.cluster, out)
+    if as_json:
+        emit_json({"file": str(path), "found": encode(found)})
+        return
+    host = found.cluster.host
+    rows = [
+        (METRIC_WORDS[m], percent(found.before[m]), percent(found.after[m]))
+        for m in METRIC_WORDS
+        if m in found.after
+    ]
+    table(
+        f"{len(placed_runs)} runs: median error of runs left out",
+        ("figure", "as shipped", "calibrated"),
+        rows,
+    )
+    click.echo(
+        f"Host: {host.fixed_s * 1e3:.2f} ms a step, {host.sequence_s * 1e6:.0f} µs a sequence, "
+        f"{host.request_s * 1e3:.0f} ms a request."
+    )
+    for kind, times in found.cluster.links.items():
+        click.echo(f"Collectives over {kind}: {times:.2f} times as long as measured elsewhere.")
+    click.echo(f"Kept in {path}; every command uses it.")
+
+
+def _placed_runs(path: Path, gpu: str | None, tp: int | None) -> tuple[list[Placed], int]:
+    """A file's runs with what their names mean, and how many rows were left out."""
+    from accuracy.runs import read_runs
+    from potluck.core.errors import InputError
+
+    told = {name: value for name, value in (("gpu", gpu), ("tp", tp)) if value is not None}
+    read = read_runs(path, told)
+    result = []
+    for run in read.runs:
+        try:
+            result.append(placed(run))
+        except InputError as error:
+            raise InputError(f"{path.name}: {error.field}", error.problem) from error
+    return result, read.left_out
 
 
 def _study(folder: Path, save: bool) -> tuple[Score, ...]:
@@ -134,26 +210,18 @@ def study_table(path: Path, scores: tuple[Score, ...], save: bool, said: Callabl
         save_runs(study, ErrorBars(result[0].node.gpu.name, errors, deviations(scores)))
 
 
-def score_table(path: Path, as_json: bool) -> int:
+def score_table(path: Path, as_json: bool, gpu: str | None = None, tp: int | None = None) -> int:
     """Print how far predictions are from a file's runs; 1 where bars do not hold there."""
-    from accuracy.runs import read_runs
     from accuracy.scores import stored_runs
     from accuracy.verdict import verdict
     from potluck.core.codec import encode
-    from potluck.core.errors import InputError
 
-    read = read_runs(path)
-    result = []
-    for run in read.runs:
-        try:
-            result.append(placed(run))
-        except InputError as error:
-            raise InputError(f"{path.name}: {error.field}", error.problem) from error
+    result, left_out = _placed_runs(path, gpu, tp)
     text = verdict(result, stored_runs().engines)
     if as_json:
-        emit_json({"file": path.name, "left_out": read.left_out, "holds": text.holds, "found": encode(text)})
+        emit_json({"file": path.name, "left_out": left_out, "holds": text.holds, "found": encode(text)})
     else:
-        _show_verdict(path, read.left_out, text)
+        _show_verdict(path, left_out, text)
     return 0 if text.holds else 1
 
 
@@ -200,5 +268,5 @@ def advice(said: RunVerdict) -> str:
         else "promise too little: cheaper ones may do"
     )
     if said.holds:
-        return f"Bars hold, but plans {side}."
-    return f"Bars do not hold here, and plans {side}; `potluck profile` measures an engine for them."
+        return f"Bars hold, but plans {side}; `potluck calibrate` takes that out."
+    return f"Bars do not hold here, and plans {side}; `potluck calibrate` fits host and links to such runs."

@@ -2,7 +2,8 @@
 
 A row says which model ran where and how, and what a client saw of it. COLUMNS has the names that each fact may have,
 whatever their case and punctuation; a time's unit is the end of its name. Rows without a time or a concurrency are
-left out and counted.
+left out and counted. What vLLM's `bench serve` and aiperf write is read as it comes (`_flat`); neither knows the GPU,
+so a file's facts may be told besides (`told`).
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "engine": ("engine", "backend", "framework"),
     "version": ("version", "backend_version", "engine_version"),
     "mode": ("mode", "serving_mode"),
-    "isl": ("isl", "input_tokens", "prompt_tokens", "input_len", "input_length", "mean_input_tokens"),
-    "osl": ("osl", "output_tokens", "answer_tokens", "output_len", "output_length", "mean_output_tokens"),
+    "isl": ("isl", "input_tokens", "prompt_tokens", "input_len", "input_length", "input_sequence_length"),
+    "osl": ("osl", "output_tokens", "answer_tokens", "output_len", "output_length", "output_sequence_length"),
     "concurrency": ("concurrency", "max_concurrency", "batch", "batch_size", "users"),
     "ttft": ("ttft", "mean_ttft", "silicon_ttft", "ttft_mean", "ttft_avg", "time_to_first_token"),
     "tpot": ("tpot", "mean_tpot", "silicon_tpot", "tpot_mean", "itl", "mean_itl", "inter_token_latency"),
     "throughput": ("throughput", "requests_per_s", "request_throughput", "req_per_s", "rps"),
-    "tokens_per_s": ("output_tokens_per_s", "output_throughput", "tokens_per_s"),
+    "tokens_per_s": ("output_tokens_per_s", "output_throughput", "tokens_per_s", "output_token_throughput"),
     "source": ("silicon_data_source", "source"),
 }
 FORMATS: tuple[tuple[str, Format], ...] = (
@@ -115,15 +116,16 @@ class RunTable:
     left_out: int
 
 
-def read_runs(path: Path) -> RunTable:
-    """All runs of a file, each once."""
-    rows = _rows(path)
+def read_runs(path: Path, told: Mapping[str, object] | None = None) -> RunTable:
+    """All runs of a file, each once; `told` has facts of all its rows, by the names of COLUMNS."""
+    rows = [{**(told or {}), **_flat(row)} for row in _rows(path)]
     names = {_plain(name): name for name in (rows[0] if rows else {})}
     columns = {fact: _found(fact, names) for fact in COLUMNS}
     for fact in NEEDED:
         if not columns[fact]:
             wanted = ", ".join(COLUMNS[fact])
-            raise InputError(f"{path.name}: {fact}", f"no such column; call it one of {wanted}")
+            say = ", or say --gpu" if fact == "gpu" else ""
+            raise InputError(f"{path.name}: {fact}", f"no such column; call it one of {wanted}{say}")
     if not (columns["tpot"] or columns["throughput"] or columns["tokens_per_s"]):
         raise InputError(f"{path.name}: tpot", "nothing measured; ttft_ms and tpot_ms are the usual columns")
     read = [_run(_Row(row, columns, f"{path.name}: row {i}")) for i, row in enumerate(rows, 2)]
@@ -196,6 +198,33 @@ def _run(row: _Row) -> MeasuredRun | None:
         tpot_s=tpot_s,
         requests_per_s=per_s,
     )
+
+
+UNIT_ENDS = {"ms": "_ms", "us": "_us", "s": "_s", "sec": "_s"}
+
+
+def _flat(row: Mapping[str, object]) -> dict[str, object]:
+    """A row with no values inside others: aiperf's means with their units, and totals of vLLM's as means."""
+    flat: dict[str, object] = {}
+    for name, value in row.items():
+        if not isinstance(value, dict):
+            flat[name] = value
+        elif "avg" in value:
+            unit = UNIT_ENDS.get(str(value.get("unit")), "")
+            flat[name + (unit if name in ("time_to_first_token", "inter_token_latency") else "")] = value[
+                "avg"
+            ]
+        else:  # aiperf's records, and how it was called
+            flat.update({k: v for k, v in _flat(value).items() if k not in flat})
+    names = flat.get("model_names")
+    if isinstance(names, list) and names:
+        flat["model"] = names[0]
+    done = flat.get("completed")
+    for fact, total in (("isl", "total_input_tokens"), ("osl", "total_output_tokens")):
+        tokens = flat.get(total)
+        if isinstance(done, int | float) and done > 0 and isinstance(tokens, int | float):
+            flat.setdefault(fact, tokens / done)
+    return flat
 
 
 def _found(fact: str, names: Mapping[str, str]) -> list[tuple[str, float]]:

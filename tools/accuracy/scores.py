@@ -6,9 +6,10 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from accuracy.serving import RunStudy, numbers
+from accuracy.serving import RunStudy
 from accuracy.study import Score
 from potluck.core.codec import dumps, loads
+from potluck.core.errors import InputError
 from potluck.perf import DATA as SHIPPED
 from potluck.perf.error_bars import FORMAT as BARS_FORMAT
 from potluck.perf.error_bars import ErrorBars, bundled_bars
@@ -20,7 +21,7 @@ from potluck.perf.operators.calibration import (
     bundled_curves,
 )
 from potluck.perf.timers.engine_host import FORMAT as HOSTS_FORMAT
-from potluck.perf.timers.engine_host import hosts
+from potluck.perf.timers.engine_host import OWN_FORMAT, OwnCluster, hosts, own_cluster, own_path
 
 SCORES_FORMAT = "potluck.accuracy"
 RUNS_FORMAT = "potluck.runs"
@@ -49,6 +50,20 @@ def save_calibration(calibration: Calibration, folder: Path | None = None) -> No
     bundled_curves.cache_clear()
 
 
+def save_cluster(cluster: OwnCluster, path: Path | None = None) -> Path:
+    """Keep what was fitted to one's own runs, where every command looks for it or in a file."""
+    target = path or own_path()
+    if target is None:
+        raise InputError("--out", "is needed: there is no home to keep it in")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(dumps(cluster, format_name=OWN_FORMAT, version=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(str(target), f"cannot be written ({error.strerror})") from error
+    own_cluster.cache_clear()
+    return target
+
+
 @lru_cache(maxsize=1)
 def stored_runs() -> RunStudy:
     """What was found with whole serving runs."""
@@ -58,11 +73,8 @@ def stored_runs() -> RunStudy:
 
 def save_runs(study: RunStudy, bars: ErrorBars, folder: Path | None = None) -> None:
     """Write what was learnt from serving runs: hosts, errors and scores."""
-    dense = [item for item in study.engines if item.kind == "dense"]
-    newest = {
-        item.engine: replace(item.host, request_s=item.client.request_s)
-        for item in sorted(dense, key=lambda e: numbers(e.version))
-    }
+    unseen = [item for item in study.engines if item.kind == "dense" and not item.version]
+    newest = {item.engine: replace(item.host, request_s=item.client.request_s) for item in unseen}
     for name, value, form, place in (
         ("hosts", newest, HOSTS_FORMAT, SHIPPED),
         ("bars", bars, BARS_FORMAT, SHIPPED),

@@ -4,13 +4,13 @@ Six figures for each version of an engine and kind of model: its host (fixed, pe
 `perf.timers.host`), and how its benchmark's client sends (`closed_loop`). The rest is roofline. Left
 out: configurations (model, format, degree, engine, lengths) are dealt into two halves, by a hash of their names;
 each half is predicted with what the other one was fitted to. Versions with fewer than LEAST_FITTED runs take the
-engine's newest that has more. First tokens are what a server and its client make of them, so their bars count each
-run twice: once so, and once as if nobody had seen its version of the engine."""
+engine's newest that has more. First tokens are what a server and its client make of them: a version that nobody saw
+is taken for the middle of its engine's others; bars count each run twice, once so and once as if it were of one."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -20,21 +20,27 @@ from numpy.typing import NDArray
 from accuracy.closed_loop import BenchClient, BenchReport, RunWork, run_work, served, together
 from accuracy.runs import MeasuredRun
 from potluck.core.values.model import Model
+from potluck.core.values.plan import Confidence
 from potluck.core.values.types import NodeType
 from potluck.perf.error_bars import (
     LEAST_CONFIGURATIONS,
     LEAST_RUNS,
     METRICS,
     SHARES,
+    ErrorBar,
     ErrorBars,
+    Group,
     Kind,
     Metric,
     RunErrors,
     bar,
     bits_of,
+    first_token_groups,
     kind_of,
+    step_groups,
 )
 from potluck.perf.kv_capacity import max_requests, stage_memory
+from potluck.perf.operators.calibration import Calibration
 from potluck.perf.step_timer import Floats
 from potluck.perf.timers.engine_host import NO_HOST, EngineHost
 from potluck.perf.timers.roofline import RooflineTimer, roofline
@@ -111,7 +117,7 @@ class RunStudy:
     """Rows of the table that no run was made of."""
 
 
-def works(placed: Sequence[Placed]) -> RunWork:
+def works(placed: Sequence[Placed], calibration: Calibration | None = None) -> RunWork:
     """The GPU's part of every run."""
     timers: dict[tuple[Model, str, int, str], RooflineTimer] = {}
     result = []
@@ -119,7 +125,7 @@ def works(placed: Sequence[Placed]) -> RunWork:
         run, model, node = item.run, item.model, item.node
         key = (model, node.name, run.tp, run.ep)
         if key not in timers:
-            timers[key] = roofline(model, node, run.tp, host=NO_HOST, ep=run.ep)
+            timers[key] = roofline(model, node, run.tp, host=NO_HOST, ep=run.ep, calibration=calibration)
         # Engines take requests in as long as there is room for what is there, so half of an answer counts.
         tokens = run.input_tokens + run.output_tokens / 2
         room = max_requests(model, stage_memory(model, node, run.tp, ep=run.ep), run.tp, tokens, ep=run.ep)
@@ -151,16 +157,25 @@ def study_runs(
             ratios[:, left] = log_ratios(served(work.where(left), *pair), placed, left)
     unseen = np.full_like(ratios, np.nan)
     for version, fitted in zip(likes, engines, strict=True):
-        others = [item for item in engines if item != fitted and item.kind == fitted.kind]
-        stand_in = max(
-            others or engines,
-            key=lambda e: (e.engine == fitted.engine, e.engine == "vllm", numbers(e.version)),
-        )
-        report = served(work.where(likes[version]), stand_in.host, stand_in.client)
-        unseen[TTFT, likes[version]] = log_ratios(report, placed, likes[version])[TTFT]
+        others = [item for item in engines if item.engine == fitted.engine and item != fitted]
+        if others:
+            unknown = middle(others, fitted.engine, fitted.kind)
+            report = served(work.where(likes[version]), unknown.host, unknown.client)
+            unseen[TTFT, likes[version]] = log_ratios(report, placed, likes[version])[TTFT]
+    names = dict.fromkeys((item.engine, item.kind) for item in engines)
+    engines += [middle(engines, *name) for name in names]
     errors = run_errors(placed, ratios, unseen=unseen)
     held = coverage(placed, ratios, unseen)
     return RunStudy(tuple(engines), run_scores(placed, ratios), held, left_out), errors
+
+
+def middle(engines: Sequence[EngineFit], engine: str, kind: Kind) -> EngineFit:
+    """A version that nobody saw: the newest one's host, and the mean of all those known as to first tokens."""
+    mine = [item for item in engines if item.engine == engine and item.version]
+    newest = max(mine, key=lambda item: (item.kind == kind, numbers(item.version)))
+    clients = np.array([(item.client.burst, item.client.ahead, item.client.request_s) for item in mine])
+    values = (float(f"{value:.3g}") for value in np.exp(np.log(clients).mean(axis=0)))
+    return EngineFit(engine, "", kind, sum(item.runs for item in mine), newest.host, BenchClient(*values))
 
 
 def fit(work: RunWork, runs: Sequence[MeasuredRun]) -> tuple[EngineHost, BenchClient]:
@@ -222,26 +237,32 @@ def run_errors(
     placed: Sequence[Placed], ratios: Floats, mask: Mask | None = None, unseen: Floats | None = None
 ) -> tuple[RunErrors, ...]:
     """Quantiles of every group that has runs and configurations enough; `unseen` has further ratios of these runs."""
-    groups: dict[tuple[str, int, int], list[int]] = {}
-    for i, item in enumerate(placed):
-        if mask is None or mask[i]:
-            kind, bits, tp = item.kind, item.bits, item.run.tp
-            for key in ((kind, bits, tp), (kind, bits, 0), (kind, 0, tp), (kind, 0, 0), ("", 0, 0)):
-                groups.setdefault(key, []).append(i)
     result = []
-    for key, rows in sorted(groups.items()):
-        configurations = {placed[i].run.configuration for i in rows}
-        enough = len(rows) >= LEAST_RUNS and len(configurations) >= LEAST_CONFIGURATIONS
-        for m, metric in enumerate(METRICS):
-            part = ratios[m, rows]
-            count = int(np.isfinite(part).sum())
+    for m, metric in enumerate(METRICS):
+        groups: dict[Group, list[int]] = {}
+        for i, item in enumerate(placed):
+            if mask is None or mask[i]:
+                for key in _groups(metric, item):
+                    groups.setdefault(key, []).append(i)
+        for key, rows in sorted(groups.items()):
+            configurations = {placed[i].run.configuration for i in rows}
+            enough = len(rows) >= LEAST_RUNS and len(configurations) >= LEAST_CONFIGURATIONS
+            part, count = ratios[m, rows], int(np.isfinite(ratios[m, rows]).sum())
             if unseen is not None:
                 part = np.concatenate([part, unseen[m, rows]])
             part = part[np.isfinite(part)]
-            if count and (enough or key == ("", 0, 0)):
+            # An engine of which one version is known says nothing of the next.
+            enough &= not key[3] or len(part) > count
+            if count and (enough or not any(key)):
                 at = tuple(round(float(v), 4) for v in np.quantile(part, _widened(len(configurations))))
-                result.append(RunErrors(metric, *key, count, at))
+                result.append(RunErrors(metric, *key[:3], count, at, *key[3:]))
     return tuple(result)
+
+
+def _groups(metric: Metric, item: Placed) -> Iterable[Group]:
+    if metric == "ttft":
+        return dict.fromkeys(first_token_groups(item.kind, item.run.engine, item.run.concurrency))
+    return step_groups(item.kind, item.bits, item.run.tp)
 
 
 def _widened(configurations: int) -> Floats:
@@ -262,11 +283,18 @@ def coverage(placed: Sequence[Placed], ratios: Floats, unseen: Floats | None = N
             for m, metric in enumerate(METRICS):
                 tried = [ratios[m, i], *([] if unseen is None else [unseen[m, i]])]
                 for ratio in (value for value in tried if np.isfinite(value)):
-                    within = bar(metric, item.model, item.run.tp, made.gpu, "measured", bars=made)
+                    within = bar_of(metric, item, "measured", made)
                     hit = bool(np.log(within.low) <= ratio <= np.log(within.high))
                     for name in (metric, f"{metric}, {item.kind}"):
                         inside.setdefault(name, []).append(hit)
     return {name: round(float(np.mean(hits)), 3) for name, hits in sorted(inside.items())}
+
+
+def bar_of(metric: Metric, item: Placed, confidence: Confidence, bars: ErrorBars | None = None) -> ErrorBar:
+    """The bar of a run's figure."""
+    model, run, gpu = item.model, item.run, item.node.gpu.name
+    under_way = {"engine": run.engine, "requests": run.concurrency}
+    return bar(metric, model, run.tp, gpu, confidence, bars=bars, **under_way)  # type: ignore[arg-type]
 
 
 def _times(bench_report: BenchReport) -> dict[Metric, Floats]:

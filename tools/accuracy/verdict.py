@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 
 import numpy as np
@@ -13,12 +13,13 @@ from accuracy.serving import (
     EngineFit,
     Placed,
     RunScore,
+    bar_of,
     log_ratios,
-    numbers,
     run_scores,
     works,
 )
-from potluck.perf.error_bars import METRICS, SHARE, Metric, bar
+from potluck.perf.error_bars import METRICS, Metric
+from potluck.perf.timers.engine_host import own_cluster
 from potluck.perf.timers.roofline import roofline, unmeasured_parts
 
 WORSE = 0.6
@@ -47,10 +48,10 @@ class RunVerdict:
 
 
 def verdict(placed: Sequence[Placed], engines: Sequence[EngineFit]) -> RunVerdict:
-    """Runs predicted with the host and client of their engine's newest version that is known."""
+    """Runs predicted with the host and client of their engine's version, or of one that nobody saw."""
     ratios = np.zeros((len(METRICS), len(placed)))
     work = works(placed)
-    fits = [_fit(item, engines) for item in placed]
+    fits = [usual_fit(item, engines) for item in placed]
     for fit in dict.fromkeys(fits):
         mine = np.array([item == fit for item in fits])
         ratios[:, mine] = log_ratios(served(work.where(mine), fit.host, fit.client), placed, mine)
@@ -73,14 +74,18 @@ def verdict(placed: Sequence[Placed], engines: Sequence[EngineFit]) -> RunVerdic
 
 def _hit(metric: Metric, each: Placed, ratio: float) -> bool:
     timer = roofline(each.model, each.node, each.run.tp, ep=each.run.ep)
-    result = bar(metric, each.model, each.run.tp, each.node.gpu.name, timer.confidence, SHARE)
+    result = bar_of(metric, each, timer.confidence)
     return log(result.low) <= ratio <= log(result.high)
 
 
-def _fit(placed: Placed, engines: Sequence[EngineFit]) -> EngineFit:
-    """Of the same engine and kind of model, that version or the newest; else of any kind; else of vLLM."""
+def usual_fit(placed: Placed, engines: Sequence[EngineFit]) -> EngineFit:
+    """Of the same engine and kind of model, that version or the middle; else of any kind; else of vLLM.
+
+    Where one's own cluster is known, its host.
+    """
+    cluster = own_cluster()
     for like in ((placed.run.engine, placed.kind), (placed.run.engine, "dense"), ("vllm", placed.kind)):
-        if result := [item for item in engines if (item.engine, item.kind) == like]:
-            same = [item for item in result if item.version == placed.run.version]
-            return max(same or result, key=lambda each: numbers(each.version))
+        for version in (placed.run.version, ""):
+            if same := [e for e in engines if (e.engine, e.kind, e.version) == (*like, version)]:
+                return same[0] if cluster is None else replace(same[0], host=cluster.host)
     return engines[-1]

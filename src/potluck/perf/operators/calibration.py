@@ -17,6 +17,7 @@ compute capability, else all):
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -29,6 +30,7 @@ from potluck.core.values.types import Gpu
 from potluck.perf import shipped
 from potluck.perf.operators.kernels import ChipFigures, DecodeCurve, GemmCurve, PrefillCurve, StreamCurve
 from potluck.perf.step_timer import Floats
+from potluck.perf.timers.engine_host import own_cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +236,25 @@ class GpuCurves:
 
 @lru_cache(maxsize=1)
 def bundled() -> Calibration:
-    """The calibration that ships with the package."""
+    """The calibration that ships with the package, its links as slow as one's own are known to be."""
     text = shipped("calibration.json")
-    return loads(Calibration, text, format_name=FORMAT, version=CALIBRATION_VERSION)
+    result = loads(Calibration, text, format_name=FORMAT, version=CALIBRATION_VERSION)
+    cluster = own_cluster()
+    return result if cluster is None else linked(result, cluster.links)
+
+
+def linked(calibration: Calibration, links: Mapping[str, float]) -> Calibration:
+    """Collectives over some kinds of links as many times as slow."""
+
+    def slowed(way: CollectivePath | None, times: float) -> CollectivePath | None:
+        return way and CollectivePath(way.fixed_s * times, way.step_s * times, way.share / times)
+
+    networks = []
+    for network in calibration.networks:
+        ways = (network.library, network.shuffle, network.direct, network.split)
+        slower = (slowed(way, links.get(network.kind, 1.0)) for way in ways)
+        networks.append(NodeNetwork(network.kind, network.gb_per_s, *slower))  # type: ignore[arg-type]
+    return replace(calibration, networks=tuple(networks))
 
 
 @lru_cache(maxsize=128)

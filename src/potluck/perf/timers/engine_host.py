@@ -5,23 +5,26 @@
 and a step with a prompt's chunk, which is not recorded in a CUDA graph, lasts at least as long as it takes to launch
 its layers. All three are facts of an engine and its version: old ones took about 0.1 ms a sequence, today's overlap
 most of it with the GPU. Besides, a server adds to each first token what it takes to read the request and to begin the
-answer: 11 ms with vLLM 0.18, a tenth of a second with TensorRT-LLM 1.0 and SGLang 0.5. Those of three engines were
-fitted to whole serving runs on H100 (`tools/accuracy`); where nothing else is said, vLLM's hold. `potluck profile`
-measures the real ones.
+answer: 11 to 19 ms with vLLM, a tenth of a second with TensorRT-LLM 1.0 and SGLang 0.5. Those of three engines were
+fitted to whole serving runs on H100 (`tools/accuracy`); where nothing else is said, vLLM's hold. `potluck calibrate`
+fits them to runs of one's own (`OwnCluster`), for every command; `potluck profile` measures the steps themselves.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
 from potluck.core.codec import loads
+from potluck.core.errors import InputError, PotluckError
 from potluck.perf import shipped
 from potluck.perf.step_timer import Floats, StepBatch
 
-FORMAT = "potluck.hosts"
+FORMAT, OWN_FORMAT = "potluck.hosts", "potluck.cluster"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,4 +70,42 @@ def hosts() -> dict[str, EngineHost]:
     return loads(dict[str, EngineHost], text, format_name=FORMAT, version=1)
 
 
-DEFAULT_HOST = hosts()["vllm"]
+@dataclass(frozen=True, slots=True)
+class OwnCluster:
+    """What was fitted to runs of one's own, in place of what ships."""
+
+    host: EngineHost
+    links: dict[str, float] = field(default_factory=dict)
+    """By kind of `NodeNetwork`: how many times as long as measured elsewhere collectives take."""
+    runs: int = 0
+
+
+def own_path() -> Path | None:
+    """`$XDG_CONFIG_HOME/potluck/cluster.json` or `~/.config/potluck/cluster.json`; None without a home."""
+    chosen = os.environ.get("XDG_CONFIG_HOME", "")
+    try:
+        folder = Path(chosen) if os.path.isabs(chosen) else Path.home() / ".config"
+    except RuntimeError:
+        return None
+    return folder / "potluck" / "cluster.json"
+
+
+@lru_cache(maxsize=1)
+def own_cluster() -> OwnCluster | None:
+    """What `potluck calibrate` kept; None where it did not."""
+    path = own_path()
+    if path is None or not path.is_file():
+        return None
+    try:
+        return loads(OwnCluster, path.read_text(encoding="utf-8"), format_name=OWN_FORMAT, version=1)
+    except (PotluckError, OSError, UnicodeDecodeError) as error:
+        advice = f"is not what `potluck calibrate` writes ({error}); run it again, or remove the file"
+        raise InputError(str(path), advice) from error
+
+
+def usual_host() -> EngineHost:
+    cluster = own_cluster()
+    return hosts()["vllm"] if cluster is None else cluster.host
+
+
+DEFAULT_HOST = usual_host()

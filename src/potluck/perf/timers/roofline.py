@@ -37,7 +37,7 @@ from potluck.perf.operators.layer_seconds import (
 from potluck.perf.operators.layers import LayerWork, LinearWork, SoftmaxWork, head_gemm, layer_works
 from potluck.perf.operators.network import all_reduce_s, all_to_all_s, network_for
 from potluck.perf.step_timer import Floats, StepBatch, once
-from potluck.perf.timers.engine_host import DEFAULT_HOST, EngineHost
+from potluck.perf.timers.engine_host import DEFAULT_HOST, EngineHost, own_cluster
 
 TOKEN_GRID = once(
     np.concatenate([np.arange(1, 513), np.arange(512, 4096, 16), np.geomspace(4096, 1 << 17, 160).round()])
@@ -116,7 +116,8 @@ class RooflineTimer:
     @property
     def basis(self) -> str:
         """Where the figures come from, in words."""
-        text = self.curves.basis
+        text, cluster = self.curves.basis, own_cluster()
+        text += f"; host and links fitted to {cluster.runs} runs of yours" if cluster else ""
         carried = [*self._carried, *(["all-reduce over such a link"] if self._unlike_link else [])]
         if self.curves.confidence == "measured" and carried:
             text += f"; carried over: {', '.join(carried)}"

@@ -30,6 +30,7 @@ from potluck.core.values.layout import Layout
 from potluck.core.values.plan import BucketCapacity, Confidence, Template
 from potluck.core.values.service import NO_TERMS
 from potluck.core.values.types import Role
+from potluck.perf.timers.engine_host import own_cluster
 from potluck.perf.timers.pipeline_timer import ORDER
 from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
 from potluck.plan.timing.replica_rates import fits, layout_timer, replica_capacity
@@ -124,7 +125,7 @@ def _files(folder: Any) -> Iterable[Any]:
 
 def name_of(*parts: bytes) -> str:
     """What follows from these parts, by these versions, is kept under this name."""
-    digest = hashlib.sha256(f"{FORMAT} {__version__} {np.__version__}".encode())
+    digest = hashlib.sha256(f"{FORMAT} {__version__} {np.__version__} {own_cluster()}".encode())
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:40]
