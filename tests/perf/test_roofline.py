@@ -196,7 +196,7 @@ def test_beyond_the_table_time_is_proportional() -> None:
     [
         ("Llama-3.1-8B", "H100-SXM", "measured", "H100-SXM measured"),
         ("Llama-3.1-8B", "H200", "transferred", "carried over from H100-SXM"),
-        ("Llama-3.1-8B", "MI300X", "assumed", "no GPU of its architecture"),
+        ("Llama-3.1-8B", "MI300X", "assumed", "fitted to whole batches on engines of 2024"),
         ("Qwen3-235B-A22B", "H100-SXM", "measured", "H100-SXM measured"),
         ("Qwen3-235B-A22B", "RTX4090", "transferred", "carried over: bf16 experts"),
         ("DeepSeek-V3", "H200", "transferred", "carried over from H100-SXM"),

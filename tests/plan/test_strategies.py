@@ -270,6 +270,26 @@ def test_a_rehearsed_plan_is_not_compared_with_plans_on_averages() -> None:
     assert all(value is None or value >= -1e-6 for value in values)
 
 
+def test_choices_that_bars_leave_open_are_named_with_what_would_decide() -> None:
+    """Of two GPUs that cost alike, the one that is known less is to be measured; one three times as dear is told."""
+    planner, ask = STRATEGIES["melange"], an_ask(rate_per_s=600.0)
+    alone = {
+        node: planner(TemplateFactory(a_problem(ask, offers={"east": {node: (1.0, 999)}})), QUICK).plan
+        for node in ("1xL40S", "1xH100-SXM")
+    }
+    said = []
+    for times in (1.03, 3.0):
+        prices = {node: 1.0 / plan.cost_usd_per_h for node, plan in alone.items()}
+        offers = {"1xL40S": (prices["1xL40S"] * times, 999), "1xH100-SXM": (prices["1xH100-SXM"], 999)}
+        factory = TemplateFactory(a_problem(ask, offers={"east": offers}))
+        (reason,) = explain(factory, planner(factory, QUICK), planner, QUICK).models
+        assert reason.next_best_usd_per_h is not None
+        said.append(reason.unsure)
+    assert "cannot be told apart" in said[0]
+    assert "`potluck profile URL --gpu L40S --tp 1`" in said[0]
+    assert said[1] == ""
+
+
 def with_rate(ask: ModelDemand, rate_per_s: float) -> ModelDemand:
     share = rate_per_s / ask.rate_per_s
     return replace(ask, demands=tuple(replace(d, rate_per_s=d.rate_per_s * share) for d in ask.demands))

@@ -20,7 +20,7 @@ from accuracy.measured import Measurements, Operator, read_all
 from accuracy.measured_formats import read_formats
 from accuracy.networks import fit_networks, read_collectives
 from accuracy.residual_fit import fit_residual
-from accuracy.smaller_fits import fit_power, layer_scales
+from accuracy.smaller_fits import BATCH_GPU, batch_scales, fit_power, layer_scales
 from potluck.core.errors import InputError
 from potluck.core.values.types import Gpu
 from potluck.perf.operators.calibration import (
@@ -281,4 +281,6 @@ def calibrate(folder: Path, gpus: dict[str, Gpu], errors: dict[str, ExpectedErro
                 surfaces.setdefault(gpu, {})[f"{operator}_residual"] = surface
     entries = tuple(replace(s, **surfaces.get(s.gpu, {})) for s in calibration.gpus)  # type: ignore[arg-type]
     complete = replace(calibration, gpus=entries, errors=errors)
-    return with_extras(complete, read_formats(folder), surfaces=True)
+    complete = with_extras(complete, read_formats(folder), surfaces=True)
+    batches = batch_scales(folder, complete, gpus[BATCH_GPU])
+    return replace(complete, gpus=(*complete.gpus, batches), specs=(*complete.specs, gpus[BATCH_GPU]))

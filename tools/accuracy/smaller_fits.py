@@ -1,4 +1,4 @@
-"""The smaller fits: power limits and whole-layer times."""
+"""The smaller fits: power limits, whole-layer times, and whole batches on MI300X."""
 
 from __future__ import annotations
 
@@ -84,3 +84,77 @@ def layer_scales(folder: Path, gpus: dict[str, Gpu], calibration: Calibration) -
         scales = (float(gemm.compute), float(gemm.bandwidth), float(gemm.fixed_s))
         gpu_scale.append(GpuScales(name, tuple(float(f"{v:.4g}") for v in scales), coarse=True))  # type: ignore[arg-type]
     return gpu_scale
+
+
+BATCH_GPU, BATCH_NODE = "MI300X", "8xMI300X"
+BATCH_MODELS = {
+    "Llama-2-7b-hf": "Llama-2-7B",
+    "Meta-Llama-3-8B": "Llama-3-8B",
+    "Llama-2-70b-hf": "Llama-2-70B",
+}
+BATCH_MODELS |= {"Meta-Llama-3-70B": "Llama-3-70B", "Qwen2-7B": "Qwen2-7B"}
+BATCH_MOST, BATCH_LEAST_TOKENS, BATCH_ROWS = 16, 256, 48
+"""Larger batches grew in proportion, as on no other GPU; the shortest were timed while still warming up."""
+BATCH_START, BATCH_PULL = (0.4, 0.6, 1e-5), (0.3, 1.0, 0.03)
+BatchRow = tuple[str, int, int, int, float]
+"""Model, degree, tokens of a prompt and as many of its answer, prompts, seconds."""
+
+
+def batch_scales(folder: Path, calibration: Calibration, spec: Gpu) -> GpuScales:
+    """Coarse scales of an MI300X from Argonne's whole batches with vLLM 0.6.1: nobody measured operators of it."""
+    from scipy.optimize import least_squares
+
+    every = [row for row in _batches(folder) if row[3] <= BATCH_MOST]
+    rows, start = every[:: max(1, len(every) // BATCH_ROWS)], np.log(BATCH_START)
+
+    def scales(logs: Floats) -> GpuScales:
+        values = tuple(float(f"{v:.4g}") for v in np.exp(logs))
+        return GpuScales(BATCH_GPU, values, coarse=True)  # type: ignore[arg-type]
+
+    def misses(logs: Floats) -> Floats:
+        gpus, specs = (*calibration.gpus, scales(logs)), (*calibration.specs, spec)
+        known = replace(calibration, gpus=gpus, specs=specs)
+        return np.concatenate([_batch_misses(rows, known), BATCH_PULL * (logs - start)])
+
+    return scales(least_squares(misses, start, loss="soft_l1", f_scale=0.15, diff_step=1e-2, max_nfev=12).x)
+
+
+def batch_errors(folder: Path, calibration: Calibration) -> Floats:
+    """Measured over predicted seconds of batches of any size, less 1."""
+    return np.expm1(-_batch_misses(_batches(folder)[::3], calibration))
+
+
+def _batches(folder: Path) -> list[BatchRow]:
+    from accuracy.measured import read_table
+
+    table = read_table(folder, "argonne_mi300x_static")
+    columns = (
+        "Hardware",
+        "Framework",
+        "Model",
+        "Num of Hardware",
+        "Input Output Length",
+        "Batch Size",
+        "Latency",
+    )
+    return [
+        (BATCH_MODELS[name.split("/")[1]], int(tp), int(tokens), int(batch), float(seconds))
+        for chip, engine, name, tp, tokens, batch, seconds in zip(*(table[c] for c in columns), strict=True)
+        if BATCH_GPU in str(chip) and engine == "vLLM" and name.split("/")[1] in BATCH_MODELS
+        if tokens >= BATCH_LEAST_TOKENS
+    ]
+
+
+def _batch_misses(rows: list[BatchRow], calibration: Calibration) -> Floats:
+    """Logarithms of predicted over measured seconds."""
+    from potluck.catalog import models, nodes
+    from potluck.perf.phases import decode_step_s, prompts_s
+    from potluck.perf.timers.roofline import roofline
+
+    off = []
+    for name, tp, tokens, batch, seconds in rows:
+        timer = roofline(models.model(name), nodes.node_type(BATCH_NODE), tp, calibration=calibration)
+        context = tokens + np.linspace(1, tokens, 4)
+        answers_s = float(decode_step_s(timer, batch, context).mean()) * (tokens - 1)
+        off.append(np.log((float(prompts_s(timer, [batch], tokens)[0]) + answers_s) / seconds))
+    return np.asarray(off, np.float64)

@@ -12,9 +12,11 @@ Errors are absolute percentage errors; the median and the ninth decile are kept 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import log1p
 from pathlib import Path
+from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -34,6 +36,7 @@ from accuracy.measured import Measurements, Operator, half, read_all
 from accuracy.measured_formats import read_formats
 from accuracy.measured_steps import read_steps
 from accuracy.networks import LINKS, Collectives, fit_networks, predict, read_collectives
+from accuracy.smaller_fits import BATCH_GPU, batch_errors
 from potluck.core.values.model import Model
 from potluck.core.values.types import Gpu, NodeType
 from potluck.perf.operators.calibration import Calibration, ExpectedError, GpuCurves, chip_of, curves_for
@@ -57,9 +60,12 @@ Kind = Literal[
     "experts",
     "latent module",
     "windowed attention",
+    "whole batch",
 ]
 Progress = Callable[[str], None]
 OPERATORS: tuple[Kind, ...] = ("prefill GEMM", "prefill attention", "decode GEMM", "decode attention")
+SAME_MAKER = ("MI300X", "MI325X", "MI210")
+"""GPUs whose figures come from whole batches on one of them."""
 SIBLINGS = {"A100-80": {"A100-80", "A100-40"}}
 """Chips that are the same silicon: left out together."""
 
@@ -105,6 +111,9 @@ def study(
     progress("whole steps")
     full = calibrate(folder, gpus, {})
     scores += _steps("calibrated", folder, step_check, full)
+    off = np.abs(batch_errors(folder, full))
+    median, p90 = (round(float(v), 4) for v in np.quantile(off, [0.5, 0.9]))
+    scores.append(Score("calibrated", "whole batch", BATCH_GPU, "argonne", "", len(off), median, p90))
     progress("formats, experts, latent attention")
     scores += [_format_score("calibrated", error) for error in calibrated_errors(full, formats)]
     progress("collectives")
@@ -133,8 +142,9 @@ def kinds_of(rows: Measurements) -> dict[Kind, NDArray[np.bool_]]:
     }
 
 
-def deviations(scores: Iterable[Score]) -> dict[str, float]:
-    """The standard deviation of operators' errors by kind of model and how a GPU's were had, as if they were normal.
+def deviations(scores: Sequence[Score]) -> dict[str, float]:
+    """The standard deviation of operators' errors by kind of model and how a GPU's were had, as if they were normal;
+    of another maker's GPUs that of whole batches.
 
     A step sums many operators; what is wrong with a GPU is wrong with most of them, so nothing averages out. Of a
     mixture the experts decide, whose kernels differ most from GPU to GPU.
@@ -148,6 +158,9 @@ def deviations(scores: Iterable[Score]) -> dict[str, float]:
         )
         sizes = {"measured": measured, "transferred": transferred, "assumed": 2 * transferred}
         result.update({f"{kind} {confidence}": round(float(size), 3) for confidence, size in sizes.items()})
+        for score in (s for s in scores if s.kind == "whole batch"):
+            size = max(float(sizes["assumed"]), log1p(score.p90) / NormalDist().inv_cdf(0.95))
+            result.update({f"{kind} assumed {gpu}": round(size, 3) for gpu in SAME_MAKER})
     return result
 
 

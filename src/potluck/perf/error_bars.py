@@ -76,7 +76,8 @@ class ErrorBars:
     """On which the runs were made."""
     runs: tuple[RunErrors, ...]
     carried: dict[str, float]
-    """By kind of model and how a GPU's operators were had: what standard deviation it adds to a step's error."""
+    """By kind of model and how a GPU's operators were had, of some GPUs by name too: what standard deviation it adds
+    to a step's error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +132,10 @@ def bar(
     wanted = first_token_groups(kind, engine, requests) if metric == "ttft" else step_groups(kind, bits, tp)
     alike = {errors.group: errors for errors in known.runs if errors.metric == metric}
     errors = next(alike[group] for group in wanted if group in alike)
-    more = (
-        0.0
-        if gpu == known.gpu and confidence == "measured"
-        else known.carried[f"{kind_of(model)} {confidence}"]
-    )
+    carried = f"{kind} {confidence}"
+    more = known.carried.get(f"{carried} {gpu}", known.carried.get(carried, 0.0))
+    if gpu == known.gpu and confidence == "measured":
+        more = 0.0
     low, high = (_quantile(errors, at, more) for at in (half, 1.0 - half))
     words = f"{errors.runs} serving runs on {known.gpu} ({_named(errors)})"
     if more:

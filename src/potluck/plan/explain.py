@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import erfc, hypot, log
+from statistics import NormalDist
 from typing import Literal
 
 from potluck.core.errors import InputError
 from potluck.core.figures import digits
 from potluck.core.values.engine_abilities import UNLIMITED
 from potluck.core.values.layout import single
-from potluck.core.values.plan import Deployment, Plan, Prediction
+from potluck.core.values.plan import Deployment, Plan, Prediction, Template
 from potluck.core.values.types import NodeOffer
 from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.timers.roofline import check_tp
@@ -171,6 +173,8 @@ def expected(problem: PlanningProblem, plan: Plan, seen_s: Mapping[str, tuple[fl
     return replace(plan, predictions=tuple(predictions))
 
 
+BAR_DEVIATIONS, DOUBT = 2 * NormalDist().inv_cdf(0.9), 0.2
+"""What a bar of 80 % spans, and how likely the dearer of two is the cheaper one before they count as alike."""
 MOST_TIMES = 1e6
 NOUGHT = 1e-6
 ASKING_SHARE = 0.5  # Of the time limit, for all questions about what else there was.
@@ -206,6 +210,8 @@ class ModelReason:
     """Extra cost of the best plan that keeps this model off them; None where none serves all, or none is known."""
     next_best: tuple[str, ...]
     answer: Answer = "not asked"
+    unsure: str = ""
+    """Where errors of predictions leave open which of both is cheaper: that, and what would decide it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,11 +285,7 @@ def _model(
     settings: SolveSettings,
     model: str,
 ) -> ModelReason:
-    rates: dict[str, float] = {}
-    for share in plan.shares:
-        if plan.template(share.template).model == model:
-            rates[share.template] = rates.get(share.template, 0.0) + share.rate_per_s
-    main = plan.template(max(rates, key=lambda name: rates[name])) if rates else None
+    main = _main(plan, model)
     barred = () if main is None else tuple(node_count.node for node_count in main.nodes)
     # With less on offer no more is served: where that falls short already, there is nothing to ask.
     ask = bool(barred) and plan.fraction >= 1
@@ -297,7 +299,41 @@ def _model(
         extra,
         () if other is None or extra is None else describe(other.plan, model),
         answer,
+        "" if other is None or extra is None else _unsure(factory.problem, model, plan, other.plan),
     )
+
+
+def _main(plan: Plan, model: str) -> Template | None:
+    """The template that serves the most of a model."""
+    rates: dict[str, float] = {}
+    for share in plan.shares:
+        if plan.template(share.template).model == model:
+            rates[share.template] = rates.get(share.template, 0.0) + share.rate_per_s
+    return plan.template(max(rates, key=lambda name: rates[name])) if rates else None
+
+
+def _unsure(problem: PlanningProblem, model: str, *plans: Plan) -> str:
+    """What of two plans cannot be told by their bars, which are taken to be normal and to err apart.
+
+    The GPU with the wider bar is the one to measure: that takes the most of the doubt away.
+    """
+    sides = []
+    for plan in plans:
+        main, cost = _main(plan, model), usd_per_million_tokens(problem, plan, model)
+        bars = [range_of(prediction) for prediction in plan.predictions if prediction.model == model]
+        if main is None or not bars or not cost > 0:
+            return ""
+        place = main.replicas[0].layout.stages[0].nodes[0]
+        dollars = [f"${digits(cost * times)}" for times in (1.0, *bars[0])]
+        text = f"{place.node} ({dollars[0]} a million tokens, {dollars[1]} to {dollars[2]})"
+        deviation = log(bars[0][1] / bars[0][0]) / BAR_DEVIATIONS
+        sides.append((deviation, log(cost), text, problem.by_name[place.node].gpu.name, place.tp))
+    apart, deviation = sides[1][1] - sides[0][1], hypot(sides[0][0], sides[1][0])
+    if not deviation > 0 or erfc(apart / deviation / 2**0.5) / 2 <= DOUBT:
+        return ""
+    _, _, _, gpu, tp = max(sides)
+    told = f"{sides[0][2]} and {sides[1][2]} cannot be told apart by what is known"
+    return f"{told}; `potluck profile URL --gpu {gpu} --tp {tp}` on such a node would decide most"
 
 
 def usd_per_million_tokens(problem: PlanningProblem, plan: Plan, model: str) -> float:

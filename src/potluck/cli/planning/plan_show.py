@@ -312,6 +312,9 @@ def show_reasons(reasons: Explanation | None) -> None:
         rows.append((reason.model, "; ".join(reason.served_by), ", ".join(reason.without), extra))
     basis = " (plans on averages compared)" if reasons.on_averages else ""
     table(f"Why these GPUs{basis}", ("model", "served by", "without", "the next best"), rows)
+    for reason in reasons.models:
+        if reason.unsure:
+            _say(f"{reason.model}: {reason.unsure}.")
     columns: dict[str, Callable[[NodeValue], object]] = {
         "region": lambda n: n.region,
         "node": lambda n: n.node,

@@ -396,10 +396,14 @@ def _relatives(gpu: Gpu, calibration: Calibration) -> list[GpuScales]:
 def _carried_gemm(
     gpu: Gpu, calibration: Calibration, relatives: list[GpuScales]
 ) -> tuple[float, float, float]:
-    measured = [s for s in calibration.gpus if s.gemm]
+    maker = gpu.compute_capability is None  # NVIDIA's have one: nobody else's figures say anything of them
+    everyone = [s for s in calibration.gpus if s.gemm]
+    measured = [
+        s for s in everyone if (calibration.spec(s.gpu).compute_capability is None) == maker
+    ] or everyone
     power = calibration.power
     mean = _mean([s.gemm for s in measured if s.gemm])
-    if not relatives and family_of(gpu) not in power.watts_per_tflops:
+    if not relatives and not maker and family_of(gpu) not in power.watts_per_tflops:
         compute = float(np.median([s.gemm[0] for s in measured if s.gemm and not s.coarse]))
     else:
         near = relatives or measured
@@ -422,6 +426,9 @@ def _trust(gpu: Gpu, own: GpuScales | None, relatives: list[GpuScales]) -> tuple
     if own and own.gemm and not own.coarse:
         parts = [name for name in ("gemm", "prefill", "decode") if getattr(own, name)]
         return "measured", f"{gpu.name} measured ({', '.join(parts)})"
+    if gpu.compute_capability is None and (own or relatives):
+        name = own.gpu if own else relatives[0].gpu
+        return "assumed", f"{name} fitted to whole batches on engines of 2024; attention carried over"
     if own and own.gemm:
         return "transferred", f"{gpu.name} fitted to whole-layer times; attention carried over"
     if relatives:

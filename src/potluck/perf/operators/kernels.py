@@ -160,6 +160,8 @@ def _blom(ranks: float) -> float:
 
 
 GEMM_TILES = ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
+SHORT_TILES = ((16, 64), (16, 128), (32, 128))
+"""Of products with weights of 4 bits, besides: of few rows, so that arithmetic does not take longer than reading."""
 PICKED_TILES = ((64.0, (64, 64)), (128.0, (64, 128)), (np.inf, (128, 128)))
 """CUTLASS's FP8 products take the tile by rows alone: up to so many, this one."""
 EXPERT_TALL = {16: 0.35, 32: 0.6, 64: 0.9, 128: 1.0}
@@ -314,7 +316,7 @@ def _tiled_s(
     shares = dict(zip((64 * 64, 64 * 128, 128 * 128, 128 * 256), curve.tile_share, strict=True))
     for tall, wide in shapes:
         tiles = many * np.ceil(rows / tall) * np.ceil(cols / wide)
-        work = 2.0 * tall * wide / (rate * shares[tall * wide])
+        work = 2.0 * tall * wide / (rate * shares.get(tall * wide, curve.tile_share[0]))
         for split in splits:
             waves = np.ceil(tiles * split / sms)
             time = waves * work * (depth / split + curve.extra_depth)
