@@ -156,9 +156,10 @@ def step_groups(kind: str, bits: int, tp: int) -> tuple[Group, ...]:
 
 
 def first_token_groups(kind: str, engine: str, requests: float) -> tuple[Group, ...]:
-    """Nearest first: of this engine, then of all; as loaded rather than of the same kind."""
+    """Nearest first: like this in all; of any engine; of any kind; at any load."""
     load = "" if requests <= 0 else "few" if requests <= FEW else "many"
-    return tuple((k, 0, 0, e, n) for e in (engine, "") for n in (load, "") for k in (kind, ""))
+    nearest = ((kind, engine, load), (kind, "", load), ("", engine, load), ("", "", load), (kind, engine, ""))
+    return tuple((k, 0, 0, e, n) for k, e, n in (*nearest, (kind, "", ""), ("", "", "")))
 
 
 def _quantile(errors: RunErrors, share: float, more: float) -> float:

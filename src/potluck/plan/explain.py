@@ -299,7 +299,7 @@ def _model(
         extra,
         () if other is None or extra is None else describe(other.plan, model),
         answer,
-        "" if other is None or extra is None else _unsure(factory.problem, model, plan, other.plan),
+        "" if other is None or extra is None else _unsure(factory.problem, model, base.plan, other.plan),
     )
 
 
@@ -328,6 +328,8 @@ def _unsure(problem: PlanningProblem, model: str, *plans: Plan) -> str:
         text = f"{place.node} ({dollars[0]} a million tokens, {dollars[1]} to {dollars[2]})"
         deviation = log(bars[0][1] / bars[0][0]) / BAR_DEVIATIONS
         sides.append((deviation, log(cost), text, problem.by_name[place.node].gpu.name, place.tp))
+    if sides[0][3:] == sides[1][3:]:
+        return ""
     apart, deviation = sides[1][1] - sides[0][1], hypot(sides[0][0], sides[1][0])
     if not deviation > 0 or erfc(apart / deviation / 2**0.5) / 2 <= DOUBT:
         return ""

@@ -37,7 +37,7 @@ CONTEXTS: Final = sorted({0, *(round(2 ** (i / 4)) for i in range(89))})
 """Mean contexts of decodes at which the timer is asked; beyond the last the line goes on."""
 BEHIND: Final = sorted({0, 1, 16, *(round(2 ** (i / 4)) for i in range(20, 85))})
 SHARED_BEHIND: Final = [0, 1, *(4**i for i in range(2, 11))]
-COPIES: Final = 16  # Chunks that share a GPU when it is fully used.
+COPIES: Final = 4  # Chunks that share a GPU: as many as a step has where it has several.
 TILE: Final = 16
 LARGEST_TILE: Final = 64
 """Tokens of a chunk that one part of a GPU works on, in multiples of TILE: no step is shorter than the longest."""
