@@ -53,6 +53,7 @@ def test_runs_as_predicted_are_within_their_bars(tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     assert "throughput: 100% of runs are within their bars of 80 %" in out
     assert "can be trusted as far as their bars say" in out
+    assert out.count("1 x L40S") == 8, "each run is shown"
 
 
 def test_runs_far_from_what_is_predicted_are_told_with_an_exit_code(
@@ -62,6 +63,9 @@ def test_runs_far_from_what_is_predicted_are_told_with_an_exit_code(
     body = json.loads(capsys.readouterr().out)
     assert body["holds"] is False
     assert body["found"]["bias"]["rate"] == pytest.approx(1.0, abs=0.01)
+    first = body["found"]["figures"][0]
+    assert first["predicted"] == pytest.approx(2.0 * first["measured"], rel=0.01)
+    assert first["measured"] < first["low"] < first["predicted"] < first["high"]
     assert ask("--score", str(table(tmp_path, 2.0))) == 1
     assert "promise too much: plan with --confidence 0.9" in capsys.readouterr().out
 
@@ -167,11 +171,14 @@ def test_runs_of_ones_own_calibrate_host_and_links(
     assert usual_host().fixed_s == pytest.approx(2e-3, rel=0.2)
     assert usual_host().request_s == pytest.approx(0.1, rel=0.2)
     assert name_of(b"a plan") != before, "plans that were timed before are not taken for these"
-    assert run(["calibrate", str(path), "--out", str(tmp_path / "there" / "c.json")]) == 0
+    assert run(["calibrate", str(path), "--json", "--out", str(tmp_path / "there" / "c.json")]) == 0
+    again = json.loads(capsys.readouterr().out)["found"]["cluster"]["links"]
+    assert again["nvswitch"] == pytest.approx(3.0, rel=0.2), "of what ships, not of what was fitted"
+    assert run(["calibrate", str(path)]) == 0
     assert "every command uses it" in capsys.readouterr().out
     own_home.write_text("{}", encoding="utf-8")
     own_cluster.cache_clear()
-    with pytest.raises(InputError, match="run it again, or remove the file"):
+    with pytest.raises(InputError, match="calibrate` writes .* remove it"):
         own_cluster()
     path.write_text("\n".join(path.read_text(encoding="utf-8").splitlines()[:4]), encoding="utf-8")
     assert run(["calibrate", str(path), "--tp", "0"]) == 2

@@ -11,6 +11,7 @@ import click
 
 from accuracy.report import METRIC_WORDS, report
 from potluck.cli.common.render import emit_json, percent, progress, table
+from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
     from accuracy.runs import MeasuredRun
@@ -25,6 +26,8 @@ SUFFIX = re.compile(
 """Formats that names of checkpoints end in."""
 GPU = click.option("--gpu", help="Of runs in files that do not say.")
 TP = click.option("--tp", type=click.IntRange(1), help="Tensor-parallel degree, the same.")
+MOST_SHOWN = 40
+"""Runs of a table that are shown one by one; --json has all."""
 STEPS = 18
 """Roughly how many stages a study has, for the progress bar."""
 
@@ -104,6 +107,7 @@ def calibrate(
     from accuracy.scores import save_cluster, stored_runs
     from accuracy.verdict import usual_fit
     from potluck.core.codec import encode
+    from potluck.perf.timers.engine_host import own_path
 
     placed_runs = [item for path in runs for item in _placed_runs(path, gpu, tp)[0]]
     found = fit_cluster(placed_runs, usual_fit(placed_runs[0], stored_runs().engines))
@@ -119,7 +123,7 @@ def calibrate(
     ]
     table(
         f"{len(placed_runs)} runs: median error of runs left out",
-        ("figure", "as shipped", "calibrated"),
+        ("figure", "before", "calibrated"),
         rows,
     )
     click.echo(
@@ -128,7 +132,9 @@ def calibrate(
     )
     for kind, times in found.cluster.links.items():
         click.echo(f"Collectives over {kind}: {times:.2f} times as long as measured elsewhere.")
-    click.echo(f"Kept in {path}; every command uses it.")
+    click.echo(
+        f"Kept in {path}; {'every command uses it' if out is None else f'used once it is {own_path()}'}."
+    )
 
 
 def _placed_runs(path: Path, gpu: str | None, tp: int | None) -> tuple[list[Placed], int]:
@@ -221,8 +227,36 @@ def score_table(path: Path, as_json: bool, gpu: str | None = None, tp: int | Non
     if as_json:
         emit_json({"file": path.name, "left_out": left_out, "holds": text.holds, "found": encode(text)})
     else:
+        _show_runs(result, text)
         _show_verdict(path, left_out, text)
     return 0 if text.holds else 1
+
+
+def _show_runs(runs: list[Placed], said: RunVerdict) -> None:
+    """Each run with its bars, where there are not too many; ! is outside."""
+    if len(runs) > MOST_SHOWN:
+        return
+    cells: list[dict[str, str]] = [{} for _ in runs]
+    for each in said.figures:
+        shown = _per_s if each.metric == "rate" else seconds
+        text = f"{shown(each.measured)}: {shown(each.predicted)} ({shown(each.low)} to {shown(each.high)})"
+        cells[each.run][each.metric] = text if each.inside else f"{text} !"
+    rows = [
+        (
+            item.run.model,
+            f"{item.run.tp} x {item.node.gpu.name}",
+            f"{item.run.input_tokens} + {item.run.output_tokens}",
+            item.run.concurrency,
+            *(cells[i].get(metric, "-") for metric in METRIC_WORDS),
+        )
+        for i, item in enumerate(runs)
+    ]
+    words = [f"{name}: predicted" for name in METRIC_WORDS.values()]
+    table("Measured: predicted (bar of 80 %)", ("model", "GPUs", "tokens", "under way", *words), rows)
+
+
+def _per_s(value: float) -> str:
+    return f"{value:.3g}/s"
 
 
 def _show_verdict(path: Path, left_out: int, said: RunVerdict) -> None:

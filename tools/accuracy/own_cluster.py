@@ -17,7 +17,7 @@ from accuracy.closed_loop import BenchClient, BenchReport, RunWork, served
 from accuracy.serving import WEIGHTS, EngineFit, Placed, log_ratios, works
 from potluck.core.errors import InputError
 from potluck.perf.error_bars import METRICS
-from potluck.perf.operators.calibration import bundled, linked
+from potluck.perf.operators.calibration import bundled, linked, shipped_calibration
 from potluck.perf.operators.network import network_for
 from potluck.perf.step_timer import Floats
 from potluck.perf.throughput import MixedSteps
@@ -64,8 +64,8 @@ def fit_cluster(placed: Sequence[Placed], usual: EngineFit) -> OwnFit:
             "runs", f"{len(placed)} are too few to fit to; {LEAST_RUNS} are the least, 30 do well"
         )
     kinds = {kind for item in placed if item.run.tp > 1 and (kind := _network(item))}
-    slow = linked(bundled(), dict.fromkeys(kinds, 2.0))
-    work = _LinkedWork(works(placed), works(placed, slow))
+    base = shipped_calibration()
+    work = _LinkedWork(works(placed, base), works(placed, linked(base, dict.fromkeys(kinds, 2.0))))
     everyone = np.ones(len(placed), bool)
     half = np.array([crc32(" ".join(item.run.configuration).encode()) % 2 for item in placed])
     before = log_ratios(served(work.plain, usual.host, usual.client), placed, everyone)

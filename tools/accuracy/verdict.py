@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import log
+from math import exp
 
 import numpy as np
 
@@ -29,6 +29,23 @@ ASTRAY = 0.15
 
 
 @dataclass(frozen=True, slots=True)
+class RunFigure:
+    """One figure of one run, requests a second or seconds, and the bar of 80 % of what was predicted for it."""
+
+    run: int
+    """Which of the table's, from 0."""
+    metric: Metric
+    measured: float
+    predicted: float
+    low: float
+    high: float
+
+    @property
+    def inside(self) -> bool:
+        return self.low <= self.measured <= self.high
+
+
+@dataclass(frozen=True, slots=True)
 class RunVerdict:
     """How predictions fare on a table of runs."""
 
@@ -40,6 +57,7 @@ class RunVerdict:
     """By metric: the median of predicted / measured - 1."""
     unmeasured: tuple[str, ...] = ()
     """Parts of the runs that nobody measured on any GPU, with the GPU."""
+    figures: tuple[RunFigure, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -55,27 +73,35 @@ def verdict(placed: Sequence[Placed], engines: Sequence[EngineFit]) -> RunVerdic
     for fit in dict.fromkeys(fits):
         mine = np.array([item == fit for item in fits])
         ratios[:, mine] = log_ratios(served(work.where(mine), fit.host, fit.client), placed, mine)
+    figures: list[RunFigure] = []
     within: dict[str, float] = {}
     bias: dict[str, float] = {}
     for m, metric in enumerate(METRICS):
         seen = np.flatnonzero(np.isfinite(ratios[m]))
         if len(seen):
-            hits = [_hit(metric, placed[int(i)], float(ratios[m, i])) for i in seen]
-            within[metric] = round(float(np.mean(hits)), 3)
-            off = np.exp(ratios[m, seen] if metric == "rate" else -ratios[m, seen]) - 1.0
-            bias[metric] = round(float(np.median(off)), 3)
+            found = [_figure(metric, int(i), placed[int(i)], float(ratios[m, i])) for i in seen]
+            within[metric] = round(float(np.mean([item.inside for item in found])), 3)
+            bias[metric] = round(
+                float(np.median([item.predicted / item.measured - 1.0 for item in found])), 3
+            )
+            figures += found
     parts = {
         f"{part} on {item.node.gpu.name}"
         for item in placed
         for part in unmeasured_parts(item.model, item.node.gpu)
     }
-    return RunVerdict(len(placed), run_scores(placed, ratios), within, bias, tuple(sorted(parts)))
+    scores = run_scores(placed, ratios)
+    return RunVerdict(len(placed), scores, within, bias, tuple(sorted(parts)), tuple(figures))
 
 
-def _hit(metric: Metric, each: Placed, ratio: float) -> bool:
-    timer = roofline(each.model, each.node, each.run.tp, ep=each.run.ep)
-    result = bar_of(metric, each, timer.confidence)
-    return log(result.low) <= ratio <= log(result.high)
+def _figure(metric: Metric, place: int, each: Placed, ratio: float) -> RunFigure:
+    run, timer = each.run, roofline(each.model, each.node, each.run.tp, ep=each.run.ep)
+    bar = bar_of(metric, each, timer.confidence)
+    if metric == "rate":
+        predicted = run.requests_per_s * exp(ratio)
+        return RunFigure(place, metric, run.requests_per_s, predicted, *bar.around_rate(predicted))
+    measured = (run.ttft_s if metric == "ttft" else run.tpot_s) or 0.0
+    return RunFigure(place, metric, measured, measured / exp(ratio), *bar.around(measured / exp(ratio)))
 
 
 def usual_fit(placed: Placed, engines: Sequence[EngineFit]) -> EngineFit:
@@ -87,5 +113,8 @@ def usual_fit(placed: Placed, engines: Sequence[EngineFit]) -> EngineFit:
     for like in ((placed.run.engine, placed.kind), (placed.run.engine, "dense"), ("vllm", placed.kind)):
         for version in (placed.run.version, ""):
             if same := [e for e in engines if (e.engine, e.kind, e.version) == (*like, version)]:
-                return same[0] if cluster is None else replace(same[0], host=cluster.host)
+                if cluster is None:
+                    return same[0]
+                client = replace(same[0].client, request_s=cluster.host.request_s)
+                return replace(same[0], host=cluster.host, client=client)
     return engines[-1]

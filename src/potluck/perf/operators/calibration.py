@@ -234,12 +234,16 @@ class GpuCurves:
     """Names of these."""
 
 
+def shipped_calibration() -> Calibration:
+    """The calibration that ships with the package."""
+    text = shipped("calibration.json")
+    return loads(Calibration, text, format_name=FORMAT, version=CALIBRATION_VERSION)
+
+
 @lru_cache(maxsize=1)
 def bundled() -> Calibration:
-    """The calibration that ships with the package, its links as slow as one's own are known to be."""
-    text = shipped("calibration.json")
-    result = loads(Calibration, text, format_name=FORMAT, version=CALIBRATION_VERSION)
-    cluster = own_cluster()
+    """The same with links as slow as one's own are known to be."""
+    result, cluster = shipped_calibration(), own_cluster()
     return result if cluster is None else linked(result, cluster.links)
 
 

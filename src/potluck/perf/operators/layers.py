@@ -202,7 +202,7 @@ def _ffn_gemms(layer: Layer, model: Model, tp: int, ranks: int) -> tuple[tuple[G
             GemmWork("shared_gate_up", 2 * shared, hidden, bits),
             GemmWork("shared_down", hidden, shared, bits),
         ]
-    # Choosing, sorting, activating and adding up the experts' rows are timed with the experts, but not a shared one's.
+    # Choosing, sorting, activating and adding up experts' rows are timed with the experts, but not a shared one's.
     return tuple(gemms), shared, 1 if shared else -1
 
 

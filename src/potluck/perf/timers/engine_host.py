@@ -99,8 +99,7 @@ def own_cluster() -> OwnCluster | None:
     try:
         return loads(OwnCluster, path.read_text(encoding="utf-8"), format_name=OWN_FORMAT, version=1)
     except (PotluckError, OSError, UnicodeDecodeError) as error:
-        advice = f"is not what `potluck calibrate` writes ({error}); run it again, or remove the file"
-        raise InputError(str(path), advice) from error
+        raise InputError(str(path), f"is not what `potluck calibrate` writes ({error}); remove it") from error
 
 
 def usual_host() -> EngineHost:
