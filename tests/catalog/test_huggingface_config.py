@@ -24,15 +24,9 @@ from potluck.core.values.model import (
 from potluck.perf import memory
 
 BASE: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "vocab_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-}
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+}  # fmt: skip
 
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -60,20 +54,12 @@ MIMO = {"head_dim": 12, "v_head_dim": 8, "sliding_window": 16, "hybrid_layer_pat
 
 
 EXTRAS: dict[str, dict[str, Any]] = {
-    "gpt_oss": {**EXPERTS, "sliding_window": 16},
-    "mixtral": EXPERTS,
-    "minimax_m2": EXPERTS,
-    "qwen3_moe": EXPERTS,
-    "qwen2_moe": {**EXPERTS, **DELTA},
-    "deepseek_v2": {**EXPERTS, **LATENT},
-    "deepseek_v3": {**EXPERTS, **LATENT},
-    "kimi_k2": {**EXPERTS, **LATENT},
-    "kimi_linear": {**EXPERTS, **LATENT, **KIMI},
-    "mimo_v2_flash": {**EXPERTS, **MIMO},
-    "qwen3_next": {**EXPERTS, **DELTA},
-    "qwen3_5_moe_text": {**EXPERTS, **DELTA},
-    "qwen3_5_text": DELTA,
-}
+    "gpt_oss": {**EXPERTS, "sliding_window": 16}, "mixtral": EXPERTS, "minimax_m2": EXPERTS, "qwen3_moe": EXPERTS,
+    "qwen2_moe": {**EXPERTS, **DELTA}, "deepseek_v2": {**EXPERTS, **LATENT}, "deepseek_v3": {**EXPERTS, **LATENT},
+    "kimi_k2": {**EXPERTS, **LATENT}, "kimi_linear": {**EXPERTS, **LATENT, **KIMI},
+    "mimo_v2_flash": {**EXPERTS, **MIMO}, "qwen3_next": {**EXPERTS, **DELTA},
+    "qwen3_5_moe_text": {**EXPERTS, **DELTA}, "qwen3_5_text": DELTA,
+}  # fmt: skip
 
 
 def config(kind: str = "llama", **changes: Any) -> dict[str, Any]:
@@ -130,25 +116,14 @@ def test_text_part_of_a_multimodal_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "weight", "expert"),
-    [
-        ({"quant_method": "fp8"}, 8, 8),
-        ({"quant_method": "mxfp4"}, 16, 4.25),
-        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4 + 20 / 128, 4 + 20 / 128),
-        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, 8, 8),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.5, 4.5),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5, 4.5),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}},
-            },
-            4.5,
-            4.5,
-        ),
-        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}}, 8, 8),
-    ],
-)
+    ("scheme", "weight", "expert"), [ ({"quant_method": "fp8"}, 8, 8), ({"quant_method": "mxfp4"}, 16, 4.25),
+    ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4 + 20 / 128, 4 + 20 / 128),
+    ({"quant_method": "gptq", "bits": 8, "group_size": -1}, 8, 8),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.5, 4.5),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5, 4.5), ( { "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}}, }, 4.5, 4.5, ),
+    ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}}, 8, 8), ],
+)  # fmt: skip
 def test_quantisation(scheme: dict[str, Any], weight: float, expert: float) -> None:
     model = read(config("qwen3_moe", quantization_config=scheme, torch_dtype="bfloat16"))
     assert (model.weight_bits, model.expert_bits, model.kv_bits) == (weight, expert, 16)
@@ -185,32 +160,26 @@ def test_missing_layers_is_one_clear_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are deepseek_v2, "),
-        ({"model_type": None}, "model_type is missing"),
-        ({"model_type": 7}, "model_type must be a string, not 7"),
-        ({"hidden_size": -4096}, "hidden_size must be 1 to "),
-        ({"hidden_size": 4096.5}, "hidden_size must be an integer, not 4096.5"),
-        ({"hidden_size": True}, "hidden_size must be an integer, not true"),
-        ({"vocab_size": "many"}, "vocab_size must be an integer, not 'many'"),
-        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be 1 to 10000"),
-        ({"num_hidden_layers": float("nan")}, "num_hidden_layers must be an integer, not NaN"),
-        ({"num_key_value_heads": 3}, "8 heads cannot share 3 KV heads evenly"),
-        ({"num_attention_heads": 7, "num_key_value_heads": 7}, "head_dim is missing and hidden_size"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
-        ({"dtype": "int3"}, "dtype: unknown 'int3'"),
-        ({"quantization_config": []}, "quantization_config must be an object, not a list"),
-        ({"quantization_config": {"quant_method": "magic"}}, "quant_method 'magic' is not supported"),
-        (
-            {"model_type": "qwen2", "layer_types": ["full_attention"]},
-            "layer_types has 1 entries for 4 layers",
-        ),
-        ({"model_type": "qwen2", "layer_types": ["x"] * 4}, "layer_types has 'x'; known are full_attention"),
-        ({"model_type": "qwen2", "layer_types": "full"}, "layer_types must be a list"),
-        ({"model_type": "deepseek_v3", "kv_lora_rank": None}, "kv_lora_rank is missing"),
-    ],
-)
+    ("changes", "message"), [
+    ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are deepseek_v2, "),
+    ({"model_type": None}, "model_type is missing"), ({"model_type": 7}, "model_type must be a string, not 7"),
+    ({"hidden_size": -4096}, "hidden_size must be 1 to "),
+    ({"hidden_size": 4096.5}, "hidden_size must be an integer, not 4096.5"),
+    ({"hidden_size": True}, "hidden_size must be an integer, not true"),
+    ({"vocab_size": "many"}, "vocab_size must be an integer, not 'many'"),
+    ({"num_hidden_layers": 10**12}, "num_hidden_layers must be 1 to 10000"),
+    ({"num_hidden_layers": float("nan")}, "num_hidden_layers must be an integer, not NaN"),
+    ({"num_key_value_heads": 3}, "8 heads cannot share 3 KV heads evenly"),
+    ({"num_attention_heads": 7, "num_key_value_heads": 7}, "head_dim is missing and hidden_size"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+    ({"dtype": "int3"}, "dtype: unknown 'int3'"),
+    ({"quantization_config": []}, "quantization_config must be an object, not a list"),
+    ({"quantization_config": {"quant_method": "magic"}}, "quant_method 'magic' is not supported"), (
+    {"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers", ),
+    ({"model_type": "qwen2", "layer_types": ["x"] * 4}, "layer_types has 'x'; known are full_attention"),
+    ({"model_type": "qwen2", "layer_types": "full"}, "layer_types must be a list"),
+    ({"model_type": "deepseek_v3", "kv_lora_rank": None}, "kv_lora_rank is missing"), ],
+)  # fmt: skip
 def test_wrong_values_name_the_key(changes: dict[str, Any], message: str) -> None:
     kind = changes.get("model_type", "llama")
     values = config(kind if isinstance(kind, str) else "llama", **changes)
@@ -283,28 +252,14 @@ CASES: list[tuple[dict[str, Any], str, str | None, str | None]] = [
     ({"quant_method": "mxfp4"}, "experts alone", None, "mxfp4"),
     ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq", "int4", "int4"),
     ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "gptq", "int8", "int8"),
-    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes", "int4", "int4"),
-    (
-        {
-            "quant_method": "compressed-tensors",
-            "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}},
-        },
-        "compressed fp8",
-        "fp8",
-        "fp8",
-    ),
-    (
-        {
-            "quant_method": "compressed-tensors",
-            "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int"}}},
-        },
-        "compressed int8",
-        "int8",
-        "int8",
-    ),
-    (modelopt_scheme({"quantization": {"quant_algo": "NVFP4"}}), "modelopt", "nvfp4", "nvfp4"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes", "int4", "int4"), ( {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}}, }, "compressed fp8", "fp8",
+    "fp8", ), ( { "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int"}}}, }, "compressed int8", "int8",
+    "int8", ), (modelopt_scheme({"quantization": {"quant_algo": "NVFP4"}}), "modelopt", "nvfp4", "nvfp4"),
     (modelopt_scheme({"quantization": {"quant_algo": "FP8"}}), "modelopt fp8", "fp8", "fp8"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("scheme", "words", "weights", "experts"), CASES, ids=[case[1] for case in CASES])

@@ -7,26 +7,14 @@ from typing import Any
 from potluck.core.values.model import DenseFfn, FullAttention, LatentAttention, LinearAttention, Model, MoeFfn
 
 CONFIG_CLASSES = {
-    "Llama-3.1-8B": "LlamaConfig",
-    "Llama-3-70B": "LlamaConfig",
-    "Llama-3.1-70B": "LlamaConfig",
-    "Llama-2-7B": "LlamaConfig",
-    "Llama-2-13B": "LlamaConfig",
-    "Llama-2-70B": "LlamaConfig",
-    "LLaMA-30B": "LlamaConfig",
-    "Qwen2-7B": "Qwen2Config",
-    "Qwen1.5-14B": "Qwen2Config",
-    "Qwen3-32B": "Qwen3Config",
-    "Qwen3-235B-A22B": "Qwen3MoeConfig",
-    "Phi-4": "Phi3Config",
-    "GPT-OSS-20B": "GptOssConfig",
-    "GPT-OSS-120B": "GptOssConfig",
-    "Kimi-Linear-48B-A3B": "KimiLinearConfig",
-    "MiMo-V2-Flash": "MiMoV2FlashConfig",
-    "Qwen3.5-397B-A17B": "Qwen3_5MoeTextConfig",
-    "MiniMax-M2.5": "MiniMaxM2Config",
-    "DeepSeek-V3": "DeepseekV3Config",
-}
+    "Llama-3.1-8B": "LlamaConfig", "Llama-3-70B": "LlamaConfig", "Llama-3.1-70B": "LlamaConfig",
+    "Llama-2-7B": "LlamaConfig", "Llama-2-13B": "LlamaConfig", "Llama-2-70B": "LlamaConfig",
+    "LLaMA-30B": "LlamaConfig", "Qwen2-7B": "Qwen2Config", "Qwen1.5-14B": "Qwen2Config",
+    "Qwen3-32B": "Qwen3Config", "Qwen3-235B-A22B": "Qwen3MoeConfig", "Phi-4": "Phi3Config",
+    "GPT-OSS-20B": "GptOssConfig", "GPT-OSS-120B": "GptOssConfig", "Kimi-Linear-48B-A3B": "KimiLinearConfig",
+    "MiMo-V2-Flash": "MiMoV2FlashConfig", "Qwen3.5-397B-A17B": "Qwen3_5MoeTextConfig",
+    "MiniMax-M2.5": "MiniMaxM2Config", "DeepSeek-V3": "DeepseekV3Config",
+}  # fmt: skip
 """All but Ring-2.5-1T, of whose kind transformers has no class, and the internal model of PrfaaS."""
 
 

@@ -36,18 +36,11 @@ from potluck.perf.timers.pipeline_timer import layout_requests, pipeline, stage_
 from potluck.perf.timers.roofline import BLOCK_ROWS, TOKEN_GRID, RooflineTimer, gemm_time_s, roofline
 
 CASES = [
-    ("Llama-3.1-8B", "H100-SXM", 1),
-    ("Llama-3.1-8B", "A100-80", 1),
-    ("Llama-3.1-8B", "L40S", 1),
-    ("Llama-3.1-8B", "RTX4090", 1),
-    ("Llama-3.1-8B", "A10", 1),
-    ("Llama-3.1-8B", "MI300X", 1),
-    ("Llama-3-70B", "4xH100-SXM", 4),
-    ("Qwen3-32B", "2xL40S", 2),
-    ("GPT-OSS-120B", "H200", 1),
-    ("DeepSeek-V3", "8xH200", 8),
-    ("Kimi-Linear-48B", "2xA100-80", 2),
-]
+    ("Llama-3.1-8B", "H100-SXM", 1), ("Llama-3.1-8B", "A100-80", 1), ("Llama-3.1-8B", "L40S", 1),
+    ("Llama-3.1-8B", "RTX4090", 1), ("Llama-3.1-8B", "A10", 1), ("Llama-3.1-8B", "MI300X", 1),
+    ("Llama-3-70B", "4xH100-SXM", 4), ("Qwen3-32B", "2xL40S", 2), ("GPT-OSS-120B", "H200", 1),
+    ("DeepSeek-V3", "8xH200", 8), ("Kimi-Linear-48B", "2xA100-80", 2),
+]  # fmt: skip
 
 
 @cache

@@ -122,7 +122,9 @@ def test_the_stored_figures(capsys: pytest.CaptureFixture[str]) -> None:
     scores = json.loads(capsys.readouterr().out)["scores"]
     assert {score["question"] for score in scores} == {"calibrated", "GPU left out", "model left out"}
     assert ask() == 0
-    assert "GPU left out" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "GPU left out" in out
+    assert "Median error of whole serving runs" in out
 
 
 def test_calibrating_needs_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

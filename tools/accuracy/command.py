@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -182,6 +183,29 @@ def _show(scores: tuple[Score, ...]) -> None:
         ]
         columns = ("work", "GPU", "measured by", "model", "rows", "median error", "9 in 10 within")
         table(f"Prediction error, {question}", columns, rows)
+    _show_whole_runs()
+
+
+def _show_whole_runs() -> None:
+    """Throughput and times of serving runs, left out by configuration and by GPU, and how often bars hold."""
+    from accuracy.scores import stored_runs
+
+    study, rows = stored_runs(), []
+    for score in (s for s in study.scores if s.kind and not s.engine):
+        name, held = f"{score.kind}, {score.metric}", study.coverage[f"{score.metric}, {score.kind}"]
+        rows.append(
+            (
+                METRIC_WORDS[score.metric],
+                score.kind,
+                score.runs,
+                percent(score.median),
+                percent(held),
+                percent(study.carried[name]),
+                percent(study.carried[f"{name}: within"]),
+            )
+        )
+    left = ("configurations left out", "within bars", "GPU's operators left out", "within bars")
+    table("Median error of whole serving runs on H100", ("figure", "models", "runs", *left), rows)
 
 
 def placed(run: MeasuredRun) -> Placed:
@@ -205,7 +229,7 @@ def study_table(path: Path, scores: tuple[Score, ...], save: bool, said: Callabl
     """Fit hosts and clients to a table of runs, score what was left out, and keep it."""
     from accuracy.runs import read_runs
     from accuracy.scores import save_runs
-    from accuracy.serving import study_runs
+    from accuracy.serving import carried_over, study_runs
     from accuracy.study import deviations
     from potluck.perf.error_bars import ErrorBars
 
@@ -213,7 +237,8 @@ def study_table(path: Path, scores: tuple[Score, ...], save: bool, said: Callabl
     result = [placed(run) for run in table_read.runs]
     study, errors = study_runs(result, table_read.left_out, said)
     if save:
-        save_runs(study, ErrorBars(result[0].node.gpu.name, errors, deviations(scores)))
+        bars = ErrorBars(result[0].node.gpu.name, errors, deviations(scores))
+        save_runs(replace(study, carried=carried_over(result, study.engines, bars)), bars)
 
 
 def score_table(path: Path, as_json: bool, gpu: str | None = None, tp: int | None = None) -> int:

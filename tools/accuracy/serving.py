@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from zlib import crc32
 
 import numpy as np
@@ -40,7 +40,8 @@ from potluck.perf.error_bars import (
     step_groups,
 )
 from potluck.perf.kv_capacity import max_requests, stage_memory
-from potluck.perf.operators.calibration import Calibration
+from potluck.perf.operators.calibration import Calibration, bundled
+from potluck.perf.operators.network import network_for
 from potluck.perf.step_timer import Floats
 from potluck.perf.timers.engine_host import NO_HOST, EngineHost
 from potluck.perf.timers.roofline import RooflineTimer, roofline
@@ -115,6 +116,8 @@ class RunStudy:
     """Share of runs within a bar of 80 % that was made without them, by metric, and by metric and kind."""
     left_out: int = 0
     """Rows of the table that no run was made of."""
+    carried: dict[str, float] = field(default_factory=dict)
+    """With the GPU's operators left out: by kind and metric the median error, and the share within bars of 80 %."""
 
 
 def works(placed: Sequence[Placed], calibration: Calibration | None = None) -> RunWork:
@@ -176,6 +179,32 @@ def middle(engines: Sequence[EngineFit], engine: str, kind: Kind) -> EngineFit:
     clients = np.array([(item.client.burst, item.client.ahead, item.client.request_s) for item in mine])
     values = (float(f"{value:.3g}") for value in np.exp(np.log(clients).mean(axis=0)))
     return EngineFit(engine, "", kind, sum(item.runs for item in mine), newest.host, BenchClient(*values))
+
+
+def carried_over(placed: Sequence[Placed], engines: Sequence[EngineFit], bars: ErrorBars) -> dict[str, float]:
+    """Runs predicted as if nobody had measured an operator of their GPU, nor collectives over its link."""
+    known, gpu = bundled(), placed[0].node.gpu.name
+    link, _ = network_for(placed[0].node.interconnect, 8, known.networks)
+    others = replace(
+        known,
+        gpus=tuple(item for item in known.gpus if item.gpu != gpu),
+        specs=tuple(item for item in known.specs if item.name != gpu),
+        networks=tuple(item for item in known.networks if item != link),
+    )
+    work, versions, ratios = works(placed, others), _versions(placed), np.zeros((len(METRICS), len(placed)))
+    fits = {f"{item.kind} {item.engine} {item.version}": item for item in engines}
+    for version in set(versions):
+        mine, fitted = versions == version, fits[_stand_in(str(version), versions)]
+        ratios[:, mine] = log_ratios(served(work.where(mine), fitted.host, fitted.client), placed, mine)
+    result = {}
+    for kind in dict.fromkeys(item.kind for item in placed):
+        for m, metric in enumerate(METRICS):
+            rows = [i for i, item in enumerate(placed) if item.kind == kind and np.isfinite(ratios[m, i])]
+            made = [bar_of(metric, placed[i], "transferred", bars) for i in rows]
+            held = [np.log(b.low) <= ratios[m, i] <= np.log(b.high) for i, b in zip(rows, made, strict=True)]
+            result[f"{kind}, {metric}"] = round(float(np.median(np.abs(np.expm1(ratios[m, rows])))), 4)
+            result[f"{kind}, {metric}: within"] = round(float(np.mean(held)), 3)
+    return result
 
 
 def fit(work: RunWork, runs: Sequence[MeasuredRun]) -> tuple[EngineHost, BenchClient]:

@@ -66,6 +66,8 @@ Progress = Callable[[str], None]
 OPERATORS: tuple[Kind, ...] = ("prefill GEMM", "prefill attention", "decode GEMM", "decode attention")
 SAME_MAKER = ("MI300X", "MI325X", "MI210")
 """GPUs whose figures come from whole batches on one of them."""
+APART = 0.5
+"""Of an operator's error, what a whole step has."""
 SIBLINGS = {"A100-80": {"A100-80", "A100-40"}}
 """Chips that are the same silicon: left out together."""
 
@@ -146,8 +148,9 @@ def deviations(scores: Sequence[Score]) -> dict[str, float]:
     """The standard deviation of operators' errors by kind of model and how a GPU's were had, as if they were normal;
     of another maker's GPUs that of whole batches.
 
-    A step sums many operators; what is wrong with a GPU is wrong with most of them, so nothing averages out. Of a
-    mixture the experts decide, whose kernels differ most from GPU to GPU.
+    What is wrong with a GPU is wrong with many operators of a step, but not with all: with APART of the errors of a
+    GPU left out, bars hold for whole runs on one whose operators were (`serving.carried_over`). Of a mixture the
+    experts decide, whose kernels differ most from GPU to GPU.
     """
     result = {}
     for kind, works in (("dense", OPERATORS), ("experts", ("experts",))):
@@ -156,7 +159,7 @@ def deviations(scores: Sequence[Score]) -> dict[str, float]:
             / 0.6745
             for question in ("calibrated", "GPU left out")
         )
-        sizes = {"measured": measured, "transferred": transferred, "assumed": 2 * transferred}
+        sizes = {"measured": measured, "transferred": APART * transferred, "assumed": 2 * transferred}
         result.update({f"{kind} {confidence}": round(float(size), 3) for confidence, size in sizes.items()})
         for score in (s for s in scores if s.kind == "whole batch"):
             size = max(float(sizes["assumed"]), log1p(score.p90) / NormalDist().inv_cdf(0.95))
