@@ -201,17 +201,10 @@ def test_a_bad_file_is_refused_in_one_line(change, problem):
 
 
 @pytest.mark.parametrize(
-    ("values", "field"),
-    [
-        ((-1, 0, 1, 1, 0.1), "chunk_new"),
-        ((0, 0, 0, 0, 0.1), "chunk_new"),
-        ((0, 5, 1, 1, 0.1), "chunk_cached"),
-        ((5, 0, 0, 9, 0.1), "decode_context"),
-        ((5, 0, 0, 0, 0.0), "seconds"),
-        ((5, 0, 0, 0, float("nan")), "seconds"),
-        ((5, 0, 0, 0, 0.1, 0), "repeats"),
-    ],
-)
+    ("values", "field"), [ ((-1, 0, 1, 1, 0.1), "chunk_new"), ((0, 0, 0, 0, 0.1), "chunk_new"),
+    ((0, 5, 1, 1, 0.1), "chunk_cached"), ((5, 0, 0, 9, 0.1), "decode_context"), ((5, 0, 0, 0, 0.0), "seconds"),
+    ((5, 0, 0, 0, float("nan")), "seconds"), ((5, 0, 0, 0, 0.1, 0), "repeats"), ],
+)  # fmt: skip
 def test_impossible_points_name_their_field(values, field):
     with pytest.raises(InputError, match=field):
         ProfilePoint(*values)

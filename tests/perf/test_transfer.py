@@ -91,19 +91,12 @@ def test_overlap_is_vectorised_and_one_layer_is_bulk():
 
 
 @pytest.mark.parametrize(
-    ("call", "field"),
-    [
-        (lambda: transfer_s(1.0, 0.0), "gbps"),
-        (lambda: transfer_s(-1.0, 1.0), "bytes"),
-        (lambda: transfer_s(float("nan"), 1.0), "bytes"),
-        (lambda: transfer_s(1.0, 1.0, -0.1), "latency"),
-        (lambda: transfer_s(1.0, 1.0, connections=0), "connections"),
-        (lambda: transfer_s(1.0, 1.0, efficiency=1.5), "efficiency"),
-        (lambda: AlphaBeta(0.0, 0.0), "bandwidth"),
-        (lambda: codec_ratio("int2"), "codec"),
-        (lambda: overlapped_transfer_s(1.0, 0, 1.0), "layers"),
-    ],
-)
+    ("call", "field"), [ (lambda: transfer_s(1.0, 0.0), "gbps"), (lambda: transfer_s(-1.0, 1.0), "bytes"),
+    (lambda: transfer_s(float("nan"), 1.0), "bytes"), (lambda: transfer_s(1.0, 1.0, -0.1), "latency"),
+    (lambda: transfer_s(1.0, 1.0, connections=0), "connections"),
+    (lambda: transfer_s(1.0, 1.0, efficiency=1.5), "efficiency"), (lambda: AlphaBeta(0.0, 0.0), "bandwidth"),
+    (lambda: codec_ratio("int2"), "codec"), (lambda: overlapped_transfer_s(1.0, 0, 1.0), "layers"), ],
+)  # fmt: skip
 def test_bad_values_name_their_field(call, field):
     with pytest.raises(InputError, match=field):
         call()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from zlib import crc32
 
+import numpy as np
 import pytest
 from accuracy.closed_loop import BenchClient, served
-from accuracy.command import accuracy, placed
+from accuracy.command import RUNS, accuracy, placed
+from accuracy.own_cluster import fit_cluster
 from accuracy.runs import read_runs
 from accuracy.scores import stored_runs
-from accuracy.serving import works
+from accuracy.serving import log_ratios, works
 
 from potluck.cli.main import run
 from potluck.core.errors import InputError
@@ -25,6 +29,7 @@ def ask(*arguments: str) -> int:
     return run(arguments, accuracy, "accuracy")
 
 
+DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).parents[3] / "shared" / "data")) / "measured"
 HEAD = "model,gpu,tp,isl,osl,concurrency,ttft_ms,tpot_ms"
 
 
@@ -184,6 +189,24 @@ def test_runs_of_ones_own_calibrate_host_and_links(
         own_cluster()
     path.write_text("\n".join(path.read_text(encoding="utf-8").splitlines()[:4]), encoding="utf-8")
     assert run(["calibrate", str(path), "--tp", "0"]) == 2
+
+
+@pytest.mark.skipif(not (DATA / RUNS).is_file(), reason="measured data is not here; point POTLUCK_DATA at it")
+@pytest.mark.parametrize(
+    ("version", "other"), [("0.12.0", "trtllm"), ("1.0.0rc3", "vllm"), ("0.5.1.post1", "vllm")]
+)
+def test_thirty_runs_of_an_engine_left_out_halve_the_error_of_its_others(version: str, other: str) -> None:
+    every = [placed(item) for item in read_runs(DATA / RUNS).runs if item.version == version]
+    runs = sorted((e for e in every if e.kind == "dense"), key=lambda e: crc32(repr(e.run).encode()))
+    (usual,) = [e for e in stored_runs().engines if (e.engine, e.kind, e.version) == (other, "dense", "")]
+    found, rest = fit_cluster(runs[:30], usual), runs[30:]
+    own = served(works(rest, linked(bundled(), found.cluster.links)), found.cluster.host, found.client)
+    off = (
+        log_ratios(r, rest, np.ones(len(rest), bool))
+        for r in (served(works(rest), usual.host, usual.client), own)
+    )
+    before, after = (np.median(np.abs(np.expm1(rows)), axis=1).mean() for rows in off)
+    assert after < before / 2
 
 
 def test_what_vllm_and_aiperf_write_is_read_as_it_comes(tmp_path: Path) -> None:
