@@ -61,7 +61,7 @@ def test_preemption_does_not_matter(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("turns", [0, 1, 2, 4, 6, 99])
+@pytest.mark.parametrize("turns", [0, 2, 5, 99])
 @pytest.mark.parametrize("cut", [1, 50, 64, LENGTH])
 def test_a_hand_over_does_not_matter(kind: str, turns: int, cut: int, expected: dict[str, list[int]]) -> None:
     first, second = harness(kind, chunk=40), harness(kind)
