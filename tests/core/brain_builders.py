@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from potluck.core.brain.brain import Brain
@@ -45,7 +45,7 @@ def plan(
 ) -> plans.Plan:
     """Counts by (template, region), rates by (template, region, phase), flows by (model, from, to)."""
     models = dict.fromkeys(item.model for item in templates)
-    return plans.Plan(
+    made = plans.Plan(
         "test",
         tuple(templates),
         tuple(plans.Deployment(name, region, count) for (name, region), count in counts.items()),
@@ -66,6 +66,7 @@ def plan(
         1.0,
         0.0,
     )
+    return replace(made, thresholds=plans.thresholds_of(made))
 
 
 def facts(

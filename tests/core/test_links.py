@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 
 import brain_builders as build
 import pytest
@@ -11,13 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.routing.link_states import EASED, GRANTED, KEPT, LEAST, LOSSY, LinkStates, eased, grants
-from potluck.core.routing.template_weights import (
-    LengthThreshold,
-    ModelWeights,
-    RegionFlow,
-    TemplateWeights,
-    planned,
-)
+from potluck.core.routing.template_weights import LengthThreshold
 from potluck.core.routing.thresholds import (
     LEAST_TOKENS,
     MOST_RAISED,
@@ -357,21 +350,27 @@ def test_a_new_base_keeps_the_reaction_to_congestion() -> None:
     assert rebased(raised, 2000.0) == LengthThreshold(2000.0, 3000.0)
 
 
-def offers(local: tuple[float, ...], crossing: tuple[float, ...]) -> ModelWeights:
-    longest = (1000.0, 4000.0, inf)
-    none = (0.0, 0.0, 0.0)
-    flows = (RegionFlow("there", "here", crossing),) if any(crossing) else ()
-    return ModelWeights("m", longest, {("t", "here"): TemplateWeights(local, none, none)}, flows)
+def stated(
+    local: tuple[float, ...], crossing: tuple[float, ...], more: tuple[float, ...] = ()
+) -> list[float]:
+    template = build.template("t", ("mixed",), closed=(9.0,) * 3)
+    shares = {("t", "here", "closed"): local}
+    flows = {("m", "there", "here"): crossing, ("m", "off", "here"): more}
+    plan = build.plan((template,), {("t", "here"): 1}, shares, flows, longest=(1000, 4000, 9000))  # type: ignore[arg-type]
+    return [threshold.tokens for threshold in plan.thresholds]
 
 
-def test_the_plan_says_where_the_threshold_starts() -> None:
-    assert planned(offers((1.0, 1.0, 0.0), (0.0, 0.0, 1.0))) == LengthThreshold(4000.0, 4000.0)
-    assert planned(offers((1.0, 0.0, 0.0), (0.0, 1.0, 1.0))) == LengthThreshold(1000.0, 1000.0)
-    # A third of the middle bucket crosses: its longest third.
-    assert planned(offers((1.0, 2.0, 0.0), (0.0, 1.0, 1.0))) == LengthThreshold(3000.0, 3000.0)
+def test_the_plans_threshold_lies_in_the_first_bucket_that_crosses() -> None:
+    assert stated((1.0, 1.0, 0.0), (0.0, 0.0, 1.0)) == [4000.0]
+    assert stated((1.0, 0.0, 0.0), (0.0, 1.0, 1.0)) == [1000.0]
+    # A third of the middle bucket crosses: the upper third of its lengths.
+    assert stated((1.0, 2.0, 0.0), (0.0, 1.0, 1.0)) == [3000.0]
+    # The same third over two links, and one that takes the longest alone.
+    assert stated((1.0, 2.0, 0.0), (0.0, 0.5, 1.0), (0.0, 0.5, 1.0)) == [3000.0, 3000.0]
+    assert stated((1.0, 2.0, 0.0), (0.0, 1.0, 1.0), (0.0, 0.0, 1.0)) == [3000.0, 4000.0]
 
 
-def test_there_is_no_threshold_where_length_does_not_decide() -> None:
-    assert planned(offers((1.0, 1.0, 1.0), (0.0, 0.0, 0.0))) is None
-    assert planned(offers((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))) is None
-    assert planned(offers((0.0, 1.0, 1.0), (1.0, 0.0, 0.0))) is None  # the short ones cross
+def test_a_plan_that_does_not_choose_by_length_has_no_threshold() -> None:
+    assert stated((1.0, 1.0, 1.0), (0.0, 0.0, 0.0)) == []
+    assert stated((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)) == []
+    assert stated((0.0, 1.0, 1.0), (1.0, 0.0, 0.0)) == []  # the short ones cross

@@ -28,7 +28,7 @@ from potluck.core.scaling.traffic_window import LengthCount, ModelTraffic, Traff
 from potluck.core.state.events import LinkReported
 from potluck.core.state.facts import FleetFacts, ModelFacts, ReplicaFacts
 from potluck.core.state.policy import Policy
-from potluck.core.values.plan import LengthBucket, Plan, PlannedFlow
+from potluck.core.values.plan import LengthBucket, Plan, PlannedFlow, thresholds_of
 from potluck.core.values.types import Request, Role
 
 POLICY = Policy(scaling="prfaas")
@@ -210,6 +210,7 @@ def test_the_plans_own_threshold_is_kept_unless_another_is_better() -> None:
         flows = (PlannedFlow("m", 0, "here", "here", 0.5), PlannedFlow("m", 1, "there", "here", 0.5))
         counts = {("far", "there"): 4, ("pre", "here"): 3, ("dec", "here"): 5}
         there = replace(plan_of(TEMPLATES, counts, buckets), flows=flows)
+        there = replace(there, thresholds=thresholds_of(there))
         FLEETS[there] = fleet_of(there)
         rule = PrfaasScaling(POLICY, FACTS)
         made = run(rule, there, seen(), 0, 600)

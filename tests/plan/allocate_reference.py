@@ -6,7 +6,9 @@ in every region, nothing is scaled, and HiGHS runs without presolve.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import highspy
 import numpy as np
@@ -69,7 +71,13 @@ class Text:
 
 
 def reference(program: FlowProgram, *, fraction: bool = False) -> float | None:
-    """The least cost, or with `fraction` the largest theta <= 1 (None: not even pins can be kept)."""
+    """The least cost, or with `fraction` the largest theta <= 1 (None: not even pins can be kept).
+
+    Models in length order: the best of all programs in which each has another bucket up to which all stay.
+    """
+    if any(model.ordered for model in program.models):
+        values = [reference(each, fraction=fraction) for each in _cut(program)]
+        return (max if fraction else min)((v for v in values if v is not None), default=None)
     text = Text()
     money = 0.0 if fraction else 1.0
     theta = text.variable(-1.0 if fraction else 0.0, 1.0)
@@ -106,6 +114,21 @@ def reference(program: FlowProgram, *, fraction: bool = False) -> float | None:
     _flow_rows(program, text, n, theta, money)
     value = text.minimum()
     return None if value is None else (-value if fraction else value)
+
+
+def _cut(program: FlowProgram) -> Iterator[FlowProgram]:
+    regions = range(len(program.fleet.regions))
+    away = frozenset((a, b) for a in regions for b in regions if a != b)
+    home = frozenset((a, a) for a in regions)
+    for cuts in product(*(range(len(model.buckets)) for model in program.models)):
+        models = []
+        for model, cut in zip(program.models, cuts, strict=True):
+            bars = [away if b < cut else home if b > cut else frozenset() for b in range(len(model.buckets))]
+            both = zip(model.buckets, bars, strict=True)
+            buckets = tuple(replace(bucket, barred=bucket.barred | bar) for bucket, bar in both)
+            closed = np.where(np.arange(len(bars)) > cut, 0.0, model.closed_per_s)
+            models.append(replace(model, buckets=buckets, closed_per_s=closed, ordered=False))
+        yield replace(program, models=tuple(models))
 
 
 def _flow_rows(program: FlowProgram, text: Text, n: dict[ColumnKey, int], theta: int, money: float) -> None:

@@ -8,9 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from allocate_reference import check, closed, random_closed, random_flow, reference
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from potluck.plan.allocate.program import ColumnKey, FlowProgram, NodeSupply
-from potluck.plan.allocate.solve import solve
+from potluck.plan.allocate.solve import out_of_order, solve
 
 LIMIT_S = 60.0
 
@@ -52,6 +54,19 @@ def test_closed_programs_equal_the_reference(block: int) -> None:
 def test_general_programs_equal_the_reference(block: int) -> None:
     seen = [agrees(random_flow(seed)) for seed in range(10 * block, 10 * block + 10)]
     assert {"optimal", "infeasible"} <= set(seen)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+@example(161)
+@example(209)
+@example(449)
+@example(456)
+def test_who_crosses_is_no_shorter_than_who_stays_and_nothing_in_order_is_better(seed: int) -> None:
+    plain = random_flow(seed)
+    program = replace(plain, models=tuple(replace(model, ordered=True) for model in plain.models))
+    agrees(program)
+    assert out_of_order(program, solve(program, time_limit_s=LIMIT_S)) == []
 
 
 @pytest.mark.parametrize("block", range(2))

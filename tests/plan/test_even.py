@@ -7,8 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
-from potluck.core.routing.template_weights import offers as make_offers
-from potluck.core.routing.template_weights import planned
 from potluck.core.values.plan import Deployment, Plan, PlannedShare
 from potluck.core.values.types import Link, Slo
 from potluck.plan.assemble.even_shares import evened
@@ -103,8 +101,7 @@ def test_prompts_from_some_length_on_cross_and_routing_has_that_threshold() -> N
     assert shares == sorted(shares)
     assert shares[0] == pytest.approx(0.0)
     assert shares[-1] == pytest.approx(1.0)
-    threshold = planned(make_offers(plan, "learned")["chat"])
-    assert threshold is not None
+    (threshold,) = plan.thresholds
     assert 300 <= threshold.tokens < 6000
     even = evened(problem, plan, SETTINGS.time_limit_s)  # as a rehearsal does
     assert even.flows == plan.flows

@@ -26,6 +26,7 @@ from potluck.core.values.plan import (
     Plan,
     PlannedFlow,
     PlannedShare,
+    thresholds_of,
 )
 from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.step_timer import Floats, StepBatch
@@ -289,7 +290,7 @@ def divided() -> Plan:
     decode = replace(
         decode_only(), capacity=tuple(BucketCapacity(bucket, 0.0, 20.0, 0.0, 0.2, 0.03) for bucket in (0, 1))
     )
-    return replace(
+    plan = replace(
         closed_plan((mixed(), "east", 1)),
         templates=(prefill, decode),
         deployments=(
@@ -309,6 +310,7 @@ def divided() -> Plan:
             PlannedFlow(MODEL, 1, "west", "east", 2.0, "int4"),
         ),
     )
+    return replace(plan, thresholds=thresholds_of(plan))
 
 
 def mean_ttft_s(policy: Policy, long_share: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from math import erfc, hypot, log
 from statistics import NormalDist
 from typing import Literal
@@ -20,6 +21,7 @@ from potluck.core.values.plan import Deployment, Plan, Prediction, Template
 from potluck.core.values.types import NodeOffer
 from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.timers.roofline import check_tp
+from potluck.plan.allocate.solve import solve
 from potluck.plan.assemble.term_rows import domains, offers_of
 from potluck.plan.engine_costs import EngineCost
 from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
@@ -73,6 +75,60 @@ def term_prices(
             exact = answer == "costs" and max(outcome.plan.gap, other.plan.gap) < settings.gap_target + 1e-9
             more = max(0.0, other.plan.fraction - outcome.plan.fraction)
             prices.append(TermPrice(ask.name, term, words, extra, more, exact))
+    return tuple(prices)
+
+
+def order_price(base: PlanOutcome) -> tuple[TermPrice, ...]:
+    """What it costs that who crosses a link is no shorter than who stays, where some would not be."""
+    price = base.allocation.order
+    if price is None:
+        return ()
+    models = [base.columns.problem.asks[m].name for m in price.models]
+    words = "who is computed in another region is longer than who stays"
+    exact = base.allocation.status == "optimal"
+    return (TermPrice(", ".join(models), "order", words, price.usd_per_h, price.fraction, exact),)
+
+
+@dataclass(frozen=True, slots=True)
+class CrossingPrice:
+    """What a plan would cost more that sent a model's longest prompts over a link which the plan has no use for."""
+
+    model: str
+    link: str
+    extra_usd_per_h: float | None
+    why: str  # Why there is no such plan; empty where there is one.
+
+
+def crossing_prices(base: PlanOutcome, settings: SolveSettings) -> tuple[CrossingPrice, ...]:
+    """Of all links, by planning again; nothing where something crosses anyway."""
+    program, prices = base.columns.program, []
+    regions = program.fleet.regions
+    others = frozenset((r, s) for r in range(len(regions)) for s in range(len(regions)))
+    for link, (m, model) in product(program.links, enumerate(program.models)):
+        ends = (link.source, link.target)
+        asked = [place for place, bucket in enumerate(model.buckets) if bucket.rate_per_s > 0]
+        if not asked or any(flow.source != flow.target for flow in base.allocation.flows):
+            continue
+        last, closed = model.buckets[asked[-1]], model.closed_per_s.copy()
+        closed[:, asked[-1]] = 0.0
+        buckets = list(model.buckets)
+        buckets[asked[-1]] = replace(last, barred=others - {ends})
+        models = list(program.models)
+        models[m] = replace(model, buckets=tuple(buckets), closed_per_s=closed)
+        extra, why = None, "its KV would be too late" if ends in last.barred else ""
+        for phase, region, table in (
+            ("computes", 0, model.prefill_per_s),
+            ("answers", 1, model.decode_per_s),
+        ):
+            able = (model.uses <= program.fleet.available[ends[region]]).all(axis=1)
+            if not why and not table[able, asked[-1]].any():
+                why = f"nothing in {regions[ends[region]]} {phase} them within the objective"
+        if not why:
+            there = replace(program, models=tuple(models))
+            answer = solve(there, time_limit_s=settings.time_limit_s, clock=settings.clock, in_part=False)
+            extra = answer.cost_usd_per_h - base.allocation.cost_usd_per_h if answer.found else None
+            why = "" if answer.found else "nodes, budget or the link do not suffice"
+        prices.append(CrossingPrice(model.name, f"{regions[ends[0]]} to {regions[ends[1]]}", extra, why))
     return tuple(prices)
 
 
@@ -223,6 +279,8 @@ class Explanation:
     """What it would cost in each combination of formats, where there was a choice."""
     engine: EngineCost | None = None
     """What the limits of the engine cost, where they may leave something out."""
+    crossings: tuple[CrossingPrice, ...] = ()
+    """What sending something over a link would cost, where a plan of `prfaas` has no use for any."""
     on_averages: bool = False
     """Whether costs of changes are between plans on averages, as the plan itself was chosen by more than that."""
 
@@ -247,8 +305,12 @@ def explain(
     return Explanation(
         tuple(_model(factory, plan, base, planner, settings, ask.name) for ask in problem.asks),
         tuple(_nodes(factory, plan, base, planner, settings)),
-        term_prices(factory, base, planner, replace(settings, asking=plan.fraction >= 1)),
+        (
+            *order_price(base),
+            *term_prices(factory, base, planner, replace(settings, asking=plan.fraction >= 1)),
+        ),
         outcome.tried,
+        crossings=crossing_prices(base, settings) if plan.strategy == "prfaas" else (),
         on_averages=base is not outcome,
     )
 

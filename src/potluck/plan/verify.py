@@ -13,7 +13,7 @@ import numpy as np
 
 from potluck.core.values.engine_abilities import refusals
 from potluck.core.values.kv import LOSSLESS, lossy_crossings
-from potluck.core.values.plan import BucketCapacity, Plan, Template
+from potluck.core.values.plan import BucketCapacity, Plan, Template, across_and_home
 from potluck.core.values.types import Role
 from potluck.plan.allocate.highs import INFINITY, Milp, solve_milp
 from potluck.plan.assemble.columns import CROSSING, codecs_of, crossing_room_s, crossing_s, egress_usd_per_h
@@ -242,7 +242,19 @@ def verify(problem: PlanningProblem, plan: Plan, *, rerouted: bool = False) -> t
     broken = broken or tuple(_memory(problem, plan))
     if broken:  # nothing else can be asked of a plan that does not hang together
         return broken
-    checks = (_capacity, _shared, _nodes, _time, _demand, _balance, _links, _cards, _cost, broken_terms)
+    checks = (
+        _capacity,
+        _shared,
+        _nodes,
+        _time,
+        _demand,
+        _balance,
+        _links,
+        _order,
+        _cards,
+        _cost,
+        broken_terms,
+    )
     # Timing replicas again takes most of the time, and does not depend on what they are sent.
     asked = checks[2:] if rerouted else checks
     return tuple(violation for check in asked for violation in check(problem, plan))
@@ -495,6 +507,16 @@ def _links(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
             yield f"requests cross from {source} to {target}, which no link joins"
         elif bits > (most := link_bits_per_s(link, problem.headroom)) * (1 + SLACK):
             yield f"link {source} -> {target}: {bits / 1e9:.3g} Gbps, at most {most / 1e9:.3g} of {link.gbps:g}"
+
+
+def _order(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
+    """Nobody crosses a link who is shorter than somebody who stays in a region."""
+    for ask in problem.asks:
+        across, home = across_and_home(plan, ask.name)
+        for (source, target), rates in across.items():
+            shortest = next(bucket for bucket, rate in enumerate(rates) if rate)
+            if any(home[shortest + 1 :]):
+                yield f"{ask.name}: bucket {shortest} crosses from {source} to {target}, and longer ones stay"
 
 
 def _cards(problem: PlanningProblem, plan: Plan) -> Iterator[str]:

@@ -84,6 +84,8 @@ def assembled(parts: Mapping[str, Plan], problem: PlanningProblem) -> Plan:
         min(plan.fraction for plan in plans),
         formats=tuple(item for name, plan in own.items() for item in plan.formats if item[0] == name),
         engine=plans[0].engine,
+        thresholds=tuple(threshold for plan in plans for threshold in plan.thresholds),
+        wires=plans[0].wires,
     )
 
 

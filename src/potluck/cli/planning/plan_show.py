@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from potluck.core.values.plan import Plan, Prediction
     from potluck.core.values.types import Slo
     from potluck.plan.engine_costs import EngineCost
-    from potluck.plan.explain import Answer, Explanation, NodeValue, TermPrice
+    from potluck.plan.explain import Answer, CrossingPrice, Explanation, NodeValue, TermPrice
     from potluck.plan.problem import PlanningProblem
     from potluck.plan.search.tabu import SearchResult
     from potluck.plan.strategies import PlanOutcome
@@ -52,6 +52,13 @@ def show_classes(problem: PlanningProblem) -> None:
 
 def _times(slo: Slo) -> str:
     return f"TTFT {seconds(slo.ttft_s)}, TPOT {seconds(slo.tpot_s)}"
+
+
+def show_thresholds(plan: Plan) -> None:
+    for each in plan.thresholds:
+        tokens = f"more than {each.tokens:,.0f} tokens to compute"
+        where = f"prefilled in {each.prefill_region} and answered in {each.decode_region}"
+        _say(f"{each.model}: prompts with {tokens} are {where}, shorter ones stay.")
 
 
 def show_risk(problem: PlanningProblem, plan: Plan) -> None:
@@ -166,6 +173,7 @@ def show_plan(
     _show_predictions(problem, outcome)
     show_classes(problem)
     show_money(problem, outcome.plan)
+    show_thresholds(outcome.plan)
     show_risk(problem, outcome.plan)
 
 
@@ -302,6 +310,13 @@ def show_reasons(reasons: Explanation | None) -> None:
         return
     show_terms(reasons.terms)
     _show_formats(reasons.formats)
+    columns_of_crossings: dict[str, Callable[[CrossingPrice], object]] = {
+        "model": lambda price: price.model,
+        "its longest prompts from": lambda price: price.link,
+        "costs": lambda price: price.why if price.extra_usd_per_h is None else _more(price.extra_usd_per_h),
+    }
+    if reasons.crossings:
+        table_of("Why nothing crosses a link", reasons.crossings, columns_of_crossings)
     rows = []
     for reason in reasons.models:
         extra = ANSWERS.get(reason.answer, "-")

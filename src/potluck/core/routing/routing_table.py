@@ -26,7 +26,6 @@ from potluck.core.routing.template_weights import (
     TemplateWeights,
     merged,
     offers,
-    planned,
 )
 from potluck.core.state.facts import FleetFacts
 from potluck.core.state.fleet import FleetState, ReplicaState, TemplateCopy
@@ -46,8 +45,8 @@ RatedFlows = list[tuple[str, str, float]]
 class ModelRoutes:
     offers: ModelWeights
     limits_tokens: list[int]
-    threshold: LengthThreshold | None = None
-    """The plan's length threshold between regions, if it has one; then every way is open to every bucket."""
+    thresholds: dict[str, LengthThreshold] = field(default_factory=dict)
+    """The plan's length thresholds by link, if it has any; then every way is open to every bucket."""
     ways: dict[tuple[int, int], RouteOptions] = field(default_factory=dict)
 
     longest_tokens: tuple[float, ...] = field(init=False)
@@ -95,16 +94,20 @@ class RoutingTable:
             elif any(self._templates[name].model == model for name, _ in live):
                 fresh[model] = table.offers
         self.models = {
-            model: ModelRoutes(weights, self._limits(weights), planned(weights) if self._by_length else None)
+            model: ModelRoutes(weights, self._limits(weights), self._thresholds(weights))
             for model, weights in fresh.items()
         }
         for target in (*self.singles.values(), *self.groups.values()):
             target.indexes.clear()
 
+    def _thresholds(self, weights: ModelWeights) -> dict[str, LengthThreshold]:
+        stated = weights.thresholds if self._by_length else {}
+        return {link: LengthThreshold(tokens, tokens) for link, tokens in stated.items()}
+
     def divide(self, model: str, threshold: LengthThreshold) -> bool:
         """Let length decide where the plan does not, if anything crosses; prompts may then stay at home."""
         table = self.models.get(model)
-        if table is None or not self._by_length or table.threshold is not None:
+        if table is None or not self._by_length or table.thresholds:
             return False
         flows = table.offers.flows
         crossing = [flow for flow in flows if flow.source != flow.target]
@@ -113,7 +116,8 @@ class RoutingTable:
         if not crossing:
             return False
         added = tuple(flow for region, flow in more.items() if region not in at_home)
-        table.offers, table.threshold = replace(table.offers, flows=flows + added), threshold
+        table.offers = replace(table.offers, flows=flows + added)
+        table.thresholds = {f"{flow.source}->{flow.target}": threshold for flow in crossing}
         table.ways.clear()
         for target in (*self.singles.values(), *self.groups.values()):
             target.indexes.clear()
@@ -186,7 +190,7 @@ class RoutingTable:
         if bucket >= 0:
             for flow in table.offers.flows:
                 rate = flow.rates_per_s[bucket]
-                if not rate and table.threshold:
+                if not rate and table.thresholds:
                     rate = sum(flow.rates_per_s) / len(flow.rates_per_s)
                 if rate:
                     flows.append((flow.source, flow.target, rate))
@@ -278,7 +282,7 @@ class RoutingTable:
     def _weight(self, table: ModelRoutes, offer: TemplateWeights, phase: Phase, bucket: int) -> float:
         """A copy's weight; under a length threshold also in buckets that the plan sends elsewhere."""
         weights = offer.weights(phase)
-        if weights[bucket] or not table.threshold:
+        if weights[bucket] or not table.thresholds:
             return weights[bucket]
         given = [weight for weight in weights if weight > 0]
         return sum(given) / len(given) if given else 0.0

@@ -13,8 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Literal
 
@@ -52,6 +51,8 @@ class ModelWeights:
     flows: tuple[RegionFlow, ...]
     spare: Mapping[str, TemplateWeights] = field(default_factory=dict)
     """What a copy of any template takes that the plan counts on nowhere, or not in that region: scaling began it."""
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+    """`source->target` to the tokens beyond which the plan lets prompts cross."""
 
     def copy(self, key: Key) -> TemplateWeights | None:
         template_weights = self.copies.get(key)
@@ -85,7 +86,7 @@ def merged(new: ModelWeights, old: ModelWeights, live: Collection[Key]) -> Model
         for flow in old.flows
         if (flow.source, flow.target) not in known and {flow.source, flow.target} & regions
     ]
-    return ModelWeights(new.model, new.longest_tokens, copies, new.flows + tuple(flows), new.spare)
+    return replace(new, copies=copies, flows=new.flows + tuple(flows))
 
 
 def _model(plan: Plan, model: str, rule: BalanceRule) -> ModelWeights:
@@ -112,9 +113,11 @@ def _model(plan: Plan, model: str, rule: BalanceRule) -> ModelWeights:
     spare = {}
     if plan.candidates:
         mix = [bucket.rate_per_s for bucket in buckets] or [1.0]
-        mine = [item for item in plan.repertoire if item.model == model and not item.machines]
-        spare = {item.name: _spare(item, mix if any(mix) else [1.0] * len(mix), rule) for item in mine}
-    return ModelWeights(model, longest, copies, _flows(plan, model, len(longest)), spare)
+        own = [item for item in plan.repertoire if item.model == model and not item.machines]
+        spare = {item.name: _spare(item, mix if any(mix) else [1.0] * len(mix), rule) for item in own}
+    mine = [each for each in plan.thresholds if each.model == model]
+    thresholds = {f"{each.prefill_region}->{each.decode_region}": each.tokens for each in mine}
+    return ModelWeights(model, longest, copies, _flows(plan, model, len(longest)), spare, thresholds)
 
 
 def _spare(template: Template, mix: Sequence[float], rule: BalanceRule) -> TemplateWeights:
@@ -194,28 +197,3 @@ class LengthThreshold:
     base_tokens: float  # Where the plan, or the long-term update, has it.
     tokens: float
     scarce: bool = True
-
-
-def planned(offers: ModelWeights) -> LengthThreshold | None:
-    """The plan's own threshold, inside the first bucket that crosses; None where it does not choose by length."""
-    crossing = [0.0] * len(offers.longest_tokens)
-    local = [0.0] * len(offers.longest_tokens)
-    for flow in offers.flows:
-        for bucket, rate in enumerate(flow.rates_per_s):
-            (local if flow.source == flow.target else crossing)[bucket] += rate
-    for offer in offers.copies.values():
-        for bucket, rate in enumerate(offer.closed):
-            local[bucket] += rate
-    if not any(crossing) or not any(local):
-        return None
-    shares = [
-        far / (far + near) if far + near > 0 else 0.0 for far, near in zip(crossing, local, strict=True)
-    ]
-    used = [share for share, far, near in zip(shares, crossing, local, strict=True) if far + near > 0]
-    if any(later < earlier - 1e-9 for earlier, later in pairwise(used)):
-        return None
-    first = next(bucket for bucket, share in enumerate(shares) if share > 0)
-    shortest = offers.longest_tokens[first - 1] if first else 0.0
-    longest = offers.longest_tokens[first]
-    tokens = shortest if longest == inf else longest - shares[first] * (longest - shortest)
-    return LengthThreshold(tokens, tokens)

@@ -65,14 +65,12 @@ class LengthThresholds:
         return prefill_choices
 
     def _take(self, model: str, before: dict[str, LengthThreshold]) -> None:
-        table = self._table.models[model]
-        fresh = table.threshold
-        if fresh is None:
-            return
-        crossing = [flow for flow in table.offers.flows if flow.source != flow.target]
-        links = [f"{flow.source}->{flow.target}" for flow in crossing]
-        base = fresh.base_tokens
-        self.links[model] = {link: rebased(before[link], base) if link in before else fresh for link in links}
+        fresh = self._table.models[model].thresholds
+        if fresh:
+            self.links[model] = {
+                link: rebased(before[link], now.base_tokens) if link in before else now
+                for link, now in fresh.items()
+            }
 
     def _ahead_s(self, model: str, event: LinkReported) -> float:
         """By how much a mean prompt waits longer in the link's prefill cluster than where it would be decoded."""

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from math import inf
 
 from potluck.core.routing.group_sharing import MeanLengths
-from potluck.core.routing.template_weights import offers, planned
 from potluck.core.scaling.roles import Flippable, flippable
 from potluck.core.scaling.rule import Decisions, FlipRole, ScaleDecision, Scaler, SetThreshold
 from potluck.core.scaling.traffic_window import LengthCount, ModelTraffic, ObservedTraffic
@@ -140,7 +139,7 @@ class PrfaasScaling(Scaler):
     def on_tick(self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan) -> Decisions:
         if plan is not self._plan:
             self._plan = plan
-            self._thresholds = _planned(plan, self._policy)
+            self._thresholds = _planned(plan)
             self._short_s.clear()
             self._long_s.clear()
         decisions: list[ScaleDecision] = []
@@ -222,10 +221,10 @@ class PrfaasScaling(Scaler):
         )
 
 
-def _planned(plan: Plan, policy: Policy) -> dict[str, int]:
-    """Where routing begins: the plan's own threshold, of models that have one."""
-    length_thresholds = {model: planned(offer) for model, offer in offers(plan, policy.balance).items()}
-    return {model: round(t.base_tokens) for model, t in length_thresholds.items() if t is not None}
+def _planned(plan: Plan) -> dict[str, int]:
+    """Where routing begins: the plan's own threshold, of models that have one; the lowest of several links'."""
+    thresholds = sorted(plan.thresholds, key=lambda each: -each.tokens)
+    return {each.model: round(each.tokens) for each in thresholds}
 
 
 def _least(gain: float, seen: ModelTraffic) -> float:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import ceil
 
 from potluck.core.errors import InputError
-from potluck.core.values.plan import Plan
-from potluck.core.values.types import Codec
+from potluck.core.values.plan import KvWire, Plan
+from potluck.core.values.types import Codec, Link
 
 CODEC_BITS: dict[Codec, float] = {"fp16": 16.0, "int8": 8.0, "int4": 4.0}
 KEY_GROUP, VALUE_GROUP, GROUP_BITS = 128, 64, 32
@@ -42,6 +43,24 @@ def wire_bytes(growing_bytes: float, windows: Windows, state_bytes: float, span:
     for window, rate in windows:
         size += rate * (stop - max(start, stop - window, 0))
     return size * ratio + state_bytes
+
+
+WINDOW_BYTES = 4 * 2**20
+"""Bytes one connection keeps under way: Linux's default limit of a send buffer (net.ipv4.tcp_wmem)."""
+PIECE_BYTES = 1 << 23
+LEAST_CONNECTIONS, MOST_CONNECTIONS = 2, 32
+"""Two where one would do, so that a connection may be lost; so many as a sender lets one receiver have."""
+
+
+def connections_for(gbps: float, rtt_s: float) -> int:
+    """As many as keep a link full: their windows together hold what is under way in a round trip."""
+    wanted = ceil(gbps * 1e9 / 8 * rtt_s / WINDOW_BYTES - 1e-9)
+    return min(max(wanted, LEAST_CONNECTIONS), MOST_CONNECTIONS)
+
+
+def wire_of(link: Link) -> KvWire:
+    connections = connections_for(link.gbps, link.rtt_s)
+    return KvWire(link.source, link.target, connections, WINDOW_BYTES, PIECE_BYTES)
 
 
 LOSSLESS: Codec = "fp16"  # KV crosses as the model has it, whatever format that is.

@@ -50,6 +50,7 @@ class ReplicaSpec:
 
 
 PLAN_VERSION = 1
+ROUNDING = 1e-6  # Of a bucket's demand: what a solver may leave where nothing should be.
 
 TemplateKind = Literal["homogeneous", "pipeline", "combo", "pair", "remote_prefill", "group"]
 
@@ -160,6 +161,35 @@ class LengthBucket:
     bucket: int
     longest_tokens: int
     rate_per_s: float
+    new_share: float = 1.0
+    """Of a prompt, the part that no prefix cache holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedThreshold:
+    """Prompts of a model with more tokens than this to be computed may cross from one region to another."""
+
+    model: str
+    prefill_region: str
+    decode_region: str
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class KvWire:
+    """How KV crosses from one region to another: planner and simulator reckon with it, engines are told.
+
+    In which codec is said of every flow, and states of linear attention are whole in each (`core.values.kv`).
+    """
+
+    source: str
+    target: str
+    connections: int
+    """That carry the KV of one request side by side."""
+    window_bytes: int
+    """That each keeps under way."""
+    piece_bytes: int
+    """Of KV that is acknowledged at once; less on a link that is shared out among its senders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +323,9 @@ class Plan:
     """What it was proven to do in simulation, before it was written down; None: it was not tried."""
     engine: EngineName = "vllm"
     """The kind of engines that it was made for."""
+    thresholds: tuple[PlannedThreshold, ...] = ()
+    """Where routing begins, of models that both cross and stay (`thresholds_of`)."""
+    wires: tuple[KvWire, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("cost_usd_per_h", "gap", "fraction", "start_usd_per_h"):
@@ -336,6 +369,7 @@ class Plan:
             shares=tuple(each for each in self.shares if models[each.template] in names),
             flows=tuple(each for each in self.flows if each.model in names),
             predictions=tuple(each for each in self.predictions if each.model in names),
+            thresholds=tuple(each for each in self.thresholds if each.model in names),
         )
 
     def holding(self, counts: Mapping[tuple[str, str], int]) -> Plan:
@@ -354,6 +388,45 @@ class Plan:
             for item in self.template(deployment.template).nodes:
                 counts[deployment.region, item.node] += item.count * deployment.count
         return dict(counts)
+
+
+def across_and_home(plan: Plan, model: str) -> tuple[dict[tuple[str, str], list[float]], list[float]]:
+    """Rates by bucket, without what a solver may leave where nothing should be: of each link, and of who stays."""
+    asked = {bucket.bucket: bucket.rate_per_s for bucket in plan.buckets if bucket.model == model}
+    across: dict[tuple[str, str], list[float]] = {}
+    home = [0.0] * len(asked)
+    for flow in plan.flows:
+        ends = (flow.prefill_region, flow.decode_region)
+        if flow.model == model and flow.rate_per_s > ROUNDING * asked[flow.bucket]:
+            crossing = home if ends[0] == ends[1] else across.setdefault(ends, [0.0] * len(asked))
+            crossing[flow.bucket] += flow.rate_per_s
+    for share in plan.shares:
+        closed = share.phase == "closed" and share.rate_per_s > ROUNDING * asked.get(share.bucket, 0.0)
+        if closed and plan.template(share.template).model == model:
+            home[share.bucket] += share.rate_per_s
+    return across, home
+
+
+def thresholds_of(plan: Plan) -> tuple[PlannedThreshold, ...]:
+    """From which length on its flows cross: inside the first bucket that does, as much of it as crosses.
+
+    None of models that cross whole, or not at all, and where a longer one stays than one that crosses: length does
+    not tell these apart.
+    """
+    thresholds = []
+    for model in dict.fromkeys(flow.model for flow in plan.flows):
+        buckets = sorted((each for each in plan.buckets if each.model == model), key=lambda each: each.bucket)
+        across, home = across_and_home(plan, model)
+        first = {
+            link: next(place for place, rate in enumerate(rates) if rate) for link, rates in across.items()
+        }
+        longest = max((place for place, rate in enumerate(home) if rate), default=len(home))
+        for link, place in first.items() if min(first.values(), default=0) >= longest else ():
+            low, high = buckets[place - 1].longest_tokens if place else 0, buckets[place].longest_tokens
+            crossing = sum(rates[place] for rates in across.values())
+            tokens = high - crossing / (crossing + home[place]) * (high - low)
+            thresholds.append(PlannedThreshold(model, *link, tokens * buckets[place].new_share))
+    return tuple(thresholds)
 
 
 def plan_to_json(plan: Plan) -> str:

@@ -59,6 +59,18 @@ class Shortfall:
         return f"at most {max(self.fraction, 0.0) + 0.0:.1%} of the demand can be met; what binds: {names}"
 
 
+@dataclass(frozen=True, slots=True)
+class OrderPrice:
+    """What it takes that who crosses a link is no shorter than who stays."""
+
+    models: tuple[int, ...]
+    """Those that would not be in order by themselves."""
+    usd_per_h: (
+        float | None
+    )  # Rent and egress; None where not all demand is met, so that costs do not compare.
+    fraction: float  # Of the demand, what more would be served in any order.
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Allocation:
     """The best plan found and how far from the cheapest it can be.
@@ -76,6 +88,7 @@ class Allocation:
     gap: float  # (cost - lower bound) / cost; infinite without a plan.
     node_prices_usd_per_h: Floats  # Shadow prices [regions, node types]: saved per further node.
     shortfall: Shortfall | None = None
+    order: OrderPrice | None = None  # None where lengths are in order, or need not be, without asking.
 
     @property
     def found(self) -> bool:

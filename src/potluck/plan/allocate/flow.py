@@ -197,14 +197,19 @@ def settle(
     """
     problem = rows.milp(at_cost=at_cost)
     whole = np.array(sorted([*rows.new.values(), *rows.old.values()]), dtype=np.int64)
-    relax = not any(helper.whole for helper in rows.program.helpers)  # those are not copies, and stay free
+    linear = not any(helper.whole for helper in rows.program.helpers)  # those are not copies, and stay free
     if at_cost:
         problem.lower[THETA] = problem.upper[THETA] = theta
     problem.lower[whole] = problem.upper[whole] = np.rint(x[whole])
-    answer = solve_milp(problem, time_limit_s=deadline.final_s, relax=relax)
-    if answer.infeasible and at_cost:
-        problem.lower[THETA] = theta * (1 - WHOLE)
+    for relax in (False, linear) if rows.order else (linear,):
         answer = solve_milp(problem, time_limit_s=deadline.final_s, relax=relax)
+        if answer.infeasible and at_cost:
+            problem.lower[THETA] = theta * (1 - (10 if rows.order else 1) * WHOLE)
+            answer = solve_milp(problem, time_limit_s=deadline.final_s, relax=relax)
+        if answer.x is None:
+            return None
+        # What is whole within a millionth would let as much cross out of order.
+        problem.lower[rows.order] = problem.upper[rows.order] = np.rint(answer.x[rows.order])
     if answer.x is None or not answer.finished:
         return None
     final = answer.x.copy()

@@ -1,9 +1,9 @@
 """The general program as a matrix over some of its columns: variables, named rows, how to read a solution.
 
 Variables in this order: theta; helpers of limits; nodes paid for already; f for every bucket and pair of regions
-with a path; per column j: n_new, n_old
-(when some run), then its shares x_jb, z_jb, w_jb where the capacity is not 0. theta is 1 when cost is
-minimised; when the program is infeasible theta <= 1 is maximised instead, and demand_b asks for theta D_b.
+with a path; per column j: n_new, n_old (when some run), then its shares x_jb, z_jb, w_jb where the capacity is not 0;
+y of ordered models. theta is 1 when cost is minimised; when the program is infeasible theta <= 1 is maximised
+instead, and demand_b asks for theta D_b.
 """
 
 from __future__ import annotations
@@ -73,9 +73,12 @@ class MatrixEntries:
 
 
 class FlowRows:
-    """The program over some columns; a bucket's rows are scaled by its rate, a link's by its bandwidth."""
+    """The program over some columns; a bucket's rows are scaled by its rate, a link's by its bandwidth.
 
-    def __init__(self, program: FlowProgram, keys: list[ColumnKey]) -> None:
+    `order`: with the rows that keep lengths in order. Relaxations go without: fractions of y say next to nothing.
+    """
+
+    def __init__(self, program: FlowProgram, keys: list[ColumnKey], order: bool = True) -> None:
         self.program = program
         self.bins = bins_of(program)
         self.entries = MatrixEntries()
@@ -91,6 +94,11 @@ class FlowRows:
         self._flow_variables()
         self._running, self._pins = dict(program.running), {pin.key: pin for pin in program.pins}
         self.add(keys)
+        self.order: list[int] = []
+        """The variables y."""
+        for m, model in enumerate(program.models):
+            if order and model.ordered:
+                self._order_rows(range(int(self._first_bin[m]), int(self._first_bin[m + 1])))
 
     def add(self, keys: Iterable[ColumnKey]) -> None:
         for key in keys:
@@ -172,6 +180,36 @@ class FlowRows:
                 if i is not None:
                     part = one.kv_bits * self.scale[b] / program.links[i].bits_per_s
                     entries.put(self.links[i], variable, part)
+
+    def _order_rows(self, bins: Iterable[int]) -> None:
+        """Over all columns there are: none may be added after."""
+        entries, live = self.entries, [b for b in bins if self.bins[b].rate_per_s > 0]
+        away: dict[int, list[tuple[int, float]]] = {b: [] for b in live}
+        home: dict[int, list[tuple[int, float]]] = {b: [] for b in live}
+        for (b, source, target), variable in self.flows.items():
+            if b in away:
+                (home if source == target else away)[b].append((variable, 1.0))
+        for _, b, p, variable, rate in self.shares:
+            if b in home and p == 2:
+                home[b].append((variable, rate / self.scale[b]))
+        if not any(away.values()):
+            return
+        before: int | None = None
+        for b in live:
+            if before is not None:
+                row = entries.new_row(-INFINITY, 1.0)
+                for variable, part in (*home[b], (before, 1.0)):
+                    entries.put(row, variable, part)
+            if b != live[-1]:
+                self.order.append(entries.new_variable(0.0, 1.0, integer=True))
+                row = entries.new_row(-INFINITY, 0.0)
+                for variable, part in (*away[b], (self.order[-1], -1.0)):
+                    entries.put(row, variable, part)
+                if before is not None:
+                    row = entries.new_row(-INFINITY, 0.0)
+                    entries.put(row, before, 1.0)
+                    entries.put(row, self.order[-1], -1.0)
+                before = self.order[-1]
 
     def _column(self, key: ColumnKey, running: int, pin: ColumnPin | None) -> None:
         program, entries = self.program, self.entries

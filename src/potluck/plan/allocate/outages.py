@@ -1,7 +1,7 @@
 """Plans that survive losses: what a loss leaves must still serve a share of the demand, routed anew.
 
 For a loss s let n^s be the copies that are left: none of those with a node that is gone, or one fewer of one column.
-That they serve theta of the demand asked for is a linear program; by its duals, whichever n is,
+That they serve theta of the demand asked for, in any order, is a linear program; by its duals, whichever n is,
 
     theta <= sum_j E_j n^s_j + sum_l lambda_l bandwidth_l          E_j: what one copy's time earns (`relaxation.py`)
 
@@ -137,7 +137,7 @@ def left_after(
         remain = count - min(count, 1.0) if key == loss.copy else count
         if remain > 0:
             kept[key] = remain
-    rows = FlowRows(asked, sorted(kept))
+    rows = FlowRows(asked, sorted(kept), order=False)
     problem = rows.milp(at_cost=False, theta_cap=UNCAPPED)
     for key, count in kept.items():
         problem.lower[rows.new[key]] = problem.upper[rows.new[key]] = count
@@ -286,7 +286,7 @@ def _root(program: FlowProgram, deadline: Deadline) -> FlowProgram:
         relaxed = relax_flow(pricer, deadline, at_cost=True, keys=keys)
         if relaxed is None:
             return program
-        rows = FlowRows(program, relaxed.keys)
+        rows = FlowRows(program, relaxed.keys, order=False)
         answer = solve_milp(rows.milp(at_cost=True, priced=True), time_limit_s=deadline.left_s, relax=True)
         if answer.x is None:
             return program

@@ -12,6 +12,7 @@ Variables
     z_jb     >= 0      ... on decoding bucket b
     w_jb     >= 0      ... on doing both inside the template, when it is a closed group
     f_brs    >= 0      requests/s of bucket b prefilled in region r and decoded in region s
+    y_b      0 or 1    whether bucket b of an ordered model may cross a link; all longer ones may then, and only they
 
 Minimise  sum_j p_j (n_j + K max(0, n_j - v_j)) + (e_j + q_j) n_j - sum_rc p_rc g_rc
           + sum_brs (egress_rs kv_b + [r != s] q_b) f_brs     e_j: what a copy costs beside its nodes' rent
@@ -25,6 +26,9 @@ Rows
     nodes_rc     sum_{j in r} U_jc n_j <= A_rc
     link_rs      sum_b kv_b f_brs <= bandwidth_rs             r != s; without a link, or where the KV would be
                                                               too late (barred), f_brs does not exist
+    across_b     sum_{r != s} f_brs <= D_b y_b                PrfaaS 3.3, of models in length order: buckets come
+    stays_b      sum_r f_brr + sum_j C_jb w_jb <= D_b (1 - y_a)   shortest first (in tokens that are not cached, too),
+    longer_b     y_a <= y_b                                   and a is the next shorter one than b
     sends_j      sum_b kv_b P_jb x_jb <= O_j n_j              the network cards of a copy that prefills for
     takes_j      sum_b kv_b Q_jb z_jb <= I_j n_j              others, or decodes for them; inside a template
                                                               they are in C_jb
@@ -167,6 +171,7 @@ class ModelColumns:
     """e, [templates, regions]: what a copy costs beside its nodes' rent; None: nothing."""
     parts_usd_per_h: Floats | None = None
     """q_j, likewise: what the moving parts of a copy count for; None: nothing."""
+    ordered: bool = False  # Whether who crosses a link is no shorter than who stays in a region.
 
     def __post_init__(self) -> None:
         for cards in (self.sends_bits_per_s, self.takes_bits_per_s):

@@ -213,7 +213,7 @@ def relax_flow(
     program = pricer.program
     factor = 1.0 + program.init_penalty if at_cost else 0.0
     last: Relaxation | None = None
-    rows = FlowRows(program, sorted(set(keys)))
+    rows = FlowRows(program, sorted(set(keys)), order=False)
     while not deadline.over:
         problem = rows.milp(at_cost=at_cost, theta_cap=theta_cap, priced=True)
         answer = solve_milp(problem, time_limit_s=deadline.left_s, relax=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from math import ceil
@@ -11,7 +11,7 @@ from math import ceil
 import numpy as np
 
 from potluck.core.errors import InputError
-from potluck.plan.allocate.allocation import Allocation, ColumnShare, FlowRate, Shortfall, Status
+from potluck.plan.allocate.allocation import Allocation, ColumnShare, FlowRate, OrderPrice, Shortfall, Status
 from potluck.plan.allocate.flow import FlowState, close, offer_counts, settle, start_vector
 from potluck.plan.allocate.highs import Clock, Deadline
 from potluck.plan.allocate.matrix import THETA, FlowRows, bins_of
@@ -33,6 +33,7 @@ GBIT = 1e9
 OPTIMAL = 1e-6  # A relative gap below this counts as none.
 Routed = tuple[tuple[ColumnShare, ...], tuple[FlowRate, ...], float, float]
 """Shares and flows for whole counts, what egress costs, and the fraction of demand that they serve."""
+NOUGHT = 1e-6  # Of a bucket's demand: as much as the solver may err.
 IDLE = 1e-4  # Of a copy's time: less than this is not worth a copy.
 
 
@@ -58,10 +59,37 @@ def solve(
     deadline = Deadline(time_limit_s, clock)
     program, stands = without_needless(program)
     begin = [told_in(start, stands) for start in starts]
+    counted = _counted(_in_order(program, ()), deadline, gap_target, begin, in_part)
+    free = answer = _routed(_in_order(program, ()), *counted, deadline)
+    ordered: tuple[int, ...] = ()
+    while late := [m for m in out_of_order(program, answer) if m not in ordered]:
+        ordered = (*ordered, *late)
+        held, before = _in_order(program, ordered), counted
+        kept = _routed(held, *before, deadline)
+        if not _as_good(kept, answer, gap_target):
+            starts_here = [*begin, before[1]] if before[1] else begin
+            counted = _counted(held, deadline, gap_target, starts_here, in_part)
+            counted[0].lower = max(counted[0].lower, before[0].lower)
+            kept = _routed(held, *counted, deadline)
+        answer = kept
+    return replace(answer, order=_order_price(program, ordered, free, answer)) if ordered else answer
+
+
+Counted = tuple[FlowState, dict[ColumnKey, int], bool, Shortfall | None]
+"""What is known of a program; counts, whether they serve all of the demand, and what is short if not."""
+
+
+def _counted(
+    program: FlowProgram,
+    deadline: Deadline,
+    gap_target: float,
+    begin: list[dict[ColumnKey, int]],
+    in_part: bool,
+) -> Counted:
     keys = sorted({key for numbers in begin for key in numbers})
     state = solve_guarded(program, deadline, gap_target, keys, begin)
     counts, shortfall = state.counts or {}, None
-    if state.counts is None and in_part and (state.infeasible or starts or not deadline.over):
+    if state.counts is None and in_part and (state.infeasible or begin or not deadline.over):
         part = deadline.part(MOST_SHARE)
         shortfall, counts = largest_fraction(program, part, gap_target, begin)
         if shortfall.fraction >= 1 - OPTIMAL:
@@ -70,8 +98,67 @@ def solve(
             counts = _cheapest_for(program, shortfall.fraction, counts, deadline, gap_target)
     result = state.counts is not None or (shortfall is None and bool(counts))
     counts = without_idle(program, counts, shortfall.fraction if shortfall else 1.0, deadline)
+    return state, counts, result, shortfall
+
+
+def _routed(
+    program: FlowProgram,
+    state: FlowState,
+    counts: dict[ColumnKey, int],
+    result: bool,
+    shortfall: Shortfall | None,
+    deadline: Deadline,
+) -> Allocation:
     routed = reroute(program, counts, result, deadline) if counts else None
+    if shortfall is not None and routed is not None and routed[3] < shortfall.fraction * (1 - NOUGHT * 10):
+        shortfall = replace(shortfall, fraction=routed[3])
     return _answer(program, state, counts, result, shortfall, routed)
+
+
+def _in_order(program: FlowProgram, models: Collection[int]) -> FlowProgram:
+    """The program in which these models alone keep their lengths in order."""
+    return replace(
+        program, models=tuple(replace(each, ordered=m in models) for m, each in enumerate(program.models))
+    )
+
+
+def out_of_order(program: FlowProgram, answer: Allocation) -> list[int]:
+    """Ordered models of which somebody crosses a link who is shorter than somebody who stays."""
+    shortest: dict[int, int] = {}
+    longest: dict[int, int] = {}
+    staying = [(s.key.group, s.bucket, s.rate_per_s) for s in answer.shares if s.phase == "closed"]
+    staying += [(f.model, f.bucket, f.rate_per_s) for f in answer.flows if f.source == f.target]
+    crossing = [(f.model, f.bucket, f.rate_per_s) for f in answer.flows if f.source != f.target]
+    for places, some, least in ((longest, staying, max), (shortest, crossing, min)):
+        for m, bucket, rate in some:
+            if rate > NOUGHT * program.models[m].buckets[bucket].rate_per_s:
+                places[m] = least(places.get(m, bucket), bucket)
+    return [m for m in sorted(shortest) if program.models[m].ordered and shortest[m] < longest.get(m, 0)]
+
+
+def _as_good(kept: Allocation, answer: Allocation, gap_target: float) -> bool:
+    """Whether the same copies do as much in order, for as little."""
+    if kept.shortfall is not None and answer.shortfall is not None:
+        return kept.shortfall.fraction >= answer.shortfall.fraction
+    most = answer.cost_usd_per_h * (1 + max(gap_target, OPTIMAL))
+    return bool(kept.flows) and kept.cost_usd_per_h <= most
+
+
+def _order_price(
+    program: FlowProgram, ordered: tuple[int, ...], free: Allocation, answer: Allocation
+) -> OrderPrice:
+    def paid(one: Allocation) -> float:
+        egress = {(link.source, link.target): link.egress_usd_per_h for link in program.links}
+        bits = (egress.get((f.source, f.target), 0.0) * _bits(program, f) * f.rate_per_s for f in one.flows)
+        return one.rent_usd_per_h + sum(bits)
+
+    fractions = [1.0 if one.shortfall is None else one.shortfall.fraction for one in (free, answer)]
+    usd = max(0.0, paid(answer) - paid(free)) if free.found and answer.found else None
+    return OrderPrice(ordered, usd, max(0.0, fractions[0] - fractions[1]))
+
+
+def _bits(program: FlowProgram, flow: FlowRate) -> float:
+    return program.models[flow.model].buckets[flow.bucket].kv_bits
 
 
 def _cheapest_for(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from potluck.core.errors import UnknownNameError
-from potluck.core.values.kv import LOSSLESS
+from potluck.core.values.kv import LOSSLESS, wire_of
 from potluck.core.values.plan import (
     BucketCapacity,
     Confidence,
@@ -22,6 +22,7 @@ from potluck.core.values.plan import (
     PlannedShare,
     Prediction,
     Template,
+    thresholds_of,
 )
 from potluck.core.values.types import Codec, Link
 from potluck.perf.timers.pipeline_timer import ORDER
@@ -127,6 +128,7 @@ def model_columns(
         closed,
         sends_bits_per_s=cards,
         takes_bits_per_s=cards.copy(),
+        ordered=bool(problem.links),
     )
 
 
@@ -370,7 +372,13 @@ def plan_of(program_columns: ProgramColumns, allocation: Allocation, strategy: s
         tuple(used.values()),
         tuple(sorted(deployments, key=lambda d: (d.template, d.region))),
         tuple(
-            LengthBucket(demand.model, demand.bucket, demand.longest_tokens, demand.rate_per_s)
+            LengthBucket(
+                demand.model,
+                demand.bucket,
+                demand.longest_tokens,
+                demand.rate_per_s,
+                demand.new_tokens / demand.input_tokens,
+            )
             for ask in problem.asks
             for demand in ask.demands
         ),
@@ -384,7 +392,9 @@ def plan_of(program_columns: ProgramColumns, allocation: Allocation, strategy: s
         formats=tuple((ask.name, ask.model.weights_are) for ask in problem.asks if ask.formats),
         engine=problem.engine.engine,
     )
-    return replace(plan, charges=charges_of(problem, plan, egress_usd_per_h(problem, plan)))
+    charges = charges_of(problem, plan, egress_usd_per_h(problem, plan))
+    wires = tuple(wire_of(link) for link in problem.links)
+    return replace(plan, charges=charges, thresholds=thresholds_of(plan), wires=wires)
 
 
 def egress_usd_per_h(problem: PlanningProblem, plan: Plan) -> float:

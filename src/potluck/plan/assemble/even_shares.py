@@ -3,28 +3,23 @@
 Counts are fixed and, model by model, the largest t is found such that t times every bucket's demand fits, a linear
 program. Its shares, divided by t, serve the planned demand with every bottleneck equally far from full.
 
-PrfaaS sends long prompts to another region and keeps short ones (its 3.3). So of a plan of that strategy every length
-is tried as the threshold, and the one with the largest t is taken (equation 7); where none serves the demand, or
-length cannot tell, the plan stays as it is.
+Where long prompts are prefilled in another region, the length from which on they are is free too: it ends up where
+both sides are equally full (PrfaaS's equation 7).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
-from potluck.core.routing.template_weights import offers, planned
-from potluck.core.values.plan import Plan, PlannedFlow, PlannedShare, Prediction
+from potluck.core.values.plan import Plan, PlannedFlow, PlannedShare, Prediction, thresholds_of
 from potluck.core.values.service import NO_TERMS
 from potluck.plan.allocate.highs import Deadline
-from potluck.plan.allocate.program import DemandBucket
 from potluck.plan.allocate.solve import all_served
-from potluck.plan.assemble.columns import ProgramColumns, codecs_of, columns, plan_of
+from potluck.plan.assemble.columns import codecs_of, columns, plan_of
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.verify import verify
-
-BY_LENGTH = "prfaas"
 
 MORE = 64.0  # Times the demand that is asked for: more than any plan's copies serve.
 
@@ -54,6 +49,7 @@ def evened(
         flows += [replace(item, rate_per_s=item.rate_per_s / times) for item in most.flows]
         predictions += [replace(prediction, demand_per_s=ask.rate_per_s) for prediction in most.predictions]
     better = replace(plan, shares=tuple(shares), flows=tuple(flows), predictions=tuple(predictions))
+    better = replace(better, thresholds=thresholds_of(better))
     return plan if verify(problem, better, rerouted=True) else better
 
 
@@ -76,38 +72,6 @@ def _most(
     )
     program_columns = columns(alone, {ask.name: templates}, pins=pins, exactly=True, codecs=codecs_of(plan))
 
-    def best(one: ProgramColumns) -> Plan:
-        return plan_of(one, all_served(one.program, Deadline(time_limit_s, clock)), plan.strategy)
-
-    if plan.strategy == BY_LENGTH and _crosses(plan, ask.name):
-        tried = [best(_divided(program_columns, plan, cut)) for cut in range(len(ask.demands))]
-        able = [item for item in tried if item.fraction * MORE >= 1 and _told_by_length(item, ask.name)]
-        if able:
-            return max(able, key=lambda each: each.fraction)
-    return best(program_columns)
-
-
-def _crosses(plan: Plan, model: str) -> bool:
-    return any(flow.model == model and flow.prefill_region != flow.decode_region for flow in plan.flows)
-
-
-def _told_by_length(plan: Plan, model: str) -> bool:
-    return planned(offers(plan, "fixed")[model]) is not None
-
-
-def _divided(program_columns: ProgramColumns, plan: Plan, cut: int) -> ProgramColumns:
-    """The program where buckets below the cut stay at home, and those above it go elsewhere if they can."""
-    (model,) = program_columns.program.models
-    regions = range(len(program_columns.program.fleet.regions))
-    names = program_columns.program.fleet.regions
-    away = frozenset((a, b) for a in regions for b in regions if a != b)
-    targets = {flow.decode_region for flow in plan.flows if flow.prefill_region != flow.decode_region}
-    home = frozenset((a, a) for a in regions if names[a] in targets)
-    bars: Sequence[frozenset[tuple[int, int]]] = [
-        away if place < cut else home if place > cut else frozenset() for place in range(len(model.buckets))
-    ]
-    buckets: tuple[DemandBucket, ...] = tuple(
-        replace(bucket, barred=bucket.barred | more) for bucket, more in zip(model.buckets, bars, strict=True)
+    return plan_of(
+        program_columns, all_served(program_columns.program, Deadline(time_limit_s, clock)), plan.strategy
     )
-    program = replace(program_columns.program, models=(replace(model, buckets=buckets),))
-    return replace(program_columns, program=program)
