@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from engine_models import prompt
+from engine_models import DENSE, KINDS, LINEAR, prompt, stack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_helpers import FrameReader
@@ -21,6 +21,9 @@ from mock_helpers import MockLoopHarness, mock_service
 from server_helpers import TRIAL, Client, face, make_service, played, tokens_in
 
 from potluck.core.errors import InputError
+from potluck.core.values.kv import wire_of
+from potluck.core.values.model import FullAttention
+from potluck.core.values.types import Codec, Link
 from potluck.engine.compute.handover import IncomingHandover
 from potluck.engine.loop.jobs import NOT_FETCHED, LayerSent, RowReady
 from potluck.engine.server import kv_connector
@@ -29,9 +32,12 @@ from potluck.engine.server.kv_connector import KvSettings
 from potluck.gateway.registry.health import LASTS_S, granted
 from potluck.gateway.values import Address, Endpoint
 from potluck.kv.chunks import KvManifest, token_hash
+from potluck.kv.fetch import GroupFetch
 from potluck.kv.frames import ChunkPiece, Hello, TransferOpening, frame
 from potluck.kv.handles import bound_to, new_handle, new_session
 from potluck.kv.kv_sender import KvSender, SenderLimits
+from potluck.perf.memory import kv_bytes
+from potluck.perf.transfer import crossing_bytes
 
 TOKENS, OUTPUT = prompt(90), 10
 QUICK = RequestLimits(handover_s=2.0, attach_s=0.3, lease_s=0.3, deadline_s=20.0)
@@ -106,18 +112,38 @@ async def test_who_leaves_stops_its_hand_over(sends: bool) -> None:
 
 
 @pytest.mark.usefixtures("_where")
-async def test_status_says_where_caches_are_and_how_links_fare(expected: list[int]) -> None:
-    async with face(make_service(prefix_cache_bytes=0)) as one, face(make_service()) as two:
-        source = {"kv": one.kv, "handle": new_handle()}
+@pytest.mark.parametrize("codec", ["fp16", "int8", "int4"])
+async def test_kv_crosses_as_the_plan_reckons_and_status_says_how(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the connections of the plan's wire, in as many bytes as planner and simulator count, states whole."""
+    config = stack((LINEAR, DENSE), (FullAttention(4, 2, 64, 64), DENSE))
+    monkeypatch.setitem(KINDS, "reckoned", config)
+    opened: list[int] = []
+
+    def fetch(*args: Any, degree: int, **more: Any) -> GroupFetch:
+        opened.append(degree)
+        return GroupFetch(*args, degree=degree, **more)
+
+    monkeypatch.setattr(kv_connector, "GroupFetch", fetch)
+    wire, tokens, service = wire_of(Link("far", "near", 10.0, 0.018)), prompt(300), {"prefix_cache_bytes": 0}
+    async with face(make_service("reckoned", **service)) as one, face(make_service("reckoned")) as two:
+        source = {"kv": one.kv, "handle": new_handle(), "connections": wire.connections}
         _, (_, body) = await asyncio.gather(
-            one.segment(TOKENS, stop=64, handle=source["handle"]),
-            two.segment(TOKENS, start=64, max_tokens=OUTPUT, source=source),
+            one.segment(tokens, stop=256, handle=source["handle"], codec="raw" if codec == "fp16" else codec),
+            two.segment(tokens, start=256, max_tokens=OUTPUT, source=source),
         )
-        assert tokens_in(body) == expected
+        if codec == "fp16":
+            assert tokens_in(body) == harness("reckoned").answer(tokens, OUTPUT)
         (_, sender), (_, receiver) = await one.get("/status"), await two.get("/status")
         assert sender["kv"] == one.kv
         (out,), (back,) = sender["links"], receiver["links"]
-        assert out["moved_bytes"] == back["moved_bytes"] > 0
+        wide = replace(
+            config.model, kv_bits=32.0
+        )  # as a CPU has numbers; the convolution's inputs have 16 more
+        reckoned = crossing_bytes(wide, float(kv_bytes(wide, 256.0)), codec) + 3 * LINEAR.conv_channels * 2
+        assert out["moved_bytes"] == back["moved_bytes"] == pytest.approx(reckoned, rel=0.01)
+        assert opened == [wire.connections] == [6]
         assert out["peer"] == "127.0.0.1"
         assert back["peer"] == one.kv
 

@@ -50,9 +50,14 @@ class FakeCaller:
         return "their-name"
 
     async def move(
-        self, source: EngineRecord, target: EngineRecord, request: str, names: list[str], codec: str
+        self,
+        source: EngineRecord,
+        target: EngineRecord,
+        request: str,
+        names: list[str],
+        wire: tuple[str, int],
     ) -> None:
-        await self._say(source, "move", (target.entry.url, names, codec))
+        await self._say(source, "move", (target.entry.url, names, wire))
 
 
 class Yard:
@@ -269,7 +274,7 @@ def test_flips_recounts_moves_and_plans_asked_for() -> None:
         await settle()
         assert ("http://h:1", "role", "prefill") in fleet.caller.calls
         assert fleet.engine(1).cache_epoch is None
-        assert ("http://h:1", "move", ("http://h:2", [f"{255:032x}"], "int8")) in fleet.caller.calls
+        assert ("http://h:1", "move", ("http://h:2", [f"{255:032x}"], ("int8", 2))) in fleet.caller.calls
         assert fleet.registry.wanted().replan == actions.Replan((("m", 2.0),), "more")
         fleet.registry.planned()
         assert fleet.registry.wanted().replan is None

@@ -63,7 +63,7 @@ def center_of(mind: Mind, port: int) -> Any:
         brain_loop=BrainLoop(mind, mind.requests),
         registry=SimpleNamespace(on_endpoints=[], on_gone=[], endpoints=(endpoint,)),
         replica_models=SimpleNamespace(codecs={}, resolved=SimpleNamespace(models={"m": None})),
-        codec=lambda *key: "raw",
+        wire=lambda *key: ("raw", 2),
         lacking=lambda model: "",
         policy=Policy(),
     )
@@ -243,12 +243,13 @@ def test_actions_and_endpoints_cross_as_they_are() -> None:
         "a", "m", "here", Address("::1", 9, True), "segments", "h:1", "f", "s", key="k", token_ids=True
     )
     directory = RemoteDirectory()
-    directory.learn(brain_client.endpoints_text([endpoint], {("m", "here", "there"): "int4"}))
+    directory.learn(brain_client.endpoints_text([endpoint], {("m", "here", "there"): ("int4", 6)}))
     assert directory.find("a") == endpoint
     assert directory.find("b") is None
     there = replace(endpoint, replica="b", region="there")
     assert directory.codec(endpoint, there) == "int4"
     assert directory.codec(there, endpoint) == "raw"
+    assert (directory.connections(endpoint, there), directory.connections(there, endpoint)) == (6, 2)
     mates = [replace(item, unit="u", codec="int8") for item in (endpoint, there)]
     assert directory.codec(*mates) == "int8", "inside a copy its own codec counts"
 

@@ -50,7 +50,9 @@ def test_a_link_is_as_busy_as_what_crossed_it_lately() -> None:
     def links(used: float) -> tuple[LinkReported, ...]:
         return (LinkReported("east", "west", used, 0.0, 10.0),)
 
-    core: Any = SimpleNamespace(links_gbps={}, watch=SimpleNamespace(links=links(0.8)))
+    core: Any = SimpleNamespace(
+        links_gbps={}, plan=SimpleNamespace(wires=()), watch=SimpleNamespace(links=links(0.8))
+    )
     sight = FleetSnapshot(core, KvFlows())
     assert sight._links(1e9)["east > west"]["used"] == 0.8
     core.watch.links = links(0.0)

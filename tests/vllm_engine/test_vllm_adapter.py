@@ -27,7 +27,7 @@ def part(**more: object) -> PromptPart:
 
 
 def test_a_segment_that_decodes_is_asked_of_vllm_as_it_was_asked_here() -> None:
-    source = {"kv": "10.0.0.5:9000", "handle": HANDLE}
+    source = {"kv": "10.0.0.5:9000", "handle": HANDLE, "connections": 6}
     sampling = {"temperature": 0.5, "top_k": 3, "seed": 7, "logprobs": 2}
     asked = part(start=70, source=source, max_tokens=9, sampling=sampling, end_tokens=[4], salt="s")
     body = body_of(asked, None, 1.0, 60.0)

@@ -60,7 +60,7 @@ def test_kv_is_taken_where_vllm_makes_the_same_prompt_and_else_its_own_is_told(t
     async def play() -> None:
         async with standing(tmp_path, noted) as stand:
             await stand.client.put("/peers", json={"peers": ["10.0.0.5:9000"]})
-            source = {"kv": "10.0.0.5:9000", "handle": HANDLE}
+            source = {"kv": "10.0.0.5:9000", "handle": HANDLE, "connections": 6}
             for messages, start in ((1, 70), (2, 70), (2, 90)):
                 body = {"messages": ["x"] * messages, "tools": ["t"], "stream": True}
                 own = {"path": "/v1/chat/completions", "body": body}

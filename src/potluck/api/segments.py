@@ -9,6 +9,7 @@ from potluck.api.http import shaped, tokens_of
 from potluck.core.errors import FormatError, InputError
 from potluck.core.replica.batch import require_weight
 from potluck.core.replica.blocks import LONGEST_SALT
+from potluck.core.values.kv import LEAST_CONNECTIONS, MOST_CONNECTIONS
 from potluck.core.values.sampling import Sampling
 
 
@@ -18,6 +19,12 @@ class KvSource:
 
     kv: str
     handle: str
+    connections: int = LEAST_CONNECTIONS
+    """That it comes over, as the plan has them for the link between the two."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.connections <= MOST_CONNECTIONS:
+            raise InputError("source.connections", f"must be 1 to {MOST_CONNECTIONS}, is {self.connections}")
 
 
 UNSUPPORTED = "unsupported_value"

@@ -21,13 +21,14 @@ from potluck.core.state import actions, events
 from potluck.core.state.actions import Action
 from potluck.core.state.events import Event
 from potluck.core.state.policy import Policy
+from potluck.core.values.kv import LEAST_CONNECTIONS
 from potluck.core.values.plan import Plan, ReplicaSpec, copies_changed, plan_mark
 from potluck.core.values.types import Region
 from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.operator_state import Cordons, OperatorState
 from potluck.gateway.registry.engine_list import EngineEntry, EngineListFile
 from potluck.gateway.registry.health import HealthChecker
-from potluck.gateway.registry.registry import ReplicaRegistry
+from potluck.gateway.registry.registry import ReplicaRegistry, Wire
 from potluck.runtime.brain_log import FLUSH_S, Decider, LogFiles, LoggedBrain
 from potluck.runtime.replica_models import ReplicaModels
 from potluck.runtime.resolved_plan import ResolvedPlan
@@ -202,7 +203,7 @@ class GatewayCore:
             )
         self.brain_loop = BrainLoop(decider, self.brain.requests, tick_s=policy.tick_s, clock=clock)
         self.registry = ReplicaRegistry(
-            self.brain_loop.tell, outgoing, self._busy, codec=self.codec, codec_inside=self.codec_inside
+            self.brain_loop.tell, outgoing, self._busy, wire=self.wire, codec_inside=self.codec_inside
         )
         self.brain_loop.manage = self.registry.act
         self.watch = HealthChecker(
@@ -288,8 +289,11 @@ class GatewayCore:
         view = self.brain.fleet.views.get(replica)
         return 0 if view is None else view.open_requests
 
-    def codec(self, model: str, source_region: str, target_region: str) -> str:
-        return CODECS[self.replica_models.codecs.get((model, source_region, target_region), "fp16")]
+    def wire(self, model: str, source_region: str, target_region: str) -> Wire:
+        codec = self.replica_models.codecs.get((model, source_region, target_region), "fp16")
+        ends = (source_region, target_region)
+        planned = (wire.connections for wire in self.plan.wires if (wire.source, wire.target) == ends)
+        return CODECS[codec], next(planned, LEAST_CONNECTIONS)
 
     def codec_inside(self, template: str) -> str:
         result = self.replica_models.templates.get(template)

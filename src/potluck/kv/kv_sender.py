@@ -18,6 +18,7 @@ from math import inf
 from typing import Literal
 
 from potluck.core.errors import CapacityError, FormatError, PotluckError
+from potluck.core.values.kv import MOST_CONNECTIONS, PIECE_BYTES
 from potluck.core.values.kv_layout import KvCut
 from potluck.kv import frames, shared_memory
 from potluck.kv.checksum import sums
@@ -590,11 +591,11 @@ class KvSender:
 
 @dataclass(frozen=True, slots=True)
 class SenderLimits:
-    piece_bytes: int = 1 << 23
+    piece_bytes: int = PIECE_BYTES
     most_bytes: int = 1 << 32
     """Of chunks that wait to be fetched."""
     most_connections: int = 256
-    most_connections_each: int = 32
+    most_connections_each: int = MOST_CONNECTIONS
     most_unacked: int = 4
     """Pieces that one connection may have under way."""
     hello_s: float = 3.0

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from potluck.core.errors import InputError
+from potluck.core.values.kv import MOST_CONNECTIONS, PIECE_BYTES
 from potluck.core.values.kv_layout import Address
 from potluck.kv.kv_connection import SOON_S, KvConnection, connect
 from potluck.kv.shared_memory import SharedSlots, create, sweep
@@ -120,13 +121,13 @@ class LinkLimits:
     """Of one fetch's chunks that are under way or not used up."""
     chunk_bytes: int = 1 << 30
     """Of one chunk; one that is larger than the window comes alone."""
-    piece_bytes: int = 1 << 23
+    piece_bytes: int = PIECE_BYTES
     keep_bytes: int = 1 << 28
     """Of buffers that are kept for later fetches."""
-    most_degree: int = 16
+    most_degree: int = MOST_CONNECTIONS
     retries: int = 4
     """Connections that may be lost in one fetch beside those it began with."""
-    most_idle: int = 16
+    most_idle: int = MOST_CONNECTIONS
     """Connections kept per sender."""
     idle_s: float = 30.0
     connect_s: float = 3.0

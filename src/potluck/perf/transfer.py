@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from potluck.core.errors import InputError
-from potluck.core.values.kv import codec_ratio
+from potluck.core.values.kv import WINDOW_BYTES, codec_ratio, connections_for
 from potluck.core.values.model import Model
 from potluck.core.values.types import Codec, Link
 from potluck.perf.memory import state_bytes as model_state_bytes
@@ -26,10 +26,6 @@ from potluck.perf.step_timer import Floats
 EFFICIENCY = 0.94
 """Payload share of TCP over Ethernet: 1448 of 1538 bytes on the wire with a 1500-byte MTU, more with jumbo
 frames. Arithmetic, not a measurement."""
-CONNECTIONS = 8
-"""CAUCHY 4.7 finds its parallel migration best with 8 pipelines."""
-WINDOW_BYTES = 4 * 2**20
-"""Bytes one connection keeps under way: Linux's default limit of a send buffer (net.ipv4.tcp_wmem)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +54,7 @@ class AlphaBeta:
 def alpha_beta(
     gbps: float,
     rtt_s: float = 0.0,
-    connections: int = CONNECTIONS,
+    connections: int | None = None,
     efficiency: float = EFFICIENCY,
     window_bytes: float | None = WINDOW_BYTES,
 ) -> AlphaBeta:
@@ -66,10 +62,12 @@ def alpha_beta(
 
     alpha is one round trip: the receiver asks with its handle and the first byte comes back. beta is the
     payload share of the link, or what `connections` windows per round trip allow where that is less, which
-    is what a long way does to few connections; `window_bytes=None` leaves that limit out.
+    is what a long way does to few connections; `window_bytes=None` leaves that limit out. None: as many as engines
+    open on such a link (`core.values.kv`).
     """
     if not (isfinite(gbps) and gbps > 0):
         raise InputError("transfer: gbps", f"must be positive, is {gbps}")
+    connections = connections_for(gbps, rtt_s) if connections is None else connections
     if connections < 1:
         raise InputError("transfer: connections", f"must be at least 1, is {connections}")
     if not 0 < efficiency <= 1:
@@ -80,7 +78,7 @@ def alpha_beta(
     return AlphaBeta(rtt_s, beta)
 
 
-def link_alpha_beta(link: Link, connections: int = CONNECTIONS, efficiency: float = EFFICIENCY) -> AlphaBeta:
+def link_alpha_beta(link: Link, connections: int | None = None, efficiency: float = EFFICIENCY) -> AlphaBeta:
     """A link between regions as alpha and beta."""
     return alpha_beta(link.gbps, link.rtt_s, connections, efficiency)
 

@@ -33,7 +33,6 @@ from potluck.vllm.vllm_blocks import ONE, TORCH, ModelShard, VllmLayer
 log = logging.getLogger("vllm.potluck")  # vLLM writes down what is said below its own name
 MOST_AT_ONCE = 128
 WAKE_S = 0.25
-DEGREE = 2  # Connections per fetch.
 
 
 class IncomingKv:
@@ -72,7 +71,7 @@ class IncomingKv:
         self._sources = [source for _, source in addressed]
         wanted = [(address, self._wanted(source)) for address, source in addressed]
         left_s = max(0.1, self._until_s - time.monotonic())
-        fetch = GroupFetch(taking.links, wanted, degree=DEGREE, deadline_s=left_s)
+        fetch = GroupFetch(taking.links, wanted, degree=ask.connections, deadline_s=left_s)
         with self._changed:
             if self.cancelled:
                 raise TransferError("hand-over: was cancelled")

@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 
 from potluck.core.codec import decode
 from potluck.core.errors import FormatError, InputError
+from potluck.core.values.kv import LEAST_CONNECTIONS, MOST_CONNECTIONS
 from potluck.core.values.kv_layout import kv_address
 from potluck.kv.chunks import token_hash
 from potluck.kv.codec_layout import CODEC_IDS, Codec
@@ -48,10 +49,12 @@ class FetchParams:
     handle: str
     stop: int
     within_s: float = 120.0
+    connections: int = LEAST_CONNECTIONS
 
     def __post_init__(self) -> None:
         checked_handle(self.handle)
         kv_address(self.kv, "take.kv")
+        _require("take.connections", self.connections, 1, MOST_CONNECTIONS)
         _require("take.stop", self.stop, 1)
         _require("take.within_s", self.within_s, 0, MOST_S)
 
@@ -140,6 +143,7 @@ class FetchOrder:
     stop: int
     token_hash: str
     session: bytes = b""  # The same for all workers: a handle is good for one.
+    connections: int = LEAST_CONNECTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +342,5 @@ def _offer(key: str, request: str, give: SendParams, prompt: Sequence[int]) -> S
 
 def _ask(key: str, request: str, take: FetchParams, have: int, prompt: Sequence[int]) -> FetchOrder:
     tokens = token_hash(prompt[: take.stop])
-    return FetchOrder(
-        key, request, take.kv, take.handle, take.within_s, have, take.stop, tokens, new_session()
-    )
+    where = (take.kv, take.handle, take.within_s)
+    return FetchOrder(key, request, *where, have, take.stop, tokens, new_session(), take.connections)

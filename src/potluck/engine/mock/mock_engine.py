@@ -251,7 +251,7 @@ def mock_engine(
         awaits=False,
         join=executor.join,
     )
-    kv = replace(kv or KvSettings(), degree=1, shared_memory=False)
+    kv = replace(kv or KvSettings(), most_connections=1, shared_memory=False)
     driver = TimerLoop(loop, executor, clock)
     service = EngineService(name, loop, driver, hub, text, limits, kv, generation, kv_transfer)
     service.role = settings.role

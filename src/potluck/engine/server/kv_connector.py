@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from potluck.core.errors import CapacityError, InputError, PotluckError
+from potluck.core.values.kv import MOST_CONNECTIONS
 from potluck.core.values.kv_layout import Address, KvAddress, KvLayout, sources, written
 from potluck.engine.compute.emulated import EmulatedNic
 from potluck.engine.loop.jobs import NOT_FETCHED, JobEnded
@@ -121,7 +122,8 @@ class KvSettings:
     port: int = 0
     fleet: tuple[Address, ...] = ()
     """From whom caches may always come; a port of 0 stands for any."""
-    degree: int = 2
+    most_connections: int = MOST_CONNECTIONS
+    """Of one fetch; a mock engine's few bytes need no more than one."""
     identity: tuple[Path, Path, Path] | None = None
     """For TLS: this engine's certificate and key, and the authority that signed the fleet's."""
     sender: SenderLimits = field(default_factory=SenderLimits)
@@ -309,6 +311,7 @@ class KvConnector:
         self,
         address: KvAddress,
         wanted: FetchRequest,
+        connections: int,
         begin: Callable[[KvManifest], Coroutine[None, None, None]],
         accept: Callable[[KvChunk, bool], Future[None]],
         whole: Callable[[], Future[None]] | None = None,
@@ -353,7 +356,7 @@ class KvConnector:
             if whole is not None:
                 _result(whole(), ASK_S)
 
-        degree = self._settings.degree
+        degree = min(connections, self._settings.most_connections)
         fetching = GroupFetch(self.links, parts, degree=degree, deadline_s=self._handover_s)
         running = self._loop.run_in_executor(self._fetches, fetching.run, opened, sink, complete)
         try:

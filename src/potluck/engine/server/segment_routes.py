@@ -250,7 +250,7 @@ async def _receive(
     def whole() -> Future[None]:
         return hub.driver.ask(lambda loop, _: loop.arrived(job.key))
 
-    await service.connector.fetch(address, wanted, begin, accept, whole)
+    await service.connector.fetch(address, wanted, source.connections, begin, accept, whole)
 
 
 def _done() -> Future[None]:
@@ -392,7 +392,7 @@ async def _fetch_prefix(
         checked_handle(source.handle), request, service.fingerprint, chain_hash(names), have
     )
     fetch_result: FetchResult = await service.connector.fetch(
-        kv_address(source.kv, "source.kv"), wanted, begin, accept
+        kv_address(source.kv, "source.kv"), wanted, source.connections, begin, accept
     )
 
     def adopt(loop: EngineLoop, _: float) -> int:

@@ -77,11 +77,13 @@ class SegmentWork:
 
 @dataclass(frozen=True, slots=True)
 class HandoverTicket:
-    """One hand-over: an unguessable handle that fetches one cache once, where to fetch, and in how many bits."""
+    """One hand-over: an unguessable handle that fetches one cache once, where to fetch, in how many bits, and over
+    how many connections."""
 
     handle: str
     kv: str
     codec: str
+    connections: int
 
 
 def stretches(segments: Sequence[Segment], prompt_tokens: int) -> list[SegmentWork]:
@@ -117,7 +119,8 @@ def segment_body(
     if asked.salt:
         body["salt"] = asked.salt
     if source is not None:
-        body |= {"start": work.start, "source": {"kv": source.kv, "handle": source.handle}}
+        at = {"kv": source.kv, "handle": source.handle, "connections": source.connections}
+        body |= {"start": work.start, "source": at}
     if target is not None:
         body |= {"stop": work.stop, "handle": target.handle}
         if target.codec != "raw":
@@ -451,7 +454,8 @@ class SegmentAttempt(RunningAttempt):
                 codec = "raw" if asked.exact else context.directory.codec(endpoint, onto)
                 if codec == "raw" and source is not None:
                     codec = source.codec  # what came in fewer bits cannot go on as if it were whole
-                target = HandoverTicket(secrets.token_urlsafe(32), endpoint.kv, codec)
+                connections = context.directory.connections(endpoint, onto)
+                target = HandoverTicket(secrets.token_urlsafe(32), endpoint.kv, codec, connections)
             model = asked.adapter or endpoint.served_model or endpoint.model
             body = segment_body(asked, model, hop.work, run, tokens, source, target)
             context.watch.join(hop, hop.replica, now_s)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from potluck.core.state.fleet import ReplicaState
-from potluck.core.values.kv import lossy_notices
+from potluck.core.values.kv import LEAST_CONNECTIONS, lossy_notices
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import Plan, Template
 from potluck.gateway.admin.operations import Operations, QueueView, fields_of
@@ -198,6 +198,7 @@ class FleetSnapshot:
 
     def _links(self, span_s: float) -> dict[str, Row]:
         planned, weight = self._core.links_gbps, min(1.0, span_s / FLOW_S)
+        wires = {(wire.source, wire.target): wire.connections for wire in self._core.plan.wires}
         for link in self._core.watch.links:
             before = self._used.get((link.source, link.target), 0.0)
             self._used[link.source, link.target] = before + (link.utilisation - before) * weight
@@ -209,6 +210,7 @@ class FleetSnapshot:
                 "gbps": float(f"{link.gbps:.3g}"),
                 "planned_gbps": planned.get((link.source, link.target), link.gbps),
                 "waiting_mb": round(link.queued_bytes / 1e6, 1),
+                "connections": wires.get((link.source, link.target), LEAST_CONNECTIONS),
             }
             for link in self._core.watch.links
         }

@@ -254,12 +254,17 @@ class EngineClient:
         await self.ask(engine, b"PUT", b"/grants", {"grants": given, "lasts_s": lasts_s})
 
     async def move(
-        self, source: EngineRecord, target: EngineRecord, request: str, names: list[str], codec: str
+        self,
+        source: EngineRecord,
+        target: EngineRecord,
+        request: str,
+        names: list[str],
+        wire: tuple[str, int],
     ) -> None:
-        body = {"request": request, "blocks": names, "codec": codec}
+        body = {"request": request, "blocks": names, "codec": wire[0]}
         lent = json.loads(await self.ask(source, b"POST", b"/prefixes/lend", body, MOVE_S))
         if source.said is None:
             raise EngineNoAnswer("the source is gone")
-        at = {"kv": source.said.kv, "handle": str(lent.get("handle"))}
+        at = {"kv": source.said.kv, "handle": str(lent.get("handle")), "connections": wire[1]}
         asked = {"request": request, "blocks": names, "source": at}
         await self.ask(target, b"POST", b"/prefixes/fetch", asked, MOVE_S)

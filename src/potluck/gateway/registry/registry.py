@@ -20,6 +20,7 @@ from potluck.core.errors import PotluckError
 from potluck.core.state import actions, events
 from potluck.core.state.actions import Action
 from potluck.core.state.events import Event
+from potluck.core.values.kv import LEAST_CONNECTIONS
 from potluck.core.values.plan import ReplicaSpec
 from potluck.core.values.types import Role
 from potluck.gateway.http.connection_pool import ConnectionPool
@@ -27,14 +28,17 @@ from potluck.gateway.registry.engine_client import EngineClient, EngineNoAnswer,
 from potluck.gateway.registry.engine_list import EngineEntry, matched
 from potluck.gateway.values import Endpoint
 
+Wire = tuple[str, int]
+"""How KV crosses between two regions as the plan has it: raw, int8 or int4, and over so many connections."""
+PLAIN: Wire = ("raw", LEAST_CONNECTIONS)
+
 
 class ReplicaDirectory:
-    """`_codec`: how KV crosses between two regions, by model, as the plan has it: raw, int8 or int4."""
-
-    def __init__(self, codec: Callable[[str, str, str], str]) -> None:
+    def __init__(self, wire: Callable[[str, str, str], Wire]) -> None:
+        """`wire`: by model and regions."""
         self._endpoints: dict[str, Endpoint] = {}
         self.find: Callable[[str], Endpoint | None] = self._endpoints.get
-        self._codec = codec
+        self._wire = wire
         self._by_segments: frozenset[str] = frozenset()
         self._own: frozenset[str] = frozenset()
         self._adapters: dict[str, str] = {}
@@ -68,7 +72,10 @@ class ReplicaDirectory:
     def codec(self, source: Endpoint, target: Endpoint) -> str:
         if source.unit and source.unit == target.unit:
             return source.codec
-        return self._codec(source.model, source.region, target.region)
+        return self._wire(source.model, source.region, target.region)[0]
+
+    def connections(self, source: Endpoint, target: Endpoint) -> int:
+        return self._wire(source.model, source.region, target.region)[1]
 
 
 def abilities_of(endpoints: Iterable[Endpoint]) -> tuple[frozenset[str], dict[str, str]]:
@@ -117,11 +124,11 @@ class ReplicaRegistry(ReplicaDirectory):
         outgoing: ConnectionPool,
         busy: Callable[[str], int],
         *,
-        codec: Callable[[str, str, str], str] = lambda model, source, target: "raw",
+        wire: Callable[[str, str, str], Wire] = lambda model, source, target: PLAIN,
         codec_inside: Callable[[str], str] = lambda template: "raw",
     ) -> None:
         """How KV crosses between regions, and between the replicas of a template's copy."""
-        super().__init__(codec)
+        super().__init__(wire)
         self._tell, self._busy, self._codec_inside = tell, busy, codec_inside
         self.caller = EngineClient(outgoing)
         self._slots: dict[str, ReplicaSlot] = {}
@@ -220,9 +227,9 @@ class ReplicaRegistry(ReplicaDirectory):
         ends = [self._endpoints.get(slot.member.id) for slot in (source, target)]
         if ends[0] is None or ends[1] is None:
             return
-        codec = self.codec(ends[0], ends[1])
+        wire = (self.codec(ends[0], ends[1]), self.connections(ends[0], ends[1]))
         names = [f"{block:032x}" for block in action.blocks]
-        moving = self.caller.move(source.engine, target.engine, f"move-{secrets.token_hex(8)}", names, codec)
+        moving = self.caller.move(source.engine, target.engine, f"move-{secrets.token_hex(8)}", names, wire)
         self._spawn(self._call(moving))
 
     def heard(self, engine: EngineRecord) -> None:

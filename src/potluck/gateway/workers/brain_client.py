@@ -20,7 +20,7 @@ from potluck.core.values.route import Route, aggregated
 from potluck.core.values.types import Request
 from potluck.gateway.admin.counters import Counters
 from potluck.gateway.admin.usage import UsageFile
-from potluck.gateway.registry.registry import ReplicaDirectory
+from potluck.gateway.registry.registry import PLAIN, ReplicaDirectory, Wire
 from potluck.gateway.values import Address, Endpoint, RequestOutcome
 from potluck.runtime.log_lines import blocks_of, line, names, read_line
 
@@ -106,7 +106,7 @@ class WorkerChannel(asyncio.Protocol):
 
 
 Act = Callable[[Sequence[Action]], None]
-Codecs = dict[tuple[str, str, str], str]
+Wires = dict[tuple[str, str, str], Wire]
 
 PATIENT = (events.FirstToken, events.SegmentComputed, events.SegmentDone, events.RequestFinished)
 """What the Brain learns from, and may learn a few milliseconds later."""
@@ -169,9 +169,9 @@ def _alone(replica: str) -> Route:
     return aggregated(replica)
 
 
-def endpoints_text(endpoints: Iterable[Endpoint], codecs: Codecs) -> str:
+def endpoints_text(endpoints: Iterable[Endpoint], wires: Wires) -> str:
     lines = [_said_of(endpoint) for endpoint in endpoints]
-    return json.dumps({"endpoints": lines, "codecs": [[*key, codec] for key, codec in codecs.items()]})
+    return json.dumps({"endpoints": lines, "wires": [[*key, *wire] for key, wire in wires.items()]})
 
 
 def _said_of(endpoint: Endpoint) -> dict[str, object]:
@@ -180,12 +180,12 @@ def _said_of(endpoint: Endpoint) -> dict[str, object]:
 
 class RemoteDirectory(ReplicaDirectory):
     def __init__(self) -> None:
-        super().__init__(lambda *key: self._codecs.get(key, "raw"))
-        self._codecs: Codecs = {}
+        super().__init__(lambda *key: self._wires.get(key, PLAIN))
+        self._wires: Wires = {}
 
     def learn(self, text: str) -> None:
         data = json.loads(text)
-        self._codecs = {(model, source, target): codec for model, source, target, codec in data["codecs"]}
+        self._wires = {(item[0], item[1], item[2]): (item[3], item[4]) for item in data["wires"]}
         self._endpoints.clear()
         for datum in data["endpoints"]:
             address, adapters = Address(*datum.pop("address")), tuple(datum.pop("adapters"))

@@ -113,8 +113,8 @@ class WorkerPool:
                 self._none.set()
 
     def _endpoints(self) -> str:
-        codecs = {key: self.core.codec(*key) for key in self.core.replica_models.codecs}
-        return brain_client.endpoints_text(self.core.registry.endpoints, codecs)
+        wires = {key: self.core.wire(*key) for key in self.core.replica_models.codecs}
+        return brain_client.endpoints_text(self.core.registry.endpoints, wires)
 
     def _lacking(self) -> str:
         models = self.core.replica_models.resolved.models

@@ -6,8 +6,9 @@ from typing import Final
 
 from potluck.core.routing.link_states import GRANTED
 from potluck.core.state.events import FailureKind
+from potluck.core.values.kv import wire_of
 from potluck.core.values.types import Link
-from potluck.perf.transfer import alpha_beta, link_alpha_beta
+from potluck.perf.transfer import alpha_beta
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.links.link import SharedPipe
 from potluck.sim.world.sim_state import SimAttempt, SimReplica
@@ -42,11 +43,12 @@ class SimNetwork:
         self._machines: dict[tuple[str, str], SharedPipe] = {}
         self._ways: dict[tuple[str, str], Ways] = {}
         """By the ids of two replicas."""
+        self._wires = {(wire.source, wire.target): wire for wire in map(wire_of, resolved.links)}
+        self._wires |= {(wire.source, wire.target): wire for wire in resolved.plan.wires}
         for link in resolved.links:
             ends = (link.source, link.target)
             self.specs[ends] = link
-            alpha_s = link_alpha_beta(link).alpha_s
-            self.links[ends] = self._add(SharedPipe("link", *ends, self.full_rate(ends), alpha_s))
+            self.links[ends] = self._add(SharedPipe("link", *ends, self.full_rate(ends), link.rtt_s))
 
     def card(self, name: str, gbps: float) -> SharedPipe:
         path = alpha_beta(gbps, ROUND_TRIP_S, window_bytes=None)
@@ -59,7 +61,9 @@ class SimNetwork:
         """Bytes a second of payload at another bandwidth of the same link."""
         if gbps <= 0:
             return 0.0
-        rate = alpha_beta(gbps, self.specs[ends].rtt_s).beta_bytes_per_s
+        wire = self._wires[ends]
+        path = alpha_beta(gbps, self.specs[ends].rtt_s, wire.connections, window_bytes=wire.window_bytes)
+        rate = path.beta_bytes_per_s
         return min(rate, GRANTED * gbps * 1e9 / 8) if self._granted else rate
 
     def gbps_of(self, ends: tuple[str, str]) -> float:

@@ -54,7 +54,8 @@ def moves_of(part: PromptPart, handle: str | None, lasts_s: float, within_s: flo
     asked = part.asked
     moves: Json = {"request": asked.request}
     if asked.source is not None:
-        take = {"kv": asked.source.kv, "handle": asked.source.handle}
+        source = asked.source
+        take: Json = {"kv": source.kv, "handle": source.handle, "connections": source.connections}
         moves["take"] = take | {"stop": part.received, "within_s": within_s}
     if handle is not None:
         give = {"handle": handle, "stop": part.whole, "codec": asked.codec}

@@ -151,7 +151,7 @@ function linkList(rows, moved, replicas) {
   links.replaceChildren(...largest.map((each) => h("li", { class: "sr" }, flowWords(each, replicas))), ...busiest.map((each) => h("li", {},
     h("b", {}, `${each.source} → ${each.target}`),
     h("span", { class: "track", role: "img", "aria-label": `used ${percent(each.used)}` }, h("i", { class: "bar kv", "--part": each.used })),
-    h("span", {}, `${percent(each.used)} of ${mbit(each.gbps * 1000)}${each.gbps < each.planned_gbps * 0.98 ? ` (${mbit(each.planned_gbps * 1000)} planned)` : ""}${each.waiting_mb >= 1 ? `, ${Math.round(each.waiting_mb)} MB wait` : ""}`))));
+    h("span", {}, `${percent(each.used)} of ${mbit(each.gbps * 1000)}${each.gbps < each.planned_gbps * 0.98 ? ` (${mbit(each.planned_gbps * 1000)} planned)` : ""}${each.waiting_mb >= 1 ? `, ${Math.round(each.waiting_mb)} MB wait` : ""}, ${each.connections} connections a transfer`))));
 }
 
 function paint() {
