@@ -14,6 +14,7 @@ from potluck.core.state.policy import Policy
 from potluck.core.values import plan as plans
 from potluck.core.values.layout import single
 from potluck.core.values.types import Request, Role
+from potluck.plan.assemble.columns import thresholds_of
 
 Phase = Literal["closed", "prefill", "decode"]
 SPLIT = SplitFacts(k_p=2.4e-4, b_p=0.004, k_ctxp=1.6e-6, k_ctxd=2.5e-7, b_c=0.032, chunk_tokens=512)
@@ -66,7 +67,7 @@ def plan(
         1.0,
         0.0,
     )
-    return replace(made, thresholds=plans.thresholds_of(made))
+    return replace(made, thresholds=thresholds_of(made))
 
 
 def facts(

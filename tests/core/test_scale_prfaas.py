@@ -28,8 +28,9 @@ from potluck.core.scaling.traffic_window import LengthCount, ModelTraffic, Traff
 from potluck.core.state.events import LinkReported
 from potluck.core.state.facts import FleetFacts, ModelFacts, ReplicaFacts
 from potluck.core.state.policy import Policy
-from potluck.core.values.plan import LengthBucket, Plan, PlannedFlow, thresholds_of
+from potluck.core.values.plan import LengthBucket, Plan, PlannedFlow
 from potluck.core.values.types import Request, Role
+from potluck.plan.assemble.columns import thresholds_of
 
 POLICY = Policy(scaling="prfaas")
 FAST = ReplicaFacts(5e-5, 0.2, 0.02, 64, 10**5, 10**6)

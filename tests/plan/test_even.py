@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
 from potluck.core.values.plan import Deployment, Plan, PlannedShare
+from potluck.core.values.service import NO_TERMS, ModelTerms
 from potluck.core.values.types import Link, Slo
+from potluck.plan.assemble.columns import thresholds_of
 from potluck.plan.assemble.even_shares import evened
+from potluck.plan.explain import explain
 from potluck.plan.problem import CODECS, PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.verify import verify
@@ -83,25 +88,63 @@ def test_a_plan_that_falls_short_is_left_as_it_is() -> None:
     assert evened(problem, plan, SETTINGS.time_limit_s) is plan
 
 
-def test_prompts_from_some_length_on_cross_and_routing_has_that_threshold() -> None:
-    """PrfaaS 3.3: long ones are prefilled elsewhere, short ones at home, by the same copies at the same cost."""
+def remote(
+    rate: float, terms: ModelTerms = NO_TERMS, away: str = "far", price: float = 1.2
+) -> PlanningProblem:
+    """GPUs that prefill well in other regions, on spot, joined to home by links of 40 Gbps."""
     lengths = tuple((float(tokens), 60.0, 0.2) for tokens in (300, 700, 1500, 3000, 6000))
-    offers = {"near": {"1xA10": (1.2, 8)}, "far": {"1xL40S": (1.2, 1)}}
-    links = (Link("far", "near", 40.0, 0.01),)
-    problem = a_problem(
-        an_ask(rate_per_s=7.0, slo=Slo(4.0, 0.06), lengths=lengths), offers=offers, links=links, codecs=CODECS
-    )
-    plan = STRATEGIES["prfaas"](TemplateFactory(problem), SETTINGS).plan
-    assert plan.fraction == 1
+    offers = {"near": {"1xA10": (1.2, 8)}, **{name: {"1xL40S": (price, 1)} for name in away.split()}}
+    links = tuple(Link(name, "near", 40.0, 0.01) for name in away.split())
+    ask = replace(an_ask(rate_per_s=rate, slo=Slo(4.0, 0.06), lengths=lengths), terms=terms)
+    problem = a_problem(ask, offers=offers, links=links, codecs=CODECS)
+    near, *others = problem.regions
+    spot = [
+        replace(r, offers=tuple(replace(o, spot=True, preemptions_per_h=0.1) for o in r.offers))
+        for r in others
+    ]
+    return replace(problem, regions=(near, *spot))
+
+
+REMOTE = {
+    "all of the demand": remote(7.0),
+    "a part of it": remote(40.0),
+    "two prefill clusters": remote(9.0, away="far off"),
+    "without any node": remote(12.0, ModelTerms(survive="node", survive_share=0.5), "far off"),
+    "without spot": remote(7.0, ModelTerms(max_spot_share=0.8)),
+}
+
+
+@pytest.mark.parametrize("strategy", ["prfaas", "coral"])
+@pytest.mark.parametrize("case", REMOTE)
+def test_prompts_from_some_length_on_cross_and_the_plan_says_from_which(case: str, strategy: str) -> None:
+    """PrfaaS 3.3: long ones are prefilled elsewhere, short ones at home."""
+    problem = REMOTE[case]
+    plan = STRATEGIES[strategy](TemplateFactory(problem), SETTINGS).plan
     assert verify(problem, plan) == ()
-    far = [0.0] * len(lengths)
+    assert (plan.fraction < 1) == (case == "a part of it")
+    (ask,), far = problem.asks, [0.0] * 5
     for flow in plan.flows:
-        far[flow.bucket] += flow.rate_per_s * (flow.prefill_region == "far")
-    shares = [rate / demand.rate_per_s for rate, demand in zip(far, problem.asks[0].demands, strict=True)]
+        far[flow.bucket] += flow.rate_per_s * (flow.prefill_region != "near")
+    shares = [round(rate / d.rate_per_s, 9) for rate, d in zip(far, ask.demands, strict=True)]
     assert shares == sorted(shares)
-    assert shares[0] == pytest.approx(0.0)
-    assert shares[-1] == pytest.approx(1.0)
-    (threshold,) = plan.thresholds
-    assert 300 <= threshold.tokens < 6000
+    assert shares[0] == 0 < shares[-1]
+    assert {(t.prefill_region, t.decode_region) for t in plan.thresholds} <= {
+        ("far", "near"),
+        ("off", "near"),
+    }
+    assert plan.thresholds == thresholds_of(plan)
+    assert all(300 <= threshold.tokens < 6000 for threshold in plan.thresholds)
     even = evened(problem, plan, SETTINGS.time_limit_s)  # as a rehearsal does
-    assert even.flows == plan.flows
+    assert verify(problem, even) == ()
+    wrong = replace(plan, flows=tuple(replace(flow, bucket=4 - flow.bucket) for flow in plan.flows))
+    assert any("longer ones stay" in text for text in verify(problem, wrong, rerouted=True))
+
+
+def test_the_price_of_the_order_and_why_nothing_crosses_are_told() -> None:
+    for problem, words in ((REMOTE["a part of it"], ""), (remote(3.0, price=30.0), "costs $")):
+        factory, planner = TemplateFactory(problem), STRATEGIES["prfaas"]
+        outcome = planner(factory, SETTINGS)
+        reasons = explain(factory, outcome, planner, SETTINGS)
+        assert [price.extra_fraction > 1e-3 for price in reasons.terms] == ([] if words else [True])
+        assert (reasons.crossings == ()) == (not words)
+        assert all(words in line and "from far to near" in line for line in reasons.crossings)

@@ -28,7 +28,7 @@ SEEDS = [seed for seed in range(40) if falls_apart(joined(seed)) and reference(j
 def test_no_prices_bound_more_than_the_cheapest_plan_costs(seed: int) -> None:
     program, best = joined(seed), reference(joined(seed))
     assert best is not None
-    state = begun(program, Deadline(30.0, time.process_time), 0.0, [], [])
+    state = begun(program, Deadline(30.0, time.process_time), 0.0, [])
     apart = ModelDecomposition(program, state, Deadline(30.0, time.process_time))
     rng = np.random.default_rng(seed)
     for scale in (0.0, 0.3, 3.0):
@@ -48,7 +48,7 @@ def test_models_with_nodes_in_plenty_are_settled_apart() -> None:
     program = joined(SEEDS[0])
     fleet = replace(program.fleet, available=program.fleet.available * 100)
     program = replace(program, fleet=fleet, links=(), budget_usd_per_h=None)
-    state = begun(program, Deadline(30.0, time.process_time), 0.0, [], [])
+    state = begun(program, Deadline(30.0, time.process_time), 0.0, [])
     assert state.relaxed is not None
     assert not state.done
     ModelDecomposition(program, state, Deadline(30.0, time.process_time)).run(np.zeros(fleet.available.shape))

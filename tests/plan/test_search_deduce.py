@@ -8,6 +8,7 @@ from itertools import combinations, pairwise, permutations, product
 
 import numpy as np
 import pytest
+from papers.peak_costs import PeakCosts
 from search_pools import paper_pool, random_pool, workload
 
 from potluck.catalog import models
@@ -15,7 +16,7 @@ from potluck.core.routing.capacity import MARGIN
 from potluck.core.values.types import Slo
 from potluck.plan.search.deduce import ConfigurationSearch, GroupConfiguration, deducer, even_cuts
 from potluck.plan.search.kernels import DECODE, MIXED, PREFILL, best_path
-from potluck.plan.search.workload import CalibratedCosts, PeakCosts, PoolWorkload
+from potluck.plan.search.workload import CalibratedCosts, PoolWorkload
 
 LAYERS = 9
 KINDS = ("A5000", "RTX3090Ti", "A40", "A6000", "L4")

@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from papers.peak_costs import PeakCosts
 from search_pools import paper_pool, workload
 
 from potluck.core.errors import InputError
@@ -13,7 +14,6 @@ from potluck.plan.allocate.highs import INFINITY, Milp, solve_milp
 from potluck.plan.search.deduce import deducer
 from potluck.plan.search.evaluate import GpuGroup, PoolEvaluator, transport
 from potluck.plan.search.kernels import DECODE, MIXED, PREFILL
-from potluck.plan.search.workload import PeakCosts
 
 
 def brute_force(

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from papers.peak_costs import PeakCosts
 from search_pools import CLOUD, CODING, CONVERSATION, catalog_node, paper_node, paper_pool, workload
 
 from potluck.core.values.types import Slo
 from potluck.perf.step_timer import steps
 from potluck.plan.search.tabu import SearchLimits, SearchResult, SearchSettings, search
-from potluck.plan.search.workload import CalibratedCosts, LayerTiming, PeakCosts, uniform_pool
+from potluck.plan.search.workload import CalibratedCosts, LayerTiming, uniform_pool
 
 PAPER = SearchSettings(phases=("prefill", "decode"), timing=PeakCosts(), limits=SearchLimits(walks=4))
 ACROSS = ((0, 2), (1, 2))

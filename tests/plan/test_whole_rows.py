@@ -83,7 +83,7 @@ def test_prices_are_those_of_single_units() -> None:
     none, one = np.zeros((1, 1)), np.array([[10.0]])
     model = ModelColumns("m", (DemandBucket("b", 1.0, 0.0),), np.ones((1, 1), np.uint8), none, none, one)
     fleet = NodeSupply(("here",), ("a",), np.array([[7.0]]), np.array([[5]]))
-    flow = solve_flow(FlowProgram(fleet, (model,)), deadline(), 0.0, [], [])
+    flow = solve_flow(FlowProgram(fleet, (model,)), deadline(), 0.0, [])
     assert flow.upper == pytest.approx(7.0)
     assert flow.prices is not None
     assert flow.prices.duals.demand.tolist() == pytest.approx([0.7])

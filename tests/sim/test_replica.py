@@ -26,12 +26,12 @@ from potluck.core.values.plan import (
     Plan,
     PlannedFlow,
     PlannedShare,
-    thresholds_of,
 )
 from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.step_timer import Floats, StepBatch
 from potluck.perf.timers.pipeline_timer import pipeline
 from potluck.perf.timers.roofline import roofline
+from potluck.plan.assemble.columns import thresholds_of
 from potluck.sim.run import simulate
 from potluck.sim.sim_engine import EDGES_S, SimEngine, replica_limits
 from potluck.sim.step_table import StepTimes, step_table

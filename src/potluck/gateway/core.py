@@ -26,9 +26,10 @@ from potluck.core.values.plan import Plan, ReplicaSpec, copies_changed, plan_mar
 from potluck.core.values.types import Region
 from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.operator_state import Cordons, OperatorState
+from potluck.gateway.registry.engine_client import Wire
 from potluck.gateway.registry.engine_list import EngineEntry, EngineListFile
 from potluck.gateway.registry.health import HealthChecker
-from potluck.gateway.registry.registry import ReplicaRegistry, Wire
+from potluck.gateway.registry.registry import ReplicaRegistry
 from potluck.runtime.brain_log import FLUSH_S, Decider, LogFiles, LoggedBrain
 from potluck.runtime.replica_models import ReplicaModels
 from potluck.runtime.resolved_plan import ResolvedPlan

@@ -22,6 +22,7 @@ from potluck.core.values.types import NodeOffer
 from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.timers.roofline import check_tp
 from potluck.plan.allocate.solve import solve
+from potluck.plan.assemble.columns import columns
 from potluck.plan.assemble.term_rows import domains, offers_of
 from potluck.plan.engine_costs import EngineCost
 from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
@@ -83,53 +84,41 @@ def order_price(base: PlanOutcome) -> tuple[TermPrice, ...]:
     price = base.allocation.order
     if price is None:
         return ()
-    models = [base.columns.problem.asks[m].name for m in price.models]
-    words = "who is computed in another region is longer than who stays"
-    exact = base.allocation.status == "optimal"
-    return (TermPrice(", ".join(models), "order", words, price.usd_per_h, price.fraction, exact),)
+    models = ", ".join(base.columns.problem.asks[m].name for m in price.models)
+    words, exact = "who is computed in another region is longer than who stays", base.allocation.found
+    return (TermPrice(models, "order", words, price.usd_per_h, price.fraction, exact),)
 
 
-@dataclass(frozen=True, slots=True)
-class CrossingPrice:
-    """What a plan would cost more that sent a model's longest prompts over a link which the plan has no use for."""
-
-    model: str
-    link: str
-    extra_usd_per_h: float | None
-    why: str  # Why there is no such plan; empty where there is one.
-
-
-def crossing_prices(base: PlanOutcome, settings: SolveSettings) -> tuple[CrossingPrice, ...]:
-    """Of all links, by planning again; nothing where something crosses anyway."""
-    program, prices = base.columns.program, []
+def crossing_lines(factory: TemplateFactory, base: PlanOutcome, settings: SolveSettings) -> tuple[str, ...]:
+    """Why nothing crosses: what it would cost to send a model's longest prompts over each link, by planning again."""
+    problem, allocation, lines = factory.problem, base.allocation, []
+    if base.plan.strategy != "prfaas" or any(flow.source != flow.target for flow in allocation.flows):
+        return ()
+    phased = {ask.name: factory.phased(ask) for ask in problem.asks}
+    smallest = dict.fromkeys(phased, problem.codecs[-1])
+    program = columns(problem, phased, codecs=smallest, books=factory.books).program
     regions = program.fleet.regions
-    others = frozenset((r, s) for r in range(len(regions)) for s in range(len(regions)))
+    pairs = frozenset((r, s) for r in range(len(regions)) for s in range(len(regions)))
     for link, (m, model) in product(program.links, enumerate(program.models)):
-        ends = (link.source, link.target)
-        asked = [place for place, bucket in enumerate(model.buckets) if bucket.rate_per_s > 0]
-        if not asked or any(flow.source != flow.target for flow in base.allocation.flows):
+        last = max((b for b, bucket in enumerate(model.buckets) if bucket.rate_per_s > 0), default=None)
+        if last is None:
             continue
-        last, closed = model.buckets[asked[-1]], model.closed_per_s.copy()
-        closed[:, asked[-1]] = 0.0
-        buckets = list(model.buckets)
-        buckets[asked[-1]] = replace(last, barred=others - {ends})
-        models = list(program.models)
-        models[m] = replace(model, buckets=tuple(buckets), closed_per_s=closed)
-        extra, why = None, "its KV would be too late" if ends in last.barred else ""
-        for phase, region, table in (
-            ("computes", 0, model.prefill_per_s),
-            ("answers", 1, model.decode_per_s),
-        ):
-            able = (model.uses <= program.fleet.available[ends[region]]).all(axis=1)
-            if not why and not table[able, asked[-1]].any():
-                why = f"nothing in {regions[ends[region]]} {phase} them within the objective"
+        ends, buckets, closed = (link.source, link.target), list(model.buckets), model.closed_per_s.copy()
+        why = "their KV would be too late" if ends in buckets[last].barred else ""
+        for does, end, table in (("computes", 0, model.prefill_per_s), ("answers", 1, model.decode_per_s)):
+            able = (model.uses <= program.fleet.available[ends[end]]).all(axis=1)
+            if not why and not table[able, last].any():
+                why = f"nothing in {regions[ends[end]]} {does} them within the objective"
+        closed[:, last], buckets[last] = 0.0, replace(buckets[last], barred=pairs - {ends})
         if not why:
-            there = replace(program, models=tuple(models))
+            changed = replace(model, buckets=tuple(buckets), closed_per_s=closed)
+            there = replace(program, models=(*program.models[:m], changed, *program.models[m + 1 :]))
             answer = solve(there, time_limit_s=settings.time_limit_s, clock=settings.clock, in_part=False)
-            extra = answer.cost_usd_per_h - base.allocation.cost_usd_per_h if answer.found else None
-            why = "" if answer.found else "nodes, budget or the link do not suffice"
-        prices.append(CrossingPrice(model.name, f"{regions[ends[0]]} to {regions[ends[1]]}", extra, why))
-    return tuple(prices)
+            why = f"that costs ${answer.cost_usd_per_h - allocation.cost_usd_per_h:.2f}/h more"
+            why = why if answer.found else "nodes, budget or the link do not suffice for that"
+        way = f"from {regions[ends[0]]} to {regions[ends[1]]}"
+        lines.append(f"nothing crosses: the longest prompts of {model.name} could be sent {way}, but {why}")
+    return tuple(lines)
 
 
 def _changes(ask: ModelDemand) -> Iterator[tuple[str, str, ModelDemand]]:
@@ -279,8 +268,7 @@ class Explanation:
     """What it would cost in each combination of formats, where there was a choice."""
     engine: EngineCost | None = None
     """What the limits of the engine cost, where they may leave something out."""
-    crossings: tuple[CrossingPrice, ...] = ()
-    """What sending something over a link would cost, where a plan of `prfaas` has no use for any."""
+    crossings: tuple[str, ...] = ()  # Why a plan of `prfaas` has no use for links.
     on_averages: bool = False
     """Whether costs of changes are between plans on averages, as the plan itself was chosen by more than that."""
 
@@ -310,7 +298,7 @@ def explain(
             *term_prices(factory, base, planner, replace(settings, asking=plan.fraction >= 1)),
         ),
         outcome.tried,
-        crossings=crossing_prices(base, settings) if plan.strategy == "prfaas" else (),
+        crossings=crossing_lines(factory, base, settings),
         on_averages=base is not outcome,
     )
 

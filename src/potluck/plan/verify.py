@@ -13,10 +13,17 @@ import numpy as np
 
 from potluck.core.values.engine_abilities import refusals
 from potluck.core.values.kv import LOSSLESS, lossy_crossings
-from potluck.core.values.plan import BucketCapacity, Plan, Template, across_and_home
+from potluck.core.values.plan import BucketCapacity, Plan, Template
 from potluck.core.values.types import Role
 from potluck.plan.allocate.highs import INFINITY, Milp, solve_milp
-from potluck.plan.assemble.columns import CROSSING, codecs_of, crossing_room_s, crossing_s, egress_usd_per_h
+from potluck.plan.assemble.columns import (
+    CROSSING,
+    across_and_home,
+    codecs_of,
+    crossing_room_s,
+    crossing_s,
+    egress_usd_per_h,
+)
 from potluck.plan.assemble.term_rows import EGRESS, charges_of, domains, rent_usd_per_h, runs_in, share_asked
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.templates.group import group_capacity

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from potluck.core.values.plan import Plan, Prediction
     from potluck.core.values.types import Slo
     from potluck.plan.engine_costs import EngineCost
-    from potluck.plan.explain import Answer, CrossingPrice, Explanation, NodeValue, TermPrice
+    from potluck.plan.explain import Answer, Explanation, NodeValue, TermPrice
     from potluck.plan.problem import PlanningProblem
     from potluck.plan.search.tabu import SearchResult
     from potluck.plan.strategies import PlanOutcome
@@ -310,13 +310,8 @@ def show_reasons(reasons: Explanation | None) -> None:
         return
     show_terms(reasons.terms)
     _show_formats(reasons.formats)
-    columns_of_crossings: dict[str, Callable[[CrossingPrice], object]] = {
-        "model": lambda price: price.model,
-        "its longest prompts from": lambda price: price.link,
-        "costs": lambda price: price.why if price.extra_usd_per_h is None else _more(price.extra_usd_per_h),
-    }
-    if reasons.crossings:
-        table_of("Why nothing crosses a link", reasons.crossings, columns_of_crossings)
+    for line in reasons.crossings:
+        _say(f"{line}.")
     rows = []
     for reason in reasons.models:
         extra = ANSWERS.get(reason.answer, "-")

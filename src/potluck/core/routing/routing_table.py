@@ -93,16 +93,12 @@ class RoutingTable:
                 fresh[model] = merged(fresh[model], table.offers, live)
             elif any(self._templates[name].model == model for name, _ in live):
                 fresh[model] = table.offers
-        self.models = {
-            model: ModelRoutes(weights, self._limits(weights), self._thresholds(weights))
-            for model, weights in fresh.items()
-        }
+        self.models = {model: ModelRoutes(weights, self._limits(weights)) for model, weights in fresh.items()}
+        for stated in plan.thresholds if self._by_length else ():
+            link, threshold = stated.link, LengthThreshold(stated.tokens, stated.tokens)
+            self.models[stated.model].thresholds[link] = threshold
         for target in (*self.singles.values(), *self.groups.values()):
             target.indexes.clear()
-
-    def _thresholds(self, weights: ModelWeights) -> dict[str, LengthThreshold]:
-        stated = weights.thresholds if self._by_length else {}
-        return {link: LengthThreshold(tokens, tokens) for link, tokens in stated.items()}
 
     def divide(self, model: str, threshold: LengthThreshold) -> bool:
         """Let length decide where the plan does not, if anything crosses; prompts may then stay at home."""

@@ -51,8 +51,6 @@ class ModelWeights:
     flows: tuple[RegionFlow, ...]
     spare: Mapping[str, TemplateWeights] = field(default_factory=dict)
     """What a copy of any template takes that the plan counts on nowhere, or not in that region: scaling began it."""
-    thresholds: Mapping[str, float] = field(default_factory=dict)
-    """`source->target` to the tokens beyond which the plan lets prompts cross."""
 
     def copy(self, key: Key) -> TemplateWeights | None:
         template_weights = self.copies.get(key)
@@ -115,9 +113,7 @@ def _model(plan: Plan, model: str, rule: BalanceRule) -> ModelWeights:
         mix = [bucket.rate_per_s for bucket in buckets] or [1.0]
         own = [item for item in plan.repertoire if item.model == model and not item.machines]
         spare = {item.name: _spare(item, mix if any(mix) else [1.0] * len(mix), rule) for item in own}
-    mine = [each for each in plan.thresholds if each.model == model]
-    thresholds = {f"{each.prefill_region}->{each.decode_region}": each.tokens for each in mine}
-    return ModelWeights(model, longest, copies, _flows(plan, model, len(longest)), spare, thresholds)
+    return ModelWeights(model, longest, copies, _flows(plan, model, len(longest)), spare)
 
 
 def _spare(template: Template, mix: Sequence[float], rule: BalanceRule) -> TemplateWeights:

@@ -139,7 +139,9 @@ class PrfaasScaling(Scaler):
     def on_tick(self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan) -> Decisions:
         if plan is not self._plan:
             self._plan = plan
-            self._thresholds = _planned(plan)
+            # Where routing begins: the plan's own, of models that have one; the lowest of several links'.
+            stated = sorted(plan.thresholds, key=lambda each: -each.tokens)
+            self._thresholds = {each.model: round(each.tokens) for each in stated}
             self._short_s.clear()
             self._long_s.clear()
         decisions: list[ScaleDecision] = []
@@ -219,12 +221,6 @@ class PrfaasScaling(Scaler):
         return ClusterBalance(
             Counter(item.facts for item in remote), tuple(local), egress * 1e9 / 8, cargo, codec
         )
-
-
-def _planned(plan: Plan) -> dict[str, int]:
-    """Where routing begins: the plan's own threshold, of models that have one; the lowest of several links'."""
-    thresholds = sorted(plan.thresholds, key=lambda each: -each.tokens)
-    return {each.model: round(each.tokens) for each in thresholds}
 
 
 def _least(gain: float, seen: ModelTraffic) -> float:

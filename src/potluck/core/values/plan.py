@@ -50,7 +50,6 @@ class ReplicaSpec:
 
 
 PLAN_VERSION = 1
-ROUNDING = 1e-6  # Of a bucket's demand: what a solver may leave where nothing should be.
 
 TemplateKind = Literal["homogeneous", "pipeline", "combo", "pair", "remote_prefill", "group"]
 
@@ -174,6 +173,10 @@ class PlannedThreshold:
     decode_region: str
     tokens: float
 
+    @property
+    def link(self) -> str:
+        return f"{self.prefill_region}->{self.decode_region}"
+
 
 @dataclass(frozen=True, slots=True)
 class KvWire:
@@ -184,12 +187,9 @@ class KvWire:
 
     source: str
     target: str
-    connections: int
-    """That carry the KV of one request side by side."""
-    window_bytes: int
-    """That each keeps under way."""
-    piece_bytes: int
-    """Of KV that is acknowledged at once; less on a link that is shared out among its senders."""
+    connections: int  # That carry the KV of one request side by side.
+    window_bytes: int  # That each keeps under way.
+    piece_bytes: int  # That are acknowledged at once; less where a link is shared out among its senders.
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +324,7 @@ class Plan:
     engine: EngineName = "vllm"
     """The kind of engines that it was made for."""
     thresholds: tuple[PlannedThreshold, ...] = ()
-    """Where routing begins, of models that both cross and stay (`thresholds_of`)."""
+    """Where routing begins, of models that both cross and stay (`plan.assemble.columns`)."""
     wires: tuple[KvWire, ...] = ()
 
     def __post_init__(self) -> None:
@@ -388,45 +388,6 @@ class Plan:
             for item in self.template(deployment.template).nodes:
                 counts[deployment.region, item.node] += item.count * deployment.count
         return dict(counts)
-
-
-def across_and_home(plan: Plan, model: str) -> tuple[dict[tuple[str, str], list[float]], list[float]]:
-    """Rates by bucket, without what a solver may leave where nothing should be: of each link, and of who stays."""
-    asked = {bucket.bucket: bucket.rate_per_s for bucket in plan.buckets if bucket.model == model}
-    across: dict[tuple[str, str], list[float]] = {}
-    home = [0.0] * len(asked)
-    for flow in plan.flows:
-        ends = (flow.prefill_region, flow.decode_region)
-        if flow.model == model and flow.rate_per_s > ROUNDING * asked[flow.bucket]:
-            crossing = home if ends[0] == ends[1] else across.setdefault(ends, [0.0] * len(asked))
-            crossing[flow.bucket] += flow.rate_per_s
-    for share in plan.shares:
-        closed = share.phase == "closed" and share.rate_per_s > ROUNDING * asked.get(share.bucket, 0.0)
-        if closed and plan.template(share.template).model == model:
-            home[share.bucket] += share.rate_per_s
-    return across, home
-
-
-def thresholds_of(plan: Plan) -> tuple[PlannedThreshold, ...]:
-    """From which length on its flows cross: inside the first bucket that does, as much of it as crosses.
-
-    None of models that cross whole, or not at all, and where a longer one stays than one that crosses: length does
-    not tell these apart.
-    """
-    thresholds = []
-    for model in dict.fromkeys(flow.model for flow in plan.flows):
-        buckets = sorted((each for each in plan.buckets if each.model == model), key=lambda each: each.bucket)
-        across, home = across_and_home(plan, model)
-        first = {
-            link: next(place for place, rate in enumerate(rates) if rate) for link, rates in across.items()
-        }
-        longest = max((place for place, rate in enumerate(home) if rate), default=len(home))
-        for link, place in first.items() if min(first.values(), default=0) >= longest else ():
-            low, high = buckets[place - 1].longest_tokens if place else 0, buckets[place].longest_tokens
-            crossing = sum(rates[place] for rates in across.values())
-            tokens = high - crossing / (crossing + home[place]) * (high - low)
-            thresholds.append(PlannedThreshold(model, *link, tokens * buckets[place].new_share))
-    return tuple(thresholds)
 
 
 def plan_to_json(plan: Plan) -> str:

@@ -40,6 +40,8 @@ EVERYWHERE = ("0.0.0.0", "[::]", "::")
 FIRST_KV_VERSION = 2
 COUNTS = ("waiting", "running", "todo_tokens", "context_tokens", "free_blocks", "total_blocks")
 LINK_NUMBERS = ("moved_bytes", "goodput_bytes_per_s", "queue_bytes", "retransmits")
+Wire = tuple[str, int]
+"""How KV crosses between two regions as the plan has it: raw, int8 or int4, and over so many connections."""
 STATES = ("ready", "degraded", "draining", "drained", "failed")
 
 
@@ -254,12 +256,7 @@ class EngineClient:
         await self.ask(engine, b"PUT", b"/grants", {"grants": given, "lasts_s": lasts_s})
 
     async def move(
-        self,
-        source: EngineRecord,
-        target: EngineRecord,
-        request: str,
-        names: list[str],
-        wire: tuple[str, int],
+        self, source: EngineRecord, target: EngineRecord, request: str, names: list[str], wire: Wire
     ) -> None:
         body = {"request": request, "blocks": names, "codec": wire[0]}
         lent = json.loads(await self.ask(source, b"POST", b"/prefixes/lend", body, MOVE_S))

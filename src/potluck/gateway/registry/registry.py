@@ -24,12 +24,10 @@ from potluck.core.values.kv import LEAST_CONNECTIONS
 from potluck.core.values.plan import ReplicaSpec
 from potluck.core.values.types import Role
 from potluck.gateway.http.connection_pool import ConnectionPool
-from potluck.gateway.registry.engine_client import EngineClient, EngineNoAnswer, EngineRecord
+from potluck.gateway.registry.engine_client import EngineClient, EngineNoAnswer, EngineRecord, Wire
 from potluck.gateway.registry.engine_list import EngineEntry, matched
 from potluck.gateway.values import Endpoint
 
-Wire = tuple[str, int]
-"""How KV crosses between two regions as the plan has it: raw, int8 or int4, and over so many connections."""
 PLAIN: Wire = ("raw", LEAST_CONNECTIONS)
 
 

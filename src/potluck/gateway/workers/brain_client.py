@@ -20,7 +20,8 @@ from potluck.core.values.route import Route, aggregated
 from potluck.core.values.types import Request
 from potluck.gateway.admin.counters import Counters
 from potluck.gateway.admin.usage import UsageFile
-from potluck.gateway.registry.registry import PLAIN, ReplicaDirectory, Wire
+from potluck.gateway.registry.engine_client import Wire
+from potluck.gateway.registry.registry import PLAIN, ReplicaDirectory
 from potluck.gateway.values import Address, Endpoint, RequestOutcome
 from potluck.runtime.log_lines import blocks_of, line, names, read_line
 

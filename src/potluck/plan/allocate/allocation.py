@@ -63,11 +63,8 @@ class Shortfall:
 class OrderPrice:
     """What it takes that who crosses a link is no shorter than who stays."""
 
-    models: tuple[int, ...]
-    """Those that would not be in order by themselves."""
-    usd_per_h: (
-        float | None
-    )  # Rent and egress; None where not all demand is met, so that costs do not compare.
+    models: tuple[int, ...]  # Those that would not be in order by themselves.
+    usd_per_h: float | None  # Rent; None where not all demand is met.
     fraction: float  # Of the demand, what more would be served in any order.
 
 
@@ -89,6 +86,10 @@ class Allocation:
     node_prices_usd_per_h: Floats  # Shadow prices [regions, node types]: saved per further node.
     shortfall: Shortfall | None = None
     order: OrderPrice | None = None  # None where lengths are in order, or need not be, without asking.
+
+    @property
+    def fraction(self) -> float:
+        return 1.0 if self.shortfall is None else self.shortfall.fraction
 
     @property
     def found(self) -> bool:

@@ -21,7 +21,7 @@ from itertools import combinations
 
 import numpy as np
 
-from potluck.plan.allocate.flow import FlowState, begun, close, offer_counts, solve_flow
+from potluck.plan.allocate.flow import FlowState, Starts, begun, close, offer_counts, solve_flow
 from potluck.plan.allocate.highs import INFINITY, Deadline, Milp, solve_milp
 from potluck.plan.allocate.program import ColumnKey, Floats, FlowProgram, NodeSupply
 
@@ -154,7 +154,7 @@ class ModelDecomposition:
         place = {m: at for at, m in enumerate(some)}
         program = replace(self.program, models=tuple(self.program.models[m] for m in some), fleet=fleet)
         near = [{key._replace(group=place[key.group]): n for key, n in start.items()} for start in starts]
-        flow = solve_flow(program, deadline, self._gap, [key for numbers in near for key in numbers], near)
+        flow = solve_flow(program, deadline, self._gap, near)
         if flow.counts is not None:
             flow.counts = {key._replace(group=some[key.group]): n for key, n in flow.counts.items()}
         return flow
@@ -313,17 +313,11 @@ def falls_apart(program: FlowProgram) -> bool:
     return len(program.models) > 1 and not bound
 
 
-def solve_models(
-    program: FlowProgram,
-    deadline: Deadline,
-    gap_target: float,
-    warm: list[ColumnKey],
-    starts: list[dict[ColumnKey, int]],
-) -> FlowState:
+def solve_models(program: FlowProgram, deadline: Deadline, gap_target: float, starts: Starts) -> FlowState:
     """The cheapest plan, or the proof that there is none: all at once,
     where that is soon done; else models apart first, where they can be, then together.
     """
-    state = begun(program, deadline, gap_target, warm, starts)
+    state = begun(program, deadline, gap_target, starts)
     apart = falls_apart(program)
     if state.ready and apart and len(program.models) <= MANY:
         state.deadline = deadline.part(min(SHARE, max(SOON, SOON_S / max(deadline.left_s, SOON_S))))

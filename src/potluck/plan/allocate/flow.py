@@ -6,6 +6,7 @@ program over the others therefore proves the least of its own bound and of the c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,32 +50,23 @@ class FlowState:
         return self.infeasible or (self.counts is not None and self.lower >= self.goal)
 
 
-def solve_flow(
-    program: FlowProgram,
-    deadline: Deadline,
-    gap_target: float,
-    warm: list[ColumnKey],
-    starts: list[dict[ColumnKey, int]],
-) -> FlowState:
-    """The cheapest plan, or the proof that there is none; `starts` are plans that may be known already."""
-    state = begun(program, deadline, gap_target, warm, starts)
+Starts = Sequence[dict[ColumnKey, int]]  # Plans that may be known already.
+
+
+def solve_flow(program: FlowProgram, deadline: Deadline, gap_target: float, starts: Starts) -> FlowState:
+    """The cheapest plan, or the proof that there is none."""
+    state = begun(program, deadline, gap_target, starts)
     if state.ready:
         close(state)
     return state
 
 
-def begun(
-    program: FlowProgram,
-    deadline: Deadline,
-    gap_target: float,
-    warm: list[ColumnKey],
-    starts: list[dict[ColumnKey, int]],
-) -> FlowState:
+def begun(program: FlowProgram, deadline: Deadline, gap_target: float, starts: Starts) -> FlowState:
     pricer = Pricer(program)
     state = FlowState(pricer, deadline, gap_target)
     for counts in starts:  # before anything that time may not suffice for
         offer_counts(state, counts)
-    keys = sorted({*pricer.first_keys(), *warm})
+    keys = sorted({*pricer.first_keys(), *(key for start in starts for key in start)})
     state.relaxed = state.prices = relax_flow(pricer, deadline, at_cost=True, keys=keys)
     if state.relaxed is None:  # as a rule not all demand can be met
         start = relax_flow(pricer, deadline, at_cost=False, keys=keys)

@@ -15,7 +15,15 @@ import numpy as np
 
 from potluck.plan.allocate.allocation import ColumnShare, FlowRate, Phase
 from potluck.plan.allocate.highs import INFINITY, Milp
-from potluck.plan.allocate.program import ColumnKey, ColumnPin, Floats, FlowProgram, card_rows, price_of
+from potluck.plan.allocate.program import (
+    ColumnKey,
+    ColumnPin,
+    DemandBucket,
+    Floats,
+    FlowProgram,
+    card_rows,
+    price_of,
+)
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "closed")
 THETA = 0
@@ -26,18 +34,13 @@ class NumberedBucket:
     model: int
     bucket: int
     rate_per_s: float
-    kv_bits: float
     name: str
-    barred: frozenset[tuple[int, int]]
-    firm: bool
-    crossing_usd_per_h: float
+    demand: DemandBucket
 
 
 def bins_of(program: FlowProgram) -> tuple[NumberedBucket, ...]:
     return tuple(
-        NumberedBucket(
-            m, b, d.rate_per_s, d.kv_bits, f"{model.name}/{d.name}", d.barred, d.firm, d.crossing_usd_per_h
-        )
+        NumberedBucket(m, b, d.rate_per_s, f"{model.name}/{d.name}", d)
         for m, model in enumerate(program.models)
         for b, d in enumerate(model.buckets)
     )
@@ -109,7 +112,9 @@ class FlowRows:
         fleet, regions = program.fleet, range(len(program.fleet.regions))
         entries.new_variable(0.0, 1.0)  # theta
         self.scale = [max(one.rate_per_s, 1e-300) for one in self.bins]
-        self.demand = [entries.new_row(float(one.firm and one.rate_per_s > 0), INFINITY) for one in self.bins]
+        self.demand = [
+            entries.new_row(float(one.demand.firm and one.rate_per_s > 0), INFINITY) for one in self.bins
+        ]
         self.phase = {
             (p, b, r): entries.new_row(0.0, INFINITY)
             for p in (0, 1)
@@ -125,7 +130,7 @@ class FlowRows:
         budget = program.budget_usd_per_h
         self.budget = entries.new_row(-INFINITY, INFINITY if budget is None else budget)
         for b, one in enumerate(self.bins):
-            entries.put(self.demand[b], THETA, -1.0 if one.rate_per_s > 0 and not one.firm else 0.0)
+            entries.put(self.demand[b], THETA, -1.0 if one.rate_per_s > 0 and not one.demand.firm else 0.0)
 
     def _limit_rows(self) -> None:
         """Limits with their helpers, and nodes that are paid for already; columns put themselves in."""
@@ -166,19 +171,19 @@ class FlowRows:
         paths += [(link.source, link.target, i) for i, link in enumerate(program.links)]
         for b, one in enumerate(self.bins):
             for source, target, i in paths:
-                if (source, target) in one.barred:
+                if (source, target) in one.demand.barred:
                     continue
                 cost = 0.0
                 if i is not None:
-                    egress = program.links[i].egress_usd_per_h * one.kv_bits
-                    cost = (egress + one.crossing_usd_per_h) * self.scale[b]
+                    egress = program.links[i].egress_usd_per_h * one.demand.kv_bits
+                    cost = (egress + one.demand.crossing_usd_per_h) * self.scale[b]
                 variable = entries.new_variable(cost, INFINITY)
                 self.flows[b, source, target] = variable
                 entries.put(self.demand[b], variable, 1.0)
                 entries.put(self.phase[0, b, source], variable, -1.0)
                 entries.put(self.phase[1, b, target], variable, -1.0)
                 if i is not None:
-                    part = one.kv_bits * self.scale[b] / program.links[i].bits_per_s
+                    part = one.demand.kv_bits * self.scale[b] / program.links[i].bits_per_s
                     entries.put(self.links[i], variable, part)
 
     def _order_rows(self, bins: Iterable[int]) -> None:
@@ -194,22 +199,18 @@ class FlowRows:
                 home[b].append((variable, rate / self.scale[b]))
         if not any(away.values()):
             return
-        before: int | None = None
-        for b in live:
-            if before is not None:
-                row = entries.new_row(-INFINITY, 1.0)
-                for variable, part in (*home[b], (before, 1.0)):
-                    entries.put(row, variable, part)
+        rows: list[tuple[float, list[tuple[int, float]]]] = []
+        for place, b in enumerate(live):
+            before = self.order[-1:] if place else []
+            rows += [(1.0, [*home[b], (y, 1.0)]) for y in before]
             if b != live[-1]:
                 self.order.append(entries.new_variable(0.0, 1.0, integer=True))
-                row = entries.new_row(-INFINITY, 0.0)
-                for variable, part in (*away[b], (self.order[-1], -1.0)):
-                    entries.put(row, variable, part)
-                if before is not None:
-                    row = entries.new_row(-INFINITY, 0.0)
-                    entries.put(row, before, 1.0)
-                    entries.put(row, self.order[-1], -1.0)
-                before = self.order[-1]
+                rows += [(0.0, [(y, 1.0), (self.order[-1], -1.0)]) for y in before]
+                rows.append((0.0, [*away[b], (self.order[-1], -1.0)]))
+        for high, terms in rows:
+            row = entries.new_row(-INFINITY, high)
+            for variable, part in terms:
+                entries.put(row, variable, part)
 
     def _column(self, key: ColumnKey, running: int, pin: ColumnPin | None) -> None:
         program, entries = self.program, self.entries

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from potluck.plan.allocate.decomposition import solve_models
-from potluck.plan.allocate.flow import FlowState, start_vector
+from potluck.plan.allocate.flow import FlowState, Starts, start_vector
 from potluck.plan.allocate.highs import INFINITY, Deadline, solve_milp
 from potluck.plan.allocate.matrix import THETA, FlowRows
 from potluck.plan.allocate.program import (
@@ -349,14 +349,8 @@ def _mended(
     return mended
 
 
-def solve_guarded(
-    program: FlowProgram,
-    deadline: Deadline,
-    gap_target: float,
-    warm: list[ColumnKey],
-    starts: list[dict[ColumnKey, int]],
-) -> FlowState:
+def solve_guarded(program: FlowProgram, deadline: Deadline, gap_target: float, starts: Starts) -> FlowState:
     def attempt(each: FlowProgram, limit: Deadline, best: dict[ColumnKey, int]) -> FlowState:
-        return solve_models(each, limit, gap_target, sorted({*warm, *best}), [best] if best else starts)
+        return solve_models(each, limit, gap_target, [best] if best else starts)
 
     return guarded(program, deadline, attempt, at_cost=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from potluck.core.errors import InputError
 from potluck.plan.allocate.allocation import Allocation, ColumnShare, FlowRate, OrderPrice, Shortfall, Status
-from potluck.plan.allocate.flow import FlowState, close, offer_counts, settle, start_vector
+from potluck.plan.allocate.flow import FlowState, Starts, close, offer_counts, settle, start_vector
 from potluck.plan.allocate.highs import Clock, Deadline
 from potluck.plan.allocate.matrix import THETA, FlowRows, bins_of
 from potluck.plan.allocate.outages import guarded, solve_guarded
@@ -33,7 +33,6 @@ GBIT = 1e9
 OPTIMAL = 1e-6  # A relative gap below this counts as none.
 Routed = tuple[tuple[ColumnShare, ...], tuple[FlowRate, ...], float, float]
 """Shares and flows for whole counts, what egress costs, and the fraction of demand that they serve."""
-NOUGHT = 1e-6  # Of a bucket's demand: as much as the solver may err.
 IDLE = 1e-4  # Of a copy's time: less than this is not worth a copy.
 
 
@@ -60,19 +59,23 @@ def solve(
     program, stands = without_needless(program)
     begin = [told_in(start, stands) for start in starts]
     counted = _counted(_in_order(program, ()), deadline, gap_target, begin, in_part)
-    free = answer = _routed(_in_order(program, ()), *counted, deadline)
-    ordered: tuple[int, ...] = ()
+    free = answer = _routed(_in_order(program, ()), counted, deadline)
+    ordered: list[int] = []
     while late := [m for m in out_of_order(program, answer) if m not in ordered]:
-        ordered = (*ordered, *late)
-        held, before = _in_order(program, ordered), counted
-        kept = _routed(held, *before, deadline)
-        if not _as_good(kept, answer, gap_target):
-            starts_here = [*begin, before[1]] if before[1] else begin
-            counted = _counted(held, deadline, gap_target, starts_here, in_part)
-            counted[0].lower = max(counted[0].lower, before[0].lower)
-            kept = _routed(held, *counted, deadline)
+        ordered += late
+        held = _in_order(program, ordered)
+        kept = _routed(held, counted, deadline)  # the same copies, in order
+        most = answer.cost_usd_per_h * (1 + max(gap_target, OPTIMAL))
+        if not kept.flows or kept.fraction < answer.fraction or kept.cost_usd_per_h > most:
+            lower, counts = counted[0].lower, counted[1]
+            counted = _counted(held, deadline, gap_target, [*begin, counts], in_part)
+            counted[0].lower = max(counted[0].lower, lower)
+            kept = _routed(held, counted, deadline)
         answer = kept
-    return replace(answer, order=_order_price(program, ordered, free, answer)) if ordered else answer
+    if not ordered:
+        return answer
+    usd = max(0.0, answer.rent_usd_per_h - free.rent_usd_per_h) if answer.found else None
+    return replace(answer, order=OrderPrice(tuple(ordered), usd, max(0.0, free.fraction - answer.fraction)))
 
 
 Counted = tuple[FlowState, dict[ColumnKey, int], bool, Shortfall | None]
@@ -80,14 +83,9 @@ Counted = tuple[FlowState, dict[ColumnKey, int], bool, Shortfall | None]
 
 
 def _counted(
-    program: FlowProgram,
-    deadline: Deadline,
-    gap_target: float,
-    begin: list[dict[ColumnKey, int]],
-    in_part: bool,
+    program: FlowProgram, deadline: Deadline, gap_target: float, begin: Starts, in_part: bool
 ) -> Counted:
-    keys = sorted({key for numbers in begin for key in numbers})
-    state = solve_guarded(program, deadline, gap_target, keys, begin)
+    state = solve_guarded(program, deadline, gap_target, begin)
     counts, shortfall = state.counts or {}, None
     if state.counts is None and in_part and (state.infeasible or begin or not deadline.over):
         part = deadline.part(MOST_SHARE)
@@ -101,18 +99,13 @@ def _counted(
     return state, counts, result, shortfall
 
 
-def _routed(
-    program: FlowProgram,
-    state: FlowState,
-    counts: dict[ColumnKey, int],
-    result: bool,
-    shortfall: Shortfall | None,
-    deadline: Deadline,
-) -> Allocation:
+def _routed(program: FlowProgram, counted: Counted, deadline: Deadline) -> Allocation:
+    state, counts, result, shortfall = counted
     routed = reroute(program, counts, result, deadline) if counts else None
-    if shortfall is not None and routed is not None and routed[3] < shortfall.fraction * (1 - NOUGHT * 10):
-        shortfall = replace(shortfall, fraction=routed[3])
-    return _answer(program, state, counts, result, shortfall, routed)
+    answer = _answer(program, state, counts, result, shortfall, routed)
+    if shortfall is not None and routed is not None and routed[3] < shortfall.fraction * (1 - 10 * OPTIMAL):
+        return replace(answer, shortfall=replace(shortfall, fraction=routed[3]))
+    return answer
 
 
 def _in_order(program: FlowProgram, models: Collection[int]) -> FlowProgram:
@@ -124,41 +117,15 @@ def _in_order(program: FlowProgram, models: Collection[int]) -> FlowProgram:
 
 def out_of_order(program: FlowProgram, answer: Allocation) -> list[int]:
     """Ordered models of which somebody crosses a link who is shorter than somebody who stays."""
-    shortest: dict[int, int] = {}
-    longest: dict[int, int] = {}
-    staying = [(s.key.group, s.bucket, s.rate_per_s) for s in answer.shares if s.phase == "closed"]
-    staying += [(f.model, f.bucket, f.rate_per_s) for f in answer.flows if f.source == f.target]
-    crossing = [(f.model, f.bucket, f.rate_per_s) for f in answer.flows if f.source != f.target]
-    for places, some, least in ((longest, staying, max), (shortest, crossing, min)):
-        for m, bucket, rate in some:
-            if rate > NOUGHT * program.models[m].buckets[bucket].rate_per_s:
-                places[m] = least(places.get(m, bucket), bucket)
-    return [m for m in sorted(shortest) if program.models[m].ordered and shortest[m] < longest.get(m, 0)]
-
-
-def _as_good(kept: Allocation, answer: Allocation, gap_target: float) -> bool:
-    """Whether the same copies do as much in order, for as little."""
-    if kept.shortfall is not None and answer.shortfall is not None:
-        return kept.shortfall.fraction >= answer.shortfall.fraction
-    most = answer.cost_usd_per_h * (1 + max(gap_target, OPTIMAL))
-    return bool(kept.flows) and kept.cost_usd_per_h <= most
-
-
-def _order_price(
-    program: FlowProgram, ordered: tuple[int, ...], free: Allocation, answer: Allocation
-) -> OrderPrice:
-    def paid(one: Allocation) -> float:
-        egress = {(link.source, link.target): link.egress_usd_per_h for link in program.links}
-        bits = (egress.get((f.source, f.target), 0.0) * _bits(program, f) * f.rate_per_s for f in one.flows)
-        return one.rent_usd_per_h + sum(bits)
-
-    fractions = [1.0 if one.shortfall is None else one.shortfall.fraction for one in (free, answer)]
-    usd = max(0.0, paid(answer) - paid(free)) if free.found and answer.found else None
-    return OrderPrice(ordered, usd, max(0.0, fractions[0] - fractions[1]))
-
-
-def _bits(program: FlowProgram, flow: FlowRate) -> float:
-    return program.models[flow.model].buckets[flow.bucket].kv_bits
+    rates = [(s.key.group, s.bucket, s.rate_per_s, False) for s in answer.shares if s.phase == "closed"]
+    rates += [(f.model, f.bucket, f.rate_per_s, f.source != f.target) for f in answer.flows]
+    late = []
+    for m, model in enumerate(program.models):
+        real = [x for x in rates if x[0] == m and x[2] > OPTIMAL * model.buckets[x[1]].rate_per_s]
+        shortest = min((bucket for _, bucket, _, crosses in real if crosses), default=len(model.buckets))
+        if model.ordered and any(bucket > shortest and not crosses for _, bucket, _, crosses in real):
+            late.append(m)
+    return late
 
 
 def _cheapest_for(
@@ -176,7 +143,7 @@ def _cheapest_for(
     # counts at hand are where it begins, so that what it finds costs no more, egress included.
     for spare in (OPTIMAL, 10 * OPTIMAL):
         less = program.scaled(fraction * (1 - spare))
-        state = solve_guarded(less, deadline, gap_target, list(counts), [counts])
+        state = solve_guarded(less, deadline, gap_target, [counts])
         if state.counts is not None:
             return state.counts
     return counts
@@ -440,7 +407,7 @@ def unserved(program: FlowProgram, pricer: Pricer) -> tuple[str, ...]:
             return [bool((can[:, r] & (table[:, bucket] > 0)).any()) for r in regions]
 
         prefill, decode = somewhere(model.prefill_per_s), somewhere(model.decode_per_s)
-        joined = any(prefill[r] and decode[s] for r, s in paths if (r, s) not in one.barred)
+        joined = any(prefill[r] and decode[s] for r, s in paths if (r, s) not in one.demand.barred)
         if not joined and not any(somewhere(model.closed_per_s)):
             names.append(one.name)
     return tuple(names)

@@ -143,19 +143,21 @@ def solved(
     deadline = Deadline(time_limit_s, clock)
 
     def once(asked: PlanningProblem) -> tuple[ProgramColumns, Allocation]:
-        return _solved(
-            asked,
-            templates,
-            running=running,
-            pins=pins,
-            exactly=exactly,
-            starts=starts,
+        smallest = dict.fromkeys((ask.name for ask in asked.asks), asked.codecs[-1])
+        program_columns = columns(
+            asked, templates, running=running, pins=pins, exactly=exactly, codecs=smallest, books=books
+        )
+        answer = solve(
+            program_columns.program,
+            starts=[counts for plan in starts if (counts := program_columns.counts_of(plan)) is not None],
             time_limit_s=max(deadline.left_s / parts, LEAST_SHARE * time_limit_s),
             gap_target=gap_target,
             clock=clock,
-            books=books,
             in_part=in_part,
         )
+        if len(asked.codecs) < 2 or not answer.counts:
+            return program_columns, answer
+        return _put_back(program_columns, answer, Deadline(SETTLE_S, clock))
 
     parts = len(levels(problem)) + 1 if len(levels(problem)) > 1 else 1
     program_columns, answer = once(problem)
@@ -164,37 +166,6 @@ def solved(
     parts = len(problem.asks)
     first = {ask.name: first_usd_per_h(program_columns, m) for m, ask in enumerate(problem.asks)}
     return by_priority(problem, once, answer.shortfall, first) or (program_columns, answer)
-
-
-def _solved(
-    problem: PlanningProblem,
-    templates: Mapping[str, Sequence[Template]],
-    *,
-    running: Plan | None,
-    pins: Sequence[Deployment],
-    exactly: bool,
-    starts: Sequence[Plan],
-    time_limit_s: float,
-    gap_target: float,
-    clock: Callable[[], float],
-    books: RateCaches | None,
-    in_part: bool,
-) -> tuple[ProgramColumns, Allocation]:
-    smallest = dict.fromkeys((ask.name for ask in problem.asks), problem.codecs[-1])
-    program_columns = columns(
-        problem, templates, running=running, pins=pins, exactly=exactly, codecs=smallest, books=books
-    )
-    answer = solve(
-        program_columns.program,
-        starts=[counts for plan in starts if (counts := program_columns.counts_of(plan)) is not None],
-        time_limit_s=time_limit_s,
-        gap_target=gap_target,
-        clock=clock,
-        in_part=in_part,
-    )
-    if len(problem.codecs) < 2 or not answer.counts:
-        return program_columns, answer
-    return _put_back(program_columns, answer, Deadline(SETTLE_S, clock))
 
 
 def _put_back(

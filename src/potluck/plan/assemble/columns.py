@@ -20,9 +20,9 @@ from potluck.core.values.plan import (
     PlannedFlow,
     PlannedReplica,
     PlannedShare,
+    PlannedThreshold,
     Prediction,
     Template,
-    thresholds_of,
 )
 from potluck.core.values.types import Codec, Link
 from potluck.perf.timers.pipeline_timer import ORDER
@@ -372,15 +372,9 @@ def plan_of(program_columns: ProgramColumns, allocation: Allocation, strategy: s
         tuple(used.values()),
         tuple(sorted(deployments, key=lambda d: (d.template, d.region))),
         tuple(
-            LengthBucket(
-                demand.model,
-                demand.bucket,
-                demand.longest_tokens,
-                demand.rate_per_s,
-                demand.new_tokens / demand.input_tokens,
-            )
+            LengthBucket(d.model, d.bucket, d.longest_tokens, d.rate_per_s, d.new_tokens / d.input_tokens)
             for ask in problem.asks
-            for demand in ask.demands
+            for d in ask.demands
         ),
         shares,
         flows,
@@ -395,6 +389,47 @@ def plan_of(program_columns: ProgramColumns, allocation: Allocation, strategy: s
     charges = charges_of(problem, plan, egress_usd_per_h(problem, plan))
     wires = tuple(wire_of(link) for link in problem.links)
     return replace(plan, charges=charges, thresholds=thresholds_of(plan), wires=wires)
+
+
+ROUNDING = 1e-6  # Of a bucket's demand: what a solver may leave where nothing should be.
+
+
+def across_and_home(plan: Plan, model: str) -> tuple[dict[tuple[str, str], list[float]], list[float]]:
+    """Rates by bucket, without what a solver may leave where nothing should be: of each link, and of who stays."""
+    mine = {template.name for template in plan.templates if template.model == model}
+    asked = [bucket.rate_per_s for bucket in plan.buckets if bucket.model == model]
+    rates = [
+        (f.prefill_region, f.decode_region, f.bucket, f.rate_per_s) for f in plan.flows if f.model == model
+    ]
+    closed = [share for share in plan.shares if share.phase == "closed" and share.template in mine]
+    rates += [(share.region, share.region, share.bucket, share.rate_per_s) for share in closed]
+    across: dict[tuple[str, str], list[float]] = {}
+    home = [0.0] * len(asked)
+    for source, target, bucket, rate in rates:
+        if rate > ROUNDING * asked[bucket]:
+            crossing = across.setdefault((source, target), [0.0] * len(asked)) if source != target else home
+            crossing[bucket] += rate
+    return across, home
+
+
+def thresholds_of(plan: Plan) -> tuple[PlannedThreshold, ...]:
+    """From which length on its flows cross: inside the first bucket that does, as much of it as crosses.
+
+    None of models that cross whole, or not at all, or of which a longer one stays than one that crosses.
+    """
+    thresholds = []
+    for model in dict.fromkeys(flow.model for flow in plan.flows):
+        buckets = [bucket for bucket in plan.buckets if bucket.model == model]
+        across, home = across_and_home(plan, model)
+        first = {link: next(i for i, rate in enumerate(rates) if rate) for link, rates in across.items()}
+        if not any(home) or any(home[min(first.values(), default=0) + 1 :]):
+            continue
+        for link, place in first.items():
+            low, high = buckets[place - 1].longest_tokens if place else 0, buckets[place].longest_tokens
+            crossing = sum(rates[place] for rates in across.values())
+            tokens = high - crossing / (crossing + home[place]) * (high - low)
+            thresholds.append(PlannedThreshold(model, *link, tokens * buckets[place].new_share))
+    return tuple(thresholds)
 
 
 def egress_usd_per_h(problem: PlanningProblem, plan: Plan) -> float:

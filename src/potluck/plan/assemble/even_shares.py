@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from potluck.core.values.plan import Plan, PlannedFlow, PlannedShare, Prediction, thresholds_of
+from potluck.core.values.plan import Plan, PlannedFlow, PlannedShare, Prediction
 from potluck.core.values.service import NO_TERMS
 from potluck.plan.allocate.highs import Deadline
 from potluck.plan.allocate.solve import all_served
-from potluck.plan.assemble.columns import codecs_of, columns, plan_of
+from potluck.plan.assemble.columns import codecs_of, columns, plan_of, thresholds_of
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.verify import verify
 

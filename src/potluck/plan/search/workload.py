@@ -31,12 +31,10 @@ from potluck.core.values.types import Codec, NodeType, Slo
 from potluck.perf.kv_capacity import USABLE_SHARE, stage_memory
 from potluck.perf.memory import embedding_bytes, head_bytes, kv_bytes, kv_bytes_per_gpu, weight_bytes_per_gpu
 from potluck.perf.operators.calibration import Calibration
-from potluck.perf.operators.layers import step_sums
-from potluck.perf.operators.network import HANDOVER_FIXED_S, HANDOVER_SHARE, all_reduce_s
+from potluck.perf.operators.network import HANDOVER_FIXED_S, HANDOVER_SHARE
 from potluck.perf.phases import CHUNK_TOKENS
 from potluck.perf.step_timer import Floats, StepBatch, steps
 from potluck.perf.throughput import MAX_BATCH
-from potluck.perf.timers.engine_host import DEFAULT_HOST
 from potluck.perf.timers.roofline import check_tp, roofline
 from potluck.perf.transfer import alpha_beta, crossing_bytes
 from potluck.plan.problem import HEADROOM, ModelDemand
@@ -153,32 +151,6 @@ class CalibratedCosts:
 
     def confidence(self, model: Model, node: NodeType, tp: int) -> Confidence:
         return roofline(model, node, tp, calibration=self.calibration).confidence
-
-
-@dataclass(frozen=True, slots=True)
-class PeakCosts:
-    """Data-sheet rates times two shares, as HexGen's cost model that THUNDERSERVE uses: nothing fitted.
-
-    A layer takes max(FLOPs / (share F), bytes / (share M)) plus two all-reduces of its activations.
-    """
-
-    compute_share: float = 0.7
-    bandwidth_share: float = 0.8
-
-    def parts(self, model: Model, node: NodeType, tp: int, batch: StepBatch) -> tuple[Floats, Floats]:
-        check_tp(model, node, tp)
-        sums = step_sums(model, batch, tp, range(model.layer_count))
-        flops_per_s = node.gpu.fp16_tflops * 1e12 * self.compute_share
-        bytes_per_s = node.gpu.bandwidth_gb_per_s * 1e9 * self.bandwidth_share
-        layers_s = np.maximum(sums.flops / flops_per_s, sums.bytes / bytes_per_s)
-        reduced = all_reduce_s(batch.tokens * model.hidden * 2.0, tp, node.interconnect, ())
-        head = np.where(
-            batch.tokens > 0, head_bytes(model) / tp / bytes_per_s + DEFAULT_HOST.step_s(batch), 0.0
-        )
-        return layers_s / model.layer_count + 2.0 * reduced, head
-
-    def confidence(self, model: Model, node: NodeType, tp: int) -> Confidence:
-        return "assumed"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
