@@ -25,9 +25,10 @@ from potluck.catalog.figure_sources import load_toml
 from potluck.core.values.types import NodeType, Role, Slo
 from potluck.perf.step_timer import steps
 from potluck.plan.search import tabu
-from potluck.plan.search.workload import PeakCosts, Pool, PoolNode, PoolWorkload
+from potluck.plan.search.workload import Pool, PoolNode, PoolWorkload
 
 sys.path.insert(0, str(ROOT / "tools"))
+from papers.peak_costs import PeakCosts
 from papers.pool_bound import class_bound, exact_bound
 
 SEED = 1

@@ -120,12 +120,8 @@ async def test_kv_crosses_as_the_plan_reckons_and_status_says_how(
     config = stack((LINEAR, DENSE), (FullAttention(4, 2, 64, 64), DENSE))
     monkeypatch.setitem(KINDS, "reckoned", config)
     opened: list[int] = []
-
-    def fetch(*args: Any, degree: int, **more: Any) -> GroupFetch:
-        opened.append(degree)
-        return GroupFetch(*args, degree=degree, **more)
-
-    monkeypatch.setattr(kv_connector, "GroupFetch", fetch)
+    spy = lambda *args, degree, **more: opened.append(degree) or GroupFetch(*args, degree=degree, **more)  # noqa: E731
+    monkeypatch.setattr(kv_connector, "GroupFetch", spy)
     wire, tokens, service = wire_of(Link("far", "near", 10.0, 0.018)), prompt(300), {"prefix_cache_bytes": 0}
     async with face(make_service("reckoned", **service)) as one, face(make_service("reckoned")) as two:
         source = {"kv": one.kv, "handle": new_handle(), "connections": wire.connections}
@@ -144,8 +140,7 @@ async def test_kv_crosses_as_the_plan_reckons_and_status_says_how(
         reckoned = crossing_bytes(wide, float(kv_bytes(wide, 256.0)), codec) + 3 * LINEAR.conv_channels * 2
         assert out["moved_bytes"] == back["moved_bytes"] == pytest.approx(reckoned, rel=0.01)
         assert opened == [wire.connections] == [6]
-        assert out["peer"] == "127.0.0.1"
-        assert back["peer"] == one.kv
+        assert (out["peer"], back["peer"]) == ("127.0.0.1", one.kv)
 
 
 async def test_an_engine_keeps_to_what_it_is_granted() -> None:

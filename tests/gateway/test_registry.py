@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 from potluck.core.errors import FormatError, PotluckError
 from potluck.core.state import actions, events
 from potluck.core.values.plan import ReplicaSpec
-from potluck.gateway.registry.engine_client import EngineNoAnswer, EngineRecord, StatusReport, read_status
+from potluck.gateway.registry.engine_client import (
+    EngineNoAnswer,
+    EngineRecord,
+    StatusReport,
+    Wire,
+    read_status,
+)
 from potluck.gateway.registry.engine_list import EngineEntry, address_of, matched, read_engines
 from potluck.gateway.registry.registry import ReplicaRegistry, abilities_of
 from potluck.gateway.values import Address, Endpoint
@@ -50,12 +56,7 @@ class FakeCaller:
         return "their-name"
 
     async def move(
-        self,
-        source: EngineRecord,
-        target: EngineRecord,
-        request: str,
-        names: list[str],
-        wire: tuple[str, int],
+        self, source: EngineRecord, target: EngineRecord, request: str, names: list[str], wire: Wire
     ) -> None:
         await self._say(source, "move", (target.entry.url, names, wire))
 

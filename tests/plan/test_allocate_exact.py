@@ -20,6 +20,7 @@ LIMIT_S = 60.0
 def agrees(program: FlowProgram) -> str:
     """Solve, recheck and compare; the status."""
     result, best = solve(program, time_limit_s=LIMIT_S), reference(program)
+    assert out_of_order(program, result) == []
     if best is not None:
         assert result.status == "optimal"
         assert result.cost_usd_per_h == pytest.approx(best, rel=1e-6, abs=1e-6)
@@ -60,13 +61,11 @@ def test_general_programs_equal_the_reference(block: int) -> None:
 @given(st.integers(0, 10**6))
 @example(161)
 @example(209)
-@example(449)
 @example(456)
 def test_who_crosses_is_no_shorter_than_who_stays_and_nothing_in_order_is_better(seed: int) -> None:
     plain = random_flow(seed)
     program = replace(plain, models=tuple(replace(model, ordered=True) for model in plain.models))
     agrees(program)
-    assert out_of_order(program, solve(program, time_limit_s=LIMIT_S)) == []
 
 
 @pytest.mark.parametrize("block", range(2))

@@ -179,21 +179,18 @@ def test_too_many_combinations_are_refused() -> None:
         solved(a_problem(*asks))
 
 
-@pytest.mark.parametrize(
-    ("style", "stored", "planned", "words"),
-    [
-        ("vllm", "bf16", "fp8", ["--quantization", "fp8_per_tensor"]),
-        ("vllm", "bf16", "fp8_block", ["--quantization", "fp8_per_block"]),
-        ("vllm", "bf16", "mxfp4", ["--quantization", "mxfp4"]),
-        ("vllm", "mxfp4", "fp8", None),
-        ("vllm", "fp8", "fp8", []),
-        ("vllm", "bf16", "int4", None),
-        ("vllm", "fp8", "bf16", None),
-        ("gpu", "bf16", "fp8", None),
-        ("gpu", "bf16", "bf16", []),
-        ("mock", "bf16", "int4", ["1xL4:m@int4:1"]),
-    ],
-)
+# fmt: off
+TOLD = [
+    ("vllm", "bf16", "fp8", ["--quantization", "fp8_per_tensor"]), ("vllm", "mxfp4", "fp8", None),
+    ("vllm", "bf16", "fp8_block", ["--quantization", "fp8_per_block"]), ("vllm", "fp8", "fp8", []),
+    ("vllm", "bf16", "mxfp4", ["--quantization", "mxfp4"]), ("vllm", "bf16", "int4", None),
+    ("vllm", "fp8", "bf16", None), ("gpu", "bf16", "fp8", None), ("gpu", "bf16", "bf16", []),
+    ("mock", "bf16", "int4", ["1xL4:m@int4:1"]),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("style", "stored", "planned", "words"), TOLD)
 def test_engines_are_told_or_what_they_cannot_make_is_refused(
     style: str, stored: Format, planned: Format, words: list[str] | None
 ) -> None:

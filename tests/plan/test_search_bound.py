@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from papers.peak_costs import PeakCosts
 from papers.pool_bound import _fit, _thresholds, class_bound, exact_bound, groups_of
 from search_pools import catalog_node, random_pool, workload
 
@@ -16,7 +17,7 @@ from potluck.plan.allocate.solve import solve
 from potluck.plan.search.deduce import deducer
 from potluck.plan.search.kernels import DECODE, MIXED, PREFILL
 from potluck.plan.search.tabu import SearchLimits, SearchSettings, search
-from potluck.plan.search.workload import PeakCosts, Pool, PoolWorkload, uniform_pool
+from potluck.plan.search.workload import Pool, PoolWorkload, uniform_pool
 
 KINDS = ("A5000", "RTX3090Ti", "A40", "L4")
 LOOSE = Slo(1e4, 0.06)  # Nobody misses the first token, so attained and served are the same.

@@ -6,6 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from papers.peak_costs import PeakCosts
 from search_pools import paper_pool, random_pool, workload
 
 from potluck.core.values.types import Slo
@@ -25,7 +26,7 @@ from potluck.plan.search.moves import (
     swap,
 )
 from potluck.plan.search.tabu import SearchLimits, SearchSettings, TabuSearch
-from potluck.plan.search.workload import PeakCosts, Pool, PoolWorkload
+from potluck.plan.search.workload import Pool, PoolWorkload
 
 KINDS = ("A5000", "RTX3090Ti", "A40", "L4")
 PHASES = (0, 1, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from papers.peak_costs import PeakCosts
 from plan_problems import pool_problem
 from search_pools import CODING, catalog_node, paper_pool, workload
 
@@ -22,7 +23,7 @@ from potluck.plan.search.tabu import (
     reschedule,
     search,
 )
-from potluck.plan.search.workload import CalibratedCosts, PeakCosts, Pool, uniform_pool, workload_of
+from potluck.plan.search.workload import CalibratedCosts, Pool, uniform_pool, workload_of
 
 QUICK = SearchSettings(
     timing=PeakCosts(), limits=SearchLimits(walks=4, patience=30), phases=("prefill", "decode")

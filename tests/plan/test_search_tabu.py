@@ -7,6 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from papers.peak_costs import PeakCosts
 from papers.pool_bound import exact_bound
 from search_pools import catalog_node, paper_pool, random_pool, workload
 
@@ -19,7 +20,6 @@ from potluck.plan.search.moves import clusters, joined, size_of
 from potluck.plan.search.tabu import SearchLimits, SearchSettings, search, search_with
 from potluck.plan.search.workload import (
     CalibratedCosts,
-    PeakCosts,
     Pool,
     PoolNode,
     PoolWorkload,

@@ -292,9 +292,8 @@ class GatewayCore:
 
     def wire(self, model: str, source_region: str, target_region: str) -> Wire:
         codec = self.replica_models.codecs.get((model, source_region, target_region), "fp16")
-        ends = (source_region, target_region)
-        planned = (wire.connections for wire in self.plan.wires if (wire.source, wire.target) == ends)
-        return CODECS[codec], next(planned, LEAST_CONNECTIONS)
+        planned = {(wire.source, wire.target): wire.connections for wire in self.plan.wires}
+        return CODECS[codec], planned.get((source_region, target_region), LEAST_CONNECTIONS)
 
     def codec_inside(self, template: str) -> str:
         result = self.replica_models.templates.get(template)

@@ -100,22 +100,15 @@ def crossing_lines(factory: TemplateFactory, base: PlanOutcome, settings: SolveS
     regions = program.fleet.regions
     pairs = frozenset((r, s) for r in range(len(regions)) for s in range(len(regions)))
     for link, (m, model) in product(program.links, enumerate(program.models)):
-        last = max((b for b, bucket in enumerate(model.buckets) if bucket.rate_per_s > 0), default=None)
-        if last is None:
-            continue
-        ends, buckets, closed = (link.source, link.target), list(model.buckets), model.closed_per_s.copy()
-        why = "their KV would be too late" if ends in buckets[last].barred else ""
-        for does, end, table in (("computes", 0, model.prefill_per_s), ("answers", 1, model.decode_per_s)):
-            able = (model.uses <= program.fleet.available[ends[end]]).all(axis=1)
-            if not why and not table[able, last].any():
-                why = f"nothing in {regions[ends[end]]} {does} them within the objective"
-        closed[:, last], buckets[last] = 0.0, replace(buckets[last], barred=pairs - {ends})
-        if not why:
-            changed = replace(model, buckets=tuple(buckets), closed_per_s=closed)
-            there = replace(program, models=(*program.models[:m], changed, *program.models[m + 1 :]))
-            answer = solve(there, time_limit_s=settings.time_limit_s, clock=settings.clock, in_part=False)
+        ends, buckets = (link.source, link.target), list(model.buckets)
+        last = max((place for place, bucket in enumerate(buckets) if bucket.rate_per_s > 0), default=0)
+        buckets[last] = replace(buckets[last], barred=buckets[last].barred | pairs - {ends})
+        models = (*program.models[:m], replace(model, buckets=tuple(buckets)), *program.models[m + 1 :])
+        there, limit_s = replace(program, models=models), settings.time_limit_s
+        answer = solve(there, time_limit_s=limit_s, clock=settings.clock, in_part=False)
+        why = "GPUs, the objective, the budget or the link do not allow it"
+        if answer.found:
             why = f"that costs ${answer.cost_usd_per_h - allocation.cost_usd_per_h:.2f}/h more"
-            why = why if answer.found else "nodes, budget or the link do not suffice for that"
         way = f"from {regions[ends[0]]} to {regions[ends[1]]}"
         lines.append(f"nothing crosses: the longest prompts of {model.name} could be sent {way}, but {why}")
     return tuple(lines)

@@ -95,8 +95,7 @@ class RoutingTable:
                 fresh[model] = table.offers
         self.models = {model: ModelRoutes(weights, self._limits(weights)) for model, weights in fresh.items()}
         for stated in plan.thresholds if self._by_length else ():
-            link, threshold = stated.link, LengthThreshold(stated.tokens, stated.tokens)
-            self.models[stated.model].thresholds[link] = threshold
+            self.models[stated.model].thresholds[stated.link] = LengthThreshold(stated.tokens, stated.tokens)
         for target in (*self.singles.values(), *self.groups.values()):
             target.indexes.clear()
 

@@ -59,8 +59,8 @@ def connections_for(gbps: float, rtt_s: float) -> int:
 
 
 def wire_of(link: Link) -> KvWire:
-    connections = connections_for(link.gbps, link.rtt_s)
-    return KvWire(link.source, link.target, connections, WINDOW_BYTES, PIECE_BYTES)
+    wanted = connections_for(link.gbps, link.rtt_s)
+    return KvWire(link.source, link.target, wanted, WINDOW_BYTES, PIECE_BYTES)
 
 
 LOSSLESS: Codec = "fp16"  # KV crosses as the model has it, whatever format that is.

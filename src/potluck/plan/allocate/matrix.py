@@ -76,10 +76,8 @@ class MatrixEntries:
 
 
 class FlowRows:
-    """The program over some columns; a bucket's rows are scaled by its rate, a link's by its bandwidth.
-
-    `order`: with the rows that keep lengths in order. Relaxations go without: fractions of y say next to nothing.
-    """
+    """The program over some columns; a bucket's rows are scaled by its rate, a link's by its bandwidth. `order`: with
+    rows for lengths in order, which relaxations go without, as fractions of y say next to nothing."""
 
     def __init__(self, program: FlowProgram, keys: list[ColumnKey], order: bool = True) -> None:
         self.program = program

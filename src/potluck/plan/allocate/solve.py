@@ -78,8 +78,7 @@ def solve(
     return replace(answer, order=OrderPrice(tuple(ordered), usd, max(0.0, free.fraction - answer.fraction)))
 
 
-Counted = tuple[FlowState, dict[ColumnKey, int], bool, Shortfall | None]
-"""What is known of a program; counts, whether they serve all of the demand, and what is short if not."""
+Counted = tuple[FlowState, dict[ColumnKey, int], bool, Shortfall | None]  # Counts, and whether all is served.
 
 
 def _counted(
