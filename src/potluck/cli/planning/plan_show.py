@@ -56,9 +56,8 @@ def _times(slo: Slo) -> str:
 
 def show_thresholds(plan: Plan) -> None:
     for each in plan.thresholds:
-        tokens = f"more than {each.tokens:,.0f} tokens to compute"
-        where = f"prefilled in {each.prefill_region} and answered in {each.decode_region}"
-        _say(f"{each.model}: prompts with {tokens} are {where}, shorter ones stay.")
+        where = f"prefilled in {each.prefill_region} and answered in {each.decode_region}, shorter ones stay"
+        _say(f"{each.model}: prompts with more than {each.tokens:,.0f} tokens to compute are {where}.")
 
 
 def show_risk(problem: PlanningProblem, plan: Plan) -> None:

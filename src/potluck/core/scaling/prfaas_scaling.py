@@ -139,8 +139,7 @@ class PrfaasScaling(Scaler):
     def on_tick(self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan) -> Decisions:
         if plan is not self._plan:
             self._plan = plan
-            # Where routing begins: the plan's own, of models that have one; the lowest of several links'.
-            stated = sorted(plan.thresholds, key=lambda each: -each.tokens)
+            stated = sorted(plan.thresholds, key=lambda each: -each.tokens)  # of several links' the lowest
             self._thresholds = {each.model: round(each.tokens) for each in stated}
             self._short_s.clear()
             self._long_s.clear()

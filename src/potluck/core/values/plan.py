@@ -180,10 +180,8 @@ class PlannedThreshold:
 
 @dataclass(frozen=True, slots=True)
 class KvWire:
-    """How KV crosses from one region to another: planner and simulator reckon with it, engines are told.
-
-    In which codec is said of every flow, and states of linear attention are whole in each (`core.values.kv`).
-    """
+    """How KV crosses from one region to another: planner and simulator reckon with it, engines are told. Its codec is
+    each flow's, in which states are whole (`core.values.kv`)."""
 
     source: str
     target: str

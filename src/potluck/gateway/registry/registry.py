@@ -32,8 +32,7 @@ PLAIN: Wire = ("raw", LEAST_CONNECTIONS)
 
 
 class ReplicaDirectory:
-    def __init__(self, wire: Callable[[str, str, str], Wire]) -> None:
-        """`wire`: by model and regions."""
+    def __init__(self, wire: Callable[[str, str, str], Wire]) -> None:  # By model and regions.
         self._endpoints: dict[str, Endpoint] = {}
         self.find: Callable[[str], Endpoint | None] = self._endpoints.get
         self._wire = wire

@@ -398,11 +398,10 @@ def across_and_home(plan: Plan, model: str) -> tuple[dict[tuple[str, str], list[
     """Rates by bucket, without what a solver may leave where nothing should be: of each link, and of who stays."""
     mine = {template.name for template in plan.templates if template.model == model}
     asked = [bucket.rate_per_s for bucket in plan.buckets if bucket.model == model]
-    rates = [
-        (f.prefill_region, f.decode_region, f.bucket, f.rate_per_s) for f in plan.flows if f.model == model
-    ]
+    flows = [flow for flow in plan.flows if flow.model == model]
     closed = [share for share in plan.shares if share.phase == "closed" and share.template in mine]
-    rates += [(share.region, share.region, share.bucket, share.rate_per_s) for share in closed]
+    rates = [(s.region, s.region, s.bucket, s.rate_per_s) for s in closed]
+    rates += [(f.prefill_region, f.decode_region, f.bucket, f.rate_per_s) for f in flows]
     across: dict[tuple[str, str], list[float]] = {}
     home = [0.0] * len(asked)
     for source, target, bucket, rate in rates:
@@ -413,10 +412,8 @@ def across_and_home(plan: Plan, model: str) -> tuple[dict[tuple[str, str], list[
 
 
 def thresholds_of(plan: Plan) -> tuple[PlannedThreshold, ...]:
-    """From which length on its flows cross: inside the first bucket that does, as much of it as crosses.
-
-    None of models that cross whole, or not at all, or of which a longer one stays than one that crosses.
-    """
+    """From which length on its flows cross: inside the first bucket that does, as much of it as crosses. None of
+    models that cross whole, or not at all, or of which a longer one stays than one that crosses."""
     thresholds = []
     for model in dict.fromkeys(flow.model for flow in plan.flows):
         buckets = [bucket for bucket in plan.buckets if bucket.model == model]
