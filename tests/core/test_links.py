@@ -365,7 +365,6 @@ def test_the_plans_threshold_lies_in_the_first_bucket_that_crosses() -> None:
     assert stated((1.0, 0.0, 0.0), (0.0, 1.0, 1.0)) == [1000.0]
     # A third of the middle bucket crosses: the upper third of its lengths.
     assert stated((1.0, 2.0, 0.0), (0.0, 1.0, 1.0)) == [3000.0]
-    # The same third over two links, and one that takes the longest alone.
     assert stated((1.0, 2.0, 0.0), (0.0, 0.5, 1.0), (0.0, 0.5, 1.0)) == [3000.0, 3000.0]
     assert stated((1.0, 2.0, 0.0), (0.0, 1.0, 1.0), (0.0, 0.0, 1.0)) == [3000.0, 4000.0]
 

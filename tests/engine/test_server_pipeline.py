@@ -229,6 +229,9 @@ class Chooser:
     def codec(self, source: Endpoint, target: Endpoint) -> str:
         return "raw"
 
+    def connections(self, source: Endpoint, target: Endpoint) -> int:
+        return 2
+
     def now_s(self) -> float:
         return asyncio.get_running_loop().time()
 

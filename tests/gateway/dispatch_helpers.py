@@ -279,6 +279,9 @@ class Fleet:
     def codec(self, source: Endpoint, target: Endpoint) -> str:
         return self.codecs.get((source.region, target.region), "raw")
 
+    def connections(self, source: Endpoint, target: Endpoint) -> int:
+        return 2 if source.region == target.region else 6
+
     def send(
         self,
         address: Address,

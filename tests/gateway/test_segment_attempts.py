@@ -44,8 +44,8 @@ def test_segments_are_sent_at_once_with_a_new_handle_for_each_hand_over() -> Non
     assert (a["stop"], a["codec"], "start" in a) == (5, "int8", False)
     assert (b["start"], b["stop"], b["codec"]) == (5, 12, "int8"), "what came in fewer bits cannot go on raw"
     assert (c["start"], "stop" in c) == (12, False)
-    assert b["source"] == {"kv": stage.fleet.endpoints["a"].kv, "handle": a["handle"]}
-    assert c["source"] == {"kv": stage.fleet.endpoints["b"].kv, "handle": b["handle"]}
+    assert b["source"] == {"kv": stage.fleet.endpoints["a"].kv, "handle": a["handle"], "connections": 6}
+    assert c["source"] == {"kv": stage.fleet.endpoints["b"].kv, "handle": b["handle"], "connections": 2}
     assert len(a["handle"]) >= 32
     assert a["handle"] != b["handle"]
     stage.to_end()

@@ -107,7 +107,6 @@ REMOTE = {
 @pytest.mark.parametrize("strategy", ["prfaas", "coral"])
 @pytest.mark.parametrize("case", REMOTE)
 def test_prompts_from_some_length_on_cross_and_the_plan_says_from_which(case: str, strategy: str) -> None:
-    """PrfaaS 3.3: long ones are prefilled elsewhere, short ones at home."""
     problem = REMOTE[case]
     plan = STRATEGIES[strategy](TemplateFactory(problem), SETTINGS).plan
     assert verify(problem, plan) == ()
