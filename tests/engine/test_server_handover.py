@@ -595,7 +595,10 @@ async def test_hand_overs_that_fill_the_send_queue_hold_up_nobody_who_has_a_row(
 ) -> None:
     """The receiver has room for one; the sender has memory for two, and fewer threads than caches to send."""
     monkeypatch.setattr(kv_connector, "MOST_AT_ONCE", 12)
-    limits, kv = RequestLimits(handover_s=15.0), replace(TRIAL, sender=SenderLimits(most_bytes=40_000))
+    limits, kv = (
+        RequestLimits(handover_s=60.0, attach_s=60.0),
+        replace(TRIAL, sender=SenderLimits(most_bytes=40_000)),
+    )
     sender = make_service("full", limits, kv=kv, prefix_cache_bytes=0, chunk_tokens=64, handover_rows=24)
     window = replace(TRIAL, links=replace(TRIAL.links, window_bytes=20_000))
     receiver = make_service("full", limits, kv=window, handover_rows=2, prefix_cache_bytes=0)
@@ -608,5 +611,5 @@ async def test_hand_overs_that_fill_the_send_queue_hold_up_nobody_who_has_a_row(
             asked.append(one.segment(tokens, request=name, stop=cut, handle=source["handle"]))
             asked.append(two.segment(tokens, request=name, start=cut, max_tokens=4, source=source))
         replies = await asyncio.gather(*asked)
-        assert {status for status, _ in replies} == {200}, replies
+        assert [body for status, body in replies if status != 200] == []
         assert tokens_in(replies[1][1]) == harness("full").answer(prompt(450, seed=0), 4)

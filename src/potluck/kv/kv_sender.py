@@ -69,8 +69,8 @@ class TransferPart:
     def takes(self, size: int) -> bool:
         """Whether there is room in the send queue; always where the receiver has used up what it was given: it has
         set a row aside, and those that fill the queue may wait for that row."""
-        drained = self.queue.begun and not self.queue.held_bytes
-        return self.over or drained or self.memory.held_bytes + size <= self.memory.most_bytes
+        drained, held_bytes = self.queue.begun and not self.queue.held_bytes, self.memory.held_bytes
+        return self.over or drained or held_bytes + size <= self.memory.most_bytes or not held_bytes
 
     def attach(self, piece_bytes: int, most_connections: int, now_s: float) -> bool:
         """Whether a connection may join that takes pieces of so many bytes. The first one says how large they are."""
