@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import ipaddress
+import json
 import os
 import secrets
 import shlex
@@ -98,6 +99,11 @@ class Bed:
             self._slowed.remove(host.name)
             _run("tc", "-n", host.name, "qdisc", "del", "dev", "eth0", "root")
             _run("tc", "-n", self._switch, "qdisc", "del", "dev", host.port, "root")
+
+    def sent_bytes(self, host: Host) -> int:
+        """That have left it since it is there."""
+        (card,) = json.loads(_run("ip", "-n", host.name, "-s", "-j", "link", "show", "eth0"))
+        return int(card["stats64"]["tx"]["bytes"])
 
     def _space(self, name: str) -> None:
         _ip("netns", "add", name)

@@ -49,7 +49,7 @@ class EngineOptions:
 def computing(common: EngineOptions, options: dict[str, Any]) -> EngineService:
     from potluck.engine.serve import assemble
 
-    for flag, without in (("count", 1), ("mean_output", 0)):
+    for flag, without in (("count", 1), ("mean_output", 0), ("bytes_per_real", 0.0), ("profile", ())):
         if options[flag] != without:
             raise InputError(f"--{flag.replace('_', '-')}", "is only for mock engines")
     if str(options["device"]).startswith("cuda"):
@@ -69,6 +69,7 @@ def computing(common: EngineOptions, options: dict[str, Any]) -> EngineService:
 
 def mock_engines(common: EngineOptions, options: dict[str, Any]) -> list[EngineService]:
     from potluck.api.tokenizer import ModelTokenizer
+    from potluck.cli.planning.estimate import read_profiles
     from potluck.engine.mock.mock_engine import mock_engine
     from potluck.perf.phases import CHUNK_TOKENS
     from potluck.perf.throughput import MAX_BATCH
@@ -82,6 +83,8 @@ def mock_engines(common: EngineOptions, options: dict[str, Any]) -> list[EngineS
     if not 1 <= count <= MOST_MOCKS:
         raise InputError("--count", f"must be 1 to {MOST_MOCKS}, is {count}")
     what = mock_model(options["emulate"], options["speed_up"], options["mean_output"])
+    profiles = read_profiles(options["profile"], [what.model], what.nodes)
+    what = replace(what, profiles=profiles, bytes_per_real=options["bytes_per_real"])
     given_mb = options["prefix_cache_mb"]
     # What the planner and the simulator count with, so that what is mocked is what was planned.
     # Rows cost nothing here, and what is planned with knows no bound on hand-overs.
@@ -178,6 +181,10 @@ def engine() -> None:
 @option("--mock", is_flag=True, help="With --emulate: draw tokens by a hash, and compute nothing.")
 @option("--count", default=1, help="With --mock: so many, on ports in a row.")
 @option("--mean-output", default=0, type=click.IntRange(0), help="With --mock: mean length; else max_tokens.")
+@option("--profile", multiple=True, type=PATH, help="With --mock: step times.")
+@option(
+    "--bytes-per-real", default=0.0, help="With --mock: KV bytes that one sent stands for; else none cross."
+)
 @option("--end-when-drained", is_flag=True, help="So that whoever looks after it starts the next release.")
 @serving_options
 def serve(

@@ -38,9 +38,11 @@ from potluck.engine.server.engine_service import EngineService
 from potluck.engine.server.http_connection import RequestLimits
 from potluck.engine.server.kv_connector import KvSettings
 from potluck.engine.server.request_channels import RequestChannels
+from potluck.kv import checksum
 from potluck.perf.operators.network import Hop
 from potluck.perf.step_timer import Floats, StepTimer, steps
 from potluck.perf.timers.pipeline_timer import PipelineTimer, pipeline, stage_layers
+from potluck.perf.timers.profile import Profile, ProfileTimer, profile_for
 from potluck.perf.timers.roofline import roofline
 from potluck.perf.transfer import AlphaBeta, alpha_beta
 
@@ -142,11 +144,18 @@ class MockModel:
     speed_up: float = 1.0
     mean_output_tokens: int = 0
     """Outputs end by chance after so many tokens on average; 0: only when they are as long as they may be."""
+    profiles: tuple[Profile, ...] = ()
+    """Measured step times, which go before the roofline."""
+    bytes_per_real: float = 0.0
+    """One real byte crosses for so many of KV; 0: how long they take is reckoned."""
 
     def timer(self) -> StepTimer:
         kinds = self._kinds
         if len(self.layout.stages) == 1 and len(self.layout.stages[0].nodes) == 1:
             only = self.layout.stages[0].nodes[0]
+            profile = profile_for(self.profiles, self.model, kinds[only.node], only.tp)
+            if profile is not None:
+                return ProfileTimer(profile)
             return roofline(self.model, kinds[only.node], only.tp, ep=only.ep)
         return pipeline(self.model, self.layout, kinds, hops=self.hops)
 
@@ -235,7 +244,10 @@ def mock_engine(
         speed_up=mock_model.speed_up,
         clock=clock,
     )
-    kv_transfer = MockKvTransfer(sizes, mock_model.card(), mock_model.speed_up, clock)
+    wire = (mock_model.card(), mock_model.speed_up, clock, mock_model.bytes_per_real)
+    kv_transfer = MockKvTransfer(sizes, *wire)
+    if mock_model.bytes_per_real:
+        checksum.load()
     most_blocks = None if prefix_bytes is None else int(prefix_bytes / sizes.block_bytes)
     limits, hub = limits or RequestLimits(), RequestChannels()
     loop = EngineLoop(

@@ -48,6 +48,7 @@ from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.numbers import Exactness
 from potluck.kv.assembly import MissingParts
 from potluck.kv.chunks import KvChunk, KvManifest
+from potluck.kv.codec_layout import sizes
 
 BITS = 64
 MASK = (1 << BITS) - 1
@@ -89,7 +90,10 @@ CONTENT = struct.Struct("<QIIIddd")  # The same, and the times.
 TIMES = struct.Struct("<ddd")
 MORE = (1 << 32) - 1  # More of the same layer follows.
 DTYPE = "float32"
-SHAPE = (1, 16)  # Of each chunk, as the wire has it: room for the content, under any codec.
+SHAPE = (
+    1,
+    16,
+)  # Of each chunk, as the wire has it unless real bytes cross: room for the content, under any codec.
 RAW_BYTES = 64
 
 
@@ -138,9 +142,20 @@ def with_times(chunk: KvChunk, times: ChunkTimes) -> KvChunk:
     return replace(chunk, parameters=whole[:cut], data=whole[cut:])
 
 
+def resized(chunk: KvChunk, columns: int) -> KvChunk:
+    """So much wider or narrower on the wire; what it says stays. What is lent goes as it is."""
+    word = _content(chunk)
+    if word is None:
+        return chunk
+    size = sizes(chunk.part, chunk.dtype, (1, columns), chunk.codec)
+    cut, whole = size.parameter_bytes, word[: size.total_bytes].ljust(size.total_bytes, b"\0")
+    return replace(chunk, shape=(1, columns), parameters=whole[:cut], data=whole[cut:])
+
+
 def _content(chunk: KvChunk) -> bytes | None:
+    rows, columns = chunk.shape
     word = bytes(chunk.parameters) + bytes(chunk.data)
-    return None if tuple(chunk.shape) != SHAPE or len(word) < CONTENT.size else word
+    return None if rows != 1 or columns < SHAPE[1] or len(word) < CONTENT.size else word
 
 
 LIKELY, LIKELIER = 0.5, 0.4  # What is drawn is said to have had a probability of 0.5 to 0.9.

@@ -8,7 +8,8 @@ layers, computed one after the other, each of which leaves as soon as it is comp
 
 The receiver takes layer m from when its first byte left, F_m - t, at its own rate. What comes from one sender comes
 in order; a sender over a thin link holds up no other. All of this is reckoned from the times that chunks carry: they
-themselves, a few bytes, go at once over real connections, and wait at the receiver until they would be there.
+themselves, a few bytes, go at once over real connections, and wait at the receiver until they would be there. Or
+nothing is reckoned (`bytes_per_real`): one real byte crosses for so many, over whatever network there is.
 
 The prefix cache holds names of blocks in the memory that running requests leave over, as the simulator's does
 (`core.replica.spare_cache`); beside each name is the history that its KV would stand for.
@@ -96,9 +97,15 @@ class MockKvTransfer(KvTransfer):
     light = True
 
     def __init__(
-        self, sizes_of: KvSizes, link: AlphaBeta, speed_up: float = 1.0, clock: Clock = time.monotonic
+        self,
+        sizes_of: KvSizes,
+        link: AlphaBeta,
+        speed_up: float = 1.0,
+        clock: Clock = time.monotonic,
+        bytes_per_real: float = 0.0,
     ) -> None:
         super().__init__()
+        self._bytes_per_real = bytes_per_real
         self._sizes, self._speed_up, self._clock = sizes_of, speed_up, clock
         self._bytes_per_s = link.beta_bytes_per_s * speed_up
         self._alpha_s = link.alpha_s / speed_up
@@ -117,21 +124,22 @@ class MockKvTransfer(KvTransfer):
         return self._sizes.kv_bytes(chunk, None if since == mock_executor.MORE else since)
 
     def packed(self, chunk: KvChunk, codec: Codec) -> KvChunk:
-        size = sizes(chunk.part, chunk.dtype, chunk.shape, codec)
-        whole = bytes(chunk.data)[: mock_executor.CONTENT.size].ljust(size.total_bytes, b"\0")
-        cut = size.parameter_bytes
-        return replace(chunk, codec=codec, parameters=whole[:cut], data=whole[cut:])
+        return mock_executor.resized(replace(chunk, codec=codec), chunk.shape[1])
 
     def restored(self, chunk: KvChunk) -> KvChunk:
         if chunk.codec == "raw":
-            return chunk
+            return mock_executor.resized(chunk, mock_executor.SHAPE[1])
         whole = bytes(chunk.parameters) + bytes(chunk.data)
-        if len(whole) < mock_executor.CONTENT.size or any(whole[mock_executor.CONTENT.size :]):
+        if len(whole) < mock_executor.CONTENT.size or whole[mock_executor.CONTENT.size :].strip(b"\0"):
             raise FormatError(f"hand-over: layer {chunk.layer}", "is not what a mock engine sends")
         data = whole[: mock_executor.CONTENT.size].ljust(mock_executor.RAW_BYTES, b"\0")
-        return replace(chunk, codec="raw", parameters=b"", data=data)
+        return replace(chunk, codec="raw", shape=mock_executor.SHAPE, parameters=b"", data=data)
 
     def leaves(self, peer: str, chunk: KvChunk) -> KvChunk:
+        if self._bytes_per_real:
+            column_bytes = sizes(chunk.part, chunk.dtype, (1, 1024), chunk.codec).total_bytes / 1024
+            columns = round(self.kv_bytes(chunk) / self._bytes_per_real / column_bytes)
+            return mock_executor.resized(chunk, max(columns, mock_executor.SHAPE[1]))
         now_s, took_s = self._clock(), self._took_s(chunk)
         self._moved(peer, self.kv_bytes(chunk), took_s)
         computed = mock_executor.times_of(chunk) or mock_executor.ChunkTimes(now_s, now_s, now_s)
@@ -148,7 +156,9 @@ class MockKvTransfer(KvTransfer):
             ),
         )
 
-    def here_s(self, peer: str, chunk: KvChunk) -> float:
+    def here_s(self, peer: str, chunk: KvChunk) -> float | None:
+        if self._bytes_per_real:
+            return None
         now_s, took_s = self._clock(), self._took_s(chunk)
         left = mock_executor.times_of(chunk) or mock_executor.ChunkTimes(took_s, 0.0, 0.0)
         one_s = took_s / self._sizes.stands_for(chunk)
@@ -162,6 +172,11 @@ class MockKvTransfer(KvTransfer):
         self._moved(peer, kv_bytes, wall_s)
 
     def told(self, report: LinkReport) -> LinkReport:
+        if real := self._bytes_per_real:
+            moved_bytes, rate = round(report.moved_bytes * real), report.goodput_bytes_per_s * real
+            queued, again = round(report.queue_bytes * real), round(report.retransmits * real)
+            figures = {"moved_bytes": moved_bytes, "queue_bytes": queued, "retransmits": again}
+            return replace(report, goodput_bytes_per_s=rate, **figures)
         total = self._totals.get(report.peer, _LinkTotals())
         rate = total.moved_bytes / total.busy_s if total.busy_s > 0 else 0.0
         waiting_s = max(0.0, self._free_s - self._clock())

@@ -26,6 +26,7 @@ from potluck.engine.loop.jobs import NOT_FETCHED, JobEnded
 from potluck.engine.loop.loop_thread import LoopThread
 from potluck.engine.server.request_channels import RequestChannel
 from potluck.kv import peer_connections
+from potluck.kv.checksum import SMALL_BYTES
 from potluck.kv.chunks import HeadJoin, KvChunk, KvManifest, TransferError, lesser
 from potluck.kv.codec_layout import ITEM_BYTES, STATES, Codec
 from potluck.kv.fetch import FetchRequest, FetchResult, GroupFetch
@@ -303,7 +304,7 @@ class KvConnector:
 
     async def _apart(self, call: Callable[[KvChunk, A], T], chunk: KvChunk, more: A) -> T:
         """Off the event loop, unless it takes no time."""
-        if self._transfer.light:
+        if self._transfer.light and len(chunk.data) <= SMALL_BYTES:
             return call(chunk, more)
         return await self._loop.run_in_executor(self._puts, call, chunk, more)
 

@@ -1,0 +1,246 @@
+"""Prefill across datacenters, live: `python benchmarks/crossdc.py [--quick] [--json] [--only PART]...`.
+
+    study    PrfaaS's case study on mock engines at two sites (network namespaces, TCP over a token bucket): long prompts
+             far (4 + 3 + 5 instances) beside none far (9 + 3) and all far (4 + 8), and the simulator's word on each
+    link     a thinner link at a third for a while, then whole again: what waits, for how long, and goodput beside that of
+             the best threshold that stays as it is
+    cut      no link for 30 s
+    dense    simulated: from which bandwidth on it pays to prefill far away, for hybrid and dense models
+    prefixes simulated: Mooncake's conversations; what crosses of prompts whose prefix is cached where they are decoded
+
+One real byte crosses for 100, through 1 Gbps instead of 100. Without root mock engines pretend the link.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from parts import sites
+from parts.case_study import (
+    HOMOGENEOUS,
+    NAIVE,
+    SELECTIVE,
+    Arrangement,
+    load,
+    prompt_lengths,
+    scene,
+    site,
+    write_plan,
+    write_profiles,
+)
+from parts.common import options, prefixed, run, say
+from parts.sites import Run, fired, missing, serving
+from potluck.cli.common.inputs import read_spec
+from potluck.loadgen.load_client import whole
+from potluck.sim.load.workload import Workload
+from potluck.sim.results.records import SimResult
+from potluck.sim.run import simulate
+
+from papers.prfaas_model import operating  # isort: skip
+
+SEED = 1
+GBPS = 100.0
+CALM_PER_S = 1.6  # Three quarters of what the homogeneous arrangement serves.
+OVER = 1.2  # Times what the throughput model says, to see how much is served.
+KINDS = {"selective": SELECTIVE, "homogeneous": HOMOGENEOUS, "naive": NAIVE}
+PUBLISHED = {"selective": (3.24, 2.22, 3.51), "homogeneous": (2.11, 4.44, 9.73), "naive": (2.45, 1.74, 3.51)}
+LATE_S = 15.0  # A first token after that is no goodput.
+
+
+def modelled_per_s(what: Arrangement, gbps: float = GBPS) -> float:
+    cut = 1e9 if what.threshold_tokens is None else float(what.threshold_tokens)
+    return operating(site(what, gbps), prompt_lengths(), cut, what.prefill).rate_per_s
+
+
+def simulated(folder: Path, what: Arrangement, gbps: float, made: Workload, adapt: bool = True) -> SimResult:
+    profiles, files = write_profiles(folder), write_plan(folder, what, gbps)
+    used = profiles if what.far else profiles[1:]
+    return simulate(scene(*files, used), made, replace(read_spec(files[1]).policy, adapt_threshold=adapt))
+
+
+def rate_per_s(first_s: np.ndarray, from_s: float, to_s: float) -> float:
+    return float(((first_s >= from_s) & (first_s < to_s)).sum() / (to_s - from_s))
+
+
+def studied(name: str, folder: Path, quick: bool) -> dict[str, float]:
+    what, (calm_s, over_s, output) = KINDS[name], (0.0, 15.0, 64) if quick else (45.0, 75.0, 256)
+    over = load(OVER * modelled_per_s(what), over_s, SEED, output)
+    calm = load(CALM_PER_S, calm_s, SEED + 1, output)
+    begin_s = over_s / 3
+    with serving(folder, what, GBPS) as fleet:
+        quiet = Run([]) if quick else fired(fleet, calm)
+        crossed = fleet.crossed_bytes()
+        full = fired(fleet, over)
+        crossed = next((look.crossed_bytes for look in full.looks if look.at_s >= over_s), crossed) - crossed
+        slowdown = fleet.ask(0, "/snapshot")["slowdown"] or 1.0
+    served = rate_per_s(np.array([shot.first_s for shot in full.shots]), begin_s, over_s)
+    expected = rate_per_s(simulated(folder, what, GBPS, over).records.first_token_s, begin_s, over_s)
+    figures = {
+        "per_s": served,
+        "per_s_simulated": expected,
+        "per_s_modelled": modelled_per_s(what),
+        "per_s_published": PUBLISHED[name][0],
+        "simulated_off": abs(expected / served - 1),
+        "lost": sum(not whole(shot) for shot in [*quiet.shots, *full.shots]),
+        "link_gbps": crossed * 8e-9 / over_s,
+        "cpu_share": full.cpu_share,
+        "slowdown": slowdown,
+    }
+    if not quick:
+        records = simulated(folder, what, GBPS, calm).records
+        for key, ttft_s in (
+            ("", np.array([shot.ttft_s for shot in quiet.shots])),
+            ("_simulated", records.first_token_s - records.arrival_s),
+        ):
+            figures |= {f"ttft_mean_s{key}": ttft_s.mean(), f"ttft_p90_s{key}": np.percentile(ttft_s, 90)}
+        figures |= dict(
+            zip(("ttft_mean_s_published", "ttft_p90_s_published"), PUBLISHED[name][1:], strict=True)
+        )
+    return {key: float(value) for key, value in figures.items()}
+
+
+def study(quick: bool) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for name in ("selective",) if quick else KINDS:
+        with tempfile.TemporaryDirectory() as folder:
+            figures |= prefixed(name, studied(name, Path(folder), quick))
+    for name, published in (("selective", 1.54), ("naive", 1.16)):
+        if quick:
+            break
+        for key in ("per_s", "per_s_simulated"):
+            ratio = figures[f"{name}_{key}"] / figures[f"homogeneous_{key}"]
+            figures[f"{name}_ratio{key.removeprefix('per_s')}"] = ratio
+        figures[f"{name}_ratio_published"] = published
+    figures["simulated_off_most"] = max(
+        value for key, value in figures.items() if key.endswith("simulated_off")
+    )
+    figures["lost"] = sum(value for key, value in figures.items() if key.endswith("_lost"))
+    return figures
+
+
+WIDE_GBPS, THIN_GBPS, BUSY_PER_S = 18.0, 6.0, 2.4
+WIDE_S, THIN_S = 40.0, 60.0
+
+
+def goodput_per_s(what: Run, from_s: float, to_s: float) -> float:
+    """Of requests sent then, those whose first token came soon enough."""
+    mine = [shot for shot in what.shots if from_s <= shot.at_s < to_s]
+    return sum(0 <= shot.ttft_s <= LATE_S for shot in mine) / (to_s - from_s)
+
+
+def best_static(folder: Path, gbps: float) -> Arrangement:
+    """The threshold that, left alone, gives the shortest first tokens in simulation."""
+    made = load(BUSY_PER_S, THIN_S, SEED + 2)
+    choices = [replace(SELECTIVE, threshold_tokens=tokens) for tokens in range(12_000, 60_000, 3_000)]
+
+    def ttft_s(what: Arrangement) -> float:
+        records = simulated(folder, what, gbps, made, adapt=False).records
+        return float(np.mean(records.first_token_s - records.arrival_s))
+
+    return min(choices, key=ttft_s)
+
+
+def link(quick: bool) -> dict[str, float]:
+    """Wide, thin, wide again under one load; then both with the threshold that is best for it and stays."""
+    figures: dict[str, float] = {}
+    ends_s = (WIDE_S, WIDE_S + THIN_S, 2 * WIDE_S + THIN_S)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with serving(folder, SELECTIVE, WIDE_GBPS) as fleet:
+            happens = [
+                (ends_s[0], partial(fleet.set_link, THIN_GBPS)),
+                (ends_s[1], partial(fleet.set_link, WIDE_GBPS)),
+            ]
+            moving = fired(fleet, load(BUSY_PER_S, ends_s[2], SEED + 2), happens)
+        waits = [(look.at_s, look.queued_bytes * 8e-9 / THIN_GBPS) for look in moving.looks]
+        thin = [(at_s, wait_s) for at_s, wait_s in waits if ends_s[0] <= at_s < ends_s[1]]
+        figures["lost"] = sum(not whole(shot) for shot in moving.shots)
+        figures["queue_most_s"] = max(wait_s for _, wait_s in thin)
+        figures["queue_gone_after_s"] = (
+            max((at_s for at_s, wait_s in thin if wait_s > 1.0), default=ends_s[0]) - ends_s[0]
+        )
+        figures["threshold_most"] = max(look.threshold_tokens for look in moving.looks)
+        figures["threshold_at_last"] = moving.looks[-1].threshold_tokens
+        for phase, gbps, from_s, to_s in (
+            ("wide", WIDE_GBPS, 0.0, ends_s[0]),
+            ("thin", THIN_GBPS, *ends_s[:2]),
+            ("wide_again", WIDE_GBPS, *ends_s[1:]),
+        ):
+            figures[f"{phase}_goodput_per_s"] = goodput_per_s(moving, from_s, to_s)
+            if phase == "wide_again":
+                figures[f"{phase}_of_static"] = (
+                    figures[f"{phase}_goodput_per_s"] / figures["wide_static_per_s"]
+                )
+                continue
+            still = best_static(folder, gbps)
+            with serving(folder, still, gbps, ("adapt_threshold=false",)) as fleet:
+                same = fired(fleet, load(BUSY_PER_S, to_s - from_s, SEED + 2))
+            figures[f"{phase}_static_threshold"] = float(still.threshold_tokens or 0)
+            figures[f"{phase}_static_per_s"] = goodput_per_s(same, 0.0, to_s - from_s)
+            figures[f"{phase}_of_static"] = (
+                figures[f"{phase}_goodput_per_s"] / figures[f"{phase}_static_per_s"]
+            )
+    return prefixed("link", figures)
+
+
+CUT_PER_S, CUT_AT_S, CUT_S, CUT_LAST_S = 1.0, 25.0, 30.0, 100.0
+
+
+def cut(quick: bool) -> dict[str, float]:
+    if missing():
+        say(f"crossdc: cut is left out, {missing()}")
+        return {}
+    mended_s = CUT_AT_S + CUT_S
+    with tempfile.TemporaryDirectory() as name, serving(Path(name), SELECTIVE, WIDE_GBPS) as fleet:
+        happens = [(CUT_AT_S, partial(fleet.set_link, 0.0)), (mended_s, partial(fleet.set_link, WIDE_GBPS))]
+        seen = fired(fleet, load(CUT_PER_S, CUT_LAST_S, SEED + 3), happens)
+    moved = {look.at_s: look.crossed_bytes for look in seen.looks}
+    before = max(size for at_s, size in moved.items() if at_s <= mended_s)
+    during = [size for at_s, size in moved.items() if CUT_AT_S + 3.0 <= at_s <= mended_s]
+    again_s = min((at_s for at_s, size in moved.items() if size > before + 1e9), default=sites.NEVER_S)
+    inside = [shot.ttft_s for shot in seen.shots if CUT_AT_S <= shot.at_s < mended_s]
+    return prefixed(
+        "cut",
+        {
+            "requests": float(len(seen.shots)),
+            "lost": float(sum(not whole(shot) for shot in seen.shots)),
+            "crossed_meanwhile_gb": (max(during) - min(during)) * 1e-9,
+            "crosses_again_after_s": again_s - mended_s,
+            "ttft_most_s": max(inside),
+        },
+    )
+
+
+PARTS: dict[str, Callable[[bool], dict[str, float]]] = {"study": study, "link": link, "cut": cut}
+TARGETS = {
+    "study": {"simulated_off_most": ("<=", 0.07), "lost": ("<=", 0.0)},
+    "link": {
+        "link_lost": ("<=", 0.0),
+        "link_queue_gone_after_s": ("<=", 20.0),
+        "link_wide_of_static": (">=", 0.9),
+        "link_thin_of_static": (">=", 0.9),
+        "link_wide_again_of_static": (">=", 0.9),
+    },
+    "cut": {"cut_lost": ("<=", 0.0), "cut_crosses_again_after_s": ("<=", 15.0)},
+}
+
+if __name__ == "__main__":
+    chosen = options(only=tuple(PARTS)).only
+    if "--quick" in sys.argv and len(chosen) == len(PARTS):
+        chosen = ["study"]
+    if missing():
+        say(f"crossdc: one host, and engines that pretend the link: {missing()}")
+    run(
+        "crossdc",
+        lambda quick: {key: value for part in chosen for key, value in PARTS[part](quick).items()},
+        {key: target for part in chosen for key, target in TARGETS.get(part, {}).items()},
+        seeds=(SEED,),
+        quick_without="all but the selective arrangement, for a few seconds",
+    )
