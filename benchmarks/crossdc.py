@@ -1,12 +1,12 @@
 """Prefill across datacenters, live: `python benchmarks/crossdc.py [--quick] [--json] [--only PART]...`.
 
-    study    PrfaaS's case study on mock engines at two sites (network namespaces, TCP over a token bucket): long prompts
-             far (4 + 3 + 5 instances) beside none far (9 + 3) and all far (4 + 8), and the simulator's word on each
-    link     a thinner link at a third for a while, then whole again: what waits, for how long, and goodput beside that of
-             the best threshold that stays as it is
+    study    PrfaaS's case study on mock engines at two sites (network namespaces, TCP over a token bucket): long
+             prompts far (4 + 3 + 5 instances) beside none far (9 + 3) and all far (4 + 8), each also simulated
+    link     a thinner link at a third for a while, then whole again: what waits, for how long, and goodput beside
+             that of the best threshold that stays as it is
     cut      no link for 30 s
     dense    simulated: from which bandwidth on it pays to prefill far away, for hybrid and dense models
-    prefixes simulated: Mooncake's conversations; what crosses of prompts whose prefix is cached where they are decoded
+    prefixes simulated: Mooncake's conversations; what crosses of prompts with cached prefixes
 
 One real byte crosses for 100, through 1 Gbps instead of 100. Without root mock engines pretend the link.
 """
@@ -36,6 +36,7 @@ from parts.case_study import (
     write_profiles,
 )
 from parts.common import options, prefixed, run, say
+from parts.crossdc_simulated import dense, prefixes
 from parts.sites import Run, fired, missing, serving
 from potluck.cli.common.inputs import read_spec
 from potluck.loadgen.load_client import whole
@@ -47,8 +48,7 @@ from papers.prfaas_model import operating  # isort: skip
 
 SEED = 1
 GBPS = 100.0
-CALM_PER_S = 1.6  # Three quarters of what the homogeneous arrangement serves.
-OVER = 1.2  # Times what the throughput model says, to see how much is served.
+LOAD = 0.9  # Of what the throughput model says that an arrangement serves.
 KINDS = {"selective": SELECTIVE, "homogeneous": HOMOGENEOUS, "naive": NAIVE}
 PUBLISHED = {"selective": (3.24, 2.22, 3.51), "homogeneous": (2.11, 4.44, 9.73), "naive": (2.45, 1.74, 3.51)}
 LATE_S = 15.0  # A first token after that is no goodput.
@@ -70,39 +70,35 @@ def rate_per_s(first_s: np.ndarray, from_s: float, to_s: float) -> float:
 
 
 def studied(name: str, folder: Path, quick: bool) -> dict[str, float]:
-    what, (calm_s, over_s, output) = KINDS[name], (0.0, 15.0, 64) if quick else (45.0, 75.0, 256)
-    over = load(OVER * modelled_per_s(what), over_s, SEED, output)
-    calm = load(CALM_PER_S, calm_s, SEED + 1, output)
-    begin_s = over_s / 3
+    """One arrangement under LOAD of what the throughput model says it serves."""
+    what, (lasts_s, output) = KINDS[name], (15.0, 64) if quick else (60.0, 256)
+    made = load(LOAD * modelled_per_s(what), lasts_s, SEED, output)
+    begin_s = lasts_s / 3
     with serving(folder, what, GBPS) as fleet:
-        quiet = Run([]) if quick else fired(fleet, calm)
         crossed = fleet.crossed_bytes()
-        full = fired(fleet, over)
-        crossed = next((look.crossed_bytes for look in full.looks if look.at_s >= over_s), crossed) - crossed
+        live = fired(fleet, made)
+        crossed = next((look.crossed_bytes for look in live.looks if look.at_s >= lasts_s), crossed) - crossed
         slowdown = fleet.ask(0, "/snapshot")["slowdown"] or 1.0
-    served = rate_per_s(np.array([shot.first_s for shot in full.shots]), begin_s, over_s)
-    expected = rate_per_s(simulated(folder, what, GBPS, over).records.first_token_s, begin_s, over_s)
+    records = simulated(folder, what, GBPS, made).records
+    served = rate_per_s(np.array([shot.first_s for shot in live.shots]), begin_s, lasts_s)
+    expected = rate_per_s(records.first_token_s, begin_s, lasts_s)
     figures = {
         "per_s": served,
         "per_s_simulated": expected,
         "per_s_modelled": modelled_per_s(what),
         "per_s_published": PUBLISHED[name][0],
         "simulated_off": abs(expected / served - 1),
-        "lost": sum(not whole(shot) for shot in [*quiet.shots, *full.shots]),
-        "link_gbps": crossed * 8e-9 / over_s,
-        "cpu_share": full.cpu_share,
+        "lost": sum(not whole(shot) for shot in live.shots),
+        "link_gbps": crossed * 8e-9 / lasts_s,
+        "cpu_share": live.cpu_share,
         "slowdown": slowdown,
     }
-    if not quick:
-        records = simulated(folder, what, GBPS, calm).records
-        for key, ttft_s in (
-            ("", np.array([shot.ttft_s for shot in quiet.shots])),
-            ("_simulated", records.first_token_s - records.arrival_s),
-        ):
-            figures |= {f"ttft_mean_s{key}": ttft_s.mean(), f"ttft_p90_s{key}": np.percentile(ttft_s, 90)}
-        figures |= dict(
-            zip(("ttft_mean_s_published", "ttft_p90_s_published"), PUBLISHED[name][1:], strict=True)
-        )
+    for key, ttft_s in (
+        ("", np.array([shot.ttft_s for shot in live.shots])),
+        ("_simulated", records.first_token_s - records.arrival_s),
+    ):
+        figures |= {f"ttft_mean_s{key}": ttft_s.mean(), f"ttft_p90_s{key}": np.percentile(ttft_s, 90)}
+    figures |= dict(zip(("ttft_mean_s_published", "ttft_p90_s_published"), PUBLISHED[name][1:], strict=True))
     return {key: float(value) for key, value in figures.items()}
 
 
@@ -218,7 +214,13 @@ def cut(quick: bool) -> dict[str, float]:
     )
 
 
-PARTS: dict[str, Callable[[bool], dict[str, float]]] = {"study": study, "link": link, "cut": cut}
+PARTS: dict[str, Callable[[bool], dict[str, float]]] = {
+    "study": study,
+    "link": link,
+    "cut": cut,
+    "dense": dense,
+    "prefixes": prefixes,
+}
 TARGETS = {
     "study": {"simulated_off_most": ("<=", 0.07), "lost": ("<=", 0.0)},
     "link": {
@@ -229,6 +231,7 @@ TARGETS = {
         "link_wide_again_of_static": (">=", 0.9),
     },
     "cut": {"cut_lost": ("<=", 0.0), "cut_crosses_again_after_s": ("<=", 15.0)},
+    "prefixes": {f"prefixes_{kind}_wrong_share": ("<=", 0.02) for kind in ("hybrid", "dense")},
 }
 
 if __name__ == "__main__":

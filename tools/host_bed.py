@@ -3,8 +3,9 @@
     with Bed(4) as bed:
         one, two, *others = bed.hosts
         subprocess.Popen(one.inside(["python", "-m", "http.server", "--bind", one.address]))
-        bed.slow(one, 20e6)     bed.cut(two)     bed.mend(two)
+        bed.slow(one, 20e6)     bed.delay(one, 0.015)     bed.cut(two)     bed.mend(two)
 
+`python tools/host_bed.py 2` makes two and keeps them until Ctrl-C, for commands by hand.
 This process is on the same network at `bed.address`, so it reaches every host and they reach it. Nothing else of the
 machine is touched: the switch has a namespace of its own, and all of it is gone when the block is left. Needs root
 on Linux with iproute2; `missing()` says why not.
@@ -17,11 +18,16 @@ import ipaddress
 import json
 import os
 import secrets
+import select
 import shlex
 import shutil
+import socket
 import subprocess
+import sys
+import time
+from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -49,6 +55,8 @@ class Bed:
         self._switch = f"pl-{self._tag}"
         self._stack = ExitStack()
         self._slowed: set[str] = set()
+        self._ends: dict[str, str] = {}
+        """Of cables that are longer than they seem, where they end at the switch."""
         net = _network()
         self.address = f"{net}.1"
         self.hosts = tuple(Host(f"{self._switch}-{n}", f"{net}.{n + 10}", f"p{n}") for n in range(hosts))
@@ -81,10 +89,23 @@ class Bed:
 
     def cut(self, host: Host) -> None:
         """Nothing reaches it or leaves it any more, and nobody is told."""
-        _ip("-n", self._switch, "link", "set", host.port, "nomaster")
+        _ip("-n", self._switch, "link", "set", self._ends.get(host.port, host.port), "nomaster")
 
     def mend(self, host: Host) -> None:
-        _ip("-n", self._switch, "link", "set", host.port, "master", "switch")
+        self._plug(self._ends.get(host.port, host.port))
+
+    def delay(self, host: Host, delay_s: float) -> None:
+        """Packets take so much longer each way, from now on: a process holds them back, as not every kernel can."""
+        near, far = f"d{host.port}", f"e{host.port}"
+        _ip("-n", self._switch, "link", "add", near, "type", "veth", "peer", "name", far)
+        _ip("-n", self._switch, "link", "set", near, "up")
+        _ip("-n", self._switch, "link", "set", host.port, "nomaster")
+        self._ends[host.port] = far
+        self._plug(far)
+        words = [sys.executable, __file__, host.port, near, str(delay_s)]
+        process = subprocess.Popen(["ip", "netns", "exec", self._switch, *words])
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)
 
     def slow(self, host: Host, bits_per_s: float, burst_bytes: int = 0, latency_ms: int = 400) -> None:
         """Both ways, so much and no more; packets wait for at most so long."""
@@ -112,6 +133,30 @@ class Bed:
 
     def _plug(self, port: str) -> None:
         _ip("-n", self._switch, "link", "set", port, "up", "master", "switch")
+
+
+SOL_PACKET, PACKET_VNET_HDR, PACKET_OUTGOING = 263, 15, 4
+MOST_BYTES = 1 << 17  # Of what the kernel hands over at once: a header of its own, and many packets as one.
+
+
+def hold_back(first: str, second: str, delay_s: float) -> None:
+    """Pass what comes in by either card out by the other, so much later. Lengths and checksums stay the kernel's."""
+    cards = [socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) for _ in range(2)]
+    for card, name in zip(cards, (first, second), strict=True):
+        card.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
+        card.bind((name, 0))
+        card.setblocking(False)
+    held: deque[tuple[float, socket.socket, bytes]] = deque()
+    while True:
+        wait_s = max(0.0, held[0][0] - time.monotonic()) if held else None
+        for card in select.select(cards, (), (), wait_s)[0]:
+            frame, about = card.recvfrom(MOST_BYTES)
+            if about[2] != PACKET_OUTGOING:
+                held.append((time.monotonic() + delay_s, cards[card is cards[0]], frame))
+        while held and held[0][0] <= time.monotonic():
+            with suppress(OSError):  # no room, or the card is gone: lost, as on any way
+                held[0][1].send(held[0][2])
+            held.popleft()
 
 
 @functools.cache
@@ -167,3 +212,15 @@ def make_certificates(folder: Path, hosts: Iterable[str]) -> Path:
 
 def _openssl(line: str, folder: Path) -> None:
     subprocess.run(["openssl", *shlex.split(line)], cwd=folder, check=True, capture_output=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4:
+        hold_back(sys.argv[1], sys.argv[2], float(sys.argv[3]))
+    if missing() or len(sys.argv) != 2:
+        sys.exit(missing() or "how many hosts? python tools/host_bed.py 2")
+    with Bed(int(sys.argv[1])) as made, suppress(KeyboardInterrupt):
+        print(f"this machine is {made.address}; Ctrl-C ends")
+        for host in made.hosts:
+            print(f"{host.address}  {shlex.join(host.inside(['sh']))}", flush=True)
+        time.sleep(1e9)

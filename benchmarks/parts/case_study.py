@@ -1,8 +1,8 @@
 """PrfaaS's case study as files: its prefill and decode times as profiles, its instances as plans, its lengths.
 
-Prefill of 8 H200 is its Table 5, of 8 H20 what follows from Table 6 (`threshold.py`); one prompt
-at a time, as its throughput model has it. Answers of 1,024 tokens at 25 ms are 256 at 100 ms here, up to 20 at once: five instances give the 3.91 requests/s of Table 6, and the
-machine that this runs on has a quarter of the tokens to hand on.
+Prefill of 8 H200 is its Table 5, of 8 H20 what follows from Table 6 (`threshold.py`); one prompt at a time, as its
+throughput model has it. Answers of 1,024 tokens at 25 ms are 256 at 100 ms here, up to 20 at once: five instances
+give the 3.91 requests/s of Table 6, and the machine that this runs on has a quarter of the tokens to hand on.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from potluck.cli.simulating.simulation import SimulationInputs, scene_of
 from potluck.core.values import plan as plans
 from potluck.core.values.layout import single
 from potluck.core.values.types import Role
+from potluck.perf.memory import kv_bytes_per_token, state_bytes
+from potluck.perf.step_timer import Floats
 from potluck.perf.timers.profile import Profile, ProfilePoint, profile_to_json
 from potluck.runtime.resolved_plan import EngineSetup, ResolvedPlan
 from potluck.sim.load.workload import Workload, workload
@@ -30,17 +32,17 @@ from potluck.sim.load.workload import Workload, workload
 sys.path.insert(0, str(ROOT / "tools"))
 from papers.prfaas_model import Curve, Lengths, Site, local_from_remote, truncated_lognormal
 
-MODEL, NAME, LAYERS = "prfaas-1t-hybrid", "m", 57
+MODEL, NAME = "prfaas-1t-hybrid", "m"
 FAR, NEAR = "far", "near"
+TEMPLATES = ("far", "prefill", "decode")
 LONGEST = 128 * 1024
 OUTPUT, DECODE_STEP_S, DECODE_SLOTS = 256, 0.1, 20
 THRESHOLD = 19_400
-NEVER_S = 10.0  # A decode step of the far site, whose instances only prefill.
 POINTS = (128, 256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 20480, 32768, 49152, 65536, 98304, 131072)
 SPEC = """models:
   - model: {model}
     name: {name}
-    slo: {{ttft_ms: {ttft_ms:.0f}, tpot_ms: 150}}
+    slo: {{ttft_ms: 60000, tpot_ms: 150}}
     traffic: {{rate_per_s: 3.24, input: 27486, output: {output}}}
 policy:
   classes: [{{name: standard, late: true, max_wait_s: 600}}]
@@ -49,8 +51,8 @@ fleet:
     - {{name: far, nodes: [{{node: 8xH200, available: 4, price_usd_per_h: 30}}]}}
     - {{name: near, nodes: [{{node: 8xH20, available: 12, price_usd_per_h: 10}}]}}
 links:
-  - {{from: far, to: near, gbps: {gbps:g}, rtt_ms: {rtt_ms:g}}}
-  - {{from: near, to: far, gbps: {gbps:g}, rtt_ms: {rtt_ms:g}}}
+  - {{from: far, to: near, gbps: {gbps:g}, rtt_ms: 1}}
+  - {{from: near, to: far, gbps: {gbps:g}, rtt_ms: 1}}
 """
 
 
@@ -69,43 +71,47 @@ HOMOGENEOUS = Arrangement(0, 9, 3, None)
 NAIVE = Arrangement(4, 0, 8, 0)
 
 
-def curves() -> tuple[Curve, Curve, Curve]:
-    """Seconds of prefill far and near, and bytes of KV, by length."""
+def kv_bytes(tokens: Floats, catalog: str = MODEL) -> Floats:
+    known = models.model(catalog)
+    return state_bytes(known) + kv_bytes_per_token(known) * np.asarray(tokens, np.float64)
+
+
+def curves(catalog: str = MODEL) -> tuple[Curve, Curve, Curve]:
+    """Seconds of prefill far and near, of the hybrid model, and bytes of a model's KV, by length."""
     rows = models.published(MODEL)
-    prefill, mib = rows["prefill_8xh200_s"], rows["kv_mib"]
+    prefill = rows["prefill_8xh200_s"]
     far = Curve(tuple(map(float, prefill)), tuple(prefill.values()))
     lengths = prompt_lengths()
     short = float(lengths.tokens[lengths.tokens <= THRESHOLD].mean())
     mean = float((lengths.tokens * lengths.share).sum())
     near = local_from_remote(far, ((short, 3 / 1.64), (mean, 9 / 2.11)))
-    return far, near, Curve(tuple(map(float, mib)), tuple(size * 2**20 for size in mib.values()))
+    return far, near, Curve((0.0, 1e6), tuple(kv_bytes(np.array([0.0, 1e6]), catalog).tolist()))
 
 
 def prompt_lengths() -> Lengths:
     return truncated_lognormal(9.90, 1.00, 128, LONGEST)
 
 
-def site(arrangement: Arrangement, gbps: float) -> Site:
+def site(arrangement: Arrangement, gbps: float, catalog: str = MODEL) -> Site:
     local = arrangement.prefill + arrangement.decode
-    return Site(arrangement.far, local, gbps, *curves(), OUTPUT * DECODE_STEP_S / DECODE_SLOTS)
+    return Site(arrangement.far, local, gbps, *curves(catalog), OUTPUT * DECODE_STEP_S / DECODE_SLOTS)
 
 
-def write_profiles(folder: Path) -> tuple[Path, Path]:
+def write_profiles(folder: Path, catalog: str = MODEL) -> tuple[Path, Path]:
     paths = []
     for gpu, curve in zip(("H200", "H20"), curves(), strict=False):
         points = [ProfilePoint(tokens, 0, 0, 0, float(curve.at(tokens))) for tokens in POINTS]
-        step_s = NEVER_S if gpu == "H200" else DECODE_STEP_S
         for count, context in product((0, 1, 2, 4, 8, 12, 16, 20), (1000, 10_000, 30_000, 130_000)):
             decodes = (count, count * context)
-            points += [ProfilePoint(0, 0, *decodes, step_s)] if count else []
-            points += [ProfilePoint(new, context, *decodes, step_s) for new in (1, 16)]
-        about = (gpu, MODEL, 8, "PrfaaS, tables 5 and 6", {}, "2026-11-18")
+            points += [ProfilePoint(0, 0, *decodes, DECODE_STEP_S)] if count else []
+            points += [ProfilePoint(new, context, *decodes, DECODE_STEP_S) for new in (1, 16)]
+        about = (gpu, catalog, 8, "PrfaaS, tables 5 and 6", {}, "2026-11-18")
         paths.append(folder / f"{gpu}.json")
         paths[-1].write_text(profile_to_json(Profile(*about, tuple(points))), "utf-8")
     return paths[0], paths[1]
 
 
-def write_plan(folder: Path, what: Arrangement, gbps: float, rtt_ms: float = 1.0) -> tuple[Path, Path]:
+def write_plan(folder: Path, what: Arrangement, gbps: float, catalog: str = MODEL) -> tuple[Path, Path]:
     """Files of a plan and its spec. Rates are what the throughput model gives each kind of instance."""
     kinds: list[tuple[str, Role, str, str, int]] = [
         ("far", "prefill", FAR, "8xH200", what.far),
@@ -125,7 +131,7 @@ def write_plan(folder: Path, what: Arrangement, gbps: float, rtt_ms: float = 1.0
             if role == "decode" or (name == "far") == (cut is not None and n == len(ends) - 1)
         ]
         capacity = tuple(plans.BucketCapacity(n, *rates, 1.0, DECODE_STEP_S) for n in mine)
-        replicas = (plans.PlannedReplica(role, single(node, 8, LAYERS)),)
+        replicas = (plans.PlannedReplica(role, single(node, 8, models.model(catalog).layer_count)),)
         about = (name, "homogeneous", NAME, (plans.NodeCount(node, 1),), replicas, capacity, "measured")
         templates.append(plans.Template(*about))
         deployments.append(plans.Deployment(name, region, count))
@@ -136,22 +142,20 @@ def write_plan(folder: Path, what: Arrangement, gbps: float, rtt_ms: float = 1.0
     parts = (tuple(templates), tuple(deployments), buckets, tuple(shares), tuple(flows), ())
     plan_path, spec_path = folder / "plan.json", folder / "potluck.yaml"
     plan_path.write_text(plans.plan_to_json(plans.Plan("by hand", *parts, 1.0, 0.0)), "utf-8")
-    spec_path.write_text(
-        SPEC.format(model=MODEL, name=NAME, ttft_ms=60e3, output=OUTPUT, gbps=gbps, rtt_ms=rtt_ms), "utf-8"
-    )
+    spec_path.write_text(SPEC.format(model=catalog, name=NAME, output=OUTPUT, gbps=gbps), "utf-8")
     return plan_path, spec_path
 
 
 def scene(plan: Path, spec_path: Path, profiles: Sequence[Path]) -> ResolvedPlan:
-    """The same for the simulator, with engines set up as the live ones are."""
+    """The same for the simulator."""
     spec = read_spec(spec_path)
     problem = measured(load_problem(spec, 0.8, None, (), 0.0), tuple(profiles))
-    made = scene_of(SimulationInputs(spec, problem, plans.plan_from_json(plan.read_text("utf-8"))))
-    engines = {
-        (template.name, 0): EngineSetup(LONGEST, DECODE_SLOTS if template.name == "decode" else 1)
-        for template in made.plan.templates
-    }
-    return replace(made, engines=engines)
+    return as_set_up(scene_of(SimulationInputs(spec, problem, plans.plan_from_json(plan.read_text("utf-8")))))
+
+
+def as_set_up(resolved: ResolvedPlan) -> ResolvedPlan:
+    setups = {name: EngineSetup(LONGEST, DECODE_SLOTS if name == "decode" else 1) for name in TEMPLATES}
+    return replace(resolved, engines={(name, 0): setup for name, setup in setups.items()})
 
 
 def load(rate_per_s: float, lasts_s: float, seed: int, output: int = OUTPUT) -> Workload:

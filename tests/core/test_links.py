@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from potluck.core.routing.link_states import EASED, GRANTED, KEPT, LEAST, LOSSY, LinkStates, eased, grants
 from potluck.core.routing.template_weights import LengthThreshold
 from potluck.core.routing.thresholds import (
+    AHEAD_SHARE,
     LEAST_TOKENS,
     MOST_RAISED,
     PrefillChoice,
@@ -321,6 +322,28 @@ def test_loss_and_a_long_queue_of_prompts_are_congestion_too() -> None:
     waiting = after_report(threshold, calm, 1.1)
     assert waiting.tokens > 10_000.0
     assert not waiting.scarce  # the link itself has room
+
+
+def test_a_queue_of_prompts_raises_the_threshold_by_what_waits_and_not_for_how_long() -> None:
+    threshold = LengthThreshold(10_000.0, 10_000.0)
+    for _ in range(60):
+        threshold = after_report(threshold, report(0.2), 3.0)
+    assert threshold.tokens == pytest.approx(10_000.0 * (1 + 2 * AHEAD_SHARE))
+    for _ in range(30):
+        threshold = after_report(threshold, report(0.2), 1.5)
+    assert 10_000.0 < threshold.tokens < 14_000.0  # less waits by now
+
+
+def test_a_link_that_carries_a_third_stays_full_though_nothing_waits() -> None:
+    """Bytes waited, and 3 of 10 Gbps crossed: 2.9 Gbps without a queue leave no room, until it carried more."""
+    threshold = after_report(LengthThreshold(10_000.0, 10_000.0), report(0.3, 5e9, gbps=3.0))
+    assert after_report(threshold, report(0.29)).tokens > threshold.tokens > 10_000.0
+    assert after_report(threshold, report(0.29)).scarce
+    assert after_report(threshold, report(0.1)).tokens < threshold.tokens
+    for _ in range(60):
+        threshold = after_report(threshold, report(0.29))
+    assert threshold.carried_gbps == 10.0
+    assert threshold.tokens < 10_500.0
 
 
 def test_a_threshold_of_nothing_rises_and_returns() -> None:

@@ -193,3 +193,4 @@ class LengthThreshold:
     base_tokens: float  # Where the plan, or the long-term update, has it.
     tokens: float
     scarce: bool = True
+    carried_gbps: float = inf  # By the link of late, at most.

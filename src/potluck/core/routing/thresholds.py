@@ -94,7 +94,11 @@ ABUNDANT: Final = 0.5
 QUEUE_S: Final = 0.5
 LOST: Final = 0.01
 AHEAD_S: Final = 1.0
+AHEAD_SHARE: Final = 0.5  # Of itself, by how much t may rise for each second beyond that.
 RAISE: Final = 1.25
+REGAINED: Final = (
+    1.05  # Times what a link carried last that it is taken to carry a report later, up to what it should.
+)
 LEAST_TOKENS: Final = 512.0  # From where a t rises that is lower.
 RETURN: Final = 0.1
 MOST_RAISED: Final = 64.0  # How far above its base t may go.
@@ -114,21 +118,31 @@ def decide(threshold: LengthThreshold, total_tokens: int, here: int, there: int)
 
 
 def after_report(threshold: LengthThreshold, report: LinkReported, ahead_s: float = 0.0) -> LengthThreshold:
-    """The threshold after a word of the link; prompts wait `ahead_s` longer in its prefill cluster than at home."""
-    tokens = threshold.tokens
+    """The threshold after a word of the link; prompts wait `ahead_s` longer in its prefill cluster than at home.
+
+    A link that carried less than planned while bytes waited is full at that, though it looks empty once none wait. A
+    queue of prompts takes as long to go as it is: t rises in proportion to it, not for as long as it is there.
+    """
+    tokens, least = threshold.tokens, max(threshold.base_tokens, LEAST_TOKENS)
     queue_s = report.queued_bytes * 8 / (report.gbps * 1e9) if report.gbps > 0 else inf
+    carried = min(report.gbps, max(threshold.carried_gbps * REGAINED, LOST * report.gbps))
+    used = 1.0 if queue_s > QUEUE_S else report.utilisation * report.gbps / carried
     lossy = report.lost_share > LOST
-    if report.utilisation >= CONGESTED or queue_s > QUEUE_S or lossy or ahead_s > AHEAD_S:
-        most = max(threshold.base_tokens, LEAST_TOKENS) * MOST_RAISED
-        tokens = min(max(tokens, LEAST_TOKENS) * RAISE, most)
-    elif report.utilisation < CLEAR:
-        tokens += (threshold.base_tokens - tokens) * RETURN
+    wanted = tokens if used >= CLEAR else threshold.base_tokens
+    if used >= CONGESTED or lossy:
+        wanted = least * MOST_RAISED
+    elif ahead_s > AHEAD_S:
+        wanted = max(wanted, least * min(MOST_RAISED, 1.0 + AHEAD_SHARE * (ahead_s - AHEAD_S)))
+    if wanted > tokens:
+        tokens = min(max(tokens, LEAST_TOKENS) * RAISE, wanted)
+    else:
+        tokens += (wanted - tokens) * RETURN
     scarce = threshold.scarce
-    if report.utilisation >= CLEAR or queue_s > QUEUE_S or lossy:
+    if used >= CLEAR or lossy:
         scarce = True
-    elif report.utilisation < ABUNDANT:
+    elif used < ABUNDANT:
         scarce = False
-    return replace(threshold, tokens=tokens, scarce=scarce)
+    return replace(threshold, tokens=tokens, scarce=scarce, carried_gbps=carried)
 
 
 def rebased(threshold: LengthThreshold, base_tokens: float) -> LengthThreshold:

@@ -28,8 +28,8 @@ LEAST_BUSY = 0.1
 LEAST_QUEUE_S = 0.1
 """Bytes must wait so long for the rate seen to say anything: some layers are always about to leave."""
 LEAST_SENT = 0.01
-"""Share of what a link could carry that must have crossed, or bytes must wait, for segments sent again to say anything:
-one of three that crossed is no loss of a third."""
+"""Share of what a link could carry that must have been sent for segments sent again to say anything: receivers count
+bytes when a chunk is there, so some were always sent before and are counted later."""
 SEGMENT_BYTES = 1448  # Payload of a segment of TCP in a frame of 1,500 bytes.
 
 
@@ -62,8 +62,7 @@ def link_reports(
             gbps = min(gbps, traffic.moved_bytes * 8e-9 / busy_s)
         resent_bytes = traffic.resent_segments * SEGMENT_BYTES
         sent_bytes = traffic.moved_bytes + resent_bytes
-        telling = traffic.queued_bytes > 0 or sent_bytes > LEAST_SENT * room_bytes
-        lost = resent_bytes / sent_bytes if resent_bytes > 0 and telling else 0.0
+        lost = resent_bytes / sent_bytes if sent_bytes > LEAST_SENT * room_bytes > 0 else 0.0
         reports.append(LinkReported(*ends, share, traffic.queued_bytes, gbps, lost))
     return reports
 

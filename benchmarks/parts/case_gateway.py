@@ -1,0 +1,14 @@
+"""`potluck`, told how the case study's engines are set up: that they take one prompt at a time, or 20 answers."""
+
+from __future__ import annotations
+
+import sys
+
+from case_study import as_set_up
+
+from potluck.cli.main import run
+from potluck.cli.simulating import simulation
+
+scene_of = simulation.scene_of
+simulation.scene_of = lambda inputs: as_set_up(scene_of(inputs))
+raise SystemExit(run(sys.argv[1:]))
