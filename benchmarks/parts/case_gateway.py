@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-from case_study import as_set_up
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from parts.case_study import as_set_up
 from potluck.cli.main import run
 from potluck.cli.simulating import simulation
 

@@ -34,6 +34,7 @@ from potluck.engine.mock.mock_executor import (
 from potluck.engine.mock.mock_transfer import KvSizes, MockKvTransfer, NicSchedule, lent
 from potluck.kv.chunks import KvChunk, KvManifest, token_hash
 from potluck.kv.codec_layout import Codec
+from potluck.kv.peer_connections import LinkReport
 from potluck.perf.memory import kv_bytes
 from potluck.perf.transfer import AlphaBeta, overlapped_transfer_s
 
@@ -210,6 +211,27 @@ def test_codecs_shrink_what_is_pretended_and_change_nothing() -> None:
 
 
 # Prefixes.
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_real_bytes_cross_in_the_place_of_what_kv_weighs(codec: Codec) -> None:
+    """One for a hundred; the receiver finds what was sent, and links are told in bytes of KV."""
+    transfer = MockKvTransfer(KvSizes(LLAMA), AlphaBeta(0.0, 1e9), bytes_per_real=100.0)
+    made = chunk_of(77, 1, 0, 5000)
+    sent = made if codec == "raw" else transfer.packed(made, codec)
+    sent = transfer.leaves("peer", sent)
+    assert len(sent.data) + len(sent.parameters) == pytest.approx(transfer.kv_bytes(sent) / 100.0, rel=1e-3)
+    assert transfer.here_s("peer", sent) is None
+    assert transfer.restored(sent) == made
+    few = transfer.leaves("peer", lent([1, 2], 0, 0, 32))
+    assert few == lent([1, 2], 0, 0, 32), "what is lent goes as it is"
+    told = transfer.told(LinkReport("peer", 1, 5.0, 7, 0, 0.0, 0.0, 2, 3))
+    assert (told.moved_bytes, told.goodput_bytes_per_s, told.retransmits, told.queue_bytes) == (
+        700,
+        500.0,
+        200,
+        300,
+    )
 
 
 @pytest.mark.parametrize("model", [LLAMA, HYBRID])

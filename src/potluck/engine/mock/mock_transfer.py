@@ -173,10 +173,13 @@ class MockKvTransfer(KvTransfer):
 
     def told(self, report: LinkReport) -> LinkReport:
         if real := self._bytes_per_real:
-            moved_bytes, rate = round(report.moved_bytes * real), report.goodput_bytes_per_s * real
-            queued, again = round(report.queue_bytes * real), round(report.retransmits * real)
-            figures = {"moved_bytes": moved_bytes, "queue_bytes": queued, "retransmits": again}
-            return replace(report, goodput_bytes_per_s=rate, **figures)
+            return replace(
+                report,
+                moved_bytes=round(report.moved_bytes * real),
+                goodput_bytes_per_s=report.goodput_bytes_per_s * real,
+                queue_bytes=round(report.queue_bytes * real),
+                retransmits=round(report.retransmits * real),
+            )
         total = self._totals.get(report.peer, _LinkTotals())
         rate = total.moved_bytes / total.busy_s if total.busy_s > 0 else 0.0
         waiting_s = max(0.0, self._free_s - self._clock())
