@@ -2,8 +2,6 @@
 
     study    PrfaaS's case study on mock engines at two sites (network namespaces, TCP over a token bucket): long
              prompts far (4 + 3 + 5 instances) beside none far (9 + 3) and all far (4 + 8), each also simulated
-    link     a thinner link at a third for a while, then whole again: what waits, for how long, and goodput beside
-             that of the best threshold that stays as it is
     cut      no link for 30 s
     dense    simulated: from which bandwidth on it pays to prefill far away, for hybrid and dense models
     prefixes simulated: Mooncake's conversations; what crosses of prompts with cached prefixes
@@ -16,7 +14,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +34,7 @@ from parts.case_study import (
 )
 from parts.common import options, prefixed, run, say
 from parts.crossdc_simulated import dense, prefixes
-from parts.sites import Run, fired, missing, serving
+from parts.sites import fired, missing, serving
 from potluck.cli.common.inputs import read_spec
 from potluck.loadgen.load_client import whole
 from potluck.sim.load.workload import Workload
@@ -51,7 +48,6 @@ GBPS = 100.0
 LOAD = 0.9  # Of what the throughput model says that an arrangement serves.
 KINDS = {"selective": SELECTIVE, "homogeneous": HOMOGENEOUS, "naive": NAIVE}
 PUBLISHED = {"selective": (3.24, 2.22, 3.51), "homogeneous": (2.11, 4.44, 9.73), "naive": (2.45, 1.74, 3.51)}
-LATE_S = 15.0  # A first token after that is no goodput.
 
 
 def modelled_per_s(what: Arrangement, gbps: float = GBPS) -> float:
@@ -59,10 +55,10 @@ def modelled_per_s(what: Arrangement, gbps: float = GBPS) -> float:
     return operating(site(what, gbps), prompt_lengths(), cut, what.prefill).rate_per_s
 
 
-def simulated(folder: Path, what: Arrangement, gbps: float, made: Workload, adapt: bool = True) -> SimResult:
+def simulated(folder: Path, what: Arrangement, gbps: float, made: Workload) -> SimResult:
     profiles, files = write_profiles(folder), write_plan(folder, what, gbps)
     used = profiles if what.far else profiles[1:]
-    return simulate(scene(*files, used), made, replace(read_spec(files[1]).policy, adapt_threshold=adapt))
+    return simulate(scene(*files, used), made, read_spec(files[1]).policy)
 
 
 def rate_per_s(first_s: np.ndarray, from_s: float, to_s: float) -> float:
@@ -71,7 +67,7 @@ def rate_per_s(first_s: np.ndarray, from_s: float, to_s: float) -> float:
 
 def studied(name: str, folder: Path, quick: bool) -> dict[str, float]:
     """One arrangement under LOAD of what the throughput model says it serves."""
-    what, (lasts_s, output) = KINDS[name], (15.0, 64) if quick else (60.0, 256)
+    what, (lasts_s, output) = KINDS[name], (15.0, 64) if quick else (45.0, 256)
     made = load(LOAD * modelled_per_s(what), lasts_s, SEED, output)
     begin_s = lasts_s / 3
     with serving(folder, what, GBPS) as fleet:
@@ -121,72 +117,8 @@ def study(quick: bool) -> dict[str, float]:
     return figures
 
 
-WIDE_GBPS, THIN_GBPS, BUSY_PER_S = 18.0, 6.0, 2.4
-WIDE_S, THIN_S = 40.0, 60.0
-
-
-def goodput_per_s(what: Run, from_s: float, to_s: float) -> float:
-    """Of requests sent then, those whose first token came soon enough."""
-    mine = [shot for shot in what.shots if from_s <= shot.at_s < to_s]
-    return sum(0 <= shot.ttft_s <= LATE_S for shot in mine) / (to_s - from_s)
-
-
-def best_static(folder: Path, gbps: float) -> Arrangement:
-    """The threshold that, left alone, gives the shortest first tokens in simulation."""
-    made = load(BUSY_PER_S, THIN_S, SEED + 2)
-    choices = [replace(SELECTIVE, threshold_tokens=tokens) for tokens in range(12_000, 60_000, 3_000)]
-
-    def ttft_s(what: Arrangement) -> float:
-        records = simulated(folder, what, gbps, made, adapt=False).records
-        return float(np.mean(records.first_token_s - records.arrival_s))
-
-    return min(choices, key=ttft_s)
-
-
-def link(quick: bool) -> dict[str, float]:
-    """Wide, thin, wide again under one load; then both with the threshold that is best for it and stays."""
-    figures: dict[str, float] = {}
-    ends_s = (WIDE_S, WIDE_S + THIN_S, 2 * WIDE_S + THIN_S)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with serving(folder, SELECTIVE, WIDE_GBPS) as fleet:
-            happens = [
-                (ends_s[0], partial(fleet.set_link, THIN_GBPS)),
-                (ends_s[1], partial(fleet.set_link, WIDE_GBPS)),
-            ]
-            moving = fired(fleet, load(BUSY_PER_S, ends_s[2], SEED + 2), happens)
-        waits = [(look.at_s, look.queued_bytes * 8e-9 / THIN_GBPS) for look in moving.looks]
-        thin = [(at_s, wait_s) for at_s, wait_s in waits if ends_s[0] <= at_s < ends_s[1]]
-        figures["lost"] = sum(not whole(shot) for shot in moving.shots)
-        figures["queue_most_s"] = max(wait_s for _, wait_s in thin)
-        figures["queue_gone_after_s"] = (
-            max((at_s for at_s, wait_s in thin if wait_s > 1.0), default=ends_s[0]) - ends_s[0]
-        )
-        figures["threshold_most"] = max(look.threshold_tokens for look in moving.looks)
-        figures["threshold_at_last"] = moving.looks[-1].threshold_tokens
-        for phase, gbps, from_s, to_s in (
-            ("wide", WIDE_GBPS, 0.0, ends_s[0]),
-            ("thin", THIN_GBPS, *ends_s[:2]),
-            ("wide_again", WIDE_GBPS, *ends_s[1:]),
-        ):
-            figures[f"{phase}_goodput_per_s"] = goodput_per_s(moving, from_s, to_s)
-            if phase == "wide_again":
-                figures[f"{phase}_of_static"] = (
-                    figures[f"{phase}_goodput_per_s"] / figures["wide_static_per_s"]
-                )
-                continue
-            still = best_static(folder, gbps)
-            with serving(folder, still, gbps, ("adapt_threshold=false",)) as fleet:
-                same = fired(fleet, load(BUSY_PER_S, to_s - from_s, SEED + 2))
-            figures[f"{phase}_static_threshold"] = float(still.threshold_tokens or 0)
-            figures[f"{phase}_static_per_s"] = goodput_per_s(same, 0.0, to_s - from_s)
-            figures[f"{phase}_of_static"] = (
-                figures[f"{phase}_goodput_per_s"] / figures[f"{phase}_static_per_s"]
-            )
-    return prefixed("link", figures)
-
-
-CUT_PER_S, CUT_AT_S, CUT_S, CUT_LAST_S = 1.0, 25.0, 30.0, 100.0
+WIDE_GBPS = 18.0
+CUT_PER_S, CUT_AT_S, CUT_S, CUT_LAST_S = 1.0, 15.0, 30.0, 65.0
 
 
 def cut(quick: bool) -> dict[str, float]:
@@ -216,20 +148,12 @@ def cut(quick: bool) -> dict[str, float]:
 
 PARTS: dict[str, Callable[[bool], dict[str, float]]] = {
     "study": study,
-    "link": link,
     "cut": cut,
     "dense": dense,
     "prefixes": prefixes,
 }
 TARGETS = {
     "study": {"simulated_off_most": ("<=", 0.07), "lost": ("<=", 0.0)},
-    "link": {
-        "link_lost": ("<=", 0.0),
-        "link_queue_gone_after_s": ("<=", 20.0),
-        "link_wide_of_static": (">=", 0.9),
-        "link_thin_of_static": (">=", 0.9),
-        "link_wide_again_of_static": (">=", 0.9),
-    },
     "cut": {"cut_lost": ("<=", 0.0), "cut_crosses_again_after_s": ("<=", 15.0)},
     "prefixes": {f"prefixes_{kind}_wrong_share": ("<=", 0.02) for kind in ("hybrid", "dense")},
 }

@@ -1,4 +1,4 @@
-"""`potluck`, told how the case study's engines are set up: that they take one prompt at a time, or 20 answers."""
+"""`potluck`, told how the case study's engines are set up: that they compute one prompt at a time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """PrfaaS's case study as files: its prefill and decode times as profiles, its instances as plans, its lengths.
 
 Prefill of 8 H200 is its Table 5, of 8 H20 what follows from Table 6 (`threshold.py`); one prompt at a time, as its
-throughput model has it. Answers of 1,024 tokens at 25 ms are 256 at 100 ms here, up to 20 at once: five instances
-give the 3.91 requests/s of Table 6, and the machine that this runs on has a quarter of the tokens to hand on.
+throughput model has it. Answers of 1,024 tokens at 25 ms are 256 at 100 ms here, with more than 20 at once in
+proportion longer: five instances give the 3.91 requests/s of Table 6, and the machine that this runs on has a quarter
+of the tokens to hand on.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from papers.prfaas_model import Curve, Lengths, Site, local_from_remote, truncat
 
 MODEL, NAME = "prfaas-1t-hybrid", "m"
 FAR, NEAR = "far", "near"
-TEMPLATES = ("far", "prefill", "decode")
 LONGEST = 128 * 1024
 OUTPUT, DECODE_STEP_S, DECODE_SLOTS = 256, 0.1, 20
 THRESHOLD = 19_400
@@ -43,7 +43,7 @@ SPEC = """models:
   - model: {model}
     name: {name}
     slo: {{ttft_ms: 60000, tpot_ms: 150}}
-    traffic: {{rate_per_s: 3.24, input: 27486, output: {output}}}
+    traffic: {{rate_per_s: 3.24, input: {{mean: 27486, cv: 1.0}}, output: {output}}}
 policy:
   classes: [{{name: standard, late: true, max_wait_s: 600}}]
 fleet:
@@ -101,10 +101,10 @@ def write_profiles(folder: Path, catalog: str = MODEL) -> tuple[Path, Path]:
     paths = []
     for gpu, curve in zip(("H200", "H20"), curves(), strict=False):
         points = [ProfilePoint(tokens, 0, 0, 0, float(curve.at(tokens))) for tokens in POINTS]
-        for count, context in product((0, 1, 2, 4, 8, 12, 16, 20), (1000, 10_000, 30_000, 130_000)):
-            decodes = (count, count * context)
-            points += [ProfilePoint(0, 0, *decodes, DECODE_STEP_S)] if count else []
-            points += [ProfilePoint(new, context, *decodes, DECODE_STEP_S) for new in (1, 16)]
+        for count, context in product((0, 1, 4, 12, 20, 30, 40, 60), (1000, 10_000, 30_000, 130_000)):
+            decodes, step_s = (count, count * context), DECODE_STEP_S * max(1.0, count / DECODE_SLOTS)
+            points += [ProfilePoint(0, 0, *decodes, step_s)] if count else []
+            points += [ProfilePoint(new, context, *decodes, step_s) for new in (1, 16)]
         about = (gpu, catalog, 8, "PrfaaS, tables 5 and 6", {}, "2026-11-18")
         paths.append(folder / f"{gpu}.json")
         paths[-1].write_text(profile_to_json(Profile(*about, tuple(points))), "utf-8")
@@ -154,8 +154,7 @@ def scene(plan: Path, spec_path: Path, profiles: Sequence[Path]) -> ResolvedPlan
 
 
 def as_set_up(resolved: ResolvedPlan) -> ResolvedPlan:
-    setups = {name: EngineSetup(LONGEST, DECODE_SLOTS if name == "decode" else 1) for name in TEMPLATES}
-    return replace(resolved, engines={(name, 0): setup for name, setup in setups.items()})
+    return replace(resolved, engines={(name, 0): EngineSetup(LONGEST, 1) for name in ("far", "prefill")})
 
 
 def load(rate_per_s: float, lasts_s: float, seed: int, output: int = OUTPUT) -> Workload:

@@ -23,7 +23,6 @@ import numpy as np
 from parts.adapt_rig import shots_of_load
 from parts.adapt_scenarios import post
 from parts.case_study import (
-    DECODE_SLOTS,
     FAR,
     LONGEST,
     NAME,
@@ -109,8 +108,6 @@ class TwoSites(Sites, HostsFleet):
 @dataclass
 class Look:
     at_s: float
-    threshold_tokens: float
-    queued_bytes: float
     crossed_bytes: float
 
 
@@ -132,7 +129,7 @@ def serving(folder: Path, what: Arrangement, gbps: float, policy: Sequence[str] 
     flags = {
         "far": ("--max-running", "1", *STEP, "--profile", str(h200)),
         "prefill": ("--max-running", "1", *STEP, "--profile", str(h20)),
-        "decode": ("--max-running", str(DECODE_SLOTS), *STEP, "--profile", str(h20)),
+        "decode": ("--profile", str(h20)),
     }
     Sites.flags = flags
     if missing():
@@ -170,10 +167,7 @@ def fired(fleet: Sites, load: Workload, happens: Sequence[tuple[float, Callable[
         now_s = time.monotonic() - began_s
         while due and due[0][0] <= now_s:
             due.pop(0)[1]()
-        seen = fleet.ask(0, "/snapshot")
-        tokens = max((threshold["tokens"] for threshold in seen["thresholds"]), default=0.0)
-        queued = max((item["queued_bytes"] for item in seen["links"] if item["source"] == FAR), default=0.0)
-        run.looks.append(Look(now_s, tokens, queued, fleet.crossed_bytes()))
+        run.looks.append(Look(now_s, fleet.crossed_bytes()))
     lasted_s = time.monotonic() - began_s
     run.cpu_share = (_cpu_s(pids) - before_s) / lasted_s / (os.cpu_count() or 1)
     return run
