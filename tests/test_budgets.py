@@ -14,11 +14,11 @@ SOURCE = ROOT / "src" / "potluck"
 
 PART_LINES = {
     "core": 12_270,
-    "plan": 12_150,
+    "plan": 12_170,
     "gateway": 10_400,
-    "engine": 11_550,
-    "cli": 8_575,
-    "perf": 4_100,
+    "engine": 11_590,
+    "cli": 8_595,
+    "perf": 4_160,
     "sim runtime rehearse": 7_710,
     "control export": 6_670,
     "kv": 3_800,
@@ -26,7 +26,7 @@ PART_LINES = {
     "api catalog loadgen native spec": 5_630,
 }
 """Lines of source that each part has at most, blank ones not counted."""
-SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 87_000, 450, 57_700, 12_550
+SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 86_600, 446, 57_900, 13_130
 MOVED_IN = ("tools/accuracy", "tools/demo", "tools/papers")
 """Parts of the package until they were found to be no part of the product; not counted with benchmarks and tools."""
 

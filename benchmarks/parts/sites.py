@@ -22,15 +22,7 @@ import numpy as np
 
 from parts.adapt_rig import shots_of_load
 from parts.adapt_scenarios import post
-from parts.case_study import (
-    FAR,
-    LONGEST,
-    NAME,
-    THRESHOLD,
-    Arrangement,
-    write_plan,
-    write_profiles,
-)
+from parts.case_study import FAR, LONGEST, NAME, THRESHOLD, Arrangement, write_plan, write_profiles
 from parts.case_study import MODEL as CATALOG_MODEL
 from parts.common import ROOT
 from potluck.loadgen.load_client import TimedRequest, shoot

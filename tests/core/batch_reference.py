@@ -5,16 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from potluck.core.replica.batch import (
-    DONE,
-    FINISHED,
-    FIRST,
-    LATE,
-    LOWEST,
-    RESUMED,
-    BatchLimits,
-    Happening,
-)
+from potluck.core.replica.batch import DONE, FINISHED, FIRST, LATE, LOWEST, RESUMED, BatchLimits, Happening
 
 
 @dataclass

@@ -11,14 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from potluck.core.errors import InputError
 from potluck.core.replica import blocks
-from potluck.core.replica.blocks import (
-    BlockNamer,
-    BlockPlacement,
-    BlockPool,
-    Checkpoint,
-    Name,
-    block_hashes,
-)
+from potluck.core.replica.blocks import BlockNamer, BlockPlacement, BlockPool, Checkpoint, Name, block_hashes
 
 SIZE = 4
 PROMPTS = st.builds(

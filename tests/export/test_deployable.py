@@ -107,10 +107,7 @@ def test_pods_ask_for_gpus_as_their_maker_calls_them(
     assert pod["nodeSelector"] == {**label, "topology.kubernetes.io/region": "us-east-1"}
     assert pod["tolerations"][0]["key"] == resource
     (engine,) = pod["containers"]
-    assert engine["resources"] == {
-        "requests": {"cpu": "4", "memory": "27Gi"},
-        "limits": {resource: 1},
-    }
+    assert engine["resources"] == {"requests": {"cpu": "4", "memory": "27Gi"}, "limits": {resource: 1}}
 
 
 def test_a_label_can_be_given(tmp_path: Path) -> None:

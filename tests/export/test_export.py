@@ -313,10 +313,7 @@ def test_the_command_writes_all_of_it(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "line"),
-    [
-        (("--address", "box=1"), "--address: unknown 'box'"),
-        (("--address", "box"), "'box' is not NAME=VALUE"),
-    ],
+    [(("--address", "box=1"), "--address: unknown 'box'"), (("--address", "box"), "'box' is not NAME=VALUE")],
 )
 def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, words: tuple[str, ...], line: str) -> None:
     done = run(tmp_path, "commands", "--out", str(tmp_path / "out"), *words)

@@ -12,14 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from papers.cronus import CRONUS, DP, HIGH_LOW, LOW_HIGH, PP, SERIAL_PP, SETTINGS
 from papers.cronus_dispatch import COMPUTING, QueueLimited
-from papers.cronus_rows import (
-    CLAIMS,
-    CronusMeasured,
-    largest_reduction,
-    measure,
-    order_inversions,
-    rows,
-)
+from papers.cronus_rows import CLAIMS, CronusMeasured, largest_reduction, measure, order_inversions, rows
 
 from papers import cronus, cronus_beyond
 from potluck.core.state.actions import Run

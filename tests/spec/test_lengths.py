@@ -112,9 +112,7 @@ def test_no_group_holds_more_than_its_part_of_requests_or_tokens() -> None:
     assert abs(sum(share for share, tokens in groups if tokens < median) - 0.5) < 0.13
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 900)), min_size=1, max_size=200),
-)
+@given(st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 900)), min_size=1, max_size=200))
 def test_joint_bins_keep_means(rows: list[tuple[int, int]]) -> None:
     x, y = [a for a, _ in rows], [b for _, b in rows]
     bins = traffic.joint_bins(x, y)

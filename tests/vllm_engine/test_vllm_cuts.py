@@ -260,9 +260,7 @@ def test_unlike_blocks_and_orders(
     made: list[Workers], orders: tuple[str, str], tokens: tuple[int, int]
 ) -> None:
     handed(
-        made,
-        Kept(CUTS["tp2"], tokens[0], order=orders[0]),
-        Kept(CUTS["tp1pp2"], tokens[1], order=orders[1]),
+        made, Kept(CUTS["tp2"], tokens[0], order=orders[0]), Kept(CUTS["tp1pp2"], tokens[1], order=orders[1])
     )
 
 

@@ -8,17 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from test_vllm_live import prompt, until_free
-from vllm_kit import (
-    HIDDEN,
-    KV_HEADS,
-    LAYERS,
-    WIDTH,
-    CutInstance,
-    Instance,
-    handed,
-    make_hybrid,
-    needs_vllm,
-)
+from vllm_kit import HIDDEN, KV_HEADS, LAYERS, WIDTH, CutInstance, Instance, handed, make_hybrid, needs_vllm
 
 from potluck.core.values.kv_layout import KvLayout
 

@@ -122,11 +122,7 @@ def calibrate(
         for m in METRIC_WORDS
         if m in found.after
     ]
-    table(
-        f"{len(placed_runs)} runs: median error of runs left out",
-        ("figure", "before", "calibrated"),
-        rows,
-    )
+    table(f"{len(placed_runs)} runs: median error of runs left out", ("figure", "before", "calibrated"), rows)
     click.echo(
         f"Host: {host.fixed_s * 1e3:.2f} ms a step, {host.sequence_s * 1e6:.0f} µs a sequence, "
         f"{host.request_s * 1e3:.0f} ms a request."

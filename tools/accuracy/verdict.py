@@ -9,15 +9,7 @@ from math import exp
 import numpy as np
 
 from accuracy.closed_loop import served
-from accuracy.serving import (
-    EngineFit,
-    Placed,
-    RunScore,
-    bar_of,
-    log_ratios,
-    run_scores,
-    works,
-)
+from accuracy.serving import EngineFit, Placed, RunScore, bar_of, log_ratios, run_scores, works
 from potluck.perf.error_bars import METRICS, Metric
 from potluck.perf.timers.engine_host import own_cluster
 from potluck.perf.timers.roofline import roofline, unmeasured_parts
