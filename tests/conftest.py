@@ -21,8 +21,7 @@ settings.register_profile(
 )
 settings.load_profile("potluck")
 
-CONFIG = tempfile.TemporaryDirectory()  # What a user calibrated is not tested.
-os.environ["XDG_CONFIG_HOME"] = CONFIG.name
+os.environ["XDG_CONFIG_HOME"] = (CONFIG := tempfile.TemporaryDirectory()).name  # Not a user's.
 LONGEST = (
     "docs/test_tutorial.py", "cli/test_demo.py", "hosts/test_hosts.py", "gateway/test_gateway_benchmarks.py",
     "plan/test_strategies.py", "papers/test_cronus.py", "hosts/test_upgrade.py", "docs/test_contributing.py",
