@@ -288,10 +288,10 @@ class KvConnector:
             if due_s is not None:
                 await asyncio.sleep(max(0.0, due_s - time.monotonic()))
             cut = self._transfer.leaves(transfer.peer, cut)
-            while not await self._room_for(transfer, part, cut):
+            while not await self._put_if_room(transfer, part, cut):
                 await asyncio.sleep(ROOM_S)
 
-    async def _room_for(self, transfer: OutgoingTransfer, part: TransferPart, chunk: KvChunk) -> bool:
+    async def _put_if_room(self, transfer: OutgoingTransfer, part: TransferPart, chunk: KvChunk) -> bool:
         """Put it into the transfer if there is room. No thread waits for it: threads are few, and whoever is to make
         room may need one."""
         if not part.takes(len(chunk.data) + len(chunk.parameters)):
