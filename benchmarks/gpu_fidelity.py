@@ -1,7 +1,7 @@
 """Does the simulator tell what a GPU does? The same requests on shares of a GPU and in simulation, one by one.
 
     python benchmarks/gpu_fidelity.py [--quick] [--json] [--low A10|A30] [--high-share 50] [--low-share 12]
-        [--requests 600] [--rate 0.6] [--only dp]... [--layers 32] [--profiles FOLDER]
+        [--requests 600] [--rate 0.6] [--only learned]... [--layers 32] [--profiles FOLDER]
 
 Step times come from `potluck profile` of each share, requests and their times from a run at a share of the highest
 throughput. The first third fits two constants: what the host takes of a step, and a request on its way and back.
@@ -26,7 +26,7 @@ from potluck.perf.timers.profile import Profile, profile_from_json
 from potluck.sim.load.workload import workload
 from potluck.sim.run import simulate
 
-PLACEMENTS = ("dp", "cronus")
+PLACEMENTS = ("learned", "cronus")
 TARGETS = {
     f"{name}_{phase}_{error}": ("<=", limit)
     for name in PLACEMENTS

@@ -5,8 +5,8 @@
 Both workers are in this process and hand over by the transport that the connector uses. A made-up model computes keys
 and values into blocks, on a stream of its own and ahead of the GPU, as does the receiver while KV comes. For every
 order of blocks, format, codec and pair of block sizes, the receiver's blocks hold what was computed (bit for bit with
-`raw`), although blocks are overwritten as soon as they are free. Then what giving costs. Exits with 1 on a
-difference.
+`raw`), although blocks are overwritten as soon as they are free. Codecs make the same bits as on a CPU. Then what
+giving costs a prompt, what receiving costs decode steps, and how fast both are. Exits with 1 on a difference.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from statistics import median
 
 import torch
 from torch import Tensor
 
 from potluck.core.values.kv_layout import heads_of
-from potluck.kv import checksum, kv_codec
-from potluck.kv.codec_layout import ITEM_BYTES
+from potluck.kv import checksum, gpu_kernels, kv_codec
+from potluck.kv.chunks import KvChunk
+from potluck.kv.codec_layout import CODED, ITEM_BYTES, Part
 from potluck.kv.handles import new_handle, new_session
 from potluck.kv.kv_sender import KvSender
 from potluck.kv.peer_connections import PeerConnections
@@ -36,6 +39,7 @@ from potluck.vllm.vllm_blocks import TORCH, ModelShard, PlainBlocks, VllmLayer
 DEVICE = "cuda"
 WHOLE = ModelShard()
 DEADLINE_S = 60.0
+ODD = ((1, 1, 8), (127, 2, 64), (128, 1, 96), (129, 3, 40), (300, 8, 128), (2048, 8, 128))
 LOSSY_SHARE = {"int8": 0.02, "int4": 0.2}  # How far a value may be off, of the largest.
 
 
@@ -283,6 +287,162 @@ def cost(model: Model, case: Case) -> None:
         print(f"a prompt {name:12} {case.codec:4} {took * 1e3:6.1f} ms, {took / alone:.3f} of alone; {text}")
 
 
+SHAPES: tuple[tuple[Part, tuple[int, ...]], ...] = (
+    *(("kv", (tokens, 2, heads, width)) for tokens, heads, width in ODD),
+    *(("latent", (tokens, 1, 576)) for tokens in (1, 300)),
+)
+
+
+def codecs() -> bool:
+    """Whether codecs make and restore the same as the CPU's; odd shapes, small and large numbers."""
+    wrong = []
+    for (part, shape), dtype, codec in product(SHAPES, CODED, ("int8", "int4")):
+        for power in (0.0, -30.0, 18.0):
+            values = torch.randn(shape) * 2.0 ** (power if dtype != "float16" else power / 4)
+            values = (values * torch.exp2(torch.randint(-6, 6, shape[-1:]))).to(TORCH[dtype])
+            values.view(-1)[0] = 0.0 if power else -0.0
+            data = memoryview(values.view(-1).view(torch.uint8).numpy().data)
+            about = KvChunk(0, part, 0, shape[0], dtype, shape, data)
+            due = kv_codec.packed(about, codec)  # type: ignore[arg-type]
+            room = torch.full(
+                (gpu_kernels.room_bytes(part, shape, codec),), 7, dtype=torch.uint8, device=DEVICE
+            )  # type: ignore[arg-type]
+            gpu_kernels.encode(values.to(DEVICE), part, codec, room)  # type: ignore[arg-type]
+            made = gpu_kernels.coded(about, codec, room.cpu())  # type: ignore[arg-type]
+            back = gpu_kernels.restored(due, torch.device(DEVICE)).cpu().view(-1).view(torch.uint8)
+            fine = bytes(made.parameters) == bytes(due.parameters) and bytes(made.data) == bytes(due.data)
+            if not fine or bytes(back.numpy().data) != bytes(kv_codec.restored(due).data):
+                wrong.append(f"{part} {list(shape)} {dtype} {codec} 2^{power:g}")
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        values = torch.randn(300, 2, 2, 64, dtype=torch.bfloat16, device=DEVICE)
+        values[257, 1, 1, 3] = bad
+        room = torch.empty(
+            gpu_kernels.room_bytes("kv", values.shape, "int4"), dtype=torch.uint8, device=DEVICE
+        )
+        gpu_kernels.encode(values, "kv", "int4", room)
+        wrong += [] if int(room[0]) else [f"{bad} was taken"]
+    print(f"codecs as on the CPU: {'all' if not wrong else 'NOT ' + '; '.join(wrong[:5])}")
+    return not wrong
+
+
+def codec_speed() -> None:
+    """Bytes read and written a second, of what a copy reads and writes; recorded: launches are not timed."""
+    shape, wide = (
+        (8 * 2048, 2, 8, 128),
+        [torch.empty(1 << 28, dtype=torch.int64, device=DEVICE) for _ in "ab"],
+    )
+    bandwidth = 2 * wide[0].nbytes / _median_s(lambda: wide[0].copy_(wide[1]))
+    values = [torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(4)]
+    for codec in ("int4", "int8"):
+        size = gpu_kernels.room_bytes("kv", shape, codec)
+        rooms = [torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in values]
+        shares = []
+        for call in (
+            lambda x, room, codec=codec: gpu_kernels.encode(x, "kv", codec, room),
+            lambda x, room, codec=codec: gpu_kernels.decode(room, "kv", codec, x),
+        ):
+            call(values[0], rooms[0])
+            recorded = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(recorded):
+                for x, room in zip(values, rooms, strict=True):
+                    call(x, room)
+            shares.append(4 * (values[0].nbytes + size) / _median_s(recorded.replay) / bandwidth)
+        print(f"{codec}: {shares[0]:.2f} and {shares[1]:.2f} of the {bandwidth / 1e12:.2f} TB/s of a copy")
+
+
+def _median_s(call: Callable[[], object], repeats: int = 20) -> float:
+    took_s = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        took_s.append(begin.elapsed_time(end) / 1e3)
+    return median(took_s[4:])
+
+
+def give(model: Model, codec: str, count: int, told: Connection) -> None:
+    """Whoever sends what `receiving` gets: from the host's memory, in a process of its own."""
+    torch.set_num_threads(1)
+    kv_codec.warm(("bfloat16",))
+    table, blocks = (
+        tuple(range(1, -(-model.tokens // 16) + 1)),
+        blocks_of(model, "HND", "bfloat16", 16, device="cpu"),
+    )
+    values = torch.randn(16, 2, model.heads, model.width).repeat(-(-model.tokens // 16), 1, 1, 1).bfloat16()
+    for layer in blocks.values():
+        layer.write((table,), 0, values[: model.tokens])
+    sender, gone = KvSender(), list[str]()
+    giving = SendWorker(sender, blocks, "check", lambda line: gone.append(str(line.get("gave"))))
+    handles = [new_handle() for _ in range(count)]
+    for handle in handles:
+        giving.offer(SendOffer(handle, handle, handle, codec, DEADLINE_S, model.tokens, "0" * 64))  # type: ignore[arg-type]
+    for handle, layer in product(
+        handles, blocks
+    ):  # From then on they are in the host's memory, outside of blocks.
+        giving.read_layer(layer, [ReadBlocks(handle, (table,), model.tokens)])
+    told.send((sender.address, handles))
+    for handle in handles:
+        giving.keep(ReadBlocks(handle, (table,), model.tokens))
+        until(lambda handle=handle: handle in gone)  # type: ignore[misc]
+    giving.close()
+
+
+def receiving(model: Model, codec: str, count: int = 5) -> None:
+    """Recorded decode steps, alone and while KV comes, one prompt after the other."""
+    told, child = get_context("spawn").Pipe()
+    giver = get_context("spawn").Process(target=give, args=(model, codec, count, child))
+    giver.start()
+    worker = Worker(model, blocks_of(model, "HND", "bfloat16", 16))
+    few, stream = worker.hidden[:64], torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        worker.weights @ worker.weights.T[:, :64]
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded, stream=stream):
+            for _ in range(4 * model.layers):
+                few @ worker.weights
+
+    def steps(until_true: Callable[[], bool]) -> list[float]:
+        took_s = []
+        while not until_true():
+            began_s = time.perf_counter()
+            with torch.cuda.stream(stream):
+                recorded.replay()
+                stream.synchronize()
+            took_s.append(time.perf_counter() - began_s)
+        return took_s
+
+    (host, port), handles = told.recv()
+    lines: list[dict[str, object]] = []
+    taking = ReceiveWorker(
+        PeerConnections([(host, port)]),
+        KvSender(),
+        worker.blocks,
+        "check",
+        ModelShard(heads=model.heads),
+        lines.append,
+    )
+    size, kv = -(-model.tokens // 16), f"{host}:{port}"
+    turns = iter(range(300))
+    alone = steps(lambda: next(turns, None) is None)
+    beside: list[float] = []
+    for handle in handles:
+        taking.ask(FetchOrder(handle, handle, kv, handle, DEADLINE_S, 0, model.tokens, "0" * 64))
+        taking.put(PlaceBlocks(handle, (tuple(range(1, size + 1)),), 0))
+        beside += steps(lambda handle=handle: handle in set().union(*taking.results()))  # type: ignore[misc]
+    came = [(int(str(line["moved_bytes"])), float(str(line["wall_s"]))) for line in lines if "took" in line]
+    rate = median(moved / wall_s for moved, wall_s in came[1:])
+    cpu = median(alone), median(beside)
+    mean = sum(beside) / len(beside) / (sum(alone) / len(alone))
+    print(
+        f"KV comes, {codec:4}: {rate / 1e9:.2f} GB/s on the wire; a step {cpu[0] * 1e3:.2f} ms alone, "
+        f"{cpu[1] / cpu[0]:.3f} of that meanwhile (mean {mean:.3f}; {len(beside)} steps)"
+    )
+    giver.join(DEADLINE_S)
+    taking.close()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--small", action="store_true", help="few layers, few tokens")
@@ -292,8 +452,11 @@ def main() -> int:
     checksum.load()
     kv_codec.load()
     fine = [tried(model, case) for case in CASES if not chosen.cost]
+    fine += [] if chosen.cost else [codecs()]
+    codec_speed()
     for codec in ("raw", "int4"):
         cost(model, replace(CASES[0], codec=codec))
+        receiving(model, codec)
     return 0 if all(fine) else 1
 
 

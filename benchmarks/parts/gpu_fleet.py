@@ -1,7 +1,8 @@
 """Unlike shares of one GPU as a fleet: engines and the gateway of this project, as CRONUS's experiments need them.
 
 A high-end and a low-end share (CUDA MPS) have the KV memory of the paper's cards; five placements are those of
-`tools/papers/cronus.py`, and `extended` is CRONUS with our rules beyond it. Weights are drawn at random and written
+`tools/papers/cronus.py`, `learned` is data parallel by our gateway, which goes by the speeds that it sees where the
+paper's has turns, and `extended` is CRONUS with our rules beyond it. Weights are drawn at random and written
 once, where all engines read them. Without a GPU the same runs with a tiny model: two processes on a CPU.
 As a program this is the gateway of a placement.
 """
@@ -24,10 +25,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import uvloop
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from parts import weighted_turns
 from parts.common import DATA, POTLUCK, ROOT, Targets, context, options, say, show
 from potluck.api.http import parse_object
 from potluck.catalog.huggingface import read_model
@@ -48,7 +51,13 @@ from live_fleet import Process, listening, wait_ready
 from papers import cronus, fleets
 
 NAMES = ("dp", "pp", "high_low", "low_high", "cronus")
-PLACEMENTS = {**dict(zip(NAMES, cronus.APPROACHES, strict=True)), "extended": cronus.CRONUS}
+PLACEMENTS = {
+    **dict(zip(NAMES, cronus.APPROACHES, strict=True)),
+    "learned": cronus.DP,
+    "extended": cronus.CRONUS,
+}
+KEPT = ("at_s", "sent_s", "first_s", "last_s", "max_tokens", "output_tokens")
+WEIGHTS = {"high": 3, "low": 1}  # Turns of the paper's data parallel.
 HIGH, LOW, ENGINES = "high", "low", "engines.yaml"
 LOOK_S, START_S, SECRET = 0.25, 30.0, "workers of this pipeline know it"
 BASE = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "torch_dtype": "bfloat16"}
@@ -112,18 +121,24 @@ class Bed:
 
 
 def policy_of(placement: str) -> Policy:
-    """The paper's; whole requests go by the speeds that are seen, where it has turns by hand."""
+    """The paper's, or ours."""
     policy, ours = cronus.policy_of(PLACEMENTS[placement]), placement == "extended"
-    balance = "learned" if placement == "dp" else policy.balance
+    balance = "learned" if placement == "learned" else policy.balance
     return replace(policy, balance=balance, split_overflow=ours, low_decodes=ours)
+
+
+def write_config(folder: Path, layers: int, tiny: bool) -> dict[str, int]:
+    fields = dict(zip(SIZES, TINY if tiny else LLAMA_8B, strict=True))
+    fields["num_hidden_layers"] = TINY_LAYERS if tiny else layers
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**BASE, **fields}))
+    return fields
 
 
 def write_model(folder: Path, layers: int, tiny: bool) -> None:
     """A directory of random weights: all are cut from one pool of numbers, since to draw billions takes minutes."""
-    fields = dict(zip(SIZES, TINY if tiny else LLAMA_8B, strict=True))
-    count = fields["num_hidden_layers"] = TINY_LAYERS if tiny else layers
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**BASE, **fields}))
+    fields = write_config(folder, layers, tiny)
+    count = fields["num_hidden_layers"]
     words = {f"w{number}": number for number in range(fields["vocab_size"])}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
     hidden, wide = fields["hidden_size"], fields["intermediate_size"]
@@ -188,15 +203,17 @@ class ShareFleet:
 
     def __init__(self, made: Bed, daemon: Mapping[str, str]) -> None:
         self._bed, self._daemon = made, daemon
+        self.keep = ""
         self._engines: dict[tuple[str, ...], Process] = {}
         self._workers: list[Process] = []
         self._gateway: Process | None = None
-        self.url, self._sides = "", dict[str, str]()
+        self.url, self._sides, self._placement = "", dict[str, str](), ""
 
     @contextmanager
     def placed(self, placement: str) -> Iterator[None]:
         try:
             self._start(placement)
+            self._placement = placement
             yield
         finally:
             if self._gateway is not None:
@@ -311,10 +328,21 @@ class ShareFleet:
         watch = threading.Thread(target=self._watch, args=(over, busy))
         watch.start()
         try:
-            shoot(self.url, timed, within_s=3600.0)
+            if self._placement == "dp":
+                weights = [(self._sides[side], weight) for side, weight in WEIGHTS.items()]
+                uvloop.run(weighted_turns.fire(weights, timed, 3600.0))
+            else:
+                shoot(self.url, timed, within_s=3600.0)
         finally:
             over.set()
             watch.join()
+        if self.keep:
+            times = [
+                [*(getattr(shot, name) for name in KEPT), len(shot.prompt)] for shot in timed if shot.ended
+            ]
+            with open(self.keep, "a", encoding="utf-8") as file:
+                kept = {"placement": self._placement, "rate_per_s": rate_per_s, "requests": times}
+                file.write(json.dumps(kept) + "\n")
         return timed, figures_of(timed, busy)
 
     def _watch(self, over: threading.Event, busy: dict[str, float]) -> None:
@@ -339,10 +367,11 @@ Measure = Callable[[argparse.Namespace, Bed, ShareFleet], dict[str, float]]
 def run_benchmark(name: str, measure: Measure, targets: Targets, **more: object) -> None:
     """Options beside a benchmark's own, a fleet with profiles, and the report; targets are for GPUs."""
     known = {"quick": False, "json": False, "low": "A10", "high_share": 50, "low_share": 0, "layers": 32}
-    asked = options(**known, profiles="", **more)
+    asked = options(**known, profiles="", keep="", **more)
     shares = {HIGH: asked.high_share, LOW: asked.low_share or {"A30": 25}.get(asked.low, 12)}
     about = context((0, 1, 2), quick=asked.quick)
     with bed(asked.low, asked.profiles, shares, asked.layers) as (made, fleet):
+        fleet.keep = asked.keep
         fleet.measure(asked.quick)
         figures = measure(asked, made, fleet)
         for profile in made.resolved("dp").profiles[fleets.MODEL]:

@@ -84,27 +84,21 @@ def decode(
     out: bytearray | memoryview | None = None,
 ) -> memoryview:
     """The restored data, in `out` when that is given. Raw without `out` is the payload itself."""
-    expected = sizes(part, dtype, shape, codec)
-    have = CodecSizes(memoryview(parameters).nbytes, memoryview(payload).nbytes)
-    if have != expected:
-        raise FormatError(
-            f"codec: {part}",
-            f"{codec} has {have.parameter_bytes} + {have.payload_bytes} bytes, "
-            f"expected {expected.parameter_bytes} + {expected.payload_bytes}",
-        )
-    matrices = layout(part, shape, codec)
-    if matrices is None:
+    cut = _checked(parameters, payload, part, dtype, shape, codec)
+    if codec == "raw":
         return _into(memoryview(payload).cast("B"), out)
-    values = _readable(memoryview(parameters).cast("B"), np.uint16)
-    packs = _readable(memoryview(payload).cast("B"), np.uint8)
     target = _writable(out, prod(shape), STORED[dtype])
-    for matrix, lows, scales, source in _cut(matrices, values, packs):
+    for matrix, lows, scales, source in cut:
         if lows.size:
-            _check(part, lows, scales, LEVELS[matrix.bits])
             _restore(source, matrix, lows, scales, target)
     if target.base is not None:  # it is `out` itself
         return target.data.cast("B")
     return _into(target.data.cast("B"), out)
+
+
+def check_coded(chunk: KvChunk) -> None:
+    """FormatError when it is not what its codec makes, or would be restored to something that is not finite."""
+    _checked(chunk.parameters, chunk.data, chunk.part, chunk.dtype, chunk.shape, chunk.codec)
 
 
 def load() -> None:
@@ -179,6 +173,26 @@ def _cut(
         cut.append((matrix, lows, scales, payload[place : place + matrix.payload_bytes]))
         at += 2 * count
         place += matrix.payload_bytes
+    return cut
+
+
+def _checked(
+    parameters: Buffer, payload: Buffer, part: Part, dtype: str, shape: Sequence[int], codec: Codec
+) -> list[tuple[QuantizedMatrix, Any, Any, Any]]:
+    """Cut into matrices, each with lows, scales and numbers."""
+    expected = sizes(part, dtype, shape, codec)
+    have = CodecSizes(memoryview(parameters).nbytes, memoryview(payload).nbytes)
+    if have != expected:
+        raise FormatError(
+            f"codec: {part}",
+            f"{codec} has {have.parameter_bytes} + {have.payload_bytes} bytes, "
+            f"expected {expected.parameter_bytes} + {expected.payload_bytes}",
+        )
+    values = _readable(memoryview(parameters).cast("B"), np.uint16)
+    packs = _readable(memoryview(payload).cast("B"), np.uint8)
+    cut = _cut(layout(part, shape, codec) or (), values, packs)
+    for matrix, lows, scales, _ in cut:
+        _check(part, lows, scales, LEVELS[matrix.bits])
     return cut
 
 

@@ -19,10 +19,11 @@ from typing import Literal
 
 from potluck.core.errors import CapacityError, FormatError, PotluckError
 from potluck.core.values.kv import MOST_CONNECTIONS, PIECE_BYTES
-from potluck.core.values.kv_layout import KvCut
+from potluck.core.values.kv_layout import KvCut, Span
 from potluck.kv import frames, shared_memory
 from potluck.kv.checksum import sums
 from potluck.kv.chunks import KvChunk, KvManifest, TransferError, cut_chunk
+from potluck.kv.codec_layout import ITEM_BYTES
 from potluck.kv.handles import TransferHandles
 from potluck.kv.kv_connection import KvConnection, expect, shut
 from potluck.kv.peer_connections import LinkReport, info, report
@@ -166,6 +167,14 @@ class OutgoingTransfer:
         return self.parts[0].cut
 
     # The engine's side.
+
+    def takes_whole(self, dtype: str, heads: Span) -> bool:
+        """Whether each worker that has come takes all of these heads, in this format: then a codec may come first."""
+        return all(
+            (cut.heads == (0, 0) or cut.heads[0] <= heads[0] < heads[1] <= cut.heads[1])
+            and not (cut.dtype and ITEM_BYTES[cut.dtype] < ITEM_BYTES[dtype])
+            for cut in [part.cut for part in tuple(self.parts.values())]
+        )
 
     def cuts(self, chunk: KvChunk) -> Iterator[tuple[TransferPart, KvChunk]]:
         """What each of the receiver's workers gets of a chunk that was not made small."""

@@ -153,10 +153,6 @@ class IncomingKv:
         # What was computed in fewer bits than here is not what would be computed here.
         narrower = ITEM_BYTES[chunk.dtype] < ITEM_BYTES[layer.shape.dtype]
         self.lossy = self.lossy or chunk.codec != "raw" or narrower
-        data = np.frombuffer(restored(chunk).data, np.uint8)
-        if not data.flags.writeable:
-            data = data.copy()
-        values = torch.from_numpy(data).view(TORCH[chunk.dtype]).view(chunk.shape)
         start = max(chunk.first, place.first)
         if start < chunk.stop:
             with self._changed:
@@ -164,7 +160,23 @@ class IncomingKv:
                     raise TransferError("hand-over: was cancelled")
             head = None if chunk.part == "latent" else chunk.head
             with torch.inference_mode():  # of each thread
-                layer.write(place.tables, start, values[start - chunk.first :], head)
+                values = _values(chunk, layer.blocks.device)[start - chunk.first :]
+                layer.write(place.tables, start, values, head)
+
+
+def _values(chunk: KvChunk, device: torch.device) -> torch.Tensor:
+    """What was sent in fewer bits is restored where it goes."""
+    if device.type == "cuda":
+        from potluck.kv import gpu_kernels
+
+        if chunk.codec != "raw":
+            return gpu_kernels.restored(chunk, device)
+        values = gpu_kernels.uploaded(device, len(chunk.data), (0, chunk.data))
+        return values.view(TORCH[chunk.dtype]).view(chunk.shape)
+    data = np.frombuffer(restored(chunk).data, np.uint8)
+    if not data.flags.writeable:
+        data = data.copy()
+    return torch.from_numpy(data).view(TORCH[chunk.dtype]).view(chunk.shape)
 
 
 class CopyRelay:

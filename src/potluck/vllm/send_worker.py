@@ -20,16 +20,25 @@ import torch
 from torch import Tensor
 
 from potluck.core.errors import InputError, PotluckError
-from potluck.core.values.kv_layout import KvCut
+from potluck.core.values.kv_layout import KvCut, Span
 from potluck.kv.chunks import KvChunk, KvManifest
-from potluck.kv.codec_layout import ITEM_BYTES, STATES, Codec
+from potluck.kv.codec_layout import CODED, ITEM_BYTES, STATES, Codec, Part
 from potluck.kv.handles import bound_to
 from potluck.kv.kv_codec import packed
 from potluck.kv.kv_sender import KvSender, OutgoingTransfer, State
 from potluck.vllm.transfer_scheduler import ReadBlocks, SendOffer
-from potluck.vllm.vllm_blocks import ONE, TORCH, VllmLayer, scaled
+from potluck.vllm.vllm_blocks import ONE, TORCH, Tables, VllmLayer, scaled
 
 PAGE_BYTES, SLOTS, PAGES, PORTERS = 1 << 23, 16, 48, 2
+Coding = tuple[Part, Codec]
+
+
+@dataclass(frozen=True, slots=True)
+class Copying:
+    """`soon`: somebody waits for it; `coding`: as a GPU's codec makes it."""
+
+    soon: bool = False
+    coding: Coding | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,39 +79,55 @@ class HostCopies:
     def room_for(self, size: int) -> bool:
         return not self._slots or len(self._pages) * PAGE_BYTES >= size + PAGE_BYTES
 
-    def copies(self, values: Tensor, soon: bool) -> list[HostRows]:
-        """For values that nobody changes, if there is room for them; in parts. `soon`: somebody waits for them."""
+    def copies(self, kept: VllmLayer, read: ReadBlocks, first: int, how: Copying) -> list[HostRows]:
+        """Of tokens [first, read.upto), if there is room for them; in parts."""
         if not self._slots:
             there: Future[Tensor] = Future()
-            there.set_result(values.cpu())
+            there.set_result(values := kept.read(read.tables, first, read.upto).cpu())
             return [HostRows(len(values), there, None)]
-        rows = max(1, PAGE_BYTES // (values[0].nbytes or 1))
-        return [self._copy(part, soon) for part in values.split(rows)]
+        if kept.shape.part == "memory":
+            return [self._copy(kept, read.tables, (first, read.upto), 1, how)]
+        rows = max(1, PAGE_BYTES // kept.shape.token_bytes)
+        spans = [(start, min(start + rows, read.upto)) for start in range(first, read.upto, rows)]
+        return [self._copy(kept, read.tables, span, span[1] - span[0], how) for span in spans]
 
-    def _copy(self, part: Tensor, soon: bool) -> HostRows:
-        computing, page, slot = torch.cuda.current_stream(part.device), self._pages.popleft(), self._slots[0]
+    def _copy(self, kept: VllmLayer, tables: Tables, span: Span, rows: int, how: Copying) -> HostRows:
+        computing, slot = torch.cuda.current_stream(kept.blocks.device), self._slots[0]
+        shape, dtype = kept.shape.of(rows), TORCH[kept.shape.dtype]
         self._slots.rotate(-1)
         computing.wait_event(slot.copied)
-        lies = slot.room[: part.nbytes]
-        lies.view(part.dtype).view(part.shape).copy_(part)
+        if how.coding is None:
+            lies = slot.room[: rows * kept.shape.token_bytes]
+            kept.read_into(lies.view(dtype).view(shape), tables, *span)
+        else:
+            from potluck.kv import gpu_kernels
+
+            lies = slot.room[: gpu_kernels.room_bytes(how.coding[0], shape, how.coding[1])]
+            gpu_kernels.encode(kept.read(tables, *span), *how.coding, lies)
+            dtype, shape = lies.dtype, tuple(lies.shape)
+        page = self._pages.popleft()  # Not before: what cannot be read takes none.
         self._stream.wait_stream(computing)
         with torch.cuda.stream(self._stream):
-            page[: part.nbytes].copy_(lies, non_blocking=True)
+            page[: lies.nbytes].copy_(lies, non_blocking=True)
             slot.copied = torch.cuda.Event()
             slot.copied.record(self._stream)
         # A small part would keep a whole page from others.
-        move = self._lend if soon and part.nbytes >= PAGE_BYTES // 4 else self._move
-        moved = self._porters.submit(move, page, part.dtype, part.shape, slot.copied)
-        return HostRows(len(part), moved, slot.copied)
+        move = self._lend if how.soon and lies.nbytes >= PAGE_BYTES // 4 else self._move
+        moved = self._porters.submit(move, page, dtype, shape, slot.copied)
+        return HostRows(rows, moved, slot.copied)
 
-    def _lend(self, page: Tensor, dtype: torch.dtype, shape: torch.Size, copied: torch.cuda.Event) -> Tensor:
+    def _lend(
+        self, page: Tensor, dtype: torch.dtype, shape: tuple[int, ...], copied: torch.cuda.Event
+    ) -> Tensor:
         """The page itself; it comes back when nobody refers to it. To touch new memory would hold the driver up."""
         lent = page.numpy()[: math.prod(shape) * dtype.itemsize]
         weakref.finalize(lent, self._pages.append, page)
         copied.synchronize()
         return torch.from_numpy(lent).view(dtype).view(shape)
 
-    def _move(self, page: Tensor, dtype: torch.dtype, shape: torch.Size, copied: torch.cuda.Event) -> Tensor:
+    def _move(
+        self, page: Tensor, dtype: torch.dtype, shape: tuple[int, ...], copied: torch.cuda.Event
+    ) -> Tensor:
         values = torch.empty(shape, dtype=dtype)
         try:
             copied.synchronize()
@@ -132,6 +157,7 @@ class _Piece:
     stop: int
     size: int  # Bytes.
     values: Future[Tensor]
+    coding: Coding | None = None
 
 
 @dataclass(slots=True)
@@ -287,10 +313,9 @@ class SendWorker:
             if self._aside_bytes + size > self.most_aside_bytes or not self._hosting.room_for(size):
                 return False
             self._aside_bytes += size
+        coding = self._coding(departure, kept)
         try:
-            copies = self._hosting.copies(
-                kept.read(read.tables, first, read.upto), soon=departure.have is not None
-            )
+            copies = self._hosting.copies(kept, read, first, Copying(departure.have is not None, coding))
         except PotluckError as error:  # There was no room before, and a window has passed since.
             with self._lock:
                 self._aside_bytes -= size
@@ -304,11 +329,21 @@ class SendWorker:
                 return False
             for copy in copies:
                 stop = first + copy.rows
-                piece = _Piece(layer, first, stop, copy.rows * kept.shape.token_bytes, copy.values)
+                piece = _Piece(layer, first, stop, copy.rows * kept.shape.token_bytes, copy.values, coding)
                 departure.pieces.append(piece)
                 first = stop
             departure.read_to[layer] = read.upto
         return True
+
+    def _coding(self, departure: OutgoingKv, kept: VllmLayer) -> Coding | None:
+        """How the GPU makes a layer small, where it is known that its receiver takes it as a whole."""
+        transfer, codec, shape = departure.transfer, departure.offer.codec, kept.shape
+        if codec == "raw" or departure.have is None or transfer is None or kept.blocks.device.type != "cuda":
+            return None
+        plain = shape.dtype in CODED and shape.part not in STATES and kept.scales == ONE
+        heads = shape.heads if shape.part == "kv" else 1
+        whole = transfer.takes_whole(shape.dtype, (kept.head, kept.head + heads))
+        return (shape.part, codec) if plain and whole and kept.window is None else None
 
     # Any thread.
 
@@ -350,6 +385,12 @@ class SendWorker:
 
     def _chunk(self, piece: _Piece, have: int, stop: int, cut: KvCut) -> KvChunk | None:
         values, layer = piece.values.result(COPY_S), self._layers[piece.layer]
+        if piece.coding is not None:
+            from potluck.kv import gpu_kernels
+
+            shape = layer.shape.of(piece.stop - piece.first)
+            place = (piece.layer, piece.coding[0], piece.first, piece.stop, layer.shape.dtype, shape)
+            return gpu_kernels.coded(KvChunk(*place, b"", head=layer.head), piece.coding[1], values)
         whole = cut.whole_windows and layer.keeps_all
         first = max(piece.first, layer.first(have, stop, whole=whole))
         if first >= piece.stop:

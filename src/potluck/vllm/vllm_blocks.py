@@ -105,6 +105,12 @@ class VllmLayer:
     def read(self, tables: Tables, first: int, stop: int) -> Tensor:
         return self.blocks.read(self._table(tables, first, stop), first, stop)
 
+    def read_into(self, out: Tensor, tables: Tables, first: int, stop: int) -> None:
+        """As `read`, without a tensor of its own where blocks can be read so."""
+        gather, table = getattr(self.blocks, "gather", None), self._table(tables, first, stop)
+        if gather is None or not gather(table, first, stop, out):
+            out.copy_(self.blocks.read(table, first, stop))
+
     def write(self, tables: Tables, first: int, values: Tensor, head: int | None = None) -> None:
         """`head`: the first of the values' heads, as the model counts them."""
         place = 0 if head is None else head - self.head
@@ -150,11 +156,24 @@ class PlainBlocks:
         # Numbers of 8 bits are only moved: few operations know them.
         self._cache = cache.view(torch.uint8) if self._dtype.itemsize == 1 else cache
         self.device, self._scales = cache.device, scales
+        self._gathers = cache.is_cuda and part == "kv" and cache.stride(3) == 1
 
     def read(self, table: Table, first: int, stop: int) -> Tensor:
+        if self._gathers:
+            out = torch.empty(self.shape.of(stop - first), dtype=self._dtype, device=self.device)
+            self.gather(table, first, stop, out)
+            return out
         blocks, places = self._slots(table, first, stop)
         tensor = self._cache[blocks, :, places]
         return self._split(tensor).contiguous().view(self._dtype)
+
+    def gather(self, table: Table, first: int, stop: int, out: Tensor) -> bool:
+        """Read into `out`, in one go; whether that is possible."""
+        if self._gathers:
+            from potluck.kv import gpu_kernels
+
+            gpu_kernels.gather(self._cache, *self._slots(table, first, stop), out.view(self._cache.dtype))
+        return self._gathers
 
     def write(self, table: Table, first: int, values: Tensor, head: int = 0) -> None:
         blocks, places = self._slots(table, first, first + len(values))

@@ -26,6 +26,7 @@ from potluck.engine.compute.logit_edits import LogitEdit
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.numbers import Exactness
 from potluck.kv.chunks import KvChunk, KvManifest, token_hash
+from potluck.kv.codec_layout import Codec
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class CacheExport:
     start: int
     stop: int
     of: tuple[int, int] | None = None
+    codec: Codec = "raw"
 
     @property
     def end(self) -> int:
@@ -171,8 +173,8 @@ class Executor(Protocol):
     def export(self, row: int, layer: int, start: int, stop: int) -> tuple[KvChunk, ...]:
         """What a layer has of a row that is not being stepped."""
 
-    def exports(self, row: int, start: int, stop: int) -> Iterable[tuple[KvChunk, ...]]:
-        """The same, layer by layer."""
+    def exports(self, row: int, start: int, stop: int, codec: Codec = "raw") -> Iterable[tuple[KvChunk, ...]]:
+        """The same, layer by layer; under a codec where that is made on the way."""
         return (self.export(row, layer, start, stop) for layer in range(self.config.model.layer_count))
 
     def arrival(self, row: int, about: KvManifest, tokens: Sequence[int]) -> IncomingCache: ...

@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ from potluck.engine.compute.executor import check_manifest
 from potluck.engine.memory.kv_cache import Kept, LinearStates, Pages
 from potluck.engine.memory.prefix_cache import expected_parts
 from potluck.kv.chunks import KvChunk, KvManifest, token_hash
-from potluck.kv.codec_layout import Part
+from potluck.kv.codec_layout import CODED, STATES, Codec, Part, sizes
 
 if TYPE_CHECKING:
     from potluck.engine.compute.runner import Runner
@@ -87,10 +87,11 @@ class RowSlots:
 
 
 def read_out(
-    slots: RowSlots, layer: int, start: int, stop: int, whole: int | None = None
+    slots: RowSlots, layer: int, start: int, stop: int, whole: int | None = None, codec: Codec = "raw"
 ) -> Callable[[], tuple[KvChunk, ...]]:
-    """As `pack`, but what is returned waits for it. A GPU gathers it now, in the order of its steps, and copies it to
-    the host beside the steps that come."""
+    """As `pack`, but what is returned waits for it. A GPU gathers it now, in the order of its steps, makes it small
+    under a codec, and copies it to the host beside the steps that come; a CPU leaves codecs to whoever sends it. A
+    chunk that no codec takes, since something in it is not finite, has no data."""
     runner, row = slots.runner, slots.row
     kept, held = runner.cache.layer(layer), runner.tables.lengths[row]
     last = whole in (None, stop)
@@ -98,18 +99,41 @@ def read_out(
         raise InputError(f"row {row}", f"holds {held} tokens; layer {layer} cannot give [{start}, {stop})")
     expected = _expected(runner, layer, start, stop, whole)
     tensors = [_read(slots, kept, item, stop) for item in expected]
+    names = [str(item.dtype).removeprefix("torch.") for item in expected]
+    about = [
+        KvChunk(layer, item.part, item.first, stop, name, tuple(tensor.shape), b"")
+        for item, name, tensor in zip(expected, names, tensors, strict=True)
+    ]
+    if runner.copies is not None and codec != "raw":
+        tensors = [_coded(tensor, chunk, codec) for tensor, chunk in zip(tensors, about, strict=True)]
     waits = [_to_host(tensor, runner.copies) for tensor in tensors]
+    return lambda: tuple(
+        _with_data(chunk, codec, wait(), item.dtype)
+        for chunk, item, wait in zip(about, expected, waits, strict=True)
+    )
 
-    def chunks() -> tuple[KvChunk, ...]:
-        result = []
-        for item, wait in zip(expected, waits, strict=True):
-            tensor = wait()
-            name = str(item.dtype).removeprefix("torch.")
-            data = memoryview(tensor.contiguous().view(torch.uint8).numpy().data).cast("B")
-            result.append(KvChunk(layer, item.part, item.first, stop, name, tuple(tensor.shape), data))
-        return tuple(result)
 
-    return chunks
+@torch.inference_mode()
+def _coded(tensor: Tensor, chunk: KvChunk, codec: Codec) -> Tensor:
+    if chunk.part in STATES or chunk.dtype not in CODED:
+        return tensor
+    from potluck.kv import gpu_kernels
+
+    size = gpu_kernels.room_bytes(chunk.part, chunk.shape, codec)
+    room = torch.empty(size, dtype=torch.uint8, device=tensor.device)
+    gpu_kernels.encode(tensor.contiguous(), chunk.part, codec, room)
+    return room
+
+
+def _with_data(chunk: KvChunk, codec: Codec, tensor: Tensor, dtype: torch.dtype) -> KvChunk:
+    if tensor.dtype == dtype:
+        data = memoryview(tensor.contiguous().view(torch.uint8).numpy().data).cast("B")
+        return replace(chunk, data=data)
+    from potluck.kv import gpu_kernels
+
+    with suppress(InputError):
+        return gpu_kernels.coded(chunk, codec, tensor)
+    return chunk
 
 
 @torch.inference_mode()
@@ -202,17 +226,15 @@ class IncomingHandover:
             raise FormatError(
                 where, f"is {chunk.dtype} {list(chunk.shape)}, expected {dtype} {list(expected.shape)}"
             )
-        size = int(np.prod(expected.shape)) * expected.dtype.itemsize
+        size = sizes(chunk.part, dtype, expected.shape, chunk.codec).payload_bytes
         if len(chunk.data) != size:
             raise FormatError(where, f"has {len(chunk.data)} bytes, expected {size}")
-        raw = np.frombuffer(chunk.data, np.uint8)
-        raw = raw if raw.flags.writeable else raw.copy()
         with self._lock:
             if self._over:
                 raise InputError("hand-over", "the request has ended")
             self._pieces.take(chunk)
             with on_stream(self._copies):
-                tensor = on_device(raw, self._runner.device).view(expected.dtype)
+                tensor = _values(chunk, self._runner.device, expected.dtype)
                 self._finite = self._finite & torch.isfinite(tensor).all()
                 # One that is not finite would spread through masked positions to sequences beside it.
                 tensor = torch.nan_to_num(tensor, 0.0, 0.0, 0.0).view(expected.shape)
@@ -244,6 +266,17 @@ class IncomingHandover:
             self._over = True
         if self._writes is not None:
             torch.cuda.current_stream().wait_stream(self._writes)
+
+
+def _values(chunk: KvChunk, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if device.type == "cuda":
+        from potluck.kv import gpu_kernels
+
+        if chunk.codec != "raw":
+            return gpu_kernels.restored(chunk, device)
+        return gpu_kernels.uploaded(device, len(chunk.data), (0, chunk.data)).view(dtype)
+    raw = np.frombuffer(chunk.data, np.uint8)
+    return torch.from_numpy(raw if raw.flags.writeable else raw.copy()).view(dtype)
 
 
 def _piece(wanted: _Expected, chunk: KvChunk) -> _Expected:

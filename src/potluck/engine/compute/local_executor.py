@@ -13,6 +13,7 @@ from potluck.engine.compute.handover import IncomingHandover, RowSlots, pack, re
 from potluck.engine.compute.runner import Runner
 from potluck.engine.compute.sample import draw, sent
 from potluck.kv.chunks import KvChunk, KvManifest
+from potluck.kv.codec_layout import Codec
 
 
 class LocalExecutor(Executor):
@@ -60,7 +61,7 @@ class LocalExecutor(Executor):
 
             def on_layer(layer: int) -> None:
                 for item in step.exports:
-                    chunks = read_out(slots[item.row], layer, item.start, item.stop, item.end)
+                    chunks = read_out(slots[item.row], layer, item.start, item.stop, item.end, item.codec)
                     leaving.append((item.row, chunks))
                 if pacer is not None:  # not before that part of the step would be done
                     pacer.reach((layer + 1) / layers)
@@ -99,9 +100,9 @@ class LocalExecutor(Executor):
     def export(self, row: int, layer: int, start: int, stop: int) -> tuple[KvChunk, ...]:
         return pack(self.runner, row, layer, start, stop)
 
-    def exports(self, row: int, start: int, stop: int) -> Iterator[tuple[KvChunk, ...]]:
+    def exports(self, row: int, start: int, stop: int, codec: Codec = "raw") -> Iterator[tuple[KvChunk, ...]]:
         slots, layers = RowSlots(self.runner, row), range(self.config.model.layer_count)
-        begun = [read_out(slots, layer, start, stop) for layer in layers]
+        begun = [read_out(slots, layer, start, stop, None, codec) for layer in layers]
         return (chunks() for chunks in begun)
 
     def arrival(self, row: int, about: KvManifest, tokens: Sequence[int]) -> IncomingCache:

@@ -52,6 +52,7 @@ from potluck.engine.loop.jobs import (
 from potluck.engine.loop.microbatches import Microbatch, Microbatches, RunningStep
 from potluck.engine.memory.prefix_cache import PrefixCache
 from potluck.kv.chunks import KvChunk, KvManifest, data_bytes, token_hash
+from potluck.kv.codec_layout import Codec
 
 
 class HandoverGate:
@@ -183,8 +184,9 @@ class EngineLoop:
             self._end(key, reason or ("error" if problem else "cancelled"), problem)
             self.flush()
 
-    def attach(self, key: int, have: int, now_s: float) -> KvManifest:
-        """The receiver of what `key` hands on is there and has `have` tokens: its cache goes out when computed."""
+    def attach(self, key: int, have: int, now_s: float, codec: Codec = "raw") -> KvManifest:
+        """The receiver of what `key` hands on is there and has `have` tokens: its cache goes out when computed, and
+        may be made small before."""
         self._now_s = now_s
         if (read := self.host_kv.taken(key)) is not None:
             return read
@@ -193,12 +195,12 @@ class EngineLoop:
             raise InputError("handle", "is unknown, has expired, or was used")
         if not 0 <= have < run.job.whole:
             raise InputError("have", f"must be 0 to {run.job.whole - 1}, is {have}")
-        run.fetched_from = have
+        run.fetched_from, run.codec = have, codec
         row, whole = run.row, run.job.whole
         in_row = row is not None and self.executor.held(row) >= whole
         if in_row and row is not None and self._ahead and self.microbatches.under_way:
             # Behind the step that is under way, before the next one: it goes when that step has landed.
-            run.outgoing = self.executor.exports(row, have, whole)
+            run.outgoing = self.executor.exports(row, have, whole, codec)
             self._leaving += [run] if run.computed else []
             self._kept.pop(key, None)
         elif run.computed:
@@ -518,7 +520,10 @@ class EngineLoop:
         """What was computed before its receiver came goes out; whether it could be read."""
         assert run.row is not None and run.fetched_from is not None  # noqa: PT018
         try:
-            for chunks in run.outgoing or self.executor.exports(run.row, run.fetched_from, run.job.whole):
+            outgoing = run.outgoing or self.executor.exports(
+                run.row, run.fetched_from, run.job.whole, run.codec
+            )
+            for chunks in outgoing:
                 self._send(run, chunks)
             self._end(run.job.key, "handed_on")
         except FAILURES as error:

@@ -14,6 +14,7 @@ from potluck.engine.compute.logit_edits import JsonGuide, LogitEdits
 from potluck.engine.loop.engine_status import EngineCounters
 from potluck.engine.memory.prefix_cache import PrefixCache
 from potluck.kv.chunks import KvChunk, KvManifest, token_hash
+from potluck.kv.codec_layout import Codec
 
 NOT_FETCHED = "not_fetched"
 
@@ -161,8 +162,8 @@ class RunningJob:
     """A job while it is here. Written by the loop and by `CacheRows`."""
 
     # fmt: off
-    __slots__ = ("computed", "drawing", "edits", "exact", "fetched_from", "found", "incoming", "job", "last_s",
-                 "outgoing", "row", "sent", "times", "tokens")
+    __slots__ = ("codec", "computed", "drawing", "edits", "exact", "fetched_from", "found", "incoming", "job",
+                 "last_s", "outgoing", "row", "sent", "times", "tokens")
     # fmt: on
 
     def __init__(self, job: Job, now_s: float) -> None:
@@ -181,6 +182,8 @@ class RunningJob:
         self.found: tuple[int, list[KvChunk]] | None = None
         """A known prefix, put aside for when there is a row."""
         self.incoming: IncomingCache | None = None
+        self.codec: Codec = "raw"
+        """How its receiver takes what it hands on, where that can be made on the way."""
         self.fetched_from: int | None = None
         """The receiver is there and has so many tokens already."""
         self.outgoing: Iterable[tuple[KvChunk, ...]] | None = None  # Being read out for it, layer by layer.
@@ -208,7 +211,7 @@ class RunningJob:
         if not self.job.hands_on or since is None or since >= goal:
             return []
         start, self.sent = max(since, self.sent), goal
-        return [CacheExport(row, start, goal, (since, self.whole))]
+        return [CacheExport(row, start, goal, (since, self.whole), self.codec)]
 
     @property
     def whole(self) -> int:

@@ -126,13 +126,13 @@ class MockKvTransfer(KvTransfer):
     def packed(self, chunk: KvChunk, codec: Codec) -> KvChunk:
         return mock_executor.resized(replace(chunk, codec=codec), chunk.shape[1])
 
-    def restored(self, chunk: KvChunk) -> KvChunk:
+    def restored(self, chunk: KvChunk, whole: bool = False) -> KvChunk:
         if chunk.codec == "raw":
             return mock_executor.resized(chunk, mock_executor.SHAPE[1])
-        whole = bytes(chunk.parameters) + bytes(chunk.data)
-        if len(whole) < mock_executor.CONTENT.size or whole[mock_executor.CONTENT.size :].strip(b"\0"):
+        content = bytes(chunk.parameters) + bytes(chunk.data)
+        if len(content) < mock_executor.CONTENT.size or content[mock_executor.CONTENT.size :].strip(b"\0"):
             raise FormatError(f"hand-over: layer {chunk.layer}", "is not what a mock engine sends")
-        data = whole[: mock_executor.CONTENT.size].ljust(mock_executor.RAW_BYTES, b"\0")
+        data = content[: mock_executor.CONTENT.size].ljust(mock_executor.RAW_BYTES, b"\0")
         return replace(chunk, codec="raw", shape=mock_executor.SHAPE, parameters=b"", data=data)
 
     def leaves(self, peer: str, chunk: KvChunk) -> KvChunk:

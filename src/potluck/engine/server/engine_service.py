@@ -88,7 +88,10 @@ class EngineService:
         self.most_tokens = loop.most_tokens
         self.grammars = Grammars(text, self.vocab, self.eos)
         self.kv_transfer = kv_transfer or KvTransfer(
-            getattr(executor, "nic", None), executor.kv_dtype, kv_heads(executor.config.model)
+            getattr(executor, "nic", None),
+            executor.kv_dtype,
+            kv_heads(executor.config.model),
+            executor.ordered,
         )
 
     @property

@@ -48,11 +48,20 @@ class KvTransfer:
     """How chunks go over the wire: as they are, but in the time of an emulated GPU's card, if there is one. A mock
     engine's (`mock_transfer.py`) stand for others."""
 
+    _on_gpu = False
     light = False  # Whether chunks are so small that no thread is needed for them.
 
-    def __init__(self, nic: EmulatedNic | None = None, dtype: str = "", heads: int = 1) -> None:
-        """`dtype`: what KV is kept as here; `heads`: the model's KV heads, 1 where it has latents."""
-        self._nic, self.dtype, self.heads = nic, dtype, heads
+    def __init__(
+        self, nic: EmulatedNic | None = None, dtype: str = "", heads: int = 1, on_gpu: bool = False
+    ) -> None:
+        """`dtype`: what KV is kept as here; `heads`: the model's KV heads, 1 where it has latents; `on_gpu`: whether
+        caches are made small and restored there."""
+        self._nic, self.dtype, self.heads, self._on_gpu = nic, dtype, heads, on_gpu
+
+    def early(self, transfer: OutgoingTransfer, codec: Codec) -> Codec:
+        """Under what a cache may be read out already: its receiver takes it as it is here."""
+        whole = self._on_gpu and transfer.takes_whole(self.dtype, (0, self.heads))
+        return codec if whole else "raw"
 
     def wanted(self, chunk: KvChunk, dtype: str) -> KvChunk:
         """In the receiver's format, where that is the smaller one."""
@@ -72,8 +81,9 @@ class KvTransfer:
     def packed(self, chunk: KvChunk, codec: Codec) -> KvChunk:
         return packed(chunk, codec)
 
-    def restored(self, chunk: KvChunk) -> KvChunk:
-        return restored(chunk)
+    def restored(self, chunk: KvChunk, whole: bool = False) -> KvChunk:
+        """`whole`: nothing else is done with it before it is written where it belongs."""
+        return chunk if self._on_gpu and whole and chunk.dtype == self.dtype else restored(chunk)
 
     def due_s(self, chunk: KvChunk) -> float | None:
         """When a chunk that is handed in now may go, by the monotonic clock; None: at once."""
@@ -199,7 +209,9 @@ class KvConnector:
         fate: Fate = self._loop.create_future()
 
         def opened(have: int) -> KvManifest:
-            about = self._driver.ask(lambda loop, now_s: loop.attach(channel.key, have, now_s)).result(ASK_S)
+            early = self._transfer.early(transfer, codec)
+            asked = self._driver.ask(lambda loop, now_s: loop.attach(channel.key, have, now_s, early))
+            about = asked.result(ASK_S)
             self._loop.call_soon_threadsafe(lambda: self._send_off(self._carry(channel, transfer, codec)))
             return about
 
@@ -281,6 +293,8 @@ class KvConnector:
 
     async def _hand_in(self, transfer: OutgoingTransfer, chunk: KvChunk, codec: Codec = "raw") -> None:
         """Into the transfer, for each of the receiver's workers, when its turn has come on the network card."""
+        if not len(chunk.data) and chunk.shape:
+            raise InputError(f"codec: {chunk.part}", "has values that are not finite")
         for part, cut in transfer.cuts(self._transfer.wanted(chunk, transfer.cut.dtype)):
             if codec != "raw":
                 cut = await self._apart(self._transfer.packed, cut, codec)
@@ -326,6 +340,7 @@ class KvConnector:
             self._senders.clear()
         self._senders |= {written(worker): str(address) for worker, _ in parts}
         join = HeadJoin([request.cut.heads for _, request in parts if not request.cut.nothing])
+        one = len(parts) == 1
 
         def opened(place: int, about: KvManifest) -> None:
             with lock:
@@ -347,7 +362,7 @@ class KvConnector:
                     taken.append(accept(self._transfer.restored(own), chunk.codec == "raw"))
                     return
                 exact = chunk.codec == "raw" and not lesser(chunk, self._transfer.dtype)
-                for joined in join.take(self._transfer.restored(chunk)):
+                for joined in join.take(self._transfer.restored(chunk, whole=one)):
                     _result(accept(self._transfer.kept(joined), exact), ASK_S)
 
         def complete() -> None:
