@@ -12,7 +12,8 @@ from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.engine.compute.executor import SequenceWork, StepInputs, TokenDraw, WorkerLost
 from potluck.engine.compute.local_executor import LocalExecutor
-from potluck.engine.loop.jobs import Job
+from potluck.engine.loop import engine_loop
+from potluck.engine.loop.jobs import Job, JobEnded
 
 LENGTH, OUTPUT = 150, 12
 
@@ -73,6 +74,23 @@ def test_a_hand_over_does_not_matter(kind: str, turns: int, cut: int, expected: 
     assert first.tokens(other) == harness(kind).answer(prompt(20, 1), 12)
     assert first.loop.idle
     assert second.loop.idle
+
+
+def test_a_gpu_hands_on_no_more_than_receivers_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_loop, "MOST_HOST_BYTES", 1)
+    engine = harness("full", rows=22)  # Two may hand on at once.
+    keys = [engine.submit(prompt(40, place), stop=40) for place in range(5)]
+    for key in keys:
+        engine.loop.attach(key, 0, engine.now_s)
+    waits = bool(engine.executor.ordered)
+    for begun in (2, 4, 5):
+        engine.run()
+        done = [key for key in keys if any(isinstance(event, JobEnded) for event in engine.said.get(key, ()))]
+        assert done == (keys[:begun] if waits else keys)
+        for key in done:
+            engine.loop.delivered(key)
+    assert not engine.loop.host_bytes
+    assert engine.loop.idle
 
 
 @pytest.mark.parametrize("kind", ["full", "hybrid"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -29,6 +30,7 @@ from potluck.kv.kv_sender import KvSender, OutgoingTransfer, State
 from potluck.vllm.transfer_scheduler import ReadBlocks, SendOffer
 from potluck.vllm.vllm_blocks import ONE, TORCH, Tables, VllmLayer, scaled
 
+SWITCH_S = 0.0002
 PAGE_BYTES, SLOTS, PAGES, PORTERS = 1 << 23, 16, 48, 2
 Coding = tuple[Part, Codec]
 
@@ -66,6 +68,8 @@ class HostCopies:
             if "OMP_NUM_THREADS" not in os.environ:
                 # As vLLM has it where it has several workers: threads of copies on the host hold up who launches.
                 torch.set_num_threads(1)
+            # Whoever launches kernels lets others run at each, and should not be long in getting its turn back.
+            sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
             self._stream = torch.cuda.Stream(device)
             room = torch.empty(SLOTS, PAGE_BYTES, dtype=torch.uint8, device=device)
             self._slots.extend(_HostSlot(item, torch.cuda.Event()) for item in room)

@@ -81,6 +81,9 @@ class HandoverGate:
         return not self.waiting and not self.inside
 
 
+MOST_HOST_BYTES = 1 << 30
+"""Of caches read out of a GPU: no more prompts are begun to be handed on meanwhile. Memory that a GPU copies to is
+slow to get and quick to use again."""
 FAILURES = (PotluckError, RuntimeError, ValueError, OSError)
 """What may go wrong inside an executor: the requests at hand fail, the engine lives on."""
 Tell = Callable[[list[tuple[int, Event]]], None]
@@ -159,6 +162,9 @@ class EngineLoop:
         self.host_kv = HostKvStore()
         self._leaving: list[RunningJob] = []
         """Caches that are read out behind the step that is under way."""
+        self.host_bytes: dict[int, int] = {}
+        """Of caches that were read out of a GPU for a receiver that is there, until they are with it."""
+        self._most_host_bytes = MOST_HOST_BYTES if executor.ordered else None
         self._said: list[tuple[int, Event]] = []
 
     # What is asked between turns.
@@ -196,6 +202,7 @@ class EngineLoop:
         if not 0 <= have < run.job.whole:
             raise InputError("have", f"must be 0 to {run.job.whole - 1}, is {have}")
         run.fetched_from, run.codec = have, codec
+        self.host_bytes[key] = 0
         row, whole = run.row, run.job.whole
         in_row = row is not None and self.executor.held(row) >= whole
         if in_row and row is not None and self._ahead and self.microbatches.under_way:
@@ -208,6 +215,10 @@ class EngineLoop:
         elif self._join is not None and (running := self.microbatches.step_of(key, run.row)) is not None:
             running.let_out(run, self._join)
         return self._about(run, have)
+
+    def delivered(self, key: int) -> None:
+        """What was handed on is with its receiver, or never will be."""
+        self.host_bytes.pop(key, None)
 
     def _about(self, run: RunningJob, have: int) -> KvManifest:
         whole = run.job.whole
@@ -354,7 +365,8 @@ class EngineLoop:
             self.host_kv.put(run.job.key, self._about(run, 0), self.counters.sent_bytes - before)
 
     def _open_gates(self) -> None:
-        for key in self._senders.next():
+        crowded = self._most_host_bytes is not None and sum(self.host_bytes.values()) >= self._most_host_bytes
+        for key in () if crowded else self._senders.next():
             job = self._runs[key].job
             self.microbatches.add(key, job.whole, 0, 0, *job.standing)
             self._senders.enter(key)
@@ -485,7 +497,10 @@ class EngineLoop:
             self._send(run, chunks)
 
     def _send(self, run: RunningJob, chunks: tuple[KvChunk, ...]) -> None:
-        self.counters.sent_bytes += sum(map(self._weigh, chunks))
+        size_bytes = sum(map(self._weigh, chunks))
+        self.counters.sent_bytes += size_bytes
+        if run.job.key in self.host_bytes:
+            self.host_bytes[run.job.key] += size_bytes
         if self._runs.get(run.job.key) is run:
             end = (self.executor.config.model.layer_count - 1, run.whole)
             last = (chunks[-1].layer, chunks[-1].stop) == end

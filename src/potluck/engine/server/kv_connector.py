@@ -217,6 +217,7 @@ class KvConnector:
 
         def closed(state: State) -> None:
             undelivered = None if state == "fetched" else self._undelivered(transfer, state)
+            self._driver.ask(lambda loop, _: loop.delivered(channel.key))
             with suppress(RuntimeError):  # The event loop is closed: nobody is left to be told.
                 self._loop.call_soon_threadsafe(_settle, fate, undelivered)
 
