@@ -22,11 +22,13 @@ from potluck.cli.simulating.simulation import SimulationInputs, startups_of
 from potluck.cli.up import gpus as up_gpus
 from potluck.cli.up.gpus import (
     GpuSetup,
+    LocalGpus,
     flags_of,
     for_this_machine,
     gpu_of,
     maker_of,
     measured_briefly,
+    shared_out,
     spec_text,
     vllm_flags,
 )
@@ -360,16 +362,17 @@ def test_what_cannot_be_measured_is_said_and_what_was_is_kept(
     begun = []
 
     def measuring(
-        model: Path, name: str, gpu: str, chip: LocalGpu, out: Path, device: str
+        model: Path, name: str, gpu: str, out: Path, device: str, variables: dict[str, dict[str, str]]
     ) -> subprocess.Popen[str]:
-        begun.append((gpu, chip.uuid))
+        begun.extend((gpu, each["CUDA_VISIBLE_DEVICES"]) for each in variables.values())
         code = f"import pathlib, sys; p = pathlib.Path({str(out)!r})\n"
         code += "p.write_text('{}')" if gpu == "L4" else "print('out of memory'); sys.exit(2)"
         return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
     monkeypatch.setattr(up_gpus, "_measuring", measuring)
     chips = (LocalGpu(0, "GPU-a", "NVIDIA L4", 24 * GB), LocalGpu(1, "GPU-b", "NVIDIA A10", 24 * GB))
-    arguments = (load_spec(path), shipped_model(), chips, tmp_path / "profiles", "cpu", lambda line: None)
+    asked = LocalGpus("cpu")
+    arguments = (load_spec(path), shipped_model(), chips, tmp_path / "profiles", asked, lambda line: None)
     result, notes = measured_briefly(*arguments)
     assert [item.name for item in result] == ["L4-words.json"]
     assert "A10 could not be measured (out of memory)" in notes[0]
@@ -384,8 +387,53 @@ def test_a_spec_of_other_gpus_is_not_served_on_these(tmp_path: Path) -> None:
         maker_of(load_spec(path), (LocalGpu(0, "GPU-a", "NVIDIA L4", 24 * GB),))
 
 
+H200 = LocalGpu(0, "GPU-a", "NVIDIA H200", 143 * GB)
+
+
+def test_shares_of_a_gpu_are_gpus_of_their_own(tmp_path: Path) -> None:
+    chips = shared_out((H200,), "50,25,12")
+    names = ["H200-50pct", "H200-25pct", "H200-12pct"]
+    assert [gpu_of(chip) for chip in chips] == names
+    assert sum(chip.memory_bytes for chip in chips) <= H200.memory_bytes
+    path = tmp_path / "spec.yaml"
+    path.write_text(spec_text(shipped_model(), "words", Counter(names), 1.0, parts=chips))
+    nodes = {node.name: node for node in load_spec(path).node_types}
+    whole, half = gpus.gpu("H200"), nodes["1xH200-50pct"].gpu
+    assert half.fp16_tflops == pytest.approx(whole.fp16_tflops / 2)
+    assert half.memory_bytes == pytest.approx(chips[0].memory_bytes)
+    prices = {offer.node: offer.price_usd_per_h for offer in load_spec(path).regions[0].offers}
+    assert prices["1xH200-50pct"] == pytest.approx(2 * prices["1xH200-25pct"], rel=1e-3)
+    started = LocalGpus(daemon={"CUDA_MPS_PIPE_DIRECTORY": "/p"}).variables(chips)
+    assert list(started.values())[1] == {
+        "CUDA_VISIBLE_DEVICES": "GPU-a",
+        "CUDA_MPS_PIPE_DIRECTORY": "/p",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
+    }
+    assert len(set(started)) == 3
+    for text in ("", "50,x", "60,50", "0,50", "50,,25"):
+        with pytest.raises(InputError, match="--shares: must be per cents"):
+            shared_out((H200,), text)
+    with pytest.raises(InputError, match="cuts one GPU, 2 are here"):
+        shared_out((H200, H200), "50,25")
+
+
+MPS = """#!/bin/sh
+on=$CUDA_MPS_PIPE_DIRECTORY/on
+if [ "$1" = -d ]; then touch $on; exit; fi
+read -r asked
+if [ "$asked" = quit ]; then rm $on; else [ -e $on ]; fi
+"""
+
+
+@pytest.mark.parametrize(
+    ("shares", "found"), [((), "1 x L4"), (("--shares", "50,25"), "1 x L4-50pct + 1 x L4-25pct")]
+)
 def test_a_service_on_gpus_that_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shares: tuple[str, ...],
+    found: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """All but the GPU: the engine computes on the CPU."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -394,13 +442,18 @@ def test_a_service_on_gpus_that_are_found(
     shutil.copytree(shipped_model(), model)
     arguments = ["up", "--model", str(model), "--device", "cpu", "--no-measure", "--averages", "--check"]
     arguments += ["--json", "--port", "0", "--state", str(tmp_path / "state"), "--within", "200"]
-    command = [sys.executable, "-m", "potluck.cli.main", *arguments]
+    (tmp_path / "bin" / "nvidia-cuda-mps-control").write_text(MPS)
+    (tmp_path / "bin" / "nvidia-cuda-mps-control").chmod(0o755)
+    command = [sys.executable, "-m", "potluck.cli.main", *arguments, *shares]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    pipes = tmp_path / "state" / "mps" / "pipes"
+    assert pipes.is_dir() == bool(shares)
+    assert not (pipes / "on").exists(), "its daemon ends with it"
     body = json.loads(done.stdout)
     assert body["models"] == ["tiny"]
     assert body["answers"][0]["text"]
-    assert "found 1 x L4" in done.stderr
+    assert f"found {found}" in done.stderr
     _driver(tmp_path, monkeypatch, "")
     assert run([*arguments[:-3], str(tmp_path / "other")]) == 2
     assert "no GPU was found" in capsys.readouterr().err

@@ -29,19 +29,22 @@ def share_environment(share: int, daemon: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def mps_daemon() -> Iterator[dict[str, str]]:
-    """Variables that lead to a control daemon: the one that runs, or one of our own until the block ends."""
+def mps_daemon(kept: Path | None = None) -> Iterator[dict[str, str]]:
+    """Variables that lead to a control daemon: the one that runs, or one of our own until the block ends. One whose
+    directories are `kept` is found again by whoever comes after a process that was killed."""
     if _told("get_server_list", {}):
         yield {name: os.environ[name] for name in (PIPES, LOGS) if name in os.environ}
         return
     with tempfile.TemporaryDirectory(prefix="potluck-mps-") as folder:
-        where = {PIPES: str(Path(folder, "pipes")), LOGS: str(Path(folder, "logs"))}
+        where = {PIPES: str(Path(kept or folder, "pipes")), LOGS: str(Path(kept or folder, "logs"))}
         for path in where.values():
-            Path(path).mkdir()
-        started = subprocess.run([CONTROL, "-d"], env={**os.environ, **where}, capture_output=True, text=True)
-        if started.returncode:
-            line = " ".join((started.stderr or started.stdout).split())[:160] or "it printed nothing"
-            raise InputError("--share", f"CUDA MPS cannot be started ({line})")
+            Path(path).mkdir(parents=True, exist_ok=True)
+        if not _told("get_server_list", where):
+            command = [CONTROL, "-d"]
+            started = subprocess.run(command, env={**os.environ, **where}, capture_output=True, text=True)
+            if started.returncode:
+                line = " ".join((started.stderr or started.stdout).split())[:160] or "it printed nothing"
+                raise InputError("--share", f"CUDA MPS cannot be started ({line})")
         try:
             yield where
         finally:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ KV_SHARE = 0.85
 """Of what the performance model leaves for KV: the rest is for what it does not see (graphs, the driver)."""
 MOST_CPU_KV_BYTES, CPU_KV_SHARE = 4 << 30, 0.5
 MEASURE_S = 300.0
+SCALED = ("fp16_tflops", "bandwidth_gb_per_s", "fp8_tflops", "fp4_tflops")
 LEAST_MEMORY = 0.85  # Of the catalog's figure, that a chip of this name has at least.
 USUAL_PRICE_USD_PER_H = 1.0
 LESS = 0.75
@@ -60,6 +61,8 @@ def gpu_of(chip: LocalGpu) -> str:
                 name = gpus.canonical(" ".join(words[start:]))
             except UnknownNameError:
                 continue
+            if chip.share is not None:
+                return f"{name}-{chip.share}pct"
             _must_have_memory(chip, name)
             return name
     raise InputError(
@@ -92,12 +95,53 @@ def found_chips() -> tuple[LocalGpu, ...]:
     )
 
 
+def shared_out(chips: Sequence[LocalGpu], shares: str) -> tuple[LocalGpu, ...]:
+    """One GPU as several, with so many per cent of it each; its memory is divided alike."""
+    texts = [part.strip() for part in shares.split(",")]
+    numbers = [int(text) for text in texts if text.isdecimal()]
+    if len(numbers) < len(texts) or not all(numbers) or sum(numbers) > 100:
+        raise InputError(
+            "--shares", f"must be per cents that come to at most 100, as 50,25,12; is {shares!r}"
+        )
+    if len(chips) != 1:
+        raise InputError("--shares", f"cuts one GPU, {len(chips)} are here; choose with {VISIBLE}")
+    (chip,) = chips
+    gpu_of(chip)
+    return tuple(
+        replace(
+            chip,
+            uuid=f"{chip.uuid}@{place}",
+            memory_bytes=chip.memory_bytes * share // sum(numbers),
+            share=share,
+        )
+        for place, share in enumerate(numbers)
+    )
+
+
+def _part_of(chip: LocalGpu) -> dict[str, object]:
+    """A share as the spec's own GPU: until it is measured, so much of what the whole one can do."""
+    from potluck.catalog import gpus
+
+    whole, part = gpus.gpu(gpu_of(chip).rpartition("-")[0]), (chip.share or 100) / 100
+    scaled = {name: getattr(whole, name) for name in SCALED}
+    known = {"name": gpu_of(chip), "architecture": whole.architecture, "memory_gb": chip.memory_bytes / 1e9}
+    known |= {name: round(value * part, 3) for name, value in scaled.items() if value is not None}
+    if whole.sm_count is not None:
+        known["sm_count"] = max(1, round(whole.sm_count * part))
+    return known | {"compute_capability": whole.compute_capability, "bf16": whole.bf16}
+
+
 def spec_text(
-    model: Path, name: str, counts: Counter[str], rate_per_s: float, slo: Mapping[str, float] = SLO
+    model: Path,
+    name: str,
+    counts: Counter[str],
+    rate_per_s: float,
+    slo: Mapping[str, float] = SLO,
+    parts: Sequence[LocalGpu] = (),
 ) -> str:
-    """A spec of these GPUs, each a node of its own: an engine has one."""
+    """A spec of these GPUs, each a node of its own: an engine has one. `parts`: those that are shares of one."""
     nodes = [
-        {"node": f"1x{gpu}", "available": count, "price_usd_per_h": _price(f"1x{gpu}")}
+        {"node": f"1x{gpu}", "available": count, "price_usd_per_h": _price(gpu, parts)}
         for gpu, count in counts.items()
     ]
     traffic = {"rate_per_s": rate_per_s, "input": INPUT, "output": OUTPUT}
@@ -107,17 +151,41 @@ def spec_text(
         "models": [served],
         "fleet": {"regions": [{"name": "here", "nodes": nodes}]},
     }
+    if parts:
+        body["gpus"] = [*{gpu_of(part): _part_of(part) for part in parts}.values()]
     return HEADER + yaml.safe_dump(body, sort_keys=False, width=110)
 
 
-def _price(node: str) -> float:
+def _price(gpu: str, parts: Sequence[LocalGpu] = ()) -> float:
     """What renting one would cost; something, where nobody lists it, so that none is for free."""
     from potluck.catalog import prices
 
+    if part := next((part for part in parts if gpu_of(part) == gpu), None):
+        return round(_price(gpu.rpartition("-")[0]) * (part.share or 100) / 100, 4)
     try:
-        return prices.price_usd_per_h(node).price_usd_per_h
+        return prices.price_usd_per_h(f"1x{gpu}").price_usd_per_h
     except InputError:
         return USUAL_PRICE_USD_PER_H
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGpus:
+    """How this machine's GPUs are used: whole, or one of them as several under a daemon of CUDA MPS."""
+
+    device: str = "cuda"
+    measure: bool = True
+    shares: str = ""
+    daemon: Mapping[str, str] = field(default_factory=dict)
+
+    def variables(self, chips: Sequence[LocalGpu]) -> dict[str, dict[str, str]]:
+        """By id, what a process that computes on a GPU is started with."""
+        from potluck.engine.gpu_share import share_environment
+
+        return {
+            chip.uuid: {VISIBLE: chip.uuid.partition("@")[0]}
+            | ({} if chip.share is None else share_environment(chip.share, self.daemon))
+            for chip in chips
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +198,7 @@ class GpuSetup:
 
 
 def prepared_for_gpus(
-    model: Path, folder: Path, choices: PlanChoices, device: str, said: Said, *, measure: bool = True
+    model: Path, folder: Path, choices: PlanChoices, asked: LocalGpus, said: Said
 ) -> GpuSetup:
     """Find the GPUs, measure each kind, plan for all of them, and try how much that holds."""
     from potluck.control.state_store import written
@@ -139,20 +207,24 @@ def prepared_for_gpus(
     model = model.resolve()
     if not (model / CONFIG).is_file():
         raise InputError("--model", f"{model} has no {CONFIG}; name a model's directory")
-    chips = found_chips()
-    counts = Counter(gpu_of(chip) for chip in chips)
+    chips = found_chips() if not asked.shares else shared_out(found_chips(), asked.shares)
+    counts, parts = Counter(map(gpu_of, chips)), chips if asked.shares else ()
     said("found " + " + ".join(f"{count} x {gpu}" for gpu, count in counts.items()))
     path, name = folder / "spec.yaml", model.name
-    written(path, spec_text(model, name, counts, 1.0))
+    written(path, spec_text(model, name, counts, 1.0, parts=parts))
     profiles: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
-    if measure:
-        profiles, notes = measured_briefly(load_spec(path), model, chips, folder / "profiles", device, said)
+    if asked.measure:
+        profiles, notes = measured_briefly(load_spec(path), model, chips, folder / "profiles", asked, said)
     said("planning")
     choices = for_this_machine(replace(choices, profiles=profiles), load_spec(path))
+    if asked.shares and not choices.single:
+        raise InputError(
+            "--shares", f"{name} does not fit into the memory of each share; make them fewer or larger"
+        )
 
     def text(rate_per_s: float, slo: Mapping[str, float]) -> str:
-        return spec_text(model, name, counts, rate_per_s, slo)
+        return spec_text(model, name, counts, rate_per_s, slo, parts)
 
     slo, rate_per_s, make = _within_reach(path, text, choices, said)
     for attempt in range(TRIES):
@@ -164,7 +236,8 @@ def prepared_for_gpus(
             break
     what = f"planned for {rate_per_s:g} requests/s of about {INPUT['mean']} tokens in, {OUTPUT['mean']} out ({path})"
     lines = (*notes, what, *tried.lines)
-    return GpuSetup(path, PreparedPlan(tried.inputs, lines), maker_of(spec, chips, device), profiles, choices)
+    maker = replace(maker_of(spec, chips, asked.device), variables=asked.variables(chips))
+    return GpuSetup(path, PreparedPlan(tried.inputs, lines), maker, profiles, choices)
 
 
 def _within_reach(
@@ -323,7 +396,7 @@ def flags_of(spec: Spec) -> Callable[[EngineSpec], tuple[str, ...]]:
 
 
 def measured_briefly(
-    spec: Spec, model: Path, chips: Sequence[LocalGpu], folder: Path, device: str, said: Said
+    spec: Spec, model: Path, chips: Sequence[LocalGpu], folder: Path, asked: LocalGpus, said: Said
 ) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     """A profile of each kind of GPU, also from before, and what is to be said of those that could not be measured."""
     from potluck.perf.kv_capacity import stage_memory
@@ -339,7 +412,7 @@ def measured_briefly(
             del kinds[gpu]
     paths = {gpu: folder / f"{gpu}-{name}.json" for gpu in kinds}
     running = {
-        gpu: _measuring(model, name, gpu, kinds[gpu], path, device)
+        gpu: _measuring(model, name, gpu, path, asked.device, asked.variables((kinds[gpu],)))
         for gpu, path in paths.items()
         if not path.is_file()
     }
@@ -358,11 +431,11 @@ def measured_briefly(
 
 
 def _measuring(
-    model: Path, name: str, gpu: str, chip: LocalGpu, path: Path, device: str
+    model: Path, name: str, gpu: str, path: Path, device: str, variables: Mapping[str, Mapping[str, str]]
 ) -> subprocess.Popen[str]:
     command = [
         *(sys.executable, "-m", "potluck.cli.main", "profile", "--local", "--quick", "--repeats", "3"),
         *("--model", str(model), "--device", device, "--gpu", gpu, "--name", name, "--out", str(path)),
     ]
-    env = {**os.environ, VISIBLE: chip.uuid}
+    env = {**os.environ, **next(iter(variables.values()))}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)

@@ -216,6 +216,7 @@ def demo() -> Path:
 @option("--vllm-flags", default="", metavar="TEXT", help="With --engine vllm: further flags of vLLM's.")
 @option("--model", type=FOLDER, help="Serve this model on this machine's GPUs; without SPEC.")
 @option("--measure/--no-measure", default=True, help="With --model: each kind of GPU.")
+@option("--shares", default="", metavar="50,25,12", help="With --model: this machine's one GPU as several.")
 @option("--device", default="cuda", hidden=True, help="Where engines compute that should on GPUs.")
 @option("--attach", type=FILE, help="Only a gateway, over servers that run already; see docs/vllm.md.")
 @option("--averages", is_flag=True, help="Take the plan as it is, without a rehearsal.")
@@ -262,6 +263,8 @@ def _up(paths: tuple[Path, ...], elsewhere: ClusterTarget, asked: SimpleNamespac
     began_s, here, model = time.monotonic(), elsewhere.on == "here", asked.model
     if model is not None and (paths or not here):
         raise InputError("--model", "is for a spec that is made here; leave PLAN, SPEC and --on out")
+    if asked.shares and model is None:
+        raise InputError("--shares", "is for --model DIR")
     day = None
     if asked.schedule is not None:
         day, paths = scheduled(asked.schedule, paths)
@@ -278,9 +281,11 @@ def _up(paths: tuple[Path, ...], elsewhere: ClusterTarget, asked: SimpleNamespac
             whole.callback(fork_server.close)
         choices = PlanChoices(asked.time_limit_s, asked.averages)
         if model is not None:
-            ready = gpus.prepared_for_gpus(
-                model, folder, choices, asked.device, report, measure=asked.measure
-            )
+            from potluck.engine.gpu_share import mps_daemon
+
+            daemon = whole.enter_context(mps_daemon(folder / "mps")) if asked.shares else {}
+            local = gpus.LocalGpus(asked.device, asked.measure, asked.shares, daemon)
+            ready = gpus.prepared_for_gpus(model, folder, choices, local, report)
         else:
             ready = prepared_for(paths, spec_path, asked, choices, report, elsewhere)
         spec = ready.prepared.inputs.spec

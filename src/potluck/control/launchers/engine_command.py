@@ -56,6 +56,8 @@ class EngineCommands:
     """Certificate, key and authority, as they are called where engines run: for the gateway, KV and stages alike."""
     chips: tuple[tuple[str, str], ...] = ()
     """Of this machine's GPUs the node type that each is, and its id."""
+    variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By a GPU's id, what an engine on it is started with, where that is not the id itself."""
     gpus: tuple[tuple[str, str], ...] = ()
     """Of node types with several GPUs, as vLLM uses them: what one of those is as a node type."""
     flags: Callable[[EngineSpec], tuple[str, ...]] = lambda make: ()

@@ -155,6 +155,7 @@ class LocalGpu:
     uuid: str  # The same whatever the order in which chips are counted.
     name: str
     memory_bytes: int
+    share: int | None = None  # In per cent, of a GPU that is several.
 
 
 def find_chips(environment: Mapping[str, str] | None = None) -> tuple[LocalGpu, ...]:

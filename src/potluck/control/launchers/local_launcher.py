@@ -133,7 +133,8 @@ class LocalLauncher:
         marks, log = {NAME_MARK: name, OWNER_MARK: self._owner}, self.log_of(name)
         chip = self._chips_for(make)
         if chip:
-            self._chips[name], marks[local_capacity.VISIBLE] = chip, chip
+            self._chips[name] = chip
+            marks |= self._maker.variables.get(chip, {local_capacity.VISIBLE: chip})
         pid = None if self._fork_server is None else self._fork_server.fork(command[3:], log)
         if pid is None:
             pid = process.spawn(command, marks, log)
