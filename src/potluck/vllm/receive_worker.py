@@ -169,10 +169,13 @@ def _values(chunk: KvChunk, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         from potluck.kv import gpu_kernels
 
-        if chunk.codec != "raw":
-            return gpu_kernels.restored(chunk, device)
-        values = gpu_kernels.uploaded(device, len(chunk.data), (0, chunk.data))
-        return values.view(TORCH[chunk.dtype]).view(chunk.shape)
+        values: torch.Tensor
+        if chunk.codec == "raw":
+            values = gpu_kernels.uploaded(device, len(chunk.data), (0, chunk.data))
+            values = values.view(TORCH[chunk.dtype]).view(chunk.shape)
+        else:
+            values = gpu_kernels.restored(chunk, device)
+        return values
     data = np.frombuffer(restored(chunk).data, np.uint8)
     if not data.flags.writeable:
         data = data.copy()

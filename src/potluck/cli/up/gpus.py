@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -186,6 +187,16 @@ class LocalGpus:
             | ({} if chip.share is None else share_environment(chip.share, self.daemon))
             for chip in chips
         }
+
+
+@contextmanager
+def local_gpus(folder: Path, device: str, measure: bool, shares: str) -> Iterator[LocalGpus]:
+    """For as long as a service runs: where one GPU is several, so long there is a daemon."""
+    from potluck.engine.gpu_share import mps_daemon
+
+    with ExitStack() as stack:
+        daemon = stack.enter_context(mps_daemon(folder / "mps")) if shares else {}
+        yield LocalGpus(device, measure, shares, daemon)
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,10 +281,7 @@ def _up(paths: tuple[Path, ...], elsewhere: ClusterTarget, asked: SimpleNamespac
             whole.callback(fork_server.close)
         choices = PlanChoices(asked.time_limit_s, asked.averages)
         if model is not None:
-            from potluck.engine.gpu_share import mps_daemon
-
-            daemon = whole.enter_context(mps_daemon(folder / "mps")) if asked.shares else {}
-            local = gpus.LocalGpus(asked.device, asked.measure, asked.shares, daemon)
+            local = whole.enter_context(gpus.local_gpus(folder, asked.device, asked.measure, asked.shares))
             ready = gpus.prepared_for_gpus(model, folder, choices, local, report)
         else:
             ready = prepared_for(paths, spec_path, asked, choices, report, elsewhere)

@@ -272,9 +272,12 @@ def _values(chunk: KvChunk, device: torch.device, dtype: torch.dtype) -> Tensor:
     if device.type == "cuda":
         from potluck.kv import gpu_kernels
 
-        if chunk.codec != "raw":
-            return gpu_kernels.restored(chunk, device)
-        return gpu_kernels.uploaded(device, len(chunk.data), (0, chunk.data)).view(dtype)
+        values: Tensor
+        if chunk.codec == "raw":
+            values = gpu_kernels.uploaded(device, len(chunk.data), (0, chunk.data)).view(dtype)
+        else:
+            values = gpu_kernels.restored(chunk, device)
+        return values
     raw = np.frombuffer(chunk.data, np.uint8)
     return torch.from_numpy(raw if raw.flags.writeable else raw.copy()).view(dtype)
 
