@@ -61,6 +61,8 @@ HEAVY: dict[str, frozenset[str]] = {
 }
 """Who may use them at all; outside of engines only inside functions, so that commands start quickly."""
 ENGINES = frozenset({"engine", "vllm"})
+ON_GPUS = "potluck.kv.gpu_kernels"
+"""Both engines' kernels for KV; imported inside functions, where there is a GPU."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,8 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
         return [f"{module}:1: {package} is not in the table of packages"]
     result = []
     for item in imports(source, module, is_package):
-        problem = _direction(package, item) or _heavy(package, item)
+        heavy = None if (module, item.top) == (ON_GPUS, "torch") else _heavy(package, item)
+        problem = _direction(package, item) or heavy
         if problem is None and package == "core" and item.top != "potluck" and item.top not in PURE:
             problem = f"core is pure and may not import {item.module}"
         if problem:

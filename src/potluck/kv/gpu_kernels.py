@@ -21,6 +21,8 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from potluck.core.errors import InputError
 from potluck.kv.chunks import Buffer, KvChunk
@@ -36,8 +38,6 @@ from potluck.kv.codec_layout import (
 )
 from potluck.kv.kv_codec import check_coded
 
-# By name: this package is for machines without them, too.
-torch: Any = import_module("torch")
 triton: Any = import_module("triton")
 tl: Any = import_module("triton.language")
 COLUMNS, TOKENS, STEP, WARPS = 32, 64, 8, 2
@@ -237,7 +237,7 @@ def _gather(  # type: ignore[no-untyped-def]
     tl.store(out + to[:, None] + d[None, :], tl.load(cache + at[:, None] + d[None, :], mask), mask)
 
 
-def gather(cache: Any, blocks: Any, places: Any, out: Any) -> None:
+def gather(cache: Tensor, blocks: Tensor, places: Tensor, out: Tensor) -> None:
     """Tokens by their block and place: (blocks, heads, places, keys and values) to (tokens, 2, heads, width)."""
     tokens, _, heads, width = out.shape
     programs = triton.cdiv(tokens, GATHERED) * 2 * heads
@@ -250,17 +250,17 @@ def room_bytes(part: Part, shape: Sequence[int], codec: Codec) -> int:
     return _payload_at(part, shape, codec) + sizes(part, "bfloat16", shape, codec).payload_bytes
 
 
-def encode(x: Any, part: Part, codec: Codec, room: Any) -> None:
+def encode(x: Tensor, part: Part, codec: Codec, room: Tensor) -> None:
     """`x` is contiguous, in one of the formats that codecs take."""
     _launch(True, x, part, codec, room)
 
 
-def decode(room: Any, part: Part, codec: Codec, x: Any) -> None:
+def decode(room: Tensor, part: Part, codec: Codec, x: Tensor) -> None:
     """The parameters must have been checked."""
     _launch(False, x, part, codec, room)
 
 
-def restored(chunk: KvChunk, device: Any) -> Any:
+def restored(chunk: KvChunk, device: torch.device) -> Tensor:
     """Its numbers, on the present stream; FormatError when it is not what its codec makes."""
     check_coded(chunk)
     size = room_bytes(chunk.part, chunk.shape, chunk.codec)
@@ -270,7 +270,7 @@ def restored(chunk: KvChunk, device: Any) -> Any:
     return values
 
 
-def uploaded(device: Any, size: int, *parts: tuple[int, Buffer]) -> Any:
+def uploaded(device: torch.device, size: int, *parts: tuple[int, Buffer]) -> Tensor:
     """So many bytes there, with these parts from these places on: nobody waits for the copy, nor for the driver's."""
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     lies = host.numpy()
@@ -279,7 +279,7 @@ def uploaded(device: Any, size: int, *parts: tuple[int, Buffer]) -> Any:
     return host.to(device, non_blocking=True)
 
 
-def coded(chunk: KvChunk, codec: Codec, room: Any) -> KvChunk:
+def coded(chunk: KvChunk, codec: Codec, room: Tensor) -> KvChunk:
     """A chunk with what was made of it."""
     size, lies = sizes(chunk.part, chunk.dtype, chunk.shape, codec), memoryview(room.numpy().data)
     parameters, at = lies[: size.parameter_bytes], _payload_at(chunk.part, chunk.shape, codec)
@@ -309,7 +309,7 @@ def _launch_of(part: Part, shape: tuple[int, ...], codec: Codec) -> tuple[int, f
     return programs, float(share_of(LEVELS[keys.bits])), kinds | {"enable_fp_fusion": False}
 
 
-def _launch(encodes: bool, x: Any, part: Part, codec: Codec, room: Any) -> None:
+def _launch(encodes: bool, x: Tensor, part: Part, codec: Codec, room: Tensor) -> None:
     shape = tuple(x.shape)
     if not prod(shape):
         return
