@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_fidelity.py [--quick] [--json] [--low A10|A30] [--high-share 50] [--low-share 12]
         [--requests 600] [--rate 0.6] [--only learned]... [--layers 32] [--profiles FOLDER]
+    python benchmarks/gpu_fidelity.py --kept FILE --profiles FOLDER [--json] [--low A10|A30]    requests of gpu_cronus
 
 Step times come from `potluck profile` of each share, requests and their times from a run at a share of the highest
 throughput. The first third fits two constants: what the host takes of a step, and a request on its way and back.
@@ -12,13 +13,18 @@ predictors: partial prefill on the low-end share's points, iterations of one tok
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from parts import common
-from parts.gpu_fleet import HIGH, LOW, Bed, ShareFleet, fleets, policy_of, run_benchmark
+from parts.gpu_fleet import HIGH, KEPT, LOW, Bed, ShareFleet, fleets, policy_of, run_benchmark, write_config
 from potluck.loadgen.load_client import TimedRequest
 from potluck.perf.linear_fit import ChunkedIterationPredictor, PartialPrefillPredictor, absolute_errors
 from potluck.perf.step_timer import Floats
@@ -107,5 +113,30 @@ def measure(asked: argparse.Namespace, made: Bed, fleet: ShareFleet) -> dict[str
     return figures
 
 
+def from_kept(path: str, profiles: str, low: str, layers: int) -> dict[str, float]:
+    """The same for requests whose times were kept: those at a rate, of placements that our gateway makes."""
+    with TemporaryDirectory() as folder:
+        write_config(Path(folder, "model"), layers, tiny=False)
+        made, figures = Bed(Path(folder), low, Path(profiles), {}, tiny=False), dict[str, float]()
+        for run in map(json.loads, Path(path).read_text("utf-8").splitlines()):
+            if run["placement"] not in PLACEMENTS or run["rate_per_s"] == inf:
+                continue
+            shots = []
+            for *times, prompt in run["requests"]:
+                fields = dict(zip(KEPT, times, strict=True))
+                tokens = fields.pop("output_tokens")
+                fields |= {"model": "", "prompt": [0] * prompt, "told_tokens": tokens, "ended": True}
+                shots.append(TimedRequest(**fields))
+            name = f"{run['placement']}_at_{run['rate_per_s']:.3g}"
+            figures |= common.prefixed(name, compared(made, run["placement"], shots))
+        return figures | predictors(made)
+
+
 if __name__ == "__main__":
+    if "--kept" in sys.argv:
+        asked = common.options(json=False, kept="", profiles="", low="A10", layers=32)
+        seen = from_kept(asked.kept, asked.profiles, asked.low, asked.layers)
+        judged = {name: target for name, target in TARGETS.items() if name in seen}
+        common.show("gpu_fidelity", seen, judged, common.context((), quick=False), asked.json)
+        sys.exit()
     run_benchmark("gpu_fidelity", measure, TARGETS, requests=600, rate=0.6, only=PLACEMENTS)
