@@ -95,6 +95,21 @@ def test_what_cannot_be_scored_is_said_in_a_line(
     assert "Traceback" not in err
 
 
+def test_runs_that_memory_does_not_allow_are_named_and_not_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tenth of the time that it takes to read the weights, beside runs as predicted."""
+    path = table(tmp_path, 1.0)
+    path.write_text(f"{path.read_text()}\nLlama-3.1-8B,L40S,1,500,200,8,100,1.8", encoding="utf-8")
+    assert ask("--score", str(path)) == 0
+    out = capsys.readouterr().out
+    assert "throughput: 100% of runs" in out
+    assert "memory does not allow them (cached prefixes, failed requests?): run 9." in out
+    path.write_text(f"{HEAD}\nLlama-3.1-8B,L40S,1,500,200,8,100,1.8", encoding="utf-8")
+    assert ask("--score", str(path)) == 2
+    assert "runs: all are faster than the memory" in capsys.readouterr().err
+
+
 def test_a_format_is_the_one_that_ran_or_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As published, whatever a table calls it; narrower where it says so; what nobody measured is named."""
     cases = {

@@ -98,6 +98,11 @@ def together(works: Sequence[RunWork]) -> RunWork:
     return _columns(np.concatenate, works)
 
 
+def slowed(plain: RunWork, twice: RunWork, times: float) -> RunWork:
+    """Runs with some part of all their steps so many times as long, from those with it as it is and twice as long."""
+    return _columns(lambda arrays: arrays[0] + (times - 1.0) * (arrays[1] - arrays[0]), (plain, twice))
+
+
 def _columns(change: Callable[[list[Floats]], Floats], works: Sequence[RunWork]) -> RunWork:
     """Every column changed alike."""
     steps = [item.steps for item in works]

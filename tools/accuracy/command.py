@@ -202,6 +202,8 @@ def _show_whole_runs() -> None:
         )
     left = ("configurations left out", "within bars", "GPU's operators left out", "within bars")
     table("Median error of whole serving runs on H100", ("figure", "models", "runs", *left), rows)
+    choices = [(name, f"{value:.3f}") for name, value in study.ranking.items()]
+    table("Choosing by cost per token, configurations left out", ("measure", "mean"), choices)
 
 
 def placed(run: MeasuredRun) -> Placed:
@@ -225,13 +227,13 @@ def study_table(path: Path, scores: tuple[Score, ...], save: bool, said: Callabl
     """Fit hosts and clients to a table of runs, score what was left out, and keep it."""
     from accuracy.runs import read_runs
     from accuracy.scores import save_runs
-    from accuracy.serving import carried_over, study_runs
+    from accuracy.serving import carried_over, possible, study_runs
     from accuracy.study import deviations
     from potluck.perf.error_bars import ErrorBars
 
     table_read = read_runs(path)
-    result = [placed(run) for run in table_read.runs]
-    study, errors = study_runs(result, table_read.left_out, said)
+    result = [item for item in map(placed, table_read.runs) if possible(item)]
+    study, errors = study_runs(result, table_read.left_out + len(table_read.runs) - len(result), said)
     if save:
         bars = ErrorBars(result[0].node.gpu.name, errors, deviations(scores))
         save_runs(replace(study, carried=carried_over(result, study.engines, bars)), bars)
@@ -301,6 +303,11 @@ def _show_verdict(path: Path, left_out: int, said: RunVerdict) -> None:
     if left_out:
         click.echo(
             f"{left_out} rows were left out: no concurrency, no time, several nodes, or prefill elsewhere."
+        )
+    if said.beyond:
+        rows_of = ", ".join(str(i + 1) for i in said.beyond)
+        click.echo(
+            f"Not counted, as memory does not allow them (cached prefixes, failed requests?): run {rows_of}."
         )
     if said.unmeasured:
         click.echo(f"Measured nowhere, so guessed from other formats: {', '.join(said.unmeasured)}.")

@@ -8,19 +8,18 @@ configurations are dealt into two halves, and each is predicted with what the ot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from zlib import crc32
 
 import numpy as np
 
-from accuracy.closed_loop import BenchClient, BenchReport, RunWork, served
+from accuracy.closed_loop import BenchClient, BenchReport, RunWork, served, slowed
 from accuracy.serving import WEIGHTS, EngineFit, Placed, log_ratios, works
 from potluck.core.errors import InputError
 from potluck.perf.error_bars import METRICS
 from potluck.perf.operators.calibration import bundled, linked, shipped_calibration
 from potluck.perf.operators.network import network_for
 from potluck.perf.step_timer import Floats
-from potluck.perf.throughput import MixedSteps
 from potluck.perf.timers.engine_host import EngineHost, OwnCluster
 
 LEAST_RUNS = 8
@@ -39,22 +38,8 @@ class OwnFit:
     after: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class _LinkedWork:
-    plain: RunWork
-    slow: RunWork
-    """With links twice as slow."""
-
-    def at(self, times: float) -> RunWork:
-        def between(a: Floats, b: Floats) -> Floats:
-            return a + (times - 1.0) * (b - a)
-
-        parts = {
-            item.name: between(getattr(self.plain.steps, item.name), getattr(self.slow.steps, item.name))
-            for item in fields(MixedSteps)
-        }
-        crowd_s = between(self.plain.crowd_s, self.slow.crowd_s)
-        return replace(self.plain, steps=MixedSteps(**parts), crowd_s=crowd_s)
+_Pair = tuple[RunWork, RunWork]
+"""Runs with links as measured elsewhere, and twice as slow."""
 
 
 def fit_cluster(placed: Sequence[Placed], usual: EngineFit) -> OwnFit:
@@ -65,10 +50,11 @@ def fit_cluster(placed: Sequence[Placed], usual: EngineFit) -> OwnFit:
         )
     kinds = {kind for item in placed if item.run.tp > 1 and (kind := _network(item))}
     base = shipped_calibration()
-    work = _LinkedWork(works(placed, base), works(placed, linked(base, dict.fromkeys(kinds, 2.0))))
+    slow = linked(base, dict.fromkeys(kinds, 2.0))
+    work = works(placed, base, usual.experts), works(placed, slow, usual.experts)
     everyone = np.ones(len(placed), bool)
     half = np.array([crc32(" ".join(item.run.configuration).encode()) % 2 for item in placed])
-    before = log_ratios(served(work.plain, usual.host, usual.client), placed, everyone)
+    before = log_ratios(served(work[0], usual.host, usual.client), placed, everyone)
     after = np.full_like(before, np.nan)
     for side in (0, 1):
         seen = half == side
@@ -79,7 +65,7 @@ def fit_cluster(placed: Sequence[Placed], usual: EngineFit) -> OwnFit:
     figures = [float(f"{value:.3g}") for value in values]
     host = EngineHost(figures[0], figures[1], figures[2], figures[5])
     links = dict.fromkeys(sorted(kinds), figures[6])
-    cluster = OwnCluster(host, links, len(placed))
+    cluster = OwnCluster(host, links, len(placed), usual.experts)
     return OwnFit(cluster, BenchClient(*figures[3:6]), _medians(before), _medians(after))
 
 
@@ -88,11 +74,11 @@ def _network(item: Placed) -> str:
     return "" if network is None else network.kind
 
 
-def _report(work: _LinkedWork, values: Floats) -> BenchReport:
-    return served(work.at(float(values[6])), EngineHost(*values[:3]), BenchClient(*values[3:6]))
+def _report(work: _Pair, values: Floats) -> BenchReport:
+    return served(slowed(*work, float(values[6])), EngineHost(*values[:3]), BenchClient(*values[3:6]))
 
 
-def _fit(work: _LinkedWork, placed: Sequence[Placed], seen: np.ndarray, usual: EngineFit) -> Floats:
+def _fit(work: _Pair, placed: Sequence[Placed], seen: np.ndarray, usual: EngineFit) -> Floats:
     from scipy.optimize import least_squares
 
     host, client = usual.host, usual.client

@@ -260,7 +260,7 @@ RUNS = """## Whole serving runs
 
 {runs} runs on H100 that others published (aiconfigurator): six models, three engines, 16, 8 and 4 bits, one
 to eight GPUs, always a fixed number of requests of one length under way. Throughput is concurrency / (TTFT +
-(osl - 1) TPOT). Six figures for each version of an engine and kind of model were fitted (below), all else comes
+(osl - 1) TPOT). Seven figures for each version of an engine and kind of model were fitted (below), all else comes
 from operators. Configurations were dealt into two halves; each run is predicted with what the half without it was
 fitted to.
 """

@@ -1,7 +1,8 @@
 """Whole serving runs: the few figures of an engine and a client that are fitted to them, and what is off then.
 
-Six figures for each version of an engine and kind of model: its host (fixed, per sequence, launches of a layer:
-`perf.timers.host`), and how its benchmark's client sends (`closed_loop`). The rest is roofline. Left
+Seven figures for each version of an engine and kind of model: its host (fixed, per sequence, launches of a layer:
+`perf.timers.host`), how its benchmark's client sends (`closed_loop`), and how slow its experts are beside vLLM's, of
+which the tables are. The rest is roofline. Left
 out: configurations (model, format, degree, engine, lengths) are dealt into two halves, by a hash of their names;
 each half is predicted with what the other one was fitted to. Versions with fewer than LEAST_FITTED runs take the
 engine's newest that has more. First tokens are what a server and its client make of them: a version that nobody saw
@@ -12,12 +13,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
+from math import log
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
-from accuracy.closed_loop import BenchClient, BenchReport, RunWork, run_work, served, together
+from accuracy.closed_loop import BenchClient, BenchReport, RunWork, run_work, served, slowed, together
 from accuracy.runs import MeasuredRun
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Confidence
@@ -40,9 +43,11 @@ from potluck.perf.error_bars import (
     step_groups,
 )
 from potluck.perf.kv_capacity import max_requests, stage_memory
-from potluck.perf.operators.calibration import Calibration, bundled
+from potluck.perf.operators.calibration import Calibration, bundled, slower_experts
+from potluck.perf.operators.layer_seconds import units_for
+from potluck.perf.operators.layers import step_sums
 from potluck.perf.operators.network import network_for
-from potluck.perf.step_timer import Floats
+from potluck.perf.step_timer import Floats, steps
 from potluck.perf.timers.engine_host import NO_HOST, EngineHost
 from potluck.perf.timers.roofline import RooflineTimer, roofline
 
@@ -54,6 +59,10 @@ LEAST_FITTED = 24
 START = (1e-3, 2e-5, 2e-4, 0.2, 1.0, 0.02)
 PULL = 0.2
 """Of each figure to its usual value: not every one shows in every engine's runs."""
+FASTEST = 0.75
+"""Of what experts were measured to take: then they read their weights at nine tenths of an H100's bandwidth."""
+LEAST_READ = 0.9
+"""Of the experts that a fair router would choose, what an unfair one has read."""
 TTFT = METRICS.index("ttft")
 FOLDS = 5
 """Parts that the bars are tried on, each with those of the others."""
@@ -86,6 +95,8 @@ class EngineFit:
     runs: int
     host: EngineHost
     client: BenchClient
+    experts: float = 1.0
+    """How many times as long as vLLM's, which were measured, its routed experts take; on GPUs with such kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +129,35 @@ class RunStudy:
     """Rows of the table that no run was made of."""
     carried: dict[str, float] = field(default_factory=dict)
     """With the GPU's operators left out: by kind and metric the median error, and the share within bars of 80 %."""
+    ranking: dict[str, float] = field(default_factory=dict)
+    """How well predictions choose by cost per token (`ranking.py`)."""
 
 
-def works(placed: Sequence[Placed], calibration: Calibration | None = None) -> RunWork:
-    """The GPU's part of every run."""
+def possible(item: Placed) -> bool:
+    """Whether its GPUs could do a run: answer no faster than their memory gives weights and KV, beside the prompts.
+
+    Not those where requests failed, prefixes were cached or several tokens guessed at once; tables do not say so.
+    """
+    run, gpu = item.run, item.node.gpu
+    answering = run.requests_per_s * (run.output_tokens - 1) * (run.tpot_s or np.inf)
+    if not np.isfinite(answering):
+        return True
+    context = answering * (run.input_tokens + run.output_tokens / 2)
+    prompt, answers = (
+        step_sums(item.model, batch, run.tp)
+        for batch in (steps(float(run.input_tokens)), steps(0.0, 0.0, answering, context))
+    )
+    rate = max(units_for(kind, gpu).flops_per_s for kind in (item.model.weights_are, item.model.experts_are))
+    left = 1.0 - run.requests_per_s * float(prompt.flops[0]) / rate
+    least_s = float(answers.weight_bytes[0] + answers.kv_bytes[0]) / (gpu.bandwidth_gb_per_s * 1e9)
+    return left * (run.tpot_s or 0.0) >= LEAST_READ * least_s
+
+
+def works(placed: Sequence[Placed], calibration: Calibration | None = None, experts: float = 1.0) -> RunWork:
+    """The GPU's part of every run, experts so many times as slow."""
     timers: dict[tuple[Model, str, int, str], RooflineTimer] = {}
+    if experts != 1.0:
+        calibration = slower_experts(bundled() if calibration is None else calibration, experts)
     result = []
     for item in placed:
         run, model, node = item.run, item.model, item.node
@@ -140,8 +175,10 @@ def works(placed: Sequence[Placed], calibration: Calibration | None = None) -> R
 def study_runs(
     placed: Sequence[Placed], left_out: int = 0, said: Callable[[str], None] = lambda _: None
 ) -> tuple[RunStudy, tuple[RunErrors, ...]]:
-    """Fit, score what was left out, and see what bars hold."""
-    work = works(placed)
+    """Fit, score what was left out, and see what bars hold and how well one would choose."""
+    from accuracy.ranking import ranking
+
+    every = works(placed), works(placed, experts=2.0)
     versions = _versions(placed)
     half = np.array([crc32(" ".join(item.run.configuration).encode()) % 2 for item in placed])
     ratios = np.zeros((len(METRICS), len(placed)))
@@ -149,27 +186,29 @@ def study_runs(
     for version in _fitted_versions(versions):
         said(f"serving runs of {version}")
         mine = versions == version
-        host, client = fit(work.where(mine), [p.run for p, m in zip(placed, mine, strict=True) if m])
         _, engine, number = version.split(" ", 2)
         kind = placed[int(np.flatnonzero(mine)[0])].kind
-        engines.append(EngineFit(engine, number, kind, int(mine.sum()), host, client))
+        engines.append(EngineFit(engine, number, kind, int(mine.sum()), *fit(every, placed, mine)))
         like = likes[version] = np.array([_stand_in(v, versions) == version for v in versions])
         for side in (0, 1):
             seen, left = mine & (half == side), like & (half != side)
-            pair = fit(work.where(seen), [p.run for p, m in zip(placed, seen, strict=True) if m])
-            ratios[:, left] = log_ratios(served(work.where(left), *pair), placed, left)
+            host, client, experts = fit(every, placed, seen)
+            report = served(slowed(*every, experts).where(left), host, client)
+            ratios[:, left] = log_ratios(report, placed, left)
     unseen = np.full_like(ratios, np.nan)
     for version, fitted in zip(likes, engines, strict=True):
         others = [item for item in engines if item.engine == fitted.engine and item != fitted]
         if others:
             unknown = middle(others, fitted.engine, fitted.kind)
-            report = served(work.where(likes[version]), unknown.host, unknown.client)
+            work = slowed(*every, unknown.experts).where(likes[version])
+            report = served(work, unknown.host, unknown.client)
             unseen[TTFT, likes[version]] = log_ratios(report, placed, likes[version])[TTFT]
     names = dict.fromkeys((item.engine, item.kind) for item in engines)
     engines += [middle(engines, *name) for name in names]
     errors = run_errors(placed, ratios, unseen=unseen)
     held = coverage(placed, ratios, unseen)
-    return RunStudy(tuple(engines), run_scores(placed, ratios), held, left_out), errors
+    scores, choices = run_scores(placed, ratios), ranking(placed, ratios)
+    return RunStudy(tuple(engines), scores, held, left_out, ranking=choices), errors
 
 
 def middle(engines: Sequence[EngineFit], engine: str, kind: Kind) -> EngineFit:
@@ -178,7 +217,8 @@ def middle(engines: Sequence[EngineFit], engine: str, kind: Kind) -> EngineFit:
     newest = max(mine, key=lambda item: (item.kind == kind, numbers(item.version)))
     clients = np.array([(item.client.burst, item.client.ahead, item.client.request_s) for item in mine])
     values = (float(f"{value:.3g}") for value in np.exp(np.log(clients).mean(axis=0)))
-    return EngineFit(engine, "", kind, sum(item.runs for item in mine), newest.host, BenchClient(*values))
+    runs = sum(item.runs for item in mine)
+    return EngineFit(engine, "", kind, runs, newest.host, BenchClient(*values), newest.experts)
 
 
 def carried_over(placed: Sequence[Placed], engines: Sequence[EngineFit], bars: ErrorBars) -> dict[str, float]:
@@ -191,11 +231,13 @@ def carried_over(placed: Sequence[Placed], engines: Sequence[EngineFit], bars: E
         specs=tuple(item for item in known.specs if item.name != gpu),
         networks=tuple(item for item in known.networks if item != link),
     )
-    work, versions, ratios = works(placed, others), _versions(placed), np.zeros((len(METRICS), len(placed)))
+    every = works(placed, others), works(placed, others, 2.0)
+    versions, ratios = _versions(placed), np.zeros((len(METRICS), len(placed)))
     fits = {f"{item.kind} {item.engine} {item.version}": item for item in engines}
     for version in set(versions):
         mine, fitted = versions == version, fits[_stand_in(str(version), versions)]
-        ratios[:, mine] = log_ratios(served(work.where(mine), fitted.host, fitted.client), placed, mine)
+        report = served(slowed(*every, fitted.experts).where(mine), fitted.host, fitted.client)
+        ratios[:, mine] = log_ratios(report, placed, mine)
     result = {}
     for kind in dict.fromkeys(item.kind for item in placed):
         for m, metric in enumerate(METRICS):
@@ -207,26 +249,37 @@ def carried_over(placed: Sequence[Placed], engines: Sequence[EngineFit], bars: E
     return result
 
 
-def fit(work: RunWork, runs: Sequence[MeasuredRun]) -> tuple[EngineHost, BenchClient]:
-    """The host and client with which predictions are nearest to these runs."""
+def fit(
+    every: tuple[RunWork, RunWork], placed: Sequence[Placed], mask: Mask
+) -> tuple[EngineHost, BenchClient, float]:
+    """The host, client and slowness of experts with which predictions are nearest to some of the runs.
+
+    `every` has all of them with experts as measured, and twice as slow. What shows in none stays as it is usual; as
+    launches show only where they take longest, the fit begins with short and with long ones.
+    """
     from scipy.optimize import least_squares
 
+    runs = [item.run for item, wanted in zip(placed, mask, strict=True) if wanted]
+    pair = every[0].where(mask), every[1].where(mask)
     measured = {metric: _measured(runs, metric) for metric in METRICS}
+    pull = np.array([PULL] * len(START) + [1.0])
+    bounds = [[-np.inf] * len(START) + [log(FASTEST)], [np.inf] * len(START) + [log(1 / FASTEST)]]
 
     def misses(logs: Floats) -> Floats:
         values = np.exp(logs)
-        times = _times(served(work, EngineHost(*values[:3]), BenchClient(*values[3:])))
+        times = _times(served(slowed(*pair, values[6]), EngineHost(*values[:3]), BenchClient(*values[3:6])))
         parts = [WEIGHTS[m] * np.nan_to_num(np.log(times[m] / measured[m])) for m in METRICS]
-        return np.concatenate([*parts, PULL * (logs - usual)])
+        return np.concatenate([*parts, pull * (logs - usual)])
 
     best = None
-    for burst in (0.15, 0.9):
-        usual = np.log([*START[:3], burst, *START[4:]])
-        result = least_squares(misses, usual, loss="soft_l1", f_scale=0.1, diff_step=1e-3)
+    for burst, launch_s in product((0.15, 0.9), (START[2], 3 * START[2])):
+        usual = np.log([*START[:3], burst, *START[4:], 1.0])
+        start = np.log([*START[:2], launch_s, burst, *START[4:], 1.0])
+        result = least_squares(misses, start, bounds=bounds, loss="soft_l1", f_scale=0.1, diff_step=1e-3)
         best = result if best is None or result.cost < best.cost else best
     assert best is not None
     values = [float(f"{value:.3g}") for value in np.exp(best.x)]
-    return EngineHost(*values[:3]), BenchClient(*values[3:])
+    return EngineHost(*values[:3]), BenchClient(*values[3:6]), values[6]
 
 
 def log_ratios(bench_report: BenchReport, placed: Sequence[Placed], mask: Mask) -> Floats:

@@ -66,7 +66,7 @@ Progress = Callable[[str], None]
 OPERATORS: tuple[Kind, ...] = ("prefill GEMM", "prefill attention", "decode GEMM", "decode attention")
 SAME_MAKER = ("MI300X", "MI325X", "MI210")
 """GPUs whose figures come from whole batches on one of them."""
-APART = 0.5
+APART = 0.45
 """Of an operator's error, what a whole step has."""
 SIBLINGS = {"A100-80": {"A100-80", "A100-40"}}
 """Chips that are the same silicon: left out together."""

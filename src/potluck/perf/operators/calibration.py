@@ -242,9 +242,9 @@ def shipped_calibration() -> Calibration:
 
 @lru_cache(maxsize=1)
 def bundled() -> Calibration:
-    """The same with links as slow as one's own are known to be."""
+    """The same with links and experts as slow as one's own are known to be."""
     result, cluster = shipped_calibration(), own_cluster()
-    return result if cluster is None else linked(result, cluster.links)
+    return result if cluster is None else slower_experts(linked(result, cluster.links), cluster.experts)
 
 
 def linked(calibration: Calibration, links: Mapping[str, float]) -> Calibration:
@@ -259,6 +259,18 @@ def linked(calibration: Calibration, links: Mapping[str, float]) -> Calibration:
         slower = (slowed(way, links.get(network.kind, 1.0)) for way in ways)
         networks.append(NodeNetwork(network.kind, network.gb_per_s, *slower))  # type: ignore[arg-type]
     return replace(calibration, networks=tuple(networks))
+
+
+def slower_experts(calibration: Calibration, times: float) -> Calibration:
+    """Routed experts as many times as slow, on every GPU."""
+
+    def slowed(extra: ExtraOperator) -> ExtraOperator:
+        compute, bandwidth, fixed_s, *stream = extra.values
+        values = (compute / times, bandwidth / times, fixed_s * times, *(share / times for share in stream))
+        return replace(extra, values=values) if extra.name.startswith("experts") else extra
+
+    gpus = (replace(scales, extras=tuple(map(slowed, scales.extras))) for scales in calibration.gpus)
+    return replace(calibration, gpus=tuple(gpus))
 
 
 @lru_cache(maxsize=128)

@@ -78,6 +78,8 @@ class OwnCluster:
     links: dict[str, float] = field(default_factory=dict)
     """By kind of `NodeNetwork`: how many times as long as measured elsewhere collectives take."""
     runs: int = 0
+    experts: float = 1.0
+    """How many times as long as measured elsewhere routed experts take."""
 
 
 def own_path() -> Path | None:
