@@ -15,6 +15,7 @@ from potluck.core.codec import dumps, loads
 from potluck.core.errors import FormatError
 from potluck.core.values.model import CHOSEN, in_format
 from potluck.core.values.types import Gpu
+from potluck.perf.error_bars import bar
 from potluck.perf.operators.calibration import (
     CALIBRATION_VERSION,
     FORMAT,
@@ -194,6 +195,31 @@ def test_a_gpu_at_least_as_good_is_never_slower() -> None:
     assert [pair for pair in over if set(pair) <= known] == []
     assert len(over) <= 0.08 * len(worst), over
     assert max(over.values()) <= 1.35, over
+
+
+def test_bars_hold_on_a_gpu_that_nobody_measured() -> None:
+    """Steps on B200 by what was learnt from older GPUs and links, beside those with its own figures; its attention
+    is foretold by how the two before it differ."""
+    known, node = bundled(), nodes.node_type("8xB200")
+    others = replace(
+        known,
+        gpus=tuple(scales for scales in known.gpus if scales.gpu != "B200"),
+        specs=tuple(spec for spec in known.specs if spec.name != "B200"),
+        networks=tuple(network for network in known.networks if network.gb_per_s != 900.0),
+    )
+    foretold = curves_for(node.gpu, others).decode
+    assert foretold.fixed_s == pytest.approx(curves_for(node.gpu, known).decode.fixed_s, rel=0.12)
+    batch = steps([0, 0, 0, 512, 8192, 1024], 0.0, [1, 8, 64, 0, 0, 64], [1e3, 8e3, 64e3, 0, 0, 64e3])
+    inside, off = [], []
+    for name, tp in product(("Llama-3.1-8B", "Qwen3-32B", "DeepSeek-V3", "GPT-OSS-120B"), (1, 8)):
+        timer = roofline(models.model(name), node, tp, calibration=others)
+        assert timer.confidence == "assumed"
+        ratio = roofline(models.model(name), node, tp).step_s(batch) / timer.step_s(batch)
+        width = bar("tpot", models.model(name), tp, "B200", timer.confidence)
+        inside += list((ratio >= width.low) & (ratio <= width.high))
+        off += list(np.abs(ratio - 1.0))
+    assert np.mean(inside) >= 0.8
+    assert np.median(off) <= 0.12
 
 
 def test_less_power_is_less_compute() -> None:

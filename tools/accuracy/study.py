@@ -159,7 +159,8 @@ def deviations(scores: Sequence[Score]) -> dict[str, float]:
             / 0.6745
             for question in ("calibrated", "GPU left out")
         )
-        sizes = {"measured": measured, "transferred": APART * transferred, "assumed": 2 * transferred}
+        sizes = {"measured": measured, "transferred": max(APART * transferred, measured)}
+        sizes["assumed"] = 2 * transferred
         result.update({f"{kind} {confidence}": round(float(size), 3) for confidence, size in sizes.items()})
         for score in (s for s in scores if s.kind == "whole batch"):
             size = max(float(sizes["assumed"]), log1p(score.p90) / NormalDist().inv_cdf(0.95))

@@ -79,6 +79,8 @@ FAMILIES = {"turing": "volta", "ada": "ampere", "desk": "ampere"}
 """Kernels (`kernels_of`) whose GPUs share an energy per FLOP with others', by matrix units and process."""
 FORMER = {"blackwell": "hopper", "desk": "ada"}
 """Whose kernels come nearest where nobody measured a GPU with the same."""
+EARLIER = {"blackwell": ("ampere", "hopper")}
+"""Of data centres' GPUs: the two kinds of kernels before."""
 STAND_INS = {
     "experts:fp8": "experts:fp8_block",
     "experts:nvfp4": "experts:fp8_block",
@@ -303,8 +305,10 @@ def curves_for(gpu: Gpu, calibration: Calibration) -> GpuCurves:
     shapes = calibration.shapes
     relatives = [twin] if twin else _relatives(gpu, calibration)
     gemm = (own and own.gemm) or _carried_gemm(gpu, calibration, relatives)
+    foretold = None if own else _foretold(gpu, calibration)
     prefill = (own and own.prefill) or _carried_prefill(gpu, gemm[0], calibration, relatives)
     decode = (own and own.decode) or _mean([s.decode for s in _teachers(gpu, calibration) if s.decode])
+    prefill, decode = foretold or (prefill, decode)
     stream = (own and own.stream) or _mean([s.stream for s in calibration.gpus if s.stream])
     confidence, basis = _trust(gpu, None if twin else own, relatives)
     extras = _extras(gpu, gemm, own, calibration)
@@ -436,6 +440,21 @@ def _carried_prefill(
     ratio = float(np.exp(np.mean([np.log(s.prefill[0] / s.gemm[0]) for s in near if s.prefill and s.gemm])))
     mean = _mean([s.prefill for s in measured if s.prefill])
     return gemm_compute * ratio, mean[1], mean[2]
+
+
+def _foretold(gpu: Gpu, calibration: Calibration) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Attention, of prompts and of decodes, on a data centre's next chip, from the two before it.
+
+    Shares are as the last one's; decodes' times as much shorter again as its were than those before.
+    """
+    specs = {s.gpu: calibration.spec(s.gpu) for s in calibration.gpus if s.prefill and s.decode}
+    largest = sorted(specs.values(), key=lambda spec: spec.fp16_tflops)
+    line = {kernels_of(spec): calibration.scales(spec.name) for spec in largest}
+    before, last = (line.get(kernels) for kernels in EARLIER.get(kernels_of(gpu), ("", "")))
+    if not (before and before.decode and last and last.decode and last.prefill):
+        return None
+    times = (late * late / early for early, late in zip(before.decode[1:], last.decode[1:], strict=True))
+    return last.prefill, (last.decode[0], *times)
 
 
 def _trust(gpu: Gpu, own: GpuScales | None, relatives: list[GpuScales]) -> tuple[Confidence, str]:
