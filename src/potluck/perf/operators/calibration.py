@@ -305,10 +305,11 @@ def curves_for(gpu: Gpu, calibration: Calibration) -> GpuCurves:
     shapes = calibration.shapes
     relatives = [twin] if twin else _relatives(gpu, calibration)
     gemm = (own and own.gemm) or _carried_gemm(gpu, calibration, relatives)
-    foretold = None if own else _foretold(gpu, calibration)
-    prefill = (own and own.prefill) or _carried_prefill(gpu, gemm[0], calibration, relatives)
-    decode = (own and own.decode) or _mean([s.decode for s in _teachers(gpu, calibration) if s.decode])
-    prefill, decode = foretold or (prefill, decode)
+    foretold = (None if own else _foretold(gpu, calibration)) or own
+    prefill = (foretold and foretold.prefill) or _carried_prefill(gpu, gemm[0], calibration, relatives)
+    decode = (foretold and foretold.decode) or _mean(
+        [s.decode for s in _teachers(gpu, calibration) if s.decode]
+    )
     stream = (own and own.stream) or _mean([s.stream for s in calibration.gpus if s.stream])
     confidence, basis = _trust(gpu, None if twin else own, relatives)
     extras = _extras(gpu, gemm, own, calibration)
@@ -442,7 +443,7 @@ def _carried_prefill(
     return gemm_compute * ratio, mean[1], mean[2]
 
 
-def _foretold(gpu: Gpu, calibration: Calibration) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+def _foretold(gpu: Gpu, calibration: Calibration) -> GpuScales | None:
     """Attention, of prompts and of decodes, on a data centre's next chip, from the two before it.
 
     Shares are as the last one's; decodes' times as much shorter again as its were than those before.
@@ -453,8 +454,8 @@ def _foretold(gpu: Gpu, calibration: Calibration) -> tuple[tuple[float, ...], tu
     before, last = (line.get(kernels) for kernels in EARLIER.get(kernels_of(gpu), ("", "")))
     if not (before and before.decode and last and last.decode and last.prefill):
         return None
-    times = (late * late / early for early, late in zip(before.decode[1:], last.decode[1:], strict=True))
-    return last.prefill, (last.decode[0], *times)
+    _, *times = (late * late / early for early, late in zip(before.decode, last.decode, strict=True))
+    return GpuScales(gpu.name, prefill=last.prefill, decode=(last.decode[0], *times))  # type: ignore[arg-type]
 
 
 def _trust(gpu: Gpu, own: GpuScales | None, relatives: list[GpuScales]) -> tuple[Confidence, str]:
