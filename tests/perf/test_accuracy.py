@@ -13,23 +13,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 from accuracy.calibrate import fit_operator, fit_residuals, keys_of
-from accuracy.closed_loop import BenchClient, RunWork, run_work, served, together
 from accuracy.measured import Measurements, read_all
 from accuracy.report import report
-from accuracy.runs import MeasuredRun, read_runs
 from accuracy.scores import stored_runs, stored_scores
-from accuracy.serving import Placed, coverage, run_errors
+from accuracy.serving import coverage, run_errors
 from accuracy.study import OPERATORS, expected_errors, kinds_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.catalog import gpus, models, nodes
+from potluck.cli.engine.run_tables import MeasuredRun, Placed, read_runs
 from potluck.core.errors import InputError
 from potluck.core.values.plan import Confidence
+from potluck.perf.closed_loop import RunWork, run_work, served, together
 from potluck.perf.error_bars import METRICS, SHARES, ErrorBars, Metric, RunErrors, bar, bundled_bars, slower
 from potluck.perf.operators.calibration import bundled, chip_of, curves_for
 from potluck.perf.step_timer import Floats, StepBatch, steps
-from potluck.perf.timers.engine_host import DEFAULT_HOST, NO_HOST, EngineHost, hosts
+from potluck.perf.timers.engine_host import DEFAULT_HOST, NO_HOST, BenchClient, EngineHost, hosts
 from potluck.perf.timers.roofline import roofline
 
 DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).parents[3] / "shared" / "data")) / "measured"

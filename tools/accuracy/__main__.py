@@ -2,8 +2,8 @@
 
 import sys
 
-from accuracy.command import accuracy
+from accuracy.command import study_figures
 from potluck.cli.main import run
 
 if __name__ == "__main__":
-    sys.exit(run(command=accuracy, name="accuracy"))
+    sys.exit(run(command=study_figures, name="accuracy"))

@@ -13,7 +13,8 @@ from zlib import crc32
 
 import numpy as np
 
-from accuracy.serving import Placed, run_errors
+from accuracy.serving import run_errors
+from potluck.cli.engine.run_tables import Placed
 from potluck.perf.error_bars import METRICS, SHARES, RunErrors, step_groups
 from potluck.perf.step_timer import Floats
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from potluck.cli.engine.own_runs import METRIC_WORDS
+
 if TYPE_CHECKING:
     from accuracy.serving import RunScore, RunStudy
     from accuracy.study import Score
@@ -41,7 +43,6 @@ PUBLISHED_GBPS = {  # PrfaaS Table 3: KV throughput on 8 H200 at 1K, 8K, 32K, 12
     "MiniMax-M2.5": (4.94, 32.87, 59.93, 47.82),
     "Qwen3-235B-A22B": (4.12, 22.42, 33.35, 21.50),
 }
-METRIC_WORDS = {"rate": "throughput", "ttft": "TTFT", "tpot": "TPOT"}
 LENGTHS = (1024, 8192, 32768, 131072)
 TARGETS = {"calibrated": 0.06, "GPU left out": 0.15}
 KIND_TARGETS = {
@@ -280,7 +281,7 @@ WORSE = """What is worse than its label, in these runs:
 
 OWN = """## Your own runs
 
-`PYTHONPATH=src:tools python -m accuracy --score FILE` puts predictions beside serving runs that you measured, one
+`potluck accuracy --score FILE` puts predictions beside serving runs that you measured, one
 row each (CSV, JSON, JSON lines, Parquet; `.gz` too), and says how many lie within their bars and whether plans for
 that hardware promise too much. It exits with 0 where bars hold (60 % of runs or more within those of 80 %), 1
 where they do not, 2 where the file cannot be read; `--json` for scripts. Columns may have any of these names, in
@@ -295,7 +296,7 @@ nobody measured on any GPU is named beside the scores.
 
 def own_section() -> str:
     """How to score a table of one's own."""
-    from accuracy.runs import COLUMNS
+    from potluck.cli.engine.run_tables import COLUMNS
 
     message = {fact: names for fact, names in COLUMNS.items() if fact != "source"}
     rows = (f"| {fact} | {', '.join(f'`{name}`' for name in names)} |" for fact, names in message.items())

@@ -9,7 +9,6 @@ from pathlib import Path
 from accuracy.serving import RunStudy
 from accuracy.study import Score
 from potluck.core.codec import dumps, loads
-from potluck.core.errors import InputError
 from potluck.perf import DATA as SHIPPED
 from potluck.perf.error_bars import FORMAT as BARS_FORMAT
 from potluck.perf.error_bars import ErrorBars, bundled_bars
@@ -20,8 +19,8 @@ from potluck.perf.operators.calibration import (
     bundled,
     bundled_curves,
 )
-from potluck.perf.timers.engine_host import FORMAT as HOSTS_FORMAT
-from potluck.perf.timers.engine_host import OWN_FORMAT, OwnCluster, hosts, own_cluster, own_path
+from potluck.perf.timers.engine_host import FORMAT as ENGINES_FORMAT
+from potluck.perf.timers.engine_host import engines
 
 SCORES_FORMAT = "potluck.accuracy"
 RUNS_FORMAT = "potluck.runs"
@@ -50,37 +49,22 @@ def save_calibration(calibration: Calibration, folder: Path | None = None) -> No
     bundled_curves.cache_clear()
 
 
-def save_cluster(cluster: OwnCluster, path: Path | None = None) -> Path:
-    """Keep what was fitted to one's own runs, where every command looks for it or in a file."""
-    target = path or own_path()
-    if target is None:
-        raise InputError("--out", "is needed: there is no home to keep it in")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(dumps(cluster, format_name=OWN_FORMAT, version=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(str(target), f"cannot be written ({error.strerror})") from error
-    own_cluster.cache_clear()
-    return target
-
-
 @lru_cache(maxsize=1)
 def stored_runs() -> RunStudy:
-    """What was found with whole serving runs."""
+    """What was found with whole serving runs, the engines as they ship."""
     text = (DATA / "runs.json").read_text(encoding="utf-8")
-    return loads(RunStudy, text, format_name=RUNS_FORMAT, version=CALIBRATION_VERSION)
+    study = loads(RunStudy, text, format_name=RUNS_FORMAT, version=CALIBRATION_VERSION)
+    return replace(study, engines=engines())
 
 
 def save_runs(study: RunStudy, bars: ErrorBars, folder: Path | None = None) -> None:
-    """Write what was learnt from serving runs: hosts, errors and scores."""
-    unseen = [item for item in study.engines if item.kind == "dense" and not item.version]
-    newest = {item.engine: replace(item.host, request_s=item.client.request_s) for item in unseen}
+    """Write what was learnt from serving runs: engines, errors and scores."""
     for name, value, form, place in (
-        ("hosts", newest, HOSTS_FORMAT, SHIPPED),
+        ("engines", study.engines, ENGINES_FORMAT, SHIPPED),
         ("bars", bars, BARS_FORMAT, SHIPPED),
-        ("runs", study, RUNS_FORMAT, DATA),
+        ("runs", replace(study, engines=()), RUNS_FORMAT, DATA),
     ):
         text = dumps(value, format_name=form, version=CALIBRATION_VERSION, indent=None)
         (folder or place).joinpath(f"{name}.json").write_text(text + "\n", encoding="utf-8")
-    for cached in (hosts, bundled_bars, stored_runs):
+    for cached in (engines, bundled_bars, stored_runs):
         cached.cache_clear()

@@ -20,40 +20,31 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from accuracy.closed_loop import BenchClient, BenchReport, RunWork, run_work, served, slowed, together
-from accuracy.runs import MeasuredRun
-from potluck.core.values.model import Model
-from potluck.core.values.plan import Confidence
-from potluck.core.values.types import NodeType
+from potluck.cli.engine.calibrate import WEIGHTS
+from potluck.cli.engine.own_runs import bar_of, log_ratios, works
+from potluck.cli.engine.run_tables import Placed
+from potluck.perf.closed_loop import RunWork, served, slowed
 from potluck.perf.error_bars import (
     LEAST_CONFIGURATIONS,
     LEAST_RUNS,
     METRICS,
     SHARES,
-    ErrorBar,
     ErrorBars,
     Group,
     Kind,
     Metric,
     RunErrors,
-    bar,
-    bits_of,
     first_token_groups,
-    kind_of,
     step_groups,
 )
-from potluck.perf.kv_capacity import max_requests, stage_memory
-from potluck.perf.operators.calibration import Calibration, bundled, slower_experts
+from potluck.perf.operators.calibration import bundled
 from potluck.perf.operators.layer_seconds import units_for
 from potluck.perf.operators.layers import step_sums
 from potluck.perf.operators.network import network_for
 from potluck.perf.step_timer import Floats, steps
-from potluck.perf.timers.engine_host import NO_HOST, EngineHost
-from potluck.perf.timers.roofline import RooflineTimer, roofline
+from potluck.perf.timers.engine_host import BenchClient, EngineFit, EngineHost
 
 Mask = NDArray[np.bool_]
-WEIGHTS = {"rate": 2.0, "tpot": 1.0, "ttft": 0.5}
-"""Of their errors in the fit: throughput is what is paid for, first tokens depend on the client most."""
 LEAST_FITTED = 24
 """Runs of a version of an engine that figures of its own are fitted to."""
 START = (1e-3, 2e-5, 2e-4, 0.2, 1.0, 0.02)
@@ -66,37 +57,6 @@ LEAST_READ = 0.9
 TTFT = METRICS.index("ttft")
 FOLDS = 5
 """Parts that the bars are tried on, each with those of the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A run with what its names mean."""
-
-    run: MeasuredRun
-    model: Model
-    node: NodeType
-
-    @property
-    def kind(self) -> Kind:
-        return kind_of(self.model)
-
-    @property
-    def bits(self) -> int:
-        return round(bits_of(self.model))
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFit:
-    """What was fitted to the runs of one version of an engine."""
-
-    engine: str
-    version: str
-    kind: Kind
-    runs: int
-    host: EngineHost
-    client: BenchClient
-    experts: float = 1.0
-    """How many times as long as vLLM's, which were measured, its routed experts take; on GPUs with such kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,25 +113,6 @@ def possible(item: Placed) -> bool:
     return left * (run.tpot_s or 0.0) >= LEAST_READ * least_s
 
 
-def works(placed: Sequence[Placed], calibration: Calibration | None = None, experts: float = 1.0) -> RunWork:
-    """The GPU's part of every run, experts so many times as slow."""
-    timers: dict[tuple[Model, str, int, str], RooflineTimer] = {}
-    if experts != 1.0:
-        calibration = slower_experts(bundled() if calibration is None else calibration, experts)
-    result = []
-    for item in placed:
-        run, model, node = item.run, item.model, item.node
-        key = (model, node.name, run.tp, run.ep)
-        if key not in timers:
-            timers[key] = roofline(model, node, run.tp, host=NO_HOST, ep=run.ep, calibration=calibration)
-        # Engines take requests in as long as there is room for what is there, so half of an answer counts.
-        tokens = run.input_tokens + run.output_tokens / 2
-        room = max_requests(model, stage_memory(model, node, run.tp, ep=run.ep), run.tp, tokens, ep=run.ep)
-        lengths = (run.concurrency, run.input_tokens, run.output_tokens)
-        result.append(run_work(timers[key], model.layer_count, *lengths, room))
-    return together(result)
-
-
 def study_runs(
     placed: Sequence[Placed], left_out: int = 0, said: Callable[[str], None] = lambda _: None
 ) -> tuple[RunStudy, tuple[RunErrors, ...]]:
@@ -194,7 +135,7 @@ def study_runs(
             seen, left = mine & (half == side), like & (half != side)
             host, client, experts = fit(every, placed, seen)
             report = served(slowed(*every, experts).where(left), host, client)
-            ratios[:, left] = log_ratios(report, placed, left)
+            ratios[:, left] = log_ratios(report, _of(placed, left))
     unseen = np.full_like(ratios, np.nan)
     for version, fitted in zip(likes, engines, strict=True):
         others = [item for item in engines if item.engine == fitted.engine and item != fitted]
@@ -202,7 +143,7 @@ def study_runs(
             unknown = middle(others, fitted.engine, fitted.kind)
             work = slowed(*every, unknown.experts).where(likes[version])
             report = served(work, unknown.host, unknown.client)
-            unseen[TTFT, likes[version]] = log_ratios(report, placed, likes[version])[TTFT]
+            unseen[TTFT, likes[version]] = log_ratios(report, _of(placed, likes[version]))[TTFT]
     names = dict.fromkeys((item.engine, item.kind) for item in engines)
     engines += [middle(engines, *name) for name in names]
     errors = run_errors(placed, ratios, unseen=unseen)
@@ -237,7 +178,7 @@ def carried_over(placed: Sequence[Placed], engines: Sequence[EngineFit], bars: E
     for version in set(versions):
         mine, fitted = versions == version, fits[_stand_in(str(version), versions)]
         report = served(slowed(*every, fitted.experts).where(mine), fitted.host, fitted.client)
-        ratios[:, mine] = log_ratios(report, placed, mine)
+        ratios[:, mine] = log_ratios(report, _of(placed, mine))
     result = {}
     for kind in dict.fromkeys(item.kind for item in placed):
         for m, metric in enumerate(METRICS):
@@ -247,6 +188,10 @@ def carried_over(placed: Sequence[Placed], engines: Sequence[EngineFit], bars: E
             result[f"{kind}, {metric}"] = round(float(np.median(np.abs(np.expm1(ratios[m, rows])))), 4)
             result[f"{kind}, {metric}: within"] = round(float(np.mean(held)), 3)
     return result
+
+
+def _of(placed: Sequence[Placed], mask: Mask) -> list[Placed]:
+    return [item for item, wanted in zip(placed, mask, strict=True) if wanted]
 
 
 def fit(
@@ -259,17 +204,16 @@ def fit(
     """
     from scipy.optimize import least_squares
 
-    runs = [item.run for item, wanted in zip(placed, mask, strict=True) if wanted]
-    pair = every[0].where(mask), every[1].where(mask)
-    measured = {metric: _measured(runs, metric) for metric in METRICS}
+    some, pair = _of(placed, mask), (every[0].where(mask), every[1].where(mask))
+    weights = np.array([WEIGHTS[metric] for metric in METRICS])[:, None]
     pull = np.array([PULL] * len(START) + [1.0])
     bounds = [[-np.inf] * len(START) + [log(FASTEST)], [np.inf] * len(START) + [log(1 / FASTEST)]]
 
     def misses(logs: Floats) -> Floats:
         values = np.exp(logs)
-        times = _times(served(slowed(*pair, values[6]), EngineHost(*values[:3]), BenchClient(*values[3:6])))
-        parts = [WEIGHTS[m] * np.nan_to_num(np.log(times[m] / measured[m])) for m in METRICS]
-        return np.concatenate([*parts, pull * (logs - usual)])
+        report = served(slowed(*pair, values[6]), EngineHost(*values[:3]), BenchClient(*values[3:6]))
+        ratios = np.nan_to_num(weights * log_ratios(report, some))
+        return np.concatenate([ratios.ravel(), pull * (logs - usual)])
 
     best = None
     for burst, launch_s in product((0.15, 0.9), (START[2], 3 * START[2])):
@@ -280,13 +224,6 @@ def fit(
     assert best is not None
     values = [float(f"{value:.3g}") for value in np.exp(best.x)]
     return EngineHost(*values[:3]), BenchClient(*values[3:6]), values[6]
-
-
-def log_ratios(bench_report: BenchReport, placed: Sequence[Placed], mask: Mask) -> Floats:
-    """log(measured time / predicted time) for every metric; NaN where nothing was measured."""
-    runs = [item.run for item, wanted in zip(placed, mask, strict=True) if wanted]
-    times = _times(bench_report)
-    return np.stack([np.log(_measured(runs, metric) / times[metric]) for metric in METRICS])
 
 
 def run_scores(placed: Sequence[Placed], ratios: Floats) -> tuple[RunScore, ...]:
@@ -370,30 +307,6 @@ def coverage(placed: Sequence[Placed], ratios: Floats, unseen: Floats | None = N
                     for name in (metric, f"{metric}, {item.kind}"):
                         inside.setdefault(name, []).append(hit)
     return {name: round(float(np.mean(hits)), 3) for name, hits in sorted(inside.items())}
-
-
-def bar_of(metric: Metric, item: Placed, confidence: Confidence, bars: ErrorBars | None = None) -> ErrorBar:
-    """The bar of a run's figure."""
-    model, run, gpu = item.model, item.run, item.node.gpu.name
-    under_way = {"engine": run.engine, "requests": run.concurrency}
-    return bar(metric, model, run.tp, gpu, confidence, bars=bars, **under_way)  # type: ignore[arg-type]
-
-
-def _times(bench_report: BenchReport) -> dict[Metric, Floats]:
-    return {
-        "rate": 1.0 / bench_report.requests_per_s,
-        "ttft": bench_report.ttft_s,
-        "tpot": bench_report.tpot_s,
-    }
-
-
-def _measured(runs: Sequence[MeasuredRun], metric: Metric) -> Floats:
-    values = {
-        "rate": [1.0 / run.requests_per_s for run in runs],
-        "ttft": [run.ttft_s or np.nan for run in runs],
-        "tpot": [run.tpot_s or np.nan for run in runs],
-    }
-    return np.asarray(values[metric], np.float64)
 
 
 def numbers(version: str) -> tuple[int, ...]:

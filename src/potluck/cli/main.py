@@ -11,14 +11,13 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 import click
 
 from potluck import __version__
 from potluck.cli.common.render import BAD_INPUT, BUG, INTERRUPTED, MEANINGS, NO
-from potluck.core.errors import InputError, PotluckError, did_you_mean
+from potluck.core.errors import PotluckError, did_you_mean
 
 COMMANDS = {
     "init": (".planning.check:init", "Write a commented example spec to start from."),
@@ -55,13 +54,14 @@ COMMANDS = {
     "serve": (".serve:serve", "One OpenAI endpoint over a plan's fleet."),
     "engine": (".engine.engine:engine", "Run the embedded engine behind HTTP."),
     "profile": (".engine.profile:profile", "Measure an engine; write a profile for estimates."),
-    "calibrate": ("accuracy.command:calibrate", "Fit host and links to runs of your own, for every command."),
-    "accuracy": ("accuracy.command:accuracy", "How far predictions are off; your own runs beside them."),
+    "calibrate": (
+        ".engine.calibrate:calibrate",
+        "Fit host and links to runs of your own, for every command.",
+    ),
+    "accuracy": (".engine.accuracy:accuracy", "How far predictions are off; your own runs beside them."),
 }
 """Name -> (module:attribute, line in the help). The line stands here so that help imports nothing."""
 
-TOOLS, TOOL = Path(__file__).parents[3] / "tools", "accuracy"
-"""Where a checkout has commands that are no part of the package."""
 NO_MEMORY = ("Cannot allocate memory", "failed to map segment", "can't start new thread", "not enough memory")
 """What libraries and the system say where there is none."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # Of a write for which there is no room.
@@ -75,10 +75,6 @@ class LazyGroup(click.Group):
         if name not in COMMANDS:
             return None
         module, attribute = COMMANDS[name][0].split(":")
-        if module.startswith(TOOL):
-            if not (TOOLS / TOOL).is_dir():
-                raise InputError(name, "comes with a checkout of Potluck; run it from one")
-            sys.path.append(str(TOOLS))
         command = getattr(importlib.import_module(module, "potluck.cli"), attribute)
         assert isinstance(command, click.Command)
         return command

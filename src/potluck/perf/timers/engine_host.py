@@ -13,9 +13,10 @@ fits them to runs of one's own (`OwnCluster`), for every command; `potluck profi
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from potluck.core.errors import InputError, PotluckError
 from potluck.perf import shipped
 from potluck.perf.step_timer import Floats, StepBatch
 
-FORMAT, OWN_FORMAT = "potluck.hosts", "potluck.cluster"
+FORMAT, OWN_FORMAT = "potluck.engines", "potluck.cluster"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +64,42 @@ class EngineHost:
 NO_HOST = EngineHost(0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class BenchClient:
+    """How a benchmark's requests come."""
+
+    burst: float
+    """Share of requests that find the prompts of all others before them."""
+    ahead: float
+    """Prompts that the others find."""
+    request_s: float
+    """What a request takes before and after the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFit:
+    """What was fitted to the runs of one version of an engine; an empty one is any that nobody saw."""
+
+    engine: str
+    version: str
+    kind: Literal["dense", "experts"]
+    runs: int
+    host: EngineHost
+    client: BenchClient
+    experts: float = 1.0
+    """How many times as long as vLLM's, which were measured, its routed experts take; on GPUs with such kernels."""
+
+
 @lru_cache(maxsize=1)
+def engines() -> tuple[EngineFit, ...]:
+    """All that were fitted."""
+    return loads(tuple[EngineFit, ...], shipped("engines.json"), format_name=FORMAT, version=1)
+
+
 def hosts() -> dict[str, EngineHost]:
-    """Those that were fitted, by engine: its newest version among the runs."""
-    text = shipped("hosts.json")
-    return loads(dict[str, EngineHost], text, format_name=FORMAT, version=1)
+    """By engine: of a version that nobody saw."""
+    unseen = (item for item in engines() if item.kind == "dense" and not item.version)
+    return {item.engine: replace(item.host, request_s=item.client.request_s) for item in unseen}
 
 
 @dataclass(frozen=True, slots=True)

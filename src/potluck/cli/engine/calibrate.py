@@ -1,4 +1,4 @@
-"""Host and links fitted to runs of one's own: few figures, each held near what is known until runs say otherwise.
+"""`potluck calibrate`: host and links fitted to runs of one's own, held near what is known until runs say otherwise.
 
 Collectives are a part of every step, so steps are linear in how slow a link is: runs are timed with it as measured
 elsewhere and twice as slow, and anything between follows. Errors are told of runs that the fit had not seen:
@@ -9,19 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from zlib import crc32
 
+import click
 import numpy as np
 
-from accuracy.closed_loop import BenchClient, BenchReport, RunWork, served, slowed
-from accuracy.serving import WEIGHTS, EngineFit, Placed, log_ratios, works
+from potluck.cli.common.render import emit_json, percent, table
+from potluck.cli.engine.own_runs import METRIC_WORDS, RUN_FILES, log_ratios, read_placed, usual_fit, works
+from potluck.cli.engine.run_tables import Placed
+from potluck.core.codec import dumps, encode
 from potluck.core.errors import InputError
+from potluck.perf.closed_loop import BenchReport, RunWork, served, slowed
 from potluck.perf.error_bars import METRICS
 from potluck.perf.operators.calibration import bundled, linked, shipped_calibration
 from potluck.perf.operators.network import network_for
 from potluck.perf.step_timer import Floats
-from potluck.perf.timers.engine_host import EngineHost, OwnCluster
+from potluck.perf.timers.engine_host import (
+    OWN_FORMAT,
+    BenchClient,
+    EngineFit,
+    EngineHost,
+    OwnCluster,
+    own_cluster,
+    own_path,
+)
 
+WEIGHTS = {"rate": 2.0, "tpot": 1.0, "ttft": 0.5}
+"""Of errors in a fit: throughput is what is paid for, first tokens depend on the client most."""
 LEAST_RUNS = 8
 HELD = (0.1, 0.1, 0.5, 0.2, 0.2, 0.1, 1.0)
 """How hard each figure is held: host (fixed, per sequence, launches), client (burst, ahead, per request), link."""
@@ -52,16 +67,15 @@ def fit_cluster(placed: Sequence[Placed], usual: EngineFit) -> OwnFit:
     base = shipped_calibration()
     slow = linked(base, dict.fromkeys(kinds, 2.0))
     work = works(placed, base, usual.experts), works(placed, slow, usual.experts)
-    everyone = np.ones(len(placed), bool)
     half = np.array([crc32(" ".join(item.run.configuration).encode()) % 2 for item in placed])
-    before = log_ratios(served(work[0], usual.host, usual.client), placed, everyone)
+    before = log_ratios(served(work[0], usual.host, usual.client), placed)
     after = np.full_like(before, np.nan)
     for side in (0, 1):
         seen = half == side
         if seen.any() and not seen.all():
             values = _fit(work, placed, seen, usual)
-            after[:, ~seen] = log_ratios(_report(work, values), placed, everyone)[:, ~seen]
-    values = _fit(work, placed, everyone, usual)
+            after[:, ~seen] = log_ratios(_report(work, values), placed)[:, ~seen]
+    values = _fit(work, placed, np.ones(len(placed), bool), usual)
     figures = [float(f"{value:.3g}") for value in values]
     host = EngineHost(figures[0], figures[1], figures[2], figures[5])
     links = dict.fromkeys(sorted(kinds), figures[6])
@@ -84,11 +98,10 @@ def _fit(work: _Pair, placed: Sequence[Placed], seen: np.ndarray, usual: EngineF
     host, client = usual.host, usual.client
     known = (host.fixed_s, host.sequence_s, host.launch_s, client.burst, client.ahead, client.request_s, 1.0)
     start = np.log(np.maximum(known, 1e-7))
-    everyone = np.ones(len(placed), bool)
     weights = np.array([WEIGHTS[metric] for metric in METRICS])[:, None]
 
     def misses(logs: Floats) -> Floats:
-        ratios = log_ratios(_report(work, np.exp(logs)), placed, everyone)[:, seen]
+        ratios = log_ratios(_report(work, np.exp(logs)), placed)[:, seen]
         return np.concatenate([np.nan_to_num(weights * ratios).ravel(), np.array(HELD) * (logs - start)])
 
     high = start + np.log(1e3)
@@ -103,3 +116,52 @@ def _medians(ratios: Floats) -> dict[str, float]:
     """Of the absolute error, where anything was measured."""
     errors = {m: np.abs(np.expm1(row[np.isfinite(row)])) for m, row in zip(METRICS, ratios, strict=True)}
     return {metric: round(float(np.median(part)), 4) for metric, part in errors.items() if len(part)}
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@RUN_FILES
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write it there instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def calibrate(
+    runs: tuple[Path, ...], gpu: str | None, tp: int | None, out: Path | None, as_json: bool
+) -> None:
+    """Fit an engine's host and the GPUs' links to serving runs of your own; every command uses them from then on.
+
+    Runs are as `accuracy --score` takes them: a table, vLLM's `bench serve --save-result` or aiperf's JSON, 30 or so,
+    with few and many requests under way. The fit is kept in ~/.config/potluck/cluster.json; remove that to forget it.
+
+    \b
+    Examples:
+      potluck calibrate runs.csv
+      potluck calibrate results/*.json --gpu H200 --tp 4
+    """
+    placed_runs = [item for path in runs for item in read_placed(path, gpu, tp)[0]]
+    found = fit_cluster(placed_runs, usual_fit(placed_runs[0]))
+    path = out or own_path()
+    if path is None:
+        raise InputError("--out", "is needed: there is no home to keep it in")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dumps(found.cluster, format_name=OWN_FORMAT, version=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(str(path), f"cannot be written ({error.strerror})") from error
+    own_cluster.cache_clear()
+    if as_json:
+        emit_json({"file": str(path), "found": encode(found)})
+        return
+    rows = [
+        (words, percent(found.before[m]), percent(found.after[m]))
+        for m, words in METRIC_WORDS.items()
+        if m in found.after
+    ]
+    table(f"{len(placed_runs)} runs: median error of runs left out", ("figure", "before", "calibrated"), rows)
+    host = found.cluster.host
+    click.echo(
+        f"Host: {host.fixed_s * 1e3:.2f} ms a step, {host.sequence_s * 1e6:.0f} µs a sequence, "
+        f"{host.request_s * 1e3:.0f} ms a request."
+    )
+    for kind, times in found.cluster.links.items():
+        click.echo(f"Collectives over {kind}: {times:.2f} times as long as measured elsewhere.")
+    use = "every command uses it" if out is None else f"used once it is {own_path()}"
+    click.echo(f"Kept in {path}; {use}.")

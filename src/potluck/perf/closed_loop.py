@@ -25,22 +25,7 @@ from potluck.perf.kv_capacity import STEP_TOKENS
 from potluck.perf.phases import prompts_in_step, prompts_s
 from potluck.perf.step_timer import Floats, StepTimer
 from potluck.perf.throughput import MAX_BATCH, MixedSteps, mixed_steps
-from potluck.perf.timers.engine_host import EngineHost
-
-
-@dataclass(frozen=True, slots=True)
-class BenchClient:
-    """How a benchmark's requests come."""
-
-    burst: float
-    """Share of requests that find the prompts of all others before them."""
-    ahead: float
-    """Prompts that the others find."""
-    request_s: float
-    """What a request takes before and after the engine."""
-    slot: float = 0.0
-    """Of the time between two ends, what a request waits for the slot of one that has ended: engines that have just C
-    slots and free them late."""
+from potluck.perf.timers.engine_host import BenchClient, EngineHost
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +108,6 @@ def served(work: RunWork, host: EngineHost, client: BenchClient) -> BenchReport:
     crowd_s = work.crowd_s + host.fixed_s + host.sequence_s * work.crowd
     crowd_s = np.maximum(crowd_s, host.launch_s * work.layers) / work.crowd
     ttft_s = ttft_s + client.burst * crowd_s * (steps.decodes - 1.0) / 2
-    ttft_s = ttft_s + (open_requests - steps.decodes) * between_s + client.slot * between_s
+    ttft_s = ttft_s + (open_requests - steps.decodes) * between_s
     ttft_s = np.minimum(ttft_s, 0.95 * whole_s)
     return BenchReport(1.0 / between_s, ttft_s, (whole_s - ttft_s) / work.answers)

@@ -16,9 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from potluck.catalog import gpus, models, nodes
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Ep
 from potluck.core.values.model import CHOSEN, FORMAT_BITS, Format, Model
+from potluck.core.values.types import NodeType
+from potluck.perf.error_bars import Kind, bits_of, kind_of
+from potluck.perf.timers.roofline import check_tp
 
 MOST_BYTES = 1 << 30
 COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -106,6 +110,41 @@ def _format(word: str) -> Format:
         if re.search(pattern, word):
             return kind
     raise InputError("format", f"{word!r} is not modelled; modelled are {', '.join(CHOSEN)}, awq and gptq")
+
+
+SUFFIX = re.compile(
+    r"-(fp8|bf16|fp16|nvfp4|mxfp4|fp4|awq|gptq|int8|int4|w8a8|w4a16)(-dynamic|-block)?$", re.I
+)
+"""Formats that names of checkpoints end in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A run with what its names mean."""
+
+    run: MeasuredRun
+    model: Model
+    node: NodeType
+
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.model)
+
+    @property
+    def bits(self) -> int:
+        return round(bits_of(self.model))
+
+
+def placed(run: MeasuredRun) -> Placed:
+    """A run with its model and node; an unknown name is an error."""
+    named = SUFFIX.search(run.model)
+    text = run.format or (named[0] if named else "")
+    if named and named[1].lower() == "fp8" and "qwen" in run.model.lower():
+        text = "fp8_block"  # as Qwen publishes them, whatever a table calls it
+    model = stored_as(models.model(SUFFIX.sub("", run.model)), text)
+    node = nodes.node_type(f"{8 if run.tp <= 8 else run.tp}x{gpus.canonical(run.gpu)}")
+    check_tp(model, node, run.tp, run.ep)
+    return Placed(run, model, node)
 
 
 @dataclass(frozen=True, slots=True)
