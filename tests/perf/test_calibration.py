@@ -7,13 +7,13 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.catalog import gpus, models, nodes
 from potluck.core.codec import dumps, loads
 from potluck.core.errors import FormatError
-from potluck.core.values.model import CHOSEN, in_format
+from potluck.core.values.model import CHOSEN, Format, in_format
 from potluck.core.values.types import Gpu
 from potluck.perf.error_bars import bar
 from potluck.perf.operators.calibration import (
@@ -178,23 +178,49 @@ def no_worse(better: Gpu, other: Gpu) -> bool:
     return all((getattr(better, name) or 0) >= (getattr(other, name) or 0) for name in named)
 
 
+DECODES = [(0.0, 0.0, float(n), float(n * context)) for n in (1, 8, 64, 256) for context in (128, 8192)]
+BATCH = steps(*zip(*DECODES, (64, 0, 0, 0), (512, 0, 16, 16e3), (2048, 4096, 64, 64e3), strict=True))  # type: ignore[arg-type]
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(gpus.names()),
+    st.sampled_from(CHOSEN),
+    st.lists(st.floats(0.5, 1.0), min_size=3, max_size=3),
+)
+def test_a_gpu_is_never_slower_than_it_would_be_with_less(name: str, kind: Format, less: list[float]) -> None:
+    """Less arithmetic, bandwidth or power, of any GPU of the catalog: a hundredth is left to waves and surfaces."""
+    node, scale = (
+        nodes.node_type(name),
+        dict(zip(("tflops", "bandwidth_gb_per_s", "tdp_w"), less, strict=True)),
+    )
+    figures = {
+        field.name: value * scale["tflops" if field.name.endswith("tflops") else field.name]
+        for field in fields(Gpu)
+        if field.name.endswith(tuple(scale)) and (value := getattr(node.gpu, field.name))
+    }
+    lesser = replace(node, name="lesser", gpu=replace(node.gpu, name="lesser", **figures))
+    for model in (in_format(models.model(each), kind) for each in ("Llama-3.1-8B", "GPT-OSS-120B")):
+        assert (
+            roofline(model, node, 1).step_s(BATCH) <= 1.01 * roofline(model, lesser, 1).step_s(BATCH)
+        ).all()
+
+
 def test_a_gpu_at_least_as_good_is_never_slower() -> None:
     """None with the chip of one that was measured, and none of a data centre's, is slower than a lesser one in any
-    format that was measured. A GPU that was not has no surfaces, so that it may look faster than a better one."""
-    decodes = [(0.0, 0.0, float(n), float(n * context)) for n in (1, 8, 64, 256) for context in (128, 8192)]
-    batch = steps(*zip(*decodes, (64, 0, 0, 0), (512, 0, 16, 16e3), (2048, 4096, 64, 64e3), strict=True))  # type: ignore[arg-type]
+    format. A GPU that was not has no surfaces, so that it may look faster than a better one."""
     sheet = {name: gpus.gpu(name) for name in gpus.names() if not name.startswith("MI")}
     worst = {(a, b): 0.0 for a in sheet for b in sheet if a != b and no_worse(sheet[a], sheet[b])}
-    for name, kind in product(("Llama-3.1-8B", "DeepSeek-V3", "GPT-OSS-120B"), set(CHOSEN) - {"int8"}):
+    for name, kind in product(("Llama-3.1-8B", "DeepSeek-V3", "GPT-OSS-120B"), CHOSEN):
         model = in_format(models.model(name), kind)
-        times = {gpu: roofline(model, nodes.node_type(gpu), 1).step_s(batch) for gpu in sheet}
+        times = {gpu: roofline(model, nodes.node_type(gpu), 1).step_s(BATCH) for gpu in sheet}
         worst = {(a, b): max(by, float((times[a] / times[b]).max())) for (a, b), by in worst.items()}
     over = {pair: by for pair, by in worst.items() if by > 1.0 + 1e-9}
     known = {name for pair in TWINS for name in pair} | {"A30", "L40S", "V100-16", "V100-32"}
     assert len([pair for pair in worst if set(pair) <= known]) > 40
     assert [pair for pair in over if set(pair) <= known] == []
     assert len(over) <= 0.08 * len(worst), over
-    assert max(over.values()) <= 1.35, over
+    assert max(over.values()) <= 1.27, over
 
 
 def test_bars_hold_on_a_gpu_that_nobody_measured() -> None:

@@ -303,7 +303,7 @@ def curves_for(gpu: Gpu, calibration: Calibration) -> GpuCurves:
     twin = None if named and not named.coarse else _same_chip(gpu, calibration)
     own = twin or named
     shapes = calibration.shapes
-    relatives = [twin] if twin else _relatives(gpu, calibration)
+    relatives = _relatives(gpu, calibration)
     gemm = (own and own.gemm) or _carried_gemm(gpu, calibration, relatives)
     foretold = (None if own else _foretold(gpu, calibration)) or own
     prefill = (foretold and foretold.prefill) or _carried_prefill(gpu, gemm[0], calibration, relatives)
@@ -311,7 +311,7 @@ def curves_for(gpu: Gpu, calibration: Calibration) -> GpuCurves:
         [s.decode for s in _teachers(gpu, calibration) if s.decode]
     )
     stream = (own and own.stream) or _mean([s.stream for s in calibration.gpus if s.stream])
-    confidence, basis = _trust(gpu, None if twin else own, relatives)
+    confidence, basis = _trust(gpu, None if twin else own, [twin] if twin else relatives)
     extras = _extras(gpu, gemm, own, calibration)
     return GpuCurves(
         chip_of(gpu),
