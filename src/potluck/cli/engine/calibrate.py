@@ -7,7 +7,7 @@ configurations are dealt into two halves, and each is predicted with what the ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
@@ -41,6 +41,7 @@ LEAST_RUNS = 8
 HELD = (0.1, 0.1, 0.5, 0.2, 0.2, 0.1, 1.0)
 """How hard each figure is held: host (fixed, per sequence, launches), client (burst, ahead, per request), link."""
 SLOWEST_LINK = 16.0
+SMALL_MISS, MOST_STEPS = 0.1, 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,6 @@ def _report(work: _Pair, values: Floats) -> BenchReport:
 
 
 def _fit(work: _Pair, placed: Sequence[Placed], seen: np.ndarray, usual: EngineFit) -> Floats:
-    from scipy.optimize import least_squares
-
     host, client = usual.host, usual.client
     known = (host.fixed_s, host.sequence_s, host.launch_s, client.burst, client.ahead, client.request_s, 1.0)
     start = np.log(np.maximum(known, 1e-7))
@@ -104,12 +103,30 @@ def _fit(work: _Pair, placed: Sequence[Placed], seen: np.ndarray, usual: EngineF
         ratios = log_ratios(_report(work, np.exp(logs)), placed)[:, seen]
         return np.concatenate([np.nan_to_num(weights * ratios).ravel(), np.array(HELD) * (logs - start)])
 
-    high = start + np.log(1e3)
-    high[6] = np.log(SLOWEST_LINK)
-    result = least_squares(
-        misses, start, bounds=(start - np.log(1e3), high), loss="soft_l1", f_scale=0.1, diff_step=1e-3
-    )
-    return np.asarray(np.exp(result.x), np.float64)
+    far = np.log([1e3] * (len(start) - 1) + [SLOWEST_LINK])
+    return np.asarray(np.exp(nearest(misses, start, start - far, start + far)), np.float64)
+
+
+def nearest(misses: Callable[[Floats], Floats], start: Floats, low: Floats, high: Floats) -> Floats:
+    """Where misses are least (Levenberg-Marquardt); beyond SMALL_MISS they count as they are, not by their square."""
+
+    def loss(off: Floats) -> float:
+        return float(np.sqrt(1.0 + (off / SMALL_MISS) ** 2).sum())
+
+    at, damping = start, 1e-2
+    off = misses(at)
+    for _ in range(MOST_STEPS):
+        slopes = np.stack([(misses(at + move) - off) / 1e-3 for move in 1e-3 * np.eye(len(at))], axis=1)
+        weighed = slopes / np.sqrt(1.0 + (off / SMALL_MISS) ** 2)[:, None]
+        square = weighed.T @ slopes
+        step = np.linalg.solve(square + damping * np.diag(np.diag(square) + 1e-6), -weighed.T @ off)
+        tried = np.clip(at + step, low, high)
+        there = misses(tried)
+        if loss(there) < loss(off) * (1.0 - 1e-6):
+            at, off, damping = tried, there, damping / 3
+        else:
+            damping *= 10
+    return at
 
 
 def _medians(ratios: Floats) -> dict[str, float]:
