@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from potluck.cli.common.inputs import read_spec
+from potluck.cli.engine.emulate import mock_model
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import Plan, plan_from_json
+from potluck.runtime.replica_models import total_blocks
 
 START_S = 60.0
 
@@ -127,7 +129,7 @@ class LiveFleet:
         self._plan_path, self._spec_path = plan, spec
         self.plan: Plan = plan_from_json(plan.read_text("utf-8"))
         self._gateway, self._engine = gateway, engine
-        self._models = {model.name: model.model.name for model in read_spec(spec).models}
+        self._models = {model.name: model for model in read_spec(spec).models}
         self._env = env or {}
         self._over, self._program = list(over), program
         self.engines: list[Process] = []
@@ -163,7 +165,7 @@ class LiveFleet:
             for copy in range(deployment.count):
                 for index, replica in enumerate(template.replicas):
                     if not self._over:
-                        like = emulated(replica.layout, self._models[template.model])
+                        like = emulated(replica.layout, self._models[template.model].model.name)
                         name = f"{template.name}-{copy}-{index}"
                         self.engines.append(self._engine_process(like, template.model, name))
                         self.engines[-1].start()
@@ -173,7 +175,13 @@ class LiveFleet:
             entry["url"] = process.said["url"] if self._over else listening(process)
 
     def _engine_words(self, like: str, model: str) -> list[str]:
-        return ["engine", "serve", "--emulate", like, "--name", model, "--port", "0", "--json", *self._engine]
+        words = ["engine", "serve", "--emulate", like, "--name", model, "--port", "0", "--json"]
+        if "--mock" in self._engine:  # as much KV as the plan and the simulator reckon with
+            mock, traffic = mock_model(like), self._models[model].traffic
+            mean = traffic.mean_input_tokens + traffic.mean_output_tokens
+            nodes = {node.name: node for node in mock.nodes}
+            words += ["--kv-blocks", str(total_blocks(mock.model, mock.layout, nodes, mean))]
+        return [*words, *self._engine]
 
     def _engine_process(self, like: str, model: str, name: str) -> Process:
         arguments = [sys.executable, "-m", "potluck.cli.main", *self._engine_words(like, model)]

@@ -150,10 +150,7 @@ def scene(plan: Path, spec_path: Path, profiles: Sequence[Path]) -> ResolvedPlan
     """The same for the simulator."""
     spec = read_spec(spec_path)
     problem = measured(load_problem(spec, 0.8, None, (), 0.0), tuple(profiles))
-    return as_set_up(scene_of(SimulationInputs(spec, problem, plans.plan_from_json(plan.read_text("utf-8")))))
-
-
-def as_set_up(resolved: ResolvedPlan) -> ResolvedPlan:
+    resolved = scene_of(SimulationInputs(spec, problem, plans.plan_from_json(plan.read_text("utf-8"))))
     return replace(resolved, engines={(name, 0): EngineSetup(LONGEST, 1) for name in ("far", "prefill")})
 
 

@@ -44,7 +44,6 @@ class Sites(LiveFleet):
     flags: dict[str, tuple[str, ...]]
 
     def _start_engines(self) -> None:
-        self._program = (str(Path(__file__).with_name("case_gateway.py")),)
         counts = {deployment.template: deployment for deployment in self.plan.deployments}
         for template, deployment in counts.items():
             like = emulated(self.plan.template(template).replicas[0].layout, CATALOG_MODEL)

@@ -28,6 +28,7 @@ from potluck.cli.up.gpus import (
     gpu_of,
     maker_of,
     measured_briefly,
+    mock_flags,
     shared_out,
     spec_text,
     vllm_flags,
@@ -48,10 +49,16 @@ from potluck.engine.shipped_model import shipped_model
 from potluck.perf.engine_limits import longest_tokens
 from potluck.perf.memory import weight_bytes
 from potluck.plan.current_problem import start_share
+from potluck.runtime.replica_models import total_blocks
 from potluck.spec.load_spec import load_spec
 
 MIXED = "0, GPU-a, NVIDIA L4, 23034\n1, GPU-b, NVIDIA A10, 23028\n2, GPU-c, NVIDIA A10, 23028\n"
 GB = 1_000_000_000
+HYBRID = """models:
+  - {model: prfaas-1t-hybrid, name: m, slo: {ttft_ms: 60000, tpot_ms: 150},
+     traffic: {rate_per_s: 1, input: 27000, output: 1000}}
+fleet: {regions: [{name: near, nodes: [{node: 8xH20, available: 1, price_usd_per_h: 10}]}]}
+"""
 PLAN = Plan("auto", (), (), (), (), (), (), 0.0, 0.0)
 
 
@@ -352,6 +359,17 @@ def test_vllm_is_told_the_lengths_and_the_memory_that_were_planned_with(large: P
     assert maker.command(make, 1, 2)[-5:] == [*words, "--gpu-memory-utilization=0.5"], (
         "what the user said is last"
     )
+
+
+def test_mock_engines_have_the_room_that_the_simulator_reckons_with(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(HYBRID, "utf-8")
+    spec, make = load_spec(path), EngineSpec("m", single("8xH20", 8, 57), "near")
+    model, node = spec.models[0].model, {"8xH20": spec.node_types[0]}
+    command = EngineCommands("mock", flags=mock_flags(spec, PLAN)).command(make, 1, 2)
+    long = total_blocks(model, make.layout, node, 27_000.0 + 1_000.0)
+    assert command[command.index("--kv-blocks") + 1] == str(long)
+    assert long > 2 * total_blocks(model, make.layout, node, 1_024.0), "states of short requests weigh more"
 
 
 def test_what_cannot_be_measured_is_said_and_what_was_is_kept(

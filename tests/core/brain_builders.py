@@ -192,9 +192,9 @@ class World:
 
     # What may happen.
 
-    def make_ready(self, replica: str, kv_version: int = 0) -> list[act.Action]:
+    def make_ready(self, replica: str, kv_version: int = 0, max_running: int = 0) -> list[act.Action]:
         self.ready.add(replica)
-        return self.tell(told.ReplicaReady(replica, kv_version))
+        return self.tell(told.ReplicaReady(replica, kv_version, max_running))
 
     def plan(self, new: plans.Plan, ready: bool = True) -> list[act.Action]:
         actions = self.tell(told.PlanReceived(new))

@@ -77,12 +77,11 @@ class Yard:
     def engine(self, port: int) -> EngineRecord:
         return next(item for item in self.registry.engines if item.entry.address.port == port)
 
-    async def up(
-        self, port: int, *, fingerprint: str = "f", role: str = "mixed", state: str = "ready"
-    ) -> None:
+    async def up(self, port: int, **said: Any) -> None:
         engine = self.engine(port)
         status = events.ReplicaStatus(0, 0, 0, 0, 10, 10, 0.0)
-        engine.said = StatusReport("m", fingerprint, role, state, f"h:{port + 1000}", 1.0, status, (), "")
+        usual = StatusReport("m", "f", "mixed", "ready", f"h:{port + 1000}", 1.0, status, (), "")
+        engine.said = replace(usual, **said)
         self.registry.heard(engine)
         await settle()
 
@@ -175,8 +174,8 @@ def test_an_engine_that_is_gone_is_lost_once_and_comes_back_as_another() -> None
         assert gone == ["a"]
         assert fleet.registry.find("a") is None
         fleet.registry.act([actions.StartReplica(_member("b"))])
-        await fleet.up(1)
-        assert fleet.told[-1] == events.ReplicaReady("b")
+        await fleet.up(1, kv_version=3, max_running=16)
+        assert fleet.told[-1] == events.ReplicaReady("b", 3, 16)
 
     run(body)
 
@@ -362,8 +361,9 @@ def test_only_what_all_of_a_model_can_do_counts() -> None:
 
 
 def test_engines_say_what_they_can() -> None:
-    status = read_status(json.dumps({"state": "ready", "own": True, "adapters": ["b", "a", 7]}).encode())
-    assert (status.own, status.adapters) == (True, ("a", "b"))
+    told = {"state": "ready", "own": True, "adapters": ["b", "a", 7], "max_running": 16}
+    status = read_status(json.dumps(told).encode())
+    assert (status.own, status.adapters, status.max_running) == (True, ("a", "b"), 16)
     assert not read_status(b'{"state": "ready", "own": "yes"}').own
     with pytest.raises(FormatError, match="adapters"):
         read_status(b'{"state": "ready", "adapters": "a"}')

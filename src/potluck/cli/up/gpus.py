@@ -315,6 +315,23 @@ def vllm_flags(spec: Spec, plan: Plan, cpu: bool) -> Callable[[EngineSpec], tupl
     return flags
 
 
+def mock_flags(spec: Spec, plan: Plan) -> Callable[[EngineSpec], tuple[str, ...]]:
+    """As much KV as the plan reckons with: states and windows weigh as they do on requests of the spec's length."""
+    from potluck.core.values.model import in_format
+    from potluck.runtime.replica_models import total_blocks
+
+    models = {model.name: model for model in spec.models}
+    nodes = {node.name: node for node in spec.node_types}
+
+    def flags(make: EngineSpec) -> tuple[str, ...]:
+        served, weights = models[make.model], plan.format_of(make.model)
+        model = served.model if weights is None else in_format(served.model, weights)
+        mean = served.traffic.mean_input_tokens + served.traffic.mean_output_tokens
+        return ("--kv-blocks", str(total_blocks(model, make.layout, nodes, mean)))
+
+    return flags
+
+
 def _cpu_kv_bytes(plan: Plan) -> int:
     """For the KV of each engine, where vLLM would else take nearly all memory: with room for one engine more."""
     engines = sum(item.count * len(plan.template(item.template).replicas) for item in plan.deployments)

@@ -487,6 +487,8 @@ def prepared_for(
         maker = replace(
             maker, flags=gpus.vllm_flags(spec, prepared_plan.inputs.plan, here and not maker.chips)
         )
+    if style == "mock":
+        maker = replace(maker, flags=gpus.mock_flags(spec, prepared_plan.inputs.plan))
     return gpus.GpuSetup(spec_path, prepared_plan, maker, (), choices)
 
 

@@ -123,7 +123,7 @@ class EngineCommands:
         if make.step_tokens:
             command += ["--token-budget", str(make.step_tokens)]
         if self.style == "mock":
-            return [*command, "--mock"]
+            return [*command, "--mock", *self.flags(make)]
         return [*command, "--max-running", str(self.max_running)]
 
 

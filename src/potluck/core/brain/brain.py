@@ -98,7 +98,7 @@ class Brain:
         view = self.fleet.views.get(event.replica)
         if view is None or view.state != "starting":
             return []
-        self.fleet.ready(event.replica, event.kv_version)
+        self.fleet.ready(event.replica, event.kv_version, event.max_running)
         actions = self._requests.changed(at_s, view)
         return actions if view.member.standby else actions + self._recovery.let_in(at_s, view)
 

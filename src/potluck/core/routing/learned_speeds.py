@@ -11,7 +11,6 @@ from math import inf
 from typing import Final
 
 from potluck.core.routing.balance import decode_seconds
-from potluck.core.routing.opportunistic import step_s
 from potluck.core.state.facts import BLOCK_TOKENS, FleetFacts
 from potluck.core.state.fleet import ODD_S, ODDS, FleetState, ReplicaState
 from potluck.core.state.request_state import RequestState
@@ -95,7 +94,7 @@ class LearnedSpeeds:
         if view.open_context_tokens > ROOMY * facts.total_blocks * BLOCK_TOKENS:
             return -1.0
         steps = view.done_prompts - prompts + more
-        return view.done_s - done_s + steps * step_s(facts, view.open_requests)
+        return view.done_s - done_s + steps * facts.batch_step_s(view.open_requests)
 
     def handed(self, at_s: float, req: RequestState, view: ReplicaState, tells: bool = True) -> None:
         """A timed prompt was computed, or handed on; between regions a link takes its time, which tells nothing."""
@@ -115,7 +114,7 @@ class LearnedSpeeds:
         steps = output_tokens - req.streamed_tokens - 1 - (view.done_prompts - prompts)
         planned_s = view.done_s - done_s
         if steps > 0:
-            planned_s += steps * step_s(view.facts, 0.5 * (others + view.open_requests))
+            planned_s += steps * view.facts.batch_step_s(0.5 * (others + view.open_requests))
         counts = others < FEW or prompts % SAMPLE == 0
         self._fleet.learn(at_s, view, at_s - req.watched_s, planned_s, counts)
         if not counts:

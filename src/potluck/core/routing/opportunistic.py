@@ -24,20 +24,7 @@ def step_seconds(facts: ReplicaFacts | None, batch: int) -> float:
     planned, full_s = facts.decode_batch, facts.decode_step_s
     if batch >= planned or not 0 < facts.decode_first_s <= full_s:
         return full_s * batch / planned
-    return step_s(facts, float(batch))
-
-
-def step_s(facts: ReplicaFacts, batch: float) -> float:
-    """A decode step of so many requests: on the lines through one request, the knees and the planned batch."""
-    planned, full_s, first_s = facts.decode_batch, facts.decode_step_s, facts.decode_first_s
-    if planned <= 1 or not 0 < first_s <= full_s:
-        return full_s
-    low, low_s = 1, first_s
-    for knee, knee_s in facts.decode_knees:
-        if batch <= knee:
-            return low_s + (knee_s - low_s) * (batch - low) / (knee - low)
-        low, low_s = knee, knee_s
-    return low_s + (full_s - low_s) * (batch - low) / (planned - low)
+    return facts.batch_step_s(float(batch))
 
 
 def next_step_seconds(view: ReplicaState) -> float:

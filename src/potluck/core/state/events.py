@@ -142,6 +142,8 @@ class ReplicaReady(NamedTuple):
     replica: str
     kv_version: int = 0
     """In which its caches cross; those of another version are no use to it."""
+    max_running: int = 0
+    """Requests that its engine runs at once; 0: as many as planned."""
 
 
 class ReplicaLost(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from potluck.core.values.kv import codec_ratio, wire_bytes
@@ -73,6 +73,26 @@ class ReplicaFacts:
     """Of a lone prompt, where that is longer: a pipeline's next prompt begins long before one is done."""
     decode_knees: tuple[tuple[int, float], ...] = ()
     """Batches up to the planned one, rising, and their steps, where these do not lie on one line (experts)."""
+
+    def with_slots(self, slots: int) -> ReplicaFacts:
+        """Of an engine that runs no more than so many requests at once; 0: nothing is said of that."""
+        if not 0 < slots < self.decode_batch:
+            return self
+        knees = tuple(knee for knee in self.decode_knees if knee[0] < slots)
+        step_s = self.batch_step_s(slots)
+        return replace(self, decode_batch=slots, decode_step_s=step_s, decode_knees=knees)
+
+    def batch_step_s(self, batch: float) -> float:
+        """A decode step of so many requests: on the lines through one request, the knees and the planned batch."""
+        planned, full_s, first_s = self.decode_batch, self.decode_step_s, self.decode_first_s
+        if planned <= 1 or not 0 < first_s <= full_s:
+            return full_s
+        low, low_s = 1, first_s
+        for knee, knee_s in self.decode_knees:
+            if batch <= knee:
+                return low_s + (knee_s - low_s) * (batch - low) / (knee - low)
+            low, low_s = knee, knee_s
+        return low_s + (full_s - low_s) * (batch - low) / (planned - low)
 
     def prompt_s(self, tokens: float, cached: float = 0.0) -> float:
         """For a prompt of so many tokens, of which the first are cached: as the curve has it, or else the line."""

@@ -76,6 +76,7 @@ class ReplicaState:
     gone: bool = False
     kv_version: int = 0
     """Replicas of unlike versions hand nothing over to each other."""
+    max_running: int = 0
     eased: int = 0
     """Which of all changes in the fleet (`FleetState.changes`) may have given it room last."""
 
@@ -135,11 +136,16 @@ class FleetState:
         self._changed(unit)
         return view
 
-    def ready(self, replica: str, kv_version: int = 0) -> None:
+    def ready(self, replica: str, kv_version: int = 0, max_running: int = 0) -> None:
         view = self.views.get(replica)
         if view is not None:
-            view.kv_version = kv_version
+            view.kv_version, view.max_running = kv_version, max_running
+            view.facts = self._facts_of(view)
         self._state(replica, "ready")
+
+    def _facts_of(self, view: ReplicaState) -> ReplicaFacts | None:
+        facts = self.facts.get((view.member.template, view.member.index))
+        return None if facts is None else facts.with_slots(view.max_running)
 
     def drain(self, replica: str) -> None:
         self._state(replica, "draining")
@@ -152,7 +158,7 @@ class FleetState:
         """A replica is another template's from now on, or on standby, or no longer."""
         view = self.views[member.id]
         view.member, view.role = member, member.role
-        view.facts = self.facts.get((member.template, member.index))
+        view.facts = self._facts_of(view)
         unit = self.units[member.unit]
         unit.template, unit.kind = member.template, member.kind
         self._changed(unit)

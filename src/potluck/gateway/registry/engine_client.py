@@ -69,6 +69,7 @@ class StatusReport:
     adapters: tuple[str, ...] = ()
     version: str = ""
     kv_version: int = 0
+    max_running: int = 0
     predicted_s: float = 0.0
     """Of one that acts as a GPU: how long all its steps should have taken since it started ..."""
     took_s: float = 0.0
@@ -102,6 +103,7 @@ def read_status(body: bytes, host: str = "") -> StatusReport:
         _words(data, "adapters"),
         _text(data, "version"),
         _whole(data, "kv_version") if "kv_version" in data else FIRST_KV_VERSION,
+        _whole(data, "max_running"),
         _number(notes, "emulated_predicted_s"),
         _number(notes, "emulated_took_s"),
     )

@@ -372,7 +372,8 @@ class ReplicaRegistry(ReplicaDirectory):
         slot.ready = True
         self._version += 1
         self._changed()
-        self._tell(events.ReplicaReady(member.id, report.kv_version if report else 0))
+        limits = (report.kv_version, report.max_running) if report else ()
+        self._tell(events.ReplicaReady(member.id, *limits))
 
     async def _introduce(self) -> None:
         there = [engine for engine in self._engines.values() if engine.up and engine.said and engine.said.kv]
