@@ -2,6 +2,7 @@
 
     study    PrfaaS's case study on mock engines at two sites (network namespaces, TCP over a token bucket): long
              prompts far (4 + 3 + 5 instances) beside none far (9 + 3) and all far (4 + 8), each also simulated
+    drop     a third of the link's bandwidth for a while, beside the best threshold that stays as it is
     cut      no link for 30 s
     dense    simulated: from which bandwidth on it pays to prefill far away, for hybrid and dense models
     prefixes simulated: Mooncake's conversations; what crosses of prompts with cached prefixes
@@ -14,6 +15,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +36,7 @@ from parts.case_study import (
 )
 from parts.common import options, prefixed, run, say
 from parts.crossdc_simulated import dense, prefixes
-from parts.sites import fired, missing, serving
+from parts.sites import Run, fired, missing, serving
 from potluck.cli.common.inputs import read_spec
 from potluck.loadgen.load_client import whole
 from potluck.sim.load.workload import Workload
@@ -55,10 +57,11 @@ def modelled_per_s(what: Arrangement, gbps: float = GBPS) -> float:
     return operating(site(what, gbps), prompt_lengths(), cut, what.prefill).rate_per_s
 
 
-def simulated(folder: Path, what: Arrangement, gbps: float, made: Workload) -> SimResult:
+def simulated(folder: Path, what: Arrangement, gbps: float, made: Workload, adapts: bool = True) -> SimResult:
     profiles, files = write_profiles(folder), write_plan(folder, what, gbps)
     used = profiles if what.far else profiles[1:]
-    return simulate(scene(*files, used), made, read_spec(files[1]).policy)
+    policy = replace(read_spec(files[1]).policy, adapt_threshold=adapts)
+    return simulate(scene(*files, used), made, policy)
 
 
 def rate_per_s(first_s: np.ndarray, from_s: float, to_s: float) -> float:
@@ -117,7 +120,61 @@ def study(quick: bool) -> dict[str, float]:
     return figures
 
 
-WIDE_GBPS = 18.0
+WIDE_GBPS, NARROW_GBPS = 18.0, 6.0
+PHASE_S, QUEUE_S = 45.0, 0.5
+
+
+def goodput_per_s(seen: Run, from_s: float) -> float:
+    """In the latter two thirds of a phase."""
+    first_s = np.array([shot.first_s for shot in seen.shots if whole(shot)])
+    return rate_per_s(first_s, from_s + PHASE_S / 3, from_s + PHASE_S)
+
+
+def best_static(folder: Path, gbps: float, per_s: float) -> tuple[int, float]:
+    """The threshold with the highest goodput when simulated, and its goodput live."""
+    made, figures = load(per_s, PHASE_S, SEED + 4), {}
+    for tokens in range(15_000, 45_001, 3000):
+        what = replace(SELECTIVE, threshold_tokens=tokens)
+        first_s = simulated(folder, what, gbps, made, adapts=False).records.first_token_s
+        figures[tokens] = rate_per_s(first_s, PHASE_S / 3, PHASE_S), -first_s.mean()
+    best = max(figures, key=figures.__getitem__)
+    what = replace(SELECTIVE, threshold_tokens=best)
+    with serving(folder, what, gbps, ("adapt_threshold=false",)) as fleet:
+        return best, goodput_per_s(fired(fleet, made), 0.0)
+
+
+def drop(quick: bool) -> dict[str, float]:
+    if missing():
+        say(f"crossdc: drop is left out, {missing()}")
+        return {}
+    per_s = LOAD * max(
+        modelled_per_s(replace(SELECTIVE, threshold_tokens=tokens), NARROW_GBPS)
+        for tokens in range(15_000, 45_001, 1000)
+    )
+    with tempfile.TemporaryDirectory() as name:
+        with serving(Path(name), SELECTIVE, WIDE_GBPS) as fleet:
+            widths = (PHASE_S, NARROW_GBPS), (2 * PHASE_S, WIDE_GBPS)
+            happens = [(at_s, partial(fleet.set_link, gbps)) for at_s, gbps in widths]
+            seen = fired(fleet, load(per_s, 3 * PHASE_S, SEED + 3), happens)
+        static = [best_static(Path(name), gbps, per_s) for gbps in (WIDE_GBPS, NARROW_GBPS)]
+    inside = [look for look in seen.looks if PHASE_S <= look.at_s < 2 * PHASE_S]
+    waits = [(look.at_s - PHASE_S, look.queued_bytes * 8e-9 / NARROW_GBPS) for look in inside]
+    figures = {"lost": float(sum(not whole(shot) for shot in seen.shots)), "offered_per_s": per_s}
+    for place, phase in enumerate(("wide", "narrow", "again")):
+        tokens, best = static[place % 2]
+        figures[f"{phase}_per_s"] = goodput_per_s(seen, place * PHASE_S)
+        figures |= {f"{phase}_static_per_s": best, f"{phase}_static_tokens": float(tokens)}
+        figures[f"{phase}_of_static"] = figures[f"{phase}_per_s"] / best
+    figures |= {
+        "of_static_least": min(value for key, value in figures.items() if key.endswith("_of_static")),
+        "queue_most_s": max(wait_s for _, wait_s in waits),
+        "queue_last_s": max(wait_s for at_s, wait_s in waits if at_s > PHASE_S * 2 / 3),
+        "recovers_after_s": max((at_s for at_s, wait_s in waits if wait_s > QUEUE_S), default=0.0),
+        "threshold_most": max(look.threshold_tokens for look in inside),
+    }
+    return prefixed("drop", figures)
+
+
 CUT_PER_S, CUT_AT_S, CUT_S, CUT_LAST_S = 1.0, 15.0, 30.0, 65.0
 
 
@@ -148,12 +205,18 @@ def cut(quick: bool) -> dict[str, float]:
 
 PARTS: dict[str, Callable[[bool], dict[str, float]]] = {
     "study": study,
+    "drop": drop,
     "cut": cut,
     "dense": dense,
     "prefixes": prefixes,
 }
 TARGETS = {
     "study": {"simulated_off_most": ("<=", 0.07), "lost": ("<=", 0.0)},
+    "drop": {
+        "drop_lost": ("<=", 0.0),
+        "drop_of_static_least": (">=", 0.9),
+        "drop_queue_last_s": ("<=", QUEUE_S),
+    },
     "cut": {"cut_lost": ("<=", 0.0), "cut_crosses_again_after_s": ("<=", 15.0)},
     "prefixes": {f"prefixes_{kind}_wrong_share": ("<=", 0.02) for kind in ("hybrid", "dense")},
 }

@@ -34,7 +34,9 @@ from hosts_fleet import HostsFleet
 from live_fleet import LiveFleet, Process, emulated
 
 BYTES_PER_REAL = 100.0
-STEP = ("--token-budget", str(LONGEST))
+PROMPTS = ("--max-running", "1", "--token-budget", str(LONGEST))
+BARE = ("--prefix-cache-mb", "0")
+"""No two prompts begin alike; where states are kept, a prompt's last few tokens are a step of their own."""
 LOOK_S, NEVER_S = 0.5, 1e3
 
 
@@ -100,6 +102,8 @@ class TwoSites(Sites, HostsFleet):
 class Look:
     at_s: float
     crossed_bytes: float
+    queued_bytes: float  # That wait to leave the far site.
+    threshold_tokens: float
 
 
 @dataclass
@@ -118,9 +122,9 @@ def serving(folder: Path, what: Arrangement, gbps: float, policy: Sequence[str] 
     gateway = ("--profile", str(h20), *(f"--policy={rule}" for rule in policy))
     gateway += ("--profile", str(h200)) if what.far else ()
     flags = {
-        "far": ("--max-running", "1", *STEP, "--profile", str(h200)),
-        "prefill": ("--max-running", "1", *STEP, "--profile", str(h20)),
-        "decode": ("--profile", str(h20)),
+        "far": (*PROMPTS, *BARE, "--profile", str(h200)),
+        "prefill": (*PROMPTS, *BARE, "--profile", str(h20)),
+        "decode": (*BARE, "--profile", str(h20)),
     }
     Sites.flags = flags
     if missing():
@@ -136,8 +140,8 @@ def serving(folder: Path, what: Arrangement, gbps: float, policy: Sequence[str] 
 
 
 def warm(fleet: Sites) -> None:
-    """What engines load at their first hand-over is loaded by all of them."""
-    lengths = np.tile([300, THRESHOLD + 600], len(fleet.engine_list))
+    """What a process loads at its first hand-over is loaded; few, or t would rise for those that wait."""
+    lengths = np.tile([300, THRESHOLD + 600], 2)
     shots = shots_of_load(
         workload(NAME, np.zeros(len(lengths)), lengths, np.full(len(lengths), 2)), fleet.key, 1
     )
@@ -158,7 +162,16 @@ def fired(fleet: Sites, load: Workload, happens: Sequence[tuple[float, Callable[
         now_s = time.monotonic() - began_s
         while due and due[0][0] <= now_s:
             due.pop(0)[1]()
-        run.looks.append(Look(now_s, fleet.crossed_bytes()))
+        seen = fleet.ask(0, "/snapshot")
+        queued = sum(link["queued_bytes"] for link in seen["links"] if link["source"] == FAR)
+        run.looks.append(
+            Look(
+                now_s,
+                fleet.crossed_bytes(),
+                queued,
+                max((t["tokens"] for t in seen["thresholds"]), default=0),
+            )
+        )
     lasted_s = time.monotonic() - began_s
     run.cpu_share = (_cpu_s(pids) - before_s) / lasted_s / (os.cpu_count() or 1)
     return run

@@ -314,8 +314,11 @@ def test_the_threshold_stays_between_its_base_and_a_limit(
 def test_loss_and_a_long_queue_of_prompts_are_congestion_too() -> None:
     threshold = LengthThreshold(10_000.0, 10_000.0, scarce=False)
     calm = report(0.1)
-    assert after_report(threshold, calm._replace(lost_share=0.005)).tokens == 10_000.0
-    lossy = after_report(threshold, calm._replace(lost_share=0.05))
+    assert after_report(threshold, report(0.6)._replace(lost_share=0.005)).tokens == 10_000.0
+    assert after_report(threshold, calm._replace(lost_share=0.05)).tokens == 10_000.0, (
+        "a burst on an idle link"
+    )
+    lossy = after_report(threshold, report(0.6)._replace(lost_share=0.05))
     assert lossy.tokens > 10_000.0
     assert lossy.scarce
     assert after_report(threshold, calm, 0.9).tokens == 10_000.0

@@ -48,7 +48,8 @@ class LengthThresholds:
         link = f"{event.source}->{event.target}"
         for model, links in self.links.items():
             if link in links:
-                links[link] = after_report(links[link], event, self._ahead_s(model, event))
+                ahead_s = self._ahead_s(model, event, links[link].tokens)
+                links[link] = after_report(links[link], event, ahead_s)
 
     def choices(self, req: RequestState, ways: RouteOptions) -> dict[str, PrefillChoice]:
         """Link by link, whether a request should go over it; nothing where length does not decide."""
@@ -72,20 +73,21 @@ class LengthThresholds:
                 for link, now in fresh.items()
             }
 
-    def _ahead_s(self, model: str, event: LinkReported) -> float:
-        """By how much a mean prompt waits longer in the link's prefill cluster than where it would be decoded."""
-        there, here = self._waits_s(model, event.source), self._waits_s(model, event.target)
+    def _ahead_s(self, model: str, event: LinkReported, tokens: float) -> float:
+        """How much later a prompt of t tokens is computed in the link's prefill cluster than where it is decoded."""
+        there, here = (self._takes_s(model, region, tokens) for region in (event.source, event.target))
         return there - here if there is not None and here is not None else 0.0
 
-    def _waits_s(self, model: str, region: str) -> float | None:
-        """Seconds of prompts that wait at each replica that prefills, the one it works on left out; None for none."""
-        waits: list[float] = []
+    def _takes_s(self, model: str, region: str, tokens: float) -> float | None:
+        """Mean of the replicas that prefill, with prompts that wait but without the one at work; None for none."""
+        takes: list[float] = []
         for view in self._fleet.views.values():
             mine = view.member.model == model and view.member.region == region and view.serves
             if mine and view.role != "decode" and view.facts is not None:
-                tokens = view.open_prefill_tokens * (1.0 - 1.0 / max(1, view.open_requests))
-                waits.append(tokens * view.facts.prefill_s_per_token * view.pace)
-        return sum(waits) / len(waits) if waits else None
+                waiting = view.open_prefill_tokens * (1.0 - 1.0 / max(1, view.open_requests))
+                prompts_s = waiting * view.facts.prefill_s_per_token + view.facts.prompt_s(tokens)
+                takes.append(prompts_s * view.pace)
+        return sum(takes) / len(takes) if takes else None
 
 
 CONGESTED: Final = 0.9
@@ -118,7 +120,7 @@ def decide(threshold: LengthThreshold, total_tokens: int, here: int, there: int)
 
 
 def after_report(threshold: LengthThreshold, report: LinkReported, ahead_s: float = 0.0) -> LengthThreshold:
-    """The threshold after a word of the link; prompts wait `ahead_s` longer in its prefill cluster than at home.
+    """The threshold after a word of the link; its prefill cluster is `ahead_s` later with such prompts than home.
 
     A link that carried less than planned while bytes waited is full at that, though it looks empty once none wait. A
     queue of prompts takes as long to go as it is: t rises in proportion to it, not for as long as it is there.
@@ -127,7 +129,7 @@ def after_report(threshold: LengthThreshold, report: LinkReported, ahead_s: floa
     queue_s = report.queued_bytes * 8 / (report.gbps * 1e9) if report.gbps > 0 else inf
     carried = min(report.gbps, max(threshold.carried_gbps * REGAINED, LOST * report.gbps))
     used = 1.0 if queue_s > QUEUE_S else report.utilisation * report.gbps / carried
-    lossy = report.lost_share > LOST
+    lossy = report.lost_share > LOST and used >= ABUNDANT  # else it was a burst, not a full link
     wanted = tokens if used >= CLEAR else threshold.base_tokens
     if used >= CONGESTED or lossy:
         wanted = least * MOST_RAISED
