@@ -25,6 +25,7 @@ from parts import sites
 from parts.case_study import (
     HOMOGENEOUS,
     NAIVE,
+    NAME,
     SELECTIVE,
     Arrangement,
     load,
@@ -39,7 +40,7 @@ from parts.crossdc_simulated import dense, prefixes
 from parts.sites import Run, fired, missing, serving
 from potluck.cli.common.inputs import read_spec
 from potluck.loadgen.load_client import whole
-from potluck.sim.load.workload import Workload
+from potluck.sim.load.workload import Workload, workload
 from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
 
@@ -130,9 +131,9 @@ def goodput_per_s(seen: Run, from_s: float) -> float:
     return rate_per_s(first_s, from_s + PHASE_S / 3, from_s + PHASE_S)
 
 
-def best_static(folder: Path, gbps: float, per_s: float) -> tuple[int, float]:
+def best_static(folder: Path, gbps: float, made: Workload) -> tuple[int, float]:
     """The threshold with the highest goodput when simulated, and its goodput live."""
-    made, figures = load(per_s, PHASE_S, SEED + 4), {}
+    figures = {}
     for tokens in range(15_000, 45_001, 3000):
         what = replace(SELECTIVE, threshold_tokens=tokens)
         first_s = simulated(folder, what, gbps, made, adapts=False).records.first_token_s
@@ -151,12 +152,15 @@ def drop(quick: bool) -> dict[str, float]:
         modelled_per_s(replace(SELECTIVE, threshold_tokens=tokens), NARROW_GBPS)
         for tokens in range(15_000, 45_001, 1000)
     )
+    made = load(per_s, PHASE_S, SEED + 3)
+    columns = np.tile(made.prompt_tokens, 3), np.tile(made.output_tokens, 3)
+    thrice = workload(NAME, np.concatenate([made.arrival_s + n * PHASE_S for n in range(3)]), *columns)
     with tempfile.TemporaryDirectory() as name:
         with serving(Path(name), SELECTIVE, WIDE_GBPS) as fleet:
             widths = (PHASE_S, NARROW_GBPS), (2 * PHASE_S, WIDE_GBPS)
             happens = [(at_s, partial(fleet.set_link, gbps)) for at_s, gbps in widths]
-            seen = fired(fleet, load(per_s, 3 * PHASE_S, SEED + 3), happens)
-        static = [best_static(Path(name), gbps, per_s) for gbps in (WIDE_GBPS, NARROW_GBPS)]
+            seen = fired(fleet, thrice, happens)
+        static = [best_static(Path(name), gbps, made) for gbps in (WIDE_GBPS, NARROW_GBPS)]
     inside = [look for look in seen.looks if PHASE_S <= look.at_s < 2 * PHASE_S]
     waits = [(look.at_s - PHASE_S, look.queued_bytes * 8e-9 / NARROW_GBPS) for look in inside]
     figures = {"lost": float(sum(not whole(shot) for shot in seen.shots)), "offered_per_s": per_s}

@@ -15,6 +15,7 @@ from parts.case_study import (
     MODEL,
     NEAR,
     SELECTIVE,
+    Arrangement,
     kv_bytes,
     load,
     prompt_lengths,
@@ -24,11 +25,11 @@ from parts.case_study import (
     write_profiles,
 )
 from parts.common import DATA, prefixed, say
-from potluck.cli.common.inputs import load_problem, read_spec
+from potluck.cli.common.inputs import read_spec
 from potluck.cli.common.workloads import WorkloadOptions
 from potluck.cli.common.workloads import load as load_trace
-from potluck.cli.planning.estimate import measured
-from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.allocate.program import DemandBucket, FlowProgram, LinkRow, ModelColumns, NodeSupply
+from potluck.plan.allocate.solve import solve
 from potluck.sim.load.workload import PrefixBlocks, Workload
 from potluck.sim.run import simulate
 
@@ -38,50 +39,76 @@ MODELS = {"hybrid": MODEL, "dense": "MiniMax-M2.5"}
 """The dense one is timed as the hybrid one: they differ in nothing but KV, 17 and 254 kB a token."""
 WIDTHS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 SECONDS, OVER = 120.0, 1.2
+PARTS, ASKED = 32, 10.0  # Of lengths, and requests/s: more than can be served.
 BLOCK = 512  # Tokens; a state is kept after the last full one of a prompt.
 TRACE = DATA / "mooncake_fast25_conversation.jsonl.gz"
 
 
 def dense(quick: bool) -> dict[str, float]:
-    """By model and Gbps: requests/s with the far site over those without, as the model has it and simulated
-    with its threshold; the share of requests that it and a plan send far."""
+    """By model and Gbps: requests/s with the far site over those without, as the throughput model has it, as the
+    planner's program has it, and simulated with the former's threshold; which share of requests each sends far."""
     figures: dict[str, float] = {}
-    near_only = optimum(site(replace(SELECTIVE, far=0), 1.0, MODEL), prompt_lengths()).rate_per_s
+    alone = replace(SELECTIVE, far=0, threshold_tokens=None)
+    near = optimum(site(alone, 1.0), prompt_lengths())
+    near_per_s = served(
+        replace(alone, prefill=near.prefill, decode=near.decode), 1.0, MODEL, near.rate_per_s
+    )[0]
     for kind, name in MODELS.items():
         for gbps in WIDTHS[::2] if quick else WIDTHS:
             best = optimum(site(SELECTIVE, gbps, name), prompt_lengths())
             cut = round(best.threshold_tokens)
             what = replace(SELECTIVE, prefill=best.prefill, decode=best.decode, threshold_tokens=cut or None)
-            with tempfile.TemporaryDirectory() as folder:
-                profiles = write_profiles(Path(folder), name)
-                files = write_plan(Path(folder), what, gbps, name)
-                made = load(OVER * best.rate_per_s, SECONDS, 1)
-                first_s = simulate(
-                    scene(*files, profiles), made, read_spec(files[1]).policy
-                ).records.first_token_s
-                far = np.nan if quick else planned_far(files[1], profiles)
-            served = ((first_s >= SECONDS / 3) & (first_s < SECONDS)).sum() / (SECONDS * 2 / 3)
-            key = f"dense_{kind}_{gbps:g}gbps"
-            figures |= {
-                f"{key}_modelled": best.rate_per_s / near_only,
-                f"{key}_simulated": served / near_only,
+            per_s, far = served(what, gbps, name, best.rate_per_s)
+            planned_per_s, planned_far = planned(gbps, name)
+            values = {
+                "modelled": best.rate_per_s / near.rate_per_s,
+                "planned": planned_per_s / near.rate_per_s,
+                "simulated": per_s / near_per_s,
+                "modelled_far": best.remote_share,
+                "planned_far": planned_far,
+                "simulated_far": far,
             }
-            figures |= {f"{key}_far": best.remote_share} | ({} if quick else {f"{key}_planned_far": far})
-            say(
-                "  "
-                + ", ".join(f"{name} {value:.3g}" for name, value in figures.items() if name.startswith(key))
-            )
-    return figures
+            figures |= prefixed(f"dense_{kind}_{gbps:g}gbps", values)
+    offs = [
+        abs(figures[key] / figures[key.replace("_planned", "_modelled")] - 1)
+        for key in figures
+        if key.endswith("_planned")
+    ]
+    return figures | {"dense_planned_off_most": max(offs)}
 
 
-def planned_far(spec: Path, profiles: tuple[Path, ...]) -> float:
-    spec.write_text(spec.read_text("utf-8").replace("available: 12", "available: 8"), "utf-8")
-    problem = measured(load_problem(read_spec(spec), 0.8, None, (), 0.0), profiles)
-    plan = STRATEGIES["prfaas"](TemplateFactory(problem), SolveSettings(time_limit_s=20.0)).plan
-    rates = {True: 0.0, False: 0.0}
-    for flow in plan.flows:
-        rates[(flow.prefill_region, flow.decode_region) == (FAR, NEAR)] += flow.rate_per_s
-    return rates[True] / max(1e-9, sum(rates.values()))
+def served(what: Arrangement, gbps: float, name: str, per_s: float) -> tuple[float, float]:
+    """First tokens a second when more is asked than can be served, and the share computed far."""
+    with tempfile.TemporaryDirectory() as folder:
+        profiles = write_profiles(Path(folder), name)
+        files = write_plan(Path(folder), what, gbps, name)
+        used = profiles if what.far else profiles[1:]
+        result = simulate(scene(*files, used), load(OVER * per_s, SECONDS, 1), read_spec(files[1]).policy)
+    first_s = result.records.first_token_s
+    far = np.array([replica.region == FAR for replica in result.replicas])[result.records.prefill_replica]
+    return float(((first_s >= SECONDS / 3) & (first_s < SECONDS)).sum() / (SECONDS * 2 / 3)), float(
+        far.mean()
+    )
+
+
+def planned(gbps: float, name: str) -> tuple[float, float]:
+    """The most requests/s that the planner's program finds for the study's instances, and the share far."""
+    at = site(SELECTIVE, gbps, name)
+    tokens = np.array([part.mean() for part in np.array_split(np.sort(prompt_lengths().tokens), PARTS)])
+    buckets = tuple(DemandBucket(f"{n:.0f}", ASKED / PARTS, float(at.kv_bytes.at(n)) * 8) for n in tokens)
+    prefill, decode = np.zeros((3, PARTS)), np.zeros((3, PARTS))
+    prefill[0], prefill[1], decode[2] = (
+        1 / at.remote_prefill_s.at(tokens),
+        1 / at.local_prefill_s.at(tokens),
+        1 / at.hold_s,
+    )
+    uses = np.array([[1, 0], [0, 1], [0, 1]], np.uint8)
+    supply = np.array([[at.remote_instances, 0], [0, at.local_instances]])
+    fleet = NodeSupply((FAR, NEAR), ("H200", "H20"), np.ones((2, 2)), supply)
+    model = ModelColumns("m", buckets, uses, prefill, decode, np.zeros((3, PARTS)), ordered=True)
+    result = solve(FlowProgram(fleet, (model,), (LinkRow(0, 1, gbps * 1e9),)), time_limit_s=20.0)
+    rates = [sum(flow.rate_per_s for flow in result.flows if flow.source == place) for place in (0, 1)]
+    return result.fraction * ASKED, rates[0] / max(1e-9, sum(rates))
 
 
 def prefixes(quick: bool) -> dict[str, float]:

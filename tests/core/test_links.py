@@ -278,7 +278,7 @@ def test_abundant_bandwidth_uses_the_best_cache_anywhere(t: int, total: int, her
 def test_a_congested_link_raises_the_threshold_until_it_clears() -> None:
     threshold = LengthThreshold(10_000.0, 10_000.0)
     seen = [threshold.tokens]
-    for _ in range(5):
+    for _ in range(8):
         threshold = after_report(threshold, report(0.95))
         seen.append(threshold.tokens)
     assert seen == sorted(seen)
@@ -337,6 +337,16 @@ def test_a_queue_of_prompts_raises_the_threshold_by_what_waits_and_not_for_how_l
     assert 10_000.0 < threshold.tokens < 14_000.0  # less waits by now
 
 
+def test_who_is_later_decides_between_a_full_link_and_a_queue_at_home() -> None:
+    raised, full = LengthThreshold(10_000.0, 20_000.0), report(1.0, 2.0 * 10e9 / 8)
+    assert after_report(raised, full, -1.5).tokens == pytest.approx(22_000.0), "bytes wait for 2 s"
+    assert after_report(raised, full, -3.0).tokens == 20_000.0, "prompts at home wait for 3 s"
+    assert after_report(raised, report(0.8), -3.0).tokens == pytest.approx(20_000.0 / 1.1), (
+        "the link has room"
+    )
+    assert after_report(raised, report(0.8), -0.5).tokens == 20_000.0
+
+
 def test_a_link_that_carries_a_third_stays_full_though_nothing_waits() -> None:
     """Bytes waited, and 3 of 10 Gbps crossed: 2.9 Gbps without a queue leave no room, until it carried more."""
     threshold = after_report(LengthThreshold(10_000.0, 10_000.0), report(0.3, 5e9, gbps=3.0))
@@ -351,7 +361,7 @@ def test_a_link_that_carries_a_third_stays_full_though_nothing_waits() -> None:
 
 def test_a_threshold_of_nothing_rises_and_returns() -> None:
     threshold = LengthThreshold(0.0, 0.0)
-    for _ in range(12):
+    for _ in range(30):
         threshold = after_report(threshold, report(0.95))
     assert threshold.tokens > 5000
     assert rebased(threshold, 1000.0).tokens > 1000.0

@@ -10,7 +10,14 @@ import pytest
 from potluck.core.routing.balance import balance_rule
 from potluck.core.routing.routing_table import RoutingTable
 from potluck.core.state.actions import Abort, FlipReplica, OperatorNote, Run
-from potluck.core.state.events import CacheReported, LinkReported, SegmentComputed, SegmentDone, Tick
+from potluck.core.state.events import (
+    CacheReported,
+    LinkReported,
+    ReplicaLost,
+    SegmentComputed,
+    SegmentDone,
+    Tick,
+)
 from potluck.core.state.fleet import FleetState
 from potluck.core.state.policy import Policy
 
@@ -74,7 +81,7 @@ def test_the_plans_threshold_decides_by_length() -> None:
 
 def test_congestion_keeps_more_prompts_at_home_until_it_clears() -> None:
     world = build.world(LENGTHS, Policy(balance="goodput"))
-    for _ in range(6):
+    for _ in range(12):
         world.tell(CONGESTED)
     assert regions(world, sent(world, 5000)) == ["near", "near"]
     assert regions(world, sent(world, 100_000)) == ["far", "near"]
@@ -244,6 +251,18 @@ def test_a_flow_weighs_as_much_as_its_tighter_side_is_ready() -> None:
     assert far_share(world) == 0
 
 
+def test_a_replica_that_prefills_does_all_of_it_only_when_nobody_decodes() -> None:
+    shares = {("p", "far", "prefill"): (1.0, 1.0), ("d", "near", "decode"): (1.0, 1.0)}
+    flows = {("m", "far", "near"): (1.0, 1.0)}
+    world = build.world(build.plan(TEMPLATES, {("p", "far"): 1, ("d", "near"): 1}, shares, flows))
+    world.tell(DEAD)
+    assert {tuple(regions(world, sent(world, 500))) for _ in range(4)} == {("near",)}
+    world.tell(
+        ReplicaLost(next(name for name, member in world.members.items() if member.template == "d"), "")
+    )
+    assert regions(world, sent(world, 500)) == ["far"]
+
+
 @pytest.mark.parametrize(("home_pace", "rises"), [(1.0, True), (20.0, False)])
 def test_prompts_that_wait_far_away_stay_there_while_they_would_be_later_at_home(
     home_pace: float, rises: bool
@@ -264,12 +283,12 @@ def test_thresholds_that_move_are_spoken_of_with_the_reason() -> None:
         "the plan's own is no news"
     )
     text = []
-    for report in (CONGESTED, CONGESTED, *[CLEAR] * 40):
+    for report in (*[CONGESTED] * 4, *[CLEAR] * 40):
         world.tell(report)
         text += [item for item in world.tell(Tick()) if isinstance(item, OperatorNote)]
     assert [item.what for item in text[:2]] == [
-        "only prompts of m beyond 2500 tokens go over far->near now",
-        "only prompts of m beyond 3125 tokens go over far->near now",
+        "only prompts of m beyond 2420 tokens go over far->near now",
+        "only prompts of m beyond 2928 tokens go over far->near now",
     ]
     assert "too much to do" in text[0].why
     assert "clear again" in text[-1].why

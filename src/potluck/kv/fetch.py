@@ -189,7 +189,7 @@ class KvFetch:
         if not 1 <= degree <= links.limits.most_degree:
             raise InputError("degree", f"must be 1 to {links.limits.most_degree}, is {degree}")
         self._links, self._address, self._wanted = links, address, wanted
-        self._begun_s = self._heard_s = time.monotonic()
+        self._begun_s = self._heard_s = self._told_s = time.monotonic()
         self._until_s = self._begun_s + deadline_s
         self.session = wanted.session or new_session()
         self._changed = threading.Condition()
@@ -244,7 +244,6 @@ class KvFetch:
         finally:
             self._stop()
         wall_s = time.monotonic() - self._begun_s
-        self._links.moved(self._address, moved_bytes, wall_s)
         chunks = self._assembly.chunks if self._assembly else 0
         return FetchResult(self.opening.manifest, chunks, moved_bytes, wall_s, self._lost, self._shared)
 
@@ -453,6 +452,8 @@ class KvFetch:
                 self._assembly.spoiled(piece)
             else:
                 chunk = self._assembly.landed(piece)
+                before_s, self._told_s = self._told_s, time.monotonic()
+                self._links.moved(self._address, piece.count, self._told_s - before_s)
                 if chunk is None:
                     return
                 self._ready.append((piece.index, chunk))

@@ -239,16 +239,19 @@ class LinkAvoidance:
     def again_s(self, req: RequestState, before_tokens: int) -> float:
         """Until the prompt of a request that is on its way would be computed anew, without a link, after others."""
         table = self._table.models.get(req.request.model)
-        return self._soonest_s(req, None, table, before_tokens) if table is not None else inf
+        if table is None:
+            return inf
+        ways = self._table.ways(table, table.kind(req)[0], req.total_tokens)
+        return self._soonest_s(req, ways, table, before_tokens)
 
     def _soonest_s(
-        self, req: RequestState, ways: RouteOptions | None, table: ModelRoutes, before_tokens: int = 0
+        self, req: RequestState, ways: RouteOptions, table: ModelRoutes, before_tokens: int = 0
     ) -> float:
-        """Until the request's prompt is computed where no link is needed; infinite if that is nowhere."""
-        spare = [self._table.ways(table, bucket, req.total_tokens) for bucket in (CLOSED, ANY)]
-        choosers = [route_options.closed.prefills for route_options in spare]
-        if ways is not None:
-            choosers += [way.prefills for way in (ways.closed, *ways.flows) if not way.crosses]
+        """Until the request's prompt is computed where no link is needed; infinite if that is nowhere. Those that
+        decode alone count where nobody else would do it."""
+        closed, spare = (self._table.ways(table, place, req.total_tokens) for place in (CLOSED, ANY))
+        at_home = [way.prefills for way in (closed.closed, ways.closed, *ways.flows) if not way.crosses]
+        choosers = [chooser for chooser in at_home if len(chooser)] or [spare.closed.prefills]
         tokens = req.prompt_tokens + before_tokens / max(1, *map(len, choosers))
         targets = [chooser.pick() for chooser in choosers]
         return min((prefilled_s(target, tokens) for target in targets if target is not None), default=inf)

@@ -22,6 +22,7 @@ from potluck.core.routing.round_robin import WeightedRoundRobin
 from potluck.core.routing.routing_table import (
     ANY,
     CLOSED,
+    LAST,
     ModelRoutes,
     RouteOption,
     RouteOptions,
@@ -116,9 +117,11 @@ class Router:
         if answer is RoutingResult.NOBODY:
             if self._full and ways.simple:
                 return RoutingResult.FULL
-            # Where flows are full or gone, whoever has room may do all of it.
-            for bucket in (CLOSED, ANY):
-                spare = self._table.ways(table, bucket, total)
+            # Where flows are full or gone, whoever has room may do all of it; those that prefill once nobody decodes.
+            spares = [self._table.ways(table, place, total) for place in (CLOSED, ANY)]
+            if not any(spare.closed.prefills.members() for spare in spares):
+                spares = [self._table.ways(table, LAST, total)]
+            for spare in spares:
                 target = self._target(spare.closed.prefills, req)
                 if target is not None:
                     return self.to(target, req)

@@ -37,8 +37,9 @@ from potluck.core.values.plan import Plan, Template
 UNBOUNDED_TOKENS: Final = 1 << 62
 CLOSED: Final = -1
 ANY: Final = -2
+LAST: Final = -3
 RatedFlows = list[tuple[str, str, float]]
-"""In place of a bucket: any target that does whole requests; any replica."""
+"""In place of a bucket: any target that does whole requests; any replica that decodes; any replica."""
 
 
 @dataclass(slots=True, eq=False)
@@ -244,8 +245,9 @@ class RoutingTable:
         template = self._templates[member.template]
         region = member.region
         grouped = kind_of(template) != PLAIN
-        if bucket == ANY:
-            return TargetWeights(region, 1.0 if target.kind == PLAIN else 0.0)
+        if bucket in (ANY, LAST):
+            alone = target.kind == PLAIN and (views[0].role == "prefill") is (bucket == LAST)
+            return TargetWeights(region, float(alone))
         if grouped and target.kind == PLAIN:
             return TargetWeights(region)
         if bucket == CLOSED:

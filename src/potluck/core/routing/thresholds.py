@@ -97,7 +97,7 @@ QUEUE_S: Final = 0.5
 LOST: Final = 0.01
 AHEAD_S: Final = 1.0
 AHEAD_SHARE: Final = 0.5  # Of itself, by how much t may rise for each second beyond that.
-RAISE: Final = 1.25
+RAISE: Final = 1.1
 REGAINED: Final = (
     1.05  # Times what a link carried last that it is taken to carry a report later, up to what it should.
 )
@@ -130,13 +130,17 @@ def after_report(threshold: LengthThreshold, report: LinkReported, ahead_s: floa
     carried = min(report.gbps, max(threshold.carried_gbps * REGAINED, LOST * report.gbps))
     used = 1.0 if queue_s > QUEUE_S else report.utilisation * report.gbps / carried
     lossy = report.lost_share > LOST and used >= ABUNDANT  # else it was a burst, not a full link
-    wanted = tokens if used >= CLEAR else threshold.base_tokens
+    later_s = -ahead_s - max(queue_s, AHEAD_S)  # Prompts wait longer at home than bytes on the link.
     if used >= CONGESTED or lossy:
-        wanted = least * MOST_RAISED
+        wanted = least * MOST_RAISED if later_s < 0 else tokens
     elif ahead_s > AHEAD_S:
-        wanted = max(wanted, least * min(MOST_RAISED, 1.0 + AHEAD_SHARE * (ahead_s - AHEAD_S)))
+        wanted = least * min(MOST_RAISED, 1.0 + AHEAD_SHARE * (ahead_s - AHEAD_S))
+    else:
+        wanted = threshold.base_tokens if used < CLEAR or later_s > 0 else tokens
     if wanted > tokens:
         tokens = min(max(tokens, LEAST_TOKENS) * RAISE, wanted)
+    elif later_s > 0:
+        tokens = max(tokens / RAISE, wanted)
     else:
         tokens += (wanted - tokens) * RETURN
     scarce = threshold.scarce

@@ -140,12 +140,8 @@ class FleetState:
         view = self.views.get(replica)
         if view is not None:
             view.kv_version, view.max_running = kv_version, max_running
-            view.facts = self._facts_of(view)
+            view.facts = view.facts and view.facts.with_slots(max_running)
         self._state(replica, "ready")
-
-    def _facts_of(self, view: ReplicaState) -> ReplicaFacts | None:
-        facts = self.facts.get((view.member.template, view.member.index))
-        return None if facts is None else facts.with_slots(view.max_running)
 
     def drain(self, replica: str) -> None:
         self._state(replica, "draining")
@@ -158,7 +154,8 @@ class FleetState:
         """A replica is another template's from now on, or on standby, or no longer."""
         view = self.views[member.id]
         view.member, view.role = member, member.role
-        view.facts = self._facts_of(view)
+        facts = self.facts.get((member.template, member.index))
+        view.facts = facts and facts.with_slots(view.max_running)
         unit = self.units[member.unit]
         unit.template, unit.kind = member.template, member.kind
         self._changed(unit)
