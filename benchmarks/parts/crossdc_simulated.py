@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from parts.case_study import (
     FAR,
@@ -28,6 +26,9 @@ from parts.common import DATA, prefixed, say
 from potluck.cli.common.inputs import read_spec
 from potluck.cli.common.workloads import WorkloadOptions
 from potluck.cli.common.workloads import load as load_trace
+from potluck.core.routing.prefix_affinity import PrefixAffinity
+from potluck.core.routing.routing_table import RouteOptions
+from potluck.core.state.request_state import RequestState
 from potluck.plan.allocate.program import DemandBucket, FlowProgram, LinkRow, ModelColumns, NodeSupply
 from potluck.plan.allocate.solve import solve
 from potluck.sim.load.workload import PrefixBlocks, Workload
@@ -112,7 +113,8 @@ def planned(gbps: float, name: str) -> tuple[float, float]:
 
 
 def prefixes(quick: bool) -> dict[str, float]:
-    """Bytes over the link, beside those of whole prompts, and who was computed where less of it was cached."""
+    """Bytes over the link, beside those of whole prompts, and who was computed where less of it was held than in the
+    other region at that time."""
     if not TRACE.exists():
         say(f"crossdc: prefixes is left out, there is no {TRACE.name}")
         return {}
@@ -130,32 +132,34 @@ def prefixes(quick: bool) -> dict[str, float]:
     )
     figures: dict[str, float] = {}
     for kind, name in MODELS.items():
-        figures |= prefixed(f"prefixes_{kind}", crossed(made, parts, name))
+        figures |= prefixed(f"prefixes_{kind}", crossed(made, name))
     return figures
 
 
-def crossed(made: Workload, blocks: Sequence[NDArray[np.int64]], name: str) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        profiles = write_profiles(Path(folder), name)
-        files = write_plan(Path(folder), replace(SELECTIVE, threshold_tokens=8000), 100.0, name)
-        result = simulate(scene(*files, profiles), made, read_spec(files[1]).policy)
+def crossed(made: Workload, name: str) -> dict[str, float]:
+    held: dict[str, dict[str, int]] = {}
+    look = PrefixAffinity.by_region
+
+    def noted(self: PrefixAffinity, req: RequestState, ways: RouteOptions) -> dict[str, int]:
+        return held.setdefault(req.request.id, look(self, req, ways))
+
+    PrefixAffinity.by_region = noted  # type: ignore[method-assign]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            profiles = write_profiles(Path(folder), name)
+            files = write_plan(Path(folder), replace(SELECTIVE, threshold_tokens=8000), 100.0, name)
+            result = simulate(scene(*files, profiles), made, read_spec(files[1]).policy)
+    finally:
+        PrefixAffinity.by_region = look  # type: ignore[method-assign]
     records = result.records
-    region = np.array([replica.region for replica in result.replicas])
-    far = region[records.prefill_replica] == FAR
+    regions = np.array([replica.region for replica in result.replicas])[records.prefill_replica]
+    far = regions == FAR
     whole = kv_bytes(records.prompt_tokens, name)
     moved = sum(link.sent_bytes for link in result.links if (link.source, link.target) == (FAR, NEAR))
-    held: dict[str, set[int]] = {FAR: set(), NEAR: set()}
     wrong = 0
-    for place, at in enumerate(region[records.prefill_replica].tolist()):
-        ids = blocks[place].tolist()
-        depth = {
-            name: next((n for n, block in enumerate(ids) if block not in had), len(ids))
-            for name, had in held.items()
-        }
-        elsewhere = max(depth.values()) * BLOCK
-        wrong += elsewhere > depth[at] * BLOCK and records.cached_tokens[place] < elsewhere - BLOCK
-        for name in {at, NEAR}:  # it is decoded near, wherever it was computed
-            held[name].update(ids)
+    for request, found in held.items():
+        place, most = int(request), max(found.values(), default=0)
+        wrong += most > found.get(regions[place], 0) and records.cached_tokens[place] < most - BLOCK
     return {
         "requests": float(len(records)),
         "far_share": float(far.mean()),
