@@ -24,10 +24,12 @@ import numpy as np
 from parts import sites
 from parts.case_study import (
     HOMOGENEOUS,
+    LONGEST,
     NAIVE,
     NAME,
     SELECTIVE,
     Arrangement,
+    kv_bytes,
     load,
     prompt_lengths,
     scene,
@@ -71,7 +73,7 @@ def rate_per_s(first_s: np.ndarray, from_s: float, to_s: float) -> float:
 
 def studied(name: str, folder: Path, quick: bool) -> dict[str, float]:
     """One arrangement under LOAD of what the throughput model says it serves."""
-    what, (lasts_s, output) = KINDS[name], (15.0, 64) if quick else (45.0, 256)
+    what, (lasts_s, output) = KINDS[name], (10.0, 64) if quick else (45.0, 256)
     made = load(LOAD * modelled_per_s(what), lasts_s, SEED, output)
     begin_s = lasts_s / 3
     with serving(folder, what, GBPS) as fleet:
@@ -161,8 +163,8 @@ def drop(quick: bool) -> dict[str, float]:
             happens = [(at_s, partial(fleet.set_link, gbps)) for at_s, gbps in widths]
             seen = fired(fleet, thrice, happens)
         static = [best_static(Path(name), gbps, made) for gbps in (WIDE_GBPS, NARROW_GBPS)]
-    inside = [look for look in seen.looks if PHASE_S <= look.at_s < 2 * PHASE_S]
-    waits = [(look.at_s - PHASE_S, look.queued_bytes * 8e-9 / NARROW_GBPS) for look in inside]
+    narrow = [look for look in seen.looks if PHASE_S <= look.at_s < 2 * PHASE_S]
+    late = [look.at_s for look in seen.looks if look.queued_bytes * 8e-9 / WIDE_GBPS > QUEUE_S]
     figures = {"lost": float(sum(not whole(shot) for shot in seen.shots)), "offered_per_s": per_s}
     for place, phase in enumerate(("wide", "narrow", "again")):
         tokens, best = static[place % 2]
@@ -171,10 +173,11 @@ def drop(quick: bool) -> dict[str, float]:
         figures[f"{phase}_of_static"] = figures[f"{phase}_per_s"] / best
     figures |= {
         "of_static_least": min(value for key, value in figures.items() if key.endswith("_of_static")),
-        "queue_most_s": max(wait_s for _, wait_s in waits),
-        "queue_last_s": max(wait_s for at_s, wait_s in waits if at_s > PHASE_S * 2 / 3),
-        "recovers_after_s": max((at_s for at_s, wait_s in waits if wait_s > QUEUE_S), default=0.0),
-        "threshold_most": max(look.threshold_tokens for look in inside),
+        "queue_most_s": max(look.queued_bytes for look in narrow) * 8e-9 / NARROW_GBPS,
+        "queue_mean_s": float(np.mean([look.queued_bytes for look in narrow])) * 8e-9 / NARROW_GBPS,
+        "longest_prompt_s": float(kv_bytes(np.array(LONGEST))) * 8e-9 / NARROW_GBPS,
+        "recovers_after_s": max(0.0, max(late, default=0.0) - 2 * PHASE_S),
+        "threshold_most": max(look.threshold_tokens for look in narrow),
     }
     return prefixed("drop", figures)
 
@@ -219,7 +222,7 @@ TARGETS = {
     "drop": {
         "drop_lost": ("<=", 0.0),
         "drop_of_static_least": (">=", 0.9),
-        "drop_queue_last_s": ("<=", QUEUE_S),
+        "drop_queue_most_s": ("<=", 3.3),  # What the longest prompt's KV takes alone.
     },
     "cut": {"cut_lost": ("<=", 0.0), "cut_crosses_again_after_s": ("<=", 15.0)},
     "prefixes": {f"prefixes_{kind}_wrong_share": ("<=", 0.02) for kind in ("hybrid", "dense")},
