@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from parts.case_study import (
     FAR,
@@ -32,6 +33,7 @@ from potluck.core.state.request_state import RequestState
 from potluck.plan.allocate.program import DemandBucket, FlowProgram, LinkRow, ModelColumns, NodeSupply
 from potluck.plan.allocate.solve import solve
 from potluck.sim.load.workload import PrefixBlocks, Workload
+from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
 
 from papers.prfaas_model import optimum  # isort: skip
@@ -70,26 +72,27 @@ def dense(quick: bool) -> dict[str, float]:
                 "simulated_far": far,
             }
             figures |= prefixed(f"dense_{kind}_{gbps:g}gbps", values)
-    offs = [
-        abs(figures[key] / figures[key.replace("_planned", "_modelled")] - 1)
-        for key in figures
-        if key.endswith("_planned")
-    ]
-    return figures | {"dense_planned_off_most": max(offs)}
+    return figures
 
 
 def served(what: Arrangement, gbps: float, name: str, per_s: float) -> tuple[float, float]:
     """First tokens a second when more is asked than can be served, and the share computed far."""
-    with tempfile.TemporaryDirectory() as folder:
-        profiles = write_profiles(Path(folder), name)
-        files = write_plan(Path(folder), what, gbps, name)
-        used = profiles if what.far else profiles[1:]
-        result = simulate(scene(*files, used), load(OVER * per_s, SECONDS, 1), read_spec(files[1]).policy)
-    first_s = result.records.first_token_s
+    result = simulated(what, gbps, load(OVER * per_s, SECONDS, 1), name)
     far = np.array([replica.region == FAR for replica in result.replicas])[result.records.prefill_replica]
-    return float(((first_s >= SECONDS / 3) & (first_s < SECONDS)).sum() / (SECONDS * 2 / 3)), float(
-        far.mean()
-    )
+    return rate_per_s(result.records.first_token_s, SECONDS / 3, SECONDS), float(far.mean())
+
+
+def simulated(
+    what: Arrangement, gbps: float, made: Workload, catalog: str = MODEL, adapts: bool = True
+) -> SimResult:
+    with tempfile.TemporaryDirectory() as name:
+        profiles, files = write_profiles(Path(name), catalog), write_plan(Path(name), what, gbps, catalog)
+        policy = replace(read_spec(files[1]).policy, adapt_threshold=adapts)
+        return simulate(scene(*files, profiles if what.far else profiles[1:]), made, policy)
+
+
+def rate_per_s(first_s: NDArray[np.float64], from_s: float, to_s: float) -> float:
+    return float(((first_s >= from_s) & (first_s < to_s)).sum() / (to_s - from_s))
 
 
 def planned(gbps: float, name: str) -> tuple[float, float]:
@@ -145,10 +148,7 @@ def crossed(made: Workload, name: str) -> dict[str, float]:
 
     PrefixAffinity.by_region = noted  # type: ignore[method-assign]
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            profiles = write_profiles(Path(folder), name)
-            files = write_plan(Path(folder), replace(SELECTIVE, threshold_tokens=8000), 100.0, name)
-            result = simulate(scene(*files, profiles), made, read_spec(files[1]).policy)
+        result = simulated(replace(SELECTIVE, threshold_tokens=8000), 100.0, made, name)
     finally:
         PrefixAffinity.by_region = look  # type: ignore[method-assign]
     records = result.records

@@ -103,7 +103,6 @@ class Look:
     at_s: float
     crossed_bytes: float
     queued_bytes: float  # That wait to leave the far site.
-    threshold_tokens: float
 
 
 @dataclass
@@ -162,16 +161,10 @@ def fired(fleet: Sites, load: Workload, happens: Sequence[tuple[float, Callable[
         now_s = time.monotonic() - began_s
         while due and due[0][0] <= now_s:
             due.pop(0)[1]()
-        seen = fleet.ask(0, "/snapshot")
-        queued = sum(link["queued_bytes"] for link in seen["links"] if link["source"] == FAR)
-        run.looks.append(
-            Look(
-                now_s,
-                fleet.crossed_bytes(),
-                queued,
-                max((t["tokens"] for t in seen["thresholds"]), default=0),
-            )
+        queued = sum(
+            link["queued_bytes"] for link in fleet.ask(0, "/snapshot")["links"] if link["source"] == FAR
         )
+        run.looks.append(Look(now_s, fleet.crossed_bytes(), queued))
     lasted_s = time.monotonic() - began_s
     run.cpu_share = (_cpu_s(pids) - before_s) / lasted_s / (os.cpu_count() or 1)
     return run

@@ -54,11 +54,9 @@ from potluck.spec.load_spec import load_spec
 
 MIXED = "0, GPU-a, NVIDIA L4, 23034\n1, GPU-b, NVIDIA A10, 23028\n2, GPU-c, NVIDIA A10, 23028\n"
 GB = 1_000_000_000
-HYBRID = """models:
-  - {model: prfaas-1t-hybrid, name: m, slo: {ttft_ms: 60000, tpot_ms: 150},
-     traffic: {rate_per_s: 1, input: 27000, output: 1000}}
-fleet: {regions: [{name: near, nodes: [{node: 8xH20, available: 1, price_usd_per_h: 10}]}]}
-"""
+HYBRID = """models: [{model: prfaas-1t-hybrid, name: m, slo: {ttft_ms: 60000, tpot_ms: 150},
+  traffic: {rate_per_s: 1, input: 27000, output: 1000}}]
+fleet: {regions: [{name: near, nodes: [{node: 8xH20, available: 1, price_usd_per_h: 10}]}]}"""
 PLAN = Plan("auto", (), (), (), (), (), (), 0.0, 0.0)
 
 
@@ -362,14 +360,12 @@ def test_vllm_is_told_the_lengths_and_the_memory_that_were_planned_with(large: P
 
 
 def test_mock_engines_have_the_room_that_the_simulator_reckons_with(tmp_path: Path) -> None:
-    path = tmp_path / "spec.yaml"
-    path.write_text(HYBRID, "utf-8")
-    spec, make = load_spec(path), EngineSpec("m", single("8xH20", 8, 57), "near")
-    model, node = spec.models[0].model, {"8xH20": spec.node_types[0]}
-    command = EngineCommands("mock", flags=mock_flags(spec, PLAN)).command(make, 1, 2)
-    long = total_blocks(model, make.layout, node, 27_000.0 + 1_000.0)
-    assert command[command.index("--kv-blocks") + 1] == str(long)
-    assert long > 2 * total_blocks(model, make.layout, node, 1_024.0), "states of short requests weigh more"
+    (tmp_path / "spec.yaml").write_text(HYBRID, "utf-8")
+    spec, make = load_spec(tmp_path / "spec.yaml"), EngineSpec("m", single("8xH20", 8, 57), "near")
+    about = spec.models[0].model, make.layout, {"8xH20": spec.node_types[0]}
+    command, long = EngineCommands("mock", flags=mock_flags(spec, PLAN)), total_blocks(*about, 28_000.0)
+    assert command.command(make, 1, 2)[-2:] == ["--kv-blocks", str(long)]
+    assert long > 2 * total_blocks(*about, 1_024.0), "states of short requests weigh more"
 
 
 def test_what_cannot_be_measured_is_said_and_what_was_is_kept(

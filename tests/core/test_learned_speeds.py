@@ -131,17 +131,14 @@ def test_the_wait_is_of_prompts_before_it_at_the_pace_observed() -> None:
 
 def test_an_engine_that_runs_one_at_a_time_keeps_the_next_waiting() -> None:
     world = build.world(TWO, ready=False)
-    first, other = sorted(world.members)
+    fleet, first = world.brain.fleet, min(world.members)
     world.make_ready(first, max_running=1)
-    world.arrive(build.request("a"))
-    world.arrive(build.request("b"))
-    views, speeds = world.brain.fleet.views, world.brain.speeds
-    assert views[first].open_requests == 2
-    prompts_s = views[first].open_prefill_tokens * 1e-4
-    assert speeds.wait_s(views[first]) > prompts_s, "an answer comes before it, beside the prompts"
-    world.brain.fleet.reassign(world.brain.fleet.views[first].member)
-    assert speeds.wait_s(views[first]) > prompts_s, "it is the same engine"
-    assert views[other].facts != views[first].facts
+    for name in "ab":
+        world.arrive(build.request(name))
+    view = fleet.views[first]
+    for _ in range(2):
+        assert world.brain.speeds.wait_s(view) > view.open_prefill_tokens * 1e-4, "an answer comes before it"
+        fleet.reassign(view.member)  # it is the same engine
 
 
 def test_answers_count_as_long_as_they_were_not_as_long_as_they_may_get() -> None:

@@ -315,9 +315,7 @@ def test_loss_and_a_long_queue_of_prompts_are_congestion_too() -> None:
     threshold = LengthThreshold(10_000.0, 10_000.0, scarce=False)
     calm = report(0.1)
     assert after_report(threshold, report(0.6)._replace(lost_share=0.005)).tokens == 10_000.0
-    assert after_report(threshold, calm._replace(lost_share=0.05)).tokens == 10_000.0, (
-        "a burst on an idle link"
-    )
+    assert after_report(threshold, calm._replace(lost_share=0.05)).tokens == 10_000.0  # a burst
     lossy = after_report(threshold, report(0.6)._replace(lost_share=0.05))
     assert lossy.tokens > 10_000.0
     assert lossy.scarce

@@ -264,17 +264,14 @@ def test_a_replica_that_prefills_does_all_of_it_only_when_nobody_decodes() -> No
 
 
 @pytest.mark.parametrize(("home_pace", "rises"), [(1.0, True), (20.0, False)])
-def test_prompts_that_wait_far_away_stay_there_while_they_would_be_later_at_home(
-    home_pace: float, rises: bool
-) -> None:
+def test_prompts_wait_far_away_while_they_would_be_later_at_home(home_pace: float, rises: bool) -> None:
     world = build.world(LENGTHS)
     views = {(view.role, view.member.region): view for view in world.brain.fleet.views.values()}
     for _ in range(4):
         world.brain.fleet.open(views["prefill", "far"], 7000, 0)
     views["prefill", "near"].pace = home_pace
     world.tell(CLEAR)
-    (threshold,) = world.brain.router.thresholds.links["m"].values()
-    assert (threshold.tokens > threshold.base_tokens) is rises
+    assert (world.brain.router.thresholds.links["m"]["far->near"].tokens > 2000.0) is rises
 
 
 def test_thresholds_that_move_are_spoken_of_with_the_reason() -> None:

@@ -172,7 +172,6 @@ def test_steps_of_a_mixture_of_experts_are_known_between_one_request_and_many() 
     assert step_seconds(replace(facts, decode_knees=()), 20) < 0.6 * step_seconds(facts, 20)
     assert decode_knees(roofline(LLAMA, nodes.node_type("1xL4"), 1), 16, context) == ()
     few = facts.with_slots(20)
-    assert (few.decode_batch, few.decode_step_s) == (20, pytest.approx(step_seconds(facts, 20)))
     for count in (1, 7, 20):
         assert step_seconds(few, count) == pytest.approx(step_seconds(facts, count)), "it is no faster"
     assert step_seconds(few, 40) == pytest.approx(2 * few.decode_step_s), "the others wait"
