@@ -180,7 +180,7 @@ def test_every_link_has_its_own_threshold() -> None:
         return {world.members[sent(world, prompt, ()).route.segments[0].replica].region for _ in range(8)}
 
     assert regions(5000) == {"far", "off"}
-    for _ in range(8):
+    for _ in range(12):
         world.tell(LinkReported("far", "near", 1.0, 1e10, 10.0))
     assert regions(5000) == {"off"}
     assert regions(90_000) == {"far", "off"}
