@@ -10,14 +10,7 @@ import pytest
 from potluck.core.routing.balance import balance_rule
 from potluck.core.routing.routing_table import RoutingTable
 from potluck.core.state.actions import Abort, FlipReplica, OperatorNote, Run
-from potluck.core.state.events import (
-    CacheReported,
-    LinkReported,
-    ReplicaLost,
-    SegmentComputed,
-    SegmentDone,
-    Tick,
-)
+from potluck.core.state.events import CacheReported, LinkReported, SegmentComputed, SegmentDone, Tick
 from potluck.core.state.fleet import FleetState
 from potluck.core.state.policy import Policy
 
@@ -251,15 +244,16 @@ def test_a_flow_weighs_as_much_as_its_tighter_side_is_ready() -> None:
     assert far_share(world) == 0
 
 
-def test_a_replica_that_prefills_does_all_of_it_only_when_nobody_decodes() -> None:
+def test_who_prefills_one_by_one_does_all_of_it_only_when_nobody_else_can() -> None:
     shares = {("p", "far", "prefill"): (1.0, 1.0), ("d", "near", "decode"): (1.0, 1.0)}
     flows = {("m", "far", "near"): (1.0, 1.0)}
-    world = build.world(build.plan(TEMPLATES, {("p", "far"): 1, ("d", "near"): 1}, shares, flows))
+    plan = build.plan(TEMPLATES, {("p", "far"): 1, ("d", "near"): 1}, shares, flows)
+    world = build.world(plan, ready=False)
+    for name, member in world.members.items():
+        world.make_ready(name, max_running=1 if member.template == "p" else 0)
     world.tell(DEAD)
     assert {tuple(regions(world, sent(world, 500))) for _ in range(4)} == {("near",)}
-    world.tell(
-        ReplicaLost(next(name for name, member in world.members.items() if member.template == "d"), "")
-    )
+    world.lose(next(name for name, member in world.members.items() if member.template == "d"))
     assert regions(world, sent(world, 500)) == ["far"]
 
 

@@ -117,7 +117,7 @@ class Router:
         if answer is RoutingResult.NOBODY:
             if self._full and ways.simple:
                 return RoutingResult.FULL
-            # Where flows are full or gone, whoever has room may do all of it; those that prefill once nobody decodes.
+            # Where flows are full or gone, whoever has room may do all of it; who prefills one by one comes last.
             spares = [self._table.ways(table, place, total) for place in (CLOSED, ANY)]
             if not any(spare.closed.prefills.members() for spare in spares):
                 spares = [self._table.ways(table, LAST, total)]

@@ -39,7 +39,7 @@ CLOSED: Final = -1
 ANY: Final = -2
 LAST: Final = -3
 RatedFlows = list[tuple[str, str, float]]
-"""In place of a bucket: any target that does whole requests; any replica that decodes; any replica."""
+"""In place of a bucket: any target that does whole requests; any replica but those that prefill one by one; those."""
 
 
 @dataclass(slots=True, eq=False)
@@ -246,8 +246,9 @@ class RoutingTable:
         region = member.region
         grouped = kind_of(template) != PLAIN
         if bucket in (ANY, LAST):
-            alone = target.kind == PLAIN and (views[0].role == "prefill") is (bucket == LAST)
-            return TargetWeights(region, float(alone))
+            facts = views[0].facts
+            one_by_one = views[0].role == "prefill" and facts is not None and facts.decode_batch == 1
+            return TargetWeights(region, float(target.kind == PLAIN and one_by_one is (bucket == LAST)))
         if grouped and target.kind == PLAIN:
             return TargetWeights(region)
         if bucket == CLOSED:
