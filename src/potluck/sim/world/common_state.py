@@ -80,7 +80,7 @@ class StatusReports:
         return cache_reporteds
 
     def _link_reports(self, at_s: float) -> list[Event]:
-        """Links that carried something or changed since they last reported, and once more when they fall quiet."""
+        """Links that carry something, or ever did: a threshold that congestion raised returns as quiet ones report."""
         events: list[Event] = []
         for ends, pipe in self._network.links.items():
             rate = pipe.rate_bytes_per_s
@@ -88,7 +88,7 @@ class StatusReports:
             queued_bytes = pipe.queued_bytes(at_s)
             passed_bytes = pipe.served_bytes - before_bytes
             busy = passed_bytes > 0 or queued_bytes > 0
-            if not (busy or was_busy or rate != before_rate):
+            if not (busy or rate != before_rate or ends in self._links):
                 continue
             span_s = at_s - before_s if was_busy else self._period_s
             room_bytes = rate * span_s
