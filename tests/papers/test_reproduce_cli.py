@@ -45,7 +45,7 @@ def test_the_table_shows_both_figures(capsys: pytest.CaptureFixture[str]) -> Non
     shown = capsys.readouterr().out
     assert "CRONUS, Table 2" in shown
     assert "7.28" in shown
-    assert "+55.0%" in shown
+    assert "55.0%" in shown
 
 
 def test_an_unknown_paper_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,47 +6,31 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from papers.prfaas_model import (
-    Curve,
-    Lengths,
-    Site,
-    local_from_remote,
-    operating,
-    optimum,
-    truncated_lognormal,
-)
+from papers.prfaas_model import Curve, Lengths, Site, local_from_remote, operating, optimum
 
+from papers import prfaas
 from potluck.core.errors import InputError
 from potluck.plan.allocate.program import DemandBucket, FlowProgram, LinkRow, ModelColumns, NodeSupply
 from potluck.plan.allocate.solve import solve
 
-K = 1024
-AT = (1 * K, 8 * K, 32 * K, 128 * K)
-H200_S = Curve(AT, (0.44, 0.72, 1.84, 7.40))  # Table 5
-KV = Curve(AT, tuple(mib * 2**20 for mib in (190.8, 308.9, 701.3, 2316.3)))
-LENGTHS = truncated_lognormal(9.90, 1.00, 128, 128 * K)
+LENGTHS, SITE = prfaas.case_lengths(), prfaas.case_site()
+H200_S, H20_S, KV, HOLD_S = SITE.remote_prefill_s, SITE.local_prefill_s, SITE.kv_bytes, SITE.hold_s
 MEAN = float((LENGTHS.tokens * LENGTHS.share).sum())
-SHORT = float(LENGTHS.tokens[LENGTHS.tokens <= 19_400].mean())
-# The paper prints no H20 prefill times; Table 6 has two throughputs: 9 instances at the mean length give 2.11
-# requests/s, 3 at the mean below the threshold give 1.64.
-H20_S = local_from_remote(H200_S, ((SHORT, 3 / 1.64), (MEAN, 9 / 2.11)))
-HOLD_S = 5 / 3.91  # Table 6: five decode instances give 3.91 requests/s
-SITE = Site(4, 8, 100.0, H200_S, H20_S, KV, HOLD_S)
 
 
 def test_the_lengths_are_the_papers() -> None:
     assert pytest.approx(27_000, rel=0.03) == MEAN
     assert LENGTHS.tokens.min() >= 128
-    assert LENGTHS.tokens.max() <= 128 * K
+    assert LENGTHS.tokens.max() <= 128 * 1024
 
 
-BEST = optimum(SITE, LENGTHS)
+CASE = prfaas.case_study()
+BEST = CASE["PrfaaS-PD"]
 
 
 def test_the_case_study_and_table_six() -> None:
     """Every printed figure within 5 %; prefill and decode throughputs hold by construction (see H20_S, HOLD_S)."""
-    home = optimum(Site(0, 12, 100.0, H200_S, H20_S, KV, HOLD_S), LENGTHS)
-    naive = operating(SITE, LENGTHS, 0.0, 0)
+    home, naive = CASE["homogeneous"], CASE["naive"]
     assert (BEST.prefill, BEST.decode, home.prefill, home.decode) == (3, 5, 9, 3)
     assert 15_000 <= BEST.threshold_tokens <= 23_000
     assert 11.5 <= BEST.egress_gbps <= 14.5

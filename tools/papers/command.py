@@ -1,55 +1,83 @@
-"""What `potluck reproduce` runs and prints."""
+"""What `potluck reproduce` runs, prints and writes."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import click
 
-from papers import cauchy, cauchy_rows, cronus, cronus_rows
-from papers.rows import Reproduction, Row, Said
+from papers import cauchy, cauchy_rows, cronus, cronus_rows, pages, prfaas
+from papers.rows import Reproduction, Said
 from potluck.cli.common.render import emit_json, progress, table
 
-STAGES = {"cauchy": 6, "cronus": 8}
+DOCS = Path(__file__).parents[2] / "docs" / "papers"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How much is run, and with which data."""
+
+    folder: Path | None
+    quick: bool
+    seed: int
+
+
+def _cauchy(wanted: Wanted, said: Said) -> Reproduction:
+    effort = cauchy.QUICK if wanted.quick else cauchy.Effort()
+    return cauchy_rows.reproduce(replace(effort, seeds=tuple(s + wanted.seed for s in effort.seeds)), said)
+
+
+def _cronus(wanted: Wanted, said: Said) -> Reproduction:
+    trace = None if wanted.folder is None else wanted.folder / cronus.TRACE
+    if trace is not None and trace.is_file():
+        requests = cronus.trace_requests(trace)
+    else:
+        requests = cronus.synthetic_requests(wanted.seed)
+    return cronus_rows.reproduce(requests.first(cronus.REQUESTS // 4) if wanted.quick else requests, said)
+
+
+def _prfaas(wanted: Wanted, said: Said) -> Reproduction:
+    return prfaas.reproduce(wanted.quick, wanted.seed, said)
+
+
+RUNS: Mapping[str, tuple[int, Callable[[Wanted, Said], Reproduction]]] = {
+    "cauchy": (6, _cauchy),
+    "cronus": (8, _cronus),
+    "prfaas": (11, _prfaas),
+}
+"""A paper's name to how many stages it tells of, and what runs it."""
 
 
 def reproduce(paper: str, folder: Path | None, quick: bool, seed: int, as_json: bool) -> None:
-    """Run a paper's experiments and print its figures beside ours."""
-    with progress(STAGES[paper]) as text:
-        result = _cauchy(quick, seed, text) if paper == "cauchy" else _cronus(folder, quick, seed, text)
-    if as_json:
-        emit_json({"paper": result.paper, "rows": [asdict(row) for row in result.rows]})
+    """Run a paper's experiments and print its figures beside ours; of all papers, write their pages."""
+    wanted = Wanted(folder, quick, seed)
+    if paper == "all":
+        for path in write_all(DOCS, wanted):
+            click.echo(path)
         return
-    for experiment in dict.fromkeys(row.experiment for row in result.rows):
-        rows = [row for row in result.rows if row.experiment == experiment]
-        columns = ("setting", "metric", "unit", "published", "ours", "off")
-        table(f"{result.paper}, {experiment}", columns, [_shown(row) for row in rows])
+    found = run(paper, wanted)
+    if as_json:
+        emit_json({"paper": found.paper, "rows": [asdict(row) for row in found.rows]})
+        return
+    for experiment in dict.fromkeys(row.experiment for row in found.rows):
+        rows = [row for row in found.rows if row.experiment == experiment]
+        columns = ("setting", "metric", "unit", "published", "ours", "ratio")
+        shown = [(row.setting, row.metric, row.unit, *pages.numbers(row)) for row in rows]
+        table(f"{found.paper}, {experiment}", columns, shown)
         for note in dict.fromkeys(row.note for row in rows if row.note):
             click.echo(f"  {note}")
         click.echo()
 
 
-def _cauchy(quick: bool, seed: int, said: Said) -> Reproduction:
-    effort = cauchy.QUICK if quick else cauchy.Effort()
-    return cauchy_rows.reproduce(replace(effort, seeds=tuple(s + seed for s in effort.seeds)), said)
+def run(paper: str, wanted: Wanted) -> Reproduction:
+    stages, runs = RUNS[paper]
+    with progress(stages) as said:
+        return runs(wanted, said)
 
 
-def _cronus(folder: Path | None, quick: bool, seed: int, said: Said) -> Reproduction:
-    trace = None if folder is None else folder / cronus.TRACE
-    if trace is not None and trace.is_file():
-        requests = cronus.trace_requests(trace)
-    else:
-        requests = cronus.synthetic_requests(seed)
-    return cronus_rows.reproduce(requests.first(cronus.REQUESTS // 4) if quick else requests, said)
-
-
-def _shown(row: Row) -> tuple[str, ...]:
-    relative = row.unit in ("change", "share")
-
-    def number(value: float) -> str:
-        return f"{value:+.1%}" if relative else f"{value:.3g}"
-
-    off = "" if row.off is None or relative else f"{row.off:+.0%}"
-    published = "-" if row.published is None else number(row.published)
-    return row.setting, row.metric, row.unit, published, number(row.ours), off
+def write_all(docs: Path, wanted: Wanted) -> list[Path]:
+    """Every paper's page."""
+    options = " --data FOLDER" * (wanted.folder is not None) + " --quick" * wanted.quick
+    return [pages.write(docs, run(paper, wanted), f"potluck reproduce all{options}") for paper in RUNS]

@@ -27,11 +27,31 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Line:
+    """A curve of a plot."""
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A figure of a paper, drawn from our runs."""
+
+    name: str
+    x: str
+    y: str
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Reproduction:
     """A paper's experiments."""
 
     paper: str
     rows: tuple[Row, ...]
+    plots: tuple[Plot, ...] = ()
 
 
 def quiet(text: str) -> None:

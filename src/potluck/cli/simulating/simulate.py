@@ -183,21 +183,22 @@ def _show(
 
 
 TOOLS = Path(__file__).parents[4] / "tools"
+PAPERS = ("cauchy", "cronus", "prfaas", "all")
 
 
 @click.command()
-@argument("paper", type=click.Choice(("cauchy", "cronus")))
-@option("--data", "folder", type=FOLDER, envvar="POTLUCK_DATA", help="Has the Azure trace; else made up.")
+@argument("paper", type=click.Choice(PAPERS))
+@option("--data", "folder", type=FOLDER, envvar="POTLUCK_DATA", help="Has traces; else made up.")
 @option("--quick", is_flag=True, help="Shorter runs: coarser figures.")
 @option("--seed", default=0, help="Of requests that are made up.")
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 def reproduce(paper: str, folder: Path | None, quick: bool, seed: int, as_json: bool) -> None:
-    """Run a paper's experiments and put its figures beside ours; needs a checkout of Potluck.
+    """Run a paper's experiments, its figures beside ours; `all` writes docs/papers. Needs a checkout of Potluck.
 
     \b
     Examples:
       potluck reproduce cronus --data traces
-      potluck reproduce cauchy --json
+      potluck reproduce all --quick
     """
     if not (TOOLS / "papers").is_dir():
         raise InputError("reproduce", "the papers' experiments come with a checkout, run it from one")

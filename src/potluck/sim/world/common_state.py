@@ -80,7 +80,7 @@ class StatusReports:
         return cache_reporteds
 
     def _link_reports(self, at_s: float) -> list[Event]:
-        """Links that carry something, or ever did: a threshold that congestion raised returns as quiet ones report."""
+        """Links that carry something, or ever did: a threshold that congestion raised returns with quiet reports."""
         events: list[Event] = []
         for ends, pipe in self._network.links.items():
             rate = pipe.rate_bytes_per_s
