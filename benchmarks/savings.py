@@ -12,98 +12,30 @@ integer program as ours (`single`); Cauchy's combos for the least cost (`cauchy-
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from parts.common import options, run
-from potluck.catalog import models, nodes, prices
-from potluck.core.values.plan import Plan, Template
-from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
-from potluck.plan.problem import CODECS, PlanningProblem, model_demand
-from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
-from potluck.plan.strategies.template_factory import allocated
+from parts.common import ROOT, options, run
+from potluck.core.values.plan import Plan
+from potluck.plan.problem import PlanningProblem
+from potluck.plan.strategies import SolveSettings, TemplateFactory
 from potluck.plan.verify import verify
 
-LENGTHS = {"conv": (1155, 211), "code": (2048, 28), "burst": (768, 195)}
-CORE = {
-    "Phi-4": (1.2, 0.060, "conv"),
-    "GPT-OSS-20B": (0.9, 0.030, "code"),
-    "Qwen3-32B": (1.6, 0.100, "burst"),
-}
-EXTENDED = CORE | {
-    "Llama-3-70B": (1.5, 0.080, "burst"),
-    "GPT-OSS-120B": (1.0, 0.040, "conv"),
-    "Qwen3-235B-A22B": (1.8, 0.120, "code"),
-}
-COUNTS = (1, 2, 4, 8)
-AMPLE = 200
-RATES_PER_S = {"core": 10.0, "extended": 25.0}
-REGIONS = ("aws/us-east-2", "aws/ap-northeast-2", "gcp/us-central1")
-PAPER = {"core": {"homo": 1.62, "cauchy": 1.60}, "extended": {"homo": 3.14, "cauchy": 2.66}}
+sys.path.insert(0, str(ROOT / "tools"))
+from papers.coral_settings import PAPER, WAYS, as_printed, by_phase, problem
+
 RIVALS = {
     "homo": ("homo as printed", "homo", "single"),
     "cauchy": ("cauchy as printed", "cauchy", "cauchy-mc"),
 }
 
 
-def problem(setting: str) -> PlanningProblem:
-    """CORAL's setting: some models, GPU types times 1, 2, 4, 8, and regions with the catalog's prices."""
-    core = setting == "core"
-    asked = CORE if core else EXTENDED
-    gpus = ("L40S", "L4", "A10G") if core else ("H100", "A100", "L40S", "L4", "A10G")
-    asks = []
-    for name, (ttft_s, tpot_s, trace) in asked.items():
-        traffic = Traffic(name, RATES_PER_S[setting], (LengthBin(*LENGTHS[trace], 1.0),))
-        asks.append(model_demand(name, models.model(name), Slo(ttft_s, tpot_s), traffic))
-    types = [nodes.node_type(f"{count}x{gpu}") for gpu in gpus for count in COUNTS]
-    regions = []
-    for place in REGIONS[:2] if core else REGIONS:
-        usd = {price.node: price.price_usd_per_h for price in reversed(list(prices.in_region(place)))}
-        offers = tuple(NodeOffer(node.name, usd[node.name], AMPLE) for node in types if node.name in usd)
-        regions.append(Region(place, offers))
-    return PlanningProblem(tuple(asks), tuple(regions), tuple(types), codecs=CODECS)
-
-
-def as_printed(each: PlanningProblem) -> TemplateFactory:
-    factory = TemplateFactory(each)
-    for one in each.asks:
-        whole = [t for t in factory.phased(one) if len(t.replicas) == 1]
-        there = {t.replicas[0].role for t in whole}
-        rest = [t for t in factory.phased(one) if t.replicas[0].role not in there]
-        factory.made["homogeneous", one.key] = whole + rest
-    return factory
-
-
-def homo_as_printed(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-    """For each model and phase the type that does most for a dollar."""
-
-    def worth(template: Template) -> float:
-        (rates,) = template.capacity
-        return (rates.prefill_per_s + rates.decode_per_s) / factory.prices[template.nodes[0].node]
-
-    chosen = {}
-    for one in factory.problem.asks:
-        made = factory.homogeneous(one)
-        phases = [[t for t in made if t.replicas[0].role == role] for role in ("prefill", "decode")]
-        chosen[one.name] = [max(phase, key=worth) for phase in phases if phase]
-    return allocated(factory, settings, "homo", chosen)
-
-
-def single(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-    made = {one.name: factory.homogeneous(one) for one in factory.problem.asks}
-    return allocated(factory, settings, "single", made)
-
-
 def plans(each: PlanningProblem, limit_s: float) -> Iterator[tuple[str, Plan, float]]:
     """(name, plan, CPU-seconds) of every strategy."""
     ours, theirs = TemplateFactory(each), as_printed(each)
-    ways = {
-        "homo as printed": (theirs, homo_as_printed),
-        "cauchy as printed": (theirs, STRATEGIES["cauchy"]),
-        "single": (ours, single),
-        **{name: (ours, STRATEGIES[name]) for name in ("homo", "cauchy", "cauchy-mc", "coral", "auto")},
-    }
-    for name, (factory, strategy) in ways.items():
+    for name, (printed, strategy) in WAYS.items():
+        factory = theirs if printed else ours
         start_s = time.process_time()
         yield name, strategy(factory, SolveSettings(time_limit_s=limit_s)).plan, time.process_time() - start_s
 
@@ -135,20 +67,6 @@ def measure(quick: bool, settings: Sequence[str], limit_s: float) -> dict[str, f
                     theirs, own = (figures[f"{setting}_{key_of(one)}_usd_per_h"] for one in (rival, mine))
                     figures[f"{setting}_{key_of(rival)}_over_{mine}"] = theirs / own
     return figures
-
-
-def by_phase(each: PlanningProblem, plan: Plan) -> dict[tuple[str, str], float]:
-    """Rent of each model's prefill, decode and other nodes."""
-    paid = {(at.name, offer.node): offer.price_usd_per_h for at in each.regions for offer in at.offers}
-    phase: dict[tuple[str, str], float] = {}
-    for deployment in plan.deployments:
-        template = plan.template(deployment.template)
-        roles = {replica.role for replica in template.replicas}
-        key = (template.model, roles.pop() if len(roles) == 1 else "both")
-        rents = [paid[deployment.region, item.node] * item.count for item in template.nodes]
-        usd = deployment.count * sum(rents)
-        phase[key] = phase.get(key, 0.0) + usd
-    return phase
 
 
 if __name__ == "__main__":

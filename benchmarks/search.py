@@ -11,41 +11,44 @@ of GPUs, and 1 where what the paper reports comes out; Table 5 tells only that o
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from parts.common import ROOT, Budget, cpu_s, run, say
 from potluck.catalog import models, nodes
-from potluck.catalog.figure_sources import load_toml
-from potluck.core.values.types import NodeType, Role, Slo
+from potluck.core.values.types import Role, Slo
 from potluck.perf.step_timer import steps
 from potluck.plan.search import tabu
-from potluck.plan.search.workload import Pool, PoolNode, PoolWorkload
+from potluck.plan.search.workload import Pool, PoolWorkload
 
 sys.path.insert(0, str(ROOT / "tools"))
 from papers.peak_costs import PeakCosts
 from papers.pool_bound import class_bound, exact_bound
+from papers.thunderserve import (
+    ALL,
+    CLOUD,
+    PAPER,
+    RATE_PER_S,
+    SEED,
+    TABLE_5,
+    WORK,
+    cloud,
+    node,
+    pool_of,
+    settings,
+    timed,
+    work,
+)
 
-SEED = 1
 SEEDS = (1, 2, 3, 4, 5)
 LONG_SEED = 77
 QUICK_SEARCH_S = 5.0  # About what one search of the cloud takes.
-CLOUD = (("A6000", 4), ("A6000", 4), ("A5000", 4), ("A5000", 4), ("A40", 8), ("3090Ti", 4), ("3090Ti", 4))
-WORK = {"conversation": (1155, 211), "coding": (2000, 28)}
-"""Mean lengths of the Azure traces; coding's 2,048 would leave LLaMA-30B's context no room to answer."""
-RATE_PER_S = 12.0
-SLO = Slo(3.0, 0.2)
-PAPER: tuple[Role, ...] = ("prefill", "decode")
-ALL: tuple[Role, ...] = ("prefill", "decode", "mixed")
 SPACES: tuple[tuple[str, tuple[Role, ...]], ...] = (("", PAPER), ("mixed_", ALL))
 SMALL = ("A5000", "RTX3090Ti", "A40", "L4")
 NO_WORSE = 0.999
-TABLE_5_DECODE_S = 1.126
 TARGETS = {
     "schedule_cpu_s": ("<=", 5.0),
     "mixed_schedule_cpu_s": ("<=", 5.0),
@@ -81,42 +84,6 @@ def measure(quick: bool) -> dict[str, float]:
     if not quick:
         figures |= table_3(result)
     return figures
-
-
-def node(gpu: str, count: int) -> NodeType:
-    row = load_toml("gpus.toml")["paper"]["thunderserve"][gpu]
-    base = nodes.node_type(f"{count}x{row['gpu']}")
-    stated = {name: row[name] for name in ("fp16_tflops", "bandwidth_gb_per_s", "memory_gb")}
-    return replace(base, gpu=replace(base.gpu, **stated))
-
-
-def pool_of(machines: Sequence[NodeType], gbps: np.ndarray) -> Pool:
-    members = tuple(PoolNode(f"node{i}", kind, kind.gpus) for i, kind in enumerate(machines))
-    links = tuple(map(tuple, np.minimum(gbps, gbps.T).tolist()))
-    return Pool(members, links, ((1e-4,) * len(members),) * len(members))
-
-
-def cloud(copies: int) -> Pool:
-    """THUNDERSERVE 5.1, once or several times, with unlike links."""
-    machines = [node(gpu, count) for _ in range(copies) for gpu, count in CLOUD]
-    links = np.random.default_rng(SEED).uniform(10.0, 40.0, (len(machines), len(machines)))
-    return pool_of(machines, links)
-
-
-def work(name: str, rate_per_s: float = RATE_PER_S) -> PoolWorkload:
-    return PoolWorkload(models.model("LLaMA-30B"), SLO, *WORK[name], rate_per_s, "int4")
-
-
-def settings(phases: tuple[Role, ...], **more: Any) -> tabu.SearchSettings:
-    """Limits count CPU time, so that a busy machine searches as far as an idle one."""
-    usual = {"seed": SEED, "timing": PeakCosts(), "clock": time.process_time}
-    return tabu.SearchSettings(phases, **usual | more)
-
-
-def timed(pool: Pool, wanted: PoolWorkload, chosen: tabu.SearchSettings) -> tuple[tabu.SearchResult, float]:
-    start = time.process_time()
-    result = tabu.search(pool, wanted, chosen)
-    return result, time.process_time() - start
 
 
 def longer(pool: Pool, wanted: PoolWorkload, phases: tuple[Role, ...], time_limit_s: float) -> float:
@@ -252,7 +219,7 @@ def table_5() -> dict[str, float]:
     model = models.model("LLaMA-30B")
     one = steps(decodes=np.ones(1), decode_context=np.full(1, 1024.0))
     layer_s, rest_s = PeakCosts().parts(model, node("3090Ti", 4), 4, one)
-    output = round(TABLE_5_DECODE_S / float(layer_s[0] * model.layer_count + rest_s[0]))
+    output = round(TABLE_5["40 Gbps"][1] / float(layer_s[0] * model.layer_count + rest_s[0]))
     figures["table_5_output_tokens"] = output
     for gbps, what in ((40.0, "apart_at_40"), (5.0, "across_at_5")):
         pool = pool_of([node("A40", 4), node("3090Ti", 4)], np.full((2, 2), gbps))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from papers import cauchy, cauchy_rows, cronus, cronus_rows, pages, prfaas
+from papers import cauchy, cauchy_rows, coral, cronus, cronus_rows, pages, prfaas, thunderserve
 from papers.rows import Reproduction, Said
 from potluck.cli.common.render import emit_json, progress, table
 
@@ -38,6 +38,14 @@ def _cronus(wanted: Wanted, said: Said) -> Reproduction:
     return cronus_rows.reproduce(requests.first(cronus.REQUESTS // 4) if wanted.quick else requests, said)
 
 
+def _coral(wanted: Wanted, said: Said) -> Reproduction:
+    return coral.reproduce(wanted.folder, wanted.quick, wanted.seed, said)
+
+
+def _thunderserve(wanted: Wanted, said: Said) -> Reproduction:
+    return thunderserve.reproduce(wanted.quick, said)
+
+
 def _prfaas(wanted: Wanted, said: Said) -> Reproduction:
     return prfaas.reproduce(wanted.quick, wanted.seed, said)
 
@@ -45,6 +53,8 @@ def _prfaas(wanted: Wanted, said: Said) -> Reproduction:
 RUNS: Mapping[str, tuple[int, Callable[[Wanted, Said], Reproduction]]] = {
     "cauchy": (6, _cauchy),
     "cronus": (8, _cronus),
+    "coral": (10, _coral),
+    "thunderserve": (6, _thunderserve),
     "prfaas": (11, _prfaas),
 }
 """A paper's name to how many stages it tells of, and what runs it."""
