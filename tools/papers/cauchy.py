@@ -96,7 +96,7 @@ class Effort:
     tolerance: float = 0.01  # Of a goodput.
 
 
-QUICK = Effort(1.0, (1,), 0.04)
+QUICK = Effort(0.5, (1,), 0.06)
 
 
 def table3_problem(decodes: int) -> ResolvedPlan:

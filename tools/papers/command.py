@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import click
 
-from papers import cauchy, cauchy_rows, coral, cronus, cronus_rows, pages, prfaas, thunderserve
+from papers import cauchy, cauchy_rows, coral, cronus, cronus_rows, pages, prfaas, thunderserve, together
 from papers.rows import Reproduction, Said
 from potluck.cli.common.render import emit_json, progress, table
 
@@ -63,8 +64,8 @@ RUNS: Mapping[str, tuple[int, Callable[[Wanted, Said], Reproduction]]] = {
 def reproduce(paper: str, folder: Path | None, quick: bool, seed: int, as_json: bool) -> None:
     """Run a paper's experiments and print its figures beside ours; of all papers, write their pages."""
     wanted = Wanted(folder, quick, seed)
-    if paper == "all":
-        for path in write_all(DOCS, wanted):
+    if paper in ("together", "all"):
+        for path in write_all(DOCS, wanted, list(RUNS) if paper == "all" else []):
             click.echo(path)
         return
     found = run(paper, wanted)
@@ -87,7 +88,13 @@ def run(paper: str, wanted: Wanted) -> Reproduction:
         return runs(wanted, said)
 
 
-def write_all(docs: Path, wanted: Wanted) -> list[Path]:
-    """Every paper's page."""
+def write_all(docs: Path, wanted: Wanted, papers: Sequence[str]) -> Iterator[Path]:
+    """The pages of these papers, then the one of all together."""
     options = " --data FOLDER" * (wanted.folder is not None) + " --quick" * wanted.quick
-    return [pages.write(docs, run(paper, wanted), f"potluck reproduce all{options}") for paper in RUNS]
+    for paper in papers:
+        yield pages.write(docs, run(paper, wanted), f"potluck reproduce all{options}")
+    with progress(together.COUNT) as said, TemporaryDirectory() as folder:
+        found = together.compare(Path(folder), wanted.quick, said)
+    path = docs / "together.md"
+    path.write_text(together.page(found, f"potluck reproduce together{options}"), "utf-8")
+    yield path

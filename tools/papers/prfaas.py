@@ -103,7 +103,7 @@ def reproduce(quick: bool, seed: int, said: Said = quiet) -> Reproduction:
     said("PrfaaS, the case study")
     made += _case_rows(case_study())
     sites = {name: case_site(*counts) for name, counts in prfaas_case.SITES.items()}
-    made += prfaas_case.rows(sites, case_lengths(), case_study(), 240.0 if quick else 1200.0, seed, said)
+    made += prfaas_case.rows(sites, case_lengths(), case_study(), 150.0 if quick else 1200.0, seed, said)
     return Reproduction("PrfaaS", tuple(made), _searches())
 
 

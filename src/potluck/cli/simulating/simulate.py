@@ -183,7 +183,7 @@ def _show(
 
 
 TOOLS = Path(__file__).parents[4] / "tools"
-PAPERS = ("cauchy", "cronus", "coral", "thunderserve", "prfaas", "all")
+PAPERS = ("cauchy", "cronus", "coral", "thunderserve", "prfaas", "together", "all")
 
 
 @click.command()
