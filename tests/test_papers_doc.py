@@ -12,7 +12,7 @@ from potluck.core.state.policy import Policy
 from potluck.plan.strategies import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted((ROOT / "docs" / "papers").glob("*.md"))
+PAGES = sorted(set((ROOT / "docs" / "papers").glob("*.md")) - {ROOT / "docs" / "papers" / "together.md"})
 HEAD = "| mechanism (section) |"
 
 

@@ -18,7 +18,7 @@ from papers.cauchy import (
     table3_policy,
     table3_problem,
 )
-from papers.rows import Reproduction, Row, Said, quiet
+from papers.rows import Reproduction, Row, Rows, Said, quiet
 
 SHAREGPT = LOADS[1]
 
@@ -98,24 +98,19 @@ def reproduce(effort: Effort, said: Said = quiet) -> Reproduction:
 
 
 def rows(measured: CauchyMeasured) -> tuple[Row, ...]:
-    result = []
+    result: list[Row] = []
     for decodes, pair in measured.table3.items():
         result += _table3_rows(decodes, pair)
+    made = Rows("Figure 9", "drawn, not printed")
     for load, (rate_per_s, by_balance) in measured.figure9.items():
         where = f"{load}, {rate_per_s:.3g} requests/s"
         for balance, item in by_balance.items():
-            note = "drawn, not printed"
-            result.append(
-                Row("Figure 9", f"{where}, {balance}", "mean E2E latency", "s", None, item.e2e_s, note)
-            )
-        for against in by_balance:
-            if against != "goodput":
-                ours = measured.figure9_change(load, against)
-                note = FIGURE9_TEXT.get((load, against), "")
-                label = f"mean E2E latency, goodput against {against}"
-                published = FIGURE9.get((load, against))
-                result.append(Row("Figure 9", where, label, "change", published, ours, note))
-    return tuple(result)
+            made.add(f"{where}, {balance}", "mean E2E latency, s", None, item.e2e_s)
+        for against in (name for name in by_balance if name != "goodput"):
+            ours, published = measured.figure9_change(load, against), FIGURE9.get((load, against))
+            figure = f"mean E2E latency, goodput against {against}, change"
+            made.add(where, figure, published, ours, FIGURE9_TEXT.get((load, against), ""))
+    return (*result, *made)
 
 
 def _table3_rows(decodes: int, pair: Pair) -> list[Row]:
@@ -132,17 +127,13 @@ def _table3_rows(decodes: int, pair: Pair) -> list[Row]:
         ("mean TTFT", "s", published.ttft_s, (basic.ttft_s, other.ttft_s), at),
         ("mean TBT", "s", published.tbt_s, (basic.tbt_s, other.tbt_s), at),
     )
-    table3_rows = []
+    made = Rows("Table 3")
     for metric, unit, theirs, ours, note in figures:
         for place, way in enumerate(("round robin", "opportunistic")):
-            table3_rows.append(
-                Row("Table 3", f"1P{decodes}D, {way}", metric, unit, theirs[place], ours[place], note)
-            )
-        label = f"{metric}, opportunistic against round robin"
-        table3_rows.append(
-            Row("Table 3", f"1P{decodes}D", label, "change", _change(theirs), _change(ours), note)
-        )
-    return table3_rows
+            made.add(f"1P{decodes}D, {way}", f"{metric}, {unit}", theirs[place], ours[place], note)
+        label = f"{metric}, opportunistic against round robin, change"
+        made.add(f"1P{decodes}D", label, _change(theirs), _change(ours), note)
+    return made
 
 
 def _change(pair: tuple[float, float]) -> float:

@@ -39,24 +39,12 @@ def _cronus(wanted: Wanted, said: Said) -> Reproduction:
     return cronus_rows.reproduce(requests.first(cronus.REQUESTS // 4) if wanted.quick else requests, said)
 
 
-def _coral(wanted: Wanted, said: Said) -> Reproduction:
-    return coral.reproduce(wanted.folder, wanted.quick, wanted.seed, said)
-
-
-def _thunderserve(wanted: Wanted, said: Said) -> Reproduction:
-    return thunderserve.reproduce(wanted.quick, said)
-
-
-def _prfaas(wanted: Wanted, said: Said) -> Reproduction:
-    return prfaas.reproduce(wanted.quick, wanted.seed, said)
-
-
 RUNS: Mapping[str, tuple[int, Callable[[Wanted, Said], Reproduction]]] = {
     "cauchy": (6, _cauchy),
     "cronus": (8, _cronus),
-    "coral": (10, _coral),
-    "thunderserve": (6, _thunderserve),
-    "prfaas": (11, _prfaas),
+    "coral": (10, lambda wanted, said: coral.reproduce(wanted.folder, wanted.quick, wanted.seed, said)),
+    "thunderserve": (6, lambda wanted, said: thunderserve.reproduce(wanted.quick, said)),
+    "prfaas": (11, lambda wanted, said: prfaas.reproduce(wanted.quick, wanted.seed, said)),
 }
 """A paper's name to how many stages it tells of, and what runs it."""
 

@@ -20,7 +20,7 @@ from papers.coral_settings import (
     Supply,
     problem,
 )
-from papers.rows import Line, Plot, Reproduction, Row, Said, quiet
+from papers.rows import Line, Plot, Reproduction, Row, Rows, Said, quiet
 from potluck.catalog import models, nodes, prices
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
@@ -47,6 +47,11 @@ SCARCE = {"core": ((1.24, 1.0), (1.0, 1.51)), "extended": ((7.64, 2.39), (1 / 1.
 """Of Homo and Cauchy: Coral's goodput over theirs; and their cost over Coral's."""
 HELIX = {"1xA100-40": 4, "1xV100": 6, "1xL4": 16, "1xT4": 38}
 HELIX_SAVED = 0.21
+GAP = (
+    "of the gap: by its own Figure 1a mixing is worth 9 to 14 % of Qwen3-235B's prefill, so most of 4.93 is what its "
+    "baselines could rent; what availability adds here is in the five epochs below; stronger baselines take away; "
+    "the rest is hardware: our step times beside its profiles, which are not published"
+)
 
 
 @dataclass(slots=True)
@@ -54,7 +59,7 @@ class Solver:
     """Plans a setting by several strategies; what was timed once is kept, and equal questions are asked once."""
 
     setting: str
-    known: dict[tuple[str, object], tuple[Plan, float]] = field(default_factory=dict)
+    known: dict[tuple[str, object, object], tuple[Plan, float]] = field(default_factory=dict)
     factory: TemplateFactory = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,13 +69,7 @@ class Solver:
         self, way: str, supply: Supply | None = None, rates: Mapping[str, float] | None = None
     ) -> tuple[Plan, float]:
         """A plan, and the CPU-seconds of the solve."""
-        key = (
-            way,
-            (
-                None if supply is None else tuple(sorted(supply.items())),
-                None if rates is None else tuple(rates.items()),
-            ),
-        )
+        key = way, tuple(sorted((supply or {}).items())), tuple((rates or {}).items())
         if key not in self.known:
             asked, (printed, strategy) = problem(self.setting, rates, supply), WAYS[way]
             old = self.factory
@@ -142,22 +141,19 @@ def mixed_pipelines() -> list[Row]:
     """Figure 1a: what a dollar buys of Qwen3-235B's prefill within 1800 ms."""
     library = libraries("Qwen3-235B-A22B", Slo(1.8, 0.12), settings.LENGTHS["code"])[0]
     worth, names = per_usd(library)
-    counts, made, best = library.counts, [], {}
+    counts, made, best = library.counts, Rows("Figure 1a"), {}
     h100 = (counts[:, [place for place, name in enumerate(names) if "H100" not in name]] == 0).all(axis=1)
     alike = (counts > 0).sum(axis=1) == 1
     kinds = {"mixed": ~h100, "pure H100": h100 & alike, "H100 nodes of several sizes": h100 & ~alike}
     for label, chosen in kinds.items():
         place = int(np.argmax(np.where(chosen, worth, 0.0)))
         best[label] = float(worth[place])
-        note = f"{label}: " + ", ".join(
-            f"{n} {of}" for n, of in zip(counts[place].tolist(), names, strict=True) if n
-        )
-        theirs = FIGURE_1A.get(label)
-        made.append(Row("Figure 1a", label, "best template", "tokens/s/USD", theirs, best[label], note))
-    ratio = FIGURE_1A["mixed"] / FIGURE_1A["pure H100"]
-    ours = best["mixed"] / best["pure H100"]
+        used = ", ".join(f"{n} {of}" for n, of in zip(counts[place].tolist(), names, strict=True) if n)
+        figure = "best template, tokens/s/USD"
+        made.add(label, figure, FIGURE_1A.get(label), best[label], f"{label}: {used}")
+    theirs, ours = (values["mixed"] / values["pure H100"] for values in (FIGURE_1A, best))
     why = "a dollar buys more here: its lengths are not printed, and step times are ours; the order is as printed"
-    made.append(Row("Figure 1a", "mixed over pure H100", "best template", "times", ratio, ours, why))
+    made.add("mixed over pure H100", "best template, times", theirs, ours, why)
     return made
 
 
@@ -165,41 +161,16 @@ def spectrum() -> tuple[list[Row], tuple[Plot, ...]]:
     """Figure 1b: throughputs that templates for GPT-OSS-120B's decode have, of one node type and of all."""
     library = libraries("GPT-OSS-120B", Slo(1.0, 0.04), settings.LENGTHS["conv"])[1]
     alike = (library.counts > 0).sum(axis=1) == 1
-    made, lines = [], []
+    made, lines = Rows("Figure 1b", "drawn, not printed"), []
     for label, chosen in (("one node type", alike), ("all", np.full(len(library), True))):
         steps = np.unique(library.tokens_per_s[chosen])
         wanted = np.linspace(steps[0], library.tokens_per_s[alike].max(), 2000)
         over = steps[np.searchsorted(steps, wanted)] / wanted - 1
-        made.append(
-            Row(
-                "Figure 1b",
-                label,
-                "different throughputs",
-                "templates",
-                None,
-                float(len(steps)),
-                "drawn, not printed",
-            )
-        )
-        made.append(
-            Row(
-                "Figure 1b",
-                label,
-                "mean excess over any demand",
-                "share",
-                None,
-                float(over.mean()),
-                "drawn, not printed",
-            )
-        )
+        made.add(label, "different throughputs, templates", None, float(len(steps)))
+        made.add(label, "mean excess over any demand, share", None, float(over.mean()))
         at = np.linspace(0, len(steps) - 1, min(200, len(steps))).astype(int)
-        lines.append(
-            Line(
-                label,
-                tuple((steps[at] / library.tokens_per_s.max()).tolist()),
-                tuple(((at + 1) / len(steps)).tolist()),
-            )
-        )
+        x, y = steps[at] / library.tokens_per_s.max(), (at + 1) / len(steps)
+        lines.append(Line(label, tuple(x.tolist()), tuple(y.tolist())))
     return made, (Plot("Figure 1b", "throughput, normalised", "share of templates", tuple(lines)),)
 
 
@@ -207,44 +178,33 @@ def sweep(pairs: Sequence[tuple[int, float]]) -> list[Row]:
     """Figure 13: templates, time and the best template as N_max and rho grow."""
     kinds = tuple(nodes.node_type(f"{count}x{gpu}") for gpu in GPUS for count in (1, 2, 4, 8))
     rates = stage_rates(models.model("GPT-OSS-120B"), kinds, Slo(1.0, 0.04), *settings.LENGTHS["conv"])[0]
-    made = []
+    made = Rows(
+        "Figure 13",
+        "the paper draws them: count and time grow exponentially, the best is flat at (6, 12)",
+    )
     for most, ratio in pairs:
         start_s = time.process_time()
         library = pipeline_library(rates, max_nodes=most, memory_ratio=ratio, prune=False)
-        where = f"N_max {most}, rho {ratio:g}"
-        note = (
-            "the paper draws all three: count and time grow exponentially, the best is flat from (6, 12) on"
-        )
-        figures = (
-            ("templates", "templates", float(len(library))),
-            ("time", "CPU-s", time.process_time() - start_s),
-            ("best template", "tokens/s/USD", float(per_usd(library)[0].max())),
-        )
-        made += [Row("Figure 13", where, metric, unit, None, ours, note) for metric, unit, ours in figures]
+        where, took_s = f"N_max {most}, rho {ratio:g}", time.process_time() - start_s
+        made.add(where, "library, templates", None, float(len(library)))
+        made.add(where, "time, CPU-s", None, took_s)
+        made.add(where, "best template, tokens/s/USD", None, float(per_usd(library)[0].max()))
     return made
 
 
 def _ample(solver: Solver) -> list[Row]:
     """Baselines as printed and as strong as there are, nodes in plenty; and the model that costs most."""
-    setting, made = solver.setting, []
+    setting = solver.setting
+    made = Rows(f"Figure 7, {setting}, nodes in plenty", GAP if setting == "extended" else "")
     costs = solver.costs([HOMO, CAUCHY, CORAL, "auto", *STRONG.values()], [None])
-    title = "The gap" if setting == "extended" else "Figure 7, nodes in plenty"
     model, *published = LARGEST[setting]
     rents = {way: _model_usd(solver, way, model) for way in (HOMO, CAUCHY, CORAL)}
     for (rival, theirs), of_model in zip(PAPER[setting].items(), published, strict=True):
         for label, way in (("as printed", RIVALS[rival]), ("strong", STRONG[rival])):
-            ours = costs[way] / costs[CORAL]
-            made.append(
-                Row(
-                    title, f"{setting}, nodes in plenty", f"{rival} {label} over Coral", "times", theirs, ours
-                )
-            )
+            made.add("all models", f"{rival} {label} over Coral, times", theirs, costs[way] / costs[CORAL])
         ours = rents[RIVALS[rival]] / rents[CORAL]
-        made.append(
-            Row(title, f"{setting}, {model} alone", f"{rival} as printed over Coral", "times", of_model, ours)
-        )
-    ours = costs[CORAL] / costs["auto"]
-    made.append(Row(title, f"{setting}, nodes in plenty", "Coral over auto", "times", None, ours))
+        made.add(model, f"{rival} as printed over Coral, times", of_model, ours)
+    made.add("all models", "Coral over auto, times", None, costs[CORAL] / costs["auto"])
     return made
 
 
@@ -267,31 +227,12 @@ def _epochs(solver: Solver, there: Availability, scale: float) -> list[Row]:
     supplies = [there.supply(epoch, scale) for epoch in range(EPOCHS)]
     costs = solver.costs([HOMO, CAUCHY, CORAL], supplies)
     note = f"{there.source}, {scale:g} GPUs of each type and size in a region at most; rates are level"
-    made = [
-        Row(
-            "Figure 7",
-            f"{setting}, five epochs",
-            f"{rival} over Coral",
-            "times",
-            theirs,
-            costs[RIVALS[rival]] / costs[CORAL],
-            note,
-        )
-        for rival, theirs in PAPER[setting].items()
-    ]
-    solves = [solver.plan(CORAL, supply)[1] for supply in supplies]
+    made = Rows(f"Figure 7, {setting}, five epochs", note)
+    for rival, theirs in PAPER[setting].items():
+        made.add("all models", f"{rival} over Coral, times", theirs, costs[RIVALS[rival]] / costs[CORAL])
+    solve_s = float(np.mean([solver.plan(CORAL, supply)[1] for supply in supplies]))
     solved = "ours also times templates that were not timed before; theirs is Gurobi alone on 32 cores"
-    made.append(
-        Row(
-            "Solve time",
-            f"{setting}, default",
-            "mean",
-            "CPU-s",
-            SOLVE_S[setting][0],
-            float(np.mean(solves)),
-            solved,
-        )
-    )
+    made.add("Coral", "mean time of a solve, CPU-s", SOLVE_S[setting][0], solve_s, solved)
     return made
 
 
@@ -304,74 +245,39 @@ def least(solver: Solver, there: Availability, scale: float) -> float:
 
 def _scarce(solver: Solver, there: Availability, scale: float) -> list[Row]:
     """Figures 8 to 10: demand is scaled down alike until it can be served."""
-    setting, made = solver.setting, []
+    setting = solver.setting
     tight = ABOVE[setting] * least(solver, there, scale)
     supplies = [there.supply(epoch, tight) for epoch in range(EPOCHS)]
-    costs = solver.costs([HOMO, CAUCHY, CORAL], supplies)
-    served = {
-        w: float(np.mean([solver.plan(w, s)[0].fraction for s in supplies])) for w in (HOMO, CAUCHY, CORAL)
-    }
-    note = (
-        f"{ABOVE[setting]:g} times a scale that Coral can do with and half of which it cannot: {tight:g} GPUs"
-    )
+    ways = (HOMO, CAUCHY, CORAL)
+    costs = solver.costs(ways, supplies)
+    served = {w: float(np.mean([solver.plan(w, s)[0].fraction for s in supplies])) for w in ways}
+    note = f"{ABOVE[setting]:g} times what Coral can do with, while half of that it cannot: {tight:g} GPUs of each"
     goodputs, usd = SCARCE[setting]
-    for place, rival in enumerate(RIVALS):
-        way = RIVALS[rival]
-        where = f"{setting}, Coral and {rival}"
+    made = Rows(f"Figures 8 to 10, {setting}, scarce", note)
+    for place, (rival, way) in enumerate(RIVALS.items()):
         if served[way] > 0:
-            ours = served[CORAL] / served[way]
-            made.append(
-                Row(
-                    "Figures 8 to 10",
-                    where,
-                    "goodput, Coral's over theirs",
-                    "times",
-                    goodputs[place],
-                    ours,
-                    note,
-                )
+            made.add(
+                rival, "goodput, Coral's over theirs, times", goodputs[place], served[CORAL] / served[way]
             )
-        made.append(
-            Row(
-                "Figures 8 to 10",
-                where,
-                "share of the demand that they serve",
-                "share",
-                None,
-                served[way],
-                note,
-            )
-        )
-        ours = costs[way] / costs[CORAL]
-        made.append(
-            Row("Figures 8 to 10", where, "cost, theirs over Coral's", "times", usd[place], ours, note)
-        )
-    solves = [solver.plan(CORAL, supply)[1] for supply in supplies]
-    made.append(
-        Row("Solve time", f"{setting}, scarce", "mean", "CPU-s", SOLVE_S[setting][1], float(np.mean(solves)))
-    )
+        made.add(rival, "demand that they serve, share", None, served[way])
+        made.add(rival, "cost, theirs over Coral's, times", usd[place], costs[way] / costs[CORAL])
+    solve_s = float(np.mean([solver.plan(CORAL, supply)[1] for supply in supplies]))
+    made.add("Coral", "mean time of a solve, CPU-s", SOLVE_S[setting][1], solve_s)
     return made
 
 
 def _heavy(solver: Solver) -> list[Row]:
     """Figure 11: four fifths of the requests are for the large models, or for the small ones."""
-    setting, made = solver.setting, []
+    setting = solver.setting
+    made = Rows(
+        f"Figure 11, {setting}", "nodes in plenty; of core, small-heavy the paper says about 10 % cheaper"
+    )
     for label, heavy, published in zip(("large", "small"), (LARGE, SMALL), HEAVY[setting], strict=True):
         rates = settings.heavy_rates_per_s(setting, heavy[setting])
         costs = {way: solver.plan(way, None, rates)[0].cost_usd_per_h for way in (HOMO, CAUCHY, CORAL)}
         for rival, theirs in zip(RIVALS, published, strict=True):
-            ours = costs[RIVALS[rival]] / costs[CORAL]
-            note = "nodes in plenty; of core, small the paper says about 10 % cheaper"
-            made.append(
-                Row(
-                    "Figure 11",
-                    f"{setting}, {label}-heavy",
-                    f"{rival} over Coral",
-                    "times",
-                    theirs,
-                    ours,
-                    note,
-                )
+            made.add(
+                f"{label}-heavy", f"{rival} over Coral, times", theirs, costs[RIVALS[rival]] / costs[CORAL]
             )
     return made
 
@@ -386,16 +292,11 @@ def helix() -> list[Row]:
     asked = PlanningProblem(asks, (Region("cluster", offers),), types, codecs=CODECS)
     plan = STRATEGIES["coral"](TemplateFactory(asked), SolveSettings(time_limit_s=20.0)).plan
     whole = sum(usd[node] * count for node, count in HELIX.items())
-    note = "beside the rent of the whole cluster, which Helix takes; its throughput was never run here"
-    return [
-        Row(
-            "Figure 12",
-            "Helix's cluster, 4 requests/s",
-            "cost saved",
-            "share",
-            HELIX_SAVED,
-            1 - plan.cost_usd_per_h / whole,
-            note,
-        ),
-        Row("Figure 12", "Helix's cluster, 4 requests/s", "served", "share", None, plan.fraction, note),
-    ]
+    made = Rows(
+        "Figure 12", "beside the rent of the whole cluster, which Helix takes; its flow was not run here"
+    )
+    made.add(
+        "Helix's cluster, 4 requests/s", "cost saved, share", HELIX_SAVED, 1 - plan.cost_usd_per_h / whole
+    )
+    made.add("Helix's cluster, 4 requests/s", "served, share", None, plan.fraction)
+    return made

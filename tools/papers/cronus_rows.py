@@ -21,7 +21,7 @@ from papers.cronus import (
     latency,
     throughput_per_s,
 )
-from papers.rows import Reproduction, Row, Said, inversions, quiet
+from papers.rows import Reproduction, Row, Rows, Said, inversions, quiet
 from potluck.perf.timers.engine_host import DEFAULT_HOST
 
 EASY, BUSY = "easy", "busy"
@@ -130,52 +130,38 @@ def rows(measured: CronusMeasured, requests: RequestLengthList) -> tuple[Row, ..
 
 
 def _throughput_rows(measured: CronusMeasured, requests: RequestLengthList) -> list[Row]:
-    throughput_rows = []
-    unit, fitted_ms, plain = "requests/s", FITTED_HOST_S * 1e3, DEFAULT_HOST
-    for title, values, basis in (
-        ("Table 2", measured.fitted, f"host {fitted_ms:g} ms a step, fitted on DP, {SETTINGS[0].name}"),
-        (
-            "Table 2, nothing fitted",
-            measured.plain,
-            f"host {plain.fixed_s * 1e3:g} ms a step, {plain.sequence_s * 1e3:g} a sequence",
-        ),
-    ):
+    plain, figure = DEFAULT_HOST, "max throughput, requests/s"
+    throughput_rows: list[Row] = []
+    fitted = f"host {FITTED_HOST_S * 1e3:g} ms a step, fitted on DP, {SETTINGS[0].name}"
+    default = f"host {plain.fixed_s * 1e3:g} ms a step, {plain.sequence_s * 1e3:g} a sequence"
+    titles = (("Table 2", measured.fitted, fitted), ("Table 2, nothing fitted", measured.plain, default))
+    for title, values, basis in titles:
+        made = Rows(title, f"{basis}; {requests.source}")
         for setting in (item for item in SETTINGS if item.name in values):
             for approach in APPROACHES:
                 ours, published = values[setting.name][approach], setting.published_per_s[approach]
-                far = abs(ours / published - 1.0) > 0.25
-                note = WHY[approach] if far and approach in WHY else f"{basis}; {requests.source}"
-                throughput_rows.append(
-                    Row(title, f"{setting.name}, {approach}", "max throughput", unit, published, ours, note)
-                )
-    note = "chosen after seeing the rows above; counts in no target"
+                why = WHY.get(approach) if abs(ours / published - 1.0) > 0.25 else None
+                made.add(f"{setting.name}, {approach}", figure, published, ours, why)
+        throughput_rows += made
+    made = Rows("Table 2, a guess at PP", "chosen after seeing the rows above; counts in no target")
     for setting in (item for item in SETTINGS if item.name in measured.serial_per_s):
-        where, ours = f"{setting.name}, {SERIAL_PP}", measured.serial_per_s[setting.name]
-        published = setting.published_per_s[PP]
-        throughput_rows.append(
-            Row("Table 2, a guess at PP", where, "max throughput", unit, published, ours, note)
-        )
-    return throughput_rows
+        ours = measured.serial_per_s[setting.name]
+        made.add(f"{setting.name}, {SERIAL_PP}", figure, setting.published_per_s[PP], ours)
+    return [*throughput_rows, *made]
 
 
 def _latency_rows(measured: CronusMeasured) -> list[Row]:
-    latency_rows = []
+    made = Rows("Figure 4", "largest over settings and the two rates; the paper prints no rates")
     for metric, other, low, published in CLAIMS:
         ours = largest_reduction(measured, metric, other, low)
-        if ours is None:
-            continue
-        where = f"A100+{low}" if low else "all settings"
-        label = f"{metric.upper()} p99, Cronus below {other}, up to"
-        note = "largest over settings and the two rates; the paper prints no rates"
-        latency_rows.append(Row("Figure 4", where, label, "share", published, ours, note))
+        if ours is not None:
+            where = f"A100+{low}" if low else "all settings"
+            made.add(where, f"{metric.upper()} p99, Cronus below {other}, up to, share", published, ours)
     for (setting, rate, approach), item in measured.latencies.items():
         where = f"{setting}, {approach}, {rate}: {item.rate_per_s:.2f} requests/s"
         for metric in ("ttft", "tbt"):
-            value = _p99(item, metric)
-            latency_rows.append(
-                Row("Figure 4", where, f"{metric.upper()} p99", "s", None, value, "drawn, not printed")
-            )
-    return latency_rows
+            made.add(where, f"{metric.upper()} p99, s", None, _p99(item, metric), "drawn, not printed")
+    return made
 
 
 def wrong_directions(measured: CronusMeasured) -> list[str]:

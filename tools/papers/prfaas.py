@@ -15,18 +15,9 @@ from functools import cache
 
 import numpy as np
 
-from papers import prfaas_case
-from papers.prfaas_model import (
-    Curve,
-    Lengths,
-    Operating,
-    Site,
-    local_from_remote,
-    operating,
-    optimum,
-    truncated_lognormal,
-)
-from papers.rows import Line, Plot, Reproduction, Row, Said, quiet
+from papers import prfaas_case, prfaas_model
+from papers.prfaas_model import Curve, Lengths, Operating, Site, operating, optimum
+from papers.rows import Line, Plot, Reproduction, Row, Rows, Said, quiet
 from potluck.catalog import models, nodes, prices
 from potluck.perf.memory import kv_bytes
 from potluck.perf.phases import prefill_s
@@ -54,11 +45,39 @@ EGRESS_GBPS = (
 THRESHOLD, GBPS = 19_400, 100.0
 REMOTE, LOCAL, HOME = 4, 8, 12  # Instances: of H200, of H20 beside them, of H20 alone.
 EQUAL_COST = 0.15
+FIGURES = {
+    "threshold_tokens": "threshold, tokens",
+    "prefill": "N_p, instances",
+    "decode": "N_d, instances",
+    "ttft_mean_s": "mean TTFT, s",
+    "ttft_p90_s": "P90 TTFT, s",
+    "theta_remote": "Θ prfaas, requests/s",
+    "theta_prefill": "Θ pd-p, requests/s",
+    "theta_decode": "Θ pd-d, requests/s",
+    "rate_per_s": "Λ max, requests/s",
+    "remote_share": "sent away, share",
+    "long_tokens": "mean length sent away, tokens",
+    "egress_gbps": "egress, Gbps",
+}
+TABLE_6 = (
+    dict(zip(FIGURES, (19_400, 3, 5, 2.22, 3.51, 1.61, 1.64, 3.91, 3.24, 0.496, 44_000, 13.0), strict=True)),
+    {
+        "prefill": 9,
+        "decode": 3,
+        "ttft_mean_s": 4.44,
+        "ttft_p90_s": 9.73,
+        "theta_decode": 2.35,
+        "rate_per_s": 2.11,
+    },
+    {"decode": 8, "ttft_mean_s": 1.74, "ttft_p90_s": 3.51, "theta_decode": 6.25, "rate_per_s": 2.45},
+)
+"""The columns of `case_study`."""
+BUILT = {("PrfaaS-PD", "theta_prefill"), ("PrfaaS-PD", "theta_decode"), ("homogeneous", "rate_per_s")}
 
 
 @cache
 def case_lengths() -> Lengths:
-    return truncated_lognormal(9.90, 1.00, 128, 128 * 1024)
+    return prfaas_model.truncated_lognormal(9.90, 1.00, 128, 128 * 1024)
 
 
 def case_site(remote: int = REMOTE, local: int = LOCAL, gbps: float = GBPS) -> Site:
@@ -69,7 +88,7 @@ def case_site(remote: int = REMOTE, local: int = LOCAL, gbps: float = GBPS) -> S
     kv = Curve(tuple(map(float, mib)), tuple(size * 2**20 for size in mib.values()))
     mean = float((lengths.tokens * lengths.share).sum())
     short = float(lengths.tokens[lengths.tokens <= THRESHOLD].mean())
-    h20 = local_from_remote(h200, ((short, 3 / 1.64), (mean, 9 / 2.11)))
+    h20 = prfaas_model.local_from_remote(h200, ((short, 3 / 1.64), (mean, 9 / 2.11)))
     return Site(remote, local, gbps, h200, h20, kv, 5 / 3.91)
 
 
@@ -108,45 +127,42 @@ def reproduce(quick: bool, seed: int, said: Said = quiet) -> Reproduction:
 
 
 def _kv_rows() -> list[Row]:
-    made, host_s = [], fitted_host_s()
-    note = "the paper's times include some 0.4 s that no GPU works; without them short prompts make KV faster"
+    host_s = fitted_host_s()
+    note = "the paper's times include some 0.3 s that no GPU works; without them short prompts make KV faster"
     fitted = f"{host_s:.2f} s of each prompt are the host's, fitted to {FITTED_ON[0]} at 1K"
-    for title, extra_s, why in (("Table 3", 0.0, note), ("Table 3, with host time", host_s, fitted)):
+    plain, hosted, sizes = (
+        Rows("Table 3", note),
+        Rows("Table 3, with host time", fitted),
+        Rows("Table 5", fitted),
+    )
+    for made, extra_s in ((plain, 0.0), (hosted, host_s)):
         for name, published in KV_GBPS.items():
             for tokens, theirs, ours in zip(LENGTHS, published, kv_gbps(name, extra_s), strict=True):
-                made.append(
-                    Row(title, f"{name}, {tokens // 1024}K", "KV throughput", "Gbps", theirs, ours, why)
-                )
-    ratio = KV_GBPS["MiniMax-M2.5"][2] / KV_GBPS["MiMo-V2-Flash"][2]
-    ours = kv_gbps("MiniMax-M2.5", host_s)[2] / kv_gbps("MiMo-V2-Flash", host_s)[2]
-    made.append(
-        Row("Table 3, with host time", "32K", "MiniMax-M2.5 over MiMo-V2-Flash", "times", ratio, ours, fitted)
-    )
+                made.add(f"{name}, {tokens // 1024}K", "KV throughput, Gbps", theirs, ours)
+    dense, hybrid = "MiniMax-M2.5", "MiMo-V2-Flash"
+    ours = kv_gbps(dense, host_s)[2] / kv_gbps(hybrid, host_s)[2]
+    hosted.add("32K", f"{dense} over {hybrid}, times", KV_GBPS[dense][2] / KV_GBPS[hybrid][2], ours)
     printed, known = models.published(MODEL), models.model(MODEL)
     took_s = prefill_s(roofline(known, nodes.node_type("8xH200"), GPUS), np.array(LENGTHS))
-    for place, tokens in enumerate(LENGTHS):
+    for tokens, gpu_s in zip(LENGTHS, took_s.tolist(), strict=True):
         where, size = f"{tokens // 1024}K", float(kv_bytes(known, float(tokens)))
         stated = {key: printed[key][str(tokens)] for key in ("kv_mib", "prefill_8xh200_s", "kv_gbps")}
-        made.append(Row("Table 5", where, "KV size", "MiB", stated["kv_mib"], size / 2**20))
-        for label, extra_s in (("", 0.0), (" with host time", host_s)):
-            ours = float(took_s[place]) + extra_s
-            made.append(Row("Table 5", where, f"prefill{label}", "s", stated["prefill_8xh200_s"], ours))
-            made.append(
-                Row("Table 5", where, f"KV throughput{label}", "Gbps", stated["kv_gbps"], size * 8e-9 / ours)
-            )
-    return made
+        sizes.add(where, "KV size, MiB", stated["kv_mib"], size / 2**20)
+        sizes.add(where, "prefill, s", stated["prefill_8xh200_s"], gpu_s)
+        sizes.add(where, "prefill with host time, s", stated["prefill_8xh200_s"], gpu_s + host_s)
+        gbps = size * 8e-9 / (gpu_s + host_s)
+        sizes.add(where, "KV throughput with host time, Gbps", stated["kv_gbps"], gbps)
+    return [*plain, *hosted, *sizes]
 
 
 def _egress_rows() -> list[Row]:
-    made = []
+    made, host_s = Rows("Equation 2"), fitted_host_s()
     for name, gpus, tokens, theirs in EGRESS_GBPS:
         place, what = LENGTHS.index(tokens), f"{name}, {gpus} GPUs, {tokens // 1024}K"
-        for label, rates in (
-            ("by its Table 3", KV_GBPS[name]),
-            ("by ours with host time", kv_gbps(name, fitted_host_s())),
-        ):
-            ours = gpus / GPUS * rates[place]
-            made.append(Row("Equation 2", what, f"egress {label}", "Gbps", theirs, ours))
+        made.add(what, "egress by its Table 3, Gbps", theirs, gpus / GPUS * KV_GBPS[name][place])
+        made.add(
+            what, "egress by ours with host time, Gbps", theirs, gpus / GPUS * kv_gbps(name, host_s)[place]
+        )
     return made
 
 
@@ -156,47 +172,16 @@ def _case_rows(found: dict[str, Operating]) -> list[Row]:
     spent = (REMOTE * usd["8xH200"] + LOCAL * usd["8xH20"]) / (HOME * usd["8xH20"])
     equal = f"8 H200 at {usd['8xH200']:.2f}, 8 H20 at {usd['8xH20']:.2f} USD/h in the catalog; it prints no prices"
     built = "fixes the H20's times: returns by construction"
-    figures = (
-        (
-            "PrfaaS-PD",
-            "threshold",
-            "tokens",
-            19_400.0,
-            best.threshold_tokens,
-            "the curves meet flat: 3 % of the rate is 15 % of t",
-        ),
-        ("PrfaaS-PD", "N_p", "instances", 3.0, best.prefill, ""),
-        ("PrfaaS-PD", "N_d", "instances", 5.0, best.decode, ""),
-        ("PrfaaS-PD", "mean TTFT", "s", 2.22, best.ttft_mean_s, ""),
-        ("PrfaaS-PD", "P90 TTFT", "s", 3.51, best.ttft_p90_s, ""),
-        ("PrfaaS-PD", "Θ prfaas", "requests/s", 1.61, best.theta_remote, ""),
-        ("PrfaaS-PD", "Θ pd-p", "requests/s", 1.64, best.theta_prefill, built),
-        ("PrfaaS-PD", "Θ pd-d", "requests/s", 3.91, best.theta_decode, built),
-        ("PrfaaS-PD", "Λ max", "requests/s", 3.24, best.rate_per_s, ""),
-        ("PrfaaS-PD", "sent away", "share", 0.496, best.remote_share, ""),
-        ("PrfaaS-PD", "mean length sent away", "tokens", 44_000.0, best.long_tokens, ""),
-        ("PrfaaS-PD", "egress", "Gbps", 13.0, best.egress_gbps, ""),
-        ("homogeneous", "N_p", "instances", 9.0, home.prefill, ""),
-        ("homogeneous", "mean TTFT", "s", 4.44, home.ttft_mean_s, ""),
-        ("homogeneous", "P90 TTFT", "s", 9.73, home.ttft_p90_s, ""),
-        ("homogeneous", "Λ max", "requests/s", 2.11, home.rate_per_s, built),
-        ("homogeneous", "Θ pd-d", "requests/s", 2.35, home.theta_decode, ""),
-        ("naive", "mean TTFT", "s", 1.74, naive.ttft_mean_s, ""),
-        ("naive", "P90 TTFT", "s", 3.51, naive.ttft_p90_s, ""),
-        ("naive", "Θ pd-d", "requests/s", 6.25, naive.theta_decode, ""),
-        ("naive", "Λ max", "requests/s", 2.45, naive.rate_per_s, ""),
-        ("PrfaaS-PD over homogeneous", "Λ max", "times", 1.54, best.rate_per_s / home.rate_per_s, ""),
-        ("naive over homogeneous", "Λ max", "times", 1.16, naive.rate_per_s / home.rate_per_s, ""),
-        (
-            "PrfaaS-PD over homogeneous",
-            "at equal cost",
-            "times",
-            1 + EQUAL_COST,
-            best.rate_per_s / home.rate_per_s / spent,
-            equal,
-        ),
-    )
-    return [Row("Table 6", *figure) for figure in figures]
+    made = Rows("Table 6")
+    for (name, result), published in zip(found.items(), TABLE_6, strict=True):
+        for key, theirs in published.items():
+            note = built if (name, key) in BUILT else ""
+            made.add(name, FIGURES[key], theirs, float(getattr(result, key)), note)
+    made.add("PrfaaS-PD over homogeneous", "Λ max, times", 1.54, best.rate_per_s / home.rate_per_s)
+    made.add("naive over homogeneous", "Λ max, times", 1.16, naive.rate_per_s / home.rate_per_s)
+    ours = best.rate_per_s / home.rate_per_s / spent
+    made.add("PrfaaS-PD over homogeneous", "at equal cost, times", 1 + EQUAL_COST, ours, equal)
+    return made
 
 
 def _searches() -> tuple[Plot, ...]:

@@ -26,6 +26,22 @@ class Row:
         return None if not self.published else self.ours / self.published - 1.0
 
 
+class Rows(list[Row]):
+    """Rows of one experiment, mostly with one note."""
+
+    def __init__(self, experiment: str, note: str = "") -> None:
+        self.experiment, self.note = experiment, note
+
+    def add(
+        self, setting: str, figure: str, published: float | None, ours: float, note: str | None = None
+    ) -> None:
+        """One more; `figure` is what it is and, after the last comma, its unit."""
+        metric, unit = figure.rsplit(", ", 1)
+        self.append(
+            Row(self.experiment, setting, metric, unit, published, ours, self.note if note is None else note)
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """A curve of a plot."""

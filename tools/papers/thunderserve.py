@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from papers.peak_costs import PeakCosts
-from papers.rows import Line, Plot, Reproduction, Row, Said, quiet
+from papers.rows import Line, Plot, Reproduction, Row, Rows, Said, quiet
 from potluck.catalog import models, nodes
 from potluck.catalog.figure_sources import load_toml
 from potluck.core.values.types import NodeType, Role, Slo
@@ -111,13 +111,16 @@ def reproduce(quick: bool, said: Said = quiet) -> Reproduction:
 def throughputs(names: Sequence[str], quick: bool) -> list[Row]:
     """Figure 9 and Table 3; budgets are the sums of its Table 1."""
     listed = load_toml("gpus.toml")["paper"]["thunderserve"]
-    made = []
+    budget = Rows("Budget", "the sum of its Table 1; the cloud's printed total does not come out of it")
     for label, machines in (("cloud", CLOUD), ("in-house", IN_HOUSE)):
         usd = sum(listed[gpu]["price_usd_per_h"] * count for gpu, count in machines)
-        why = "the sum of its Table 1; the cloud's printed total does not come out of it"
-        made.append(Row("Budget", label, "rent", "USD/h", USD_PER_H[label], usd, why))
+        budget.add(label, "rent, USD/h", USD_PER_H[label], usd)
     house = cloud(1, IN_HOUSE)
-    note = "in closed form; HexGen-like does both phases on each group, DistServe-like is 8 A100 with phases apart"
+    made = Rows(
+        "Figure 9",
+        "in closed form; unsplit replicas compute prompts in steps of answers, as engines do",
+    )
+    plans = Rows("Table 3", "groups of at most four GPUs, as its own are")
     for name in names:
         wanted = work(name, ANY_PER_S)
         found = {
@@ -130,55 +133,32 @@ def throughputs(names: Sequence[str], quick: bool) -> list[Row]:
             found["with a third phase"] = tabu.search(cloud(), wanted, settings(ALL))
         rates = {label: result.score.goodput_per_s for label, result in found.items()}
         for label, rate in rates.items():
-            made.append(Row("Figure 9", f"{name}, {label}", "throughput", "requests/s", None, rate, note))
+            made.add(f"{name}, {label}", "throughput, requests/s", None, rate)
         for label in list(rates)[1:]:
             ours, theirs = rates["ThunderServe"] / rates[label], FIGURE_9[name].get(label)
-            made.append(
-                Row(
-                    "Figure 9",
-                    f"{name}, ThunderServe over {label}",
-                    "throughput",
-                    "times",
-                    theirs,
-                    ours,
-                    note,
-                )
-            )
+            made.add(f"{name}, ThunderServe over {label}", "throughput, times", theirs, ours)
         small = tabu.search(cloud(), work(name), settings(PAPER, max_group_gpus=SMALL_GROUP))
         phases = [group.phase for group in small.state.groups]
         for phase, label in enumerate(PAPER):
-            why = "groups of at most four GPUs, as its own are"
-            made.append(
-                Row(
-                    "Table 3",
-                    name,
-                    f"{label} replicas",
-                    "replicas",
-                    TABLE_3[name][phase],
-                    phases.count(phase),
-                    why,
-                )
-            )
-    return made
+            plans.add(name, f"{label} replicas, replicas", TABLE_3[name][phase], phases.count(phase))
+    return [*budget, *made, *plans]
 
 
 def convergence(sizes: Sequence[int]) -> tuple[list[Row], tuple[Plot, ...]]:
     """Figure 10: from nothing to no better state."""
-    made, lines = [], []
+    made, lines = Rows("Figure 10", "one core; which machines its smaller clusters have is not printed"), []
     for size in sizes:
         machines = [CLOUD[place] for place in SIZES[size]]
         found, took_s = timed(cloud(1, machines), work("conversation"), settings(PAPER))
-        note = "one core; which machines its smaller clusters have is not printed"
-        made.append(
-            Row("Figure 10", f"{size} GPUs", "until it converges", "CPU-s", CONVERGED_S[size], took_s, note)
-        )
+        made.add(f"{size} GPUs", "until it converges, CPU-s", CONVERGED_S[size], took_s)
         lines.append(Line(f"{size} GPUs", *(tuple(axis) for axis in zip(*found.trace, strict=True))))
     return made, (Plot("Figure 10", "CPU-s", "attainment", tuple(lines)),)
 
 
 def losing_a_node(name: str, quick: bool) -> list[Row]:
     """Figure 11 and Table 4: a machine of four A6000 goes; as it is, roles alone anew, all anew."""
-    made, pool, wanted = [], cloud(), work(name)
+    pool, wanted, times = cloud(), work(name), Rows("Table 4")
+    made = Rows("Figure 11", "drawn, not printed: light is close to full and above none")
     sizes = {"groups of at most 4 GPUs": SMALL_GROUP} | ({} if quick else {"groups of any size": None})
     for label, most in sizes.items():
         chosen = settings(PAPER, max_group_gpus=most)
@@ -189,21 +169,14 @@ def losing_a_node(name: str, quick: bool) -> list[Row]:
         light = tabu.reschedule(left, before, wanted, chosen)
         light_s = time.process_time() - start_s
         full, full_s = timed(left.pool, wanted, chosen)
-        note = "drawn, not printed: light is close to full and above none"
         for what, result in (("before", before), ("none", none), ("light", light), ("full", full)):
-            ours = result.score.attainment
-            made.append(
-                Row("Figure 11", f"{name}, {label}", f"attainment, {what}", "share", None, ours, note)
-            )
+            made.add(f"{name}, {label}", f"attainment, {what}, share", None, result.score.attainment)
         if most is not None:
+            times.add(f"{name}, full", "rescheduling, CPU-s", TABLE_4_S["full"][0], full_s)
             loading_s = startup_s(weight_bytes(wanted.model)).load_s
-            for what, ours, theirs in (
-                ("full", full_s, TABLE_4_S["full"][0]),
-                ("light", light_s, TABLE_4_S["light"][0]),
-            ):
-                made.append(Row("Table 4", f"{name}, {what}", "rescheduling", "CPU-s", theirs, ours))
-            made.append(Row("Table 4", f"{name}, full", "reloading", "s", TABLE_4_S["full"][1], loading_s))
-    return made
+            times.add(f"{name}, full", "reloading, s", TABLE_4_S["full"][1], loading_s)
+            times.add(f"{name}, light", "rescheduling, CPU-s", TABLE_4_S["light"][0], light_s)
+    return [*made, *times]
 
 
 def evaluator_of(pool: Pool, wanted: PoolWorkload) -> PoolEvaluator:
@@ -212,7 +185,7 @@ def evaluator_of(pool: Pool, wanted: PoolWorkload) -> PoolEvaluator:
 
 def ratios(names: Sequence[str]) -> list[Row]:
     """Figures 6 and 14: eight replicas of two A5000, so many of them for prompts."""
-    made = []
+    made = Rows("Figure 14", "Llama-2-13B for LLaMA-13B, 16 A5000, 40 Gbps between them")
     pool = pool_of([node("A5000", 2)] * 8, np.full((8, 8), 40.0))
     for name in names:
         wanted = replace(work(name, ANY_PER_S), model=models.model("Llama-2-13B"))
@@ -222,14 +195,16 @@ def ratios(names: Sequence[str]) -> list[Row]:
             groups = tuple(GpuGroup(((place, 2),), int(place >= count)) for place in range(8))
             rates[count] = judged.score(groups).goodput_per_s
         best = max(rates, key=lambda count: rates[count])
-        note = "Llama-2-13B for LLaMA-13B, 16 A5000, 40 Gbps between them"
-        made.append(Row("Figure 14", name, "prefill replicas of eight", "replicas", RATIOS[name], best, note))
+        made.add(name, "prefill replicas of eight, replicas", RATIOS[name], best)
     return made
 
 
 def ablations(names: Sequence[str]) -> list[Row]:
     """Figure 12: the plan with KV in sixteen bits, and then with requests dispatched at random."""
-    made = []
+    why = (
+        "throughput within the objective; the paper tells of 1.3 times a request's overhead, then of 4 times"
+    )
+    made = Rows("Figure 12", why)
     for name in names:
         wanted, pool = work(name, ANY_PER_S), cloud()
         found = tabu.search(pool, wanted, settings(PAPER, max_group_gpus=SMALL_GROUP))
@@ -237,11 +212,12 @@ def ablations(names: Sequence[str]) -> list[Row]:
         raw = replace(wanted, codec="fp16")
         plain = evaluator_of(pool, raw).score(groups).goodput_per_s
         chance = _at_random(pool, raw, groups, {p: c.rate_per_s for p, c in enumerate(found.configurations)})
-        note = "throughput within the objective; the paper tells of 1.3 times a request's overhead, then of 4 times"
-        for label, ours in (("without compression", plain), ("nor orchestration", chance)):
+        for label, theirs, ours in (
+            ("compression", 1.3, plain),
+            ("both that and orchestration", 5.2, chance),
+        ):
             lost = found.score.goodput_per_s / max(ours, 1e-9)
-            theirs = 1.3 if label == "without compression" else 1.3 * 4
-            made.append(Row("Figure 12", f"{name}, {label}", "throughput lost", "times", theirs, lost, note))
+            made.add(f"{name}, without {label}", "throughput lost, times", theirs, lost)
     return made
 
 
@@ -259,7 +235,7 @@ def _at_random(
 
 def table_5() -> list[Row]:
     """4 A40 and 4 3090Ti, prompts of 1,024 tokens; one request decodes for 1126 ms on the 3090Ti: so many tokens."""
-    model, made = models.model("LLaMA-30B"), []
+    model = models.model("LLaMA-30B")
     one = steps(decodes=np.ones(1), decode_context=np.full(1, float(PROMPT_TOKENS)))
     layer_s, rest_s = PeakCosts().parts(model, node("3090Ti", 4), 4, one)
     output = round(TABLE_5["40 Gbps"][1] / float(layer_s[0] * model.layer_count + rest_s[0]))
@@ -272,21 +248,17 @@ def table_5() -> list[Row]:
         if gbps == 40.0:
             raw = tabu.search(pool, replace(wanted, codec="fp16"), settings(PAPER)).score.goodput_per_s
     note = f"answers of {output} tokens; unsplit replicas compute prompts in the steps of answers here, see below"
-    tokens = PROMPT_TOKENS + output
+    made, compressed, tokens = Rows("Table 5", note), Rows("Table 8"), PROMPT_TOKENS + output
     for label, (_, _, theirs) in TABLE_5.items():
-        made.append(Row("Table 5", label, "throughput", "tokens/s", theirs, rates[label] * tokens, note))
+        made.add(label, "throughput, tokens/s", theirs, rates[label] * tokens)
     for label in ("40 Gbps", "5 Gbps"):
         theirs, ours = TABLE_5[label][2] / TABLE_5["unsplit"][2], rates[label] / rates["unsplit"]
-        made.append(Row("Table 5", f"{label} over unsplit", "throughput", "times", theirs, ours, note))
+        made.add(f"{label} over unsplit", "throughput, times", theirs, ours)
     theirs = TABLE_8["int4"][1] / TABLE_8["fp16"][1]
-    made.append(Row("Table 8", "int4 over fp16", "throughput", "times", theirs, rates["40 Gbps"] / raw))
-    bits = (
-        float(PoolWorkload(model, SLO, PROMPT_TOKENS, output, 1.0, "fp16").kv_bytes_per_layer)
-        * model.layer_count
-        * 8
-    )
-    made.append(Row("Table 8", "fp16, 40 Gbps", "KV of one request", "s", TABLE_8["fp16"][0], bits / 40e9))
-    return made
+    compressed.add("int4 over fp16", "throughput, times", theirs, rates["40 Gbps"] / raw)
+    bits = replace(wanted, codec="fp16").kv_bytes_per_layer * model.layer_count * 8
+    compressed.add("fp16, 40 Gbps", "KV of one request, s", TABLE_8["fp16"][0], bits / 40e9)
+    return [*made, *compressed]
 
 
 def by_its_own_times() -> list[Row]:
@@ -299,22 +271,12 @@ def by_its_own_times() -> list[Row]:
     """
     (mean_p, mean_d, base), (a40_p, ti_d, _) = TABLE_5["unsplit"], TABLE_5["40 Gbps"]
     replicas = ((a40_p, 2 * mean_d - ti_d), (2 * mean_p - a40_p, ti_d))
-    made = []
     note = "largest possible gain of splitting by its own times of one request, the phases taking turns on a replica"
+    made = Rows("Table 5, by its own times", note)
     for label in ("40 Gbps", "5 Gbps"):
         prefill_s, decode_s, theirs = TABLE_5[label]
         weight = prefill_s / decode_s
         unsplit = sum(1 / (p + weight * d) for p, d in replicas)
         ours = 1 / prefill_s / unsplit
-        made.append(
-            Row(
-                "Table 5, by its own times",
-                f"{label} over unsplit",
-                "throughput",
-                "times",
-                theirs / base,
-                ours,
-                note,
-            )
-        )
+        made.add(f"{label} over unsplit", "throughput, times", theirs / base, ours)
     return made

@@ -8,7 +8,7 @@ its throughput each, PrfaaS's case at three rates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import exp, log
 from pathlib import Path
@@ -131,8 +131,12 @@ def settings(folder: Path, quick: bool) -> Iterator[tuple[str, str, PlanningProb
 
 
 def compare(folder: Path, quick: bool, said: Said = quiet) -> list[Compared]:
+    return compare_all(settings(folder, quick), said)
+
+
+def compare_all(problems: Iterable[tuple[str, str, PlanningProblem]], said: Said = quiet) -> list[Compared]:
     made = []
-    for paper, name, asked in settings(folder, quick):
+    for paper, name, asked in problems:
         said(f"together: {paper}, {name}")
         answers, factory = {}, TemplateFactory(asked)
         limit_s = LIMIT_LARGE_S if len(asked.asks) > 3 else LIMIT_S
