@@ -34,7 +34,7 @@ SHOWS: dict[tuple[str, str], Callable[[Plan], bool]] = {
         t.kind == "pipeline" and len(t.nodes) > 1 for t in plan.templates
     ),
     ("papers/prfaas.yaml", "prfaas"): lambda plan: (
-        CROSSING == {(flow.prefill_region, flow.decode_region) for flow in plan.flows}
+        {(flow.prefill_region, flow.decode_region) for flow in plan.flows} == CROSSING
     ),
     ("pool.yaml", "thunderserve"): groups,
 }

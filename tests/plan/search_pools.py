@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
+from papers import thunderserve
 from potluck.catalog import models, nodes
 from potluck.catalog.figure_sources import load_toml
 from potluck.core.values.types import Slo
@@ -14,18 +14,13 @@ from potluck.plan.search.workload import Pool, PoolNode, PoolWorkload, uniform_p
 
 CONVERSATION, CODING = (1155, 211), (2000, 28)
 """Mean lengths of the Azure traces; coding's 2,048 would leave LLaMA-30B no room to answer."""
-CLOUD = (("A6000", 4), ("A6000", 4), ("A5000", 4), ("A5000", 4), ("A40", 8), ("3090Ti", 4), ("3090Ti", 4))
-"""THUNDERSERVE 5.1."""
+CLOUD = thunderserve.CLOUD
 
 
 def paper_node(name: str, gpu: str, count: int) -> PoolNode:
     """A machine with the GPU figures of THUNDERSERVE's Table 1."""
     row = load_toml("gpus.toml")["paper"]["thunderserve"][gpu]
-    base = nodes.node_type(f"{count}x{row['gpu']}")
-    figures = replace(
-        base.gpu, **{name: row[name] for name in ("fp16_tflops", "bandwidth_gb_per_s", "memory_gb")}
-    )
-    return PoolNode(name, replace(base, gpu=figures), count, row["price_usd_per_h"] * count)
+    return PoolNode(name, thunderserve.node(gpu, count), count, row["price_usd_per_h"] * count)
 
 
 def catalog_node(name: str, gpu: str, count: int) -> PoolNode:
