@@ -46,3 +46,12 @@ def test_the_mechanism_is_what_is_planned(example: str, strategy: str) -> None:
     plan = STRATEGIES[strategy](TemplateFactory(problem), SolveSettings(time_limit_s=20.0)).plan
     assert plan.fraction == pytest.approx(1.0)
     assert SHOWS[example, strategy](plan), [template.name for template in plan.templates]
+
+
+def test_coral_also_offers_what_it_has_without_pipelines() -> None:
+    """Where pipelines do not hold in a rehearsal, single nodes of the same columns may."""
+    problem = load_problem(read_spec(EXAMPLES / "two-regions.yaml"), 0.8, None, (), 0.0)
+    outcome = STRATEGIES["coral"](TemplateFactory(problem), SolveSettings(time_limit_s=10.0))
+    (single,) = outcome.alternatives
+    assert {template.kind for template in single.templates} == {"homogeneous"}
+    assert single.fraction == pytest.approx(1.0)

@@ -208,8 +208,7 @@ def thunderserve(factory: TemplateFactory, settings: SolveSettings) -> PlanOutco
     """Groups of the machines there are, by search; which of them are needed is the program's choice."""
     require_rows(factory.problem, "thunderserve")
     ask = require_pool(factory.problem)
-    templates = {ask.name: factory.groups(ask, settings)}
-    return allocated(factory, settings, "thunderserve", templates)
+    return allocated(factory, settings, "thunderserve", {ask.name: factory.groups(ask, settings)})
 
 
 def _require_hand_overs(factory: TemplateFactory, strategy: str) -> None:
@@ -224,12 +223,16 @@ def coral_templates(factory: TemplateFactory, ask: ModelDemand) -> list[Template
 
 
 def coral(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-    """Pipelines and single nodes, prefill and decode apart."""
+    """Pipelines and single nodes, prefill and decode apart; those without pipelines beside it, should it not hold."""
     _require_hand_overs(factory, "coral")
     for ask in factory.problem.asks:
         factory.pipelines(ask)
     grow(factory, settings, {ask.name: factory.phased(ask) for ask in factory.problem.asks})
-    return _over(factory, settings, "coral", coral_templates)
+    whole = _over(factory, settings, "coral", coral_templates)
+    if settings.asking or settings.late:
+        return whole
+    single = _over(factory, settings.within(SINGLE_SHARE), "coral", TemplateFactory.phased)
+    return replace(whole, alternatives=(single.plan,) if single.plan.deployments else ())
 
 
 def prfaas(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
@@ -265,8 +268,7 @@ def homo(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
 
     Replicas of one model may be on different types: where there are too few nodes of the best, the next is added.
     """
-    templates = {ask.name: _cheapest_types(factory, ask) for ask in factory.problem.asks}
-    return allocated(factory, settings, "homo", templates)
+    return _over(factory, settings, "homo", _cheapest_types)
 
 
 def _cheapest_types(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
@@ -283,8 +285,7 @@ def _cheapest_types(factory: TemplateFactory, ask: ModelDemand) -> list[Template
                 price = min(factory.prices[node] for node in nodes)
                 ways.append((price * needed * weight, kind, needed, mine))
     chosen: list[Template] = []
-    covered = 0.0
-    types: set[str] = set()
+    covered, types = 0.0, set[str]()
     for _, kind, needed, group in sorted(ways, key=lambda way: way[:2]):
         if kind in types:
             continue  # another way to use nodes that are taken already
