@@ -16,7 +16,7 @@ def write(folder: Path, found: Reproduction, command: str) -> Path:
     """Put the tables in the place of those that the paper's page ends with; a page that is not there is begun."""
     path = folder / f"{found.paper.lower()}.md"
     begun = path.read_text("utf-8") if path.is_file() else f"# {found.paper}\n\n"
-    path.write_text(begun.split(HEAD)[0] + text(found, command), "utf-8")
+    path.write_text(f"{begun.split(HEAD)[0].rstrip()}\n\n{text(found, command)}", "utf-8")
     for plot in found.plots:
         (folder / file_name(found, plot)).write_text(svg(plot), "utf-8")
     return path

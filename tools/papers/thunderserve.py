@@ -19,6 +19,7 @@ from papers.peak_costs import PeakCosts
 from papers.rows import Line, Plot, Reproduction, Row, Rows, Said, quiet
 from potluck.catalog import models, nodes
 from potluck.catalog.figure_sources import load_toml
+from potluck.core.errors import CapacityError
 from potluck.core.values.types import NodeType, Role, Slo
 from potluck.perf.memory import weight_bytes
 from potluck.perf.startup import startup_s
@@ -164,19 +165,30 @@ def losing_a_node(name: str, quick: bool) -> list[Row]:
         chosen = settings(PAPER, max_group_gpus=most)
         before = tabu.search(pool, wanted, chosen)
         left = tabu.groups_left(pool, before, {"node0": 4})
-        none = tabu.reschedule(left, before, wanted, replace(chosen, limits=tabu.SearchLimits(steps=0)))
         start_s = time.process_time()
-        light = tabu.reschedule(left, before, wanted, chosen)
+        light = _kept(left, before, wanted, chosen)
         light_s = time.process_time() - start_s
+        none = _kept(left, before, wanted, replace(chosen, limits=tabu.SearchLimits(steps=0)))
         full, full_s = timed(left.pool, wanted, chosen)
-        for what, result in (("before", before), ("none", none), ("light", light), ("full", full)):
-            made.add(f"{name}, {label}", f"attainment, {what}, share", None, result.score.attainment)
+        kept = (before.score.attainment, none, light, full.score.attainment)
+        for what, ours in zip(("before", "none", "light", "full"), kept, strict=True):
+            made.add(f"{name}, {label}", f"attainment, {what}, share", None, ours)
         if most is not None:
             times.add(f"{name}, full", "rescheduling, CPU-s", TABLE_4_S["full"][0], full_s)
             loading_s = startup_s(weight_bytes(wanted.model)).load_s
             times.add(f"{name}, full", "reloading, s", TABLE_4_S["full"][1], loading_s)
             times.add(f"{name}, light", "rescheduling, CPU-s", TABLE_4_S["light"][0], light_s)
     return [*made, *times]
+
+
+def _kept(
+    left: tabu.PoolSurvivors, before: tabu.SearchResult, wanted: PoolWorkload, chosen: tabu.SearchSettings
+) -> float:
+    """What is attained with the groups that are left; nothing where the only one of a phase is gone."""
+    try:
+        return tabu.reschedule(left, before, wanted, chosen).score.attainment
+    except CapacityError:
+        return 0.0
 
 
 def evaluator_of(pool: Pool, wanted: PoolWorkload) -> PoolEvaluator:
