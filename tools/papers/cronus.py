@@ -54,6 +54,8 @@ CHUNK_TOKENS, LOW_CHUNK_TOKENS = 512, 256
 WHOLE_TOKENS = 16384  # A token budget that no prompt fills: prefill in one step.
 FITTED_HOST_S = 0.007
 FITTED_HOST = EngineHost(FITTED_HOST_S)
+OLD_HOST = EngineHost(0.0005, 0.0001)
+"""The host of engines of 2024, whose scheduler's time grows with the batch: rounded, not fitted to a row here."""
 DP, PP, HIGH_LOW, LOW_HIGH, CRONUS = "DP+Chunked", "PP+Chunked", "Disagg. H-L", "Disagg. L-H", "Cronus"
 APPROACHES = (DP, PP, HIGH_LOW, LOW_HIGH, CRONUS)
 SERIAL_PP = "PP+Chunked, one batch at a time"  # Not in the paper: to see what would explain its PP.
