@@ -32,7 +32,7 @@ from potluck.plan.timing.stage_rates import stage_rates
 HOMO, CAUCHY, CORAL = "homo as printed", "cauchy as printed", "coral"
 RIVALS = {"homo": HOMO, "cauchy": CAUCHY}
 STRONG = {"homo": "single", "cauchy": "cauchy-mc"}
-LIMIT_S = {"core": 10.0, "extended": 12.0}
+LIMIT_S = {"core": 10.0, "extended": 10.0}
 GPUS = ("H100", "A100-80", "L40S", "L4", "A10G")
 FIGURE_1A = {
     "mixed": 526.0,
@@ -106,7 +106,7 @@ def reproduce(folder: Path | None, quick: bool, seed: int, said: Said = quiet) -
         if quick:
             break
         said(f"CORAL, {setting}: scarce")
-        made += _scarce(solver, there, scale)
+        made += _scarce(solver, there)
         said(f"CORAL, {setting}: imbalance")
         made += _heavy(solver)
     if not quick:
@@ -239,17 +239,18 @@ def _epochs(solver: Solver, there: Availability, scale: float) -> list[Row]:
     return made
 
 
-def least(solver: Solver, there: Availability, scale: float) -> float:
-    """Halved while Coral still serves all in the first epoch."""
-    while scale > 1 and solver.serves(CORAL, there.supply(0, scale / 2)):
-        scale /= 2
+def least(solver: Solver, there: Availability) -> float:
+    """Doubled until Coral serves all in the first epoch."""
+    scale = 2.0
+    while not solver.serves(CORAL, there.supply(0, scale)):
+        scale *= 2
     return scale
 
 
-def _scarce(solver: Solver, there: Availability, scale: float) -> list[Row]:
+def _scarce(solver: Solver, there: Availability) -> list[Row]:
     """Figures 8 to 10: demand is scaled down alike until it can be served."""
     setting = solver.setting
-    tight = ABOVE[setting] * least(solver, there, scale)
+    tight = ABOVE[setting] * least(solver, there)
     supplies = [there.supply(epoch, tight) for epoch in range(EPOCHS)]
     ways = (HOMO, CAUCHY, CORAL)
     costs = solver.costs(ways, supplies)

@@ -23,7 +23,7 @@ from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
 SINGLES = ("cauchy", "cronus", "coral", "prfaas", "thunderserve")
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LIMIT_S, LIMIT_LARGE_S = 10.0, 25.0
+LIMIT_S, LIMIT_LARGE_S = 10.0, 12.0
 COUNT = 33  # Settings, for a progress line.
 EQUAL = 1e-4
 CASE = """models:
