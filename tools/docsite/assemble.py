@@ -95,9 +95,9 @@ def assemble(into: Path) -> None:
         if page == COVER:
             text += _contents(text_of_cover=(ROOT / page).read_text("utf-8"))
         _write(into / place_of(page), text)
-    for picture in (ROOT / "docs").iterdir():
+    for picture in (ROOT / "docs").rglob("*.*"):
         if picture.suffix in (".svg", ".png", ".json", ".csv"):
-            shutil.copy(picture, into)
+            shutil.copy(picture, into / picture.relative_to(ROOT / "docs"))
     _write(into / DECISIONS, _decisions())
     for name, text in {**spec_fields.pages(), **commands.pages(), **values.pages(), **_tables()}.items():
         page = f"docs/{name}"  # as if it lay there
