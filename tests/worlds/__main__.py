@@ -1,0 +1,79 @@
+"""Play worlds.
+
+python -m worlds SEED                tell what happened in one; ends with 1 where a rule is broken
+python -m worlds SEED --shorter      the same, after leaving out what is not needed for the failure
+python -m worlds --seconds 20 [--first SEED]    as many as can be played in so many CPU-seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import secrets
+import time
+import traceback
+
+from worlds import runner
+from worlds.runner import say
+from worlds.world import Scenario, World, scenario_of
+
+
+def tell(scenario: Scenario, trace: bool) -> bool:
+    began_s = time.process_time()
+    world = World(scenario, check_log=True).run()
+    took_s = time.process_time() - began_s
+    for at_s, kind, who, what in world.loop.story:
+        say(f"{at_s:10.4f}  {kind:8} {who:16} {what}")
+    say(
+        f"seed {scenario.seed}: {world.loop.now_s:.1f} s in {took_s:.2f} CPU-s, {world.loop.handles} callbacks, "
+        f"digest {world.digest}, {'broken' if world.broken else 'all rules held'}"
+    )
+    for line in world.broken:
+        say(f"  {line}")
+    problem = world.problem
+    if isinstance(problem, logging.LogRecord) and problem.exc_info:
+        problem = problem.exc_info[1]
+    if trace and isinstance(problem, BaseException):
+        traceback.print_exception(problem)
+    elif trace and problem is not None:
+        say(str(problem.getMessage()))
+    return bool(world.broken)
+
+
+def many(first: int, cpu_s: float) -> bool:
+    runner.warm()
+    spent_s = played = failed = 0.0
+    for seed in range(first, first + 1_000_000):
+        result = runner.apart(scenario_of(seed))
+        spent_s, played = spent_s + result.cpu_s, played + 1
+        if result.broken:
+            failed += 1
+            say(f"seed {seed}: {result.broken[0]}; to see it: (cd tests && python -m worlds {seed})")
+        if spent_s >= cpu_s:
+            break
+    say(f"{played:g} worlds from seed {first}, {failed:g} with a broken rule")
+    return failed > 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m worlds", description="Play worlds (docs/worlds.md).")
+    parser.add_argument("seed", type=int, nargs="?")
+    parser.add_argument("--shorter", action="store_true", help="leave out what the failure does not need")
+    parser.add_argument("--trace", action="store_true", help="with the traceback of what went wrong first")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="CPU-seconds of seeds, where none is named"
+    )
+    parser.add_argument("--first", type=int, help="the first of them; else a fresh one")
+    given = parser.parse_args()
+    if given.seed is None:
+        first = secrets.randbelow(1 << 40) if given.first is None else given.first
+        os._exit(many(first, given.seconds))
+    scenario = scenario_of(given.seed)
+    if given.shorter:
+        broken = runner.apart(scenario).broken
+        scenario = runner.shorter(scenario, broken[0]) if broken else scenario
+    os._exit(tell(scenario, given.trace))
+
+
+main()

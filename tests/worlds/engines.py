@@ -1,0 +1,350 @@
+"""Mock engines of a world: their HTTP and KV faces as the gateway and other engines see them, and what fails in them.
+
+The next token is a hash of all tokens before it, so that any answer can be checked whatever became of it on the way.
+KV is that hash: a receiver knows the tokens, and takes no other. The engine that ships as a mock has threads for its
+KV; this one speaks the same HTTP (docs/engine.md) within the world's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from worlds.loop import WorldLoop
+from worlds.virtual import DEAD, Process
+
+VOCAB, END = 280, 0
+MASK = (1 << 64) - 1
+HTTP, KV = 8000, 9000
+OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\nx-potluck-fingerprint: %b\r\n"
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
+LIES = ("vocabulary", "early", "counts", "more", "garbage", "no_http", "silent_end", "huge")
+
+
+def history_of(tokens: Sequence[int], before: int = 0x243F6A8885A308D3) -> int:
+    for token in tokens:
+        before = (before * 0x9E3779B97F4A7C15 + (token + 1) * 0xD6E8FEB86659FD93) & MASK
+    return before
+
+
+def next_token(history: int, barred: bool) -> int:
+    mixed = ((history ^ (history >> 29)) * 0xBF58476D1CE4E5B9) & MASK
+    token = ((mixed ^ (mixed >> 32)) >> 3) % VOCAB
+    return 1 if barred and token == END else token
+
+
+def right_answer(prompt: Sequence[int], most: int, least: int) -> list[int]:
+    history, tokens = history_of(prompt), []
+    while len(tokens) < most:
+        tokens.append(next_token(history, len(tokens) < least))
+        if tokens[-1] == END:
+            break
+        history = history_of(tokens[-1:], history)
+    return tokens
+
+
+class SegmentRun:
+    """One segment at this engine: a prompt's part that is handed on, or the decode."""
+
+    def __init__(self, engine: Engine, connection: EngineHttp, body: dict[str, Any]) -> None:
+        self.engine, self.connection, self.body = engine, connection, body
+        self.tokens: list[int] = body["tokens"]
+        self.output = 0
+        self.history = 0
+        self.timer: asyncio.TimerHandle | None = None
+        self.fetching: asyncio.Task[None] | None = None
+        self.over = False
+        engine.running[self] = None
+        engine.loop.told("segment", engine.name, body["request"])
+        fingerprint = engine.fingerprint.encode()
+        connection.write((STREAM % fingerprint) + CHUNKED)
+        if self.hands_on:
+            self.say({"handle": body["handle"], "tokens": body["stop"]})
+        if "source" in body:
+            self.fetching = engine.loop.create_task(self._fetch())
+        else:
+            self._compute()
+
+    @property
+    def hands_on(self) -> bool:
+        return "stop" in self.body
+
+    def say(self, *lines: object) -> None:
+        text = b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
+        self.connection.piece(text)
+
+    def _later(self, wait_s: float, call: Any) -> None:
+        self.timer = self.engine.loop.call_later(wait_s * self.engine.slow, call)
+
+    def _compute(self) -> None:
+        start = self.body.get("start", 0)
+        stop = self.body["stop"] if self.hands_on else len(self.tokens)
+        self._later(0.01 + (stop - start) * self.engine.token_s / 20, self._computed)
+
+    async def _fetch(self) -> None:
+        source = self.body["source"]
+        host, _, port = source["kv"].rpartition(":")
+        wanted = history_of(self.tokens[: self.body["start"]])
+        try:
+            async with asyncio.timeout(20.0):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(source["handle"].encode() + b"\n")
+                line = await reader.readline()
+                writer.close()
+        except (OSError, TimeoutError) as error:
+            line = str(error).encode()
+        if self.over:
+            return
+        self.fetching = None
+        if line != b"%d\n" % wanted:
+            self.end("error", "hand_over")
+        else:
+            self._compute()
+
+    def _computed(self) -> None:
+        engine, body = self.engine, self.body
+        if engine.stuck:
+            return
+        if self.hands_on:
+            self.say({"computed": body["stop"] - body.get("start", 0), "handle": body["handle"]})
+            engine.kept[body["handle"]] = self
+            self._later(30.0 / engine.slow, self._not_fetched)
+        else:
+            self.history = history_of(self.tokens)
+            self._decode()
+
+    def fetched(self) -> None:
+        if not self.over:
+            self.end("handed_on")
+
+    def _not_fetched(self) -> None:
+        self.end("error", "not_fetched")
+
+    def _decode(self) -> None:
+        engine, body = self.engine, self.body
+        if engine.stuck:
+            return
+        if engine.lies and engine.loop.chance.random() < 0.4:
+            self._lie(engine.loop.chance.choice(engine.lies))
+            return
+        lines: list[object] = []
+        for _ in range(engine.loop.chance.randint(1, engine.burst)):
+            token = next_token(self.history, self.output < body["min_tokens"])
+            self.history = history_of((token,), self.history)
+            self.output += 1
+            lines.append({"token": token})
+            ended = token in body.get("end_tokens", ())
+            if ended or self.output >= body["max_tokens"]:
+                self.say(*lines)
+                self.end("stop" if ended else "length")
+                return
+        self.say(*lines)
+        self._later(len(lines) * engine.token_s, self._decode)
+
+    def _lie(self, how: str) -> None:
+        self.engine.loop.told("lie", self.engine.name, how)
+        if how == "vocabulary":
+            self.say({"token": VOCAB + 5})
+        elif how == "early" and self.output < self.body["min_tokens"]:
+            self.say({"token": END})
+            self.output += 1
+            self.end("stop")
+        elif how == "more" and self.output:
+            self.say({"ended": "length", **self.counts}, {"token": 3})
+        elif how == "garbage":
+            self.connection.piece(self.engine.loop.chance.randbytes(40) + b"\n")
+        elif how == "no_http":
+            self.connection.write(b"\0\1\2 what\r\n\r\n")
+        elif how == "silent_end":
+            self.over = True
+            self.engine.running.pop(self, None)
+            self.connection.finish()
+        elif how == "huge":
+            self.connection.piece(b"[" * 70_000)
+        else:
+            self.output += 3
+            self.end("length")
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {"prompt_tokens": len(self.tokens), "cached_tokens": 0, "output_tokens": self.output}
+
+    def end(self, reason: str, code: str = "") -> None:
+        if self.over:
+            return
+        self.say({"ended": reason, **self.counts, **({"code": code} if code else {})})
+        self.drop()
+        self.connection.finish()
+
+    def drop(self) -> None:
+        self.over = True
+        self.engine.running.pop(self, None)
+        self.engine.kept.pop(self.body.get("handle", ""), None)
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.fetching is not None:
+            self.fetching.cancel()
+
+
+class EngineHttp(asyncio.Protocol):
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._held = b""
+        self._run: SegmentRun | None = None
+        self._waiting = False
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        self.write = transport.write
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._run is not None:
+            self._run.drop()
+
+    def data_received(self, data: bytes) -> None:
+        self._held = self._held + data if self._held else data
+        while True:
+            head, found, rest = self._held.partition(b"\r\n\r\n")
+            if not found:
+                return
+            size = (
+                int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
+                if b"content-length: " in head
+                else 0
+            )
+            if len(rest) < size:
+                return
+            self._held = rest[size:]
+            method, path, _ = head.split(b" ", 2)
+            self._asked(method, path.partition(b"?")[0], rest[:size])
+
+    def _asked(self, method: bytes, path: bytes, body: bytes) -> None:
+        engine = self.engine
+        if engine.mute:
+            return
+        if path == b"/status":
+            self.reply(engine.status())
+        elif path == b"/segments":
+            self._segment(json.loads(body))
+        elif path == b"/cache":
+            self.reply('{"epoch":1,"reports":[]}')
+        elif path == b"/drain":
+            engine.draining = not json.loads(body or b"{}").get("resume", False)
+            self.reply("{}")
+        elif path == b"/role":
+            engine.role = json.loads(body)["role"]
+            self.reply("{}")
+        elif path in (b"/peers", b"/grants", b"/health"):
+            self.reply("{}")
+        else:
+            self.refuse(404, "not_found")
+
+    def _segment(self, body: dict[str, Any]) -> None:
+        engine, chance = self.engine, self.engine.loop.chance
+        engine.salted(body)
+        if engine.refuses and chance.random() < engine.refuses:
+            self.refuse(*chance.choice(((503, "try_again"), (429, "overloaded"), (500, "internal_error"))))
+        elif engine.draining:
+            self.refuse(503, "draining")
+        else:
+            self._run = SegmentRun(engine, self, body)
+
+    def reply(self, text: str) -> None:
+        body = text.encode()
+        self.write(OK % len(body) + body)
+
+    def refuse(self, status: int, code: str) -> None:
+        body = json.dumps({"error": {"message": code, "code": code}}).encode()
+        self.write(b"HTTP/1.1 %d Other\r\ncontent-length: %d\r\n\r\n" % (status, len(body)) + body)
+
+    def piece(self, data: bytes) -> None:
+        self.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def finish(self) -> None:
+        self._run = None
+        self.write(b"0\r\n\r\n")
+
+
+class EngineKv(asyncio.Protocol):
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._held = b""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._held += data
+        if self._held.endswith(b"\n"):
+            self._look(self._held[:-1].decode(), 200)
+
+    def _look(self, handle: str, tries: int) -> None:
+        """The receiver may come before the prompt is computed."""
+        engine = self.engine
+        run = engine.kept.get(handle)
+        if run is None or engine.mute:
+            if tries and not self.transport.is_closing():
+                engine.loop.call_later(0.05, self._look, handle, tries - 1)
+            else:
+                self.transport.close()
+            return
+        if engine.forgets:
+            engine.loop.told("kv lost", engine.name, handle[:6])
+            self.transport.abort()
+            run.end("error", "hand_over")
+            return
+        history = history_of(run.tokens[: run.body["stop"]]) ^ (1 if engine.wrong_kv else 0)
+        self.transport.write(b"%d\n" % history)
+        run.fetched()
+
+
+class Engine:
+    """One engine process. A fault sets some of these; a restart begins anew."""
+
+    def __init__(
+        self, loop: WorldLoop, process: Process, role: str, fingerprint: str, token_s: float
+    ) -> None:
+        self.loop, self.process, self.role, self.fingerprint = loop, process, role, fingerprint
+        self.token_s, self.name = token_s, process.host.name
+        self.began_s = loop.now_s
+        self.running: dict[SegmentRun, None] = {}
+        self.kept: dict[str, SegmentRun] = {}
+        self.burst = 4
+        self.slow = 1.0
+        self.refuses = 0.0
+        self.lies: tuple[str, ...] = ()
+        self.draining = self.stuck = self.mute = self.forgets = self.wrong_kv = False
+        self.salts: dict[str, str] = {}
+        loop.network.held.pop((self.name, HTTP), None)
+        process.run(loop.create_task, self._listen())
+
+    async def _listen(self) -> None:
+        await self.loop.create_server(lambda: EngineHttp(self), self.name, HTTP)
+        await self.loop.create_server(lambda: EngineKv(self), self.name, KV)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.name}:{HTTP}"
+
+    @property
+    def alive(self) -> bool:
+        return self.process.state != DEAD
+
+    def status(self) -> str:
+        state = ("drained" if not self.running else "draining") if self.draining else "ready"
+        running = len(self.running)
+        return (
+            f'{{"model":"m","fingerprint":"{self.fingerprint}","role":"{self.role}","state":"{state}",'
+            f'"kv":"{self.name}:{KV}","uptime_s":{self.loop.now_s - self.began_s!r},"waiting":0,"running":{running},'
+            f'"todo_tokens":0,"context_tokens":{40 * running},"free_blocks":{9000 - running},"total_blocks":9000,'
+            f'"step_mean_s":{self.token_s!r},"links":[],"kv_version":2,"version":"1"}}'
+        )
+
+    def salted(self, body: dict[str, Any]) -> None:
+        """Prefixes are shared by salt: one that two tenants have would show one the other's."""
+        tenant, salt = body.get("tenant", ""), body.get("salt", "")
+        if salt and self.salts.setdefault(salt, tenant) != tenant:
+            self.loop.broken.append(f"{self.name}: tenants {tenant} and {self.salts[salt]} share a salt")

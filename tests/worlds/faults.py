@@ -1,0 +1,170 @@
+"""What befalls a world. Each fault is undone after a while, and is noted as trouble for as long as it may be felt."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from worlds.engines import LIES, Engine
+from worlds.virtual import DEAD, lose_power
+
+if TYPE_CHECKING:
+    from worlds.world import Fault, World
+
+
+def strike(world: World, fault: Fault) -> None:
+    kind = fault.kind
+    world.faults[kind] += 1
+    world.loop.told("fault", kind, f"{fault.target} for {fault.lasts_s:.2f} s")
+    if kind in world.engine_faults:
+        _engine(world, fault, fault.target % len(world.engines))
+    elif kind in world.link_faults:
+        _link(world, fault)
+    elif kind in world.gateway_faults:
+        _gateway(world, fault)
+    else:
+        _other(world, fault)
+
+
+def _undo(world: World, fault: Fault, call: object) -> None:
+    def undone() -> None:
+        world.loop.told("over", fault.kind, str(fault.target))
+        call()  # type: ignore[operator]
+
+    world.loop.call_later(fault.lasts_s, undone, context=world.kernel)
+
+
+def _engine(world: World, fault: Fault, place: int) -> None:
+    engine = world.engines[place]
+    if not engine.alive or engine.process.state != "runs":
+        return
+    world.troubled(engine.name, fault.lasts_s)
+    kind = fault.kind
+    if kind in ("die", "restart", "other"):
+        engine.process.kill(silent=kind == "die" and fault.amount < 0.3)
+        engine.process.host.down = kind == "die" and fault.amount < 0.3
+        fingerprint = "g" if kind == "other" and len(world.engines) > 1 else engine.fingerprint
+        wait_s = fault.lasts_s if kind == "die" else fault.lasts_s / 50
+
+        def again() -> None:
+            world.start_engine(place, "mixed", fingerprint)
+            if fingerprint != "f":  # somebody puts it right
+                world.loop.call_later(fault.lasts_s, _put_right, world, place, context=world.kernel)
+
+        world.loop.call_later(wait_s, again, context=world.kernel)
+    elif kind == "freeze":
+        engine.process.freeze()
+        _undo(world, fault, engine.process.thaw)
+    elif kind == "stuck":
+        engine.stuck = True
+        _undo(world, fault, lambda: _unstick(engine))
+    else:
+        before = {name: getattr(engine, name) for name in ("slow", "mute", "forgets", "wrong_kv")}
+        if kind == "slow":
+            engine.slow = 1.5 + 30.0 * fault.amount
+        elif kind == "lie":
+            engine.lies = LIES if fault.amount < 0.5 else (LIES[int(fault.amount * 100) % len(LIES)],)
+        elif kind == "refuse":
+            engine.refuses = fault.amount
+        else:
+            setattr(engine, {"mute": "mute", "forget": "forgets", "wrong_kv": "wrong_kv"}[kind], True)
+
+        def restore() -> None:
+            engine.lies, engine.refuses = (), 0.0
+            for name, value in before.items():
+                setattr(engine, name, value)
+
+        _undo(world, fault, restore)
+
+
+def _put_right(world: World, place: int) -> None:
+    engine = world.engines[place]
+    if engine.alive and engine.fingerprint != "f":
+        engine.process.kill()
+        world.troubled(engine.name, 0.0)
+        world.start_engine(place, "mixed")
+
+
+def _unstick(engine: Engine) -> None:
+    """What stood still goes on."""
+    engine.stuck = False
+    for run in tuple(engine.running):
+        if (
+            run.fetching is None
+            and run.body.get("handle") not in engine.kept
+            and engine.process.state != DEAD
+        ):
+            engine.process.run(run._compute)
+
+
+def _link(world: World, fault: Fault) -> None:
+    network, chance = world.loop.network, world.loop.chance
+    names = [engine.name for engine in world.engines]
+    others = ["gw", *names, *(f"c{n}" for n in range(7))]
+    one = names[fault.target % len(names)]
+    other = others[fault.target // 7 % len(others)] if fault.amount < 0.5 else "gw"
+    if one == other:
+        other = "gw"
+    if other.startswith("c"):
+        one = "gw"
+    there, back = network.link(one, other), network.link(other, one)
+    for name in {one, other}:
+        world.troubled(f"{name}-gw" if name.startswith("c") else name, fault.lasts_s)
+    if fault.kind in ("cut", "half_cut"):
+        cut = [there, back] if fault.kind == "cut" else [chance.choice((there, back))]
+        for link in cut:
+            link.cut = True
+        _undo(world, fault, lambda: [network.heal(link) for link in cut])
+    elif fault.kind == "reset":
+        for end in [end for process in world.loop.processes.values() for end in process.sockets]:
+            if (
+                {end.link, end.peer.link} == {there, back}
+                if False
+                else (end.link is there or end.link is back)
+            ):
+                if chance.random() < 0.7:
+                    end._reset()
+    else:
+        before = [(link, link.latency_s, link.bytes_per_s) for link in (there, back)]
+        for link in (there, back):
+            if fault.kind == "thin":
+                link.bytes_per_s = 10 ** (2.0 + 3.0 * fault.amount)
+            else:
+                link.latency_s += 3.0 * fault.amount
+
+        def restore() -> None:
+            for link, latency_s, bytes_per_s in before:
+                link.latency_s, link.bytes_per_s = latency_s, bytes_per_s
+
+        _undo(world, fault, restore)
+
+
+def _gateway(world: World, fault: Fault) -> None:
+    service = world.gateway
+    places = [-1] if fault.kind.startswith("brain") or service.workers == 1 else list(range(service.workers))
+    place = places[fault.target % len(places)]
+    process = service.processes[place]
+    world.troubled("gw", fault.lasts_s if "freeze" in fault.kind else 0.0)
+    if fault.kind == "power":
+        for number in tuple(service.processes):
+            service.kill(number, silent=True)
+        lose_power(service.host, world.loop.chance)
+        world.power_lost_s.append(world.loop.now_s)
+    elif fault.kind.endswith("kill"):
+        service.kill(place)
+    else:
+        process.freeze()
+        _undo(world, fault, process.thaw)
+
+
+def _other(world: World, fault: Fault) -> None:
+    host = world.gateway.host
+    if fault.kind == "keys":
+        world.keys.rotate(fault.target % 3)
+    elif fault.kind == "limits":
+        world.keys.limits = {"concurrent": 1 + fault.target % 4} if world.keys.limits else {}
+        world.keys.write()
+    elif fault.kind == "disk_full":
+        host.full = True
+        _undo(world, fault, lambda: setattr(host, "full", False))
+    elif fault.kind == "clock":
+        host.skew_s += (fault.amount - 0.5) * 7200.0

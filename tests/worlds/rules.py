@@ -1,0 +1,135 @@
+"""What is always true of a world, whatever befalls it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from potluck.gateway.core import GatewayCore
+from potluck.gateway.workers.worker import Worker
+
+if TYPE_CHECKING:
+    from worlds.clients import Outcome
+    from worlds.world import World
+
+
+def outcome(world: World, seen: Outcome) -> None:
+    """An accepted request ends once, with the right tokens or an error that its client can act on."""
+    name = f"request {seen.ask.number} ({seen.ask.how})"
+    if not seen.begins_right:
+        world.breaks(f"{name}: wrong tokens")
+    elif seen.code == "never":
+        world.breaks(f"{name}: was never answered")
+    elif seen.ask.how == "stranger":
+        if seen.status not in (401, 0):
+            world.breaks(f"{name}: a key that nobody made was answered {seen.status}")
+    elif seen.status == 200:
+        if not seen.right:
+            world.breaks(f"{name}: not all of its answer, or other counts: {seen.finish} {seen.usage}")
+    elif not seen.left and not excused(world, seen):
+        world.breaks(f"{name}: {seen.status} {seen.code} without a reason")
+
+
+def felt(world: World, where: str, seen: Outcome) -> int:
+    """Troubles of a host that this request may have felt."""
+    return sum(
+        trouble.where == where and trouble.from_s <= seen.ended_s and trouble.to_s >= seen.began_s
+        for trouble in world.troubles
+    )
+
+
+def excused(world: World, seen: Outcome) -> bool:
+    ask = seen.ask
+    if felt(world, "gw", seen) or felt(world, f"c{ask.number % 7}-gw", seen):
+        return True
+    if seen.status == 401:
+        return False
+    if seen.status == 429:
+        return ask.key == 0 and seen.code == "rate_limit_exceeded" and world.limited
+    if seen.status == 408 or (seen.status == 0 and ask.how in ("stalls", "trickles")):
+        return ask.how in ("stalls", "trickles") and ask.amount > 0.1
+    if seen.status in (502, 503, 504, 599) and seen.code != "internal_error":
+        suffering = [place for place in range(len(world.engines)) if felt(world, f"e{place}", seen)]
+        well = [unit for unit in world.units() if not set(unit) & set(suffering)]
+        troubles = sum(felt(world, f"e{place}", seen) for place in suffering)
+        retried = seen.code == "upstream_failed" and (
+            troubles > 1 or bool(world.scenario.combos and troubles)
+        )
+        return not well or retried
+    return False
+
+
+def at_the_end(world: World) -> None:
+    """Trouble is over and everybody has gone: nothing is left of it."""
+    for client in world.clients:
+        if not client.done:
+            world.breaks(f"request {client.ask.number} ({client.ask.how}): never ended")
+    if world.broken:
+        return
+    _nothing_left(world)
+    _usage(world)
+    _fleet(world)
+    if world.check_log:
+        _replays(world)
+
+
+def _nothing_left(world: World) -> None:
+    for core in world.gateway.made(GatewayCore):
+        if core.brain_loop.open_requests or core.brain_loop._owners:
+            world.breaks(f"the Brain still has {core.brain_loop.open_requests} requests")
+    for worker in world.gateway.made(Worker):
+        left = {name: count for name, count in worker.dispatcher.sizes().items() if count}
+        if left or worker.handler.open or len(worker.port):
+            world.breaks(
+                f"a worker still has {left}, {worker.handler.open} open, {len(worker.port)} connections"
+            )
+    for engine in world.engines:
+        if engine.alive and engine.running:
+            world.breaks(f"{engine.name} still runs {len(engine.running)} segments")
+
+
+def _fleet(world: World) -> None:
+    for core in world.gateway.made(GatewayCore):
+        lacking = [slot.member.id for slot in core.registry._slots.values() if not slot.ready]
+        count = world.scenario.mixed + 2 * world.scenario.combos
+        if lacking or len(core.registry.endpoints) != count:
+            there = len(core.registry.endpoints)
+            world.breaks(f"trouble is over, and {there} of {count} replicas are ready; lacking {lacking}")
+
+
+def _usage(world: World) -> None:
+    import json
+
+    records: dict[str, dict[str, object]] = {}
+    for path in sorted(world.gateway.usage.parent.glob("usage*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            records.setdefault(record["id"], record)
+    delivered: dict[str, Outcome] = {seen.word: seen for seen in world.outcomes if seen.status == 200}
+    power_s = max(world.power_lost_s, default=-1.0)
+    for word, seen in delivered.items():
+        record = records.get(word)
+        if record is None:
+            if seen.began_s > power_s:
+                world.breaks(f"request {seen.ask.number}: answered, and no record of its use")
+        elif record["output_tokens"] != len(seen.ask.answer()) or record["tenant"] != f"t{seen.ask.key}":
+            world.breaks(f"request {seen.ask.number}: its record says {record}")
+    whole = [word for word, record in records.items() if record["outcome"] in ("stop", "length")]
+    unknown = [word for word in whole if word not in delivered]
+    cut = sum(seen.status != 200 for seen in world.outcomes)
+    if len(unknown) > cut:
+        world.breaks(f"{len(unknown)} records of answers that nobody got")
+
+
+def _replays(world: World) -> None:
+    from potluck.core.brain.brain import Brain
+    from potluck.runtime.replay import log_lines, replay
+
+    for core in world.gateway.made(GatewayCore):
+        core.logged._out.flush()
+    with log_lines([world.gateway.log]) as lines:
+        result = replay(lines, Brain)
+    if result.difference:
+        world.breaks(f"the log replays differently: {result.difference}")

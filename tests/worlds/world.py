@@ -1,0 +1,518 @@
+"""A world: the gateway's own processes, mock engines, clients, and what befalls them; all drawn from one seed."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
+
+from potluck.api import http as api_http
+from potluck.api.tokenizer import ModelTokenizer
+from potluck.catalog import models, nodes
+from potluck.core.state.policy import Policy
+from potluck.core.values.layout import single
+from potluck.core.values.plan import (
+    BucketCapacity,
+    Deployment,
+    LengthBucket,
+    NodeCount,
+    Plan,
+    PlannedReplica,
+    PlannedShare,
+    Template,
+)
+from potluck.core.values.types import NodeOffer, Region, Role
+from potluck.gateway import serve as gateway_serve
+from potluck.gateway.core import GatewayCore
+from potluck.gateway.openai import handler as openai_handler
+from potluck.gateway.openai.requests import ModelCard
+from potluck.gateway.values import GatewaySettings, ListenAddresses
+from potluck.gateway.workers import worker_process
+from potluck.gateway.workers.supervisor import BrainProcessContext
+from potluck.gateway.workers.worker import Worker, WorkerContext
+from potluck.runtime import brain_log
+from potluck.runtime.resolved_plan import ResolvedPlan
+from worlds import virtual
+from worlds.clients import LETTERS, Ask, Client, Outcome
+from worlds.engines import END, Engine
+from worlds.loop import UNIX, ListeningSocket, WorldLoop
+from worlds.virtual import DEAD, InlineExecutor, InlineThread, Process
+
+NODE = nodes.canonical("1xA10")
+LLAMA = models.model("Llama-3.1-8B")
+CLIENTS, OPERATORS = ("gw", 8000), ("gw", 8001)
+MARGIN_S = 12.0  # In which whoever was struck is well again, and known to be.
+QUIET_S = 40.0  # From the end of trouble to the last requests, all of which must be answered.
+ADMIN_KEY = "operators"
+
+openai_handler.ThreadPoolExecutor = InlineExecutor  # type: ignore[misc, assignment]
+brain_log.threading = type("threading", (), {"Thread": InlineThread})  # type: ignore[assignment]
+gateway_serve.calm = worker_process.calm = lambda: None
+gateway_serve.allow_open_files = worker_process.allow_open_files = lambda: None
+
+
+@dataclass(frozen=True)
+class Fault:
+    at_s: float
+    kind: str
+    target: int
+    lasts_s: float
+    amount: float = 0.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    seed: int
+    mixed: int  # Replicas that do whole requests.
+    combos: int  # Pairs of one for prompts and one for answers.
+    workers: int
+    pieces: float
+    latency_s: float
+    token_s: float
+    policy: Policy
+    limits: tuple[tuple[str, float], ...]  # Of the first key.
+    asks: tuple[Ask, ...]
+    faults: tuple[Fault, ...]
+    controlled: bool = False
+
+    @property
+    def trouble_ends_s(self) -> float:
+        return max([fault.at_s + fault.lasts_s for fault in self.faults] + [ask.at_s for ask in self.asks])
+
+
+ENGINE_FAULTS = (
+    "die",
+    "restart",
+    "other",
+    "freeze",
+    "stuck",
+    "mute",
+    "slow",
+    "lie",
+    "refuse",
+    "forget",
+    "wrong_kv",
+)
+LINK_FAULTS = ("cut", "half_cut", "thin", "delay", "reset")
+GATEWAY_FAULTS = ("brain_kill", "brain_freeze", "worker_kill", "worker_freeze", "power")
+OTHER_FAULTS = ("keys", "disk_full", "clock", "limits")
+
+
+def scenario_of(seed: int, mixed: int = 0, asks: int = 0) -> Scenario:
+    chance = random.Random(f"scenario {seed}")
+    mixed = mixed or chance.choice((1, 2, 2, 3, 4, 6))
+    combos = chance.choice((0, 0, 1, 2))
+    span_s = chance.uniform(8.0, 30.0)
+    count = asks or chance.randint(4, 24)
+    kinds = chance.sample(
+        (*ENGINE_FAULTS, *LINK_FAULTS, *GATEWAY_FAULTS, *OTHER_FAULTS), chance.randint(1, 5)
+    )
+    faults = tuple(
+        Fault(
+            chance.uniform(0.5, span_s),
+            chance.choice(kinds),
+            chance.randrange(1000),
+            chance.choice((0.2, 1.0, 3.0, 8.0, chance.uniform(0.0, 20.0))),
+            chance.random(),
+        )
+        for _ in range(chance.choice((0, 1, 2, 3, 5, 8)))
+    )
+    return Scenario(
+        seed,
+        mixed,
+        combos,
+        chance.choice((1, 1, 2)),
+        chance.choice((0.0, 0.2, 0.9)),
+        chance.choice((2e-4, 2e-3, 2e-2)),
+        chance.choice((0.02, 0.05, 0.2)),
+        Policy(hedge=chance.choice((0.0, 0.0, 3.0)), affinity=chance.choice((0.0, 1.0))),
+        chance.choice(((), (), (("concurrent", 2),), (("requests_per_min", 6),))),
+        tuple(_ask(chance, number, span_s) for number in range(count)),
+        tuple(sorted(faults, key=lambda fault: fault.at_s)),
+    )
+
+
+def _ask(chance: random.Random, number: int, span_s: float) -> Ask:
+    how = chance.choices(
+        ("patient", "leaves", "stalls", "trickles", "stranger", "retries", "twins", "reuses"),
+        (12, 2, 1, 1, 1, 4, 1, 1),
+    )[0]
+    long = how == "stalls" or chance.random() < 0.03
+    most = chance.randint(400, 900) if long else chance.choice((1, 2, 8, 20, 40, 80))
+    amounts = {
+        "leaves": chance.randint(0, 8),
+        "stalls": chance.uniform(1.0, 45.0),
+        "trickles": chance.uniform(0.0, 0.6),
+    }
+    return Ask(
+        number,
+        chance.uniform(0.0, span_s),
+        chance.randrange(3),
+        chance.choice((1, 2, 15, 16, 17, 40, 100)),
+        most,
+        chance.choice((0, most)),
+        long or chance.random() < 0.7,
+        how,
+        float(amounts.get(how, 0)),
+    )
+
+
+@lru_cache(maxsize=64)
+def resolved_of(mixed: int, combos: int) -> ResolvedPlan:
+    templates, deployments = [], []
+    kinds: tuple[tuple[str, tuple[Role, ...], int], ...] = (
+        ("homogeneous", ("mixed",), mixed),
+        ("combo", ("prefill", "decode"), combos),
+    )
+    for kind, roles, count in kinds:
+        replicas = tuple(PlannedReplica(role, single(NODE, 1, LLAMA.layer_count)) for role in roles)
+        capacity = (BucketCapacity(0, 0.0, 0.0, 5.0, 0.2, 0.03),)
+        templates.append(
+            Template(kind, kind, "m", (NodeCount(NODE, len(roles)),), replicas, capacity, "measured")  # type: ignore[arg-type]
+        )
+        if count:
+            deployments.append(Deployment(kind, "near", count))
+    shares = tuple(PlannedShare(item.template, "near", 0, "closed", 5.0 * item.count) for item in deployments)
+    plan = Plan(
+        "test",
+        tuple(templates),
+        tuple(deployments),
+        (LengthBucket("m", 0, 8192, 10.0),),
+        shares,
+        (),
+        (),
+        1.0,
+        0.0,
+    )
+    region = Region("near", (NodeOffer(NODE, 1.0, 100),))
+    return ResolvedPlan(
+        plan, {"m": LLAMA}, {NODE: nodes.node_type(NODE)}, (region,), (), {}, {"m": (60.0, 30.0)}
+    )
+
+
+@lru_cache(maxsize=1)
+def card() -> ModelCard:
+    tokenizer = Tokenizer(BPE(vocab={letter: place for place, letter in enumerate(LETTERS)}, merges=[]))
+    tokenizer.decoder = Fuse()
+    return ModelCard(
+        "m", 4096, ModelTokenizer(tokenizer), ends=frozenset({END}), vocab=len(LETTERS), created_s=1
+    )
+
+
+class Keys:
+    """The file of keys, and what clients know of it. A rotated key's old secret holds for a while."""
+
+    def __init__(self, path: Path, limits: Sequence[tuple[str, float]]) -> None:
+        self._path, self.limits = path, dict(limits)
+        self._round = [0, 0, 0]
+        self.write()
+
+    def secret(self, key: int) -> str:
+        return f"sk-{key}-{self._round[key]}"
+
+    def rotate(self, key: int) -> None:
+        self._round[key] += 1
+        self.write()
+
+    def write(self) -> None:
+        lines = []
+        for key, number in enumerate(self._round):
+            for kept in range(max(0, number - 1), number + 1):
+                digest = hashlib.sha256(f"sk-{key}-{kept}".encode()).hexdigest()
+                limits = self.limits if key == 0 else {}
+                lines.append(json.dumps({"name": f"k{key}", "sha256": digest, "tenant": f"t{key}", **limits}))
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text("\n".join(lines))
+        os.utime(fresh, (virtual.EPOCH_S, virtual.EPOCH_S + sum(self._round)))
+        os.replace(fresh, self._path)
+
+
+class GatewayService:
+    """What a supervisor has: sockets and a folder that outlive the processes, which it starts again."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.loop = world, world.loop
+        self.host = world.loop.network.host("gw")
+        self.host.folder = folder = world.folder / "gw"
+        self.home = folder / "home"
+        self.home.mkdir(parents=True)
+        scenario = world.scenario
+        self.workers = scenario.workers
+        places = ListenAddresses(*CLIENTS, *OPERATORS, workers=self.workers)
+        self.usage, self.log = folder / "usage.jsonl", folder / "brain.log"
+        self.settings = GatewaySettings(
+            places,
+            engines=None if scenario.controlled else folder / "engines.yaml",
+            keys=world.keys_path,
+            usage=self.usage,
+            log=self.log,
+            admin_key=ADMIN_KEY,
+            secret=b"s" * 32,
+            state=folder / "state",
+        )
+        self.resolved = resolved_of(scenario.mixed, scenario.combos)
+        self.context = WorkerContext(self.settings, scenario.policy, (card,))
+        self.brain_socket = ListeningSocket((UNIX, str(self.home / worker_process.BRAIN)))  # type: ignore[arg-type]
+        self.clients = [ListeningSocket(CLIENTS) for _ in range(self.workers)]
+        self.operators = ListeningSocket(OPERATORS)
+        held = self.loop.network.held
+        held |= {item.address: item for item in (self.brain_socket, self.operators, self.clients[0])}
+        self.processes: dict[int, Process] = {}  # -1: the Brain's.
+        self.begun = 0
+        self.ready = False
+
+    def start(self) -> None:
+        self.start_brain()
+        for place in range(self.workers if self.workers > 1 else 0):
+            self.start_worker(place)
+
+    def start_brain(self) -> None:
+        process = self._process(-1, "brain")
+        post = BrainProcessContext(
+            self.home,
+            self.brain_socket,  # type: ignore[arg-type]
+            [[item] for item in self.clients],  # type: ignore[list-item]
+            [self.operators],  # type: ignore[list-item]
+            again=self.begun > 0,
+        )
+        self.begun += 1
+        self._run(process, gateway_serve.serve(self.resolved, self.context, self._ready, post))
+
+    def start_worker(self, place: int) -> None:
+        process = self._process(place, f"worker {place}")
+        sockets: Any = [self.clients[place]]
+        self._run(process, worker_process.work(self.context, self.home, place, sockets, lambda: None))
+
+    def _process(self, place: int, name: str) -> Process:
+        process = self.processes[place] = Process(self.loop, name, self.host)
+        process.made = {}  # type: ignore[attr-defined]
+        return process
+
+    def _run(self, process: Process, work: Any) -> None:
+        task = process.run(self.loop.create_task, work)
+        process.remains.append(task)
+        task.add_done_callback(lambda done: self._ended(process, done))
+
+    def _ready(self, url: str, admin: str) -> None:
+        self.ready = True
+
+    def _ended(self, process: Process, done: asyncio.Task[None]) -> None:
+        if process.state == DEAD or self.world.over:
+            return
+        error = None if done.cancelled() else done.exception()
+        self.loop.told("ended", process.name, repr(error))
+        if error is not None:
+            self.world.breaks(f"{process.name} ended with {error!r}")
+        self.kill(next(place for place, item in self.processes.items() if item is process))
+
+    def kill(self, place: int, silent: bool = False) -> None:
+        """It is started again, as its supervisor does."""
+        process = self.processes[place]
+        if process.state == DEAD:
+            return
+        process.kill(silent)
+        wait_s = self.loop.chance.uniform(0.02, 0.3)
+        again = self.start_brain if place < 0 else lambda: self.start_worker(place)
+        self.loop.call_later(wait_s, again, context=self.world.kernel)
+
+    def made(self, kind: type) -> list[Any]:
+        return [
+            item.made[kind] for item in self.processes.values() if item.state != DEAD and kind in item.made
+        ]
+
+
+def _noted(kind: type) -> None:
+    """Objects that rules look into are noted by the process that makes them."""
+    begin = kind.__init__
+
+    def noted(self: Any, *given: Any, **more: Any) -> None:
+        process = virtual.running()
+        if process is not None and hasattr(process, "made"):
+            process.made[kind] = self
+        begin(self, *given, **more)
+
+    kind.__init__ = noted  # type: ignore[misc]
+
+
+_noted(GatewayCore)
+_noted(Worker)
+
+
+class LogTrap(logging.Handler):
+    """An error that the product logs is a rule broken, unless the world asked for it."""
+
+    ASKED = ("usage cannot be", "the Brain is gone", "the Brain lost this worker")
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.WARNING)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        self._world.loop.told("log", record.name.removeprefix("potluck."), message)
+        if record.levelno >= logging.ERROR and not message.startswith(self.ASKED):
+            error = "" if record.exc_info is None else repr(record.exc_info[1])
+            self._world.breaks(f"logged: {message.splitlines()[0]} {error}")
+            self._world.problem = self._world.problem or record
+
+
+@dataclass
+class Trouble:
+    """When something was not as it should be: a name and an interval."""
+
+    where: str
+    from_s: float
+    to_s: float
+
+
+class World:
+    engine_faults, link_faults, gateway_faults = ENGINE_FAULTS, LINK_FAULTS, GATEWAY_FAULTS
+
+    def __init__(self, scenario: Scenario, check_log: bool = False) -> None:
+        self.scenario, self.check_log = scenario, check_log
+        self.loop = WorldLoop(scenario.seed)
+        self.kernel = virtual.contextvars.Context()
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="world-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+        )
+        self.broken = self.loop.broken
+        self.problem: Any = None
+        self.over = False
+        self.troubles: list[Trouble] = []
+        self.power_lost_s: list[float] = []
+        self.limited = bool(scenario.limits)
+        self.faults: Counter[str] = Counter()
+        self.clients: list[Client] = []
+        self.outcomes: list[Outcome] = []
+        self.engines: list[Engine] = []
+        self.keys_path = self.folder / "keys.jsonl"
+        self.keys = Keys(self.keys_path, scenario.limits)
+        network = self.loop.network
+        network.pieces, network.far.latency_s = scenario.pieces, scenario.latency_s
+        network.far.jitter_s = scenario.latency_s
+
+    def breaks(self, line: str) -> None:
+        if line not in self.broken:
+            self.broken.append(line)
+            self.loop.told("BROKEN", "", line)
+
+    def door(self, chance: random.Random) -> tuple[str, int]:
+        return CLIENTS
+
+    def troubled(self, where: str, lasts_s: float) -> None:
+        self.troubles.append(Trouble(where, self.loop.now_s, self.loop.now_s + lasts_s + MARGIN_S))
+
+    def ended(self, outcome: Outcome) -> None:
+        from worlds import rules
+
+        self.outcomes.append(outcome)
+        self.loop.told(
+            "answer", f"request {outcome.ask.number}", f"{outcome.ask.how} {outcome.status} {outcome.code}"
+        )
+        rules.outcome(self, outcome)
+
+    # The engines.
+
+    def start_engine(self, place: int, role: str, fingerprint: str = "f") -> Engine:
+        host = self.loop.network.host(f"e{place}")
+        host.down = False
+        process = Process(self.loop, f"engine {place}", host)
+        engine = Engine(self.loop, process, role, fingerprint, self.scenario.token_s)
+        if place < len(self.engines):
+            self.engines[place] = engine
+        else:
+            self.engines.append(engine)
+        return engine
+
+    def units(self) -> list[list[int]]:
+        """Engines that can serve a request together, by their places."""
+        mixed, combos = self.scenario.mixed, self.scenario.combos
+        pairs = [[mixed + 2 * n, mixed + 2 * n + 1] for n in range(combos)]
+        return [[place] for place in range(mixed)] + pairs
+
+    def _begin(self) -> None:
+        scenario = self.scenario
+        self.gateway = GatewayService(self)
+        entries = []
+        for place in range(scenario.mixed + 2 * scenario.combos):
+            index = max(0, place - scenario.mixed) % 2
+            template = "homogeneous" if place < scenario.mixed else "combo"
+            engine = self.start_engine(place, "mixed")
+            entries.append(f"- {{url: '{engine.url}', template: {template}, index: {index}, region: near}}")
+        (self.gateway.host.folder / "engines.yaml").write_text("engines:\n" + "\n".join(entries))  # type: ignore[operator]
+        self.gateway.start()
+        for ask in scenario.asks:
+            client = Client(self, ask)
+            self.clients.append(client)
+            self.loop.call_at(3.0 + ask.at_s, client.start, context=self.kernel)
+        from worlds import faults
+
+        for fault in scenario.faults:
+            self.loop.call_at(3.0 + fault.at_s, faults.strike, self, fault, context=self.kernel)
+
+    def run(self) -> World:
+        from worlds import rules
+
+        virtual.active, virtual.Process._next = self.loop, 1
+        api_http._words.clear()
+        trap = LogTrap(self)
+        logger = logging.getLogger("potluck")
+        logger.addHandler(trap)
+        logger.propagate = False
+        self.loop.set_exception_handler(self._unhandled)
+        asyncio.events._set_running_loop(self.loop)
+        try:
+            self._begin()
+            self._until(3.0 + self.scenario.trouble_ends_s + QUIET_S)
+            self._last_requests()
+            rules.at_the_end(self)
+        finally:
+            self.over = True
+            asyncio.events._set_running_loop(None)
+            virtual.active = None
+            logger.removeHandler(trap)
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return self
+
+    def _until(self, at_s: float) -> None:
+        loop = self.loop
+        while loop.now_s < at_s and len(self.broken) < 3:
+            loop._run_once()
+
+    def _last_requests(self) -> None:
+        """Trouble is over: whoever asks now is answered."""
+        last = [Ask(1000 + n, 0.0, 1 + n % 2, 20, 12, 0, n % 2 == 0) for n in range(3)]
+        probes = [Client(self, ask) for ask in last]
+        for client in probes:
+            self.clients.append(client)
+            self.loop.call_soon(client.start, context=self.kernel)
+        end_s = self.loop.now_s + 500.0
+        while not all(client.done for client in self.clients) and self.loop.now_s < end_s:
+            self.loop._run_once()
+        for client in probes:
+            if not client.outcomes or client.outcomes[-1].status != 200:
+                self.breaks(f"trouble is over, and request {client.ask.number} is not answered")
+        self._until(self.loop.now_s + 20.0)
+
+    def _unhandled(self, loop: Any, context: dict[str, Any]) -> None:
+        self.breaks(f"unhandled: {context.get('message')} {context.get('exception')!r}")
+        self.problem = self.problem or context.get("exception")
+
+    @property
+    def digest(self) -> str:
+        return f"{self.loop.digest:08x}"
