@@ -201,7 +201,7 @@ class Client:
         await self._tries(tries)
         if self.ask.how == "reuses" and self.outcomes[-1].status == 200:
             outcome = await self._try(self.ask.body()[:-1] + b" }")
-            if outcome.status not in (422, 0):
+            if outcome.status not in (422, 0) and not self.world.faults["disk_full"]:
                 self.world.breaks(
                     f"request {self.ask.number}: a key used again was answered {outcome.status}"
                 )
@@ -238,8 +238,8 @@ class Client:
 
     async def _send(self, exchange: Exchange, body: bytes) -> None:
         lines = [f"POST /v1/completions HTTP/1.1\r\nhost: gw\r\ncontent-length: {len(body)}"]
-        key = "sk-nobody" if self.ask.how == "stranger" else self.world.keys.secret(self.ask.key)
-        lines.append(f"authorization: Bearer {key}")
+        secret = self.world.keys.secret(self.ask.key, self.loop.now_s)
+        lines.append(f"authorization: Bearer {'sk-nobody' if self.ask.how == 'stranger' else secret}")
         if self.ask.how in ("retries", "twins", "reuses"):
             lines.append(f"idempotency-key: {self.world.scenario.seed}-{self.ask.number}")
         data = "\r\n".join(lines).encode() + b"\r\n\r\n" + body

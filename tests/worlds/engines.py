@@ -55,6 +55,7 @@ class SegmentRun:
         self.output = 0
         self.history = 0
         self.timer: asyncio.TimerHandle | None = None
+        self.halted: Any = None  # What goes on when an engine that was stuck is not any more.
         self.fetching: asyncio.Task[None] | None = None
         self.over = False
         engine.running[self] = None
@@ -107,6 +108,7 @@ class SegmentRun:
     def _computed(self) -> None:
         engine, body = self.engine, self.body
         if engine.stuck:
+            self.halted = self._computed
             return
         if self.hands_on:
             self.say({"computed": body["stop"] - body.get("start", 0), "handle": body["handle"]})
@@ -126,6 +128,7 @@ class SegmentRun:
     def _decode(self) -> None:
         engine, body = self.engine, self.body
         if engine.stuck:
+            self.halted = self._decode
             return
         if engine.lies and engine.loop.chance.random() < 0.4:
             self._lie(engine.loop.chance.choice(engine.lies))
@@ -147,7 +150,7 @@ class SegmentRun:
     def _lie(self, how: str) -> None:
         self.engine.loop.told("lie", self.engine.name, how)
         if how == "vocabulary":
-            self.say({"token": VOCAB + 5})
+            self.say({"token": 10_000})
         elif how == "early" and self.output < self.body["min_tokens"]:
             self.say({"token": END})
             self.output += 1

@@ -48,7 +48,7 @@ def _engine(world: World, fault: Fault, place: int) -> None:
         def again() -> None:
             world.start_engine(place, "mixed", fingerprint)
             if fingerprint != "f":  # somebody puts it right
-                world.loop.call_later(fault.lasts_s, _put_right, world, place, context=world.kernel)
+                world.loop.call_later(fault.lasts_s - wait_s, _put_right, world, place, context=world.kernel)
 
         world.loop.call_later(wait_s, again, context=world.kernel)
     elif kind == "freeze":
@@ -58,7 +58,6 @@ def _engine(world: World, fault: Fault, place: int) -> None:
         engine.stuck = True
         _undo(world, fault, lambda: _unstick(engine))
     else:
-        before = {name: getattr(engine, name) for name in ("slow", "mute", "forgets", "wrong_kv")}
         if kind == "slow":
             engine.slow = 1.5 + 30.0 * fault.amount
         elif kind == "lie":
@@ -69,9 +68,8 @@ def _engine(world: World, fault: Fault, place: int) -> None:
             setattr(engine, {"mute": "mute", "forget": "forgets", "wrong_kv": "wrong_kv"}[kind], True)
 
         def restore() -> None:
-            engine.lies, engine.refuses = (), 0.0
-            for name, value in before.items():
-                setattr(engine, name, value)
+            engine.lies, engine.refuses, engine.slow = (), 0.0, 1.0
+            engine.mute = engine.forgets = engine.wrong_kv = False
 
         _undo(world, fault, restore)
 
@@ -88,12 +86,9 @@ def _unstick(engine: Engine) -> None:
     """What stood still goes on."""
     engine.stuck = False
     for run in tuple(engine.running):
-        if (
-            run.fetching is None
-            and run.body.get("handle") not in engine.kept
-            and engine.process.state != DEAD
-        ):
-            engine.process.run(run._compute)
+        halted, run.halted = run.halted, None
+        if halted is not None and engine.process.state != DEAD:
+            engine.process.run(halted)
 
 
 def _link(world: World, fault: Fault) -> None:
@@ -116,15 +111,9 @@ def _link(world: World, fault: Fault) -> None:
         _undo(world, fault, lambda: [network.heal(link) for link in cut])
     elif fault.kind == "reset":
         for end in [end for process in world.loop.processes.values() for end in process.sockets]:
-            if (
-                {end.link, end.peer.link} == {there, back}
-                if False
-                else (end.link is there or end.link is back)
-            ):
-                if chance.random() < 0.7:
-                    end._reset()
+            if (end.link is there or end.link is back) and chance.random() < 0.7:
+                end._reset()
     else:
-        before = [(link, link.latency_s, link.bytes_per_s) for link in (there, back)]
         for link in (there, back):
             if fault.kind == "thin":
                 link.bytes_per_s = 10 ** (2.0 + 3.0 * fault.amount)
@@ -132,8 +121,8 @@ def _link(world: World, fault: Fault) -> None:
                 link.latency_s += 3.0 * fault.amount
 
         def restore() -> None:
-            for link, latency_s, bytes_per_s in before:
-                link.latency_s, link.bytes_per_s = latency_s, bytes_per_s
+            for link in (there, back):
+                link.latency_s, link.bytes_per_s = network.far.latency_s, network.far.bytes_per_s
 
         _undo(world, fault, restore)
 
@@ -159,7 +148,7 @@ def _gateway(world: World, fault: Fault) -> None:
 def _other(world: World, fault: Fault) -> None:
     host = world.gateway.host
     if fault.kind == "keys":
-        world.keys.rotate(fault.target % 3)
+        world.keys.rotate(fault.target % 3, world.loop.now_s)
     elif fault.kind == "limits":
         world.keys.limits = {"concurrent": 1 + fault.target % 4} if world.keys.limits else {}
         world.keys.write()

@@ -27,6 +27,7 @@ KERNEL = contextvars.Context()
 WINDOW_BYTES = 200_000  # Of both kernels' buffers.
 HIGH_BYTES, LOW_BYTES = 65_536, 16_384
 SYN_S, SYNS = 1.0, 30
+ORDER_S = 1e-9  # Between what must come one after the other: timers of one instant have no order.
 UNIX = "unix"  # The host of sockets that are files.
 RESET = (104, "Connection reset by peer")
 
@@ -45,7 +46,7 @@ class Link:
 class Socket(asyncio.Transport):
     __slots__ = (
         "address", "arrives_s", "buffer", "buffered", "closing", "ended", "fin", "flight", "full", "gone", "high",
-        "inbox", "link", "low", "network", "peer", "process", "protocol", "reading", "segment", "segment_s",
+        "inbox", "late_s", "link", "low", "network", "peer", "process", "protocol", "reading", "segment", "segment_s",
     )  # fmt: skip
 
     peer: Socket
@@ -63,6 +64,7 @@ class Socket(asyncio.Transport):
         self.gone = False  # Its own side is closed: whatever comes is answered with a reset.
         self.fin = False  # The peer sends no more.
         self.ended = False
+        self.late_s = -1.0  # Until when what a cut link held back comes first.
         self.high, self.low = HIGH_BYTES, LOW_BYTES
         process.sockets[self] = None
 
@@ -146,7 +148,7 @@ class Socket(asyncio.Transport):
         due_s = (
             loop.now_s + link.latency_s + link.jitter_s * loop.chance.random() + len(data) / link.bytes_per_s
         )
-        self.arrives_s = due_s = max(due_s, self.arrives_s)
+        self.arrives_s = due_s = max(due_s, self.arrives_s + ORDER_S)
         loop.call_at(due_s, self.peer._arrived, self.segment, context=self.peer.process.context)
 
     def _pump(self) -> None:
@@ -166,7 +168,7 @@ class Socket(asyncio.Transport):
     def _send(self, what: Callable[..., None], *given: Any) -> None:
         """Something without bytes, behind those that were sent. The kernel hears it, whatever its process does."""
         loop = self.network.loop
-        self.arrives_s = due_s = max(loop.now_s + self.link.latency_s, self.arrives_s)
+        self.arrives_s = due_s = max(loop.now_s + self.link.latency_s, self.arrives_s + ORDER_S)
         loop.call_at(due_s, what, *given, context=KERNEL)
 
     def _leave(self, how: Callable[[], None] | None) -> None:
@@ -183,17 +185,30 @@ class Socket(asyncio.Transport):
         """Its process is dead: the kernel closes it, with a reset where something was left unread."""
         if not self.gone:
             self.gone = True
-            if not silent:
+            if silent:  # the other side learns it from its keep-alive
+                wait_s = self.network.loop.chance.uniform(3.0, 15.0)
+                self.network.loop.call_later(wait_s, self.peer._reset, context=KERNEL)
+            else:
                 self._send(self.peer._reset if self.inbox or self.buffered else self.peer._finished)
         self.process.sockets.pop(self, None)
 
     # What comes from the other side, `_arrived` in the process's own context.
 
     def _cut_off(self, what: Callable[..., None], *given: Any) -> bool:
-        link = self.peer.link
+        link, loop = self.peer.link, self.network.loop
         if link.cut:
             link.held.append((what, self, given))
-        return link.cut
+        elif loop.now_s < self.late_s:
+            self.late_s += ORDER_S
+            loop.call_at(
+                self.late_s, self.again, what, given, context=self.process.context if given else KERNEL
+            )
+        return link.cut or loop.now_s < self.late_s
+
+    def again(self, what: Callable[..., None], given: tuple[Any, ...]) -> None:
+        late_s, self.late_s = self.late_s, -1.0
+        what(*given)
+        self.late_s = late_s
 
     def _arrived(self, segment: list[bytes]) -> None:
         if self._cut_off(self._arrived, segment) or self.process.host.down:
@@ -324,8 +339,10 @@ class Network:
         held, link.held = link.held, []
         wait_s = self.loop.chance.uniform(0.0, 0.4)  # Until the sender tries again.
         for what, end, given in held:
+            wait_s += ORDER_S
             context = end.process.context if given else KERNEL
-            self.loop.call_later(wait_s, what, *given, context=context)
+            end.late_s = self.loop.now_s + wait_s
+            self.loop.call_at(end.late_s, end.again, what, given, context=context)
 
     def connect(
         self, process: Process, address: Address, made: asyncio.Future[Socket], tries: int = SYNS

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from potluck.gateway.core import GatewayCore
 from potluck.gateway.workers.worker import Worker
+from worlds.clients import text_of
 
 if TYPE_CHECKING:
     from worlds.clients import Outcome
@@ -17,6 +18,8 @@ def outcome(world: World, seen: Outcome) -> None:
     name = f"request {seen.ask.number} ({seen.ask.how})"
     if not seen.begins_right:
         world.breaks(f"{name}: wrong tokens")
+        world.loop.told("tokens", "got", repr(seen.text))
+        world.loop.told("tokens", "right", repr(text_of(seen.ask.answer())))
     elif seen.code == "never":
         world.breaks(f"{name}: was never answered")
     elif seen.ask.how == "stranger":
@@ -65,35 +68,39 @@ def at_the_end(world: World) -> None:
             world.breaks(f"request {client.ask.number} ({client.ask.how}): never ended")
     if world.broken:
         return
-    _nothing_left(world)
+    for line in (left_over(world), unsettled(world)):
+        if line:
+            world.breaks(line)
     _usage(world)
-    _fleet(world)
     if world.check_log:
         _replays(world)
 
 
-def _nothing_left(world: World) -> None:
+def left_over(world: World) -> str:
+    """Memory, connections and work come back to where they were."""
     for core in world.gateway.made(GatewayCore):
         if core.brain_loop.open_requests or core.brain_loop._owners:
-            world.breaks(f"the Brain still has {core.brain_loop.open_requests} requests")
+            return f"the Brain still has {core.brain_loop.open_requests} requests"
     for worker in world.gateway.made(Worker):
         left = {name: count for name, count in worker.dispatcher.sizes().items() if count}
         if left or worker.handler.open or len(worker.port):
-            world.breaks(
-                f"a worker still has {left}, {worker.handler.open} open, {len(worker.port)} connections"
-            )
+            return f"a worker still has {left}, {worker.handler.open} open, {len(worker.port)} connections"
     for engine in world.engines:
         if engine.alive and engine.running:
-            world.breaks(f"{engine.name} still runs {len(engine.running)} segments")
+            return f"{engine.name} still runs {len(engine.running)} segments"
+    return ""
 
 
-def _fleet(world: World) -> None:
-    for core in world.gateway.made(GatewayCore):
+def unsettled(world: World) -> str:
+    """What is wanted is there."""
+    cores = world.gateway.made(GatewayCore)
+    for core in cores:
         lacking = [slot.member.id for slot in core.registry._slots.values() if not slot.ready]
         count = world.scenario.mixed + 2 * world.scenario.combos
         if lacking or len(core.registry.endpoints) != count:
             there = len(core.registry.endpoints)
-            world.breaks(f"trouble is over, and {there} of {count} replicas are ready; lacking {lacking}")
+            return f"trouble is over, and {there} of {count} replicas are ready; lacking {lacking}"
+    return "" if cores else "trouble is over, and there is no gateway"
 
 
 def _usage(world: World) -> None:

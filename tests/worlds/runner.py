@@ -1,4 +1,4 @@
-"""Worlds by the thousand: each in a process of its own, which leaves nothing behind, and failing ones made smaller."""
+"""Worlds by the thousand, each in a process of its own that leaves nothing behind; failing ones are made smaller."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def running() -> Process | None:
 def lose_power(host: Host, chance: random.Random) -> None:
     """What was not synced is gone or torn: a file keeps what was synced and a part of what came behind."""
     for path in sorted(host.folder.rglob("*")) if host.folder is not None else ():
-        if path.is_file() and not path.name.startswith("state.db"):
+        if path.is_file() and path.suffix not in (".db", ".yaml"):
             stat = path.stat()
             kept = min(_synced.get((stat.st_dev, stat.st_ino), 0), stat.st_size)
             with open(path, "r+b") as file:

@@ -11,7 +11,7 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -57,7 +57,9 @@ NODE = nodes.canonical("1xA10")
 LLAMA = models.model("Llama-3.1-8B")
 CLIENTS, OPERATORS = ("gw", 8000), ("gw", 8001)
 MARGIN_S = 12.0  # In which whoever was struck is well again, and known to be.
-QUIET_S = 40.0  # From the end of trouble to the last requests, all of which must be answered.
+SETTLED_S = 60.0  # From the end of trouble until all that is wanted is there.
+LEFT_S = 60.0  # From the last answer until nothing is left of any.
+READ_S = 2.5  # In which a file of keys that was changed is read.
 ADMIN_KEY = "operators"
 
 openai_handler.ThreadPoolExecutor = InlineExecutor  # type: ignore[misc, assignment]
@@ -117,8 +119,8 @@ def scenario_of(seed: int, mixed: int = 0, asks: int = 0) -> Scenario:
     chance = random.Random(f"scenario {seed}")
     mixed = mixed or chance.choice((1, 2, 2, 3, 4, 6))
     combos = chance.choice((0, 0, 1, 2))
-    span_s = chance.uniform(8.0, 30.0)
-    count = asks or chance.randint(4, 24)
+    span_s = chance.uniform(3.0, 15.0)
+    count = asks or chance.randint(3, 14)
     kinds = chance.sample(
         (*ENGINE_FAULTS, *LINK_FAULTS, *GATEWAY_FAULTS, *OTHER_FAULTS), chance.randint(1, 5)
     )
@@ -127,7 +129,7 @@ def scenario_of(seed: int, mixed: int = 0, asks: int = 0) -> Scenario:
             chance.uniform(0.5, span_s),
             chance.choice(kinds),
             chance.randrange(1000),
-            chance.choice((0.2, 1.0, 3.0, 8.0, chance.uniform(0.0, 20.0))),
+            chance.choice((0.2, 1.0, 3.0, 5.0, chance.uniform(0.0, 15.0))),
             chance.random(),
         )
         for _ in range(chance.choice((0, 1, 2, 3, 5, 8)))
@@ -150,9 +152,9 @@ def scenario_of(seed: int, mixed: int = 0, asks: int = 0) -> Scenario:
 def _ask(chance: random.Random, number: int, span_s: float) -> Ask:
     how = chance.choices(
         ("patient", "leaves", "stalls", "trickles", "stranger", "retries", "twins", "reuses"),
-        (12, 2, 1, 1, 1, 4, 1, 1),
+        (24, 4, 1, 2, 1, 6, 2, 1),
     )[0]
-    long = how == "stalls" or chance.random() < 0.03
+    long = how == "stalls" or chance.random() < 0.01
     most = chance.randint(400, 900) if long else chance.choice((1, 2, 8, 20, 40, 80))
     amounts = {
         "leaves": chance.randint(0, 8),
@@ -220,14 +222,18 @@ class Keys:
     def __init__(self, path: Path, limits: Sequence[tuple[str, float]]) -> None:
         self._path, self.limits = path, dict(limits)
         self._round = [0, 0, 0]
+        self._since_s = [0.0, 0.0, 0.0]
         self.write()
 
-    def secret(self, key: int) -> str:
-        return f"sk-{key}-{self._round[key]}"
+    def secret(self, key: int, now_s: float) -> str:
+        """Whoever has a new one uses it when the gateway had time to read it."""
+        return f"sk-{key}-{max(0, self._round[key] - (now_s < self._since_s[key] + READ_S))}"
 
-    def rotate(self, key: int) -> None:
-        self._round[key] += 1
-        self.write()
+    def rotate(self, key: int, now_s: float) -> None:
+        if now_s >= self._since_s[key] + READ_S:
+            self._round[key] += 1
+            self._since_s[key] = now_s
+            self.write()
 
     def write(self) -> None:
         lines = []
@@ -478,7 +484,8 @@ class World:
         asyncio.events._set_running_loop(self.loop)
         try:
             self._begin()
-            self._until(3.0 + self.scenario.trouble_ends_s + QUIET_S)
+            self._until(3.0 + self.scenario.trouble_ends_s)
+            self._until(self.loop.now_s + SETTLED_S, lambda: not rules.unsettled(self))
             self._last_requests()
             rules.at_the_end(self)
         finally:
@@ -489,25 +496,30 @@ class World:
             shutil.rmtree(self.folder, ignore_errors=True)
         return self
 
-    def _until(self, at_s: float) -> None:
-        loop = self.loop
+    def _until(self, at_s: float, holds: Callable[[], bool] = lambda: False) -> None:
+        """Until a time, or until something holds, which is looked at once in a second."""
+        loop, look_s = self.loop, self.loop.now_s
         while loop.now_s < at_s and len(self.broken) < 3:
             loop._run_once()
+            if loop.now_s >= look_s:
+                look_s = loop.now_s + 1.0
+                if holds():
+                    break
 
     def _last_requests(self) -> None:
         """Trouble is over: whoever asks now is answered."""
+        from worlds import rules
+
         last = [Ask(1000 + n, 0.0, 1 + n % 2, 20, 12, 0, n % 2 == 0) for n in range(3)]
         probes = [Client(self, ask) for ask in last]
         for client in probes:
             self.clients.append(client)
             self.loop.call_soon(client.start, context=self.kernel)
-        end_s = self.loop.now_s + 500.0
-        while not all(client.done for client in self.clients) and self.loop.now_s < end_s:
-            self.loop._run_once()
+        self._until(self.loop.now_s + 500.0, lambda: all(client.done for client in self.clients))
         for client in probes:
             if not client.outcomes or client.outcomes[-1].status != 200:
                 self.breaks(f"trouble is over, and request {client.ask.number} is not answered")
-        self._until(self.loop.now_s + 20.0)
+        self._until(self.loop.now_s + LEFT_S, lambda: not (rules.left_over(self) or rules.unsettled(self)))
 
     def _unhandled(self, loop: Any, context: dict[str, Any]) -> None:
         self.breaks(f"unhandled: {context.get('message')} {context.get('exception')!r}")

@@ -154,7 +154,8 @@ class UsageFile:
         first = not self._day
         self._file, self._synced_bytes = file, -1
         if result.st_size and os.pread(file, 1, result.st_size - 1) != b"\n":
-            os.write(file, b"\n")
+            self._waiting.insert(0, b"\n")  # with the next record: there may be no room now
+            self._waiting_bytes += 1
         # Later, what lies there was begun a moment ago, by this process or another.
         self._dated(result.st_mtime if first and result.st_size else self._calendar())
 
