@@ -15,12 +15,16 @@ def strike(world: World, fault: Fault) -> None:
     kind = fault.kind
     world.faults[kind] += 1
     world.loop.told("fault", kind, f"{fault.target} for {fault.lasts_s:.2f} s")
+    if kind in (*world.engine_faults, *world.link_faults) and not world.engines:
+        return
     if kind in world.engine_faults:
         _engine(world, fault, fault.target % len(world.engines))
     elif kind in world.link_faults:
         _link(world, fault)
     elif kind in world.gateway_faults:
         _gateway(world, fault)
+    elif kind in world.controller_faults:
+        _controller(world, fault)
     else:
         _other(world, fault)
 
@@ -42,6 +46,8 @@ def _engine(world: World, fault: Fault, place: int) -> None:
     if kind in ("die", "restart", "other"):
         engine.process.kill(silent=kind == "die" and fault.amount < 0.3)
         engine.process.host.down = kind == "die" and fault.amount < 0.3
+        if world.controller is not None:
+            return
         fingerprint = "g" if kind == "other" and len(world.engines) > 1 else engine.fingerprint
         wait_s = fault.lasts_s if kind == "die" else fault.lasts_s / 50
 
@@ -143,6 +149,29 @@ def _gateway(world: World, fault: Fault) -> None:
     else:
         process.freeze()
         _undo(world, fault, process.thaw)
+
+
+def _controller(world: World, fault: Fault) -> None:
+    service = world.controller
+    if service is None:
+        return
+    living = [process for process in service.processes if process.state != DEAD]
+    if fault.kind == "ctl_kill" and living:
+        service.kill(living[fault.target % len(living)])
+    elif fault.kind == "ctl_fuse":
+        service.fuses.append(1 + fault.target % 40)
+    elif fault.kind == "ctl_freeze" and living:
+        process = living[fault.target % len(living)]
+        process.freeze()
+        _undo(world, fault, process.thaw)
+        if fault.amount < 0.7:  # somebody thinks that it is dead
+            service.start()
+    elif fault.kind == "ctl_second" and len(living) < 3:
+        service.start()
+    elif fault.kind == "spawn_fails":
+        service.machine.fails_until_s = world.loop.now_s + fault.lasts_s
+        for place in range(len(world.engines)):
+            world.troubled(f"e{place}", fault.lasts_s)
 
 
 def _other(world: World, fault: Fault) -> None:

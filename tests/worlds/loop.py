@@ -364,14 +364,17 @@ class Network:
             loop.call_soon(self._accepted, listener, server, context=listener.process.context)
             loop.call_later(back.latency_s, self._connected, made, client, context=KERNEL)
 
-        listeners = self.listeners.get(address)
-        if listeners:
-            loop.call_later(there.latency_s, accept, loop.chance.choice(listeners), context=KERNEL)
-        elif address in self.held:
-            self.held[address].waiting.append(accept)
-        else:
-            error = ConnectionRefusedError(111, "Connection refused")
-            loop.call_later(there.latency_s + back.latency_s, _refuse, made, error, context=KERNEL)
+        def arrive() -> None:
+            listeners = self.listeners.get(address)
+            if listeners:
+                accept(loop.chance.choice(listeners))
+            elif address in self.held:
+                self.held[address].waiting.append(accept)
+            else:
+                error = ConnectionRefusedError(111, "Connection refused")
+                loop.call_later(back.latency_s, _refuse, made, error, context=KERNEL)
+
+        loop.call_later(there.latency_s, arrive, context=KERNEL)
 
     @staticmethod
     def _accepted(listener: Listener, server: Socket) -> None:
@@ -433,6 +436,8 @@ class WorldLoop(asyncio.BaseEventLoop):
             if not handle._cancelled:
                 ready.append(handle)
         for _ in range(len(ready)):
+            if not ready:  # a call that blocks ran them meanwhile (`pump`)
+                break
             handle = ready.popleft()
             if handle._cancelled:
                 continue

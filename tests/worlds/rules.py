@@ -46,13 +46,15 @@ def excused(world: World, seen: Outcome) -> bool:
         return True
     if seen.status == 401:
         return False
+    if seen.status == 0 and ask.how == "twins" and world.faults["disk_full"]:
+        return True  # what it followed could not be kept
     if seen.status == 429:
         return ask.key == 0 and seen.code == "rate_limit_exceeded" and world.limited
     if seen.status == 408 or (seen.status == 0 and ask.how in ("stalls", "trickles")):
         return ask.how in ("stalls", "trickles") and ask.amount > 0.1
     if seen.status in (502, 503, 504, 599) and seen.code != "internal_error":
         suffering = [place for place in range(len(world.engines)) if felt(world, f"e{place}", seen)]
-        well = [unit for unit in world.units() if not set(unit) & set(suffering)]
+        well = [unit for unit in world.units(seen.began_s) if not set(unit) & set(suffering)]
         troubles = sum(felt(world, f"e{place}", seen) for place in suffering)
         retried = seen.code == "upstream_failed" and (
             troubles > 1 or bool(world.scenario.combos and troubles)
@@ -100,6 +102,9 @@ def unsettled(world: World) -> str:
         if lacking or len(core.registry.endpoints) != count:
             there = len(core.registry.endpoints)
             return f"trouble is over, and {there} of {count} replicas are ready; lacking {lacking}"
+        alive = sum(engine.alive for engine in world.engines)
+        if alive != count:
+            return f"trouble is over, and {alive} engines run where {count} are wanted"
     return "" if cores else "trouble is over, and there is no gateway"
 
 
@@ -119,14 +124,14 @@ def _usage(world: World) -> None:
     for word, seen in delivered.items():
         record = records.get(word)
         if record is None:
-            if seen.began_s > power_s:
+            if seen.began_s > power_s and not world.faults["disk_full"]:
                 world.breaks(f"request {seen.ask.number}: answered, and no record of its use")
         elif record["output_tokens"] != len(seen.ask.answer()) or record["tenant"] != f"t{seen.ask.key}":
             world.breaks(f"request {seen.ask.number}: its record says {record}")
     whole = [word for word, record in records.items() if record["outcome"] in ("stop", "length")]
     unknown = [word for word in whole if word not in delivered]
     cut = sum(seen.status != 200 for seen in world.outcomes)
-    if len(unknown) > cut:
+    if len(unknown) > cut and not world.faults["disk_full"]:
         world.breaks(f"{len(unknown)} records of answers that nobody got")
 
 

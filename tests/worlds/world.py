@@ -9,9 +9,10 @@ import logging
 import os
 import random
 import shutil
+import sqlite3
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -49,6 +50,7 @@ from potluck.runtime import brain_log
 from potluck.runtime.resolved_plan import ResolvedPlan
 from worlds import virtual
 from worlds.clients import LETTERS, Ask, Client, Outcome
+from worlds.control import ControllerService
 from worlds.engines import END, Engine
 from worlds.loop import UNIX, ListeningSocket, WorldLoop
 from worlds.virtual import DEAD, InlineExecutor, InlineThread, Process
@@ -113,6 +115,7 @@ ENGINE_FAULTS = (
 LINK_FAULTS = ("cut", "half_cut", "thin", "delay", "reset")
 GATEWAY_FAULTS = ("brain_kill", "brain_freeze", "worker_kill", "worker_freeze", "power")
 OTHER_FAULTS = ("keys", "disk_full", "clock", "limits")
+CONTROLLER_FAULTS = ("ctl_kill", "ctl_fuse", "ctl_freeze", "ctl_second", "spawn_fails")
 
 
 def scenario_of(seed: int, mixed: int = 0, asks: int = 0) -> Scenario:
@@ -121,9 +124,9 @@ def scenario_of(seed: int, mixed: int = 0, asks: int = 0) -> Scenario:
     combos = chance.choice((0, 0, 1, 2))
     span_s = chance.uniform(3.0, 15.0)
     count = asks or chance.randint(3, 14)
-    kinds = chance.sample(
-        (*ENGINE_FAULTS, *LINK_FAULTS, *GATEWAY_FAULTS, *OTHER_FAULTS), chance.randint(1, 5)
-    )
+    controlled = chance.random() < 0.25
+    known = (*ENGINE_FAULTS, *LINK_FAULTS, *GATEWAY_FAULTS, *OTHER_FAULTS)
+    kinds = chance.sample(known + CONTROLLER_FAULTS * 2 if controlled else known, chance.randint(1, 5))
     faults = tuple(
         Fault(
             chance.uniform(0.5, span_s),
@@ -146,6 +149,7 @@ def scenario_of(seed: int, mixed: int = 0, asks: int = 0) -> Scenario:
         chance.choice(((), (), (("concurrent", 2),), (("requests_per_min", 6),))),
         tuple(_ask(chance, number, span_s) for number in range(count)),
         tuple(sorted(faults, key=lambda fault: fault.at_s)),
+        controlled,
     )
 
 
@@ -388,6 +392,8 @@ class Trouble:
 
 class World:
     engine_faults, link_faults, gateway_faults = ENGINE_FAULTS, LINK_FAULTS, GATEWAY_FAULTS
+    controller_faults = CONTROLLER_FAULTS
+    controller: ControllerService | None = None
 
     def __init__(self, scenario: Scenario, check_log: bool = False) -> None:
         self.scenario, self.check_log = scenario, check_log
@@ -411,6 +417,26 @@ class World:
         network = self.loop.network
         network.pieces, network.far.latency_s = scenario.pieces, scenario.latency_s
         network.far.jitter_s = scenario.latency_s
+
+    @property
+    def begin_s(self) -> float:
+        return 8.0 if self.scenario.controlled else 3.0
+
+    def launched(self, marks: Mapping[str, str]) -> None:
+        """By whoever has the lease, and no more than are wanted and may be silent."""
+        process, service = virtual.running(), self.controller
+        assert process is not None
+        assert service is not None
+        with sqlite3.connect(service.path) as db:
+            holder, until_s = db.execute("SELECT holder, until_s FROM lease").fetchone()
+        now_s = virtual.EPOCH_S + self.loop.now_s + service.host.skew_s
+        if holder != process.lease.holder or until_s < now_s:  # type: ignore[attr-defined]
+            self.breaks(f"{process.name} starts an engine, and {holder} has the lease")
+        names = [
+            kept["POTLUCK_INSTANCE"] for engine, kept in service.machine.running.values() if engine.alive
+        ]
+        if marks["POTLUCK_INSTANCE"] in names:
+            self.breaks(f"{marks['POTLUCK_INSTANCE']} is started twice")
 
     def breaks(self, line: str) -> None:
         if line not in self.broken:
@@ -445,8 +471,14 @@ class World:
             self.engines.append(engine)
         return engine
 
-    def units(self) -> list[list[int]]:
-        """Engines that can serve a request together, by their places."""
+    def units(self, since_s: float) -> list[list[int]]:
+        """Engines that can serve a request together since then, by their places."""
+        if self.scenario.controlled:
+            return [
+                [place]
+                for place, engine in enumerate(self.engines)
+                if engine.alive and engine.role == "mixed" and engine.began_s + MARGIN_S < since_s
+            ]
         mixed, combos = self.scenario.mixed, self.scenario.combos
         pairs = [[mixed + 2 * n, mixed + 2 * n + 1] for n in range(combos)]
         return [[place] for place in range(mixed)] + pairs
@@ -454,8 +486,11 @@ class World:
     def _begin(self) -> None:
         scenario = self.scenario
         self.gateway = GatewayService(self)
+        if scenario.controlled:
+            self.controller = ControllerService(self)
+            self.controller.start()
         entries = []
-        for place in range(scenario.mixed + 2 * scenario.combos):
+        for place in range(0 if scenario.controlled else scenario.mixed + 2 * scenario.combos):
             index = max(0, place - scenario.mixed) % 2
             template = "homogeneous" if place < scenario.mixed else "combo"
             engine = self.start_engine(place, "mixed")
@@ -465,11 +500,11 @@ class World:
         for ask in scenario.asks:
             client = Client(self, ask)
             self.clients.append(client)
-            self.loop.call_at(3.0 + ask.at_s, client.start, context=self.kernel)
+            self.loop.call_at(self.begin_s + ask.at_s, client.start, context=self.kernel)
         from worlds import faults
 
         for fault in scenario.faults:
-            self.loop.call_at(3.0 + fault.at_s, faults.strike, self, fault, context=self.kernel)
+            self.loop.call_at(self.begin_s + fault.at_s, faults.strike, self, fault, context=self.kernel)
 
     def run(self) -> World:
         from worlds import rules
@@ -484,7 +519,7 @@ class World:
         asyncio.events._set_running_loop(self.loop)
         try:
             self._begin()
-            self._until(3.0 + self.scenario.trouble_ends_s)
+            self._until(self.begin_s + self.scenario.trouble_ends_s)
             self._until(self.loop.now_s + SETTLED_S, lambda: not rules.unsettled(self))
             self._last_requests()
             rules.at_the_end(self)

@@ -67,9 +67,11 @@ class LogReader:
                 head = _read_header(text, place) if text.startswith("{") else None
                 log_entry = LogEntry(number, *read_line(text, place)) if head is None else None
             except FormatError as error:
-                if half is not None or not isinstance(error.__cause__, json.JSONDecodeError):
+                if not isinstance(error.__cause__, json.JSONDecodeError):
                     raise half or error from None
-                half = error
+                if half is not None:  # cut off twice, each time before a new run
+                    self.cuts.append(number - 1)
+                half = half or error
                 continue
             new_run = head is not None and head.begins != "facts"
             if half is not None:

@@ -1,0 +1,245 @@
+"""The controller in a world: its state file, its lease, and the launcher for this machine with made-up processes.
+
+It blocks where it waits for the gateway: the world goes on below it until the answer is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from potluck.control import http_client
+from potluck.control.controller import Controller
+from potluck.control.gateway_client import GatewayClient
+from potluck.control.launchers import local_launcher
+from potluck.control.launchers.process import ProcessId
+from potluck.control.state_store import Lease, StateStore
+from potluck.core.errors import CapacityError, PotluckError
+from worlds import virtual
+from worlds.engines import HTTP, Engine
+from worlds.virtual import DEAD, FROZEN, Killed, Process
+
+if TYPE_CHECKING:
+    from worlds.world import World
+
+TURN_S = 1.0
+LINGER_S = 5.0
+START_S = 15.0
+
+
+class BlockingHttp:
+    """In place of http.client's connection."""
+
+    def __init__(self, url: str, timeout_s: float, tls: object = None) -> None:
+        parts = urlsplit(url)
+        self._at, self._timeout_s = (parts.hostname, parts.port), timeout_s
+        self.status, self._body = 0, b""
+
+    def request(
+        self, method: str, path: str, body: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        loop, process = virtual.active, virtual.running()
+        assert loop is not None
+        assert process is not None
+        process.fuse()  # type: ignore[attr-defined]
+        data = (body or "").encode()
+        lines = [f"{method} {path} HTTP/1.1", "host: gw", "connection: close", f"content-length: {len(data)}"]
+        lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+        asking = loop.create_task(self._ask("\r\n".join(lines).encode() + b"\r\n\r\n" + data))
+        process.remains.append(asking)
+        text = loop.pump(asking, process)
+        head, found, self._body = text.partition(b"\r\n\r\n")
+        size = head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]
+        if not found or len(self._body) < int(size or 0):
+            raise http.client.RemoteDisconnected("closed without an answer")
+        self.status = int(head.split()[1])
+        process.fuse()  # type: ignore[attr-defined]
+
+    async def _ask(self, data: bytes) -> bytes:
+        async with asyncio.timeout(self._timeout_s):
+            reader, writer = await asyncio.open_connection(*self._at)
+            try:
+                writer.write(data)
+                return await reader.read()
+            finally:
+                writer.close()
+
+    def getresponse(self) -> BlockingHttp:
+        return self
+
+    def read(self, most: int = -1) -> bytes:
+        return self._body
+
+    def close(self) -> None: ...
+
+
+class WorldStore(StateStore):
+    """It may die before, within or behind every change."""
+
+    @contextmanager
+    def change(self) -> Iterator[Any]:
+        process = virtual.running()
+        fuse = getattr(process, "fuse", lambda: None)
+        fuse()
+        with super().change() as db:
+            yield db
+            fuse()
+        fuse()
+
+
+class Machine:
+    """Processes of engines, as the launcher's functions for them see it."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.host = world, "e0"
+        self.style = "mock"
+        self.running: dict[ProcessId, tuple[Engine, dict[str, str]]] = {}
+        self.fails_until_s = -1.0
+        self._count = 0
+
+    # What makes commands.
+
+    def workers(self, make: object) -> int:
+        return 1
+
+    def chips_for(self, make: object) -> tuple[str, ...]:
+        return ()
+
+    def command(self, make: object, port: int, kv_port: int) -> list[str]:
+        self.host = f"e{self._count}"
+        return ["engine", str(self._count)]
+
+    # What processes do.
+
+    def spawn(self, command: Sequence[str], marks: Mapping[str, str], log: Path, **_: object) -> ProcessId:
+        virtual.running().fuse()  # type: ignore[union-attr]
+        if self.world.loop.now_s < self.fails_until_s:
+            raise CapacityError("no memory left")
+        self.world.launched(marks)
+        engine = self.world.kernel.run(self.world.start_engine, self._count, "mixed")
+        self._count += 1
+        pid = ProcessId(engine.process.pid, 1)
+        self.running[pid] = engine, dict(marks)
+        virtual.running().fuse()  # type: ignore[union-attr]
+        return pid
+
+    def alive(self, pid: ProcessId) -> bool:
+        return pid in self.running and self.running[pid][0].alive
+
+    def end(self, pid: ProcessId, *, insist: bool = False) -> None:
+        if self.alive(pid) and (insist or self.running[pid][0].process.state != FROZEN):
+            engine = self.running[pid][0]
+            self.world.troubled(engine.name, 0.0)
+            engine.process.kill()
+
+    def healthy(self, url: str) -> bool:
+        for engine, _ in self.running.values():
+            if engine.url == url and engine.alive:
+                return not engine.mute and self.world.loop.now_s - engine.began_s > 0.5
+        return False
+
+    def stands_still(self, pid: ProcessId) -> bool:
+        return self.alive(pid) and self.running[pid][0].process.state == FROZEN
+
+    def marked(self, name: str, value: str) -> Iterator[tuple[ProcessId, dict[str, str]]]:
+        yield from ((pid, marks) for pid, (_, marks) in self.running.items() if self.alive(pid))
+
+    def install(self) -> None:
+        local_launcher.process = SimpleNamespace(  # type: ignore[attr-defined]
+            ProcessId=ProcessId,
+            Ports=lambda host, clock: SimpleNamespace(free=lambda count=1: HTTP),
+            spawn=self.spawn,
+            alive=self.alive,
+            end=self.end,
+            healthy=self.healthy,
+            stands_still=self.stands_still,
+            marked=self.marked,
+            parent_of=lambda pid: 0,
+            title_of=lambda pid: "",
+            rotate=lambda log: None,
+            last_words=lambda log: "",
+        )
+
+
+class ControllerService:
+    def __init__(self, world: World) -> None:
+        self.world, self.loop = world, world.loop
+        self.host = world.loop.network.host("ctl")
+        self.host.folder = world.folder / "ctl"
+        self.path = self.host.folder / "state.db"
+        self.machine = Machine(world)
+        self.machine.install()
+        http_client.connection_to = BlockingHttp  # type: ignore[assignment]
+        self.processes: list[Process] = []
+        self.fuses: list[int] = []
+        store = StateStore(self.path)
+        store.add_plan(world.gateway.resolved.plan, 0.0, "begin")
+        store.close()
+
+    def start(self) -> None:
+        process = Process(self.loop, f"controller {len(self.processes)}", self.host)
+        process.fuse = lambda: self._fuse(process)  # type: ignore[attr-defined]
+        self.processes.append(process)
+        self.loop.call_soon(self._begin, process, context=process.context.copy())
+
+    def _fuse(self, process: Process) -> None:
+        if self.fuses and not self.world.over:
+            self.fuses[0] -= 1
+            if self.fuses[0] <= 0:
+                self.fuses.pop(0)
+                self.kill(process)
+        if process.state == DEAD:
+            raise Killed
+
+    def kill(self, process: Process) -> None:
+        if process.state != DEAD:
+            self.loop.told("fault", "killed", process.name)
+            process.kill()
+            wait_s = self.loop.chance.uniform(0.05, 4.0)
+            self.loop.call_later(wait_s, self.start, context=self.world.kernel)
+
+    def _begin(self, process: Process) -> None:
+        try:
+            store = WorldStore(self.path)
+            process.remains.append(store)
+            lease = Lease(store)
+            launcher = local_launcher.LocalLauncher(
+                self.machine,  # type: ignore[arg-type]
+                self.host.folder / "logs",  # type: ignore[operator]
+                "owner",
+                free=lambda: None,
+            )
+            gateway = GatewayClient("http://gw:8001", "operators")
+            controller = Controller(store, lease, launcher, gateway, linger_s=LINGER_S, start_s=START_S)
+            process.lease = lease  # type: ignore[attr-defined]
+            lease.inherit()
+        except Killed:
+            return
+        except PotluckError as error:
+            self._failed(process, error)
+            return
+        self._turn(process, controller)
+
+    def _turn(self, process: Process, controller: Controller) -> None:
+        try:
+            controller.turn()
+        except Killed:
+            return
+        except PotluckError as error:
+            self._failed(process, error)
+            return
+        if process.state != DEAD:
+            self.loop.call_later(TURN_S, self._turn, process, controller, context=process.context.copy())
+
+    def _failed(self, process: Process, error: PotluckError) -> None:
+        """It ends with a line; whoever runs it starts it again."""
+        self.loop.told("ended", process.name, str(error))
+        self.world.breaks(f"{process.name} ended with {json.dumps(str(error))}")
+        self.kill(process)
