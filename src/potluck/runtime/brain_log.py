@@ -401,9 +401,10 @@ def _open(path: Path) -> IO[str]:
     opened = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     fcntl.flock(opened, fcntl.LOCK_SH)
     size = os.fstat(opened).st_size
+    out = os.fdopen(opened, "a", buffering=BUFFER_BYTES, encoding="ascii", newline="\n")
     if size and os.pread(opened, 1, size - 1) != b"\n":
-        os.write(opened, b"\n")
-    return os.fdopen(opened, "a", buffering=BUFFER_BYTES, encoding="ascii", newline="\n")
+        out.write("\n")  # with what comes next: there may be no room now
+    return out
 
 
 def pieces_of(path: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from potluck.core.values.plan import ReplicaSpec, plan_from_json
 from potluck.core.values.types import Region
 from potluck.gateway.core import GatewayCore
 from potluck.gateway.registry.engine_client import EngineRecord
-from potluck.gateway.registry.engine_list import read_engines
+from potluck.gateway.registry.engine_list import engines_in
 from potluck.gateway.registry.health import slow_lines
 
 Json = dict[str, object]
@@ -195,7 +195,7 @@ class Operations:
         if self._core.engine_list is not None:
             raise InputError("engines", "are listed in a file (--engines); change that, or start without it")
         before = {engine.entry.url for engine in self._core.registry.engines}
-        listed = read_engines(json.dumps(body), "fleet")
+        listed = engines_in(body, "fleet")
         entries = tuple(replace(entry, key=self._engine_key) for entry in listed)
         self._core.enlist(entries)
         after = {entry.url for entry in entries}

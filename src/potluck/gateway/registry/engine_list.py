@@ -74,6 +74,10 @@ def read_engines(text: str, where: str, folder: Path | None = None) -> tuple[Eng
     except (yaml.YAMLError, RecursionError) as error:
         line = " ".join(str(error).split())[:160]
         raise FormatError(where, f"is not YAML ({line})") from error
+    return engines_in(data, where, folder)
+
+
+def engines_in(data: object, where: str, folder: Path | None = None) -> tuple[EngineEntry, ...]:
     listed = data.get("engines") if isinstance(data, dict) else data
     if listed is None and isinstance(data, dict) and set(data) <= {"engines"}:
         return ()
