@@ -16,6 +16,9 @@ from worlds.loop import WorldLoop
 from worlds.virtual import DEAD, Process
 
 VOCAB, END = 280, 0
+MOST_SENT = 60  # Segments of one request: of 16 attempts, with hedges and prompts apart.
+MOST_REFUSED = 5  # With two retries, and a hedge beside the last.
+REFUSALS = ((503, "try_again"), (429, "overloaded"), (500, "internal_error"))
 MASK = (1 << 64) - 1
 HTTP, KV = 8000, 9000
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
@@ -249,7 +252,12 @@ class EngineHttp(asyncio.Protocol):
         engine, chance = self.engine, self.engine.loop.chance
         engine.salted(body)
         if engine.refuses and chance.random() < engine.refuses:
-            self.refuse(*chance.choice(((503, "try_again"), (429, "overloaded"), (500, "internal_error"))))
+            refusal = REFUSALS[engine.refusal % len(REFUSALS)]
+            if refusal[0] == 429:  # which counts against its retries
+                count = engine.loop.refused[body["request"]] = engine.loop.refused.get(body["request"], 0) + 1
+                if count == MOST_REFUSED:
+                    engine.loop.broken.append(f"a request that was refused {count - 1} times is sent again")
+            self.refuse(*refusal)
         elif engine.draining:
             self.refuse(503, "draining")
         else:
@@ -317,7 +325,7 @@ class Engine:
         self.kept: dict[str, SegmentRun] = {}
         self.burst = 4
         self.slow = 1.0
-        self.refuses = 0.0
+        self.refuses, self.refusal = 0.0, 0
         self.lies: tuple[str, ...] = ()
         self.draining = self.stuck = self.mute = self.forgets = self.wrong_kv = False
         self.salts: dict[str, str] = {}
@@ -347,7 +355,11 @@ class Engine:
         )
 
     def salted(self, body: dict[str, Any]) -> None:
-        """Prefixes are shared by salt: one that two tenants have would show one the other's."""
+        """Prefixes are shared by salt: one that two tenants have would show one the other's. And a request is not
+        sent for ever."""
+        sent = self.loop.sent[body["request"]] = self.loop.sent.get(body["request"], 0) + 1
+        if sent == MOST_SENT:
+            self.loop.broken.append(f"a request was sent to engines {sent} times")
         tenant, salt = body.get("tenant", ""), body.get("salt", "")
         if salt and self.salts.setdefault(salt, tenant) != tenant:
             self.loop.broken.append(f"{self.name}: tenants {tenant} and {self.salts[salt]} share a salt")

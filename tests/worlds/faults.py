@@ -69,7 +69,7 @@ def _engine(world: World, fault: Fault, place: int) -> None:
         elif kind == "lie":
             engine.lies = LIES if fault.amount < 0.5 else (LIES[int(fault.amount * 100) % len(LIES)],)
         elif kind == "refuse":
-            engine.refuses = fault.amount
+            engine.refuses, engine.refusal = 0.3 + fault.amount, fault.target
         else:
             setattr(engine, {"mute": "mute", "forget": "forgets", "wrong_kv": "wrong_kv"}[kind], True)
 

@@ -409,6 +409,8 @@ class WorldLoop(asyncio.BaseEventLoop):
         self.digest = 0
         self.story: list[tuple[float, str, str, str]] = []
         self.broken: list[str] = []
+        self.sent: dict[str, int] = {}  # By request, segments at engines,
+        self.refused: dict[str, int] = {}  # and how often it was refused for lack of room.
         self._clock_resolution = 0.0
         self._cancelled = 0
 

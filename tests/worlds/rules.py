@@ -131,6 +131,10 @@ def _usage(world: World) -> None:
     whole = [word for word, record in records.items() if record["outcome"] in ("stop", "length")]
     unknown = [word for word in whole if word not in delivered]
     cut = sum(seen.status != 200 for seen in world.outcomes)
+    asked = sum(r["key"] == "k0" and r["outcome"] != "limited" for r in records.values())
+    most = dict(world.scenario.limits).get("requests_per_min", 1e9)
+    if asked > most * (1 + world.loop.now_s / 60) * world.gateway.starts and not world.faults["limits"]:
+        world.breaks(f"{asked} requests of a key that may send {most:g} in a minute")
     if len(unknown) > cut and not world.faults["disk_full"]:
         world.breaks(f"{len(unknown)} records of answers that nobody got")
 

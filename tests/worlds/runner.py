@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -92,13 +92,13 @@ def warm() -> None:
     gc.disable()
 
 
-def seeds(
-    first: int, until: Callable[[], bool], made: Callable[[int], Scenario] = scenario_of
-) -> Iterator[Result]:
-    seed = first
-    while not until():
-        yield apart(made(seed))
-        seed += 1
+def found(bug: Callable[[], None], first: int, most: int) -> tuple[int, Result] | None:
+    """How many seeds it takes until a rule finds a bug that was put in, and what is broken then."""
+    for count in range(1, most + 1):
+        result = apart(scenario_of(first + count - 1), bug)
+        if result.broken:
+            return count, result
+    return None
 
 
 def shorter(scenario: Scenario, rule: str) -> Scenario:

@@ -6,6 +6,7 @@ A process is a context (`contextvars`): what it starts inherits it. So whatever 
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import errno
 import os
@@ -87,7 +88,8 @@ class Process:
             item.orphaned(silent)
         for number in [number for number, owner in _owners.items() if owner is self]:
             del _owners[number]
-            _real["close"](number)
+            with contextlib.suppress(OSError):  # closed by what was made of it
+                _real["close"](number)
 
     def signal(self, number: int) -> None:
         call = self.signals.get(number)

@@ -120,10 +120,13 @@ CONTROLLER_FAULTS = ("ctl_kill", "ctl_fuse", "ctl_freeze", "ctl_second", "spawn_
 
 def scenario_of(seed: int, mixed: int = 0, asks: int = 0) -> Scenario:
     chance = random.Random(f"scenario {seed}")
-    mixed = mixed or chance.choice((1, 2, 2, 3, 4, 6))
+    large = chance.random() < 0.02
+    mixed = mixed or (20 if large else chance.choice((1, 2, 2, 3, 4, 6)))
     combos = chance.choice((0, 0, 1, 2))
     span_s = chance.uniform(3.0, 15.0)
-    count = asks or chance.randint(3, 14)
+    count = asks or (60 if large else chance.randint(3, 14))
+    if chance.random() < 0.1:  # all at once
+        span_s = 0.6
     controlled = chance.random() < 0.25
     known = (*ENGINE_FAULTS, *LINK_FAULTS, *GATEWAY_FAULTS, *OTHER_FAULTS)
     kinds = chance.sample(known + CONTROLLER_FAULTS * 2 if controlled else known, chance.randint(1, 5))
@@ -146,7 +149,7 @@ def scenario_of(seed: int, mixed: int = 0, asks: int = 0) -> Scenario:
         chance.choice((2e-4, 2e-3, 2e-2)),
         chance.choice((0.02, 0.05, 0.2)),
         Policy(hedge=chance.choice((0.0, 0.0, 3.0)), affinity=chance.choice((0.0, 1.0))),
-        chance.choice(((), (), (("concurrent", 2),), (("requests_per_min", 6),))),
+        chance.choice(((), (), (("concurrent", 2),), (("requests_per_min", 2),))),
         tuple(_ask(chance, number, span_s) for number in range(count)),
         tuple(sorted(faults, key=lambda fault: fault.at_s)),
         controlled,
@@ -283,7 +286,7 @@ class GatewayService:
         held = self.loop.network.held
         held |= {item.address: item for item in (self.brain_socket, self.operators, self.clients[0])}
         self.processes: dict[int, Process] = {}  # -1: the Brain's.
-        self.begun = 0
+        self.begun = self.starts = 0
         self.ready = False
 
     def start(self) -> None:
@@ -311,6 +314,7 @@ class GatewayService:
     def _process(self, place: int, name: str) -> Process:
         process = self.processes[place] = Process(self.loop, name, self.host)
         process.made = {}  # type: ignore[attr-defined]
+        self.starts += 1
         return process
 
     def _run(self, process: Process, work: Any) -> None:

@@ -1,0 +1,131 @@
+"""Bugs put in on purpose, to see that the rules find them: each is one that somebody could make."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from potluck.control.state_store import Lease
+from potluck.core.brain import recovery
+from potluck.core.state.events import RequestFinished
+from potluck.gateway.admin.usage import UsageFile
+from potluck.gateway.dispatch import active_request, segment_attempt
+from potluck.gateway.dispatch.dispatcher import Dispatcher
+from potluck.gateway.http.connection_pool import EngineCall
+from potluck.gateway.openai.handler import ClientHandler
+from potluck.gateway.openai.keys import KeyQuota, KeyRing
+from potluck.gateway.operator_state import OperatorState
+
+
+def lost_ack() -> None:
+    """A worker forgets now and then to tell the Brain that a request has ended."""
+    told, count = Dispatcher._tell, [0]
+
+    def tell(self: Dispatcher, event: Any) -> None:
+        count[0] += isinstance(event, RequestFinished)
+        if not isinstance(event, RequestFinished) or count[0] % 5:
+            told(self, event)
+
+    Dispatcher._tell = tell  # type: ignore[method-assign]
+
+
+def doubled_usage() -> None:
+    """A record is written a second time, under another name."""
+    record = UsageFile.record
+
+    def twice(self: UsageFile, told: Any, monotonic_s: float) -> None:
+        record(self, told, monotonic_s)
+        record(self, told._replace(id=f"{told.id}x"), monotonic_s)
+
+    UsageFile.record = twice  # type: ignore[method-assign]
+
+
+def retry_without_budget() -> None:
+    """What fails is sent again, however often it did."""
+    recovery.verdict = lambda req, at_s, policy: None
+
+
+def stale_lease() -> None:
+    """A controller goes on with a lease that another has by now."""
+
+    def renew(self: Lease) -> bool:
+        if not self._until_s:
+            self._store.claim(self.holder, self._clock(), self._lasts_s)
+        self._until_s = self._clock() + self._lasts_s
+        return True
+
+    Lease.renew = Lease.inherit = renew  # type: ignore[method-assign]
+
+
+def torn_state_read() -> None:
+    """A state file that lost its end with the power is read as if it were whole."""
+
+    def read(self: OperatorState, name: str) -> Any:
+        path = self._folder / name
+        return json.loads(path.read_text("utf-8")) if path.exists() else None
+
+    OperatorState._read = read  # type: ignore[method-assign]
+
+
+def token_twice() -> None:
+    """After a failure an engine is told one token less than its user has."""
+    body = segment_attempt.segment_body
+
+    def short(asked: Any, model: Any, work: Any, run: Any, tokens: str, *rest: Any) -> bytes:
+        if run.streamed_tokens:
+            tokens = json.dumps(json.loads(tokens)[:-1])
+        return body(asked, model, work, run, tokens, *rest)
+
+    segment_attempt.segment_body = short
+
+
+def shared_salt() -> None:
+    """All tenants' prefixes are kept under one name."""
+    ClientHandler._salt = lambda self, tenant, own: "one"  # type: ignore[method-assign, assignment]
+
+
+def deaf_monitor() -> None:
+    """An engine that says nothing any more is waited for without end."""
+    active_request._stall = lambda debtors, kind: None
+
+
+def leaked_work() -> None:
+    """An answer that nobody wants any more is not taken back from its engine."""
+
+    def cancel(self: EngineCall) -> None:
+        self.over = True
+
+    EngineCall.cancel = cancel  # type: ignore[method-assign]
+
+
+def stale_keys() -> None:
+    """A file of keys that was changed is never read again."""
+    KeyRing._stamp = lambda self: None  # type: ignore[method-assign, assignment]
+
+
+def no_limits() -> None:
+    """A key's limits are written down, and nobody asks."""
+
+    def enter(self: KeyQuota, now_s: float) -> None:
+        self.open += 1
+
+    KeyQuota.enter = enter  # type: ignore[method-assign, assignment]
+
+
+BUGS: dict[str, Callable[[], None]] = {
+    bug.__name__: bug
+    for bug in (
+        lost_ack,
+        doubled_usage,
+        retry_without_budget,
+        stale_lease,
+        torn_state_read,
+        token_twice,
+        shared_salt,
+        deaf_monitor,
+        leaked_work,
+        stale_keys,
+        no_limits,
+    )
+}
