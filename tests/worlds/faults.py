@@ -119,6 +119,7 @@ def _link(world: World, fault: Fault) -> None:
         for end in [end for process in world.loop.processes.values() for end in process.sockets]:
             if (end.link is there or end.link is back) and chance.random() < 0.7:
                 end._reset()
+                end.peer._reset()
     else:
         for link in (there, back):
             if fault.kind == "thin":

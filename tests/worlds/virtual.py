@@ -215,6 +215,8 @@ def install() -> None:
     time.time = _calendar(time.time)
     drawn, named = secrets.token_bytes, socket.gethostname
     secrets.token_bytes = lambda count=32: drawn(count) if active is None else active.chance.randbytes(count)
+    bits = secrets.randbits
+    secrets.randbits = lambda count: bits(count) if active is None else active.chance.getrandbits(count)
     os.open, os.close, os.dup, os.write, os.kill = _open, _close, _dup, _write, _kill
     os.fsync, os.fdatasync = _sync("fsync"), _sync("fdatasync")
     os.getpid = lambda: _real["getpid"]() if (process := running()) is None else process.pid
