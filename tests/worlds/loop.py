@@ -412,7 +412,7 @@ class WorldLoop(asyncio.BaseEventLoop):
         self.sent: dict[str, int] = {}  # By request, segments at engines,
         self.refused: dict[str, int] = {}  # and how often it was refused for lack of room.
         self._clock_resolution = 0.0
-        self._cancelled = 0
+        self._cancelled = self._order = 0
 
     def time(self) -> float:
         return self.now_s
@@ -424,17 +424,25 @@ class WorldLoop(asyncio.BaseEventLoop):
     def again(self, handles: Iterable[Any]) -> None:
         self._ready.extend(handles)
 
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+        """Timers of one instant keep their order."""
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer._scheduled = True
+        self._order += 1
+        heapq.heappush(self._scheduled, (when, self._order, timer))
+        return timer
+
     def _run_once(self) -> None:
         ready, scheduled = self._ready, self._scheduled
-        while scheduled and scheduled[0]._cancelled:
+        while scheduled and scheduled[0][2]._cancelled:
             heapq.heappop(scheduled)
         if not ready:
             if not scheduled:
                 raise RuntimeError("nothing will ever happen again")
-            self.now_s = max(self.now_s, scheduled[0]._when)
+            self.now_s = max(self.now_s, scheduled[0][0])
         now_s = self.now_s
-        while scheduled and scheduled[0]._when <= now_s:
-            handle = heapq.heappop(scheduled)
+        while scheduled and scheduled[0][0] <= now_s:
+            handle = heapq.heappop(scheduled)[2]
             if not handle._cancelled:
                 ready.append(handle)
         for _ in range(len(ready)):
@@ -453,7 +461,7 @@ class WorldLoop(asyncio.BaseEventLoop):
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         self._cancelled += 1
         if self._cancelled > 512 and self._cancelled * 2 > len(self._scheduled):
-            self._scheduled[:] = [kept for kept in self._scheduled if not kept._cancelled]
+            self._scheduled[:] = [kept for kept in self._scheduled if not kept[2]._cancelled]
             heapq.heapify(self._scheduled)
             self._cancelled = 0
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -109,6 +110,7 @@ def read_status(body: bytes, host: str = "") -> StatusReport:
     )
 
 
+@lru_cache(maxsize=4096)
 def _reached(kv: str, host: str) -> str:
     """With the engine's own address for those stages that listen everywhere."""
     if not kv:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -118,6 +119,7 @@ def _key(file: object, where: str, folder: Path | None) -> str:
         raise InputError(f"{where}.key_file", f"{file} cannot be read") from error
 
 
+@lru_cache(maxsize=MOST_ENGINES)
 def address_of(url: str, where: str) -> Address:
     try:
         parts = urlsplit(url)
