@@ -14,7 +14,7 @@ import secrets
 import time
 import traceback
 
-from worlds import runner
+from worlds import bugs, runner
 from worlds.runner import say
 from worlds.world import Scenario, World, scenario_of
 
@@ -56,6 +56,16 @@ def many(first: int, cpu_s: float) -> bool:
     return failed > 0
 
 
+def look_for(names: list[str], first: int, most: int) -> bool:
+    """Whether one of them was not found."""
+    runner.warm()
+    results = {name: runner.found(bugs.BUGS[name], first, most) for name in names}
+    for name, result in results.items():
+        line = "not found" if result is None else f"found by seed {result[1].seed}: {result[1].broken[0]}"
+        say(f"{name}: {line}")
+    return None in results.values()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m worlds", description="Play worlds (docs/worlds.md).")
     parser.add_argument("seed", type=int, nargs="?")
@@ -65,9 +75,13 @@ def main() -> None:
         "--seconds", type=float, default=20.0, help="CPU-seconds of seeds, where none is named"
     )
     parser.add_argument("--first", type=int, help="the first of them; else a fresh one")
+    parser.add_argument("--bug", action="append", choices=bugs.BUGS, help="put this one in; may be repeated")
+    parser.add_argument("--most", type=int, default=500, help="seeds to look for it in")
     given = parser.parse_args()
     if given.seed is None:
         first = secrets.randbelow(1 << 40) if given.first is None else given.first
+        if given.bug:
+            os._exit(look_for(given.bug, first, given.most))
         os._exit(many(first, given.seconds))
     scenario = scenario_of(given.seed)
     if given.shorter:
