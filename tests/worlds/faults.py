@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from potluck.gateway.core import GatewayCore
 from worlds.engines import LIES, Engine
-from worlds.virtual import DEAD, lose_power
+from worlds.loop import SIGTERM
+from worlds.virtual import DEAD, Process, lose_power
 
 if TYPE_CHECKING:
     from worlds.world import Fault, World
@@ -25,6 +30,8 @@ def strike(world: World, fault: Fault) -> None:
         _gateway(world, fault)
     elif kind in world.controller_faults:
         _controller(world, fault)
+    elif kind in world.orders:
+        _order(world, fault)
     else:
         _other(world, fault)
 
@@ -140,7 +147,11 @@ def _gateway(world: World, fault: Fault) -> None:
     place = places[fault.target % len(places)]
     process = service.processes[place]
     world.troubled("gw", fault.lasts_s if "freeze" in fault.kind else 0.0)
-    if fault.kind == "power":
+    if fault.kind == "term":
+        world.troubled("gw", service.settings.drain_s)
+        for item in service.processes.values():
+            item.signal(SIGTERM)
+    elif fault.kind == "power":
         for number in tuple(service.processes):
             service.kill(number, silent=True)
         lose_power(service.host, world.loop.chance)
@@ -150,6 +161,32 @@ def _gateway(world: World, fault: Fault) -> None:
     else:
         process.freeze()
         _undo(world, fault, process.thaw)
+
+
+def _order(world: World, fault: Fault) -> None:
+    """By an operator, about one of the replicas that can be reached."""
+    endpoints = [endpoint for core in world.gateway.made(GatewayCore) for endpoint in core.registry.endpoints]
+    if not endpoints:
+        return
+    endpoint = endpoints[fault.target % len(endpoints)]
+    process = Process(world.loop, "operator", world.loop.network.host("op"))
+    world.troubled(endpoint.address.host, 30.0 + fault.lasts_s)
+
+    async def ask(path: str) -> None:
+        body = json.dumps({"replica": endpoint.replica}).encode()
+        head = f"POST /{path} HTTP/1.1\r\nhost: gw\r\nauthorization: Bearer operators\r\nconnection: close"
+        with suppress(OSError):
+            reader, writer = await asyncio.open_connection("gw", 8001)
+            writer.write(head.encode() + b"\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            answer = await reader.read()
+            writer.close()
+            world.loop.told("order", fault.kind, answer[9:12].decode())
+            if answer[9:12] == b"500":
+                world.breaks(f"an operator's {path} was answered 500")
+
+    process.run(world.loop.create_task, ask(fault.kind))
+    if fault.kind == "cordon":
+        _undo(world, fault, lambda: process.run(world.loop.create_task, ask("uncordon")))
 
 
 def _controller(world: World, fault: Fault) -> None:

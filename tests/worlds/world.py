@@ -48,7 +48,7 @@ from potluck.gateway.workers.supervisor import BrainProcessContext
 from potluck.gateway.workers.worker import Worker, WorkerContext
 from potluck.runtime import brain_log
 from potluck.runtime.resolved_plan import ResolvedPlan
-from worlds import virtual
+from worlds import faults, rules, virtual
 from worlds.clients import LETTERS, Ask, Client, Outcome
 from worlds.control import ControllerService
 from worlds.engines import END, Engine
@@ -113,9 +113,10 @@ ENGINE_FAULTS = (
     "wrong_kv",
 )
 LINK_FAULTS = ("cut", "half_cut", "thin", "delay", "reset")
-GATEWAY_FAULTS = ("brain_kill", "brain_freeze", "worker_kill", "worker_freeze", "power")
+GATEWAY_FAULTS = ("brain_kill", "brain_freeze", "worker_kill", "worker_freeze", "power", "term")
 OTHER_FAULTS = ("keys", "disk_full", "clock", "limits")
 CONTROLLER_FAULTS = ("ctl_kill", "ctl_fuse", "ctl_freeze", "ctl_second", "spawn_fails")
+ORDERS = ("drain", "kill", "cordon")  # Of operators, where a controller puts others in their place.
 
 
 def scenario_of(seed: int, mixed: int = 0, asks: int = 0) -> Scenario:
@@ -129,7 +130,9 @@ def scenario_of(seed: int, mixed: int = 0, asks: int = 0) -> Scenario:
         span_s = 0.6
     controlled = chance.random() < 0.25
     known = (*ENGINE_FAULTS, *LINK_FAULTS, *GATEWAY_FAULTS, *OTHER_FAULTS)
-    kinds = chance.sample(known + CONTROLLER_FAULTS * 2 if controlled else known, chance.randint(1, 5))
+    kinds = chance.sample(
+        known + CONTROLLER_FAULTS * 2 + ORDERS if controlled else known, chance.randint(1, 5)
+    )
     faults = tuple(
         Fault(
             chance.uniform(0.5, span_s),
@@ -396,7 +399,7 @@ class Trouble:
 
 class World:
     engine_faults, link_faults, gateway_faults = ENGINE_FAULTS, LINK_FAULTS, GATEWAY_FAULTS
-    controller_faults = CONTROLLER_FAULTS
+    controller_faults, orders = CONTROLLER_FAULTS, ORDERS
     controller: ControllerService | None = None
 
     def __init__(self, scenario: Scenario, check_log: bool = False) -> None:
@@ -454,8 +457,6 @@ class World:
         self.troubles.append(Trouble(where, self.loop.now_s, self.loop.now_s + lasts_s + MARGIN_S))
 
     def ended(self, outcome: Outcome) -> None:
-        from worlds import rules
-
         self.outcomes.append(outcome)
         self.loop.told(
             "answer", f"request {outcome.ask.number}", f"{outcome.ask.how} {outcome.status} {outcome.code}"
@@ -505,14 +506,10 @@ class World:
             client = Client(self, ask)
             self.clients.append(client)
             self.loop.call_at(self.begin_s + ask.at_s, client.start, context=self.kernel)
-        from worlds import faults
-
         for fault in scenario.faults:
             self.loop.call_at(self.begin_s + fault.at_s, faults.strike, self, fault, context=self.kernel)
 
     def run(self) -> World:
-        from worlds import rules
-
         virtual.active, virtual.Process._next = self.loop, 1
         api_http._words.clear()
         trap = LogTrap(self)
@@ -547,8 +544,6 @@ class World:
 
     def _last_requests(self) -> None:
         """Trouble is over: whoever asks now is answered."""
-        from worlds import rules
-
         last = [Ask(1000 + n, 0.0, 1 + n % 2, 20, 12, 0, n % 2 == 0) for n in range(3)]
         probes = [Client(self, ask) for ask in last]
         for client in probes:
