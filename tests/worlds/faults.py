@@ -148,7 +148,10 @@ def _gateway(world: World, fault: Fault) -> None:
     process = service.processes[place]
     world.troubled("gw", fault.lasts_s if "freeze" in fault.kind else 0.0)
     if fault.kind == "term":
-        world.troubled("gw", service.settings.drain_s)
+        if service.ending or any(item.state != "runs" for item in service.processes.values()):
+            return
+        service.ending = True
+        world.troubled("gw", 2 * service.settings.drain_s)
         for item in service.processes.values():
             item.signal(SIGTERM)
     elif fault.kind == "power":

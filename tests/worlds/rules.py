@@ -96,6 +96,8 @@ def left_over(world: World) -> str:
 def unsettled(world: World) -> str:
     """What is wanted is there."""
     cores = world.gateway.made(GatewayCore)
+    if world.gateway.ending:
+        return "trouble is over, and the gateway has not ended yet"
     for core in cores:
         lacking = [slot.member.id for slot in core.registry._slots.values() if not slot.ready]
         count = world.scenario.mixed + 2 * world.scenario.combos

@@ -60,7 +60,7 @@ LLAMA = models.model("Llama-3.1-8B")
 CLIENTS, OPERATORS = ("gw", 8000), ("gw", 8001)
 MARGIN_S = 12.0  # In which whoever was struck is well again, and known to be.
 SETTLED_S = 60.0  # From the end of trouble until all that is wanted is there.
-LEFT_S = 60.0  # From the last answer until nothing is left of any.
+LEFT_S = 100.0  # From the last answer until nothing is left: a connection may idle for 75 s.
 READ_S = 2.5  # In which a file of keys that was changed is read.
 ADMIN_KEY = "operators"
 
@@ -290,7 +290,7 @@ class GatewayService:
         held |= {item.address: item for item in (self.brain_socket, self.operators, self.clients[0])}
         self.processes: dict[int, Process] = {}  # -1: the Brain's.
         self.begun = self.starts = 0
-        self.ready = False
+        self.ready = self.ending = False  # Ending: it was told to, and is started anew when all have.
 
     def start(self) -> None:
         self.start_brain()
@@ -344,6 +344,11 @@ class GatewayService:
             return
         process.kill(silent)
         wait_s = self.loop.chance.uniform(0.02, 0.3)
+        if self.ending:
+            if all(item.state == DEAD for item in self.processes.values()):
+                self.ending, self.begun = False, 0
+                self.loop.call_later(wait_s, self.start, context=self.world.kernel)
+            return
         again = self.start_brain if place < 0 else lambda: self.start_worker(place)
         self.loop.call_later(wait_s, again, context=self.world.kernel)
 
