@@ -75,13 +75,17 @@ def _engine(world: World, fault: Fault, place: int) -> None:
             engine.slow = 1.5 + 30.0 * fault.amount
         elif kind == "lie":
             engine.lies = LIES if fault.amount < 0.5 else (LIES[int(fault.amount * 100) % len(LIES)],)
-        elif kind == "refuse":
-            engine.refuses, engine.refusal = 0.3 + fault.amount, fault.target
+        elif kind == "refuse":  # often all of them, as when a whole fleet is full
+            for other in world.engines if fault.amount > 0.4 else (engine,):
+                other.refuses, other.refusal = 0.3 + fault.amount, fault.target
+                world.troubled(other.name, fault.lasts_s)
         else:
             setattr(engine, {"mute": "mute", "forget": "forgets", "wrong_kv": "wrong_kv"}[kind], True)
 
         def restore() -> None:
-            engine.lies, engine.refuses, engine.slow = (), 0.0, 1.0
+            for other in world.engines:
+                other.refuses = 0.0
+            engine.lies, engine.slow = (), 1.0
             engine.mute = engine.forgets = engine.wrong_kv = False
 
         _undo(world, fault, restore)
