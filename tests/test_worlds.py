@@ -16,6 +16,7 @@ from potluck.core.state.events import Tick
 from potluck.core.state.facts import FleetFacts, ModelFacts
 from potluck.core.state.policy import Policy
 from potluck.gateway.admin.usage import UsageFile
+from potluck.gateway.operator_state import OperatorState
 from potluck.gateway.values import RequestOutcome
 from potluck.runtime.brain_log import LogFiles, header
 from potluck.runtime.log_lines import line
@@ -85,3 +86,8 @@ def test_a_log_that_was_cut_off_twice_is_read() -> None:
     whole = header(facts, policy)
     result = replay([whole, line(0.0, Tick(), []), whole[:40] + "\n", whole[:90] + "\n", whole], Brain)
     assert (result.runs, result.difference, result.cuts) == (2, "", (3, 4))
+
+
+def test_a_brain_that_takes_anothers_place_reads_which_replicas_are_cordoned(tmp_path: Path) -> None:
+    OperatorState(tmp_path).cordoned(["a", "b"])
+    assert OperatorState(tmp_path).cordons() == ["a", "b"]

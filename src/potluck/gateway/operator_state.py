@@ -53,7 +53,7 @@ class OperatorState:
         self._keep("cordons", list(marks))
 
     def cordons(self) -> list[str]:
-        return self._kept("cordons", list[str]) or []
+        return list(self._kept("cordons", tuple[str, ...]) or ())
 
     def _keep(self, name: str, value: object) -> None:
         made = self._folder / f"{name}.new"
