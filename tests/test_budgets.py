@@ -13,25 +13,26 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "potluck"
 
 PART_LINES = {
-    "core": 12_270,
+    "core": 12_300,
     "plan": 12_170,
     "gateway": 10_400,
-    "engine": 11_590,
-    "cli": 8_595,
-    "perf": 4_160,
-    "sim runtime rehearse": 7_710,
-    "control export": 6_670,
-    "kv": 3_800,
-    "vllm": 3_750,
+    "engine": 11_670,
+    "cli": 9_350,
+    "perf": 4_300,
+    "sim runtime rehearse": 7_630,
+    "control export": 6_660,
+    "kv": 4_080,
+    "vllm": 3_770,
     "api catalog loadgen native spec": 5_630,
 }
 """Lines of source that each part has at most, blank ones not counted."""
-SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 86_600, 446, 57_900, 13_130
+SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 87_910, 451, 58_250, 13_390
+WORLD_LINES = 2_490  # A simulated network, disks and processes, which tests run the product in.
 MOVED_IN = ("tools/accuracy", "tools/demo", "tools/papers")
 """Parts of the package until they were found to be no part of the product; not counted with benchmarks and tools."""
 
 MOST_PARAMETERS = 7
-WIDE_FUNCTIONS = 64  # Functions that still take more; the goal is none.
+WIDE_FUNCTIONS = 62  # Functions that still take more; the goal is none.
 MOST_IMPORTS = {"cli/planning/replan.py": 28, "cli/up/up.py": 34}
 """Modules of ours that one imports from: at most 25, but for these."""
 
@@ -84,7 +85,8 @@ def test_every_package_is_counted() -> None:
 def test_the_whole_stays_within_its_lines_and_files() -> None:
     assert lines_of("src") <= SOURCE_LINES
     assert len(trees()) <= SOURCE_FILES
-    assert lines_of("tests") <= TEST_LINES
+    assert lines_of("tests/worlds") <= WORLD_LINES
+    assert lines_of("tests") - lines_of("tests/worlds") <= TEST_LINES
     assert lines_of("benchmarks", "tools") - lines_of(*MOVED_IN) <= BENCHMARK_LINES
 
 
