@@ -171,8 +171,8 @@ def page(found: list[Compared], command: str) -> str:
         "# All five together",
         f"Made by `{command}`: nothing below is written by hand.",
         "`auto` plans over the columns of all five papers at once. Here it stands beside each paper's own strategy "
-        "on the settings of all five, planned on averages, at list or printed prices, within 10 or 12 s each; `auto` begins "
-        "from what the others found.",
+        "on the settings of all five, planned on averages, at list or printed prices, within 10 or 12 s each; `auto` "
+        "begins from what the others found.",
         f"**Of {len(found)} settings `auto` is no worse than the best single strategy on "
         f"{sum(one.no_worse(one.best) for one in found)}, better than the best on "
         f"{sum(one.better(one.best) for one in found)}, and better than the strategy of the paper that the setting "
