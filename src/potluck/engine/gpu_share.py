@@ -39,7 +39,7 @@ def mps_daemon(kept: Path | None = None) -> Iterator[dict[str, str]]:
         where = {PIPES: str(Path(kept or folder, "pipes")), LOGS: str(Path(kept or folder, "logs"))}
         for path in where.values():
             Path(path).mkdir(parents=True, exist_ok=True)
-        if not _told("get_server_list", where):
+        if kept is None or not _told("get_server_list", where):
             command = [CONTROL, "-d"]
             started = subprocess.run(command, env={**os.environ, **where}, capture_output=True, text=True)
             if started.returncode:
