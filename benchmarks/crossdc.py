@@ -22,16 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from parts import sites
-from parts.case_study import (
-    HOMOGENEOUS,
-    NAIVE,
-    NAME,
-    SELECTIVE,
-    Arrangement,
-    load,
-    prompt_lengths,
-    site,
-)
+from parts.case_study import HOMOGENEOUS, NAIVE, NAME, SELECTIVE, Arrangement, load, prompt_lengths, site
 from parts.common import options, prefixed, run, say
 from parts.crossdc_simulated import dense, prefixes, rate_per_s, simulated
 from parts.sites import Run, fired, missing, serving

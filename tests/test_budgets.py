@@ -26,7 +26,7 @@ PART_LINES = {
     "api catalog loadgen native spec": 5_630,
 }
 """Lines of source that each part has at most, blank ones not counted."""
-SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 87_910, 451, 58_250, 13_390
+SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 87_910, 451, 58_250, 13_410
 WORLD_LINES = 2_490  # A simulated network, disks and processes, which tests run the product in.
 MOVED_IN = ("tools/accuracy", "tools/demo", "tools/papers")
 """Parts of the package until they were found to be no part of the product; not counted with benchmarks and tools."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
+from math import log10
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from parts.case_study import (
     write_plan,
     write_profiles,
 )
-from parts.common import DATA, prefixed, say
+from parts.common import DATA, ROOT, prefixed, say
 from potluck.cli.common.inputs import read_spec
 from potluck.cli.common.workloads import WorkloadOptions
 from potluck.cli.common.workloads import load as load_trace
@@ -36,7 +37,9 @@ from potluck.sim.load.workload import PrefixBlocks, Workload
 from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
 
+from papers.pages import svg  # isort: skip
 from papers.prfaas_model import optimum  # isort: skip
+from papers.rows import Line, Plot  # isort: skip
 
 MODELS = {"hybrid": MODEL, "dense": "MiniMax-M2.5"}
 """The dense one is timed as the hybrid one: they differ in nothing but KV, 17 and 254 kB a token."""
@@ -72,7 +75,24 @@ def dense(quick: bool) -> dict[str, float]:
                 "simulated_far": far,
             }
             figures |= prefixed(f"dense_{kind}_{gbps:g}gbps", values)
+    if not quick:
+        draw(figures)
     return figures
+
+
+def draw(figures: dict[str, float]) -> None:
+    """The page's plot."""
+    ways = {"modelled": "throughput model", "planned": "planner", "simulated": "simulated"}
+    x = tuple(log10(gbps) for gbps in WIDTHS)
+    lines = [
+        Line(f"{kind}, {text}", x, tuple(figures[f"dense_{kind}_{gbps:g}gbps_{way}"] for gbps in WIDTHS))
+        for kind in MODELS
+        for way, text in ways.items()
+    ]
+    y = "requests/s with the far site, of those without"
+    (ROOT / "docs" / "offload.svg").write_text(
+        svg(Plot("offload", "log10 of Gbps", y, tuple(lines))), "utf-8"
+    )
 
 
 def served(what: Arrangement, gbps: float, name: str, per_s: float) -> tuple[float, float]:
