@@ -69,16 +69,17 @@ def svg(plot: Plot) -> str:
     """Curves over two axes, with the least and the largest figure of each."""
     xs, ys = ([v for line in plot.lines for v in getattr(line, axis)] for axis in "xy")
     low_x, high_x, high_y = min(xs), max(xs), max(ys) or 1.0
+    top = max(EDGE, 24 + 14 * len(plot.lines))  # Names of curves stand above them.
 
     def place(x: float, y: float) -> str:
         across = EDGE + (x - low_x) / ((high_x - low_x) or 1.0) * (WIDTH - 2 * EDGE)
-        return f"{across:.1f},{HEIGHT - EDGE - y / high_y * (HEIGHT - 2 * EDGE):.1f}"
+        return f"{across:.1f},{HEIGHT - EDGE - y / high_y * (HEIGHT - EDGE - top):.1f}"
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-size="11" '
         'font-family="sans-serif">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<path d="M{EDGE},{EDGE} V{HEIGHT - EDGE} H{WIDTH - EDGE}" fill="none" stroke="#94a3b8"/>',
+        f'<path d="M{EDGE},{top} V{HEIGHT - EDGE} H{WIDTH - EDGE}" fill="none" stroke="#94a3b8"/>',
     ]
     bottom = HEIGHT - EDGE
     labels = (
@@ -86,8 +87,8 @@ def svg(plot: Plot) -> str:
         (WIDTH - EDGE, bottom + 16, "end", f"{high_x:,.3g}" if high_x < 1000 else f"{high_x:,.0f}"),
         (WIDTH / 2, bottom + 32, "middle", plot.x),
         (EDGE - 6, bottom, "end", "0"),
-        (EDGE - 6, EDGE + 4, "end", f"{high_y:.3g}"),
-        (EDGE, EDGE - 10, "start", plot.y),
+        (EDGE - 6, top + 4, "end", f"{high_y:.3g}"),
+        (EDGE, top - 10, "start", plot.y),
     )
     for x, y, anchor, label in labels:
         parts.append(f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="#334155">{escape(label)}</text>')
