@@ -253,7 +253,8 @@ class EngineHttp(asyncio.Protocol):
         engine.salted(body)
         if engine.refuses and chance.random() < engine.refuses:
             refusal = REFUSALS[engine.refusal % len(REFUSALS)]
-            if refusal[0] == 429:  # which counts against its retries
+            # It counts against its retries, once for an attempt: of both segments of one, each may be refused.
+            if refusal[0] == 429 and not body.get("start", 0):
                 count = engine.loop.refused[body["request"]] = engine.loop.refused.get(body["request"], 0) + 1
                 if count == MOST_REFUSED:
                     engine.loop.broken.append(f"a request that was refused {count - 1} times is sent again")
