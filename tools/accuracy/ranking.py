@@ -8,12 +8,12 @@ breaks it after all is charged in proportion.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from zlib import crc32
 
 import numpy as np
+from numpy.typing import NDArray
 
-from accuracy.serving import run_errors
 from potluck.cli.engine.run_tables import Placed
 from potluck.perf.error_bars import METRICS, SHARES, RunErrors, step_groups
 from potluck.perf.step_timer import Floats
@@ -23,11 +23,15 @@ LEAST_CHOICES = 4
 RATE, TPOT = METRICS.index("rate"), METRICS.index("tpot")
 
 
-def ranking(placed: Sequence[Placed], ratios: Floats) -> dict[str, float]:
+ErrorsOf = Callable[[Sequence[Placed], Floats, NDArray[np.bool_]], Sequence[RunErrors]]
+"""The errors of some of the runs."""
+
+
+def ranking(placed: Sequence[Placed], ratios: Floats, errors_of: ErrorsOf) -> dict[str, float]:
     """By kind of model: Kendall's tau, and what the first choice costs more than the best, as means over groups."""
     from scipy.stats import kendalltau
 
-    chances = _chances(placed, ratios)
+    chances = _chances(placed, ratios, errors_of)
     groups: dict[tuple[str, str, int, int], list[int]] = {}
     for i, item in enumerate(placed):
         run = item.run
@@ -52,12 +56,12 @@ def ranking(placed: Sequence[Placed], ratios: Floats) -> dict[str, float]:
     return {name: round(float(np.mean(values)), 3) for name, values in found.items()}
 
 
-def _chances(placed: Sequence[Placed], ratios: Floats) -> Floats:
+def _chances(placed: Sequence[Placed], ratios: Floats, errors_of: ErrorsOf) -> Floats:
     """Of each run, the chance that it keeps the limit, by the errors of the half of configurations without it."""
     half = np.array([crc32(" ".join(item.run.configuration).encode()) % 2 for item in placed])
     result = np.zeros(len(placed))
     for side in (0, 1):
-        errors = {e.group: e for e in run_errors(placed, ratios, half != side) if e.metric == "tpot"}
+        errors = {e.group: e for e in errors_of(placed, ratios, half != side) if e.metric == "tpot"}
         for i in np.flatnonzero((half == side) & np.isfinite(ratios[TPOT])):
             item = placed[int(i)]
             known: RunErrors = next(

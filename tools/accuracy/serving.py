@@ -20,6 +20,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from accuracy.ranking import ranking
 from potluck.cli.engine.calibrate import WEIGHTS
 from potluck.cli.engine.own_runs import bar_of, log_ratios, works
 from potluck.cli.engine.run_tables import Placed
@@ -117,7 +118,6 @@ def study_runs(
     placed: Sequence[Placed], left_out: int = 0, said: Callable[[str], None] = lambda _: None
 ) -> tuple[RunStudy, tuple[RunErrors, ...]]:
     """Fit, score what was left out, and see what bars hold and how well one would choose."""
-    from accuracy.ranking import ranking
 
     every = works(placed), works(placed, experts=2.0)
     versions = _versions(placed)
@@ -148,7 +148,7 @@ def study_runs(
     engines += [middle(engines, *name) for name in names]
     errors = run_errors(placed, ratios, unseen=unseen)
     held = coverage(placed, ratios, unseen)
-    scores, choices = run_scores(placed, ratios), ranking(placed, ratios)
+    scores, choices = run_scores(placed, ratios), ranking(placed, ratios, run_errors)
     return RunStudy(tuple(engines), scores, held, left_out, ranking=choices), errors
 
 
