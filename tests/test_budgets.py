@@ -14,7 +14,7 @@ SOURCE = ROOT / "src" / "potluck"
 
 PART_LINES = {
     "core": 12_300,
-    "plan": 12_170,
+    "plan": 12_152,
     "gateway": 10_400,
     "engine": 11_670,
     "cli": 9_350,
@@ -26,7 +26,7 @@ PART_LINES = {
     "api catalog loadgen native spec": 5_630,
 }
 """Lines of source that each part has at most, blank ones not counted."""
-SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 87_910, 451, 58_250, 13_410
+SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 87_890, 450, 58_250, 13_410
 WORLD_LINES = 2_490  # A simulated network, disks and processes, which tests run the product in.
 MOVED_IN = ("tools/accuracy", "tools/demo", "tools/papers")
 """Parts of the package until they were found to be no part of the product; not counted with benchmarks and tools."""

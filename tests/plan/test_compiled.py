@@ -8,7 +8,8 @@ from typing import Any
 import numba
 import pytest
 
-from potluck.plan.compiled import compiled, options
+from potluck.native.machine_code import compiled
+from potluck.native.machine_code import compiler_options as options
 
 
 def add(a: int, b: int) -> int:

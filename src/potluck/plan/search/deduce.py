@@ -164,7 +164,7 @@ class ConfigurationSearch:
             self._listing = _listing(2 * rows)
         nodes, gpus = np.array([node for node, _ in takes]), np.array([count for _, count in takes])
         stages = min(MAX_STAGES, self.work.model.layer_count) if self.work.engine.pipelines else 1
-        return list_candidates(nodes, gpus, stages, self.cuts, self._desk, self._listing)
+        return int(list_candidates(nodes, gpus, stages, self.cuts, self._desk, self._listing))
 
     def _deduced(self, placed: Sequence[tuple[int, int]]) -> GroupConfiguration:
         result, layers = self._result

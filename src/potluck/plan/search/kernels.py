@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.plan.compiled import compiled
+from potluck.native.machine_code import compiled
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.plan.compiled import compiled
+from potluck.native.machine_code import compiled
 
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
@@ -313,7 +313,7 @@ def _settle(t: PipelineTables, c: PipelineScratch, s: int, value: int) -> int:
             reached = _rate(t.upper, c, s, c.parts[stage], c.caps[stage])
         c.tails[stage] = reached
     if not t.monotone:
-        return _settle_sets(t, c, s, value)
+        return int(_settle_sets(t, c, s, value))
     # Layers are given up where they are slowest until L are left.
     while True:
         slowest = 0
