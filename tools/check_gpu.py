@@ -5,8 +5,8 @@
 For each of `sample_models.py`, with random weights: prompts of unlike lengths in chunks beside one another, then
 steps in which all decode, at first beside the chunks of one more prompt. Logits are compared: float32 with the CPU's
 to rounding; bfloat16 with float32 on the CPU, a few times as far off as bfloat16 there; each with steps recorded as
-CUDA graphs and launched one by one (models with experts or latent layers are never recorded). Exits with 1 when
-anything differs.
+CUDA graphs and launched one by one (models with experts or latent layers are never recorded). Then KV is handed from
+one engine to another, and compared bit for bit. Exits with 1 when anything differs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -25,16 +26,20 @@ from torch import Tensor
 
 from potluck.catalog.huggingface import read_model
 from potluck.core.errors import PotluckError
-from potluck.engine.compute.executor import RunnerSize, SequenceWork, last_drawn
+from potluck.engine.compute.executor import CacheExport, RunnerSize, SequenceWork, StepInputs, last_drawn
+from potluck.engine.compute.handover import manifest
+from potluck.engine.compute.local_executor import LocalExecutor
 from potluck.engine.compute.runner import Runner, StepGraphs, recordable
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.model.config import EngineModelConfig, read_config
+from potluck.kv.chunks import KvChunk
 
 PROMPTS = (5, 37, 64, 90, 21, 130)  # Tokens; some are shorter than a chunk, some longer than the windows.
 CHUNK, DECODES, SEED = 48, 12, 5
 LATE, LATE_CHUNK = 100, 25  # Tokens of the prompt that comes while others decode.
 ROUNDING = 2e-4  # What float32 may be off by, of the logits' spread: sums in another order.
 LEAST_BF16, TIMES_BF16 = 0.02, 3.0
+SIZE = RunnerSize(len(PROMPTS) + 2, 200, max(PROMPTS) + DECODES, max_chunk_tokens=2 * CHUNK)
 STEPS = ("launched", "recorded")
 SPREAD = 0.35  # Of the weights: small enough that rounding is not blown up from layer to layer.
 
@@ -61,9 +66,7 @@ def sample_config(name: str) -> EngineModelConfig:
 
 
 def start(config: EngineModelConfig, device: str, dtype: torch.dtype, *, recorded: bool) -> Runner:
-    longest = max(PROMPTS) + DECODES
-    size = RunnerSize(len(PROMPTS) + 2, 200, longest, max_chunk_tokens=2 * CHUNK)
-    engine = Runner(config, RandomSource(SEED, SPREAD), size, device=device, dtype=dtype)
+    engine = Runner(config, RandomSource(SEED, SPREAD), SIZE, device=device, dtype=dtype)
     if not recorded:
         engine._graphs = None
     elif engine._graphs is None:
@@ -121,6 +124,53 @@ def check(name: str, device: str) -> list[Row]:
     ]
 
 
+def handed(name: str, device: str) -> list[Row]:
+    """KV from one runner to another, with the steps that compute it or from a kept row; `off`: bytes that differ."""
+    config, result = sample_config(name), []
+    record = recordable(config.model, 0, config.model.layer_count) and device != "cpu"
+    for recorded, kept in product((False, True) if record else (False,), (False, True)):
+        sender, receiver = (
+            LocalExecutor(engine, SIZE)
+            for engine in (start(config, device, torch.bfloat16, recorded=recorded) for _ in range(2))
+        )
+        try:
+            off, problem = float(differing(sender, receiver, kept=kept)), ""
+        except (RuntimeError, PotluckError, ImportError, TypeError, ValueError) as error:
+            off, problem = float("inf"), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        result.append(Row(name, "KV kept" if kept else "KV", STEPS[recorded], off, problem, 0.0))
+    return result
+
+
+def differing(sender: LocalExecutor, receiver: LocalExecutor, *, kept: bool) -> int:
+    """Bytes that the receiver's row has otherwise than the sender's, layer by layer; chunks come last to first."""
+    whole, chunks = max(PROMPTS), list[KvChunk]()
+    text = torch.randint(
+        0, sender.config.model.vocab, (whole,), generator=torch.Generator().manual_seed(SEED)
+    )
+    tokens, row = text.tolist(), sender.open()
+    for first in range(0, whole, CHUNK):
+        stop = min(first + CHUNK, whole)
+        sender.grow(row, stop, since=first)
+        exports = [] if kept else [CacheExport(row, first, stop, (0, whole))]
+        work = SequenceWork(row, first, tokens[first:stop], "none")
+        sender.begin(StepInputs([work], [], exports, lambda _, more: chunks.extend(more)))()
+    chunks += [chunk for more in sender.exports(row, 0, whole) for chunk in more] if kept else []
+    onto = receiver.open()
+    arrival = receiver.arrival(onto, manifest(sender.runner, tokens, 0, whole), tokens)
+    for chunk in reversed(chunks):
+        arrival.accept(chunk)
+    arrival.finish()
+    layers = range(sender.config.model.layer_count)
+    pairs = (
+        (sender.export(row, layer, 0, whole), receiver.export(onto, layer, 0, whole)) for layer in layers
+    )
+    return sum(
+        sum(a != b for a, b in zip(bytes(one.data), bytes(other.data), strict=True))
+        for sent, come in pairs
+        for one, other in zip(sent, come, strict=True)
+    )
+
+
 def off_by(
     config: EngineModelConfig, device: str, dtype: str, recorded: bool, expected: Tensor
 ) -> tuple[float, str]:
@@ -149,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{'sample':22} {'numbers':9} {'steps':9} {'off':>10} {'allowed':>10}")
     rows = []
     for name in options.only or SAMPLES:
-        for row in check(name, options.device):
+        for row in (*check(name, options.device), *handed(name, options.device)):
             verdict = "ok" if row.fine else f"DIFFERS {row.problem}".rstrip()
             off = f"{row.off:10.2e} {row.allowed:10.2e} "
             print(f"{row.name:22} {row.dtype:9} {row.steps:9}", off, verdict, flush=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -370,6 +371,7 @@ def run_benchmark(name: str, measure: Measure, targets: Targets, **more: object)
     asked = options(**known, profiles="", keep="", **more)
     shares = {HIGH: asked.high_share, LOW: asked.low_share or {"A30": 25}.get(asked.low, 12)}
     about = context((0, 1, 2), quick=asked.quick)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of `finally`: engines end with it
     with bed(asked.low, asked.profiles, shares, asked.layers) as (made, fleet):
         fleet.keep = asked.keep
         fleet.measure(asked.quick)

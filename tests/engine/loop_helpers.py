@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from engine_models import KINDS, VOCAB, prompt
 
@@ -15,9 +16,9 @@ from potluck.engine.loop.jobs import Event, Job, JobEnded, LayerSent, OutputToke
 from potluck.engine.memory.prefix_cache import PrefixCache
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.model.config import EngineModelConfig
-from potluck.kv.chunks import KvChunk, KvManifest
+from potluck.kv.chunks import KvChunk, KvManifest, token_hash
 
-__all__ = ["KINDS", "VOCAB", "LoopHarness", "harness", "prompt"]
+__all__ = ["KINDS", "VOCAB", "LoopHarness", "alone", "harness", "prompt"]
 
 
 class LoopHarness:
@@ -42,6 +43,7 @@ class LoopHarness:
         self.said: dict[int, list[Event]] = {}
         self.loop = EngineLoop(self.executor, limits, self._hear, prefixes=self.prefixes, lease_s=lease_s)
         self.now_s = 0.0
+        self.have: dict[int, int] = {}
         self._keys = 0
 
     def _hear(self, events: list[tuple[int, Event]]) -> None:
@@ -51,7 +53,7 @@ class LoopHarness:
     def submit(self, tokens: Sequence[int], output: int = 0, **fields: object) -> int:
         self._keys += 1
         job = Job(self._keys, tuple(tokens), output_tokens=output, **fields)  # type: ignore[arg-type]
-        self.loop.submit(job, self.now_s)
+        self.have[self._keys] = self.loop.submit(job, self.now_s)
         return self._keys
 
     def turn(self) -> bool:
@@ -90,6 +92,18 @@ def harness(kind: str, **fields: int) -> LoopHarness:
     return LoopHarness(KINDS[kind], **fields)  # type: ignore[arg-type]
 
 
+def manifest(engine: LoopHarness, key: int, tokens: Sequence[int], stop: int) -> KvManifest:
+    """Of the cache that a job waits for; the last token of a prompt is always computed."""
+    stop = min(stop, len(tokens) - 1)
+    return KvManifest(engine.executor.fingerprint, engine.have[key], stop, token_hash(tokens[:stop]))
+
+
+@cache
+def alone(kind: str, length: int, output: int, seed: int = 0) -> list[int]:
+    """What a prompt is answered with where nothing else runs, the same for all who ask."""
+    return harness(kind).answer(prompt(length, seed), output)
+
+
 def carry(
     sender: LoopHarness,
     source: int,
@@ -101,17 +115,17 @@ def carry(
 ) -> None:
     """The cache that `source` hands on, to `target`. `late`: the receiver comes when the work is done, or after so
     many `turns`."""
-    have = receiver.loop.look_up(target)
+    have = receiver.have[target]
     if late:
         sender.run()
     for _ in range(turns):
         sender.turn()
     about: KvManifest = sender.loop.attach(source, have, sender.now_s)
     sender.run()
-    receiver.loop.want(target)
-    receiver.turn()
+    if receiver.loop.expect(target, about) is None:
+        receiver.turn()
+        assert receiver.loop.expect(target, about) is not None
     assert any(isinstance(event, RowReady) for event in receiver.said[target])
-    receiver.loop.expect(target, about)
     for chunk in sender.chunks(source):
         receiver.loop.accept(target, chunk)
     receiver.loop.arrived(target)

@@ -12,6 +12,7 @@ from potluck.catalog import models, nodes
 from potluck.core.replica.batch import BatchLimits
 from potluck.core.values.layout import single
 from potluck.core.values.model import Model
+from potluck.engine import shipped_model
 from potluck.engine.compute.emulated import Clock
 from potluck.engine.compute.executor import RunnerSize
 from potluck.engine.loop.engine_loop import EngineLoop
@@ -22,7 +23,6 @@ from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.serve import EngineSettings
 from potluck.engine.server.engine_service import EngineService
 from potluck.engine.server.http_connection import RequestLimits
-from potluck.engine.shipped_model import shipped_model
 from potluck.perf.timers.roofline import roofline
 
 LLAMA = models.model("llama-3.1-8b")

@@ -156,11 +156,15 @@ def test_the_samples_have_every_family() -> None:
     assert set(BASES) == set(FAMILIES)
 
 
-def test_norms_of_heads_run_in_sixteen_bits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_norms_of_heads_run_in_sixteen_bits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exact, "_found", lambda dtype, threads: exact.PLAIN)  # a GPU is not asked either
     assert check_gpu.main(["--device", "cpu", "--only", "qwen3_5_text"]) == 0
     lines = capsys.readouterr().out.splitlines()
     kinds = [" ".join(line.split()[1:3]) for line in lines[1:-1]]
-    assert kinds == ["float32 launched", "bfloat16 launched", "bfloat16 recorded"]
+    handed = ["KV launched", "KV kept"]
+    assert kinds == ["float32 launched", "bfloat16 launched", "bfloat16 recorded", *handed]
 
 
 def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,6 +174,7 @@ def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         return honest(x, weight, eps) * (1.3 if x.dtype == torch.bfloat16 and x.dim() == 3 else 1.0)
 
     monkeypatch.setattr("potluck.engine.model.attention.rms_norm", careless)
+    monkeypatch.setattr(exact, "_found", lambda dtype, threads: exact.PLAIN)
     monkeypatch.setattr(check_gpu, "TIMES_BF16", 0.0)  # the CPU's own 16 bits are as careless here
     assert check_gpu.main(["--device", "cpu", "--only", "qwen3"]) == 1
     assert "DIFFERS" in capsys.readouterr().out

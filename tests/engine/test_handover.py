@@ -16,9 +16,18 @@ from torch import Tensor
 from potluck.core.errors import FormatError, PotluckError
 from potluck.core.values.model import Model
 from potluck.engine.compute.executor import SequenceWork
-from potluck.engine.compute.handover import IncomingHandover, manifest, pack, ranges
+from potluck.engine.compute.handover import (
+    IncomingHandover,
+    _Batch,
+    _Expected,
+    batches,
+    manifest,
+    pack,
+    ranges,
+)
 from potluck.engine.compute.runner import Runner
 from potluck.engine.loop.jobs import JobComputed, LayerSent
+from potluck.engine.memory import pinned
 from potluck.engine.mock.mock_executor import MORE, NOTHING, chunk_of
 from potluck.engine.mock.mock_transfer import KvSizes, MockKvTransfer
 from potluck.kv.assembly import MissingParts
@@ -293,3 +302,42 @@ def test_pieces_of_a_pretended_cache_weigh_as_much_as_the_whole(kind: str, since
             for first, stop in pairwise(stops)
         ]
         assert sum(map(kv_transfer.kv_bytes, parts)) == pytest.approx(whole, abs=2 * len(parts))
+
+
+@given(st.lists(st.integers(1, 40 << 20), max_size=30))
+def test_layers_go_together_in_their_order_up_to_a_size(sizes: list[int]) -> None:
+    some = list(batches(sizes, lambda size: size))
+    assert [size for batch in some for size in batch] == sizes
+    assert all(len(batch) == 1 or sum(batch) <= pinned.PIECE_BYTES for batch in some)
+    assert all(sum(one) + after[0] > pinned.PIECE_BYTES - 256 * len(one) for one, after in pairwise(some))
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 5), st.integers(0, 3))
+def test_layers_that_come_in_pieces_are_whole_when_the_last_one_is_there(
+    random: object, count: int, start: int
+) -> None:
+    wanted = {layer: _Expected("kv", start, torch.float32, (7, 2, 2, 3)) for layer in range(count)}
+    values = {layer: torch.randn(7, 2, 2, 3) for layer in wanted}
+    pieces = [
+        KvChunk(layer, "kv", start + a, start + b, "float32", (b - a, 2, 2, 3), whole[a:b].numpy().tobytes())
+        for layer, whole in values.items()
+        for a, b in ((0, 2), (2, 7))
+    ]
+    random.shuffle(pieces)  # type: ignore[attr-defined]
+    batch = _Batch(wanted, pinned.PinnedPool(1))
+    assert [batch.takes(piece) for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    for layer, item, part in batch.cut(batch.host.view(torch.float32)):
+        assert torch.equal(part.view(item.shape), values[layer])
+
+
+def test_memory_is_lent_again_once_nobody_looks_at_it() -> None:
+    pool = pinned.PinnedPool(1)
+    first = pool.take(100)
+    place = first.data_ptr()
+    part = memoryview(first[10:20].numpy())
+    del first
+    second, others = pool.take(100), pool.take(100, waits=True)
+    assert place not in (second.data_ptr(), others.data_ptr())
+    del part
+    assert pool.take(7).data_ptr() == place
+    assert len(pool.take(pinned.PIECE_BYTES + 1)) == pinned.PIECE_BYTES + 1

@@ -20,6 +20,7 @@ from server_helpers import TRIAL, Client, face, make_service, tokens_in
 from potluck.api.openai_requests import ANY_OBJECT, LONGEST_SCHEMA
 from potluck.api.tokenizer import ModelTokenizer
 from potluck.catalog.huggingface import read_model
+from potluck.engine import shipped_model
 from potluck.engine.compute.executor import Executor, RunnerSize
 from potluck.engine.compute.logit_edits import Grammars, JsonGuide, UnfitFormat
 from potluck.engine.mock.mock_engine import mock_engine
@@ -28,7 +29,6 @@ from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.pipeline.launch import launch
 from potluck.engine.serve import EngineSettings, assemble, local_executor
 from potluck.engine.server.engine_service import EngineService
-from potluck.engine.shipped_model import shipped_model
 from potluck.kv.handles import new_handle
 
 pytest.importorskip("llguidance")

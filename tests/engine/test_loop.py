@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from loop_helpers import KINDS, VOCAB, carry, harness, prompt
+from loop_helpers import KINDS, VOCAB, alone, carry, harness, manifest, prompt
 
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.sampling import SampledToken, Sampling
@@ -24,19 +24,14 @@ def _ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(LocalExecutor, "ordered", request.param == "ahead")
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, list[int]]:
-    return {kind: harness(kind).answer(prompt(LENGTH), OUTPUT) for kind in KINDS}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [1, 7, 64, 512])
-def test_no_chunk_matters(kind: str, chunk: int, expected: dict[str, list[int]]) -> None:
-    assert harness(kind, chunk=chunk).answer(prompt(LENGTH), OUTPUT) == expected[kind]
+def test_no_chunk_matters(kind: str, chunk: int) -> None:
+    assert harness(kind, chunk=chunk).answer(prompt(LENGTH), OUTPUT) == alone(kind, LENGTH, OUTPUT)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_neighbours_do_not_matter(kind: str, expected: dict[str, list[int]]) -> None:
+def test_neighbours_do_not_matter(kind: str) -> None:
     engine, chance, keys = harness(kind), random.Random(3), list[int]()
     for place in range(17):
         if place == 8:
@@ -45,7 +40,7 @@ def test_neighbours_do_not_matter(kind: str, expected: dict[str, list[int]]) -> 
             keys.append(engine.submit(prompt(chance.randrange(1, 90), place), chance.randrange(1, 20)))
         engine.turn()
     engine.run()
-    assert engine.tokens(mine) == expected[kind]
+    assert engine.tokens(mine) == alone(kind, LENGTH, OUTPUT)
     assert all(engine.end(key).reason == "length" for key in keys)
 
 
@@ -57,21 +52,21 @@ def test_preemption_does_not_matter(kind: str) -> None:
     other = engine.submit(prompt(150, 5), 60, priority=1)
     engine.run()
     assert engine.loop.counters.preemptions > 0
-    assert engine.tokens(mine) == harness(kind).answer(prompt(LENGTH), 40)
-    assert engine.tokens(other) == harness(kind).answer(prompt(150, 5), 60)
+    assert engine.tokens(mine) == alone(kind, LENGTH, 40)
+    assert engine.tokens(other) == alone(kind, 150, 60, 5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("turns", [0, 2, 5, 99])
 @pytest.mark.parametrize("cut", [1, 50, 64, LENGTH])
-def test_a_hand_over_does_not_matter(kind: str, turns: int, cut: int, expected: dict[str, list[int]]) -> None:
+def test_a_hand_over_does_not_matter(kind: str, turns: int, cut: int) -> None:
     first, second = harness(kind, chunk=40), harness(kind)
     source, other = first.submit(prompt(LENGTH), stop=cut), first.submit(prompt(20, 1), 12)
     target = second.submit(prompt(LENGTH), OUTPUT, start=cut)
     carry(first, source, second, target, turns=turns)
-    assert second.tokens(target) == expected[kind]
+    assert second.tokens(target) == alone(kind, LENGTH, OUTPUT)
     assert first.end(source).reason == "handed_on"
-    assert first.tokens(other) == harness(kind).answer(prompt(20, 1), 12)
+    assert first.tokens(other) == alone(kind, 20, 12, 1)
     assert first.loop.idle
     assert second.loop.idle
 
@@ -94,26 +89,26 @@ def test_a_gpu_hands_on_no_more_than_receivers_take(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("kind", ["full", "hybrid"])
-def test_neither_do_three_segments(kind: str, expected: dict[str, list[int]]) -> None:
+def test_neither_do_three_segments(kind: str) -> None:
     one, two, three = harness(kind), harness(kind), harness(kind)
     a = one.submit(prompt(LENGTH), stop=37)
     b = two.submit(prompt(LENGTH), start=37, stop=120)
     c = three.submit(prompt(LENGTH), OUTPUT, start=120)
     carry(one, a, two, b)
     carry(two, b, three, c, late=True)
-    assert three.tokens(c) == expected[kind]
+    assert three.tokens(c) == alone(kind, LENGTH, OUTPUT)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cached_prefix_does_not_matter(kind: str, expected: dict[str, list[int]]) -> None:
+def test_a_cached_prefix_does_not_matter(kind: str) -> None:
     engine = harness(kind, prefix_bytes=10_000_000)
-    assert engine.answer(prompt(LENGTH), OUTPUT) == expected[kind]
+    assert engine.answer(prompt(LENGTH), OUTPUT) == alone(kind, LENGTH, OUTPUT)
     again = engine.submit(prompt(LENGTH), OUTPUT)
     engine.run()
-    assert engine.tokens(again) == expected[kind]
+    assert engine.tokens(again) == alone(kind, LENGTH, OUTPUT)
     assert engine.end(again).times.cached_tokens == (LENGTH - 1) // 16 * 16
     # A conversation goes on behind what was answered.
-    more = prompt(LENGTH) + expected[kind] + prompt(30, 9)
+    more = prompt(LENGTH) + alone(kind, LENGTH, OUTPUT) + prompt(30, 9)
     turn = engine.submit(more, OUTPUT)
     engine.run()
     assert engine.tokens(turn) == harness(kind).answer(more, OUTPUT)
@@ -121,13 +116,13 @@ def test_a_cached_prefix_does_not_matter(kind: str, expected: dict[str, list[int
 
 
 @pytest.mark.parametrize("kind", ["full", "hybrid"])
-def test_what_the_receiver_has_does_not_cross(kind: str, expected: dict[str, list[int]]) -> None:
+def test_what_the_receiver_has_does_not_cross(kind: str) -> None:
     first, second = harness(kind), harness(kind, prefix_bytes=10_000_000)
     second.answer(prompt(LENGTH), 1)
     source = first.submit(prompt(LENGTH), stop=LENGTH)
     target = second.submit(prompt(LENGTH), OUTPUT, start=LENGTH)
     carry(first, source, second, target)
-    assert second.tokens(target) == expected[kind]
+    assert second.tokens(target) == alone(kind, LENGTH, OUTPUT)
     sent = first.chunks(source)
     assert all(chunk.first >= 100 for chunk in sent if chunk.part in ("kv", "latent"))
 
@@ -155,17 +150,17 @@ def test_a_small_cache_forgets_and_is_never_wrong() -> None:
 
 def test_draws_depend_on_seed_and_position_only() -> None:
     way = Sampling(temperature=1.0, top_p=0.9, seed=5)
-    alone = harness("full").answer(prompt(40), 20, sampling=way)
+    single = harness("full").answer(prompt(40), 20, sampling=way)
     crowd = harness("full", chunk=9)
     for other in range(5):
         crowd.submit(prompt(30, other), 10)
-    assert crowd.answer(prompt(40), 20, sampling=way) == alone
+    assert crowd.answer(prompt(40), 20, sampling=way) == single
     # A replay behind the tokens that were streamed goes on with the same ones.
-    assert harness("full").answer(prompt(40) + alone[:8], 12, sampling=way) == alone[8:]
+    assert harness("full").answer(prompt(40) + single[:8], 12, sampling=way) == single[8:]
 
 
 def test_an_end_token_ends() -> None:
-    whole = harness("full").answer(prompt(40), 20)
+    whole = alone("full", 40, 20)
     engine = harness("full")
     key = engine.submit(prompt(40), 20, ends=frozenset({whole[5]}))
     engine.run()
@@ -209,8 +204,7 @@ def test_cancelling_anything_at_any_time_leaks_nothing() -> None:
         elif kind == 1:
             start = chance.randrange(min(2, len(tokens)), len(tokens) + 1)
             keys.append(engine.submit(tokens, 8, start=start))
-            engine.loop.look_up(keys[-1])
-            engine.loop.want(keys[-1])
+            engine.loop.expect(keys[-1], manifest(engine, keys[-1], tokens, start))
         else:
             keys.append(engine.submit(tokens, chance.randrange(1, 30)))
         for _ in range(chance.randrange(3)):
@@ -257,7 +251,7 @@ def test_a_worker_that_is_lost_fails_its_own_requests_only() -> None:
     engine.run()
     assert [engine.end(key).reason for key in keys] == ["length", "error", "length"]
     assert engine.end(keys[1]).problem == "worker 1 is gone"
-    assert engine.tokens(keys[2]) == harness("full").answer(prompt(20, 2), 10)
+    assert engine.tokens(keys[2]) == alone("full", 20, 10, 2)
 
 
 def test_a_prefix_that_cannot_be_read_out_is_not_kept_and_harms_nobody() -> None:
@@ -267,7 +261,7 @@ def test_a_prefix_that_cannot_be_read_out_is_not_kept_and_harms_nobody() -> None
         raise WorkerLost([], "worker 1 is gone")
 
     engine.executor.export = engine.executor.exports = gone  # type: ignore[method-assign, assignment]
-    assert engine.answer(prompt(LENGTH), OUTPUT) == harness("full").answer(prompt(LENGTH), OUTPUT)
+    assert engine.answer(prompt(LENGTH), OUTPUT) == alone("full", LENGTH, OUTPUT)
     assert engine.prefixes.used_bytes == 0
     # A cache that was to be fetched from there ends in an error that says so.
     key = engine.submit(prompt(40), stop=40)
@@ -288,7 +282,7 @@ def test_no_worker_for_a_cache_that_comes_in_ends_that_request_only() -> None:
         raise CapacityError("no worker is left")
 
     engine.executor.open = none  # type: ignore[method-assign]
-    engine.loop.want(key)
+    assert engine.loop.expect(key, manifest(engine, key, prompt(40), 30)) is None
     engine.turn()
     assert engine.end(key).again
     engine.executor.open = opened  # type: ignore[method-assign]
@@ -311,8 +305,6 @@ def test_what_can_never_run_is_refused() -> None:
 def test_a_wrong_hand_over_is_refused_and_the_row_is_free_again() -> None:
     engine, sender = harness("full"), harness("full")
     target = engine.submit(prompt(40), 4, start=40)
-    engine.loop.want(target)
-    engine.turn()
     about = sender.loop.attach(sender.submit(prompt(40, 1), stop=40), 0, 0.0)
     with pytest.raises(InputError, match="other tokens"):
         engine.loop.expect(target, about)

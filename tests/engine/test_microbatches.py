@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from engine_models import KINDS, VOCAB, prompt
-from loop_helpers import LoopHarness, harness
+from loop_helpers import LoopHarness, alone, harness
 
 from potluck.core.replica.batch import BatchLimits, BatchStep
 from potluck.core.values.sampling import SampledToken, Sampling
@@ -157,7 +157,7 @@ def test_rows_that_are_lost_end_whatever_lane_they_are_in() -> None:
     assert reasons.count("length") == 6
     for place, (key, reason) in enumerate(zip(keys, reasons, strict=True)):
         if reason == "length":
-            assert engine.tokens(key) == harness("full").answer(prompt(20, place), 12)
+            assert engine.tokens(key) == alone("full", 20, 12, place)
     assert engine.loop.idle
 
 

@@ -18,7 +18,7 @@ from potluck.core.values.model import Model
 from potluck.core.values.sampling import Sampling
 from potluck.engine.compute.emulated import steps_of
 from potluck.engine.compute.executor import CacheExport, RunnerSize, SequenceWork, StepInputs, TokenDraw
-from potluck.engine.loop.jobs import JobComputed, JobEnded, LayerSent, RowReady
+from potluck.engine.loop.jobs import JobComputed, JobEnded, LayerSent
 from potluck.engine.mock.mock_engine import StepDurations
 from potluck.engine.mock.mock_executor import (
     FACTOR,
@@ -36,7 +36,7 @@ from potluck.kv.chunks import KvChunk, KvManifest, token_hash
 from potluck.kv.codec_layout import Codec
 from potluck.kv.peer_connections import LinkReport
 from potluck.perf.memory import kv_bytes
-from potluck.perf.transfer import AlphaBeta, overlapped_transfer_s
+from potluck.perf.transfer import AlphaBeta
 
 SIZE = RunnerSize(8, 400, 4096)
 SAMPLED = Sampling(temperature=0.8, seed=11)
@@ -442,7 +442,9 @@ def test_a_hand_over_takes_what_the_formula_says(cards: tuple[float, float], lat
         made.deliver(now_s)
     prefill_s = float(TIMER.step_s(steps_of([work]))[0])
     wire_s = kv_bytes(LLAMA, 800) / min(cards)
-    tail_s = float(overlapped_transfer_s(prefill_s, LLAMA.layer_count, wire_s, alpha_s))
+    layer_s = wire_s / LLAMA.layer_count
+    late_s = max(0.0, layer_s - prefill_s / LLAMA.layer_count)
+    tail_s = float(layer_s + (LLAMA.layer_count - 1) * late_s + alpha_s)
     assert here_s[-1] == pytest.approx(5.0 + prefill_s + tail_s, abs=1e-6)
 
 
@@ -502,13 +504,11 @@ def test_a_hand_over_begins_while_both_ends_compute() -> None:
     receiver.turn()
     assert receiver.loop.microbatches.under_way
     target = receiver.submit(tokens, 4, start=len(tokens) - 1)
-    about = sender.loop.attach(source, receiver.loop.look_up(target), sender.now_s)
-    receiver.loop.want(target)
-    assert any(isinstance(event, RowReady) for event in receiver.said[target])
+    about = sender.loop.attach(source, receiver.have[target], sender.now_s)
+    assert receiver.loop.expect(target, about) is not None
     sender.run()
     sent = [event for event in sender.said[source] if isinstance(event, LayerSent)]
     assert [event.last for event in sent] == [False] * 3 + [True]
-    receiver.loop.expect(target, about)
     for event in sent:
         receiver.loop.accept(target, event.chunks[0])
     receiver.loop.arrived(target)

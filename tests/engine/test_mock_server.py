@@ -18,11 +18,11 @@ from potluck.api.tokenizer import ModelTokenizer
 from potluck.cli.main import cli
 from potluck.core.errors import FormatError
 from potluck.core.replica.blocks import block_hashes
+from potluck.engine import shipped_model
 from potluck.engine.compute.emulated import emulated_blocks
 from potluck.engine.mock.mock_transfer import lent
 from potluck.engine.serve import serve_all
 from potluck.engine.server.http_connection import RequestLimits
-from potluck.engine.shipped_model import shipped_model
 from potluck.kv.handles import new_handle
 from potluck.perf.memory import kv_bytes
 from potluck.perf.transfer import alpha_beta
@@ -49,8 +49,12 @@ async def test_hand_overs_give_the_same_tokens_and_tell_pretended_bytes(codec: s
         await one.until_idle()
         await two.until_idle()
         share = 1.0 if codec == "raw" else 0.2734
-        sent, got = (await one.get("/status"))[1], (await two.get("/status"))[1]
         moved = kv_bytes(LLAMA, 70) * share
+        sent = (await one.get("/status"))[1]
+        # The receiver counts when the transfer has been closed, which may be after the request has ended.
+        async with asyncio.timeout(30.0):
+            while not (got := (await two.get("/status"))[1])["links"][0]["moved_bytes"]:
+                await asyncio.sleep(0.01)
         assert sent["links"][0]["moved_bytes"] == pytest.approx(moved, rel=1e-2)
         assert got["links"][0]["moved_bytes"] == pytest.approx(moved, rel=1e-2)
         card = alpha_beta(A100.network_gbps).beta_bytes_per_s * FAST

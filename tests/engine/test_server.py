@@ -195,9 +195,9 @@ async def test_status_and_metrics_say_what_happened() -> None:
     async with face(make_service()) as one:
         await one.segment(TOKENS, max_tokens=OUTPUT, ignore_eos=True)
         await one.segment(TOKENS, max_tokens=OUTPUT, ignore_eos=True)
+        await one.until_idle()
         _, status = await one.get("/status")
-        assert status["output_tokens"] == 2 * OUTPUT
-        assert status["free_blocks"] == status["total_blocks"]
+        assert (status["output_tokens"], status["free_blocks"]) == (2 * OUTPUT, status["total_blocks"])
         assert status["steps"] > 0
         assert 0 < status["prefix_hit_share"] < 1
         assert (status["state"], status["role"], status["running"], status["waiting"]) == (

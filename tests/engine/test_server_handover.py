@@ -25,7 +25,7 @@ from potluck.core.values.kv import wire_of
 from potluck.core.values.model import FullAttention
 from potluck.core.values.types import Codec, Link
 from potluck.engine.compute.handover import IncomingHandover
-from potluck.engine.loop.jobs import NOT_FETCHED, LayerSent, RowReady
+from potluck.engine.loop.jobs import NOT_FETCHED, LayerSent
 from potluck.engine.server import kv_connector
 from potluck.engine.server.http_connection import RequestLimits
 from potluck.engine.server.kv_connector import KvSettings
@@ -443,25 +443,20 @@ class Leg:
         self.source = sender.submit(tokens, stop=whole)
         self.target = receiver.submit(tokens, RING_OUTPUT, start=whole)
         self.about: KvManifest | None = None
-        self.wanted = self.expected = False
+        self.expected = False
         self.taken = 0
 
     @property
     def fetched(self) -> bool:
         """Take a step of the fetch; whether it is over."""
         if self.about is None:
-            have = self.receiver.loop.look_up(self.target)
+            have = self.receiver.have[self.target]
             self.about = self.sender.loop.attach(self.source, have, self.sender.now_s)
         sent = [event for event in self.sender.said.get(self.source, []) if isinstance(event, LayerSent)]
-        if sent and not self.wanted:
-            self.receiver.loop.want(self.target)
-            self.wanted = True
-        text = self.receiver.said.get(self.target, [])
-        if not any(isinstance(event, RowReady) for event in text):
-            return False
+        if sent and not self.expected:
+            self.expected = self.receiver.loop.expect(self.target, self.about) is not None
         if not self.expected:
-            self.receiver.loop.expect(self.target, self.about)
-            self.expected = True
+            return False
         for event in sent[self.taken :]:
             for chunk in event.chunks:
                 self.receiver.loop.accept(self.target, chunk)

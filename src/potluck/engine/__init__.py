@@ -4,7 +4,7 @@ Its packages, in the order in which to read them:
 
     model/      what a checkpoint says and holds; the layers
     numbers/    products, and why cutting the work changes no bit (`exact.py`); `kernels/`: inner loops on a CPU
-    memory/     paged caches, who holds which block, chunks to hand on, prefixes that are kept
+    memory/     paged caches, who holds which block, chunks to hand on, prefixes that are kept, pinned memory
     compute/    one step: laid out, computed, tokens drawn; `executor.py`: the same as the loop sees it
     pipeline/   the same over several processes
     mock/       the same without computing
@@ -14,6 +14,18 @@ Its packages, in the order in which to read them:
 """
 
 import os
+from importlib import resources
+from pathlib import Path
+
+from potluck.core.errors import InputError
 
 # The matrix library reads this at its first product; see exact.py. A value that the user has set stays.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+
+def shipped_model() -> Path:
+    """The model that comes with this package. Torch is not needed to find it."""
+    path = Path(str(resources.files("potluck.engine") / "data" / "words"))
+    if not (path / "config.json").is_file():
+        raise InputError("--model", "this installation ships no model; give a model's directory")
+    return path

@@ -252,13 +252,13 @@ class KvFetch:
             while True:
                 if self._failure is not None:
                     raise self._failure
-                if self._ready:
-                    return self._ready.popleft()
-                if self._assembly is not None and self._assembly.complete:
+                if not self._ready and self._assembly is not None and self._assembly.complete:
                     return None
                 now_s = time.monotonic()
                 if now_s >= self._until_s:
                     raise TransferError(f"hand-over: was not there within its {self._given_s():g} s")
+                if self._ready:
+                    return self._ready.popleft()
                 patience_s = self._patience_s(now_s)
                 if patience_s <= 0:
                     raise TransferError(

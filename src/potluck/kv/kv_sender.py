@@ -520,8 +520,9 @@ class KvSender:
             return False
         try:
             hello, _ = conn.read(self.limits.hello_s)
-        except frames.OtherVersion:  # It can tell from any frame of ours.
-            return self._last_words(conn, frames.HandleRefused())
+        except frames.OtherVersion:
+            # It can tell from any frame of ours; if a byte of its own was harmed, it tries again.
+            return self._last_words(conn, frames.Heartbeat())
         if not isinstance(hello, frames.Hello):
             raise FormatError("hand-over", "does not begin with a greeting")
         part = self._claim(conn, hello)
@@ -550,7 +551,7 @@ class KvSender:
             conn.slots = shared_memory.join(*wanted)
         return conn.slots
 
-    def _last_words(self, conn: KvConnection, message: frames.HandleRefused | frames.SenderProblem) -> bool:
+    def _last_words(self, conn: KvConnection, message: frames.Message) -> bool:
         conn.send(message)
         conn.linger(self.limits.hello_s)
         return False

@@ -18,10 +18,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -31,7 +34,8 @@ from potluck.core.errors import FormatError, InputError
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.engine.compute.batch_layout import on_device
 from potluck.engine.compute.executor import check_manifest
-from potluck.engine.memory.kv_cache import Kept, LinearStates, Pages
+from potluck.engine.memory.kv_cache import LinearStates, Pages
+from potluck.engine.memory.pinned import PIECE_BYTES, PinnedPool
 from potluck.engine.memory.prefix_cache import expected_parts
 from potluck.kv.chunks import KvChunk, KvManifest, token_hash
 from potluck.kv.codec_layout import CODED, STATES, Codec, Part, sizes
@@ -40,6 +44,9 @@ if TYPE_CHECKING:
     from potluck.engine.compute.runner import Runner
 from potluck.core.values.model import Model
 from potluck.kv.assembly import MissingParts, Range, first_needed
+
+T = TypeVar("T")
+ALIGNED_BYTES = 256
 
 
 def ranges(model: Model, start: int, stop: int) -> dict[tuple[int, str], Range]:
@@ -65,7 +72,8 @@ def pack(
 ) -> tuple[KvChunk, ...]:
     """What a layer has of a row's tokens [start, stop). States exist at the row's present length only. Of a hand-over
     up to `whole`, beyond `stop`: what its receiver will need of them, which may be nothing."""
-    return read_out(RowSlots(runner, row), layer, start, stop, whole)()
+    parts = read_out(RowSlots(runner, row), [layer], start, stop, whole)
+    return tuple(chunk for chunks in parts for chunk in chunks())
 
 
 class RowSlots:
@@ -87,71 +95,108 @@ class RowSlots:
 
 
 def read_out(
-    slots: RowSlots, layer: int, start: int, stop: int, whole: int | None = None, codec: Codec = "raw"
-) -> Callable[[], tuple[KvChunk, ...]]:
-    """As `pack`, but what is returned waits for it. A GPU gathers it now, in the order of its steps, makes it small
-    under a codec, and copies it to the host beside the steps that come; a CPU leaves codecs to whoever sends it. A
-    chunk that no codec takes, since something in it is not finite, has no data."""
+    slots: RowSlots,
+    layers: Sequence[int],
+    start: int,
+    stop: int,
+    whole: int | None = None,
+    codec: Codec = "raw",
+) -> list[Callable[[], tuple[KvChunk, ...]]]:
+    """As `pack` for each layer; what is returned waits for some of them. A GPU gathers them now, in the order of its
+    steps, makes them small under a codec, and copies them to the host beside the steps that come, layers together; a
+    CPU leaves codecs to whoever sends it. A chunk that no codec takes, since something is not finite, has no data."""
+    pieces = [piece for layer in layers for piece in _leaving_parts(slots, layer, start, stop, whole, codec)]
+    copies = slots.runner.copies
+    if copies is None:
+        return [partial(_gathered, slots, [piece]) for piece in pieces]
+    return [_beside(slots, some, copies) for some in batches(pieces, lambda piece: piece.size)]
+
+
+@dataclass(frozen=True, slots=True)
+class _LeavingPart:
+    """A chunk that leaves, still without its data; `size`: bytes of it on the host."""
+
+    chunk: KvChunk
+    wanted: _Expected
+    codec: Codec
+    size: int
+
+
+def _leaving_parts(
+    slots: RowSlots, layer: int, start: int, stop: int, whole: int | None, codec: Codec
+) -> Iterator[_LeavingPart]:
     runner, row = slots.runner, slots.row
     kept, held = runner.cache.layer(layer), runner.tables.lengths[row]
     last = whole in (None, stop)
     if not 0 <= start < stop <= held or (isinstance(kept, LinearStates) and last and stop != held):
         raise InputError(f"row {row}", f"holds {held} tokens; layer {layer} cannot give [{start}, {stop})")
-    expected = _expected(runner, layer, start, stop, whole)
-    tensors = [_read(slots, kept, item, stop) for item in expected]
-    names = [str(item.dtype).removeprefix("torch.") for item in expected]
-    about = [
-        KvChunk(layer, item.part, item.first, stop, name, tuple(tensor.shape), b"")
-        for item, name, tensor in zip(expected, names, tensors, strict=True)
-    ]
-    if runner.copies is not None and codec != "raw":
-        tensors = [_coded(tensor, chunk, codec) for tensor, chunk in zip(tensors, about, strict=True)]
-    waits = [_to_host(tensor, runner.copies) for tensor in tensors]
-    return lambda: tuple(
-        _with_data(chunk, codec, wait(), item.dtype)
-        for chunk, item, wait in zip(about, expected, waits, strict=True)
-    )
+    for item in _expected(runner, layer, start, stop, whole):
+        name = str(item.dtype).removeprefix("torch.")
+        chunk = KvChunk(layer, item.part, item.first, stop, name, item.shape, b"")
+        if runner.copies is None or codec == "raw" or item.part in STATES or name not in CODED:
+            yield _LeavingPart(chunk, item, "raw", item.dtype.itemsize * prod(item.shape))
+        else:
+            from potluck.kv import gpu_kernels
+
+            yield _LeavingPart(chunk, item, codec, gpu_kernels.room_bytes(item.part, item.shape, codec))
+
+
+def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """In their order, of together at most `PIECE_BYTES`, or one."""
+    some: list[T] = []
+    total = 0
+    for item in items:
+        if some and total + size(item) > PIECE_BYTES:
+            yield some
+            some, total = [], 0
+        some.append(item)
+        total += -(-size(item) // ALIGNED_BYTES) * ALIGNED_BYTES
+    if some:
+        yield some
+
+
+def _gathered(slots: RowSlots, pieces: Sequence[_LeavingPart]) -> tuple[KvChunk, ...]:
+    return tuple(_with_data(piece, _read(slots, piece)) for piece in pieces)
 
 
 @torch.inference_mode()
-def _coded(tensor: Tensor, chunk: KvChunk, codec: Codec) -> Tensor:
-    if chunk.part in STATES or chunk.dtype not in CODED:
-        return tensor
-    from potluck.kv import gpu_kernels
+def _beside(
+    slots: RowSlots, pieces: Sequence[_LeavingPart], copies: torch.cuda.Stream
+) -> Callable[[], tuple[KvChunk, ...]]:
+    """All of them into one room on the GPU, and from there to the host in one copy."""
+    ends = list(accumulate(-(-piece.size // ALIGNED_BYTES) * ALIGNED_BYTES for piece in pieces))
+    room = torch.empty(ends[-1], dtype=torch.uint8, device=slots.runner.device)
+    places = [slice(at, at + piece.size) for at, piece in zip((0, *ends), pieces, strict=False)]
+    for piece, place in zip(pieces, places, strict=True):
+        if piece.codec == "raw":
+            _read(slots, piece, room[place])
+        else:
+            from potluck.kv import gpu_kernels
 
-    size = gpu_kernels.room_bytes(chunk.part, chunk.shape, codec)
-    room = torch.empty(size, dtype=torch.uint8, device=tensor.device)
-    gpu_kernels.encode(tensor.contiguous(), chunk.part, codec, room)
-    return room
+            gpu_kernels.encode(_read(slots, piece).contiguous(), piece.chunk.part, piece.codec, room[place])
+    here, ready = slots.runner.leaving.take(ends[-1]), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copies.wait_stream(torch.cuda.current_stream())
+    with on_stream(copies):
+        here.copy_(room, non_blocking=True)
+        ready.record()
+    room.record_stream(copies)
+
+    def wait() -> tuple[KvChunk, ...]:
+        ready.synchronize()
+        return tuple(_with_data(piece, here[place]) for piece, place in zip(pieces, places, strict=True))
+
+    return wait
 
 
-def _with_data(chunk: KvChunk, codec: Codec, tensor: Tensor, dtype: torch.dtype) -> KvChunk:
-    if tensor.dtype == dtype:
+def _with_data(piece: _LeavingPart, tensor: Tensor) -> KvChunk:
+    if piece.codec == "raw":
         data = memoryview(tensor.contiguous().view(torch.uint8).numpy().data).cast("B")
-        return replace(chunk, data=data)
+        return replace(piece.chunk, data=data)
     from potluck.kv import gpu_kernels
 
     with suppress(InputError):
-        return gpu_kernels.coded(chunk, codec, tensor)
-    return chunk
-
-
-@torch.inference_mode()
-def _to_host(tensor: Tensor, copies: torch.cuda.Stream | None) -> Callable[[], Tensor]:
-    if copies is None:
-        return lambda: tensor
-    here, ready = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copies.wait_stream(torch.cuda.current_stream())
-    with on_stream(copies):
-        here.copy_(tensor, non_blocking=True)
-        ready.record()
-    tensor.record_stream(copies)
-
-    def wait() -> Tensor:
-        ready.synchronize()
-        return here
-
-    return wait
+        return gpu_kernels.coded(piece.chunk, piece.codec, tensor)
+    return piece.chunk
 
 
 def _expected(
@@ -176,10 +221,15 @@ def _expected(
 
 
 @torch.inference_mode()
-def _read(slots: RowSlots, kept: Kept, expected: _Expected, stop: int) -> Tensor:
+def _read(slots: RowSlots, piece: _LeavingPart, room: Tensor | None = None) -> Tensor:
+    """Into these bytes, if any are given."""
+    kept, expected = slots.runner.cache.layer(piece.chunk.layer), piece.wanted
+    out = None if room is None else room.view(expected.dtype)
     if isinstance(kept, LinearStates):
-        return (kept.conv if expected.part == "conv" else kept.memory)[slots.row].clone()
-    return kept.read(slots.of(kept, expected.first, stop)).view(expected.shape)
+        state = (kept.conv if expected.part == "conv" else kept.memory)[slots.row]
+        return state.clone() if out is None else out.view(expected.shape).copy_(state)
+    places = slots.of(kept, expected.first, piece.chunk.stop)
+    return kept.read(places, None if out is None else out.view(len(places), -1)).view(expected.shape)
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
@@ -211,8 +261,13 @@ class IncomingHandover:
         if self.beside:
             self._copies, self._writes = (torch.cuda.Stream(runner.device) for _ in range(2))  # type: ignore[no-untyped-call]
             self._writes.wait_stream(torch.cuda.current_stream())
-        with on_stream(self._copies):
-            self._finite = torch.ones((), dtype=torch.bool, device=runner.device)
+        self._batch_of: dict[int, _Batch] = {}
+        """By layer: those that are brought to the GPU together."""
+        if self.beside:
+            together = [(layer, item) for (layer, _), item in self._wanted.items() if item.part not in STATES]
+            for some in batches(together, lambda one: one[1].dtype.itemsize * prod(one[1].shape)):
+                made = _Batch(dict(some), runner.arriving)
+                self._batch_of |= dict.fromkeys(made.wanted, made)
 
     @torch.inference_mode()
     def accept(self, chunk: KvChunk) -> None:
@@ -233,25 +288,41 @@ class IncomingHandover:
             if self._over:
                 raise InputError("hand-over", "the request has ended")
             self._pieces.take(chunk)
+        batch = self._batch_of.get(chunk.layer) if chunk.codec == "raw" else None
+        if batch is None:
+            tensor = _values(chunk, self._runner.device, expected.dtype, self._copies)
+            self._take_in(tensor, [(chunk.layer, expected, tensor)])
+        elif batch.takes(chunk):
             with on_stream(self._copies):
-                tensor = _values(chunk, self._runner.device, expected.dtype)
-                self._finite = self._finite & torch.isfinite(tensor).all()
-                # One that is not finite would spread through masked positions to sequences beside it.
-                tensor = torch.nan_to_num(tensor, 0.0, 0.0, 0.0).view(expected.shape)
-                if (not self._pieces.missing or not self.beside) and not self._finite.item():
-                    raise FormatError(where, "has values that are not finite")
+                room = batch.host.to(self._runner.device, non_blocking=True).view(expected.dtype)
+            self._take_in(room, batch.cut(room))
+            batch.host = torch.empty(0)  # It was waited for: another may have the memory.
+
+    def _take_in(self, room: Tensor, parts: Sequence[tuple[int, _Expected, Tensor]]) -> None:
+        """Checked, and then written: one that is not finite would spread through masked positions to sequences
+        beside it."""
+        with on_stream(self._copies):
+            if not torch.isfinite(room).all().item():
+                layer = next(layer for layer, _, values in parts if not torch.isfinite(values).all().item())
+                raise FormatError(
+                    f"hand-over: layer {layer} {parts[0][1].part}", "has values that are not finite"
+                )
+        with self._lock:
+            if self._over:
+                raise InputError("hand-over", "the request has ended")
             if self._writes is not None and self._copies is not None:
                 self._writes.wait_stream(self._copies)
-                tensor.record_stream(self._writes)
+                room.record_stream(self._writes)
             with on_stream(self._writes):
-                self._write(chunk, expected, tensor)
+                for layer, item, values in parts:
+                    self._write(layer, item, values.view(item.shape))
 
-    def _write(self, chunk: KvChunk, expected: _Expected, tensor: Tensor) -> None:
-        kept, row = self._runner.cache.layer(chunk.layer), self._row
+    def _write(self, layer: int, expected: _Expected, tensor: Tensor) -> None:
+        kept, row = self._runner.cache.layer(layer), self._row
         if isinstance(kept, LinearStates):
             (kept.conv if expected.part == "conv" else kept.memory)[row].copy_(tensor)
         else:
-            slots = self._slots.of(kept, chunk.first, chunk.stop)
+            slots = self._slots.of(kept, expected.first, expected.first + expected.shape[0])
             kept.write(slots, tensor.view(len(slots), -1))
 
     def finish(self) -> None:
@@ -268,16 +339,45 @@ class IncomingHandover:
             torch.cuda.current_stream().wait_stream(self._writes)
 
 
-def _values(chunk: KvChunk, device: torch.device, dtype: torch.dtype) -> Tensor:
+class _Batch:
+    """Layers of one format that come by themselves and go to the GPU together: to launch something for each would
+    keep the thread that launches steps from Python's lock."""
+
+    def __init__(self, wanted: dict[int, _Expected], pool: PinnedPool) -> None:
+        self.wanted, self._pool = wanted, pool
+        sizes = [item.dtype.itemsize * prod(item.shape) for item in wanted.values()]
+        self._ends = dict(zip(wanted, accumulate(sizes), strict=True))
+        self._left, self._lock = sum(sizes), threading.Lock()
+        self.host = torch.empty(0, dtype=torch.uint8)
+
+    def takes(self, chunk: KvChunk) -> bool:
+        """Whether all is there with it."""
+        wanted = self.wanted[chunk.layer]
+        with self._lock:
+            if not len(self.host):
+                self.host = self._pool.take(self._left, waits=True)
+        missing = wanted.first + wanted.shape[0] - chunk.first  # tokens of the layer from its first on
+        at = self._ends[chunk.layer] - missing * wanted.dtype.itemsize * prod(wanted.shape[1:])
+        np.copyto(self.host.numpy()[at : at + len(chunk.data)], np.frombuffer(chunk.data, np.uint8))
+        with self._lock:
+            self._left -= len(chunk.data)
+            return not self._left
+
+    def cut(self, room: Tensor) -> list[tuple[int, _Expected, Tensor]]:
+        parts = torch.split(room, [prod(item.shape) for item in self.wanted.values()])
+        return [(layer, item, part) for (layer, item), part in zip(self.wanted.items(), parts, strict=True)]
+
+
+def _values(
+    chunk: KvChunk, device: torch.device, dtype: torch.dtype, copies: torch.cuda.Stream | None
+) -> Tensor:
     if device.type == "cuda":
         from potluck.kv import gpu_kernels
 
-        values: Tensor
-        if chunk.codec == "raw":
-            values = gpu_kernels.uploaded(device, len(chunk.data), (0, chunk.data)).view(dtype)
-        else:
-            values = gpu_kernels.restored(chunk, device)
-        return values
+        with on_stream(copies):
+            if chunk.codec == "raw":
+                return gpu_kernels.uploaded(device, len(chunk.data), (0, chunk.data)).view(dtype)
+            return gpu_kernels.restored(chunk, device)
     raw = np.frombuffer(chunk.data, np.uint8)
     return torch.from_numpy(raw if raw.flags.writeable else raw.copy()).view(dtype)
 

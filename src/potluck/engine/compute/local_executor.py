@@ -27,7 +27,10 @@ class LocalExecutor(Executor):
         self.nic = nic
         """For whoever sends its chunks over a network."""
         self.config, self.fingerprint, self.exact = runner.config, runner.fingerprint, runner.exact
-        self.shapes = (*Executor.shapes, *runner.recorded(size.max_chunk_tokens))
+        largest = min(size.max_chunk_tokens, size.max_tokens)
+        # Kernels that only large steps have: to compile one takes seconds.
+        launched = [(0, largest)] if runner.copies is not None and largest > 1 else []
+        self.shapes = (*Executor.shapes, *launched, *runner.recorded(size.max_chunk_tokens))
         self.kv_dtype = str(runner.dtype).removeprefix("torch.")
 
     @property
@@ -55,29 +58,38 @@ class LocalExecutor(Executor):
     def begin(self, step: StepInputs) -> Callable[[], list[SampledToken]]:
         on_layer, pacer, draws = None, self.pacer, step.draws
         leaving: list[tuple[int, Callable[[], tuple[KvChunk, ...]]]] = []
-        if step.exports and step.deliver is not None:
-            send, layers = step.deliver, self.config.model.layer_count
-            slots = {item.row: RowSlots(self.runner, item.row) for item in step.exports}
+        send, layers = step.deliver, range(self.config.model.layer_count)
+        exports = step.exports if send is not None else ()
+        slots = {item.row: RowSlots(self.runner, item.row) for item in exports}
+
+        def read(some: Sequence[int]) -> None:
+            for item in exports:
+                parts = read_out(slots[item.row], some, item.start, item.stop, item.end, item.codec)
+                leaving.extend((item.row, chunks) for chunks in parts)
+
+        def deliver() -> None:
+            """Layer by layer; on a GPU while the step is awaited, and the next one is queued already."""
+            for row, chunks in leaving:
+                if send is not None:
+                    send(row, chunks())
+            leaving.clear()
+
+        # To launch a small step layer by layer takes longer than the step.
+        behind = self.ordered and self.runner.replays(step.works)
+        if exports and not behind:
 
             def on_layer(layer: int) -> None:
-                for item in step.exports:
-                    chunks = read_out(slots[item.row], layer, item.start, item.stop, item.end, item.codec)
-                    leaving.append((item.row, chunks))
+                read([layer])
                 if pacer is not None:  # not before that part of the step would be done
-                    pacer.reach((layer + 1) / layers)
+                    pacer.reach((layer + 1) / len(layers))
                 if not self.ordered:
                     deliver()
-
-            def deliver() -> None:
-                """Layer by layer; on a GPU while the step is awaited, and the next one is queued already."""
-                for row, chunks in leaving:
-                    if layer_chunks := chunks():
-                        send(row, layer_chunks)
-                leaving.clear()
 
         if pacer is not None:
             pacer.begin(step.works)
         logits = self.runner.step(step.works, on_layer=on_layer)
+        if behind:
+            read(layers)
         land: Callable[[], list[SampledToken]] = list
         if draws:
             ways, places = [each.way for each in draws], [each.position for each in draws]
@@ -86,6 +98,8 @@ class LocalExecutor(Executor):
                 rows = [work.row for work in step.works if work.logits == "last"]
                 with torch.inference_mode():
                     self.runner.cache.drawn.index_copy_(0, sent(rows, self.runner.device), tokens)
+        elif self.runner.copies is not None:
+            land = _done()
         if pacer is not None:
             pacer.end()
         if not leaving:
@@ -102,7 +116,7 @@ class LocalExecutor(Executor):
 
     def exports(self, row: int, start: int, stop: int, codec: Codec = "raw") -> Iterator[tuple[KvChunk, ...]]:
         slots, layers = RowSlots(self.runner, row), range(self.config.model.layer_count)
-        begun = [read_out(slots, layer, start, stop, None, codec) for layer in layers]
+        begun = read_out(slots, layers, start, stop, None, codec)
         return (chunks() for chunks in begun)
 
     def arrival(self, row: int, about: KvManifest, tokens: Sequence[int]) -> IncomingCache:
@@ -111,3 +125,16 @@ class LocalExecutor(Executor):
 
     def notes(self) -> Mapping[str, float]:
         return {} if self.pacer is None else self.pacer.notes()
+
+
+def _done() -> Callable[[], list[SampledToken]]:
+    """Waits for what was launched until now: a step that draws nothing is over when it was computed, not when it was
+    queued."""
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+
+    def land() -> list[SampledToken]:
+        done.synchronize()
+        return []
+
+    return land

@@ -36,6 +36,7 @@ from potluck.engine.compute.batch_layout import (
 from potluck.engine.compute.executor import RunnerSize, SequenceWork, last_drawn
 from potluck.engine.memory.block_tables import BlockTables
 from potluck.engine.memory.kv_cache import LayerCaches, groups_of
+from potluck.engine.memory.pinned import PIECES, PinnedPool
 from potluck.engine.model.checkpoint import LayerLoader, WeightSource, fingerprint, parted
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.model.stack import OnLayer, Stack
@@ -86,7 +87,9 @@ class Runner:
             raise InputError("conv_kernel", "linear layers with different convolutions cannot be run")
         self._taps = kernels.pop() if kernels else 0
         self.copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        """For what goes to or comes from the host beside steps."""
+        """For what goes to the host beside steps."""
+        pieces = PIECES if self.copies else 0
+        self.leaving, self.arriving = PinnedPool(pieces), PinnedPool(pieces)
         self._graphs = None
         if self.device.type == "cuda" and recordable(model, first, last):
             self._graphs = StepGraphs(self.stack, self.cache, self._taps)
@@ -121,6 +124,10 @@ class Runner:
         if not self.stack.has_head:
             return x if step.unpacking is None else x.index_select(0, step.unpacking)
         return self.stack.logits(x)
+
+    def replays(self, works: Sequence[SequenceWork]) -> bool:
+        """Whether a step is one launch, in which nobody hears of layers."""
+        return self._graphs is not None and self._graphs.takes(works)
 
     def recorded(self, chunk_tokens: int) -> list[tuple[int, int]]:
         """Steps that are recorded: how many single tokens, and how many tokens of a chunk of at most so many."""

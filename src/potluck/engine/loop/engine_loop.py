@@ -3,7 +3,7 @@
     turn     let hand-overs in; ask the Batcher for a step; compute it; commit it; say what happened
     submit, cancel                              what may be asked between two turns (`loop_thread.py` brings it here)
     attach                                      of a sender: the receiver is there
-    look_up, want, expect, accept, arrived      of a receiver, in this order
+    expect, accept, arrived                     of a receiver, in this order
 
 The Batcher decides by numbers of tokens, and believes that a prompt is computed as it scheduled it. What is really
 computed is what the row lacks: a prefix that was found in the cache makes a chunk smaller or empty, never larger.
@@ -81,7 +81,7 @@ class HandoverGate:
         return not self.waiting and not self.inside
 
 
-MOST_HOST_BYTES = 1 << 30
+MOST_HOST_BYTES = 1 << 29
 """Of caches read out of a GPU: no more prompts are begun to be handed on meanwhile. Memory that a GPU copies to is
 slow to get and quick to use again."""
 FAILURES = (PotluckError, RuntimeError, ValueError, OSError)
@@ -169,20 +169,23 @@ class EngineLoop:
 
     # What is asked between turns.
 
-    def submit(self, job: Job, now_s: float) -> None:
-        """Take a job, or raise why not; from then on it ends in exactly one `JobEnded`."""
+    def submit(self, job: Job, now_s: float) -> int:
+        """Take a job, or raise why not; from then on it ends in exactly one `JobEnded`. Tokens of a cache that is to
+        come which are here already: they are put aside until it comes."""
         self._now_s = now_s
         job.must_fit(self.executor.config.model.vocab, self.most_tokens)
         if job.key in self._runs:
             raise InputError("request", f"{job.key} is already here")
-        self._runs[job.key] = RunningJob(job, now_s)
+        self._runs[job.key] = run = RunningJob(job, now_s)
         self.counters.accepted += 1
         if job.received:
-            return  # until its cache comes
+            run.found = self._rows.find(run, job.received - 1)  # the sender has at least one token to send
+            return run.found[0]
         if job.hands_on:
             self._senders.waiting.append(job.key)
         else:
             self.microbatches.add(job.key, job.whole, 0, job.output_tokens, *job.standing)
+        return 0
 
     def cancel(self, key: int, now_s: float, problem: str = "", *, reason: str = "") -> None:
         self._now_s = now_s
@@ -224,26 +227,20 @@ class EngineLoop:
         whole = run.job.whole
         return KvManifest(self.executor.fingerprint, have, whole, token_hash(run.job.prompt[:whole]))
 
-    def look_up(self, key: int) -> int:
-        """Tokens of a cache that is to come which are here already. They are put aside until it comes."""
+    def expect(self, key: int, about: KvManifest) -> IncomingCache | None:
+        """The cache is coming in: what takes it. None: no row or no blocks are free for it; `RowReady` says when they
+        are, even during a step, and then it is asked again."""
         run = self._here(key)
-        # The sender has at least one token to send.
-        run.found = self._rows.find(run, run.job.received - 1)
-        return run.found[0]
-
-    def want(self, key: int) -> None:
-        """The cache is coming in: `RowReady` will say when there is a row and blocks for it, even during a step."""
-        self._here(key)
-        self._receivers.waiting.append(key)
-        self._let_in()
-
-    def expect(self, key: int, about: KvManifest) -> IncomingCache:
-        run = self._here(key)
-        if run.row is None or run.incoming is not None or about.stop != run.job.received:
+        if run.incoming is not None or about.stop != run.job.received:
             raise InputError(
                 "hand-over", f"is of {about.stop}, not {run.job.received}, tokens, or unasked for"
             )
-        run.incoming = self.executor.arrival(run.row, about, run.job.prompt)
+        if run.row is None:
+            if key not in self._receivers.waiting:
+                self._receivers.waiting.append(key)
+            self._let_in()
+        if run.row is not None:
+            run.incoming = self.executor.arrival(run.row, about, run.job.prompt)
         return run.incoming
 
     def accept(self, key: int, chunk: KvChunk, *, lossy: bool = False) -> None:

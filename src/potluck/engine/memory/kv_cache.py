@@ -35,10 +35,10 @@ class Pages:
     entries: Tensor
     keys: Tensor | None = None
 
-    def read(self, slots: Tensor) -> Tensor:
-        """[slots, parts x heads x dim]"""
+    def read(self, slots: Tensor, out: Tensor | None = None) -> Tensor:
+        """[slots, parts x heads x dim]; on a GPU into `out`, if it is given."""
         if self.keys is None:
-            return self.entries.index_select(0, slots)
+            return torch.index_select(self.entries, 0, slots, out=out)
         from potluck.engine.numbers.kernels.attention import collect
 
         size = self.heads * self.dim

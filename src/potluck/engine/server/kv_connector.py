@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -111,7 +111,6 @@ Read = Callable[[int], tuple[KvManifest, list[KvChunk]]]
 RECEIVER_GONE = "receiver_gone"
 
 T = TypeVar("T")
-A = TypeVar("A")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +140,18 @@ class KvSettings:
     links: peer_connections.LinkLimits = field(default_factory=peer_connections.LinkLimits)
     shared_memory: bool = True
     """Between engines of one machine."""
+
+
+def _put(transfer: OutgoingTransfer, cuts: Sequence[tuple[TransferPart, KvChunk]]) -> int:
+    """How many of them there was room for."""
+    for count, (part, chunk) in enumerate(cuts):
+        try:
+            if not part.takes(len(chunk.data) + len(chunk.parameters)):
+                return count
+            transfer.put(chunk, part=part)
+        except CapacityError:
+            return count
+    return len(cuts)
 
 
 class KvConnector:
@@ -250,8 +261,7 @@ class KvConnector:
     async def _put(self, transfer: OutgoingTransfer, chunks: list[KvChunk]) -> None:
         try:
             async with asyncio.timeout(self._handover_s):
-                for chunk in chunks:
-                    await self._hand_in(transfer, chunk)
+                await self._hand_in(transfer, chunks)
                 transfer.finish()
         except (PotluckError, TimeoutError) as error:
             self._failed(transfer, error)
@@ -284,44 +294,44 @@ class KvConnector:
                         # The next receiver would take it for exact, and keep it for others.
                         transfer.fail("a cache that came in fewer bits can only be handed on under a codec")
                         return
-                    for chunk in event.chunks:
-                        await self._hand_in(transfer, chunk, codec)
+                    await self._hand_in(transfer, event.chunks, codec)
                     if event.last:
                         transfer.finish()
                         return
         except (PotluckError, TimeoutError) as error:
             self._failed(transfer, error)
 
-    async def _hand_in(self, transfer: OutgoingTransfer, chunk: KvChunk, codec: Codec = "raw") -> None:
+    async def _hand_in(
+        self, transfer: OutgoingTransfer, chunks: Sequence[KvChunk], codec: Codec = "raw"
+    ) -> None:
         """Into the transfer, for each of the receiver's workers, when its turn has come on the network card."""
-        if not len(chunk.data) and chunk.shape:
-            raise InputError(f"codec: {chunk.part}", "has values that are not finite")
-        for part, cut in transfer.cuts(self._transfer.wanted(chunk, transfer.cut.dtype)):
-            if codec != "raw":
-                cut = await self._apart(self._transfer.packed, cut, codec)
-            due_s = self._transfer.due_s(cut)
-            if due_s is not None:
-                await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-            cut = self._transfer.leaves(transfer.peer, cut)
-            while not await self._put_if_room(transfer, part, cut):
+        cuts: list[tuple[TransferPart, KvChunk]] = []
+        for chunk in chunks:
+            if not len(chunk.data) and chunk.shape:
+                raise InputError(f"codec: {chunk.part}", "has values that are not finite")
+            for part, cut in transfer.cuts(self._transfer.wanted(chunk, transfer.cut.dtype)):
+                if codec != "raw":
+                    cut = await self._apart([cut], partial(self._transfer.packed, cut, codec))
+                due_s = self._transfer.due_s(cut)
+                if due_s is not None:
+                    await self._put_all(transfer, cuts)
+                    await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+                cuts.append((part, self._transfer.leaves(transfer.peer, cut)))
+        await self._put_all(transfer, cuts)
+
+    async def _put_all(self, transfer: OutgoingTransfer, cuts: list[tuple[TransferPart, KvChunk]]) -> None:
+        """As there is room. No thread waits for it: threads are few, and whoever is to make room may need one."""
+        while cuts:
+            done = await self._apart([cut for _, cut in cuts], partial(_put, transfer, cuts))
+            del cuts[:done]
+            if cuts:
                 await asyncio.sleep(ROOM_S)
 
-    async def _put_if_room(self, transfer: OutgoingTransfer, part: TransferPart, chunk: KvChunk) -> bool:
-        """Put it into the transfer if there is room. No thread waits for it: threads are few, and whoever is to make
-        room may need one."""
-        if not part.takes(len(chunk.data) + len(chunk.parameters)):
-            return False
-        try:
-            await self._apart(partial(transfer.put, part=part), chunk, 0.0)
-        except CapacityError:
-            return False
-        return True
-
-    async def _apart(self, call: Callable[[KvChunk, A], T], chunk: KvChunk, more: A) -> T:
-        """Off the event loop, unless it takes no time."""
-        if self._transfer.light and len(chunk.data) <= SMALL_BYTES:
-            return call(chunk, more)
-        return await self._loop.run_in_executor(self._puts, call, chunk, more)
+    async def _apart(self, chunks: Sequence[KvChunk], call: Callable[[], T]) -> T:
+        """Off the event loop, unless what is done with these takes no time."""
+        if self._transfer.light and sum(len(chunk.data) for chunk in chunks) <= SMALL_BYTES:
+            return call()
+        return await self._loop.run_in_executor(self._puts, call)
 
     async def fetch(
         self,

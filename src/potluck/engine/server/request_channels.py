@@ -24,7 +24,7 @@ class RequestChannel:
     def __init__(self, key: int) -> None:
         self.key = key
         self.ended: JobEnded | None = None
-        self.tokens = 0
+        self.tokens = self.have = 0  # Drawn; and of a cache that is to come, here already.
         self.failure: PotluckError | None = None
         """What went wrong outside of the loop, when that is why it ended."""
         self.room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -111,7 +111,7 @@ class RequestChannels:
         timer = asyncio.get_running_loop().call_later(deadline_s, self._too_late, channel, deadline_s)
         try:
             async with asyncio.timeout(deadline_s + LAST_WORD_S):
-                await self.ask(lambda loop, now_s: loop.submit(job, now_s))
+                channel.have = await self.ask(lambda loop, now_s: loop.submit(job, now_s))
             yield channel
         finally:
             timer.cancel()

@@ -228,16 +228,15 @@ async def _receive(
     """Room is only taken when the first bytes come: a sender may be long in coming, or never come."""
     hub = service.hub
     address = kv_address(source.kv, "source.kv")
-    have = await hub.ask(lambda loop, _: loop.look_up(job.key))
     tokens = token_hash(job.prompt[: job.received])
-    wanted = FetchRequest(checked_handle(source.handle), request, service.fingerprint, tokens, have)
+    wanted = FetchRequest(checked_handle(source.handle), request, service.fingerprint, tokens, channel.have)
 
     coming: list[IncomingCache] = []
 
     async def begin(about: KvManifest) -> None:
-        await hub.ask(lambda loop, _: loop.want(channel.key))
-        await channel.room
-        coming.append(await hub.ask(lambda loop, _: loop.expect(channel.key, about)))
+        while (incoming := await hub.ask(lambda loop, _: loop.expect(channel.key, about))) is None:
+            await channel.room
+        coming.append(incoming)
 
     def accept(chunk: KvChunk, exact: bool) -> Future[None]:
         if not coming[0].beside:
