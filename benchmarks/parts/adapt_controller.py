@@ -8,7 +8,7 @@ from pathlib import Path
 from potluck.control.launchers.engine_command import EngineCommands
 from potluck.control.local_stack import LocalStack, LocalStackSettings
 from potluck.core.values.plan import plan_from_json
-from potluck.engine.shipped_model import shipped_model
+from potluck.engine import shipped_model
 
 
 def main(state: Path, spec: Path, plan: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -26,19 +25,17 @@ from potluck.core.values.layout import single
 from potluck.core.values.types import Role
 from potluck.perf.memory import kv_bytes_per_token, state_bytes
 from potluck.perf.step_timer import Floats
-from potluck.perf.timers.profile import Profile, ProfilePoint, profile_to_json
+from potluck.perf.timers.profile import profile_to_json
 from potluck.runtime.resolved_plan import EngineSetup, ResolvedPlan
 from potluck.sim.load.workload import Workload, workload
 
 sys.path.insert(0, str(ROOT / "tools"))
+from papers.prfaas_case import FAR, LONGEST, MODEL, NAME, NEAR, OUTPUT, profile_of
+from papers.prfaas_case import SLOTS as DECODE_SLOTS
+from papers.prfaas_case import STEP_S as DECODE_STEP_S
 from papers.prfaas_model import Curve, Lengths, Site, local_from_remote, truncated_lognormal
 
-MODEL, NAME = "prfaas-1t-hybrid", "m"
-FAR, NEAR = "far", "near"
-LONGEST = 128 * 1024
-OUTPUT, DECODE_STEP_S, DECODE_SLOTS = 256, 0.1, 20
 THRESHOLD = 19_400
-POINTS = (128, 256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 20480, 32768, 49152, 65536, 98304, 131072)
 SPEC = """models:
   - model: {model}
     name: {name}
@@ -100,14 +97,8 @@ def site(arrangement: Arrangement, gbps: float, catalog: str = MODEL) -> Site:
 def write_profiles(folder: Path, catalog: str = MODEL) -> tuple[Path, Path]:
     paths = []
     for gpu, curve in zip(("H200", "H20"), curves(), strict=False):
-        points = [ProfilePoint(tokens, 0, 0, 0, float(curve.at(tokens))) for tokens in POINTS]
-        for count, context in product((0, 1, 4, 12, 20, 30, 40, 60), (1000, 10_000, 30_000, 130_000)):
-            decodes, step_s = (count, count * context), DECODE_STEP_S * max(1.0, count / DECODE_SLOTS)
-            points += [ProfilePoint(0, 0, *decodes, step_s)] if count else []
-            points += [ProfilePoint(new, context, *decodes, step_s) for new in (1, 16)]
-        about = (gpu, catalog, 8, "PrfaaS, tables 5 and 6", {}, "2026-11-18")
         paths.append(folder / f"{gpu}.json")
-        paths[-1].write_text(profile_to_json(Profile(*about, tuple(points))), "utf-8")
+        paths[-1].write_text(profile_to_json(profile_of(gpu, curve, catalog)), "utf-8")
     return paths[0], paths[1]
 
 

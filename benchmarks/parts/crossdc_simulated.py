@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from dataclasses import replace
 from math import log10
 from pathlib import Path
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from parts.case_study import (
     FAR,
     MODEL,
+    NAME,
     NEAR,
     SELECTIVE,
     Arrangement,
@@ -33,9 +35,11 @@ from potluck.core.routing.routing_table import RouteOptions
 from potluck.core.state.request_state import RequestState
 from potluck.plan.allocate.program import DemandBucket, FlowProgram, LinkRow, ModelColumns, NodeSupply
 from potluck.plan.allocate.solve import solve
-from potluck.sim.load.workload import PrefixBlocks, Workload
+from potluck.sim.load.workload import PrefixBlocks, Workload, workload
 from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
+from potluck.sim.sim_settings import SimSettings
+from potluck.sim.world.faults import Fault, Faults
 
 from papers.pages import svg  # isort: skip
 from papers.prfaas_model import optimum  # isort: skip
@@ -47,6 +51,8 @@ WIDTHS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 SECONDS, OVER = 120.0, 1.2
 PARTS, ASKED = 32, 10.0  # Of lengths, and requests/s: more than can be served.
 BLOCK = 512  # Tokens; a state is kept after the last full one of a prompt.
+WIDE_GBPS, NARROW_GBPS, PHASE_S = 18.0, 6.0, 45.0
+THRESHOLDS = range(15_000, 45_001, 3000)
 TRACE = DATA / "mooncake_fast25_conversation.jsonl.gz"
 
 
@@ -103,16 +109,53 @@ def served(what: Arrangement, gbps: float, name: str, per_s: float) -> tuple[flo
 
 
 def simulated(
-    what: Arrangement, gbps: float, made: Workload, catalog: str = MODEL, adapts: bool = True
+    what: Arrangement,
+    gbps: float,
+    made: Workload,
+    catalog: str = MODEL,
+    adapts: bool = True,
+    faults: Faults | None = None,
 ) -> SimResult:
     with tempfile.TemporaryDirectory() as name:
         profiles, files = write_profiles(Path(name), catalog), write_plan(Path(name), what, gbps, catalog)
         policy = replace(read_spec(files[1]).policy, adapt_threshold=adapts)
-        return simulate(scene(*files, profiles if what.far else profiles[1:]), made, policy)
+        resolved = scene(*files, profiles if what.far else profiles[1:])
+        settings = SimSettings(report_period_s=1.0) if faults else None  # As often as gateways look at links.
+        return simulate(resolved, made, policy, faults=faults, settings=settings)
 
 
 def rate_per_s(first_s: NDArray[np.float64], from_s: float, to_s: float) -> float:
     return float(((first_s >= from_s) & (first_s < to_s)).sum() / (to_s - from_s))
+
+
+def phase_per_s(first_s: NDArray[np.float64], place: int = 0) -> float:
+    """First tokens a second in the latter two thirds of a phase."""
+    return rate_per_s(first_s, (place + 1 / 3) * PHASE_S, (place + 1) * PHASE_S)
+
+
+def best_threshold(gbps: float, made: Workload, among: Iterable[int]) -> tuple[int, float]:
+    """That which stays as it is and has the highest goodput of a phase, simulated; and its goodput."""
+    figures = {}
+    for tokens in among:
+        what = replace(SELECTIVE, threshold_tokens=tokens)
+        first_s = simulated(what, gbps, made, adapts=False).records.first_token_s
+        figures[tokens] = phase_per_s(first_s), -first_s.mean()
+    best = max(figures, key=figures.__getitem__)
+    return best, figures[best][0]
+
+
+def three_phases(made: Workload) -> Workload:
+    columns = np.tile(made.prompt_tokens, 3), np.tile(made.output_tokens, 3)
+    return workload(NAME, np.concatenate([made.arrival_s + n * PHASE_S for n in range(3)]), *columns)
+
+
+def dropped(made: Workload, among: Iterable[int] = THRESHOLDS) -> list[float]:
+    """By phase, goodput with a threshold that moves over that of the best that stays: a link, a third, the link."""
+    fault = Fault(PHASE_S, "link", source=FAR, target=NEAR, gbps=NARROW_GBPS, duration_s=PHASE_S)
+    moving = simulated(SELECTIVE, WIDE_GBPS, three_phases(made), faults=Faults((fault,)))
+    wide, narrow = (best_threshold(gbps, made, among)[1] for gbps in (WIDE_GBPS, NARROW_GBPS))
+    first_s = moving.records.first_token_s
+    return [phase_per_s(first_s, place) / best for place, best in enumerate((wide, narrow, wide))]
 
 
 def planned(gbps: float, name: str) -> tuple[float, float]:

@@ -208,8 +208,8 @@ def prepare(home: Path, engines: Sequence[int], key: str) -> None:
     """What `potluck serve` reads: a plan, its engines, a key, and a tokenizer of a common kind."""
     (home / "spec.yaml").write_text(SPEC)
     out = str(home / "plan.json")
-    command = [*POTLUCK, "plan", str(home / "spec.yaml"), "--strategy", "homo", "--no-explain", "--out", out]
-    subprocess.run(command, check=True, capture_output=True)
+    command = [*POTLUCK, "plan", str(home / "spec.yaml"), "--strategy", "homo", "--averages", "--no-explain"]
+    subprocess.run([*command, "--out", out], check=True, capture_output=True)
     entries = [{"url": f"http://127.0.0.1:{port}", "kind": "openai", "model": "bench"} for port in engines]
     (home / "engines.yaml").write_text(json.dumps({"engines": entries}))
     limits = {"requests_per_min": 1e9, "tokens_per_min": 1e12, "concurrent": 10_000}

@@ -13,7 +13,7 @@ from tokenizers.trainers import BpeTrainer
 
 from potluck.api import tokenizer as tokenizing
 from potluck.api.tokenizer import BY_LINE, IncrementalTokenizer, ModelTokenizer, seams_of, stretches_of
-from potluck.engine.shipped_model import shipped_model
+from potluck.engine import shipped_model
 
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<|eot|>", "<|eot|>x", "<|im", "d|><|"]
 """The last three make trouble: one holds another, one begins one, one overlaps with two."""
@@ -100,7 +100,9 @@ def test_tokens_are_those_of_the_whole(kind: str, short: int) -> None:
                 assert made.encode(text, special) == plain.encode(text, add_special_tokens=special).ids
 
     holds()
-    assert made.hits
+    text = "".join(f"Line {n} is here.\nAnd one more<|end|><|im_end|></s>[SEP]" for n in range(9))
+    assert made.encode(text, False) == made.encode(text, False)
+    assert made.hits  # whatever was drawn above
 
 
 def test_only_tokens_that_are_found_anywhere_are_cut_behind() -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from test_controller import PLAN, Fixed, World, planned
 
+from potluck.cli.simulating.simulation import market_over_time
 from potluck.control.manual_changes import leaving
-from potluck.control.market import MarketFile, NodesLeave, VanishNotice, read_market, read_schedule
+from potluck.control.market import MarketFile, VanishNotice, read_market
 from potluck.control.state_store import StateStore
 from potluck.core.errors import PotluckError
 from potluck.core.values.types import NodeOffer, Region
+from potluck.sim.world.faults import Fault, PriceChange, SupplyChange
 
 SPEC = (
     Region("east", (NodeOffer("1xA10", 0.8, 4), NodeOffer("1xL4", 0.5, 0))),
@@ -168,13 +170,12 @@ def offers(regions: tuple[Region, ...]) -> list[tuple[float, int]]:
 
 
 def test_each_line_holds_from_its_second_on_and_changes_what_it_names() -> None:
-    schedule = read_schedule(TEXT, "day.yaml", DAY_SPEC)
-    assert offers(schedule.regions(DAY_SPEC)) == [(0.6, 4), (1.0, 2), (0.5, 3)]
-    assert offers(schedule.regions(DAY_SPEC, 3600.0)) == [(0.9, 4), (1.0, 2), (0.5, 3)]
-    assert offers(schedule.regions(DAY_SPEC, 1e9)) == [(0.9, 1), (1.0, 2), (0.5, 3)]
-    assert [change.notice_s for change in schedule.changes] == [30.0, 30.0, 120.0]
-    assert schedule.leaves == (NodesLeave(9000.0, "west", "1xL4", 2, 30.0),)
-    assert read_schedule("", "day.yaml", DAY_SPEC).regions(DAY_SPEC) == DAY_SPEC
+    at_first, changes = market_over_time(TEXT, "day.yaml", DAY_SPEC)
+    assert offers(at_first) == [(0.6, 4), (1.0, 2), (0.5, 3)]
+    assert changes.prices == (PriceChange(3600.0, "east", "1xL4", 0.9),)
+    assert changes.availability == (SupplyChange(7200.0, "east", "1xL4", 1, 120.0),)
+    leaving = Fault(8970.0, "spot", region="west", node="1xL4", count=2, notice_s=30.0)
+    assert changes.faults == (leaving,)
 
 
 @pytest.mark.parametrize(
@@ -185,10 +186,11 @@ def test_each_line_holds_from_its_second_on_and_changes_what_it_names() -> None:
         ("offers: [{at_s: 1, region: east, node: 1xL40}]", "1xL4"),
         ("notices: [{region: east, node: 1xL4}]", "notices[0].at_s: must be seconds"),
         ("notices: [{at_s: 1, engine: m-1}]", "must be a mapping of"),
+        ("", "has no offers and no notices"),
     ],
 )
 def test_a_wrong_schedule_is_said_in_one_line(line: str, says: str) -> None:
     with pytest.raises(PotluckError) as caught:
-        read_schedule(line, "day.yaml", DAY_SPEC)
+        market_over_time(line, "day.yaml", DAY_SPEC)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -7,7 +7,7 @@ from math import inf
 
 import brain_builders as build
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from potluck.core.routing.balance import LeastLoaded, decode_seconds, prefill_seconds
@@ -309,6 +309,7 @@ rates = st.floats(0.0, 5.0)
 @given(
     st.lists(st.tuples(rates, rates, rates, st.integers(1, 4)), min_size=1, max_size=5), st.floats(0.3, 1.0)
 )
+@example([(0.0, 5e-324, 0.0, 1)], 1.0)
 def test_no_copy_is_sent_more_than_its_time_while_the_plan_suffices(
     rows: list[tuple[float, float, float, int]], headroom: float
 ) -> None:

@@ -209,6 +209,17 @@ def test_a_prompt_that_is_late_anyway_yields_and_nobody_waits_for_it() -> None:
     assert_at_rest(there.brain)
 
 
+def test_a_pipeline_that_had_prompts_one_by_one_is_not_taken_to_be_late_with_all() -> None:
+    """A lone prompt of 9,000 tokens takes 1.8 s, twice what a full pipeline takes for one: that is no pace of lone
+    prompts besides. With 2.5 times as long for each token of a full one it is late."""
+    for pace, yields in ((2.0, False), (2.5, True)):
+        there = apart(alone_s_per_token=2 * PROMPT_S)
+        there.brain.fleet.views["p@near#1/0"].pace = pace
+        (run,) = there.arrive(request("one", prompt=9000))
+        assert isinstance(run, Run)
+        assert run.yields is yields
+
+
 def test_a_decoder_computes_prompts_only_if_answers_there_keep_their_pace() -> None:
     """Answers of 100 tokens at 12 ms, of which 54 are allowed: 4.2 s of a prompt make 42 more, 4.3 s too many."""
     there = apart(max_tokens=200_000)

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.routing.link_states import EASED, GRANTED, KEPT, LEAST, LOSSY, LinkStates, eased, grants
+from potluck.core.routing.routing_table import PrefillChoice
 from potluck.core.routing.template_weights import LengthThreshold
 from potluck.core.routing.thresholds import (
     AHEAD_SHARE,
     LEAST_TOKENS,
     MOST_RAISED,
-    PrefillChoice,
+    QUEUE_SHARE,
     after_report,
     decide,
     rebased,
@@ -261,8 +262,8 @@ def report(utilisation: float, queued_bytes: float = 0.0, gbps: float = 10.0) ->
 def test_scarce_bandwidth_looks_at_the_local_cache_only(t: int, total: int, here: int, there: int) -> None:
     here, there = min(here, total), min(there, total)
     choice = decide(LengthThreshold(t, t, scarce=True), total, here, there)
-    assert choice == PrefillChoice(total - here > t, False)
-    assert choice == decide(LengthThreshold(t, t, scarce=True), total, here, 0)
+    assert choice == PrefillChoice(total - here > t, False, total - here, total - there)
+    assert choice.remote == decide(LengthThreshold(t, t, scarce=True), total, here, 0).remote
 
 
 @given(tokens, tokens, tokens, tokens)
@@ -335,13 +336,19 @@ def test_a_queue_of_prompts_raises_the_threshold_by_what_waits_and_not_for_how_l
     assert 10_000.0 < threshold.tokens < 14_000.0  # less waits by now
 
 
-def test_who_is_later_decides_between_a_full_link_and_a_queue_at_home() -> None:
-    raised, full = LengthThreshold(10_000.0, 20_000.0), report(1.0, 2.0 * 10e9 / 8)
-    assert after_report(raised, full, -1.5).tokens == pytest.approx(22_000.0), "bytes wait for 2 s"
-    assert after_report(raised, full, -3.0).tokens == 20_000.0, "prompts at home wait for 3 s"
-    assert after_report(raised, report(0.8), -3.0).tokens == pytest.approx(20_000.0 / 1.1), (
-        "the link has room"
-    )
+def test_bytes_that_wait_raise_the_threshold_by_how_long_and_not_for_how_long() -> None:
+    threshold = LengthThreshold(10_000.0, 10_000.0)
+    for ahead_s in (0.0, -9.0):  # whether prompts wait at home as well
+        for _ in range(60):
+            threshold = after_report(threshold, report(1.0, 2.5 * 10e9 / 8), ahead_s)
+        assert threshold.tokens == pytest.approx(10_000.0 * (1 + 2 * QUEUE_SHARE))
+
+
+def test_a_full_link_without_a_queue_raises_it_unless_prompts_wait_at_home() -> None:
+    raised = LengthThreshold(10_000.0, 20_000.0)
+    assert after_report(raised, report(1.0), -0.5).tokens == pytest.approx(22_000.0)
+    for use in (1.0, 0.8):
+        assert after_report(raised, report(use), -3.0).tokens == pytest.approx(20_000.0 / 1.1)
     assert after_report(raised, report(0.8), -0.5).tokens == 20_000.0
 
 

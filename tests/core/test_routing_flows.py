@@ -10,7 +10,15 @@ import pytest
 from potluck.core.routing.balance import balance_rule
 from potluck.core.routing.routing_table import RoutingTable
 from potluck.core.state.actions import Abort, FlipReplica, OperatorNote, Run
-from potluck.core.state.events import CacheReported, LinkReported, SegmentComputed, SegmentDone, Tick
+from potluck.core.state.events import (
+    CacheReported,
+    LinkReported,
+    ReplicaReported,
+    ReplicaStatus,
+    SegmentComputed,
+    SegmentDone,
+    Tick,
+)
 from potluck.core.state.fleet import FleetState
 from potluck.core.state.policy import Policy
 
@@ -64,6 +72,35 @@ def test_turns_are_taken_between_regions_as_planned() -> None:
     assert counts == {("near", "near"): 60, ("far", "near"): 20, ("far", "far"): 20}
 
 
+def whole_in_two_regions(policy: Policy) -> build.World:
+    both = build.template("w", ("mixed",), closed=(2.0, 2.0))
+    shares = {("w", region, "closed"): (1.0, 1.0) for region in ("near", "far")}
+    return build.world(build.plan((both,), {("w", "near"): 1, ("w", "far"): 1}, shares), policy)  # type: ignore[arg-type]
+
+
+def test_a_gateway_answers_at_home_until_its_replicas_are_far_behind_or_gone() -> None:
+    world = whole_in_two_regions(Policy(home="far", admission=False))
+    places = [regions(world, sent(world, 500))[0] for _ in range(80)]
+    assert places[:10] == ["far"] * 10
+    assert set(places[-40:]) == {"far", "near"}
+    world = whole_in_two_regions(Policy(home="far", admission=False))
+    (home,) = (name for name, member in world.members.items() if member.region == "far")
+    world.lose(home)
+    assert [regions(world, sent(world, 500)) for _ in range(5)] == [["near"]] * 5
+
+
+def test_what_other_gateways_sent_a_replica_is_counted_as_it_says() -> None:
+    world = whole_in_two_regions(Policy(home="far", admission=False))
+    (home,) = (name for name, member in world.members.items() if member.region == "far")
+    busy = ReplicaStatus(100, 8, 0, 0, 50, 100, 0.02)
+    world.tell(ReplicaReported(home, busy))
+    assert regions(world, sent(world, 500)) == ["near"]
+    world.tell(ReplicaReported(home, busy._replace(queued=0, running=0)))
+    assert regions(world, sent(world, 500)) == ["far"]
+    world.tell(ReplicaReported(home, busy._replace(queued=0, running=1)))  # our own
+    assert world.brain.table.singles[home].others_s == 0.0
+
+
 def test_the_plans_threshold_decides_by_length() -> None:
     world = build.world(LENGTHS)
     assert regions(world, sent(world, 2000)) == ["near", "near"]
@@ -76,11 +113,30 @@ def test_congestion_keeps_more_prompts_at_home_until_it_clears() -> None:
     world = build.world(LENGTHS, Policy(balance="goodput"))
     for _ in range(12):
         world.tell(CONGESTED)
-    assert regions(world, sent(world, 5000)) == ["near", "near"]
+    assert regions(world, sent(world, 4000)) == ["near", "near"]
     assert regions(world, sent(world, 100_000)) == ["far", "near"]
     for _ in range(60):
         world.tell(CLEAR)
-    assert regions(world, sent(world, 5000)) == ["far", "near"]
+    assert regions(world, sent(world, 4000)) == ["far", "near"]
+
+
+def places(world: build.World, count: int) -> list[str]:
+    return [regions(world, sent(world, 2000))[0] for _ in range(count)]
+
+
+def test_a_short_prompt_crosses_where_it_is_computed_much_sooner() -> None:
+    """A prompt of 2,000 tokens takes 0.2 s; home is 2 s behind once ten more wait there than far away."""
+    world = build.world(LENGTHS, Policy(admission=False))
+    went = places(world, 60)
+    assert went[:10] == ["near"] * 10
+    assert 22 <= went[10:].count("far") <= 28  # Then each in turn.
+    world = build.world(LENGTHS, Policy(admission=False))
+    world.tell(LinkReported("far", "near", 0.1, 0.0, 0.05))  # 32 s for its KV
+    assert set(places(world, 60)) == {"near"}
+    world.tell(DEAD)
+    assert set(places(world, 10)) == {"near"}
+    world = build.world(LENGTHS, Policy(balance="goodput", admission=False))
+    assert set(places(world, 60)) == {"near"}
 
 
 def test_without_adapting_the_buckets_decide() -> None:

@@ -29,13 +29,21 @@ from potluck.gateway.registry.engine_client import (
 from potluck.gateway.registry.engine_list import EngineEntry
 from potluck.gateway.registry.health import (
     AGAIN_S,
+    FLOWS_S,
+    IDLE_S,
     LASTS_S,
+    POLL_S,
+    SAME_S,
+    SILENT_S,
     WINDOW_S,
     EmulationLag,
     HealthChecker,
     LinkTraffic,
+    caches_differ,
     hosts_of,
     link_reports,
+    next_question_s,
+    restarted,
     slow_lines,
 )
 from potluck.gateway.values import Address, Endpoint
@@ -48,11 +56,13 @@ def _watch() -> tuple[HealthChecker, EngineRecord, list[tuple[Any, ...]]]:
         name: Endpoint(name, "m", region, Address("h", port), kv=f"h:{port}")
         for name, region, port in (("a", "east", 1), ("b", "west", 2))
     }
-    receiver = EngineRecord(EngineEntry("http://h:2"), up=True, replica="b")
+    receiver = EngineRecord(EngineEntry("http://h:2"), up=True, replica="b", heard_s=1e12)
     registry = SimpleNamespace(
         endpoints=tuple(ends.values()), engines=(receiver,), find=ends.get, codec=lambda *names: "int4"
     )
-    watch = HealthChecker(registry, lambda event: None, caches=False, planned_gbps={("east", "west"): 8.0})  # type: ignore[arg-type]
+    watch = HealthChecker(
+        registry, lambda event: None, caches=False, planned_gbps={("east", "west"): 8.0}, views={}
+    )  # type: ignore[arg-type]
     moved: list[tuple[Any, ...]] = []
     watch.moved = lambda *what: moved.append(what)
     return watch, receiver, moved
@@ -220,6 +230,98 @@ def test_an_engine_that_takes_longer_than_ever_is_silent_until_it_answers(
     assert len(silent) == 3
 
 
+@given(st.floats(0, 1e6), st.floats(0, 1e6))
+def test_an_engine_is_asked_soon_after_its_last_sign_of_life(answered_s: float, streamed_s: float) -> None:
+    """So that one which dies with requests is noticed no later than were it always asked every POLL_S."""
+    assert next_question_s("suspected", answered_s, streamed_s) == answered_s + POLL_S
+    busy_s = next_question_s("busy", answered_s, streamed_s)
+    assert answered_s + POLL_S <= busy_s <= answered_s + FLOWS_S
+    assert busy_s <= max(answered_s, streamed_s) + POLL_S
+    assert next_question_s("idle", answered_s, streamed_s) == answered_s + IDLE_S
+    assert IDLE_S + LEAST_S < SILENT_S, "one that is idle gets no request when it was silent for so long"
+
+
+@pytest.mark.parametrize(
+    ("change", "condition"),
+    [
+        ({}, "idle"),
+        ({"open_requests": 1}, "busy"),
+        ({"running": 1}, "busy"),  # another gateway's
+        ({"connected": False}, "busy"),  # it died, perhaps
+        ({"doubted": True}, "suspected"),
+        ({"asked_s": 2e12}, "suspected"),  # and did not answer
+        ({"up": False}, "suspected"),
+        ({"replica": ""}, "suspected"),
+        ({"links": (LinkCounters("h:1", 1, 1, 0.0),)}, "suspected"),
+    ],
+)
+def test_only_one_that_nobody_waits_for_and_that_answers_is_idle(
+    change: dict[str, Any], condition: str
+) -> None:
+    watch, engine, _ = _watch()
+    view = SimpleNamespace(open_requests=0, doubted=False)
+    watch._views, connected = {"b": view}, change.get("connected", True)  # type: ignore[dict-item]
+    watch._registry.caller = SimpleNamespace(connected=lambda engine: connected)  # type: ignore[assignment]
+    running = SAID.status._replace(running=change.get("running", 0))
+    engine.said = replace(SAID, status=running, links=change.get("links", ()))
+    for name, value in change.items():
+        for target in (view, engine):
+            if hasattr(target, name):
+                setattr(target, name, value)
+    assert watch._condition(engine) == condition
+
+
+def test_an_idle_engine_is_asked_again_once_it_is_idle_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("potluck.gateway.registry.health.POLL_S", 1e-3)
+    watch, engine, _ = _watch()
+    view, asked = SimpleNamespace(open_requests=0, doubted=False), asyncio.Event()
+    watch._views = {"b": view}  # type: ignore[dict-item]
+    watch._registry.caller = SimpleNamespace(connected=lambda engine: True)  # type: ignore[assignment]
+
+    async def ask(each: EngineRecord) -> None:
+        each.heard_s = 1e12
+        asked.set()
+
+    async def run() -> None:
+        watch._ask = ask  # type: ignore[method-assign]
+        watch.meet()
+        await asked.wait()
+        asked.clear()
+        for _ in range(20):
+            await asyncio.sleep(1e-3)
+        assert not asked.is_set()
+        view.open_requests = 1
+        await asyncio.wait_for(asked.wait(), 60)
+        assert engine.watching is not None
+        engine.watching.cancel()
+
+    monkeypatch.setattr("potluck.gateway.registry.health.IDLE_S", 1e9)
+    asyncio.run(run())
+
+
+def test_an_engine_that_was_restarted_while_nobody_looked_is_another() -> None:
+    """A world's seed 60010: the gateway stood still for longer than the engine had run before."""
+    assert restarted(-0.1, 0.5)
+    assert not restarted(0.5, 0.5)
+    assert not restarted(0.4, 2.0), "an answer that was on its way for long"
+    assert restarted(0.2, 4.2), "4 s have passed, and it is hardly older"
+    assert not restarted(4.0, 4.2)
+
+
+def test_a_cache_is_asked_for_when_a_prompt_was_computed_and_now_and_then() -> None:
+    engine = EngineRecord(EngineEntry("http://h:2"), said=replace(SAID, prompt_tokens=7), cache_epoch=1)
+    assert caches_differ(engine, 0.0), "it was never asked"
+    engine.cached = 10.0, 7
+    assert not caches_differ(engine, 10.0)
+    assert caches_differ(engine, 10.0 + SAME_S), "what answers add, and what others sent there"
+    engine.said = replace(SAID, prompt_tokens=8)
+    assert caches_differ(engine, 10.0)
+    engine.cached, engine.said = (10.0, -1), SAID
+    assert caches_differ(engine, 10.0), "one that does not say is asked each time"
+    engine.cached, engine.said, engine.cache_epoch = (10.0, 7), replace(SAID, prompt_tokens=7), None
+    assert caches_differ(engine, 10.0), "the Brain lacks a report"
+
+
 def test_how_long_an_engine_may_take_is_learned_from_its_answers() -> None:
     new = ResponseTimes()
     assert new.limit_s == MOST_S, "of one that is new nothing is known"
@@ -280,7 +382,7 @@ def test_the_watch_adds_up_what_engines_say() -> None:
         return read_status(json.dumps({"state": "ready", "notes": notes}).encode())
 
     registry = SimpleNamespace(caller=SimpleNamespace(status=status), heard=lambda engine: None)
-    watch = HealthChecker(registry, lambda event: None, caches=False, planned_gbps={})  # type: ignore[arg-type]
+    watch = HealthChecker(registry, lambda event: None, caches=False, planned_gbps={}, views={})  # type: ignore[arg-type]
     engine = EngineRecord(EngineEntry("http://h:2"))
     for _ in range(3):
         asyncio.run(watch._ask(engine))

@@ -23,8 +23,8 @@ from potluck.api.http import server_tls
 from potluck.cli.engine.engine import described
 from potluck.core.errors import InputError
 from potluck.core.state.actions import Refuse
+from potluck.engine import shipped_model
 from potluck.engine.model.config import read_config
-from potluck.engine.shipped_model import shipped_model
 from potluck.gateway.http.server import open_port
 from potluck.gateway.openai.handler import ClientHandler
 from potluck.gateway.openai.requests import read_card

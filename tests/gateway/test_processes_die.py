@@ -25,7 +25,7 @@ from live_plans import COMBO, MODEL, WHOLE, write_plans
 from potluck.cli.main import run
 from potluck.core.values.plan import plan_from_json
 from potluck.core.values.types import NodeOffer, Region
-from potluck.engine.shipped_model import shipped_model
+from potluck.engine import shipped_model
 from potluck.gateway.openai.keys import new_key
 from potluck.gateway.operator_state import OperatorState
 from potluck.gateway.registry.engine_list import read_engines

@@ -79,8 +79,6 @@ def made_replica(index: int, end_s: float, models: tuple[str, ...] = MODELS) -> 
         busy_s=0.4 * end_s,
         prefill_tokens=10_000,
         decode_tokens=10_000,
-        peak_blocks=500,
-        total_blocks=1000,
         gaps=((0.02, 900.0), (0.025, 80.0), (0.03, 20.0)),
     )
 
@@ -101,8 +99,8 @@ def made_result(requests: int = 2000, replicas: int = 9, seed: int = 0, samples:
         np.cumsum(rng.random((samples, 2)) * 1e9 * end_s / samples, axis=0),
     )
     links = (
-        LinkRecord("us-east-1", "us-west-2", "link", 25.0, float(sampled.link_bytes[-1, 0]), 900, end_s / 2),
-        LinkRecord("us-west-2", "us-east-1", "link", 10.0, float(sampled.link_bytes[-1, 1]), 900, end_s / 3),
+        LinkRecord("us-east-1", "us-west-2", "link", 25.0, float(sampled.link_bytes[-1, 0]), end_s / 2),
+        LinkRecord("us-west-2", "us-east-1", "link", 10.0, float(sampled.link_bytes[-1, 1]), end_s / 3),
     )
     faults = (FaultRecord(0.6 * end_s, "replica <4> lost"), FaultRecord(0.3 * end_s, "link slow, 40 %"))
     rates = ((0.0, 40.0), (0.4 * end_s, 60.0), (0.75 * end_s, 50.0))

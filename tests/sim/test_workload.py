@@ -284,36 +284,6 @@ def test_a_workload_at_another_rate_or_length() -> None:
     assert longer.rate_per_s == pytest.approx(made.rate_per_s or 0, rel=0.05)
 
 
-def columns(**changed: object) -> Workload:
-    values: dict[str, object] = {
-        "models": ("m",),
-        "arrival_s": np.array([0.0, 1.0]),
-        "model": np.array([0, 0], dtype=np.int32),
-        "prompt_tokens": np.array([1, 1], dtype=np.int32),
-        "output_tokens": np.array([1, 1], dtype=np.int32),
-        "priority": np.array([0, 0], dtype=np.int32),
-    }
-    return Workload(**(values | changed))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        ({"arrival_s": np.array([1.0, 0.5])}, "must not go back"),
-        ({"arrival_s": np.array([-1.0, 0.5])}, "not negative"),
-        ({"arrival_s": np.array([0.0, np.nan])}, "finite"),
-        ({"prompt_tokens": np.array([0, 1])}, "at least 1"),
-        ({"output_tokens": np.array([1])}, "output_tokens: has 1 rows, not 2"),
-        ({"model": np.array([0, 1])}, "place in the 1 models"),
-        ({"blocks": PrefixBlocks(np.array([0]), np.array([], dtype=np.int64))}, "3 starts"),
-    ],
-)
-def test_a_workload_that_cannot_be(changed: dict[str, object], says: str) -> None:
-    columns()
-    with pytest.raises(InputError, match=says):
-        columns(**changed)
-
-
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
 def test_rates_that_cannot_be(bad: float) -> None:
     with pytest.raises(InputError, match="must be positive"):

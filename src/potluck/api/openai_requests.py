@@ -56,7 +56,6 @@ class EngineAbilities:
     formats: frozenset[str] = frozenset({"text"})  # Types of `response_format`.
     most_choices: int = 64
     most_logprobs: int = 20
-    more_draws: bool = False
     draws: bool = False  # Whether DRAWN is read here, for engines that run segments.
 
     def __post_init__(self) -> None:
@@ -241,7 +240,7 @@ def completion_of(
     asked = shaped(CompletionRequest, _read(body, able))
     _check(asked, able)
     _within("logprobs", asked.logprobs or 0, 0, able.most_logprobs)
-    if asked.best_of != 1 and (asked.best_of < asked.n or (asked.best_of > asked.n and not able.more_draws)):
+    if asked.best_of not in (1, asked.n):
         raise InputError("best_of", "must be n for this engine; leave it out")
     if isinstance(prompt, list) and len(prompt) * asked.n > able.most_choices and type(prompt[0]) is not int:
         many = f"{len(prompt)} prompts and n {asked.n} are more than {able.most_choices} answers"

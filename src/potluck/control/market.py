@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -245,60 +244,6 @@ class MarketFile(MarketSource):
         except OSError:
             return None
         return result.st_mtime_ns, result.st_size, result.st_ino
-
-
-NOTICE_S = 30.0  # Before machines go, where nothing is said: Azure and Google give 30 s, Amazon 120 s.
-
-
-@dataclass(frozen=True, slots=True)
-class MarketChange:
-    """From a moment on a node type has another price, or there are more or fewer of it."""
-
-    at_s: float
-    quote: Quote
-    notice_s: float = NOTICE_S
-
-
-@dataclass(frozen=True, slots=True)
-class NodesLeave:
-    at_s: float
-    region: str
-    node: str
-    count: int
-    notice_s: float = NOTICE_S
-
-
-@dataclass(frozen=True, slots=True)
-class MarketSchedule:
-    changes: tuple[MarketChange, ...] = ()
-    leaves: tuple[NodesLeave, ...] = ()
-
-    def regions(self, spec: Sequence[Region], at_s: float = 0.0) -> tuple[Region, ...]:
-        result = tuple(spec)
-        for change in self.changes:
-            if change.at_s <= at_s:
-                result = Market((change.quote,)).regions(result)
-        return result
-
-
-def read_schedule(text: str, where: str, spec: Sequence[Region]) -> MarketSchedule:
-    timed = {"at_s", "notice_s"}
-    offers, notices = market_lines(text, where, OFFER_KEYS | timed, (NOTICE_KEYS | timed) - {"engine", "at"})
-    changes, leaves = [], []
-    for item, at in offers:
-        at_s, notice_s = _seconds(item, "at_s", 0.0, at), _seconds(item, "notice_s", NOTICE_S, at)
-        changes.append(MarketChange(at_s, quote_of(item, at, spec), notice_s))
-    for item, at in notices:
-        at_s, notice_s = _seconds(item, "at_s", None, at), _seconds(item, "notice_s", NOTICE_S, at)
-        leaves.append(NodesLeave(at_s, *place_of(item, at, spec), count_of(item, at), notice_s))
-    return MarketSchedule(tuple(sorted(changes, key=lambda each: each.at_s)), tuple(leaves))
-
-
-def _seconds(each: dict[str, Any], name: str, default: float | None, at: str) -> float:
-    value = each.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
-        raise InputError(f"{at}.{name}", f"must be seconds of the simulation, from 0, is {value!r}")
-    return float(value)
 
 
 @dataclass(frozen=True, slots=True)

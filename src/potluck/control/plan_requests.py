@@ -156,13 +156,10 @@ class DayPlans:
 
 def _short(plan: Plan, regions: tuple[Region, ...] | None) -> str:
     """Which nodes a plan wants more of than there are; empty where there are enough."""
-    needed: Counter[tuple[str, str]] = Counter()
-    for deployment in plan.deployments:
-        for node in plan.template(deployment.template).nodes:
-            needed[deployment.region, node.node] += deployment.count * node.count
+    needed = plan.nodes
     for region in regions or ():
         for offer in region.offers:
-            count = needed[region.name, offer.node]
+            count = needed.get((region.name, offer.node), 0)
             if count > offer.available:
                 return f"it wants {count} x {offer.node} in {region.name}, and there are {offer.available}"
     return ""

@@ -22,7 +22,7 @@ from potluck.core.state.actions import Action
 from potluck.core.state.events import Event
 from potluck.core.state.policy import Policy
 from potluck.core.values.kv import LEAST_CONNECTIONS
-from potluck.core.values.plan import Plan, ReplicaSpec, copies_changed, plan_mark
+from potluck.core.values.plan import Plan, ReplicaSpec, Template, copies_changed, plan_mark
 from potluck.core.values.types import Region
 from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.operator_state import Cordons, OperatorState
@@ -212,6 +212,7 @@ class GatewayCore:
             self.brain_loop.tell,
             caches=policy.affinity > 0,
             planned_gbps=facts.links_gbps,
+            views=self.brain.fleet.views,
             grants=policy.grants,
         )
         self.engine_list = None if engine_list is None else EngineListFile(engine_list)
@@ -275,6 +276,9 @@ class GatewayCore:
         offers = {(item.name, offer.node): offer for item in self.market for offer in item.offers}
         node_offer = offers.get((region, node))
         return 0.0 if node_offer is None else node_offer.price_usd_per_h
+
+    def copy_usd_per_h(self, template: Template, region: str) -> float:
+        return sum(nodes.count * self.price_usd_per_h(region, nodes.node) for nodes in template.nodes)
 
     def enlist(self, entries: tuple[EngineEntry, ...]) -> None:
         if self._memory is not None:

@@ -169,6 +169,7 @@ def worker_beside(
         context, core.registry, outgoing, meter, core.lacking, core.brain_loop.line, answers=answers
     )
     core.registry.on_gone.append(worker.dispatcher.gone)
+    core.watch.streamed_s = worker.dispatcher.streamed_s
     return worker
 
 

@@ -250,8 +250,6 @@ def _replica_record(site: SimReplica, end_s: float) -> recorded.ReplicaRecord:
         replica.busy_s(end_s),
         replica.computed_tokens,
         replica.decoded_tokens,
-        site.peak_blocks,
-        replica.total_blocks,
         tuple([(UPPER_S[place], float(count)) for place, count in replica.gaps.filled()]),
     )
 
@@ -261,5 +259,5 @@ def _link_record(world: SimWorld, pipe: SharedPipe) -> recorded.LinkRecord:
     if pipe.kind == "link":
         gbps = world.network.specs[pipe.source, pipe.target].gbps
     return recorded.LinkRecord(
-        pipe.source, pipe.target or pipe.source, pipe.kind, gbps, pipe.sent_bytes, pipe.transfers, pipe.busy_s
+        pipe.source, pipe.target or pipe.source, pipe.kind, gbps, pipe.sent_bytes, pipe.busy_s
     )

@@ -12,7 +12,6 @@ from typing import Final
 
 import numpy as np
 
-from potluck.core.errors import InputError
 from potluck.core.replica.batch import PREEMPTED, RESUMED, Batcher, BatchLimits, BatchStep, Happening
 from potluck.core.state.events import ReplicaStatus
 from potluck.perf.phases import CHUNK_TOKENS
@@ -208,8 +207,6 @@ class SimEngine:
 
     def set_speed(self, now_s: float, factor: float) -> None:
         """From the next step on, steps take `factor` times as long."""
-        if not factor > 0:
-            raise InputError("replica: speed", f"must be positive, is {factor}")
         self._settle(now_s)
         self._speed = factor
 

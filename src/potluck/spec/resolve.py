@@ -231,6 +231,7 @@ def resolve(
         kv_codecs=tuple(core for name, core in KV_CODECS.items() if name in ("raw", *written.kv_codecs)),
         engine=written.engine,
         complexity_share=written.complexity_share,
+        max_group_gpus=None if written.pool is None else written.pool.max_group_gpus,
     )
 
 

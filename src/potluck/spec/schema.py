@@ -422,6 +422,7 @@ class PoolIn(Written):
     machines: list[MachineIn]
     gbps: Any
     rtt_ms: Any = None
+    max_group_gpus: int | None = Field(default=None, ge=1, le=256)
 
 
 class LinkIn(Written):

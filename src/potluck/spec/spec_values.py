@@ -91,6 +91,7 @@ class Spec:
     """The kind of engines that serve."""
     complexity_share: float = 0.0
     """Of its rent, what each further moving part of a copy counts for where plans are compared."""
+    max_group_gpus: int | None = None  # Of a pool, that serve together.
 
     def model(self, name: str) -> ModelSpec:
         return _named("model", name, {model.name: model for model in self.models})

@@ -82,6 +82,7 @@ class Brain:
         view = self.fleet.views.get(event.replica)
         if view is not None and view.status_at_s <= at_s:
             self.fleet.report(view, event.status, at_s)
+            self.table.reported(view)
             if view.doubted:
                 return self._recovery.reported(at_s, view)
         return []

@@ -138,9 +138,9 @@ class DeadlineCheck:
         facts = view.facts
         if facts is None:
             return False
-        if facts.alone_s_per_token > facts.prefill_s_per_token:  # no pace is faster than a lone prompt
-            return tokens * facts.alone_s_per_token * max(1.0, view.pace) > slo.ttft_s
-        return tokens * facts.prefill_s_per_token * view.pace > slo.ttft_s
+        # Of a pipeline, its way through it; a pace learned of prompts that came one by one has that in it already.
+        token_s = max(facts.alone_s_per_token, facts.prefill_s_per_token * view.pace)
+        return tokens * token_s > slo.ttft_s
 
     def _own_tokens(self, view: ReplicaState, req: RequestState) -> int:
         if not req.request.blocks:

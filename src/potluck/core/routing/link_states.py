@@ -16,6 +16,7 @@ from potluck.core.routing.routing_table import (
     ANY,
     CLOSED,
     ModelRoutes,
+    PrefillChoice,
     RouteOption,
     RouteOptions,
     RoutingTable,
@@ -33,6 +34,7 @@ LATE_S: Final = 0.5
 """A way over a link at its full rate that is later than planned by more than this is compared with others."""
 SLOW: Final = 0.5
 """Share of its planned rate below which a link is slow: then what is on it may be done again elsewhere."""
+SOONER_S: Final = 2.0  # By so much a prompt must be sooner over a link to cross though it is short.
 PATIENCE_S: Final = 1.0  # What is on its way already is given up only if that saves so much.
 LEAST_BYTES: Final = 0.5  # Less than that is nothing: sums of floats.
 LOCAL_GBPS: Final = 10.0  # What is counted on inside a region where nobody said what network cards carry.
@@ -151,21 +153,13 @@ class LinkStates:
 
     @property
     def open_bytes(self) -> float:
-        total = 0.0
-        for size in self._cards.values():
-            total += size
-        for shares in self._shares.values():
-            for share in shares.values():
-                total += share.size_bytes
-        return total
+        tenants = [share.size_bytes for shares in self._shares.values() for share in shares.values()]
+        return sum(self._cards.values()) + sum(tenants)
 
     def _others_bytes(self, link: str, tenant: str, weight: float, own_bytes: float) -> float:
         """What passes of other tenants' KV while so much of a tenant's own does."""
-        passed = 0.0
-        for name, share in self._shares.get(link, {}).items():
-            if name != tenant:
-                passed += min(share.size_bytes, own_bytes * share.weight / weight)
-        return passed
+        others = [share for name, share in self._shares.get(link, {}).items() if name != tenant]
+        return sum([min(share.size_bytes, own_bytes * share.weight / weight) for share in others])
 
     def late_s(self, source: str, target: str, req: RequestState) -> float:
         """By how much a request's KV would be later than planned; 0 where nothing is known of the link."""
@@ -234,7 +228,7 @@ class LinkAvoidance:
             return False
         # Prompts are sent while others are computed.
         there_s = max(prefilled_s(first, req.prompt_tokens), late_s)
-        return self._soonest_s(req, ways, table) + patience_s < there_s
+        return self._soonest_s(req, ways, table, req.prompt_tokens) + patience_s < there_s
 
     def again_s(self, req: RequestState, before_tokens: int) -> float:
         """Until the prompt of a request that is on its way would be computed anew, without a link, after others."""
@@ -242,17 +236,33 @@ class LinkAvoidance:
         if table is None:
             return inf
         ways = self._table.ways(table, table.kind(req)[0], req.total_tokens)
-        return self._soonest_s(req, ways, table, before_tokens)
+        return self._soonest_s(req, ways, table, req.prompt_tokens, before_tokens)
+
+    def sooner(
+        self, choices: dict[str, PrefillChoice], req: RequestState, ways: RouteOptions, table: ModelRoutes
+    ) -> dict[str, PrefillChoice]:
+        """Let a prompt cross that length keeps at home, where it is computed much sooner so: a threshold follows its
+        link slowly, and knows no queues."""
+        for way in ways.flows:
+            choice = choices.get(way.link) if way.crosses and way.link not in self._links.dead else None
+            first = way.prefills.pick() if choice is not None and not choice.remote else None
+            if choice is None or first is None:
+                continue
+            computed_s = prefilled_s(first, choice.there_tokens)
+            there_s = max(computed_s, self._links.late_s(way.source, way.target, req))
+            if there_s + SOONER_S < self._soonest_s(req, ways, table, choice.here_tokens):
+                choices[way.link] = choice._replace(remote=True, fetch=False)
+        return choices
 
     def _soonest_s(
-        self, req: RequestState, ways: RouteOptions, table: ModelRoutes, before_tokens: int = 0
+        self, req: RequestState, ways: RouteOptions, table: ModelRoutes, own: int, before_tokens: int = 0
     ) -> float:
-        """Until the request's prompt is computed where no link is needed; infinite if that is nowhere. Those that
-        decode alone count where nobody else would do it."""
+        """Until its `own` tokens, behind those that wait, are computed where no link is needed; infinite if that is
+        nowhere. Those that decode alone count where nobody else would do it."""
         closed, spare = (self._table.ways(table, place, req.total_tokens) for place in (CLOSED, ANY))
         at_home = [way.prefills for way in (closed.closed, ways.closed, *ways.flows) if not way.crosses]
         choosers = [chooser for chooser in at_home if len(chooser)] or [spare.closed.prefills]
-        tokens = req.prompt_tokens + before_tokens / max(1, *map(len, choosers))
+        tokens = own + before_tokens / max(1, *map(len, choosers))
         targets = [chooser.pick() for chooser in choosers]
         return min((prefilled_s(target, tokens) for target in targets if target is not None), default=inf)
 

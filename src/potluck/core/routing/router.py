@@ -147,6 +147,7 @@ class Router:
         choices = self.thresholds.choices(req, ways)
         fetches, shut = False, NOWHERE
         if choices:
+            choices = self.detours.sooner(choices, req, ways, table) if self.learns else choices
             away = [choice for choice in choices.values() if choice.remote]
             fetches = any(choice.fetch for choice in choices.values() if not choice.remote)
             turns = [ways.remote, ways.local] if away else [ways.local, ways.remote]

@@ -25,6 +25,7 @@ from potluck.core.routing.template_weights import (
     RegionFlow,
     TemplateWeights,
     merged,
+    nearer,
     offers,
 )
 from potluck.core.state.facts import FleetFacts
@@ -73,7 +74,7 @@ class ModelRoutes:
 class RoutingTable:
     def __init__(self, facts: FleetFacts, policy: Policy, rule: BalanceRule, fleet: FleetState) -> None:
         self.facts = facts
-        self._balance, self.rule = policy.balance, rule
+        self._balance, self.rule, self._home = policy.balance, rule, policy.home
         self._by_length = policy.adapt_threshold and rule.by_length
         self.fleet = fleet
         self._templates: dict[str, Template] = {}
@@ -89,6 +90,8 @@ class RoutingTable:
             self._templates[template.name] = template
         live = {(unit.template, unit.region) for unit in self.fleet.units.values()}
         fresh = offers(plan, self._balance)
+        if self._home:
+            fresh = {model: nearer(weights, self._home) for model, weights in fresh.items()}
         for model, table in self.models.items():
             if model in fresh:
                 fresh[model] = merged(fresh[model], table.offers, live)
@@ -142,6 +145,14 @@ class RoutingTable:
             else:
                 self._join(table, ways, unit)
             ways.settle()
+
+    def reported(self, view: ReplicaState) -> None:
+        """Count what other gateways sent a replica, as it says itself: what it has, less what we sent."""
+        target, status = self.singles.get(view.member.id), view.status
+        if self._home and self.rule.in_seconds and target is not None and status is not None:
+            others = max(0, status.queued + status.running - view.open_requests)
+            before_s, target.others_s = target.others_s, others * self.request_s(target)
+            target.lighten(before_s - target.others_s)
 
     def shifted(self, model: str, lengths: MeanLengths) -> None:
         self._lengths[model] = lengths
@@ -340,6 +351,15 @@ def _most_closed(template: Template) -> float:
     best = max((bucket_capacity.closed_per_s for bucket_capacity in template.capacity), default=0.0)
     share = len(template.replicas) if kind_of(template) == PLAIN else 1
     return best / share if best > 0 else 1.0
+
+
+class PrefillChoice(NamedTuple):
+    """Whether a request should be prefilled over a link, and how much of it is to be computed on either side."""
+
+    remote: bool
+    fetch: bool  # The other side's cached prefix is the longer one and should be sent over.
+    here_tokens: int
+    there_tokens: int
 
 
 class RouteOption:

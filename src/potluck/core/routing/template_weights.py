@@ -23,6 +23,8 @@ from potluck.core.values.plan import BucketCapacity, Plan, Template
 Phase = Literal["closed", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("closed", "prefill", "decode")
 Key = tuple[str, str]  # (template, region)
+AWAY = 0.05
+"""What a copy in another region weighs: it is sent requests once those at home are about twenty behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,33 @@ def offers(plan: Plan, balance: str) -> dict[str, ModelWeights]:
     rule = balance_rule(balance)
     models = dict.fromkeys(template.model for template in plan.templates)
     return {model: _model(plan, model, rule) for model in models}
+
+
+def nearer(model: ModelWeights, home: str) -> ModelWeights:
+    """As a gateway of one region has it: what the plan has answered there stays there while it can. Copies elsewhere
+    that answer whole requests weigh little beside such copies at home, and nothing beside flows to home."""
+    none = (0.0,) * len(model.longest_tokens)
+    whole = zip(
+        none, *(copy.closed for (_, region), copy in model.copies.items() if region == home), strict=True
+    )
+    handed = zip(none, *(flow.rates_per_s for flow in model.flows if flow.target == home), strict=True)
+    elsewhere = [
+        (AWAY, 0.0) if max(alike) else (float(not max(flows)),) * 2
+        for alike, flows in zip(whole, handed, strict=True)
+    ]  # By bucket, what copies and flows weigh there.
+
+    def weighed(region: str, weights: tuple[float, ...], kind: int) -> tuple[float, ...]:
+        return (
+            weights if region == home else tuple(w * e[kind] for w, e in zip(weights, elsewhere, strict=True))
+        )
+
+    copies = {
+        key: replace(each, closed=weighed(key[1], each.closed, 0)) for key, each in model.copies.items()
+    }
+    flows = tuple(
+        replace(each, rates_per_s=weighed(each.target, each.rates_per_s, 1)) for each in model.flows
+    )
+    return replace(model, copies=copies, flows=flows)
 
 
 def merged(new: ModelWeights, old: ModelWeights, live: Collection[Key]) -> ModelWeights:
@@ -157,7 +186,7 @@ def _copy(
     busy = sum(uses.values())
     for phase, weights in result.items():
         for bucket, weight in enumerate(weights):
-            if weight > 0 and rule.weights == "goodput" and (phase, bucket) in uses:
+            if weight > 0 and busy > 0 and rule.weights == "goodput" and (phase, bucket) in uses:
                 weights[bucket] = weight / busy
             elif weight > 0 and rule.weights == "even":
                 weights[bucket] = 1.0

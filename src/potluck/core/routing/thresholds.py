@@ -6,16 +6,16 @@ A request is prefilled elsewhere when more than t of its tokens have to be compu
     bandwidth abundant    the best cache anywhere:        l_total - max(l_here, l_there)   > t
 
 In the second case, if the region that does not compute has the longer prefix, its KV crosses first. t starts where
-the plan has it. A congested link (or far end) raises it by a quarter; a clear one lets it return by tenths (ours)."""
+the plan has it; what waits on the link or at the far end raises it, a clear link lets it return by tenths (ours)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
-from typing import Final, NamedTuple
+from typing import Final
 
 from potluck.core.routing.prefix_affinity import PrefixAffinity
-from potluck.core.routing.routing_table import RouteOptions, RoutingTable
+from potluck.core.routing.routing_table import PrefillChoice, RouteOptions, RoutingTable
 from potluck.core.routing.template_weights import LengthThreshold
 from potluck.core.state.events import LinkReported
 from potluck.core.state.request_state import RequestState
@@ -96,43 +96,40 @@ ABUNDANT: Final = 0.5
 QUEUE_S: Final = 0.5
 LOST: Final = 0.01
 AHEAD_S: Final = 1.0
-AHEAD_SHARE: Final = 0.5  # Of itself, by how much t may rise for each second beyond that.
+AHEAD_SHARE: Final = 0.5  # Of the plan's t, by how much it may rise for each second beyond that.
+QUEUE_SHARE: Final = 0.15
+"""The same for each second that bytes wait. A thin link does most when full of the longest prompts: where t rises for
+as long as it is full, it falls empty; where t stays, it is full of shorter ones and long ones stay at home."""
 RAISE: Final = 1.1
-REGAINED: Final = (
-    1.05  # Times what a link carried last that it is taken to carry a report later, up to what it should.
-)
+REGAINED: Final = 1.05  # Times what it carried last, a link may carry a report later, up to the plan's.
 LEAST_TOKENS: Final = 512.0  # From where a t rises that is lower.
 RETURN: Final = 0.1
 MOST_RAISED: Final = 64.0  # How far above its base t may go.
 
 
-class PrefillChoice(NamedTuple):
-    remote: bool
-    fetch: bool  # The other side's cached prefix is the longer one and should be sent over.
-
-
 def decide(threshold: LengthThreshold, total_tokens: int, here: int, there: int) -> PrefillChoice:
     """With so much cached `here`, where it would be decoded, and `there`, where it could be prefilled instead."""
+    own = (total_tokens - here, total_tokens - there)
     if threshold.scarce:
-        return PrefillChoice(total_tokens - here > threshold.tokens, False)
-    remote = total_tokens - max(here, there) > threshold.tokens
-    return PrefillChoice(remote, here > there if remote else there > here)
+        return PrefillChoice(own[0] > threshold.tokens, False, *own)
+    remote = min(own) > threshold.tokens
+    return PrefillChoice(remote, here > there if remote else there > here, *own)
 
 
 def after_report(threshold: LengthThreshold, report: LinkReported, ahead_s: float = 0.0) -> LengthThreshold:
     """The threshold after a word of the link; its prefill cluster is `ahead_s` later with such prompts than home.
 
-    A link that carried less than planned while bytes waited is full at that, though it looks empty once none wait. A
-    queue of prompts takes as long to go as it is: t rises in proportion to it, not for as long as it is there.
-    """
+    A link that carried less than planned while bytes waited is full at that, though it looks empty once none wait."""
     tokens, least = threshold.tokens, max(threshold.base_tokens, LEAST_TOKENS)
     queue_s = report.queued_bytes * 8 / (report.gbps * 1e9) if report.gbps > 0 else inf
     carried = min(report.gbps, max(threshold.carried_gbps * REGAINED, LOST * report.gbps))
     used = 1.0 if queue_s > QUEUE_S else report.utilisation * report.gbps / carried
     lossy = report.lost_share > LOST and used >= ABUNDANT  # else it was a burst, not a full link
     later_s = -ahead_s - max(queue_s, AHEAD_S)  # Prompts wait longer at home than bytes on the link.
-    if used >= CONGESTED or lossy:
-        wanted = least * MOST_RAISED if later_s < 0 else tokens
+    if queue_s > QUEUE_S:
+        wanted = least * min(MOST_RAISED, 1.0 + QUEUE_SHARE * (queue_s - QUEUE_S))
+    elif (lossy or used >= CONGESTED) and later_s < 0:
+        wanted = least * MOST_RAISED
     elif ahead_s > AHEAD_S:
         wanted = least * min(MOST_RAISED, 1.0 + AHEAD_SHARE * (ahead_s - AHEAD_S))
     else:

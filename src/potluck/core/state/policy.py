@@ -30,6 +30,8 @@ class Policy:
     """How a pair's share is worked out; `printed` is for comparison with the paper."""
     adapt_threshold: bool = True
     """Move length thresholds between regions with the link's load (PrfaaS 3.4.3)."""
+    home: str = ""
+    """The region of this gateway, where several serve a plan: others' replicas are for when its own are behind."""
     affinity: float = 1.0
     """Seconds of waiting that a second of saved prefill is worth; 0 ignores caches."""
     pool_caches: bool = True

@@ -59,6 +59,7 @@ class Target:
         self.usage = PrefillUtilization()
         self.turn = 0  # Counts requests, for plain round robin inside.
         self.load = 0.0  # Open work, in the unit of the balance that counts it.
+        self.others_s = 0.0  # Of that, other gateways' work, as a replica said last.
         self.pace = 1.0  # What is learned of how long that takes, against its unit (`learned_speeds.py`).
         self.indexes: list[LoadIndex] = []
         self.in_low = 0  # Requests whose first part is in a pair's low-end replicas.

@@ -41,10 +41,8 @@ class EngineKind:
     experts: tuple[Ep, ...] = get_args(Ep)
     hands_over_to: tuple[EngineName, ...] = get_args(EngineName)
     """Engines that KV is handed over to; where its own kind is missing, replicas take whole requests."""
-    over_degrees: bool = True
-    """KV between replicas of unlike tensor-parallel degrees."""
     states_over_degrees: bool = True
-    """The same as `over_degrees` of recurrent and convolution states."""
+    """Recurrent and convolution states between replicas of unlike tensor-parallel degrees, as other KV crosses."""
     codecs: tuple[Codec, ...] = get_args(Codec)
     """In which KV crosses between replicas."""
     kv_bits: tuple[float, ...] | None = None
@@ -163,16 +161,14 @@ def limit_of_hand_over(
     """What keeps KV of one replica from another."""
     if not abilities.hands_over:
         return EngineLimit("hands_over_to", "KV handed over between replicas")
-    if abilities.over_degrees and abilities.states_over_degrees:
+    if abilities.states_over_degrees:
         return None
     ways = [{node.tp for stage in layout.stages for node in stage.nodes} for layout in (first, second)]
     if ways[0] == ways[1]:
         return None
-    between = "handed over between unlike tensor-parallel degrees"
-    if not abilities.over_degrees:
-        return EngineLimit("over_degrees", f"KV {between}")
+    between = "recurrent states handed over between unlike tensor-parallel degrees"
     states = any(isinstance(layer.attention, LinearAttention) for layer in model.layers)
-    return EngineLimit("states_over_degrees", f"recurrent states {between}") if states else None
+    return EngineLimit("states_over_degrees", between) if states else None
 
 
 def _unlike(replicas: Iterable[PlannedReplica]) -> Iterable[PlannedReplica]:

@@ -75,15 +75,14 @@ class Operations:
             yield QueueView(model, tenant, waiting[model, tenant], running[model, tenant])
 
     def usd_per_h(self) -> Mapping[str, float]:
-        replica_models, counter = self._core.replica_models, Counter[str]()
+        replica_models, usd_per_h = self._core.replica_models, dict[str, float]()
         copies = {view.member.unit: view.member for view in self._core.brain.fleet.views.values()}
         for member in copies.values():
             template = replica_models.templates.get(member.template)
             if template is not None:
-                for nodes in template.nodes:
-                    price = self._core.price_usd_per_h(member.region, nodes.node)
-                    counter[member.model] += nodes.count * price  # type: ignore[assignment]
-        return dict(counter)
+                copy = self._core.copy_usd_per_h(template, member.region)
+                usd_per_h[member.model] = usd_per_h.get(member.model, 0.0) + copy
+        return usd_per_h
 
     def snapshot(self) -> Json:
         core, slos = self._core, self._core.replica_models.resolved.slos
@@ -142,10 +141,7 @@ class Operations:
             {
                 "template": template.name,
                 "region": region.name,
-                "usd_per_h": sum(
-                    nodes.count * self._core.price_usd_per_h(region.name, nodes.node)
-                    for nodes in template.nodes
-                ),
+                "usd_per_h": self._core.copy_usd_per_h(template, region.name),
             }
             for template in self._core.plan.holding(self._live()).templates
             for region in resolved.regions

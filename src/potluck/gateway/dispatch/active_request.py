@@ -150,6 +150,10 @@ class SilenceMonitor:
             del pulse.debtors[debtor]
             self._open -= 1
 
+    def streamed_s(self, replica: str) -> float:
+        pulse = self._pulses.get(replica)
+        return -inf if pulse is None else pulse.heard_s
+
     def gone(self, replica: str) -> None:
         """Whoever keeps the fleet says that it is gone, or silent. Where its answers flow, that is not believed."""
         pulse = self._pulses.get(replica)

@@ -54,6 +54,7 @@ class Dispatcher:
         self._fingerprints: dict[str, str] = {}
         """Of models' weights, as the engines that requests were sent to tell: engines name blocks by them."""
         self._watch = SilenceMonitor(directory, now_s, later)
+        self.streamed_s = self._watch.streamed_s
         self._context = DispatchContext(pool, directory, self._watch, now_s, later, meter, self._attempt_for)
         self._open: dict[str, ActiveRequest] = {}
         self._ended: OrderedDict[str, Event | None] = OrderedDict()
@@ -142,7 +143,9 @@ class Dispatcher:
             for action in actions:
                 if type(action) is Run:
                     active = self._open.get(action.request)
-                    if active is not None:
+                    if active is None:  # it ended as another, and the Brain that took it over missed that
+                        self._tell(RequestCancelled(action.request))
+                    else:
                         active.run(action)
                 else:
                     self._do(action)

@@ -287,6 +287,10 @@ class ConnectionPool:
         if self._sweeping is not None:
             self._sweeping.cancel()
 
+    def connected(self, address: Address) -> bool:
+        """Whether an idle connection there is still open."""
+        return bool(self._kept.get(address))
+
     # What connections tell.
 
     def made(self, wire: EngineConnection) -> None:
@@ -414,10 +418,10 @@ async def fetch(
 ) -> tuple[int, bytes]:
     whole = _Whole(most_bytes)
     call = outgoing.send(address, method, path, body, whole, headers=headers)
+    late = f"{address.host}:{address.port} did not answer within {within_s:g} s"
+    timer = asyncio.get_running_loop().call_later(within_s, whole.lost, late)
     try:
-        async with asyncio.timeout(within_s):
-            return await whole.answer
-    except TimeoutError:
-        raise NoResponse(f"{address.host}:{address.port} did not answer within {within_s:g} s") from None
+        return await whole.answer
     finally:
+        timer.cancel()
         call.cancel()

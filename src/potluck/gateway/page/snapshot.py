@@ -128,7 +128,7 @@ class FleetSnapshot:
     def _deployments(self) -> dict[str, Row]:
         version, rows = self._plan
         if version != self._core.plan_version:
-            rows = deployments_of(self._core.plan, self._core.price_usd_per_h)
+            rows = deployments_of(self._core.plan, self._core.copy_usd_per_h)
             self._plan = (self._core.plan_version, rows)
         return rows
 
@@ -289,7 +289,7 @@ def stages_of(layout: Layout) -> list[Row]:
     ]
 
 
-def deployments_of(plan: Plan, price: Any) -> dict[str, Row]:
+def deployments_of(plan: Plan, copy_usd_per_h: Callable[[Template, str], float]) -> dict[str, Row]:
     result = {}
     longest = {(bucket.model, bucket.bucket): bucket.longest_tokens for bucket in plan.buckets}
     for deployment in plan.deployments:
@@ -309,7 +309,7 @@ def deployments_of(plan: Plan, price: Any) -> dict[str, Row]:
                 {"role": replica.role, "gpu": gpu_of(replica.layout), "stages": stages_of(replica.layout)}
                 for replica in template.replicas
             ],
-            "usd_per_h": round(deployment.count * _copy_usd_per_h(template, deployment.region, price), 3),
+            "usd_per_h": round(deployment.count * copy_usd_per_h(template, deployment.region), 3),
             "shares": [
                 {
                     "up_to_tokens": longest.get((template.model, share.bucket)),
@@ -320,10 +320,6 @@ def deployments_of(plan: Plan, price: Any) -> dict[str, Row]:
             ],
         }
     return result
-
-
-def _copy_usd_per_h(template: Template, region: str, price: Any) -> float:
-    return sum(nodes.count * float(price(region, nodes.node)) for nodes in template.nodes)
 
 
 def notices(core: GatewayCore, settings: GatewaySettings) -> Iterator[str]:

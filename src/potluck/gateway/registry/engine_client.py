@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import isfinite
+from math import inf
 from typing import Any, NamedTuple
 
 from potluck.api.http import parse_object
@@ -17,9 +17,7 @@ from potluck.core.values.kv_layout import kv_address
 from potluck.gateway.http.connection_pool import ConnectionPool, fetch
 from potluck.gateway.registry.engine_list import EngineEntry
 
-LEAST_S, MOST_S = 0.7, 2.0
-FACTOR = 3.0
-KEEP = 0.95
+LEAST_S, MOST_S, FACTOR, KEEP = 0.7, 2.0, 3.0, 0.95
 
 
 class ResponseTimes(NamedTuple):
@@ -75,13 +73,13 @@ class StatusReport:
     """Of one that acts as a GPU: how long all its steps should have taken since it started ..."""
     took_s: float = 0.0
     """... and how long they took."""
+    prompt_tokens: int = -1  # Of all prompts so far; negative: it does not say.
 
 
 def read_status(body: bytes, host: str = "") -> StatusReport:
     data: dict[str, Any] = parse_object(body)
-    idle = not _number(data, "running") and not _number(data, "waiting")
-    step_s = 0.0 if idle else _number(data, "step_mean_s")
-    status = ReplicaStatus._make([*(_whole(data, name) for name in COUNTS), step_s])
+    counts = [_whole(data, name) for name in COUNTS]  # Of one that is idle, the last step says nothing.
+    status = ReplicaStatus._make([*counts, _number(data, "step_mean_s") if any(counts[:2]) else 0.0])
     state = _text(data, "state")
     if state not in STATES:
         raise FormatError("status: state", f"is none of {', '.join(STATES)}")
@@ -107,6 +105,7 @@ def read_status(body: bytes, host: str = "") -> StatusReport:
         _whole(data, "max_running"),
         _number(notes, "emulated_predicted_s"),
         _number(notes, "emulated_took_s"),
+        _whole(data, "prompt_tokens") if "prompt_tokens" in data else -1,
     )
 
 
@@ -163,7 +162,7 @@ def _words(data: dict[str, Any], name: str) -> tuple[str, ...]:
 
 def _number(data: dict[str, Any], name: str) -> float:
     value = data.get(name, 0)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
+    if type(value) not in (int, float) or not 0 <= value < inf:
         raise FormatError(f"status: {name}", "must be a number that is not negative")
     return float(value)
 
@@ -185,18 +184,21 @@ class EngineRecord:
     up: bool = False
     said: StatusReport | None = None
     heard_s: float = 0.0
+    asked_s: float = 0.0
     replica: str = ""
     """Which one it is at present; empty: none."""
     note: str = "was not heard of yet"
     """Why it is none, in one line."""
     cache_epoch: int | None = None
     cache_after: int = 0
+    cached: tuple[float, int] = (0.0, -1)  # When its cache was asked for; its `prompt_tokens` then.
     peers: frozenset[str] | None = None
     drained: bool = False
     drained_elsewhere: bool = False
     watching: asyncio.Task[None] | None = None
     answers: ResponseTimes = ResponseTimes()
     waited_s: float = 0.0
+    waiting: asyncio.TimerHandle | None = None
     told: tuple[float, ReplicaReported | None] = (0.0, None)
     """When the Brain was last told how it fares, and what."""
     links: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -208,6 +210,9 @@ class EngineRecord:
 class EngineClient:
     def __init__(self, outgoing: ConnectionPool) -> None:
         self._outgoing = outgoing
+
+    def connected(self, engine: EngineRecord) -> bool:
+        return self._outgoing.connected(engine.entry.address)
 
     async def ask(
         self, engine: EngineRecord, method: bytes, path: bytes, body: object = None, within_s: float = ASK_S

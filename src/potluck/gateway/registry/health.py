@@ -1,23 +1,26 @@
-"""Looking after engines: each is asked how it fares every POLL_S, and what changed in its prefix cache.
+"""Looking after engines: each is asked how it fares, and what changed in its prefix cache.
 
-So what the Brain knows of a replica is at most POLL_S + ASK_S old. One that takes longer to answer than it ever does
-(`ResponseTimes`) is silent: its requests go elsewhere, and it gets none until it answers. One that has not answered
-for SILENT_S, or at whose address nobody listens, is lost. Waiting is counted in steps of WAIT_S that passed here, few
-where this process is held up as well. Servers of plain OpenAI only say that they are alive.
+How often: `next_question_s`. One that takes longer to answer than it ever does (`ResponseTimes`) is silent: its
+requests go elsewhere, and it gets none until it answers. One that has not answered for SILENT_S, or at whose address
+nobody listens, is lost. Waiting is counted in steps of WAIT_S that passed here, few where this process is held up as
+well. Servers of plain OpenAI only say that they are alive.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from math import inf
+from typing import Literal, TypeVar
 
 from potluck.core.errors import PotluckError
 from potluck.core.routing.link_states import eased, grants
 from potluck.core.state.events import LinkReported, ReplicaReported
+from potluck.core.state.fleet import ReplicaState
 from potluck.core.values.kv_layout import kv_address
 from potluck.gateway.registry.engine_client import EngineNoAnswer, EngineRecord
 from potluck.gateway.registry.registry import ReplicaRegistry, Tell
@@ -39,11 +42,8 @@ class LinkTraffic:
     busy_s: float = 0.0
     queued_bytes: float = 0.0
     resent_segments: float = 0.0
-    by_sender: dict[str, float] = field(default_factory=dict)
+    by_sender: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Bytes that each has sent or would, by replica."""
-
-    def wants(self, replica: str, size_bytes: float) -> None:
-        self.by_sender[replica] = self.by_sender.get(replica, 0.0) + size_bytes
 
 
 def link_reports(
@@ -67,12 +67,30 @@ def link_reports(
     return reports
 
 
-POLL_S = 0.5
-SILENT_S = 2.5
-WAIT_S = 0.1
-AGAIN_S = 0.5
-SAME_S = 2.0
-AWAY_S = 0.5
+POLL_S, FLOWS_S, IDLE_S = 0.5, 1.0, 1.5
+SILENT_S, WAIT_S, AGAIN_S, SAME_S, DRIFT_S = 2.5, 0.1, 0.5, 2.0, 2.0
+Condition = Literal["suspected", "busy", "idle"]
+
+
+def next_question_s(condition: Condition, answered_s: float, streamed_s: float) -> float:
+    """POLL_S after its last sign of life: its status, or a token. Tokens say nothing of load, which is never older
+    than FLOWS_S. Nobody waits for an idle one; as soon as somebody does, or it hangs up, it is idle no more."""
+    if condition == "idle":
+        return answered_s + IDLE_S
+    flows_s = streamed_s if condition == "busy" else -inf
+    return min(max(answered_s, flows_s) + POLL_S, answered_s + FLOWS_S)
+
+
+def caches_differ(engine: EngineRecord, now_s: float) -> bool:
+    """Whether its prefix cache has another prompt than when last asked for. What answers add may wait."""
+    (asked_s, tokens), said = engine.cached, engine.said
+    same = said is not None and engine.cache_epoch is not None and 0 <= said.prompt_tokens == tokens
+    return not same or now_s - asked_s >= SAME_S
+
+
+def restarted(older_s: float, since_s: float) -> bool:
+    """Whether an engine is not older by what has passed. After a gap, a new one may be older than the one before."""
+    return older_s < max(0.0, since_s - DRIFT_S)
 
 
 Answer = TypeVar("Answer")
@@ -86,9 +104,10 @@ class HealthChecker:
         *,
         caches: bool,
         planned_gbps: Mapping[tuple[str, str], float],
+        views: Mapping[str, ReplicaState],
         grants: bool = False,
     ) -> None:
-        self._registry, self._tell = registry, tell
+        self._registry, self._tell, self._views = registry, tell, views
         self._caches, self._grants, self._planned_gbps = caches, grants, planned_gbps
         self._granted: dict[str, list[dict[str, object]]] = {}
         self._shares: dict[tuple[str, str], float] = {}  # Of each link's bandwidth, what is dealt out.
@@ -97,6 +116,7 @@ class HealthChecker:
         self.lateness = EmulationLag()
         self.moved: Callable[[str, str, str, int, float], None] = lambda *_: None
         """Hears what crossed from one replica to another since the last look."""
+        self.streamed_s: Callable[[str], float] = lambda replica: -inf  # Where tokens pass through here.
 
     def meet(self) -> None:
         loop = asyncio.get_running_loop()
@@ -129,12 +149,26 @@ class HealthChecker:
         self._granted = granted(self._registry.endpoints, gbps, wants)
 
     async def _watch(self, engine: EngineRecord) -> None:
+        due_s = -inf
         while True:
-            try:
-                await self._ask(engine)
-            except (PotluckError, ValueError) as error:
-                self._silent(engine, " ".join(str(error).split())[:200])
-            await asyncio.sleep(POLL_S if engine.up else AWAY_S)
+            if due_s > (now_s := time.monotonic()):
+                await asyncio.sleep(min(POLL_S, due_s - now_s))
+            else:
+                try:
+                    await self._ask(engine)
+                except (PotluckError, ValueError) as error:
+                    self._silent(engine, " ".join(str(error).split())[:200])
+                engine.asked_s = time.monotonic()
+            due_s = next_question_s(self._condition(engine), engine.asked_s, self.streamed_s(engine.replica))
+
+    def _condition(self, engine: EngineRecord) -> Condition:
+        view, status = self._views.get(engine.replica), engine.said
+        linked = status is not None and status.links and self._planned_gbps  # looked at in every tick
+        unheard = not engine.up or engine.heard_s < engine.asked_s - WAIT_S
+        if view is None or view.doubted or unheard or linked:
+            return "suspected"
+        works = view.open_requests or (status is not None and any(status.status[:2]))
+        return "busy" if works or not self._registry.caller.connected(engine) else "idle"
 
     async def _ask(self, engine: EngineRecord) -> None:
         caller, registry = self._registry.caller, self._registry
@@ -142,11 +176,12 @@ class HealthChecker:
             await self._prompt(engine, caller.ask(engine, b"GET", b"/health"))
             registry.heard(engine)
             return
+        since_s = time.monotonic() - engine.heard_s
         status, before = await self._prompt(engine, caller.status(engine)), engine.said
         engine.said = status
         self.lateness.told(engine.entry.url, status.predicted_s, status.took_s)
         if before is not None and engine.replica:
-            if status.uptime_s < before.uptime_s:
+            if restarted(status.uptime_s - before.uptime_s, since_s):
                 registry.lost(engine, "was restarted")
             elif status.fingerprint != before.fingerprint or status.model != before.model:
                 registry.lost(engine, "serves something else than before")
@@ -160,7 +195,8 @@ class HealthChecker:
         if self._grants and replica in self._granted:
             with suppress(EngineNoAnswer):  # one that knows no grants sends as it always did
                 await caller.grants(engine, self._granted[replica], LASTS_S)
-        if self._caches:
+        if self._caches and caches_differ(engine, time.monotonic()):
+            engine.cached = time.monotonic(), status.prompt_tokens
             for report in await caller.cache(engine):
                 if engine.replica == replica:
                     self._tell(report)
@@ -173,21 +209,22 @@ class HealthChecker:
             engine.told = now_s, report
             self._tell(report)
 
-    async def _prompt(self, engine: EngineRecord, question: Coroutine[Any, Any, Answer]) -> Answer:
+    async def _prompt(self, engine: EngineRecord, question: Awaitable[Answer]) -> Answer:
         """Its answer; while that takes longer than it ever does, the registry hears so."""
-        asking = asyncio.ensure_future(question)
-        said_s = -AGAIN_S
+        engine.waiting = asyncio.get_running_loop().call_later(WAIT_S, self._waits, engine, -AGAIN_S)
         try:
-            while not (await asyncio.wait({asking}, timeout=WAIT_S))[0]:
-                engine.waited_s += WAIT_S
-                if engine.waited_s >= max(engine.answers.limit_s, said_s + AGAIN_S):
-                    said_s, engine.told = engine.waited_s, (0.0, None)  # that it answers again is news
-                    self._registry.silent(engine)
-            answer = asking.result()
+            answer = await question
         finally:
-            asking.cancel()
+            engine.waiting.cancel()
         engine.answers, engine.waited_s = engine.answers.heard(engine.waited_s), 0.0
         return answer
+
+    def _waits(self, engine: EngineRecord, said_s: float) -> None:
+        engine.waited_s += WAIT_S
+        if engine.waited_s >= max(engine.answers.limit_s, said_s + AGAIN_S):
+            said_s, engine.told = engine.waited_s, (0.0, None)  # that it answers again is news
+            self._registry.silent(engine)
+        engine.waiting = asyncio.get_running_loop().call_later(WAIT_S, self._waits, engine, said_s)
 
     def _silent(self, engine: EngineRecord, why: str) -> None:
         """Nobody listens there: gone at once. Somebody does, but says nothing: gone after a while."""
@@ -213,7 +250,7 @@ class HealthChecker:
                             passed = all_traffic.setdefault(ends, LinkTraffic())
                             passed.queued_bytes += link.queue_bytes
                             passed.resent_segments += again
-                            passed.wants(endpoint.replica, link.queue_bytes)
+                            passed.by_sender[endpoint.replica] += link.queue_bytes
                     continue
                 rate = link.goodput_bytes_per_s
                 busy_s = link.moved_bytes / rate if rate > 0 else 0.0
@@ -224,7 +261,7 @@ class HealthChecker:
                     continue
                 passed = all_traffic.setdefault((sender.region, endpoint.region), LinkTraffic())
                 passed.moved_bytes += moved_bytes
-                passed.wants(sender.replica, moved_bytes)
+                passed.by_sender[sender.replica] += moved_bytes
                 passed.busy_s += took_s
                 codec = registry.codec(sender, endpoint)
                 self.moved(sender.replica, endpoint.replica, codec, round(moved_bytes), took_s)

@@ -154,7 +154,10 @@ class ReplicaRegistry(ReplicaDirectory):
         """The whole list in place of the one before; engines that stay are not disturbed."""
         listed = {entry.url: entry for entry in entries}
         for url in [url for url in self._engines if url not in listed]:
-            self._dismiss(self._engines.pop(url))
+            gone = self._engines.pop(url)
+            if gone.watching is not None:
+                gone.watching.cancel()
+            self.lost(gone, "was removed from the list of engines")
         for url, entry in listed.items():
             engine = self._engines.get(url)
             if engine is None:
@@ -162,11 +165,6 @@ class ReplicaRegistry(ReplicaDirectory):
             else:
                 engine.entry = entry
         self._version += 1
-
-    def _dismiss(self, engine: EngineRecord) -> None:
-        if engine.watching is not None:
-            engine.watching.cancel()
-        self.lost(engine, "was removed from the list of engines")
 
     def act(self, wanted: Sequence[Action]) -> None:
         for action in wanted:

@@ -9,8 +9,8 @@ seconds, the last byte arrives at
     max(f + c / L, e + (B / L) / r) + alpha
 
 f is when the pipe would have carried B bytes (its share counted from the beginning of the computation), e when the
-computation ended, r the share at that time. For one transfer alone this is exact
-(`perf.moves.transfer.overlapped_transfer_s`). Without overlap the whole leaves at e, and arrives at f + alpha.
+computation ended, r the share at that time. For one transfer alone this is exact.
+Without overlap the whole leaves at e, and arrives at f + alpha.
 
 Where the host's memory is full, replicas can wait for each other's room. Whoever has waited for STUCK_S at a replica
 that does nothing fails for want of memory, and is sent again or refused.

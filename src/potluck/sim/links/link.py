@@ -13,8 +13,6 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from math import inf
 
-from potluck.core.errors import InputError
-
 
 class TenantTransfers:
     def __init__(self, weight: float) -> None:
@@ -30,8 +28,6 @@ class SharedPipe:
     """One direction of a link, or one network card. Times must not go back; the caller keeps them."""
 
     def __init__(self, kind: str, source: str, target: str, rate_bytes_per_s: float, alpha_s: float) -> None:
-        if not 0 <= rate_bytes_per_s < inf:
-            raise InputError(f"pipe {source}->{target}", f"must not be negative, is {rate_bytes_per_s}")
         self.kind = kind
         self.source = source
         self.target = target
@@ -41,7 +37,6 @@ class SharedPipe:
         self.sent_bytes = 0.0
         self.served_bytes = 0.0
         self.busy_s = 0.0
-        self.transfers = 0
         self.due_s = inf
         """The earliest time at which the agenda has this pipe; kept by whoever has the agenda."""
         self._at_s = 0.0
@@ -76,7 +71,6 @@ class SharedPipe:
         self._open[key] = (end, size_bytes, tenant)
         lane.count += 1
         heappush(lane.heap, (end, key))
-        self.transfers += 1
 
     def next_s(self) -> float:
         """When the next transfer ends if nothing changes; inf when none will."""

@@ -40,15 +40,6 @@ class RequestLabels:
     origin: Places | None = None  # Places in `origins`; None: the first for all.
     exact: NDArray[np.bool_] | None = None  # Whose KV must cross as it is; None: nobody's.
 
-    def __post_init__(self) -> None:
-        kinds = (("tenant", self.tenants), ("request_class", self.classes))
-        for name, names in kinds:
-            places = getattr(self, name)
-            if len(places) and not (places.min() >= 0 and places.max() < len(names)):
-                raise InputError(f"workload: {name}", f"must be a place in the {len(names)} names")
-        if len(self.wait_s) and not (self.wait_s > 0).all():
-            raise InputError("workload: wait_s", "must be positive")
-
     def __len__(self) -> int:
         return len(self.tenant)
 
@@ -198,26 +189,6 @@ class Workload:
     priority: NDArray[np.int32]
     blocks: PrefixBlocks | None = None
     labels: RequestLabels | None = None
-
-    def __post_init__(self) -> None:
-        count = len(self.arrival_s)
-        for name in ("model", "prompt_tokens", "output_tokens", "priority"):
-            if len(getattr(self, name)) != count:
-                raise InputError(f"workload: {name}", f"has {len(getattr(self, name))} rows, not {count}")
-        if count == 0:
-            return
-        if not (np.isfinite(self.arrival_s).all() and self.arrival_s[0] >= 0):
-            raise InputError("workload: arrival_s", "must be finite and not negative")
-        if (np.diff(self.arrival_s) < 0).any():
-            raise InputError("workload: arrival_s", "must not go back")
-        if self.prompt_tokens.min() < 1 or self.output_tokens.min() < 1:
-            raise InputError("workload: tokens", "must be at least 1")
-        if self.model.min() < 0 or self.model.max() >= len(self.models):
-            raise InputError("workload: model", f"must be a place in the {len(self.models)} models")
-        if self.blocks is not None and len(self.blocks.starts) != count + 1:
-            raise InputError("workload: blocks", f"must have {count + 1} starts")
-        if self.labels is not None and len(self.labels) != count:
-            raise InputError("workload: labels", f"has {len(self.labels)} rows, not {count}")
 
     def __len__(self) -> int:
         return len(self.arrival_s)

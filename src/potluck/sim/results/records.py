@@ -96,9 +96,6 @@ class ReplicaRecord:
     prefill_tokens: int
     """Prompt tokens computed, those computed again after a preemption included."""
     decode_tokens: int
-    peak_blocks: int
-    """Most blocks in use at a report or sample; 0 when there were none."""
-    total_blocks: int
     gaps: tuple[tuple[float, float], ...] = ()
     """Histogram of the gaps between two output tokens: (upper edge in s, count); the source of TBT."""
 
@@ -125,7 +122,6 @@ class LinkRecord:
     kind: str
     gbps: float
     sent_bytes: float
-    transfers: int
     busy_s: float
     """Seconds with at least one transfer under way."""
 

@@ -56,7 +56,6 @@ class StatusReports:
             if not site.there or site.state == "starting":
                 continue
             status = site.replica.status(at_s)
-            site.peak_blocks = max(site.peak_blocks, status.total_blocks - status.free_blocks)
             cached = self._cached(site)
             if at_s < site.muted_until_s:
                 self.lost += 1 + len(cached)

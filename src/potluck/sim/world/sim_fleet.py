@@ -233,7 +233,6 @@ class StateSampler:
             status = replica.status(at_s)
             used = 1.0 - status.free_blocks / status.total_blocks
             rows.append((status.queued, status.running, used, replica.busy_s(at_s)))
-            site.peak_blocks = max(site.peak_blocks, status.total_blocks - status.free_blocks)
         sent = [pipe.sent_bytes + pipe.open_bytes(at_s) for pipe in common.network.links.values()]
         self._rows.append((at_s, rows, sent))
         common.events.push(at_s + self._every_s, SAMPLE, None)

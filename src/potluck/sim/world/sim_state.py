@@ -79,7 +79,6 @@ class SimReplica:
         self.muted_until_s = 0.0
         self.silent = False
         """It is gone, and nobody has noticed."""
-        self.peak_blocks = 0
         self.room_tokens = replica_model.total_blocks * BLOCK_TOKENS
         """Tokens of KV that it holds at most."""
 
