@@ -312,7 +312,7 @@ def test_unknown_region_and_missing_spot_price() -> None:
         prices.price_usd_per_h("L4", "us-est-1")
     with pytest.raises(InputError, match="no spot price for 1xRTX4090"):
         prices.price_usd_per_h("RTX4090", spot=True)
-    assert "aws/ap-northeast-2" in prices.regions()
+    assert prices.in_region("aws/ap-northeast-2")
 
 
 def test_cauchy_prices_are_there() -> None:

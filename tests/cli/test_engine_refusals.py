@@ -120,3 +120,13 @@ def test_emulated_engines_stand_in_for_a_pipeline(tmp_path: Path, capsys: pytest
     body = json.loads(capsys.readouterr().out)
     assert [answer["model"] for answer in body["answers"]] == ["live"]
     assert body["answers"][0]["text"]
+
+
+def test_a_home_where_the_plan_has_nothing_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = map(str, write_plans(tmp_path, WHOLE))
+    shown = said(capsys, "serve", *both, "--policy", "home=nearr", rc=2)
+    assert "--policy.home" in shown
+    assert "near" in shown
+    assert len(shown.splitlines()) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from potluck.cli.common.inputs import load_problem, read_spec
 from potluck.cli.main import run
 from potluck.cli.planning import plan_show
 from potluck.cli.planning.plan import _hurried
+from potluck.cli.planning.planning_options import NAMES
 from potluck.cli.up.prepare import PlanChoices, prepared
 from potluck.core.figures import seconds
 from potluck.core.values.plan import plan_from_json
@@ -123,7 +125,9 @@ def test_compare_has_every_strategy_and_auto_first(spec: Path, capsys: pytest.Ca
     rows = json.loads(capsys.readouterr().out)
     names = [row["strategy"] for row in rows]
     cauchys = ["cauchy", "cauchy-ce", "cauchy-mc", "cauchy-mce"]
-    assert names == ["auto", "homo", "melange", *cauchys, "cronus", "prfaas", "coral", "thunderserve"]
+    papers = ["cronus", "prfaas", "coral", "thunderserve", "hexgen", "distserve", "vllm-dp"]
+    assert names == ["auto", "homo", "melange", *cauchys, *papers]
+    assert [name.removeprefix("cauchy-") for name in names] == re.findall(r"\w[\w-]*", NAMES)
     assert all(row["cost_usd_per_h"] >= rows[0]["cost_usd_per_h"] - 1e-6 for row in rows)
     assert all(row["violations"] == [] for row in rows)
     for row in rows:

@@ -49,6 +49,27 @@ def test_a_plan_names_its_machines(files: tuple[str, str], capsys: pytest.Captur
         assert words in text
 
 
+@pytest.mark.parametrize("written", [True, False])
+def test_groups_have_no_more_gpus_than_allowed(
+    written: bool, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the spec or by the option; alone they would be larger."""
+    spec, plan = tmp_path / "pool.yaml", tmp_path / "plan.json"
+    spec.write_text(SPEC + "  max_group_gpus: 1\n" if written else SPEC)
+    options = ["--averages", "--strategy", "thunderserve", "--no-explain", "--time-limit", "4"]
+    options += [] if written else ["--max-group-gpus", "1"]
+    assert run(["plan", str(spec), *options, "--out", str(plan)]) == 3  # so they serve less
+
+    def largest(path: str | Path) -> int:
+        replicas = [r for t in plan_from_json(Path(path).read_text()).templates for r in t.replicas]
+        return max(sum(m.tp for stage in r.layout.stages for m in stage.nodes) for r in replicas)
+
+    assert largest(plan) == 1 < largest(files[0])
+    capsys.readouterr()
+    assert run(["plan", str(EXAMPLES / "one-node.yaml"), "--max-group-gpus", "2"]) == 2
+    assert "--max-group-gpus: is for groups of a `pool:`" in capsys.readouterr().err
+
+
 def test_a_seed_repeats_a_plan(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     def plan(*options: str) -> object:
         chosen = ("--averages", "--json", "--no-explain", "--strategy", "thunderserve")

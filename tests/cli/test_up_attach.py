@@ -21,7 +21,7 @@ from potluck.control.launchers.process import ProcessId
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Deployment, Plan, PlannedReplica, Template
-from potluck.engine.shipped_model import shipped_model
+from potluck.engine import shipped_model
 
 SPEC = """
 models:

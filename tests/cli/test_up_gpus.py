@@ -44,8 +44,8 @@ from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.engine_abilities import ENGINES, refusals
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Plan
+from potluck.engine import shipped_model
 from potluck.engine.pipeline.launch import devices_of, parse_stages
-from potluck.engine.shipped_model import shipped_model
 from potluck.perf.engine_limits import longest_tokens
 from potluck.perf.memory import weight_bytes
 from potluck.plan.current_problem import start_share

@@ -122,7 +122,7 @@ def _handed_back(capsys: pytest.CaptureFixture[str], state: Path, store: StateSt
 
 
 def _replanned(capsys: pytest.CaptureFixture[str], state: Path, store: StateStore) -> None:
-    asked = ("replan", "--live", "--state", state, "--rate", "live=14")
+    asked = ("replan", "--live", "--state", state, "--rate", "live=14", "--averages")
     newest = store.plan()
     assert newest is not None
     document = json.loads(said(capsys, *asked, "--apply", "--json"))

@@ -16,10 +16,8 @@ from potluck.core.values.types import Gpu
 from potluck.perf.linear_fit import (
     ChunkedIterationPredictor,
     PartialPrefillPredictor,
-    chunked_prefill_s,
     linear_fit,
     mean_ape,
-    median_ape,
     nnls,
     prompt_curve,
     r2,
@@ -58,15 +56,24 @@ needs_data = pytest.mark.skipif(
 )
 
 
+LENGTHS = np.arange(128.0, 8193, 128)
+
+
+def line_of(timer, lengths=LENGTHS, weights=None):
+    return PartialPrefillPredictor.fit(
+        np.column_stack([lengths, timer.step_s(steps(chunk_new=lengths))]), weights
+    )
+
+
 def test_partial_prefill_of_the_closed_form_is_nearly_a_line():
     """Paper, measured on an A30: R^2 0.993, mean error 7.4 %. The closed form bends more, having no floor."""
-    predictor = PartialPrefillPredictor.from_timer(A30)
+    predictor = line_of(A30)
     assert predictor.r2 == pytest.approx(0.9969, abs=5e-4)
     assert predictor.mape == pytest.approx(0.121, abs=2e-3)
-    short = PartialPrefillPredictor.from_timer(A30, lengths=np.arange(128, 2049, 128))
+    short = line_of(A30, np.arange(128.0, 2049, 128))
     assert short.r2 > 0.999
     assert short.mape < 0.03
-    assert PartialPrefillPredictor.from_timer(A30, weights="relative").mape < predictor.mape
+    assert line_of(A30, weights="relative").mape < predictor.mape
 
 
 def test_chunked_iterations_of_the_closed_form_are_nearly_a_plane():
@@ -74,10 +81,17 @@ def test_chunked_iterations_of_the_closed_form_are_nearly_a_plane():
 
     What is left is that more decodes leave a smaller chunk; with one number of decodes nothing is.
     """
-    predictor = ChunkedIterationPredictor.from_timer(A100)
+
+    def plane_of(*decodes):
+        grid = np.meshgrid(np.arange(0.0, 8192, 512), decodes, (256.0, 1024.0, 4096.0))
+        context, count, tokens = (axis.ravel() for axis in grid)
+        seconds = A100.step_s(steps(512 - count, context, count, count * tokens))
+        return ChunkedIterationPredictor.fit(np.column_stack([context, count * tokens, seconds]))
+
+    predictor = plane_of(8.0, 16.0, 32.0, 64.0)
     assert predictor.r2 == pytest.approx(0.955, abs=2e-3)
     assert predictor.mape == pytest.approx(0.023, abs=1e-3)
-    same = ChunkedIterationPredictor.from_timer(A100, decodes=16)
+    same = plane_of(16.0)
     assert same.mape < 1e-9
     assert same.k_ctxd == pytest.approx(131072.0 / 2039e9)
 
@@ -86,34 +100,12 @@ def test_a_line_and_a_plane_are_recovered():
     lengths = np.arange(1, 20) * 100.0
     line = PartialPrefillPredictor.fit(np.column_stack([lengths, 2e-4 * lengths + 0.01]))
     assert (line.k_p, line.b_p) == pytest.approx((2e-4, 0.01))
-    assert line.seconds([0, 1000]) == pytest.approx([0.01, 0.21])
     contexts = np.array(
         [(p, d, 1e-6 * p + 2e-7 * d + 0.04) for p in (0, 512, 2048) for d in (0, 9000, 30000)]
     )
     plane = ChunkedIterationPredictor.fit(contexts)
     assert (plane.k_ctxp, plane.k_ctxd, plane.b_c) == pytest.approx((1e-6, 2e-7, 0.04))
-    assert plane.seconds(1000, np.array([0, 10000])) == pytest.approx([0.041, 0.043])
     assert plane.r2 == pytest.approx(1)
-
-
-def test_times_are_never_negative():
-    assert PartialPrefillPredictor(1e-4, -1.0, 1, 0).seconds(10) == 0
-    assert ChunkedIterationPredictor(1e-6, 1e-6, -1.0, 1, 0).seconds(10, 10) == 0
-
-
-@given(n_iter=st.integers(1, 50), start=st.integers(0, 5000), chunk=st.integers(1, 2048))
-def test_equation_1_is_the_sum_of_the_iterations(n_iter, start, chunk):
-    predictor = ChunkedIterationPredictor(2e-6, 3e-7, 0.05, 1, 0)
-    item = predictor.seconds(start + chunk * np.arange(n_iter), 10_000)
-    assert chunked_prefill_s(n_iter, item[0], item[-1]) == pytest.approx(item.sum())
-
-
-def test_a_prompt_in_chunks_is_predicted_as_the_timer_sums_it():
-    predictor = ChunkedIterationPredictor.from_timer(A100)
-    contexts = np.arange(8) * (512.0 - 16)
-    timed = A100.step_s(steps(np.full(8, 512.0 - 16), contexts, 16, 16 * 1024)).sum()
-    first, last = predictor.seconds(contexts[[0, -1]], 16 * 1024)
-    assert chunked_prefill_s(8, first, last) == pytest.approx(timed, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +115,6 @@ def test_a_prompt_in_chunks_is_predicted_as_the_timer_sums_it():
         (lambda: PartialPrefillPredictor.fit([[1.0, 0.1], [2.0, 0.2]]), "too few"),
         (lambda: PartialPrefillPredictor.fit([[1.0, 0.1], [2.0, -0.2], [3.0, 0.2]]), "not positive"),
         (lambda: ChunkedIterationPredictor.fit([[1.0, 2.0]]), "rows of prefill context"),
-        (lambda: ChunkedIterationPredictor.from_timer(A100, budget_tokens=64), "no room beside 64"),
-        (lambda: chunked_prefill_s(-1, 1.0, 1.0), "n_iter"),
     ],
 )
 def test_bad_points_are_refused(call, problem):
@@ -202,7 +192,7 @@ def test_lines_for_the_lengths_in_use_are_near_the_timer_and_never_negative(node
     assert line.b_p >= 0
     assert line.k_p > 0
     lengths = np.linspace(longest / 16, longest, 40)
-    off = line.seconds(lengths) / timer.step_s(steps(chunk_new=lengths)) - 1
+    off = (line.k_p * lengths + line.b_p) / timer.step_s(steps(chunk_new=lengths)) - 1
     assert np.abs(off).mean() < 0.15  # a line through what is nearly a parabola at 32,768
     assert np.abs(off).max() < 0.35
 
@@ -211,9 +201,10 @@ def test_short_prompts_are_not_free() -> None:
     """The plain fit puts 128 tokens on an A10 at 0.3 ms, where the timer says 46."""
     timer = roofline(models.model("Llama-3.1-8B"), nodes.node_type("1xA10"), 1)
     real_s = float(timer.step_s(steps(chunk_new=128.0))[0])
-    assert float(PartialPrefillPredictor.from_timer(timer).seconds(128)) < 0.1 * real_s
-    assert float(PartialPrefillPredictor.in_use(timer, 8192).seconds(128)) > 0.4 * real_s
-    assert float(PartialPrefillPredictor.in_use(timer, 2048).seconds(128)) > 0.6 * real_s
+    plain, long, short = line_of(timer), *(PartialPrefillPredictor.in_use(timer, n) for n in (8192, 2048))
+    assert plain.k_p * 128 + plain.b_p < 0.1 * real_s
+    assert long.k_p * 128 + long.b_p > 0.4 * real_s
+    assert short.k_p * 128 + short.b_p > 0.6 * real_s
 
 
 @pytest.mark.parametrize("budget", [2, 40, 512, 2048])
@@ -223,7 +214,7 @@ def test_planes_for_the_lengths_in_use_hold_for_any_budget(budget: int) -> None:
     assert min(plane.k_ctxp, plane.k_ctxd, plane.b_c) >= 0
     chunk, decodes = max(1, budget - 8), min(8, budget - 1)
     seen = float(timer.step_s(steps(chunk, 1000.0, decodes, decodes * 1000.0))[0])
-    assert float(plane.seconds(1000.0, decodes * 1000.0)) == pytest.approx(seen, rel=0.15)
+    assert plane.k_ctxp * 1000 + plane.k_ctxd * decodes * 1000 + plane.b_c == pytest.approx(seen, rel=0.15)
 
 
 def test_a_curve_follows_long_prompts_that_a_line_cannot():
@@ -250,15 +241,6 @@ def test_a_plane_is_recovered_with_its_report():
     assert fit.intercept == pytest.approx(7)
     assert fit.r2 == pytest.approx(1)
     assert fit.mape == pytest.approx(0, abs=1e-12)
-    assert fit.points == 50
-    assert fit.predict({"x": 2.0, "z": 1.0}) == pytest.approx(11)
-    assert fit.predict({"x": X, "z": z}).shape == X.shape
-
-
-def test_no_intercept_when_not_wanted():
-    fit = linear_fit({"x": X}, 3 * X, intercept=False)
-    assert fit.intercept == 0
-    assert fit.coefficients["x"] == pytest.approx(3)
 
 
 def test_relative_weights_mind_small_values():
@@ -275,15 +257,6 @@ def test_nonnegative_holds_a_cost_at_zero():
     held = linear_fit({"x": X}, y, nonnegative=True)
     assert held.intercept == 0
     assert held.coefficients["x"] == pytest.approx((X @ y) / (X @ X))
-
-
-def test_robust_ignores_a_disturbed_tenth():
-    y = (2 * X + 10) * np.random.default_rng(1).normal(1, 0.01, X.size)
-    y[::10] *= 3
-    plain, robust = linear_fit({"x": X}, y), linear_fit({"x": X}, y, robust=True)
-    assert robust.coefficients["x"] == pytest.approx(2, rel=0.02)
-    assert abs(plain.coefficients["x"] - 2) > 5 * abs(robust.coefficients["x"] - 2)
-    assert linear_fit({"x": X}, 2 * X + 10, "relative", robust=True).coefficients["x"] == pytest.approx(2)
 
 
 @settings(max_examples=50, deadline=None)
@@ -306,31 +279,7 @@ def test_nnls_bears_repeated_and_empty_columns():
 
 def test_error_measures():
     assert mean_ape([1, 2, 4], [1.1, 2, 2]) == pytest.approx((0.1 + 0 + 0.5) / 3)
-    assert median_ape([1, 2, 4], [1.1, 2, 2]) == pytest.approx(0.1)
     assert r2([1, 2, 3], [1, 2, 3]) == 1
     assert r2([1, 2, 3], [2, 2, 2]) == 0
     assert r2([2, 2], [2, 2]) == 1
     assert r2([2, 2], [2, 3]) == 0
-
-
-@pytest.mark.parametrize(
-    ("call", "problem"),
-    [
-        (lambda: linear_fit({"x": [1.0, 2.0]}, [1.0, 2.0]), "2 are too few for 2"),
-        (lambda: linear_fit({"x": [1.0, np.nan, 3.0]}, [1.0, 2.0, 3.0]), "x: has values that are not finite"),
-        (lambda: linear_fit({"x": X}, np.full(50, np.inf)), "y: has values that are not finite"),
-        (lambda: linear_fit({"x": X, "twice": 2 * X}, X), "twice: is collinear with x"),
-        (lambda: linear_fit({"x": np.full(50, 3.0)}, X), "intercept: is collinear with x"),
-        (lambda: linear_fit({"x": np.zeros(50)}, X), "x: is zero"),
-        (lambda: linear_fit({"x": X[:10]}, X), "x: has 10 values"),
-        (lambda: linear_fit({"x": X.reshape(5, 10)}, X), "x: must be a list"),
-        (lambda: linear_fit({"x": X}, X - X[0], "relative"), "zeros"),
-        (lambda: mean_ape([0.0], [1.0]), "zeros"),
-        (lambda: mean_ape([], []), "there are none"),
-        (lambda: linear_fit({"x": X}, X).predict({"z": 1.0}), "x: column is missing"),
-    ],
-)
-def test_bad_points_are_refused_in_one_line(call, problem):
-    with pytest.raises(InputError, match=problem) as caught:
-        call()
-    assert "\n" not in str(caught.value)

@@ -119,6 +119,8 @@ def test_every_strategy_that_has_kinds_is_a_strategy() -> None:
     assert [name for name, strategy in STRATEGIES.items() if strategy.templates is None] == [
         "homo",
         "thunderserve",
+        "hexgen",
+        "distserve",
     ]
 
 

@@ -65,7 +65,13 @@ def test_every_template_runs_and_no_limit_saves_money(problem: PlanningProblem, 
         return  # a spec with it is refused
     assert refusals(outcome.plan, known, ENGINES[engine]) == ()
     assert verify(limited, outcome.plan) == ()
-    for name in ("homo", "cronus", "cauchy-ce", *(("coral", "prfaas") if engine != "openai" else ())):
+    for name in (
+        "homo",
+        "vllm-dp",
+        "cronus",
+        "cauchy-ce",
+        *(("coral", "prfaas", "distserve") if engine != "openai" else ()),
+    ):
         plan = STRATEGIES[name](factory, BRIEF).plan
         assert refusals(plan, known, ENGINES[engine]) == (), name
     free = STRATEGIES["auto"](TemplateFactory(problem), replace(BRIEF, starts=(outcome.plan,))).plan
@@ -79,7 +85,7 @@ def test_groups_of_a_pool_are_what_the_engine_runs(engine: EngineName) -> None:
     pool = random_pool(np.random.default_rng(3), 12, ("L4", "A10G", "L40S"))
     problem = replace(pool_problem(pool, an_ask(rate_per_s=2.0, slo=Slo(3.0, 0.1))), engine=ENGINES[engine])
     known = {ask.name: ask.model for ask in problem.asks}
-    for strategy in ("thunderserve", "auto"):
+    for strategy in ("thunderserve", "hexgen", "auto"):
         plan = STRATEGIES[strategy](TemplateFactory(problem), replace(QUICK, time_limit_s=3.0)).plan
         assert plan.deployments
         assert refusals(plan, known, ENGINES[engine]) == ()

@@ -21,6 +21,7 @@ from potluck.plan.problem import CODECS, PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.strategies.pool_strategy import worth_searching
 from potluck.plan.verify import verify
+from potluck.rehearse.queueing_margins import scaled
 from potluck.spec.load_spec import load_spec, parse_spec
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
@@ -100,7 +101,7 @@ def thin(draw: st.DrawFn) -> PlanningProblem:
 
 
 @settings(max_examples=8, deadline=None)
-@given(thin(), st.sampled_from(sorted(set(STRATEGIES) - {"thunderserve"})))
+@given(thin(), st.sampled_from(sorted(set(STRATEGIES) - {"thunderserve", "hexgen"})))
 def test_no_plan_is_lossy_unless_that_was_allowed(problem: PlanningProblem, strategy: str) -> None:
     plan = planned(problem, strategy)
     assert lossy_crossings(plan) == ()
@@ -108,8 +109,9 @@ def test_no_plan_is_lossy_unless_that_was_allowed(problem: PlanningProblem, stra
 
 
 def test_a_lossy_plan_is_found_out_where_nobody_allowed_it() -> None:
-    """One that serves more in fewer bits, on the demo's fleet with a link of 2 Gb/s."""
+    """One that serves more in fewer bits, on the demo's fleet with a link of 2 Gb/s and a fifth more requests."""
     exact = load_problem(load_spec(SHIPPED[0]), 0.8, None, (), 0.0)
+    exact = scaled(exact, {ask.name: 1.2 for ask in exact.asks})
     exact = replace(exact, links=tuple(replace(link, gbps=2.0) for link in exact.links))
     free = replace(exact, codecs=CODECS)
     plan = planned(free)

@@ -20,8 +20,7 @@ def test_ids_are_a_numbering_without_gaps(kinds: int, most: int) -> None:
     space = multisets(kinds, most)
     every = [c for n in range(most + 1) for c in combinations_with_replacement(range(kinds), n)]
     assert space.count == len(every)
-    assert sorted(map(space.id_of, every)) == list(range(space.count))
-    assert [space.types_of(number) for number in map(space.id_of, every)] == every
+    assert sorted(map(space.types_of, range(space.count))) == sorted(every)
 
 
 def test_corals_extended_setting_has_230229() -> None:
@@ -54,9 +53,6 @@ def test_absurd_spaces_are_refused(kinds: int, most: int) -> None:
 
 def test_what_is_not_in_the_space_is_refused() -> None:
     space = multisets(3, 2)
-    for types in ([0, 1, 2], [3], [-1]):
-        with pytest.raises(InputError):
-            space.id_of(types)
     for number in (-1, space.count):
         with pytest.raises(InputError):
             space.types_of(number)

@@ -49,17 +49,22 @@ def pools(draw: st.DrawFn) -> PlanningProblem:
 def test_auto_is_never_beaten_by_the_search_and_both_are_sound(problem: PlanningProblem) -> None:
     factory = TemplateFactory(problem)
     best = STRATEGIES["auto"](factory, QUICK).plan
-    result = STRATEGIES["thunderserve"](factory, QUICK).plan
-    for plan in (best, result):
+    names = ("thunderserve", "hexgen", "distserve")
+    result, whole, alike = (STRATEGIES[name](factory, QUICK).plan for name in names)
+    for plan in (best, result, whole, alike):
         assert verify(problem, plan) == ()
         assert plan_from_json(plan_to_json(plan)) == plan
         stood = [
             m for d in plan.deployments for m in plan.template(d.template).machines for _ in range(d.count)
         ]
         assert len(stood) == len(set(stood))
-    assert best.fraction >= result.fraction - 1e-6
-    if result.fraction >= 1 - 1e-9:
-        assert best.cost_usd_per_h <= result.cost_usd_per_h * (1 + 1e-6)
+        assert best.fraction >= plan.fraction - 1e-6
+        if plan.fraction >= 1 - 1e-9:
+            assert best.cost_usd_per_h <= plan.cost_usd_per_h * (1 + 1e-6)
+    for plan in (result, alike):  # as printed
+        assert not any(replica.role == "mixed" for t in plan.templates for replica in t.replicas)
+    assert all(replica.role == "mixed" for t in whole.templates for replica in t.replicas)
+    assert len({problem.node(node).gpu.name for _, node in alike.nodes}) <= 1
 
 
 def two_machines(gbps: float = 40.0) -> PlanningProblem:
@@ -209,11 +214,14 @@ def test_a_pool_that_lost_machines_by_type_lacks_the_last() -> None:
 
 def test_several_models_and_huge_fleets_are_refused_in_a_line() -> None:
     both = a_problem(an_ask("x"), an_ask("y"))
-    with pytest.raises(InputError, match="one model at a time, not x, y; use auto"):
-        STRATEGIES["thunderserve"](TemplateFactory(both), QUICK)
     huge = a_problem(offers={"home": {"8xH100": (20.0, 33)}})
-    with pytest.raises(InputError, match="at most 256 GPUs, there are 264; lower `available`"):
-        STRATEGIES["thunderserve"](TemplateFactory(huge), QUICK)
+    for name in ("thunderserve", "hexgen"):
+        with pytest.raises(InputError, match=f"{name} plans one model at a time, not x, y; use auto"):
+            STRATEGIES[name](TemplateFactory(both), QUICK)
+        with pytest.raises(
+            InputError, match=f"{name} takes at most 256 GPUs, there are 264; lower `available`"
+        ):
+            STRATEGIES[name](TemplateFactory(huge), QUICK)
 
 
 def test_nothing_asked_is_nothing_rented() -> None:

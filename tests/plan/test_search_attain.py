@@ -7,6 +7,7 @@ from plan_problems import pool_problem
 from search_pools import catalog_node
 
 from potluck.catalog import models
+from potluck.core.values.engine_abilities import UNLIMITED
 from potluck.core.values.layout import Pool, uniform_pool
 from potluck.core.values.plan import PlannedReplica
 from potluck.core.values.types import LengthBin, Slo, Traffic
@@ -17,7 +18,7 @@ from potluck.plan.search.kernels import PREFILL
 from potluck.plan.search.search_templates import to_templates, tried
 from potluck.plan.search.tabu import SearchLimits, SearchResult, SearchSettings, search_with
 from potluck.plan.search.workload import workload_of
-from potluck.plan.strategies.pool_strategy import search_groups
+from potluck.plan.strategies.pool_strategy import phases_of, search_groups
 
 QUICK = SearchSettings(limits=SearchLimits(walks=3, patience=10), phases=("prefill", "decode"))
 POOL: Pool = uniform_pool(
@@ -95,7 +96,9 @@ def test_a_plans_groups_are_those_that_held_when_tried() -> None:
         asked.append(rate_per_s)
         return 0.5
 
-    templates, result = search_groups(pool_problem(POOL, WANTED), WANTED, 1.0, 0, estimate)
+    templates, result = search_groups(
+        pool_problem(POOL, WANTED), WANTED, phases_of(UNLIMITED), 1.0, 0, estimate
+    )
     assert asked
     (region,) = result
     assert {pairing.attained for pairing in result[region].orchestration.pairings} == {0.5}

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
+from potluck.core.values.engine_abilities import ENGINES
 from potluck.core.values.plan import Charge, Deployment, plan_from_json, plan_to_json
 from potluck.core.values.service import ModelTerms
 from potluck.core.values.types import Link, Slo
@@ -49,7 +50,9 @@ def fleets(draw: st.DrawFn) -> PlanningProblem:
 def test_auto_is_never_costlier_and_every_plan_is_sound(problem: PlanningProblem) -> None:
     """Without a written pool `auto` looks for groups of machines only in small fleets, for one model."""
     factory = TemplateFactory(problem)
-    names = [name for name in STRATEGIES if name != "thunderserve" or worth_searching(problem)]
+    names = [
+        name for name in STRATEGIES if name not in ("thunderserve", "hexgen") or worth_searching(problem)
+    ]
     plans = {name: STRATEGIES[name](factory, QUICK).plan for name in names}
     best = plans["auto"]
     for name, plan in plans.items():
@@ -321,3 +324,54 @@ def test_what_is_expected_is_what_all_copies_could_do_and_all_that_is_paid(probl
         paid = [usd_per_million_tokens(problem, plan, ask.name) for ask in problem.asks]
         whole = sum(cost * count for cost, count in zip(paid, tokens, strict=True))
         assert whole == pytest.approx(plan.total_usd_per_h)
+
+
+def test_a_mixed_replica_decodes_for_others_where_that_saves_a_node() -> None:
+    """CRONUS's GPUs, four of each: with every replica in one role it takes four A100; so three and an A10 do."""
+    ask = an_ask(rate_per_s=23.6, slo=Slo(3.0, 0.1), lengths=((1014, 247, 1.0),))
+    problem = a_problem(ask, offers={"lab": {"1xA100-80": (1.59, 4), "1xA10": (1.29, 4)}})
+    factory = TemplateFactory(problem)
+    plan = STRATEGIES["auto"](factory, QUICK).plan
+    assert verify(problem, plan) == ()
+    assert plan.cost_usd_per_h < min(
+        STRATEGIES[name](factory, QUICK).plan.cost_usd_per_h for name in ("cauchy", "cronus", "coral")
+    )
+    (both,) = (d for d in plan.deployments if " mixed and decode " in d.template)
+    phases = {share.phase for share in plan.shares if share.template == both.template}
+    assert (both.count, phases) == (1, {"closed", "decode"})  # the others decode alone, which is simpler
+    template = plan.template(both.template)
+    busy = sum(
+        share.rate_per_s / getattr(template.capacity[0], f"{share.phase}_per_s")
+        for share in plan.shares
+        if share.template == both.template
+    )
+    assert busy <= problem.headroom * (1 + 1e-6)
+    more = tuple(replace(c, decode_per_s=1.01 * c.decode_per_s) for c in template.capacity)
+    told = [replace(t, capacity=more) if t is template else t for t in plan.templates]
+    assert any(
+        "decode_per_s of bucket 0" in item for item in verify(problem, replace(plan, templates=tuple(told)))
+    )
+
+
+def test_a_replica_that_does_both_is_planned_only_where_both_are_done() -> None:
+    """One node is enough: it is a plain mixed one; and without hand-overs nothing decodes for others."""
+    problem = a_problem(an_ask(rate_per_s=2.0))
+    factory = TemplateFactory(problem)
+    (deployment,) = STRATEGIES["auto"](factory, QUICK).plan.deployments
+    assert " mixed 1x" in deployment.template
+    apart = replace(problem, engine=ENGINES["openai"])
+    assert TemplateFactory(problem).also_decoding(problem.asks[0])
+    assert not TemplateFactory(apart).also_decoding(apart.asks[0])
+
+
+def test_a_node_that_has_a_pair_serves_nobody_alone_in_cronus() -> None:
+    """One that has none does: an L40S elsewhere, with which nothing pairs."""
+    offers = {"lab": {"1xA100-80": (1.59, 4), "1xA10": (0.6, 4)}, "home": {"1xL40S": (1.9, 4)}}
+    problem = a_problem(offers=offers)
+    chosen = STRATEGIES["cronus"].templates
+    assert chosen is not None
+    made = chosen(TemplateFactory(problem), problem.asks[0])
+    assert {(t.kind, *sorted(t.node_counts)) for t in made} == {
+        ("pair", "1xA10", "1xA100-80"),
+        ("homogeneous", "1xL40S"),
+    }

@@ -210,7 +210,7 @@ def test_every_term_has_its_price() -> None:
     assert prices["redundancy"].extra_usd_per_h == pytest.approx(saved)
 
 
-@pytest.mark.parametrize("strategy", ["cauchy", "cauchy-ce", "thunderserve"])
+@pytest.mark.parametrize("strategy", ["cauchy", "cauchy-ce", "thunderserve", "hexgen"])
 def test_strategies_with_rules_of_their_own_refuse(strategy: str) -> None:
     with pytest.raises(InputError, match="cannot keep redundancy of chat"):
         planned(asked(ModelTerms(survive="node")), strategy)

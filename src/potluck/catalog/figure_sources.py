@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -75,28 +74,29 @@ def entry_source(entry: dict[str, Any], field: str) -> FigureSource:
     return source(own.get(field, entry.get("source", "")))
 
 
-Entries = Mapping[str, Mapping[str, Any]]
-
-
 class CatalogNames:
     """The names and aliases of a catalog file's entries; the file is read on first use."""
 
-    def __init__(self, field: str, entries: Callable[[], Entries]) -> None:
-        self._field, self._entries = field, entries
+    def __init__(self, field: str, file: str) -> None:
+        self._field, self._file = field, file
         self._index: dict[str, str] = {}
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        entries: dict[str, dict[str, Any]] = load_toml(self._file)[self._field]
+        return entries
 
     def all(self) -> tuple[str, ...]:
         """Canonical names, in the order of the file."""
-        return tuple(self._entries())
+        return tuple(self.entries())
 
     def spellings(self) -> list[str]:
         """Everything that `canonical` accepts."""
-        return [name for key, entry in self._entries().items() for name in (key, *entry.get("aliases", ()))]
+        return [name for key, entry in self.entries().items() for name in (key, *entry.get("aliases", ()))]
 
     def canonical(self, name: str) -> str:
         """The catalog's own name, whatever case, punctuation or alias is given."""
         if not self._index:
-            for key, entry in self._entries().items():
+            for key, entry in self.entries().items():
                 self._index.update({plain(spelling): key for spelling in (key, *entry.get("aliases", ()))})
         text = self._index.get(plain(name))
         if text is None:

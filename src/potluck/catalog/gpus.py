@@ -32,13 +32,8 @@ TRAITS = ("sm_count", "architecture", "bf16")
 FIGURES = RATES + TRAITS
 
 
-def _entries() -> dict[str, dict[str, Any]]:
-    entries: dict[str, dict[str, Any]] = load_toml("gpus.toml")["gpu"]
-    return entries
-
-
-_names = CatalogNames("gpu", _entries)
-names, known, canonical = _names.all, _names.spellings, _names.canonical
+_names = CatalogNames("gpu", "gpus.toml")
+_entries, names, known, canonical = _names.entries, _names.all, _names.spellings, _names.canonical
 """Names in the order of the file; every spelling that is accepted; and the name that a spelling stands for."""
 
 

@@ -11,7 +11,6 @@ from potluck.catalog.figure_sources import (
     EntryFacts,
     SourcedFigure,
     entry_source,
-    load_toml,
     source,
 )
 from potluck.core.errors import FormatError
@@ -34,13 +33,8 @@ FORMATS = ("weight_format", "expert_format")
 _RUN = re.compile(r"(?:(\d+) )?([a-z_]+)/([a-z_]+)")
 
 
-def _entries() -> dict[str, dict[str, Any]]:
-    entries: dict[str, dict[str, Any]] = load_toml("models.toml")["model"]
-    return entries
-
-
-_names = CatalogNames("model", _entries)
-names, known, canonical = _names.all, _names.spellings, _names.canonical
+_names = CatalogNames("model", "models.toml")
+_entries, names, known, canonical = _names.entries, _names.all, _names.spellings, _names.canonical
 """Names in the order of the file; every spelling that is accepted; and the name that a spelling stands for."""
 
 

@@ -32,13 +32,8 @@ class NamedWorkload:
     prefix_hit_share: float = 0.0  # Share of prompt tokens that an endless cache would hold.
 
 
-def _entries() -> dict[str, dict[str, Any]]:
-    entries: dict[str, dict[str, Any]] = load_toml("workloads.toml")["workload"]
-    return entries
-
-
-_names = CatalogNames("workload", _entries)
-names, known, canonical = _names.all, _names.spellings, _names.canonical
+_names = CatalogNames("workload", "workloads.toml")
+_entries, names, known, canonical = _names.entries, _names.all, _names.spellings, _names.canonical
 """Names in the order of the file; every spelling that is accepted; and the name that a spelling stands for."""
 
 

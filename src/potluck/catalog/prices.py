@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -68,17 +68,12 @@ def prices() -> tuple[Price, ...]:
         )
 
 
-def regions() -> tuple[str, ...]:
-    """Every place with prices, as `cloud/region`."""
-    return tuple(dict.fromkeys(price.place for price in prices()))
-
-
-def in_region(region: str) -> tuple[Price, ...]:
+def in_region(region: str, among: Sequence[Price] | None = None) -> tuple[Price, ...]:
     """The prices of `aws/us-east-1`, `aws:us-east-1`, `us-east-1` or a whole cloud such as `runpod`."""
-    wanted = region.strip().casefold().replace(":", "/")
-    result = tuple(price for price in prices() if wanted in (price.place, price.region, price.cloud))
+    wanted, listed = region.strip().casefold().replace(":", "/"), prices() if among is None else among
+    result = tuple(price for price in listed if wanted in (price.place, price.region, price.cloud))
     if not result:
-        known = {spelling for price in prices() for spelling in (price.place, price.region, price.cloud)}
+        known = {spelling for price in listed for spelling in (price.place, price.region, price.cloud)}
         raise UnknownNameError("region", region, known)
     return result
 

@@ -82,6 +82,9 @@ def serve(
     inputs, rules = read_inputs(
         (plan, spec), 0.0, print, lambda read: policy_of(asked.policy, read.policy), asked.profile_paths
     )
+    regions = {deployment.region for deployment in inputs.plan.deployments}
+    if rules.home and rules.home not in regions:
+        raise UnknownNameError("--policy.home", rules.home, sorted(regions))
     engine_key, secret = asked.engine_key_file, asked.secret_file
     settings = GatewaySettings(
         ListenAddresses(host, asked.port, admin_host, asked.admin_port, asked.workers),
@@ -110,7 +113,7 @@ def announced(as_json: bool) -> Callable[[str, str], None]:
 
 def files_of(spec: Spec, pairs: tuple[str, ...]) -> dict[str, Path]:
     """Where each model's tokenizer lies: as the spec says, or stronger, as the command line does."""
-    from potluck.engine.shipped_model import shipped_model
+    from potluck.engine import shipped_model
 
     paths = {}
     for model in spec.models:

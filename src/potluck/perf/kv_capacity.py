@@ -42,22 +42,13 @@ class StageMemory:
 
 
 def stage_memory(
-    model: Model,
-    node: NodeType,
-    tp: int,
-    layers: range | None = None,
-    *,
-    usable_share: float = USABLE_SHARE,
-    step_tokens: int = STEP_TOKENS,
-    ep: Ep = "none",
+    model: Model, node: NodeType, tp: int, layers: range | None = None, *, ep: Ep = "none"
 ) -> StageMemory:
     """Memory of one of `tp` GPUs that hold `layers` (all of them when left out)."""
     chosen, ways = range(model.layer_count) if layers is None else layers, attention_ways(tp, ep)
     weights = weight_bytes_per_gpu(model, tp, chosen, tables=False, ep=ep)
     weights += _table_bytes(model, chosen) / ways
-    return StageMemory(
-        node.gpu.memory_bytes * usable_share, weights, _activation_bytes(model, ways, step_tokens)
-    )
+    return StageMemory(node.gpu.memory_bytes * USABLE_SHARE, weights, _activation_bytes(model, ways))
 
 
 def max_requests(
@@ -95,7 +86,7 @@ def _table_bytes(model: Model, layers: range) -> float:
     return (embedding_bytes(model) if table else 0.0) + (head_bytes(model) if last else 0.0)
 
 
-def _activation_bytes(model: Model, tp: int, step_tokens: int) -> float:
+def _activation_bytes(model: Model, tp: int) -> float:
     """The widest moment of a layer: residual, normed input and the inner activation, in 16 bits."""
     widest = 0.0
     # Most are the very same, and hashing one takes longer than all the rest.
@@ -105,4 +96,4 @@ def _activation_bytes(model: Model, tp: int, step_tokens: int) -> float:
         dim = attention.value_head_dim if isinstance(attention, LinearAttention) else attention.v_head_dim
         inner = getattr(layer.ffn, "intermediate", 0) * getattr(layer.ffn, "active", 1)
         widest = max(widest, 3.0 * heads * dim / tp, 3.0 * inner / tp)
-    return 2.0 * step_tokens * (2.0 * model.hidden + widest)
+    return 2.0 * STEP_TOKENS * (2.0 * model.hidden + widest)

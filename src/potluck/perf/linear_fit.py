@@ -1,8 +1,7 @@
 """Least squares with a report: y = sum of c_j x_j + intercept.
 
 Times span three decades, and a planner cares about per cents, so rows can be weighted by 1/y ("relative").
-Costs do not help: coefficients can be held at or above zero (`nonnegative`). A few measurements disturbed by
-a neighbour can be kept from bending the rest (`robust`). Errors are fractions: 0.07 is 7 %.
+Costs do not help: coefficients can be held at or above zero (`nonnegative`). Errors are fractions: 0.07 is 7 %.
 """
 
 from __future__ import annotations
@@ -19,10 +18,6 @@ from potluck.perf.step_timer import Floats, StepTimer, steps
 
 Weights = Literal["relative"]
 
-HUBER = 1.345
-"""Residuals beyond so many standard deviations count linearly; 95 % efficient where there are no outliers."""
-ROBUST_ROUNDS = 30
-
 
 @dataclass(frozen=True, slots=True)
 class LinearFit:
@@ -33,55 +28,24 @@ class LinearFit:
     r2: float
     mape: float
     """Mean absolute percentage error, as a fraction."""
-    median_ape: float
-    points: int
-
-    def predict(self, columns: Mapping[str, ArrayLike]) -> Floats:
-        """The fit at other values of its columns."""
-        missing = [name for name in self.coefficients if name not in columns]
-        if missing:
-            raise InputError(f"fit: {missing[0]}", "column is missing")
-        total: Floats = np.asarray(self.intercept, dtype=np.float64)
-        for name, coefficient in self.coefficients.items():
-            total = total + coefficient * np.asarray(columns[name], dtype=np.float64)
-        return total
 
 
 def linear_fit(
-    columns: Mapping[str, ArrayLike],
-    y: ArrayLike,
-    weights: Weights | None = None,
-    *,
-    intercept: bool = True,
-    nonnegative: bool = False,
-    robust: bool = False,
+    columns: Mapping[str, Floats], y: Floats, weights: Weights | None = None, *, nonnegative: bool = False
 ) -> LinearFit:
-    """Fit y by the columns; InputError when the points cannot carry that many coefficients."""
-    names = list(columns)
-    target = _checked("y", y)
-    parts = [_checked(name, columns[name]) for name in names]
-    for name, part in zip(names, parts, strict=True):
-        if part.shape != target.shape:
-            raise InputError(f"fit: {name}", f"has {part.size} values, y has {target.size}")
-    if intercept:
-        parts.append(np.ones_like(target))
-    if target.size <= len(parts):
-        raise InputError("fit: points", f"{target.size} are too few for {len(parts)} coefficients")
+    """Fit y by the columns; InputError when there are too few points for that many coefficients."""
+    parts = [*columns.values(), np.ones_like(y)]
+    if y.size <= len(parts):
+        raise InputError("fit: points", f"{y.size} are too few for {len(parts)} coefficients")
     design = np.column_stack(parts)
-    _independent(design, [*names, "intercept"] if intercept else names)
-    row_weights = relative_weights(target) if weights == "relative" else np.ones_like(target)
-    solution = _robust(design, target, row_weights, nonnegative) if robust else None
-    if solution is None:
-        solution = solve(design, target, row_weights, nonnegative=nonnegative)
-    values = [float(value) for value in solution]
+    row_weights = relative_weights(y) if weights == "relative" else np.ones_like(y)
+    solution = solve(design, y, row_weights, nonnegative=nonnegative)
     predicted = design @ solution
     return LinearFit(
-        coefficients=dict(zip(names, values, strict=False)),
-        intercept=values[-1] if intercept else 0.0,
-        r2=r2(target, predicted),
-        mape=mean_ape(target, predicted),
-        median_ape=median_ape(target, predicted),
-        points=int(target.size),
+        coefficients=dict(zip(columns, map(float, solution), strict=False)),
+        intercept=float(solution[-1]),
+        r2=r2(y, predicted),
+        mape=mean_ape(y, predicted),
     )
 
 
@@ -142,10 +106,6 @@ def r2(y: ArrayLike, predicted: ArrayLike) -> float:
 def absolute_errors(y: ArrayLike, predicted: ArrayLike) -> Floats:
     """|predicted - y| / |y|, as fractions; y must have no zeros."""
     actual, guess = np.asarray(y, dtype=np.float64), np.asarray(predicted, dtype=np.float64)
-    if actual.size == 0:
-        raise InputError("fit: points", "there are none")
-    if (actual == 0).any():
-        raise InputError("fit: y", "has zeros, of which no percentage can be taken")
     errors: Floats = np.abs((guess - actual) / actual)
     return errors
 
@@ -155,33 +115,10 @@ def mean_ape(y: ArrayLike, predicted: ArrayLike) -> float:
     return float(absolute_errors(y, predicted).mean())
 
 
-def median_ape(y: ArrayLike, predicted: ArrayLike) -> float:
-    """Median absolute percentage error, as a fraction."""
-    return float(np.median(absolute_errors(y, predicted)))
-
-
 def relative_weights(y: Floats) -> Floats:
-    """1/|y|: squares of weighted residuals are squares of relative errors."""
-    if (y == 0).any():
-        raise InputError("fit: y", "has zeros, which relative weights cannot take")
+    """1/|y|: squares of weighted residuals are squares of relative errors. y must have no zeros."""
     weights: Floats = 1.0 / np.abs(y)
     return weights
-
-
-def _robust(design: Floats, y: Floats, weights: Floats, nonnegative: bool) -> Floats:
-    """Huber's M-estimate by iteratively reweighted least squares, started from the plain fit."""
-    solution = solve(design, y, weights, nonnegative=nonnegative)
-    for _ in range(ROBUST_ROUNDS):
-        residual = np.abs((design @ solution - y) * weights)
-        # The median absolute deviation as a standard deviation, since outliers do not move it.
-        sigma = float(np.median(residual)) / 0.6745
-        if sigma <= 1e-14 * float(np.abs(y * weights).max()):
-            break
-        trust = np.minimum(1.0, HUBER * sigma / np.maximum(residual, 1e-300))
-        before, solution = solution, solve(design, y, weights * np.sqrt(trust), nonnegative=nonnegative)
-        if np.abs(solution - before).max() <= 1e-10 * np.abs(solution).max(initial=1e-300):
-            break
-    return solution
 
 
 def _on(a: Floats, b: Floats, passive: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Floats:
@@ -190,32 +127,7 @@ def _on(a: Floats, b: Floats, passive: np.ndarray[tuple[int, ...], np.dtype[np.b
     return z
 
 
-def _independent(design: Floats, names: list[str]) -> None:
-    """Refuse columns that others make up: their coefficients would be arbitrary."""
-    norms = np.sqrt((design**2).sum(axis=0))
-    for index, name in enumerate(names):
-        if norms[index] == 0:
-            raise InputError(f"fit: {name}", "is zero at every point")
-        if np.linalg.matrix_rank(design[:, : index + 1] / norms[: index + 1], tol=1e-9) <= index:
-            raise InputError(f"fit: {name}", f"is collinear with {', '.join(names[:index])}; leave one out")
-
-
-def _checked(name: str, values: ArrayLike) -> Floats:
-    array = np.asarray(values, dtype=np.float64)
-    if array.ndim != 1:
-        raise InputError(f"fit: {name}", f"must be a list of numbers, has {array.ndim} dimensions")
-    if not np.isfinite(array).all():
-        raise InputError(f"fit: {name}", "has values that are not finite")
-    return array
-
-
-LENGTHS = tuple(range(128, 8193, 128))
-CONTEXTS = tuple(range(0, 8192, 512))
 DECODES = (8, 16, 32, 64)
-DECODE_CONTEXTS = (256, 1024, 4096)
-"""Tokens of context of each decode."""
-CHUNK_BUDGET = 512
-"""Tokens of an iteration, decodes included: CRONUS's own setting on the A100."""
 
 
 def prompt_curve(timer: StepTimer, longest_tokens: int) -> tuple[float, float, float]:
@@ -233,11 +145,10 @@ def prompt_curve(timer: StepTimer, longest_tokens: int) -> tuple[float, float, f
 class PartialPrefillPredictor:
     """(2) T = k_p L + b_p, for a prefill alone on its GPU.
 
-    CRONUS's two predictors (section 4.4), and the sum over iterations (section 4.3).
+    CRONUS's two predictors (section 4.4).
 
         (2)  T_parprefill = k_p L + b_p                            L tokens of the prompt's first part
         (3)  t_chunked    = k_ctxp L_p + k_ctxd sum of L_d + b_c   contexts: L_p before the chunk, L_d per decode
-        (1)  T_chunked    = N_iter (t_first + t_last) / 2          an arithmetic series, as (3) is linear in L_p
 
     Three numbers per GPU and model are enough for a balancer that must answer within a request's arrival. Both
     fit points as they were measured, or the answers of any StepTimer; both keep R^2 and the mean error.
@@ -258,7 +169,8 @@ class PartialPrefillPredictor:
     ) -> PartialPrefillPredictor:
         """From rows of (tokens, seconds), by plain least squares as in the paper when weights is None."""
         rows = _rows(points, 2, "tokens and seconds")
-        return cls._of(linear_fit({"tokens": rows[:, 0]}, rows[:, 1], weights, nonnegative=nonnegative))
+        fit = linear_fit({"tokens": rows[:, 0]}, rows[:, 1], weights, nonnegative=nonnegative)
+        return cls(fit.coefficients["tokens"], fit.intercept, fit.r2, fit.mape)
 
     @classmethod
     def in_use(cls, timer: StepTimer, longest_tokens: int) -> PartialPrefillPredictor:
@@ -266,23 +178,6 @@ class PartialPrefillPredictor:
         tokens = _lengths(longest_tokens)
         points = np.column_stack([tokens, timer.step_s(steps(chunk_new=tokens))])
         return cls.fit(points, "relative", nonnegative=True)
-
-    @classmethod
-    def from_timer(
-        cls, timer: StepTimer, lengths: ArrayLike = LENGTHS, weights: Weights | None = None
-    ) -> PartialPrefillPredictor:
-        """From a timer's answers for whole prompts of these lengths."""
-        tokens = np.asarray(lengths, dtype=np.float64)
-        return cls.fit(np.column_stack([tokens, timer.step_s(steps(chunk_new=tokens))]), weights)
-
-    @classmethod
-    def _of(cls, fit: LinearFit) -> PartialPrefillPredictor:
-        return cls(fit.coefficients["tokens"], fit.intercept, fit.r2, fit.mape)
-
-    def seconds(self, tokens: ArrayLike) -> Floats:
-        """(2), held at zero: a line through a parabola's points can start below it."""
-        line: Floats = np.maximum(self.k_p * np.asarray(tokens, dtype=np.float64) + self.b_p, 0.0)
-        return line
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,54 +201,17 @@ class ChunkedIterationPredictor:
         return cls(fit.coefficients["ctxp"], fit.coefficients["ctxd"], fit.intercept, fit.r2, fit.mape)
 
     @classmethod
-    def from_timer(
-        cls,
-        timer: StepTimer,
-        budget_tokens: int = CHUNK_BUDGET,
-        contexts: ArrayLike = CONTEXTS,
-        decodes: ArrayLike = DECODES,
-        decode_contexts: ArrayLike = DECODE_CONTEXTS,
-        weights: Weights | None = None,
-        *,
-        nonnegative: bool = False,
-    ) -> ChunkedIterationPredictor:
-        """From a timer's answers on a grid: d decodes leave the chunk budget - d tokens."""
-        grid = np.meshgrid(
-            *(np.asarray(axis, dtype=np.float64) for axis in (contexts, decodes, decode_contexts))
-        )
-        context, count, array = (axis.ravel() for axis in grid)
-        if count.size and count.max() >= budget_tokens:
-            raise InputError(
-                "predictor: budget_tokens", f"{budget_tokens} leave no room beside {count.max():g} decodes"
-            )
-        seconds = timer.step_s(steps(budget_tokens - count, context, count, count * array))
-        return cls.fit(np.column_stack([context, count * array, seconds]), weights, nonnegative=nonnegative)
-
-    @classmethod
     def in_use(cls, timer: StepTimer, budget_tokens: int, longest_tokens: int) -> ChunkedIterationPredictor:
         """For chunks within prompts of up to so many tokens, beside decodes whose contexts are no longer."""
         decodes = [count for count in DECODES if count < budget_tokens] or [0, max(1, budget_tokens - 1)]
         contexts = np.concatenate([[0.0], _lengths(longest_tokens, 16)[:-1]])
-        item = np.unique(np.array([longest_tokens / 8, longest_tokens / 3, longest_tokens]).round())
-        return cls.from_timer(timer, budget_tokens, contexts, decodes, item, "relative", nonnegative=True)
-
-    def seconds(self, prefill_context: ArrayLike, decode_context: ArrayLike = 0.0) -> Floats:
-        """(3), held at zero."""
-        ctxp, ctxd = (
-            np.asarray(prefill_context, dtype=np.float64),
-            np.asarray(decode_context, dtype=np.float64),
-        )
-        plane: Floats = np.maximum(self.k_ctxp * ctxp + self.k_ctxd * ctxd + self.b_c, 0.0)
-        return plane
-
-
-def chunked_prefill_s(n_iter: ArrayLike, first_s: ArrayLike, last_s: ArrayLike) -> Floats:
-    """(1) T_chunked = N_iter (t_first + t_last) / 2."""
-    count = np.asarray(n_iter, dtype=np.float64)
-    if count.size and count.min() < 0:
-        raise InputError("predictor: n_iter", "must not be negative")
-    total: Floats = count * (np.asarray(first_s, dtype=np.float64) + np.asarray(last_s, dtype=np.float64)) / 2
-    return total
+        each_tokens = np.unique(np.array([longest_tokens / 8, longest_tokens / 3, longest_tokens]).round())
+        grid = np.meshgrid(contexts, np.array(decodes, dtype=np.float64), each_tokens)
+        context, count, tokens = (axis.ravel() for axis in grid)
+        # So many decodes leave the chunk the rest of the budget.
+        seconds = timer.step_s(steps(budget_tokens - count, context, count, count * tokens))
+        points = np.column_stack([context, count * tokens, seconds])
+        return cls.fit(points, "relative", nonnegative=True)
 
 
 def _lengths(longest_tokens: int, count: int = 64) -> Floats:

@@ -99,7 +99,6 @@ def weight_bytes_per_gpu(
     `tables` says whether embedding and head are there too; by default when all layers are. Where experts are spread
     (`ep`), a rank has some of them whole; with data-parallel attention all else stands on every rank.
     """
-    _check_tp(tp)
     total = 0.0
     ways_of_all = attention_ways(tp, ep)
     for layer, count in unlike_layers(model, layers):
@@ -162,8 +161,6 @@ def kv_bytes_per_gpu(model: Model, tokens: ArrayLike, tp: int, layers: Layers = 
     """
     growing, windows, state = kv_rates_per_gpu(model, tp, layers)
     length = np.asarray(tokens, dtype=np.float64)
-    if length.size and not length.min() >= 0:  # also refuses NaN
-        raise InputError("tokens", "must not be negative")
     total: Floats = growing * length + np.where(length > 0, state, 0.0)
     for window, rate in windows.items():
         total = total + rate * np.minimum(length, window)
@@ -172,7 +169,6 @@ def kv_bytes_per_gpu(model: Model, tokens: ArrayLike, tp: int, layers: Layers = 
 
 def kv_rates_per_gpu(model: Model, tp: int, layers: Layers = None) -> tuple[float, dict[int, float], float]:
     """(bytes per token for good, {window: bytes per token up to it}, fixed bytes) on each of `tp` ranks."""
-    _check_tp(tp)
     growing = state = 0.0
     windows: dict[int, float] = {}
     for layer, count in unlike_layers(model, layers):
@@ -348,8 +344,3 @@ def _range(model: Model, layers: Layers) -> range:
     if chosen.step != 1 or (len(chosen) and not 0 <= chosen.start <= chosen.stop <= count):
         raise InputError("layers", f"must be consecutive layers within 0 to {count}, not {layers}")
     return chosen
-
-
-def _check_tp(tp: int) -> None:
-    if tp < 1:
-        raise InputError("tp", f"must be at least 1, is {tp}")

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import isfinite
 
-from potluck.core.errors import InputError
 from potluck.core.values.plan import Confidence
 
 
@@ -41,15 +39,6 @@ class StartupCosts:
     role_flip_s: float = 0.0
     """Prefill to decode or back: the weights stay (THUNDERSERVE 3.4, table 4: 0 s of reloading)."""
     confidence: Confidence = "assumed"
-
-    def __post_init__(self) -> None:
-        for name in ("provision_s", "container_s", "engine_init_s", "drain_s", "role_flip_s"):
-            value = getattr(self, name)
-            if not (isfinite(value) and value >= 0):
-                raise InputError(f"startup: {name}", f"must not be negative, is {value}")
-        for name in ("load_gb_per_s", "pcie_gb_per_s"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"startup: {name}", f"must be positive, is {getattr(self, name)}")
 
 
 DEFAULT_COSTS = StartupCosts()
@@ -80,24 +69,5 @@ class StartupTime:
 
 def startup_s(weight_bytes: float, nodes: int = 1, costs: StartupCosts = DEFAULT_COSTS) -> StartupTime:
     """From nothing to serving: nodes start side by side, each loading its equal share of the weights."""
-    load = _load_s(weight_bytes, nodes, costs)
+    load = weight_bytes / nodes / (min(costs.load_gb_per_s, costs.pcie_gb_per_s) * 1e9)
     return StartupTime(costs.provision_s, costs.container_s, load, costs.engine_init_s, costs.confidence)
-
-
-def drain_s(costs: StartupCosts = DEFAULT_COSTS) -> float:
-    """From the last request accepted until the nodes are free."""
-    return costs.drain_s
-
-
-def role_flip_s(costs: StartupCosts = DEFAULT_COSTS) -> float:
-    """Between prefill and decode, without a reload."""
-    return costs.role_flip_s
-
-
-def _load_s(weight_bytes: float, nodes: int, costs: StartupCosts) -> float:
-    if not (isfinite(weight_bytes) and weight_bytes >= 0):
-        raise InputError("startup: weight_bytes", f"must not be negative, is {weight_bytes}")
-    if nodes < 1:
-        raise InputError("startup: nodes", f"must be at least 1, is {nodes}")
-    gb_per_s = min(costs.load_gb_per_s, costs.pcie_gb_per_s)
-    return weight_bytes / nodes / (gb_per_s * 1e9)

@@ -14,7 +14,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from potluck.core.errors import InputError
 from potluck.core.values.plan import Confidence
 
 Floats = NDArray[np.float64]
@@ -67,14 +66,6 @@ def steps(
     count, context = np.atleast_1d(_floats(decodes)), np.atleast_1d(_floats(decode_context))
     rows = max(new.shape[0], cached.shape[0], count.shape[0], context.shape[0])
     width = max(new.shape[1], cached.shape[1])
-    for name, value in (
-        ("chunk_new", new),
-        ("chunk_cached", cached),
-        ("decodes", count),
-        ("decode_context", context),
-    ):
-        if value.size and value.min() < 0:
-            raise InputError(f"steps: {name}", "must not be negative")
     return StepBatch(
         np.broadcast_to(new, (rows, width)),
         np.broadcast_to(cached, (rows, width)),

@@ -11,12 +11,10 @@ Every function takes arrays of bytes as well as numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from potluck.core.errors import InputError
 from potluck.core.values.kv import WINDOW_BYTES, codec_ratio, connections_for
 from potluck.core.values.model import Model
 from potluck.core.values.types import Codec, Link
@@ -35,19 +33,13 @@ class AlphaBeta:
     alpha_s: float
     beta_bytes_per_s: float
 
-    def __post_init__(self) -> None:
-        if not (isfinite(self.alpha_s) and self.alpha_s >= 0):
-            raise InputError("transfer: latency", f"must not be negative, is {self.alpha_s}")
-        if not (isfinite(self.beta_bytes_per_s) and self.beta_bytes_per_s > 0):
-            raise InputError("transfer: bandwidth", f"must be positive, is {self.beta_bytes_per_s}")
-
     def stream_s(self, wire_bytes: ArrayLike) -> Floats:
         """Seconds that the bytes occupy the link: the part that can overlap with work."""
-        return _not_negative("bytes", wire_bytes) / self.beta_bytes_per_s
+        return np.asarray(wire_bytes, np.float64) / self.beta_bytes_per_s
 
     def time_s(self, wire_bytes: ArrayLike) -> Floats:
         """Seconds until the last byte is there, alpha once and for all of them; nothing to send takes 0."""
-        sent = _not_negative("bytes", wire_bytes)
+        sent = np.asarray(wire_bytes, np.float64)
         return np.where(sent > 0, self.alpha_s + sent / self.beta_bytes_per_s, 0.0)
 
 
@@ -65,13 +57,7 @@ def alpha_beta(
     is what a long way does to few connections; `window_bytes=None` leaves that limit out. None: as many as engines
     open on such a link (`core.values.kv`).
     """
-    if not (isfinite(gbps) and gbps > 0):
-        raise InputError("transfer: gbps", f"must be positive, is {gbps}")
     connections = connections_for(gbps, rtt_s) if connections is None else connections
-    if connections < 1:
-        raise InputError("transfer: connections", f"must be at least 1, is {connections}")
-    if not 0 < efficiency <= 1:
-        raise InputError("transfer: efficiency", f"must be above 0 and at most 1, is {efficiency}")
     beta = gbps * 1e9 / 8 * efficiency
     if window_bytes is not None and rtt_s > 0:
         beta = min(beta, connections * window_bytes / rtt_s)
@@ -87,27 +73,3 @@ def crossing_bytes(model: Model, held_bytes: float, codec: Codec) -> float:
     """What a request's KV of so many bytes, its state among them, puts on the wire."""
     state = min(held_bytes, model_state_bytes(model))
     return (held_bytes - state) * codec_ratio(codec, model.kv_bits, latent=model.is_latent) + state
-
-
-def overlapped_transfer_s(
-    prefill_s: ArrayLike, layers: int, transfer_total_s: ArrayLike, latency_s: float = 0.0
-) -> Floats:
-    """Seconds from the end of prefill to the end of the transfer when each of L equal layers is sent at once.
-
-    Two machines in a row, p = prefill/L and t = transfer/L per layer: the last byte leaves at
-    p + t + (L - 1) max(p, t), which is t + (L - 1) max(0, t - p) after the prefill ends. The latency is paid
-    once, since layers follow each other on the wire. A bulk transfer ends transfer + latency after.
-    """
-    if layers < 1:
-        raise InputError("transfer: layers", f"must be at least 1, is {layers}")
-    p = _not_negative("prefill_s", prefill_s) / layers
-    t = _not_negative("transfer_total_s", transfer_total_s) / layers
-    tail: Floats = t + (layers - 1) * np.maximum(t - p, 0.0) + latency_s
-    return tail
-
-
-def _not_negative(name: str, value: ArrayLike) -> Floats:
-    array = np.asarray(value, dtype=np.float64)
-    if array.size and not (np.isfinite(array).all() and array.min() >= 0):
-        raise InputError(f"transfer: {name}", "must be finite and not negative")
-    return array

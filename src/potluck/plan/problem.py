@@ -146,6 +146,8 @@ class PlanningProblem:
     engine: EngineKind = UNLIMITED  # What the engines that serve can do; templates beyond that are not made.
     complexity_share: float = 0.0
     """Of its rent, what each further moving part of a copy counts for where plans are compared (`term_rows`)."""
+    max_group_gpus: int | None = None
+    """Of a pool's GPUs, that serve together: small groups lose less with one."""
 
     def __post_init__(self) -> None:
         if not self.asks:

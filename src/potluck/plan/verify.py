@@ -417,25 +417,28 @@ def retimed(problem: PlanningProblem, ask: ModelDemand, template: Template) -> t
     if template.kind == "group":
         return group_capacity(problem, ask, template.replicas, template.codec)
     sides = [_role(problem, ask, template, role) for role in ROLES]
+    taken = _role(problem, ask, template, "mixed", "decode")  # by mixed replicas, of what others prefilled
     bucket_capacities = []
     for bucket in range(len(ask.demands)):
         prefill, decode, mixed = (side[bucket][0] for side in sides)
         ttft_s, tpot_s = (max(side[bucket][place] for side in sides) for place in (1, 2))
         closed = min(prefill, decode) + mixed
+        decode += taken[bucket][0]
         bucket_capacities.append(BucketCapacity(bucket, prefill, decode, closed, ttft_s, tpot_s))
     return tuple(bucket_capacities)
 
 
 def _role(
-    problem: PlanningProblem, ask: ModelDemand, template: Template, role: Role
+    problem: PlanningProblem, ask: ModelDemand, template: Template, role: Role, does: Role | None = None
 ) -> list[tuple[float, float, float]]:
-    """(requests/s, TTFT, TPOT) in each bucket of a template's replicas of one role together."""
+    """(requests/s, TTFT, TPOT) in each bucket of a template's replicas of one role together, if they do another's."""
     total = [(0.0, 0.0, 0.0)] * len(ask.demands)
     members = [replica for replica in template.replicas if replica.role == role]
     for layout in {replica.layout for replica in members}:
         copies = sum(1 for replica in members if replica.layout == layout)
         timer = timer_of(problem, ask, layout)
-        rates = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, copies, timer=timer)
+        work = does or role
+        rates = replica_capacity(ask, layout, problem.by_name, work, problem.headroom, copies, timer=timer)
         total = [
             (
                 rate + c.prefill_per_s + c.decode_per_s + c.closed_per_s,

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from potluck.spec.spec_values import Spec
 
 
-_WHAT_IF = re.compile(r"(?P<region>[^:=]+):(?P<node>[^:=]+)=(?P<count>\d+)\Z")
+NODE_COUNT = re.compile(r"(?P<region>[^:=]+):(?P<node>[^:=]+)=(?P<value>\d+)\Z")
+NODE_PRICE = re.compile(r"(?P<region>[^:=]+):(?P<node>[^:=]+)=(?P<value>[0-9.]+)\Z")
 
 
 def read_spec(path: Path | None) -> Spec:
@@ -114,20 +115,28 @@ def load_problem(
         tuple(codec for codec in spec.kv_codecs if codec in ENGINES[spec.engine].codecs),
         ENGINES[spec.engine],
         spec.complexity_share,
+        spec.max_group_gpus,
     )
     for text in what_if:
-        match = _WHAT_IF.match(text)
-        if match is None:
-            raise InputError("what-if", f"{text!r} is not REGION:NODE=COUNT, such as us-east-1:8xH100=0")
-        region, node = match["region"], node_name(problem, match["node"], "what-if")
-        if region not in {item.name for item in problem.regions}:
-            raise UnknownNameError("what-if: region", region, (item.name for item in problem.regions))
-        problem = without_nodes(problem, region, node, int(match["count"]))
+        region, node, count = node_change(problem, "what-if", text)
+        problem = without_nodes(problem, region, node, int(count))
     return problem
 
 
-def node_name(problem: PlanningProblem, name: str, field: str) -> str:
-    """A node of the problem by any spelling the catalog knows."""
+def node_change(
+    problem: PlanningProblem, field: str, text: str, pattern: re.Pattern[str] = NODE_COUNT
+) -> tuple[str, str, str]:
+    """Region, node and number that somebody wrote; a node by any spelling the catalog knows."""
+    match = pattern.match(text)
+    if match is None:
+        raise InputError(field, f"{text!r} is not REGION:NODE=NUMBER, such as us-east-1:4xL40S=1")
+    regions = [region.name for region in problem.regions]
+    if match["region"] not in regions:
+        raise UnknownNameError(f"{field}: region", match["region"], regions)
+    return match["region"], _node_name(problem, match["node"], field), match["value"]
+
+
+def _node_name(problem: PlanningProblem, name: str, field: str) -> str:
     from potluck.catalog import nodes
 
     known = {node.name for node in problem.nodes}

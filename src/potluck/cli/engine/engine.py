@@ -203,9 +203,9 @@ def serve(
     try:
         import asyncio
 
+        from potluck.engine import shipped_model
         from potluck.engine.serve import serve_all
         from potluck.engine.server.http_connection import RequestLimits
-        from potluck.engine.shipped_model import shipped_model
     except ModuleNotFoundError as error:
         raise InputError("engine", f"needs {error.name}; install potluck[engine]") from error
     key = key_for(host, options["api_key_file"])

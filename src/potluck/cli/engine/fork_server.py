@@ -53,13 +53,13 @@ def load(style: str = "emulated") -> dict[str, float]:
 
     torch.set_num_threads(1)
     from potluck.cli.engine.engine import described
+    from potluck.engine import shipped_model
     from potluck.engine.compute.executor import RunnerSize
     from potluck.engine.compute.local_executor import LocalExecutor
     from potluck.engine.compute.runner import Runner
     from potluck.engine.model.checkpoint import SafetensorsSource
     from potluck.engine.model.config import read_config
     from potluck.engine.serve import warm_up
-    from potluck.engine.shipped_model import shipped_model
     from potluck.kv import checksum
 
     for module in MODULES:
@@ -112,7 +112,7 @@ def _cpu_cost(executor: Executor) -> dict[str, float]:
 
 def load_mock() -> None:
     from potluck.api.tokenizer import ModelTokenizer
-    from potluck.engine.shipped_model import shipped_model
+    from potluck.engine import shipped_model
     from potluck.kv import checksum
 
     for module in MOCK_MODULES:

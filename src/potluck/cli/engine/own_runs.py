@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp
 from pathlib import Path
-from typing import Any
 
 import click
 import numpy as np
 
+from potluck.cli.common.files import option_group
 from potluck.cli.engine.run_tables import Placed, placed, read_runs
 from potluck.core.errors import InputError
 from potluck.core.values.model import Model
@@ -30,12 +30,11 @@ WORSE = 0.6
 """With fewer than this share of runs within their bars of 80 %, the bars are not to be trusted."""
 
 
-def RUN_FILES(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options of commands that read runs."""
-    gpu = click.option("--gpu", help="Of runs in files that do not say.")
-    return gpu(
-        click.option("--tp", type=click.IntRange(1), help="Tensor-parallel degree, the same.")(command)
-    )
+RUN_FILES = option_group(
+    click.option("--gpu", help="Of runs in files that do not say."),
+    click.option("--tp", type=click.IntRange(1), help="Tensor-parallel degree, the same."),
+)
+"""Options of commands that read runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,13 +144,13 @@ def _local(options: SimpleNamespace) -> Profile:
     import torch
 
     from potluck.cli.engine.engine import described
+    from potluck.engine import shipped_model
     from potluck.engine.compute.executor import RunnerSize
     from potluck.engine.gpu_share import SHARE
     from potluck.engine.local_bench import LocalBench, grid
     from potluck.engine.model.checkpoint import SafetensorsSource
     from potluck.engine.model.config import read_config
     from potluck.engine.serve import local_executor
-    from potluck.engine.shipped_model import shipped_model
 
     directory = options.model or shipped_model()
     if options.threads is not None:

@@ -199,13 +199,10 @@ def _log_of(service: ServiceView, files: dict[str, Path], name: str) -> Path:
 
 def _last(path: Path, lines: int) -> list[str]:
     """The end of a log, and of the one before it where it was rotated lately."""
-    text = ""
-    for item in (path.with_name(f"{path.name}.1"), path):
-        if item.is_file():
-            with item.open("rb") as file:
-                file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-                text += file.read().decode("utf-8", "replace")
-    return text.splitlines()[-lines:]
+    from potluck.control.launchers.process import last_lines
+
+    logs = (path.with_name(f"{path.name}.1"), path)
+    return [line for log in logs for line in last_lines(log, lines, TAIL_BYTES)][-lines:]
 
 
 def _follow(path: Path) -> Iterator[str]:

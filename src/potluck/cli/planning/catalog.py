@@ -193,11 +193,9 @@ def prices_command(
     if there is not None and source is not None and spec_path is not None:
         write_offers(read_spec(spec_path), there.prices, source[1], out)
         return
-    placed: Iterable[Price]
-    if there is not None:
-        placed = there.prices if region is None else _placed(there.prices, region)
-    else:
-        placed = prices.prices() if region is None else prices.in_region(region)
+    placed: Iterable[Price] = prices.prices() if there is None else there.prices
+    if region is not None:
+        placed = prices.in_region(region, tuple(placed))
     if node is not None:
         wanted = nodes.canonical(node)
         placed = (price for price in placed if price.node == wanted)
@@ -216,11 +214,6 @@ def prices_command(
         click.echo("No such price. Leave out a filter, or give price_usd_per_h in the spec.")
     for why, number in () if there is None else there.left_out:
         click.echo(f"left out: {why} ({number} row{'s' if number > 1 else ''})")
-
-
-def _placed(prices: Iterable[Price], region: str) -> list[Price]:
-    wanted = region.strip().casefold().replace(":", "/")
-    return [price for price in prices if wanted in (price.place, price.region, price.cloud)]
 
 
 def _price_row(price: Price) -> tuple[str, ...]:

@@ -251,7 +251,7 @@ class CheckRun:
 
     def _gateway(self, command: ReadCommand, ending: ExitStack) -> tuple[str, str]:
         """As it was written, but for what belongs to the place: paths, addresses, ports."""
-        from potluck.engine.shipped_model import shipped_model
+        from potluck.engine import shipped_model
         from potluck.export.read_back import served_folder
 
         served = served_folder(self.kind, self.folder)

@@ -234,8 +234,6 @@ def _show_deployments(problem: PlanningProblem, outcome: PlanOutcome, basis: str
         proof = f"{basis} of {columns} none is more than {percent(result.gap)} cheaper"
     if problem.complexity_share:
         proof += f" (each further moving part counts {100 * problem.complexity_share:g} %)"
-    if result.strategy == "thunderserve" and result.gap < 1e-6:
-        proof = "the cheapest use of the groups found"  # a search proves nothing about others
     if result.fraction < 1:
         part = percent(result.fraction) if result.fraction > 0 else "what can be served"
         proof = f"for {part} of the demand"

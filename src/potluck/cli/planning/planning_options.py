@@ -31,6 +31,7 @@ class PlanningOptions:
     slo_scale: float
     seed: int
     market: Path | None = None
+    max_group_gpus: int | None = None
 
     @property
     def limit_s(self) -> float:
@@ -39,6 +40,9 @@ class PlanningOptions:
     def spec(self) -> Spec:
         """As it is written, with the objectives and at the prices that are asked for."""
         spec = scaled(read_spec(self.spec_path), self.slo_scale)
+        if self.max_group_gpus is not None and spec.pool is None:
+            raise InputError("--max-group-gpus", "is for groups of a `pool:`, and the spec has a fleet")
+        spec = replace(spec, max_group_gpus=self.max_group_gpus or spec.max_group_gpus)
         if self.market is None:
             return spec
         from potluck.control.market import read_market
@@ -74,6 +78,7 @@ def posing_options(
         option("--market", type=FILE, help="Prices and nodes over the spec's; see docs/operating.md."),
         option("--seed", type=click.IntRange(min=0), default=0, help="Of search and rehearsal."),
         option("--what-if", multiple=True, help="Such as 'us-east-1:8xH100=0': another number of nodes."),
+        option("--max-group-gpus", type=click.IntRange(1, 256), help="Of a pool, that serve together."),
         option("--budget", "budget_usd_per_h", type=float, help="At most so many USD an hour."),
         option("--confidence", "sure", type=float, default=0.5, help="0.9: plan for slow step times."),
         option("--headroom", type=float, default=0.8, help="How busy replicas may be."),
@@ -81,7 +86,8 @@ def posing_options(
     )
 
 
-strategy_option = option("--strategy", default="auto", help="See `potluck compare`.")
+NAMES = "auto, homo, melange, cauchy, -ce, -mc, -mce, cronus, prfaas, coral, thunderserve, hexgen, distserve, vllm-dp"
+strategy_option = option("--strategy", default="auto", help=f"{NAMES}; see `potluck compare`.")
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 

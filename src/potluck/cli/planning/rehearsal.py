@@ -162,19 +162,19 @@ def judge_of(trial: TrialSetup, far: Far = lambda done, total: None) -> Judge:
     return lambda plan, names, first_run: evidence_of(trial, plan, names, first_run, far)
 
 
-def rehearsing(planner: Planner, spec: Spec, asked: RehearsalOptions | None = None) -> Planner:
+def rehearsing(planner: Planner, spec: Spec) -> Planner:
     """The planner whose plans are the cheapest that hold in a short rehearsal; closest, where none does."""
 
     def planned(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
         outcome = planner(factory, settings)
         if not outcome.plan.deployments:
             return outcome
-        now, options = spec_now(spec, factory.problem), asked or RehearsalOptions()
-        result = rehearsed(now, factory, outcome, planner, replace(settings, start_s=None), options)
+        now, settings = spec_now(spec, factory.problem), replace(settings, start_s=None)
+        result = rehearsed(now, factory, outcome, planner, settings, RehearsalOptions())
         if result is None:
             return outcome
         best = result.outcome
-        return replace(best, plan=noted(best.plan, result, now, factory.problem, options.cv))
+        return replace(best, plan=noted(best.plan, result, now, factory.problem, None))
 
     return planned
 

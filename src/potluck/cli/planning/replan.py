@@ -18,9 +18,11 @@ from click import argument, option
 
 from potluck.cli.common.files import EXISTING, FILE, PATH, OutputFiles, positive, require_writable
 from potluck.cli.common.inputs import (
+    NODE_COUNT,
+    NODE_PRICE,
     for_style,
     load_problem,
-    node_name,
+    node_change,
     read_plan,
     read_spec,
     require_runnable,
@@ -239,8 +241,6 @@ def _show(answered: Answered) -> None:
     show_groups(best.plan)
 
 
-_LOSE = re.compile(r"(?P<region>[^:=]+):(?P<node>[^:=]+)=(?P<value>\d+)\Z")
-_PRICE = re.compile(r"(?P<region>[^:=]+):(?P<node>[^:=]+)=(?P<value>[0-9.]+)\Z")
 _LINK = re.compile(r"(?P<source>[^:=]+):(?P<target>[^:=]+)=(?P<value>[0-9.]+)(gbps)?\Z", re.IGNORECASE)
 _RATE = re.compile(r"(?P<model>[^=]+)=(?P<value>[0-9.]+)(?P<times>x?)\Z")
 _LENGTHS = re.compile(r"(?P<input>[0-9]{1,8})/(?P<output>[0-9]{1,8})\Z")
@@ -270,10 +270,10 @@ def after_losses(
     if used:
         problem = named(problem)
     for text in losses:
-        if _LOSE.match(text) is None or used:
+        if NODE_COUNT.match(text) is None or used:
             problem = _with_loss(problem, _names(problem, used, text))
             continue
-        region, node, value = _node_change(problem, "lose", _LOSE, text)
+        region, node, value = node_change(problem, "lose", text)
         problem = _with_offer(problem, region, node, lose=int(value))
         held = {**running.nodes, (region, node): max(0, running.nodes.get((region, node), 0) - int(value))}
         running = replace(running, deployments=held_by(held, running))
@@ -282,9 +282,9 @@ def after_losses(
 
 def _names(problem: PlanningProblem, used: set[str], text: str) -> str:
     """So many machines of a type as names, those that a plan uses first; names as they are."""
-    if _LOSE.match(text) is None or problem.pool is None:
+    if NODE_COUNT.match(text) is None or problem.pool is None:
         return text
-    region, node, value = _node_change(problem, "lose", _LOSE, text)
+    region, node, value = node_change(problem, "lose", text)
     there = [m.name for m in problem.pool.nodes if m.gpus and (m.region, m.type.name) == (region, node)]
     if len(there) < int(value):
         raise InputError("lose", f"{region} has only {len(there)} {node}")
@@ -293,7 +293,7 @@ def _names(problem: PlanningProblem, used: set[str], text: str) -> str:
 
 def changed_problem(problem: PlanningProblem, asked: SimpleNamespace) -> PlanningProblem:
     for text in asked.price:
-        region, node, value = _node_change(problem, "price", _PRICE, text)
+        region, node, value = node_change(problem, "price", text, NODE_PRICE)
         problem = _with_offer(problem, region, node, price_usd_per_h=float(value))
     for text in asked.link:
         problem = _with_link(problem, text)
@@ -313,10 +313,7 @@ def _workload(text: str) -> tuple[LengthBin, ...]:
         return (LengthBin(float(match["input"]), float(match["output"]), 1.0),)
     path = Path(text)
     if path.suffix and path.is_file():
-        try:
-            trace = load_trace(path)
-        except (OSError, ValueError) as error:
-            raise InputError("workload", f"{text!r} cannot be read: {error}") from error
+        trace = load_trace(path)
         return joint_bins(trace.input_tokens, trace.output_tokens)
     try:
         laws = named_workloads.workload(text).lengths
@@ -366,16 +363,6 @@ def _match(field: str, pattern: re.Pattern[str], text: str, form: str) -> re.Mat
     if match is None:
         raise InputError(field, f"{text!r} is not {form}")
     return match
-
-
-def _node_change(
-    problem: PlanningProblem, field: str, pattern: re.Pattern[str], text: str
-) -> tuple[str, str, str]:
-    match = _match(field, pattern, text, "REGION:NODE=NUMBER, such as us-east-1:4xL40S=1")
-    regions = [region.name for region in problem.regions]
-    if match["region"] not in regions:
-        raise UnknownNameError(f"{field}: region", match["region"], regions)
-    return match["region"], node_name(problem, match["node"], field), match["value"]
 
 
 def _with_offer(

@@ -129,7 +129,7 @@ def simulate(
             rules,
             seed=asked.seed,
             settings=SimSettings(tick_s=rules.tick_s, heartbeat_s=asked.heartbeat_s, samples=samples),
-            faults=simulation.with_schedule(faults, inputs.schedule),
+            faults=simulation.with_market(faults, inputs.market),
             planner=simulation.planner_of(inputs, rules, asked.time_limit_s),
             log=None if log is None else stack.enter_context(log.open("w", encoding="utf-8")),
             progress=_counting(progress_bar),

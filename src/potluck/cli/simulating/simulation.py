@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -25,7 +26,7 @@ from potluck.core.values.kv import lossy_crossings
 from potluck.core.values.plan import Plan
 
 if TYPE_CHECKING:
-    from potluck.control.market import MarketSchedule
+    from potluck.core.values.types import Region
     from potluck.perf.startup import StartupCosts
     from potluck.plan.problem import PlanningProblem
     from potluck.plan.strategies import TemplateFactory
@@ -41,7 +42,7 @@ class SimulationInputs:
     spec: Spec
     problem: PlanningProblem
     plan: Plan
-    schedule: MarketSchedule | None = None
+    market: Faults | None = None
     """Prices and nodes over time, where a file has them; those of the beginning are in the spec already."""
 
 
@@ -62,13 +63,13 @@ def read_inputs(
         raise InputError("files", "takes a SPEC, or a PLAN and its SPEC")
     if len(paths) == 2:
         read_plan(paths[0])  # before the spec: files in the wrong order are told by it
-        spec, schedule = _at_first(scaled(read_spec(paths[1]), slo_scale), market)
-        return replace(read_plan_and_spec(paths[0], spec, profiles), schedule=schedule), make(spec)
-    spec, schedule = _at_first(scaled(read_one_spec(paths), slo_scale), market)
+        spec, changes = _at_first(scaled(read_spec(paths[1]), slo_scale), market)
+        return replace(read_plan_and_spec(paths[0], spec, profiles), market=changes), make(spec)
+    spec, changes = _at_first(scaled(read_one_spec(paths), slo_scale), market)
     made = make(spec)
     problem = measured(load_problem(spec, 0.8, None, (), 0.0), profiles)
     said("planning")
-    return SimulationInputs(spec, problem, _first_plan(problem, time_limit_s), schedule), made
+    return SimulationInputs(spec, problem, _first_plan(problem, time_limit_s), changes), made
 
 
 def _first_plan(problem: PlanningProblem, time_limit_s: float) -> Plan:
@@ -85,16 +86,46 @@ def _first_plan(problem: PlanningProblem, time_limit_s: float) -> Plan:
     return outcome.plan
 
 
-def _at_first(spec: Spec, market: Path | None) -> tuple[Spec, MarketSchedule | None]:
+def _at_first(spec: Spec, market: Path | None) -> tuple[Spec, Faults | None]:
     """A spec at the prices and with the nodes that a market file begins with, and what the file has in store."""
-    from potluck.control.market import read_schedule
-
     if market is None:
         return spec, None
-    schedule = read_schedule(read_text(market), str(market), spec.regions)
-    if not schedule.changes and not schedule.leaves:
-        raise InputError(str(market), "has no offers and no notices")
-    return replace(spec, regions=schedule.regions(spec.regions)), schedule
+    regions, changes = market_over_time(read_text(market), str(market), spec.regions)
+    return replace(spec, regions=regions), changes
+
+
+def market_over_time(text: str, where: str, regions: tuple[Region, ...]) -> tuple[tuple[Region, ...], Faults]:
+    from potluck.control import market
+    from potluck.sim.world.faults import NOTICE_S, Fault, Faults, PriceChange, SupplyChange
+
+    timed, live = {"at_s", "notice_s"}, {"engine", "at"}
+    lines = market.market_lines(text, where, market.OFFER_KEYS | timed, market.NOTICE_KEYS - live | timed)
+    if not any(lines):
+        raise InputError(where, "has no offers and no notices")
+    at_first, prices, supply, leaving = regions, [], [], []
+    for item, at in lines[0]:
+        at_s, notice_s = _seconds(item, "at_s", 0.0, at), _seconds(item, "notice_s", NOTICE_S, at)
+        quote = market.quote_of(item, at, regions)
+        if at_s == 0:
+            at_first = market.Market((quote,)).regions(at_first)
+            continue
+        if quote.price_usd_per_h is not None:
+            prices.append(PriceChange(at_s, quote.region, quote.node, quote.price_usd_per_h))
+        if quote.available is not None:
+            supply.append(SupplyChange(at_s, quote.region, quote.node, quote.available, notice_s))
+    for item, at in lines[1]:
+        at_s, notice_s = _seconds(item, "at_s", None, at), _seconds(item, "notice_s", NOTICE_S, at)
+        region, node = market.place_of(item, at, regions)
+        told_s, count = max(0.0, at_s - notice_s), market.count_of(item, at)
+        leaving.append(Fault(told_s, "spot", region=region, node=node, count=count, notice_s=notice_s))
+    return at_first, Faults(tuple(leaving), prices=tuple(prices), availability=tuple(supply))
+
+
+def _seconds(item: dict[str, Any], name: str, default: float | None, at: str) -> float:
+    value = item.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
+        raise InputError(f"{at}.{name}", f"must be seconds of the simulation, from 0, is {value!r}")
+    return float(value)
 
 
 def read_plan_and_spec(plan: Path, spec: Spec, profiles: tuple[Path, ...] = ()) -> SimulationInputs:
@@ -300,30 +331,15 @@ def read_faults(path: Path | None) -> Faults | None:
     return None if path is None else parse_faults(read_text(path), path.name)
 
 
-def with_schedule(faults: Faults | None, schedule: MarketSchedule | None) -> Faults | None:
-    """What a market has in store, beside other trouble; what holds from the beginning is in the spec's regions."""
-    from potluck.sim.world.faults import Fault, Faults, PriceChange, SupplyChange
-
-    if schedule is None:
-        return faults
-    faults = Faults() if faults is None else faults
-    names = ("region", "node", "count", "notice_s")
-    spot = [
-        Fault(max(0.0, leaf.at_s - leaf.notice_s), "spot", **{name: getattr(leaf, name) for name in names})
-        for leaf in schedule.leaves
-    ]
-    prices, supply = [], []
-    for change in schedule.changes:
-        quote, at_s = change.quote, change.at_s
-        if at_s > 0 and quote.price_usd_per_h is not None:
-            prices.append(PriceChange(at_s, quote.region, quote.node, quote.price_usd_per_h))
-        if at_s > 0 and quote.available is not None:
-            supply.append(SupplyChange(at_s, quote.region, quote.node, quote.available, change.notice_s))
+def with_market(faults: Faults | None, market: Faults | None) -> Faults | None:
+    """Trouble of both kinds."""
+    if faults is None or market is None:
+        return faults or market
     return replace(
         faults,
-        faults=(*faults.faults, *spot),
-        prices=(*faults.prices, *prices),
-        availability=(*faults.availability, *supply),
+        faults=(*faults.faults, *market.faults),
+        prices=(*faults.prices, *market.prices),
+        availability=(*faults.availability, *market.availability),
     )
 
 

@@ -280,7 +280,7 @@ def maker_of(spec: Spec, chips: Sequence[LocalGpu] | None, device: str = "cuda")
 
 def vllm_maker(spec: Spec, chips: Sequence[LocalGpu], python: str, more: tuple[str, ...]) -> EngineCommands:
     """The same for stock vLLM, an engine of which may have several GPUs; with none here it takes what there is."""
-    from potluck.engine.shipped_model import shipped_model
+    from potluck.engine import shipped_model
 
     files = tuple(
         (model.name, shipped_model() if model.weights is None and model.files is None else weights_of(model))
@@ -365,7 +365,7 @@ def must_have_chips(plan: Plan, maker: EngineCommands) -> None:
 
 def weights_of(model: ModelSpec) -> Path:
     """The directory that an engine reads a model from: where the spec says that weights lie, else its files."""
-    from potluck.engine.shipped_model import shipped_model
+    from potluck.engine import shipped_model
 
     where = model.weights
     if where is None or where.path is None:

@@ -459,7 +459,7 @@ def prepared_for(
     elsewhere: ClusterTarget,
 ) -> gpus.GpuSetup:
     from potluck.control.launchers.engine_command import EngineCommands
-    from potluck.engine.shipped_model import shipped_model
+    from potluck.engine import shipped_model
 
     spec, style = read_one_spec(paths or (spec_path,)), asked.style
     policy_of(asked.policy, spec.policy)  # what is wrong with it is said before anything long is done

@@ -159,17 +159,6 @@ class ComboSide:
         return self.gpu.bandwidth_gb_per_s * 1e9
 
 
-def ce_throughput(
-    model: CauchyModel, b: float, r_in: float, r_out: float, prefill: ComboSide, decode: ComboSide
-) -> float:
-    """(14) CE = S_prefill / (GPU_n GPU_p) of prefill + S_decode / (GPU_n GPU_p) of decode, tokens per USD."""
-    s_prefill = model.s_prefill(r_in, prefill.gpu_n, prefill.gpu_f)
-    s_decode = model.s_decode(b, r_in, r_out, decode.gpu_n, decode.gpu_b)
-    prefill_usd_per_s = prefill.gpu_n * prefill.gpu_p_usd_per_h / S_PER_H
-    decode_usd_per_s = decode.gpu_n * decode.gpu_p_usd_per_h / S_PER_H
-    return s_prefill / prefill_usd_per_s + s_decode / decode_usd_per_s
-
-
 def ce(
     model: CauchyModel, b: float, r_in: float, r_out: float, prefill: ComboSide, decode: ComboSide
 ) -> float:

@@ -9,20 +9,17 @@ A profile is a list of measured steps. `ProfileTimer` answers for others in two 
     g   what f misses near by: log(measured / f) of the measured steps, averaged by inverse distance in log
         space, fading to 0 a few neighbours away, so that far from all points f alone extrapolates
 
-At a measured step the answer is the measurement to 0.1 % (repeated steps: their mean). Inside the range of
-the points an answer is "measured"; outside `confidence_of` says "transferred".
+At a measured step the answer is the measurement to 0.1 % (repeated steps: their mean).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from math import isfinite
 
 import numpy as np
-from numpy.typing import NDArray
 
 from potluck.core.codec import dumps, loads
 from potluck.core.errors import InputError
@@ -41,8 +38,6 @@ SOFTENING = 1e-8
 """Squared log distance within which a step counts as the measured one."""
 BLOCK_ELEMENTS = 1 << 15
 """Distances computed at a time, so that they stay in the processor's cache."""
-
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,30 +132,10 @@ class ProfileTimer:
         self._places = _places(measured)
         self._residuals = np.log(seconds / fitted)
         self._fade = _neighbour_distance(self._places) ** 2 * 4.0
-        self._hulls = _hulls(self._places, _kinds(measured))
 
     @property
     def confidence(self) -> Confidence:
-        """Of answers inside the range of the points; `confidence_of` tells for given steps."""
         return "measured"
-
-    def confidence_of(self, batch: StepBatch) -> Confidence:
-        """ "measured" when every step lies among the measured ones, else "transferred"."""
-        return "measured" if bool(self.in_range(batch).all()) else "transferred"
-
-    def in_range(self, batch: StepBatch) -> Bools:
-        """(N,) whether a step lies within the range of measured steps of its kind: prefill, decode or mixed.
-
-        The range is the smallest polytope around their logarithms with 80 fixed normals (all of -1, 0, 1 in
-        four dimensions), which bounds quantities and their ratios: the convex hull, or slightly more.
-        """
-        places, kinds = _places(batch), _kinds(batch)
-        inside = np.zeros(len(batch), dtype=bool)
-        for kind, (low, high) in self._hulls.items():
-            rows = kinds == kind
-            spots = places[rows] @ _NORMALS
-            inside[rows] = ((spots >= low - 1e-9) & (spots <= high + 1e-9)).all(axis=1)
-        return inside
 
     def step_s(self, batch: StepBatch) -> Floats:
         """(N,) seconds; a step without tokens takes none. Work grows as N times the points."""
@@ -191,10 +166,6 @@ class ProfileTimer:
         return correction
 
 
-_NORMALS: Floats = np.array([n for n in itertools.product((-1.0, 0.0, 1.0), repeat=4) if n > (0.0,) * 4]).T
-"""One of each pair of opposite normals; the other is the lower bound."""
-
-
 def _features(batch: StepBatch) -> Floats:
     """(N, F) what a step does, each part of which can only cost time."""
     new, cached = batch.chunk_new, batch.chunk_cached
@@ -222,22 +193,6 @@ def _places(batch: StepBatch) -> Floats:
     context = pairs / np.maximum(new, 1.0)
     places: Floats = np.log1p(np.column_stack([new, context, batch.decodes, batch.decode_context]))
     return places
-
-
-def _kinds(batch: StepBatch) -> NDArray[np.int64]:
-    """1 prefill only, 2 decode only, 3 both, 0 neither."""
-    prefill, decode = batch.chunk_new.sum(axis=1) > 0, batch.decodes > 0
-    kinds: NDArray[np.int64] = prefill.astype(np.int64) + 2 * decode.astype(np.int64)
-    return kinds
-
-
-def _hulls(places: Floats, kinds: NDArray[np.int64]) -> dict[int, tuple[Floats, Floats]]:
-    """Lower and upper bounds along the normals, per kind of step that was measured."""
-    bounds: dict[int, tuple[Floats, Floats]] = {}
-    for kind in sorted({int(kind) for kind in kinds}):
-        spots = places[kinds == kind] @ _NORMALS
-        bounds[kind] = (spots.min(axis=0), spots.max(axis=0))
-    return bounds
 
 
 def _neighbour_distance(places: Floats) -> float:

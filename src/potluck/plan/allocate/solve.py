@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
 from math import ceil
 
 import numpy as np
@@ -19,6 +18,7 @@ from potluck.plan.allocate.outages import guarded, solve_guarded
 from potluck.plan.allocate.program import (
     ColumnCount,
     ColumnKey,
+    Floats,
     FlowProgram,
     Ints,
     ModelColumns,
@@ -29,7 +29,6 @@ from potluck.plan.allocate.relaxation import UNCAPPED, Pricer, Relaxation, relax
 
 MOST_SHARE = 0.6
 """Of the time that is left, for the largest fraction that can be met; the rest is for its cheapest plan."""
-GBIT = 1e9
 OPTIMAL = 1e-6  # A relative gap below this counts as none.
 Routed = tuple[tuple[ColumnShare, ...], tuple[FlowRate, ...], float, float]
 """Shares and flows for whole counts, what egress costs, and the fraction of demand that they serve."""
@@ -72,6 +71,11 @@ def solve(
             counted[0].lower = max(counted[0].lower, lower)
             kept = _routed(held, counted, deadline)
         answer = kept
+    for told in simpler(program, answer):
+        again = _routed(program, (counted[0], told, *counted[2:]), deadline)
+        if again.shares and again.fraction >= answer.fraction * (1 - OPTIMAL):
+            answer = again
+            break
     if not ordered:
         return answer
     usd = max(0.0, answer.rent_usd_per_h - free.rent_usd_per_h) if answer.found else None
@@ -271,6 +275,43 @@ def without_needless(program: FlowProgram) -> tuple[FlowProgram, list[Ints]]:
     return replace(program, models=tuple(models)), stands
 
 
+def simpler(program: FlowProgram, answer: Allocation) -> Iterator[dict[ColumnKey, int]]:
+    """Counts with few copies of columns that serve requests whole and decode for others, the fewest first.
+
+    Columns of the same nodes that do one of both do as much of it, and are simpler to run. Where rows speak of copies
+    all stay.
+    """
+    fixed = {key for key, _ in program.running} | {pin.key for pin in program.pins}
+    copies, found = dict(answer.counts), dict[ColumnKey, tuple[ColumnKey, ColumnKey, int]]()
+    for key, n in copies.items():
+        model, mine = program.models[key.group], [share for share in answer.shares if share.key == key]
+        busy = sum(share.copies for share in mine)
+        serving = _alone(model, key, model.closed_per_s, model.decode_per_s)
+        decoding = _alone(model, key, model.decode_per_s, model.closed_per_s)
+        if key not in fixed and serving is not None and decoding is not None and busy > 0:
+            whole = sum(share.copies for share in mine if share.phase == "closed")
+            found[key] = serving, decoding, ceil(whole * n / busy - IDLE)  # so many must serve requests whole
+    if not found or program.limits or program.helpers or program.guarded:
+        return
+    for way in range(4):
+        counts = {key: n for key, n in answer.counts if key not in found}
+        for key, (serving, decoding, least) in found.items():
+            n = copies[key]
+            column, serve = ((serving, 0), (serving, n), (serving, least), (key, least))[way]
+            for where, count in ((column, serve), (decoding, n - serve)):
+                counts[where] = counts.get(where, 0) + count
+        yield {key: n for key, n in counts.items() if n}
+
+
+def _alone(model: ModelColumns, key: ColumnKey, does: Floats, not_this: Floats) -> ColumnKey | None:
+    """A column of the same nodes that does as much of one thing and nothing of another, where this one does both."""
+    if not (does[key.template].any() and not_this[key.template].any()):
+        return None
+    able = (model.uses == model.uses[key.template]).all(axis=1) & (does >= does[key.template]).all(axis=1)
+    found = np.flatnonzero(able & ~not_this.any(axis=1))
+    return key._replace(template=int(found[0])) if len(found) else None
+
+
 def told_in(counts: Mapping[ColumnKey, int], stands: Sequence[Ints]) -> dict[ColumnKey, int]:
     """A plan with needless columns replaced by those that stand for them."""
     numbers: dict[ColumnKey, int] = {}
@@ -304,8 +345,8 @@ def _stands(model: ModelColumns, kept: set[int], fixed: set[int]) -> Ints:
     for place, j in enumerate(order.tolist()):
         types = tuple(np.flatnonzero(model.uses[j]).tolist())
         if j not in kept:
-            fewer = (some for size in range(1, len(types) + 1) for some in combinations(types, size))
-            rows = [row for _, row in sorted(known for some in fewer for known in before.get(some, ()))]
+            fewer = [some for some in before if set(types).issuperset(some)]
+            rows = [row for _, row in sorted(known for some in fewer for known in before[some])]
             uses = (model.uses[rows] <= model.uses[j]).all(axis=1)
             better = uses & (does[rows] >= does[j]).all(axis=1)
             if better.any():

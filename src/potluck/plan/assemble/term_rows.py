@@ -174,7 +174,7 @@ def further_parts(templates: Sequence[Template]) -> Floats:
         [
             sum(count.count for count in t.nodes)
             - 1.0
-            + any(replica.role != "mixed" for replica in t.replicas)
+            + (any(r.role != "mixed" for r in t.replicas) or any(c.decode_per_s > 0 for c in t.capacity))
             for t in templates
         ]
     )

@@ -119,6 +119,13 @@ Estimate = Callable[[PlannedReplica, PlannedReplica, float], float]
 SHORTLIST = 6
 
 
+def of_state(evaluator: PoolEvaluator, search_result: SearchResult, state: PoolUse) -> SearchResult:
+    """The same search with another of the states that it ended with."""
+    made = tuple(item for group in state.groups if (item := evaluator.deduced(group)) is not None)
+    routed, score = evaluator.orchestrated(state.groups), evaluator.score(state.groups)
+    return replace(search_result, state=state, score=score, configurations=made, orchestration=routed)
+
+
 def tried(
     evaluator: PoolEvaluator, search_result: SearchResult, estimate: Estimate
 ) -> tuple[SearchResult, Attained]:
@@ -129,14 +136,7 @@ def tried(
         matrix = _matrix(evaluator, state, estimate, known)
         score, routed = evaluator.weighed(state.groups, matrix)
         if seen is None or score > best.score:
-            configurations = tuple(evaluator.deduced(group) for group in state.groups)
-            best = replace(
-                search_result,
-                state=state,
-                score=score,
-                configurations=tuple(each for each in configurations if each is not None),
-                orchestration=routed,
-            )
+            best = replace(of_state(evaluator, search_result, state), score=score, orchestration=routed)
             replicas = _replicas(evaluator, state)
             seen = {(replicas[i].layout, replicas[j].layout): share for (i, j), share in matrix.items()}
     return best, seen or {}

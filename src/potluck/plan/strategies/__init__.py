@@ -45,14 +45,19 @@ STRATEGIES = {
     "cauchy-ce": Strategy(cauchy.cauchy_ce, "the combos that equation 15 shortlists", cauchy.efficient),
     "cauchy-mc": Strategy(cauchy.cauchy_mc, WHOLE, TemplateFactory.combos),
     "cauchy-mce": Strategy(cauchy.cauchy_mce, WHOLE, TemplateFactory.combos),
-    "cronus": Strategy(programs.cronus, "pairs and aggregated replicas", programs.cronus_templates),
+    "cronus": Strategy(programs.cronus, "pairs, and nodes without one", programs.cronus_templates),
     "prfaas": Strategy(programs.prfaas, "single nodes that do one phase", TemplateFactory.phased),
     "coral": Strategy(
         programs.coral,
         "the pipelines and single nodes for one phase that were timed",
         programs.coral_templates,
     ),
-    "thunderserve": Strategy(programs.thunderserve, "its own columns"),
+    "thunderserve": Strategy(programs.thunderserve, "the groups its search found"),
+    "hexgen": Strategy(programs.hexgen, "the groups its search found"),
+    "distserve": Strategy(programs.distserve, "the GPU kind it picked"),
+    "vllm-dp": Strategy(
+        programs.vllm_dp, "aggregated replicas of the fewest GPUs", TemplateFactory.data_parallel
+    ),
 }
 
 __all__ = ["STRATEGIES", "PlanOutcome", "SolveSettings", "Strategy", "TemplateFactory"]

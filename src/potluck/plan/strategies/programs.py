@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 import numpy as np
@@ -14,12 +15,13 @@ from numpy.typing import NDArray
 
 from potluck.core.errors import InputError
 from potluck.core.values.plan import Template
+from potluck.core.values.types import Role
 from potluck.plan.assemble.codecs import served
 from potluck.plan.assemble.even_shares import evened
 from potluck.plan.assemble.term_rows import require_rows, unsupported
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.strategies.cauchy_strategy import cauchy_ce, cauchy_co, cauchy_mc, cauchy_mce
-from potluck.plan.strategies.pool_strategy import require_pool, worth_searching
+from potluck.plan.strategies.pool_strategy import ALL_PHASES, APART, require_pool, worth_searching
 from potluck.plan.strategies.template_factory import (
     Kind,
     Planner,
@@ -48,6 +50,11 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
         factory.time_pipeline(pin.template)
     tried = _rivals(factory, settings, pooled)
     first = settings.starts + tuple(each.plan for each in tried if each.plan.deployments)
+    for ask in problem.asks:
+        found = {
+            t.name: t for plan in first for t in plan.templates if t.kind == "group" and t.model == ask.name
+        }
+        groups[ask.name] = list((found | {t.name: t for t in groups[ask.name]}).values())
     grow(factory, settings, _others(factory, groups))
     if tried and tried[0].allocation.found:
         # Pipelines that might undercut single nodes are timed before all are weighed, rather than after.
@@ -100,7 +107,11 @@ def _rivals(factory: TemplateFactory, settings: SolveSettings, pooled: bool) -> 
             factory.cut_short |= dict.fromkeys(BY_RULES, NOT_TRIED)
         else:
             rivals |= BY_RULES
-        rivals |= {"thunderserve": thunderserve} if pooled else {}
+        # Where groups are columns, those that do both phases are searched for already.
+        apart = partial(thunderserve, may_do=ALL_PHASES if factory.problem.pool is None else APART)
+        rivals |= {"thunderserve": apart, "hexgen": hexgen} if pooled else {}
+        alike = pooled and factory.problem.pool is not None and factory.problem.engine.hands_over
+        rivals |= {"distserve": distserve} if alike else {}
     each = settings.within(RIVALS_SHARE)
     for place, (name, rival) in enumerate(rivals.items()):
         if each.late:
@@ -131,7 +142,10 @@ def _whole_nodes(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
 
 
 def _others(factory: TemplateFactory, groups: Mapping[str, list[Template]]) -> dict[str, list[Template]]:
-    return {ask.name: [*_whole_nodes(factory, ask), *groups[ask.name]] for ask in factory.problem.asks}
+    return {
+        ask.name: [*_whole_nodes(factory, ask), *factory.also_decoding(ask), *groups[ask.name]]
+        for ask in factory.problem.asks
+    }
 
 
 def _with_pipelines(
@@ -204,11 +218,51 @@ def _proven(best: PlanOutcome, other: PlanOutcome) -> PlanOutcome:
     return replace(best, plan=replace(best.plan, strategy="auto", gap=gap), allocation=allocation)
 
 
-def thunderserve(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-    """Groups of the machines there are, by search; which of them are needed is the program's choice."""
-    require_rows(factory.problem, "thunderserve")
-    ask = require_pool(factory.problem)
-    return allocated(factory, settings, "thunderserve", {ask.name: factory.groups(ask, settings)})
+def thunderserve(
+    factory: TemplateFactory,
+    settings: SolveSettings,
+    may_do: tuple[Role, ...] = APART,
+    strategy: str = "thunderserve",
+) -> PlanOutcome:
+    """Groups of the machines there are, by search; which of them are needed is the program's choice.
+
+    In the paper a group does one phase.
+    """
+    require_rows(factory.problem, strategy)
+    ask = require_pool(factory.problem, strategy)
+    return allocated(factory, settings, strategy, {ask.name: factory.groups(ask, settings, may_do)})
+
+
+hexgen = partial(thunderserve, may_do=("mixed",), strategy="hexgen")
+
+
+def distserve(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
+    """Prefill and decode apart on GPUs of one kind in one region, each with its own degrees: the best of all kinds.
+
+    Single nodes that do one phase, nodes divided between both, and in a written pool groups of its machines.
+    """
+    _require_hand_overs(factory, "distserve")
+    problem, outcomes = factory.problem, list[PlanOutcome]()
+    kinds = sorted({node.gpu.name for node in problem.offered})
+    for place, kind in enumerate(kinds):
+        mine = {node.name for node in problem.nodes if node.gpu.name == kind}
+        regions = tuple(
+            replace(r, offers=tuple(o for o in r.offers if o.node in mine)) for r in problem.regions
+        )
+        there = replace(factory, problem=replace(problem, regions=regions, links=()))
+        share = settings.within(1 / (len(kinds) - place))
+        templates = {}
+        for ask in problem.asks:
+            made = [*factory.phased(ask), *factory.gpu_combos(ask)]
+            if problem.pool is not None and worth_searching(problem):
+                made += there.groups(ask, share, APART)
+            templates[ask.name] = [t for t in made if mine.issuperset(t.node_counts) and _apart(t)]
+        outcomes.append(allocated(there, share, "distserve", templates))
+    return max(outcomes, key=lambda each: rank_of(problem, each))
+
+
+def _apart(template: Template) -> bool:
+    return all(replica.role != "mixed" for replica in template.replicas)
 
 
 def _require_hand_overs(factory: TemplateFactory, strategy: str) -> None:
@@ -246,16 +300,11 @@ def prfaas(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
 
 
 def cronus_templates(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
-    return [*factory.mixed(ask), *factory.pairs(ask)]
-
-
-def cronus(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-    """A low-end and a high-end node that share each prompt's prefill, and aggregated replicas."""
-    return _over(factory, settings, "cronus", cronus_templates)
-
-
-def melange(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-    return _over(factory, settings, "melange", TemplateFactory.mixed)
+    """Pairs; nodes that no other in their region pairs with serve requests whole."""
+    offered = [{o.node for o in region.offers if o.available} for region in factory.problem.regions]
+    pairs = [t for t in factory.pairs(ask) if any(set(t.node_counts) <= there for there in offered)]
+    paired = {node for template in pairs for node in template.node_counts}
+    return [*pairs, *(t for t in factory.mixed(ask) if t.nodes[0].node not in paired)]
 
 
 def _over(factory: TemplateFactory, settings: SolveSettings, strategy: str, make: Kind) -> PlanOutcome:
@@ -263,16 +312,8 @@ def _over(factory: TemplateFactory, settings: SolveSettings, strategy: str, make
     return allocated(factory, settings, strategy, templates)
 
 
-def homo(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-    """Each replica on one node type: of each model the type that costs least for its demand, chosen in isolation.
-
-    Replicas of one model may be on different types: where there are too few nodes of the best, the next is added.
-    """
-    return _over(factory, settings, "homo", _cheapest_types)
-
-
 def _cheapest_types(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
-    """The cheapest ways to serve a model on whole nodes of one type, until there are enough for its demand."""
+    """The cheapest ways to serve a model on whole nodes of one type, each model by itself, until there are enough."""
     single, problem = factory.homogeneous(ask), factory.problem
     ways: list[tuple[float, str, float, list[Template]]] = []
     alike = _alike(problem, single)
@@ -335,6 +376,10 @@ def _nodes_needed(ask: ModelDemand, group: Sequence[Template], headroom: float) 
 
 
 NOUGHT = 1e-9
+homo = partial(_over, strategy="homo", make=_cheapest_types)
+melange = partial(_over, strategy="melange", make=TemplateFactory.mixed)
+cronus = partial(_over, strategy="cronus", make=cronus_templates)
+vllm_dp = partial(_over, strategy="vllm-dp", make=TemplateFactory.data_parallel)
 RIVALS: Mapping[str, Planner] = {
     "homo": homo,
     "melange": melange,

@@ -12,15 +12,16 @@ from numpy.typing import NDArray
 
 from potluck.core.values.model import Format
 from potluck.core.values.plan import Deployment, Plan, Template
+from potluck.core.values.types import Role
 from potluck.plan.allocate.allocation import Allocation
 from potluck.plan.assemble.codecs import solved
 from potluck.plan.assemble.columns import ProgramColumns, plan_of
 from potluck.plan.assemble.even_shares import evened
 from potluck.plan.assemble.term_rows import suits
 from potluck.plan.problem import ModelDemand, PlanningProblem
-from potluck.plan.strategies.pool_strategy import machines_key, search_groups
+from potluck.plan.strategies.pool_strategy import ALL_PHASES, machines_key, phases_of, search_groups
 from potluck.plan.templates.combo import SHORTLIST, RankedPair, combos, gpu_combos, ranked
-from potluck.plan.templates.homogeneous import homogeneous
+from potluck.plan.templates.homogeneous import also_decoding, fewest_gpus, homogeneous
 from potluck.plan.templates.pair import pairs
 from potluck.plan.templates.placement_table import PlacementTable, Timed, aggregated, shelf_of
 from potluck.plan.templates.runnable import phase_degree, runnable
@@ -166,6 +167,16 @@ class TemplateFactory:
     def mixed(self, ask: ModelDemand) -> list[Template]:
         return [t for t in self.homogeneous(ask) if t.replicas[0].role == "mixed"]
 
+    def data_parallel(self, ask: ModelDemand) -> list[Template]:
+        return self._once("data parallel", ask, lambda: fewest_gpus(self.problem, ask, self.book(ask)))
+
+    def also_decoding(self, ask: ModelDemand) -> list[Template]:
+        """Mixed single-node templates that may decode for others too."""
+        single = self.homogeneous(ask)
+        return self._once(
+            "also decoding", ask, lambda: also_decoding(self.problem, ask, single, self.book(ask))
+        )
+
     def phased(self, ask: ModelDemand) -> list[Template]:
         """Single-node templates that do one phase."""
         return [t for t in self.homogeneous(ask) if t.replicas[0].role != "mixed"]
@@ -226,22 +237,26 @@ class TemplateFactory:
             lambda: list(aggregated(self.problem, ask, pipelines, self.book(ask))),
         )
 
-    def groups(self, ask: ModelDemand, settings: SolveSettings) -> list[Template]:
-        """Groups of the pool's machines, found by search in each region.
+    def groups(
+        self, ask: ModelDemand, settings: SolveSettings, may_do: tuple[Role, ...] = ALL_PHASES
+    ) -> list[Template]:
+        """Groups of the pool's machines that do one of some phases each, found by search in each region.
 
         The first search takes half of the time there is. Others answer what it would mean to lack a machine or two,
         or to have another engine, and are short.
         """
-        key = f"group of {machines_key(self.problem)}"
+        phases = phases_of(self.problem.engine, may_do)
+        key = f"group of {machines_key(self.problem)} {phases}"
         first = not any(kind.startswith("group of ") for kind, name in self.made if name == ask.key)
         share = 0.5 if first and not settings.asking else 0.1
 
         def make() -> list[Template]:
             made, search_results = search_groups(
-                self.problem, ask, settings.left_s * share, settings.seed, settings.estimate
+                self.problem, ask, phases, settings.left_s * share, settings.seed, settings.estimate
             )
-            self.searched.clear()
-            self.searched.update(search_results)
+            if may_do == ALL_PHASES or not self.searched:
+                self.searched.clear()
+                self.searched.update(search_results)
             known = {template.name for template in made}
             return made + [t for t in self.running if t.model == ask.name and t.name not in known]
 
@@ -319,7 +334,7 @@ def with_running(
         if not runnable(problem, ask, [template]):
             continue
         capacity = retimed(problem, ask, template)
-        if len({replica.role for replica in template.replicas}) > 1:  # a closed group offers no phase alone
+        if not any(c.prefill_per_s + c.decode_per_s for c in template.capacity):  # it offers no phase alone
             capacity = tuple(replace(each, prefill_per_s=0.0, decode_per_s=0.0) for each in capacity)
         mine.append(replace(template, capacity=capacity))
     return merged

@@ -3,11 +3,15 @@
 A node with more GPUs than a replica needs carries several. A mixture's experts are sharded like all else, or spread
 (`ep`); with data-parallel attention only for decoding, as one prompt would have one GPU of several. Of two layouts in
 the same role the one that does no better in any bucket is dropped.
+
+A mixed replica may also decode what others prefilled. At a given batch a step takes as long as its chunks and its
+answers do, so requests that bring their KV share a replica's time with those that it serves whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from potluck.core.errors import InputError
 from potluck.core.values.engine_abilities import EngineKind
@@ -17,7 +21,7 @@ from potluck.core.values.plan import BucketCapacity, NodeCount, PlannedReplica, 
 from potluck.core.values.types import NodeType, Role
 from potluck.perf.timers.roofline import check_tp
 from potluck.plan.problem import ModelDemand, PlanningProblem
-from potluck.plan.templates.runnable import degree_of, equal_degrees, of_one_degree
+from potluck.plan.templates.runnable import degree_of, equal_degrees, of_one_degree, phase_degree
 from potluck.plan.timing.rate_cache import RateCache
 from potluck.plan.timing.replica_rates import useful
 
@@ -34,6 +38,30 @@ def homogeneous(problem: PlanningProblem, ask: ModelDemand, book: RateCache) -> 
             for degree in sorted({degree_of(template) for template in made}) if apart else (None,):
                 templates += best_of(t for t in made if degree in (None, degree_of(t)))
     return of_one_degree(problem, ask, templates)
+
+
+def fewest_gpus(problem: PlanningProblem, ask: ModelDemand, book: RateCache) -> list[Template]:
+    """Of each node type the mixed replicas of as few GPUs as hold the model within its objective."""
+    made = [next(iter(_of_node(problem, ask, node, "mixed", book)), None) for node in problem.offered]
+    return [template for template in made if template is not None]
+
+
+def also_decoding(
+    problem: PlanningProblem, ask: ModelDemand, single: Sequence[Template], book: RateCache
+) -> list[Template]:
+    """The mixed ones of single nodes, with what each could decode for others, where others may hand over to it."""
+    if not problem.engine.hands_over:
+        return []
+    degree, made = phase_degree(problem, ask, single), []
+    for template in single:
+        layout = template.replicas[0].layout
+        if template.replicas[0].role == "mixed" and degree in (None, degree_of(template)):
+            alone = book.replica(problem, ask, layout, "decode").times(len(template.replicas)).capacity
+            both = zip(template.capacity, alone, strict=True)
+            capacity = tuple(replace(mine, decode_per_s=other.decode_per_s) for mine, other in both)
+            name = template.name.replace(": mixed ", ": mixed and decode ", 1)
+            made.append(replace(template, name=name, capacity=capacity))
+    return made
 
 
 def _of_node(

@@ -50,7 +50,7 @@ recursion over stages that supposes nothing of T̂, so it also is a second opini
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -416,13 +416,6 @@ class Multisets:
             # One place at a time: a row occurs once in each, so plain indexing counts right.
             array[rows[there], self.members[ids[there], i]] += 1
         return array
-
-    def id_of(self, types: Iterable[int]) -> int:
-        ordered = sorted(types)
-        if len(ordered) > self.most or any(not 0 <= t < self.kinds for t in ordered):
-            raise InputError("nodes", f"{ordered} is not a multiset of at most {self.most} of {self.kinds}")
-        rank = sum(comb(t + i - 1, i) for i, t in enumerate(ordered, 1))
-        return int(self.offsets[len(ordered)]) + rank if ordered else 0
 
     def types_of(self, number: int) -> tuple[int, ...]:
         """The types of a multiset in ascending order."""

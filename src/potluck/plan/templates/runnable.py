@@ -20,9 +20,8 @@ def runnable(problem: PlanningProblem, ask: ModelDemand, templates: Iterable[Tem
 
 def equal_degrees(model: Model, engine: EngineKind) -> bool:
     """Whether only replicas of equal tensor-parallel degree hand KV over to each other."""
-    if engine.over_degrees and engine.states_over_degrees:
-        return False
-    return not engine.over_degrees or any(isinstance(x.attention, LinearAttention) for x in model.layers)
+    hybrid = any(isinstance(layer.attention, LinearAttention) for layer in model.layers)
+    return hybrid and not engine.states_over_degrees
 
 
 def degree_of(template: Template) -> int:
