@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from papers.cauchy import LOADS, Effort, goodput_per_s, latencies, table3_policy, table3_problem
 from papers.cauchy_rows import TABLE3, CauchyMeasured, Pair, rows
 
-from papers import cauchy
+from papers import cauchy, cauchy_migration, cauchy_trace
+from papers import cauchy_programs as programs
 from potluck.core.state.policy import Policy
 
 SHAREGPT = LOADS[1]
@@ -67,3 +71,60 @@ def test_turns_by_goodput_beat_plain_turns_on_unlike_combos() -> None:
         for way in ("round-robin", "goodput")
     )
     assert weighted < plain
+
+
+def chosen(
+    rate_per_s: float, goodputs: programs.Goodputs, prices: dict[str, float]
+) -> dict[str, programs.Deployed]:
+    factory = programs.factory_of(LOADS[2], rate_per_s, goodputs, prices)
+    return {name: programs.deploy(factory, name) for name in programs.PROGRAMS}
+
+
+def test_the_printed_example_takes_the_a800_and_printed_combos_are_never_worth_it() -> None:
+    """3.3.2: for a residual of 0.80 CO-LP takes the A800, not the more efficient H20."""
+    result = {
+        row.setting.split(",")[1].strip(): row.setting
+        for row in programs.own_figures()
+        if "0.8 req" in row.setting
+    }
+    assert result["CO-LP: 1 <A800-PCIe>"]
+    assert result["MC-LP: 1 <A800-PCIe>"]
+    assert result["MCE-LP: 1 <H20>"]
+    whole = [row.setting for row in programs.own_figures() if "6.4 req" in row.setting]
+    assert sum("H800" in setting for setting in whole) == 1  # MCE-LP alone
+
+
+@given(st.lists(st.floats(0.5, 9.0), min_size=12, max_size=12), st.floats(1.0, 20.0))
+@settings(max_examples=10)
+def test_no_program_costs_less_than_the_one_of_least_cost(rates: list[float], demand: float) -> None:
+    goodputs = dict(
+        zip(programs.candidates(), zip(programs.candidates().values(), rates, strict=True), strict=True)
+    )
+    found = chosen(demand, goodputs, cauchy.PRICES_USD_PER_H)
+    assert all(found["MC-LP"].usd_per_h <= item.usd_per_h + 1e-6 for item in found.values())
+    assert all(item.goodput_per_s >= demand - 1e-6 for item in found.values())
+
+
+def test_equation_15_has_h800_and_h20_first_where_the_paper_has_them_last() -> None:
+    assert programs.ranking()[0] == ("H800", "H20") == programs.RANKED[-1]
+
+
+def test_eight_connections_fill_the_card() -> None:
+    """Figure 11: 625 ms in one transfer, 85 ms by eight pipelines; more gain nothing."""
+    assert cauchy_migration.bulk_s(2048) == pytest.approx(0.625, rel=0.01)
+    wire_s = [cauchy_migration.migration_s(2048, degree)[0] for degree in cauchy_migration.DEGREES]
+    assert wire_s == sorted(wire_s, reverse=True)
+    assert wire_s[3] == wire_s[4] == pytest.approx(0.085, rel=0.1)
+    assert all(after < wire for wire, after in (cauchy_migration.migration_s(t, 1) for t in (256, 2048)))
+
+
+def test_scaling_shortens_the_latencies_of_a_rise() -> None:
+    """Figure 10, on a rate that doubles."""
+    load = LOADS[2]
+    requests = cauchy_trace.requests_of(load, np.array([0.9] * 3 + [1.8] * 12), 1)
+    known = programs.model_goodputs(load)
+    still, scaled = (
+        cauchy_trace.serve(load, known, requests, way) for way in (cauchy_trace.STILL, cauchy_trace.WHOLE)
+    )
+    assert scaled.e2e_p90_s < still.e2e_p90_s
+    assert scaled.attainment > still.attainment

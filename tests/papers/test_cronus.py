@@ -14,7 +14,7 @@ from papers.cronus import CRONUS, DP, HIGH_LOW, LOW_HIGH, PP, SERIAL_PP, SETTING
 from papers.cronus_dispatch import COMPUTING, QueueLimited
 from papers.cronus_rows import CLAIMS, CronusMeasured, largest_reduction, measure, order_inversions, rows
 
-from papers import cronus, cronus_beyond
+from papers import cronus, cronus_beyond, cronus_parts
 from potluck.core.state.actions import Run
 from potluck.core.state.events import FirstToken, ReplicaReady, RequestArrived, RequestFinished
 from potluck.core.state.facts import FleetFacts
@@ -169,3 +169,18 @@ def test_decodes_on_the_low_end_gpu_raise_the_throughput_of_long_answers() -> No
     assert ours.kept > 100
     assert ours.per_s > 1.03 * paper.per_s
     assert ours.ttft_p90_s < paper.ttft_p90_s
+
+
+def test_the_low_end_gpu_of_a_disaggregated_pair_is_full_and_the_high_end_one_is_not() -> None:
+    """Table 3."""
+    result = {(row.setting, row.metric): row.ours for row in cronus_parts.table_3(SETTINGS[:1], MADE_UP)}
+    for (setting, metric), share in result.items():
+        full = setting.endswith("H-L") == ("decode" in metric)
+        assert share > 0.9 if full else share < 0.6
+
+
+def test_the_predictors_fit_as_well_as_printed() -> None:
+    rows = cronus_parts.predictors()[0]
+    assert all(row.ours >= 0.99 for row in rows if row.unit == "R2")
+    for row in (row for row in rows if row.unit == "share"):
+        assert row.ours == pytest.approx(row.published, rel=0.15)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,7 @@ def shortened(monkeypatch: pytest.MonkeyPatch) -> None:
     """One setting and few requests: the same way through the code in a second."""
     measure = cronus_rows.measure
 
-    def few(requests: cronus.RequestLengthList, said: object) -> Reproduction:
+    def few(requests: cronus.RequestLengthList, said: object, quick: bool) -> Reproduction:
         asked = requests.first(40)
         return Reproduction("CRONUS", cronus_rows.rows(measure(asked, settings=cronus.SETTINGS[:2]), asked))
 
@@ -51,6 +52,14 @@ def test_the_table_shows_both_figures(capsys: pytest.CaptureFixture[str]) -> Non
 def test_an_unknown_paper_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["reproduce", "nothing"]) == 2
     assert "cauchy" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("shortened")
+def test_data_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["reproduce", "cronus", "--json", "--data", str(tmp_path)]) == 0
+    assert f"lengths are made up, since {tmp_path} has no azure" in capsys.readouterr().err
+    assert run(["reproduce", "cronus", "--data", str(tmp_path / "none")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_rows_are_plain_values() -> None:

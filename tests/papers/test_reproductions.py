@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import gzip
-from itertools import islice
+from itertools import combinations, islice, product
 from pathlib import Path
 
+import numpy as np
 import pytest
 from papers.coral import CAUCHY, CORAL, HOMO, Solver
+from papers.helix import best_flow
 from papers.rows import Line, Plot, Reproduction, Row
 
-from papers import coral_settings, pages, prfaas, prfaas_case, thunderserve, together
+from papers import (
+    cauchy,
+    coral_settings,
+    cronus,
+    pages,
+    prfaas,
+    prfaas_case,
+    thunderserve,
+    thunderserve_split,
+    together,
+    together_simulated,
+)
 from potluck.core.state.policy import Policy
+from potluck.core.values.types import Slo
+from potluck.plan.strategies import SolveSettings, TemplateFactory
 from potluck.sim.run import simulate
 
 
@@ -20,6 +35,31 @@ def test_corals_core_setting_costs_what_it_did() -> None:
     costs = Solver("core").costs([HOMO, CAUCHY, CORAL], [None])
     assert costs[HOMO] / costs[CORAL] == pytest.approx(1.62, rel=0.1)
     assert costs[CAUCHY] / costs[CORAL] == pytest.approx(1.60, rel=0.1)
+
+
+def least_cut(placed: list[tuple[int, int, float]], layers: int) -> float:
+    """What is the most that flows through (first layer, layers, rate) of nodes, by all cuts."""
+    inner = range(1, layers)
+    cuts = [{0, *some} for size in range(layers) for some in combinations(inner, size)]
+    return min(
+        sum(rate for a, j, rate in placed if a + j not in cut and cut & set(range(a, a + j))) for cut in cuts
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_helixs_flow_is_the_best_of_all_placements(seed: int) -> None:
+    """Three nodes of two types, four layers: every placement, each worth its least cut."""
+    rates = np.sort(np.random.default_rng(seed).uniform(0.0, 9.0, (2, 4)))[:, ::-1] * [1, 1, 1, 0]
+    ranges = [(a, j) for j in (1, 2, 3) for a in range(5 - j)]
+    best = max(
+        least_cut([(a, j, rates[t, j - 1]) for t, (a, j) in zip((0, 0, 1), chosen, strict=True)], 4)
+        for chosen in product(ranges, repeat=3)
+    )
+    flow = best_flow(rates, [2, 1])
+    assert flow.per_s == pytest.approx(best, abs=1e-6)
+    assert flow.bound_per_s == pytest.approx(best, rel=1e-3)
+    held = [(a, j, rates[t, j - 1] * n) for (t, a, j), n in flow.placed.items()]
+    assert least_cut(held, 4) == pytest.approx(best, abs=1e-6)
 
 
 def test_light_rescheduling_comes_near_full_with_small_groups() -> None:
@@ -32,6 +72,19 @@ def test_light_rescheduling_comes_near_full_with_small_groups() -> None:
 
 def test_table_5_of_thunderserve_does_not_follow_from_its_own_times() -> None:
     assert all(row.ours < 0.7 * (row.published or 0.0) for row in thunderserve.by_its_own_times())
+
+
+def test_splitting_two_replicas_gains_nothing_in_simulation_either() -> None:
+    """Its Table 5 has 2.04 and 1.36 times."""
+    gains = [row.ours for row in thunderserve_split.table_5(48) if row.unit == "times"]
+    assert gains[1] < gains[0] < 1.0
+
+
+def test_coding_wants_more_prefill_replicas_than_conversation() -> None:
+    """Its Figures 6 and 14."""
+    best = {(row.setting, row.metric): row.ours for row in thunderserve.ratios(list(thunderserve.WORK))[0]}
+    metric = "best prefill replicas of 8"
+    assert best["coding", metric] > best["conversation", metric]
 
 
 def test_a_second_turn_finds_the_first_and_half_of_the_prompts_cross() -> None:
@@ -49,6 +102,33 @@ def test_auto_is_no_worse_than_any_strategy_on_the_first_settings(tmp_path: Path
     found = together.compare_all(first)
     assert all(one.no_worse(name) for one in found for name in one.answers)
     assert "`cauchy`" in together.page(found, "a command")
+
+
+FOUR_PAIRS = next(one for one in cronus.SETTINGS if one.low == "A30" and "Qwen" in one.name)
+
+
+def test_a_cheaper_plan_holds_in_simulation_where_it_has_nodes_enough() -> None:
+    """Four pairs of A100 and A30: `auto` costs a fifth less than any single strategy. A third of it does not do."""
+    usd = {f"1x{gpu}": (price, 4) for gpu, price in (("A100-80", 1.35), ("A30", 0.3))}
+    asked = together.one_model(FOUR_PAIRS.model, Slo(3.0, 0.1), 30.0, cronus.MEAN_TOKENS, usd)
+    plans = [
+        together.STRATEGIES[way](TemplateFactory(asked), SolveSettings(20.0)).plan
+        for way in ("cauchy", "auto")
+    ]
+    done, holds = together_simulated.simulated(asked, plans, most=False, least=1000)
+    assert holds == (plans[1].cost_usd_per_h < plans[0].cost_usd_per_h)
+    assert done[1].holds
+    few = together.times(asked, 3.0)
+    assert not together_simulated.simulated(few, plans, most=False, least=1000)[1]
+
+
+def test_the_bound_proves_a_closed_setting_and_not_a_dear_plan() -> None:
+    nodes = {node: (usd, 8) for node, usd in cauchy.PRICES_USD_PER_H.items() if node.startswith("1x")}
+    asked = together.one_model(cauchy.MODEL, cauchy.LOADS[0].slo, 16.0, cauchy.LOADS[0].mean_tokens, nodes)
+    factory = TemplateFactory(asked)
+    auto, dear = (together.STRATEGIES[way](factory, SolveSettings(20.0)).plan for way in ("auto", "cauchy"))
+    assert together.proven_gap(factory, auto) < together.EQUAL
+    assert together.proven_gap(factory, dear) == pytest.approx(1 - auto.cost_usd_per_h / dear.cost_usd_per_h)
 
 
 def test_a_short_trace_becomes_shares_of_each_type(tmp_path: Path) -> None:

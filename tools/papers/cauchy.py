@@ -30,6 +30,7 @@ from potluck.core.state.policy import Policy
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import Template
 from potluck.core.values.types import NodeType, Role, Slo
+from potluck.perf.timers.engine_host import EngineHost
 from potluck.runtime.resolved_plan import EngineSetup, ResolvedPlan
 from potluck.sim.load.workload import Workload, synthetic
 from potluck.sim.results.metrics import RunSummary, summarise
@@ -96,12 +97,12 @@ class Effort:
     tolerance: float = 0.01  # Of a goodput.
 
 
-QUICK = Effort(0.5, (1,), 0.06)
+PAGE, QUICK = Effort(2.0, (1,), 0.02), Effort(0.3, (1,), 0.1)
 
 
-def table3_problem(decodes: int) -> ResolvedPlan:
+def table3_problem(decodes: int, place: int = 1, host: EngineHost = FITTED_HOST) -> ResolvedPlan:
     """1PxD: an H800 and so many H20."""
-    return _problem(LOADS[1], [(_combo("1PxD", "H800", "H20", decodes), 1)])
+    return problem_of(LOADS[place], [(combo_of("1PxD", "H800", "H20", decodes), 1)], host)
 
 
 def figure9_problem(load: Load, goodputs_per_s: Sequence[float]) -> ResolvedPlan:
@@ -109,7 +110,7 @@ def figure9_problem(load: Load, goodputs_per_s: Sequence[float]) -> ResolvedPlan
     fleet = [
         (_named(name, weight), count) for (name, count), weight in zip(COMBOS, goodputs_per_s, strict=True)
     ]
-    return _problem(load, fleet)
+    return problem_of(load, fleet)
 
 
 def table3_policy(opportunistic: bool) -> Policy:
@@ -139,7 +140,7 @@ def combo_goodputs(load: Load, effort: Effort) -> list[float]:
     """Figure 9's weights: what each kind of combo does by itself, as profiled before the deployment."""
     policy = Policy(balance="goodput", admission=False, opportunistic=False)
     return [
-        goodput_per_s(_problem(load, [(_named(name, 1.0), 1)]), load, policy, effort) for name, _ in COMBOS
+        goodput_per_s(problem_of(load, [(_named(name, 1.0), 1)]), load, policy, effort) for name, _ in COMBOS
     ]
 
 
@@ -180,12 +181,12 @@ def _summary(problem: ResolvedPlan, requests: Workload, policy: Policy) -> RunSu
 
 
 @cache
-def _node(gpu: str, gpus: int = 1) -> NodeType:
+def node_of(gpu: str, gpus: int = 1) -> NodeType:
     return fleets.node(gpu, NETWORK_GBPS, gpus)
 
 
-def _combo(name: str, prefill: str, decode: str, decodes: int = 1, weight_per_s: float = 1.0) -> Template:
-    first, second = fleets.alone(_node(prefill), MODEL), fleets.alone(_node(decode), MODEL)
+def combo_of(name: str, prefill: str, decode: str, decodes: int = 1, weight_per_s: float = 1.0) -> Template:
+    first, second = fleets.alone(node_of(prefill), MODEL), fleets.alone(node_of(decode), MODEL)
     parts: list[tuple[Role, Layout]] = [("prefill", first)]
     parts += [("decode", second)] * decodes
     return fleets.template(name, "combo", parts, weight_per_s)
@@ -193,16 +194,18 @@ def _combo(name: str, prefill: str, decode: str, decodes: int = 1, weight_per_s:
 
 def _named(name: str, weight_per_s: float) -> Template:
     if name == "H800-A800":
-        return _combo(name, "H800", "A800-PCIe", weight_per_s=weight_per_s)
+        return combo_of(name, "H800", "A800-PCIe", weight_per_s=weight_per_s)
     if name == "A800-H20":
-        return _combo(name, "A800-PCIe", "H20", weight_per_s=weight_per_s)
-    layout = fleets.alone(_node("A800-PCIe", 2), MODEL)
+        return combo_of(name, "A800-PCIe", "H20", weight_per_s=weight_per_s)
+    layout = fleets.alone(node_of("A800-PCIe", 2), MODEL)
     return fleets.template(name, "homogeneous", [("mixed", layout)], weight_per_s)
 
 
-def _problem(load: Load, fleet: Sequence[tuple[Template, int]]) -> ResolvedPlan:
-    where = [_node("H800"), _node("H20"), _node("A800-PCIe"), _node("A800-PCIe", 2)]
-    engine = EngineSetup(slots=SLOTS, host=FITTED_HOST)
+def problem_of(
+    load: Load, fleet: Sequence[tuple[Template, int]], host: EngineHost = FITTED_HOST
+) -> ResolvedPlan:
+    where = [node_of("H800"), node_of("H20"), node_of("A800-PCIe"), node_of("A800-PCIe", 2)]
+    engine = EngineSetup(slots=SLOTS, host=host)
     engines = {(item.name, index): engine for item, _ in fleet for index in range(len(item.replicas))}
     return fleets.problem(
         MODEL, where, fleet, engines, load.mean_tokens, slo=load.slo, price_usd_per_h=PRICES_USD_PER_H

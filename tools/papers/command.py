@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import click
 
-from papers import cauchy, cauchy_rows, coral, cronus, cronus_rows, pages, prfaas, thunderserve, together
-from papers.rows import Reproduction, Said
+from papers import (
+    cauchy,
+    cauchy_rows,
+    coral,
+    coral_settings,
+    cronus,
+    cronus_rows,
+    pages,
+    prfaas,
+    thunderserve_rows,
+    together,
+    together_simulated,
+)
+from papers.rows import Reproduction, Said, quiet
 from potluck.cli.common.render import emit_json, progress, table
+from potluck.core.errors import InputError
 
+LONGEST_FIRST = ("coral", "cauchy", "thunderserve", "cronus", "prfaas")
 DOCS = Path(__file__).parents[2] / "docs" / "papers"
 
 
@@ -26,8 +45,9 @@ class Wanted:
 
 
 def _cauchy(wanted: Wanted, said: Said) -> Reproduction:
-    effort = cauchy.QUICK if wanted.quick else cauchy.Effort()
-    return cauchy_rows.reproduce(replace(effort, seeds=tuple(s + wanted.seed for s in effort.seeds)), said)
+    effort = cauchy.QUICK if wanted.quick else cauchy.PAGE
+    effort = replace(effort, seeds=tuple(s + wanted.seed for s in effort.seeds))
+    return cauchy_rows.reproduce(effort, wanted.folder, wanted.quick, said)
 
 
 def _cronus(wanted: Wanted, said: Said) -> Reproduction:
@@ -36,21 +56,41 @@ def _cronus(wanted: Wanted, said: Said) -> Reproduction:
         requests = cronus.trace_requests(trace)
     else:
         requests = cronus.synthetic_requests(wanted.seed)
-    return cronus_rows.reproduce(requests.first(cronus.REQUESTS // 4) if wanted.quick else requests, said)
+    few = requests.first(cronus.REQUESTS // 4) if wanted.quick else requests
+    return cronus_rows.reproduce(few, said, wanted.quick)
 
 
 RUNS: Mapping[str, tuple[int, Callable[[Wanted, Said], Reproduction]]] = {
-    "cauchy": (6, _cauchy),
-    "cronus": (8, _cronus),
-    "coral": (10, lambda wanted, said: coral.reproduce(wanted.folder, wanted.quick, wanted.seed, said)),
-    "thunderserve": (6, lambda wanted, said: thunderserve.reproduce(wanted.quick, said)),
+    "cauchy": (15, _cauchy),
+    "cronus": (11, _cronus),
+    "coral": (11, lambda wanted, said: coral.reproduce(wanted.folder, wanted.quick, wanted.seed, said)),
+    "thunderserve": (7, lambda wanted, said: thunderserve_rows.reproduce(wanted.quick, said)),
     "prfaas": (11, lambda wanted, said: prfaas.reproduce(wanted.quick, wanted.seed, said)),
 }
 """A paper's name to how many stages it tells of, and what runs it."""
 
 
+NEEDED = {
+    "cauchy": (cronus.TRACE, "Figures 6, 7 and 10 are left out"),
+    "cronus": (cronus.TRACE, "lengths are made up"),
+    "coral": (coral_settings.TRACE, "availability is made up"),
+}
+"""A paper's name to the file of `--data` that it reads, and what becomes of it without."""
+
+
+def missing(paper: str, folder: Path | None) -> Iterator[str]:
+    """What is not run as it should be, for want of data."""
+    if folder is not None and not folder.is_dir():
+        raise InputError("--data", f"there is no folder {folder}; leave it out to do without traces")
+    for name, (file, without) in NEEDED.items():
+        if paper in (name, "all") and (folder is None or not (folder / file).is_file()):
+            yield f"{name}: {without}, since {'no --data was given' if folder is None else f'{folder} has no {file}'}"
+
+
 def reproduce(paper: str, folder: Path | None, quick: bool, seed: int, as_json: bool) -> None:
     """Run a paper's experiments and print its figures beside ours; of all papers, write their pages."""
+    for note in missing(paper, folder):
+        click.echo(f"potluck: note: {note}", err=True)
     wanted = Wanted(folder, quick, seed)
     if paper in ("together", "all"):
         for path in write_all(DOCS, wanted, list(RUNS) if paper == "all" else []):
@@ -79,10 +119,40 @@ def run(paper: str, wanted: Wanted) -> Reproduction:
 def write_all(docs: Path, wanted: Wanted, papers: Sequence[str]) -> Iterator[Path]:
     """The pages of these papers, then the one of all together."""
     options = " --data FOLDER" * (wanted.folder is not None) + " --quick" * wanted.quick
-    for paper in papers:
-        yield pages.write(docs, run(paper, wanted), f"potluck reproduce all{options}")
-    with progress(together.COUNT) as said, TemporaryDirectory() as folder:
-        found = together.compare(Path(folder), wanted.quick, said)
+    with TemporaryDirectory() as folder:
+        settings = list(together.settings(Path(folder), wanted.quick))
+    command, in_order = f"potluck reproduce all{options}", sorted(papers, key=LONGEST_FIRST.index)
+    with _workers() as workers, progress(len(papers) + len(settings)) as said:
+        # The longest first; then what tells often how far it is.
+        made = [workers.submit(_written, docs, paper, wanted, command) for paper in in_order[:1]]
+        compared = [workers.submit(together_simulated.settled, setting, wanted.quick) for setting in settings]
+        made += [workers.submit(_written, docs, paper, wanted, command) for paper in in_order[1:]]
+        names = in_order + [f"together: {paper}, {setting}" for paper, setting, _ in settings]
+        tasks: list[Future[Any]] = [*made, *compared]
+        told = dict(zip(tasks, names, strict=True))
+        try:
+            for done in as_completed(tasks):
+                said(told[done])
+                done.result()
+        except BaseException:  # what is under way ends by itself, the rest is not begun
+            workers.shutdown(wait=False, cancel_futures=True)
+            raise
+    yield from sorted(each.result() for each in made)
+    found = [each.result() for each in compared]
+    page = together.page(
+        [one for one, _ in found], f"potluck reproduce together{options}", together_simulated.section(found)
+    )
     path = docs / "together.md"
-    path.write_text(together.page(found, f"potluck reproduce together{options}"), "utf-8")
+    path.write_text(page, "utf-8")
     yield path
+
+
+def _workers() -> ProcessPoolExecutor:
+    """One for each core; an interrupt ends them without a word."""
+    cores, quietly = len(os.sched_getaffinity(0)), (signal.SIGINT, signal.SIG_DFL)
+    return ProcessPoolExecutor(cores, get_context("spawn"), signal.signal, quietly)
+
+
+def _written(docs: Path, paper: str, wanted: Wanted, command: str) -> Path:
+    """A paper's page, made in a process of its own."""
+    return pages.write(docs, RUNS[paper][1](wanted, quiet), command)

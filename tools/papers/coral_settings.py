@@ -21,12 +21,13 @@ from pathlib import Path
 
 import numpy as np
 
-from potluck.catalog import models, nodes, prices
+from potluck.catalog import models, named_workloads, nodes, prices
 from potluck.core.values.plan import Plan, Template
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.plan.problem import CODECS, PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
 from potluck.plan.strategies.template_factory import Planner, allocated
+from potluck.sim.load.arrivals import draw
 
 LENGTHS = {"conv": (1155, 211), "code": (2048, 28), "burst": (768, 195)}
 CORE = {
@@ -41,6 +42,7 @@ EXTENDED = CORE | {
 }
 ASKED = {"core": CORE, "extended": EXTENDED}
 COUNTS = (1, 2, 4, 8)
+SAMPLE = 1000
 AMPLE = 200
 RATES_PER_S = {"core": 10.0, "extended": 25.0}
 REGIONS = ("aws/us-east-2", "aws/ap-northeast-2", "gcp/us-central1")
@@ -78,6 +80,26 @@ def heavy_rates_per_s(setting: str, heavy: Sequence[str]) -> dict[str, float]:
     names, total = list(ASKED[setting]), RATES_PER_S[setting] * len(ASKED[setting])
     light = total * (1 - HEAVY_SHARE) / (len(names) - len(heavy))
     return {name: total * HEAVY_SHARE / len(heavy) if name in heavy else light for name in names}
+
+
+def with_lengths(each: PlanningProblem) -> PlanningProblem:
+    """Prompts of three lengths, the means of thirds of Azure's, in place of their mean; answers are as they were."""
+    asks, chance = [], np.random.default_rng(0)
+    for ask in each.asks:
+        trace = ASKED["extended"][ask.name][2]
+        law = named_workloads.workload("azure-code" if trace == "code" else "azure-conv").lengths
+        prompts = np.sort(draw(chance, law, 3 * SAMPLE)[0]).reshape(3, SAMPLE).mean(axis=1)
+        mean, output = LENGTHS[trace]
+        bins = tuple(LengthBin(round(n * mean / prompts.mean()), output, 1 / 3) for n in prompts.tolist())
+        traffic = Traffic(ask.name, ask.rate_per_s, bins)
+        asks.append(model_demand(ask.name, ask.model, ask.slo, traffic))
+    return replace(each, asks=tuple(asks))
+
+
+def slower(each: PlanningProblem, times: float) -> PlanningProblem:
+    """With GPUs that compute so many times slower; memory is as fast as it was."""
+    made = (replace(n, gpu=replace(n.gpu, fp16_tflops=n.gpu.fp16_tflops / times)) for n in each.nodes)
+    return replace(each, nodes=tuple(made))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ on A100+A10 with Llama gives the published 7.28 requests/s (`fit_host_s` does it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 from pathlib import Path
@@ -72,6 +72,7 @@ class Setting:
     model: str
     layers: tuple[int, int]  # Of a pipeline, on the high-end and the low-end GPU.
     published_per_s: Mapping[str, float]
+    less_gb: float = 0.0  # Of the low-end GPU's memory.
 
 
 SETTINGS = tuple(
@@ -190,12 +191,14 @@ def fit_host_s(requests: RequestLengthList, precision_s: float = 1e-4) -> float:
 
 
 @cache
-def _nodes(low: str) -> tuple[NodeType, NodeType]:
-    return fleets.node(HIGH, NETWORK_GBPS), fleets.node(low, NETWORK_GBPS)
+def _nodes(low: str, less_gb: float) -> tuple[NodeType, NodeType]:
+    slow = fleets.node(low, NETWORK_GBPS)
+    slow = replace(slow, gpu=replace(slow.gpu, memory_gb=slow.gpu.memory_gb - less_gb))
+    return fleets.node(HIGH, NETWORK_GBPS), slow
 
 
 def _problem(setting: Setting, approach: str, host: EngineHost) -> ResolvedPlan:
-    where = _nodes(setting.low)
+    where = _nodes(setting.low, setting.less_gb)
     fleet, engines = fleet_of(approach, where, setting.layers, host)
     return fleets.problem(setting.model, where, [(item, 1) for item in fleet], engines, MEAN_TOKENS)
 

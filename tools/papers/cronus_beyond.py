@@ -14,6 +14,7 @@ from math import inf
 import numpy as np
 
 from papers import cronus, fleets
+from papers.rows import Row, Rows
 from potluck.catalog import named_workloads
 from potluck.core.state.policy import Policy
 from potluck.perf.timers.engine_host import DEFAULT_HOST
@@ -55,6 +56,21 @@ def run(setting: cronus.Setting, overload: str, policy: Policy, seed: int = 0) -
     records = result.records
     kept = int((records.prefill_replica == records.decode_replica).sum())
     return Outcome(REQUESTS / result.end_s, total.ttft_s.p90, kept)
+
+
+def limitation(quick: bool, seed: int = 0) -> list[Row]:
+    """On A100+A30 with Llama; quick: long answers alone, without and with both rules."""
+    made = Rows(
+        "Its limitation (section 6)", "not run in the paper; today's host; both of ours are on by default"
+    )
+    setting, rules = cronus.SETTINGS[2], policies()
+    names = ("paper", "both") if quick else tuple(rules)
+    for overload in ("answers",) if quick else OVERLOADS:
+        for name in names:
+            found = run(setting, overload, rules[name], seed)
+            made.add(f"{setting.name}, {overload}, {name}", "throughput, requests/s", None, found.per_s)
+            made.add(f"{setting.name}, {overload}, {name}", "TTFT p90, s", None, found.ttft_p90_s)
+    return made
 
 
 def policies() -> dict[str, Policy]:

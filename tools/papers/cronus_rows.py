@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from papers import cronus_beyond, cronus_curves, cronus_parts
 from papers.cronus import (
     APPROACHES,
     CRONUS,
@@ -123,8 +124,17 @@ def order_inversions(measured: CronusMeasured, without: str = "", tie: float = 0
     return total
 
 
-def reproduce(requests: RequestLengthList, said: Said = quiet) -> Reproduction:
-    return Reproduction("CRONUS", rows(measure(requests, said), requests))
+def reproduce(requests: RequestLengthList, said: Said = quiet, quick: bool = False) -> Reproduction:
+    measured, some = measure(requests, said), SETTINGS[:1] if quick else SETTINGS
+    said("CRONUS, Table 3 and the predictors")
+    fits, plots = cronus_parts.predictors()
+    made = [*cronus_parts.guesses(some, requests), *cronus_parts.table_3(some, requests), *fits]
+    said("CRONUS, its limitation")
+    made += cronus_beyond.limitation(quick)
+    said("CRONUS, curves of Figure 4")
+    shares = cronus_curves.SHARES[1::2] if quick else cronus_curves.SHARES
+    drawn = cronus_curves.curves(some, measured.fitted, requests, shares)
+    return Reproduction("CRONUS", (*rows(measured, requests), *made), (*drawn, *plots))
 
 
 def rows(measured: CronusMeasured, requests: RequestLengthList) -> tuple[Row, ...]:

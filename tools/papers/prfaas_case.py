@@ -32,6 +32,7 @@ from potluck.sim.world.faults import Fault, Faults
 MODEL, NAME, FAR, NEAR = "prfaas-1t-hybrid", "m", "far", "near"
 LONGEST, OUTPUT, STEP_S, SLOTS = 128 * 1024, 256, 0.1, 20
 POINTS = (128, 256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 20480, 32768, 49152, 65536, 98304, 131072)
+CHUNKS = (512, 2048, 8192)
 SITES = {"PrfaaS-PD": (4, 8), "homogeneous": (0, 12), "naive": (4, 8)}  # Instances of H200 and H20.
 OVERLOAD, LOAD, BURST_CV, TURN_S, BLOCK = 1.2, 0.8, 4.0, 30.0, 512
 THIN_GBPS, THIN_S = 4.0, 60.0
@@ -185,17 +186,24 @@ def fleet(best: Operating, site: Site) -> ResolvedPlan:
         slos={NAME: Slo(60.0, 1.5 * STEP_S)},
         mean_tokens={NAME: (27_000.0, float(OUTPUT))},
         engines={(name, 0): EngineSetup(LONGEST, 1) for name in ("far", "prefill")},
-        profiles={NAME: (_profile("H200", site.remote_prefill_s), _profile("H20", site.local_prefill_s))},
+        profiles={NAME: (profile_of("H200", site.remote_prefill_s), profile_of("H20", site.local_prefill_s))},
     )
 
 
-def _profile(gpu: str, curve: Curve) -> Profile:
+def profile_of(gpu: str, curve: Curve, model: str = MODEL) -> Profile:
+    """Steps of eight GPUs that take `curve` for a prompt. The paper has no chunks: one takes what the curve rises by,
+    and beside answers a step of theirs longer."""
     points = [ProfilePoint(tokens, 0, 0, 0, float(curve.at(tokens))) for tokens in POINTS]
     for count, context in product((0, 1, 4, 12, 20, 30, 40, 60), (1000, 10_000, 30_000, 130_000)):
         decodes, step_s = (count, count * context), STEP_S * max(1.0, count / SLOTS)
         points += [ProfilePoint(0, 0, *decodes, step_s)] if count else []
         points += [ProfilePoint(new, context, *decodes, step_s) for new in (1, 16)]
-    return Profile(gpu, MODEL, 8, "PrfaaS, tables 5 and 6", {}, "2026-11-18", tuple(points))
+    for new, cached, count in product(CHUNKS, (0, *POINTS[4::2]), (0, 1, 4, 8, 12, 20, 30, 40)):
+        if (count or cached) and cached + new <= LONGEST:
+            step_s = STEP_S * max(1.0, count / SLOTS) if count else 0.0
+            chunk_s = float(curve.at(cached + new) - (curve.at(cached) if cached else 0.0))
+            points.append(ProfilePoint(new, cached, count, count * 30_000, chunk_s + step_s))
+    return Profile(gpu, model, 8, "PrfaaS, tables 5 and 6", {}, "2026-11-18", tuple(points))
 
 
 def _policy(case: Case) -> Policy:
