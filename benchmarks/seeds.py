@@ -25,7 +25,7 @@ from parts.common import ROOT, options, run, say
 sys.path.insert(0, str(ROOT / "tests"))
 
 import worlds.bugs
-from worlds import runner
+from worlds import runner, transport
 from worlds.clients import Ask
 from worlds.world import Scenario, scenario_of
 
@@ -68,7 +68,7 @@ def lines_of(path: Path) -> set[int]:
 def large(seed: int) -> Scenario:
     asks = tuple(Ask(number, 0.0, number % 3, 40, 240, 240, True) for number in range(50))
     plain = {"combos": 0, "workers": 1, "pieces": 0.0, "limits": (), "faults": (), "controlled": False}
-    return replace(scenario_of(seed), mixed=20, token_s=0.5, asks=asks, **plain)
+    return replace(scenario_of(seed, shipped=False), mixed=20, token_s=0.5, asks=asks, **plain)
 
 
 def measure(minutes: float, first: int, cores: int) -> dict[str, float]:
@@ -107,7 +107,8 @@ def bugs(first: int) -> dict[str, float]:
     runner.warm()
     figures = {}
     for name, bug in worlds.bugs.BUGS.items():
-        result = runner.found(bug, first, MOST_SEEDS)
+        draw = transport.scenario_of if bug in worlds.bugs.TRANSPORT else scenario_of
+        result = runner.found(bug, first, MOST_SEEDS, draw)
         figures[f"bug_{name}_seeds"] = float("1e9" if result is None else result[0])
         say(f"seeds: {name}: " + ("not found" if result is None else f"{result[0]}, {result[1].broken[0]}"))
     return figures

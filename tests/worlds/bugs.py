@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
 
+from potluck.control import reconciler
 from potluck.control.state_store import Lease
 from potluck.core.brain import recovery
 from potluck.core.state.events import RequestFinished
+from potluck.core.state.fleet import FleetState
 from potluck.gateway.admin.usage import UsageFile
 from potluck.gateway.dispatch import active_request, segment_attempt
 from potluck.gateway.dispatch.dispatcher import Dispatcher
@@ -16,6 +19,11 @@ from potluck.gateway.http.connection_pool import EngineCall
 from potluck.gateway.openai.handler import ClientHandler
 from potluck.gateway.openai.keys import KeyQuota, KeyRing
 from potluck.gateway.operator_state import OperatorState
+from potluck.gateway.registry.registry import ReplicaRegistry
+from potluck.kv.assembly import ChunkAssembly
+from potluck.kv.fetch import ReceiveConnection
+from potluck.kv.kv_sender import KvSender
+from potluck.kv.send_queue import SendQueue
 
 
 def lost_ack() -> None:
@@ -113,19 +121,98 @@ def no_limits() -> None:
     KeyQuota.enter = enter  # type: ignore[method-assign, assignment]
 
 
-BUGS: dict[str, Callable[[], None]] = {
-    bug.__name__: bug
-    for bug in (
-        lost_ack,
-        doubled_usage,
-        retry_without_budget,
-        stale_lease,
-        torn_state_read,
-        token_twice,
-        shared_salt,
+def impatient_controller() -> None:
+    """An engine that is still starting is not counted: another is started, and paid for."""
+    ended = reconciler._ended
+
+    def only_up(*given: Any) -> Any:
+        orders, living, memory = ended(*given)
+        return orders, [one for one in living if one.state == "up"], memory
+
+    reconciler._ended = only_up
+
+
+def lasting_task() -> None:
+    """What makes an engine ready waits for something that never comes."""
+    ready = ReplicaRegistry._ready
+
+    async def waits(self: ReplicaRegistry, *given: Any) -> None:
+        await ready(self, *given)
+        await asyncio.get_running_loop().create_future()
+
+    ReplicaRegistry._ready = waits  # type: ignore[method-assign]
+
+
+def unchecked_piece() -> None:
+    """KV is taken whatever its checksum says."""
+    real = ReceiveConnection._data
+
+    def data(self: ReceiveConnection, piece: Any, place: memoryview) -> Any:
+        real(self, piece, place)
+        return piece.sums
+
+    ReceiveConnection._data = data  # type: ignore[method-assign]
+
+
+def lost_pieces() -> None:
+    """What was under way on a connection that is lost is not sent again."""
+    SendQueue.lost = lambda self, conn: self._connections.pop(conn, None)  # type: ignore[method-assign, assignment]
+
+
+def leaked_buffer() -> None:
+    """A fetch that fails keeps the memory of what had not come whole."""
+    ChunkAssembly.close = lambda self: self._open.clear()  # type: ignore[method-assign]
+
+
+def chunk_twice() -> None:
+    """A piece that comes again, of a chunk that was whole, begins it anew."""
+    place = ChunkAssembly.place
+
+    def anew(self: ChunkAssembly, piece: Any, conn: int) -> Any:
+        self._seen.discard(piece.index)
+        return place(self, piece, conn)
+
+    ChunkAssembly.place = anew  # type: ignore[method-assign]
+
+
+def endless_lease() -> None:
+    """A cache is kept for a receiver that is heard of no more."""
+    KvSender._sweep = lambda self, now_s: self._forget()  # type: ignore[method-assign]
+
+
+TRANSPORT = (unchecked_piece, lost_pieces, leaked_buffer, chunk_twice, endless_lease)  # Found with --kv.
+
+
+def kept_debtors() -> None:
+    """What is known of an engine keeps all answers that it ever gave."""
+    leave, kept = active_request.SilenceMonitor.leave, []
+
+    def keep(self: Any, debtor: Any) -> None:
+        if debtor.pulse is not None:
+            self.__dict__.setdefault("left", kept).append(debtor)
+        leave(self, debtor)
+
+    active_request.SilenceMonitor.leave = keep  # type: ignore[method-assign]
+
+
+def any_release() -> None:
+    """KV is taken to be the same in all releases of the engine."""
+    ready = FleetState.ready
+    FleetState.ready = lambda self, replica, kv_version=0, most=0: ready(self, replica, 0, most)  # type: ignore[method-assign]
+
+
+_bugs = (
+    *TRANSPORT,
+    *(lost_ack, doubled_usage, retry_without_budget, stale_lease, torn_state_read, token_twice, shared_salt),
+    *(
         deaf_monitor,
         leaked_work,
         stale_keys,
         no_limits,
-    )
-}
+        impatient_controller,
+        lasting_task,
+        kept_debtors,
+        any_release,
+    ),
+)
+BUGS: dict[str, Callable[[], None]] = {bug.__name__: bug for bug in _bugs}

@@ -8,20 +8,21 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from potluck.control import http_client
+from potluck.control import http_client, state_store
 from potluck.control.controller import Controller
 from potluck.control.gateway_client import GatewayClient
 from potluck.control.launchers import local_launcher
 from potluck.control.launchers.process import ProcessId
 from potluck.control.state_store import Lease, StateStore
-from potluck.core.errors import CapacityError, PotluckError
+from potluck.core.errors import CapacityError, FormatError, PotluckError
 from worlds import virtual
 from worlds.engines import HTTP, Engine
 from worlds.virtual import DEAD, FROZEN, Killed, Process
@@ -124,6 +125,7 @@ class Machine:
             raise CapacityError("no memory left")
         self.world.launched(marks)
         engine = self.world.kernel.run(self.world.start_engine, self._count, "mixed")
+        engine.boots_s = self.world.loop.chance.uniform(0.3, 4.0)
         self._count += 1
         pid = ProcessId(engine.process.pid, 1)
         self.running[pid] = engine, dict(marks)
@@ -142,7 +144,7 @@ class Machine:
     def healthy(self, url: str) -> bool:
         for engine, _ in self.running.values():
             if engine.url == url and engine.alive:
-                return not engine.mute and self.world.loop.now_s - engine.began_s > 0.5
+                return not engine.mute and self.world.loop.now_s > engine.began_s + engine.boots_s
         return False
 
     def stands_still(self, pid: ProcessId) -> bool:
@@ -168,6 +170,19 @@ class Machine:
         )
 
 
+@contextmanager
+def _release_before(applies: bool = True) -> Iterator[None]:
+    """What state files were in the release before this one."""
+    whole = state_store.MIGRATIONS
+    if applies:
+        state_store.MIGRATIONS = whole[:-1]
+    state_store.VERSION = len(state_store.MIGRATIONS)
+    try:
+        yield
+    finally:
+        state_store.MIGRATIONS, state_store.VERSION = whole, len(whole)
+
+
 class ControllerService:
     def __init__(self, world: World) -> None:
         self.world, self.loop = world, world.loop
@@ -179,9 +194,27 @@ class ControllerService:
         http_client.connection_to = BlockingHttp  # type: ignore[assignment]
         self.processes: list[Process] = []
         self.fuses: list[int] = []
-        store = StateStore(self.path)
+        with _release_before(any(fault.kind == "ctl_older" for fault in world.scenario.faults)):
+            store = StateStore(self.path)
         store.add_plan(world.gateway.resolved.plan, 0.0, "begin")
         store.close()
+
+    def older(self) -> None:
+        """A controller of the release before is started beside: it refuses, and leaves all as it is."""
+        before = self._content()
+        try:
+            with _release_before():
+                StateStore(self.path)
+        except FormatError as error:
+            self.loop.told("refused", "an older controller", str(error))
+        else:
+            self.world.breaks("a controller takes the state of a newer release")
+        if self._content() != before:
+            self.world.breaks("a controller that refuses a state has changed it")
+
+    def _content(self) -> list[str]:
+        with closing(sqlite3.connect(self.path)) as db:
+            return [*db.iterdump(), str(db.execute("PRAGMA user_version").fetchone())]
 
     def start(self) -> None:
         process = Process(self.loop, f"controller {len(self.processes)}", self.host)

@@ -61,6 +61,7 @@ class SegmentRun:
         self.halted: Any = None  # What goes on when an engine that was stuck is not any more.
         self.fetching: asyncio.Task[None] | None = None
         self.over = False
+        self.known = engine.statuses > 1  # Whoever asks a second time has the first answer.
         engine.running[self] = None
         engine.loop.told("segment", engine.name, body["request"])
         fingerprint = engine.fingerprint.encode()
@@ -95,7 +96,7 @@ class SegmentRun:
         try:
             async with asyncio.timeout(20.0):
                 reader, writer = await asyncio.open_connection(host, int(port))
-                writer.write(source["handle"].encode() + b"\n")
+                writer.write(f"{source['handle']} {self.engine.kv_version} {self.known:d}\n".encode())
                 line = await reader.readline()
                 writer.close()
         except (OSError, TimeoutError) as error:
@@ -113,6 +114,7 @@ class SegmentRun:
         if engine.stuck:
             self.halted = self._computed
             return
+        engine.prompt_tokens += len(self.tokens)
         if self.hands_on:
             self.say({"computed": body["stop"] - body.get("start", 0), "handle": body["handle"]})
             engine.kept[body["handle"]] = self
@@ -136,18 +138,18 @@ class SegmentRun:
         if engine.lies and engine.loop.chance.random() < 0.4:
             self._lie(engine.loop.chance.choice(engine.lies))
             return
-        lines: list[object] = []
+        lines: list[bytes] = []
         for _ in range(engine.loop.chance.randint(1, engine.burst)):
             token = next_token(self.history, self.output < body["min_tokens"])
             self.history = history_of((token,), self.history)
             self.output += 1
-            lines.append({"token": token})
+            lines.append(b'{"token":%d}\n' % token)
             ended = token in body.get("end_tokens", ())
             if ended or self.output >= body["max_tokens"]:
-                self.say(*lines)
+                self.connection.piece(b"".join(lines))
                 self.end("stop" if ended else "length")
                 return
-        self.say(*lines)
+        self.connection.piece(b"".join(lines))
         self._later(len(lines) * engine.token_s, self._decode)
 
     def _lie(self, how: str) -> None:
@@ -173,6 +175,8 @@ class SegmentRun:
         else:
             self.output += 3
             self.end("length")
+        if not self.over:  # it does not know, and goes on until it hears that nobody listens
+            self._later(self.engine.token_s, self._decode)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -291,7 +295,8 @@ class EngineKv(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._held += data
         if self._held.endswith(b"\n"):
-            self._look(self._held[:-1].decode(), 200)
+            handle, *self._peer = self._held.split()
+            self._look(handle.decode(), 200)
 
     def _look(self, handle: str, tries: int) -> None:
         """The receiver may come before the prompt is computed."""
@@ -303,7 +308,12 @@ class EngineKv(asyncio.Protocol):
             else:
                 self.transport.close()
             return
-        if engine.forgets:
+        other_release = int(self._peer[0]) != engine.kv_version
+        if other_release and run.known and int(self._peer[1]):
+            engine.loop.broken.append(
+                f"{engine.name} is to hand KV to an engine that is known to be of another release"
+            )
+        if engine.forgets or other_release:
             engine.loop.told("kv lost", engine.name, handle[:6])
             self.transport.abort()
             run.end("error", "hand_over")
@@ -321,8 +331,9 @@ class Engine:
     ) -> None:
         self.loop, self.process, self.role, self.fingerprint = loop, process, role, fingerprint
         self.token_s, self.name = token_s, process.host.name
-        self.began_s = loop.now_s
+        self.began_s, self.boots_s = loop.now_s, 0.0
         self.running: dict[SegmentRun, None] = {}
+        self.prompt_tokens, self.statuses, self.kv_version = 0, 0, 2
         self.kept: dict[str, SegmentRun] = {}
         self.burst = 4
         self.slow = 1.0
@@ -348,12 +359,21 @@ class Engine:
     def status(self) -> str:
         state = ("drained" if not self.running else "draining") if self.draining else "ready"
         running = len(self.running)
+        self.statuses += 1
         return (
             f'{{"model":"m","fingerprint":"{self.fingerprint}","role":"{self.role}","state":"{state}",'
             f'"kv":"{self.name}:{KV}","uptime_s":{self.loop.now_s - self.began_s!r},"waiting":0,"running":{running},'
             f'"todo_tokens":0,"context_tokens":{40 * running},"free_blocks":{9000 - running},"total_blocks":9000,'
-            f'"step_mean_s":{self.token_s!r},"links":[],"kv_version":2,"version":"1"}}'
+            f'"step_mean_s":{self.token_s!r},"prompt_tokens":{self.prompt_tokens},"links":[],"kv_version":{self.kv_version},"version":"1"}}'
         )
+
+    def unstick(self) -> None:
+        """What stood still goes on."""
+        self.stuck = False
+        for run in tuple(self.running):
+            halted, run.halted = run.halted, None
+            if halted is not None and self.alive:
+                self.process.run(halted)
 
     def salted(self, body: dict[str, Any]) -> None:
         """Prefixes are shared by salt: one that two tenants have would show one the other's. And a request is not

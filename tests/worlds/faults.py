@@ -8,12 +8,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from potluck.gateway.core import GatewayCore
-from worlds.engines import LIES, Engine
+from worlds.engines import LIES
 from worlds.loop import SIGTERM
 from worlds.virtual import DEAD, Process, lose_power
 
 if TYPE_CHECKING:
     from worlds.world import Fault, World
+
+WIRE = {"flip": "flip", "wire_cut": "cut", "stall": "stall"}
 
 
 def strike(world: World, fault: Fault) -> None:
@@ -50,7 +52,7 @@ def _engine(world: World, fault: Fault, place: int) -> None:
         return
     world.troubled(engine.name, fault.lasts_s)
     kind = fault.kind
-    if kind in ("die", "restart", "other"):
+    if kind in ("die", "restart", "other", "upgrade"):
         engine.process.kill(silent=kind == "die" and fault.amount < 0.3)
         engine.process.host.down = kind == "die" and fault.amount < 0.3
         if world.controller is not None:
@@ -59,7 +61,9 @@ def _engine(world: World, fault: Fault, place: int) -> None:
         wait_s = fault.lasts_s if kind == "die" else fault.lasts_s / 50
 
         def again() -> None:
-            world.start_engine(place, "mixed", fingerprint)
+            engine = world.start_engine(place, "mixed", fingerprint)
+            if kind == "upgrade":
+                engine.kv_version += 1
             if fingerprint != "f":  # somebody puts it right
                 world.loop.call_later(fault.lasts_s - wait_s, _put_right, world, place, context=world.kernel)
 
@@ -69,7 +73,11 @@ def _engine(world: World, fault: Fault, place: int) -> None:
         _undo(world, fault, engine.process.thaw)
     elif kind == "stuck":
         engine.stuck = True
-        _undo(world, fault, lambda: _unstick(engine))
+        _undo(world, fault, engine.unstick)
+    elif kind in WIRE:
+        wire = world.loop.wires[engine.name]
+        setattr(wire, WIRE[kind], 0.003 + 0.3 * fault.amount**3)
+        _undo(world, fault, lambda: setattr(wire, WIRE[kind], 0.0))
     else:
         if kind == "slow":
             engine.slow = 1.5 + 30.0 * fault.amount
@@ -99,21 +107,12 @@ def _put_right(world: World, place: int) -> None:
         world.start_engine(place, "mixed")
 
 
-def _unstick(engine: Engine) -> None:
-    """What stood still goes on."""
-    engine.stuck = False
-    for run in tuple(engine.running):
-        halted, run.halted = run.halted, None
-        if halted is not None and engine.process.state != DEAD:
-            engine.process.run(halted)
-
-
 def _link(world: World, fault: Fault) -> None:
     network, chance = world.loop.network, world.loop.chance
     names = [engine.name for engine in world.engines]
     others = ["gw", *names, *(f"c{n}" for n in range(7))]
     one = names[fault.target % len(names)]
-    other = others[fault.target // 7 % len(others)] if fault.amount < 0.5 else "gw"
+    other = others[fault.target // 7 % len(others)] if fault.amount < 0.5 else world.hub
     if one == other:
         other = "gw"
     if other.startswith("c"):
@@ -127,8 +126,8 @@ def _link(world: World, fault: Fault) -> None:
             link.cut = True
         _undo(world, fault, lambda: [network.heal(link) for link in cut])
     elif fault.kind == "reset":
-        for end in [end for process in world.loop.processes.values() for end in process.sockets]:
-            if (end.link is there or end.link is back) and chance.random() < 0.7:
+        for end in network.ends(there, back):
+            if chance.random() < 0.7:
                 end._reset()
                 end.peer._reset()
     else:
@@ -149,8 +148,12 @@ def _gateway(world: World, fault: Fault) -> None:
     service = world.gateway
     places = [-1] if fault.kind.startswith("brain") or service.workers == 1 else list(range(service.workers))
     place = places[fault.target % len(places)]
-    process = service.processes[place]
-    world.troubled("gw", fault.lasts_s if "freeze" in fault.kind else 0.0)
+    process = service.processes.get(place)
+    if process is None:  # real ones take a moment
+        return
+    struck = fault.kind.partition("_")[0]
+    where = {"brain": "brain", "worker": f"worker {place}"}.get(struck, "gw") if service.workers > 1 else "gw"
+    world.troubled(where, fault.lasts_s if "freeze" in fault.kind else 0.0)
     if fault.kind == "term":
         if service.ending or any(item.state != "runs" for item in service.processes.values()):
             return
@@ -177,7 +180,9 @@ def _order(world: World, fault: Fault) -> None:
         return
     endpoint = endpoints[fault.target % len(endpoints)]
     process = Process(world.loop, "operator", world.loop.network.host("op"))
-    world.troubled(endpoint.address.host, 30.0 + fault.lasts_s)
+    for other in endpoints:  # The replicas of a copy go together.
+        if other is endpoint or (other.unit and other.unit == endpoint.unit):
+            world.troubled(other.address.host, 30.0 + fault.lasts_s)
 
     async def ask(path: str) -> None:
         body = json.dumps({"replica": endpoint.replica}).encode()
@@ -191,9 +196,12 @@ def _order(world: World, fault: Fault) -> None:
             if answer[9:12] == b"500":
                 world.breaks(f"an operator's {path} was answered 500")
 
-    process.run(world.loop.create_task, ask(fault.kind))
+    def order(path: str) -> None:
+        process.remains.append(process.run(world.loop.create_task, ask(path)))
+
+    order(fault.kind)
     if fault.kind == "cordon":
-        _undo(world, fault, lambda: process.run(world.loop.create_task, ask("uncordon")))
+        _undo(world, fault, lambda: order("uncordon"))
 
 
 def _controller(world: World, fault: Fault) -> None:
@@ -213,6 +221,8 @@ def _controller(world: World, fault: Fault) -> None:
             service.start()
     elif fault.kind == "ctl_second" and len(living) < 3:
         service.start()
+    elif fault.kind == "ctl_older":
+        service.older()
     elif fault.kind == "spawn_fails":
         service.machine.fails_until_s = world.loop.now_s + fault.lasts_s
         for place in range(len(world.engines)):

@@ -18,9 +18,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from worlds import virtual
-from worlds.virtual import DEAD, FROZEN, PROCESS, Host, Process
+from worlds.virtual import DEAD, FROZEN, PROCESS, RUNS, Host, Process
 
 Address = tuple[str, int]
 KERNEL = contextvars.Context()
@@ -46,7 +47,7 @@ class Link:
 class Socket(asyncio.Transport):
     __slots__ = (
         "address", "arrives_s", "buffer", "buffered", "closing", "ended", "fin", "flight", "full", "gone", "high",
-        "inbox", "late_s", "link", "low", "network", "peer", "process", "protocol", "reading", "segment", "segment_s",
+        "inbox", "late_s", "link", "low", "network", "peer", "process", "protocol", "reading", "segment", "segment_s"
     )  # fmt: skip
 
     peer: Socket
@@ -145,11 +146,10 @@ class Socket(asyncio.Transport):
             self.segment.append(data)
             return
         self.segment, self.segment_s = [data], loop.now_s
-        due_s = (
-            loop.now_s + link.latency_s + link.jitter_s * loop.chance.random() + len(data) / link.bytes_per_s
-        )
-        self.arrives_s = due_s = max(due_s, self.arrives_s + ORDER_S)
-        loop.call_at(due_s, self.peer._arrived, self.segment, context=self.peer.process.context)
+        wait_s = link.latency_s + link.jitter_s * loop.chance.random() + len(data) / link.bytes_per_s
+        due_s, least_s = loop.now_s + wait_s, self.arrives_s + ORDER_S
+        self.arrives_s = due_s = due_s if due_s > least_s else least_s
+        loop.call_at(due_s, self.peer._arrived, self.segment, context=KERNEL)
 
     def _pump(self) -> None:
         while self.buffer and self.flight < WINDOW_BYTES and not self.gone:
@@ -187,12 +187,12 @@ class Socket(asyncio.Transport):
             self.gone = True
             if silent:  # the other side learns it from its keep-alive
                 wait_s = self.network.loop.chance.uniform(3.0, 15.0)
-                self.network.loop.call_later(wait_s, self.peer._reset, context=KERNEL)
+                self.network.loop.call_later(wait_s, self.peer._unheard, wait_s, context=KERNEL)
             else:
                 self._send(self.peer._reset if self.inbox or self.buffered else self.peer._finished)
         self.process.sockets.pop(self, None)
 
-    # What comes from the other side, `_arrived` in the process's own context.
+    # What comes from the other side. The kernel keeps it in order, also for a process that is frozen.
 
     def _cut_off(self, what: Callable[..., None], *given: Any) -> bool:
         link, loop = self.peer.link, self.network.loop
@@ -200,9 +200,7 @@ class Socket(asyncio.Transport):
             link.held.append((what, self, given))
         elif loop.now_s < self.late_s:
             self.late_s += ORDER_S
-            loop.call_at(
-                self.late_s, self.again, what, given, context=self.process.context if given else KERNEL
-            )
+            loop.call_at(self.late_s, self.again, what, given, context=KERNEL)
         return link.cut or loop.now_s < self.late_s
 
     def again(self, what: Callable[..., None], given: tuple[Any, ...]) -> None:
@@ -211,17 +209,18 @@ class Socket(asyncio.Transport):
         self.late_s = late_s
 
     def _arrived(self, segment: list[bytes]) -> None:
-        if self._cut_off(self._arrived, segment) or self.process.host.down:
+        loop = self.network.loop
+        if self.peer.link.cut or loop.now_s < self.late_s or self.process.host.down:
+            self._cut_off(self._arrived, segment)
             return
-        data = b"".join(segment)
+        data = segment[0] if len(segment) == 1 else b"".join(segment)
         if self.gone:
             self.peer.flight -= len(data)
             self._send(self.peer._reset)
             return
-        loop = self.network.loop
         loop.digest = zlib.crc32(data, loop.digest)
         self.inbox.append(data)
-        self._read()
+        loop.call_soon(self._read, context=self.process.context)
 
     def _read(self) -> None:
         loop, peer = self.network.loop, self.peer
@@ -252,6 +251,12 @@ class Socket(asyncio.Transport):
         if self.protocol is not None and not self.protocol.eof_received():
             self.close()
 
+    def _unheard(self, again_s: float) -> None:
+        """Its keep-alive is answered with a reset, as soon as one comes through."""
+        if self.peer.link.cut:
+            self.network.loop.call_later(again_s, self._unheard, again_s, context=KERNEL)
+        self._reset()
+
     def _reset(self) -> None:
         """One that a cut link swallows is not sent again: this side stays half open."""
         if self.peer.link.cut or self.gone or self.process.host.down:
@@ -268,7 +273,8 @@ class ListeningSocket:
 
     def __init__(self, address: Address) -> None:
         self.address = address
-        self.waiting: list[Callable[[Listener], None]] = []
+        self.waiting: list[tuple[Callable[[Listener], None], asyncio.Future[Socket]]] = []
+        self.open = True
 
     def getsockname(self) -> Address:
         return self.address
@@ -281,7 +287,12 @@ class ListeningSocket:
 
     def close(self) -> None: ...
 
-    def shutdown(self, how: int) -> None: ...
+    def shutdown(self, how: int) -> None:
+        """Whoever holds it too: nobody comes in any more."""
+        self.open = False
+        waiting, self.waiting = self.waiting, []
+        for _, made in waiting:
+            _refuse(made, ConnectionResetError(*RESET))
 
     def setblocking(self, flag: bool) -> None: ...
 
@@ -295,7 +306,7 @@ class Listener(asyncio.AbstractServer):
         network.listeners.setdefault(at.address, []).append(self)
         process.listeners[self] = None
         waiting, at.waiting = at.waiting, []
-        for accept in waiting:
+        for accept, _ in waiting:
             accept(self)
 
     def close(self) -> None:
@@ -334,15 +345,18 @@ class Network:
             link = self._links[source, target] = Link(model.latency_s, model.jitter_s, model.bytes_per_s)
         return link
 
+    def ends(self, *links: Link) -> list[Socket]:
+        every = (end for process in self.loop.processes.values() for end in process.sockets)
+        return [end for end in every if any(end.link is link for link in links)]
+
     def heal(self, link: Link) -> None:
         link.cut = False
         held, link.held = link.held, []
         wait_s = self.loop.chance.uniform(0.0, 0.4)  # Until the sender tries again.
         for what, end, given in held:
             wait_s += ORDER_S
-            context = end.process.context if given else KERNEL
             end.late_s = self.loop.now_s + wait_s
-            self.loop.call_at(end.late_s, end.again, what, given, context=context)
+            self.loop.call_at(end.late_s, end.again, what, given, context=KERNEL)
 
     def connect(
         self, process: Process, address: Address, made: asyncio.Future[Socket], tries: int = SYNS
@@ -368,8 +382,8 @@ class Network:
             listeners = self.listeners.get(address)
             if listeners:
                 accept(loop.chance.choice(listeners))
-            elif address in self.held:
-                self.held[address].waiting.append(accept)
+            elif address in self.held and self.held[address].open:
+                self.held[address].waiting.append((accept, made))
             else:
                 error = ConnectionRefusedError(111, "Connection refused")
                 loop.call_later(back.latency_s, _refuse, made, error, context=KERNEL)
@@ -398,12 +412,31 @@ def _refuse(made: asyncio.Future[Socket], error: Exception) -> None:
         made.set_exception(error)
 
 
+class Call:
+    """In place of asyncio's handles, which cost more than what most of them call."""
+
+    __slots__ = ("args", "callback", "cancelled_", "context")
+
+    def __init__(self, callback: Any, args: tuple[Any, ...], context: contextvars.Context) -> None:
+        self.callback, self.args, self.context = callback, args, context
+        self.cancelled_ = False
+
+    def cancel(self) -> None:
+        self.cancelled_ = True
+        self.callback = None
+        self.args = ()
+
+    def cancelled(self) -> bool:
+        return self.cancelled_
+
+
 class WorldLoop(asyncio.BaseEventLoop):
     def __init__(self, seed: int | str) -> None:
         super().__init__()
         self.now_s = 0.0
         self.chance = random.Random(f"{seed}")
         self.processes: dict[int, Process] = {}
+        self.tasks: WeakKeyDictionary[asyncio.Task[Any], Process | None] = WeakKeyDictionary()
         self.network = Network(self)
         self.handles = 0
         self.digest = 0
@@ -411,8 +444,10 @@ class WorldLoop(asyncio.BaseEventLoop):
         self.broken: list[str] = []
         self.sent: dict[str, int] = {}  # By request, segments at engines,
         self.refused: dict[str, int] = {}  # and how often it was refused for lack of room.
+        self.switches = self.preempts = 0.0  # How likely a thread loses its turn where it may, or anywhere.
+        self.wires: dict[str, Any] = {}  # What befalls bytes that reach a host's blocking sockets.
         self._clock_resolution = 0.0
-        self._cancelled = self._order = 0
+        self._order = 0
 
     def time(self) -> float:
         return self.now_s
@@ -421,49 +456,60 @@ class WorldLoop(asyncio.BaseEventLoop):
         self.story.append((self.now_s, kind, who, what))
         self.digest = zlib.crc32(f"{self.now_s!r} {kind} {who} {what}".encode(), self.digest)
 
-    def again(self, handles: Iterable[Any]) -> None:
-        self._ready.extend(handles)
+    def again(self, calls: Iterable[Call]) -> None:
+        self._ready.extend(calls)
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+    def create_task(self, coro: Any, **more: Any) -> Any:
+        task = super().create_task(coro, **more)
+        self.tasks[task] = PROCESS.get()
+        return task
+
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
+        call = Call(callback, args, contextvars.copy_context() if context is None else context)
+        self._ready.append(call)
+        return call
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Any:
+        return self.call_at(self.now_s + delay, callback, *args, context=context)
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
         """Timers of one instant keep their order."""
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
-        timer._scheduled = True
+        call = Call(callback, args, contextvars.copy_context() if context is None else context)
         self._order += 1
-        heapq.heappush(self._scheduled, (when, self._order, timer))
-        return timer
+        heapq.heappush(self._scheduled, (when, self._order, call))
+        return call
 
-    def _run_once(self) -> None:
-        ready, scheduled = self._ready, self._scheduled
-        while scheduled and scheduled[0][2]._cancelled:
-            heapq.heappop(scheduled)
-        if not ready:
-            if not scheduled:
-                raise RuntimeError("nothing will ever happen again")
-            self.now_s = max(self.now_s, scheduled[0][0])
-        now_s = self.now_s
-        while scheduled and scheduled[0][0] <= now_s:
-            handle = heapq.heappop(scheduled)[2]
-            if not handle._cancelled:
-                ready.append(handle)
-        for _ in range(len(ready)):
-            if not ready:  # a call that blocks ran them meanwhile (`pump`)
-                break
-            handle = ready.popleft()
-            if handle._cancelled:
-                continue
-            process = handle._context.get(PROCESS)
-            if process is not None and process.state != virtual.RUNS:
-                (process.held if process.state == FROZEN else process.remains).append(handle)
-                continue
-            self.handles += 1
-            handle._run()
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        self._cancelled += 1
-        if self._cancelled > 512 and self._cancelled * 2 > len(self._scheduled):
-            self._scheduled[:] = [kept for kept in self._scheduled if not kept[2]._cancelled]
-            heapq.heapify(self._scheduled)
-            self._cancelled = 0
+    def _run_once(self, until_s: float = 0.0) -> None:
+        """And on until a time is reached."""
+        ready, scheduled, popped, which = self._ready, self._scheduled, heapq.heappop, PROCESS
+        now_s = -1.0
+        while now_s < until_s:
+            if not ready:
+                while scheduled and scheduled[0][2].cancelled_:
+                    popped(scheduled)
+                if not scheduled:
+                    raise RuntimeError("nothing will ever happen again")
+                if scheduled[0][0] > self.now_s:
+                    self.now_s = scheduled[0][0]
+            now_s = self.now_s
+            while scheduled and scheduled[0][0] <= now_s:
+                ready.append(popped(scheduled)[2])
+            for _ in range(len(ready)):
+                if not ready:  # a call that blocks ran them meanwhile (`pump`)
+                    break
+                call = ready.popleft()
+                if call.cancelled_:
+                    continue
+                context = call.context
+                process = context.get(which)
+                if process is not None and process.state != RUNS:
+                    (process.held if process.state == FROZEN else process.remains).append(call)
+                    continue
+                self.handles += 1
+                try:
+                    context.run(call.callback, *call.args)
+                except Exception as error:
+                    self.call_exception_handler({"message": f"{call.callback} failed", "exception": error})
 
     def pump(self, future: asyncio.Future[Any], process: Process) -> Any:
         """Let the world go on under a call that blocks, until its answer is there."""
@@ -479,7 +525,7 @@ class WorldLoop(asyncio.BaseEventLoop):
 
     def _process_events(self, events: object) -> None: ...
 
-    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:
         return self.call_soon(callback, *args, context=context)
 
     def run_in_executor(self, executor: object, func: Callable[..., Any], *args: Any) -> Any:

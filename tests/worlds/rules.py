@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from collections import Counter, deque
+from functools import partial
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
 
 from potluck.gateway.core import GatewayCore
 from potluck.gateway.workers.worker import Worker
@@ -11,6 +15,15 @@ from worlds.clients import text_of
 if TYPE_CHECKING:
     from worlds.clients import Outcome
     from worlds.world import World
+
+WATCH = "HealthChecker._watch"
+LASTING = {"serve", "work", "_flush", WATCH}  # Tasks that a gateway's processes always have.
+HISTORIES = {
+    *("Dispatcher._ended", "Requests._ended", "Waterfall._ended", "Waterfall._rows"),
+    *("Counters._ended", "WorkerMeter._ended", "PageHistory._noted"),
+    *("WaitingRequests._expiries", "Hedging._due"),
+}
+"""Where requests that have ended are still named, each with a limit of its own."""
 
 
 def outcome(world: World, seen: Outcome) -> None:
@@ -42,12 +55,15 @@ def felt(world: World, where: str, seen: Outcome) -> int:
 
 def excused(world: World, seen: Outcome) -> bool:
     ask = seen.ask
-    if felt(world, "gw", seen) or felt(world, f"c{ask.number % 7}-gw", seen):
+    if any(felt(world, where, seen) for where in ("gw", seen.server, f"c{ask.number % 7}-gw")):
         return True
-    if seen.status == 401:
-        return False
-    if seen.status == 0 and ask.how == "twins" and world.faults["disk_full"]:
-        return True  # what it followed could not be kept
+    if seen.status == 401:  # its key may have been rotated twice while it sent
+        return ask.how == "trickles" and world.faults["keys"] > 1
+    if felt(world, "brain", seen) and seen.status in (502, 503, 504, 599):
+        return True  # workers go on without it: nobody's connection is cut
+    if seen.status == 0 and ask.how == "twins":  # what it followed could not be kept, or died with its worker
+        workers = range(world.scenario.workers)
+        return world.faults["disk_full"] > 0 or any(felt(world, f"worker {n}", seen) for n in workers)
     if seen.status == 429:
         return ask.key == 0 and seen.code == "rate_limit_exceeded" and world.limited
     if seen.status == 408 or (seen.status == 0 and ask.how in ("stalls", "trickles")):
@@ -76,6 +92,7 @@ def at_the_end(world: World) -> None:
     _usage(world)
     if world.check_log:
         _replays(world)
+        _forgets(world)
 
 
 def left_over(world: World) -> str:
@@ -87,6 +104,14 @@ def left_over(world: World) -> str:
         left = {name: count for name, count in worker.dispatcher.sizes().items() if count}
         if left or worker.handler.open or len(worker.port):
             return f"a worker still has {left}, {worker.handler.open} open, {len(worker.port)} connections"
+    for process in world.gateway.processes.values():
+        tasks = Counter(
+            task.get_coro().__qualname__  # type: ignore[union-attr]
+            for task, owner in world.loop.tasks.items()
+            if owner is process and not task.done()
+        )
+        if tasks.keys() - LASTING or tasks[WATCH] > len(world.engines):
+            return f"{process.name} still has tasks: {dict(tasks)}"
     for engine in world.engines:
         if engine.alive and engine.running:
             return f"{engine.name} still runs {len(engine.running)} segments"
@@ -151,3 +176,49 @@ def _replays(world: World) -> None:
         result = replay(lines, Brain)
     if result.difference:
         world.breaks(f"the log replays differently: {result.difference}")
+
+
+def _forgets(world: World) -> None:
+    """No object of the product names a request, but for histories with a limit."""
+    words = {*world.loop.sent, *(seen.word for seen in world.outcomes if seen.word)}
+    if words:
+        names = "|".join(map(re.escape, words))
+        held = _named((*world.gateway.made(GatewayCore), *world.gateway.made(Worker)), names)
+        if left := held.keys() - HISTORIES:
+            where = min(left)
+            world.breaks(f"all requests have ended, and {where} still names {held[where]} times one of them")
+
+
+def _named(roots: tuple[object, ...], names: str) -> Counter[str]:
+    """By class and attribute, how often requests are named in what can be reached from there."""
+    found, seen = Counter[str](), set[int]()
+    patterns = re.compile(names), re.compile(names.encode())
+    todo: list[tuple[Any, str]] = [(root, "") for root in roots]
+    while todo:
+        item, where = todo.pop()
+        if isinstance(item, (str, bytes, bytearray)):
+            found[where] += patterns[not isinstance(item, str)].search(item) is not None
+        elif id(item) not in seen:
+            seen.add(id(item))
+            todo += _parts(item, where)
+    return +found
+
+
+def _parts(item: Any, where: str) -> list[tuple[Any, str]]:
+    if isinstance(item, dict):
+        return [(part, where) for pair in item.items() for part in pair]
+    if isinstance(item, (list, tuple, set, frozenset, deque)):
+        return [(part, where) for part in item]
+    if isinstance(item, MethodType):
+        return [(item.__self__, where)]
+    if isinstance(item, partial):
+        return [(item.func, where), (item.args, where), (item.keywords, where)]
+    if isinstance(item, FunctionType):
+        return [(cell.cell_contents, where) for cell in item.__closure__ or ()]
+    kind = type(item)
+    if not kind.__module__.startswith("potluck."):
+        return []
+    slots = {name for base in kind.__mro__ for name in getattr(base, "__slots__", ()) if hasattr(item, name)}
+    return [
+        (getattr(item, name), f"{kind.__name__}.{name}") for name in slots | {*getattr(item, "__dict__", ())}
+    ]

@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from worlds.transport import Transport
 from worlds.world import Scenario, World, card, resolved_of, scenario_of
 
 LONGEST_CPU_S = 60
+SHIPPED = 2  # A seed with engines that ship.
 
 
 @dataclass
@@ -28,13 +30,18 @@ class Result:
     cpu_s: float = 0.0
     faults: dict[str, int] = field(default_factory=dict)
     requests: int = 0
+    answers: dict[str, bool] = field(default_factory=dict)  # By request, whether its last try was answered.
     lines: dict[str, list[int]] = field(default_factory=dict)
 
 
-def play(scenario: Scenario, lines: Callable[[], dict[str, list[int]]] | None = None) -> Result:
+def made(scenario: Any, check_log: bool) -> Any:
+    return World(scenario, check_log) if isinstance(scenario, Scenario) else Transport(scenario)
+
+
+def play(scenario: Any, lines: Callable[[], dict[str, list[int]]] | None = None) -> Result:
     """In this process, which should end afterwards: a killed process's remains are still in it."""
     began_s = time.process_time()
-    world = World(scenario, check_log=scenario.seed % 4 == 0)
+    world = made(scenario, check_log=scenario.seed % 4 == 0)
     try:
         world.run()
     except Exception as error:
@@ -50,11 +57,16 @@ def play(scenario: Scenario, lines: Callable[[], dict[str, list[int]]] | None = 
         time.process_time() - began_s,
         dict(world.faults),
         len(world.outcomes),
+        answers(world),
         {} if lines is None else lines(),
     )
 
 
-def apart(scenario: Scenario, before: Callable[[], Any] | None = None) -> Result:
+def answers(world: Any) -> dict[str, bool]:
+    return {f"{seen.ask.number}": seen.status == 200 for seen in world.outcomes if seen.ask.number < 1000}
+
+
+def apart(scenario: Any, before: Callable[[], Any] | None = None) -> Result:
     """In a fork of this process."""
     reads, writes = os.pipe()
     pid = os.fork()
@@ -80,7 +92,8 @@ def apart(scenario: Scenario, before: Callable[[], Any] | None = None) -> Result
 
 def warm() -> None:
     """What every world needs is made once, before any process is forked."""
-    World(replace(scenario_of(1), faults=(), controlled=True)).run()
+    for seed in (1, SHIPPED):
+        World(replace(scenario_of(seed), faults=(), controlled=seed == 1)).run()
     card()
     for mixed in (1, 2, 3, 4, 6, 20):
         for combos in range(3):
@@ -90,19 +103,21 @@ def warm() -> None:
     gc.disable()
 
 
-def found(bug: Callable[[], None], first: int, most: int) -> tuple[int, Result] | None:
+def found(
+    bug: Callable[[], None], first: int, most: int, draw: Callable[[int], Any] = scenario_of
+) -> tuple[int, Result] | None:
     """How many seeds it takes until a rule finds a bug that was put in, and what is broken then."""
     for count in range(1, most + 1):
-        result = apart(scenario_of(first + count - 1), bug)
+        result = apart(draw(first + count - 1), bug)
         if result.broken:
             return count, result
     return None
 
 
-def shorter(scenario: Scenario, rule: str) -> Scenario:
+def shorter(scenario: Any, rule: str) -> Any:
     """The same failure with fewer faults and fewer requests, as far as leaving some out keeps it."""
 
-    def fails(tried: Scenario) -> bool:
+    def fails(tried: Any) -> bool:
         return any(_gist(line) == _gist(rule) for line in apart(tried).broken)
 
     for name in ("faults", "asks"):

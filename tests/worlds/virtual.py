@@ -61,6 +61,7 @@ class Process:
         self.listeners: dict[Listener, None] = {}
         self.signals: dict[int, Callable[[], None]] = {}
         self.remains: list[object] = []  # What nobody may collect: its `finally` would run.
+        self.threads: dict[Any, None] = {}
         loop.processes[self.pid] = self
 
     def run(self, what: Callable[..., Any], *given: Any) -> Any:

@@ -13,7 +13,7 @@ import sqlite3
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,12 @@ from potluck.gateway.workers.supervisor import BrainProcessContext
 from potluck.gateway.workers.worker import Worker, WorkerContext
 from potluck.runtime import brain_log
 from potluck.runtime.resolved_plan import ResolvedPlan
-from worlds import faults, rules, virtual
+from worlds import faults, mock, rules, virtual
 from worlds.clients import LETTERS, Ask, Client, Outcome
 from worlds.control import ControllerService
 from worlds.engines import END, Engine
 from worlds.loop import UNIX, ListeningSocket, WorldLoop
+from worlds.sockets import Wire
 from worlds.virtual import DEAD, InlineExecutor, InlineThread, Process
 
 NODE = nodes.canonical("1xA10")
@@ -64,10 +65,12 @@ LEFT_S = 100.0  # From the last answer until nothing is left: a connection may i
 READ_S = 2.5  # In which a file of keys that was changed is read.
 ADMIN_KEY = "operators"
 
-openai_handler.ThreadPoolExecutor = InlineExecutor  # type: ignore[misc, assignment]
-brain_log.threading = type("threading", (), {"Thread": InlineThread})  # type: ignore[assignment]
-gateway_serve.calm = worker_process.calm = lambda: None
-gateway_serve.allow_open_files = worker_process.allow_open_files = lambda: None
+
+def without_threads() -> None:
+    openai_handler.ThreadPoolExecutor = InlineExecutor  # type: ignore[misc, assignment]
+    brain_log.threading = type("threading", (), {"Thread": InlineThread})  # type: ignore[assignment]
+    gateway_serve.calm = worker_process.calm = lambda: None
+    gateway_serve.allow_open_files = worker_process.allow_open_files = lambda: None
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class Scenario:
     asks: tuple[Ask, ...]
     faults: tuple[Fault, ...]
     controlled: bool = False
+    shipped: bool = False  # Engines are the mock that ships, with its KV transport.
 
     @property
     def trouble_ends_s(self) -> float:
@@ -100,32 +104,25 @@ class Scenario:
 
 
 ENGINE_FAULTS = (
-    "die",
-    "restart",
-    "other",
-    "freeze",
-    "stuck",
-    "mute",
-    "slow",
-    "lie",
-    "refuse",
-    "forget",
-    "wrong_kv",
-)
+    "die", "restart", "other", "freeze", "stuck", "mute", "slow", "lie", "refuse", "forget", "wrong_kv",
+)  # fmt: skip
 LINK_FAULTS = ("cut", "half_cut", "thin", "delay", "reset")
+WIRE_FAULTS = ("flip", "wire_cut", "stall")  # Of KV on its way to an engine that ships.
+KV_FAULTS = (*WIRE_FAULTS, "forget", "wrong_kv")
 GATEWAY_FAULTS = ("brain_kill", "brain_freeze", "worker_kill", "worker_freeze", "power", "term")
 OTHER_FAULTS = ("keys", "disk_full", "clock", "limits")
 CONTROLLER_FAULTS = ("ctl_kill", "ctl_fuse", "ctl_freeze", "ctl_second", "spawn_fails")
+UPGRADES = ("upgrade", "ctl_older")  # Of an engine, and a controller of the release before.
 ORDERS = ("drain", "kill", "cordon")  # Of operators, where a controller puts others in their place.
 
 
-def scenario_of(seed: int, mixed: int = 0, asks: int = 0) -> Scenario:
+def scenario_of(seed: int, shipped: bool = True) -> Scenario:
     chance = random.Random(f"scenario {seed}")
     large = chance.random() < 0.02
-    mixed = mixed or (20 if large else chance.choice((1, 2, 2, 3, 4, 6)))
+    mixed = 20 if large else chance.choice((1, 2, 2, 3, 4, 6))
     combos = chance.choice((0, 0, 1, 2))
     span_s = chance.uniform(3.0, 15.0)
-    count = asks or (60 if large else chance.randint(3, 14))
+    count = 60 if large else chance.randint(3, 14)
     if chance.random() < 0.1:  # all at once
         span_s = 0.6
     controlled = chance.random() < 0.25
@@ -143,7 +140,7 @@ def scenario_of(seed: int, mixed: int = 0, asks: int = 0) -> Scenario:
         )
         for _ in range(chance.choice((0, 1, 2, 3, 5, 8)))
     )
-    return Scenario(
+    scenario = Scenario(
         seed,
         mixed,
         combos,
@@ -154,9 +151,53 @@ def scenario_of(seed: int, mixed: int = 0, asks: int = 0) -> Scenario:
         Policy(hedge=chance.choice((0.0, 0.0, 3.0)), affinity=chance.choice((0.0, 1.0))),
         chance.choice(((), (), (("concurrent", 2),), (("requests_per_min", 2),))),
         tuple(_ask(chance, number, span_s) for number in range(count)),
-        tuple(sorted(faults, key=lambda fault: fault.at_s)),
+        tuple(sorted((*faults, *_upgrades(seed, span_s, controlled)), key=lambda fault: fault.at_s)),
         controlled,
     )
+    return _shipped(scenario, span_s) if shipped and not large else scenario
+
+
+def _shipped(scenario: Scenario, span_s: float) -> Scenario:
+    """One world in three has engines that ship, most of them pairs; drawn apart, so that others stay as they are."""
+    chance = random.Random(f"engines {scenario.seed}")
+    if chance.random() > 1 / 3:
+        return scenario
+    mixed, combos = min(scenario.mixed, 2), scenario.combos or chance.choice((0, 1, 1))
+    struck = range(mixed, mixed + 2 * combos) if combos else range(mixed)
+    draw = chance.choice
+    more = [
+        Fault(
+            chance.uniform(0.5, span_s),
+            draw(KV_FAULTS),
+            draw(struck),
+            draw((0.5, 3.0, 10.0)),
+            chance.random(),
+        )
+        for _ in range(draw((0, 1, 2, 4)))
+    ]
+    return replace(
+        scenario,
+        mixed=mixed,
+        combos=combos,
+        asks=tuple(replace(ask, shipped=True) for ask in scenario.asks),
+        faults=tuple(sorted((*scenario.faults, *more), key=lambda fault: fault.at_s)),
+        shipped=True,
+    )
+
+
+def _upgrades(seed: int, span_s: float, controlled: bool) -> list[Fault]:
+    """Drawn apart: whatever else a seed has stays as it is."""
+    chance = random.Random(f"upgrade {seed}")
+    count = chance.choice((1, 2, 3)) if chance.random() < 0.08 else 0
+    return [
+        Fault(
+            chance.uniform(0.5, span_s),
+            UPGRADES[controlled],
+            chance.randrange(1000),
+            chance.uniform(0.2, 3.0),
+        )
+        for _ in range(count)
+    ]
 
 
 def _ask(chance: random.Random, number: int, span_s: float) -> Ask:
@@ -200,17 +241,8 @@ def resolved_of(mixed: int, combos: int) -> ResolvedPlan:
         if count:
             deployments.append(Deployment(kind, "near", count))
     shares = tuple(PlannedShare(item.template, "near", 0, "closed", 5.0 * item.count) for item in deployments)
-    plan = Plan(
-        "test",
-        tuple(templates),
-        tuple(deployments),
-        (LengthBucket("m", 0, 8192, 10.0),),
-        shares,
-        (),
-        (),
-        1.0,
-        0.0,
-    )
+    buckets = (LengthBucket("m", 0, 8192, 10.0),)
+    plan = Plan("test", tuple(templates), tuple(deployments), buckets, shares, (), (), 1.0, 0.0)
     region = Region("near", (NodeOffer(NODE, 1.0, 100),))
     return ResolvedPlan(
         plan, {"m": LLAMA}, {NODE: nodes.node_type(NODE)}, (region,), (), {}, {"m": (60.0, 30.0)}
@@ -258,6 +290,20 @@ class Keys:
         os.replace(fresh, self._path)
 
 
+def settings_of(home: Path, places: ListenAddresses, controlled: bool = False) -> GatewaySettings:
+    folder = home / "gw"
+    return GatewaySettings(
+        places,
+        engines=None if controlled else folder / "engines.yaml",
+        keys=home / "keys.jsonl",
+        usage=folder / "usage.jsonl",
+        log=folder / "brain.log",
+        admin_key=ADMIN_KEY,
+        secret=b"s" * 32,
+        state=folder / "state",
+    )
+
+
 class GatewayService:
     """What a supervisor has: sockets and a folder that outlive the processes, which it starts again."""
 
@@ -270,17 +316,8 @@ class GatewayService:
         scenario = world.scenario
         self.workers = scenario.workers
         places = ListenAddresses(*CLIENTS, *OPERATORS, workers=self.workers)
+        self.settings = settings_of(world.folder, places, scenario.controlled)
         self.usage, self.log = folder / "usage.jsonl", folder / "brain.log"
-        self.settings = GatewaySettings(
-            places,
-            engines=None if scenario.controlled else folder / "engines.yaml",
-            keys=world.keys_path,
-            usage=self.usage,
-            log=self.log,
-            admin_key=ADMIN_KEY,
-            secret=b"s" * 32,
-            state=folder / "state",
-        )
         self.resolved = resolved_of(scenario.mixed, scenario.combos)
         self.context = WorkerContext(self.settings, scenario.policy, (card,))
         self.brain_socket = ListeningSocket((UNIX, str(self.home / worker_process.BRAIN)))  # type: ignore[arg-type]
@@ -293,6 +330,8 @@ class GatewayService:
         self.ready = self.ending = False  # Ending: it was told to, and is started anew when all have.
 
     def start(self) -> None:
+        for item in (self.operators, *self.clients):
+            item.open = True
         self.start_brain()
         for place in range(self.workers if self.workers > 1 else 0):
             self.start_worker(place)
@@ -403,11 +442,14 @@ class Trouble:
 
 
 class World:
-    engine_faults, link_faults, gateway_faults = ENGINE_FAULTS, LINK_FAULTS, GATEWAY_FAULTS
-    controller_faults, orders = CONTROLLER_FAULTS, ORDERS
+    engine_faults = (*ENGINE_FAULTS, *WIRE_FAULTS, "upgrade")
+    link_faults, gateway_faults = LINK_FAULTS, GATEWAY_FAULTS
+    controller_faults, orders = (*CONTROLLER_FAULTS, "ctl_older"), ORDERS
     controller: ControllerService | None = None
+    hub = "gw"
 
     def __init__(self, scenario: Scenario, check_log: bool = False) -> None:
+        without_threads()
         self.scenario, self.check_log = scenario, check_log
         self.loop = WorldLoop(scenario.seed)
         self.kernel = virtual.contextvars.Context()
@@ -426,6 +468,9 @@ class World:
         self.engines: list[Engine] = []
         self.keys_path = self.folder / "keys.jsonl"
         self.keys = Keys(self.keys_path, scenario.limits)
+        if scenario.shipped:
+            mock.install()
+        self.loop.switches = (0.0, 0.05, 0.3)[scenario.seed % 3]
         network = self.loop.network
         network.pieces, network.far.latency_s = scenario.pieces, scenario.latency_s
         network.far.jitter_s = scenario.latency_s
@@ -447,6 +492,15 @@ class World:
         names = [
             kept["POTLUCK_INSTANCE"] for engine, kept in service.machine.running.values() if engine.alive
         ]
+        well = [
+            engine
+            for engine, _ in service.machine.running.values()
+            if engine.alive
+            and not engine.draining
+            and not any(trouble.where == engine.name for trouble in self.troubles)
+        ]
+        if len(well) >= self.scenario.mixed + 2 * self.scenario.combos:
+            self.breaks(f"{process.name} starts an engine beside {len(well)}, more than the plan pays for")
         if marks["POTLUCK_INSTANCE"] in names:
             self.breaks(f"{marks['POTLUCK_INSTANCE']} is started twice")
 
@@ -455,8 +509,11 @@ class World:
             self.broken.append(line)
             self.loop.told("BROKEN", "", line)
 
-    def door(self, chance: random.Random) -> tuple[str, int]:
+    def door(self, ask: Ask) -> tuple[str, int]:
         return CLIENTS
+
+    def served_by(self, transport: Any) -> str:
+        return str(transport.peer.process.name)
 
     def troubled(self, where: str, lasts_s: float) -> None:
         self.troubles.append(Trouble(where, self.loop.now_s, self.loop.now_s + lasts_s + MARGIN_S))
@@ -472,9 +529,11 @@ class World:
 
     def start_engine(self, place: int, role: str, fingerprint: str = "f") -> Engine:
         host = self.loop.network.host(f"e{place}")
+        self.loop.wires.setdefault(host.name, Wire())
         host.down = False
         process = Process(self.loop, f"engine {place}", host)
-        engine = Engine(self.loop, process, role, fingerprint, self.scenario.token_s)
+        given = self.loop, process, role, fingerprint, self.scenario.token_s
+        engine = mock.MockEngine(*given) if self.scenario.shipped else Engine(*given)
         if place < len(self.engines):
             self.engines[place] = engine
         else:
@@ -499,20 +558,38 @@ class World:
         if scenario.controlled:
             self.controller = ControllerService(self)
             self.controller.start()
-        entries = []
-        for place in range(0 if scenario.controlled else scenario.mixed + 2 * scenario.combos):
-            index = max(0, place - scenario.mixed) % 2
-            template = "homogeneous" if place < scenario.mixed else "combo"
-            engine = self.start_engine(place, "mixed")
-            entries.append(f"- {{url: '{engine.url}', template: {template}, index: {index}, region: near}}")
-        (self.gateway.host.folder / "engines.yaml").write_text("engines:\n" + "\n".join(entries))  # type: ignore[operator]
+        else:
+            for place in range(scenario.mixed + 2 * scenario.combos):
+                self.start_engine(place, "mixed")
+            self._list_engines()
         self.gateway.start()
-        for ask in scenario.asks:
+        self._schedule(self.begin_s)
+
+    def _list_engines(self) -> None:
+        mixed, lines = self.scenario.mixed, ["engines:"]
+        for place, engine in enumerate(self.engines):
+            template, index = ("homogeneous", 0) if place < mixed else ("combo", (place - mixed) % 2)
+            lines.append(f"- {{url: '{engine.url}', template: {template}, index: {index}, region: near}}")
+        (self.folder / "gw" / "engines.yaml").write_text("\n".join(lines))
+
+    def _schedule(self, begin_s: float) -> None:
+        for ask in self.scenario.asks:
             client = Client(self, ask)
             self.clients.append(client)
-            self.loop.call_at(self.begin_s + ask.at_s, client.start, context=self.kernel)
-        for fault in scenario.faults:
-            self.loop.call_at(self.begin_s + fault.at_s, faults.strike, self, fault, context=self.kernel)
+            self.loop.call_at(begin_s + ask.at_s, client.start, context=self.kernel)
+        for fault in self.scenario.faults:
+            self.loop.call_at(begin_s + fault.at_s, faults.strike, self, fault, context=self.kernel)
+
+    def probes(self) -> list[Client]:
+        last = [
+            Ask(1000 + n, 0.0, 1 + n % 2, 20, 12, 0, n % 2 == 0, shipped=self.scenario.shipped)
+            for n in range(3)
+        ]
+        made = [Client(self, ask) for ask in last]
+        for client in made:
+            self.clients.append(client)
+            self.loop.call_soon(client.start, context=self.kernel)
+        return made
 
     def run(self) -> World:
         virtual.active, virtual.Process._next = self.loop, 1
@@ -541,19 +618,15 @@ class World:
         """Until a time, or until something holds, which is looked at once in a second."""
         loop, look_s = self.loop, self.loop.now_s
         while loop.now_s < at_s and len(self.broken) < 3:
-            loop._run_once()
-            if loop.now_s >= look_s:
-                look_s = loop.now_s + 1.0
-                if holds():
-                    break
+            if loop.now_s < look_s:
+                loop._run_once(look_s)
+            look_s = min(at_s, loop.now_s + 1.0)
+            if holds():
+                break
 
     def _last_requests(self) -> None:
         """Trouble is over: whoever asks now is answered."""
-        last = [Ask(1000 + n, 0.0, 1 + n % 2, 20, 12, 0, n % 2 == 0) for n in range(3)]
-        probes = [Client(self, ask) for ask in last]
-        for client in probes:
-            self.clients.append(client)
-            self.loop.call_soon(client.start, context=self.kernel)
+        probes = self.probes()
         self._until(self.loop.now_s + 500.0, lambda: all(client.done for client in self.clients))
         for client in probes:
             if not client.outcomes or client.outcomes[-1].status != 200:
