@@ -32,7 +32,7 @@ class Cluster:
         self.named = dict(zip(NODES, others, strict=True))
         self.address = f"{self.head.address}:6379"
         TEMPORARY.mkdir(exist_ok=True)
-        self._running: list[subprocess.Popen[bytes]] = []
+        self._running: dict[Host, tuple[Sequence[str], subprocess.Popen[bytes]]] = {}
 
     def on(self, host: Host, command: Sequence[str]) -> list[str]:
         mine = self._folder / host.name
@@ -49,25 +49,29 @@ class Cluster:
         until_s = time.monotonic() + WITHIN_S
         while self._nodes() < len(self.bed.hosts):
             assert time.monotonic() < until_s, "the cluster did not come together"
+            for host, (words, process) in list(self._running.items()):
+                if process.poll() is not None:  # Ray gives a node 30 s to start, on a busy machine too.
+                    self._node(host, *words)
 
     def _node(self, host: Host, *words: str) -> None:
         common = ("--block", "--num-cpus", "1", "--object-store-memory", str(STORE_BYTES))
         command = self.on(host, [str(RAY), "start", "--node-ip-address", host.address, *common, *words])
         with (self._folder / f"{host.name}.log").open("wb") as log:
-            self._running.append(subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRONMENT))
+            self._running[host] = words, subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRONMENT)
 
     def _nodes(self) -> int:
-        line = f"import ray; ray.init(address={self.address!r}, log_to_driver=False); print(len(ray.nodes()))"
+        alive = 'sum(node["Alive"] for node in ray.nodes())'
+        line = f"import ray; ray.init(address={self.address!r}, log_to_driver=False); print({alive})"
         done = subprocess.run(
             self.on(self.head, [sys.executable, "-c", line]), capture_output=True, text=True, env=ENVIRONMENT
         )
         return int(done.stdout) if done.returncode == 0 and done.stdout.strip().isdigit() else 0
 
     def close(self) -> None:
-        for item in reversed(self._running):
-            item.terminate()
-        for entry in self._running:
-            entry.wait(WITHIN_S)
+        for _, process in reversed(self._running.values()):
+            process.terminate()
+        for _, process in self._running.values():
+            process.wait(WITHIN_S)
 
 
 @pytest.fixture

@@ -60,6 +60,9 @@ def made(cluster: tuple[Any, dict[str, Any]], tmp_path: Path) -> Iterator[Made]:
     for named_actor in ray.util.list_named_actors(all_namespaces=True):
         ray.kill(ray.get_actor(named_actor["name"], named_actor["namespace"]))
     until(lambda: not ray.util.list_named_actors(all_namespaces=True))
+    for group in ray.util.placement_group_table().values():  # What a pipeline had is free for the next test.
+        if group["state"] != "REMOVED":
+            ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
     ray.shutdown()
 
 
@@ -151,7 +154,7 @@ def test_a_pipeline_has_all_of_its_nodes_and_is_given_up_when_one_falls_silent(
     "POTLUCK_PYTHON" not in os.environ, reason="needs torch: POTLUCK_PYTHON, as make test-ray sets it"
 )
 def test_the_engine_itself_computes_over_two_nodes(made: Made) -> None:
-    from potluck.engine.shipped_model import shipped_model
+    from potluck.engine import shipped_model
 
     launcher = made(EngineCommands("gpu", (("words", shipped_model()),), device="cpu"))
     layout = Layout((Stage(2, (StageNode("1xL4", 1),)), Stage(4, (StageNode("1xA10", 1),))))
