@@ -3,6 +3,7 @@ first."""
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ LONGEST = (
     "docs/test_tutorial.py", "cli/test_demo.py", "hosts/test_hosts.py", "gateway/test_gateway_benchmarks.py",
     "plan/test_strategies.py", "papers/test_cronus.py", "hosts/test_upgrade.py", "docs/test_contributing.py",
     "page/test_page_browser.py", "gateway/test_processes_die.py", "cli/test_up_killed.py", "cli/test_up_demo.py",
+    "test_worlds.py", "cli/test_up_operated.py", "vllm_engine/test_vllm_groups.py", "cli/test_up_gpus.py",
 )  # fmt: skip
 """Files whose tests start processes and wait for them, or plan much."""
 
@@ -44,6 +46,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in reversed(long):
         parts[ranks[item.path] % workers].insert(0, item)
     items[:] = [item for part in parts for item in part]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # What tests import stays: whoever looks for garbage need not look at it.
+    gc.set_threshold(10_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -13,21 +14,21 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "potluck"
 
 PART_LINES = {
-    "core": 12_300,
-    "plan": 12_152,
-    "gateway": 10_400,
-    "engine": 11_670,
-    "cli": 9_350,
-    "perf": 4_300,
-    "sim runtime rehearse": 7_630,
-    "control export": 6_660,
+    "core": 12_342,
+    "plan": 12_285,
+    "gateway": 10_431,
+    "engine": 11_820,
+    "cli": 9_351,
+    "perf": 4_050,
+    "sim runtime rehearse": 7_580,
+    "control export": 6_620,
     "kv": 4_080,
     "vllm": 3_770,
-    "api catalog loadgen native spec": 5_630,
+    "api catalog loadgen native spec": 5_612,
 }
 """Lines of source that each part has at most, blank ones not counted."""
-SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 87_890, 450, 58_250, 13_410
-WORLD_LINES = 2_490  # A simulated network, disks and processes, which tests run the product in.
+SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 87_920, 450, 58_779, 13_482
+WORLD_LINES = 4_132  # A simulated network, disks and processes, which tests run the product in.
 MOVED_IN = ("tools/accuracy", "tools/demo", "tools/papers")
 """Parts of the package until they were found to be no part of the product; not counted with benchmarks and tools."""
 
@@ -90,34 +91,26 @@ def test_the_whole_stays_within_its_lines_and_files() -> None:
     assert lines_of("benchmarks", "tools") - lines_of(*MOVED_IN) <= BENCHMARK_LINES
 
 
-def doubled_classes() -> dict[str, list[str]]:
+def doubled(names: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     places: dict[str, list[str]] = defaultdict(list)
-    for path, tree in trees().items():
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(path)
-    return {name: where for name, where in places.items() if len(where) > 1}
-
-
-def doubled_files() -> dict[str, list[str]]:
-    places: dict[str, list[str]] = defaultdict(list)
-    for path in trees():
-        if not path.endswith("__init__.py"):
-            places[Path(path).stem].append(path)
+    for name, path in names:
+        places[name].append(path)
     return {name: where for name, where in places.items() if len(where) > 1}
 
 
 def test_a_class_name_has_one_meaning() -> None:
-    assert doubled_classes() == {}
+    nodes = ((path, node) for path, tree in trees().items() for node in tree.body)
+    assert doubled((node.name, path) for path, node in nodes if isinstance(node, ast.ClassDef)) == {}
 
 
 def test_a_file_name_has_one_meaning() -> None:
-    assert set(doubled_files()) == set(DOUBLED_FILES)
+    paths = (path for path in trees() if not path.endswith("__init__.py"))
+    assert set(doubled((Path(path).stem, path) for path in paths)) == set(DOUBLED_FILES)
     assert len(DOUBLED_FILES) <= 20
 
 
-def wide_functions() -> list[str]:
-    result = []
+def test_functions_take_few_arguments() -> None:
+    wide = []
     for path, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -125,12 +118,7 @@ def wide_functions() -> list[str]:
                 names = [arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
                 count = len(names) - (names[:1] in (["self"], ["cls"]))
                 if count > MOST_PARAMETERS:
-                    result.append(f"{path}:{node.lineno}: {node.name} takes {count}")
-    return result
-
-
-def test_functions_take_few_arguments() -> None:
-    wide = wide_functions()
+                    wide.append(f"{path}:{node.lineno}: {node.name} takes {count}")
     assert len(wide) <= WIDE_FUNCTIONS, "\n".join(wide)
 
 

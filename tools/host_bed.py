@@ -163,7 +163,7 @@ def hold_back(first: str, second: str, delay_s: float) -> None:
 def missing() -> str:
     """Why there can be no hosts here; empty if there can."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
-        return "needs root"
+        return "needs root on Linux, for network namespaces (sudo)"
     if not shutil.which("ip") or not shutil.which("tc"):
         return "needs ip and tc: apt-get install iproute2"
     try:

@@ -52,7 +52,7 @@ def write_plans(
     templates: list[plans.Template] = []
     shares: list[plans.PlannedShare] = []
     for place, (kind, roles, region) in enumerate(units):
-        phases = [role for role in roles if role != "mixed"] if flows else ["closed"]
+        phases = [role for role in roles if flows and role != "mixed"] or ["closed"]
         rates = [1.0 if phase in phases else 0.0 for phase in ("prefill", "decode", "closed")]
         capacity = (plans.BucketCapacity(0, *rates, 0.1, 0.02),)
         replicas = tuple(plans.PlannedReplica(cast(Role, role), single(NODE, 1, LAYERS)) for role in roles)

@@ -239,7 +239,7 @@ def _stood(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) -
     from potluck.control.local_stack import LocalStack, LocalStackSettings, fork_server_of
     from potluck.control.market import MarketFile
     from potluck.control.replanner import Replanner
-    from potluck.engine.shipped_model import shipped_model
+    from potluck.engine import shipped_model
     from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
     fork_server = fork_server_of(folder, "mock")
