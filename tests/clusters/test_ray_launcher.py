@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,10 +59,11 @@ def made(cluster: tuple[Any, dict[str, Any]], tmp_path: Path) -> Iterator[Made]:
 
     yield make
     for named_actor in ray.util.list_named_actors(all_namespaces=True):
-        ray.kill(ray.get_actor(named_actor["name"], named_actor["namespace"]))
+        with suppress(ValueError):  # It has ended meanwhile.
+            ray.kill(ray.get_actor(named_actor["name"], named_actor["namespace"]))
     until(lambda: not ray.util.list_named_actors(all_namespaces=True))
     for group in ray.util.placement_group_table().values():  # What a pipeline had is free for the next test.
-        if group["state"] != "REMOVED":
+        with suppress(ValueError):  # It has been removed meanwhile.
             ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
     ray.shutdown()
 
