@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import brain_builders as build
 import pytest
@@ -21,6 +22,7 @@ from potluck.core.state.events import (
 )
 from potluck.core.state.fleet import FleetState
 from potluck.core.state.policy import Policy
+from potluck.core.values.types import Slo
 
 P = build.template("p", ("prefill",), prefill=(2.0, 2.0))
 D = build.template("d", ("decode",), decode=(2.0, 2.0))
@@ -137,6 +139,43 @@ def test_a_short_prompt_crosses_where_it_is_computed_much_sooner() -> None:
     assert set(places(world, 10)) == {"near"}
     world = build.world(LENGTHS, Policy(balance="goodput", admission=False))
     assert set(places(world, 60)) == {"near"}
+
+
+def with_whole(flows: dict[tuple[str, str, str], tuple[float, float]]) -> build.World:
+    """Beside LENGTHS, a replica at home that was planned to do short requests whole."""
+    plan = build.plan(
+        (*TEMPLATES, MIXED),
+        {("p", "near"): 1, ("p", "far"): 1, ("d", "near"): 2, ("mix", "near"): 1},
+        {
+            ("p", "near", "prefill"): (1.0, 0.0),
+            ("p", "far", "prefill"): (0.0, 1.0),
+            ("d", "near", "decode"): (1.0, 1.0),
+            ("mix", "near", "closed"): (1.0, 0.0),
+        },
+        {("m", "far", "near"): (0.0, 1.0)} | flows,
+    )
+    known = build.facts(plan.templates)
+    models = {name: replace(model, slo=Slo(60.0, 0.06)) for name, model in known.models.items()}
+    return build.world(plan, known=replace(known, models=models))
+
+
+@pytest.mark.parametrize(("answers", "first"), [(0, "near"), (40, "far")])
+def test_who_has_no_room_to_answer_is_no_home_for_a_prompt(answers: int, first: str) -> None:
+    """10 s of prompts wait at home; the replica that does all of it has none, but perhaps too many answers."""
+    world = with_whole({("m", "near", "near"): (1.0, 0.0)})
+    views = {(view.role, view.member.region): view for view in world.brain.fleet.views.values()}
+    world.brain.fleet.open(views["prefill", "near"], 100_000, 0)
+    for _ in range(answers):
+        world.brain.fleet.open(views["mixed", "near"], 0, 0)
+    assert regions(world, sent(world, 1500))[0] == first
+
+
+@pytest.mark.parametrize("at_home", [True, False])
+def test_whole_requests_keep_to_their_buckets_where_others_prefill_at_home(at_home: bool) -> None:
+    world = with_whole({("m", "near", "near"): (1.0, 0.0)} if at_home else {})
+    table = world.brain.table
+    whole = [table.ways(table.models["m"], bucket, 600).closed.prefills for bucket in (0, 1)]
+    assert [len(chooser) for chooser in whole] == [1, 0 if at_home else 1]
 
 
 def test_without_adapting_the_buckets_decide() -> None:

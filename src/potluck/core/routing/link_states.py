@@ -12,6 +12,7 @@ from itertools import pairwise
 from math import inf
 from typing import Final
 
+from potluck.core.routing.capacity import ReplicaCapacity
 from potluck.core.routing.routing_table import (
     ANY,
     CLOSED,
@@ -103,8 +104,7 @@ class LinkStates:
         share = shares.setdefault(req.request.tenant, TenantInFlight())
         share.requests += 1
         share.size_bytes += size
-        share.weight = req.weight
-        req.link = link
+        share.weight, req.link = req.weight, link
 
     def arrived(self, req: RequestState) -> None:
         tenant, shares = req.request.tenant, self._shares[req.link]
@@ -215,9 +215,8 @@ class LinkStates:
 
 
 class LinkAvoidance:
-    def __init__(self, table: RoutingTable, links: LinkStates) -> None:
-        self._table = table
-        self._links = links
+    def __init__(self, table: RoutingTable, links: LinkStates, room: ReplicaCapacity | None) -> None:
+        self._table, self._links, self._room = table, links, room
 
     def late(self, way: RouteOption, req: RequestState, ways: RouteOptions, table: ModelRoutes) -> bool:
         """Whether a way's link is slow or full, and the prompt would be computed sooner without it."""
@@ -248,8 +247,8 @@ class LinkAvoidance:
             first = way.prefills.pick() if choice is not None and not choice.remote else None
             if choice is None or first is None:
                 continue
-            computed_s = prefilled_s(first, choice.there_tokens)
-            there_s = max(computed_s, self._links.late_s(way.source, way.target, req))
+            late_s = self._links.late_s(way.source, way.target, req)
+            there_s = max(prefilled_s(first, choice.there_tokens), late_s)
             if there_s + SOONER_S < self._soonest_s(req, ways, table, choice.here_tokens):
                 choices[way.link] = choice._replace(remote=True, fetch=False)
         return choices
@@ -258,13 +257,17 @@ class LinkAvoidance:
         self, req: RequestState, ways: RouteOptions, table: ModelRoutes, own: int, before_tokens: int = 0
     ) -> float:
         """Until its `own` tokens, behind those that wait, are computed where no link is needed; infinite if that is
-        nowhere. Those that decode alone count where nobody else would do it."""
+        nowhere. Who would also answer counts while it has room for that; who only decodes, where nobody else is."""
         closed, spare = (self._table.ways(table, place, req.total_tokens) for place in (CLOSED, ANY))
-        at_home = [way.prefills for way in (closed.closed, ways.closed, *ways.flows) if not way.crosses]
-        choosers = [chooser for chooser in at_home if len(chooser)] or [spare.closed.prefills]
-        tokens = own + before_tokens / max(1, *map(len, choosers))
-        targets = [chooser.pick() for chooser in choosers]
-        return min((prefilled_s(target, tokens) for target in targets if target is not None), default=inf)
+        at_home = [way for way in (closed.closed, ways.closed, *ways.flows) if not way.crosses]
+        at_home = [way for way in at_home if len(way.prefills)] or [spare.closed]
+        tokens = own + before_tokens / max(1, *(len(way.prefills) for way in at_home))
+        able, room = [], self._room
+        for way in at_home:
+            target = way.prefills.pick()
+            if target is not None and (way.decodes is not None or room is None or room.fits(target, req)):
+                able.append(prefilled_s(target, tokens))
+        return min(able, default=inf)
 
 
 GRANTED: Final = 0.9  # Of a link's bandwidth: headers of packets take a part of it, and what no grant covers.

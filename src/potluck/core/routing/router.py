@@ -53,20 +53,16 @@ class Router:
         speeds: LearnedSpeeds,
         room: ReplicaCapacity | None,
     ) -> None:
-        self._facts = table.facts
-        self._policy = policy
-        self._fleet = table.fleet
-        self._table = table
-        self._affinity = affinity
+        self._facts, self._fleet, self._table = table.facts, table.fleet, table
+        self._policy, self._affinity, self._speeds = policy, affinity, speeds
         self._rule = rule = table.rule
-        self._speeds = speeds
         self._room = room  # None: whoever is sent to has room.
         self.timely = DeadlineCheck(room, affinity, speeds, table.fleet)
         self._full = False  # Whether somebody was ready but had no room for the present request.
         self._share = split.printed_tokens if policy.split_rule == "printed" else split.partial_tokens
         self._by_load, self.learns = rule.by_load, rule.learns
         self.links = LinkStates(table.facts)
-        self.detours = LinkAvoidance(table, self.links)
+        self.detours = LinkAvoidance(table, self.links, room)
         self.thresholds = LengthThresholds(table, affinity)
 
     def adopt(self, plan: Plan) -> None:
@@ -143,9 +139,8 @@ class Router:
                     return self._over(*via, req)
             target = self._target(ways.closed.prefills, req)
             return self.to(target, req) if target is not None else RoutingResult.NOBODY
-        turns, tried = [ways.turns], False
+        turns, tried, fetches, shut = [ways.turns], False, False, NOWHERE
         choices = self.thresholds.choices(req, ways)
-        fetches, shut = False, NOWHERE
         if choices:
             choices = self.detours.sooner(choices, req, ways, table) if self.learns else choices
             away = [choice for choice in choices.values() if choice.remote]

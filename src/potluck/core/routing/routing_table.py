@@ -289,9 +289,11 @@ class RoutingTable:
         return self._weight(table, offer, phase, bucket) / max(1, len(able))
 
     def _weight(self, table: ModelRoutes, offer: TemplateWeights, phase: Phase, bucket: int) -> float:
-        """A copy's weight; under a length threshold also in buckets that the plan sends elsewhere."""
+        """A copy's weight; under a length threshold also in buckets that the plan sends elsewhere. Not for whole
+        requests where others prefill at home: a combo has as many of each side as its own buckets need."""
         weights = offer.weights(phase)
-        if weights[bucket] or not table.thresholds:
+        planned = phase == "closed" and any(flow.source == flow.target for flow in table.offers.flows)
+        if weights[bucket] or planned or not table.thresholds:
             return weights[bucket]
         given = [weight for weight in weights if weight > 0]
         return sum(given) / len(given) if given else 0.0
