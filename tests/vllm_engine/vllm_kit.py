@@ -15,10 +15,12 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from socket import create_server
 
 import pytest
+from vllm_forks import SERVER, Fork, Forks
 
 from potluck.core.replica.blocks import block_hashes
 from potluck.core.routing.prefix_index import PrefixIndex
@@ -141,6 +143,12 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
+@cache
+def forks() -> Forks:
+    path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
+    return Forks(os.environ | ENVIRONMENT | {"PYTHONPATH": path})
+
+
 def flags(block_tokens: int = 32) -> list[str]:
     return [
         "--dtype", "float32", "--distributed-executor-backend", "uni", "--enforce-eager",
@@ -173,6 +181,10 @@ class Instance:
             command += self._connected()
         path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
         variables = os.environ | ENVIRONMENT | {"PYTHONPATH": path} | dict(environment or {})
+        self._process: Fork | subprocess.Popen[bytes]
+        if command[:3] == [sys.executable, "-m", SERVER]:
+            self._process = Fork(forks(), command[3:], variables, log)
+            return
         with log.open("wb") as out:
             self._process = subprocess.Popen(
                 command, stdout=out, stderr=out, env=variables, start_new_session=True
@@ -180,7 +192,7 @@ class Instance:
 
     def _command(self, model: Path, block_tokens: int) -> list[str]:
         return [
-            *(self._python, "-m", "vllm.entrypoints.openai.api_server", *flags(block_tokens)),
+            *(self._python, "-m", SERVER, *flags(block_tokens)),
             *("--model", str(model), "--served-model-name", "tiny"),
             *("--host", "127.0.0.1", "--port", str(self.port)),
         ]
