@@ -14,9 +14,9 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "potluck"
 
 PART_LINES = {
-    "core": 12_342,
+    "core": 12_344,
     "plan": 12_285,
-    "gateway": 10_431,
+    "gateway": 10_481,
     "engine": 11_820,
     "cli": 9_351,
     "perf": 4_050,
@@ -27,7 +27,7 @@ PART_LINES = {
     "api catalog loadgen native spec": 5_612,
 }
 """Lines of source that each part has at most, blank ones not counted."""
-SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 87_920, 450, 58_779, 13_482
+SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 87_972, 450, 58_977, 13_482
 WORLD_LINES = 4_132  # A simulated network, disks and processes, which tests run the product in.
 MOVED_IN = ("tools/accuracy", "tools/demo", "tools/papers")
 """Parts of the package until they were found to be no part of the product; not counted with benchmarks and tools."""

@@ -450,6 +450,17 @@ def test_a_silent_replica_gets_nobody_for_as_long_as_that_is_said() -> None:
     assert world.tell(told.ReplicaSilent("nobody")) == []
 
 
+def test_a_replica_whose_line_crawls_gets_nobody_for_as_long_as_is_said() -> None:
+    world = build.world(THREE)
+    slow, start_s = "one@near#1/0", world.now_s
+    world.tell(told.ReplicaSilent(slow, 5 * QUARANTINE_S))
+    while world.now_s < start_s + 5 * QUARANTINE_S:
+        assert slow not in sent_trouble(world, f"{world.now_s} ", 3)
+        world.now_s += QUARANTINE_S / 2
+        world.tell(told.Tick())
+    assert slow in sent_trouble(world, "again ")
+
+
 def test_other_failures_are_no_reason_to_doubt_a_replica() -> None:
     world = build.world(THREE)
     (run,) = world.arrive(build.request("a"))

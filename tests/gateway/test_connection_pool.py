@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import sys
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -92,6 +93,8 @@ def test_a_connection_is_used_again_and_the_request_is_whole() -> None:
             got = await fetch(calls, address, b"POST", b"/x?y", b"body", headers=[(b"a", b"b")])
             assert got == (200, b"hi")
         assert len(calls) == 1
+        assert calls.rtt_s(Address("127.0.0.1", 1)) == 0.0, "nobody is connected there"
+        assert 0 < calls.rtt_s(address) < 60 or sys.platform != "linux"
 
     engine(talk, work)
     assert len(visits) == 1

@@ -14,7 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import FormatError, PotluckError
-from potluck.core.state.events import CacheReported, LinkReported, ReplicaReported, ReplicaStatus
+from potluck.core.state.events import (
+    CacheReported,
+    LinkReported,
+    ReplicaReported,
+    ReplicaSilent,
+    ReplicaStatus,
+)
 from potluck.gateway.registry.engine_client import (
     LEAST_S,
     MOST_S,
@@ -29,6 +35,7 @@ from potluck.gateway.registry.engine_client import (
 from potluck.gateway.registry.engine_list import EngineEntry
 from potluck.gateway.registry.health import (
     AGAIN_S,
+    CRAWLS_S,
     FLOWS_S,
     IDLE_S,
     LASTS_S,
@@ -40,6 +47,7 @@ from potluck.gateway.registry.health import (
     HealthChecker,
     LinkTraffic,
     caches_differ,
+    crawls,
     hosts_of,
     link_reports,
     next_question_s,
@@ -183,7 +191,7 @@ def test_engines_are_told_their_grants_when_they_are_asked_how_they_fare(knows: 
 
     watch, engine, _ = _watch()
     message: list[object] = []
-    watch._registry.caller = SimpleNamespace(status=status, grants=grants)  # type: ignore[assignment]
+    watch._registry.caller = SimpleNamespace(status=status, grants=grants, rtt_s=lambda _: 0.0)  # type: ignore[assignment]
     watch._registry.heard = lambda engine: None  # type: ignore[method-assign]
     watch._tell = message.append
     asyncio.run(watch._ask(engine))
@@ -195,6 +203,49 @@ def test_engines_are_told_their_grants_when_they_are_asked_how_they_fare(knows: 
     engine.told = (0.0, None)
     asyncio.run(watch._ask(engine))
     assert len(message) == 2, "it is heard all the same"
+
+
+@pytest.mark.parametrize(
+    ("rtt_s", "least_s", "others_s", "slow"),
+    [
+        (0.4, 1e-4, [2e-4], True),
+        (0.4, 1e-4, [0.3, 2e-4], True),
+        (0.4, 1e-4, [0.3], False),  # theirs are long, too: it is no line of its own
+        (0.4, 1e-4, [], False),  # nobody else could do its work
+        (0.4, 0.15, [2e-4], False),  # it is far away
+        (0.1, 1e-4, [2e-4], False),
+    ],
+)
+def test_a_line_crawls_where_packets_wait_on_no_other(
+    rtt_s: float, least_s: float, others_s: list[float], slow: bool
+) -> None:
+    assert crawls(rtt_s, least_s, others_s) == slow
+
+
+@pytest.mark.parametrize("role", ["mixed", "decode"])
+def test_an_engine_whose_line_crawls_gets_nothing_for_a_while_if_another_can(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def status(engine: EngineRecord) -> StatusReport:
+        return SAID
+
+    watch, engine, _ = _watch()
+    now_s, told, rtts_s = [100.0], list[object](), iter((2e-4, 0.4, 2e-4, 2e-4, 2e-4))
+    monkeypatch.setattr("potluck.gateway.registry.health.time.monotonic", lambda: now_s[0])
+    other = EngineRecord(EngineEntry("http://h:1"), replica="a", rtt_s=2e-4)
+    watch._registry.engines = (engine, other)  # type: ignore[misc]
+    watch._registry.caller = SimpleNamespace(status=status, rtt_s=lambda _: next(rtts_s))  # type: ignore[assignment]
+    watch._registry.heard = lambda engine: None  # type: ignore[method-assign]
+    member = SimpleNamespace(model="m", region="east")
+    watch._views = {"b": SimpleNamespace(role="mixed", member=member, serves=True, doubted=False)}  # type: ignore[dict-item]
+    watch._views |= {"a": SimpleNamespace(role=role, member=member, serves=True, doubted=False)}  # type: ignore[dict-item,operator]
+    watch._tell = told.append
+    for step_s in (SAME_S, SAME_S, CRAWLS_S / 2, CRAWLS_S / 2, 0.0):
+        asyncio.run(watch._ask(engine))
+        now_s[0] += step_s
+    fine = ReplicaReported("b", SAID.status)
+    crawling = [fine, ReplicaSilent("b", CRAWLS_S), fine]
+    assert told == (crawling if role == "mixed" else [fine] * 5)
 
 
 def test_an_engine_that_takes_longer_than_ever_is_silent_until_it_answers(
@@ -216,7 +267,7 @@ def test_an_engine_that_takes_longer_than_ever_is_silent_until_it_answers(
         await answer.wait()
         return SAID
 
-    watch._registry.caller = SimpleNamespace(status=status)  # type: ignore[assignment]
+    watch._registry.caller = SimpleNamespace(status=status, rtt_s=lambda _: 0.0)  # type: ignore[assignment]
     watch._registry.silent = hear  # type: ignore[method-assign]
     watch._registry.heard = lambda engine: None  # type: ignore[method-assign]
     watch._tell = message.append

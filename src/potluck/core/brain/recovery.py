@@ -196,12 +196,12 @@ class Recovery:
         return self._requests.changed(at_s, view)
 
     def silent(self, at_s: float, event: told.ReplicaSilent) -> list[Action]:
-        """A replica does not answer: nobody is sent there for now. What it has fails by itself."""
+        """A replica does not answer, or slowly: nobody is sent there for now. What it has fails by itself."""
         view = self._fleet.views.get(event.replica)
         if view is None or view.state != "ready":
             return []
         self._losses.silent(at_s, view.member)
-        until_s = max(self._doubts.get(event.replica, at_s), at_s + QUARANTINE_S)
+        until_s = max(self._doubts.get(event.replica, at_s), at_s + max(QUARANTINE_S, event.lasts_s))
         known, self._doubts[event.replica] = view.doubted, until_s
         self._fleet.doubt(view, True, strike=False)
         return [] if known else self._requests.changed(at_s, view)

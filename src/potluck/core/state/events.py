@@ -105,9 +105,11 @@ class ReplicaReported(NamedTuple):
 
 
 class ReplicaSilent(NamedTuple):
-    """A replica has not answered for longer than it ever takes; told again and again until it does, or is lost."""
+    """A replica has not answered for longer than it ever takes: told again and again until it does, or is lost. Or
+    its line carries too little: then it is not to be used for `lasts_s`."""
 
     replica: str
+    lasts_s: float = 0.0
 
 
 class LinkReported(NamedTuple):

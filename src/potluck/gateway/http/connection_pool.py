@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import ssl
+import struct
 import time
 from collections.abc import Iterable
 from typing import Protocol, cast
@@ -24,6 +26,8 @@ STALE_S = 1.0
 CONNECT_S = 5.0
 IDLE_S = 4.0
 SWEEP_S = 1.0
+TCP_INFO = getattr(socket, "TCP_INFO", None)
+RTT = struct.Struct("=68xI")  # In Linux's struct tcp_info, in microseconds, smoothed by the kernel.
 log = logging.getLogger(__name__)
 
 
@@ -144,6 +148,16 @@ class EngineConnection(asyncio.Protocol):
         self._call = None
         if self._transport is not None:
             self._transport.abort()
+
+    def rtt_s(self) -> float:
+        wire = None if self._transport is None else self._transport.get_extra_info("socket")
+        if wire is None or TCP_INFO is None:
+            return 0.0
+        try:
+            (rtt_us,) = RTT.unpack(wire.getsockopt(socket.IPPROTO_TCP, TCP_INFO, RTT.size))
+        except (OSError, struct.error):  # It is closed meanwhile, or no TCP of Linux.
+            return 0.0
+        return float(rtt_us) * 1e-6
 
     def end(self, why: str) -> None:
         if self._call is not None:
@@ -290,6 +304,11 @@ class ConnectionPool:
     def connected(self, address: Address) -> bool:
         """Whether an idle connection there is still open."""
         return bool(self._kept.get(address))
+
+    def rtt_s(self, address: Address) -> float:
+        """A packet's way there and back over the idle connection last used; 0 where nobody knows."""
+        kept = self._kept.get(address)
+        return kept[-1].rtt_s() if kept else 0.0
 
     # What connections tell.
 

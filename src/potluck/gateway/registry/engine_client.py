@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from potluck.api.http import parse_object
 from potluck.core.errors import FormatError, PotluckError
-from potluck.core.state.events import CacheReported, ReplicaReported, ReplicaStatus
+from potluck.core.state.events import CacheReported, ReplicaReported, ReplicaSilent, ReplicaStatus
 from potluck.core.values.kv_layout import kv_address
 from potluck.gateway.http.connection_pool import ConnectionPool, fetch
 from potluck.gateway.registry.engine_list import EngineEntry
@@ -199,8 +199,11 @@ class EngineRecord:
     answers: ResponseTimes = ResponseTimes()
     waited_s: float = 0.0
     waiting: asyncio.TimerHandle | None = None
-    told: tuple[float, ReplicaReported | None] = (0.0, None)
+    told: tuple[float, ReplicaReported | ReplicaSilent | None] = (0.0, None)
     """When the Brain was last told how it fares, and what."""
+    rtt_s: float = 0.0  # To it and back, as the kernel last measured it.
+    least_rtt_s: float = inf
+    crawls_until_s: float = -inf
     links: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Peer to (bytes moved, seconds busy) when last looked at."""
     resent: dict[str, float] = field(default_factory=dict)
@@ -213,6 +216,9 @@ class EngineClient:
 
     def connected(self, engine: EngineRecord) -> bool:
         return self._outgoing.connected(engine.entry.address)
+
+    def rtt_s(self, engine: EngineRecord) -> float:
+        return self._outgoing.rtt_s(engine.entry.address)
 
     async def ask(
         self, engine: EngineRecord, method: bytes, path: bytes, body: object = None, within_s: float = ASK_S

@@ -3,7 +3,8 @@
 How often: `next_question_s`. One that takes longer to answer than it ever does (`ResponseTimes`) is silent: its
 requests go elsewhere, and it gets none until it answers. One that has not answered for SILENT_S, or at whose address
 nobody listens, is lost. Waiting is counted in steps of WAIT_S that passed here, few where this process is held up as
-well. Servers of plain OpenAI only say that they are alive.
+well. One whose line crawls (`crawls`) answers, but is treated as silent; what it has goes on. Servers of plain OpenAI
+only say that they are alive.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Literal, TypeVar
 
 from potluck.core.errors import PotluckError
 from potluck.core.routing.link_states import eased, grants
-from potluck.core.state.events import LinkReported, ReplicaReported
+from potluck.core.state.events import LinkReported, ReplicaReported, ReplicaSilent
 from potluck.core.state.fleet import ReplicaState
 from potluck.core.values.kv_layout import kv_address
 from potluck.gateway.registry.engine_client import EngineNoAnswer, EngineRecord
@@ -91,6 +92,22 @@ def caches_differ(engine: EngineRecord, now_s: float) -> bool:
 def restarted(older_s: float, since_s: float) -> bool:
     """Whether an engine is not older by what has passed. After a gap, a new one may be older than the one before."""
     return older_s < max(0.0, since_s - DRIFT_S)
+
+
+LONG_RTT_S, LONGER, CRAWLS_S = 0.15, 4.0, 20.0
+
+
+def crawls(rtt_s: float, least_rtt_s: float, others_s: Iterable[float]) -> bool:
+    """Whether packets wait on an engine's own line: round trips take long, many times as long as before, and as those
+    to another that could take its place. However busy a process is, its kernel acknowledges within 40 ms."""
+    return rtt_s > max(LONG_RTT_S, LONGER * least_rtt_s, LONGER * min(others_s, default=inf))
+
+
+def stands_in(view: ReplicaState | None, other: ReplicaState) -> bool:
+    """Whether one replica can take what another is sent."""
+    if view is None or not view.serves or view.role != other.role:
+        return False
+    return (view.member.model, view.member.region) == (other.member.model, other.member.region)
 
 
 Answer = TypeVar("Answer")
@@ -191,7 +208,10 @@ class HealthChecker:
         replica = engine.replica
         if not replica or registry.find(replica) is None:
             return
-        self._report(engine, ReplicaReported(replica, status.status))
+        if self._crawls(engine):
+            self._report(engine, ReplicaSilent(replica, CRAWLS_S))
+        elif time.monotonic() >= engine.crawls_until_s:
+            self._report(engine, ReplicaReported(replica, status.status))
         if self._grants and replica in self._granted:
             with suppress(EngineNoAnswer):  # one that knows no grants sends as it always did
                 await caller.grants(engine, self._granted[replica], LASTS_S)
@@ -201,7 +221,22 @@ class HealthChecker:
                 if engine.replica == replica:
                     self._tell(report)
 
-    def _report(self, engine: EngineRecord, report: ReplicaReported) -> None:
+    def _crawls(self, engine: EngineRecord) -> bool:
+        """Then it is sent nothing for a while: once nothing is sent there, packets wait no longer."""
+        rtt_s, mine = self._registry.caller.rtt_s(engine), self._views.get(engine.replica)
+        if rtt_s <= 0 or mine is None:
+            return False
+        engine.rtt_s, engine.least_rtt_s = rtt_s, min(engine.least_rtt_s, rtt_s)
+        if rtt_s <= LONG_RTT_S:
+            return False
+        others = [other for other in self._registry.engines if other.rtt_s > 0]
+        near_s = [other.rtt_s for other in others if stands_in(self._views.get(other.replica), mine)]
+        slow = crawls(rtt_s, engine.least_rtt_s, near_s)
+        if slow:
+            engine.crawls_until_s = time.monotonic() + CRAWLS_S
+        return slow
+
+    def _report(self, engine: EngineRecord, report: ReplicaReported | ReplicaSilent) -> None:
         """What says nothing new is told now and then: it is written down each time."""
         now_s = time.monotonic()
         told_s, replica_reported = engine.told
