@@ -43,13 +43,13 @@ MAIN := OMP_NUM_THREADS=1 $(BIN)/python
 RUN_COMPILED := tests/core tests/sim tests/rehearse
 
 # Types are checked while tests run. Three of these at once on two cores: many wait for processes that they started.
-test: $(VENV)/.dev ## install, lint, type-check, run all tests
+test: $(VENV)/.dev ## install, lint, type-check, run all tests but slow ones
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	+@$(MAKE) --no-print-directory -j2 types test-here
 
 test-here: $(VENV)/.warm
-	$(call pytest,$(MAIN),-n 3 --dist worksteal)
+	$(call pytest,$(MAIN),-n 3 --dist worksteal -m "not slow")
 
 # Stock vLLM has its own environment: it brings a torch and much else that the other tests must not depend on.
 test-vllm: $(VLLM)/.made $(VENV)/.dev ## install vLLM for a CPU apart, and try hand-overs between its processes (15 minutes)

@@ -71,6 +71,7 @@ def test_a_seed_is_the_same_run_whatever_hashes_are(seed: tuple[str, ...]) -> No
     assert stories[0] == stories[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "options"), [(FOUND, ("--most", "40")), (FOUND_KV, ("--kv", "--most", "100"))]
 )
@@ -80,6 +81,7 @@ def test_bugs_put_in_on_purpose_are_found(names: tuple[str, ...], options: tuple
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes by /proc")
 def test_real_processes_fare_as_in_a_world() -> None:
     done = worlds("--count", "1", "--first", REAL, module="worlds.real")

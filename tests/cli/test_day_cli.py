@@ -56,6 +56,7 @@ def test_a_schedule_is_told_and_written(spec: Path, tmp_path: Path, run: Callabl
     assert body["usd_per_day"] < body["static"]["usd_per_day"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("against", ["availability", "spot"])
 def test_a_frontier_has_a_row_for_each_plan(
     spec: Path, against: str, run: Callable[..., Shown], monkeypatch: pytest.MonkeyPatch

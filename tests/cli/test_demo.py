@@ -204,6 +204,7 @@ def test_only_a_whole_day_without_a_lost_request_ends_well(
     assert told(outcomes[:-1], as_json=False) == 1, "a day that was cut short"
 
 
+@pytest.mark.slow
 def test_a_short_day_shows_every_answer_and_leaves_nothing_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "demo", "--seconds", "12", "--json"]
     env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -103,6 +103,7 @@ def test_a_model_that_the_engine_does_not_run_is_told_with_its_line(
     assert "which the embedded engine does not do; `engine: vllm` or `engine: openai` does" in shown
 
 
+@pytest.mark.slow
 def test_emulated_engines_stand_in_for_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two A10 as one replica, through the gateway, each step at a pipeline's pace."""
     plan, spec = laid_out(tmp_path, PIPELINE, "vllm")

@@ -120,6 +120,7 @@ def test_too_much_demand_is_said_with_what_binds(tmp_path: Path, capsys: pytest.
     assert "home: 1x" in out
 
 
+@pytest.mark.slow
 def test_compare_has_every_strategy_and_auto_first(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["compare", str(spec), "--averages", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
@@ -137,6 +138,7 @@ def test_compare_has_every_strategy_and_auto_first(spec: Path, capsys: pytest.Ca
     assert "$/M tokens" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_cauchys_working_example_yields_a_plan_by_all_three_programs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

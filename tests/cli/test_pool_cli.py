@@ -122,6 +122,7 @@ def test_named_machines_are_lost(
     assert answers([*files, "--lose", "pool:2xA5000=1"], capsys)["reallocate"]["served_fraction"] > 0
 
 
+@pytest.mark.slow
 def test_other_lengths(files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "t.csv"
     rows = [f"2023-11-16 18:00:{i:02d}.0,{100 + 10 * i},{20 + i}" for i in range(40)]

@@ -148,6 +148,7 @@ def test_what_nothing_serves_counts_as_missed(tmp_path: Path, capsys: pytest.Cap
     assert "misses its 90.0 %" in text
 
 
+@pytest.mark.slow
 def test_one_spec_has_one_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(a_spec(tmp_path, *LITTLE))
     assert run(["plan", path, "--no-explain", "--json"]) == 0
@@ -162,6 +163,7 @@ def test_one_spec_has_one_price(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert point["usd_per_h"] == pytest.approx(plan)
 
 
+@pytest.mark.slow
 def test_compare_shows_what_is_attained_beside_the_cost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,6 +49,7 @@ def answers(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str,
     return {load["step"]: load for load in json.loads(capsys.readouterr().out)["answers"]}
 
 
+@pytest.mark.slow
 def test_nothing_happened(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert answers(list(files), capsys)["reroute"]["served_fraction"] == 1
     assert run(["replan", *files, "--averages"]) == 0

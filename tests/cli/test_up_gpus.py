@@ -138,6 +138,7 @@ def large(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [{"L4": 1, "A10": 2}, {"A100-80": 1, "L4": 3}, {"H200": 1}])
 def test_the_plan_is_for_exactly_what_is_there(counts: dict[str, int], large: Path, tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
@@ -439,6 +440,7 @@ if [ "$asked" = quit ]; then rm $on; else [ -e $on ]; fi
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shares", "found"), [((), "1 x L4"), (("--shares", "50,25"), "1 x L4-50pct + 1 x L4-25pct")]
 )

@@ -50,6 +50,7 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes by /proc")
 def test_all_of_the_gateway_and_the_controller_are_killed_at_once(tmp_path: Path) -> None:
     with service_up(tmp_path, 1) as (state, ready, process):

@@ -40,6 +40,7 @@ def _cordoned(capsys: pytest.CaptureFixture[str], state: Path, url: str, load: t
     assert "cordoned: nothing" in said(capsys, "uncordon", "unit1@near#1/0", "--state", state)
 
 
+@pytest.mark.slow
 def test_a_service_is_watched_loaded_drained_and_brought_down(
     up: tuple[Path, str, subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:

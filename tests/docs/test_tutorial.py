@@ -142,6 +142,7 @@ def must_match(each: Shown, printed: str, home: Path) -> None:
         assert alike(each.output, printed, str(home)), f"{each.command} prints:\n{printed}"
 
 
+@pytest.mark.slow
 def test_the_tutorial_can_be_followed_and_prints_what_it_shows(reader: Reader) -> None:
     message = list(shown(TEXT))
     assert tuple(entry.command for entry in message[:3]) == ELSEWHERE
@@ -181,6 +182,7 @@ def _must_be_as_told(text: str) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_plan_that_is_explained_is_the_one_that_is_printed() -> None:
     assert same(sample.in_page(), sample.printed()), "run: PYTHONPATH=src:tools python -m docsite.sample"
 

@@ -185,6 +185,7 @@ def test_a_directory_without_files_is_one_line(tmp_path: Path) -> None:
         SafetensorsSource(tmp_path)
 
 
+@pytest.mark.slow
 def test_both_spellings_of_rope_are_read(tmp_path: Path) -> None:
     """The files of published models have rope_theta beside rope_scaling; transformers writes rope_parameters."""
     make("llama-llama3-rope", tmp_path)

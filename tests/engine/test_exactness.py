@@ -41,6 +41,7 @@ from potluck.engine.numbers.exact import (
 LENGTH = 600  # Beyond the places (256, 384, 512) where sums over the context are cut.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_of_any_size_give_the_same_logits(kind: str) -> None:
     engine, tokens = runner(KINDS[kind]), prompt(LENGTH)

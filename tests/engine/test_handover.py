@@ -59,6 +59,7 @@ def whole(engine: Runner) -> tuple[Tensor, list[int]]:
     return logits, text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "window", "latent", "linear", "hybrid"])
 def test_every_cut_in_two_gives_the_same_tokens(kind: str) -> None:
     """The hybrid has all kinds of layers and is cut at every third token, the others at every seventh. Behind every

@@ -157,6 +157,7 @@ def in_stages(workers: Sequence[tuple[str, int]]) -> Any:
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not EXACT, reason="needs products that are exact")
 @pytest.mark.parametrize("name", WAYS)
 async def test_every_way_gives_the_same(name: str, workers: list[tuple[str, int]]) -> None:

@@ -24,6 +24,7 @@ def _ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(LocalExecutor, "ordered", request.param == "ahead")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [1, 7, 64, 512])
 def test_no_chunk_matters(kind: str, chunk: int) -> None:

@@ -176,6 +176,7 @@ def test_what_a_step_loses_goes_with_all_that_belongs_to_it() -> None:
 CUTS: tuple[dict[str, float], ...] = ({}, {"top_p": 0.8}, {"logprobs": 2}, {"presence_penalty": 1.5})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "hybrid"])
 @pytest.mark.parametrize("seed", range(2))
 def test_steps_begun_ahead_draw_the_same(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

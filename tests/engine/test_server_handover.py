@@ -265,6 +265,7 @@ def rude(answer: bytes) -> Iterator[str]:
 STATUS = {"refusal": 424, "unknown": 424, "nobody": 502, "cut": 502}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage", ["model", "hash", "shape", "missing", "noise", "cut", "refusal", "unknown", "nobody"]
 )

@@ -82,6 +82,7 @@ async def asked(one: Client, place: int) -> list[int]:
     return tokens_in(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", ["5", "2,3", "4x2,1", "1,2x2,2", "1,1,2x2,1"])
 async def test_a_pipeline_answers_as_one_process_does(
     stages: str, workers: list[tuple[str, int]], expected: dict[str, list[list[int]]]
@@ -313,6 +314,7 @@ async def answers(
     return heard, chooser
 
 
+@pytest.mark.slow
 def test_every_route_and_every_recovery_gives_the_tokens_of_one_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

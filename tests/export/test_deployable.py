@@ -286,6 +286,7 @@ def test_what_is_left_out_is_said(tmp_path: Path, kind: str) -> None:
     assert about == all_of_them | own[kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_check_starts_what_was_written_and_asks(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("tokenizers", reason="potluck[gateway] is not installed")

@@ -35,6 +35,7 @@ def same() -> ModuleType:
     return benchmark("gateway_same")
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_a_lone_engine_whatever_way_they_took(same: ModuleType) -> None:
     """Exact ones also where others are lossy. The same was asked before without asking for exactness: what came in
     four bits must not be found in a cache."""
@@ -83,6 +84,7 @@ def test_an_answer_that_differs_is_found(same: ModuleType) -> None:
     assert said(piece("a", -1.0), piece("c", -2.0, "length"), usage) != right
 
 
+@pytest.mark.slow
 def test_every_answer_is_right_whatever_becomes_of_engines() -> None:
     """One of three engines lies, another is killed, and started again."""
     kill = benchmark("gateway_kill")

@@ -88,6 +88,7 @@ def shots_of() -> list[TimedRequest]:
     return made
 
 
+@pytest.mark.slow
 def test_streams_go_on_while_the_desk_is_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys, log, usage = tmp_path / "keys", tmp_path / "log", tmp_path / "usage.jsonl"
     key, line = new_key("one")
@@ -236,6 +237,7 @@ def killing(pids: Callable[[], list[int]]) -> Callable[[bytes], None]:
     return heard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "title"), [((), "potluck-gateway"), (("--workers", "2"), "worker_process")]
 )
@@ -279,6 +281,7 @@ def test_a_stream_that_was_cut_goes_on_for_whoever_asks_again(
         assert (record["request"], record["output_tokens"], record["status"]) == ("again", TOKENS, 200)
 
 
+@pytest.mark.slow
 def test_answers_under_way_end_although_the_supervisor_is_killed(tmp_path: Path) -> None:
     plan, spec = write_plans(tmp_path, WHOLE)
     with LiveFleet(plan, spec, gateway=("--files", f"{MODEL}={shipped_model()}")) as fleet:
@@ -294,6 +297,7 @@ def test_answers_under_way_end_although_the_supervisor_is_killed(tmp_path: Path)
             socket.create_connection(("127.0.0.1", int(fleet.url.rsplit(":", 1)[1])))
 
 
+@pytest.mark.slow
 def test_a_gateway_whose_ports_can_be_taken_over_outlives_its_supervisor(tmp_path: Path) -> None:
     plan, spec = write_plans(tmp_path, WHOLE)
     state, takeover = tmp_path / "state", tmp_path / "takeover"

@@ -39,6 +39,7 @@ def bed() -> Iterator[Bed]:
         yield made
 
 
+@pytest.mark.slow
 def test_no_request_is_lost_whatever_becomes_of_hosts(bed: Bed, tmp_path: Path) -> None:
     """Clocks are days apart; one host is cut off, one slowed, one killed and started again as an older release; then
     another gateway takes the first one's ports."""

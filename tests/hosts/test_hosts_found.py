@@ -40,6 +40,7 @@ def bed() -> Iterator[Bed]:
         yield made
 
 
+@pytest.mark.slow
 def test_hosts_are_found_with_gpus_regions_and_links(bed: Bed, tmp_path: Path) -> None:
     driver = tmp_path / "nvidia-smi"
     driver.write_text(DRIVER)

@@ -64,6 +64,7 @@ def bed() -> Iterator[Bed]:
         yield made
 
 
+@pytest.mark.slow
 def test_regions_serve_what_they_can_without_a_link_and_offload_again_with_one(
     bed: Bed, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 from live_fleet import LiveFleet
 from live_plans import MODEL, WHOLE, write_plans
@@ -19,6 +20,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from parts.hosts_load import Load, Upkeep, within, wrong  # noqa: E402
 
 
+@pytest.mark.slow
 def test_everything_is_replaced_and_no_request_fails(tmp_path: Path) -> None:
     plan, spec = write_plans(tmp_path, WHOLE * 2)
     key = tmp_path / "admin.key"

@@ -59,6 +59,7 @@ def cases(draw: st.DrawFn) -> tuple[bytes, Part, str, tuple[int, ...], Codec]:
     return from_floats(values, dtype), part, dtype, shape, draw(st.sampled_from(LOSSY))
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(cases())
 def test_kernels_do_bit_by_bit_what_the_reference_does(

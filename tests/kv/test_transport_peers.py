@@ -320,6 +320,7 @@ LIES: dict[str, Callable[[Hello], bytes]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", LIES)
 def test_a_sender_that_lies_is_an_error_in_time(lie: str) -> None:
     with liar(lambda connection, hello: connection.sendall(LIES[lie](hello))) as try_it:

@@ -118,6 +118,7 @@ def test_eight_connections_fill_the_card() -> None:
     assert all(after < wire for wire, after in (cauchy_migration.migration_s(t, 1) for t in (256, 2048)))
 
 
+@pytest.mark.slow
 def test_scaling_shortens_the_latencies_of_a_rise() -> None:
     """Figure 10, on a rate that doubles."""
     load = LOADS[2]

@@ -40,6 +40,7 @@ SHOWS: dict[tuple[str, str], Callable[[Plan], bool]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("example", "strategy"), list(SHOWS))
 def test_the_mechanism_is_what_is_planned(example: str, strategy: str) -> None:
     problem = load_problem(read_spec(EXAMPLES / example), 0.8, None, (), 0.0)

@@ -30,6 +30,7 @@ from potluck.plan.strategies import SolveSettings, TemplateFactory
 from potluck.sim.run import simulate
 
 
+@pytest.mark.slow
 def test_corals_core_setting_costs_what_it_did() -> None:
     """Published: Homo 1.62 and Cauchy 1.60 times Coral, on Qwen3-32B 2.02 and 1.88 times."""
     costs = Solver("core").costs([HOMO, CAUCHY, CORAL], [None])
@@ -107,6 +108,7 @@ def test_auto_is_no_worse_than_any_strategy_on_the_first_settings(tmp_path: Path
 FOUR_PAIRS = next(one for one in cronus.SETTINGS if one.low == "A30" and "Qwen" in one.name)
 
 
+@pytest.mark.slow
 def test_a_cheaper_plan_holds_in_simulation_where_it_has_nodes_enough() -> None:
     """Four pairs of A100 and A30: `auto` costs a fifth less than any single strategy. A third of it does not do."""
     usd = {f"1x{gpu}": (price, 4) for gpu, price in (("A100-80", 1.35), ("A30", 0.3))}

@@ -206,6 +206,7 @@ def test_a_gpu_is_never_slower_than_it_would_be_with_less(name: str, kind: Forma
         ).all()
 
 
+@pytest.mark.slow
 def test_a_gpu_at_least_as_good_is_never_slower() -> None:
     """None with the chip of one that was measured, and none of a data centre's, is slower than a lesser one in any
     format. A GPU that was not has no surfaces, so that it may look faster than a better one."""

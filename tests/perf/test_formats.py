@@ -152,6 +152,7 @@ def test_small_formats_are_read_faster_and_tables_that_are_not_believed_are_not_
     assert blocks < 2.0 * whole < 80e-6
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason="the public measurements are not on this machine")
 def test_b200_is_predicted_as_it_was_measured() -> None:
     curves, rows = curves_for(B200, bundled()), read_formats(DATA)

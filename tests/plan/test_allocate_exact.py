@@ -57,6 +57,7 @@ def test_general_programs_equal_the_reference(block: int) -> None:
     assert {"optimal", "infeasible"} <= set(seen)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6))
 @example(161)

@@ -54,6 +54,7 @@ def fleets(draw: st.DrawFn) -> PlanningProblem:
     return a_problem(ask, offers=offers, links=links)
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(fleets(), st.sampled_from(sorted(ENGINES)))
 def test_every_template_runs_and_no_limit_saves_money(problem: PlanningProblem, engine: EngineName) -> None:
@@ -80,6 +81,7 @@ def test_every_template_runs_and_no_limit_saves_money(problem: PlanningProblem, 
         assert free.total_usd_per_h <= outcome.plan.total_usd_per_h * (1 + 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", sorted(ENGINES))
 def test_groups_of_a_pool_are_what_the_engine_runs(engine: EngineName) -> None:
     pool = random_pool(np.random.default_rng(3), 12, ("L4", "A10G", "L40S"))
@@ -212,6 +214,7 @@ def _realistic(engine: EngineName) -> tuple[PlanningProblem, Plan]:
     return problem, outcome.plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", sorted(ENGINES))
 def test_the_realistic_example_is_planned_for_each_engine(engine: EngineName) -> None:
     _, plan = _realistic(engine)

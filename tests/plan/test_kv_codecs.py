@@ -71,6 +71,7 @@ def test_what_is_no_codec_is_refused_with_its_line(written: str) -> None:
     assert "Traceback" not in str(result.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [*EXAMPLES, *SHIPPED], ids=lambda path: path.stem)
 def test_no_shipped_spec_loses_anything_unless_it_says_so(path: Path) -> None:
     problem = load_problem(load_spec(path), 0.8, None, (), 0.0)

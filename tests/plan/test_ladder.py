@@ -39,6 +39,7 @@ def lost(problem: PlanningProblem, plan: Plan, shares: list[float]) -> PlanningP
     return problem
 
 
+@pytest.mark.slow
 @settings(max_examples=3)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=4), st.booleans())
 def test_random_losses(shares: list[float], spread: bool) -> None:

@@ -68,6 +68,7 @@ def sound(now: PlanningProblem, running: Plan) -> tuple[ReplanOption, ...]:
     return answers
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(st.sets(st.sampled_from([name for name, *_ in MACHINES]), max_size=4))
 def test_random_losses_down_to_one_machine(names: set[str]) -> None:

@@ -196,6 +196,7 @@ def test_one_of_each_survives_a_loss_and_has_so_many_copies(seed: int) -> None:
     agree(replace(program, limits=(copies,), spare=(1.0,) if seed % 3 < 2 else ()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 104))
 def test_plans_that_survive_the_loss_of_any_region_or_of_some_nodes(seed: int) -> None:
     program = small(seed)

@@ -70,6 +70,7 @@ def test_every_multiset_equals_brute_force() -> None:
     assert noisy > 150
 
 
+@pytest.mark.slow
 def test_random_multisets_equal_corals_integer_program() -> None:
     rng = np.random.default_rng(2)
     noisy = 0

@@ -63,6 +63,7 @@ def test_finds_the_best_of_all_states_on_tiny_pools(seed: int) -> None:
     assert result.score.value == pytest.approx(best_of_all(evaluator), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_within_three_percent_of_the_bound_on_pools_of_twelve(seed: int) -> None:
     pool = random_pool(np.random.default_rng(100 + seed), 12, KINDS)

@@ -45,6 +45,7 @@ def fleets(draw: st.DrawFn) -> PlanningProblem:
     return a_problem(*asks, offers=offers, links=links)
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(fleets())
 def test_auto_is_never_costlier_and_every_plan_is_sound(problem: PlanningProblem) -> None:
@@ -62,6 +63,7 @@ def test_auto_is_never_costlier_and_every_plan_is_sound(problem: PlanningProblem
             assert best.cost_usd_per_h <= plan.cost_usd_per_h * (1 + 1e-6), name
 
 
+@pytest.mark.slow
 @settings(max_examples=3)
 @given(fleets(), st.sampled_from([0.02, 0.05, 0.2]))
 def test_a_moving_part_counts_in_every_choice_and_in_no_price(problem: PlanningProblem, share: float) -> None:
@@ -87,6 +89,7 @@ def test_a_moving_part_counts_in_every_choice_and_in_no_price(problem: PlanningP
             assert chosen.weighed_usd_per_h <= rival.weighed_usd_per_h * (1 + 1e-6), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("h100_usd_per_h", "share", "machines"), [(1.5, 0.0, 4), (1.5, 0.05, 1), (1.8, 0.05, 4), (1.3, 0.0, 1)]
 )

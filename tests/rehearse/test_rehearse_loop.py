@@ -135,6 +135,7 @@ def test_what_was_seen_for_a_short_time_is_proven_for_longer() -> None:
     assert (chosen.fresh, sum(d.count for d in chosen.plan.deployments)) == (True, 2)
 
 
+@pytest.mark.slow
 def test_rivals_are_tried_where_the_cheapest_on_averages_misses() -> None:
     """Whatever hands KV over misses: the plan of single whole replicas is found, at no more than its own price."""
     problem = a_problem(a_traffic(rate_per_s=20.0))
@@ -206,6 +207,7 @@ def test_work_is_bounded_and_the_bound_is_told() -> None:
     assert "no time" in result.reason
 
 
+@pytest.mark.slow
 def test_a_bursty_model_gets_more_in_real_runs_and_the_same_twice() -> None:
     traffic = (a_traffic(rate_per_s=10.0),)
     problem = a_problem(*traffic)

@@ -15,6 +15,7 @@ from parts.crossdc_simulated import PHASE_S, dropped
 AMONG = (15_000, 27_000, 30_000, 33_000)  # Where the best of all thresholds are that stay as they are.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 8, 10])  # with t as it is while prompts wait at home: 0.86, 0.91, 0.83
 def test_a_threshold_that_moves_serves_what_the_best_for_each_width_would(seed: int) -> None:
     shares = dropped(load(drop_per_s(), PHASE_S, seed), AMONG)

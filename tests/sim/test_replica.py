@@ -73,6 +73,7 @@ def bounds(rng: Random) -> BatchLimits:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "roofline", "pipeline"])
 def test_jumping_and_stepping_give_the_same_life(name: str) -> None:
     table, preempted, jumped, stepped = tables()[name], 0, 0, 0

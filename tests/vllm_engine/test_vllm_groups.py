@@ -94,6 +94,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_nodes_serve_as_one_and_when_one_dies_all_end_and_come_back(group: Callable[..., Node]) -> None:
     second, first = group(1), group(0)
     until(lambda: serving(first), first, second)
