@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from typing import Any
 
 import aiohttp
@@ -23,6 +24,7 @@ from potluck.engine.compute.emulated import emulated_blocks
 from potluck.engine.mock.mock_transfer import lent
 from potluck.engine.serve import serve_all
 from potluck.engine.server.http_connection import RequestLimits
+from potluck.kv.fetch import KvFetch
 from potluck.kv.handles import new_handle
 from potluck.perf.memory import kv_bytes
 from potluck.perf.transfer import alpha_beta
@@ -40,8 +42,13 @@ async def handed_over(one: Client, two: Client, stop: int, **fields: object) -> 
     return tokens_in(lines), (await sender)[1][-1]
 
 
-@pytest.mark.parametrize("codec", ["raw", "int4"])
-async def test_hand_overs_give_the_same_tokens_and_tell_pretended_bytes(codec: str) -> None:
+@pytest.mark.parametrize(("codec", "late_s"), [("raw", 0.0), ("int4", 0.0), ("int4", 0.3)])
+async def test_hand_overs_give_the_same_tokens_and_tell_pretended_bytes(
+    codec: str, late_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the answer is over before the connections that brought the cache have ended."""
+    ended = KvFetch._stop
+    monkeypatch.setattr(KvFetch, "_stop", lambda fetch: (time.sleep(late_s), ended(fetch)))
     async with face(mock_service()) as one, face(mock_service()) as two:
         expected = tokens_in((await one.segment(TOKENS, **GREEDY))[1])
         tokens, end = await handed_over(one, two, 70, codec=codec)

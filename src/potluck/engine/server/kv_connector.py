@@ -395,8 +395,8 @@ class KvConnector:
             for future in waiting:
                 future.cancel()
             await asyncio.wait([running])
-            if not running.cancelled():
-                running.exception()  # It was asked to fail.
+            if not running.cancelled() and running.exception() is None:  # Else it failed, as it was asked to.
+                self._transfer.fetched(peer, moved_bytes, running.result().wall_s)  # All was here before.
             raise
 
     def _sources(self, address: KvAddress, wanted: FetchRequest) -> list[tuple[Address, FetchRequest]]:
