@@ -150,14 +150,14 @@ class EngineConnection(asyncio.Protocol):
             self._transport.abort()
 
     def rtt_s(self) -> float:
-        wire = None if self._transport is None else self._transport.get_extra_info("socket")
-        if wire is None or TCP_INFO is None:
+        if self._transport is None or TCP_INFO is None:
             return 0.0
         try:
-            (rtt_us,) = RTT.unpack(wire.getsockopt(socket.IPPROTO_TCP, TCP_INFO, RTT.size))
-        except (OSError, struct.error):  # It is closed meanwhile, or no TCP of Linux.
+            wire = self._transport.get_extra_info("socket")
+            raw = b"" if wire is None else wire.getsockopt(socket.IPPROTO_TCP, TCP_INFO, RTT.size)
+            return float(RTT.unpack(raw)[0]) * 1e-6
+        except (OSError, ValueError, struct.error):  # It was closed meanwhile, or is no TCP of Linux.
             return 0.0
-        return float(rtt_us) * 1e-6
 
     def end(self, why: str) -> None:
         if self._call is not None:
