@@ -27,7 +27,7 @@ PART_LINES = {
     "api catalog loadgen native spec": 5_612,
 }
 """Lines of source that each part has at most, blank ones not counted."""
-SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 87_972, 450, 59_049, 13_482
+SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 87_972, 450, 59_052, 13_482
 WORLD_LINES = 4_132  # A simulated network, disks and processes, which tests run the product in.
 MOVED_IN = ("tools/accuracy", "tools/demo", "tools/papers")
 """Parts of the package until they were found to be no part of the product; not counted with benchmarks and tools."""
