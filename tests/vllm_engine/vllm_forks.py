@@ -98,8 +98,7 @@ def main() -> None:
     os.dup2(2, 1)  # What vLLM prints is no answer.
     for module in MODULES:
         import_module(module)
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:  # None with OMP_NUM_THREADS=1, so far.
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:  # None with OMP_NUM_THREADS=1, so far.
         sys.stderr.write(f"{threads} threads run here: a fork may wait for what the others hold\n")
     for line in sys.stdin:
         asked = json.loads(line)

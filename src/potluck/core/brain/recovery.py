@@ -196,7 +196,7 @@ class Recovery:
         return self._requests.changed(at_s, view)
 
     def silent(self, at_s: float, event: told.ReplicaSilent) -> list[Action]:
-        """A replica does not answer, or slowly: nobody is sent there for now. What it has fails by itself."""
+        """A replica does not answer, or its line crawls: nobody is sent there. What it has fails by itself."""
         view = self._fleet.views.get(event.replica)
         if view is None or view.state != "ready":
             return []

@@ -222,18 +222,18 @@ class HealthChecker:
                     self._tell(report)
 
     def _crawls(self, engine: EngineRecord) -> bool:
-        """Then it is sent nothing for a while: once nothing is sent there, packets wait no longer."""
+        """Then it is sent nothing for a while, as packets wait no longer then; unless nobody else is left."""
         rtt_s, mine = self._registry.caller.rtt_s(engine), self._views.get(engine.replica)
         if rtt_s <= 0 or mine is None:
             return False
         engine.rtt_s, engine.least_rtt_s = rtt_s, min(engine.least_rtt_s, rtt_s)
-        if rtt_s <= LONG_RTT_S:
+        if rtt_s <= LONG_RTT_S and time.monotonic() >= engine.crawls_until_s:
             return False
         others = [other for other in self._registry.engines if other.rtt_s > 0]
         near_s = [other.rtt_s for other in others if stands_in(self._views.get(other.replica), mine)]
         slow = crawls(rtt_s, engine.least_rtt_s, near_s)
-        if slow:
-            engine.crawls_until_s = time.monotonic() + CRAWLS_S
+        if slow or not near_s:
+            engine.crawls_until_s = time.monotonic() + CRAWLS_S if slow else -inf
         return slow
 
     def _report(self, engine: EngineRecord, report: ReplicaReported | ReplicaSilent) -> None:
