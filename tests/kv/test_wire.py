@@ -288,6 +288,18 @@ def test_the_checksum_is_what_the_document_says(start: bytes, middle: int, rest:
     assert checksum.sums(data) == by_hand(data)
 
 
+@given(
+    start=st.binary(max_size=40),
+    middle=st.sampled_from((0, 1, 8 * ROW, 64 * ROW + 8)),
+    rest=st.binary(max_size=40),
+)
+def test_what_is_copied_has_the_same_checksum(start: bytes, middle: int, rest: int) -> None:
+    data = start + random.Random(middle).randbytes(middle) + rest
+    into = bytearray(b"\xff" * len(data))
+    assert checksum.copied(data, memoryview(into)) == by_hand(data)
+    assert into == data
+
+
 @pytest.mark.parametrize(
     "size", [0, 5, 8, 4096, 4099, checksum.READ_BYTES + 4104, 3 * checksum.READ_BYTES + 1]
 )

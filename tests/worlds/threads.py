@@ -171,25 +171,44 @@ class Lock:
             self._waiting.wake()
         may_switch()
 
+    def let_go(self) -> int:
+        """By the thread that has it, however often it has entered."""
+        assert current is not None
+        count, self._count = self._count, 0
+        current.locks -= count
+        self._waiting.wake()
+        return count
 
-class Condition(Lock):
-    def __init__(self) -> None:
-        super().__init__()
+    def take_again(self, count: int) -> None:
+        wait_for(lambda: not self._count, [self._waiting])
+        assert current is not None
+        self._owner, self._count = current, count
+        current.locks += count
+
+
+class Condition:
+    """Several may share a lock."""
+
+    def __init__(self, lock: Lock | None = None) -> None:
+        self._lock = Lock() if lock is None else lock
         self._hearing: dict[Event, None] = {}
 
+    def __enter__(self) -> Condition:
+        self._lock.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.__exit__()
+
     def wait(self, timeout: float | None = None) -> bool:
-        thread, count, heard = current, self._count, Event()
+        thread, lock, heard = current, self._lock, Event()
         if thread is None:
             return bool(wait_for(lambda: False, [], timeout))
         self._hearing[heard] = None
-        self._count = 0
-        thread.locks -= count
-        self._waiting.wake()
+        count = lock.let_go()
         told = heard.wait(timeout)
         self._hearing.pop(heard, None)
-        wait_for(lambda: not self._count, [self._waiting])
-        self._owner, self._count = thread, count
-        thread.locks += count
+        lock.take_again(count)
         return told
 
     def wait_for(self, holds: Callable[[], Any], timeout: float | None = None) -> Any:

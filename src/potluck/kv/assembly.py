@@ -94,7 +94,7 @@ class ChunkAssembly:
         self._full[piece.index] = begun.buffer
         self.chunks += 1
         split = sizes_of(begun.chunk).parameter_bytes
-        data, parameters = begun.buffer[split:].toreadonly(), begun.buffer[:split].toreadonly()
+        data, parameters = begun.buffer[split:], begun.buffer[:split].toreadonly()
         return replace(begun.chunk, data=data, parameters=parameters)
 
     def spoiled(self, piece: ChunkPiece) -> None:

@@ -52,6 +52,19 @@ def sums(data: Buffer) -> Sums:
     return _total(view, words, columns)
 
 
+def copied(source: Buffer, target: memoryview) -> Sums:
+    """The checksum of what was copied, in one pass over it."""
+    view, words = memoryview(source).cast("B").toreadonly(), _words(target)
+    whole = len(words) // ROW if len(target) > SMALL_BYTES else 0
+    columns = np.zeros(ROW + 2, dtype=np.uint64)
+    if whole:
+        from potluck.kv import checksum_kernel
+
+        columns[ROW:] = checksum_kernel.copied(_words(view), words, columns, whole)
+    target[whole * ROW * 8 :] = view[whole * ROW * 8 :]
+    return _total(target, words, columns) if whole else _small(target)
+
+
 def receive(connection: socket.socket, into: memoryview) -> tuple[int, Sums]:
     """Fill a buffer from a blocking socket: how many bytes came before it gave up, and their checksum if all did."""
     if len(into) <= SMALL_BYTES:

@@ -36,6 +36,25 @@ def rows(words: Words, columns: Words, first: int, last: int) -> Any:
     return a, b
 
 
+@_compiled(
+    "Tuple((uint64,uint64))(Array(uint64,1,'C',readonly=True),Array(uint64,1,'C'),Array(uint64,1,'C'),int64)"
+)
+def copied(words: Words, to: Words, columns: Words, count: int) -> Any:
+    """As `rows` for the first ones, of what is copied, each number as it was read: others may write there."""
+    a = b = np.uint64(0)
+    for i in range(count):
+        row, out = words[i * ROW : (i + 1) * ROW], to[i * ROW : (i + 1) * ROW]
+        total = np.uint64(0)
+        for j in range(ROW):
+            x = row[j]
+            out[j] = x
+            total += x
+            columns[j] += x
+        a += total
+        b += total * np.uint64(i * ROW)
+    return a, b
+
+
 @_compiled("Tuple((uint64,uint64))(Array(uint64,1,'C',readonly=True),Array(uint64,1,'C'))")
 def rest(words: Words, columns: Words) -> Any:
     """What columns, and the numbers behind the last whole row, add to A and B."""

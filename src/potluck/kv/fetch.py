@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.core.values.kv_layout import Address, KvCut
-from potluck.kv import checksum, frames, shared_memory
+from potluck.kv import checksum, frames
 from potluck.kv.assembly import ChunkAssembly
 from potluck.kv.chunks import KvChunk, KvManifest, TransferDeclined, TransferError
 from potluck.kv.handles import bound_to, checked_handle, new_session
@@ -130,8 +130,7 @@ class ReceiveConnection:
         if not self._shared:
             return self._conn.receive(place)
         assert self._conn.slots is not None
-        shared_memory.copy(self._conn.slots.slot(self._taken, piece.count), place)
-        return checksum.sums(place)
+        return checksum.copied(self._conn.slots.slot(self._taken, piece.count), place)
 
     def _ack(self) -> None:
         ack = frames.Ack(self._taken, self._fetch.released_bytes)
@@ -201,13 +200,12 @@ class KvFetch:
         self.over = False
         self._connections: dict[int, KvConnection] = {}
         self._attached: set[int] = set()
-        self._live = degree
+        self._live = 0
         self._retries = links.limits.retries
         self._lost = 0
         self._shared = False
-        self._threads = [
-            threading.Thread(target=self._connection, name=f"kv-in-{n}", daemon=True) for n in range(degree)
-        ]
+        self._threads: list[threading.Thread] = []
+        self._degree = degree
 
     def cancel(self) -> None:
         """Nobody wants it any more: `run` raises before long."""
@@ -222,9 +220,9 @@ class KvFetch:
         self, opened: Callable[[KvManifest], None], sink: Sink, whole: Callable[[], None] | None = None
     ) -> FetchResult:
         """Bring a cache here. `opened` is told once what is coming, before the first chunk; `whole` is called when
-        all is there, before the connections are ended, which takes a while."""
-        for thread in self._threads:
-            thread.start()
+        all is there, before the connections are ended, which takes a while. One connection waits for a sender that
+        has nothing yet, as hundreds may; the others join it at the first piece."""
+        self._connect(1)
         moved_bytes = number = 0
         try:
             while (next_one := self._await()) is not None:
@@ -286,6 +284,13 @@ class KvFetch:
         conns = [conn for key, conn in self._connections.items() if key in self._attached]
         if conns and all(conn.idle for conn in conns):
             conns[0].wake()
+
+    def _connect(self, most: int) -> None:
+        while len(self._threads) < most:
+            self._live += 1
+            name = f"kv-in-{len(self._threads)}"
+            self._threads.append(threading.Thread(target=self._connection, name=name, daemon=True))
+            self._threads[-1].start()
 
     def _stop(self) -> None:
         """Nothing of the fetch goes on after this: no thread, no connection that is not sound, no memory."""
@@ -415,6 +420,8 @@ class KvFetch:
         if problem:
             raise FinalError(FormatError("hand-over", problem))
         with self._changed:
+            if self.over:
+                raise TransferError("hand-over: is over")
             if self.opening is None:
                 self.opening = opening
                 take, give = self._links.buffers.take, self._links.buffers.give
@@ -443,6 +450,7 @@ class KvFetch:
                 self._changed.wait(0.1)
             if self.over:
                 raise TransferError("hand-over: is over")
+            self._connect(self._degree)
             return self._assembly.place(piece, conn.key)
 
     def placed(self, piece: frames.ChunkPiece, sound: bool) -> None:

@@ -279,6 +279,11 @@ def uploaded(device: torch.device, size: int, *parts: tuple[int, Buffer]) -> Ten
     return host.to(device, non_blocking=True)
 
 
+def pinned(size: int) -> memoryview:
+    """Memory of the host from which copies are fast."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().data
+
+
 def coded(chunk: KvChunk, codec: Codec, room: Tensor) -> KvChunk:
     """A chunk with what was made of it."""
     size, lies = sizes(chunk.part, chunk.dtype, chunk.shape, codec), memoryview(room.numpy().data)

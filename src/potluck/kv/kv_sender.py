@@ -21,7 +21,7 @@ from potluck.core.errors import CapacityError, FormatError, PotluckError
 from potluck.core.values.kv import MOST_CONNECTIONS, PIECE_BYTES
 from potluck.core.values.kv_layout import KvCut, Span
 from potluck.kv import frames, shared_memory
-from potluck.kv.checksum import sums
+from potluck.kv.checksum import copied, sums
 from potluck.kv.chunks import KvChunk, KvManifest, TransferError, cut_chunk
 from potluck.kv.codec_layout import ITEM_BYTES
 from potluck.kv.handles import TransferHandles
@@ -38,7 +38,8 @@ Closed = Callable[[State], None]
 
 OVER: frozenset[State] = frozenset({"fetched", "failed", "gone"})
 KEEPS_UP = 2
-"""Checksums are made by whoever puts chunks in, at some 7 GB/s; more connections than these make their own."""
+"""Checksums are made by whoever puts chunks in, at some 7 GB/s; more connections than these make their own, and
+those that copy into shared memory while they do."""
 
 
 class SenderMemory:
@@ -47,7 +48,12 @@ class SenderMemory:
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
         self.held_bytes = 0
-        self.changed = threading.Condition()
+        self._lock = threading.RLock()
+        self.changed, self.offered = self.condition(), self.condition()
+        """There may be room; there is a new handle. Hundreds may wait for something else."""
+
+    def condition(self) -> threading.Condition:
+        return threading.Condition(self._lock)
 
 
 class TransferPart:
@@ -92,6 +98,7 @@ class TransferPart:
         with self.counted():
             self.queue.drop()
         self.memory.changed.notify_all()
+        self.transfer.stirred.notify_all()
         self.transfer.part_over(state)
 
     @contextmanager
@@ -128,7 +135,7 @@ class OutgoingTransfer:
         tenant: str = "",
         weight: float = 1.0,
     ) -> None:
-        self.memory = memory
+        self.memory, self.stirred = memory, memory.condition()
         self.tenant, self.weight = tenant, weight  # Whose share of a throttled link it takes.
         self._closed = closed
         self._piece_bytes = piece_bytes
@@ -186,7 +193,9 @@ class OutgoingTransfer:
     def put(self, chunk: KvChunk, wait_s: float = 0.0, part: TransferPart | None = None) -> None:
         """Add a chunk, whose bytes must stay as they are. Waits for room in the send queue."""
         part = part or self.parts[0]
-        packed = pack(chunk, part.queue.piece_bytes, now=len(part.conns) <= KEEPS_UP)
+        conns = tuple(part.conns.values())
+        apart = len(conns) > KEEPS_UP or any(conn.slots is not None for conn in conns)
+        packed = pack(chunk, part.queue.piece_bytes, now=not apart)
         size, memory = len(packed.body), self.memory
         with memory.changed:
             fits = memory.changed.wait_for(lambda: part.takes(size), wait_s)
@@ -219,7 +228,7 @@ class OutgoingTransfer:
 
     def wait(self, timeout_s: float) -> State:
         with self.memory.changed:
-            self.memory.changed.wait_for(lambda: self.over, timeout_s)
+            self.stirred.wait_for(lambda: self.over, timeout_s)
             return self.state
 
     # The connections' side; all but `manifest` under the lock.
@@ -247,7 +256,7 @@ class OutgoingTransfer:
                         target=self._ask, args=(have,), name="kv-open", daemon=True
                     )
                     self.asking.start()
-                self.memory.changed.wait_for(lambda: self._manifest is not None or self.over, beat_s)
+                self.stirred.wait_for(lambda: self._manifest is not None or self.over, beat_s)
                 if self._manifest is not None:
                     return self._manifest
                 if self.over or time.monotonic() > until_s:
@@ -267,7 +276,7 @@ class OutgoingTransfer:
             for part in self.parts.values():
                 if part.cut.nothing:
                     part.queue.finish()
-            self.memory.changed.notify_all()
+            self.stirred.notify_all()
 
     def end(self, state: State) -> None:
         for part in tuple(self.parts.values()):
@@ -286,7 +295,7 @@ class OutgoingTransfer:
             closed(state)
 
 
-MOST_PEERS = 256
+MOST_PEERS, BACKLOG = 256, 1024
 ANSWER_S = 60.0  # An engine answers between two steps.
 
 
@@ -324,9 +333,10 @@ class KvSender:
         self._threads: list[threading.Thread] = []
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=128)
+        self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._listener.settimeout(min(0.25, self.limits.lease_s / 4))
+        self._sweep_s, self._swept_s = min(0.25, self.limits.lease_s / 4), -inf
+        self._listener.settimeout(self._sweep_s)
         self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
         self._acceptor.start()
 
@@ -352,7 +362,7 @@ class KvSender:
                 raise CapacityError("KV sender: is closed")
             self._handles.offer(handle, bound, transfer, expires_s)
             self._transfers[handle] = transfer
-            self._changed.notify_all()
+            self._memory.offered.notify_all()
         return transfer
 
     def withdraw(self, handle: str) -> None:
@@ -432,7 +442,7 @@ class KvSender:
                 transfer.end("gone")
             for connection in self._connections.values():
                 shut(connection)
-            self._changed.notify_all()
+            self._memory.offered.notify_all()
         self._acceptor.join()
         for thread in [*self._threads, *asking]:
             if thread is not None:
@@ -469,6 +479,9 @@ class KvSender:
         self._threads.append(thread)
 
     def _sweep(self, now_s: float) -> None:
+        if now_s - self._swept_s < self._sweep_s:
+            return
+        self._swept_s = now_s
         with self._changed:
             kept = [grant for grant in self._grants.values() if grant.until_s > now_s]
             if len(kept) < len(self._grants):
@@ -569,11 +582,11 @@ class KvSender:
                     piece_bytes = self._piece_bytes(conn.peer, piece_bytes)
                 if part is not None and part.attach(piece_bytes, self.limits.most_connections_each, now_s):
                     part.transfer.peer = conn.peer
-                    self._changed.notify_all()
+                    part.transfer.stirred.notify_all()
                     return part
                 if now_s >= until_s:
                     return None
-                self._changed.wait(min(self.limits.beat_s, until_s - now_s))
+                self._memory.offered.wait(min(self.limits.beat_s, until_s - now_s))
             now_s = time.monotonic()
             if now_s - beat_s >= self.limits.beat_s:
                 beat_s = now_s
@@ -604,7 +617,7 @@ class SenderLimits:
     piece_bytes: int = PIECE_BYTES
     most_bytes: int = 1 << 32
     """Of chunks that wait to be fetched."""
-    most_connections: int = 256
+    most_connections: int = 1024
     most_connections_each: int = MOST_CONNECTIONS
     most_unacked: int = 4
     """Pieces that one connection may have under way."""
@@ -752,11 +765,9 @@ class SendConnection:
             throttle.rest(self._key)
 
     def _piece(self, piece: frames.ChunkPiece, data: memoryview) -> None:
-        if piece.sums is None:
-            piece = replace(piece, sums=sums(data))
         if self._slots is not None:
-            shared_memory.copy(data, self._slots.slot(self._sent, len(data)))
-            self._conn.send(replace(piece, inline=False))
+            made = copied(data, self._slots.slot(self._sent, len(data)))
+            self._conn.send(replace(piece, inline=False, sums=piece.sums or made))
         else:
-            self._conn.send(piece, data)
+            self._conn.send(replace(piece, sums=piece.sums or sums(data)), data)
         self._sent += 1

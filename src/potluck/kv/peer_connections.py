@@ -13,16 +13,18 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
 from potluck.core.errors import InputError
 from potluck.core.values.kv import MOST_CONNECTIONS, PIECE_BYTES
 from potluck.core.values.kv_layout import Address
+from potluck.kv.chunks import Buffer
 from potluck.kv.kv_connection import SOON_S, KvConnection, connect
 from potluck.kv.shared_memory import SharedSlots, create, sweep
 
@@ -144,29 +146,35 @@ class LinkLimits:
             raise InputError("stall_s", f"must be above 0 and below silence_s, {self.silence_s:g}")
 
 
-class ReceiveBuffers:
-    """Memory for chunks, used again: fresh memory costs a page fault for every 4 KiB."""
+def pageable(size: int) -> memoryview:
+    return np.empty(size, dtype=np.uint8).data
 
-    def __init__(self, keep_bytes: int) -> None:
-        self._keep_bytes = keep_bytes
+
+class ReceiveBuffers:
+    """Memory for chunks, used again: fresh memory costs a page fault for every 4 KiB, and to pin it (`make`)
+    milliseconds. Pieces are powers of two, so that a chunk of another length finds one."""
+
+    def __init__(self, keep_bytes: int, make: Callable[[int], memoryview] = pageable) -> None:
+        self._keep_bytes, self._make = keep_bytes, make
         self._lock = threading.Lock()
         self._free: dict[int, list[memoryview]] = {}
         self.kept_bytes = 0
         self.out_bytes = 0
 
     def take(self, size: int) -> memoryview:
+        whole, piece = 1 << max(0, size - 1).bit_length(), None
         with self._lock:
             self.out_bytes += size
-            kept = self._free.get(size)
-            if kept:
-                self.kept_bytes -= size
-                return kept.pop()
-        return np.empty(size, dtype=np.uint8).data
+            if kept := self._free.get(whole):
+                self.kept_bytes -= whole
+                piece = kept.pop()
+        return (self._make(whole) if piece is None else piece)[:size]
 
     def give(self, buffer: memoryview) -> None:
-        size = len(buffer)
+        piece = memoryview(cast(Buffer, buffer.obj))
+        size = len(piece)
         with self._lock:
-            self.out_bytes -= size
+            self.out_bytes -= len(buffer)
             while self.kept_bytes + size > self._keep_bytes and self.kept_bytes:
                 other = next(key for key, kept in self._free.items() if kept)
                 self._free[other].pop()
@@ -174,7 +182,7 @@ class ReceiveBuffers:
                 if not self._free[other]:
                     del self._free[other]
             if self.kept_bytes + size <= self._keep_bytes:
-                self._free.setdefault(size, []).append(buffer)
+                self._free.setdefault(size, []).append(piece)
                 self.kept_bytes += size
 
 

@@ -20,9 +20,6 @@ import secrets
 import stat
 from pathlib import Path
 
-import numpy as np
-
-from potluck.kv.chunks import Buffer
 from potluck.kv.frames import SharedMemoryOffer
 
 FOLDER = Path("/dev/shm")
@@ -134,12 +131,6 @@ def _lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return os.fstat(fd).st_nlink > 0
-
-
-def copy(source: Buffer, target: memoryview) -> None:
-    """Without holding Python's lock."""
-    if len(target):
-        np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
 
 def _path(name: bytes) -> Path:

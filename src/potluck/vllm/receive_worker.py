@@ -6,6 +6,7 @@ Whatever goes wrong, the request is told to have failed: vLLM computes what it d
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -25,8 +26,8 @@ from potluck.kv.fetch import FetchRequest, GroupFetch
 from potluck.kv.handles import bound_to
 from potluck.kv.kv_codec import restored
 from potluck.kv.kv_sender import KvSender
-from potluck.kv.peer_connections import PeerConnections
-from potluck.vllm.send_worker import Told
+from potluck.kv.peer_connections import PeerConnections, ReceiveBuffers
+from potluck.vllm.send_worker import SWITCH_S, Told
 from potluck.vllm.transfer_scheduler import FetchOrder, PlaceBlocks, WorkerNews
 from potluck.vllm.vllm_blocks import ONE, TORCH, ModelShard, VllmLayer
 
@@ -166,20 +167,15 @@ class IncomingKv:
 
 def _values(chunk: KvChunk, device: torch.device) -> torch.Tensor:
     """What was sent in fewer bits is restored where it goes."""
-    if device.type == "cuda":
+    if device.type == "cuda" and chunk.codec != "raw":
         from potluck.kv import gpu_kernels
 
-        values: torch.Tensor
-        if chunk.codec == "raw":
-            values = gpu_kernels.uploaded(device, len(chunk.data), (0, chunk.data))
-            values = values.view(TORCH[chunk.dtype]).view(chunk.shape)
-        else:
-            values = gpu_kernels.restored(chunk, device)
-        return values
+        return gpu_kernels.restored(chunk, device)
     data = np.frombuffer(restored(chunk).data, np.uint8)
     if not data.flags.writeable:
         data = data.copy()
-    return torch.from_numpy(data).view(TORCH[chunk.dtype]).view(chunk.shape)
+    # Waited for: the memory is used again.
+    return torch.from_numpy(data).to(device).view(TORCH[chunk.dtype]).view(chunk.shape)
 
 
 class CopyRelay:
@@ -234,6 +230,11 @@ class ReceiveWorker:
         self.links, self.layers, self.fingerprint, self.shard = links, layers, fingerprint, shard
         self.whole_windows = any(layer.keeps_all for layer in layers.values())
         self._sender, self._told = sender, told
+        if any(layer.blocks.device.type == "cuda" for layer in layers.values()):
+            from potluck.kv import gpu_kernels
+
+            sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
+            links.buffers = ReceiveBuffers(links.limits.keep_bytes, gpu_kernels.pinned)
         plain = all(layer.scales == ONE for layer in layers.values())
         dtypes = {layer.shape.dtype for layer in layers.values() if layer.shape.part != "memory"}
         self._dtype = dtypes.pop() if plain and len(dtypes) == 1 else ""

@@ -31,6 +31,7 @@ from potluck.vllm.transfer_scheduler import ReadBlocks, SendOffer
 from potluck.vllm.vllm_blocks import ONE, TORCH, Tables, VllmLayer, scaled
 
 SWITCH_S = 0.0002
+"""Whoever launches kernels lets other threads run at each, and should not be long in getting its turn back."""
 PAGE_BYTES, SLOTS, PAGES, PORTERS = 1 << 23, 16, 48, 2
 Coding = tuple[Part, Codec]
 
@@ -68,7 +69,6 @@ class HostCopies:
             if "OMP_NUM_THREADS" not in os.environ:
                 # As vLLM has it where it has several workers: threads of copies on the host hold up who launches.
                 torch.set_num_threads(1)
-            # Whoever launches kernels lets others run at each, and should not be long in getting its turn back.
             sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
             self._stream = torch.cuda.Stream(device)
             room = torch.empty(SLOTS, PAGE_BYTES, dtype=torch.uint8, device=device)

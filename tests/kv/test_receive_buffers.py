@@ -1,0 +1,45 @@
+"""Memory for what comes: used again whatever the lengths, and never more kept than allowed."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.kv.peer_connections import ReceiveBuffers, pageable
+
+KEEP = 1 << 12
+
+
+@given(st.lists(st.integers(0, 3000), max_size=60), st.randoms())
+def test_a_buffer_has_its_size_and_is_used_again(sizes: list[int], chance: object) -> None:
+    made = []
+
+    def make(size: int) -> memoryview:
+        made.append(size)
+        return pageable(size)
+
+    buffers, out = ReceiveBuffers(KEEP, make), list[memoryview]()
+    for size in sizes:
+        out.append(buffers.take(size))
+        assert len(out[-1]) == size
+        assert buffers.out_bytes == sum(map(len, out))
+        if size % 3:
+            buffers.give(out.pop(len(out) // 2))
+        assert buffers.kept_bytes <= KEEP
+    bases = [id(memoryview(item.obj).obj) for item in out]  # type: ignore[arg-type]
+    assert len(set(bases)) == len(bases), "two have the same memory"
+    assert sum(made) >= sum(map(len, out))
+
+
+def test_another_length_finds_what_was_given_back() -> None:
+    made = []
+
+    def make(size: int) -> memoryview:
+        made.append(size)
+        return pageable(size)
+
+    buffers = ReceiveBuffers(KEEP, make)
+    for size in (700, 1000, 513, 1024):
+        buffers.give(buffers.take(size))
+    assert made == [1024]
+    assert buffers.kept_bytes == 1024
