@@ -230,7 +230,7 @@ class ShareFleet:
         return {} if self._bed.tiny else share_environment(self._bed.shares[side], self._daemon)
 
     def measure(self, quick: bool) -> None:
-        """`potluck profile` of each share where it is not there yet; both at once when quick."""
+        """`potluck profile` of each share where it is not there yet, side by side, as they are used."""
         made, model = self._bed, read_model(self._bed.folder / "model")
         budgets = {HIGH: cronus.CHUNK_TOKENS // made.scale, LOW: made.longest_tokens // 4}
         batches = {HIGH: cronus.SLOTS // made.scale, LOW: 32}
@@ -258,8 +258,6 @@ class ShareFleet:
             with (made.folder / f"profile-{side}.log").open("w") as log:
                 env = {**os.environ, **self._variables(side)}
                 running[side] = subprocess.Popen(command, stdout=log, stderr=log, env=env)
-            if not quick:
-                running[side].wait()
         for side, process in running.items():
             if process.wait():
                 raise SystemExit(f"potluck profile, {side}: failed")
