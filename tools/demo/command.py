@@ -70,6 +70,7 @@ def _row(each: ActOutcome, counts: RequestCounts) -> dict[str, object]:
         "in_time": counts.in_time,
         "refused": counts.refused,
         "lost": counts.lost,
+        "why_lost": counts.why_lost,
         "moved": each.moved,
         "replicas": list(each.replicas),
         "usd_per_h": [round(usd, 3) for usd in each.usd_per_h],

@@ -53,6 +53,7 @@ class RequestCounts:
     lost: int = 0  # Neither answered whole nor told no.
     ttft_s: float = 0.0  # Within which 19 of 20 had their first token, of those that were answered.
     no: str = ""  # What those who were told no were told most often.
+    why_lost: str = ""  # What became of one that was lost.
 
     @property
     def answered(self) -> int:
@@ -71,6 +72,7 @@ class RequestCounts:
 def counted(sent: Iterable[SentRequest], slo: Slo) -> RequestCounts:
     """All of them have ended."""
     requests = in_time = refused = lost = 0
+    why_lost = ""
     ttfts_s: list[float] = []
     counter = Counter[str]()
     for sent_request in sent:
@@ -84,9 +86,10 @@ def counted(sent: Iterable[SentRequest], slo: Slo) -> RequestCounts:
             counter[_message(shot.problem)] += 1
         else:
             lost += 1
+            why_lost = f"status {shot.status} after {shot.pieces} pieces of text: {_message(shot.problem)}"
     slow_s = sorted(ttfts_s)[ceil(MOST * len(ttfts_s)) - 1] if ttfts_s else 0.0
     return RequestCounts(
-        requests, in_time, refused, lost, slow_s, counter.most_common(1)[0][0] if counter else ""
+        requests, in_time, refused, lost, slow_s, counter.most_common(1)[0][0] if counter else "", why_lost
     )
 
 
