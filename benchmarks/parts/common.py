@@ -50,7 +50,8 @@ def options(**known: Any) -> argparse.Namespace:
             parser.add_argument(f"--{name}", type=type(default), default=default)
     given, sys.argv[1:] = parser.parse_known_args()
     for name, default in known.items():
-        setattr(given, name, getattr(given, name) or default)
+        if getattr(given, name) is None:
+            setattr(given, name, default)
     return given
 
 
