@@ -35,9 +35,13 @@ class FakeCaller:
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, object]] = []
         self.dead: set[str] = set()
+        self.slow = asyncio.Event()  # What is asked of those named in `late` waits for it.
+        self.late: set[str] = set()
 
     async def _say(self, engine: EngineRecord, what: str, value: object) -> None:
         await asyncio.sleep(0)
+        if engine.entry.url in self.late:
+            await self.slow.wait()
         if engine.entry.url in self.dead:
             raise EngineNoAnswer("refused")
         self.calls.append((engine.entry.url, what, value))
@@ -141,6 +145,61 @@ def test_all_learn_of_a_new_peer_before_it_is_ready() -> None:
         peers = [(url, value) for url, what, value in fleet.caller.calls if what == "peers"]
         assert sorted(peers) == [("http://h:1", ["h:1002"]), ("http://h:2", ["h:1001"])]
         assert fleet.told == [events.ReplicaReady("a"), events.ReplicaReady("b")]
+
+    run(body)
+
+
+def test_of_two_that_come_at_once_none_is_ready_before_it_knows_its_peers() -> None:
+    async def body(fleet: Yard) -> None:
+        fleet.registry.enlist(_entries(1, 2))
+        for name in ("a", "b"):
+            fleet.registry.act([actions.StartReplica(_member(name, ord(name)))])
+        caller = fleet.caller
+        say = caller.peers
+
+        async def peers(engine: EngineRecord, addresses: Iterable[str]) -> None:
+            caller.late.add("http://h:2")  # the second is long in hearing of its peers
+            await say(engine, addresses)
+
+        caller.peers = peers  # type: ignore[method-assign]
+        for port in (1, 2):
+            engine = fleet.engine(port)
+            status = events.ReplicaStatus(0, 0, 0, 0, 10, 10, 0.0)
+            engine.said = StatusReport("m", "f", "decode", "ready", f"h:{port + 1000}", 1.0, status, (), "")
+            engine.up = True
+        for port in (1, 2):
+            fleet.registry.heard(fleet.engine(port))
+        await settle()
+        assert fleet.told == [], "one does not know the other yet"
+        caller.slow.set()
+        await settle()
+        assert {event.replica for event in fleet.told if isinstance(event, events.ReplicaReady)} == {"a", "b"}
+        assert all(engine.peers == {"h:1001", "h:1002"} for engine in fleet.registry.engines)
+
+    run(body)
+
+
+def test_one_that_cannot_be_told_of_its_peers_is_not_ready_and_others_are_told_again() -> None:
+    async def body(fleet: Yard) -> None:
+        fleet.registry.enlist(_entries(1, 2))
+        fleet.registry.act([actions.StartReplica(_member("a"))])
+        await fleet.up(1, role="decode")
+        fleet.caller.dead.add("http://h:1")
+        fleet.registry.act([actions.StartReplica(_member("b"))])
+        await fleet.up(2, role="decode")
+        assert [event.replica for event in fleet.told] == ["a", "b"], (
+            "what another does not hear holds up nobody"
+        )  # type: ignore[attr-defined]
+        assert fleet.engine(1).peers is None
+        fleet.caller.dead.clear()
+        await fleet.up(1, role="decode")
+        assert fleet.engine(1).peers == {"h:1001", "h:1002"}, "told again once it answers"
+        fleet.registry.enlist(_entries(1, 2, 3))
+        fleet.caller.dead.add("http://h:3")
+        fleet.registry.act([actions.StartReplica(_member("c"))])
+        await fleet.up(3, role="decode")
+        assert len(fleet.told) == 2
+        assert fleet.engine(3).replica == ""
 
     run(body)
 

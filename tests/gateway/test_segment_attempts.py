@@ -142,7 +142,7 @@ REFUSALS: list[tuple[int, str | None, events.FailureKind]] = [
     (401, None, "replica"),
     (429, None, "memory"),
     (400, "context_length_exceeded", "memory"),
-    (403, "not_a_peer", "transfer"),
+    (403, "not_a_peer", "replica"),
     (504, "deadline", "timeout"),
     (424, "hand_over", "replica"),
 ]

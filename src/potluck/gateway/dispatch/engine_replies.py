@@ -31,7 +31,6 @@ OF_CODE: dict[str, tuple[FailureKind, Blame]] = {
     "hand_over": ("transfer", "source"),
     "receiver_gone": ("transfer", "target"),
     "not_fetched": ("transfer", "target"),
-    "not_a_peer": ("transfer", "self"),
     "context_length_exceeded": ("memory", "self"),
     "deadline": ("timeout", "self"),
 }

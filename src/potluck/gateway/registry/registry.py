@@ -239,6 +239,8 @@ class ReplicaRegistry(ReplicaDirectory):
             return
         if report.role != slot.role:
             self._spawn(self._call(self.caller.role(engine, slot.role)))  # a call before did not reach it
+        if engine.peers is None and report.kv:
+            self._spawn(self._call(self._introduce(engine)))
         endpoint = self._endpoints.get(engine.replica)
         if endpoint is not None and endpoint.adapters != report.adapters:
             self._endpoints[engine.replica] = replace(endpoint, adapters=report.adapters)
@@ -342,7 +344,7 @@ class ReplicaRegistry(ReplicaDirectory):
                     engine.drained = False
                 if report is None or report.role != slot.role:
                     await self.caller.role(engine, slot.role)
-                await self._introduce()
+                await self._introduce(engine)
             elif not served:
                 served = await self.caller.served_model(engine)
         except (EngineNoAnswer, PotluckError, ValueError) as error:
@@ -373,20 +375,39 @@ class ReplicaRegistry(ReplicaDirectory):
         limits = (report.kv_version, report.max_running) if report else ()
         self._tell(events.ReplicaReady(member.id, *limits))
 
-    async def _introduce(self) -> None:
+    async def _introduce(self, newcomer: EngineRecord) -> None:
+        """All are told of each other. Two may come at once: whoever is being told already is waited for as well, as
+        a replica that does not know its peers yet would fail whatever it is to fetch from them."""
         there = [engine for engine in self._engines.values() if engine.up and engine.said and engine.said.kv]
         known = frozenset(engine.said.kv for engine in there if engine.said)
         unaware = [engine for engine in there if engine.peers != known]
-        for engine in unaware:
+        if unaware:
+            await asyncio.wait([self._meeting(engine, known) for engine in unaware])
+        if newcomer in unaware and not known.issubset(newcomer.peers or ()):
+            raise EngineNoAnswer("could not be told of its peers")
+
+    def _meeting(self, engine: EngineRecord, known: frozenset[str]) -> asyncio.Task[None]:
+        before = engine.meeting
+        if before is not None and before[0] == known and not before[1].done():
+            return before[1]
+        task = asyncio.get_running_loop().create_task(self._meet(engine, known, before and before[1]))
+        engine.meeting = known, task
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _meet(
+        self, engine: EngineRecord, known: frozenset[str], before: asyncio.Task[None] | None
+    ) -> None:
+        if before is not None:  # Else what is older could arrive last.
+            await asyncio.wait([before])
+        engine.peers = None
+        try:
+            await self.caller.peers(engine, known - {engine.said.kv if engine.said else ""})
+        except EngineNoAnswer as error:
+            log.warning("an engine was not told of its peers: %s", error)
+        else:
             engine.peers = known
-        coroutines = [
-            self.caller.peers(engine, known - {engine.said.kv if engine.said else ""}) for engine in unaware
-        ]
-        for engine, outcome in zip(
-            unaware, await asyncio.gather(*coroutines, return_exceptions=True), strict=True
-        ):
-            if isinstance(outcome, BaseException):
-                engine.peers = None
 
     def _changed(self) -> None:
         self.refresh()
