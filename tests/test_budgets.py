@@ -16,19 +16,19 @@ SOURCE = ROOT / "src" / "potluck"
 PART_LINES = {
     "core": 12_344,
     "plan": 12_285,
-    "gateway": 10_481,
+    "gateway": 10_499,
     "engine": 11_820,
     "cli": 9_351,
     "perf": 4_050,
     "sim runtime rehearse": 7_580,
     "control export": 6_620,
-    "kv": 4_080,
+    "kv": 4_123,
     "vllm": 3_770,
-    "api catalog loadgen native spec": 5_612,
+    "api catalog loadgen native spec": 5_628,
 }
 """Lines of source that each part has at most, blank ones not counted."""
-SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 87_972, 450, 59_052, 13_482
-WORLD_LINES = 4_132  # A simulated network, disks and processes, which tests run the product in.
+SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 88_046, 450, 59_190, 13_484
+WORLD_LINES = 4_146  # A simulated network, disks and processes, which tests run the product in.
 MOVED_IN = ("tools/accuracy", "tools/demo", "tools/papers")
 """Parts of the package until they were found to be no part of the product; not counted with benchmarks and tools."""
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from potluck.core.errors import FormatError, PotluckError
 from potluck.core.state import actions, events
 from potluck.core.values.plan import ReplicaSpec
+from potluck.gateway.registry import registry
 from potluck.gateway.registry.engine_client import (
     EngineNoAnswer,
     EngineRecord,
@@ -200,6 +201,28 @@ def test_one_that_cannot_be_told_of_its_peers_is_not_ready_and_others_are_told_a
         await fleet.up(3, role="decode")
         assert len(fleet.told) == 2
         assert fleet.engine(3).replica == ""
+
+    run(body)
+
+
+def test_one_that_hangs_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "OTHERS_S", 0.01)
+
+    async def body(fleet: Yard) -> None:
+        fleet.registry.enlist(_entries(*range(1, 9)))
+        fleet.registry.act([actions.StartReplica(_member("a"))])
+        await fleet.up(1, role="decode")
+        fleet.caller.late.add("http://h:1")  # It never answers again.
+        for port in range(2, 9):
+            fleet.registry.act([actions.StartReplica(_member(f"b{port}", port))])
+            await fleet.up(port, role="decode")
+        await asyncio.sleep(0.1)
+        await settle()
+        assert len(fleet.told) == 8
+        fleet.caller.slow.set()
+        await settle()
+        assert len(fleet.engine(1).peers or ()) == 8, "it hears of all at once, and of the others it need not"
+        assert sum(url == "http://h:1" and what == "peers" for url, what, _ in fleet.caller.calls) <= 3
 
     run(body)
 

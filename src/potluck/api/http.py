@@ -10,15 +10,36 @@ import re
 import secrets
 import ssl
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from functools import lru_cache
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 from potluck.core.codec import decode
 from potluck.core.errors import CapacityError, FormatError, InputError, PotluckError, UnknownNameError
+
+
+def open_files() -> float:
+    """That this process may have, sockets among them; on some systems there is no such limit."""
+    try:
+        import resource
+    except ModuleNotFoundError:
+        return inf
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return inf if limit == resource.RLIM_INFINITY else limit
+
+
+def allow_open_files() -> None:
+    """As many as the system lets it have: each client, engine and cache on the move needs some."""
+    with suppress(ModuleNotFoundError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class HttpRefusal(PotluckError):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from potluck.api.http import allow_open_files
 from potluck.api.model_files import GenerationConfig
 from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.errors import CapacityError, InputError
@@ -253,6 +254,7 @@ async def serve_all(
     tls: ssl.SSLContext | None = None,
 ) -> None:
     """Serve on ports in a row (0: free ones) until a signal or until all are drained; `ready` hears the addresses."""
+    allow_open_files()
     async with AsyncExitStack() as stack:
         servers = []
         for place, service in enumerate(services):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from potluck.api.http import ServedNames, server_tls
+from potluck.api.http import ServedNames, allow_open_files, server_tls
 from potluck.core.state.policy import Policy
 from potluck.gateway.admin import families
 from potluck.gateway.admin.app import AdminContext, build_admin
@@ -23,7 +23,7 @@ from potluck.gateway.admin.operations import Operations
 from potluck.gateway.admin.usage import UsageFile
 from potluck.gateway.core import GatewayCore
 from potluck.gateway.http.connection_pool import ConnectionPool
-from potluck.gateway.http.limits import allow_open_files, calm
+from potluck.gateway.http.limits import calm
 from potluck.gateway.http.server import bound, url_of
 from potluck.gateway.http.takeover import SocketHandover
 from potluck.gateway.openai.keys import KeyRing

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import json
 import logging
-import math
 import socket
 import ssl
 from collections import Counter
@@ -348,7 +347,7 @@ class EngineListener:
         self._sockets, self._server, self._limits, self._dropped = sockets, server, limits, dropped
         self._tls = tls
         self.crowd: http.ConnectionLimits[HttpConnection] = http.ConnectionLimits(
-            min(limits.connections, _files() * SHARE_OF_FILES)
+            min(limits.connections, http.open_files() * SHARE_OF_FILES)
         )
         self._coming: set[asyncio.Task[None]] = set()
         self._told: Counter[str] = Counter()
@@ -435,16 +434,6 @@ class EngineListener:
                 log.error("accepting failed", exc_info=task.exception())
                 self._accepting[item] = self._loop.create_task(self._accept(item))
         self._tell()
-
-
-def _files() -> float:
-    """File descriptors that this process may have; on some systems there is no such limit."""
-    try:
-        import resource
-    except ModuleNotFoundError:
-        return math.inf
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return math.inf if limit == resource.RLIM_INFINITY else limit
 
 
 def _turn_away(connection: socket.socket) -> None:

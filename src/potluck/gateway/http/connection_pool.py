@@ -15,9 +15,9 @@ import time
 from collections.abc import Iterable
 from typing import Protocol, cast
 
-from potluck.api.http import HttpRefusal
+from potluck.api.http import HttpRefusal, open_files
 from potluck.core.errors import PotluckError
-from potluck.gateway.http.limits import SHARE_OF_FILES, open_files
+from potluck.gateway.http.limits import SHARE_OF_FILES
 from potluck.gateway.http.parser import Headers, ResponseReader
 from potluck.gateway.values import Address
 

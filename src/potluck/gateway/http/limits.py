@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
-import resource
 from dataclasses import dataclass
 
 SHARE_OF_FILES = 0.45
@@ -28,17 +26,6 @@ class HttpLimits:
     stalled_s: float = 30.0
     linger_s: float = 5.0
     """How long the rest of what was refused is read and thrown away, so that the client sees the answer."""
-
-
-def open_files() -> float:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return math.inf if limit == resource.RLIM_INFINITY else limit
-
-
-def allow_open_files() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 THRESHOLDS = (50_000, 20, 100)

@@ -24,9 +24,9 @@ from functools import partial
 from http import HTTPStatus
 from typing import Protocol, cast
 
-from potluck.api.http import ConnectionLimits, HttpRefusal, error_object
+from potluck.api.http import ConnectionLimits, HttpRefusal, error_object, open_files
 from potluck.core.errors import InputError
-from potluck.gateway.http.limits import SHARE_OF_FILES, HttpLimits, open_files
+from potluck.gateway.http.limits import SHARE_OF_FILES, HttpLimits
 from potluck.gateway.http.parser import Headers, HttpRequest, RequestReader
 
 BACKLOG = 2048

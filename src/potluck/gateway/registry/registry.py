@@ -29,6 +29,7 @@ from potluck.gateway.registry.engine_list import EngineEntry, matched
 from potluck.gateway.values import Endpoint
 
 PLAIN: Wire = ("raw", LEAST_CONNECTIONS)
+OTHERS_S = 2.0  # So long a new replica waits for others to hear of it, who may be in trouble themselves.
 
 
 class ReplicaDirectory:
@@ -239,7 +240,7 @@ class ReplicaRegistry(ReplicaDirectory):
             return
         if report.role != slot.role:
             self._spawn(self._call(self.caller.role(engine, slot.role)))  # a call before did not reach it
-        if engine.peers is None and report.kv:
+        if engine.peers is None and report.kv and (engine.meeting is None or engine.meeting[1].done()):
             self._spawn(self._call(self._introduce(engine)))
         endpoint = self._endpoints.get(engine.replica)
         if endpoint is not None and endpoint.adapters != report.adapters:
@@ -382,8 +383,10 @@ class ReplicaRegistry(ReplicaDirectory):
         known = frozenset(engine.said.kv for engine in there if engine.said)
         unaware = [engine for engine in there if engine.peers != known]
         if unaware:
-            await asyncio.wait([self._meeting(engine, known) for engine in unaware])
-        if newcomer in unaware and not known.issubset(newcomer.peers or ()):
+            await asyncio.wait([self._meeting(engine, known) for engine in unaware], timeout=OTHERS_S)
+        while newcomer.meeting is not None and not newcomer.meeting[1].done():
+            await asyncio.wait([newcomer.meeting[1]])
+        if newcomer in there and newcomer.peers is None:
             raise EngineNoAnswer("could not be told of its peers")
 
     def _meeting(self, engine: EngineRecord, known: frozenset[str]) -> asyncio.Task[None]:
@@ -401,6 +404,8 @@ class ReplicaRegistry(ReplicaDirectory):
     ) -> None:
         if before is not None:  # Else what is older could arrive last.
             await asyncio.wait([before])
+        if engine.meeting is None or engine.meeting[0] != known:
+            return  # It is to hear more than that by now.
         engine.peers = None
         try:
             await self.caller.peers(engine, known - {engine.said.kv if engine.said else ""})

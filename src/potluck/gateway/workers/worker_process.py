@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from potluck.api.http import allow_open_files
 from potluck.gateway.admin.usage import UsageFile
 from potluck.gateway.core import Act
-from potluck.gateway.http.limits import allow_open_files, calm
+from potluck.gateway.http.limits import calm
 from potluck.gateway.openai.keys import SharedUse
 from potluck.gateway.workers import brain_client
 from potluck.gateway.workers.brain_client import (
