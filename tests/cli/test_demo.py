@@ -184,7 +184,8 @@ def test_requests_are_answered_told_no_or_lost() -> None:
     )
     cut = TimedRequest(0.0, "m", [1], 2, status=200, problem="cut off", done_s=0.1)
     result = counted([SentRequest("a", SHOP, item) for item in (whole, late, no, cut)], Slo(3.0, 0.2))
-    assert result == RequestCounts(4, 1, 1, 1, ttft_s=5.0, no="overloaded")
+    lost = "status 200 after 0 pieces of text: cut off"
+    assert result == RequestCounts(4, 1, 1, 1, ttft_s=5.0, no="overloaded", why_lost=lost)
     assert (result.answered, result.answered_share, result.attained) == (2, 0.5, 0.25)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -247,10 +248,16 @@ class EngineHttp(asyncio.Protocol):
         elif path == b"/role":
             engine.role = json.loads(body)["role"]
             self.reply("{}")
-        elif path in (b"/peers", b"/grants", b"/health"):
+        elif path == b"/peers":
+            engine.loop.call_later(engine.peers_s, self._meet, frozenset(json.loads(body)["peers"]))
+        elif path in (b"/grants", b"/health"):
             self.reply("{}")
         else:
             self.refuse(404, "not_found")
+
+    def _meet(self, peers: frozenset[str]) -> None:
+        self.engine.peers = peers
+        self.reply("{}")
 
     def _segment(self, body: dict[str, Any]) -> None:
         engine, chance = self.engine, self.engine.loop.chance
@@ -265,6 +272,9 @@ class EngineHttp(asyncio.Protocol):
             self.refuse(*refusal)
         elif engine.draining:
             self.refuse(503, "draining")
+        elif "source" in body and body["source"]["kv"] not in engine.peers:
+            engine.strange(body["source"]["kv"])
+            self.refuse(403, "not_a_peer")
         else:
             self._run = SegmentRun(engine, self, body)
 
@@ -341,6 +351,9 @@ class Engine:
         self.lies: tuple[str, ...] = ()
         self.draining = self.stuck = self.mute = self.forgets = self.wrong_kv = False
         self.salts: dict[str, str] = {}
+        self.peers = frozenset[str]()
+        # One that has just begun has other things to do. Apart from what else is drawn.
+        self.peers_s = random.Random(f"{self.name} {self.began_s}").choice((0.0, 0.02, 0.6, 1.5))
         loop.network.held.pop((self.name, HTTP), None)
         process.run(loop.create_task, self._listen())
 
@@ -374,6 +387,18 @@ class Engine:
             halted, run.halted = run.halted, None
             if halted is not None and self.alive:
                 self.process.run(halted)
+
+    def strange(self, kv: str) -> None:
+        """It is to fetch from somebody it was not told of: nobody may be sent there so early, unless one of them, or
+        the gateway, was in trouble since it began."""
+        self.loop.told("not a peer", self.name, kv)
+        source = kv.partition(":")[0]
+        if not any(
+            trouble.to_s >= self.loop.now_s
+            and (trouble.where in ("gw", "brain", source) or trouble.from_s > self.began_s)
+            for trouble in self.loop.troubles
+        ):
+            self.loop.broken.append(f"{self.name} gets requests before it has heard of {kv}")
 
     def salted(self, body: dict[str, Any]) -> None:
         """Prefixes are shared by salt: one that two tenants have would show one the other's. And a request is not

@@ -46,8 +46,9 @@ class Link:
 
 class Socket(asyncio.Transport):
     __slots__ = (
-        "address", "arrives_s", "buffer", "buffered", "closing", "ended", "fin", "flight", "full", "gone", "high",
-        "inbox", "late_s", "link", "low", "network", "peer", "process", "protocol", "reading", "segment", "segment_s"
+        "address", "arrives_s", "broken", "buffer", "buffered", "closing", "ended", "fin", "flight", "full", "gone",
+        "high", "inbox", "late_s", "link", "low", "network", "peer", "process", "protocol", "reading", "segment",
+        "segment_s"
     )  # fmt: skip
 
     peer: Socket
@@ -62,6 +63,7 @@ class Socket(asyncio.Transport):
         self.segment_s = -1.0
         self.inbox: deque[bytes] = deque()
         self.reading, self.full, self.closing = True, False, False
+        self.broken: Exception | None = None  # It was lost before anybody had it.
         self.gone = False  # Its own side is closed: whatever comes is answered with a reset.
         self.fin = False  # The peer sends no more.
         self.ended = False
@@ -180,6 +182,8 @@ class Socket(asyncio.Transport):
         self.process.sockets.pop(self, None)
         if self.protocol is not None:
             self.protocol.connection_lost(error)
+        else:
+            self.broken = error
 
     def orphaned(self, silent: bool) -> None:
         """Its process is dead: the kernel closes it, with a reset where something was left unread."""
@@ -398,6 +402,8 @@ class Network:
         server.protocol = listener.factory()
         server.protocol.connection_made(server)
         server._read()
+        if server.broken is not None:
+            server.network.loop.call_soon(server._lost, server.broken, context=server.process.context)
 
     @staticmethod
     def _connected(made: asyncio.Future[Socket], client: Socket) -> None:
@@ -444,6 +450,7 @@ class WorldLoop(asyncio.BaseEventLoop):
         self.broken: list[str] = []
         self.sent: dict[str, int] = {}  # By request, segments at engines,
         self.refused: dict[str, int] = {}  # and how often it was refused for lack of room.
+        self.troubles: list[Any] = []
         self.switches = self.preempts = 0.0  # How likely a thread loses its turn where it may, or anywhere.
         self.wires: dict[str, Any] = {}  # What befalls bytes that reach a host's blocking sockets.
         self._clock_resolution = 0.0
@@ -579,6 +586,8 @@ class WorldLoop(asyncio.BaseEventLoop):
         end.protocol = protocol = factory()
         protocol.connection_made(end)
         self.call_soon(end._read, context=process.context)
+        if end.broken is not None:
+            self.call_soon(end._lost, end.broken, context=process.context)
         return end, protocol
 
     async def create_unix_connection(self, factory: Any, path: Any = None, **_: Any) -> Any:

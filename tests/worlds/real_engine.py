@@ -10,6 +10,7 @@ import json
 import os
 import random
 import sys
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,8 @@ class RealLoop(asyncio.SelectorEventLoop):
         self.sent: dict[str, int] = {}
         self.refused: dict[str, int] = {}
         self.broken: list[str] = []
+        # Of trouble elsewhere it does not hear, so it takes all times for troubled.
+        self.troubles = [SimpleNamespace(where="gw", to_s=inf)]
         self.network: Any = SimpleNamespace(held={})
 
     @property

@@ -459,7 +459,7 @@ class World:
         self.broken = self.loop.broken
         self.problem: Any = None
         self.over = False
-        self.troubles: list[Trouble] = []
+        self.troubles: list[Trouble] = self.loop.troubles
         self.power_lost_s: list[float] = []
         self.limited = bool(scenario.limits)
         self.faults: Counter[str] = Counter()
