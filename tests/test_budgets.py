@@ -28,7 +28,7 @@ PART_LINES = {
 }
 """Lines of source that each part has at most, blank ones not counted."""
 SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 88_046, 450, 59_190, 13_484
-WORLD_LINES = 4_190  # A simulated network, disks and processes, which tests run the product in.
+WORLD_LINES = 4_192  # A simulated network, disks and processes, which tests run the product in.
 MOVED_IN = ("tools/accuracy", "tools/demo", "tools/papers")
 """Parts of the package until they were found to be no part of the product; not counted with benchmarks and tools."""
 
