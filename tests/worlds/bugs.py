@@ -201,19 +201,6 @@ def any_release() -> None:
     FleetState.ready = lambda self, replica, kv_version=0, most=0: ready(self, replica, 0, most)  # type: ignore[method-assign]
 
 
-def early_guests() -> None:
-    """A replica gets requests as soon as it is there, whether or not it has heard of its peers."""
-
-    async def introduce(self: ReplicaRegistry, newcomer: Any) -> None:
-        there = [engine for engine in self._engines.values() if engine.up and engine.said and engine.said.kv]
-        known = frozenset(engine.said.kv for engine in there if engine.said)
-        for engine in there:
-            if engine.peers != known:
-                self._meeting(engine, known)
-
-    ReplicaRegistry._introduce = introduce  # type: ignore[method-assign]
-
-
 _bugs = (
     *TRANSPORT,
     *(lost_ack, doubled_usage, retry_without_budget, stale_lease, torn_state_read, token_twice, shared_salt),
@@ -226,7 +213,6 @@ _bugs = (
         lasting_task,
         kept_debtors,
         any_release,
-        early_guests,
     ),
 )
 BUGS: dict[str, Callable[[], None]] = {bug.__name__: bug for bug in _bugs}
