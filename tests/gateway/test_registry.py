@@ -206,7 +206,7 @@ def test_one_that_cannot_be_told_of_its_peers_is_not_ready_and_others_are_told_a
 
 
 def test_one_that_hangs_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "OTHERS_S", 0.01)
+    monkeypatch.setattr(registry, "PEERS_WAIT_S", 0.01)
 
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(*range(1, 9)))

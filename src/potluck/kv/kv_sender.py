@@ -98,7 +98,7 @@ class TransferPart:
         with self.counted():
             self.queue.drop()
         self.memory.changed.notify_all()
-        self.transfer.stirred.notify_all()
+        self.transfer.updated.notify_all()
         self.transfer.part_over(state)
 
     @contextmanager
@@ -135,7 +135,7 @@ class OutgoingTransfer:
         tenant: str = "",
         weight: float = 1.0,
     ) -> None:
-        self.memory, self.stirred = memory, memory.condition()
+        self.memory, self.updated = memory, memory.condition()
         self.tenant, self.weight = tenant, weight  # Whose share of a throttled link it takes.
         self._closed = closed
         self._piece_bytes = piece_bytes
@@ -228,7 +228,7 @@ class OutgoingTransfer:
 
     def wait(self, timeout_s: float) -> State:
         with self.memory.changed:
-            self.stirred.wait_for(lambda: self.over, timeout_s)
+            self.updated.wait_for(lambda: self.over, timeout_s)
             return self.state
 
     # The connections' side; all but `manifest` under the lock.
@@ -256,7 +256,7 @@ class OutgoingTransfer:
                         target=self._ask, args=(have,), name="kv-open", daemon=True
                     )
                     self.asking.start()
-                self.stirred.wait_for(lambda: self._manifest is not None or self.over, beat_s)
+                self.updated.wait_for(lambda: self._manifest is not None or self.over, beat_s)
                 if self._manifest is not None:
                     return self._manifest
                 if self.over or time.monotonic() > until_s:
@@ -276,7 +276,7 @@ class OutgoingTransfer:
             for part in self.parts.values():
                 if part.cut.nothing:
                     part.queue.finish()
-            self.stirred.notify_all()
+            self.updated.notify_all()
 
     def end(self, state: State) -> None:
         for part in tuple(self.parts.values()):
@@ -582,7 +582,7 @@ class KvSender:
                     piece_bytes = self._piece_bytes(conn.peer, piece_bytes)
                 if part is not None and part.attach(piece_bytes, self.limits.most_connections_each, now_s):
                     part.transfer.peer = conn.peer
-                    part.transfer.stirred.notify_all()
+                    part.transfer.updated.notify_all()
                     return part
                 if now_s >= until_s:
                     return None

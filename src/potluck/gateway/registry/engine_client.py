@@ -194,7 +194,7 @@ class EngineRecord:
     cached: tuple[float, int] = (0.0, -1)  # When its cache was asked for; its `prompt_tokens` then.
     peers: frozenset[str] | None = None
     """Whom it has been told of; None: nobody yet, or it may not have heard it."""
-    meeting: tuple[frozenset[str], asyncio.Task[None]] | None = None
+    peers_call: tuple[frozenset[str], asyncio.Task[None]] | None = None
     """Whom it is being told of, or was told of last."""
     drained: bool = False
     drained_elsewhere: bool = False

@@ -29,7 +29,7 @@ from potluck.gateway.registry.engine_list import EngineEntry, matched
 from potluck.gateway.values import Endpoint
 
 PLAIN: Wire = ("raw", LEAST_CONNECTIONS)
-OTHERS_S = 2.0  # So long a new replica waits for others to hear of it, who may be in trouble themselves.
+PEERS_WAIT_S = 2.0  # So long a new replica waits for others to hear of it, who may be in trouble themselves.
 
 
 class ReplicaDirectory:
@@ -240,8 +240,8 @@ class ReplicaRegistry(ReplicaDirectory):
             return
         if report.role != slot.role:
             self._spawn(self._call(self.caller.role(engine, slot.role)))  # a call before did not reach it
-        if engine.peers is None and report.kv and (engine.meeting is None or engine.meeting[1].done()):
-            self._spawn(self._call(self._introduce(engine)))
+        if engine.peers is None and report.kv and (engine.peers_call is None or engine.peers_call[1].done()):
+            self._spawn(self._call(self._share_peers(engine)))
         endpoint = self._endpoints.get(engine.replica)
         if endpoint is not None and endpoint.adapters != report.adapters:
             self._endpoints[engine.replica] = replace(endpoint, adapters=report.adapters)
@@ -345,7 +345,7 @@ class ReplicaRegistry(ReplicaDirectory):
                     engine.drained = False
                 if report is None or report.role != slot.role:
                     await self.caller.role(engine, slot.role)
-                await self._introduce(engine)
+                await self._share_peers(engine)
             elif not served:
                 served = await self.caller.served_model(engine)
         except (EngineNoAnswer, PotluckError, ValueError) as error:
@@ -376,35 +376,35 @@ class ReplicaRegistry(ReplicaDirectory):
         limits = (report.kv_version, report.max_running) if report else ()
         self._tell(events.ReplicaReady(member.id, *limits))
 
-    async def _introduce(self, newcomer: EngineRecord) -> None:
+    async def _share_peers(self, newcomer: EngineRecord) -> None:
         """All are told of each other. Two may come at once: whoever is being told already is waited for as well, as
         a replica that does not know its peers yet would fail whatever it is to fetch from them."""
         there = [engine for engine in self._engines.values() if engine.up and engine.said and engine.said.kv]
         known = frozenset(engine.said.kv for engine in there if engine.said)
         unaware = [engine for engine in there if engine.peers != known]
         if unaware:
-            await asyncio.wait([self._meeting(engine, known) for engine in unaware], timeout=OTHERS_S)
-        while newcomer.meeting is not None and not newcomer.meeting[1].done():
-            await asyncio.wait([newcomer.meeting[1]])
+            await asyncio.wait([self._peers_call(engine, known) for engine in unaware], timeout=PEERS_WAIT_S)
+        while newcomer.peers_call is not None and not newcomer.peers_call[1].done():
+            await asyncio.wait([newcomer.peers_call[1]])
         if newcomer in there and newcomer.peers is None:
             raise EngineNoAnswer("could not be told of its peers")
 
-    def _meeting(self, engine: EngineRecord, known: frozenset[str]) -> asyncio.Task[None]:
-        before = engine.meeting
+    def _peers_call(self, engine: EngineRecord, known: frozenset[str]) -> asyncio.Task[None]:
+        before = engine.peers_call
         if before is not None and before[0] == known and not before[1].done():
             return before[1]
-        task = asyncio.get_running_loop().create_task(self._meet(engine, known, before and before[1]))
-        engine.meeting = known, task
+        task = asyncio.get_running_loop().create_task(self._send_peers(engine, known, before and before[1]))
+        engine.peers_call = known, task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _meet(
+    async def _send_peers(
         self, engine: EngineRecord, known: frozenset[str], before: asyncio.Task[None] | None
     ) -> None:
         if before is not None:  # Else what is older could arrive last.
             await asyncio.wait([before])
-        if engine.meeting is None or engine.meeting[0] != known:
+        if engine.peers_call is None or engine.peers_call[0] != known:
             return  # It is to hear more than that by now.
         engine.peers = None
         try:
