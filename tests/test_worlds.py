@@ -71,6 +71,20 @@ def test_a_seed_is_the_same_run_whatever_hashes_are(seed: tuple[str, ...]) -> No
     assert stories[0] == stories[1]
 
 
+def test_an_engine_tells_of_requests_that_come_before_it_knows_its_peers() -> None:
+    script = """
+from types import SimpleNamespace as Made
+from worlds.engines import Engine
+for troubles in ([], [Made(where="gw", from_s=0.0, to_s=9.0)], [Made(where="e1", from_s=0.5, to_s=9.0)]):
+    loop = Made(now_s=5.0, troubles=troubles, broken=[], told=lambda *_: None)
+    Engine.strange(Made(loop=loop, name="e1", began_s=1.0), "e0:9000")
+    print(len(loop.broken), end=" ")
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+    assert done.stdout == "1 0 1 ", done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "options"), [(FOUND, ("--most", "40")), (FOUND_KV, ("--kv", "--most", "100"))]

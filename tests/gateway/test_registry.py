@@ -155,8 +155,7 @@ def test_of_two_that_come_at_once_none_is_ready_before_it_knows_its_peers() -> N
         fleet.registry.enlist(_entries(1, 2))
         for name in ("a", "b"):
             fleet.registry.act([actions.StartReplica(_member(name, ord(name)))])
-        caller = fleet.caller
-        say = caller.peers
+        caller, say = fleet.caller, fleet.caller.peers
 
         async def peers(engine: EngineRecord, addresses: Iterable[str]) -> None:
             caller.late.add("http://h:2")  # the second is long in hearing of its peers
@@ -199,8 +198,7 @@ def test_one_that_cannot_be_told_of_its_peers_is_not_ready_and_others_are_told_a
         fleet.caller.dead.add("http://h:3")
         fleet.registry.act([actions.StartReplica(_member("c"))])
         await fleet.up(3, role="decode")
-        assert len(fleet.told) == 2
-        assert fleet.engine(3).replica == ""
+        assert (len(fleet.told), fleet.engine(3).replica) == (2, "")
 
     run(body)
 

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -159,23 +160,15 @@ def test_hundreds_wait_on_one_connection_each() -> None:
     most = 60
     with ends(limits=replace(SMALL, most_connections=most)) as pair:
         offers = [pair.offer() for _ in range(most - 4)]
-        seen: list[bool] = []
-
-        def receive(handle: str) -> None:
-            seen.append(pair.fetch(handle, degree=3, deadline_s=60.0)[1] == RIGHT)
-
-        threads = [threading.Thread(target=receive, args=(handle,)) for handle, _ in offers]
-        for thread in threads:
-            thread.start()
-        assert until(lambda: all(transfer.state == "attached" for _, transfer in offers), 30)
-        assert pair.sender.connections == len(offers)
-        for _, transfer in offers:
-            for chunk in CHUNKS:
-                transfer.put(chunk)
-            transfer.finish()
-        for thread in threads:
-            thread.join(60)
-        assert seen == [True] * len(offers)
+        with ThreadPoolExecutor(most) as pool:
+            fetches = [pool.submit(pair.fetch, handle, degree=3, deadline_s=60.0) for handle, _ in offers]
+            assert until(lambda: all(transfer.state == "attached" for _, transfer in offers), 30)
+            assert pair.sender.connections == len(offers)
+            for _, transfer in offers:
+                for chunk in CHUNKS:
+                    transfer.put(chunk)
+                transfer.finish()
+        assert all(fetch.result()[1] == RIGHT for fetch in fetches)
 
 
 @pytest.mark.parametrize("reads", [False, True])
