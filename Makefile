@@ -21,7 +21,7 @@ BUILD_OPTIONS := --quiet --disable-pip-version-check --no-input --no-deps --no-b
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help up demo test test-here test-all test-main test-beside test-behind test-source test-vllm test-sky test-ray environments lint types format site bench compiled testcompiled wheel lock clean
+.PHONY: help up demo test test-here test-all test-main test-ready test-beside then-vllm then-behind test-source test-vllm test-sky test-ray environments lint types format site bench compiled testcompiled wheel lock clean
 .DELETE_ON_ERROR:
 
 help: ## list these commands
@@ -65,21 +65,27 @@ testcompiled: compiled ## the tests of decisions and simulator, with the hot cod
 	$(call pytest,PYTHONPATH=build/compiled $(BIN)/python,-n 2 --dist worksteal --tb=native $(RUN_COMPILED))
 
 # What continuous integration runs. Every test once: those of $(RUN_COMPILED) with the hot code compiled (the others
-# run it as source, as do the few files that say so), those of vLLM, SkyPilot and Ray in their environments. Two lanes
-# at a time: what waits for fractions of a second has one core to itself, main tests first and then vLLM's.
+# run it as source, as do the few files that say so), those of vLLM, SkyPilot and Ray in their environments. What waits
+# for fractions of a second has one core to itself, main tests first and then vLLM's; all else is done beside.
 test-all: ## everything, each test once: main, compiled, vLLM, SkyPilot, Ray, lint, site
-	+$(MAKE) -j2 --output-sync=target $(VENV)/.all $(VLLM)/.made
-	+$(MAKE) -j2 --output-sync=target test-main test-beside
-	+$(MAKE) -j2 --output-sync=target test-vllm test-behind
+	+$(MAKE) -j2 --output-sync=target test-ready $(VLLM)/.made
+	+$(MAKE) -j2 --output-sync=target then-vllm then-behind
+
+test-ready: $(VENV)/.all
+	+@$(MAKE) --no-print-directory $(VENV)/.warm
 
 test-main: $(VENV)/.warm
 	$(call pytest,$(MAIN),-q -n 3 --dist worksteal $(addprefix --ignore=,$(RUN_COMPILED) tests/export tests/clusters tests/vllm_engine))
 
-test-beside:
-	+nice -n 5 $(MAKE) lint test-sky compiled site $(RAY)/.made
+then-vllm: test-main
+	+@$(MAKE) --no-print-directory test-vllm
 
-test-behind:
-	+nice -n 5 $(MAKE) test-source testcompiled test-ray
+# One thing at a time: no place is taken that main tests or vLLM's are to have.
+test-beside:
+	+MAKEFLAGS= nice -n 5 $(MAKE) lint test-sky compiled site $(RAY)/.made
+
+then-behind: test-main test-beside
+	+MAKEFLAGS= nice -n 5 $(MAKE) test-source testcompiled test-ray
 
 test-source: compiled
 	$(call pytest,$(MAIN),-q -p no:cacheprovider $(shell grep -lr --include='test_*.py' '__file__.endswith' $(RUN_COMPILED)))
