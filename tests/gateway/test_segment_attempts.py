@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
+from types import SimpleNamespace
+from typing import Any
 from weakref import ref
 
 import pytest
@@ -17,6 +20,7 @@ from potluck.core.state.actions import Abort, QueryAttempt, Refuse, Run
 from potluck.core.values.route import Route, Segment, aggregated, handed_over
 from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.gateway.dispatch.segment_attempt import GRACE_S, SegmentAttempt, stretches
+from potluck.gateway.workers.worker import Worker
 
 
 def test_a_whole_request_is_asked_for_streamed_and_told() -> None:
@@ -270,6 +274,18 @@ def test_a_client_that_leaves_is_cancelled_everywhere_at_once() -> None:
     assert stage.call("d").cancelled
     assert stage.news == [events.RequestCancelled("r")]
     stage.dispatcher.cancel("r")
+    stage.at_rest()
+
+
+def test_a_gateway_that_ends_tells_of_answers_that_go_on_without_their_client() -> None:
+    stage = Stage("x")
+    heard = stage.begin(asked(), aggregated("x"))
+    stage.call("x").step(3)
+    worker: Any = SimpleNamespace(port=None, handler=SimpleNamespace(close=int), dispatcher=stage.dispatcher)
+    asyncio.run(Worker.close(worker, 0.0))
+    assert stage.call("x").cancelled, "while it can be written down, and not told to anybody later"
+    assert stage.news[-1] == events.RequestCancelled("r")
+    assert heard.refusal is None, "it is kept for whoever asks again"
     stage.at_rest()
 
 

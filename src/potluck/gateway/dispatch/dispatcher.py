@@ -135,6 +135,11 @@ class Dispatcher:
         if active is not None:
             active.room(there)
 
+    def close(self) -> None:
+        """The gateway ends. All that is open are kept answers of clients who left, which another can go on with."""
+        for active in tuple(self._open.values()):
+            active.cancel()
+
     # What the Brain wants: Run, Hedge, Refuse, Abort, QueryAttempt.
 
     def act(self, actions: Sequence[Action]) -> None:

@@ -309,14 +309,19 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
         if not self._flat:
             self._events(data)
             return
-        stream = self.stream  # Most of what comes: the end of `_events`, written out.
-        stream.events += data.count(PART)
+        self._pass_on(data)
+
+    def _pass_on(self, data: bytes) -> int:
+        """How many events it was."""
+        count = data.count(PART)
+        self.stream.events += count
         if DONE in data:
             self._ended = True
-            stream.events -= 1
+            self.stream.events -= 1
         if USAGE in data:
             self._usage = data
         self._relay(data)
+        return count
 
     def _whole_events(self, data: bytes) -> bytes:
         data, mark, self._held = (self._held + data).rpartition(EVENT_END)
@@ -374,15 +379,7 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
                 return
         elif knows:
             data = b"".join(map(self._noted, data.split(EVENT_END)[:-1]))
-        count = data.count(PART)
-        stream.events += count
-        if DONE in data:
-            self._ended = True
-            stream.events -= 1
-        if USAGE in data:
-            self._usage = data
-        self._relay(data)
-        if count and not self._over:
+        if self._pass_on(data) and not self._over:
             self._request.first_token()
             self._flat = self._rewriter is None and not stream.knows_ids
 

@@ -93,6 +93,7 @@ class Worker:
             await self.port.close(
                 within_s, gently=followed, for_good=not followed if for_good is None else for_good
             )
+        self.dispatcher.close()
         self.handler.close()
 
 
