@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from potluck.control import reconciler
@@ -16,8 +17,11 @@ from potluck.gateway.admin.usage import UsageFile
 from potluck.gateway.dispatch import active_request, segment_attempt
 from potluck.gateway.dispatch.dispatcher import Dispatcher
 from potluck.gateway.http.connection_pool import EngineCall
+from potluck.gateway.http.server import ClientExchange
+from potluck.gateway.openai import kept_answers
 from potluck.gateway.openai.handler import ClientHandler
 from potluck.gateway.openai.keys import KeyQuota, KeyRing
+from potluck.gateway.openai.response import ResponseWriter
 from potluck.gateway.operator_state import OperatorState
 from potluck.gateway.registry.registry import ReplicaRegistry
 from potluck.kv.assembly import ChunkAssembly
@@ -180,6 +184,69 @@ def endless_lease() -> None:
     KvSender._sweep = lambda self, now_s: self._forget()  # type: ignore[method-assign]
 
 
+def kept_keys() -> None:
+    """A key that was taken out of the file stays known."""
+    read = KeyRing._read
+
+    def both(self: KeyRing, now_s: float) -> Any:
+        return self.__dict__.get("_by_digest", {}) | read(self, now_s)
+
+    KeyRing._read = both  # type: ignore[method-assign]
+
+
+def leaked_open() -> None:
+    """A request that used nothing counts for ever as one that its key has open."""
+    leave = KeyQuota.leave
+
+    def leaks(self: KeyQuota, charged: int, used: int) -> None:
+        leave(self, charged, used)
+        self.open += not used
+
+    KeyQuota.leave = leaks  # type: ignore[method-assign]
+
+
+def uncharged_tokens() -> None:
+    """A key's limit of tokens is written down, and nobody asks."""
+    KeyQuota.charge = lambda self, tokens, now_s: None  # type: ignore[method-assign, assignment]
+
+
+def shared_repeats() -> None:
+    """The Idempotency-Keys of all tenants are one list."""
+    asked = kept_answers.asked_of
+    kept_answers.asked_of = lambda tenant, *rest: asked("", *rest)
+
+
+def counted_unseen() -> None:
+    """Who left has to pay for all that was asked for."""
+    gone = ResponseWriter.gone
+
+    def counts(self: ResponseWriter) -> None:
+        self.output += self.charged
+        gone(self)
+
+    ResponseWriter.gone = counts  # type: ignore[method-assign]
+
+
+def deaf_to_clients() -> None:
+    """An answer goes on although its client has left."""
+    ClientExchange.left = lambda self: self._over()  # type: ignore[method-assign]
+
+
+def unsynced_usage() -> None:
+    """Records of use are left to the kernel, which loses them with the machine's power."""
+    UsageFile.unsynced = lambda self: None  # type: ignore[method-assign, assignment]
+
+
+def any_weights() -> None:
+    """An engine is asked for its model's name, and not for its weights."""
+    ReplicaRegistry._unsuited = lambda self, engine, member: ""  # type: ignore[method-assign]
+
+
+def one_handle() -> None:
+    """All caches that an engine keeps have one handle."""
+    segment_attempt.secrets = SimpleNamespace(token_urlsafe=lambda size: "one")  # type: ignore[assignment]
+
+
 TRANSPORT = (unchecked_piece, lost_pieces, leaked_buffer, chunk_twice, endless_lease)  # Found with --kv.
 
 
@@ -214,5 +281,7 @@ _bugs = (
         kept_debtors,
         any_release,
     ),
+    *(kept_keys, leaked_open, uncharged_tokens, shared_repeats, counted_unseen, deaf_to_clients),
+    *(unsynced_usage, any_weights, one_handle),
 )
 BUGS: dict[str, Callable[[], None]] = {bug.__name__: bug for bug in _bugs}

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 LETTERS = [chr(code) for code in range(0x20, 0x7F)] + [chr(code) for code in range(0xC0, 0x17F)]
 AGAIN = frozenset({0, 429, 500, 502, 503, 504})
 TRIES = 8
+KEYED = ("retries", "twins", "reuses")  # They send an Idempotency-Key.
+SPARE = "sk-spare"  # A key that is taken away in the end.
 LONGEST_S = 400.0  # After which a client thinks that it will never be answered.
 
 
@@ -34,7 +36,7 @@ class Ask:
     most: int
     least: int
     stream: bool
-    how: str = "patient"  # Or leaves, stalls, trickles, stranger, retries, twins, reuses.
+    how: str = "patient"  # Or leaves, stalls, trickles, stranger, retries, twins, reuses, retired.
     amount: float = 0.0
     shipped: bool = False  # It is answered by mock engines that ship, which draw otherwise.
 
@@ -46,6 +48,11 @@ class Ask:
     def answer(self) -> list[int]:
         reckoned = mock.right_answer if self.shipped else right_answer
         return reckoned(self.tokens(), self.most, self.least)
+
+    @property
+    def status(self) -> int:
+        """What it is answered where all is well."""
+        return 401 if self.how in ("stranger", "retired") else 200
 
     def body(self) -> bytes:
         body: dict[str, object] = {"model": "m", "prompt": self.tokens(), "max_tokens": self.most}
@@ -201,7 +208,7 @@ class Client:
         self.process.run(self.loop.create_task, self._work())
 
     async def _work(self) -> None:
-        tries = TRIES if self.ask.how in ("retries", "twins", "reuses") else 1
+        tries = TRIES if self.ask.how in KEYED else 1
         if self.ask.how == "twins":
             other = Client(self.world, self.ask)
             self.world.clients.append(other)
@@ -249,9 +256,13 @@ class Client:
     async def _send(self, exchange: Exchange, body: bytes) -> None:
         lines = [f"POST /v1/completions HTTP/1.1\r\nhost: gw\r\ncontent-length: {len(body)}"]
         secret = self.world.keys.secret(self.ask.key, self.loop.now_s)
-        lines.append(f"authorization: Bearer {'sk-nobody' if self.ask.how == 'stranger' else secret}")
-        if self.ask.how in ("retries", "twins", "reuses"):
-            lines.append(f"idempotency-key: {self.world.scenario.seed}-{self.ask.number}")
+        other = {"stranger": "sk-nobody", "retired": SPARE}
+        lines.append(f"authorization: Bearer {other.get(self.ask.how, secret)}")
+        if self.ask.how in KEYED:
+            # Other tenants use the same, for other requests.
+            before = [ask for ask in self.world.scenario.asks if ask.number < self.ask.number]
+            own = sum(ask.key == self.ask.key for ask in before)
+            lines.append(f"idempotency-key: {self.world.scenario.seed}-{own}")
         data = "\r\n".join(lines).encode() + b"\r\n\r\n" + body
         if self.ask.how == "trickles":
             for place in range(0, len(data), 97):

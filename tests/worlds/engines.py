@@ -118,7 +118,8 @@ class SegmentRun:
         engine.prompt_tokens += len(self.tokens)
         if self.hands_on:
             self.say({"computed": body["stop"] - body.get("start", 0), "handle": body["handle"]})
-            engine.kept[body["handle"]] = self
+            if engine.kept.setdefault(body["handle"], self) is not self:
+                engine.loop.broken.append("one handle is of two caches")
             self._later(30.0 / engine.slow, self._not_fetched)
         else:
             self.history = history_of(self.tokens)
@@ -147,10 +148,13 @@ class SegmentRun:
             lines.append(b'{"token":%d}\n' % token)
             ended = token in body.get("end_tokens", ())
             if ended or self.output >= body["max_tokens"]:
-                self.connection.piece(b"".join(lines))
-                self.end("stop" if ended else "length")
-                return
+                break
+        brought = engine.loop.brought
+        brought[body["request"]] = max(len(self.tokens) + self.output, brought.get(body["request"], 0))
         self.connection.piece(b"".join(lines))
+        if ended or self.output >= body["max_tokens"]:
+            self.end("stop" if ended else "length")
+            return
         self._later(len(lines) * engine.token_s, self._decode)
 
     def _lie(self, how: str) -> None:
@@ -390,10 +394,10 @@ class Engine:
 
     def strange(self, kv: str) -> None:
         """It is to fetch from somebody it was not told of: nobody may be sent there so early, unless one of them, or
-        the gateway, was in trouble since it began."""
+        the gateway, was in trouble since it began, or the gateway may not know yet that it began anew."""
         self.loop.told("not a peer", self.name, kv)
         source = kv.partition(":")[0]
-        if not any(
+        if self.statuses > 1 and not any(
             trouble.to_s >= self.loop.now_s
             and (trouble.where in ("gw", "brain", source) or trouble.from_s > self.began_s)
             for trouble in self.loop.troubles
@@ -406,6 +410,9 @@ class Engine:
         sent = self.loop.sent[body["request"]] = self.loop.sent.get(body["request"], 0) + 1
         if sent == MOST_SENT:
             self.loop.broken.append(f"a request was sent to engines {sent} times")
+        alone = any(item.where != self.name and item.to_s >= self.began_s for item in self.loop.troubles)
+        if self.fingerprint != "f" and self.statuses > 1 and not alone:
+            self.loop.broken.append(f"{self.name} has other weights than all others, and is sent requests")
         tenant, salt = body.get("tenant", ""), body.get("salt", "")
         if salt and self.salts.setdefault(salt, tenant) != tenant:
             self.loop.broken.append(f"{self.name}: tenants {tenant} and {self.salts[salt]} share a salt")

@@ -220,7 +220,7 @@ class Socket(asyncio.Transport):
         data = segment[0] if len(segment) == 1 else b"".join(segment)
         if self.gone:
             self.peer.flight -= len(data)
-            self._send(self.peer._reset)
+            self._send(self.peer._refused)
             return
         loop.digest = zlib.crc32(data, loop.digest)
         self.inbox.append(data)
@@ -260,6 +260,11 @@ class Socket(asyncio.Transport):
         if self.peer.link.cut:
             self.network.loop.call_later(again_s, self._unheard, again_s, context=KERNEL)
         self._reset()
+
+    def _refused(self) -> None:
+        """What it sent came to one that is gone: it sends it again until it hears so."""
+        if not self._cut_off(self._refused):
+            self._reset()
 
     def _reset(self) -> None:
         """One that a cut link swallows is not sent again: this side stays half open."""
@@ -449,7 +454,8 @@ class WorldLoop(asyncio.BaseEventLoop):
         self.story: list[tuple[float, str, str, str]] = []
         self.broken: list[str] = []
         self.sent: dict[str, int] = {}  # By request, segments at engines,
-        self.refused: dict[str, int] = {}  # and how often it was refused for lack of room.
+        self.refused: dict[str, int] = {}  # how often it was refused for lack of room,
+        self.brought: dict[str, int] = {}  # and the most tokens that one had of it, prompt and all.
         self.troubles: list[Any] = []
         self.switches = self.preempts = 0.0  # How likely a thread loses its turn where it may, or anywhere.
         self.wires: dict[str, Any] = {}  # What befalls bytes that reach a host's blocking sockets.

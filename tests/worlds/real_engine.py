@@ -28,6 +28,7 @@ class RealLoop(asyncio.SelectorEventLoop):
         self.processes: dict[int, Any] = {}
         self.sent: dict[str, int] = {}
         self.refused: dict[str, int] = {}
+        self.brought: dict[str, int] = {}
         self.broken: list[str] = []
         # Of trouble elsewhere it does not hear, so it takes all times for troubled.
         self.troubles = [SimpleNamespace(where="gw", to_s=inf)]

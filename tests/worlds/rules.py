@@ -5,18 +5,22 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from functools import partial
+from math import inf
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from potluck.gateway.core import GatewayCore
 from potluck.gateway.workers.worker import Worker
-from worlds.clients import text_of
+from worlds.clients import KEYED, text_of
 
 if TYPE_CHECKING:
     from worlds.clients import Outcome
     from worlds.world import World
 
 WATCH = "HealthChecker._watch"
+NOTICED_S = 3.0  # In which a client's end is noticed.
+SYNCED_S = 2.5  # In which a record of use outlives the machine's power: it is looked at once in a second.
+SERVED_S = 30.0  # Whoever waits is served in so long a time in which nothing befalls an engine.
 LASTING = {"serve", "work", "_flush", WATCH}  # Tasks that a gateway's processes always have.
 HISTORIES = {
     *("Dispatcher._ended", "Requests._ended", "Waterfall._ended", "Waterfall._rows"),
@@ -35,9 +39,9 @@ def outcome(world: World, seen: Outcome) -> None:
         world.loop.told("tokens", "right", repr(text_of(seen.ask.answer())))
     elif seen.code == "never":
         world.breaks(f"{name}: was never answered")
-    elif seen.ask.how == "stranger":
+    elif seen.ask.status == 401:
         if seen.status not in (401, 0):
-            world.breaks(f"{name}: a key that nobody made was answered {seen.status}")
+            world.breaks(f"{name}: a key that is none (any more) was answered {seen.status}")
     elif seen.status == 200:
         if not seen.right:
             world.breaks(f"{name}: not all of its answer, or other counts: {seen.finish} {seen.usage}")
@@ -51,6 +55,17 @@ def felt(world: World, where: str, seen: Outcome) -> int:
         trouble.where == where and trouble.from_s <= seen.ended_s and trouble.to_s >= seen.began_s
         for trouble in world.troubles
     )
+
+
+def calm_s(world: World, unit: list[int], seen: Outcome) -> float:
+    """How long at most nothing befell these engines while a request was there; for ever where nothing did."""
+    names = {f"e{place}" for place in unit}
+    felt = sorted((one.from_s, one.to_s) for one in world.troubles if one.where in names)
+    felt = [(from_s, to_s) for from_s, to_s in felt if to_s >= seen.began_s and from_s <= seen.ended_s]
+    longest_s, at_s = 0.0 if felt else inf, seen.began_s
+    for from_s, to_s in (*felt, (seen.ended_s, inf)):
+        longest_s, at_s = max(longest_s, from_s - at_s), max(at_s, to_s)
+    return longest_s
 
 
 def excused(world: World, seen: Outcome) -> bool:
@@ -70,13 +85,34 @@ def excused(world: World, seen: Outcome) -> bool:
         return ask.how in ("stalls", "trickles") and ask.amount > 0.1
     if seen.status in (502, 503, 504, 599) and seen.code != "internal_error":
         suffering = [place for place in range(len(world.engines)) if felt(world, f"e{place}", seen)]
-        well = [unit for unit in world.units(seen.began_s) if not set(unit) & set(suffering)]
+        well = [unit for unit in world.units(seen.began_s) if calm_s(world, unit, seen) >= SERVED_S]
         troubles = sum(felt(world, f"e{place}", seen) for place in suffering)
         retried = seen.code == "upstream_failed" and (
             troubles > 1 or bool(world.scenario.combos and troubles)
         )
         return not well or retried
     return False
+
+
+def reached(world: World, seen: Outcome) -> bool:
+    """Whether a limit of its key may have been reached by what else was asked with it."""
+    limits = dict(world.scenario.limits)
+    others = [one for one in world.outcomes if one is not seen and one.ask.key == 0 and one.status != 429]
+    others = [one for one in others if one.began_s <= seen.ended_s]
+    # What a client left may go on.
+    ended = [one.status == 200 and one.ended_s + 1.0 < seen.began_s for one in others]
+    if felt(world, "gw", seen) or ended.count(False) >= limits.get("concurrent", 1e9):
+        return True
+    asked = seen.ask.prompt + seen.ask.most
+    most = limits.get("tokens_per_min", 1e9)
+    since_s = seen.began_s - 60.0 * (1.0 + max([one.ask.most for one in others], default=0) / most)
+    used = [
+        one.ask.prompt + (len(one.ask.answer()) if over else one.ask.most)
+        for one, over in zip(others, ended, strict=True)
+        if one.ended_s >= since_s
+    ]
+    requests = sum(one.began_s >= since_s for one in others)
+    return requests > limits.get("requests_per_min", 1e9) - 1 or sum(used) > most - min(asked, most)
 
 
 def at_the_end(world: World) -> None:
@@ -90,6 +126,9 @@ def at_the_end(world: World) -> None:
         if line:
             world.breaks(line)
     _usage(world)
+    for seen in world.outcomes:
+        if seen.code == "rate_limit_exceeded" and not world.faults["limits"] and not reached(world, seen):
+            world.breaks(f"request {seen.ask.number}: is over a limit that its key had not reached")
     if world.check_log:
         _replays(world)
         _forgets(world)
@@ -104,6 +143,8 @@ def left_over(world: World) -> str:
         left = {name: count for name, count in worker.dispatcher.sizes().items() if count}
         if left or worker.handler.open or len(worker.port):
             return f"a worker still has {left}, {worker.handler.open} open, {len(worker.port)} connections"
+        if busy := [name for name, use in worker.keys._allowances.items() if use.open]:
+            return f"nothing is under way, and {busy} are said to have something open"
     for process in world.gateway.processes.values():
         tasks = Counter(
             task.get_coro().__qualname__  # type: ignore[union-attr]
@@ -147,14 +188,28 @@ def _usage(world: World) -> None:
                 continue
             records.setdefault(record["id"], record)
     delivered: dict[str, Outcome] = {seen.word: seen for seen in world.outcomes if seen.status == 200}
-    power_s = max(world.power_lost_s, default=-1.0)
     for word, seen in delivered.items():
         record = records.get(word)
         if record is None:
-            if seen.began_s > power_s and not world.faults["disk_full"]:
+            lost = any(at_s - SYNCED_S < seen.ended_s and seen.began_s < at_s for at_s in world.power_lost_s)
+            held_up = world.faults["disk_full"] + world.faults["brain_freeze"] + world.faults["brain_kill"]
+            if not lost and not (world.power_lost_s and held_up) and not world.faults["disk_full"]:
                 world.breaks(f"request {seen.ask.number}: answered, and no record of its use")
         elif record["output_tokens"] != len(seen.ask.answer()) or record["tenant"] != f"t{seen.ask.key}":
             world.breaks(f"request {seen.ask.number}: its record says {record}")
+    for seen in world.outcomes:
+        record = records.get(seen.word)
+        if record is not None:
+            counted: Any = record["output_tokens"]
+            brought = world.loop.brought.get(seen.word, 1 << 60) - seen.ask.prompt
+            # One with an Idempotency-Key may have been continued under another name.
+            if counted < len(seen.text) or (counted > brought and seen.ask.how not in KEYED):
+                world.breaks(f"{len(seen.text)} tokens were seen, {brought} were brought of {record}")
+            late_s: Any = record["seconds"]
+            late_s -= seen.ended_s - seen.began_s
+            link = felt(world, f"c{seen.ask.number % 7}-gw", seen) + felt(world, "gw", seen)
+            if seen.left and late_s > NOTICED_S and not link:
+                world.breaks(f"request {seen.ask.number}: goes on {late_s:.1f} s after its client left")
     whole = [word for word, record in records.items() if record["outcome"] in ("stop", "length")]
     unknown = [word for word in whole if word not in delivered]
     cut = sum(seen.status != 200 for seen in world.outcomes)
@@ -162,6 +217,12 @@ def _usage(world: World) -> None:
     most = dict(world.scenario.limits).get("requests_per_min", 1e9)
     if asked > most * (1 + world.loop.now_s / 60) * world.gateway.starts and not world.faults["limits"]:
         world.breaks(f"{asked} requests of a key that may send {most:g} in a minute")
+    limit = dict(world.scenario.limits).get("tokens_per_min", 1e9)
+    used = [r["prompt_tokens"] + r["output_tokens"] for r in records.values() if r["key"] == "k0"]  # type: ignore[operator]
+    # One that asks for more than the limit is let in when nothing else was for a minute.
+    may = (limit * (1 + world.loop.now_s / 60) + max(used, default=0)) * world.gateway.starts
+    if sum(used) > may and not world.faults["limits"]:
+        world.breaks(f"{sum(used)} tokens of a key that may have {limit:g} in a minute")
     if len(unknown) > cut and not world.faults["disk_full"]:
         world.breaks(f"{len(unknown)} records of answers that nobody got")
 

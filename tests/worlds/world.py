@@ -49,7 +49,7 @@ from potluck.gateway.workers.worker import Worker, WorkerContext
 from potluck.runtime import brain_log
 from potluck.runtime.resolved_plan import ResolvedPlan
 from worlds import faults, mock, rules, virtual
-from worlds.clients import LETTERS, Ask, Client, Outcome
+from worlds.clients import LETTERS, SPARE, Ask, Client, Outcome
 from worlds.control import ControllerService
 from worlds.engines import END, Engine
 from worlds.loop import UNIX, ListeningSocket, WorldLoop
@@ -149,12 +149,18 @@ def scenario_of(seed: int, shipped: bool = True) -> Scenario:
         chance.choice((2e-4, 2e-3, 2e-2)),
         chance.choice((0.02, 0.05, 0.2)),
         Policy(hedge=chance.choice((0.0, 0.0, 3.0)), affinity=chance.choice((0.0, 1.0))),
-        chance.choice(((), (), (("concurrent", 2),), (("requests_per_min", 2),))),
+        chance.choice(((), _tokens(seed), (("concurrent", 2),), (("requests_per_min", 2),))),
         tuple(_ask(chance, number, span_s) for number in range(count)),
         tuple(sorted((*faults, *_upgrades(seed, span_s, controlled)), key=lambda fault: fault.at_s)),
         controlled,
     )
     return _shipped(scenario, span_s) if shipped and not large else scenario
+
+
+def _tokens(seed: int) -> tuple[tuple[str, float], ...]:
+    """Drawn apart: whatever else a seed has stays as it is."""
+    most = random.Random(f"tokens {seed}").choice((0, 0, 40, 150))
+    return (("tokens_per_min", most),) if most else ()
 
 
 def _shipped(scenario: Scenario, span_s: float) -> Scenario:
@@ -265,6 +271,7 @@ class Keys:
         self._path, self.limits = path, dict(limits)
         self._round = [0, 0, 0]
         self._since_s = [0.0, 0.0, 0.0]
+        self._spare = [SPARE]
         self.write()
 
     def secret(self, key: int, now_s: float) -> str:
@@ -277,8 +284,16 @@ class Keys:
             self._since_s[key] = now_s
             self.write()
 
+    def retire(self) -> None:
+        """The key that nobody used is taken away."""
+        self._spare.clear()
+        self.write()
+
     def write(self) -> None:
-        lines = []
+        lines = [
+            json.dumps({"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest()})
+            for name in self._spare
+        ]
         for key, number in enumerate(self._round):
             for kept in range(max(0, number - 1), number + 1):
                 digest = hashlib.sha256(f"sk-{key}-{kept}".encode()).hexdigest()
@@ -286,7 +301,7 @@ class Keys:
                 lines.append(json.dumps({"name": f"k{key}", "sha256": digest, "tenant": f"t{key}", **limits}))
         fresh = self._path.with_suffix(".new")
         fresh.write_text("\n".join(lines))
-        os.utime(fresh, (virtual.EPOCH_S, virtual.EPOCH_S + sum(self._round)))
+        os.utime(fresh, (virtual.EPOCH_S, virtual.EPOCH_S + sum(self._round) - len(self._spare)))
         os.replace(fresh, self._path)
 
 
@@ -581,15 +596,16 @@ class World:
             self.loop.call_at(begin_s + fault.at_s, faults.strike, self, fault, context=self.kernel)
 
     def probes(self) -> list[Client]:
-        last = [
-            Ask(1000 + n, 0.0, 1 + n % 2, 20, 12, 0, n % 2 == 0, shipped=self.scenario.shipped)
+        return [
+            self._comes(Ask(1000 + n, 0.0, 1 + n % 2, 20, 12, 0, n % 2 == 0, shipped=self.scenario.shipped))
             for n in range(3)
         ]
-        made = [Client(self, ask) for ask in last]
-        for client in made:
-            self.clients.append(client)
-            self.loop.call_soon(client.start, context=self.kernel)
-        return made
+
+    def _comes(self, ask: Ask) -> Client:
+        client = Client(self, ask)
+        self.clients.append(client)
+        self.loop.call_soon(client.start, context=self.kernel)
+        return client
 
     def run(self) -> World:
         virtual.active, virtual.Process._next = self.loop, 1
@@ -626,11 +642,14 @@ class World:
 
     def _last_requests(self) -> None:
         """Trouble is over: whoever asks now is answered."""
+        self.keys.retire()
+        self._until(self.loop.now_s + READ_S)
         probes = self.probes()
+        probes.append(self._comes(replace(probes[0].ask, number=1003, how="retired")))
         self._until(self.loop.now_s + 500.0, lambda: all(client.done for client in self.clients))
         for client in probes:
-            if not client.outcomes or client.outcomes[-1].status != 200:
-                self.breaks(f"trouble is over, and request {client.ask.number} is not answered")
+            if not client.outcomes or client.outcomes[-1].status != client.ask.status:
+                self.breaks(f"trouble is over, and request {client.ask.number} is answered wrongly")
         self._until(self.loop.now_s + LEFT_S, lambda: not (rules.left_over(self) or rules.unsettled(self)))
 
     def _unhandled(self, loop: Any, context: dict[str, Any]) -> None:
