@@ -22,10 +22,12 @@ from potluck.engine.compute.executor import SequenceWork
 from potluck.engine.memory.block_tables import BlockTables
 from potluck.engine.memory.kv_cache import LayerCaches
 from potluck.engine.numbers import TILE_TOKENS, KeyLocations
-from potluck.engine.numbers.exact import HALF, LANE, LONGEST_SUM, PART, cut_of, next_cut, padded_columns
+from potluck.engine.numbers.exact import LANE, LONGEST_SUM, PART, padded_columns
 
 MOST_PADDING = 2.0
 """Sequences share a call as long as it looks at no more than this many times the keys that there are."""
+
+SHORT_WINDOW = 128  # Whose tokens are always in one sum (exact.py).
 
 NOTHING = np.empty(0, np.int64)
 
@@ -305,13 +307,13 @@ def wanted_tokens(works: Sequence[SequenceWork], order: Sequence[int], firsts: n
 def _span(window: int | None, first: int, last: int) -> tuple[int, int]:
     """(first column, columns) for queries `first` to `last`, so that sums over keys are cut alike; see exact.py.
 
-    A window of at most 256 tokens is one sum, wherever it begins; `_next_stop` keeps it that short. A longer one
+    A window of at most 128 tokens is one sum, wherever it begins; `_next_stop` keeps it that short. A longer one
     begins at a multiple of 512, as a sum over everything does.
     """
     if window is None:
         return 0, padded_columns(last + 1)
     begin = max(0, first - window + 1)
-    if window <= HALF:
+    if window <= SHORT_WINDOW:
         low = begin // LANE * LANE
         return low, -(-(last + 1 - low) // LANE) * LANE
     low = begin // PART * PART
@@ -320,9 +322,9 @@ def _span(window: int | None, first: int, last: int) -> tuple[int, int]:
 
 def _next_stop(window: int | None, start: int) -> int:
     """Where the queries from `start` on are cut at the latest. More, shorter pieces look at fewer masked keys."""
-    if window is not None and window <= HALF:
+    if window is not None and window <= SHORT_WINDOW:
         return start + LONGEST_SUM - window - 2 * LANE
-    return next_cut(start)
+    return (start // PART + 1) * PART
 
 
 class _Calls:
@@ -348,14 +350,13 @@ class _Calls:
     def _batches(self, singles: Sequence[SequenceWork]) -> list[tuple[int, list[SequenceWork]]]:
         """Sequences that can go together: keys of similar number, all in place at even distances or all gathered."""
         result: list[tuple[int, list[SequenceWork]]] = []
-        used = most = stride = base = cut = 0
+        used = most = stride = base = 0
         for index, work in enumerate(singles):
-            low, columns = _span(self._window, work.start, work.start)
-            own = cut_of(work.start - low) if columns > HALF else -1
+            columns = _span(self._window, work.start, work.start)[1]
             here = self._base(work.row)
             batch = result[-1][1] if result else []
             padded, present = (len(batch) + 1) * max(most, columns), used + columns
-            fits = bool(batch) and own == cut and padded <= MOST_PADDING * present
+            fits = bool(batch) and padded <= MOST_PADDING * present
             step = here - base
             even = here < 0 or (step > 0 and (len(batch) == 1 or step == stride))
             if fits and (here < 0) == (base < 0) and even:
@@ -363,7 +364,7 @@ class _Calls:
                 used, most, stride, base = used + columns, max(most, columns), here - base, here
             else:
                 result.append((index, [work]))
-                used, most, stride, base, cut = columns, columns, 0, here, own
+                used, most, stride, base = columns, columns, 0, here
         return result
 
     def _base(self, row: int) -> int:

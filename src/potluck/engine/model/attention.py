@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from potluck.core.state.facts import BLOCK_TOKENS
@@ -20,7 +19,7 @@ from potluck.engine.model.checkpoint import LayerLoader
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.model.rope import RopeAngles, halves_apart, latent_sharpness, turn
 from potluck.engine.numbers import Heads, KeyLocations
-from potluck.engine.numbers.exact import LANE, chunk_attention, on_gpu, per_head, rms_norm, sigmoid
+from potluck.engine.numbers.exact import LANE, attention, on_gpu, per_head, rms_norm, sigmoid
 from potluck.engine.numbers.matrix import Norm, across, add_product, over_threads, product, thread_count
 
 
@@ -252,10 +251,10 @@ def _piece(queries: Tensor, pages: Pages, piece: AttentionCall, scale: float) ->
     keys, values = _keys_and_values(pages, piece)
     if piece.queries == 1:
         mask = piece.mask.expand(-1, -1, rows.shape[1], -1)
-        out = F.scaled_dot_product_attention(rows.transpose(1, 2), keys, values, attn_mask=mask, scale=scale)
+        out = attention(rows.transpose(1, 2), keys, values, mask, scale)
         return out.transpose(1, 2).reshape(count, -1)
     keys, values = (x.expand(rows.shape[1], -1, -1, -1) for x in (keys, values))
-    out = chunk_attention(rows.permute(1, 2, 0, 3), keys, values, piece.mask, scale)
+    out = attention(rows.permute(1, 2, 0, 3), keys, values, piece.mask, scale)
     return out.permute(2, 0, 1, 3).reshape(count, -1)
 
 

@@ -7,15 +7,15 @@ left to a library takes more care:
 
 - Matrix products. A library picks its algorithm, and so the order of its sums, by shape. With MKL in float32, rows of
   a product differ between 1, 8 and 64 rows, but not in its strict mode (`MKL_CBWR=AUTO,STRICT`, set in
-  `__init__.py`): as fast from 16 rows up, half as fast for one. With OpenBLAS, on ARM, only a single row differs.
+  `__init__.py`): as fast from 16 rows up, half as fast for one. That mode is for Intel's processors: on AMD's, rows
+  differ unless there are a multiple of 16. With OpenBLAS, on ARM, only a single row differs.
   `RowPadding` finds out what it takes here, and whether that is enough; `/status` says so.
 - Sums over the context, in attention of latent layers. Masked keys are added as zeros, which change nothing as long
-  as the sum is cut into the same parts. torch's attention goes through keys 512 at a time; a product over at most 384
-  terms is one sum; one over 512 is two halves. So the last part of a call has at most 384 columns or all 512
-  (`padded_columns`), and queries that end between 256 and 384 within a part, which the second half would cut, go in
-  calls of their own (`cut_of`). Short windows are always one sum (`batch_layout.py`).
-- Queries of a chunk, there too: taken 32 (or 64, or 256) at a time, and OpenBLAS multiplies a block of a single one
-  in another way. So a lone last one is computed twice (`chunk_attention`).
+  as the sum is cut into the same parts. torch's attention goes through keys 512 at a time; a product over at most 192
+  terms is one sum wherever we looked, and the first cut of one over 512 comes behind those. So the last part of a
+  call has at most 192 columns or all 512 (`padded_columns`). Short windows are always one sum (`batch_layout.py`).
+- Queries of a call, there too: taken 32 (or 64, or 256) at a time, and multiplied as rows of a product are. So there
+  are as many as `RowPadding` wants, and never a lone last one, which OpenBLAS takes in another way (`attention`).
 - Functions. torch's sigmoid, silu and complex product round otherwise at the last few elements of a tensor; exp does
   not. So `sigmoid` is made of exp here, and positions are turned in real numbers.
 - Products of one row per head (`per_head`) take another path than those of many rows, so there are always many.
@@ -39,8 +39,7 @@ from potluck.engine.numbers import Exactness
 LANE = 16
 """Columns are taken in multiples of this, so that no vector is partly filled."""
 PART = 512
-HALF = 256
-LONGEST_SUM = 384
+LONGEST_SUM = 192
 LEAST_ROWS = 16
 QUERIES = 32
 
@@ -51,18 +50,6 @@ def padded_columns(columns: int) -> int:
     if rest > LONGEST_SUM:
         return (whole + 1) * PART
     return whole * PART + -(-rest // LANE) * LANE
-
-
-def cut_of(column: int) -> int:
-    """Queries whose own columns have the same number here may share a call."""
-    part, place = divmod(column, PART)
-    return part if HALF <= place < LONGEST_SUM else -1
-
-
-def next_cut(column: int) -> int:
-    """The first column beyond this one where `cut_of` may change."""
-    part, place = divmod(column, PART)
-    return part * PART + next(cut for cut in (HALF, LONGEST_SUM, PART) if place < cut)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -110,11 +97,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x * length.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()).mul_(weight)
 
 
-def chunk_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """[..., tokens, dim] queries over keys and values that all see alike, but for the mask."""
+def attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """[..., queries, dim] over keys and values that all see alike, but for the mask."""
     count = queries.shape[-2]
-    if count % QUERIES == 1:
-        queries, mask = (torch.cat([x, x[..., -1:, :]], -2) for x in (queries, mask))
+    if queries.device.type == "cpu":
+        rows = (filling_for(queries.dtype) or PLAIN).rows(count)
+        rows += rows % QUERIES == 1
+        if rows > count:
+            last = [*range(count), *[count - 1] * (rows - count)]
+            queries, mask = queries[..., last, :], mask[..., last, :]
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)[..., :count, :]
 
 
@@ -130,7 +121,7 @@ SHAPES = ((16, 16), (20, 30), (64, 1), (64, 200), (256, 8), (256, 704), (704, 25
 """(depth, width) of matrices to try: partly filled vectors, sums in one part and in several, work for threads."""
 ROWS = 48
 COUNTS = (1, 2, 3, 5, 8, 15, 16, 17, 33)
-CONTEXTS = (40, 200, 640)
+CONTEXTS = (40, 200, 720)
 HEADS, HEAD_DIM = 4, 24
 
 
@@ -240,13 +231,13 @@ def _attention_is_cut_alike(
 
     everywhere = kept.expand(HEADS, -1, -1, -1)
     together_mask = mask(kept.shape[2], ends)
-    chunk = chunk_attention(queries.permute(1, 2, 0, 3), everywhere, everywhere, together_mask, 0.2)
+    chunk = attention(queries.permute(1, 2, 0, 3), everywhere, everywhere, together_mask, 0.2)
     chunk = chunk.permute(2, 0, 1, 3)
     for place, end in enumerate(ends.tolist()):
         columns = padded_columns(end + 1)
         seen, own = kept[:, :, :columns], mask(columns, ends[place]).expand(-1, -1, HEADS, -1)
         rows = queries[place : place + 1].transpose(1, 2)
-        alone = F.scaled_dot_product_attention(rows, seen, seen, attn_mask=own, scale=0.2)
+        alone = attention(rows, seen, seen, own, 0.2)
         if not torch.equal(alone.transpose(1, 2)[0], chunk[place]):
             return False
     return True
