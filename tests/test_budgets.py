@@ -27,8 +27,8 @@ PART_LINES = {
     "api catalog loadgen native spec": 5_628,
 }
 """Lines of source that each part has at most, blank ones not counted."""
-SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 88_046, 450, 59_205, 13_484
-WORLD_LINES = 4_321  # A simulated network, disks and processes, which tests run the product in.
+SOURCE_LINES, SOURCE_FILES, TEST_LINES, BENCHMARK_LINES = 88_041, 450, 59_211, 13_484
+WORLD_LINES = 4_313  # A simulated network, disks and processes, which tests run the product in.
 MOVED_IN = ("tools/accuracy", "tools/demo", "tools/papers")
 """Parts of the package until they were found to be no part of the product; not counted with benchmarks and tools."""
 

@@ -242,6 +242,27 @@ def test_the_cheapest_way_that_holds_is_taken(
         assert made.filling == expected
 
 
+@pytest.mark.parametrize(
+    ("filling", "rows"), [(PLAIN, {1: 2, 33: 34}), (PAIRS, {1: 2, 33: 34}), (STRIPS, {1: 16, 2: 16, 33: 48})]
+)
+def test_queries_are_filled_up_as_rows_are(
+    filling: exact.RowPadding, rows: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library may treat a block of them apart, as it may rows of a product."""
+    asked, real = list[int](), torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(exact, "filling_for", lambda dtype: filling)
+    monkeypatch.setattr(
+        exact.F,
+        "scaled_dot_product_attention",
+        lambda q, *a, **k: asked.append(q.shape[-2]) or real(q, *a, **k),
+    )
+    for count in (1, 2, 16, 32, 33):
+        q, k, v = torch.randn(2, 1, count, 8), torch.randn(2, 1, 40, 8), torch.randn(2, 1, 40, 8)
+        mask = torch.randn(1, 1, count, 40)
+        torch.testing.assert_close(exact.attention(q, k, v, mask, 0.3), real(q, k, v, mask, scale=0.3))
+        assert asked.pop() == rows.get(count, count)
+
+
 def test_a_model_is_exact_with_a_library_that_treats_single_rows_apart(
     library: Callable[[Odd], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

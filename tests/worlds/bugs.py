@@ -271,16 +271,8 @@ def any_release() -> None:
 _bugs = (
     *TRANSPORT,
     *(lost_ack, doubled_usage, retry_without_budget, stale_lease, torn_state_read, token_twice, shared_salt),
-    *(
-        deaf_monitor,
-        leaked_work,
-        stale_keys,
-        no_limits,
-        impatient_controller,
-        lasting_task,
-        kept_debtors,
-        any_release,
-    ),
+    *(deaf_monitor, leaked_work, stale_keys, no_limits, impatient_controller, lasting_task, kept_debtors),
+    any_release,
     *(kept_keys, leaked_open, uncharged_tokens, shared_repeats, counted_unseen, deaf_to_clients),
     *(unsynced_usage, any_weights, one_handle),
 )

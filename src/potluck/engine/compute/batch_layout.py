@@ -320,10 +320,11 @@ def _span(window: int | None, first: int, last: int) -> tuple[int, int]:
     return low, padded_columns(last + 1 - low)
 
 
-def _next_stop(window: int | None, start: int) -> int:
+def _next_stop(window: int | None, start: int, exact: bool) -> int:
     """Where the queries from `start` on are cut at the latest. More, shorter pieces look at fewer masked keys."""
     if window is not None and window <= SHORT_WINDOW:
-        return start + LONGEST_SUM - window - 2 * LANE
+        # Where sums need not be cut alike, as on a GPU, fewer calls count for more.
+        return start + (LONGEST_SUM if exact else PART) - window - 2 * LANE
     return (start // PART + 1) * PART
 
 
@@ -342,7 +343,7 @@ class _Calls:
         for work, first in zip(packed.works[singles:], packed.firsts[singles:].tolist(), strict=False):
             start, end = work.start, work.start + len(work.tokens)
             while start < end:
-                stop = min(end, _next_stop(self._window, start))
+                stop = min(end, _next_stop(self._window, start, self._device.type == "cpu"))
                 calls.append(self._chunk(first - work.start + start, work.row, start, stop))
                 start = stop
         return calls
