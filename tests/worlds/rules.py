@@ -192,7 +192,7 @@ def _usage(world: World) -> None:
         record = records.get(word)
         if record is None:
             lost = any(at_s - SYNCED_S < seen.ended_s and seen.began_s < at_s for at_s in world.power_lost_s)
-            held_up = world.faults["disk_full"] + world.faults["brain_freeze"] + world.faults["brain_kill"]
+            held_up = world.faults["brain_freeze"] + world.faults["brain_kill"]
             if not lost and not (world.power_lost_s and held_up) and not world.faults["disk_full"]:
                 world.breaks(f"request {seen.ask.number}: answered, and no record of its use")
         elif record["output_tokens"] != len(seen.ask.answer()) or record["tenant"] != f"t{seen.ask.key}":
