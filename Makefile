@@ -21,7 +21,7 @@ BUILD_OPTIONS := --quiet --disable-pip-version-check --no-input --no-deps --no-b
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help up demo test test-here test-all test-main test-ready test-beside then-vllm then-behind test-source test-vllm test-sky test-ray environments lint types format site bench compiled testcompiled wheel lock clean
+.PHONY: help up demo test test-here test-all test-main test-ready test-beside then-vllm then-behind test-source test-vllm test-sky test-ray environments lint types format site bench sizes compiled testcompiled wheel lock clean
 .DELETE_ON_ERROR:
 
 help: ## list these commands
@@ -114,6 +114,9 @@ wheel: $(VENV)/.dev ## a wheel with the hot code compiled, in dist/ (needs a C c
 bench: $(VENV)/.dev ## run every benchmark in its quick form
 	@set -e; for file in benchmarks/*.py; do \
 	  echo "== $$file"; $(BIN)/python "$$file" --quick; done
+
+sizes: ## print files and lines of each part
+	@$(PYTHON) tools/sizes.py
 
 # The pins do not depend on where they were made: a build of torch for one accelerator (+cpu, +cu...) and
 # the libraries that come only with it are left to the machine that installs.

@@ -242,6 +242,15 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert cycle(sources, [module for module, path in MODULES.items() if path.name == "__init__.py"]) == []
 
 
+def test_class_name_is_defined_in_one_module_only() -> None:
+    modules: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                modules.setdefault(node.name, []).append(module)
+    assert {name: places for name, places in modules.items() if len(places) > 1} == {}
+
+
 CORE_ROOMS = ("values", "state", "replica", "routing", "admission", "scaling", "brain")
 """Each may import those before it; admission and scaling do not know each other."""
 

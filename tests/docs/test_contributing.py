@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_architecture
+import test_tidy
 
 ROOT = Path(__file__).parent.parent.parent
 COMMANDS = {
@@ -75,3 +77,13 @@ def test_changes_made_as_contributing_says_work(changed: Path) -> None:
     for words, (code, printed) in json.loads(ended.stdout).items():
         assert code == 0, f"{words}: {ended.stderr}"
         assert COMMANDS[words] in printed, words
+
+
+def test_changes_made_as_contributing_says_pass_import_and_style_rules(changed: Path) -> None:
+    package = changed / "potluck"
+    balance, strategies = package / "core/routing/balance.py", package / "plan/strategies"
+    for path in (balance, strategies / "single_strategy.py", strategies / "__init__.py"):
+        text, name = path.read_text("utf-8"), path.relative_to(package.parent).as_posix()
+        module = name.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
+        assert test_architecture.violations(module, text, path.name == "__init__.py") == []
+        assert [problem for rule in test_tidy.rules_for(f"src/{name}") for problem in rule(text)] == []
