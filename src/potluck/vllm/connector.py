@@ -291,7 +291,7 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
             self._sending.read_layer(vllm_blocks.layer_of(layer_name), self._reads)
 
     def wait_for_save(self) -> None:
-        """Layers that vLLM did not tell of, as when it replays a recorded step."""
+        """Reads the layers for which vLLM did not call `save_kv_layer`: all of them where it replayed a CUDA graph."""
         if self._reads and self._sending is not None:
             for layer in self._layers:
                 self._sending.read_layer(layer, self._reads)
@@ -341,8 +341,9 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layers are read between the pieces."""
-        return True
+        """Full CUDA graphs stay on: a replayed step reports no layer, so `wait_for_save` reads them all behind it, and a
+        request is scheduled only once its KV has arrived, so no layer is waited for within a step."""
+        return False
 
 
 def _shard(config: Any) -> vllm_blocks.ModelShard:
