@@ -44,13 +44,9 @@ LAST_EVENT = b"data: [DONE]\n\n"
 
 
 def model_entry(name: str, created_s: int, most_tokens: int) -> Json:
-    return {
-        "id": name,
-        "object": "model",
-        "created": created_s,
-        "owned_by": "potluck",
-        "max_model_len": most_tokens,
-    }
+    """A model of /v1/models; with 0 tokens its longest request is unknown, and left out."""
+    entry: Json = {"id": name, "object": "model", "created": created_s, "owned_by": "potluck"}
+    return {**entry, "max_model_len": most_tokens} if most_tokens else entry
 
 
 def usage(prompt: int, output: int, cached: int) -> Json:

@@ -56,6 +56,8 @@ class Endpoint:
     """Whether it takes the client's own request with a last segment (`ChoiceRequest.own`)."""
     adapters: tuple[str, ...] = ()
     """Of the model, that it has loaded."""
+    path_prefix: str = ""
+    """What stands before `/v1` in its paths, of a server of OpenAI's API."""
 
 
 class ChoiceRequest(NamedTuple):
@@ -195,6 +197,8 @@ class GatewaySettings:
     secret: bytes = field(default_factory=lambda: token_bytes(32), repr=False)
     why: str = ""
     plan_version: int = 1
+    attached: bool = False
+    """Engines are started and stopped by others: a request whose model no engine serves is refused at once."""
     drain_s: float = 30.0
     gateways: int = 1
     """So many share the clients: each grants its part of every key's limits."""

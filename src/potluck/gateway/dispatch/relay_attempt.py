@@ -246,6 +246,7 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
         headers: tuple[tuple[bytes, bytes], ...] = (JSON, (b"x-request-id", asked.id.encode()))
         if endpoint.key:
             headers += ((b"authorization", b"Bearer " + endpoint.key.encode()),)
+        path = endpoint.path_prefix.encode() + path
         call = self._context.pool.send(endpoint.address, b"POST", path, body, self, headers=headers)
         if self._over:
             call.cancel()

@@ -238,6 +238,9 @@ class EngineConnection(asyncio.Protocol):
 
 
 def plain(error: Exception) -> str:
+    """What went wrong, in words that do not depend on the event loop."""
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
     return str(getattr(error, "strerror", None) or error).lower()
 
 

@@ -127,6 +127,8 @@ class HandlerSettings:
     served: ServedNames = ServedNames()
     """Under which names the gateway is reached; asked only where there are no keys."""
     most_open: int = 20_000
+    attached: bool = False
+    """Nothing starts engines here: without a usable one a request is refused at once, not held."""
 
 
 class ClientHandler(OpenRequests):
@@ -194,6 +196,9 @@ class ClientHandler(OpenRequests):
     def close(self) -> None:
         self._counting.close()
 
+    def why_unready(self, model: str) -> str:
+        return self._ready(model)
+
     def _who(self, exchange: Exchange) -> ApiKey:
         keys = self._keys
         if keys is not None and not keys.opened(self._clock()):
@@ -244,6 +249,8 @@ class ClientHandler(OpenRequests):
         validated.manner = options_of(exchange.headers, body, exchange.came_s, self._settings.classes, key)
         answering.validated = validated
         self._meter.came()
+        if self._settings.attached and (reason := self._ready(card.base or card.name)):
+            raise HttpRefusal(503, reason, "no_capacity")
         chars = validated.chars
         if chars > card.most_chars:
             card.must_fit(chars)
@@ -272,7 +279,7 @@ class ClientHandler(OpenRequests):
         """Whether a prompt is tokenised although servers of plain OpenAI do that themselves."""
         if (self._directory is not None and self._directory.segments(card.name)) or length.sampled():
             return True
-        return not length.fits(validated.chars, validated.limit or 1, card.context_tokens)
+        return not length.fits(validated.chars, validated.limit or 1, card.room_tokens)
 
     def _card(self, model: object) -> ModelCard:
         if not isinstance(model, str):
@@ -414,6 +421,8 @@ def openapi(models: Iterable[str]) -> bytes:
 def _outcome(error: HttpRefusal) -> str:
     if error.status == 429:
         return "limited"
+    if error.code == "no_capacity":
+        return "no_capacity"
     return "internal" if error.status == 500 else "invalid" if error.status < 500 else "closing"
 
 

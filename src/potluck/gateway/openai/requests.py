@@ -88,6 +88,11 @@ class LengthEstimates:
 ENGINES = EngineAbilities(frozenset({"service_tier"}), most_logprobs=MOST_LOGPROBS, draws=True)
 OWN_FORM = "potluck"  # Configurations that the engine writes itself, such as the shipped hybrid model's.
 LONGEST_CHARS = 16
+UNKNOWN_CONTEXT_TOKENS = 1 << 30
+UNKNOWN_ROOM_TOKENS = 1 << 17
+"""An answer without a limit counts for so many tokens where the context is unknown."""
+CERTAIN_CHARS_PER_TOKEN = 8.0
+"""A prompt whose tokens are only estimated is refused where it is too long even with such long tokens."""
 REMEMBER_BYTES = 8 << 20
 """Of a model's texts that were tokenised lately, with their tokens: some 1,000 prompts of 1,000 tokens."""
 
@@ -96,6 +101,7 @@ REMEMBER_BYTES = 8 << 20
 class ModelCard:
     name: str
     context_tokens: int
+    """Longest prompt and answer together; 0: unknown, the server that computes the request decides."""
     text: ModelTokenizer | None = None
     """Its tokenizer; without one, only tokens can be sent to engines, and prompts to other servers are reckoned."""
     plain: bool = False
@@ -106,12 +112,18 @@ class ModelCard:
     able: EngineAbilities = ENGINES
     created_s: int = 0
     base: str = ""
+    least_context_tokens: int = 0
+    """Where a model's servers take requests of unlike lengths: what all of them take; 0: as `context_tokens`."""
     most_chars: int = field(default=0, init=False)
     """A longer prompt cannot fit, whatever its tokens."""
 
     def __post_init__(self) -> None:
         longest = LONGEST_CHARS if self.text is None else self.text.longest_token_chars
-        object.__setattr__(self, "most_chars", self.context_tokens * longest)
+        object.__setattr__(self, "most_chars", self.room_tokens * longest)
+
+    @property
+    def room_tokens(self) -> int:
+        return self.context_tokens or UNKNOWN_CONTEXT_TOKENS
 
     def must_fit(self, chars: int) -> None:
         if chars > self.most_chars:
@@ -409,9 +421,10 @@ class Submission:
     def _plain(self, card: ModelCard, word: str, prompts: list[tuple[int, ...]]) -> ChoiceRequest:
         validated = self._validated
         self.estimated = not prompts
-        self.prompt_tokens = prompt_tokens = sum(map(len, prompts)) or reckoned(validated)
+        prompt_tokens = sum(map(len, prompts)) or self._estimated_tokens(card)
+        self.prompt_tokens = prompt_tokens
         output = validated.limit
-        if output is None or prompt_tokens + output > card.context_tokens:
+        if output is None or prompt_tokens + output > card.room_tokens:
             output = self._room(card, prompt_tokens)
         longest = EXPECTED_OUTPUT if validated.limit is None and output > EXPECTED_OUTPUT else output
         self.expected_tokens = prompt_tokens + longest
@@ -419,9 +432,25 @@ class Submission:
         prompt = prompts[0] if len(prompts) == 1 else ()
         return self._asked(word, prompt, prompt_tokens, output, GREEDY, self._body)
 
+    def _estimated_tokens(self, card: ModelCard) -> int:
+        """Tokens of a prompt that nothing here tokenises. One that may fit counts as one that does: the server has
+        its tokenizer and decides."""
+        validated, limit = self._validated, self._validated.limit or 1
+        known = sum(len(prompt) for prompt in validated.prompts if not isinstance(prompt, str))
+        least = known + int(validated.chars / CERTAIN_CHARS_PER_TOKEN)
+        if least + limit > card.room_tokens:
+            raise CapacityError(
+                f"a prompt of at least {least} tokens and {limit} more exceed the model's {card.context_tokens}"
+            )
+        return max(1, min(reckoned(validated), card.room_tokens - limit))
+
     def _room(self, card: ModelCard, prompt_tokens: int) -> int:
         limit = self._validated.limit
-        room = card.context_tokens - prompt_tokens
+        if limit is None and prompt_tokens < card.least_context_tokens:
+            return card.least_context_tokens - prompt_tokens  # so that each of the servers may get it
+        if limit is None and not card.context_tokens:
+            return UNKNOWN_ROOM_TOKENS
+        room = card.room_tokens - prompt_tokens
         if room < (limit or 1) and not self.estimated:
             raise CapacityError(
                 f"a prompt of {prompt_tokens} tokens and {limit or 1} more exceed the model's {card.context_tokens}"

@@ -99,6 +99,10 @@ GONE = 499
 class OpenRequests:
     open = 0
 
+    def why_unready(self, model: str) -> str:
+        """Why no replica of a model can be reached; empty where one can."""
+        return ""
+
 
 class ResponseWriter:
     """Told to the meter once. What most answers never change is the class's: making one is then cheap."""
@@ -270,6 +274,12 @@ class ResponseWriter:
             self._exchange.end()
         else:
             self._exchange.drop()
+
+    def with_reason(self, refusal: Refuse) -> Refuse:
+        """The Brain's refusal for lack of replicas, with why there are none."""
+        card = None if self.validated is None else self.validated.card
+        reason = "" if card is None else self._handler.why_unready(card.base or card.name)
+        return refusal._replace(detail=f"{refusal.detail}; {reason}") if reason else refusal
 
     def gone(self) -> None:
         if not self.over:
@@ -443,6 +453,8 @@ class ChoiceWriter:
     def refused(self, refusal: Refuse) -> None:
         if not self.over:
             self.over = True
+            if refusal.reason == "no_capacity":
+                refusal = self._answering.with_reason(refusal)
             error, after_s = refused_by_brain(refusal)
             self._answering.fail(error, refusal.reason, after_s)
 

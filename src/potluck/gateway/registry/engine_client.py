@@ -16,6 +16,7 @@ from potluck.core.state.events import CacheReported, ReplicaReported, ReplicaSil
 from potluck.core.values.kv_layout import kv_address
 from potluck.gateway.http.connection_pool import ConnectionPool, fetch
 from potluck.gateway.registry.engine_list import EngineEntry
+from potluck.gateway.registry.server_probe import Listing, ServerProbes
 
 LEAST_S, MOST_S, FACTOR, KEEP = 0.7, 2.0, 3.0, 0.95
 
@@ -189,6 +190,8 @@ class EngineRecord:
     """Which one it is at present; empty: none."""
     note: str = "was not heard of yet"
     """Why it is none, in one line."""
+    models: Listing = None
+    """Of a server of OpenAI's API: what it listed last; None: nothing yet, or it has no list."""
     cache_epoch: int | None = None
     cache_after: int = 0
     cached: tuple[float, int] = (0.0, -1)  # When its cache was asked for; its `prompt_tokens` then.
@@ -216,6 +219,7 @@ class EngineRecord:
 class EngineClient:
     def __init__(self, outgoing: ConnectionPool) -> None:
         self._outgoing = outgoing
+        self._servers = ServerProbes(outgoing)
 
     def connected(self, engine: EngineRecord) -> bool:
         return self._outgoing.connected(engine.entry.address)
@@ -228,6 +232,7 @@ class EngineClient:
     ) -> bytes:
         """The body of one answer. Whatever is not a 2xx raises EngineNoAnswer with one line."""
         entry = engine.entry
+        path = entry.path_prefix.encode() + path
         headers = [(b"authorization", b"Bearer " + entry.key.encode())] if entry.key else []
         data = b"" if body is None else json.dumps(body).encode()
         try:
@@ -243,6 +248,10 @@ class EngineClient:
 
     async def status(self, engine: EngineRecord) -> StatusReport:
         return read_status(await self.ask(engine, b"GET", b"/status"), engine.entry.address.host)
+
+    async def listed_models(self, engine: EngineRecord, *, fresh: bool) -> Listing:
+        """Of a server of OpenAI's API that is usable; raises ServerUnusable with the reason."""
+        return await self._servers.of(engine.entry).look(fresh=fresh)
 
     async def served_model(self, engine: EngineRecord) -> str:
         data = json.loads(await self.ask(engine, b"GET", b"/v1/models"))

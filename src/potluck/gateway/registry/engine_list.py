@@ -1,16 +1,21 @@
-"""The engines somebody started for us: a list in a file, or told on the admin side by whoever starts them.
+"""Engines that run already: a list in a file, or one that a controller sends to the operators' port.
 
     engines:
       - {url: "http://10.0.0.5:8100", template: combo-a, index: 0, region: east}
       - {url: "http://10.0.0.6:8100", template: combo-a, index: 1, region: east, key_file: east.key}
       - {url: "http://10.0.0.9:8000", kind: openai, model: llama, cache_salt: true}
+      - {url: "https://host/prefix/v1", model: qwen, served_model: Qwen/Qwen3-8B, key_env: HOST_KEY}
 
 An entry may say for which replica of which template it was started. One that does not takes any place of its model
-that nobody else fills. `kind: openai` is any server of plain OpenAI; it gets whole requests.
+that nobody else fills. `kind: openai` is any server of OpenAI's API; it gets whole requests, may have a path in its
+url, and may be listed several times, once for each of its models.
 """
 
 from __future__ import annotations
 
+import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -26,6 +31,7 @@ from potluck.gateway.values import Address, EngineKind
 
 MOST_ENGINES = 4096
 MOST_BYTES = 64 << 20
+PATH = re.compile(r"(/[A-Za-z0-9._~!$&'()*+,;=:@%-]*)+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +49,37 @@ class EngineEntry:
     cache_salt: bool = False
     """Whether it takes vLLM's `cache_salt`; where nothing is said, those with `token_ids` do."""
     key: str = field(default="", repr=False)
+    health: str = ""
+    """Path that is asked whether the server is healthy; empty: `/health`, else `/v1/models` (`server_probe`)."""
+    max_model_len: int = 0
+    """Longest prompt and answer together, in tokens; 0: as the server tells, if it does."""
 
     def __post_init__(self) -> None:
         if self.index is not None and self.index < 0:
             raise InputError("index", "must be a whole number from 0")
+        if self.max_model_len < 0:
+            raise InputError("max_model_len", "must be a number of tokens from 0")
+        if self.health and (not PATH.fullmatch(self.health) or self.kind != "openai"):
+            raise InputError("health", "must be a path such as /health, of an entry of kind openai")
 
     @property
     def address(self) -> Address:
         return address_of(self.url, "url")
+
+    @property
+    def path_prefix(self) -> str:
+        """What stands before `/v1` in paths of this server."""
+        return path_prefix_of(self.url)
+
+    @property
+    def base_url(self) -> str:
+        return self.address.url + self.path_prefix
+
+    @property
+    def name(self) -> str:
+        """Unique in a list: a server of several models is listed once for each."""
+        model = self.served_model or self.model
+        return f"{self.url}#{model}" if self.kind == "openai" and model else self.url
 
     def suits(self, member: ReplicaSpec) -> bool:
         if self.replica:
@@ -86,37 +115,56 @@ def engines_in(data: object, where: str, folder: Path | None = None) -> tuple[En
         raise FormatError(where, "must be a list under `engines:`")
     if len(listed) > MOST_ENGINES:
         raise InputError(where, f"at most {MOST_ENGINES} engines, got {len(listed)}")
-    entries = [_entry(item, f"{where}: engines[{place}]", folder) for place, item in enumerate(listed)]
-    urls = [entry.url for entry in entries]
-    for url in urls:
-        if urls.count(url) > 1:
-            raise InputError(where, f"{url} is there twice")
+    urls = Counter(str(item.get("url", "")).rstrip("/") for item in listed if isinstance(item, dict))
+    entries = [_entry(item, f"{where}: engines[{place}]", folder, urls) for place, item in enumerate(listed)]
+    for name, count in Counter(entry.name for entry in entries).items():
+        if count > 1:
+            raise InputError(where, f"{name} is there twice")
     return tuple(entries)
 
 
-def _entry(data: object, where: str, folder: Path | None) -> EngineEntry:
+def _entry(data: object, where: str, folder: Path | None, urls: Counter[str]) -> EngineEntry:
     if not isinstance(data, dict):
         raise FormatError(where, "must be a mapping with a url")
     values = {str(name): value for name, value in data.items()}
     if "key" in values:
         raise InputError(f"{where}.key", "unknown; name a file that holds it as key_file")
-    values["key"] = _key(values.pop("key_file", None), where, folder)
+    values["key"] = _key(values.pop("key_file", None), values.pop("key_env", None), where, folder)
     values["url"] = str(values.get("url", "")).rstrip("/")
     values.setdefault("cache_salt", values.get("token_ids", False))
-    entry = decode(EngineEntry, values, where)
-    address_of(entry.url, f"{where}.url")
-    return entry
+    address_of(values["url"], f"{where}.url")
+    has_path = bool(urlsplit(values["url"]).path)
+    several_models = urls[values["url"]] > 1 and "model" in values
+    if has_path or several_models or "health" in values:
+        values.setdefault("kind", "openai")
+    if has_path and values["kind"] != "openai":
+        raise InputError(f"{where}.url", f"must end behind the port, is {values['url']!r}")
+    return decode(EngineEntry, values, where)
 
 
-def _key(file: object, where: str, folder: Path | None) -> str:
+def _key(file: object, variable: object, where: str, folder: Path | None) -> str:
+    if variable is not None:
+        if folder is None or file is not None or not isinstance(variable, str):
+            raise InputError(f"{where}.key_env", "must name an environment variable, without a key_file")
+        key = os.environ.get(variable, "").strip()
+        if not key:
+            raise InputError(f"{where}.key_env", f"${variable} is not set; export the server's key there")
+        return _checked_key(key, f"{where}.key_env")
     if file is None:
         return ""
     if folder is None or not isinstance(file, str):
         raise InputError(f"{where}.key_file", "must be the name of a file, and only a file may name one")
     try:
-        return (folder / file).read_text("utf-8").strip()
+        key = (folder / file).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{where}.key_file", f"{file} cannot be read") from error
+    return _checked_key(key, f"{where}.key_file")
+
+
+def _checked_key(key: str, where: str) -> str:
+    if not key.isascii() or not key.isprintable():
+        raise InputError(where, "must hold a key of printable ASCII in one line")
+    return key
 
 
 @lru_cache(maxsize=MOST_ENGINES)
@@ -126,12 +174,20 @@ def address_of(url: str, where: str) -> Address:
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise InputError(where, f"{url!r} is no address ({error})") from error
+    if parts.username or parts.password:
+        raise InputError(where, "must hold no user or password; set key_file or key_env")
     if parts.scheme not in ("http", "https") or not host:
         raise InputError(where, f"must be like http://10.0.0.5:8100, is {url!r}")
-    if parts.path not in ("", "/") or parts.query or parts.username or parts.fragment:
-        raise InputError(where, f"must end behind the port, is {url!r}")
+    if parts.query or parts.fragment or (parts.path and not PATH.fullmatch(parts.path)):
+        raise InputError(where, f"must end behind the port or a path, is {url!r}")
     tls = parts.scheme == "https"
     return Address(host, port or (443 if tls else 80), tls)
+
+
+@lru_cache(maxsize=MOST_ENGINES)
+def path_prefix_of(url: str) -> str:
+    """The path of a base url without the `/v1` that clients of OpenAI's API write at its end."""
+    return urlsplit(url).path.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def matched(

@@ -3,8 +3,8 @@
 How often: `next_question_s`. One that takes longer to answer than it ever does (`ResponseTimes`) is silent: its
 requests go elsewhere, and it gets none until it answers. One that has not answered for SILENT_S, or at whose address
 nobody listens, is lost. Waiting is counted in steps of WAIT_S that passed here, few where this process is held up as
-well. One whose line crawls (`crawls`) answers, but is treated as silent; what it has goes on. Servers of plain OpenAI
-only say that they are alive.
+well. One whose line crawls (`crawls`) answers, but is treated as silent; what it has goes on. Servers of
+OpenAI's API are probed (`server_probe`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from potluck.core.state.fleet import ReplicaState
 from potluck.core.values.kv_layout import kv_address
 from potluck.gateway.registry.engine_client import EngineNoAnswer, EngineRecord
 from potluck.gateway.registry.registry import ReplicaRegistry, Tell
+from potluck.gateway.registry.server_probe import ServerUnusable, served_name, with_model
 from potluck.gateway.values import Endpoint
 
 LEAST_BUSY = 0.1
@@ -113,6 +114,9 @@ def stands_in(view: ReplicaState | None, other: ReplicaState) -> bool:
 Answer = TypeVar("Answer")
 
 
+REASON_MAX_CHARS = 400
+
+
 class HealthChecker:
     def __init__(
         self,
@@ -174,7 +178,8 @@ class HealthChecker:
                 try:
                     await self._ask(engine)
                 except (PotluckError, ValueError) as error:
-                    self._silent(engine, " ".join(str(error).split())[:200])
+                    definite = isinstance(error, ServerUnusable) and error.definite
+                    self._silent(engine, " ".join(str(error).split())[:REASON_MAX_CHARS], definite)
                 engine.asked_s = time.monotonic()
             due_s = next_question_s(self._condition(engine), engine.asked_s, self.streamed_s(engine.replica))
 
@@ -190,7 +195,9 @@ class HealthChecker:
     async def _ask(self, engine: EngineRecord) -> None:
         caller, registry = self._registry.caller, self._registry
         if engine.entry.kind == "openai":
-            await self._prompt(engine, caller.ask(engine, b"GET", b"/health"))
+            fresh = self._condition(engine) == "suspected"
+            engine.models = await self._prompt(engine, caller.listed_models(engine, fresh=fresh))
+            self._check_served_model(engine)
             registry.heard(engine)
             return
         since_s = time.monotonic() - engine.heard_s
@@ -261,9 +268,22 @@ class HealthChecker:
             self._registry.silent(engine)
         engine.waiting = asyncio.get_running_loop().call_later(WAIT_S, self._waits, engine, said_s)
 
-    def _silent(self, engine: EngineRecord, why: str) -> None:
-        """Nobody listens there: gone at once. Somebody does, but says nothing: gone after a while."""
-        refused = "refused" in why or "reset" in why or "no connection" in why
+    def _check_served_model(self, engine: EngineRecord) -> None:
+        """Release a server from its replica when it serves another model than before under that name."""
+        endpoint = self._registry.find(engine.replica) if engine.replica else None
+        if endpoint is None:
+            if engine.entry.model or engine.entry.served_model:
+                served_name(engine.entry, engine.models)
+            return
+        served = served_name(with_model(engine.entry, endpoint.model), engine.models)
+        if served != endpoint.served_model:
+            self._registry.lost(
+                engine, f"{engine.entry.base_url} serves {served} instead of {endpoint.served_model} now"
+            )
+
+    def _silent(self, engine: EngineRecord, why: str, definite: bool) -> None:
+        """Lost at once where that is `definite` or nothing listens there; else after SILENT_S without an answer."""
+        refused = definite or "refused" in why or "reset" in why or "no connection" in why
         if not engine.replica or refused or time.monotonic() - engine.heard_s > SILENT_S:
             self._registry.lost(engine, why)
 

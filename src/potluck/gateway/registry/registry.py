@@ -26,9 +26,11 @@ from potluck.core.values.types import Role
 from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.registry.engine_client import EngineClient, EngineNoAnswer, EngineRecord, Wire
 from potluck.gateway.registry.engine_list import EngineEntry, matched
+from potluck.gateway.registry.server_probe import ServerUnusable, listed_text, served_name, with_model
 from potluck.gateway.values import Endpoint
 
 PLAIN: Wire = ("raw", LEAST_CONNECTIONS)
+NO_REPLICA = "answers, but the plan has no replica for it"
 PEERS_WAIT_S = 2.0  # So long a new replica waits for others to hear of it, who may be in trouble themselves.
 
 
@@ -153,16 +155,16 @@ class ReplicaRegistry(ReplicaDirectory):
 
     def enlist(self, entries: Iterable[EngineEntry]) -> None:
         """The whole list in place of the one before; engines that stay are not disturbed."""
-        listed = {entry.url: entry for entry in entries}
-        for url in [url for url in self._engines if url not in listed]:
-            gone = self._engines.pop(url)
+        listed = {entry.name: entry for entry in entries}
+        for name in [name for name in self._engines if name not in listed]:
+            gone = self._engines.pop(name)
             if gone.watching is not None:
                 gone.watching.cancel()
             self.lost(gone, "was removed from the list of engines")
-        for url, entry in listed.items():
-            engine = self._engines.get(url)
+        for name, entry in listed.items():
+            engine = self._engines.get(name)
             if engine is None:
-                self._engines[url] = EngineRecord(entry)
+                self._engines[name] = EngineRecord(entry)
             else:
                 engine.entry = entry
         self._version += 1
@@ -229,6 +231,8 @@ class ReplicaRegistry(ReplicaDirectory):
         self._spawn(self._call(moving))
 
     def heard(self, engine: EngineRecord) -> None:
+        if not engine.up and not engine.replica:
+            engine.note = f"{engine.entry.url} {NO_REPLICA}"
         engine.up = True
         engine.heard_s = time.monotonic()
         self._emptied_elsewhere(engine)
@@ -305,10 +309,10 @@ class ReplicaRegistry(ReplicaDirectory):
             return
         self._binding = True
         try:
-            free = {engine.entry.url: engine for engine in self._engines.values() if self._is_free(engine)}
+            free = {engine.entry.name: engine for engine in self._engines.values() if self._is_free(engine)}
             lacking = [slot.member for slot in self._slots.values() if slot.engine is None]
             for member, entry in matched(lacking, [engine.entry for engine in free.values()]):
-                engine, slot = free[entry.url], self._slots[member.id]
+                engine, slot = free[entry.name], self._slots[member.id]
                 problem = self._unsuited(engine, member)
                 if problem:
                     engine.note = problem
@@ -323,6 +327,8 @@ class ReplicaRegistry(ReplicaDirectory):
         return engine.up and not engine.replica and usable and not engine.drained_elsewhere
 
     def _unsuited(self, engine: EngineRecord, member: ReplicaSpec) -> str:
+        if engine.entry.kind == "openai" and engine.models is not None:
+            return self._not_listed(engine, member)
         if engine.said is None:
             return ""
         mark = engine.said.fingerprint
@@ -333,6 +339,21 @@ class ReplicaRegistry(ReplicaDirectory):
         }
         if mark and others and mark not in others:
             return f"has other weights than the replicas of {member.model} that serve"
+        return ""
+
+    def _not_listed(self, engine: EngineRecord, member: ReplicaSpec) -> str:
+        """Why a server does not serve this replica's model; one whose entry names no model must list it, unless both
+        plan and server have a single model."""
+        entry, names = engine.entry, [model.id for model in engine.models or ()]
+        several = len({slot.member.model for slot in self._slots.values()}) > 1
+        if several and not entry.model and not entry.served_model and member.model not in names:
+            return (
+                f"{entry.base_url} lists {listed_text(names)}, none of the plan's models; set `model:` for it"
+            )
+        try:
+            served_name(with_model(entry, member.model), engine.models)
+        except ServerUnusable as error:
+            return str(error)
         return ""
 
     async def _ready(self, engine: EngineRecord, slot: ReplicaSlot) -> None:
@@ -346,6 +367,8 @@ class ReplicaRegistry(ReplicaDirectory):
                 if report is None or report.role != slot.role:
                     await self.caller.role(engine, slot.role)
                 await self._share_peers(engine)
+            elif engine.models is not None:
+                served = served_name(with_model(engine.entry, member.model), engine.models)
             elif not served:
                 served = await self.caller.served_model(engine)
         except (EngineNoAnswer, PotluckError, ValueError) as error:
@@ -369,6 +392,7 @@ class ReplicaRegistry(ReplicaDirectory):
             codec=self._codec_inside(member.template),
             own=report is not None and report.own,
             adapters=report.adapters if report else (),
+            path_prefix=engine.entry.path_prefix,
         )
         slot.ready = True
         self._version += 1

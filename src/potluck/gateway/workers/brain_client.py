@@ -197,7 +197,8 @@ class RemoteDirectory(ReplicaDirectory):
     def named(self, endpoint: Endpoint) -> str | None:
         """Its name now: another Brain may have given it another."""
         for item in self._endpoints.values():
-            if item.address == endpoint.address and item.fingerprint == endpoint.fingerprint:
+            same_server = (item.address, item.path_prefix) == (endpoint.address, endpoint.path_prefix)
+            if same_server and item.model == endpoint.model and item.fingerprint == endpoint.fingerprint:
                 return item.replica
         return None
 

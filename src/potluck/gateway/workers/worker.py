@@ -6,7 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from potluck.api.http import client_tls, server_tls
@@ -71,6 +71,7 @@ class Worker:
                 frozenset(request_class.name for request_class in policy.classes),
                 settings.secret,
                 policy.shared_prefixes,
+                attached=settings.attached,
             ),
             ready=ready,
             directory=directory,
@@ -104,14 +105,22 @@ def calls_of(settings: GatewaySettings) -> ConnectionPool:
 
 
 def model_card(
-    name: str, context_tokens: int, vocab: int, plain: bool, folder: Path | None, tokenizer_only: bool = False
+    name: str,
+    context_tokens: int,
+    vocab: int,
+    plain: bool,
+    folder: Path | None,
+    tokenizer_only: bool = False,
+    least_context_tokens: int = 0,
 ) -> ModelCard:
     """`tokenizer_only`: engines act as a larger model than the files are of, and take as long requests as that."""
     now_s = int(time.time())
     if folder is None:
-        return ModelCard(name, context_tokens, plain=plain, vocab=vocab, created_s=now_s)
-    context_tokens = context_tokens if tokenizer_only else 0
-    return read_card(name, folder, context_tokens=context_tokens, plain=plain, created_s=now_s)
+        card = ModelCard(name, context_tokens, plain=plain, vocab=vocab, created_s=now_s)
+    else:
+        context_tokens = context_tokens if tokenizer_only else 0
+        card = read_card(name, folder, context_tokens=context_tokens, plain=plain, created_s=now_s)
+    return replace(card, least_context_tokens=least_context_tokens)
 
 
 def _too_early(actions: Sequence[Action]) -> None:
