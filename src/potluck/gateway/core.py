@@ -22,13 +22,13 @@ from potluck.core.state.actions import Action
 from potluck.core.state.events import Event
 from potluck.core.state.policy import Policy
 from potluck.core.values.kv import LEAST_CONNECTIONS
-from potluck.core.values.plan import Plan, ReplicaSpec, Template, copies_changed, plan_mark
+from potluck.core.values.plan import Plan, ReplicaSpec, Template, copies_changed, plan_mark, price_text
 from potluck.core.values.types import Region
 from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.operator_state import Cordons, OperatorState
 from potluck.gateway.registry.engine_client import Wire
 from potluck.gateway.registry.engine_list import EngineEntry, EngineListFile
-from potluck.gateway.registry.health import HealthChecker
+from potluck.gateway.registry.health import REASON_MAX_CHARS, HealthChecker
 from potluck.gateway.registry.registry import ReplicaRegistry
 from potluck.runtime.brain_log import FLUSH_S, Decider, LogFiles, LoggedBrain
 from potluck.runtime.replica_models import ReplicaModels
@@ -36,6 +36,8 @@ from potluck.runtime.resolved_plan import ResolvedPlan
 
 MOST_KEPT = 1_000
 MOST_LOST = 200
+SHOWN_REASONS_MAX = 4
+"""Engines whose reasons are named where a model has no replica."""
 _FREQUENT = frozenset(
     {
         events.RequestArrived,
@@ -112,9 +114,9 @@ class DecisionLog:
 
     def _adopted(self, plan: Plan) -> None:
         before, self._plan = self._plan, plan
-        what = f"the plan for ${plan.cost_usd_per_h:.2f}/h is adopted"
+        what = f"the plan for {price_text(plan)} is adopted"
         if before is not None:
-            what += f" instead of ${before.cost_usd_per_h:.2f}/h: {copies_changed(before, plan)}"
+            what += f" instead of {price_text(before)}: {copies_changed(before, plan)}"
         self.say("plan", what, self._plan_why())
 
     def _stands_by(self, member: ReplicaSpec) -> bool:
@@ -277,7 +279,10 @@ class GatewayCore:
         node_offer = offers.get((region, node))
         return 0.0 if node_offer is None else node_offer.price_usd_per_h
 
-    def copy_usd_per_h(self, template: Template, region: str) -> float:
+    def copy_usd_per_h(self, template: Template, region: str) -> float | None:
+        """None where its hardware, and so its price, is unknown."""
+        if not template.hardware_known:
+            return None
         return sum(nodes.count * self.price_usd_per_h(region, nodes.node) for nodes in template.nodes)
 
     def enlist(self, entries: tuple[EngineEntry, ...]) -> None:
@@ -306,8 +311,11 @@ class GatewayCore:
     def lacking(self, model: str) -> str:
         if any(endpoint.model == model for endpoint in self.registry.endpoints):
             return ""
-        notes = {engine.note for engine in self.registry.engines if engine.note}
-        return f"no replica of {model} is ready" + (f" ({'; '.join(sorted(notes))[:300]})" if notes else "")
+        engines = [engine for engine in self.registry.engines if engine.entry.model in ("", model)]
+        notes = sorted({engine.note for engine in engines if engine.note})
+        more = f"; and {len(notes) - SHOWN_REASONS_MAX} more" if len(notes) > SHOWN_REASONS_MAX else ""
+        reasons = "; ".join(note[:REASON_MAX_CHARS] for note in notes[:SHOWN_REASONS_MAX]) + more
+        return f"no replica of {model} is ready" + (f" ({reasons})" if notes else "")
 
     async def close(self) -> None:
         self.brain_loop.stop()

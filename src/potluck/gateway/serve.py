@@ -43,6 +43,8 @@ HANDED_S = 600.0
 """A gateway that another has followed ends when its last answer has, however long: as long as engines allow."""
 KNOWN_S = 30.0  # In which one that is to follow another, which serves meanwhile, has met its engines.
 MET_S = 2.0
+FIRST_PROBE_S = 2.0
+"""Before it listens, a gateway of servers that others run waits so long for the answers to its first probes."""
 LOOK_S = 0.01
 Ready = Callable[[str, str], None]
 
@@ -152,10 +154,24 @@ def cards_of(
 ) -> tuple[Callable[[], ModelCard], ...]:
     cards = []
     for name, model in resolved.models.items():
-        plain = {entry.kind for entry in engine_list if entry.model in ("", name)} == {"openai"}
-        folder, only = settings.files.get(name), settings.mock_engines
-        cards.append(partial(model_card, name, model.max_context_tokens, model.vocab, plain, folder, only))
+        entries = [entry for entry in engine_list if entry.model in ("", name)]
+        plain = {entry.kind for entry in entries} == {"openai"}
+        unknown = name in resolved.unknown_models
+        known, vocab = (0, 0) if unknown else (model.max_context_tokens, model.vocab)
+        context_tokens = context_of(known, entries)
+        only = settings.mock_engines or context_tokens != known
+        least = min((entry.max_model_len for entry in entries if entry.max_model_len), default=0)
+        folder = settings.files.get(name)
+        cards.append(partial(model_card, name, context_tokens, vocab, plain, folder, only, least))
     return tuple(cards)
+
+
+def context_of(model_tokens: int, entries: Sequence[EngineEntry]) -> int:
+    """The longest request of a model: as its servers tell where all of them do, within its own; 0: unknown."""
+    limits = [entry.max_model_len for entry in entries]
+    if not limits or not all(limits):
+        return model_tokens
+    return min(max(limits), model_tokens or max(limits))
 
 
 def worker_beside(
@@ -265,8 +281,12 @@ async def _succeed(
     if core.registry.engines:  # else somebody will say which there are
         # What the one before cannot serve either need not be waited for; nobody is refused meanwhile.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(KNOWN_S if taken is not None else MET_S if process.again else 0.0):
+            first_probe_s = FIRST_PROBE_S if settings.attached else 0.0
+            within_s = KNOWN_S if taken is not None else MET_S if process.again else first_probe_s
+            async with asyncio.timeout(within_s):
                 while any(map(core.lacking, core.replica_models.resolved.models)):
+                    if settings.attached and all(engine.asked_s for engine in core.registry.engines):
+                        break
                     await asyncio.sleep(LOOK_S)
     url = await worker.listen(process.clients[0])
     admin = await operators.listen(process.operators)

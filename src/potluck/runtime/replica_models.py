@@ -35,6 +35,7 @@ from potluck.perf.timers.engine_host import DEFAULT_HOST, EngineHost
 from potluck.perf.timers.profile import Profile, ProfileTimer, profile_for
 from potluck.perf.timers.roofline import roofline
 from potluck.perf.transfer import AlphaBeta, alpha_beta
+from potluck.runtime.attached_plan import ASSUMED_FACTS
 from potluck.runtime.resolved_plan import DEFAULT_ENGINE, PROMPT_ENGINE, EngineSetup, ResolvedPlan
 
 
@@ -161,6 +162,9 @@ class ReplicaModels:
         if template.model not in self.kv:
             self.kv[template.model] = kv_of(model)
             self._models[template.model] = _model_facts(resolved, template.model, self.block_tokens)
+        if not template.hardware_known:
+            self._learn_unknown(template)
+            return
         mean = resolved.mean_tokens.get(template.model, MEAN_TOKENS)
         longest = longest_in_use(resolved.plan, template.model, model, mean[0])
         placed = places(template, resolved.nodes)
@@ -208,6 +212,14 @@ class ReplicaModels:
         split = _split_facts(template, self.replica_models, longest)
         if split is not None:
             self._splits[template.name] = split
+        self.templates[template.name] = template
+
+    def _learn_unknown(self, template: Template) -> None:
+        """A template of servers whose hardware is unknown: no timers and no memory."""
+        max_tokens = template.max_model_len or ASSUMED_FACTS.max_tokens
+        for index in range(len(template.replicas)):
+            self._replicas[template.name, index] = replace(ASSUMED_FACTS, max_tokens=max_tokens)
+            self._places[template.name, index] = ()
         self.templates[template.name] = template
 
     def crossing(self, template: str, first: int, second: int) -> dict[tuple[str, str], float]:

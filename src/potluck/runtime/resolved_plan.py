@@ -71,6 +71,8 @@ class ResolvedPlan:
 
     rtt_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """(origin, region) to how long it takes from users there to the region and back."""
+    unknown_models: frozenset[str] = frozenset()
+    """Models of servers that others run, whose architecture is unknown: `models` has placeholders for them."""
 
     def model(self, name: str) -> Model:
         if name not in self.models:

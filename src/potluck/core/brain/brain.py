@@ -218,6 +218,8 @@ class OperatorNotes:
     def paces(self, fleet: FleetState) -> list[Action]:
         actions: list[Action] = []
         for name, view in fleet.views.items():
+            if view.facts is not None and view.facts.assumed:
+                continue  # no speed was planned
             if name not in self._slow and view.pace >= SLOW:
                 self._slow.add(name)
                 text = f"takes {view.pace:.1f} times as long as planned"

@@ -73,6 +73,8 @@ class ReplicaFacts:
     """Of a lone prompt, where that is longer: a pipeline's next prompt begins long before one is done."""
     decode_knees: tuple[tuple[int, float], ...] = ()
     """Batches up to the planned one, rising, and their steps, where these do not lie on one line (experts)."""
+    assumed: bool = False
+    """Its hardware is unknown: the figures are the same for all such replicas, and only where learning starts."""
 
     def with_slots(self, slots: int) -> ReplicaFacts:
         """Of an engine that runs no more than so many requests at once; 0: nothing is said of that."""

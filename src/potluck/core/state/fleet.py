@@ -85,6 +85,11 @@ class ReplicaState:
         return self.state == "ready" and not self.doubted and not self.cordoned and not self.member.standby
 
     @property
+    def shown_pace(self) -> float | None:
+        """Observed over planned time; None where no speed was planned."""
+        return None if self.facts is not None and self.facts.assumed else self.pace
+
+    @property
     def idle(self) -> bool:
         """Nothing of ours is there, and it did not report others' work."""
         return self.open_requests == 0 and (

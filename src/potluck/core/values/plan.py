@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Literal
+from typing import Final, Literal
 
 from potluck.core.codec import dumps, loads
 from potluck.core.errors import InputError
@@ -50,6 +50,8 @@ class ReplicaSpec:
 
 
 PLAN_VERSION = 1
+UNKNOWN_NODE: Final = "unknown"
+"""The node type in layouts of servers whose hardware is unknown; their templates have no nodes and no price."""
 
 TemplateKind = Literal["homogeneous", "pipeline", "combo", "pair", "remote_prefill", "group"]
 
@@ -120,11 +122,18 @@ class Template:
     """Who hands to whom inside a copy, where that was planned (groups); else the Brain's rules decide."""
     ce_tokens_per_usd: float = 0.0
     """CAUCHY's equation 15 of its two GPU types, where a strategy ranks by it; 0: by what it serves."""
+    max_model_len: int = 0
+    """Of servers whose hardware is unknown: longest prompt and answer together, in tokens; 0: unknown."""
 
     def __post_init__(self) -> None:
         count = len(self.replicas)
         if any(not (0 <= flow.prefill < count and 0 <= flow.decode < count) for flow in self.flows):
             raise InputError(f"template {self.name}: flows", f"name a replica beyond the {count} there are")
+
+    @property
+    def hardware_known(self) -> bool:
+        """Whether it says on which nodes it runs; else its price and its speeds are unknown."""
+        return all(UNKNOWN_NODE not in replica.layout.node_counts for replica in self.replicas)
 
     @property
     def node_counts(self) -> dict[str, int]:
@@ -341,6 +350,17 @@ class Plan:
         return self.fraction if own is None else own
 
     @property
+    def priced(self) -> bool:
+        """Whether `cost_usd_per_h` is the price of what is deployed; else some of it is unknown."""
+        used = {deployment.template for deployment in self.deployments}
+        return all(template.hardware_known for template in self.templates if template.name in used)
+
+    @property
+    def shown_cost_usd_per_h(self) -> float | None:
+        """None: unknown."""
+        return self.cost_usd_per_h if self.priced else None
+
+    @property
     def total_usd_per_h(self) -> float:
         """Rent and all charges; starts of new copies apart."""
         return self.cost_usd_per_h + sum(charge.usd_per_h for charge in self.charges)
@@ -386,6 +406,11 @@ class Plan:
             for item in self.template(deployment.template).nodes:
                 counts[deployment.region, item.node] += item.count * deployment.count
         return dict(counts)
+
+
+def price_text(plan: Plan) -> str:
+    """`$1.50/h`, or that the price is unknown."""
+    return f"${plan.cost_usd_per_h:.2f}/h" if plan.priced else "unknown $/h"
 
 
 def plan_to_json(plan: Plan) -> str:

@@ -75,14 +75,21 @@ class Operations:
             yield QueueView(model, tenant, waiting[model, tenant], running[model, tenant])
 
     def usd_per_h(self) -> Mapping[str, float]:
+        """What the copies of each model cost; models on unknown hardware have no price."""
         replica_models, usd_per_h = self._core.replica_models, dict[str, float]()
         copies = {view.member.unit: view.member for view in self._core.brain.fleet.views.values()}
         for member in copies.values():
             template = replica_models.templates.get(member.template)
-            if template is not None:
-                copy = self._core.copy_usd_per_h(template, member.region)
+            copy = None if template is None else self._core.copy_usd_per_h(template, member.region)
+            if copy is not None:
                 usd_per_h[member.model] = usd_per_h.get(member.model, 0.0) + copy
         return usd_per_h
+
+    def model_usd_per_h(self, model: str) -> float | None:
+        """None where the hardware of some copy that is planned is unknown."""
+        templates = (template for template in self._core.plan.templates if template.model == model)
+        known = all(template.hardware_known for template in templates)
+        return self.usd_per_h().get(model, 0.0) if known else None
 
     def snapshot(self) -> Json:
         core, slos = self._core, self._core.replica_models.resolved.slos
@@ -91,7 +98,7 @@ class Operations:
             "plan": {
                 "version": core.plan_version,
                 "strategy": core.plan.strategy,
-                "cost_usd_per_h": core.plan.cost_usd_per_h,
+                "cost_usd_per_h": core.plan.shown_cost_usd_per_h,
                 "deployments": [encode(deployment) for deployment in core.plan.deployments],
             },
             "scaling": core.policy.scaling,
@@ -109,7 +116,7 @@ class Operations:
                     "ready": not core.lacking(name),
                     "why": core.lacking(name),
                     "slo": None if name not in slos else encode(slos[name]),
-                    "usd_per_h": self.usd_per_h().get(name, 0.0),
+                    "usd_per_h": self.model_usd_per_h(name),
                 }
                 for name in core.replica_models.resolved.models
             },
@@ -131,7 +138,7 @@ class Operations:
             "open_requests": core.brain_loop.open_requests,
             "notes": list(core.brain.autoscaler.notes),
             "slowdown": core.watch.lateness.slowdown,
-            "notices": slow_lines(core.watch.lateness.slowdown),
+            "notices": [*slow_lines(core.watch.lateness.slowdown), *server_lines(core)],
             "problems": [problem for problem in self._problems() if problem],
         }
 
@@ -145,7 +152,8 @@ class Operations:
             }
             for template in self._core.plan.holding(self._live()).templates
             for region in resolved.regions
-            if all(region.offer(nodes.node) is not None for nodes in template.nodes)
+            if template.hardware_known
+            and all(region.offer(nodes.node) is not None for nodes in template.nodes)
         ]
 
     def _live(self) -> dict[tuple[str, str], int]:
@@ -165,11 +173,10 @@ class Operations:
         return {
             "replica": name,
             **fields_of(view.member, "unit", "template", "index", "model", "region", "standby"),
-            **fields_of(
-                view, "role", "state", "doubted", "cordoned", "pace", "open_requests", "open_prefill_tokens"
-            ),
+            **fields_of(view, "role", "state", "doubted", "cordoned", "open_requests", "open_prefill_tokens"),
+            "pace": view.shown_pace,
             "by_hand": name in self._core.brain.autoscaler.by_hand,
-            "url": None if endpoint is None else endpoint.address.url,
+            "url": None if endpoint is None else endpoint.address.url + endpoint.path_prefix,
             "status": None if view.status is None else view.status._asdict(),
         }
 
@@ -181,10 +188,13 @@ class Operations:
         row = {
             "url": engine.entry.url,
             "kind": engine.entry.kind,
+            "template": engine.entry.template,
             **fields_of(engine, "up", "replica", "note"),
+            "models": None if engine.models is None else [model.id for model in engine.models],
         }
         if engine.said is None:
-            return row | dict.fromkeys(ENGINE_TEXTS, "") | {"uptime_s": 0.0, "kv_version": 0}
+            named = dict.fromkeys(ENGINE_TEXTS, "") | {"model": engine.entry.model}
+            return row | named | {"uptime_s": 0.0, "kv_version": 0}
         return row | fields_of(engine.said, *ENGINE_TEXTS, "uptime_s", "kv_version")
 
     def set_fleet(self, body: Json) -> Json:
@@ -204,7 +214,8 @@ class Operations:
             if template.model not in core.replica_models.resolved.models:
                 raise UnknownNameError("plan: model", template.model, core.replica_models.resolved.models)
         core.adopt(plan, why, version)
-        return {"version": core.plan_version, "cost_usd_per_h": plan.cost_usd_per_h, "wanted": self._wanted()}
+        cost = plan.shown_cost_usd_per_h
+        return {"version": core.plan_version, "cost_usd_per_h": cost, "wanted": self._wanted()}
 
     def drain(self, body: Json) -> Json:
         view = self._ready(body)
@@ -358,9 +369,15 @@ class Operations:
                     **fields_of(view, "observed_s", "planned_s", "learned_s"),
                 }
                 for name, view in self._core.brain.fleet.views.items()
-                if view.planned_s > 0
+                if view.planned_s > 0 and view.shown_pace is not None
             ],
         }
+
+
+def server_lines(core: GatewayCore) -> list[str]:
+    """Servers that others run and that cannot be used, each with the reason."""
+    engines = core.registry.engines
+    return list(dict.fromkeys(each.note for each in engines if each.entry.kind == "openai" and each.note))
 
 
 def fields_of(value: object, *names: str) -> Json:

@@ -11,7 +11,7 @@ from potluck.core.state.fleet import ReplicaState
 from potluck.core.values.kv import LEAST_CONNECTIONS, lossy_notices
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import Plan, Template
-from potluck.gateway.admin.operations import Operations, QueueView, fields_of
+from potluck.gateway.admin.operations import Operations, QueueView, fields_of, server_lines
 from potluck.gateway.core import GatewayCore
 from potluck.gateway.registry.health import slow_lines
 from potluck.gateway.values import GatewaySettings
@@ -100,7 +100,7 @@ class FleetSnapshot:
             "plan": {"now": self._plan_row(usd)},
             "deployments": self._deployments(),
             "regions": self._regions(),
-            "models": self._models(queues, usd),
+            "models": self._models(queues),
             "replicas": self._replicas(span_s, now_utc_s),
             "links": self._links(span_s),
             "flows": self._flows.look(span_s),
@@ -114,8 +114,8 @@ class FleetSnapshot:
             "version": core.plan_version,
             "strategy": plan.strategy,
             "why": core.plan_why,
-            "usd_per_h": round(plan.cost_usd_per_h, 3),
-            "now_usd_per_h": round(sum(usd.values()), 3),
+            "usd_per_h": round(plan.cost_usd_per_h, 3) if plan.priced else None,
+            "now_usd_per_h": round(sum(usd.values()), 3) if plan.priced else None,
             "gap": round(plan.gap, 4),
             "fraction": round(plan.fraction, 3),
             "scaling": core.policy.scaling,
@@ -154,15 +154,16 @@ class FleetSnapshot:
             for region in core.regions
         }
 
-    def _models(self, queues: list[QueueView], usd: Mapping[str, float]) -> dict[str, Row]:
+    def _models(self, queues: list[QueueView]) -> dict[str, Row]:
         core, result = self._core, {}
         predictions = {prediction.model: prediction for prediction in core.plan.predictions}
         for name, model in core.replica_models.resolved.models.items():
             slo, promise = core.replica_models.resolved.slos.get(name), predictions.get(name)
-            why = core.lacking(name)
+            why, unknown = core.lacking(name), name in core.replica_models.resolved.unknown_models
+            usd_per_h = self._operations.model_usd_per_h(name)
             result[name] = {
-                "weights": model.name,
-                "layers": model.layer_count,
+                "weights": None if unknown else model.name,
+                "layers": None if unknown else model.layer_count,
                 "ready": not why,
                 "why": why,
                 "slo": None if slo is None else fields_of(slo, "ttft_s", "tpot_s", "e2e_s", "attainment"),
@@ -175,7 +176,7 @@ class FleetSnapshot:
                     "tpot_s": round(promise.tpot_s, 5),
                     "confidence": promise.confidence,
                 },
-                "usd_per_h": round(usd.get(name, 0.0), 3),
+                "usd_per_h": None if usd_per_h is None else round(usd_per_h, 3),
                 "running": sum(queue.running for queue in queues if queue.model == name),
                 "waiting": sum(queue.waiting for queue in queues if queue.model == name),
             }
@@ -261,8 +262,17 @@ class FleetSnapshot:
             "kv": round(1.0 - status.free_blocks / total, 2) if status is not None and total else 0.0,
             "busy": round(busy, 1),
             "tokens_per_s": float(f"{tokens.get(name, 0.0):.2g}"),
-            "pace": round(view.pace, 2),
+            **self._why_not_ready(view),
+            "pace": None if view.shown_pace is None else round(view.shown_pace, 2),
         }
+
+    def _why_not_ready(self, view: ReplicaState) -> Row:
+        """Of a replica that waits for a server that others run: why that cannot be used."""
+        if view.state != "starting":
+            return {}
+        engines = (each for each in self._core.registry.engines if each.note)
+        notes = [each.note for each in engines if each.entry.template == view.member.template]
+        return {"why": "; ".join(notes)} if notes else {}
 
     def _plain_row(self, view: ReplicaState) -> Row:
         member = view.member
@@ -289,7 +299,7 @@ def stages_of(layout: Layout) -> list[Row]:
     ]
 
 
-def deployments_of(plan: Plan, copy_usd_per_h: Callable[[Template, str], float]) -> dict[str, Row]:
+def deployments_of(plan: Plan, copy_usd_per_h: Callable[[Template, str], float | None]) -> dict[str, Row]:
     result = {}
     longest = {(bucket.model, bucket.bucket): bucket.longest_tokens for bucket in plan.buckets}
     for deployment in plan.deployments:
@@ -298,7 +308,9 @@ def deployments_of(plan: Plan, copy_usd_per_h: Callable[[Template, str], float])
             share
             for share in plan.shares
             if (share.template, share.region) == (deployment.template, deployment.region)
+            and template.hardware_known  # else they are weights, not rates
         ]
+        copy = copy_usd_per_h(template, deployment.region)
         result[f"{deployment.template}@{deployment.region}"] = {
             "model": template.model,
             "region": deployment.region,
@@ -309,7 +321,7 @@ def deployments_of(plan: Plan, copy_usd_per_h: Callable[[Template, str], float])
                 {"role": replica.role, "gpu": gpu_of(replica.layout), "stages": stages_of(replica.layout)}
                 for replica in template.replicas
             ],
-            "usd_per_h": round(deployment.count * copy_usd_per_h(template, deployment.region), 3),
+            "usd_per_h": None if copy is None else round(deployment.count * copy, 3),
             "shares": [
                 {
                     "up_to_tokens": longest.get((template.model, share.bucket)),
@@ -327,3 +339,4 @@ def notices(core: GatewayCore, settings: GatewaySettings) -> Iterator[str]:
         yield "Mock engines: they take the time of the planned GPUs, and make their tokens up."
     yield from slow_lines(core.watch.lateness.slowdown)
     yield from lossy_notices(core.plan)
+    yield from server_lines(core)

@@ -103,8 +103,9 @@ class PageHistory:
                 mine[1] += 1
         answered = sum(message.outcome in ANSWERED for message in ended)
         prompts = sum(message.prompt_tokens for message in ended if message.outcome in ANSWERED)
-        usd_per_h = float(row.get("usd_per_h") or 0.0)
+        usd_per_h = row.get("usd_per_h", 0.0)
         whole = tokens + prompts
+        usd = None if usd_per_h is None or not whole else usd_per_h * span_s / 3600 / whole * 1e6
         return {
             "ended_per_s": round(len(ended) / span_s, 3),
             "in_time_per_s": round(in_time / span_s, 3),
@@ -118,8 +119,8 @@ class PageHistory:
                 name: [round(all_of / span_s, 3), round(kept / span_s, 3)]
                 for name, (all_of, kept) in sorted(classes.items())
             },
-            "usd_per_h": round(usd_per_h, 3),
-            "usd_per_mtok": round(usd_per_h * span_s / 3600 / whole * 1e6, 3) if whole else None,
+            "usd_per_h": None if usd_per_h is None else round(usd_per_h, 3),
+            "usd_per_mtok": None if usd is None else round(usd, 3),
         }
 
     @property

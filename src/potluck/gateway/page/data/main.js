@@ -78,7 +78,7 @@ function head() {
   figure("First token, 9 of 10", waited, unit, `${models.length > 1 ? `${one}, ` : ""}${limit ? `objective ${brief(seconds(limit))}` : "no objective"}`, ttft !== null && limit !== undefined && ttft > limit);
   figure("Requests", count(all), "per second", `${now("running")} run, ${now("waiting")} wait`);
   figure("Tokens", count(sum("tokens_per_s")), "per second", "of answers");
-  figure("Cost", usd(tables.plan?.now?.now_usd_per_h), "an hour", usd_per_mtok === null ? "no tokens yet" : `${usd(usd_per_mtok)} per million tokens`);
+  figure("Cost", usd(tables.plan?.now?.now_usd_per_h), "an hour", tables.plan?.now?.now_usd_per_h === null ? "the price is unknown" : usd_per_mtok === null ? "no tokens yet" : `${usd(usd_per_mtok)} per million tokens`);
   figure("Replicas", String(ready), "ready", off.filter(([, many]) => many).map(([kind, many]) => `${many} ${kind}`).join(", ") || "all of them", off[0][1] > 0);
 }
 draws($("figures"), ["models", "replicas", "points", "plan"], head, 500);

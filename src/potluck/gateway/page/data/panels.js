@@ -12,7 +12,7 @@ draws($("plan"), ["plan", "deployments", "models", "points"], () => {
   if (!plan) return;
   const sure = plan.gap <= 0.0001 ? "proven to be the cheapest of its kind" : `at most ${(plan.gap * 100).toFixed(1)} % above the cheapest of its kind`;
   const whole = plan.fraction < 1 ? ` It can serve only ${percent(plan.fraction)} of what is asked for, on averages.` : "";
-  text($("plan-why"), `Version ${plan.version}, strategy ${plan.strategy}: ${usd(plan.usd_per_h)}/h planned, ${usd(plan.now_usd_per_h)}/h rented now; ${sure}.${whole} ${reason(tables)} Why now: ${plan.why}. ${plan.thinks ? `Scaling (${plan.scaling}): ${plan.thinks}.` : `Scaling: ${plan.scaling}.`}`);
+  text($("plan-why"), `Version ${plan.version}, strategy ${plan.strategy}: ${plan.usd_per_h === null ? "servers that others run, at an unknown price" : `${usd(plan.usd_per_h)}/h planned, ${usd(plan.now_usd_per_h)}/h rented now; ${sure}`}.${whole} ${reason(tables)} Why now: ${plan.why}. ${plan.thinks ? `Scaling (${plan.scaling}): ${plan.thinks}.` : `Scaling: ${plan.scaling}.`}`);
   const rows = Object.entries(tables.deployments || {}).sort().map(([, each]) => [
     h("span", {}, `${each.count} × `, h("b", {}, each.replicas.map((one) => `${gpu(one.gpu)}${one.role === "mixed" ? "" : ` (${one.role})`}`).join(" + ")), h("div", { class: "note" }, `${doing(each)}; ${CONFIDENCE[each.confidence] || each.confidence}`), stageBars(each)),
     each.region, each.model, takes(each), usd(each.usd_per_h)]);
@@ -88,7 +88,7 @@ function promises(tables) {
       [`${name}: requests`, "–", said ? `${count(said.demand_per_s)}/s of ${count(said.capacity_per_s)}/s` : "–", all === null ? "–" : `${count(all)}/s`, ""],
       [`${name}: in time`, slo ? percent(slo.attainment) : "–", "–", all ? percent(timely / all) : "–", all && slo ? (timely / all >= slo.attainment ? "✓ kept" : h("span", { class: "bad" }, "✗ missed")) : ""],
       ...perClass(name, slo),
-      [`${name}: cost`, "–", "–", `${usd(each.usd_per_h)}/h, ${usd(lately(name, "usd_per_mtok"))} per million tokens`, ""]);
+      [`${name}: cost`, "–", "–", each.usd_per_h === null ? "unknown" : `${usd(each.usd_per_h)}/h, ${usd(lately(name, "usd_per_mtok"))} per million tokens`, ""]);
   }
   table($("promises"), [{ name: "" }, { name: "Objective", right: true }, { name: "Planned", right: true }, { name: "Observed", right: true }, { name: "" }], rows, "Planned beside observed");
 }
