@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from potluck.cli.fleet import status
-from potluck.cli.up.up import ServiceSummary, ready_json, show_ready
+from potluck.cli.up.run_service import ServiceSummary
+from potluck.cli.up.up import ready_json, show_ready
 from potluck.control.service_view import ServiceView
 from potluck.control.state_store import StateStore
 from potluck.core.values.plan import Deployment, Plan, PlannedFlow
@@ -46,5 +47,6 @@ def test_it_is_said_before_what_is_deployed(
     shown = capsys.readouterr().out.splitlines()
     assert shown[2 : 2 + len(lines)] == [f"notice: {line}" for line in lines]
     watch = SimpleNamespace(lateness=SimpleNamespace(slowdown=1.0))
-    core: Any = SimpleNamespace(plan=plan(codec), watch=watch)
+    registry = SimpleNamespace(engines=())
+    core: Any = SimpleNamespace(plan=plan(codec), watch=watch, registry=registry)
     assert [*notices(core, GatewaySettings())] == lines

@@ -3,25 +3,52 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from cli_services import WITHIN_S, said
+from stub_servers import Answers, StubServer, listing, llama_cpp, ollama, sglang, vllm
 
-from potluck.cli.up.attach import asked, attach, planned_for, read_entries
+from potluck.cli.up.attach import (
+    NOT_FOR_ATTACH,
+    attach,
+    attachment_of,
+    merged,
+    planned,
+    planned_for,
+    probe_all,
+    read_entries,
+)
 from potluck.cli.up.gpus import must_have_chips
 from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands
 from potluck.control.launchers.local_launcher import LocalLauncher
 from potluck.control.launchers.process import ProcessId
+from potluck.control.local_stack import stop_all
+from potluck.control.state_store import StateStore
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
-from potluck.core.values.plan import Deployment, Plan, PlannedReplica, Template
+from potluck.core.values.plan import (
+    Deployment,
+    Plan,
+    PlannedReplica,
+    Template,
+    plan_from_json,
+    plan_to_json,
+    price_text,
+)
 from potluck.engine import shipped_model
+from potluck.runtime.attached_plan import resolved_attached
+from potluck.runtime.replica_models import ReplicaModels
 
 SPEC = """
 models:
@@ -31,6 +58,13 @@ fleet:
     - name: here
       nodes: [{node: 1xL40S, available: 2}, {node: 1xL4, available: 2}]
 """
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def roster(folder: Path, *lines: str) -> Path:
@@ -47,10 +81,8 @@ def test_plain_servers_are_planned_as_whole_replicas(tmp_path: Path) -> None:
     assert kinds == {"homogeneous"}
 
 
-def test_without_a_spec_or_a_server_there_is_nothing_to_attach(tmp_path: Path) -> None:
-    file = roster(tmp_path, "url: 'http://127.0.0.1:1'")
-    with pytest.raises(InputError, match="does not answer"):
-        attach(file, (), None, (), 1.0, False)
+def test_servers_file_without_a_server_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "servers.yaml"
     file.write_text("engines: []\n")
     with pytest.raises(InputError, match="names no server"):
         read_entries(file)
@@ -107,67 +139,170 @@ def test_a_plan_for_more_gpus_than_there_are_is_refused() -> None:
     must_have_chips(plan, replace(maker, chips=()))
 
 
-class Server(BaseHTTPRequestHandler):
-    said: ClassVar[dict[int, dict[str, object]]] = {}
-
-    def do_GET(self) -> None:
-        result = self.said[self.server.server_address[1]].get(self.path)  # type: ignore[index]
-        self.send_response(404 if result is None else 200)
-        self.end_headers()
-        self.wfile.write(json.dumps(result).encode())
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
-
-
 @pytest.fixture
-def servers() -> Iterator[Callable[[dict[str, object]], str]]:
-    made: list[HTTPServer] = []
+def start() -> Iterator[Callable[..., StubServer]]:
+    servers: list[StubServer] = []
 
-    def start(said: dict[str, object]) -> str:
-        server = HTTPServer(("127.0.0.1", 0), Server)
-        Server.said[server.server_address[1]] = said
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        made.append(server)
-        return f"http://127.0.0.1:{server.server_address[1]}"
+    def start_one(answers: Answers, **options: Any) -> StubServer:
+        servers.append(StubServer(answers, **options))
+        return servers[-1]
 
-    yield start
-    for server in made:
-        server.shutdown()
-        server.server_close()
+    yield start_one
+    for server in servers:
+        server.close()
 
 
-def test_without_a_spec_servers_are_asked_what_they_are(
-    tmp_path: Path, servers: Callable[[dict[str, object]], str]
-) -> None:
-    model = {"id": "m", "owned_by": "vllm", "root": str(shipped_model())}
-    plain = servers({"/v1/models": {"data": [model]}})
-    other = servers({"/v1/models": {"data": [{"id": "Qwen2.5-7B", "owned_by": "sglang"}]}})
-    engines = [
-        servers({"/status": {"fingerprint": "f", "model": "e", "role": role}})
-        for role in ("prefill", "decode", "mixed")
+def engine(role: str) -> Answers:
+    """An engine of Potluck's, as far as it is asked."""
+    status = {"fingerprint": "f", "model": "e", "role": role}
+    model = {"id": "e", "object": "model", "owned_by": "potluck"}
+    return {"/status": (200, json.dumps(status).encode()), "/v1/models": (200, listing(model))}
+
+
+def test_servers_are_recognised_by_what_they_answer(tmp_path: Path, start: Callable[..., StubServer]) -> None:
+    with_files = vllm("m")
+    with_files["/v1/models"] = (200, listing({"id": "m", "owned_by": "vllm", "root": str(shipped_model())}))
+    urls = [
+        start(answers).url
+        for answers in (
+            with_files,
+            sglang("Qwen2.5-7B"),
+            engine("prefill"),
+            engine("decode"),
+            engine("mixed"),
+        )
     ]
-    (tmp_path / "key").write_text("secret")
-    lines = [f"url: '{plain}', key_file: key", f"url: '{other}'", *(f"url: '{engine}'" for engine in engines)]
-    file = roster(tmp_path, *lines)
-    (tmp_path / "made").mkdir()
-    inputs, made = asked(read_entries(file), file, tmp_path / "made")
-    assert [model.name for model in inputs.spec.models] == ["m", "Qwen2.5-7B", "e"]
-    assert inputs.spec.models[0].files == str(shipped_model()), "where the server says that its model lies"
-    shapes = {
-        template.name: [replica.role for replica in template.replicas] for template in inputs.plan.templates
-    }
-    assert sorted(map(tuple, shapes.values())) == [("mixed",), ("mixed",), ("mixed",), ("prefill", "decode")]
-    entries = read_entries(made)
-    assert [(entry.kind, entry.model, entry.token_ids) for entry in entries[:2]] == [
+    file = roster(tmp_path, *(f"url: '{url}'" for url in urls))
+    attachment = attachment_of(probe_all(read_entries(file)))
+    assert attachment.directories == {"m": str(shipped_model())}, "where the server says that its model is"
+    assert [(entry.kind, entry.model, entry.token_ids) for entry in attachment.entries] == [
         ("openai", "m", True),
         ("openai", "Qwen2.5-7B", False),
+        ("segments", "e", False),
+        ("segments", "e", False),
+        ("openai", "e", False),
     ]
-    assert entries[0].key == "secret"
-    assert [(entry.kind, entry.model) for entry in entries[2:]] == [
-        ("segments", "e"),
-        ("segments", "e"),
-        ("openai", "e"),
+    plan = planned(attachment)
+    shapes = [tuple(replica.role for replica in template.replicas) for template in plan.templates]
+    assert sorted(shapes) == [("mixed",), ("mixed",), ("mixed",), ("prefill", "decode")]
+
+
+def test_plan_of_attached_servers_has_no_hardware_and_no_price(
+    tmp_path: Path, start: Callable[..., StubServer]
+) -> None:
+    file = roster(tmp_path, f"url: '{start(vllm('m')).url}'", f"url: '{start(ollama('n', 'o')).url}'")
+    attachment = attachment_of(probe_all(read_entries(file)))
+    plan = planned(attachment)
+    assert [template.max_model_len for template in plan.templates] == [4096, 0, 0]
+    assert plan.nodes == {}
+    assert not plan.priced
+    assert price_text(plan) == "unknown $/h"
+    assert plan_from_json(plan_to_json(plan)) == plan
+    models = ReplicaModels(resolved_attached(plan, {}))
+    models.learn(plan)
+    facts = models.facts().replicas.values()
+    assert {item.assumed for item in facts} == {True}
+    assert len({item.decode_step_s for item in facts}) == 1, "servers are alike until they were observed"
+
+
+def test_own_limit_of_an_entry_is_kept_within_the_servers(
+    tmp_path: Path, start: Callable[..., StubServer]
+) -> None:
+    lines = [
+        f"url: '{start(vllm('m', 4096)).url}', max_model_len: 1000",
+        f"url: '{start(vllm('m', 4096)).url}', max_model_len: 9000",
+        f"url: '{start(llama_cpp('m')).url}', max_model_len: 2000",
+        f"url: '{start(llama_cpp('m')).url}'",
     ]
-    with pytest.raises(InputError, match="names no model"):
-        asked(read_entries(roster(tmp_path, f"url: '{servers({})}'")), file, tmp_path)
+    attachment = attachment_of(probe_all(read_entries(roster(tmp_path, *lines))))
+    assert [entry.max_model_len for entry in attachment.entries] == [1000, 4096, 2000, 0]
+
+
+def test_model_of_a_spec_is_matched_by_name_or_by_being_the_only_one(
+    tmp_path: Path, start: Callable[..., StubServer]
+) -> None:
+    entries = read_entries(roster(tmp_path, f"url: '{start(ollama('org/a', 'b')).url}'"))
+    probed = probe_all(entries)
+    named = attachment_of(probed, ("a", "b"))
+    assert [(entry.model, entry.served_model) for entry in named.entries] == [("b", "b")]
+    strange = attachment_of(probed, ("x", "y"))
+    assert [entry.model for entry in strange.entries] == [""]
+    assert "lists org/a, b, none of the spec's models" in strange.lines[0]
+    single = attachment_of(
+        probe_all(read_entries(roster(tmp_path, f"url: '{start(vllm('org/a')).url}'"))), ("a",)
+    )
+    assert [(entry.model, entry.served_model) for entry in single.entries] == [("a", "org/a")]
+
+
+def test_server_that_is_away_or_lists_a_model_no_more_keeps_its_place(
+    tmp_path: Path, start: Callable[..., StubServer]
+) -> None:
+    server, other = start(ollama("a", "b")), start(vllm("c"))
+    entries = read_entries(roster(tmp_path, f"url: '{server.url}'", f"url: '{other.url}'"))
+    before = probe_all(entries)
+    server.answers |= ollama("b", "new")
+    other.close()
+    after = attachment_of(merged(before, probe_all(entries)))
+    assert [entry.model for entry in after.entries] == ["b", "new", "a", "c"]
+
+
+def test_attach_is_refused_where_no_model_is_known(tmp_path: Path) -> None:
+    options = {"port": None, "policy": (), "engine_ca": None, "state": tmp_path / "state"}
+    asked = SimpleNamespace(**options, **dict.fromkeys(NOT_FOR_ATTACH))
+    with pytest.raises(InputError, match=r"no server tells its models.*:1 cannot be reached"):
+        attach(roster(tmp_path, "url: 'http://127.0.0.1:1'"), (), asked)
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--model", "."), ("--shares", "50,50"), ("--market", "m.yaml"), ("--schedule", "."), ("--on", "ray")],
+)
+def test_options_of_own_engines_are_refused(
+    tmp_path: Path, options: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = roster(tmp_path, "url: 'http://127.0.0.1:1', model: m")
+    said(capsys, "up", "--attach", file, *options, rc=2)
+
+
+@pytest.mark.slow
+def test_attached_service_is_shown_and_stopped_like_any_other(
+    tmp_path: Path, start: Callable[..., StubServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two servers, of which one is not there at first; status, events and down find them by --state."""
+    server, late_port = start(vllm("m")), free_port()
+    file = roster(tmp_path, f"url: '{server.url}'", f"url: 'http://127.0.0.1:{late_port}'")
+    state = tmp_path / "state"
+    command = [sys.executable, "-m", "potluck.cli.main", "up", "--attach", str(file)]
+    command += ["--state", str(state), "--port", "0", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    watchdog = threading.Timer(3 * WITHIN_S, process.kill)
+    watchdog.start()
+    try:
+        assert process.stdout is not None
+        ready = json.loads(process.stdout.readline())
+        assert (ready["models"], ready["cost_usd_per_h"], ready["unserved"]) == (["m"], None, {})
+        assert [item["usable"] for item in ready["servers"]] == [True, False]
+        assert f":{late_port} cannot be reached" in ready["servers"][1]["reason"]
+        shown = said(capsys, "status", "--state", state)
+        assert "hardware and price unknown" in shown
+        assert f"http://127.0.0.1:{late_port} cannot be reached" in shown
+        start(vllm("m"), port=late_port)
+        until_s = time.monotonic() + WITHIN_S
+        while len(json.loads(said(capsys, "status", "--json", "--state", state))["replicas"]) < 2:
+            assert time.monotonic() < until_s, "the late server is not used"
+            time.sleep(0.2)
+        assert "price unknown" in said(capsys, "top", "--once", "--every", "0.2", "--state", state)
+        events = said(capsys, "events", "--state", state)
+        assert f"http://127.0.0.1:{late_port} is not used" in events
+        said(capsys, "down", "--state", state)
+        assert process.wait(WITHIN_S) == 0
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+        store = StateStore(state / "state.db")
+        stop_all(store, "the test is over", 5.0)
+        store.close()

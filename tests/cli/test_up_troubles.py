@@ -20,6 +20,7 @@ from potluck.cli.main import run
 from potluck.cli.simulating.simulation import read_one_spec, read_plan_and_spec
 from potluck.cli.up import up as up_module
 from potluck.cli.up.prepare import PreparedPlan
+from potluck.cli.up.run_service import run_stack
 from potluck.control import local_stack as stand_module
 from potluck.control.control_values import EngineSpec
 from potluck.control.controller import ControllerTurn
@@ -240,7 +241,7 @@ def test_an_engine_that_never_becomes_ready(tmp_path: Path, handlers: None) -> N
         stand, prepared, False, time.monotonic(), True, 1.0, lambda line: None, lambda: None
     )
     with pytest.raises(CapacityError, match="not ready within 1 s: 0 of 1 engines are up; live-") as error:
-        up_module._run(show)
+        run_stack(show)
     assert f"kept in {tmp_path / 'state'}" in str(error.value)
     assert ".log" in str(error.value), "where to look"
     assert list(engines_of(owner)) == []
@@ -257,7 +258,7 @@ def test_an_engine_that_fails_in_the_same_way_stops_the_start(tmp_path: Path, ha
     closing = stand.close
     stand.close = lambda: (notes.extend(happening.kind for happening in store.happenings()), closing())  # type: ignore
     with pytest.raises(CapacityError, match="3 starts failed in the same way: port .* is closed") as error:
-        up_module._run(show)
+        run_stack(show)
     assert "  a line before\n" in str(error.value), "its last lines"
     assert "all was stopped; state and logs are kept" in str(error.value)
     assert list(engines_of(owner)) == []
@@ -356,7 +357,7 @@ def test_a_controller_that_cannot_go_on_says_what_does(
     monkeypatch.setattr(stand, "run", full)
     monkeypatch.setattr(stand.controller, "close", full)  # nor can the lease be given back
     with pytest.raises(CapacityError, match="disk is full.*make room") as error:
-        up_module._run(show)
+        run_stack(show)
     if check:
         assert "nothing is left running; state and logs are kept" in str(error.value)
         assert not alive(mine)

@@ -181,7 +181,7 @@ def main() -> NoReturn:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, io.StringIO())
-    if sys.argv[1:2] == ["up"] and "--attach" not in sys.argv:
+    if sys.argv[1:2] == ["up"]:
         from potluck.cli.supervisor import supervised
 
         sys.exit(supervised(run))

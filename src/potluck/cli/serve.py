@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_bytes
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click import argument, option
 
 from potluck.cli.common.files import FILE, FOLDER, read_text
+from potluck.cli.common.inputs import read_plan
 from potluck.cli.engine.listening import LOOPBACK, api_key, key_in, secret_in, tls_for
 from potluck.cli.planning.estimate import profile_option
 from potluck.cli.simulating.simulation import policy_of, read_inputs, scene_of
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.spec.spec_values import SHIPPED, Spec
 
+if TYPE_CHECKING:
+    from potluck.core.state.policy import Policy
+    from potluck.runtime.resolved_plan import ResolvedPlan
+
 ADMIN_VARIABLE = "POTLUCK_ADMIN_KEY"
-SETTINGS = "engines keys usage log engine_ca gateways state takeover mock_engines why plan_version"
+SETTINGS = "engines keys usage log engine_ca gateways state takeover mock_engines why plan_version attached"
 """Options that `GatewaySettings` has by the same names."""
 
 
 @click.command()
 @argument("plan", type=FILE)
-@argument("spec", type=FILE)
+@argument("spec", type=FILE, required=False)
 @option("--engines", type=FILE, help="Engines that were started already: a roster; see docs/gateway.md.")
 @option("--host", default="127.0.0.1", help="Address to listen on.")
 @option("--port", default=8000, type=click.IntRange(0, 65535), help="0: a free one.")
@@ -52,11 +57,12 @@ SETTINGS = "engines keys usage log engine_ca gateways state takeover mock_engine
 @option("--history", type=FILE, help="Past rates for forecasts (JSON): model to rates of 10 min.")
 @option("--why", default="", metavar="TEXT", help="The reason for this plan, as the page shows it.")
 @option("--plan-version", default=1, type=click.IntRange(1), help="Its number, as the page shows it.")
+@option("--attached", is_flag=True, hidden=True, help="Nothing starts engines: refuse at once without one.")
 @profile_option
 @option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
 def serve(
     plan: Path,
-    spec: Path,
+    spec: Path | None,
     host: str,
     admin_host: str,
     tls: tuple[Path, Path] | None,
@@ -64,6 +70,8 @@ def serve(
     **options: Any,
 ) -> None:
     """Serve a PLAN's models at one OpenAI address, over engines that were started for it.
+
+    SPEC may be left out with a plan of `potluck up --attach`, which has servers on unknown hardware.
 
     \b
     Examples:
@@ -79,10 +87,15 @@ def serve(
     if asked.takeover is not None and asked.workers > 1:
         raise InputError("--takeover", "is for a gateway of one process; leave out --workers")
     tls_for(host, tls)
-    inputs, rules = read_inputs(
-        (plan, spec), 0.0, print, lambda read: policy_of(asked.policy, read.policy), asked.profile_paths
-    )
-    regions = {deployment.region for deployment in inputs.plan.deployments}
+    if spec is None:
+        resolved, rules, files = _attached(plan, asked)
+    else:
+        inputs, rules = read_inputs(
+            (plan, spec), 0.0, print, lambda read: policy_of(asked.policy, read.policy), asked.profile_paths
+        )
+        files = files_of(inputs.spec, asked.files)
+        resolved = replace(scene_of(inputs), history=_history(asked.history, inputs.spec))
+    regions = {deployment.region for deployment in resolved.plan.deployments}
     if rules.home and rules.home not in regions:
         raise UnknownNameError("--policy.home", rules.home, sorted(regions))
     engine_key, secret = asked.engine_key_file, asked.secret_file
@@ -90,13 +103,32 @@ def serve(
         ListenAddresses(host, asked.port, admin_host, asked.admin_port, asked.workers),
         tls=tls,
         admin_key=_admin_key(asked.admin_key_file, admin_host),
-        files=files_of(inputs.spec, asked.files),
+        files=files,
         engine_key="" if engine_key is None else api_key(engine_key, "--engine-key-file") or "",
         secret=token_bytes(32) if secret is None else secret_in(secret, "--secret-file"),
         **{name: options[name] for name in SETTINGS.split()},
     )
-    resolved = replace(scene_of(inputs), history=_history(asked.history, inputs.spec))
     serve_forever(resolved, rules, settings, announced(as_json))
+
+
+def _attached(plan_file: Path, asked: SimpleNamespace) -> tuple[ResolvedPlan, Policy, dict[str, Path]]:
+    """A plan over servers whose hardware is unknown; models are known where `--files` names their configuration."""
+    from potluck.catalog import huggingface
+    from potluck.runtime.attached_plan import resolved_attached
+
+    plan = read_plan(plan_file)
+    if any(template.hardware_known for template in plan.templates):
+        raise InputError(
+            "SPEC", f"is missing: {plan_file.name} names hardware, and its spec says what that is"
+        )
+    names = list(dict.fromkeys(template.model for template in plan.templates))
+    files = named_files(names, asked.files)
+    models = {
+        name: huggingface.read_model(folder)
+        for name, folder in files.items()
+        if (folder / "config.json").is_file()
+    }
+    return resolved_attached(plan, models), policy_of(asked.policy), files
 
 
 def announced(as_json: bool) -> Callable[[str, str], None]:
@@ -122,12 +154,17 @@ def files_of(spec: Spec, pairs: tuple[str, ...]) -> dict[str, Path]:
             if not folder.is_dir():
                 raise InputError(f"models: {model.name}: files", f"{folder} is not a directory that is there")
             paths[model.name] = folder
+    return paths | named_files([model.name for model in spec.models], pairs)
+
+
+def named_files(models: Sequence[str], pairs: tuple[str, ...]) -> dict[str, Path]:
+    paths = {}
     for pair in pairs:
         name, sign, given = pair.partition("=")
         if not sign or not Path(given).is_dir():
             raise InputError("--files", f"{pair!r} is not MODEL=DIR with a directory that is there")
-        if name not in {model.name for model in spec.models}:
-            raise UnknownNameError("--files", name, [model.name for model in spec.models])
+        if name not in models:
+            raise UnknownNameError("--files", name, models)
         paths[name] = Path(given)
     return paths
 

@@ -30,7 +30,7 @@ from potluck.control.reconciler import LINGER_S, START_S, ReconcilerMemory, Stuc
 from potluck.control.state_store import Lease, StateStore
 from potluck.core.codec import encode
 from potluck.core.errors import PotluckError
-from potluck.core.values.plan import Plan, Template
+from potluck.core.values.plan import Plan, Template, price_text
 
 SCHEDULED = "scheduled"
 """The setting with the time from which on the day's schedule has the plan that was put into force last."""
@@ -70,11 +70,13 @@ class Controller:
         clock: Callable[[], float] = time.time,
         linger_s: float = LINGER_S,
         start_s: float = START_S,
+        attached: bool = False,
     ) -> None:
+        """`attached`: others start and stop the engines, which a file lists; this one only watches."""
         self._store, self._lease, self._launcher = store, lease, launcher
         self._gateway, self._market, self._clock = gateway, market, clock
         self._day, self._advise = day, advise
-        self._linger_s, self._start_s = linger_s, start_s
+        self._linger_s, self._start_s, self._attached = linger_s, start_s, attached
         self._memory = ReconcilerMemory()
         self._templates: dict[str, Template] = {}
         paces = ObservedSpeeds(store, self._templates, clock)
@@ -118,7 +120,7 @@ class Controller:
         self._let_go(instances, frozenset(wanted.get("leave", ())))
         self._heed_notices(instances, wanted)
         self._learn_of(wanted)
-        wants = wants_of(wanted, self._templates)
+        wants = () if self._attached else wants_of(wanted, self._templates)
         to_do = step(
             wants,
             instances,
@@ -135,7 +137,7 @@ class Controller:
             cut = line.find(": ", line.find("@"))  # a replica's name may have a colon, before its region
             self._note_once(f"wait {line[:cut]}", "waits", line[cut + 2 :])
         there = self._store.instances()
-        if not problem:
+        if not problem and not self._attached:
             problem = self._tell(there)
         if not problem:
             self.planning.turn(wanted, None if self._market is None else self._market.regions)
@@ -354,14 +356,14 @@ class Controller:
                 self._note_once("schedule", "schedule", str(error))
                 return
             self.learn(plan)
-            self._note("plan", f"version {version}, ${plan.cost_usd_per_h:.2f}/h", reason)
+            self._note("plan", f"version {version}, {price_text(plan)}", reason)
         self._store.set(SCHEDULED, begin)
 
     def change_plan(self, plan: Plan, reason: str) -> int:
         version = self._store.add_plan(plan, self._clock(), reason)
         self.learn(plan)
         self._gateway.set_plan(plan, reason, version)
-        self._note("plan", f"version {version}, ${plan.cost_usd_per_h:.2f}/h", reason)
+        self._note("plan", f"version {version}, {price_text(plan)}", reason)
         return version
 
     # Notes.

@@ -127,7 +127,8 @@ FORKED = ("emulated", "mock")  # Styles of engines that share what they loaded.
 @dataclass(frozen=True, slots=True)
 class LocalStackSettings:
     folder: Path
-    spec: Path
+    spec: Path | None
+    """None: a plan over attached servers, which needs none."""
     port: int | None = None
     """Where clients ask; 0: any free one; None: the usual one, or the next that is free."""
     maker: EngineCommands = field(default_factory=EngineCommands)
@@ -143,6 +144,8 @@ class LocalStackSettings:
     launcher: Launcher | None = None
     """Who starts engines elsewhere; None: they are processes of this machine."""
     host: str = process.LOOPBACK
+    attached: bool = False
+    """Engines are servers that others run, listed in a file that the `gateway` words name."""
     why: str = "potluck up"
     """The reason for the plan that is begun with."""
     held: HeldSockets = field(default_factory=HeldSockets)
@@ -173,7 +176,8 @@ class LocalStack:
         )
         self.store.set("controller", {"pid": os.getpid(), "started": process.started_at(os.getpid())})
         profiles = [str(path) for path in settings.profiles]
-        files = {"path": str(settings.spec), "profiles": profiles, "style": settings.maker.style}
+        spec_path = None if settings.spec is None else str(settings.spec)
+        files = {"path": spec_path, "profiles": profiles, "style": settings.maker.style}
         self.store.set("spec files", files)
         self.plan = self._chosen(plan)
         self._plan_file = self.folder / "plan.json"
@@ -192,6 +196,7 @@ class LocalStack:
             day=settings.day,
             advise=settings.advise,
             start_s=settings.start_s,
+            attached=settings.attached,
         )
         self.url = ""
         self.fresh = False  # Whether the gateway was started by this very controller.
@@ -210,7 +215,7 @@ class LocalStack:
 
     def must_have_room(self) -> None:
         """Refuse at once what this machine has no memory for, rather than engine by engine."""
-        if self._settings.launcher is not None:
+        if self._settings.launcher is not None or self._settings.attached:
             return
         style = self._settings.maker.style
         planned = sum(
@@ -228,7 +233,7 @@ class LocalStack:
         """The plan that was made, unless a gateway serves one for this spec, or one that somebody made by hand."""
         newest = self.store.plan()
         spec = self._settings.spec
-        mark = mark_of(spec.read_text("utf-8")) if spec.is_file() else ""
+        mark = mark_of(spec.read_text("utf-8")) if spec is not None and spec.is_file() else ""
         same = self.store.get("spec") == mark
         self.store.set("spec", mark)
         if newest is not None and living(self.store.get("gateway")) and (same or is_by_hand(newest)):
@@ -315,7 +320,8 @@ class LocalStack:
         publish_keys(self.store, self.folder, time.time())
         settings = self._settings
         command = [
-            *(sys.executable, "-m", "potluck.cli.main", "serve", str(self._plan_file), str(settings.spec)),
+            *(sys.executable, "-m", "potluck.cli.main", "serve", str(self._plan_file)),
+            *(() if settings.spec is None else (str(settings.spec),)),
             *("--host", settings.host, "--port", str(port), "--admin-port", str(admin), "--json"),
             *("--admin-key-file", str(self.key_file), "--log", str(self.folder / "brain.log")),
             *("--history", str(self._history()), "--usage", str(self.folder / USAGE_FILE)),

@@ -57,6 +57,8 @@ class ServiceView:
         happenings = self.store.happenings(most=LOOK_BACK)
         wanted = snapshot.get("wanted") or self.store.get("wanted") or {}
         stuck = self.store.get(STUCK) or {} if self.controller_lives else {}
+        lacking = self._with_logs(lacking_of(snapshot, wanted, instances, happenings, now_s, stuck))
+        given = {item["why"] for item in lacking}
         return {
             "state": str(self.folder),
             "url": self.url,
@@ -69,7 +71,7 @@ class ServiceView:
                 "since_s": version.at_s,
                 "reason": version.reason,
                 "strategy": version.plan.strategy,
-                "cost_usd_per_h": version.plan.cost_usd_per_h,
+                "cost_usd_per_h": version.plan.shown_cost_usd_per_h,
                 "deployments": [encode(deployment) for deployment in version.plan.deployments],
                 "notices": [*lossy_notices(version.plan)],
             },
@@ -77,11 +79,11 @@ class ServiceView:
             "standby": snapshot.get("standby"),
             "models": snapshot.get("models", {}),
             "replicas": replicas_of(snapshot, wanted, instances),
-            "lacking": self._with_logs(lacking_of(snapshot, wanted, instances, happenings, now_s, stuck)),
+            "lacking": lacking,
             "open_requests": snapshot.get("open_requests"),
             "engines": [{name: getattr(instance, name) for name in SHOWN} for instance in instances],
             "slowdown": snapshot.get("slowdown"),
-            "notices": list(snapshot.get("notices", ())),
+            "notices": [line for line in snapshot.get("notices", ()) if line not in given],
             "problems": [item for item in (problem, *snapshot.get("problems", ())) if item],
             "notes": [asdict(happening) for happening in happenings[-NOTES:]],
         }
@@ -126,7 +128,7 @@ def replicas_of(snapshot: Json, wanted: Json, instances: Sequence[EngineInstance
                 "doubted": bool(view.get("doubted")),
                 "cordoned": bool(view.get("cordoned")),
                 "standby": bool(view.get("standby", want.get("standby"))),
-                "engine": None if engine is None else engine.name,
+                "engine": view.get("url") if engine is None else engine.name,
                 "pace": view.get("pace"),
                 "open_requests": view.get("open_requests", 0),
                 "running": status.get("running", 0),
@@ -148,7 +150,9 @@ def lacking_of(
     """What is wanted and not there, each with the reason, and with the engine that failed where one did."""
     ready = {item["replica"] for item in snapshot.get("replicas", ()) if item.get("state") == "ready"}
     engines = {instance.replica: instance for instance in instances if instance.replica}
-    notes = {item["url"]: item["note"] for item in snapshot.get("engines", ()) if item.get("note")}
+    noted = [item for item in snapshot.get("engines", ()) if item.get("note")]
+    notes = {item["url"]: item["note"] for item in noted}
+    attached = {item["template"]: item["note"] for item in noted if item.get("template")}
     lacking = []
     for want in wanted.get("replicas", ()):
         name = want["id"]
@@ -157,6 +161,9 @@ def lacking_of(
         engine = engines.get(name)
         if engine is None and name in stuck:
             lacking.append({"what": name, "why": _tries(stuck[name], now_s), "engine": stuck[name]["engine"]})
+            continue
+        if engine is None and want.get("template") in attached:
+            lacking.append({"what": name, "why": attached[want["template"]], "engine": None})
             continue
         lacking.append({"what": name, "why": _why(name, engine, notes, happenings, now_s), "engine": None})
     for line in snapshot.get("notes", ()):

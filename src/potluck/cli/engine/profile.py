@@ -57,7 +57,7 @@ def _observed(state: Path | None) -> list[tuple[ObservedSpeed, Profile]]:
         known = service.store.get("spec files") or {}
         paces = paces_of(service.store, time.time())
         folder = service.folder
-    if not paces or "path" not in known:
+    if not paces or known.get("path") is None:
         raise nothing(f"too little was seen in {folder} yet: replicas must work for {ENOUGH * LOOK_S:.0f} s")
     profiles = tuple(Path(item) for item in known.get("profiles", ()))
     problem = measured(load_problem(read_spec(Path(known["path"])), 0.8, None, (), 0.0), profiles)

@@ -12,7 +12,7 @@ import click
 from click import option
 
 from potluck.cli.common.files import FILE, PATH, option_group
-from potluck.cli.up.up import STATE
+from potluck.cli.up.run_service import STATE
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:

@@ -59,10 +59,9 @@ def _show(result: dict[str, Any], now_s: float) -> None:
     click.echo(f"{result['url'] or 'no address yet'}  ({lives}; state in {result['state']})")
     if plan is not None:
         ago = figures.seconds(max(0.0, now_s - plan["since_s"]))
-        click.echo(
-            f"plan {plan['version']} ({plan['strategy']}), ${plan['cost_usd_per_h']:.2f}/h, since {ago}: "
-            f"{plan['reason']}"
-        )
+        cost = plan["cost_usd_per_h"]
+        price = "hardware and price unknown" if cost is None else f"${cost:.2f}/h"
+        click.echo(f"plan {plan['version']} ({plan['strategy']}), {price}, since {ago}: {plan['reason']}")
         for line in plan["notices"]:
             click.echo(f"notice: {line}")
         for item in plan["deployments"]:
@@ -276,7 +275,9 @@ def _figures(service: ServiceView, snapshot: dict[str, Any], recent: RecentMetri
         "at_s": time.time(),
         "url": service.url,
         "plan": {"version": plan.get("version"), "strategy": plan.get("strategy")},
-        "usd_per_h": sum(value for _, value in recent.now.of("potluck_usd_per_hour")),
+        "usd_per_h": None
+        if plan.get("cost_usd_per_h", 0.0) is None
+        else sum(value for _, value in recent.now.of("potluck_usd_per_hour")),
         "open_requests": snapshot.get("open_requests", 0),
         "span_s": recent.span_s,
         "controller": service.controller_lives,
@@ -317,9 +318,10 @@ def _frame(shown: dict[str, Any]) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    plan = shown["plan"]
+    plan, usd_per_h = shown["plan"], shown["usd_per_h"]
+    price = "price unknown" if usd_per_h is None else f"${usd_per_h:.2f}/h"
     head = (
-        f"{shown['url']}  plan {plan['version']} ({plan['strategy']})  ${shown['usd_per_h']:.2f}/h  "
+        f"{shown['url']}  plan {plan['version']} ({plan['strategy']})  {price}  "
         f"{shown['open_requests']} open  last {shown['span_s']:.0f} s"
     )
     if not shown["controller"]:
@@ -367,7 +369,7 @@ def _replicas(replicas: list[dict[str, Any]]) -> Table:
         "busy": lambda item: item["open_requests"],
         "wait": lambda item: item["waiting"],
         "KV": lambda item: "-" if item["kv_used"] is None else f"{item['kv_used']:.0%}",
-        "pace": lambda item: f"{item['pace']:.2f}",
+        "pace": lambda item: "-" if item["pace"] is None else f"{item['pace']:.2f}",
         "step": lambda item: _seconds(item["step_s"]),
     }
     shown = sorted(replicas, key=lambda each: -each["open_requests"])[:MOST_ROWS]

@@ -28,7 +28,7 @@ from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.values.plan import Plan
 
 if TYPE_CHECKING:
-    from potluck.cli.up.up import FirstAnswer
+    from potluck.cli.up.run_service import FirstAnswer
     from potluck.export.read_back import ReadCommand
     from potluck.spec.spec_values import Spec
 
@@ -162,7 +162,7 @@ class CheckRun:
     until_s: float
 
     def all(self, commands: Sequence[ReadCommand], rows: list[EngineRow], answers: list[FirstAnswer]) -> None:
-        from potluck.cli.up.up import ask
+        from potluck.cli.up.run_service import ask
         from potluck.gateway.openai.keys import new_key
 
         entries = self._entries(commands)

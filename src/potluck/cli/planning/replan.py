@@ -443,7 +443,9 @@ def live_of(service: ServiceView) -> LiveService:
     from potluck.control.decision_history import history_of, paces_of
 
     newest, known = service.store.plan(), service.store.get("spec files") or {}
-    if newest is None or "path" not in known:
+    if newest is not None and known.get("path") is None:
+        raise nothing(f"{service.folder} has servers on unknown hardware, which cannot be planned for")
+    if newest is None:
         raise nothing(f"there is no plan in {service.folder} yet")
     now_s = time.time()
     seen = history_of(service.store, now_s)

@@ -91,6 +91,7 @@ class ClusterTarget:
             maker, self._spellings(spec), [region.name for region in spec.regions], settings.folder
         )
         # The gateway reads the spec as it is written; it is told what the cluster has instead.
+        assert settings.spec is not None, "only a plan over attached servers has no spec"
         written_regions = load_spec(settings.spec).regions
         market = ClusterMarket(launcher.there, self._spellings(spec), written_regions, settings.market)
         words = (*settings.gateway, f"--engine-key-file={key_file}")

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import resources
@@ -30,9 +27,20 @@ from potluck.cli.supervisor import SUPERVISED
 from potluck.cli.up import gpus
 from potluck.cli.up.clusters import ClusterTarget, elsewhere_options
 from potluck.cli.up.prepare import PlanChoices, PreparedPlan, factory_for, prepared, scheduled, with_offers
+from potluck.cli.up.run_service import (
+    QUESTION,
+    STATE,
+    FirstAnswer,
+    ServiceSummary,
+    ask,
+    curl,
+    must_be_nobodys,
+    own_key,
+    run_stack,
+)
 from potluck.control.launchers.local_capacity import find_chips
 from potluck.control.launchers.process import last_lines, must_be_free
-from potluck.core.errors import CapacityError, InputError, PotluckError
+from potluck.core.errors import InputError, PotluckError
 from potluck.core.figures import seconds
 from potluck.core.values.kv import lossy_notices
 
@@ -42,29 +50,10 @@ if TYPE_CHECKING:
     from potluck.control.local_stack import LocalStack
     from potluck.control.plan_requests import Planner
     from potluck.control.reconciler import StuckReplica
-    from potluck.control.state_store import StateStore
     from potluck.core.state.policy import Policy
     from potluck.core.values.plan import Plan
     from potluck.plan.problem import PlanningProblem
     from potluck.plan.strategies import TemplateFactory
-
-
-QUESTION = "Hello"
-MOST_TOKENS = 40
-ANSWER_S = 120.0
-OWN_NAME = "potluck up --check"
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceSummary:
-    url: str
-    models: tuple[str, ...]
-    plan: Plan
-    lines: tuple[str, ...]
-    ready_s: float  # Since the command was given.
-    keyed: bool = False  # Whether clients must show a key.
-    page: str = ""  # Where operators look.
-    key_file: str = ""  # What they need to change something.
 
 
 @contextmanager
@@ -107,16 +96,6 @@ def show_ready(served: ServiceSummary) -> None:
     click.echo(f"Try it, or see `potluck top`, `status`, `bench` in another terminal:\n{curl(served)}")
 
 
-def curl(served: ServiceSummary) -> str:
-    """A command that streams an answer, in lines of 80 columns."""
-    head, tail = json.dumps(body_of(served.models[0])).split(' "messages"')
-    shown = '    -H "Authorization: Bearer $OPENAI_API_KEY" \\\n' if served.keyed else ""
-    return (
-        f"  curl -N {served.url}/v1/chat/completions \\\n{shown}"
-        f"    -H 'Content-Type: application/json' -d '{head}\n    \"messages\"{tail}'"
-    )
-
-
 def ready_json(served: ServiceSummary) -> dict[str, object]:
     return {
         "url": served.url,
@@ -129,68 +108,6 @@ def ready_json(served: ServiceSummary) -> dict[str, object]:
     }
 
 
-def body_of(model: str) -> dict[str, object]:
-    return {
-        "model": model,
-        "stream": True,
-        "messages": [{"role": "user", "content": QUESTION}],
-        "max_tokens": MOST_TOKENS,
-    }
-
-
-@contextmanager
-def own_key(store: StateStore, folder: Path) -> Iterator[str]:
-    from potluck.control.accounts import KeptKey, add_key, revoke_key
-    from potluck.gateway.openai.keys import LOOK_S, new_key
-
-    key, line = new_key(OWN_NAME)
-    add_key(store, folder, KeptKey(json.loads(line)["sha256"], OWN_NAME, {"tenant": OWN_NAME}, time.time()))
-    try:
-        time.sleep(1.5 * LOOK_S)  # by then the gateway has read it
-        yield key
-    finally:
-        revoke_key(store, folder, OWN_NAME, time.time())
-
-
-@dataclass(frozen=True, slots=True)
-class FirstAnswer:
-    model: str
-    text: str
-    ttft_s: float
-    e2e_s: float
-
-
-def ask(url: str, model: str, key: str = "") -> FirstAnswer:
-    data = json.dumps(body_of(model)).encode()
-    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-    request = urllib.request.Request(f"{url}/v1/chat/completions", data, headers)
-    began_s, first_s, text = time.monotonic(), 0.0, ""
-    try:
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-            for line in answer:
-                piece = _piece(line)
-                if piece and not text:
-                    first_s = time.monotonic() - began_s
-                text += piece
-    except urllib.error.HTTPError as error:
-        message = " ".join(error.read(500).decode("utf-8", "replace").split())
-        raise CapacityError(f"{model} answered with {error.code}: {message}") from error
-    except OSError as error:
-        raise CapacityError(f"{url} did not answer ({error})") from error
-    if not text:
-        raise CapacityError(f"{model} answered with no text; `potluck logs gateway` may say why")
-    return FirstAnswer(model, text, first_s, time.monotonic() - began_s)
-
-
-def _piece(line: bytes) -> str:
-    name, _, data = line.decode("utf-8", "replace").strip().partition(": ")
-    if name != "data" or data == "[DONE]":
-        return ""
-    choices = json.loads(data).get("choices") or [{}]
-    return str(choices[0].get("delta", {}).get("content") or "")
-
-
-STATE = Path.home() / ".local" / "state" / "potluck"
 CHECK_S = 300.0
 LOG_LINES = 10  # Of an engine that cannot be started, as they are shown.
 REMIND_S = 30.0  # Between two lines about the same thing that is waited for.
@@ -218,7 +135,10 @@ def demo() -> Path:
 @option("--measure/--no-measure", default=True, help="With --model: each kind of GPU.")
 @option("--shares", default="", metavar="50,25,12", help="With --model: this machine's one GPU as several.")
 @option("--device", default="cuda", hidden=True, help="Where engines compute that should on GPUs.")
-@option("--attach", type=FILE, help="Only a gateway, over servers that run already; see docs/vllm.md.")
+@option(
+    "--attach", type=FILE, help="Only a gateway, over servers that run already; see docs/existing-servers.md."
+)
+@option("--engine-ca", type=FILE, help="With --attach: authority of the servers' certificates.")
 @option("--averages", is_flag=True, help="Take the plan as it is, without a rehearsal.")
 @option("--advise", is_flag=True, help="Only recommend other plans; change nothing by itself.")
 @option("--market", type=FILE, help="Prices and notices in a file that is watched; see docs/operating.md.")
@@ -247,13 +167,15 @@ def up(paths: tuple[Path, ...], attach: Path | None, **options: Any) -> None:
     """
     elsewhere, asked = ClusterTarget.of(options), SimpleNamespace(**options)
     if attach is None:
+        if asked.engine_ca is not None:
+            raise InputError("--engine-ca", "is for --attach")
         _up(paths, elsewhere, asked)
         return
-    if asked.schedule is not None:
-        raise InputError("--schedule", "is for engines that `up` starts itself; leave --attach out")
+    if elsewhere.on != "here":
+        raise InputError("--on", "is for engines that `up` starts itself; leave --attach out")
     from potluck.cli.up.attach import attach as attached
 
-    attached(attach, paths, asked.port, asked.policy, asked.time_limit_s, asked.as_json)
+    attached(attach, paths, asked)
 
 
 def _up(paths: tuple[Path, ...], elsewhere: ClusterTarget, asked: SimpleNamespace) -> None:
@@ -314,7 +236,7 @@ def _up(paths: tuple[Path, ...], elsewhere: ClusterTarget, asked: SimpleNamespac
         stack = LocalStack(settings, prepared_plan.inputs.plan, planner, fork_server)
         elsewhere.remembered(stack.store)
         check = asked.check, asked.within_s
-        _run(_Show(stack, prepared_plan, asked.as_json, began_s, *check, report, until_ready.close))
+        run_stack(_Show(stack, prepared_plan, asked.as_json, began_s, *check, report, until_ready.close))
 
 
 @dataclass(slots=True)
@@ -328,8 +250,7 @@ class _Show:
     check: bool
     within_s: float
     said: Callable[[str], None]
-    quiet: Callable[[], None]
-    """Ends the bar."""
+    end_progress: Callable[[], None]
     told: bool = False
     failed: str = ""
     last: str = ""
@@ -337,6 +258,9 @@ class _Show:
     again: bool = field(default_factory=lambda: SUPERVISED.again)
     """Whether all of it was told before, by one that was killed."""
     stop: threading.Event = field(default_factory=threading.Event)
+
+    def quiet(self) -> None:
+        self.end_progress()
 
     def seen(self, turn: ControllerTurn) -> None:
         if self.told:
@@ -413,40 +337,6 @@ class _Show:
             click.echo(f"{answer.model}, asked {QUESTION!r}: {took}\n  {' '.join(answer.text.split())[:200]}")
 
 
-def _run(show: _Show) -> None:
-    stack, stop = show.stack, show.stop
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    try:
-        stack.must_have_room()
-        try:
-            stack.run(stop.is_set, show.seen)
-        except PotluckError as error:
-            show.quiet()
-            if show.check:  # nobody asked for something that stays
-                with suppress(PotluckError):
-                    stack.down()
-            raise CapacityError(f"{error}\n{_kept(stack)}") from error
-        show.quiet()
-        click.echo("draining", err=True)
-        made = stack.down()
-        click.echo("stopped" + (f"; {made} processes had to be made to end" if made else ""), err=True)
-        if show.failed:
-            raise CapacityError(f"{show.failed}\nall was stopped; state and logs are kept in {stack.folder}")
-    finally:
-        with suppress(PotluckError):  # what went wrong first is what counts; a lease ends by itself
-            stack.close()
-
-
-def _kept(stack: LocalStack) -> str:
-    """What is there after the controller could not go on, and how to go on with it."""
-    running = stack.running()
-    if not running:
-        return f"nothing is left running; state and logs are kept in {stack.folder}"
-    what = ", ".join(running)
-    return f"on without a controller: {what}; `potluck up` takes over, `potluck down` stops all"
-
-
 SLACK = 3.0  # Times the start-up that is reckoned with, after which an engine is given up.
 
 
@@ -517,16 +407,6 @@ def told_slow(prepared_plan: PreparedPlan, fork_server: ForkServer | None) -> Pr
     traffic = [model.traffic for model in prepared_plan.inputs.spec.models]
     line = slow_line(prepared_plan.inputs.plan, traffic, fork_server.cpu, cpu_count())
     return replace(prepared_plan, lines=(*prepared_plan.lines, line)) if line else prepared_plan
-
-
-def must_be_nobodys(path: Path) -> None:
-    """Somebody who looks after this already is found before a plan is made for nothing."""
-    from potluck.control.service_view import ServiceView
-
-    if (path / "state.db").is_file():
-        with closing(ServiceView(path)) as service:
-            if service.controller_lives:
-                raise InputError("--state", f"{path}: another controller runs it; `potluck status` shows it")
 
 
 def planner_of(
