@@ -17,7 +17,8 @@ from mock_helpers import LLAMA_ON_A100
 from pipeline_workers import SECRET, placed, standing
 from server_helpers import TRIAL, Client, face, make_service, tokens_in
 
-from potluck.api.openai_requests import ANY_OBJECT, LONGEST_SCHEMA
+from potluck.api.json_schema_limits import JSON_SCHEMA_MAX_BYTES
+from potluck.api.openai_requests import ANY_OBJECT
 from potluck.api.tokenizer import ModelTokenizer
 from potluck.catalog.huggingface import read_model
 from potluck.engine import shipped_model
@@ -205,10 +206,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (formatted({"not": {"type": "string"}}), 'Unimplemented keys: ["not"]'),
     (formatted({"not": {}, "x-guidance": {"lenient": True}}), 'Unimplemented keys: ["not"]'),
     (formatted({"type": "integer", "minimum": 3, "maximum": 1}), "minimum (3) is greater than maximum (1)"),
-    (formatted({"$ref": "http://example.com/schema"}), "is not present in a registry"),
+    (formatted({"$ref": "http://example.com/schema"}), "references are not fetched"),
     (formatted({"type": "string", "pattern": "(a"}), "unclosed group"),
     (formatted("a text"), "response_format.json_schema.schema: must be an object"),
-    (formatted({"description": "x" * LONGEST_SCHEMA}), f"at most {LONGEST_SCHEMA} are taken"),
+    (formatted({"description": "x" * JSON_SCHEMA_MAX_BYTES}), f"at most {JSON_SCHEMA_MAX_BYTES} are taken"),
     (formatted({}, min_tokens=3), "min_tokens: cannot be kept"),
     (formatted({}, ignore_eos=True), "ignore_eos: cannot be kept"),
     (

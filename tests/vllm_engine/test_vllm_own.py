@@ -127,3 +127,27 @@ def test_what_vllm_finds_wrong_with_a_clients_request_is_said_in_its_words(tmp_p
             assert (status, error["message"], error["param"]) == (400, "no such grammar", "response_format")
 
     asyncio.run(play())
+
+
+def test_schemas_beyond_the_limits_do_not_reach_vllm(tmp_path: Path) -> None:
+    reached: list[object] = []
+
+    async def noted(request: web.Request) -> web.StreamResponse:
+        reached.append(await request.json())
+        return await three_tokens(request)
+
+    schema = {"type": "array", "items": {"type": "null"}, "minItems": 1_000_000_000}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+    async def play() -> None:
+        async with standing(tmp_path, noted) as stand:
+            body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+            for wrong in ({"response_format": form}, {"structured_outputs": {"json": schema}}):
+                async with stand.client.post("/v1/chat/completions", json={**body, **wrong}) as answer:
+                    assert (answer.status, "minItems" in await answer.text()) == (400, True)
+                own = {"path": "/v1/chat/completions", "body": {**body, **wrong}}
+                assert (await stand.lines(own=own))[0] == 400
+            assert (await stand.lines(sampling={"json_schema": json.dumps(schema)}, max_tokens=3))[0] == 400
+        assert reached == []
+
+    asyncio.run(play())

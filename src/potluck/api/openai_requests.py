@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from potluck.api.http import shaped, tokens_of
+from potluck.api.json_schema_limits import check_json_schema
 from potluck.api.text_stream import TextRules, checked_stops
 from potluck.core.errors import FormatError, InputError
 from potluck.core.replica.blocks import LONGEST_SALT
@@ -312,7 +313,6 @@ def _within(name: str, value: int, least: int, most: int) -> None:
         raise InputError(name, f"must be {least} to {most}, is {value}")
 
 
-LONGEST_SCHEMA = 1 << 16  # Characters, as JSON without blanks.
 ANY_OBJECT = '{"type":"object"}'  # What `json_object` asks for.
 FORMATS = ("text", "json_object", "json_schema")
 SCHEMA_KEYS = frozenset({"name", "description", "schema", "strict"})
@@ -351,11 +351,8 @@ def schema_of(value: object) -> str:
     schema = given.get("schema")
     if not isinstance(schema, dict):
         raise FormatError("response_format.json_schema.schema", "must be an object: a JSON schema")
-    text = json.dumps(schema, separators=(",", ":"))
-    if len(text) > LONGEST_SCHEMA:
-        line = f"has {len(text)} characters, at most {LONGEST_SCHEMA} are taken"
-        raise InputError("response_format.json_schema.schema", line)
-    return text
+    check_json_schema(schema, "response_format.json_schema.schema")
+    return json.dumps(schema, separators=(",", ":"))
 
 
 def _called(kind: type) -> str:

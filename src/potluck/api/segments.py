@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
+from potluck.api.grammar_fields import check_grammar_fields
 from potluck.api.http import shaped, tokens_of
+from potluck.api.json_schema_limits import check_json_schema_text
 from potluck.core.errors import FormatError, InputError
 from potluck.core.replica.batch import require_weight
 from potluck.core.replica.blocks import LONGEST_SALT
@@ -118,6 +120,8 @@ def segment_of(body: dict[str, object]) -> tuple[SegmentRequest, tuple[int, ...]
         body["source"] = {"type": "KvSource", **source}
     own = body.pop("own", None)
     asked = shaped(SegmentRequest, body)
+    if asked.sampling.json_schema:
+        check_json_schema_text(asked.sampling.json_schema, "sampling.json_schema")
     return (asked if own is None else replace(asked, own=_own(own))), tokens
 
 
@@ -127,4 +131,5 @@ def _own(value: object) -> ClientBody:
     path, body = value["path"], value["body"]
     if not isinstance(path, str) or not isinstance(body, dict):
         raise FormatError("own", "must have a path and a body")
+    check_grammar_fields(body)
     return ClientBody(path, body)

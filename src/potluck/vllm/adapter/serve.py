@@ -19,7 +19,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from potluck.api import http
+from potluck.api.grammar_fields import check_grammar_fields
 from potluck.api.http import ServedNames
+from potluck.api.segments import CHATS, COMPLETIONS
 from potluck.core.errors import InputError
 from potluck.core.values.kv_layout import Address, peers_in, written
 from potluck.kv.peer_connections import server_context
@@ -160,6 +162,8 @@ async def passed_on(request: web.Request) -> web.StreamResponse:
     if service.role == "prefill" and request.method == "POST":
         raise http.HttpRefusal(409, "this engine's role is prefill: it hands on what it computes", "role")
     body = await _body(request)
+    if request.method == "POST" and request.path in (COMPLETIONS, CHATS):
+        await asyncio.to_thread(_check_grammars, body)
     headers = {name: request.headers[name] for name in PASSED if name in request.headers}
     async with service.admitted(0):
         try:
@@ -174,6 +178,11 @@ async def passed_on(request: web.Request) -> web.StreamResponse:
                 return response
         except aiohttp.ClientError as error:
             raise http.HttpRefusal(503, "vLLM does not answer", "try_again") from error
+
+
+def _check_grammars(body: bytes) -> None:
+    """vLLM compiles grammars in its own process, without limits on their size."""
+    check_grammar_fields(http.parse_object(body))
 
 
 async def _body(request: web.Request) -> bytes:
