@@ -15,9 +15,12 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import math
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +30,15 @@ from potluck.api.http import HttpRefusal
 from potluck.api.segments import UNSUPPORTED
 from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.values.sampling import Sampling
+from potluck.engine.compute.grammar_trial import (
+    GrammarTokenizer,
+    GrammarTrials,
+    TrialFailed,
+    TrialKilled,
+    TrialServerLost,
+    compile_schema,
+    one_line,
+)
 
 
 class UnfitFormat(HttpRefusal):
@@ -103,26 +115,15 @@ class LogitEdits:
         return place
 
 
-MOST_KEPT = 64
-"""Compiled grammars, of those used last."""
-STYLE: dict[str, object] = {
-    "whitespace_pattern": None,
-    "whitespace_flexible": False,
-    "item_separator": r",\x20?",
-    "key_separator": r":\x20?",
-    "coerce_one_of": True,
-    "lenient": False,
-}
-"""One line, with a blank behind commas and colons or none: weak models would go on with blanks for ever. What a
-schema says of these (`x-guidance`) does not count."""
-LIMITS: dict[str, object] = {
-    "max_lexer_states": 20_000,
-    "max_grammar_size": 100_000,
-    "initial_lexer_fuel": 500_000,
-    "step_lexer_fuel": 100_000,
-    "verbose_errors": False,
-}
-"""Some tenths of a second to compile, some milliseconds for a token, some 40 MB, at the very most."""
+GRAMMARS_MAX_KEPT = 64
+GRAMMARS_MAX_KEPT_BYTES = 256 << 20
+"""Of compiled grammars, those used last."""
+REFUSALS_MAX_KEPT = 256
+KILLED_KEPT_S = 60.0
+"""A schema whose trial was killed is not tried again for so long."""
+GRAMMAR_THREADS = 2
+"""Schemas compiled at once: one that takes as long as it may delays others by no more than that."""
+GRAMMARS_MAX_WAITING = 64
 
 
 class JsonGuide:
@@ -142,7 +143,7 @@ class JsonGuide:
         mask = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
         bits = np.frombuffer(mask, np.uint8).copy()
         if self._matcher.is_error() or not bits.any():
-            raise UnfitFormat(f"the grammar cannot go on ({_line(self._matcher.get_error())})")
+            raise UnfitFormat(f"the grammar cannot go on ({one_line(self._matcher.get_error())})")
         if bits[self._end >> 3] >> (self._end & 7) & 1:
             for token in self._ends:  # The grammar knows one end; a model may have several.
                 bits[token >> 3] |= 1 << (token & 7)
@@ -150,30 +151,72 @@ class JsonGuide:
 
 
 class Grammars:
+    """Grammars of JSON schemas for one model: each is tried in a bounded process first, then compiled here."""
+
     def __init__(self, text: ModelTokenizer | None, vocab: int, ends: frozenset[int]) -> None:
         self._text, self._vocab = text, vocab
         self._ends = sorted(token for token in ends if 0 <= token < vocab)
         self._tokenizer: Any = None
-        self._known: OrderedDict[str, JsonGuide] = OrderedDict()
-        self._thread: ThreadPoolExecutor | None = None
+        self._known: OrderedDict[str, tuple[JsonGuide, int]] = OrderedDict()
+        """By schema, with the memory that it took on trial."""
+        self._refused: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        """By schema: why, and until when this counts."""
+        self._lock = threading.Lock()
+        self._waiting: dict[str, Future[JsonGuide]] = {}
+        self._threads: ThreadPoolExecutor | None = None
+        self.trials: GrammarTrials | None = None
 
     async def guide(self, schema: str) -> JsonGuide | None:
         """For one request; None where it asks for no format. UnfitFormat says what is wrong with the schema."""
         if not schema:
             return None
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "grammars")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self.compiled, schema)
+        known = self._of(schema)
+        if known is not None:
+            return known
+        waiting = self._waiting.get(schema)
+        if waiting is None:
+            if len(self._waiting) >= GRAMMARS_MAX_WAITING:
+                line = f"{len(self._waiting)} schemas wait to be compiled; try again"
+                raise HttpRefusal(429, line, "overloaded")
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(GRAMMAR_THREADS, "grammars")
+            waiting = self._waiting[schema] = self._threads.submit(self.compiled, schema)
+            waiting.add_done_callback(lambda _: self._waiting.pop(schema, None))
+        # Others may wait for the same schema, so a client that leaves does not cancel it.
+        return (await asyncio.shield(asyncio.wrap_future(waiting))).copy()
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.trials is not None:
+            self.trials.close()
 
     def compiled(self, schema: str) -> JsonGuide:
-        """One thread's affair."""
-        json_guide = self._known.get(schema)
-        if json_guide is None:
-            json_guide = self._known[schema] = self._compile(schema)
-            if len(self._known) > MOST_KEPT:
-                self._known.popitem(last=False)
-        self._known.move_to_end(schema)
+        json_guide = self._of(schema)
+        if json_guide is not None:
+            return json_guide
+        try:
+            json_guide = self._compile(schema)
+        except TrialFailed as error:
+            until_s = time.monotonic() + KILLED_KEPT_S if isinstance(error, TrialKilled) else math.inf
+            with self._lock:
+                self._refused[schema] = (str(error), until_s)
+                if len(self._refused) > REFUSALS_MAX_KEPT:
+                    self._refused.popitem(last=False)
+            raise UnfitFormat(str(error)) from error
         return json_guide.copy()
+
+    def _of(self, schema: str) -> JsonGuide | None:
+        """What is known of a schema; raises UnfitFormat where it was refused."""
+        with self._lock:
+            known = self._known.get(schema)
+            if known is not None:
+                self._known.move_to_end(schema)
+                return known[0].copy()
+            problem, until_s = self._refused.get(schema, ("", 0.0))
+            if problem and time.monotonic() < until_s:
+                raise UnfitFormat(problem)
+        return None
 
     def _compile(self, schema: str) -> JsonGuide:
         if self._text is None or not self._ends:
@@ -184,32 +227,27 @@ class Grammars:
         except ImportError as error:
             line = "JSON needs llguidance beside this engine: pip install 'potluck[engine]'"
             raise UnfitFormat(line) from error
-        if self._tokenizer is None:
-            self._tokenizer = self._read_tokenizer(library, self._text)
+        with self._lock:
+            if self._tokenizer is None or self.trials is None:
+                described = {**json.loads(self._text.described()), "truncation": None, "padding": None}
+                tokenizer = GrammarTokenizer(json.dumps(described), self._vocab, self._ends[0])
+                try:
+                    self._tokenizer = tokenizer.load(library)
+                except Exception as error:  # the library raises bare ones
+                    line = f"this model's tokenizer cannot be used for JSON ({one_line(str(error))})"
+                    raise UnfitFormat(line) from error
+                self.trials = GrammarTrials(tokenizer)
         try:
-            grammar = library.LLMatcher.grammar_from_json_schema(schema, overrides=STYLE)
-        except ValueError as error:
-            raise UnfitFormat(f"the schema cannot be used ({_line(str(error))})") from error
-        limits = library.LLParserLimits(**LIMITS)
-        matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise UnfitFormat(f"the schema cannot be used ({_line(matcher.get_error())})")
-        return JsonGuide(matcher, self._ends, self._ends[0])
-
-    def _read_tokenizer(self, library: Any, text: ModelTokenizer) -> Any:
-        described = {**json.loads(text.described()), "truncation": None, "padding": None}
-        try:
-            return library.LLTokenizer(
-                json.dumps(described),
-                n_vocab=self._vocab,
-                eos_token=self._ends[0],
-                slices=library.LLTokenizer.json_slices(),
-            )
-        except Exception as error:  # the library raises bare ones
-            raise UnfitFormat(
-                f"this model's tokenizer cannot be used for JSON ({_line(str(error))})"
-            ) from error
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())[:200] or "it is at its end"
+            size_bytes = self.trials.check(schema)
+        except TrialServerLost as error:
+            raise HttpRefusal(503, f"response_format: {error}; try again", "try_again") from error
+        matcher = compile_schema(library, self._tokenizer, schema)
+        json_guide = JsonGuide(matcher, self._ends, self._ends[0])
+        with self._lock:
+            self._known[schema] = (json_guide, size_bytes)
+            while len(self._known) > 1 and (
+                len(self._known) > GRAMMARS_MAX_KEPT
+                or sum(size for _, size in self._known.values()) > GRAMMARS_MAX_KEPT_BYTES
+            ):
+                self._known.popitem(last=False)
+        return json_guide

@@ -113,6 +113,7 @@ async def _running(app: web.Application) -> AsyncIterator[None]:
     await service.kv_connector.close()
     watch.cancel()
     await asyncio.to_thread(service.driver.stop)
+    await asyncio.to_thread(service.grammars.close)
 
 
 async def _watch(service: EngineService) -> None:
