@@ -153,6 +153,7 @@ class Call:
         self.raw = raw
         self.body: dict[str, Any] = json.loads(raw)
         self.cancelled = self.over = self.paused = False
+        self.sent = True
         self.place = 0
         self.output: list[int] = []
 

@@ -164,6 +164,7 @@ REFUSED = {
     "unknown_class": 400,
     "retries": 502,
     "lost": 502,
+    "grammar": 422,
 }
 
 

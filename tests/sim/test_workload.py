@@ -352,6 +352,7 @@ def test_a_simulated_log_gives_its_workload_back() -> None:
         rng.integers(0, 2, 80).astype(np.int32),
         np.where(rng.random(80) < 0.5, np.inf, rng.uniform(20, 90, 80)),
         exact=rng.random(80) < 0.5,
+        grammar=rng.random(80) < 0.5,
     )
     work = replace(work, labels=labels, priority=rng.integers(0, 3, 80).astype(np.int32))
     lines = logged(work, faults=Faults(random=FaultRates(*[300.0] * 6)))

@@ -95,6 +95,8 @@ class ChoiceRequest(NamedTuple):
     """What engines call it, where it is an adapter (LoRA) of the model."""
     exact: bool = False
     """Whether its KV must cross as it is, though the plan allows a lossy codec."""
+    grammar: bool = False
+    """Whether the engine that decodes it compiles a grammar for it, such as one of a JSON schema."""
 
 
 class TokenCounts(NamedTuple):

@@ -52,12 +52,19 @@ def _arrived(event: events.RequestArrived) -> str:
     return f'["RequestArrived",{_request(event.request)}]'
 
 
+def request_flags(r: Request) -> str:
+    """The last fields of a request, which most requests leave at their defaults."""
+    if r.grammar:
+        return f",{'true' if r.exact else 'false'},true"
+    return ",true" if r.exact else ""
+
+
 def _request(r: Request) -> str:
     deadline = "null" if r.deadline_s is None else number(r.deadline_s)
     return (
         f"{text_of(r.id)},{text_of(r.model)},{number(r.arrival_s)},{r.prompt_tokens},"
         f'{r.max_output_tokens},{r.priority},{deadline},"{names(r.blocks)}",'
-        f"{text_of(r.tenant)},{text_of(r.request_class)}{',true' if r.exact else ''}"
+        f"{text_of(r.tenant)},{text_of(r.request_class)}{request_flags(r)}"
     )
 
 

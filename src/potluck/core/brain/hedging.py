@@ -133,6 +133,9 @@ class Hedging:
         if req is None or req.attempt != attempt or req.state != RUNNING or req.first_s >= 0:
             return None
         # What yields is late already, and what is recalled from a link goes elsewhere anyway.
+        # A grammar that is slow to compile would burden a second replica as well.
+        if req.request.grammar:
+            return None
         if req.hedged or req.streamed_tokens or req.recalled or req.yielding is not None:
             return None
         return req

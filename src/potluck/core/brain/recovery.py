@@ -3,7 +3,10 @@
 A request is sent again over prompt + streamed tokens, away from what failed it and from what may be dying with it.
 Only a replica lost by itself counts against its retries, unless the attempt had brought new tokens: the request may
 be what kills it. A replica that fails a request as if it were gone, or is silent, gets nobody until it reports again,
-or for QUARANTINE_S, ever longer. One that comes up gets no more of those held than it can take at once."""
+or for QUARANTINE_S, ever longer. One that comes up gets no more of those held than it can take at once.
+
+A request with a client's grammar that lost the replica that decodes it before any token is refused at once: compiling
+the grammar may have exhausted the memory of that replica's host, and would do so on the next one."""
 
 from __future__ import annotations
 
@@ -29,6 +32,11 @@ LOSSES: frozenset[told.FailureKind] = frozenset({"replica", "link"})
 """Failures that say nothing against the request, but for a replica that is lost by itself."""
 
 
+GRAMMAR_FAILURES: frozenset[told.FailureKind] = frozenset({"replica", "timeout"})
+GRAMMAR_SUSPECTED: Final = (
+    "its engine was lost before the first token, perhaps by compiling the request's grammar (response_format, tools "
+    "or another structured output); it is not sent to another engine: send it again only with a simpler schema"
+)
 FAILED_S: Final = 5.0  # From the loss of a replica to the word that its requests failed.
 SILENCE_S: Final = 900.0
 ANSWER_S: Final = 5.0  # From a question to its answer; then it is asked again.
@@ -61,6 +69,9 @@ class Recovery:
             kind, where = "link", req.recalled
         req.recalled = ""
         lost = kind == "replica"
+        suspected = False
+        if req.request.grammar and req.last is not None and req.first_s < 0 and not req.streamed_tokens:
+            suspected = kind == event.kind and grammar_suspected(event, req.last.member.id)
         actions = self._requests.abandon(req, where if lost else "")
         if lost:
             actions += self._doubt(at_s, where)
@@ -77,6 +88,8 @@ class Recovery:
         req.hedged = 0
         self._blame(at_s, req, kind, where, advanced)
         problem = verdict(req, at_s, self._policy)
+        if suspected:
+            problem = "grammar", GRAMMAR_SUSPECTED
         if problem is not None:
             return actions + self._requests.refuse(at_s, req, *problem)
         return actions + self._again(at_s, req, kind)
@@ -226,6 +239,13 @@ class Recovery:
         if self._requests.held.counts().get(model):
             self._crowded.add(model)
         return actions
+
+
+def grammar_suspected(event: told.AttemptFailed, decoder: str) -> bool:
+    """Whether an attempt of a request with a grammar may have failed since `decoder` was compiling it; a hang counts.
+    Asked only before the first token."""
+    lost = event.kind in GRAMMAR_FAILURES and event.where == decoder
+    return lost and not event.rejected and not event.streamed_tokens
 
 
 def verdict(req: RequestState, at_s: float, policy: Policy) -> tuple[RefusalReason, str] | None:

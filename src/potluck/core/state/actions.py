@@ -9,7 +9,15 @@ from potluck.core.values.route import Route
 from potluck.core.values.types import Role
 
 RefusalReason = Literal[
-    "no_capacity", "too_long", "deadline", "retries", "unknown_model", "overloaded", "unknown_class", "lost"
+    "no_capacity",
+    "too_long",
+    "deadline",
+    "retries",
+    "unknown_model",
+    "overloaded",
+    "unknown_class",
+    "lost",
+    "grammar",
 ]
 
 

@@ -86,6 +86,9 @@ class AttemptFailed(NamedTuple):
     """The replica, or the link as `source->target`."""
     streamed_tokens: int
     """Output tokens that reached the user so far, those of earlier attempts included."""
+    rejected: bool = False
+    """Whether that replica never began a request with a grammar: it could not be reached, or took nothing. Others do
+    not say."""
 
 
 class AttemptRunning(NamedTuple):

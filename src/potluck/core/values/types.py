@@ -255,6 +255,8 @@ class Request(NamedTuple):
     """What it allows, by the name of a class (`core/values/service.py`)."""
     exact: bool = False
     """Whether its KV must cross as it is, though the plan allows a lossy codec."""
+    grammar: bool = False
+    """Whether the replica that decodes it compiles a grammar of the client's, which may be what ends that replica."""
 
     @classmethod
     def many(cls, rows: Iterable[tuple[object, ...]]) -> Iterator[Self]:

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, NamedTuple
 
+from potluck.core.brain.recovery import GRAMMAR_SUSPECTED, grammar_suspected
 from potluck.core.state import events
 from potluck.core.state.actions import Hedge, QueryAttempt, Refuse, Run
 from potluck.core.state.events import Event, FailureKind
@@ -276,6 +277,7 @@ class ActiveRequest:
     _first = False
     _whole: Reason | None = None  # Why no token can come any more, whatever becomes of the engine.
     _failed: events.AttemptFailed | None = None
+    _decoder = ""  # Of the latest attempt.
     _paused = False
     _ended = False
 
@@ -312,13 +314,13 @@ class ActiveRequest:
             return
         if self._going is not None:
             self._stop()
-        self._attempt, self._first = run.attempt, False
+        self._attempt, self._first, self._decoder = run.attempt, False, run.route.decoder
         if run.streamed_tokens != len(self.output):
             self.failed(None, "link", "", "was sent from elsewhere than where its user is")
             return
         going = self._context.attempt_for(self, run, self._stream)
         if isinstance(going, CannotStart):
-            self.failed(None, "replica", going.where, going.why)
+            self.failed(None, "replica", going.where, going.why, rejected=True)
             return
         self._going = going
         if self._events is not None:
@@ -383,6 +385,10 @@ class ActiveRequest:
         if self._attempt < 0:
             return events.RequestArrived(request)
         going = self._going
+        if going is None and self._lost_to_its_grammar():  # The Brain before this one did not decide.
+            self._end(None)
+            self.answer.refused(Refuse(self.asked.id, "grammar", GRAMMAR_SUSPECTED))
+            return events.RequestCancelled(self.asked.id)
         if going is None:
             return events.RequestAdopted(request, self._attempt, len(self.output), None)
         run = going.run
@@ -397,6 +403,12 @@ class ActiveRequest:
         return events.RequestAdopted(
             request, self._attempt, run.streamed_tokens, route, going.done_segments, self._first
         )
+
+    def _lost_to_its_grammar(self) -> bool:
+        failed = self._failed
+        if not self.asked.grammar or failed is None or failed.attempt != self._attempt:
+            return False
+        return not self._first and grammar_suspected(failed, self._decoder)
 
     # What the client wants.
 
@@ -483,7 +495,15 @@ class ActiveRequest:
         self._end(events.RequestFinished(self.asked.id, self._attempt, len(self.output)))
         self.answer.finished(reason, cached_tokens)
 
-    def failed(self, attempt: RunningAttempt | None, kind: FailureKind, where: str, why: str) -> None:
+    def failed(
+        self,
+        attempt: RunningAttempt | None,
+        kind: FailureKind,
+        where: str,
+        why: str,
+        *,
+        rejected: bool = False,
+    ) -> None:
         """An attempt is over. Nothing is missing where the last token was heard; else the Brain says what next."""
         self._note(kind, where, why)
         if attempt is not None and attempt is self._second:  # The first one goes on.
@@ -491,7 +511,9 @@ class ActiveRequest:
             self._tell(events.AttemptFailed(self.asked.id, attempt.run.attempt, kind, where, 0))
             return
         self._going = None
-        failed = events.AttemptFailed(self.asked.id, self._attempt, kind, where, len(self.output))
+        rejected = rejected and self.asked.grammar
+        output = len(self.output)
+        failed = events.AttemptFailed(self.asked.id, self._attempt, kind, where, output, rejected)
         if self._second is not None:
             self._overtake(self._second)
         elif self._whole is not None:

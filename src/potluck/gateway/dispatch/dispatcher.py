@@ -97,6 +97,7 @@ class Dispatcher:
             asked.tenant,
             asked.request_class,
             asked.exact,
+            asked.grammar,
         )
 
     def _blocks(self, asked: ChoiceRequest) -> tuple[int, ...]:

@@ -20,11 +20,17 @@ class EngineFault(NamedTuple):
     kind: FailureKind
     blame: Blame
     why: str
+    rejected: bool = False
+    """Whether the engine never began the request."""
 
 
-def dead(why: str) -> EngineFault:
+def dead(why: str, rejected: bool = False) -> EngineFault:
     """It is gone, or is not what it was: nobody else should be sent there now."""
-    return EngineFault("replica", "self", why)
+    return EngineFault("replica", "self", why, rejected)
+
+
+REJECTIONS = frozenset({"draining", "failed", "overloaded"})
+"""Codes of an engine that answers 503 before it begins a request; with others it may have begun."""
 
 
 OF_CODE: dict[str, tuple[FailureKind, Blame]] = {
@@ -55,7 +61,8 @@ def refused(status: int, code: object, has_source: bool) -> EngineFault:
     if blame == "source" and not has_source:
         kind, blame = "replica", "self"
     named = f"{status} {code}" if isinstance(code, str) else str(status)
-    return EngineFault(kind, blame, f"answered {named[:80]}")
+    rejected = status < 500 or code in REJECTIONS
+    return EngineFault(kind, blame, f"answered {named[:80]}", rejected)
 
 
 def ended(code: object, has_source: bool, hands_on: bool) -> EngineFault:

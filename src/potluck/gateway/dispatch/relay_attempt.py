@@ -351,12 +351,14 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
             self._leave()
             self._request.turned_down(self, self._status, self._kind, body)
         else:
-            self._fail(KINDS.get(self._status, "replica"), f"answered {self._status}")
+            kind = KINDS.get(self._status, "replica")
+            self._fail(kind, f"answered {self._status}", rejected=self._status < 500)
 
     def lost(self, why: str) -> None:
+        sent = self._call is None or self._call.sent
         self._call = None
         if not self._over:
-            self._fail("replica", why)
+            self._fail("replica", why, rejected=not sent)
 
     def stalled(self, kind: FailureKind) -> None:
         self._fail(kind, "says nothing any more")
@@ -446,7 +448,7 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
     def _lied(self, why: str) -> None:
         self._fail("replica", f"lied: {why}")
 
-    def _fail(self, kind: FailureKind, why: str) -> None:
+    def _fail(self, kind: FailureKind, why: str, rejected: bool = False) -> None:
         self._count(len(self._request.output), why)
         self.stop()
         endpoint, stream = self._endpoint, self.stream
@@ -456,4 +458,4 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
             self._relay(self._namesake().closing(self._request.asked.body))
             self._request.relayed(len(self._request.output))
         else:
-            self._request.failed(self, kind, endpoint.replica, why)
+            self._request.failed(self, kind, endpoint.replica, why, rejected=rejected)

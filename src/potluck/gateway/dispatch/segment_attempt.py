@@ -195,9 +195,10 @@ class Hop(AwaitingReply):
             self._fail(dead("ended its answer before its end"))
 
     def lost(self, why: str) -> None:
+        sent = self.call is None or self.call.sent
         self.call = None
         if not self.over:
-            self._fail(dead(why))
+            self._fail(dead(why, rejected=not sent))
 
     def stalled(self, kind: FailureKind) -> None:
         self._fail(EngineFault(kind, "self", "says nothing any more"))
@@ -572,7 +573,7 @@ class SegmentAttempt(RunningAttempt):
         if self._over or (self._streams and hop is not self._hops[-1]):
             self._let_go(hop)
         elif fault.blame == "self":
-            self._stop_and_tell(fault.kind, hop.replica, fault.why)
+            self._stop_and_tell(fault.kind, hop.replica, fault.why, fault.rejected)
         elif self._suspicion is None:
             self._suspicion = hop, fault
             self._let_go(hop)
@@ -592,12 +593,12 @@ class SegmentAttempt(RunningAttempt):
             blamed = one if fault.blame == "source" else other
             self._stop_and_tell(fault.kind, blamed.replica, fault.why)
 
-    def _stop_and_tell(self, kind: FailureKind, where: str, why: str) -> None:
+    def _stop_and_tell(self, kind: FailureKind, where: str, why: str, rejected: bool = False) -> None:
         self._over = True
         for hop in self._hops:
             self._let_go(hop, why if hop.replica == where else GIVEN_UP)
         self._hops = []
-        self._request.failed(self, kind, where, why)
+        self._request.failed(self, kind, where, why, rejected=rejected)
 
     def _count(self, hop: Hop, problem: str = "") -> None:
         if hop.pulse is not None:

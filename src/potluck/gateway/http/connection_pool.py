@@ -74,6 +74,11 @@ class EngineCall:
         self.fresh = False
         self.over = False
 
+    @property
+    def sent(self) -> bool:
+        """Whether the engine may have received it: it was written to a connection."""
+        return self.sent_s > 0
+
     def cancel(self) -> None:
         if self.over:
             return

@@ -18,6 +18,7 @@ from importlib import resources
 from typing import TypeVar
 from urllib.parse import unquote_to_bytes
 
+from potluck.api.grammar_fields import GRAMMAR_FIELDS
 from potluck.api.http import (
     HttpRefusal,
     ServedNames,
@@ -65,6 +66,8 @@ T = TypeVar("T")
 INLINE_CHARS = 500
 """Up to here a text is tokenised at once: it takes less time than handing it to a thread and back."""
 MOST_WAITING_CHARS = 64_000_000
+INLINE_GRAMMAR_BYTES = 4_000
+"""Of a body that asks for a grammar: the limits of a larger one are checked beside the event loop."""
 THREADS = 2
 
 
@@ -241,11 +244,40 @@ class ClientHandler(OpenRequests):
         body = parse_object(exchange.body)
         model = body.get("model")
         card = (self._cards.get(model) if type(model) is str else None) or self._card(model)
+        check = partial(self._validated, card, body, chat)
+        if len(exchange.body) <= INLINE_GRAMMAR_BYTES or GRAMMAR_FIELDS.isdisjoint(body):
+            self._accept(exchange, answering, key, check(), chat=chat)
+            return
+
+        def then(result: ValidatedRequest | Exception) -> None:
+            if answering.over:  # the client left meanwhile
+                return
+            try:
+                if isinstance(result, Exception):
+                    raise result
+                self._accept(exchange, answering, key, result, chat=chat)
+            except Exception as error:
+                known = refusal(error) or self._unexpected(error)
+                answering.fail(known, _outcome(known))
+
+        self._counting.do(len(exchange.body), check, then)
+
+    def _validated(self, card: ModelCard, body: dict[str, object], chat: bool) -> ValidatedRequest:
         if card.plain:
-            validated = validate_plain(card, body, chat)
-        else:
-            owns = self._directory is not None and self._directory.owns(card.base or card.name)
-            validated = validate(card, body, chat=chat, owns=owns)
+            return validate_plain(card, body, chat)
+        owns = self._directory is not None and self._directory.owns(card.base or card.name)
+        return validate(card, body, chat=chat, owns=owns)
+
+    def _accept(
+        self,
+        exchange: Exchange,
+        answering: ResponseWriter,
+        key: ApiKey,
+        validated: ValidatedRequest,
+        *,
+        chat: bool,
+    ) -> None:
+        card, body = validated.card, validated.body
         validated.manner = options_of(exchange.headers, body, exchange.came_s, self._settings.classes, key)
         answering.validated = validated
         self._meter.came()

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from potluck.api.grammar_fields import GRAMMAR_FIELDS, check_grammar_fields
 from potluck.api.http import HttpRefusal, compact
 from potluck.api.model_files import JsonMembers, read_generation, read_json
 from potluck.api.openai_requests import (
+    ANY_OBJECT,
     DEFAULT_TOKENS,
     ChatRequest,
     CompletionRequest,
@@ -203,6 +205,8 @@ class ValidatedRequest:
     manner: RequestOptions = RequestOptions()
     own: bool = False
     """Whether it asks for more than tokens, and whoever decodes gets the body itself."""
+    grammar: bool = False
+    """Whether its engine compiles a grammar for it."""
 
     @property
     def usage_said(self) -> bool:
@@ -245,13 +249,18 @@ def validate(card: ModelCard, body: dict[str, object], *, chat: bool, owns: bool
     prompts: list[Prompt] = []
     messages = None
     own = owns and is_own(body, card.able, chat=chat)
+    grammar = own and check_grammar_fields(body)
     if chat:
         asked, messages = own_chat(body) if own else chat_of(body, card.able)
     else:
         asked, prompts = own_completion(body) if own else completion_of(body, card.able)
+    if not own:
+        grammar = asked.response_format not in ("", ANY_OBJECT)
     special, chars = asked.add_special_tokens, _chars(prompts, messages)
     sizes = (asked.n, asked.limit, asked.stream, chars, asked.cache_salt)
-    return ValidatedRequest(card, chat, body, asked, prompts, messages, special, *sizes, own=own)
+    return ValidatedRequest(
+        card, chat, body, asked, prompts, messages, special, *sizes, own=own, grammar=grammar
+    )
 
 
 def _chars(prompts: list[Prompt], messages: list[Message] | None) -> int:
@@ -297,9 +306,9 @@ def validate_plain(card: ModelCard, body: dict[str, object], chat: bool) -> Vali
         raise InputError("n", f"more than {card.able.most_choices} answers to one request")
     salt = body.get("cache_salt")
     salt = salt if isinstance(salt, str) else None
-    return ValidatedRequest(
-        card, chat, body, None, prompts, messages, None, n, limit, stream is True, chars, salt
-    )
+    grammar = not GRAMMAR_FIELDS.isdisjoint(body) and check_grammar_fields(body)
+    sizes = (n, limit, stream is True, chars, salt)
+    return ValidatedRequest(card, chat, body, None, prompts, messages, None, *sizes, grammar=grammar)
 
 
 def _count(value: object, name: str) -> int:
@@ -512,6 +521,7 @@ class Submission:
             validated.own,
             validated.card.name if validated.card.base else "",
             manner.exact,
+            validated.grammar,
         )
 
 

@@ -342,6 +342,7 @@ REFUSALS: Mapping[RefusalReason, tuple[int, str]] = {
     "unknown_class": (400, "unknown_class"),
     "retries": (502, "upstream_failed"),
     "lost": (502, "upstream_failed"),
+    "grammar": (422, "grammar_lost_engine"),  # Clients send a 5xx again by themselves.
 }
 AGAIN = frozenset({429, 503})
 

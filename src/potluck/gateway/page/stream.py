@@ -271,7 +271,7 @@ class Waterfall:
                 if result is not None:
                     result["first_s"] = _short(after_s)
                     self._rows[request].setdefault("first_s", _short(after_s))
-            case events.AttemptFailed(request, attempt, kind, where, streamed):
+            case events.AttemptFailed(request, attempt, kind, where, streamed, _):
                 result = self._attempt(request, attempt)
                 if result is not None:
                     result.update(failed=kind, where=where, ended_s=_short(after_s), streamed=streamed)

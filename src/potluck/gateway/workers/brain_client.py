@@ -23,7 +23,7 @@ from potluck.gateway.admin.usage import UsageFile
 from potluck.gateway.registry.engine_client import Wire
 from potluck.gateway.registry.registry import PLAIN, ReplicaDirectory
 from potluck.gateway.values import Address, Endpoint, RequestOutcome
-from potluck.runtime.log_lines import blocks_of, line, names, read_line
+from potluck.runtime.log_lines import blocks_of, line, names, read_line, request_flags
 
 MOST_BYTES = 64_000_000  # Of a line that has not ended, or of what the other side has not read.
 MOST_KEPT = 100_000
@@ -130,7 +130,7 @@ def event_text(event: Event) -> str:
         return (
             f"A[{text_of(r.id)},{text_of(r.model)},{r.arrival_s!r},{r.prompt_tokens},{r.max_output_tokens},"
             f'{r.priority},{deadline_s},"{names(r.blocks)}",{text_of(r.tenant)},{text_of(r.request_class)}'
-            f"{',true' if r.exact else ''}]"
+            f"{request_flags(r)}]"
         )
     if type(event) is events.RequestFinished:
         return f"F[{text_of(event.request)},{event.attempt},{event.output_tokens}]"

@@ -39,12 +39,13 @@ class RequestLabels:
     origins: tuple[str, ...] = ("",)  # Where users are; empty: nobody said.
     origin: Places | None = None  # Places in `origins`; None: the first for all.
     exact: NDArray[np.bool_] | None = None  # Whose KV must cross as it is; None: nobody's.
+    grammar: NDArray[np.bool_] | None = None  # For which an engine compiles a grammar; None: for no request.
 
     def __len__(self) -> int:
         return len(self.tenant)
 
     def take(self, chosen: NDArray[np.integer]) -> RequestLabels:
-        columns = ("tenant", "request_class", "wait_s", "origin", "exact")
+        columns = ("tenant", "request_class", "wait_s", "origin", "exact", "grammar")
         taken = {name: getattr(self, name) for name in columns}
         return replace(self, **{name: each[chosen] for name, each in taken.items() if each is not None})
 
@@ -54,8 +55,9 @@ class RequestLabels:
 
     def rows(
         self, first: int, last: int, arrival_s: list[float]
-    ) -> tuple[list[str], list[str], list[float | None], list[bool]]:
-        """Tenant, class, deadline, and whether it must be exact, of requests [first, last), which arrive then."""
+    ) -> tuple[list[str], list[str], list[float | None], list[bool], list[bool]]:
+        """Tenant, class, deadline, whether it must be exact, and whether it has a grammar, of requests [first, last),
+        which arrive then."""
         rows = slice(first, last)
         waits = self.wait_s[rows].tolist()
         return (
@@ -66,6 +68,7 @@ class RequestLabels:
                 for at_s, wait_s in zip(arrival_s, waits, strict=False)
             ],
             [False] * len(waits) if self.exact is None else self.exact[rows].tolist(),
+            [False] * len(waits) if self.grammar is None else self.grammar[rows].tolist(),
         )
 
 
@@ -128,6 +131,9 @@ def joined_labels(parts: Sequence[RequestLabels | None], counts: Sequence[int]) 
         origins,
         np.concatenate([_moved(part.origins, origins)[part.from_origin] for part in whole]),
         np.concatenate([np.zeros(len(each), bool) if each.exact is None else each.exact for each in whole]),
+        np.concatenate(
+            [np.zeros(len(each), bool) if each.grammar is None else each.grammar for each in whole]
+        ),
     )
 
 
@@ -483,14 +489,18 @@ def _workload(rows: _Rows) -> Workload:
 
 def _labels(rows: _Rows) -> RequestLabels | None:
     result = rows.requests
-    plain = (DEFAULT_TENANT, DEFAULT_CLASS, None, False)
-    if all((each.tenant, each.request_class, each.deadline_s, each.exact) == plain for each in result):
+    plain = (DEFAULT_TENANT, DEFAULT_CLASS, None, False, False)
+    if all(
+        (each.tenant, each.request_class, each.deadline_s, each.exact, each.grammar) == plain
+        for each in result
+    ):
         return None
     waits = np.array([_wait_s(request) for request in result])
     tenants, classes = [each.tenant for each in result], [each.request_class for each in result]
     named = named_labels(tenants, classes, waits, len(result))
     assert named is not None
-    return replace(named, exact=np.array([each.exact for each in result]))
+    exact, grammar = ([getattr(each, name) for each in result] for name in ("exact", "grammar"))
+    return replace(named, exact=np.array(exact), grammar=np.array(grammar))
 
 
 def _wait_s(request: Request) -> float:

@@ -67,7 +67,7 @@ class SimAttempts:
         where = segments[0].replica
         site = self._sites.get(where)
         if site is None or not site.serves:
-            self._failed(at_s, key, attempt, "replica", where, 0)
+            self._failed(at_s, key, attempt, "replica", where, 0, rejected=request.grammar)
             return
         output_tokens, replica = request.max_output_tokens, site.replica
         if prompt_tokens + output_tokens > site.room_tokens:
@@ -100,14 +100,16 @@ class SimAttempts:
         for segment in segments:
             site = self._sites.get(segment.replica)
             if site is None or not site.serves:
-                self._failed(at_s, key, attempt, "replica", segment.replica, streamed)
+                self._failed(
+                    at_s, key, attempt, "replica", segment.replica, streamed, rejected=request.grammar
+                )
                 return
             sites.append(site)
         way = tuple(sites)
         running = SimAttempt(key, request, attempt, prompt_tokens, streamed, segments, way, weight, yields)
         problem = self._network.obstacle(running)
         if problem is not None:
-            self._failed(at_s, key, attempt, *problem, streamed)
+            self._failed(at_s, key, attempt, *problem, streamed, rejected=request.grammar)
             return
         if hedge:
             self.hedges[key] = running
@@ -323,9 +325,16 @@ class SimAttempts:
         self._failed(at_s, key, running.attempt, kind, where, streamed)
 
     def _failed(
-        self, at_s: float, key: int, attempt: int, kind: FailureKind, where: str, streamed: int
+        self,
+        at_s: float,
+        key: int,
+        attempt: int,
+        kind: FailureKind,
+        where: str,
+        streamed: int,
+        rejected: bool = False,
     ) -> None:
-        self._tell(at_s, told.AttemptFailed(str(key), attempt, kind, where, streamed))
+        self._tell(at_s, told.AttemptFailed(str(key), attempt, kind, where, streamed, rejected))
 
     def cancel(self, at_s: float, key: int) -> None:
         """The user goes away; too late or too early is nothing."""

@@ -155,12 +155,9 @@ class SimWorld(CommonState):
         load = self.workload
         names = load.models
         nothing: Iterable[tuple[int, ...]] = repeat(())
-        everyone: tuple[Iterable[str], Iterable[str], Iterable[float | None], Iterable[bool]] = (
-            repeat(DEFAULT_TENANT),
-            repeat(DEFAULT_CLASS),
-            repeat(None),
-            repeat(False),
-        )
+        everyone: tuple[
+            Iterable[str], Iterable[str], Iterable[float | None], Iterable[bool], Iterable[bool]
+        ] = (repeat(DEFAULT_TENANT), repeat(DEFAULT_CLASS), repeat(None), repeat(False), repeat(False))
         for base in range(0, len(load), FEED):
             rows = slice(base, base + FEED)
             if base and base % SWEEP == 0:
@@ -168,9 +165,9 @@ class SimWorld(CommonState):
             if self.progress is not None:
                 self.progress(base, len(load))
             arrival_s: list[float] = load.arrival_s[rows].tolist()
-            tenants, classes, deadlines, exact = everyone
+            tenants, classes, deadlines, exact, grammar = everyone
             if load.labels is not None:
-                tenants, classes, deadlines, exact = load.labels.rows(base, base + FEED, arrival_s)
+                tenants, classes, deadlines, exact, grammar = load.labels.rows(base, base + FEED, arrival_s)
             columns = (
                 map(str, range(base, base + FEED)),
                 [names[place] for place in load.model[rows].tolist()],
@@ -183,6 +180,7 @@ class SimWorld(CommonState):
                 tenants,
                 classes,
                 exact,
+                grammar,
             )
             yield from Request.many(zip(*columns, strict=False))
 

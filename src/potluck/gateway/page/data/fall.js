@@ -9,7 +9,7 @@ let held = null;
 let opened = null;
 let drawn = new Map();
 
-const REASONS = { overloaded: "too busy", no_capacity: "nobody can take it", too_long: "too long for every replica", deadline: "its deadline has passed", retries: "failed too often", lost: "its replica was lost", unknown_model: "no such model", unknown_class: "no such class" };
+const REASONS = { overloaded: "too busy", no_capacity: "nobody can take it", grammar: "its engine was lost before the first token, perhaps by its grammar", too_long: "too long for every replica", deadline: "its deadline has passed", retries: "failed too often", lost: "its replica was lost", unknown_model: "no such model", unknown_class: "no such class" };
 /** Why it was refused, as people say it. */
 const refusal = (row) => `${REASONS[row.reason] || row.reason || "refused"}${row.why ? `: ${row.why}` : ""}`;
 

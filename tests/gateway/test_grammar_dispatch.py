@@ -1,0 +1,219 @@
+"""Requests with a grammar at the gateway: refused before any engine, and never sent to a second one that may die."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dispatch_helpers import Clock, Desk, Fleet, Heard, Stage, asked, driver, plan_of
+from openai_helpers import NAME, SERVER, Scene
+
+from potluck.core.state import events
+from potluck.core.state.policy import Policy
+from potluck.core.values.route import aggregated
+from potluck.core.values.sampling import Sampling
+from potluck.engine import shipped_model
+from potluck.gateway.openai.handler import INLINE_GRAMMAR_BYTES, TokenizerPool
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+BOMB = {"type": "array", "items": {"type": "null"}, "minItems": 1_000_000_000}
+GOOD = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def form(schema: object) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+class InOrder(TokenizerPool):
+    """Counts what would go to a thread, and does it at once."""
+
+    apart = 0
+
+    def do(self, chars: int, task: Any, then: Any) -> None:
+        self.apart += 1
+        try:
+            result = task()
+        except Exception as error:
+            result = error
+        then(result)
+
+
+@pytest.mark.parametrize("model", [NAME, SERVER])
+@pytest.mark.parametrize("stream", [False, True])
+def test_schema_beyond_the_limits_is_refused_before_any_engine(model: str, stream: bool) -> None:
+    scene = Scene()
+    for body in (
+        {"response_format": form(BOMB)},
+        {"response_format": form({"properties": {"a": {"pattern": "(a{1000}){1000}"}}})},
+        {"response_format": form({"$ref": "#"})},
+    ):
+        result = scene.ask("/v1/completions", {"model": model, "prompt": "x", "stream": stream, **body})
+        error = result.json["error"]
+        assert result.status == 400
+        assert error["message"].startswith("response_format.json_schema.schema")
+        assert "\n" not in error["message"]
+    assert scene.driver.asked == []
+    assert scene.door.open == 0
+
+
+def test_fields_of_plain_servers_are_checked_too() -> None:
+    scene = Scene()
+    for body in (
+        {"structured_outputs": {"json": BOMB}},
+        {"guided_regex": "a{1000000}"},
+        {"tools": [{"function": {"name": "f", "parameters": BOMB}}], "tool_choice": "required"},
+    ):
+        result = scene.ask(
+            "/v1/chat/completions", {"model": SERVER, "messages": [{"role": "user", "content": "x"}], **body}
+        )
+        assert result.status == 400
+    assert scene.driver.asked == []
+
+
+def test_requests_are_marked_that_make_an_engine_compile_a_grammar() -> None:
+    scene = Scene()
+    for model in (NAME, SERVER):
+        for body in ({}, {"response_format": {"type": "json_object"}}, {"response_format": form(GOOD)}):
+            scene.ask("/v1/completions", {"model": model, "prompt": "x", **body})
+    assert [one.grammar for one in scene.driver.asked] == [False, False, True] * 2
+
+
+@pytest.mark.parametrize("good", [False, True])
+def test_large_schema_is_checked_beside_the_event_loop(good: bool) -> None:
+    schema = {**(GOOD if good else BOMB), "description": "x" * INLINE_GRAMMAR_BYTES}
+    pool = InOrder()
+    scene = Scene(counting=pool)
+    result = scene.complete("x", response_format=form(schema))
+    assert pool.apart == 1 + good  # the prompt is tokenised by the same threads
+    assert (result.status, len(scene.driver.asked)) == (None if good else 400, int(good))
+
+
+@pytest.mark.parametrize("how", ["dies", "cannot be reached", "drains", "dies later"])
+def test_request_with_grammar_goes_to_another_engine_only_if_none_may_have_died_of_it(how: str) -> None:
+    clock, fleet = Clock(), Fleet()
+    desk = Desk(clock, fleet, plan_of([["mixed"]] * 3), Policy())
+    dispatcher = driver(desk, fleet, clock)
+    what = asked(sampling=Sampling(json_schema=json.dumps(GOOD)), grammar=True)
+    heard, other = Heard(what), Heard(asked("other"))
+    dispatcher.begin(what, heard)
+    dispatcher.begin(other.asked, other)
+    (call,) = [item for item in fleet.sent if item.body["request"] == "r"]
+    if how == "dies later":
+        call.step(2)
+    call.sent = how != "cannot be reached"
+    if how == "drains":
+        call.refuse(503, "draining")
+    else:
+        fleet.kill(call.replica)
+    attempts = [item for item in fleet.sent if item.body["request"] == "r"]
+    if how == "dies":
+        assert len(attempts) == 1
+        assert heard.refusal is not None
+        assert heard.refusal.reason == "grammar"
+        (failed,) = [
+            item for item in desk.told if isinstance(item, events.AttemptFailed) and item.request == "r"
+        ]
+        assert not failed.rejected
+    else:
+        assert len(attempts) == 2
+        assert attempts[0].replica != attempts[1].replica
+    while fleet.step_all():
+        pass
+    other.is_right()
+    if how != "dies":
+        heard.is_right()
+
+
+@pytest.mark.parametrize("grammar", [False, True])
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_request_that_lost_its_engine_while_there_was_no_brain_is_not_sent_by_the_next(
+    grammar: bool, tokens: int
+) -> None:
+    stage = Stage("x")
+    heard = stage.begin(
+        asked(sampling=Sampling(json_schema=json.dumps(GOOD)), grammar=grammar), aggregated("x")
+    )
+    if tokens:
+        stage.call("x").step(tokens)
+    stage.fleet.kill("x")
+    event = stage.dispatcher.whereabouts("r", lambda each: None)
+    if grammar and not tokens:
+        assert event == events.RequestCancelled("r")
+        assert heard.refusal is not None
+        assert heard.refusal.reason == "grammar"
+        assert stage.dispatcher.names() == []
+    else:
+        assert isinstance(event, events.RequestAdopted)
+        assert heard.refusal is None
+
+
+DYING = """
+import os, signal, sys
+from potluck.cli.main import main
+from potluck.engine.compute.logit_edits import Grammars
+
+guide = Grammars.guide
+
+async def deadly(self, schema):
+    if "deadly" in schema:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return await guide(self, schema)
+
+Grammars.guide = deadly
+sys.exit(main())
+"""
+
+
+def post(url: str, body: dict[str, Any]) -> tuple[int, Any]:
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_grammar_that_ends_its_engine_costs_one_engine_and_other_requests_go_on(
+    tmp_path: Path, stream: bool
+) -> None:
+    from live_fleet import LiveFleet, Process
+    from live_plans import MODEL, WHOLE, write_plans
+
+    pytest.importorskip("llguidance")
+
+    class DyingFleet(LiveFleet):
+        def _engine_process(self, like: str, model: str, name: str) -> Process:
+            process = super()._engine_process(like, model, name)
+            assert process.arguments[1:3] == ["-m", "potluck.cli.main"]
+            process.arguments[1:3] = ["-c", DYING]
+            return process
+
+    plan, spec = write_plans(tmp_path, [*WHOLE] * 3)
+    words = {"model": MODEL, "prompt": "The captain of the ship said", "max_tokens": 200, "temperature": 0}
+    deadly = {**words, "stream": stream, "response_format": form({**GOOD, "description": "deadly"})}
+    gateway = ("--files", f"{MODEL}={shipped_model()}")
+    with DyingFleet(plan, spec, gateway=gateway) as fleet, ThreadPoolExecutor(6) as pool:
+        running = [pool.submit(post, fleet.url, {**words, "seed": n}) for n in range(6)]
+        status, reply = post(fleet.url, deadly)
+        assert (status, reply["error"]["code"]) == (422, "grammar_lost_engine"), reply
+        assert "not sent to another engine" in reply["error"]["message"]
+        assert [future.result()[0] for future in running] == [200] * 6
+        dead = []
+        for process in fleet.engines:
+            assert process.popen is not None
+            if process.popen.poll() is not None:
+                dead.append(process.popen.returncode)
+        assert dead == [-signal.SIGKILL]
+        assert post(fleet.url, {**words, "response_format": form(GOOD)})[0] == 200
