@@ -82,7 +82,19 @@ SMUGGLED = {
     "no host": b"GET / HTTP/1.1\r\nX: y\r\n\r\n",
     "no name": GET + b": y\r\n\r\n",
     "no colon": GET + b"nothing\r\n\r\n",
-    "absolute form": b"GET http://there/ HTTP/1.1\r\n" + HOST + b"\r\n",
+    "absolute form without host": b"GET http:///x HTTP/1.1\r\n" + HOST + b"\r\n",
+    "absolute form with empty host": b"GET http://:80/x HTTP/1.1\r\n" + HOST + b"\r\n",
+    "absolute form of another scheme": b"GET ftp://there/ HTTP/1.1\r\n" + HOST + b"\r\n",
+    "absolute form without slashes": b"GET http:there HTTP/1.1\r\n" + HOST + b"\r\n",
+    "absolute form with userinfo": b"GET http://me:word@there/ HTTP/1.1\r\n" + HOST + b"\r\n",
+    "absolute form with a bad port": b"GET http://there:99999/ HTTP/1.1\r\n" + HOST + b"\r\n",
+    "absolute form with an odd host": b"GET http://th<ere/ HTTP/1.1\r\n" + HOST + b"\r\n",
+    "absolute form with a bad address": b"GET http://[::1/ HTTP/1.1\r\n" + HOST + b"\r\n",
+    "absolute form with a fragment": b"GET http://there/#a HTTP/1.1\r\n" + HOST + b"\r\n",
+    "absolute form without the Host header": b"GET http://there/ HTTP/1.1\r\n\r\n",
+    "absolute form with two Host headers": b"GET http://there/ HTTP/1.1\r\n" + HOST + HOST + b"\r\n",
+    "absolute form of CONNECT": b"CONNECT http://there/ HTTP/1.1\r\n" + HOST + b"\r\n",
+    "authority form of GET": b"GET there:80 HTTP/1.1\r\n" + HOST + b"\r\n",
     "authority form": b"CONNECT there:80 HTTP/1.1\r\n" + HOST + b"\r\n",
     "a star": b"GET * HTTP/1.1\r\n" + HOST + b"\r\n",
     "two spaces": b"GET  / HTTP/1.1\r\n" + HOST + b"\r\n",
@@ -107,6 +119,40 @@ def test_doubtful_messages_are_refused_however_they_are_cut(data: bytes) -> None
     assert read([data]) == ([], True)
     assert read([data[i : i + 1] for i in range(len(data))]) == ([], True)
     assert refusal(data).status in (400, 501, 505)
+
+
+ABSOLUTE = {
+    b"GET http://there:80/v1/models": (b"/v1/models", b"", b"there:80"),
+    b"GET HTTP://There/v1/x?a=b?c/": (b"/v1/x", b"a=b?c/", b"There"),
+    b"POST https://there/a//b": (b"/a//b", b"", b"there"),
+    b"GET http://there": (b"/", b"", b"there"),
+    b"GET http://there:": (b"/", b"", b"there:"),
+    b"GET http://there?a=b": (b"/", b"a=b", b"there"),
+    b"GET http://[::1]:8000/x": (b"/x", b"", b"[::1]:8000"),
+    b"GET http://there/http://else/": (b"/http://else/", b"", b"there"),
+    b"OPTIONS http://there": (b"*", b"", b"there"),
+    b"OPTIONS http://there/": (b"/", b"", b"there"),
+    b"OPTIONS http://there?a=b": (b"/", b"a=b", b"there"),
+}
+
+
+@pytest.mark.parametrize("line", ABSOLUTE)
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_absolute_form_target_gives_path_and_replaces_host(line: bytes, version: bytes) -> None:
+    path, query, host = ABSOLUTE[line]
+    plain = b"GET /x HTTP/1.1\r\n" + HOST + b"\r\n"
+    data = line + b" HTTP/" + version + b"\r\nHost: here\r\nX: y\r\nConnection: keep-alive\r\n\r\n"
+    expected = (line.split()[0], path, query, {b"host": host, b"x": b"y", b"connection": b"keep-alive"})
+    for pieces in ([data + plain], [data[i : i + 1] for i in range(len(data))] + [plain]):
+        seen, refused = read(pieces)
+        assert not refused
+        assert seen[0][:4] == expected
+        if version == b"1.1":
+            assert seen[1][1:4] == (b"/x", b"", {b"host": b"here"}), "the next request has its own host"
+
+
+def test_absolute_form_target_counts_against_line_limit() -> None:
+    assert refusal(b"GET http://there/" + b"a" * 300 + b" HTTP/1.1\r\n" + HOST + b"\r\n").status == 414
 
 
 NAMES = [*b"TE\t|TE | TE|\tTE|T E|T\tE|TE\x0b|TE\xa0|(TE)||Transfer-Encoding\t".split(b"|")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import ssl
 import subprocess
@@ -143,6 +144,38 @@ def test_https(tmp_path: Path) -> None:
     asyncio.run(scenario())
     with pytest.raises(InputError, match="--tls"):
         server_tls(certificate, certificate)
+
+
+@pytest.mark.parametrize(
+    ("line", "host", "status"),
+    [
+        ("GET http://127.0.0.1:1234/v1/models", "evil.example", 200),
+        ("GET https://LOCALHOST/v1/models/tiny", "evil.example", 200),
+        ("GET http://127.0.0.1/ready?model=nothing", "x", 404),
+        ("GET http://evil.example/v1/models", "127.0.0.1", 403),
+        ("POST http://evil.example/v1/completions", "127.0.0.1", 403),
+        ("GET http://127.0.0.1", "x", 404),
+        ("OPTIONS *", "127.0.0.1", 404),
+        ("CONNECT 127.0.0.1:80", "127.0.0.1", 400),
+        ("GET http://127.0.0.1:x/", "127.0.0.1", 400),
+    ],
+)
+def test_gateway_checks_host_of_absolute_target_instead_of_host_header(
+    line: str, host: str, status: int
+) -> None:
+    async def scenario() -> None:
+        port = await open_port(ClientHandler(CARDS, FakeDriver(), FakeMeter()), "127.0.0.1", 0)
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(port.address.rpartition(":")[2]))
+            plain = "GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+            writer.write(f"{plain}{line} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+            statuses = re.findall(rb"HTTP/1\.1 (\d+) ", await reader.read())
+            writer.close()
+        finally:
+            await port.close(1.0)
+        assert [int(one) for one in statuses] == [200, status]
+
+    asyncio.run(scenario())
 
 
 ODD = st.recursive(

@@ -190,6 +190,26 @@ def _name(host: str) -> str | None:
     return parts.hostname.rstrip(".") if plain and parts.hostname else None
 
 
+_ABSOLUTE_TARGET = re.compile(
+    r"https?://(?P<authority>[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]+)(?P<path>/[!-\"$->@-~]*)?(?:\?(?P<query>[!-\"$-~]*))?",
+    re.ASCII | re.IGNORECASE,
+)
+
+
+def absolute_target(method: str, target: str) -> tuple[str, str, str] | None:
+    """Authority, path and query of a request target in absolute form (RFC 9112, section 3.2.2); None for others.
+
+    The authority takes the place of the Host header. Userinfo is refused, as RFC 9110, section 4.2.4 advises.
+    """
+    match = None if method == "CONNECT" else _ABSOLUTE_TARGET.fullmatch(target)
+    if match is None or _name(match["authority"]) is None:
+        return None
+    query = match["query"]
+    # Without path and query OPTIONS is about the server as a whole (RFC 9110, section 4.2.3).
+    empty = "*" if method == "OPTIONS" and query is None else "/"
+    return match["authority"], match["path"] or empty, query or ""
+
+
 HEADER = "x-request-id"
 GOOD = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 

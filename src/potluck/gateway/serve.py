@@ -13,6 +13,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from potluck.api.aiohttp_requests import set_up
 from potluck.api.http import ServedNames, allow_open_files, server_tls
 from potluck.core.state.policy import Policy
 from potluck.gateway.admin import families
@@ -128,7 +129,7 @@ class AdminServer:
         self._runner = web.AppRunner(
             build_admin(self._context), access_log=None, shutdown_timeout=1.0, handler_cancellation=True
         )
-        await self._runner.setup()
+        await set_up(self._runner)
         for item in sockets:
             await web.SockSite(self._runner, item, ssl_context=tls).start()
         return url_of(sockets[0], tls)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from potluck.api import aiohttp_requests
 from potluck.api.http import HEADER, ServedNames, check_key, check_origin, request_id
 from potluck.core.errors import InputError
 from potluck.engine.server import control, openai_routes, segment_routes
@@ -40,6 +41,7 @@ def build(
         try:
             if not request.body_exists:
                 arrived(request)
+            aiohttp_requests.check_target(request)
             check_origin(request.method, request.headers, names)
             if api_key is not None and request.path not in OPEN:
                 check_key(request.headers, api_key)
@@ -161,14 +163,13 @@ async def open_server(
             access_log=None,
             shutdown_timeout=SHUTDOWN_S,
         )
-        await runner.setup()
+        server = await aiohttp_requests.set_up(runner)
     except BaseException:
         for item in sockets:
             item.close()
         raise
-    assert runner.server is not None
     shown = f"[{first[0]}]" if ":" in first[0] else first[0]
-    listener = EngineListener(sockets, runner.server, service.limits, service.dropped, tls)
+    listener = EngineListener(sockets, server, service.limits, service.dropped, tls)
     return EngineServer(runner, listener, f"{'https' if tls else 'http'}://{shown}:{first[1]}")
 
 

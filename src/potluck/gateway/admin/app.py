@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from potluck import __version__
-from potluck.api import http
+from potluck.api import aiohttp_requests, http
 from potluck.core.errors import InputError
 from potluck.gateway.admin import families
 from potluck.gateway.admin.metrics import CONTENT_TYPE, GatewayMetrics, figures
@@ -48,6 +48,7 @@ def build_admin(context: AdminContext) -> web.Application:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
+            aiohttp_requests.check_target(request)
             _check(request, context)
             response = await handler(request)
         except asyncio.CancelledError:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
-from potluck.api.http import HttpRefusal
+from potluck.api.http import HttpRefusal, absolute_target
 from potluck.gateway.http.limits import HttpLimits
 
 Headers = Mapping[bytes, bytes]
 """Names in small letters; of a name that comes twice the values are joined by a comma, or the message is refused."""
 TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]"
 _FIELD = re.compile(rb"(" + TOKEN + rb"{1,256}):[ \t]*([\t\x20-\x7e\x80-\xff]*)")
-_REQUEST = re.compile(rb"(" + TOKEN + rb"{1,24}) (/[!-\"$-~]*|\*) HTTP/(1\.[01])")
+_REQUEST = re.compile(rb"(" + TOKEN + rb"{1,24}) (/[!-\"$-~]*|\*|[A-Za-z]+://[!-\"$-~]*) HTTP/(1\.[01])")
 _OTHER_VERSION = re.compile(TOKEN + rb"{1,24} [!-~]+ HTTP/\d\.\d")
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: [\t\x20-\x7e\x80-\xff]*)?")
 ONCE = frozenset(b"host content-length transfer-encoding authorization content-type expect x-api-key".split())
@@ -37,7 +38,16 @@ class _Fields(dict[bytes, tuple[bytes, bytes]]):
 _fields_read = _Fields()
 
 
-def _request_line(line: bytes) -> tuple[bytes, bytes, bytes, bool]:
+class RequestLine(NamedTuple):
+    method: bytes
+    path: bytes
+    query: bytes
+    v11: bool
+    authority: bytes = b""
+    """Of a target in absolute form; it takes the place of the Host header."""
+
+
+def _request_line(line: bytes) -> RequestLine:
     match = _REQUEST.fullmatch(line)
     if match is None:
         if _OTHER_VERSION.fullmatch(line) and line[-8:] not in (b"HTTP/1.0", b"HTTP/1.1"):
@@ -46,14 +56,26 @@ def _request_line(line: bytes) -> tuple[bytes, bytes, bytes, bool]:
     method, target, version = match.groups()
     if target == b"*" and method != b"OPTIONS":
         raise HttpRefusal(400, "the request's first line cannot be read: the path must begin with /")
+    if target[:1] not in b"/*":
+        return _absolute_request_line(method, target, version)
     path, _, query = target.partition(b"?")
-    return method, path, query, version == b"1.1"
+    return RequestLine(method, path, query, version == b"1.1")
+
+
+def _absolute_request_line(method: bytes, target: bytes, version: bytes) -> RequestLine:
+    parts = absolute_target(method.decode(), target.decode())
+    if parts is None:
+        raise HttpRefusal(
+            400, "the request's first line cannot be read: METHOD http://HOST/PATH HTTP/1.1 is wanted"
+        )
+    authority, path, query = (part.encode() for part in parts)
+    return RequestLine(method, path, query, version == b"1.1", authority)
 
 
 _kept_request_line = lru_cache(KEPT_LINES)(_request_line)
 
 
-def request_line(line: bytes) -> tuple[bytes, bytes, bytes, bool]:
+def request_line(line: bytes) -> RequestLine:
     return _kept_request_line(line) if len(line) <= KEPT_BYTES else _request_line(line)
 
 
@@ -344,11 +366,13 @@ class RequestReader:
             raise HttpRefusal(414, f"the request's first line is longer than {limits.line_bytes} bytes")
         if len(lines) > limits.fields + 1:
             raise HttpRefusal(431, f"there are more than {limits.fields} headers")
-        method, path, query, v11 = request_line(line)
+        method, path, query, v11, authority = request_line(line)
         del lines[0]
         headers = fields(lines)
         if v11 and b"host" not in headers:
             raise HttpRefusal(400, "host is missing")
+        if authority:
+            headers[b"host"] = authority
         self._scanned = end + 4
         return HttpRequest(method, path, query, headers, v11)
 

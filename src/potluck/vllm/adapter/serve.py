@@ -18,7 +18,7 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from potluck.api import http
+from potluck.api import aiohttp_requests, http
 from potluck.api.grammar_fields import check_grammar_fields
 from potluck.api.http import ServedNames
 from potluck.api.segments import CHATS, COMPLETIONS
@@ -48,6 +48,7 @@ def build(service: AdapterService, api_key: str | None, served: http.ServedNames
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
+            aiohttp_requests.check_target(request)
             http.check_origin(request.method, request.headers, served)
             if api_key is not None and request.path not in OPEN:
                 http.check_key(request.headers, api_key)
@@ -259,7 +260,7 @@ async def serve(
             await starting
             served = ServedNames(host in LOOPBACK, names, api_key is not None)
             runner = web.AppRunner(build(service, api_key, served), access_log=None)
-            await runner.setup()
+            await aiohttp_requests.set_up(runner)
             site = web.TCPSite(runner, host, port, ssl_context=tls)
             await _listen(site, host, port)
             service.started_s = time.monotonic()
