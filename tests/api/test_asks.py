@@ -42,8 +42,8 @@ HARMLESS: list[dict[str, object]] = [
     *({name: "whatever"} for name in SILENT),
     *({name: None} for name in (*KNOWN, *SILENT, "n", "stop", "seed", "temperature", "stream_options")),
     {"response_format": {"type": "text"}},
-    {"stream_options": {"include_usage": None, "continuous_usage_stats": True}},
-    {"stream_options": {"include_obfuscation": False}},
+    {"stream": True, "stream_options": {"include_usage": None, "continuous_usage_stats": True}},
+    {"stream": True, "stream_options": {"include_obfuscation": False}},
     {"n": 1, "logprobs": None},
     {"presence_penalty": 0.0, "repetition_penalty": 1.0, "frequency_penalty": -0.0},
     {"stop": []},
@@ -55,7 +55,7 @@ def test_what_asks_for_nothing_passes_and_leaves_no_trace() -> None:
     bare, bare_chat = completion(), chat()[0]
     for fields in HARMLESS:
         for asked, plain in ((completion(**fields), bare), (chat(**fields)[0], bare_chat)):
-            stream = replace(asked, stream_options=plain.stream_options)
+            stream = replace(asked, stream=False, stream_options=plain.stream_options)
             assert replace(stream, top_k=None) == plain, fields
     assert completion(best_of=1) == bare
     assert completion(best_of=2, n=2).n == 2
@@ -95,7 +95,9 @@ REFUSED: list[tuple[str, dict[str, object]]] = [
     ("max_tokens", {"max_tokens": 0}),
     ("min_tokens", {"min_tokens": -1}),
     ("min_tokens", {"min_tokens": 17, "max_tokens": 16}),
-    ("stream_options.bogus", {"stream_options": {"bogus": True}}),
+    ("stream_options.bogus", {"stream": True, "stream_options": {"bogus": True}}),
+    ("stream_options", {"stream_options": {"include_usage": True}}),
+    ("stream_options", {"stream_options": {}, "stream": False}),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from engine_models import prompt
@@ -155,6 +156,84 @@ async def test_log_probabilities_have_both_shapes(expected: str) -> None:
         first = whole["choices"][0]["logprobs"]["content"][0]
         assert first["top_logprobs"][0]["token"] == first["token"]
         assert bytes(first["bytes"]).decode() == first["token"]
+
+
+async def test_completion_logprobs_at_high_temperature_always_list_sampled_token() -> None:
+    async with face(make_service()) as one:
+        for count in (0, 1, 3):
+            body = ask(logprobs=count, temperature=2, seed=5, max_tokens=24, ignore_eos=True)
+            _, whole = await one.post("/v1/completions", body)
+            _, parts = await one.post("/v1/completions", {**body, "stream": True})
+            streamed = [part["choices"][0]["logprobs"] for part in parts]
+            whole_logs = whole["choices"][0]["logprobs"]
+            outside = 0
+            for logs in (whole_logs, *(log for log in streamed if log)):
+                rows = zip(logs["tokens"], logs["token_logprobs"], logs["top_logprobs"], strict=True)
+                for token, logprob, top in rows:
+                    assert top[token] == logprob
+                    assert count <= len(top) <= count + 1
+                    assert len(top) > 0
+                    outside += len(top) == count + 1
+            assert outside, "some sampled tokens are not among the most likely ones"
+            tops = [top for log in streamed if log for top in log["top_logprobs"]]
+            assert tops == whole_logs["top_logprobs"]
+
+
+async def test_stream_usage_of_engine_is_sent_only_with_include_usage() -> None:
+    async with face(make_service()) as one:
+        for include, continuous in ((False, True), (True, False), (True, True)):
+            options = {"include_usage": include, "continuous_usage_stats": continuous}
+            _, parts = await one.post("/v1/completions", ask(stream=True, stream_options=options))
+            chunks = [part for part in parts if part["choices"]]
+            assert len(parts) - len(chunks) == include
+            assert all(("usage" in part) == include for part in chunks)
+            assert all((part.get("usage") is not None) == (include and continuous) for part in chunks)
+        for body in (ask(stream_options={"include_usage": True}), ask(stream_options={}, stream=False)):
+            status, reply = await one.post("/v1/completions", body)
+            assert (status, reply["error"]["param"]) == (400, "stream_options")
+
+
+async def exchange(address: str, head: bytes) -> tuple[bytes, dict[str, str], bytes]:
+    """Send a request's head over a socket of its own; returns status line, headers and body of the answer."""
+    url = urlsplit(address)
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    writer.write(head + b"Connection: close\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    first, *lines = answer.partition(b"\r\n\r\n")[0].split(b"\r\n")
+    headers = dict(line.decode().lower().split(": ", 1) for line in lines)
+    return first, headers, answer.partition(b"\r\n\r\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("line", "host", "status"),
+    [
+        ("GET http://127.0.0.1:1234/v1/models", "x", 200),
+        ("GET HTTP://LOCALHOST/health?a=b", "evil.example", 200),
+        ("GET https://localhost/health", "x", 200),
+        ("GET http://[::1]:80/health", "x", 200),
+        ("GET http://127.0.0.1", "x", 200),
+        ("GET http://127.0.0.1?a=b", "x", 200),
+        ("GET http://evil.example/v1/models", "127.0.0.1", 403),
+        ("GET http://user@127.0.0.1/v1/models", "127.0.0.1", 400),
+        ("GET ftp://127.0.0.1/v1/models", "127.0.0.1", 400),
+        ("GET http://127.0.0.1:99999/", "127.0.0.1", 400),
+        ("GET http:///v1/models", "127.0.0.1", 400),
+        ("CONNECT 127.0.0.1:80", "127.0.0.1", 400),
+        ("OPTIONS *", "127.0.0.1", 404),
+        ("OPTIONS http://127.0.0.1", "x", 404),
+        ("GET /v1/models", "127.0.0.1", 200),
+        ("GET /v1/nothing", "127.0.0.1", 404),
+    ],
+)
+async def test_engine_request_target_in_absolute_form_replaces_host(
+    line: str, host: str, status: int
+) -> None:
+    async with face(make_service()) as one:
+        head = f"{line} HTTP/1.1\r\nHost: {host}\r\n".encode()
+        first, headers, _ = await exchange(one.url, head)
+    assert int(first.split()[1]) == status
+    assert "server" not in headers
 
 
 WRONG: list[tuple[str, dict[str, Any], int, str]] = [

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai_helpers import END, LETTERS, NAME, SERVER, Scene, choices, refusing, saying, tokens
+from openai_helpers import END, LETTERS, NAME, SERVER, Scene, choices, letters, refusing, saying, tokens
 
 from potluck.api.openai_replies import (
     ChoiceChunks,
@@ -132,6 +133,87 @@ def test_log_probabilities(stream: bool, chat: bool) -> None:
         values = [value for log in logs for value in log["token_logprobs"]]
         assert [offset for log in logs for offset in log["text_offset"]] == [0, 1]
     assert values == [-0.5, -0.25]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_completion_top_logprobs_has_most_likely_tokens_and_sampled_token(count: int, stream: bool) -> None:
+    likeliest = ((33, -0.125), (34, -2.5))
+
+    def script(asked: Any, answer: Any) -> None:
+        assert asked.sampling.logprobs == count
+        answer.tokens([SampledToken(40, -3.0, likeliest[:count])])
+        answer.tokens([SampledToken(33, -0.125, likeliest[:count])])
+        answer.finished("length", 0)
+
+    result = Scene(script).complete("x", stream=stream, max_tokens=2, logprobs=count)
+    choices = [part["choices"][0] for part in result.events] if stream else result.json["choices"]
+    top = [entry for one in choices if one["logprobs"] for entry in one["logprobs"]["top_logprobs"]]
+    expected = {LETTERS[token]: logprob for token, logprob in likeliest[:count]}
+    assert top == [{LETTERS[40]: -3.0, **expected}, {LETTERS[33]: -0.125, **expected}]
+
+
+def test_completion_top_logprobs_with_equal_texts_keeps_sampled_and_likelier_values() -> None:
+    delta = TextDelta("", (SampledToken(7, -3.0, ((5, -0.5), (6, -1.0), (4, -1.5))),))
+    tokenizer = letters()
+    tokenizer.token_text = lambda token: "\ufffd" if token in (5, 7) else "x"  # type: ignore[method-assign]
+    head = ReplyHead("id-1", 77, NAME, False)
+    choice: Any = whole_choice(head, 0, delta, tokenizer, logprobs=True)
+    assert choice["logprobs"]["top_logprobs"] == [{"\ufffd": -3.0, "x": -1.0}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_chat_top_logprobs_has_requested_count_without_sampled_token(count: int, stream: bool) -> None:
+    likeliest = ((33, -0.125), (34, -2.5))
+
+    def script(asked: Any, answer: Any) -> None:
+        answer.tokens([SampledToken(40, -3.0, likeliest[:count])])
+        answer.finished("length", 0)
+
+    result = Scene(script).chat("x", stream=stream, max_tokens=1, logprobs=True, top_logprobs=count)
+    choices = [part["choices"][0] for part in result.events] if stream else result.json["choices"]
+    (entry,) = [entry for one in choices if one["logprobs"] for entry in one["logprobs"]["content"]]
+    assert (entry["token"], entry["logprob"]) == (LETTERS[40], -3.0)
+    assert [item["token"] for item in entry["top_logprobs"]] == [LETTERS[33], LETTERS[34]][:count]
+
+
+@pytest.mark.parametrize(
+    ("options", "whole", "continuous"),
+    [
+        ({"include_usage": False, "continuous_usage_stats": True}, False, False),
+        ({"continuous_usage_stats": True}, False, False),
+        ({"include_usage": None, "continuous_usage_stats": True}, False, False),
+        ({"include_usage": True, "continuous_usage_stats": False}, True, False),
+        ({"include_usage": True, "continuous_usage_stats": True}, True, True),
+        ({}, False, False),
+        (None, False, False),
+    ],
+)
+@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_stream_usage_is_sent_only_with_include_usage(
+    options: dict[str, Any] | None, whole: bool, continuous: bool, logprobs: bool, n: int
+) -> None:
+    result = Scene(saying("abc")).chat("x", stream=True, n=n, stream_options=options, logprobs=logprobs)
+    parts = [part for part in result.events if part["choices"]]
+    assert (len(result.events) - len(parts)) == whole
+    assert all(("usage" in part) == whole for part in parts)
+    assert all((part.get("usage") is not None) == continuous for part in parts)
+
+
+@pytest.mark.parametrize("options", [{}, {"include_usage": True}, {"include_usage": False}])
+@pytest.mark.parametrize("stream", [{}, {"stream": False}, {"stream": None}])
+def test_stream_options_without_stream_is_400(options: dict[str, Any], stream: dict[str, Any]) -> None:
+    for owns in (False, True):
+        directory = SimpleNamespace(segments=lambda model: True, owns=lambda model, owns=owns: owns)
+        directory.adapters = dict
+        resolved = Scene(saying("abc"), directory=directory)
+        for ask in (resolved.complete, resolved.chat):
+            result = ask("x", stream_options=options, **stream)
+            assert (result.status, result.json["error"]["param"]) == (400, "stream_options")
+        assert resolved.driver.asked == []
+        assert resolved.chat("x", stream_options=None, **stream).status == 200
 
 
 def test_ends_are_not_shown_and_ends_that_clients_set_reach_the_engine() -> None:

@@ -278,12 +278,13 @@ def test_what_depends_on_how_it_began_does_not_go_on_elsewhere(fields: dict[str,
 
 
 def test_log_probabilities_of_a_completion_become_those_of_a_chat() -> None:
-    rewriter = relay_attempt.EventRewriter(chunk(0, True), True, 3, 1)
     logs = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5, "é": -2.0}]}
-    made = rewriter.event(event({"choices": [{"index": 0, "text": "a", "logprobs": logs}]}))
-    (one,) = json.loads(made[6:])["choices"][0]["logprobs"]["content"]
-    assert (one["token"], one["logprob"], one["bytes"]) == ("a", -0.5, [97])
-    assert [item["token"] for item in one["top_logprobs"]] == ["a", "é"]
+    for count, names in ((2, ["a", "é"]), (1, ["a"]), (0, [])):
+        rewriter = relay_attempt.EventRewriter(chunk(0, True), True, 3, 1, count)
+        made = rewriter.event(event({"choices": [{"index": 0, "text": "a", "logprobs": logs}]}))
+        (one,) = json.loads(made[6:])["choices"][0]["logprobs"]["content"]
+        assert (one["token"], one["logprob"], one["bytes"]) == ("a", -0.5, [97])
+        assert [item["token"] for item in one["top_logprobs"]] == names
 
 
 def test_a_models_name_is_replaced_wherever_it_stands() -> None:

@@ -98,6 +98,13 @@ def test_events_are_read_wherever_they_are_cut() -> None:
         VllmEventReader().feed(b'data: {"error": {"message": "engine is dead"}}\n\n')
 
 
+@pytest.mark.parametrize(("count", "top"), [(0, []), (1, [[9, -1.0]]), (2, [[9, -1.0], [4, -1.25]])])
+def test_vllm_top_logprobs_without_sampled_token_has_requested_count(count: int, top: list[object]) -> None:
+    listed = {"token_id:5": -1.5, "token_id:9": -1.0, "token_id:4": -1.25}
+    said = {"choices": [{"token_ids": [5], "logprobs": {"token_logprobs": [-1.5], "top_logprobs": [listed]}}]}
+    assert heard_of(said, count).lines == ({"token": 5, "logprob": -1.5, "top": top},)
+
+
 @pytest.mark.parametrize(
     ("status", "said", "means"),
     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from potluck.api.text_stream import TextDelta
@@ -112,9 +112,23 @@ def _logs(head: ReplyHead, choices: Sequence[SampledToken], text: ModelTokenizer
     return {
         "tokens": names,
         "token_logprobs": [choice.logprob for choice in choices],
-        "top_logprobs": [{name(token): value for token, value in choice.top} for choice in choices],
+        "top_logprobs": [_top_logprobs(choice, name) for choice in choices],
         "text_offset": offsets,
     }
+
+
+def _top_logprobs(choice: SampledToken, name: Callable[[int], str]) -> Json | None:
+    """The most likely tokens by their text, and the sampled token as well, as OpenAI's legacy completions do.
+
+    Tokens may share a text, such as parts of characters. The sampled token keeps its own value then; of two others
+    the more likely one does.
+    """
+    if choice.logprob is None:
+        return None
+    named: Json = {name(choice.token): choice.logprob}
+    for token, logprob in choice.top:
+        named.setdefault(name(token), logprob)
+    return named
 
 
 def _chat_log(choice: SampledToken, name: object) -> Json:

@@ -133,6 +133,11 @@ class StreamOptions:
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False  # Padding against listeners on the way; there is none.
 
+    @property
+    def continuous(self) -> bool:
+        """Whether every chunk has the usage so far: only together with `include_usage`, as in vLLM."""
+        return self.include_usage and self.continuous_usage_stats
+
 
 @dataclass(frozen=True, slots=True)
 class CommonRequest:
@@ -278,6 +283,8 @@ def _read(body: dict[str, object], able: EngineAbilities) -> dict[str, object]:
     for name, read in (("logit_bias", bias_of), ("response_format", schema_of)):
         if name in kept:
             kept[name] = read(kept[name])
+    if "stream_options" in kept and kept.get("stream", False) is False:
+        raise InputError("stream_options", "needs stream to be true; set it, or leave stream_options out")
     return kept
 
 

@@ -123,10 +123,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 def _head(service: EngineService, asked: CompletionRequest | ChatRequest) -> ReplyHead:
-    chat, options = isinstance(asked, ChatRequest), asked.stream_options
-    text = options.include_usage or options.continuous_usage_stats
+    chat = isinstance(asked, ChatRequest)
     name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-    return ReplyHead(name, int(time.time()), service.name, chat, text)
+    return ReplyHead(name, int(time.time()), service.name, chat, asked.stream_options.include_usage)
 
 
 def _must_decode(service: EngineService) -> None:
@@ -206,7 +205,7 @@ async def _stream(request: web.Request, reply: OpenAIReply) -> web.StreamRespons
     seen: set[int] = set()
 
     def so_far() -> Json | None:
-        continuous = reply.asked.stream_options.continuous_usage_stats
+        continuous = reply.asked.stream_options.continuous
         return usage(reply.prompt_tokens, output, cached) if continuous else None
 
     try:

@@ -104,13 +104,16 @@ def continuation(
 
 
 class EventRewriter:
-    def __init__(self, first: bytes, chat: bool, prompt_tokens: int, before_tokens: int) -> None:
+    def __init__(
+        self, first: bytes, chat: bool, prompt_tokens: int, before_tokens: int, top_logprobs: int = 0
+    ) -> None:
         event = event_of(first)
         self._head: dict[str, Any] = {
             name: event[name] for name in ("id", "object", "created", "model") if name in event
         }
         self._chat = chat
         self._prompt_tokens, self._before = prompt_tokens, before_tokens
+        self._top_logprobs = top_logprobs
 
     def event(self, event: bytes) -> bytes:
         if event.startswith(DONE):
@@ -137,7 +140,7 @@ class EventRewriter:
             text = made.pop("text", "")
             made["delta"] = {"content": text} if text else {}
             if made.get("logprobs"):
-                made["logprobs"] = _chat_logs(made["logprobs"])
+                made["logprobs"] = _chat_logs(made["logprobs"], self._top_logprobs)
         return made
 
     def _usage(self, said: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -161,13 +164,18 @@ def event_of(event: bytes) -> dict[str, Any]:
     return body
 
 
-def _chat_logs(logs: dict[str, Any]) -> dict[str, Any]:
+def _chat_logs(logs: dict[str, Any], count: int) -> dict[str, Any]:
+    """A completion's log probabilities as a chat's: with `count` entries a token, as vLLM's own chats have.
+
+    A completion lists the sampled token beside the `count` most likely ones.
+    """
+
     def one(token: str, logprob: float | None) -> dict[str, Any]:
         return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
 
     tops = logs.get("top_logprobs") or [None] * len(logs["tokens"])
     content = [
-        {**one(token, logprob), "top_logprobs": [one(*pair) for pair in (top or {}).items()]}
+        {**one(token, logprob), "top_logprobs": [one(*pair) for pair in list((top or {}).items())[:count]]}
         for token, logprob, top in zip(logs["tokens"], logs["token_logprobs"], tops, strict=True)
     ]
     return {"content": content}
@@ -420,7 +428,8 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
     def _namesake(self) -> EventRewriter:
         stream, request = self.stream, self._request
         chat = request.asked.path == CHAT
-        return EventRewriter(stream.first, chat, len(stream.prompt_ids), len(request.output))
+        top_logprobs = (json.loads(request.asked.body).get("top_logprobs") or 0) if chat else 0
+        return EventRewriter(stream.first, chat, len(stream.prompt_ids), len(request.output), top_logprobs)
 
     def _length(self, said: bytes) -> int:
         stream, asked = self.stream, self._request.asked

@@ -211,7 +211,7 @@ class ValidatedRequest:
     @property
     def usage_said(self) -> bool:
         options = None if self.asked is None else self.asked.stream_options
-        return options is not None and (options.include_usage or options.continuous_usage_stats)
+        return options is not None and options.include_usage
 
     def tokenised(self, tenant: str = "") -> list[tuple[int, ...]]:
         """The prompts as tokens; takes as long as the text is that the tenant has not sent lately."""

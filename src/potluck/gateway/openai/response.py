@@ -203,7 +203,7 @@ class ResponseWriter:
     def usage_so_far(self) -> str:
         assert self.validated is not None
         asked = self.validated.asked
-        if asked is not None and asked.stream_options.continuous_usage_stats:
+        if asked is not None and asked.stream_options.continuous:
             return usage_text(self.prompt_tokens, self.output, self._cached)
         return "null"
 
@@ -494,7 +494,7 @@ class ChoiceWriter:
         self._chunks = self._chunks or ChoiceChunks(answering.head, self._index)
         self._offset = offset_behind(made, self._offset)
         asked = self._validated.asked
-        counts = asked is not None and asked.stream_options.continuous_usage_stats
+        counts = asked is not None and asked.stream_options.continuous
         message = usage(answering.prompt_tokens, answering.output, 0) if counts else None
         answering.say(event(answering.head.reply([made], chunk=True, usage=message)))
 

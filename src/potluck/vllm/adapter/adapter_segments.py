@@ -106,7 +106,7 @@ async def _answer(
             events = VllmEventReader()
             async for data in answer.content.iter_any():
                 for text in events.feed(data):
-                    yield heard_of(text)
+                    yield heard_of(text, part.asked.sampling.logprobs)
     except (aiohttp.ClientError, ConnectionError) as error:
         raise HttpRefusal(503, f"vLLM broke off ({type(error).__name__})", "try_again") from error
 

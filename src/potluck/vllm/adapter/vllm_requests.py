@@ -155,17 +155,18 @@ def cached_of(said: Json) -> int | None:
     return details.get("cached_tokens") if isinstance(details, dict) else None
 
 
-def heard_of(said: Json) -> SegmentEvent:
+def heard_of(said: Json, logprobs: int | None = None) -> SegmentEvent:
+    """Read an event; `logprobs` is how many of the most likely tokens the segment's request wants."""
     cached = cached_of(said)
     choices = said.get("choices")
     if not isinstance(choices, list) or not choices:
         return SegmentEvent(cached_tokens=cached)
     choice = choices[0]
     tokens = choice.get("token_ids") or []
-    return SegmentEvent(_lines(tokens, choice.get("logprobs")), choice.get("finish_reason"), cached)
+    return SegmentEvent(_lines(tokens, choice.get("logprobs"), logprobs), choice.get("finish_reason"), cached)
 
 
-def _lines(tokens: Sequence[int], logprobs: object) -> tuple[Json, ...]:
+def _lines(tokens: Sequence[int], logprobs: object, count: int | None) -> tuple[Json, ...]:
     if not isinstance(logprobs, dict):
         return tuple({"token": token} for token in tokens)
     result = []
@@ -173,7 +174,8 @@ def _lines(tokens: Sequence[int], logprobs: object) -> tuple[Json, ...]:
         line: Json = {"token": token, "logprob": logprobs["token_logprobs"][place]}
         top = (logprobs.get("top_logprobs") or [{}] * len(tokens))[place] or {}
         pairs = [[int(name.removeprefix(PREFIX)), value] for name, value in top.items()]
-        line["top"] = sorted(pairs, key=lambda pair: -pair[1])
+        # vLLM lists the sampled token as well; where it is not among the likeliest, it is the last of these.
+        line["top"] = sorted(pairs, key=lambda pair: -pair[1])[:count]
         result.append(line)
     return tuple(result)
 
