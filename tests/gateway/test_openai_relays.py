@@ -313,6 +313,8 @@ def test_what_engines_can_do_goes_on_to_them_as_it_came(more: dict[str, Any]) ->
     if more.keys() <= DRAWN:  # what every engine can do, as a part of how tokens are drawn
         assert there.driver.asked[0].sampling.edits
         assert not there.driver.asked[0].own
+    elif more.keys() <= {"tools", "messages"}:  # a part of the prompt
+        assert not there.driver.asked[0].own
     else:
         assert refused.status == 400
 

@@ -30,6 +30,12 @@ DEFAULT, WITH_TOOLS = "default", "tool_use"
 LARGEST_TEMPLATE_BYTES = 4_000_000
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """What templates may call by these names; one that the model does not have is undefined."""
+RESERVED_VARIABLES = frozenset({
+    *SPECIAL_TOKENS, "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
+    "strftime_now", "chat_template", "tokenize", "raise_exception", "namespace", "dict", "range", "lipsum",
+    "cycler", "joiner", "loop", "self", "super", "caller", "varargs", "kwargs",
+})  # fmt: skip
+"""Names that templates get from the server; requests cannot set them."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which a message's reasoning may come; templates read the first, some the second."""
 UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -62,6 +68,14 @@ class ChatTemplates:
             names = ", ".join(self.names)
             raise InputError("messages", f"the model has no default chat template, only {names}")
         return self._by_name[DEFAULT]
+
+    def uses_tools(self) -> bool:
+        """Whether the template for conversations with tools reads the variable `tools`."""
+        return _reads(self.text(with_tools=True), "tools")
+
+    def shows_calls(self, *, with_tools: bool) -> bool:
+        """Whether the template speaks of tools at all, as one must that shows earlier calls and their results."""
+        return "tool" in self.text(with_tools=with_tools)
 
     def render(
         self,
@@ -223,9 +237,22 @@ def _to_json(
 
 @lru_cache(maxsize=32)
 def _compiled(text: str) -> Template:
+    return _environment().from_string(text)
+
+
+@lru_cache(maxsize=32)
+def _reads(text: str, variable: str) -> bool:
+    try:
+        names = _environment().parse(text).find_all(nodes.Name)
+    except TemplateError:
+        return False
+    return any(name.name == variable and name.ctx == "load" for name in names)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
     resolved = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     resolved.filters["tojson"] = _to_json
     resolved.globals.update(raise_exception=_refuse, namespace=_Namespace, dict=_Dict())
-    return resolved.from_string(text)
+    return resolved

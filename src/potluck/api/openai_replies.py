@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from typing import NamedTuple
 
 from potluck.api.text_stream import TextDelta
 from potluck.api.tokenizer import ModelTokenizer
+from potluck.api.tool_calls import ToolCall
 from potluck.core.values.sampling import SampledToken
 
 Json = dict[str, object]
@@ -63,9 +65,57 @@ def whole_choice(
 ) -> Json:
     logs = _logs(head, delta.choices, text, 0) if logprobs else None
     base: Json = {"index": index, "finish_reason": delta.finish, "logprobs": logs}
-    if head.chat:
-        return {**base, "message": {"role": "assistant", "content": delta.text, "refusal": None}}
-    return {**base, "text": delta.text}
+    if not head.chat:
+        return {**base, "text": delta.text}
+    message: Json = {"role": "assistant", "content": delta.text, "refusal": None}
+    if delta.calls:
+        message["content"] = delta.text or None
+        message["tool_calls"] = [
+            {
+                "id": call_id(head, index, call),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in delta.calls
+        ]
+    return {**base, "message": message}
+
+
+def call_id(head: ReplyHead, choice: int, call: ToolCall) -> str:
+    """The same for the same answer, also when another process goes on with it."""
+    return f"call_{sha256(f'{head.id} {choice} {call.index}'.encode()).hexdigest()[:24]}"
+
+
+def part_choices(
+    head: ReplyHead,
+    index: int,
+    delta: TextDelta,
+    text: ModelTokenizer | None,
+    *,
+    logprobs: bool,
+    offset: int,
+    first: bool,
+) -> list[Json]:
+    """The choices of the chunks that a delta becomes: its text, two for each tool call, and last why it ends."""
+    if not delta.calls:
+        return [part_choice(head, index, delta, text, logprobs=logprobs, offset=offset, first=first)]
+    choices: list[Json] = []
+    if first or delta.text or (logprobs and delta.choices):
+        words = TextDelta(delta.text, delta.choices)
+        choices.append(part_choice(head, index, words, text, logprobs=logprobs, offset=offset, first=first))
+    parts: list[Json] = []
+    for call in delta.calls:
+        function = {"name": call.name, "arguments": ""}
+        id = call_id(head, index, call)
+        parts.append({"index": call.index, "id": id, "type": "function", "function": function})
+        parts.append({"index": call.index, "function": {"arguments": call.arguments}})
+    choices += [
+        {"index": index, "finish_reason": None, "logprobs": None, "delta": {"tool_calls": [part]}}
+        for part in parts
+    ]
+    if delta.finish is not None:
+        choices.append({"index": index, "finish_reason": delta.finish, "logprobs": None, "delta": {}})
+    return choices
 
 
 def part_choice(

@@ -16,6 +16,9 @@ from typing import Any
 from potluck.api.http import shaped, tokens_of
 from potluck.api.json_schema_limits import check_json_schema
 from potluck.api.text_stream import TextRules, checked_stops
+from potluck.api.tokenizer import ModelTokenizer
+from potluck.api.tool_calls import CallFormat
+from potluck.api.tool_requests import TEMPLATED, TemplateFields, checked_call_field, take_template_fields
 from potluck.core.errors import FormatError, InputError
 from potluck.core.replica.blocks import LONGEST_SALT
 from potluck.core.values.sampling import Sampling, SamplingDefaults
@@ -57,7 +60,8 @@ class EngineAbilities:
     formats: frozenset[str] = frozenset({"text"})  # Types of `response_format`.
     most_choices: int = 64
     most_logprobs: int = 20
-    draws: bool = False  # Whether DRAWN is read here, for engines that run segments.
+    draws: bool = False
+    """Whether DRAWN, and of chats TEMPLATED, are read here, for engines that run segments."""
 
     def __post_init__(self) -> None:
         unknown = self.fields - KNOWN.keys()
@@ -172,8 +176,17 @@ class CommonRequest:
     def shown(self) -> TextRules:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         return TextRules(
-            stops, self.min_tokens, self.include_stop_str_in_output, not self.skip_special_tokens
+            stops,
+            self.min_tokens,
+            self.include_stop_str_in_output,
+            not self.skip_special_tokens,
+            *self.call_rules,
         )
+
+    @property
+    def call_rules(self) -> tuple[CallFormat, bool]:
+        """How tool calls are written in the text, and whether there may be several."""
+        return "", True
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +210,17 @@ class ChatRequest(CommonRequest):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0
+    tools: str = ""
+    """These four are as `TemplateFields` has them."""
+    tool_choice: str = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: str = ""
+
+    @property
+    def call_rules(self) -> tuple[CallFormat, bool]:
+        if not self.tools:
+            return "", True
+        return "bare" if self.tool_choice == "required" else "tagged", self.parallel_tool_calls
 
     @property
     def limit(self) -> int | None:
@@ -270,12 +294,18 @@ def prompts_of(value: object) -> list[str | tuple[int, ...]]:
 def chat_of(body: dict[str, object], able: EngineAbilities) -> tuple[ChatRequest, list[Message]]:
     body = dict(body)
     messages = body.pop("messages", None)
+    fields, schema = take_template_fields(body) if able.draws else (TemplateFields(), "")
     asked = shaped(ChatRequest, _read(body, able))
+    if fields.tools and asked.response_format:
+        line = "of JSON cannot be combined with tools; leave one out, or set tool_choice to none"
+        raise InputError("response_format", line)
+    if fields.tools or fields.chat_template_kwargs:
+        asked = replace(asked, **fields._asdict(), response_format=schema or asked.response_format)
     _check(asked, able)
     _within("top_logprobs", asked.top_logprobs, 0, able.most_logprobs)
     if asked.top_logprobs and not asked.logprobs:
         raise InputError("top_logprobs", "needs logprobs to be true")
-    return asked, messages_of(messages, tools=able.tools)
+    return asked, messages_of(messages, tools=able.tools or able.draws, checked=able.draws)
 
 
 def _read(body: dict[str, object], able: EngineAbilities) -> dict[str, object]:
@@ -368,6 +398,7 @@ def _called(kind: type) -> str:
 
 SPEAKERS = ("system", "developer", "user", "assistant")
 TOOL_SPEAKERS = ("tool", "function")
+CHECKED_SPEAKERS = (*SPEAKERS, "tool")
 SILENT_KEYS = frozenset({"annotations", "reasoning", "reasoning_content", "refusal"})
 """Keys of earlier answers that say nothing to the model, as clients send them back."""
 TOOL_KEYS = frozenset({"function_call", "tool_call_id", "tool_calls"})
@@ -378,18 +409,19 @@ Message = dict[str, Any]
 """`role` and `content`, a text; `name` where one was given; the calls of tools where the engine can do them."""
 
 
-def messages_of(value: object, *, tools: bool) -> list[Message]:
+def messages_of(value: object, *, tools: bool, checked: bool = False) -> list[Message]:
+    """Read messages; `tools` allows calls of tools, `checked` reads them rather than leave them to the engine."""
     if not isinstance(value, list) or not value:
         raise FormatError("messages", "must be a list of at least one message")
-    return [_message(item, f"messages[{place}]", tools) for place, item in enumerate(value)]
+    return [_message(item, f"messages[{place}]", tools, checked) for place, item in enumerate(value)]
 
 
-def _message(value: object, where: str, tools: bool) -> Message:
+def _message(value: object, where: str, tools: bool, checked: bool) -> Message:
     if not isinstance(value, dict):
         raise FormatError(where, "must be an object")
     if not value.keys() <= KEYS:
         raise FormatError(f"{where}.{_word(min(value.keys() - KEYS))}", "unknown key")
-    speakers = SPEAKERS + TOOL_SPEAKERS if tools else SPEAKERS
+    speakers = CHECKED_SPEAKERS if checked else SPEAKERS + TOOL_SPEAKERS if tools else SPEAKERS
     role = value.get("role", "")
     if role not in speakers:
         raise InputError(f"{where}.role", f"must be one of {', '.join(speakers)}")
@@ -401,6 +433,8 @@ def _message(value: object, where: str, tools: bool) -> Message:
         if not isinstance(name, str):
             raise FormatError(f"{where}.name", "must be text")
         made["name"] = name
+    if checked and role == "tool" and value.get("tool_call_id") is None:
+        raise InputError(f"{where}.tool_call_id", "is missing: the id of the call that this answers")
     if value.keys().isdisjoint(TOOL_KEYS):
         return made
     for key in sorted(TOOL_KEYS):
@@ -409,7 +443,7 @@ def _message(value: object, where: str, tools: bool) -> Message:
             continue
         if not tools:
             raise InputError(f"{where}.{key}", "is not supported by this engine; leave it out")
-        made[key] = given
+        made[key] = checked_call_field(key, given, role, f"{where}.{key}") if checked else given
     return made
 
 
@@ -443,7 +477,7 @@ def _word(key: str) -> str:
 # read as far as whoever plans routes must know; the engine gets them as they came, and has the last word. The prompt
 # is made here as well, since a route is cut by its tokens.
 
-READ_CHAT = frozenset(field.name for field in fields(ChatRequest)) - DRAWN | {"messages"}
+READ_CHAT = frozenset(field.name for field in fields(ChatRequest)) - DRAWN - {*TEMPLATED} | {"messages"}
 READ_COMPLETION = frozenset(field.name for field in fields(CompletionRequest)) - DRAWN | {"prompt"}
 KEPT_BACK = frozenset(
     {"best_of", "cache_salt", "n", "priority", "prompt_cache_key", "request_id", "seed", "service_tier"}
@@ -541,6 +575,35 @@ def _with_object(call: object) -> object:
     given = function.get("arguments")
     try:
         arguments = (json.loads(given) if given else {}) if isinstance(given, str | None) else given
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = given
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+# Chats with tools and template variables, for engines that run segments.
+
+
+def chat_prompt(tokenizer: ModelTokenizer, request: ChatRequest, messages: Sequence[Message]) -> str:
+    """The prompt of a chat; InputError where the model's template has no place for what it asks."""
+    with_calls = any("tool_calls" in message or message["role"] == "tool" for message in messages)
+    if not (request.tools or request.chat_template_kwargs or with_calls):
+        return tokenizer.chat(messages)
+    templates = tokenizer.chat_templates
+    if request.tools and (templates is None or not templates.uses_tools()):
+        raise InputError("tools", "the model's chat template does not use tools; leave them out")
+    if with_calls and (templates is None or not templates.shows_calls(with_tools=bool(request.tools))):
+        raise InputError(
+            "messages", "the model's chat template has no place for calls of tools; leave them out"
+        )
+    if request.chat_template_kwargs and templates is None:
+        raise InputError("chat_template_kwargs", "the model has no chat template; leave it out")
+    values = json.loads(request.chat_template_kwargs or "{}")
+    tools = json.loads(request.tools) if request.tools else None
+    return tokenizer.chat([_with_arguments(message) for message in messages], tools=tools, values=values)
+
+
+def chat_chars(messages: Sequence[Message], request: ChatRequest) -> int:
+    """How much text a template gets: what bounds the work of rendering and tokenising it."""
+    calls = sum(len(json.dumps(message["tool_calls"])) for message in messages if "tool_calls" in message)
+    texts = sum(len(message["content"]) for message in messages)
+    return texts + calls + len(request.tools) + len(request.chat_template_kwargs)

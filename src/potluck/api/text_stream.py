@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from potluck.api.tokenizer import ModelTokenizer
+from potluck.api.tool_calls import CLOSING_TAG, OPENING_TAG, CallFormat, ToolCall, ToolCallParser
 from potluck.core.errors import InputError
 from potluck.core.values.sampling import SampledToken
 
@@ -71,6 +72,8 @@ class TextRules:
     min_tokens: int = 0  # Stop strings are looked for behind the first so many tokens.
     include_stop: bool = False
     special: bool = False
+    tool_calls: CallFormat = ""
+    parallel_tool_calls: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +82,22 @@ class TextDelta:
     choices: tuple[SampledToken, ...] = ()
     finish: str | None = None
     cached_tokens: int = 0
+    calls: tuple[ToolCall, ...] = ()
 
 
 class TextStream:
-    """Tokens in, text out that is safe to show. Without a tokenizer there is none."""
+    """Tokens in, text out that is safe to show, and the tool calls in it. Without a tokenizer there is none."""
 
     def __init__(self, text: ModelTokenizer | None, shown: TextRules, ends: frozenset[int]) -> None:
-        self._decoding = None if text is None else text.stream(special=shown.special)
+        special = shown.special
+        if text is not None and shown.tool_calls == "tagged":
+            special = special or not text.special_texts.isdisjoint((OPENING_TAG, CLOSING_TAG))
+        self._decoding = None if text is None else text.stream(special=special)
+        self._parser = (
+            ToolCallParser(shown.tool_calls, parallel=shown.parallel_tool_calls) if shown.tool_calls else None
+        )
+        self.reads_calls = self._parser is not None
+        self._taken_calls = 0
         self._scanner = StopScanner(shown.stops, include=shown.include_stop)
         self._shown, self._ends = shown, ends
         self.tokens = 0
@@ -95,7 +107,25 @@ class TextStream:
         self.tokens += 1
         hidden = choice.token in self._ends and not self._shown.include_stop
         piece = "" if hidden or self._decoding is None else self._decoding.feed(choice.token)
-        return piece if self.tokens <= self._shown.min_tokens else self._scanner.feed(piece)
+        piece = piece if self.tokens <= self._shown.min_tokens else self._scanner.feed(piece)
+        if self._parser is None:
+            return piece
+        piece = self._parser.feed(piece)
+        return piece + self._parser.end() if self.met else piece
+
+    def take_calls(self) -> tuple[ToolCall, ...]:
+        """The calls that were completed since the last time."""
+        if self._parser is None:
+            return ()
+        calls = tuple(self._parser.calls[self._taken_calls :])
+        self._taken_calls += len(calls)
+        return calls
+
+    def finish(self, reason: str) -> str:
+        """The reason to end as clients get it."""
+        return (
+            "tool_calls" if reason == "stop" and self._parser is not None and self._parser.calls else reason
+        )
 
     @property
     def met(self) -> bool:
@@ -104,10 +134,15 @@ class TextStream:
 
     def feed(self, choice: SampledToken) -> TextDelta:
         """One more token. `finish` is `stop` where a stop string was met."""
-        return TextDelta(self.grow(choice), (choice,), "stop" if self.met else None)
+        text = self.grow(choice)
+        finish = self.finish("stop") if self.met else None
+        return TextDelta(text, (choice,), finish, calls=self.take_calls())
 
     def end(self, reason: str, cached_tokens: int = 0) -> TextDelta:
         text = self._scanner.feed("" if self._decoding is None else self._decoding.rest())
         if self._scanner.found is not None:
             reason = "stop"
-        return TextDelta(text + self._scanner.rest(), (), reason, cached_tokens)
+        text += self._scanner.rest()
+        if self._parser is not None:
+            text = self._parser.feed(text) + self._parser.end()
+        return TextDelta(text, (), self.finish(reason), cached_tokens, self.take_calls())

@@ -254,6 +254,10 @@ class ModelTokenizer:
         self.vocab = tokenizer.get_vocab_size(with_added_tokens=True)
         self.longest_token_chars = max((len(token) for token in tokenizer.get_vocab()), default=1)
         """No token stands for more characters of text than it has itself."""
+        self.special_texts = frozenset(
+            added.content for added in tokenizer.get_added_tokens_decoder().values() if added.special
+        )
+        """Of tokens that are left out of text unless special ones are asked for."""
 
     @classmethod
     def read(cls, directory: str | Path, remember_bytes: int = 0) -> ModelTokenizer | None:
@@ -301,6 +305,10 @@ class ModelTokenizer:
         if self._templates is None:
             return plain_chat(messages)
         return self._templates.render(messages, **more)
+
+    @property
+    def chat_templates(self) -> ChatTemplates | None:
+        return self._templates
 
     @property
     def chat_has_specials(self) -> bool:

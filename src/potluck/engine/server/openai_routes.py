@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aiohttp import web
 
@@ -19,7 +19,7 @@ from potluck.api.openai_replies import (
     event,
     model_entry,
     offset_behind,
-    part_choice,
+    part_choices,
     usage,
     whole_choice,
 )
@@ -27,13 +27,18 @@ from potluck.api.openai_requests import (
     ChatRequest,
     CompletionRequest,
     EngineAbilities,
+    chat_chars,
     chat_of,
+    chat_prompt,
     completion_of,
     sampling_of,
 )
 from potluck.api.text_stream import TextDelta, TextRules, TextStream
+from potluck.api.tool_calls import ToolCall
+from potluck.api.tool_requests import forced_call_problem
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.sampling import MOST_LOGPROBS, SampledToken
+from potluck.engine.compute.logit_edits import UnfitFormat
 from potluck.engine.loop.jobs import Job, JobEnded, OutputToken
 from potluck.engine.server.engine_service import SERVICE, EngineService
 from potluck.engine.server.http_connection import ended, error_body, read_object
@@ -53,7 +58,7 @@ async def answer(service: EngineService, job: Job, shown: TextRules) -> AsyncGen
                     continue
                 await service.hub.ask(lambda loop, now_s: loop.cancel(job.key, now_s, reason="stop"))
                 end = await channel.end()
-                yield TextDelta(delta.text, delta.choices, delta.finish, end.times.cached_tokens)
+                yield replace(delta, cached_tokens=end.times.cached_tokens)
                 return
             elif isinstance(event, JobEnded):
                 if event.reason not in ("stop", "length"):
@@ -64,12 +69,14 @@ async def answer(service: EngineService, job: Job, shown: TextRules) -> AsyncGen
 async def whole_answer(service: EngineService, job: Job, shown: TextRules) -> TextDelta:
     texts: list[str] = []
     choices: list[SampledToken] = []
+    calls: list[ToolCall] = []
     finish, cached = None, 0
     async for delta in answer(service, job, shown):
         texts.append(delta.text)
         choices += delta.choices
+        calls += delta.calls
         finish, cached = delta.finish or finish, max(cached, delta.cached_tokens)
-    return TextDelta("".join(texts), tuple(choices), finish, cached)
+    return TextDelta("".join(texts), tuple(choices), finish, cached, tuple(calls))
 
 
 EMBEDDED = EngineAbilities(most_logprobs=MOST_LOGPROBS, draws=True)
@@ -110,12 +117,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     _must_decode(service)
     async with service.admitted():
         text = service.must_have_text
-        if (
-            sum(len(message["content"]) for message in messages)
-            > service.most_tokens * text.longest_token_chars
-        ):
+        if chat_chars(messages, asked) > service.most_tokens * text.longest_token_chars:
             raise CapacityError(f"the messages cannot fit in {service.most_tokens} tokens")
-        prompt = await asyncio.to_thread(text.chat, messages)
+        prompt = await asyncio.to_thread(chat_prompt, text, asked, messages)
         added = asked.add_special_tokens
         special = not text.chat_has_specials if added is None else added
         jobs = await _jobs(service, asked, tuple(await service.encode(prompt, special=special)))
@@ -144,10 +148,17 @@ async def _jobs(
     seed = secrets.randbits(62) if asked.seed is None else asked.seed
     ends = frozenset(asked.stop_token_ids) | (frozenset() if asked.ignore_eos else service.eos)
     jobs = []
+    forced = isinstance(asked, ChatRequest) and asked.tool_choice == "required"
     for place in range(asked.n):
         drawn = seed + (place << 32)
         way = sampling_of(asked, service.defaults, seed=drawn, logprobs=asked.reported)
         way = service.holding(way, ends, len(tokens), asked.min_tokens)
+        try:
+            guide = await service.grammars.guide(way.json_schema)
+        except UnfitFormat as error:
+            if not forced:
+                raise
+            raise HttpRefusal(400, forced_call_problem(str(error)), error.code, "tool_choice") from error
         job = Job(
             service.hub.next_key(),
             tokens,
@@ -156,7 +167,7 @@ async def _jobs(
             ends=ends,
             priority=asked.priority,
             salt=asked.cache_salt or "",
-            guide=await service.grammars.guide(way.json_schema),
+            guide=guide,
         )
         jobs.append(job)
     return jobs
@@ -216,11 +227,13 @@ async def _stream(request: web.Request, reply: OpenAIReply) -> web.StreamRespons
                 output += len(delta.choices)
                 cached += delta.cached_tokens
                 first = index not in seen
-                if delta.text or delta.finish or first or reply.logprobs:
-                    seen.add(index)
-                    choice = part_choice(
-                        head, index, delta, words, logprobs=reply.logprobs, offset=offsets[index], first=first
-                    )
+                if not (delta.text or delta.calls or delta.finish or first or reply.logprobs):
+                    continue
+                seen.add(index)
+                choices = part_choices(
+                    head, index, delta, words, logprobs=reply.logprobs, offset=offsets[index], first=first
+                )
+                for choice in choices:
                     offsets[index] = offset_behind(choice, offsets[index])
                     await response.write(event(head.reply([choice], chunk=True, usage=so_far())))
         if reply.asked.stream_options.include_usage:

@@ -23,7 +23,9 @@ from potluck.api.openai_requests import (
     CompletionRequest,
     EngineAbilities,
     Message,
+    chat_chars,
     chat_of,
+    chat_prompt,
     completion_of,
     is_own,
     own_body,
@@ -228,8 +230,7 @@ class ValidatedRequest:
             if text is None:
                 raise InputError("messages", "this model has no tokenizer; send tokens to /v1/completions")
             special = not text.chat_has_specials if self.special is None else self.special
-            messages, more = templated(self.body, self.messages) if self.own else (self.messages, {})
-            return [tuple(text.encode(text.chat(messages, **more), special=special, apart=tenant))]
+            return [tuple(text.encode(self._prompt(text), special=special, apart=tenant))]
         made = []
         for prompt in self.prompts:
             if isinstance(prompt, str):
@@ -238,6 +239,16 @@ class ValidatedRequest:
                 prompt = tuple(text.encode(prompt, special=self.special is not False, apart=tenant))
             made.append(prompt)
         return made
+
+    def _prompt(self, text: ModelTokenizer) -> str:
+        """The prompt of a chat as a text."""
+        assert self.messages is not None
+        if self.own:
+            messages, more = templated(self.body, self.messages)
+            return text.chat(messages, **more)
+        if isinstance(self.asked, ChatRequest):
+            return chat_prompt(text, self.asked, self.messages)
+        return text.chat(self.messages)
 
 
 def validate(card: ModelCard, body: dict[str, object], *, chat: bool, owns: bool = False) -> ValidatedRequest:
@@ -257,6 +268,8 @@ def validate(card: ModelCard, body: dict[str, object], *, chat: bool, owns: bool
     if not own:
         grammar = asked.response_format not in ("", ANY_OBJECT)
     special, chars = asked.add_special_tokens, _chars(prompts, messages)
+    if isinstance(asked, ChatRequest) and messages is not None:
+        chars = chat_chars(messages, asked)
     sizes = (asked.n, asked.limit, asked.stream, chars, asked.cache_salt)
     return ValidatedRequest(
         card, chat, body, asked, prompts, messages, special, *sizes, own=own, grammar=grammar

@@ -16,13 +16,16 @@ from potluck.api.openai_replies import (
     ReplyHead,
     event,
     offset_behind,
-    part_choice,
+    part_choices,
     usage,
     usage_text,
     whole_choice,
     whole_reply,
 )
+from potluck.api.openai_requests import ChatRequest
 from potluck.api.text_stream import TextDelta, TextStream
+from potluck.api.tool_calls import ToolCall
+from potluck.api.tool_requests import forced_call_problem
 from potluck.core.errors import FormatError
 from potluck.core.state.actions import RefusalReason, Refuse
 from potluck.core.values.sampling import SampledToken
@@ -218,7 +221,7 @@ class ResponseWriter:
         stream, finish = self.validated.stream, self.writers[0].finish or "stop"
         whole = b"" if stream else self._whole()
         # Its record first: nobody has the end of an answer that was not written down.
-        self._tell(finish, 200)
+        self._tell("stop" if finish == "tool_calls" else finish, 200)
         if stream:
             self._end_stream()
         else:
@@ -236,7 +239,7 @@ class ResponseWriter:
 
     def _whole(self) -> bytes:
         head, writers = self.head, self.writers
-        if len(writers) == 1 and not self.logprobs and writers[0].choice is None:
+        if len(writers) == 1 and not self.logprobs and writers[0].choice is None and not writers[0].calls:
             counts = usage_text(self.prompt_tokens, self.output, self._cached)
             return whole_reply(head, "".join(writers[0].texts), writers[0].finish or "stop", counts)
         choices = [writer.whole() for writer in writers]
@@ -416,6 +419,7 @@ class ChoiceWriter:
         self._text = None if validated.asked is None else text_stream_of(validated)
         self.texts: list[str] = []
         self.choices: list[SampledToken] = []
+        self.calls: list[ToolCall] = []
 
     def tokens(self, choices: Sequence[SampledToken]) -> bool:
         if self.over:
@@ -428,8 +432,9 @@ class ChoiceWriter:
             if stream.met:
                 break
         self._spoke_s = answering.came(seen, self._spoke_s)
-        if answering.logprobs:
-            self._with_logs(tuple(choices[:seen]), text)
+        if answering.logprobs or stream.reads_calls:
+            delta = TextDelta(text, tuple(choices[:seen]), calls=stream.take_calls())
+            self._with_details(delta)
             text = ""
         elif not stream.met:
             if self._validated.stream:
@@ -437,7 +442,7 @@ class ChoiceWriter:
             else:
                 self.texts.append(text)
         if stream.met:
-            self._end(text, "stop", 0)
+            self._end(text, stream.finish("stop"), 0)
         return stream.met
 
     def _stream(self) -> TextStream:
@@ -449,6 +454,8 @@ class ChoiceWriter:
     def finished(self, reason: Literal["stop", "length"], cached_tokens: int) -> None:
         if not self.over:
             delta = self._stream().end(reason)
+            if delta.calls:
+                self._with_details(TextDelta("", calls=delta.calls))
             self._end(delta.text, delta.finish or reason, cached_tokens)
 
     def refused(self, refusal: Refuse) -> None:
@@ -463,7 +470,7 @@ class ChoiceWriter:
         if self.choice is not None:
             return self.choice
         answering = self._answering
-        delta = TextDelta("".join(self.texts), tuple(self.choices), self.finish)
+        delta = TextDelta("".join(self.texts), tuple(self.choices), self.finish, calls=tuple(self.calls))
         return whole_choice(
             answering.head, self._index, delta, self._validated.card.text, logprobs=answering.logprobs
         )
@@ -476,27 +483,33 @@ class ChoiceWriter:
         elif text:
             answering.say(self._chunks.part(text, answering.usage_so_far()))
 
-    def _with_logs(self, choices: tuple[SampledToken, ...], text: str, finish: str | None = None) -> None:
-        answering = self._answering
+    def _with_details(self, delta: TextDelta) -> None:
+        """Write or keep text with what chunks of text alone have no place for: log probabilities and tool calls."""
+        answering, first = self._answering, self._chunks is None
         if not self._validated.stream:
-            self.texts.append(text)
-            self.choices += choices
+            self.texts.append(delta.text)
+            self.calls += delta.calls
+            if answering.logprobs:
+                self.choices += delta.choices
             return
-        made = part_choice(
+        if not (answering.logprobs or first or delta.text or delta.calls or delta.finish):
+            return
+        choices = part_choices(
             answering.head,
             self._index,
-            TextDelta(text, choices, finish),
+            delta,
             self._validated.card.text,
-            logprobs=True,
+            logprobs=answering.logprobs,
             offset=self._offset,
-            first=self._chunks is None,
+            first=first,
         )
         self._chunks = self._chunks or ChoiceChunks(answering.head, self._index)
-        self._offset = offset_behind(made, self._offset)
         asked = self._validated.asked
         counts = asked is not None and asked.stream_options.continuous
         message = usage(answering.prompt_tokens, answering.output, 0) if counts else None
-        answering.say(event(answering.head.reply([made], chunk=True, usage=message)))
+        for choice in choices:
+            self._offset = offset_behind(choice, self._offset)
+            answering.say(event(answering.head.reply([choice], chunk=True, usage=message)))
 
     def _end(self, text: str, finish: str, cached_tokens: int) -> None:
         answering = self._answering
@@ -504,7 +517,7 @@ class ChoiceWriter:
         if not self._validated.stream:
             self.texts.append(text)
         elif answering.logprobs:
-            self._with_logs((), text, finish)
+            self._with_details(TextDelta(text, (), finish))
         else:
             if self._chunks is None:
                 self._part("")
@@ -573,7 +586,9 @@ class ChoiceWriter:
     ) -> None:
         if self.over:
             return
-        answering = self._answering
+        answering, asked = self._answering, self._validated.asked
+        if status == 400 and isinstance(asked, ChatRequest) and asked.tool_choice == "required":
+            body = _about_tool_choice(body)
         if len(answering.writers) == 1 and not self._validated.stream:
             self.over = answering.estimated = True
             answering.relayed(status, content_type, body, counts or counted(body))
@@ -618,6 +633,18 @@ class ChoiceWriter:
             answering.output += (counts or counted(body)).output or 0
         self.over = True
         answering.done(0 if counts is None else counts.cached)
+
+
+def _about_tool_choice(body: bytes) -> bytes:
+    """An engine's refusal of the JSON that a forced call asks for, as one of the field that the client set."""
+    try:
+        error = parse_object(body).get("error")
+    except FormatError:
+        return body
+    if not isinstance(error, dict) or error.get("param") != "response_format":
+        return body
+    line = forced_call_problem(str(error.get("message")))
+    return compact({"error": {**error, "message": line, "param": "tool_choice"}})
 
 
 def _refusal(status: int, said: Json) -> HttpRefusal:
