@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 from chat_templates import TEMPLATES
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -263,6 +263,7 @@ JSON = st.recursive(
 FIELDS = ["tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "response_format"]
 
 
+@settings(max_examples=50)
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4), JSON)
 def test_any_tool_fields_give_a_prompt_or_one_line(body: dict[str, object], calls: object) -> None:
     message = {"role": "assistant", "tool_calls": calls}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -141,7 +142,7 @@ def test_tool_calls_are_read_from_tokens_of_engines(n: int, logprobs: bool, stre
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_call_alone_has_null_content(stream: bool) -> None:
-    (answer,) = gathered(scene(saying(CALL + "\n", "stop")).chat(tools=[WEATHER], stream=stream))
+    (answer,) = gathered(scene(saying(CALL + " ", "stop")).chat(tools=[WEATHER], stream=stream))
     assert answer["message"]["content"] is None
     assert functions(answer["message"]) == [KOELN]
 
@@ -151,7 +152,7 @@ def test_call_alone_has_null_content(stream: bool) -> None:
     ("text", "reason", "calls", "content", "finish"),
     [
         ("no call", "stop", 0, "no call", "stop"),
-        (" \n", "stop", 0, " \n", "stop"),
+        ("  ", "stop", 0, "  ", "stop"),
         (CALL[:-1], "stop", 0, CALL[:-1], "stop"),
         (CALL[:30], "length", 0, CALL[:30], "length"),
         (CALL + CALL[:30], "length", 1, CALL[:30], "length"),
@@ -310,6 +311,16 @@ def test_fields_that_cannot_be_honoured_are_400_with_their_name(fields: dict[str
     assert resolved.driver.asked == []
 
 
+def test_prompt_for_plain_servers_has_tools_where_segment_engines_may_take_over() -> None:
+    plain = {NAME: ModelCard(NAME, 4096, tokenizer(), plain=True)}
+    for tools, prompt in (([WEATHER], "weather:Hi;"), (["strange"], "Hi;"), ([], "Hi;")):
+        resolved = Scene(saying(CALL, "stop"), cards=plain)
+        (answer,) = gathered(resolved.chat("Hi", tools=tools))
+        assert prompt_of(resolved.driver.asked[0]) == prompt
+        assert json.loads(resolved.driver.asked[0].body)["tools"] == tools, "the body goes on as it came"
+        assert functions(answer["message"]) == ([KOELN] if tools == [WEATHER] else [])
+
+
 def test_completions_and_models_without_such_a_template_refuse_tools() -> None:
     resolved = scene()
     for fields in ({"tools": [WEATHER]}, {"chat_template_kwargs": {"a": 1}}, {"tool_choice": "required"}):
@@ -343,8 +354,6 @@ def test_kept_answer_with_calls_is_the_same_after_its_process_died(
     broken = ask(first)
     for letter in choices(TWO[:died_after]):
         first.driver.answer.tokens([letter])
-    import os
-
     os.close(files.pop())  # as by a death: the lock is gone
     rest = worker(saying(TWO[died_after:], "stop"))
     again = ask(rest)

@@ -112,6 +112,10 @@ def _allowed_names(choice: object, functions: Sequence[Mapping[str, Any]]) -> fr
     return frozenset({name})
 
 
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+"""Of a function that names no parameters: as OpenAI has it, it takes none."""
+
+
 def _forced_schema(functions: Sequence[Mapping[str, Any]]) -> str:
     """Of an object that calls one of some functions; their own schemas are kept apart, since they may have names."""
     if not functions:
@@ -119,7 +123,7 @@ def _forced_schema(functions: Sequence[Mapping[str, Any]]) -> str:
     calls, definitions = [], {}
     for place, function in enumerate(functions):
         root = f"#/$defs/{place}"
-        definitions[str(place)] = _moved(function.get("parameters") or {"type": "object"}, root)
+        definitions[str(place)] = _moved(function.get("parameters", NO_PARAMETERS), root)
         properties = {"name": {"const": function["name"]}, "arguments": {"$ref": root}}
         calls.append(
             {

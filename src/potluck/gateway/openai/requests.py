@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +38,7 @@ from potluck.api.openai_requests import (
 )
 from potluck.api.text_stream import TextStream
 from potluck.api.tokenizer import ModelTokenizer
+from potluck.api.tool_requests import TEMPLATED
 from potluck.core.errors import CapacityError, FormatError, InputError, PotluckError, did_you_mean
 from potluck.core.values.sampling import MOST_LOGPROBS, Sampling, SamplingDefaults
 from potluck.core.values.types import DEFAULT_CLASS
@@ -248,6 +250,10 @@ class ValidatedRequest:
             return text.chat(messages, **more)
         if isinstance(self.asked, ChatRequest):
             return chat_prompt(text, self.asked, self.messages)
+        if not self.body.keys().isdisjoint(TEMPLATED):
+            # Engines that run segments may have the model as well: their prompt must have the tools.
+            with suppress(InputError):
+                return chat_prompt(text, *chat_of(self.body, self.card.able))
         return text.chat(self.messages)
 
 
