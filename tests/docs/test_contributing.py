@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import test_architecture
 import test_tidy
 

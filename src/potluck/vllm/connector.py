@@ -291,7 +291,7 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
             self._sending.read_layer(vllm_blocks.layer_of(layer_name), self._reads)
 
     def wait_for_save(self) -> None:
-        """Reads the layers for which vLLM did not call `save_kv_layer`: all of them where it replayed a CUDA graph."""
+        """Reads the layers for which `save_kv_layer` was not called: all of them where a CUDA graph was replayed."""
         if self._reads and self._sending is not None:
             for layer in self._layers:
                 self._sending.read_layer(layer, self._reads)
@@ -341,7 +341,7 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Full CUDA graphs stay on: a replayed step reports no layer, so `wait_for_save` reads them all behind it, and a
+        """Full CUDA graphs stay on: `wait_for_save` reads the layers of a replayed step, which reports none, and a
         request is scheduled only once its KV has arrived, so no layer is waited for within a step."""
         return False
 
