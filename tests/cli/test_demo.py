@@ -6,14 +6,39 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from demo.acts import LAB, SHOP, ActEvidence, FleetLook, LoggedDecision, ReplicaLook, chosen, the_day
+from demo.acts import (
+    LAB,
+    RATE_PER_S,
+    SHOP,
+    Act,
+    ActEvidence,
+    FleetLook,
+    LoggedDecision,
+    ReplicaLook,
+    chosen,
+    not_shown,
+    the_day,
+)
 from demo.command import told
-from demo.play import ActOutcome
-from demo.traffic import RequestCounts, SentRequest, counted
+from demo.play import ActOutcome, Player
+from demo.traffic import (
+    DemoLoad,
+    DemoTraffic,
+    Phase,
+    RequestCounts,
+    SentRequest,
+    attainment_text,
+    counted,
+    ended_first,
+    limited,
+)
 
 from potluck.core.values.types import Slo
 from potluck.loadgen.load_client import TimedRequest
@@ -110,7 +135,135 @@ def test_a_dead_node_is_answered_after_its_own_loss() -> None:
     )
 
 
-def test_a_thin_link_a_flood_and_a_sale() -> None:
+def planned(look: FleetLook, pending: bool = False) -> FleetLook:
+    """The same fleet, as the plan in force has it."""
+    copies = {(replica.template, replica.region, replica.unit) for replica in look.replicas}
+    counts = Counter((template, region) for template, region, _ in copies)
+    return replace(look, planned_copies=counts, replan_pending=pending)
+
+
+def test_fleet_is_settled_only_once_its_plan_is_carried_out() -> None:
+    one, other = standing("a"), standing("b", state="starting", node="1xA10")
+    assert planned(look(one)).settled
+    assert not planned(look(one), pending=True).settled, "another plan is on its way"
+    assert not planned(look(one, other)).settled, "a replica of the plan starts"
+    draining = look(one, standing("b", state="draining", node="1xA10"))
+    assert not replace(planned(look(one)), replicas=draining.replicas).settled, (
+        "an old replica is still paid for"
+    )
+    assert not replace(look(one), planned_copies={}).settled
+    pair = look(*(replace(standing(name), unit="u1") for name in ("a", "b")))
+    assert planned(pair).planned_copies == {(one.template, "near"): 1}, "two replicas of one copy"
+    assert planned(pair).settled
+
+
+def test_cheaper_act_shows_only_a_settled_fleet_that_costs_clearly_less() -> None:
+    act, before = ACTS["cheaper"], look(standing("a"), usd=5.2)
+    cheap = standing("b", node="1xA10")
+    after = planned(look(cheap, usd=3.0))
+    assert act.shown(seen(before, after, ("plan", "p")))
+    assert not act.shown(seen(before, after)), "no plan was adopted"
+    assert not act.shown(seen(before, planned(look(standing("a"), usd=3.0)), ("plan", "p"))), (
+        "without the cheap GPU"
+    )
+    assert not act.shown(seen(before, planned(look(cheap, usd=5.1)), ("plan", "p"))), "borderline"
+    dearer = planned(look(standing("a"), cheap, usd=6.7))
+    assert not act.shown(seen(before, dearer, ("plan", "p"))), "the flood's demand was planned for"
+    in_between = replace(after, planned_copies={(cheap.template, "near"): 2})
+    assert not act.shown(seen(before, in_between, ("plan", "p"))), "the plan is not carried out yet"
+    text = not_shown(seen(before, dearer, ("plan", "p")))
+    assert "costs $6.70 an hour; it cost $5.20 before" in text
+    assert "still changing" in not_shown(seen(before, in_between, ("plan", "p")))
+
+
+def test_cheaper_act_begins_once_the_flood_has_left_the_window_and_its_fleet_is_settled() -> None:
+    act, calm = ACTS["cheaper"], planned(look(standing("a")))
+    waiting = replace(seen(calm, calm), window_s=14.0, waited_s=13.9)
+    assert not act.moment(waiting), "the window still has requests of the flood"
+    assert act.moment(replace(waiting, waited_s=14.0))
+    assert not act.moment(replace(waiting, waited_s=20.0, now=planned(calm, pending=True)))
+    assert act.earlier, "the usual traffic is sent meanwhile"
+
+
+def sent(done: bool, status: int = 200, ttft_s: float = 0.1, phase: Phase = "during") -> SentRequest:
+    request = TimedRequest(0.0, "m", [1], 2, status=status, ended=True)
+    if done and status == 200:
+        request.first_s, request.last_s = ttft_s, ttft_s + 0.1
+    if done:
+        request.done_s = ttft_s + 0.1
+    return SentRequest("burst", SHOP, request, phase)
+
+
+def test_evidence_counts_no_request_that_overtook_an_open_one() -> None:
+    """Those that end early are the fast and the refused ones, so their share misleads."""
+    slow = [sent(False) for _ in range(60)]
+    fast = [sent(True) for _ in range(20)]
+    assert ended_first([*fast[:5], *slow, *fast[5:]]) == fast[:5]
+    assert ended_first([]) == []
+
+
+class StagedPlayer(Player):
+    """A player whose burst shows at once, and whose slow requests end only after the act is over."""
+
+    __slots__ = ("notes",)
+
+    def _seen(self, act: Act, before: FleetLook, victim: str = "") -> ActEvidence:
+        now = look(standing("a"), standing("b"), usd=3.0)
+        return seen(before, now, ("plan", "p"))
+
+    def _moment(self, act: Act) -> FleetLook:
+        return look(standing("a"))
+
+
+def test_burst_prints_the_same_attainment_on_the_page_in_the_terminal_and_in_the_table(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """19 of 20 requests end late, after the act's answer has shown."""
+    notes: list[tuple[str, str, str]] = []
+    printed: list[str] = []
+    traffic = DemoTraffic("", "m", {})
+    asked: list[tuple[str, str, float]] = []
+
+    def ask(act: str, loads: tuple[DemoLoad, ...], phase: Phase = "during") -> None:
+        asked.append((act, phase, sum(load.rate_per_s for load in loads)))
+        if phase == "during":
+            traffic.sent += [sent(True), *(sent(False) for _ in range(19))]
+        else:
+            for request in traffic.sent:
+                if not request.has_ended:
+                    request.shot.first_s, request.shot.last_s, request.shot.done_s = 9.0, 9.1, 9.1
+            traffic.sent.append(sent(True, phase="after"))
+
+    client: Any = SimpleNamespace(note=lambda *note: notes.append(note))
+    controls: Any = SimpleNamespace(client=client)
+    staged: Any = SimpleNamespace(ask=ask, of=traffic.of, sent=traffic.sent)
+    player = StagedPlayer(controls, staged, Slo(5.0, 0.08), 0.0, printed.append, lambda: False)
+    outcome = player._one(ACTS["burst"])
+    player.outcomes.append(outcome)
+    words = "SLO attainment 5% of 20 requests."
+    assert notes[-1][1] == words
+    assert printed[-1].splitlines()[0].endswith(words)
+    assert attainment_text(outcome.counts) == words
+    assert told(player.outcomes, player.day_counts(), as_json=False) == 1, "a day that was cut short"
+    lines = capsys.readouterr().out
+    assert "5%" in lines
+    assert "21 requests, 1 of them between acts, 0 lost" in lines
+    assert told(player.outcomes, player.day_counts(), as_json=True) == 1
+    (row,) = json.loads(capsys.readouterr().out)["acts"]
+    assert (row["in_time"], row["requests"]) == (1, 20)
+    assert asked == [("burst", "during", 8.0), ("burst", "after", 4.0)], "no faster than usual while they end"
+
+
+def test_traffic_between_acts_keeps_its_mix_and_is_no_faster_than_usual() -> None:
+    flood = ACTS["flood"].asks
+    calm = limited(flood, RATE_PER_S)
+    assert sum(load.rate_per_s for load in calm) == pytest.approx(RATE_PER_S)
+    assert calm[1].rate_per_s / calm[0].rate_per_s == pytest.approx(flood[1].rate_per_s / flood[0].rate_per_s)
+    assert limited(calm, RATE_PER_S) == calm
+    assert limited((), RATE_PER_S) == ()
+
+
+def test_a_thin_link() -> None:
     before, thin = look(standing("a")), ACTS["thin"]
     now = look(standing("a"), threshold=1100.0)
     assert thin.shown(
@@ -137,10 +290,10 @@ def test_a_thin_link_a_flood_and_a_sale() -> None:
     far = replace(standing("a"), region="far")
     assert thin.moment(seen(before, look(far)))
     assert not thin.moment(seen(before, look(far, threshold=2000.0))), "it is kept from crossing already"
-    moved = look(standing("b", node="1xA10"), usd=1.0)
-    assert ACTS["cheaper"].shown(seen(before, moved, ("plan", "p")))
-    assert not ACTS["cheaper"].shown(seen(before, look(usd=1.0), ("plan", "p"))), (
-        "cheaper, but not by what is cheap"
+    raised = look(standing("a"), threshold=1090.0)
+    line = ("remark", "only prompts of words beyond 1194 tokens go over far->near now")
+    assert thin.shown(seen(raised, now, line)), (
+        "clear beside the plan, although the act began a little above it"
     )
 
 
@@ -193,16 +346,16 @@ def test_requests_are_answered_told_no_or_lost() -> None:
 def test_only_a_whole_day_without_a_lost_request_ends_well(
     shown: bool, lost: int, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    counts = RequestCounts(10, 9)
     outcomes = [
-        (
-            ActOutcome(act, shown, "chosen", "result", 0.0, 1.0, 0, (1, 2), (1.0, 2.0)),
-            RequestCounts(10, 9, lost=lost),
-        )
+        ActOutcome(act, shown, "chosen", "result", 0.0, 1.0, 0, (1, 2), (1.0, 2.0), counts)
         for act in the_day()
     ]
-    assert told(outcomes, as_json=True) == code
-    assert json.loads(capsys.readouterr().out)["lost"] == lost * len(outcomes)
-    assert told(outcomes[:-1], as_json=False) == 1, "a day that was cut short"
+    day_counts = RequestCounts(90, 70, lost=lost)
+    assert told(outcomes, day_counts, as_json=True) == code, "also one that was lost between acts"
+    body = json.loads(capsys.readouterr().out)
+    assert (body["lost"], body["requests"]) == (lost, 90)
+    assert told(outcomes[:-1], day_counts, as_json=False) == 1, "a day that was cut short"
 
 
 @pytest.mark.slow

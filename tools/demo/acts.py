@@ -10,6 +10,7 @@ import json
 import re
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,8 +26,10 @@ SHOP, LAB = "shop", "lab"
 CHEAP = "1xA10"  # The node that is on offer at last.
 CROSSES = re.compile(rf"prompts of .* beyond (\d+) tokens go over {LINK}")
 LENGTHS = re.compile(r"(prompts|answers) of .* (rose|fell) from")
-RAISED = 1.2
+RAISED, CLEAR = 1.15, 1.1
+"""Times the planned length: from the first on a threshold is raised, up to the second the link is clear."""
 LEAST_USD = 0.01
+CHEAPER_BY = 0.2  # Share of what the fleet cost before that a cheaper GPU must save at least.
 LEAST_ASKED, LEAST_SEEN = 8, 4
 """Of one tenant, to say how long its answers take; of all, to say that there are answers."""
 MOST_OF, LESS_OF = 0.75, 0.5
@@ -35,7 +38,7 @@ MOST_OF, LESS_OF = 0.75, 0.5
 
 MOVED_KV = "potluck_kv_bytes_total"
 RETRIED = "potluck_retries_total"
-REPLICA = ("replica", "role", "state", "region", "template", "url", "open_requests")
+REPLICA = ("replica", "role", "state", "region", "template", "url", "open_requests", "unit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class ReplicaLook:
     template: str
     url: str
     open_requests: int
+    unit: str = ""  # The copy of its template that it is part of.
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,9 @@ class FleetLook:
     crossed_bytes: float  # KV that came from another region so far.
     moved: int  # Attempts beyond requests' first so far.
     last: int  # Number of the latest decision.
+    planned_copies: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """Of the plan in force: (template, region) to copies."""
+    replan_pending: bool = False  # Another plan was asked for and has not been answered.
 
     def ready(self, role: str = "", region: str = "") -> tuple[ReplicaLook, ...]:
         return tuple(
@@ -89,6 +96,18 @@ class FleetLook:
     def calm(self) -> bool:
         """Nothing is about to come."""
         return not any(replica.state == "starting" for replica in self.replicas)
+
+    @property
+    def settled(self) -> bool:
+        """The fleet is exactly what the plan in force says, all of it ready, and no other plan is on its way.
+
+        Only then is its price that of a plan: in between, replicas of the old plan are paid for beside the new ones.
+        """
+        copies = {(replica.template, replica.region, replica.unit) for replica in self.replicas}
+        there = Counter((template, region) for template, region, _ in copies)
+        all_ready = all(replica.state == "ready" for replica in self.replicas)
+        planned = {copy: count for copy, count in self.planned_copies.items() if count}
+        return all_ready and there == planned and not self.replan_pending
 
     def count_on(self, node: str, region: str) -> int:
         """Replicas that stay."""
@@ -110,6 +129,8 @@ def look_at(client: GatewayClient, far: str, link: str, last: int) -> FleetLook:
         _total(metrics, MOVED_KV, f'source="[^"]*@{far}#'),
         round(_total(metrics, RETRIED, "")),
         last,
+        {(item["template"], item["region"]): item["count"] for item in text["plan"]["deployments"]},
+        text["wanted"]["replan"] is not None,
     )
 
 
@@ -135,6 +156,8 @@ class ActEvidence:
     earlier: Mapping[str, RequestCounts]  # Of those that were sent while the act waited for its moment.
     victim: str = ""  # The replica that something was done to.
     near_usd_per_h: float = 0.0  # What the cheapest fleet costs that has nothing in the other region.
+    waited_s: float = 0.0  # Since the act began to wait for its moment.
+    window_s: float = 0.0  # After so long the service has seen nothing but the rates and lengths of now.
 
     def of(self, *kinds: str) -> tuple[LoggedDecision, ...]:
         """Of remarks only those on what may cross: paces are remarked on too."""
@@ -171,7 +194,7 @@ class ActEvidence:
     @property
     def raised(self) -> LoggedDecision | None:
         """What was said when clearly fewer prompts might cross than before; else the most that was said."""
-        remarks, enough = self.of("remark"), RAISED * self.before.threshold_tokens
+        remarks, enough = self.of("remark"), RAISED * self.before.planned_tokens
         first = next((remark for remark in remarks if _crossing(remark) >= enough), None)
         return first or max(remarks, key=_crossing, default=None)
 
@@ -193,12 +216,17 @@ def _crossing(remark: LoggedDecision) -> float:
 def crossing(seen: ActEvidence) -> bool:
     """Something crosses that could be kept from it: the link and its far end are clear."""
     tokens, planned = seen.now.threshold_tokens, seen.now.planned_tokens
-    return 0 < tokens < RAISED * planned and seen.now.calm and bool(seen.now.ready(region=FAR))
+    return 0 < tokens <= CLEAR * planned and seen.now.calm and bool(seen.now.ready(region=FAR))
 
 
 def usual(seen: ActEvidence) -> bool:
     """So many were asked and answered before it that one knows how long they take."""
     return seen.now.calm and seen.earlier[SHOP].answered >= LEAST_ASKED
+
+
+def planned_for_this(seen: ActEvidence) -> bool:
+    """The fleet is a plan's, for the traffic of now: what was asked before has left the service's window."""
+    return seen.waited_s >= seen.window_s and seen.now.settled
 
 
 def crossed(seen: ActEvidence) -> bool:
@@ -235,7 +263,9 @@ def replaced(seen: ActEvidence) -> bool:
 
 
 def kept_near(seen: ActEvidence) -> bool:
-    return seen.raised_tokens >= RAISED * seen.before.threshold_tokens > 0
+    """Measured against the plan: the threshold of the moment may be on its way up or down."""
+    planned, now = seen.before.planned_tokens, seen.raised_tokens
+    return now >= RAISED * planned > 0 and now > seen.before.threshold_tokens
 
 
 def fair(seen: ActEvidence) -> bool:
@@ -248,8 +278,10 @@ def fair(seen: ActEvidence) -> bool:
 
 
 def moved_to_cheaper(seen: ActEvidence) -> bool:
-    cheaper = bool(seen.of("plan")) and saved_since(seen) > LEAST_USD
-    return cheaper and any(CHEAP in replica_look.template for replica_look in seen.now.ready(region=NEAR))
+    """A plan was adopted and carried out, it uses the cheap GPU, and its fleet costs clearly less than before."""
+    uses_it = any(CHEAP in replica_look.template for replica_look in seen.now.ready(region=NEAR))
+    saved_enough = saved_since(seen) >= max(LEAST_USD, CHEAPER_BY * seen.before.usd_per_h)
+    return bool(seen.of("plan")) and seen.now.settled and uses_it and saved_enough
 
 
 # What came of it.
@@ -294,6 +326,15 @@ def shielded(seen: ActEvidence) -> str:
     )
 
 
+def not_shown(seen: ActEvidence) -> str:
+    """What there was instead of the expected answer."""
+    steady = "" if seen.now.settled else " and is still changing"
+    return (
+        f"The expected answer was not seen. The fleet costs ${seen.now.usd_per_h:.2f} an hour{steady}; "
+        f"it cost ${seen.before.usd_per_h:.2f} before."
+    )
+
+
 def cheaper_now(seen: ActEvidence) -> str:
     return f"The fleet moved to the cheaper GPUs. {_price(seen)}"
 
@@ -326,7 +367,9 @@ RATE_PER_S = 4.0  # Of both tenants together, as the spec has it.
 BURST, FLOOD = 2.0, 3.0  # Times the usual rate.
 THIN_GBPS, WIDE_GBPS = 1.0, 10.0
 USUAL, USUAL_COUNT, USUAL_USD_PER_H = "1xL4", 10, 0.6  # As in the spec.
-CHEAP_COUNT, CHEAP_USD_PER_H = 6, 0.25
+CHEAP_COUNT, CHEAP_USD_PER_H = 12, 0.15
+"""All of them cost less than the fewest of the usual GPUs that serve as much, and serve twice what is asked: even
+where a slow machine makes the planner think that it needs more, the cheap ones win clearly."""
 MOST_TOLD = 2  # Decisions that are told of one answer.
 
 
@@ -382,6 +425,8 @@ class Act:
     prepare: Callable[[DemoControls, FleetLook], str] = lambda means, look: ""
     """Done before that."""
     saved_usd_per_h: Callable[[ActEvidence], float] = lambda seen: 0.0
+    end: Callable[[DemoControls, FleetLook], str] = lambda means, look: ""
+    """Takes back what would keep the act's requests from ending."""
 
 
 def chosen(act: Act, seen: ActEvidence) -> str:
@@ -438,6 +483,12 @@ def _scarce(means: DemoControls, look: FleetLook) -> str:
     return ""
 
 
+def _plenty(means: DemoControls, look: FleetLook) -> str:
+    """The usual kind can be had again, but for the node that died."""
+    means.quote(NEAR, USUAL, USUAL_COUNT - 1, USUAL_USD_PER_H)
+    return ""
+
+
 def _cheaper(means: DemoControls, look: FleetLook) -> str:
     means.quote(NEAR, CHEAP, CHEAP_COUNT, CHEAP_USD_PER_H)
     return ""
@@ -470,6 +521,7 @@ def _morning() -> tuple[Act, ...]:
             _thin,
             lasts=True,
             moment=crossing,
+            end=_wide,
         ),
         Act(
             "burst",
@@ -479,7 +531,6 @@ def _morning() -> tuple[Act, ...]:
             grown,
             ("plan", "replan"),
             peak,
-            prepare=_wide,
         ),
         Act(
             "shift",
@@ -534,6 +585,9 @@ def _evening(coding: tuple[DemoLoad, ...]) -> tuple[Act, ...]:
             ("plan", "replan"),
             cheaper_now,
             _cheaper,
+            moment=planned_for_this,
+            earlier=coding,
+            prepare=_plenty,
             saved_usd_per_h=saved_since,
         ),
     )

@@ -33,36 +33,50 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "potluck.demo", 2
 
 
-def told(outcomes: Sequence[tuple[ActOutcome, RequestCounts]], as_json: bool) -> int:
-    """Say it; the exit code, 0 where every act of the day showed its answer and nothing was lost."""
-    lost = sum(counts.lost for _, counts in outcomes)
-    whole = len(outcomes) == len(the_day()) and all(act_outcome.shown for act_outcome, _ in outcomes)
+def told(outcomes: Sequence[ActOutcome], day_counts: RequestCounts, as_json: bool) -> int:
+    """Print the day; the exit code is 0 if every act of it showed its answer and no request was lost.
+
+    `day_counts` has all requests of the day, also those sent between two acts.
+    """
+    lost = day_counts.lost
+    whole = len(outcomes) == len(the_day()) and all(outcome.shown for outcome in outcomes)
     if as_json:
-        rows = [_row(act_outcome, counts) for act_outcome, counts in outcomes]
-        emit_json({"format": FORMAT, "version": VERSION, "acts": rows, "lost": lost, "shown": whole})
+        emit_json(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "acts": [_row(outcome) for outcome in outcomes],
+                "requests": day_counts.requests,
+                "lost": lost,
+                "shown": whole,
+            }
+        )
     elif outcomes:
         _table(outcomes)
-        sent = sum(counts.requests for _, counts in outcomes)
-        click.echo(f"{sent} requests, {lost} lost" + ("" if whole else "; not every act showed its answer"))
+        in_acts = sum(outcome.counts.requests for outcome in outcomes)
+        between = (
+            f", {day_counts.requests - in_acts} of them between acts" if day_counts.requests > in_acts else ""
+        )
+        missing = "" if whole else "; not every act showed its answer"
+        click.echo(f"{day_counts.requests} requests{between}, {lost} lost{missing}")
     return 0 if whole and not lost else 1
 
 
-def summary(outcomes: Sequence[tuple[ActOutcome, RequestCounts]]) -> str:
-    """The day in a few sentences, for who watched it."""
+def summary(outcomes: Sequence[ActOutcome], day_counts: RequestCounts) -> str:
+    """The day in a few sentences, for the page."""
     again = "Start again with `make demo`."
     if not outcomes:
         return again
-    sent = sum(counts.requests for _, counts in outcomes)
-    lost = sum(counts.lost for _, counts in outcomes)
-    timely = sum(counts.in_time for _, counts in outcomes) / max(1, sent)
-    first, last = outcomes[0][0].usd_per_h[0], outcomes[-1][0].usd_per_h[1]
+    first, last = outcomes[0].usd_per_h[0], outcomes[-1].usd_per_h[1]
     return (
-        f"{sent:,} requests in {len(outcomes)} acts, {lost or 'none'} lost, {timely:.0%} in time. "
+        f"{day_counts.requests:,} requests in {len(outcomes)} acts and between them, {day_counts.lost or 'none'} "
+        f"lost, SLO attainment {day_counts.attained:.0%}. "
         f"The fleet cost ${first:.2f} an hour at first and ${last:.2f} at the end. {again}"
     )
 
 
-def _row(each: ActOutcome, counts: RequestCounts) -> dict[str, object]:
+def _row(each: ActOutcome) -> dict[str, object]:
+    counts = each.counts
     return {
         "act": each.act.name,
         "shown": each.shown,
@@ -81,23 +95,33 @@ def _row(each: ActOutcome, counts: RequestCounts) -> dict[str, object]:
     }
 
 
-def _table(outcomes: Sequence[tuple[ActOutcome, RequestCounts]]) -> None:
+def _table(outcomes: Sequence[ActOutcome]) -> None:
     table(
         "The day",
-        ("act", "requests", "in time", "refused", "lost", "moved", "replicas", "USD/h", "what it showed"),
+        (
+            "act",
+            "requests",
+            "SLO attainment",
+            "refused",
+            "lost",
+            "moved",
+            "replicas",
+            "USD/h",
+            "what it showed",
+        ),
         [
             (
-                act_outcome.act.name,
-                counts.requests,
-                f"{counts.attained:.0%}",
-                counts.refused,
-                counts.lost,
-                act_outcome.moved,
-                f"{act_outcome.replicas[0]} > {act_outcome.replicas[1]}",
-                f"${act_outcome.usd_per_h[0]:.2f} > ${act_outcome.usd_per_h[1]:.2f}",
-                act_outcome.result if act_outcome.shown else f"NOT SHOWN: {act_outcome.result}",
+                outcome.act.name,
+                outcome.counts.requests,
+                f"{outcome.counts.attained:.0%}",
+                outcome.counts.refused,
+                outcome.counts.lost,
+                outcome.moved,
+                f"{outcome.replicas[0]} > {outcome.replicas[1]}",
+                f"${outcome.usd_per_h[0]:.2f} > ${outcome.usd_per_h[1]:.2f}",
+                outcome.result if outcome.shown else f"NOT SHOWN: {outcome.result}",
             )
-            for act_outcome, counts in outcomes
+            for outcome in outcomes
         ],
     )
 
@@ -153,6 +177,7 @@ class _Day:
     keys: dict[str, str]
     market: Path
     near_usd_per_h: float  # What the cheapest fleet in the region near costs alone.
+    window_s: float  # After so long the service has seen only the traffic of now, and looked at it.
     stop: threading.Event = field(default_factory=threading.Event)
     interrupted: bool = False
     ready: bool = False
@@ -194,6 +219,7 @@ class _Day:
             self.say,
             self.stop.is_set,
             self.near_usd_per_h,
+            self.window_s,
         )
         try:
             self.player.play(acts)
@@ -201,7 +227,7 @@ class _Day:
             self.failed = str(error)
         what = "The demo was stopped." if self.interrupted or self.failed else "The demo is over."
         with suppress(PotluckError):
-            client.note(what, summary(self.player.told()), "end")
+            client.note(what, summary(self.player.outcomes, self.player.day_counts()), "end")
         if self.stay and not self.stop.is_set():
             self.say("The day is over; it serves on until Ctrl-C.")
         else:
@@ -223,10 +249,12 @@ def _play(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) ->
         with suppress(PotluckError):
             stand.down()
             stand.close()
-    outcomes = [] if stood.player is None else stood.player.told()
+    outcomes, day_counts = [], RequestCounts()
+    if stood.player is not None:
+        outcomes, day_counts = stood.player.outcomes, stood.player.day_counts()
     if stood.failed:
         click.echo(f"potluck: {stood.failed}", err=True)
-    code = told(outcomes, as_json)
+    code = told(outcomes, day_counts, as_json)
     return INTERRUPTED if stood.interrupted else max(code, int(bool(stood.failed)))
 
 
@@ -278,7 +306,8 @@ def _stood(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) -
     stand = LocalStack(settings, plan, Replanner(problem, PLAN_S), ready)
     keys = {tenant: _key(stand, tenant) for tenant in (SHOP, LAB)}
     inputs = SimulationInputs(spec, problem, plan)
-    return _Day(stand, inputs, seconds, stay, as_json, keys, market, near.cost_usd_per_h)
+    seen_s = rules["window_s"] + rules["replan_s"]
+    return _Day(stand, inputs, seconds, stay, as_json, keys, market, near.cost_usd_per_h, seen_s)
 
 
 def _key(stand: LocalStack, tenant: str) -> str:

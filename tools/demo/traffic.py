@@ -7,9 +7,11 @@ import json
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from math import ceil
+from typing import Literal
 
 from potluck.core.values.types import Slo
 from potluck.loadgen.load_client import LoadTarget, TimedRequest, kept, whole
@@ -20,6 +22,8 @@ IDLE_S = 0.05
 EVEN = 12.0  # Of the gamma distribution of gaps: a variation of 0.3.
 REFUSED = (429, 503, 504)  # Answers that say no, and when to come again.
 MOST = 0.95  # Share of first tokens that came within `RequestCounts.ttft_s`.
+Phase = Literal["before", "during", "after"]
+"""When a request was sent: while the act waited for its moment, in the act, or while the act's requests ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,11 @@ class SentRequest:
     act: str
     tenant: str
     shot: TimedRequest
-    before: bool = False  # While the act had not begun, and waited for its moment.
+    phase: Phase = "during"
+
+    @property
+    def has_ended(self) -> bool:
+        return self.shot.done_s >= 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +101,25 @@ def counted(sent: Iterable[SentRequest], slo: Slo) -> RequestCounts:
     )
 
 
+def ended_first(sent: Sequence[SentRequest]) -> list[SentRequest]:
+    """The requests sent before the first one that is still open.
+
+    Those that merely ended early are mostly the fast and the refused ones, so their share would mislead.
+    """
+    return list(takewhile(lambda request: request.has_ended, sent))
+
+
+def attainment_text(counts: RequestCounts) -> str:
+    return f"SLO attainment {counts.attained:.0%} of {counts.requests} requests." if counts.requests else ""
+
+
+def limited(asks: tuple[DemoLoad, ...], rate_per_s: float) -> tuple[DemoLoad, ...]:
+    """The same mix of requests, sent no faster than this."""
+    rate_now_per_s = sum(load.rate_per_s for load in asks)
+    part = min(1.0, rate_per_s / rate_now_per_s) if rate_now_per_s else 1.0
+    return tuple(replace(load, rate_per_s=load.rate_per_s * part) for load in asks)
+
+
 def _message(body: str) -> str:
     """What an answer that says no gives as its reason."""
     try:
@@ -111,8 +138,7 @@ class DemoTraffic:
     """Tenant to key."""
     chance: random.Random = field(default_factory=lambda: random.Random(1))
     sent: list[SentRequest] = field(default_factory=list)
-    _now: tuple[str, bool, tuple[DemoLoad, ...]] = ("", False, ())
-    """Act, whether before it, and what is asked."""
+    _now: tuple[str, Phase, tuple[DemoLoad, ...]] = ("", "during", ())
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
     _wait: bool = True
@@ -121,11 +147,12 @@ class DemoTraffic:
         self._thread = threading.Thread(target=self._run, name="potluck-demo-traffic", daemon=True)
         self._thread.start()
 
-    def ask(self, act: str, asks: tuple[DemoLoad, ...], before: bool = False) -> None:
-        self._now = (act, before, asks)
+    def ask(self, act: str, asks: tuple[DemoLoad, ...], phase: Phase = "during") -> None:
+        self._now = (act, phase, asks)
 
-    def of(self, act: str) -> list[SentRequest]:
-        return [sent_request for sent_request in list(self.sent) if sent_request.act == act]
+    def of(self, act: str, phase: Phase = "during") -> list[SentRequest]:
+        """In the order in which they were sent."""
+        return [request for request in list(self.sent) if (request.act, request.phase) == (act, phase)]
 
     def close(self, wait: bool = True) -> None:
         """Send no more; those under way are waited for, or given up."""
@@ -145,7 +172,7 @@ class DemoTraffic:
         under_way: set[asyncio.Task[None]] = set()
         due_s = 0.0
         while not self._over.is_set():
-            act, before, asks = self._now
+            act, phase, asks = self._now
             rate = sum(demo_load.rate_per_s for demo_load in asks)
             if rate <= 0:
                 due_s = to.now_s
@@ -156,7 +183,7 @@ class DemoTraffic:
             await to.wait(due_s)
             ask = self.chance.choices(asks, [demo_load.rate_per_s for demo_load in asks])[0]
             shot = self._shot(ask, due_s)
-            self.sent.append(SentRequest(act, ask.tenant, shot, before))
+            self.sent.append(SentRequest(act, ask.tenant, shot, phase))
             task = asyncio.create_task(to.shoot(shot))
             under_way.add(task)
             task.add_done_callback(under_way.discard)
