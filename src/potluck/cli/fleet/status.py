@@ -295,6 +295,7 @@ def _model(name: str, recent: RecentMetrics) -> dict[str, Any]:
     }
     return {
         "requests_per_s": recent.per_s("vllm:request_success_total", model_name=name),
+        "prompt_tokens_per_s": recent.per_s("vllm:prompt_tokens_total", model_name=name),
         "output_tokens_per_s": recent.per_s("vllm:generation_tokens_total", model_name=name),
         **latencies,
         "running": recent.now.sum("vllm:num_requests_running", model_name=name),
@@ -349,11 +350,12 @@ def _models(models: dict[str, Any]) -> Table:
     columns: dict[str, Callable[[Any], object]] = {
         "model": lambda item: item[0],
         "req/s": lambda item: f"{item[1]['requests_per_s']:.1f}",
-        "tok/s": lambda item: render.count(round(item[1]["output_tokens_per_s"])),
-        "TTFT p50": lambda item: _seconds(item[1]["ttft_p50_s"]),
-        "p90": lambda item: _seconds(item[1]["ttft_p90_s"]),
-        "TPOT p50": lambda item: _seconds(item[1]["tpot_p50_s"]),
-        "p90 ": lambda item: _seconds(item[1]["tpot_p90_s"]),
+        "prompt\ntok/s": lambda item: render.count(round(item[1]["prompt_tokens_per_s"])),
+        "output\ntok/s": lambda item: render.count(round(item[1]["output_tokens_per_s"])),
+        "TTFT\np50": lambda item: _seconds(item[1]["ttft_p50_s"]),
+        "TTFT\np90": lambda item: _seconds(item[1]["ttft_p90_s"]),
+        "TPOT\np50": lambda item: _seconds(item[1]["tpot_p50_s"]),
+        "TPOT\np90": lambda item: _seconds(item[1]["tpot_p90_s"]),
         "run": lambda item: f"{item[1]['running']:.0f}",
         "wait": lambda item: f"{item[1]['waiting']:.0f}",
         "$/Mtok": lambda item: "-" if (usd := item[1]["usd_per_million_tokens"]) is None else render.usd(usd),

@@ -108,8 +108,10 @@ def _promises(title: str, what: str, models: list[ModelSummary]) -> None:
         "a second": lambda model: f"{model.rate_per_s:.3g}",
         "within objective": kept,
         "goodput/s": lambda model: "-" if (rate := model.goodput_per_s) is None else f"{rate:.3g}",
-        "in tokens/s": lambda model: "-" if (rate := model.goodput_tokens_per_s) is None else short(rate),
-        "tokens/s": lambda model: short(model.output_tokens_per_s),
+        "goodput tokens/s": lambda model: (
+            "-" if (rate := model.goodput_tokens_per_s) is None else short(rate)
+        ),
+        "output tokens/s": lambda model: short(model.output_tokens_per_s),
         "refused": lambda model: count(model.outcomes.refused),
         "cancelled": lambda model: count(model.outcomes.cancelled),
         "retried": lambda model: count(model.outcomes.retried),
