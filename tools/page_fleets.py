@@ -71,6 +71,17 @@ def large_fleet(replicas: int = 200) -> tuple[plans.Plan, tuple[Region, ...], tu
     return _plan(kinds, tuple(held), 200.0), tuple(regions), links
 
 
+def disaggregated_fleet(replicas: int) -> tuple[plans.Plan, tuple[Region, ...], tuple[Link, ...]]:
+    """Half of the replicas prefill, half decode, spread over two regions (four from 24 replicas on)."""
+    kind = template("combo 1xH100 + 1xL40S", "combo", [("prefill", "1xH100"), ("decode", "1xL40S")])
+    names = ("east", "north", "south", "west")[: 4 if replicas >= 24 else 2]
+    copies = [replicas // 2 // len(names) + (at < replicas // 2 % len(names)) for at in range(len(names))]
+    held = tuple(plans.Deployment(kind.name, name, count) for name, count in zip(names, copies, strict=True))
+    regions = tuple(_region(name, dict.fromkeys(("1xH100", "1xL40S"), max(copies))) for name in names)
+    links = tuple(Link(one, other, 25.0, 0.03) for one in names for other in names if one != other)
+    return _plan((kind,), held, 5.0 * replicas), regions, links
+
+
 def _region(name: str, available: dict[str, int]) -> Region:
     return Region(name, tuple(NodeOffer(node, PRICE[node], count) for node, count in available.items()))
 

@@ -208,7 +208,7 @@ class Stage:
     def _handed(self, staged: StagedRequest, run: Run, place: int, size: int) -> None:
         source, target = (segment.replica for segment in run.route.segments[place : place + 2])
         self.operators._moved(source, target, "raw", size, 0.01)
-        self.operators.meter.count(SEGMENT_TOKENS, (source,), size // KV_BYTES_PER_TOKEN)
+        self.operators.meter.count(SEGMENT_TOKENS, (source, "prompt"), size // KV_BYTES_PER_TOKEN)
         views = self.core.brain.fleet.views
         if source in views and target in views:
             ends = (views[source].member.region, views[target].member.region)
@@ -225,7 +225,11 @@ class Stage:
             staged.news.put_nowait(ANSWER.split()[(staged.streamed - 1) % ANSWER_WORDS])
         if staged.streamed >= staged.output_tokens:
             self.line.tell(events.RequestFinished(staged.request.id, run.attempt, staged.streamed))
-            self.operators.meter.count(SEGMENT_TOKENS, (run.route.decoder,), staged.streamed)
+            last = run.route.segments[-1]
+            self.operators.meter.count(
+                SEGMENT_TOKENS, (run.route.decoder, "prompt"), run.prompt_tokens - last.start
+            )
+            self.operators.meter.count(SEGMENT_TOKENS, (run.route.decoder, "output"), staged.streamed)
             self._ended(staged, "length", 200)
             return
         # One timer per token for who reads them; else one for many, which nobody sees.

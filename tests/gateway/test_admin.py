@@ -254,14 +254,15 @@ def test_what_happens_is_counted() -> None:
     request_outcomes: list[RequestOutcome] = []
     meter = Counters(told=request_outcomes.append)
     meter.routed("m", run(handed_over("a", "b", 4)))
-    meter.segment("a", 1.0, 30)
+    meter.segment("a", 1.0, 30, 4)
+    meter.segment("a", 1.0, 20, 0)
     meter.failed("b", "replica")
     meter.moved("a", "b", "int8", 1000, 0.5)
     meter.decided("start r3", "the queue grows")
     meter.answered(TOLD)
     assert request_outcomes == [TOLD]
     assert meter.counted(known.KV_BYTES) == {("a", "b", "int8"): 1000}
-    assert meter.counted(known.SEGMENT_TOKENS) == {("a",): 30}
+    assert meter.counted(known.SEGMENT_TOKENS) == {("a", "prompt"): 50, ("a", "output"): 4}
 
 
 def test_the_command_makes_keys_that_open(tmp_path: Path) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import re
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from browser import Tab, chromium
+from page_fleets import MODEL, disaggregated_fleet
 from page_lab import Lab, live
 from page_stage import stage
 
 from potluck.core.state.actions import Refuse
 from potluck.core.state.events import RequestArrived
 from potluck.core.values.types import Request
+from potluck.gateway.values import RequestOutcome
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="needs Chromium: apt-get install chromium")
 BOX = "((each) => { const b = each.getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom]; })"
@@ -68,14 +72,14 @@ def test_what_a_copy_does_is_said_by_its_roles(lab: Lab) -> None:
 
     text, rows = on_page(lab, run)
     assert text == [
-        "prompts only",
-        "answers only",
-        "whole requests",
-        "prompts apart from answers",
-        "whole requests, two GPUs share each prompt",
+        "Prefill only",
+        "Decode only",
+        "Mixed (prefill + decode)",
+        "Prefill and Decode apart",
+        "Mixed (prefill + decode), two GPUs share each prompt",
     ]
-    assert rows["A10"].startswith("whole requests;")
-    assert rows["H100 (prefill) + L40S (decode) + L40S (decode)"].startswith("prompts apart from answers;")
+    assert rows["A10"].startswith("Mixed (prefill + decode);")
+    assert rows["H100 (prefill) + L40S (decode) + L40S (decode)"].startswith("Prefill and Decode apart;")
 
 
 @pytest.mark.parametrize("width", [1440, 390])
@@ -108,17 +112,21 @@ def test_rows_fill_their_lanes_and_every_arc_has_ends_of_its_own(lab: Lab, width
     assert all(title.endswith("2.0 Gbit/s") for title in titles)
 
 
-def test_a_replica_says_how_many_tokens_it_makes(lab: Lab) -> None:
+def test_replica_tile_shows_prompt_and_output_tokens_per_s_apart(lab: Lab) -> None:
     async def run(tab: Tab) -> Any:
         load = asyncio.ensure_future(lab.stage.flood(15.0, 60.0, 10))
         try:
-            return await tab.until(
-                "all('.tile .rate').map((each) => parseFloat(each.textContent)).find((each) => each > 0)"
+            await tab.until("all('.tile .rate').some((each) => /[1-9]/.test(each.textContent))")
+            return await tab.run(
+                "all('.tile').map((each) => [each.dataset.role, each.querySelector('.rate').textContent])"
             )
         finally:
             load.cancel()
 
-    assert on_page(lab, run) > 0
+    kinds = {"prefill": {"prompt"}, "decode": {"output"}, "mixed": {"prompt", "output"}}
+    for role, rate in on_page(lab, run):
+        named = {kind for kind in ("prompt", "output") if re.search(rf"\b{kind} [\d.,k]+( tok/s)", rate)}
+        assert named == kinds[role], rate
 
 
 def test_names_of_levels_stand_beside_the_points_and_a_spike_is_cut_and_told(lab: Lab) -> None:
@@ -142,7 +150,7 @@ def test_names_of_levels_stand_beside_the_points_and_a_spike_is_cut_and_told(lab
     assert message[0].startswith("900 ms at ")
     assert message[0].endswith("beyond what is drawn")
     assert message[1].startswith("700 ms at ")
-    assert "9 of 10 900 ms" in hover
+    assert "p90 900 ms" in hover
 
 
 def test_every_colour_has_one_meaning(lab: Lab) -> None:
@@ -183,7 +191,10 @@ def test_a_refused_request_says_why(lab: Lab) -> None:
         await tab.until(f"one('{row}') !== null")
         return await tab.run(f"[says('{row} .how'), says('{row} .route')]")
 
-    assert on_page(lab, run) == ["refused at once", "too busy: its turn would come after 9 s"]
+    assert on_page(lab, run) == [
+        "refused at once",
+        "chat · too busy: its turn would come after 9 s",
+    ]
 
 
 def test_the_story_heads_savings_only_where_there_were_some_and_names_replicas_as_people_do(lab: Lab) -> None:
@@ -252,3 +263,156 @@ def test_a_gateway_that_was_stopped_says_goodbye_and_one_that_is_lost_is_red(lab
         )
     else:
         assert completed == ("connection lost; trying again", True, "", "")
+
+
+FLOWS_OF_ALL = """const names = Object.keys(tables.replicas), flows = {}, groups = {};
+  const computes = (each) => tables.replicas[each].role === 'prefill';
+  for (const source of names.filter(computes)) for (const target of names.filter((each) => !computes(each)))
+    flows[source + ' > ' + target] = { source, target, codec: 'raw', mbit_per_s: 20 };
+  for (const source of ['1xH100 prefill east', '1xH100 prefill north'])
+    groups[source] = { source, target: '1xL40S decode east', pairs: 9, mbit_per_s: 300 };
+  groups.other = { source: '', target: '', pairs: 40, mbit_per_s: 1500 };
+  state.tables = { ...tables, flows, flow_groups: groups };
+  news({ at_s: state.at_s, set: { replicas: {}, flows: {}, flow_groups: {} } })"""
+GROUP_LINES = "all('.flow-groups li').map((each) => each.textContent)"
+BELOW_THE_FOLD = [
+    "#fall li",
+    "#plot-grid svg *",
+    "#deployments tbody tr",
+    "#promises tbody tr",
+    "#tenant-table tbody tr",
+    "#event-list .event",
+    "#chat-model option",
+]
+
+
+@pytest.mark.parametrize(("width", "theme"), [(1440, "light"), (390, "dark")])
+def test_kv_transfers_of_more_than_ten_replicas_are_listed_by_group(lab: Lab, width: int, theme: str) -> None:
+    async def run() -> Any:
+        async with stage(disaggregated_fleet(12)) as (made, url), lab.browser.tab(url, width, 1600) as tab:
+            await live(tab)
+            await tab.run(f"document.documentElement.dataset.theme = '{theme}'")
+            made.operators.page.show._rest()  # its own news would take the flows away
+            await tab.run(STILL % FLOWS_OF_ALL)
+            lines = await tab.until(f"all('.flow-groups li').length === 3 && {GROUP_LINES}")
+            arcs = await tab.run("all('.flows > path').length")
+            seen = await tab.run("getComputedStyle(one('.flow-groups')).display !== 'none'")
+            wide = await tab.run("document.documentElement.scrollWidth")
+            await tab.run("one('.tile[data-role=prefill]').click()")
+            own = await tab.until("all('.flows > path').length")
+            return lines, arcs, seen, wide, own
+
+    lines, arcs, seen, wide, own = lab.run(run())
+    assert arcs == 0
+    assert seen
+    assert wide <= width
+    assert sorted(lines[:2]) == [
+        "H100 Prefill east → L40S Decode east300 Mbit/s 9 pairs",
+        "H100 Prefill north → L40S Decode east300 Mbit/s 9 pairs",
+    ]
+    assert lines[2] == "all other groups1.5 Gbit/s 40 pairs"
+    assert own == 6, "the arcs of the replica that was chosen, to six that decode"
+
+
+def test_ttft_p90_tile_is_the_last_point_of_its_labelled_plot(lab: Lab) -> None:
+    async def run(tab: Tab) -> Any:
+        load = asyncio.ensure_future(lab.stage.flood(20.0, 60.0, 10))
+        try:
+            tile = "all('.figure').find((each) => each.textContent.startsWith('TTFT p90'))"
+            value = f"{tile}.querySelector('p').textContent"
+            await tab.until(f"/[1-9]/.test({value})")
+            lab.stage.operators.page.show._rest()
+            await tab.until(f"says('#plot-grid figure:nth-child(1) .value').endsWith('p90 ' + {value})")
+            return [
+                await tab.run(f"{tile}.querySelector('h2').textContent"),
+                await tab.run("says('#plots-h')"),
+                await tab.run("all('.figure h2').map((each) => each.textContent)"),
+            ]
+        finally:
+            load.cancel()
+
+    tile, plots, tiles = on_page(lab, run)
+    assert tile == "TTFT p90, last 15 s"
+    assert "each point: last 15 s" in plots
+    assert tiles == [
+        "SLO attainment, last 15 s",
+        "TTFT p90, last 15 s",
+        "Requests ended, last 15 s",
+        "Output tokens, last 15 s",
+        "Cost, now",
+        "Replicas, now",
+    ]
+
+
+def test_sections_below_the_fold_are_drawn_for_full_page_captures(lab: Lab) -> None:
+    async def run() -> Any:
+        async with lab.browser.tab(lab.url, 1000, 300) as tab:
+            await live(tab)
+            lab.stage.send(300, 5)
+            for css in BELOW_THE_FOLD:
+                await tab.until(f"one('{css}') !== null")
+            scrolled = await tab.run("scrollY")
+            size = (await tab.call("Page.getLayoutMetrics"))["cssContentSize"]
+            clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+            capture = await tab.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
+            return scrolled, size["height"], capture["data"]
+
+    scrolled, height, capture = lab.run(run())
+    assert scrolled == 0, "nobody looked below"
+    assert height > 1500
+    assert capture
+
+
+def test_print_draws_every_section_as_it_is_at_that_moment(lab: Lab) -> None:
+    change = """import('/page/state.js').then(({ state, news }) => {
+      const tenants = { 'printed tenant': { ...Object.values(state.tables.tenants)[0] } };
+      news({ at_s: state.at_s, set: { plan: { now: { version: 77 } }, tenants } });
+      dispatchEvent(new Event('beforeprint'));
+      return [says('#plan-why').includes('Version 77'), says('#tenant-table').includes('printed tenant')]; })"""
+
+    async def run() -> Any:
+        async with lab.browser.tab(lab.url, 1000, 300) as tab:
+            await live(tab)
+            await tab.until("one('#tenant-table tbody tr') !== null && one('#deployments tbody tr') !== null")
+            drawn = await tab.run(change)
+            await tab.run("addEventListener('beforeprint', () => { window.printed = true; })")
+            printed = await tab.call("Page.printToPDF")
+            event = await tab.run("window.printed === true")
+            await tab.call("Emulation.setEmulatedMedia", media="print")
+            hidden = await tab.run(
+                "[getComputedStyle(one('.tools')).display, getComputedStyle(one('#event-list')).maxHeight]"
+            )
+            return drawn, printed["data"], event, hidden, tab.errors
+
+    drawn, printed, event, hidden, errors = lab.run(run())
+    assert drawn == [True, True], "before any frame, and although nobody scrolled there"
+    assert base64.b64decode(printed).startswith(b"%PDF")
+    assert event, "the browser sends the event that the page relies on"
+    assert hidden == ["none", "none"], "no controls, and no list cut off"
+    assert errors == []
+
+
+def test_repeated_refusals_are_one_line_with_model_and_reason(lab: Lab) -> None:
+    async def run(tab: Tab) -> Any:
+        brain_loop, show = lab.stage.core.brain_loop, lab.stage.operators.page.show
+        for at in range(30):
+            request = Request(f"repeated-{at}", MODEL, brain_loop.now_s(), 500, 10, tenant="batch")
+            refusal = Refuse(request.id, "overloaded", "its turn would come after 9 s")
+            show.requests(brain_loop.now_s(), RequestArrived(request), [refusal])
+            ended = RequestOutcome(
+                request.id, "", "batch", MODEL, "standard", "overloaded", 429, 500, 0, 0, 0.0, None, 0.1, True
+            )
+            lab.stage.operators.meter.answered(ended)
+        line = "all('#refusals li').find((each) => each.textContent.includes('tenant batch'))"
+        await tab.until(f"{line}?.querySelector('.times').textContent === '30×'")
+        listed = "all('#fall li').filter((each) => each.dataset.id.startsWith('repeated')).length"
+        await tab.until(f"{listed} === 0")
+        words = await tab.run(f"{line}.querySelector('.what').textContent")
+        await tab.run("one('#which').value = 'refused'; one('#which').dispatchEvent(new Event('change'))")
+        return words, await tab.until(listed)
+
+    words, listed = on_page(lab, run)
+    assert words == (
+        "chat overloaded too busy · tenant batch · class standard · latest: its turn would come after 9 s"
+    )
+    assert listed > 0, "one by one for those who ask for them"

@@ -71,7 +71,7 @@ def told(
 
 @given(st.lists(st.floats(0.0, 100.0), min_size=1), st.sampled_from([0.5, 0.9]))
 def test_quantiles_are_the_smallest_value_with_enough_below(values: list[float], share: float) -> None:
-    result = quantile(values, share)
+    result = quantile(sorted(values), share)
     rounded = sorted(round(value, 5) for value in values)
     assert result == next(item for at, item in enumerate(rounded, 1) if at >= share * len(rounded) - 1e-9), (
         "by counting"
@@ -87,16 +87,20 @@ def test_an_hour_counts_what_was_in_time_and_forgets_what_is_older() -> None:
     figures = hour.columns()["models"]["m"]
     assert figures["ended_per_s"] == [3 / POINT_S]
     assert figures["in_time_per_s"] == [0.5], "one was late to begin, one late with its tokens"
-    assert figures["classes"] == [{"standard": [3 / POINT_S, 0.5]}]
+    assert hour.last_min.models["m"]["classes"] == {"standard": (3, 1)}
     assert figures["ttft_p90_s"] == [2.0]
+    assert figures["prompt_tokens_per_s"] == [300 / POINT_S]
+    assert figures["output_tokens_per_s"] == [33 / POINT_S]
     assert figures["usd_per_mtok"] == [pytest.approx(3.6 * POINT_S / 3600 / 333 * 1e6, abs=1e-3)]
-    assert hour.tenants == {"co": 333}
+    assert hour.last_min.prompt_tokens == {"co": 300}
+    assert hour.last_min.output_tokens == {"co": 33}
     for at in range(1, POINTS + 50):
         hour.look(at * POINT_S, models)
     result = hour.columns()
     assert len(result["at_s"]) == POINTS
     assert result["at_s"][0] == 50 * POINT_S
-    assert hour.tenants == {}
+    assert hour.last_min.prompt_tokens == hour.last_min.output_tokens == {}
+    assert hour.last_min.models["m"]["requests"] == 0
     assert len(hour._frames) <= FRAMES
     at_s, then = hour.frame(1000.0) or (0.0, {})
     assert at_s <= 1000.0 < at_s + FRAME_S
@@ -239,7 +243,10 @@ def test_notices_and_tokens_are_in_what_is_sent() -> None:
 
     result = on_stage(run)
     assert result["plan"]["now"]["notices"] == []
-    assert sum(row["tokens_per_s"] for row in result["replicas"].values()) > 0
+    for kind in ("prompt", "output"):
+        rates = {name: row[f"{kind}_tokens_per_s"] for name, row in result["replicas"].items()}
+        assert sum(rates.values()) > 0, kind
+        assert all("tokens_per_s" not in row for row in result["replicas"].values()), "a sum of both kinds"
     core: Any = None
     assert any("Mock engines" in line for line in notices(core, GatewaySettings(mock_engines=True)))
 

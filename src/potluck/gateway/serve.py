@@ -7,7 +7,7 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -87,8 +87,9 @@ class AdminServer:
         self.meter.moved(source, target, codec, moved_bytes, took_s)
         self.page.show.flows.moved(source, target, codec, moved_bytes, took_s)
 
-    def _tokens(self) -> dict[str, float]:
-        return {replica: count for (replica,), count in self.meter.counted(families.SEGMENT_TOKENS).items()}
+    def _tokens(self) -> Mapping[tuple[str, ...], float]:
+        """By replica and kind, since the gateway started."""
+        return self.meter.counted(families.SEGMENT_TOKENS)
 
     def _flush(self) -> None:
         if self._usage is not None:

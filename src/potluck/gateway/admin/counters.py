@@ -58,7 +58,7 @@ class Counters:
         self._histograms: dict[str, dict[Labels, Histogram]] = {}
         self._gaps: dict[str, list[float]] = {}
         self._ended: list[RequestOutcome] = []
-        self._segments: list[tuple[str, float, int, bool]] = []
+        self._segments: list[tuple[str, float, int, int, bool]] = []
         self._routes: Counter[tuple[str, str]] = Counter()
         self.open = 0
 
@@ -110,15 +110,16 @@ class Counters:
 
     def _settle_segments(self) -> None:
         noted, self._segments = self._segments, []
-        of: dict[str, list[tuple[float, int, bool]]] = {}
-        for replica, took_s, tokens, failed in noted:
-            of.setdefault(replica, []).append((took_s, tokens, failed))
-        for replica, item in of.items():
-            failures = sum(failed for _, _, failed in item)
-            self.count(known.SEGMENTS, (replica, "failed"), failures)
-            self.count(known.SEGMENTS, (replica, "done"), len(item) - failures)
-            self.count(known.SEGMENT_TOKENS, (replica,), sum(tokens for _, tokens, _ in item))
-            self.histogram(known.SEGMENT_TIME, (replica,)).see_all([took_s for took_s, _, _ in item])
+        of: dict[str, list[tuple[float, int, int, bool]]] = {}
+        for replica, took_s, prompt, output, failure in noted:
+            of.setdefault(replica, []).append((took_s, prompt, output, failure))
+        for replica, segments in of.items():
+            times_s, prompt_tokens, output_tokens, failed = zip(*segments, strict=True)
+            self.count(known.SEGMENTS, (replica, "failed"), sum(failed))
+            self.count(known.SEGMENTS, (replica, "done"), len(segments) - sum(failed))
+            self.count(known.SEGMENT_TOKENS, (replica, "prompt"), sum(prompt_tokens))
+            self.count(known.SEGMENT_TOKENS, (replica, "output"), sum(output_tokens))
+            self.histogram(known.SEGMENT_TIME, (replica,)).see_all(times_s)
 
     def _settle_ended(self) -> None:
         noted, self._ended = self._ended, []
@@ -192,8 +193,10 @@ class Counters:
             return "remote"
         return "prefill_decode" if (segments[0].stop or 0) >= run.prompt_tokens - 1 else "split"
 
-    def segment(self, replica: str, took_s: float, tokens: int, problem: str = "") -> None:
-        self._segments.append((replica, took_s, tokens, bool(problem)))
+    def segment(
+        self, replica: str, took_s: float, prompt_tokens: int, output_tokens: int, problem: str = ""
+    ) -> None:
+        self._segments.append((replica, took_s, prompt_tokens, output_tokens, bool(problem)))
         if len(self._segments) >= MOST_NOTED:
             self._settle_segments()
 

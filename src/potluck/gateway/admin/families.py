@@ -83,7 +83,12 @@ HEDGES = _count("potluck_hedges", "Attempts beside one that was late with its fi
 SPLITS = _tokens("potluck_split_tokens", "Tokens that a prompt's first replica computed.", "model")
 FAILURES = _count("potluck_failures", "Attempts that were lost, by what failed.", "where", "kind")
 SEGMENTS = _count("potluck_segments", "Segments that ended, by replica.", "replica", "outcome")
-SEGMENT_TOKENS = _count("potluck_replica_tokens", "Tokens that a replica computed or streamed.", "replica")
+SEGMENT_TOKENS = _count(
+    "potluck_replica_tokens",
+    "Tokens of a replica; kind is prompt (computed) or output (streamed).",
+    "replica",
+    "kind",
+)
 SEGMENT_TIME = _seconds("potluck_segment_seconds", "Time of a segment at its replica.", "replica")
 KV_BYTES = _count("potluck_kv_bytes", "KV that crossed between replicas.", "source", "target", "codec")
 KV_TIME = _count("potluck_kv_seconds", "Time that KV took to cross.", "source", "target", "codec")

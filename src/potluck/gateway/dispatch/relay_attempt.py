@@ -445,10 +445,12 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
         self._context.watch.leave(self)
         return tokens if tokens < asked.max_output_tokens else asked.max_output_tokens
 
-    def _count(self, tokens: int, problem: str = "") -> None:
+    def _count(self, output_tokens: int, problem: str = "") -> None:
         if self.pulse is not None:
             took_s = self._now_s() - self._began_s
-            self._context.meter.segment(self._endpoint.replica, took_s, tokens, problem)
+            # An engine that failed before its first token may have computed nothing.
+            prompt_tokens = self.tokens if self.flows or not problem else 0
+            self._context.meter.segment(self._endpoint.replica, took_s, prompt_tokens, output_tokens, problem)
 
     def _leave(self) -> None:
         self._over = True

@@ -603,7 +603,9 @@ class SegmentAttempt(RunningAttempt):
     def _count(self, hop: Hop, problem: str = "") -> None:
         if hop.pulse is not None:
             took_s = self.now_s() - self._began_s
-            self._context.meter.segment(hop.replica, took_s, hop.tokens + hop.told, problem)
+            # An engine that failed before its first token may have computed nothing.
+            prompt_tokens = hop.tokens if hop.flows or not problem else 0
+            self._context.meter.segment(hop.replica, took_s, prompt_tokens, hop.told, problem)
 
     def _let_go(self, hop: Hop, problem: str = GIVEN_UP) -> None:
         """Nothing more is wanted of it; one that has said its end is left to end by itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from potluck.core.state.fleet import ReplicaState
@@ -24,7 +25,10 @@ FLOW_S = 4.0
 TOKENS_S = 8.0
 """Over which a replica's tokens are averaged: they are counted when its part in a request ends."""
 MOST_FLOWS = 60
+MOST_FLOW_GROUPS = 12
+OTHER_FLOWS = "other"
 LEAST_FLOW_BYTES_PER_S = 1_000.0
+TOKEN_KINDS = ("prompt", "output")
 Key = TypeVar("Key")
 
 
@@ -56,17 +60,76 @@ class KvFlows:
     def moved(self, source: str, target: str, codec: str, moved_bytes: int, took_s: float) -> None:
         self._rates.add((source, target, codec), moved_bytes)
 
-    def look(self, span_s: float) -> dict[str, Row]:
-        largest = sorted(self._rates.look(span_s).items(), key=lambda each: -each[1])[:MOST_FLOWS]
-        return {
+    def look(self, span_s: float, replicas: Mapping[str, Row]) -> tuple[dict[str, Row], dict[str, Row]]:
+        """The largest flows between two replicas, and all flows by GPU, role and region of both ends."""
+        rates = self._rates.look(span_s)
+        largest = sorted(rates.items(), key=lambda flow: -flow[1])[:MOST_FLOWS]
+        flows = {
             f"{source} > {target}": {
                 "source": source,
                 "target": target,
                 "codec": codec,
-                "mbit_per_s": float(f"{rate * 8e-6:.2g}"),
+                "mbit_per_s": _mbit_per_s(rate),
             }
             for (source, target, codec), rate in largest
         }
+        return flows, flow_groups(rates, replicas)
+
+
+def _mbit_per_s(bytes_per_s: float) -> float:
+    return float(f"{bytes_per_s * 8e-6:.2g}")
+
+
+def flow_groups(
+    bytes_per_s: Mapping[tuple[str, str, str], float], replicas: Mapping[str, Row]
+) -> dict[str, Row]:
+    """KV flows summed by group; the smallest groups beyond MOST_FLOW_GROUPS are one row, `other`."""
+    totals: dict[tuple[str, str], float] = {}
+    pairs: dict[tuple[str, str], set[tuple[str, str]]] = {}
+    for (source, target, _), rate in bytes_per_s.items():
+        ends = (_flow_group(source, replicas), _flow_group(target, replicas))
+        totals[ends] = totals.get(ends, 0.0) + rate
+        pairs.setdefault(ends, set()).add((source, target))
+    largest = sorted(totals, key=lambda ends: (-totals[ends], ends))
+    shown = len(largest) if len(largest) <= MOST_FLOW_GROUPS else MOST_FLOW_GROUPS - 1
+    rows: dict[str, Row] = {
+        f"{source} > {target}": {
+            "source": source,
+            "target": target,
+            "pairs": len(pairs[source, target]),
+            "mbit_per_s": _mbit_per_s(totals[source, target]),
+        }
+        for source, target in largest[:shown]
+    }
+    if rest := largest[shown:]:
+        rows[OTHER_FLOWS] = {
+            "source": "",
+            "target": "",
+            "pairs": sum(len(pairs[ends]) for ends in rest),
+            "mbit_per_s": _mbit_per_s(sum(totals[ends] for ends in rest)),
+        }
+    return rows
+
+
+def _flow_group(replica: str, replicas: Mapping[str, Row]) -> str:
+    """As the page names it: GPU, role and region; a replica that is gone has only its name's region."""
+    row = replicas.get(replica)
+    if row is None:
+        return f"gone {replica.rpartition('@')[2].partition('#')[0]}"
+    return f"{row['gpu']} {row['role']} {row['region']}"
+
+
+@dataclass(frozen=True, slots=True)
+class LastMinute:
+    """What ended in the last minute. Tokens are by tenant."""
+
+    models: Mapping[str, Row] = field(default_factory=dict)
+    prompt_tokens: Mapping[str, int] = field(default_factory=dict)
+    output_tokens: Mapping[str, int] = field(default_factory=dict)
+    refusals: Mapping[str, Row] = field(default_factory=dict)
+
+
+NOTHING_YET = LastMinute()
 
 
 class FleetSnapshot:
@@ -74,13 +137,13 @@ class FleetSnapshot:
         self,
         core: GatewayCore,
         flows: KvFlows,
-        tokens: Callable[[], Mapping[str, float]] = dict,
+        tokens: Callable[[], Mapping[tuple[str, ...], float]] = dict,
         notices: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         self._core, self._flows = core, flows
         self._tokens, self._notices = tokens, notices
-        self._counted: Mapping[str, float] | None = None
-        self._token_rates: Rates[str] = Rates(TOKENS_S, 0.05)
+        self._counted: Mapping[tuple[str, ...], float] | None = None
+        self._token_rates: Rates[tuple[str, ...]] = Rates(TOKENS_S, 0.05)
         self._operations = Operations(core)
         self._plain: dict[str, tuple[object, Row]] = {}
         self._rows: dict[str, Row] = {}
@@ -90,21 +153,25 @@ class FleetSnapshot:
         self._plan: tuple[int, dict[str, Row]] = (-1, {})
         self._looked_s: float | None = None
 
-    def look(self, now_utc_s: float, tenant_tokens: Mapping[str, int]) -> Tables:
+    def look(self, now_utc_s: float, last_min: LastMinute = NOTHING_YET) -> Tables:
         now_s = self._core.brain_loop.now_s()
         span_s = 1e9 if self._looked_s is None else now_s - self._looked_s
         self._looked_s = now_s
         queues = list(self._operations.queues())
         usd = self._operations.usd_per_h()
+        replicas = self._replicas(span_s, now_utc_s)
+        flows, groups = self._flows.look(span_s, replicas)
         return {
             "plan": {"now": self._plan_row(usd)},
             "deployments": self._deployments(),
             "regions": self._regions(),
-            "models": self._models(queues),
-            "replicas": self._replicas(span_s, now_utc_s),
+            "models": self._models(queues, last_min),
+            "replicas": replicas,
             "links": self._links(span_s),
-            "flows": self._flows.look(span_s),
-            "tenants": self._tenants(queues, tenant_tokens),
+            "flows": flows,
+            "flow_groups": groups,
+            "tenants": self._tenants(queues, last_min),
+            "refusals": dict(last_min.refusals),
         }
 
     def _plan_row(self, usd: Mapping[str, float]) -> Row:
@@ -154,7 +221,7 @@ class FleetSnapshot:
             for region in core.regions
         }
 
-    def _models(self, queues: list[QueueView]) -> dict[str, Row]:
+    def _models(self, queues: list[QueueView], last_min: LastMinute) -> dict[str, Row]:
         core, result = self._core, {}
         predictions = {prediction.model: prediction for prediction in core.plan.predictions}
         for name, model in core.replica_models.resolved.models.items():
@@ -179,20 +246,23 @@ class FleetSnapshot:
                 "usd_per_h": None if usd_per_h is None else round(usd_per_h, 3),
                 "running": sum(queue.running for queue in queues if queue.model == name),
                 "waiting": sum(queue.waiting for queue in queues if queue.model == name),
+                "last_min": last_min.models.get(name),
             }
         return result
 
-    def _tenants(self, queues: list[QueueView], tokens: Mapping[str, int]) -> dict[str, Row]:
+    def _tenants(self, queues: list[QueueView], last_min: LastMinute) -> dict[str, Row]:
         weights = {item.name: item.weight for item in self._core.policy.tenants}
-        names = {*weights, *tokens, *(queue.tenant for queue in queues)}
-        whole = sum(tokens.values())
+        prompt, output = last_min.prompt_tokens, last_min.output_tokens
+        names = {*weights, *prompt, *output, *(queue.tenant for queue in queues)}
+        whole = sum(prompt.values()) + sum(output.values())
         return {
             name: {
                 "weight": weights.get(name, 1.0),
                 "running": sum(queue.running for queue in queues if queue.tenant == name),
                 "waiting": sum(queue.waiting for queue in queues if queue.tenant == name),
-                "tokens_last_min": tokens.get(name, 0),
-                "share": round(tokens.get(name, 0) / whole, 3) if whole else 0.0,
+                "prompt_tokens_last_min": prompt.get(name, 0),
+                "output_tokens_last_min": output.get(name, 0),
+                "share": round((prompt.get(name, 0) + output.get(name, 0)) / whole, 3) if whole else 0.0,
             }
             for name in sorted(names)
         }
@@ -231,20 +301,22 @@ class FleetSnapshot:
                         "state": "lost",
                         "why": why,
                     }
-                    row |= {"busy": 0.0, "tokens_per_s": 0.0}
+                    row |= {"busy": 0.0, **_token_rates({}, name)}
                 rows[name] = row
         self._busy = {name: busy for name, busy in self._busy.items() if name in rows}
         self._plain = {name: item for name, item in self._plain.items() if name in views}
         self._rows = rows
         return rows
 
-    def _tokens_per_s(self, span_s: float) -> Mapping[str, float]:
+    def _tokens_per_s(self, span_s: float) -> Mapping[tuple[str, ...], float]:
         before, self._counted = self._counted, self._tokens()
-        for name, count in self._counted.items():
-            self._token_rates.add(name, count - (count if before is None else before.get(name, 0.0)))
+        for key, count in self._counted.items():
+            self._token_rates.add(key, count - (count if before is None else before.get(key, 0.0)))
         return self._token_rates.look(span_s)
 
-    def _replica(self, name: str, view: ReplicaState, weight: float, tokens: Mapping[str, float]) -> Row:
+    def _replica(
+        self, name: str, view: ReplicaState, weight: float, tokens: Mapping[tuple[str, ...], float]
+    ) -> Row:
         known = self._plain.get(name)
         if known is None or known[0] is not view.member:
             known = self._plain[name] = (view.member, self._plain_row(view))
@@ -261,7 +333,7 @@ class FleetSnapshot:
             "waiting": 0 if status is None else status.queued,
             "kv": round(1.0 - status.free_blocks / total, 2) if status is not None and total else 0.0,
             "busy": round(busy, 1),
-            "tokens_per_s": float(f"{tokens.get(name, 0.0):.2g}"),
+            **_token_rates(tokens, name),
             **self._why_not_ready(view),
             "pace": None if view.shown_pace is None else round(view.shown_pace, 2),
         }
@@ -285,6 +357,10 @@ class FleetSnapshot:
             "gpu": "?" if layout is None else gpu_of(layout),
             "stages": [] if layout is None else stages_of(layout),
         }
+
+
+def _token_rates(tokens: Mapping[tuple[str, ...], float], replica: str) -> Row:
+    return {f"{kind}_tokens_per_s": float(f"{tokens.get((replica, kind), 0.0):.2g}") for kind in TOKEN_KINDS}
 
 
 def gpu_of(layout: Layout) -> str:

@@ -1,7 +1,7 @@
 """One stream for all who watch: the whole once, then what changed, made once a tick for all of them.
 
-    whole   {"format": "potluck.page", "version": 1, "at_s": ..., "tables": {...}, "requests": {...}, "events": [...],
-             "points": {...}}
+    whole   {"format": "potluck.page", "version": 2, "at_s": ..., "window_s": ..., "tables": {...}, "requests": {...},
+             "events": [...], "points": {...}}
     news    {"at_s": ..., "set": {table: {name: {field: value}}}, "gone": {table: [name]}, "requests": {...},
              "events": [...], "point": {...}}      what is empty is left out
     bye     {"what": ..., "why": ...}      the last line of a gateway that was asked to end
@@ -19,6 +19,7 @@ import zlib
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, get_args
 
@@ -27,7 +28,7 @@ from potluck.core.state.actions import Action, Hedge, Refuse, Run
 from potluck.core.state.events import Event
 from potluck.core.values.types import Request, Slo
 from potluck.gateway.core import Decision, GatewayCore
-from potluck.gateway.page.snapshot import FleetSnapshot, KvFlows, Row, Tables
+from potluck.gateway.page.snapshot import FleetSnapshot, KvFlows, LastMinute, Row, Tables
 from potluck.gateway.values import RequestOutcome
 
 POINT_S = 2.0
@@ -35,20 +36,116 @@ POINTS = 1_800
 FRAME_S = 10.0
 FRAMES = 360
 MOST_NOTED = 100_000
-WINDOW = 30  # Points over which tenants' shares are told: a minute.
+WINDOW_S = 15.0
+"""A point's rates and percentiles are of what ended in so long before it. The page's tiles and plots both show
+points, so that a tile is always the last value of its plot."""
+LAST_MIN_S = 60.0
+MOST_REFUSAL_GROUPS = 20
+OTHER_REFUSALS = "other"
+MOST_REFUSAL_DETAILS = 200
 ANSWERED = frozenset({"stop", "length"})
+CANCELLED = "cancelled"
 Point = dict[str, Any]
+RefusalKey = tuple[str, str, str, str]
+"""Model, tenant, class, reason."""
+
+
+@dataclass(slots=True)
+class ModelBatch:
+    """One model's requests that ended within some time, or within several batches' time."""
+
+    span_s: float = 0.0
+    requests: int = 0
+    in_time: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0
+    """Of requests that were answered."""
+    output_tokens: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+    tpot_s: list[float] = field(default_factory=list)
+    by_class: dict[str, list[int]] = field(default_factory=dict)
+    """Class to requests, and requests within the objective."""
+    usd: float | None = 0.0
+    """None where the price of a replica is unknown."""
+
+    def add(self, outcome: RequestOutcome, slo: Slo | None) -> None:
+        self.requests += 1
+        self.output_tokens += outcome.output_tokens
+        by_class = self.by_class.setdefault(outcome.request_class, [0, 0])
+        by_class[0] += 1
+        answered = outcome.outcome in ANSWERED
+        self.refused += is_refusal(outcome)
+        self.prompt_tokens += outcome.prompt_tokens if answered else 0
+        if outcome.first_s is None:
+            return
+        ttft_s = outcome.first_s - outcome.came_s
+        tokens = outcome.output_tokens / max(1, outcome.choices)
+        tpot_s = (outcome.ended_s - outcome.first_s) / (tokens - 1) if tokens > 1 else 0.0
+        self.ttft_s.append(ttft_s)
+        if tokens > 1:
+            self.tpot_s.append(tpot_s)
+        if answered and (slo is None or slo.kept(ttft_s, tpot_s, outcome.ended_s - outcome.came_s)):
+            self.in_time += 1
+            by_class[1] += 1
+
+    def merge(self, other: ModelBatch) -> None:
+        self.span_s += other.span_s
+        self.requests += other.requests
+        self.in_time += other.in_time
+        self.refused += other.refused
+        self.prompt_tokens += other.prompt_tokens
+        self.output_tokens += other.output_tokens
+        self.ttft_s += other.ttft_s
+        self.tpot_s += other.tpot_s
+        self.usd = None if self.usd is None or other.usd is None else self.usd + other.usd
+        for name, (requests, in_time) in other.by_class.items():
+            mine = self.by_class.setdefault(name, [0, 0])
+            mine[0] += requests
+            mine[1] += in_time
+
+    def per_s(self, amount: float, digits: int) -> float:
+        return round(amount / self.span_s, digits) if self.span_s else 0.0
+
+    @property
+    def usd_per_mtok(self) -> float | None:
+        """Of prompt and output tokens together."""
+        tokens = self.prompt_tokens + self.output_tokens
+        return None if self.usd is None or not tokens else round(self.usd / tokens * 1e6, 3)
+
+
+def is_refusal(outcome: RequestOutcome) -> bool:
+    return outcome.outcome not in ANSWERED and outcome.outcome != CANCELLED
+
+
+@dataclass(frozen=True, slots=True)
+class EndedBatch:
+    """What ended between two looks at the fleet."""
+
+    at_s: float
+    span_s: float
+    models: Mapping[str, ModelBatch]
+    prompt_tokens: Counter[str]
+    output_tokens: Counter[str]
+    """By tenant; also of requests that were refused, whose prompts a tenant sent all the same."""
+    refusals: Counter[RefusalKey]
+
+    def mostly_within(self, window_s: float, now_s: float) -> bool:
+        return self.at_s - self.span_s / 2 > now_s - window_s
 
 
 class PageHistory:
-    def __init__(self, slos: Mapping[str, Slo]) -> None:
+    def __init__(
+        self, slos: Mapping[str, Slo], refusal_details: Mapping[RefusalKey, str] | None = None
+    ) -> None:
         self._slos = slos
+        self._refusal_details = {} if refusal_details is None else refusal_details
         self._noted: deque[RequestOutcome] = deque(maxlen=MOST_NOTED)
         self.told: Callable[[RequestOutcome], None] = self._noted.append
         self._points: deque[Point] = deque(maxlen=POINTS)
         self._frames: deque[tuple[float, bytes]] = deque(maxlen=FRAMES)
-        self._tenants: deque[Counter[str]] = deque(maxlen=WINDOW)
+        self._batches: deque[EndedBatch] = deque()
         self._last_s: float | None = None
+        self.last_min = LastMinute()
 
     def due(self, now_s: float) -> bool:
         return self._last_s is None or now_s - self._last_s >= POINT_S
@@ -56,20 +153,19 @@ class PageHistory:
     def look(self, now_s: float, tables: Tables) -> Point:
         span_s = POINT_S if self._last_s is None else max(now_s - self._last_s, 1e-3)
         self._last_s = now_s
-        ended = list(self._noted)
-        self._noted.clear()
-        by_model: dict[str, list[RequestOutcome]] = {name: [] for name in tables.get("models", {})}
-        tokens: Counter[str] = Counter()
-        for one in ended:
-            if one.model:
-                by_model.setdefault(one.model, []).append(one)
-                tokens[one.tenant] += one.prompt_tokens + one.output_tokens
-        self._tenants.append(tokens)
+        models = tables.get("models", {})
+        self._batches.append(self._batch(now_s, span_s, models))
+        while not self._batches[0].mostly_within(LAST_MIN_S, now_s) and len(self._batches) > 1:
+            self._batches.popleft()
+        recent = [batch for batch in self._batches if batch.mostly_within(WINDOW_S, now_s)] or [
+            self._batches[-1]
+        ]
+        self.last_min = self._last_minute()
         point = {
             "at_s": round(now_s, 2),
             "models": {
-                name: self._figures(outcomes, span_s, name, tables.get("models", {}).get(name, {}))
-                for name, outcomes in by_model.items()
+                name: _figures(_merged(recent, name), _usd_per_h(models, name))
+                for name in {**models, **dict.fromkeys(name for batch in recent for name in batch.models)}
             },
         }
         self._points.append(point)
@@ -78,54 +174,64 @@ class PageHistory:
             self._frames.append((now_s, packed))
         return point
 
-    def _figures(
-        self, ended: list[RequestOutcome], span_s: float, model: str, row: Mapping[str, Any]
-    ) -> Point:
-        slo = self._slos.get(model)
-        ttft_s, tpot_s, in_time, tokens = [], [], 0, 0
-        classes: dict[str, list[int]] = {}
-        for one in ended:
-            tokens += one.output_tokens
-            mine = classes.setdefault(one.request_class, [0, 0])
-            mine[0] += 1
-            if one.first_s is None:
-                continue
-            waited_s = one.first_s - one.came_s
-            value = one.output_tokens / max(1, one.choices)
-            gap_s = (one.ended_s - one.first_s) / (value - 1) if value > 1 else 0.0
-            ttft_s.append(waited_s)
-            if value > 1:
-                tpot_s.append(gap_s)
-            if one.outcome in ANSWERED and (
-                slo is None or slo.kept(waited_s, gap_s, one.ended_s - one.came_s)
-            ):
-                in_time += 1
-                mine[1] += 1
-        answered = sum(message.outcome in ANSWERED for message in ended)
-        prompts = sum(message.prompt_tokens for message in ended if message.outcome in ANSWERED)
-        usd_per_h = row.get("usd_per_h", 0.0)
-        whole = tokens + prompts
-        usd = None if usd_per_h is None or not whole else usd_per_h * span_s / 3600 / whole * 1e6
-        return {
-            "ended_per_s": round(len(ended) / span_s, 3),
-            "in_time_per_s": round(in_time / span_s, 3),
-            "refused_per_s": round((len(ended) - answered) / span_s, 3),
-            "tokens_per_s": round(tokens / span_s, 1),
-            "ttft_p50_s": quantile(ttft_s, 0.5),
-            "ttft_p90_s": quantile(ttft_s, 0.9),
-            "tpot_p50_s": quantile(tpot_s, 0.5),
-            "tpot_p90_s": quantile(tpot_s, 0.9),
-            "classes": {
-                name: [round(all_of / span_s, 3), round(kept / span_s, 3)]
-                for name, (all_of, kept) in sorted(classes.items())
-            },
-            "usd_per_h": None if usd_per_h is None else round(usd_per_h, 3),
-            "usd_per_mtok": None if usd is None else round(usd, 3),
-        }
+    def _batch(self, now_s: float, span_s: float, models: Mapping[str, Row]) -> EndedBatch:
+        outcomes = list(self._noted)
+        self._noted.clear()
+        batches = {name: ModelBatch(span_s) for name in models}
+        prompt_tokens, output_tokens = Counter[str](), Counter[str]()
+        refusals = Counter[RefusalKey]()
+        for outcome in outcomes:
+            if is_refusal(outcome):
+                refusals[outcome.model, outcome.tenant, outcome.request_class, outcome.outcome] += 1
+            if outcome.model:
+                batches.setdefault(outcome.model, ModelBatch(span_s)).add(
+                    outcome, self._slos.get(outcome.model)
+                )
+                prompt_tokens[outcome.tenant] += outcome.prompt_tokens
+                output_tokens[outcome.tenant] += outcome.output_tokens
+        for name, batch in batches.items():
+            usd_per_h = _usd_per_h(models, name)
+            batch.usd = None if usd_per_h is None else usd_per_h * span_s / 3600
+            batch.ttft_s.sort()
+            batch.tpot_s.sort()
+        return EndedBatch(now_s, span_s, batches, prompt_tokens, output_tokens, refusals)
 
-    @property
-    def tenants(self) -> dict[str, int]:
-        return dict(sum(self._tenants, Counter()))
+    def _last_minute(self) -> LastMinute:
+        names = {name: None for batch in self._batches for name in batch.models}
+        return LastMinute(
+            {name: _last_min_row(_merged(self._batches, name)) for name in names},
+            sum((batch.prompt_tokens for batch in self._batches), Counter[str]()),
+            sum((batch.output_tokens for batch in self._batches), Counter[str]()),
+            self._refusal_rows(),
+        )
+
+    def _refusal_rows(self) -> dict[str, Row]:
+        """Refusals of the last minute, the most frequent first; the rest beyond the limit is one row, `other`."""
+        counts, last_s = Counter[RefusalKey](), dict[RefusalKey, float]()
+        for batch in self._batches:
+            counts.update(batch.refusals)
+            last_s.update(dict.fromkeys(batch.refusals, batch.at_s))
+        groups = sorted(counts, key=lambda key: (-counts[key], key))
+        shown = len(groups) if len(groups) <= MOST_REFUSAL_GROUPS else MOST_REFUSAL_GROUPS - 1
+        rows: dict[str, Row] = {}
+        for key in groups[:shown]:
+            model, tenant, request_class, reason = key
+            rows["\t".join(key)] = {
+                "model": model,
+                "tenant": tenant,
+                "class": request_class,
+                "reason": reason,
+                "why": self._refusal_details.get(key, ""),
+                "count": counts[key],
+                "last_s": round(last_s[key], 1),
+            }
+        if rest := groups[shown:]:
+            rows[OTHER_REFUSALS] = {
+                **dict.fromkeys(("model", "tenant", "class", "reason", "why"), ""),
+                "count": sum(counts[key] for key in rest),
+                "last_s": round(max(last_s[key] for key in rest), 1),
+            }
+        return rows
 
     def columns(self) -> Point:
         names = {name: None for point in self._points for name in point["models"]}
@@ -150,12 +256,53 @@ class PageHistory:
         return found_s, json.loads(zlib.decompress(packed))
 
 
+def _merged(batches: Iterable[EndedBatch], model: str) -> ModelBatch:
+    """All of a model's batches; a batch before its first request counts as time without any."""
+    merged = ModelBatch()
+    for batch in batches:
+        merged.merge(batch.models.get(model) or ModelBatch(batch.span_s))
+    merged.ttft_s.sort()
+    merged.tpot_s.sort()
+    return merged
+
+
+def _usd_per_h(models: Mapping[str, Row], name: str) -> float | None:
+    """What a model's replicas cost: 0 for one that is not served, None where a price is unknown."""
+    usd_per_h = models.get(name, {}).get("usd_per_h", 0.0)
+    return None if usd_per_h is None else float(usd_per_h)
+
+
+def _figures(batch: ModelBatch, usd_per_h: float | None) -> Point:
+    return {
+        "ended_per_s": batch.per_s(batch.requests, 3),
+        "in_time_per_s": batch.per_s(batch.in_time, 3),
+        "refused_per_s": batch.per_s(batch.refused, 3),
+        "prompt_tokens_per_s": batch.per_s(batch.prompt_tokens, 1),
+        "output_tokens_per_s": batch.per_s(batch.output_tokens, 1),
+        "ttft_p50_s": quantile(batch.ttft_s, 0.5),
+        "ttft_p90_s": quantile(batch.ttft_s, 0.9),
+        "tpot_p50_s": quantile(batch.tpot_s, 0.5),
+        "tpot_p90_s": quantile(batch.tpot_s, 0.9),
+        "usd_per_h": None if usd_per_h is None else round(usd_per_h, 3),
+        "usd_per_mtok": batch.usd_per_mtok,
+    }
+
+
+def _last_min_row(batch: ModelBatch) -> Row:
+    return {
+        "requests": batch.requests,
+        "in_time": batch.in_time,
+        "requests_per_s": batch.per_s(batch.requests, 3),
+        "ttft_p90_s": quantile(batch.ttft_s, 0.9),
+        "tpot_p90_s": quantile(batch.tpot_s, 0.9),
+        "usd_per_mtok": batch.usd_per_mtok,
+        "classes": {name: tuple(counts) for name, counts in sorted(batch.by_class.items())},
+    }
+
+
 def quantile(values: list[float], share: float) -> float | None:
-    """The smallest of them that at least this share is not above."""
-    if not values:
-        return None
-    values = sorted(values)
-    return round(values[max(0, ceil(share * len(values)) - 1)], 5)
+    """The smallest of the sorted values that at least this share is not above."""
+    return round(values[max(0, ceil(share * len(values)) - 1)], 5) if values else None
 
 
 Heard = (
@@ -185,6 +332,8 @@ class Waterfall:
         self._changed: dict[str, None] = {}
         self._begun = (0, 0)
         self._watched = False
+        self.refusal_details: dict[RefusalKey, str] = {}
+        """What the latest request of a group was refused for, in words; the latest MOST_REFUSAL_DETAILS groups."""
 
     def __call__(self, at_s: float, event: Event, actions: Sequence[Action]) -> None:
         if isinstance(event, events.RequestArrived):
@@ -197,7 +346,23 @@ class Waterfall:
             if type(action) is Run or type(action) is Hedge:
                 self._sent(at_s, action)
             elif type(action) is Refuse:
+                self._note_refusal(action, event)
                 self._over(at_s, action.request, "refused", {"why": action.detail, "reason": action.reason})
+
+    def _note_refusal(self, refusal: Refuse, event: Event) -> None:
+        """A request that was refused on arrival is known by the event, even if it is not followed."""
+        if isinstance(event, events.RequestArrived) and event.request.id == refusal.request:
+            request = event.request
+            group = (request.model, request.tenant, request.request_class)
+        elif (row := self._rows.get(refusal.request)) is not None:
+            group = (row["model"], row["tenant"], row["class"])
+        else:
+            return
+        key = (*group, refusal.reason)
+        self.refusal_details.pop(key, None)
+        self.refusal_details[key] = refusal.detail
+        if len(self.refusal_details) > MOST_REFUSAL_DETAILS:
+            del self.refusal_details[next(iter(self.refusal_details))]
 
     def row(self, request: str) -> Row | None:
         return self._rows.get(request)
@@ -310,7 +475,7 @@ def _short(after_s: float) -> float:
     return round(after_s, 4)
 
 
-FORMAT, VERSION = "potluck.page", 1
+FORMAT, VERSION = "potluck.page", 2
 TICK_S = 0.25
 STOPPED = ("The service was stopped.", "This page goes on when it is started again.")
 MOST_WATCHERS = 16
@@ -357,21 +522,21 @@ class PageStream:
     def __init__(
         self,
         core: GatewayCore,
-        tokens: Callable[[], Mapping[str, float]] = dict,
+        tokens: Callable[[], Mapping[tuple[str, ...], float]] = dict,
         notices: Callable[[], Iterable[str]] = tuple,
         clock: Callable[[], float] = time.time,
         tick_s: float = TICK_S,
     ) -> None:
         self._core, self._clock, self._tick_s = core, clock, tick_s
         self.flows = KvFlows()
-        self.hour = PageHistory(dict(core.replica_models.resolved.slos))
+        self.requests = Waterfall(clock() - core.brain_loop.now_s())
+        self.hour = PageHistory(dict(core.replica_models.resolved.slos), self.requests.refusal_details)
         self._snapshot = FleetSnapshot(core, self.flows, tokens, notices)
         self._watchers: list[PageReader] = []
         self._before: Tables = {}
         self._event = 0
         self._point: Row | None = None
         self._ticking: asyncio.TimerHandle | None = None
-        self.requests = Waterfall(clock() - core.brain_loop.now_s())
         core.brain_loop.watchers.append(self.requests)
 
     def look(self) -> None:
@@ -381,13 +546,14 @@ class PageStream:
             self._point = self.hour.look(now_s, tables)
 
     def _tables(self, now_s: float) -> Tables:
-        return self._snapshot.look(now_s, self.hour.tenants)
+        return self._snapshot.look(now_s, self.hour.last_min)
 
     def history(self) -> Row:
         return {
             "format": FORMAT,
             "version": VERSION,
             "at_s": self._clock(),
+            "window_s": WINDOW_S,
             "points": self.hour.columns(),
             "events": [event_of(decision) for decision in self._core.decision_log.kept],
         }
@@ -450,6 +616,7 @@ class PageStream:
                 "version": VERSION,
                 "at_s": round(self._clock(), 3),
                 "tick_s": self._tick_s,
+                "window_s": WINDOW_S,
                 "tables": self._before,
                 "requests": self.requests.latest(),
                 "events": [

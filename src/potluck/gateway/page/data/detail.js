@@ -16,7 +16,7 @@ export function detail(name, choose) {
     drawn = "";
     return;
   }
-  const now = JSON.stringify([name, { ...row, busy: 0, tokens_per_s: 0 }, hasKey(), Boolean(state.past)]); // but for what is not told here
+  const now = JSON.stringify([name, { ...row, busy: 0, prompt_tokens_per_s: 0, output_tokens_per_s: 0 }, hasKey(), Boolean(state.past)]); // but for what is not told here
   if (now === drawn) return;
   const before = document.activeElement?.dataset?.order;
   drawn = now;

@@ -51,6 +51,7 @@ export function count(value) {
   return value >= 1e3 ? Math.round(value).toLocaleString("en") : Number.isInteger(value) ? String(value) : value.toFixed(value < 10 ? 1 : 0);
 }
 
+export const known = (value) => value !== null && value !== undefined;
 export const usd = (value) => (value === null || value === undefined ? "–" : `$${value.toFixed(2)}`);
 export const percent = (value) => `${Math.round(value * 100)} %`;
 export const clock = (at_s) => new Date(at_s * 1000).toLocaleTimeString([], { hour12: false });

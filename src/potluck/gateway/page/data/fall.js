@@ -9,11 +9,11 @@ let held = null;
 let opened = null;
 let drawn = new Map();
 
-const REASONS = { overloaded: "too busy", no_capacity: "nobody can take it", grammar: "its engine was lost before the first token, perhaps by its grammar", too_long: "too long for every replica", deadline: "its deadline has passed", retries: "failed too often", lost: "its replica was lost", unknown_model: "no such model", unknown_class: "no such class" };
-/** Why it was refused, as people say it. */
-const refusal = (row) => `${REASONS[row.reason] || row.reason || "refused"}${row.why ? `: ${row.why}` : ""}`;
+/** What the reason of a refusal means. */
+export const REFUSALS = { overloaded: "too busy", no_capacity: "no replica can take it", grammar: "its engine was lost before the first token, perhaps by its grammar", too_long: "too long for every replica", deadline: "its deadline has passed", retries: "failed too often", lost: "its replica was lost", unknown_model: "no such model", unknown_class: "no such class", limited: "over the key's limit", invalid: "invalid request", closing: "the gateway is closing", internal: "internal error", upstream: "the engine answered with an error" };
+const refusal = (row) => `${REFUSALS[row.reason] || row.reason || "refused"}${row.why ? `: ${row.why}` : ""}`;
 
-legend($("fall-legend"), [["queue", "waits for its turn"], ["prefill", "prompt computed"], ["kv", "KV handed on"], ["decode", "answer written"], ["lost", "failed or refused"]]);
+legend($("fall-legend"), [["queue", "queued"], ["prefill", "prefill"], ["kv", "KV transfer"], ["decode", "decode"], ["lost", "failed or refused"]]);
 
 /** What happened when, of one request: [kind, from, to, words]. */
 export function parts(row, now_s) {
@@ -76,9 +76,11 @@ function line(row, scale, now_s) {
     h("span", { class: "who" }, h("span", { class: "id" }, row.id.slice(0, 6)), ` ${count(row.prompt_tokens)} tok${row.tenant && row.tenant !== "default" ? ` · ${row.tenant}` : ""}`),
     track(row, scale, now_s),
     h("span", { class: refused ? "how bad" : "how" }, words),
-    h("span", { class: refused ? "route bad" : "route" }, refused ? refusal(row) : routeOf(row)));
+    h("span", { class: refused ? "route bad" : "route" }, refused ? `${row.model} · ${refusal(row)}` : routeOf(row)));
   return h("li", { class: row.attempts.length > 1 ? "moved" : null, "data-id": row.id }, summary, open ? h("div", {}, h("p", { class: "note" }, `came at ${clock(row.came_s)}, for ${row.model}, class ${row.class}`), steps(row, now_s)) : null);
 }
+
+const refusalGroup = (row) => [row.model, row.tenant, row.class, row.reason].join("\t");
 
 function slow(row) {
   const slo = (shown().models || {})[row.model]?.slo;
@@ -86,7 +88,9 @@ function slow(row) {
 }
 
 function picked() {
-  const kinds = { latest: () => true, moved: (row) => row.attempts.length > 1, slow, handed: (row) => row.attempts.some((each) => new Set(each.segments.map((one) => one.replica)).size > 1) };
+  const repeated = new Set(Object.values(shown().refusals || {}).filter((each) => each.count > 1).map(refusalGroup));
+  // Of refusals that are counted in a line above only those are listed that somebody asks for.
+  const kinds = { latest: (row) => row.state !== "refused" || !repeated.has(refusalGroup(row)), refused: (row) => row.state === "refused", moved: (row) => row.attempts.length > 1, slow, handed: (row) => row.attempts.some((each) => new Set(each.segments.map((one) => one.replica)).size > 1) };
   const wanted = kinds[which.value];
   const rows = [...state.requests.values()];
   // What has just moved is worth seeing before what has just come.
@@ -124,7 +128,7 @@ function paint() {
   if (focus) list.querySelector(`li[data-id="${CSS.escape(focus)}"] button`)?.focus({ preventScroll: true });
 }
 
-const repaint = draws($("requests"), ["requests"], paint, 500);
+const repaint = draws($("requests"), ["requests", "refusals"], paint, 500);
 which.addEventListener("change", () => { held = null; pause.setAttribute("aria-pressed", "false"); repaint(); });
 pause.addEventListener("click", () => {
   held = held ? null : picked();

@@ -1,14 +1,14 @@
 // The page as a whole: its head, the time that is shown, the key, light and dark.
 
 import { $, h, text, usd, count, percent, clock, seconds, brief } from "/page/dom.js";
-import { state, shown, draws, touched } from "/page/state.js";
+import { state, shown, draws, touched, figureNow, windowWords } from "/page/state.js";
 import { ask, listen, hasKey, setKey } from "/page/stream.js";
 import { secret, toast } from "/page/ask.js";
 import "/page/map.js";
 import { currentModel } from "/page/plots.js";
 import "/page/fall.js";
 import "/page/chat.js";
-import { lately } from "/page/panels.js";
+import "/page/panels.js";
 import "/page/terms.js";
 
 // Light and dark.
@@ -42,15 +42,16 @@ function say(what, last) {
 }
 
 const figures = new Map();
-/** A large number, its unit, and what it is beside. */
-function figure(name, value, unit, note, bad = false) {
+/** A large number, its unit, and what it is beside. `over` says which time its value covers. */
+function figure(name, over, value, unit, note, bad = false) {
   let found = figures.get(name);
   if (!found) {
-    found = { box: h("div", { class: "figure" }), value: h("b"), unit: h("span"), note: h("small") };
-    found.box.append(h("h2", {}, name), h("p", {}, found.value, " ", found.unit), found.note);
+    found = { box: h("div", { class: "figure" }), over: h("span", { class: "over" }), value: h("b"), unit: h("span"), note: h("small") };
+    found.box.append(h("h2", {}, name, ", ", found.over), h("p", {}, found.value, " ", found.unit), found.note);
     figures.set(name, found);
     $("figures").append(found.box);
   }
+  text(found.over, over);
   text(found.value, value);
   text(found.unit, unit);
   text(found.note, note);
@@ -64,22 +65,23 @@ function head() {
   const models = Object.entries(tables.models || {});
   if (!models.length) return;
   const replicas = Object.values(tables.replicas || {});
-  const sum = (name) => models.reduce((total, [model]) => total + (lately(model, name, 15) || 0), 0);
+  const sum = (name) => models.reduce((total, [model]) => total + (figureNow(model, name) || 0), 0);
   const now = (name) => models.reduce((total, [, each]) => total + each[name], 0);
   const all = sum("ended_per_s"), timely = all ? sum("in_time_per_s") / all : null;
   const least = Math.max(0, ...models.map(([, each]) => each.slo?.attainment || 0));
   const one = tables.models[currentModel()] ? currentModel() : models[0][0];
-  const ttft = lately(one, "ttft_p90_s", 15), limit = tables.models[one].slo?.ttft_s;
-  const usd_per_mtok = lately(one, "usd_per_mtok");
+  const ttft = figureNow(one, "ttft_p90_s"), limit = tables.models[one].slo?.ttft_s;
+  const usd_per_mtok = figureNow(one, "usd_per_mtok");
+  const over = windowWords(), ofModel = models.length > 1 ? `${one}, ` : "";
   const [waited, unit = ""] = seconds(ttft).split(" ");
   const off = ["lost", "starting", "draining"].map((kind) => [kind, replicas.filter((each) => each.state === kind).length]);
   const ready = replicas.filter((each) => each.state === "ready").length;
-  figure("In time", timely === null ? "–" : String(Math.round(timely * 100)), timely === null ? "" : "%", least ? `objective ${percent(least)}` : "no objective", timely !== null && timely < least);
-  figure("First token, 9 of 10", waited, unit, `${models.length > 1 ? `${one}, ` : ""}${limit ? `objective ${brief(seconds(limit))}` : "no objective"}`, ttft !== null && limit !== undefined && ttft > limit);
-  figure("Requests", count(all), "per second", `${now("running")} run, ${now("waiting")} wait`);
-  figure("Tokens", count(sum("tokens_per_s")), "per second", "of answers");
-  figure("Cost", usd(tables.plan?.now?.now_usd_per_h), "an hour", tables.plan?.now?.now_usd_per_h === null ? "the price is unknown" : usd_per_mtok === null ? "no tokens yet" : `${usd(usd_per_mtok)} per million tokens`);
-  figure("Replicas", String(ready), "ready", off.filter(([, many]) => many).map(([kind, many]) => `${many} ${kind}`).join(", ") || "all of them", off[0][1] > 0);
+  figure("SLO attainment", over, timely === null ? "–" : String(Math.round(timely * 100)), timely === null ? "" : "%", least ? `SLO ${percent(least)}` : "no SLO", timely !== null && timely < least);
+  figure("TTFT p90", over, waited, unit, `${ofModel}${limit ? `SLO ${brief(seconds(limit))}` : "no SLO"}`, ttft !== null && limit !== undefined && ttft > limit);
+  figure("Requests ended", over, count(all), "req/s", `now ${now("running")} running, ${now("waiting")} waiting`);
+  figure("Output tokens", over, count(sum("output_tokens_per_s")), "tok/s", `prompt: ${count(sum("prompt_tokens_per_s"))} tok/s`);
+  figure("Cost", "now", usd(tables.plan?.now?.now_usd_per_h), "/h", tables.plan?.now?.now_usd_per_h === null ? "the price is unknown" : usd_per_mtok === null ? "no tokens yet" : `${ofModel}${usd(usd_per_mtok)} per million prompt + output tokens, ${over}`);
+  figure("Replicas", "now", String(ready), "ready", off.filter(([, many]) => many).map(([kind, many]) => `${many} ${kind}`).join(", ") || "all of them", off[0][1] > 0);
 }
 draws($("figures"), ["models", "replicas", "points", "plan"], head, 500);
 
@@ -126,7 +128,7 @@ async function goTo(at_s) {
   text($("moment"), state.past ? clock(state.past.at_s) : "now");
   $("scrub").value = state.past ? String(Math.round(state.past.at_s - Date.now() / 1000)) : "0";
   head();
-  touched("replicas", "models", "plan", "deployments", "tenants", "links", "flows", "regions", "events", "points");
+  touched("replicas", "models", "plan", "deployments", "tenants", "links", "flows", "flow_groups", "refusals", "regions", "events", "points");
 }
 
 function fromHash() {

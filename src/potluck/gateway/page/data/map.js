@@ -1,12 +1,13 @@
-// The fleet: a lane for each region, a row for each replica. Who computes prompts stands on the left, who writes answers
-// on the right, and KV crosses the channel between them, one arc for each two replicas, as wide as there is much of it.
+// The fleet: a lane for each region, a row for each replica: prefill on the left, decode on the right. Up to MOST_ARCS
+// replicas, each pair with a KV transfer has an arc, wider for more. Beyond it arcs would cross everywhere: transfers are
+// listed by group (GPU, role, region) instead, and arcs are drawn for the chosen replica only.
 
 import { $, h, svg, text, attribute, gpu, usd, percent, mbit, count, legend, short, copy } from "/page/dom.js";
 import { shown, draws } from "/page/state.js";
 import { detail } from "/page/detail.js";
 
-const ROLES = { prefill: ["P", "prefill"], decode: ["D", "decode"], mixed: ["M", "prefill + decode"] };
-const DENSE = 24, TINY = 60;
+const ROLES = { prefill: ["P", "prefill", "Prefill"], decode: ["D", "decode", "Decode"], mixed: ["M", "prefill + decode", "Mixed"] };
+const DENSE = 24, TINY = 60, MOST_ARCS = 10;
 const MOST_AT_ONCE = 50; // rows that are dressed in one frame
 const map = $("map");
 const tiles = new Map();
@@ -14,14 +15,15 @@ const arcs = new Map();
 const overlay = svg("svg", { class: "flows", "aria-hidden": "true" });
 const arrow = svg("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 8, markerHeight: 8, markerUnits: "userSpaceOnUse", orient: "auto-start-reverse" }, svg("path", { d: "M0 0L8 4L0 8z", class: "tip" }));
 overlay.append(svg("defs", {}, arrow));
-const links = h("ul", { class: "links", "aria-label": "KV on the move, and links between regions" });
+const links = h("ul", { class: "links", "aria-label": "KV transfers, and links between regions" });
+const groups = h("div", { class: "flow-groups" });
 let built = "";
 let places = new Map();
 let chosen = null;
 let waiting = [];
 
-legend($("map-legend"), [["prefill", "P computes prompts"], ["decode", "D writes answers"], ["mixed", "M does both"],
-  ["lost", "✕ lost"], ["starting", "starting, draining"], ["kv", "KV on the move"]]);
+legend($("map-legend"), [["prefill", "P Prefill"], ["decode", "D Decode"], ["mixed", "M Mixed"],
+  ["lost", "✕ lost"], ["starting", "starting, draining"], ["kv", "KV transfer"]]);
 
 function structure(rows, regions) {
   tiles.clear();
@@ -39,7 +41,7 @@ function structure(rows, regions) {
       h("h3", {}, h("span", {}, region), h("span", { class: "offer" }, offers(regions[region], many > DENSE))),
       h("div", { class: "lane", "--columns": many > DENSE && right.length ? `${left.length}fr ${right.length}fr` : null }, side(left, "left"), right.length ? side(right, "right") : null));
   });
-  map.replaceChildren(overlay, ...lanes, links);
+  map.replaceChildren(overlay, ...lanes, groups, links);
 }
 
 /** What is rented where for how much, and, where there is room to say it, what could be. */
@@ -75,7 +77,7 @@ function dress(name, rows, models) {
   attribute(button, "data-state", kind);
   text(parts.letter, row.state === "lost" ? "✕" : letter);
   const works = row.state === "ready" && !row.standby;
-  const rate = `${count(row.tokens_per_s)} tok/s`;
+  const rate = rates(row);
   parts.bar.style.transform = `scaleX(${row.state === "lost" ? 0 : row.busy})`;
   if (map.className) attribute(button, "title", `${short(name, rows)}: ${kind}, ${row.open} open, ${rate}`);
   const spoken = `, ${short(name, rows)}, ${models > 1 ? `${row.model}, ` : ""}${words}, ${kind}, ${row.open} open requests, busy ${percent(row.busy)}`;
@@ -86,6 +88,12 @@ function dress(name, rows, models) {
     text(parts.more, spoken);
   }
   attribute(button, "aria-pressed", chosen === name);
+}
+
+/** Of prompt tokens that were computed and output tokens that were streamed, those that its role has. */
+function rates(row) {
+  const prompt = `prompt ${count(row.prompt_tokens_per_s)} tok/s`, output = `output ${count(row.output_tokens_per_s)} tok/s`;
+  return row.role === "prefill" ? prompt : row.role === "decode" ? output : `${prompt}, ${output}`;
 }
 
 function measure() {
@@ -102,7 +110,8 @@ function measure() {
 
 /** Ends of arcs share an edge evenly, in the order of where they go, so that each can be followed. */
 function flows(rows, replicas) {
-  const there = Object.entries(rows).filter(([, each]) => places.has(each.source) && places.has(each.target));
+  const few = tiles.size <= MOST_ARCS;
+  const there = Object.entries(rows).filter(([, each]) => places.has(each.source) && places.has(each.target) && (few || each.source === chosen || each.target === chosen));
   const ends = new Map();
   for (const [key, each] of there) {
     for (const [name, other] of [[each.source, each.target], [each.target, each.source]]) {
@@ -138,7 +147,26 @@ function flows(rows, replicas) {
 
 const flowWords = (each, replicas) => `${short(each.source, replicas)} → ${short(each.target, replicas)}: ${mbit(each.mbit_per_s)}`;
 const MOST_LINES = 6;
-let listed = "";
+let listed = "", grouped = "";
+
+/** KV transfers by group; drawn on the screen where arcs are not, and always in print. */
+function flowGroups(rows) {
+  const all = Object.entries(rows).map(([key, each]) => ({ ...each, other: key === "other" })).sort((a, b) => a.other - b.other || b.mbit_per_s - a.mbit_per_s);
+  const many = tiles.size > MOST_ARCS;
+  const now = JSON.stringify([all, many]);
+  if (now === grouped) return;
+  grouped = now;
+  groups.classList.toggle("print-only", !many);
+  groups.hidden = !all.length;
+  const most = Math.max(...all.filter((each) => !each.other).map((each) => each.mbit_per_s), 1e-9);
+  groups.replaceChildren(h("h3", {}, "KV transfers by GPU, role and region", h("span", { class: "note" }, many ? " · choose a replica to see its own" : "")),
+    h("ol", {}, all.map((each) => h("li", {},
+      h("span", { class: "ends" }, each.other ? "all other groups" : [h("span", {}, groupName(each.source)), " → ", h("span", {}, groupName(each.target))]),
+      h("span", { class: "track", "aria-hidden": "true" }, h("i", { class: "bar kv", "--part": Math.min(1, each.mbit_per_s / most).toFixed(3) })),
+      h("span", { class: "amount" }, h("b", {}, mbit(each.mbit_per_s)), ` ${each.pairs} ${each.pairs === 1 ? "pair" : "pairs"}`)))));
+}
+
+const groupName = (name) => gpu(name).replace(/\b(prefill|decode|mixed)\b/, (role) => ROLES[role][2]);
 
 /** The busiest, in words. */
 function linkList(rows, moved, replicas) {
@@ -172,6 +200,7 @@ function paint() {
   if (waiting.length) return "more";
   if (anew) measure(); // rows have their words, and so their size
   flows(tables.flows || {}, rows);
+  flowGroups(tables.flow_groups || {});
   linkList(tables.links || {}, tables.flows || {}, rows);
   if (chosen && !rows[chosen]) choose(null);
   detail(chosen, choose);
@@ -187,5 +216,5 @@ export function choose(name) {
   if (!chosen && before) tiles.get(before)?.button.focus();
 }
 
-const repaint = draws($("fleet"), ["replicas", "regions", "flows", "links", "models"], paint, 500);
+const repaint = draws($("fleet"), ["replicas", "regions", "flows", "flow_groups", "links", "models"], paint, 500);
 new ResizeObserver(() => { measure(); flows(shown().flows || {}, shown().replicas); }).observe(map);

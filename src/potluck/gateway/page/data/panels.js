@@ -1,12 +1,13 @@
-// The plan and why, planned beside observed, tenants, and the log of decisions.
+// The plan and why, planned beside observed, tenants, refusals, and the log of decisions.
 
-import { $, h, text, table, usd, seconds, count, percent, clock, gpu, plain, brief } from "/page/dom.js";
+import { $, h, text, table, usd, seconds, count, percent, clock, gpu, plain, brief, known } from "/page/dom.js";
 import { state, shown, draws } from "/page/state.js";
+import { REFUSALS } from "/page/fall.js";
 
 const KINDS = { pair: "two GPUs share each prompt", pipeline: "layers spread over nodes", group: "a group of machines" };
 const CONFIDENCE = { measured: "measured GPUs", transferred: "figures carried over from like GPUs", assumed: "figures assumed" };
 
-draws($("plan"), ["plan", "deployments", "models", "points"], () => {
+draws($("plan"), ["plan", "deployments", "models"], () => {
   const tables = shown();
   const plan = tables.plan?.now;
   if (!plan) return;
@@ -23,7 +24,7 @@ draws($("plan"), ["plan", "deployments", "models", "points"], () => {
 /** Which part of requests a copy does, by the roles of its replicas. */
 export function doing(each) {
   const roles = new Set(each.replicas.map((one) => one.role));
-  const part = roles.has("mixed") ? "whole requests" : roles.size > 1 ? "prompts apart from answers" : roles.has("prefill") ? "prompts only" : "answers only";
+  const part = roles.has("mixed") ? "Mixed (prefill + decode)" : roles.size > 1 ? "Prefill and Decode apart" : roles.has("prefill") ? "Prefill only" : "Decode only";
   return KINDS[each.kind] ? `${part}, ${KINDS[each.kind]}` : part;
 }
 
@@ -41,73 +42,64 @@ function takes(each) {
   const found = new Map();
   for (const share of each.shares) found.set(share.phase, (found.get(share.phase) || 0) + share.rate_per_s);
   const longest = Math.max(0, ...each.shares.map((share) => share.up_to_tokens || 0));
-  const words = { prefill: "prompts", decode: "answers", closed: "whole requests" };
-  const said = [...found].filter(([, rate]) => rate > 0).map(([phase, rate]) => `${count(rate)}/s ${words[phase]}`);
+  const words = { prefill: "prefill", decode: "decode", closed: "prefill + decode" };
+  const said = [...found].filter(([, rate]) => rate > 0).map(([phase, rate]) => `${count(rate)} req/s ${words[phase]}`);
   return said.length ? `${said.join(", ")}${longest ? `, prompts up to ${count(longest)} tokens` : ""}` : "what comes";
 }
 
-export function lately(model, figure, over_s = 60) {
-  const { at_s, models } = state.points;
-  const values = models[model]?.[figure] || [];
-  const until = state.past ? state.past.at_s : Infinity;
-  const found = [];
-  for (let at = at_s.length - 1; at >= 0; at--) {
-    if (at_s[at] > until) continue;
-    if (at_s[at] < Math.min(until, at_s[at_s.length - 1]) - over_s) break;
-    if (values[at] !== null && values[at] !== undefined) found.push(values[at]);
-  }
-  return found.length ? found.reduce((sum, each) => sum + each, 0) / found.length : null;
-}
-
-/** Goodput of each class, where there are several: [all, in time] a second. */
-function perClass(model, slo) {
-  const sums = new Map();
-  const { at_s, models } = state.points;
-  const until = state.past ? state.past.at_s : at_s.at(-1) ?? 0;
-  (models[model]?.classes || []).forEach((each, at) => {
-    if (!each || at_s[at] > until || at_s[at] < until - 60) return;
-    for (const [name, [all, kept]] of Object.entries(each)) {
-      const sum = sums.get(name) || [0, 0];
-      sums.set(name, [sum[0] + all, sum[1] + kept]);
-    }
-  });
-  if (sums.size < 2) return [];
-  return [...sums].sort().map(([name, [all, kept]]) => [`${model}: in time, class ${name}`, slo ? percent(slo.attainment) : "–", "–", all ? percent(kept / all) : "–", ""]);
+/** SLO attainment of each class, where there are several. */
+function perClass(model, slo, classes) {
+  const rows = Object.entries(classes || {});
+  if (rows.length < 2) return [];
+  return rows.map(([name, [requests, inTime]]) => [`${model}: SLO attainment, class ${name}`, slo ? percent(slo.attainment) : "–", "–", requests ? percent(inTime / requests) : "–", ""]);
 }
 
 function promises(tables) {
   const rows = [];
+  const verdict = (kept) => (kept ? "✓ met" : h("span", { class: "bad" }, "✗ missed"));
   for (const [name, each] of Object.entries(tables.models || {})) {
-    const said = each.planned, slo = each.slo;
-    const all = lately(name, "ended_per_s"), timely = lately(name, "in_time_per_s");
-    const verdict = (value, limit) => (value === null || !limit ? "" : value <= limit ? "✓ kept" : h("span", { class: "bad" }, "✗ missed"));
-    const ttft = lately(name, "ttft_p90_s"), tpot = lately(name, "tpot_p90_s");
+    const { planned, slo, last_min: seen } = each;
+    const within = (value, limit) => (!known(value) || !limit ? "" : verdict(value <= limit));
+    const attained = seen?.requests ? seen.in_time / seen.requests : null;
     rows.push(
-      [`${name}: time to first token, 9 of 10`, seconds(slo?.ttft_s), seconds(said?.ttft_s), seconds(ttft), verdict(ttft, slo?.ttft_s)],
-      [`${name}: time per token, 9 of 10`, seconds(slo?.tpot_s), seconds(said?.tpot_s), seconds(tpot), verdict(tpot, slo?.tpot_s)],
-      [`${name}: requests`, "–", said ? `${count(said.demand_per_s)}/s of ${count(said.capacity_per_s)}/s` : "–", all === null ? "–" : `${count(all)}/s`, ""],
-      [`${name}: in time`, slo ? percent(slo.attainment) : "–", "–", all ? percent(timely / all) : "–", all && slo ? (timely / all >= slo.attainment ? "✓ kept" : h("span", { class: "bad" }, "✗ missed")) : ""],
-      ...perClass(name, slo),
-      [`${name}: cost`, "–", "–", each.usd_per_h === null ? "unknown" : `${usd(each.usd_per_h)}/h, ${usd(lately(name, "usd_per_mtok"))} per million tokens`, ""]);
+      [`${name}: TTFT p90`, seconds(slo?.ttft_s), seconds(planned?.ttft_s), seconds(seen?.ttft_p90_s), within(seen?.ttft_p90_s, slo?.ttft_s)],
+      [`${name}: TPOT p90`, seconds(slo?.tpot_s), seconds(planned?.tpot_s), seconds(seen?.tpot_p90_s), within(seen?.tpot_p90_s, slo?.tpot_s)],
+      [`${name}: requests`, "–", planned ? `${count(planned.demand_per_s)} of ${count(planned.capacity_per_s)} req/s` : "–", seen ? `${count(seen.requests_per_s)} req/s` : "–", ""],
+      [`${name}: SLO attainment`, slo ? percent(slo.attainment) : "–", "–", attained === null ? "–" : percent(attained), attained !== null && slo ? verdict(attained >= slo.attainment) : ""],
+      ...perClass(name, slo, seen?.classes),
+      [`${name}: cost`, "–", "–", each.usd_per_h === null ? "unknown" : `${usd(each.usd_per_h)}/h, ${usd(seen?.usd_per_mtok)} per million prompt + output tokens`, ""]);
   }
-  table($("promises"), [{ name: "" }, { name: "Objective", right: true }, { name: "Planned", right: true }, { name: "Observed", right: true }, { name: "" }], rows, "Planned beside observed");
+  table($("promises"), [{ name: "" }, { name: "SLO", right: true }, { name: "Planned", right: true }, { name: "Observed, last 60 s", right: true }, { name: "" }], rows, "Planned beside observed");
 }
 
 draws($("tenants"), ["tenants"], () => {
   const rows = shown().tenants || {};
   const weights = Object.values(rows).reduce((sum, each) => sum + each.weight, 0) || 1;
-  table($("tenant-table"), [{ name: "Tenant" }, { name: "Share: due and used" }, { name: "Tokens/min", right: true }, { name: "Running", right: true }, { name: "Waiting", right: true }],
+  table($("tenant-table"), [{ name: "Tenant" }, { name: "Share: due and used" }, { name: "Prompt tok/min", right: true }, { name: "Output tok/min", right: true }, { name: "Running", right: true }, { name: "Waiting", right: true }],
     Object.entries(rows).map(([name, each]) => [name,
       h("span", { class: "shares", role: "img", "aria-label": `due ${percent(each.weight / weights)}, used ${percent(each.share)}` },
         h("span", { class: "track" }, h("i", { class: "bar due", "--part": (each.weight / weights).toFixed(3) })),
         h("span", { class: "track" }, h("i", { class: "bar used", "--part": each.share })),
         h("small", {}, `${percent(each.weight / weights)} due, ${percent(each.share)} used`)),
-      count(each.tokens_last_min), String(each.running), String(each.waiting)]), "Tenants and their shares");
+      count(each.prompt_tokens_last_min), count(each.output_tokens_last_min), String(each.running), String(each.waiting)]), "Tenants and their shares");
+}, 1000);
+
+// Refused and failed requests of the last minute: one line for all of the same model, tenant, class and reason.
+
+draws($("requests"), ["refusals"], () => {
+  const groups = Object.entries(shown().refusals || {}).sort(([a, one], [b, other]) => (a === "other") - (b === "other") || other.count - one.count);
+  $("refusals").hidden = !groups.length;
+  $("refusals").replaceChildren(...groups.map(([key, each]) => h("li", { "data-reason": each.reason },
+    h("b", { class: "times" }, `${count(each.count)}×`),
+    key === "other" ? h("span", { class: "what" }, "of other models, tenants or reasons") : h("span", { class: "what" },
+      h("b", {}, each.model || "no model"), " ", h("code", {}, each.reason), ` ${REFUSALS[each.reason] || ""}`,
+      h("span", { class: "note" }, `${each.tenant ? ` · tenant ${each.tenant}` : ""}${each.class ? ` · class ${each.class}` : ""}${each.why ? ` · latest: ${each.why}` : ""}`)),
+    h("span", { class: "note" }, `last ${clock(each.last_s)}`))));
 }, 1000);
 
 const MOST_LINES = 200;
 const kind = $("event-kind"), find = $("event-find"), list = $("event-list");
-const known = new Set();
+const listedKinds = new Set();
 
 function eventLine(each) {
   return h("li", { class: `event ${each.kind}` },
@@ -119,7 +111,7 @@ function eventLine(each) {
 
 let first = null;
 const repaintEvents = draws($("events"), ["events"], () => {
-  for (const each of state.events) if (!known.has(each.kind)) { known.add(each.kind); kind.append(h("option", { value: each.kind }, each.kind)); }
+  for (const each of state.events) if (!listedKinds.has(each.kind)) { listedKinds.add(each.kind); kind.append(h("option", { value: each.kind }, each.kind)); }
   const until = state.past ? state.past.at_s + 1 : Infinity;
   const wanted = find.value.trim().toLowerCase();
   const found = [];

@@ -1,22 +1,22 @@
 // Four small plots: lines over time, with the objective and what was planned named at the edge. SVG, dressed by base.css.
 
-import { $, h, svg, seconds, usd, count, clock, legend, text, brief } from "/page/dom.js";
-import { state, draws, shown } from "/page/state.js";
+import { $, h, svg, seconds, usd, count, clock, legend, text, brief, known } from "/page/dom.js";
+import { state, draws, shown, windowWords } from "/page/state.js";
 
 const PLOTS = [
-  { term: "TTFT", name: "Time to first token", lines: ["ttft_p50_s", "ttft_p90_s"], level: (row) => [row.slo?.ttft_s, row.planned?.ttft_s], says: seconds, cuts: true },
-  { term: "TPOT", name: "Time per output token", lines: ["tpot_p50_s", "tpot_p90_s"], level: (row) => [row.slo?.tpot_s, row.planned?.tpot_s], says: seconds, cuts: true },
-  { name: "Requests per second", lines: ["in_time_per_s", "ended_per_s"], level: (row) => [null, row.planned?.capacity_per_s, "capacity"], says: (value) => `${count(value)}/s` },
-  { name: "Cost of a million tokens", lines: ["usd_per_mtok"], level: () => [], says: usd, smooth: 15, cuts: true },
+  { term: "TTFT", name: "TTFT", lines: ["ttft_p50_s", "ttft_p90_s"], level: (row) => [row.slo?.ttft_s, row.planned?.ttft_s], says: seconds, cuts: true },
+  { term: "TPOT", name: "TPOT", lines: ["tpot_p50_s", "tpot_p90_s"], level: (row) => [row.slo?.tpot_s, row.planned?.tpot_s], says: seconds, cuts: true },
+  { name: "Requests ended", lines: ["in_time_per_s", "ended_per_s"], level: (row) => [null, row.planned?.capacity_per_s, "capacity"], says: (value) => `${count(value)} req/s` },
+  { name: "Cost per million prompt + output tokens", lines: ["usd_per_mtok"], level: () => [], says: usd, cuts: true },
 ];
-const NAMES = { ttft_p50_s: "median", ttft_p90_s: "9 of 10", tpot_p50_s: "median", tpot_p90_s: "9 of 10", ended_per_s: "all", in_time_per_s: "in time", usd_per_mtok: "cost" };
-const HIGH = 124, LEFT = 52, RIGHT = 112, UP = 12, BOTTOM = 20;
+const NAMES = { ttft_p50_s: "p50", ttft_p90_s: "p90", tpot_p50_s: "p50", tpot_p90_s: "p90", ended_per_s: "all", in_time_per_s: "within SLO", usd_per_mtok: "cost" };
+const HIGH = 124, LEFT = 52, RIGHT = 124, UP = 12, BOTTOM = 20;
 const SPIKE = 2.5; // times the objective, or what nine of ten points are below: what is beyond is cut off, and marked
 const grid = $("plot-grid");
 const model = $("plot-model"), span = $("plot-span");
 let pointer = null;
 
-legend($("plot-legend"), [["line-a", "median; in time"], ["line-b", "9 of 10; all"], ["line-bad", "too late"], ["line-slo", "objective"], ["line-plan", "planned"]]);
+legend($("plot-legend"), [["line-a", "p50; within SLO"], ["line-b", "p90; all"], ["line-bad", "over the SLO"], ["line-slo", "SLO"], ["line-plan", "planned"]]);
 
 const boxes = PLOTS.map((plot, number) => {
   const chart = svg("svg", { class: "plot", role: "img", tabindex: "0" });
@@ -34,17 +34,6 @@ const boxes = PLOTS.map((plot, number) => {
   });
   return { plot, chart, value, number };
 });
-
-const known = (each) => each !== null && each !== undefined;
-
-/** Means over a few points, for what jumps. */
-function smoothed(values, width) {
-  if (!width) return values;
-  return values.map((_, at) => {
-    const near = values.slice(Math.max(0, at - width + 1), at + 1).filter(known);
-    return near.length ? near.reduce((sum, each) => sum + each, 0) / near.length : null;
-  });
-}
 
 function nice(top) {
   const power = 10 ** Math.floor(Math.log10(top));
@@ -81,9 +70,9 @@ function draw({ plot, chart, value, number }) {
   let first = at_s.findIndex((each) => each >= begin - 2);
   if (first < 0) first = at_s.length;
   const times = at_s.slice(first);
-  const series = plot.lines.map((name) => ({ name, values: smoothed((figures[name] || []).slice(first), plot.smooth) }));
+  const series = plot.lines.map((name) => ({ name, values: (figures[name] || []).slice(first) }));
   const [slo, planned, label = "planned"] = plot.level(row);
-  const levels = [["objective", slo, "slo"], [label, planned, "plan"]].filter((each) => each[1]);
+  const levels = [["SLO", slo, "slo"], [label, planned, "plan"]].filter((each) => each[1]);
   const top = ceiling(series.flatMap((each) => each.values.filter(known)), levels.map((each) => each[1]), plot.cuts);
   const x = (at) => LEFT + ((at - begin) / (end - begin)) * (edge - LEFT);
   const y = (each) => base - Math.min(1.02, each / top) * (base - UP);
@@ -109,8 +98,7 @@ function draw({ plot, chart, value, number }) {
   }
   chart.setAttribute("viewBox", `0 0 ${wide} ${HIGH}`);
   chart.replaceChildren(...parts);
-  const near = (values) => values.slice(Math.max(0, at - 5), at + 1).findLast(known);
-  const words = series.map((each) => `${NAMES[each.name]} ${plot.says(near(each.values))}`).join(" · ");
+  const words = series.map((each) => `${NAMES[each.name]} ${known(each.values[at]) ? plot.says(each.values[at]) : "–"}`).join(" · ");
   text(value, `${pointed ? `${clock(times[at])}  ` : ""}${words}`);
   chart.setAttribute("aria-label", `${plot.name}: ${words}${levels.map(([name, each]) => `, ${name} ${plot.says(each)}`).join("")}`);
 }
@@ -164,6 +152,7 @@ function paint() {
     if (names.includes(before)) model.value = before;
     model.parentElement.hidden = names.length < 2;
   }
+  text($("plot-window"), `(each point: ${windowWords()})`);
   for (const box of boxes) draw(box);
 }
 

@@ -7,15 +7,17 @@ export const state = {
   tables: {}, requests: new Map(), events: [], points: { at_s: [], models: {} },
   past: null, // a moment of the past that is shown instead of now
   at_s: 0, offset_s: 0,
+  window_s: 15, // over which a point's rates and percentiles are taken, as the stream says
 };
 
 const FRAME_MS = 5; // of painters' work in one frame; what is left is drawn in the next, so that no frame takes long
+const OFFSCREEN_MS = 2000; // outside the viewport a section is drawn no more often, but it is: captures and prints show it
 const painters = [];
 const dirty = new Set();
 
 /**
- * `paint` is called when one of these topics changed, its element can be seen, and not more often than every_ms.
- * Where it says "more" it is called again in the next frame.
+ * `paint` is called when one of these topics changed, not more often than every_ms, and OFFSCREEN_MS where its element
+ * is outside the viewport. Where it says "more" it is called again in the next frame.
  */
 export function draws(element, topics, paint, every_ms = 500) {
   const painter = { element, topics: new Set(topics), paint, every_ms, last: 0, due: true, seen: true };
@@ -49,8 +51,9 @@ function paintAll(now) {
   let later = Infinity;
   const began = performance.now();
   for (const painter of painters) {
-    if (!painter.due || !painter.seen) continue;
-    const wait = painter.last + painter.every_ms - now;
+    if (!painter.due) continue;
+    const every_ms = painter.seen ? painter.every_ms : Math.max(painter.every_ms, OFFSCREEN_MS);
+    const wait = painter.last + every_ms - now;
     if (wait > 4) { later = Math.min(later, wait); continue; }
     if (performance.now() - began > FRAME_MS) { later = 0; continue; }
     painter.due = false;
@@ -61,6 +64,16 @@ function paintAll(now) {
   else if (later < Infinity && !timer) timer = setTimeout(() => requestAnimationFrame(paintAll), later);
 }
 
+/** Before a print everything is drawn at once: no frame comes between this event and the print. */
+addEventListener("beforeprint", () => {
+  dirty.clear();
+  for (const painter of painters) {
+    painter.due = false;
+    painter.last = performance.now();
+    while (painter.paint() === "more");
+  }
+});
+
 /** The tables of the moment that is shown. */
 export const shown = () => (state.past ? state.past.tables : state.tables);
 
@@ -69,6 +82,7 @@ export function whole(said) {
   state.points = said.points;
   state.events = said.events;
   state.at_s = said.at_s;
+  state.window_s = said.window_s ?? state.window_s;
   addRequests(said.requests);
   touched(...Object.keys(said.tables), "points", "events", "requests");
 }
@@ -93,6 +107,18 @@ export function news(said) {
   if (said.point) { addPoint(said.point); topics.push("points"); }
   touched(...topics);
 }
+
+/** The last point at or before the moment that is shown; -1 where there is none. */
+export function lastPoint() {
+  const { at_s } = state.points;
+  const until = state.past ? state.past.at_s : Infinity;
+  return at_s.findLastIndex((each) => each <= until);
+}
+
+/** A model's figure over the last `window_s`: the last value of its plot, and what tiles show. */
+export const figureNow = (model, name) => state.points.models[model]?.[name]?.[lastPoint()] ?? null;
+
+export const windowWords = () => `last ${state.window_s} s`;
 
 function addRequests(rows) {
   for (const [id, row] of Object.entries(rows)) {
