@@ -333,8 +333,10 @@ class Noted:
     def routed(self, model: str, run: Run) -> None:
         self.heard.append(("routed", run.attempt))
 
-    def segment(self, replica: str, took_s: float, tokens: int, problem: str = "") -> None:
-        self.heard.append((replica, took_s, tokens, problem))
+    def segment(
+        self, replica: str, took_s: float, prompt_tokens: int, output_tokens: int, problem: str = ""
+    ) -> None:
+        self.heard.append((replica, took_s, prompt_tokens, output_tokens, problem))
 
     def failed(self, where: str, kind: FailureKind) -> None:
         self.heard.append(("failed", where, kind))
@@ -362,12 +364,10 @@ def test_what_became_of_every_attempt_is_counted_once(kind: str) -> None:
         stage.to_end()
     first, second, failed, *_ = meter.heard
     assert first == ("routed", 0)
-    assert second[0] == "x"
-    assert second[1] == 0.5
-    assert second[3] == "is gone"
+    assert second == ("x", 0.5, 0, 0, "is gone"), "it may have computed nothing"
     assert failed == ("failed", "x", "replica")
-    tokens = 1 if kind == "openai" else 8
-    assert meter.heard[3:] == [("routed", 1), ("y", 0.5, tokens, "")]
+    prompt_tokens, output_tokens = (5, 1) if kind == "openai" else (5, 3)
+    assert meter.heard[3:] == [("routed", 1), ("y", 0.5, prompt_tokens, output_tokens, "")]
     stage.at_rest()
 
 
