@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from allocate_reference import check, closed, random_closed, random_flow, reference
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
@@ -23,7 +23,7 @@ from potluck.plan.allocate.program import (
     ModelColumns,
     NodeSupply,
 )
-from potluck.plan.allocate.solve import solve
+from potluck.plan.allocate.solve import cost_of, overpinned, solve
 
 Kind = Callable[[int], FlowProgram]
 Seeds = st.integers(10_000, 1_000_000)
@@ -200,3 +200,39 @@ def test_a_plan_that_is_known_is_not_lost_where_no_time_is_left() -> None:
     late = solve(program, time_limit_s=1.0, starts=[dict(best.counts)], clock=lambda: float(next(hours)))
     assert late.counts == best.counts
     assert late.status == "feasible"
+
+
+COUNTS = st.lists(st.integers(0, 6), min_size=3, max_size=3)
+PRICES = st.lists(st.floats(0.01, 99.0), min_size=2, max_size=2)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(COUNTS, PRICES, st.lists(st.integers(0, 18), min_size=2, max_size=2))
+@example([2, 3, 0], [0.7, 1.0], [5, 0])
+def test_rent_of_reserved_nodes_is_never_negative(
+    counts: list[int], prices: list[float], reserved: list[int]
+) -> None:
+    place = replace(fleet([prices], [[18, 18]]), reserved=np.array([reserved]))
+    models = tuple(demand(name, 0.1, [[1, 1]], [1.0]) for name in "abc")
+    held = {ColumnKey(group, 0, 0): count for group, count in enumerate(counts)}
+    rent, cost = cost_of(FlowProgram(place, models), held)
+    beyond = [max(0, sum(counts) - most) * price for most, price in zip(reserved, prices, strict=True)]
+    assert rent == cost == pytest.approx(sum(beyond), rel=1e-12, abs=0.0)
+    assert rent >= 0.0
+
+
+@pytest.mark.parametrize("price", [0.7, 0.1, 1.1, 4.41])
+def test_plan_of_reserved_nodes_alone_has_a_cost_of_exactly_zero(price: float) -> None:
+    place = replace(fleet([[price]], [[5]]), reserved=np.array([[5]]))
+    models = (demand("a", 2.0, [[1]], [1.0]), demand("b", 3.0, [[1]], [1.0]))
+    result = solve(FlowProgram(place, models))
+    assert result.found
+    assert result.rent_usd_per_h == result.cost_usd_per_h == 0.0
+
+
+def test_reserved_nodes_of_pins_do_not_count_against_the_budget() -> None:
+    place = replace(fleet([[2.0]], [[5]]), reserved=np.array([[2]]))
+    pins = (ColumnPin(ColumnKey(0, 0, 0), 3),)
+    program = FlowProgram(place, (demand("a", 9.0, [[1]], [1.0]),), pins=pins, budget_usd_per_h=2.0)
+    assert overpinned(program) == ()
+    assert overpinned(replace(program, budget_usd_per_h=1.9)) == ("budget",)

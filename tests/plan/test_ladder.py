@@ -11,9 +11,10 @@ from plan_problems import a_problem, an_ask
 
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Link, Slo
+from potluck.plan.assemble.term_rows import rent_usd_per_h
 from potluck.plan.explain import without_nodes
 from potluck.plan.problem import PlanningProblem
-from potluck.plan.replan_options import best_answer, ladder, survivors
+from potluck.plan.replan_options import at_once, best_answer, ladder, survivors
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.verify import verify
 
@@ -97,3 +98,13 @@ def test_survivors_fit_the_nodes_that_are_left() -> None:
         left = survivors(without_nodes(PROBLEM, region, node, count - 1), SPREAD)
         assert replace(SPREAD, deployments=left).nodes.get((region, node), 0) <= count - 1
         assert sum(d.count for d in left) >= sum(d.count for d in SPREAD.deployments) - count
+
+
+def test_answers_do_not_pay_for_reserved_nodes() -> None:
+    east, west = PROBLEM.regions
+    offers = tuple(replace(offer, reserved=offer.available) for offer in east.offers)
+    paid = replace(PROBLEM, regions=(replace(east, offers=offers), west))
+    running = STRATEGIES["melange"](TemplateFactory(paid), QUICK).plan
+    for answer in at_once(paid, running, QUICK):
+        assert verify(paid, answer.plan) == (), answer.step
+        assert answer.cost_usd_per_h == rent_usd_per_h(paid, answer.plan.nodes), answer.step

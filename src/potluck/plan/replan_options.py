@@ -24,6 +24,7 @@ from potluck.perf.memory import weight_bytes
 from potluck.perf.startup import DEFAULT_COSTS, StartupCosts, startup_s
 from potluck.plan.assemble.codecs import solved
 from potluck.plan.assemble.columns import plan_of
+from potluck.plan.assemble.term_rows import rent_usd_per_h
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.search.search_templates import found_of, replicas_of, templates_of
 from potluck.plan.search.tabu import SearchLimits, SearchSettings, groups_left, reschedule
@@ -485,7 +486,8 @@ def _unmarked(plan: Plan, problem: PlanningProblem) -> Plan:
         counts[key] = counts.get(key, 0) + deployment.count
     shares = tuple(replace(share, template=share.template.rsplit(MARK, 1)[0]) for share in plan.shares)
     deployments = tuple(Deployment(name, region, n) for (name, region), n in sorted(counts.items()))
-    return replace(plan, templates=tuple(templates.values()), deployments=deployments, shares=shares)
+    plan = replace(plan, templates=tuple(templates.values()), deployments=deployments, shares=shares)
+    return replace(plan, cost_usd_per_h=rent_usd_per_h(problem, plan.nodes))  # marked nodes are not reserved
 
 
 def _kept(plan: Plan, left: tuple[Deployment, ...], whole: set[str]) -> int:

@@ -287,15 +287,18 @@ def card_rows(model: ModelColumns, headroom: float) -> tuple[tuple[Floats, Float
     return tuple(result)
 
 
-def paid_usd_per_h(program: FlowProgram, counts: Mapping[ColumnKey, int]) -> float:
-    """What nodes that are paid for already take off the rent."""
+def rent_usd_per_h(program: FlowProgram, counts: Mapping[ColumnKey, int]) -> float:
+    """The rent of the nodes that these copies use beyond the reserved ones.
+
+    Nodes are counted before they are priced: the price of all nodes less that of the reserved ones would leave a
+    rounding error, which may be below zero.
+    """
     fleet = program.fleet
-    if fleet.reserved is None:
-        return 0.0
-    used = np.zeros(fleet.available.shape)
+    used = np.zeros(fleet.available.shape, np.int64)
     for key, count in counts.items():
-        used[key.region] += program.models[key.group].uses[key.template].astype(np.float64) * count
-    return float((np.minimum(used, fleet.reserved) * fleet.price_usd_per_h).sum())
+        used[key.region] += program.models[key.group].uses[key.template].astype(np.int64) * count
+    rented = used if fleet.reserved is None else np.maximum(used - fleet.reserved, 0)
+    return float((rented * fleet.price_usd_per_h).sum())
 
 
 def price_of(fleet: NodeSupply, uses: Bytes, region: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -22,8 +22,8 @@ from potluck.plan.allocate.program import (
     FlowProgram,
     Ints,
     ModelColumns,
-    paid_usd_per_h,
     price_of,
+    rent_usd_per_h,
 )
 from potluck.plan.allocate.relaxation import UNCAPPED, Pricer, Relaxation, relax_flow
 
@@ -186,7 +186,7 @@ def _answer(
     routed: Routed | None,
 ) -> Allocation:
     shares, flows, egress, _ = routed or ((), (), 0.0, 0.0)
-    rent, cost = cost_of(program, counts.items())
+    rent, cost = cost_of(program, counts)
     cost += egress
     lower = max(state.lower, 0.0)
     lower = min(lower, cost) if result else lower
@@ -213,17 +213,15 @@ def _answer(
     )
 
 
-def cost_of(program: FlowProgram, counts: Iterable[tuple[ColumnKey, int]]) -> tuple[float, float]:
-    running, held = dict(program.running), dict(counts)
-    rent = cost = 0.0
-    for key, count in held.items():
+def cost_of(program: FlowProgram, counts: Mapping[ColumnKey, int]) -> tuple[float, float]:
+    """(rent, rent with starts, fees, moving parts and fixed charges) of these counts, in USD an hour; no egress."""
+    running = dict(program.running)
+    rent = cost = rent_usd_per_h(program, counts)
+    for key, count in counts.items():
         price = price_of(program.fleet, program.models[key.group].uses[key.template], key.region)
-        rent += price * count
-        cost += price * (count + program.init_penalty * max(0, count - running.get(key, 0)))
+        cost += program.init_penalty * price * max(0, count - running.get(key, 0))
         cost += (program.fee_usd_per_h(key) + program.part_usd_per_h(key)) * count
-    cost += program.fixed_usd_per_h(held)
-    paid = paid_usd_per_h(program, held)
-    return rent - paid, cost - paid
+    return rent, cost + program.fixed_usd_per_h(counts)
 
 
 def reroute(
@@ -240,8 +238,11 @@ def reroute(
         cheapest = settle(rows, x, True, deadline, float(x[THETA]))
         x = x if cheapest is None else cheapest[1]
     shares, flows = rows.read(x)
-    egress = sum(rows.entries.cost[variable] * float(x[variable]) for variable in rows.flows.values())
-    return shares, flows, egress, float(x[THETA])
+    # The solver keeps variables above their lower bound of 0 within its tolerance only.
+    egress = sum(
+        rows.entries.cost[variable] * max(0.0, float(x[variable])) for variable in rows.flows.values()
+    )
+    return shares, flows, egress, max(0.0, float(x[THETA]))
 
 
 def all_served(program: FlowProgram, deadline: Deadline) -> Allocation:
@@ -407,19 +408,19 @@ def _most(
 
 
 def overpinned(program: FlowProgram) -> tuple[str, ...]:
+    """Node types, the budget and placements that the pinned copies alone exceed."""
     fleet = program.fleet
     need = np.zeros(fleet.available.shape, dtype=np.int64)
-    rent = 0.0
     banned: list[str] = []
     for key, count, _ in program.pins:
         uses = program.models[key.group].uses[key.template]
         need[key.region] += uses.astype(np.int64) * count
-        rent += count * price_of(fleet, uses, key.region)
         allowed = program.models[key.group].allowed
         if count and allowed is not None and not allowed[key.template, key.region]:
             name = program.models[key.group].name
             banned.append(f"template {key.template} of {name} in {fleet.regions[key.region]}")
     over = [fleet.node_label(int(r), int(c)) for r, c in np.argwhere(need > fleet.available)]
+    rent = rent_usd_per_h(program, {pin.key: pin.copies for pin in program.pins})
     if program.budget_usd_per_h is not None and rent > program.budget_usd_per_h * (1 + 1e-9):
         over.append("budget")
     return (*over, *banned)
