@@ -58,6 +58,10 @@ def test_json_has_every_step(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     body = json.loads(capsys.readouterr().out)
     message = body["rehearsal"]
     assert message["holds"]
+    assert (message["ended"], message["reason"]) == (
+        "holds_in_fresh_runs",
+        "holds in runs that the search did not see",
+    )
     last = message["steps"][-1]
     assert last["fresh"]
     assert last["cost_usd_per_h"] == body["plan"]["cost_usd_per_h"]
@@ -71,7 +75,8 @@ def test_when_nothing_holds_it_is_said_and_the_best_is_shown(
 ) -> None:
     assert run(["plan", str(a_spec(tmp_path, available=1)), *QUICK, "--cv", "6"]) == 3
     text = capsys.readouterr().out
-    assert "Warning: no plan held in simulation: the fleet has no more nodes that would help" in text
+    assert "Warning: no plan held in simulation: no plan serves" in text
+    assert "what binds: home: 1x" in text
     assert "misses its 90.0 %" in text
     assert "What to expect" in text
 

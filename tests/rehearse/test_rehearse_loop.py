@@ -13,8 +13,9 @@ from rehearse_builders import OFFERS, SETTINGS, a_problem, a_traffic, a_trial, m
 from potluck.catalog import models, nodes
 from potluck.cli.planning.rehearsal import evidence_line, judge_of
 from potluck.core.values.plan import Deployment, Plan
-from potluck.core.values.service import CLASSES
+from potluck.core.values.service import CLASSES, ModelTerms
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
+from potluck.plan.allocate.allocation import Shortfall
 from potluck.plan.assemble.even_shares import evened
 from potluck.plan.problem import PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
@@ -24,6 +25,7 @@ from potluck.rehearse.evidence import Evidence, evidence_of
 from potluck.rehearse.queueing_margins import assembled, restored, scaled
 from potluck.rehearse.rehearsal import Judge, Rehearsal, RehearsalRules, part_key, rehearse, spare_of, varied
 from potluck.rehearse.request_sources import FRESH
+from potluck.rehearse.search_end import SearchEnd, no_larger_plan
 from potluck.runtime.replica_models import ReplicaModels
 from potluck.runtime.resolved_plan import DEFAULT_ENGINE, ResolvedPlan
 from potluck.sim.load.workload import of_traffic
@@ -184,27 +186,109 @@ def test_what_fresh_runs_refute_is_not_chosen() -> None:
     assert len({part_key(step.plan) for step in fresh}) == len(fresh), "refuted stays refuted"
 
 
-def test_a_fleet_too_small_is_told_with_the_best_there_is() -> None:
+def test_search_of_a_fleet_that_is_too_small_ends_on_its_nodes_with_the_closest_plan() -> None:
     problem = a_problem(a_traffic(), offers={"1xA10G": (1.0, 5)})
     result = rehearse(TemplateFactory(problem), melange, SETTINGS, needing(problem, {"chat": 40.0}), GENEROUS)
     assert result.chosen is None
-    assert "no more nodes" in result.reason
+    assert result.end.ending == "nodes"
+    assert "what binds: here: 1xA10G" in result.end.words
+    assert not result.end.longer_may_help
     assert result.best in result.steps
     assert_each_once(result)
 
 
-def test_work_is_bounded_and_the_bound_is_told() -> None:
+def test_search_reports_the_limit_that_ended_it() -> None:
     problem = a_problem(a_traffic(rate_per_s=0.5), offers={"1xA10G": (1.0, 500)})
     judge = needing(problem, {"chat": 4000.0})
     rules = RehearsalRules(most_plans=5, most_solves=3)
-    result = rehearse(TemplateFactory(problem), melange, SETTINGS, judge, rules)
+    factory = TemplateFactory(problem)
+    result = rehearse(factory, melange, SETTINGS, judge, rules)
+    assert (result.chosen, len(result.steps)) == (None, 5)
+    assert result.end == SearchEnd("plans", "the search reached its limit of 5 plans")
+    hurried = rehearse(factory, melange, SETTINGS, judge, replace(rules, enough=lambda: True))
+    assert (hurried.chosen, len(hurried.steps)) == (None, 1)
+    assert hurried.end == SearchEnd("time", "the search reached its time limit after 1 plan")
+    few = rehearse(factory, melange, SETTINGS, judge, replace(rules, most_requests=15_000))
+    assert few.end.ending == "requests"
+    assert "15,000 simulated requests after 2 plans" in few.end.words
+    assert all(item.end.longer_may_help for item in (result, hurried, few))
+
+
+def never(plan: Plan, names: Collection[str], first_run: int) -> tuple[Evidence, ...]:
+    return tuple(verdict(name, False) for name in names)
+
+
+def test_search_ends_on_the_budget_where_nodes_are_left() -> None:
+    problem = replace(a_problem(a_traffic(), offers={"1xA10G": (1.0, 50)}), budget_usd_per_h=4.5)
+    result = rehearse(TemplateFactory(problem), melange, SETTINGS, never, GENEROUS)
+    assert (result.chosen, result.end.ending) == (None, "budget")
+    assert "nodes" not in result.end.words
+
+
+def test_search_ends_on_the_terms_where_they_allow_no_more_copies() -> None:
+    problem = a_problem(a_traffic(), offers={"1xA10G": (1.0, 50)})
+    (ask,) = problem.asks
+    limited = replace(problem, asks=(replace(ask, terms=ModelTerms(max_copies=4)),))
+    result = rehearse(TemplateFactory(limited), melange, SETTINGS, never, GENEROUS)
+    assert (result.chosen, result.end.ending) == (None, "terms")
+    assert "at most 4 copies of chat" in result.end.words
+
+
+@pytest.mark.parametrize("most_solves", [0, 3])
+def test_search_ends_on_planner_runs_where_the_planner_has_no_other_plan(most_solves: int) -> None:
+    problem = a_problem(a_traffic(rate_per_s=0.2), offers={"1xL40S": (1.9, 1)})
+    same = melange(TemplateFactory(problem), SETTINGS)
+    rules = RehearsalRules(most_plans=50, most_solves=most_solves)
+    result = rehearse(TemplateFactory(problem), lambda factory, settings: same, SETTINGS, never, rules)
+    assert (result.chosen, len(result.steps), result.end.ending) == (None, 1, "solves")
+    assert f"1 plan missed, and {most_solves} planner runs" in result.end.words
+
+
+def test_search_plans_for_more_than_a_copy_of_a_large_node_that_missed() -> None:
+    """One cheap node serves several times the demand and misses; there is one of it, and larger ones are left."""
+    problem = a_problem(a_traffic(rate_per_s=0.2), offers={"1xA10G": (1.0, 1), "1xL40S": (4.9, 4)})
+
+    def judge(plan: Plan, names: Collection[str], first_run: int) -> tuple[Evidence, ...]:
+        return tuple(verdict(name, any(node == "1xL40S" for _, node in plan.nodes)) for name in names)
+
+    result = rehearse(TemplateFactory(problem), melange, SETTINGS, judge)
+    assert result.chosen is not None, result.end
+    assert result.chosen.plan.nodes == {("here", "1xL40S"): 1}
+
+
+def test_search_ends_on_combinations_where_plans_of_models_do_not_fit_together() -> None:
+    """Each of two models needs two of three nodes."""
+    traffic = (a_traffic("one", 0.2), a_traffic("two", 0.2))
+    problem = a_problem(*traffic, offers={"1xL40S": (1.9, 3)})
+
+    def judge(plan: Plan, names: Collection[str], first_run: int) -> tuple[Evidence, ...]:
+        counts = {name: sum(d.count for d in plan.of_models([name]).deployments) for name in names}
+        return tuple(verdict(name, counts[name] >= 2) for name in names)
+
+    result = rehearse(TemplateFactory(problem), melange, SETTINGS, judge, GENEROUS)
     assert result.chosen is None
-    assert len(result.steps) == 5
-    assert "5 plans were tried" in result.reason
-    hurried = replace(rules, enough=lambda: True)
-    result = rehearse(TemplateFactory(problem), melange, SETTINGS, judge, hurried)
-    assert len(result.steps) == 1
-    assert "no time" in result.reason
+    assert result.end.ending == "combinations"
+
+
+@pytest.mark.parametrize(
+    ("shortfall", "ending"),
+    [
+        (None, "planner_time"),
+        (Shortfall(0.5, 0.5, ("here: 1xL4", "budget")), "nodes"),
+        (Shortfall(0.5, 0.5, ()), "nodes"),
+        (Shortfall(0.5, 0.5, ("budget", "here: 1xL4")), "budget"),
+        (Shortfall(0.5, 0.5, ("link here->there",)), "links"),
+        (Shortfall(0.5, 0.5, ("at most 4 copies of chat",)), "terms"),
+        (Shortfall(0.0, 0.0, (), overpinned=("here: 1xL4",)), "terms"),
+        (Shortfall(0.0, 0.0, (), unkept=("at least 9 copies of chat",)), "terms"),
+    ],
+)
+def test_larger_plan_that_does_not_exist_names_what_binds(shortfall: Shortfall | None, ending: str) -> None:
+    problem = a_problem()
+    allocation = melange(TemplateFactory(problem), SETTINGS).allocation
+    end = no_larger_plan(problem, replace(allocation, shortfall=shortfall), {"chat": 1.25}, ["chat"])
+    assert end.ending == ending
+    assert "1.25 times the demand of chat" in end.words
 
 
 @pytest.mark.slow

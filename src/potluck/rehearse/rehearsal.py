@@ -33,9 +33,15 @@ from potluck.plan.verify import verify
 from potluck.rehearse.evidence import Evidence
 from potluck.rehearse.queueing_margins import SURE, assembled, cost_by_model, late, restored, scaled
 from potluck.rehearse.request_sources import FRESH
+from potluck.rehearse.search_end import (
+    HOLDS,
+    HOLDS_IN_FRESH_RUNS,
+    REQUESTS_LEFT_OUT,
+    SearchEnd,
+    no_larger_plan,
+)
 
 SAME_COST = 0.002  # a gap between costs that is not worth a trial
-HELD, FRESHLY = "holds in simulation", "holds in runs that the search did not see"
 ABOUT_AS_CLOSE = 0.25  # of what a promise leaves open: nobody pays several times as much for so little
 GROWTH, SMALL_GROWTH, NEAR = 1.25, 1.05, 0.5
 """What a part of the same columns must have to spare, over one that missed, or that missed by little: by less than so
@@ -116,7 +122,7 @@ class Rehearsal:
 
     steps: tuple[RehearsedPlan, ...]
     chosen: RehearsedPlan | None
-    reason: str
+    end: SearchEnd
     averages: PlanOutcome  # The plan that suffices on averages alone.
 
     @property
@@ -158,7 +164,8 @@ class _PlanSearch:
     """What any part of a model should have to spare, after one that missed."""
     asked: dict[str, float] = field(default_factory=dict)
     """The most demand that was planned for, times what there is."""
-    short: bool = False  # Whether the fleet did not suffice for that.
+    no_larger: SearchEnd | None = None  # What binds, once the planner found no plan for that.
+    unfit: bool = False  # Whether parts were left to try that do not fit into the fleet together.
     steps: list[RehearsedPlan] = field(default_factory=list)
     solves: int = 0
     requests: int = 0
@@ -169,7 +176,7 @@ class _PlanSearch:
     def problem(self) -> PlanningProblem:
         return self.factory.problem
 
-    def run(self, outcome: PlanOutcome) -> tuple[RehearsedPlan | None, str]:
+    def run(self, outcome: PlanOutcome) -> tuple[RehearsedPlan | None, SearchEnd]:
         self.pools = {ask.name: [] for ask in self.problem.asks if ask.rate_per_s > 0}
         self.offer(outcome.plan, outcome.plan.strategy)
         for plan in outcome.alternatives:
@@ -178,10 +185,10 @@ class _PlanSearch:
         while best is not None:
             best = self._cheapest_below(best)
             if not self.rules.fresh and all(item.long for item in best.evidence):
-                return best, HELD
+                return best, HOLDS
             verdict = self._try(best.parts, best.plan, fresh=True)
             if verdict.suffices:
-                return verdict, FRESHLY
+                return verdict, HOLDS_IN_FRESH_RUNS
             self._learn(verdict)
             self._vary(verdict, more=True)
             held = [step for step in self.steps if step.suffices and not self._missed(step)]
@@ -189,11 +196,26 @@ class _PlanSearch:
                 min(held, key=lambda step: rank_usd_per_h(self.problem, step.plan), default=None)
                 or self._first_that_holds()
             )
-        if self.rules.enough():
-            return None, "there was no time to try more"
-        if self._spent:
-            return None, f"{len(self.steps)} plans were tried"
-        return None, "the fleet has no more nodes that would help"
+        return None, self._end()
+
+    def _end(self) -> SearchEnd:
+        """Why the search ended without a plan that holds: its limits first, then what stands in the way."""
+        rules, tried = self.rules, len(self.steps)
+        if rules.enough():
+            return SearchEnd("time", f"the search reached its time limit after {tried} {_plans(tried)}")
+        if tried >= rules.most_plans:
+            return SearchEnd("plans", f"the search reached its limit of {rules.most_plans} plans")
+        if self.requests >= rules.most_requests:
+            limit = f"its limit of {rules.most_requests:,} simulated requests"
+            return SearchEnd("requests", f"the search reached {limit} after {tried} {_plans(tried)}")
+        if self.unfit:
+            what = "the plans of single models that are left to try do not fit into the fleet together"
+            return SearchEnd("combinations", what)
+        if self.no_larger is not None:
+            return self.no_larger
+        most = max(self.asked.values(), default=1.0)
+        runs = f"{self.solves} planner runs, the limit of the search, for up to {most:.3g} times the demand"
+        return SearchEnd("solves", f"{tried} {_plans(tried)} missed, and {runs} gave no other plan")
 
     @property
     def _spent(self) -> bool:
@@ -209,11 +231,30 @@ class _PlanSearch:
                 continue
             # Where no part is expected to hold, the one with most to spare is the best guess.
             step = self._next({name: parts or self._open(name, -1)[:1] for name, parts in able.items()})
-            if step is None or step.suffices:
+            if step is None:
+                if self._solve_for_another():
+                    continue
+                return None
+            if step.suffices:
                 return step
             self._learn(step)
             self._vary(step, more=True)
         return None
+
+    def _solve_for_another(self) -> bool:
+        """Plan the models that have no part left to try, for more than any part that missed, then without the columns
+        that missed; whether that gave a new part. Not where parts are left that do not fit together."""
+        names = [name for name in self.pools if not self._open(name)]
+        if not names and not self.unfit:  # what missed did so beside others, over links that they share
+            names = list(self.pools)
+        for name in names:
+            self.asked[name] = max(self.asked.get(name, 1.0), self.roomy.get(name, 1.0))
+        while names and not self.no_larger and self.solves < self.rules.most_solves and not self._spent:
+            if self._solve_for_more(names):
+                return True
+        missed = [part for name in names for part in self.pools[name] if part.key in self.missed]
+        columns = frozenset(column for part in missed for column in part.columns)
+        return bool(columns) and self._planned(names, {}, columns)
 
     def _likely(self, name: str, most_late: float = 1.0, roomy: bool = False) -> list[ModelPart]:
         """Parts that held, or that are expected to; `roomy`: with more to spare than all that missed."""
@@ -285,13 +326,15 @@ class _PlanSearch:
     ) -> RehearsedPlan | None:
         """Try the cheapest combination of parts that fits; none that costs as much as `below`."""
         most = None if below is None else rank_usd_per_h(self.problem, below) * (1 - SAME_COST)
+        self.unfit = False
         for parts in self._combinations(pools):
             plan = self._joined(parts)
             if most is not None and rank_usd_per_h(self.problem, plan) >= most:
                 return None
-            known = self._keys(parts, plan).values()
-            if self.missed.isdisjoint(known) and not verify(self.problem, plan):
-                return self._try(parts, plan)
+            if self.missed.isdisjoint(self._keys(parts, plan).values()):
+                if not verify(self.problem, plan):
+                    return self._try(parts, plan)
+                self.unfit = True
         return None
 
     def _combinations(self, pools: Mapping[str, Sequence[ModelPart]]) -> Iterator[dict[str, ModelPart]]:
@@ -445,7 +488,7 @@ class _PlanSearch:
 
     def _solve_for_more(self, names: Sequence[str]) -> bool:
         """Plan for more of these models, and for more than those parts serve that are not expected to hold."""
-        if not names or self.short:
+        if not names or self.no_larger:
             return False
         for name in names:
             known = [
@@ -482,7 +525,8 @@ class _PlanSearch:
             outcome = self.planner(shop, self._settings(problem))
             if outcome.plan.fraction >= 1:
                 break
-        self.short |= bool(factors) and outcome.plan.fraction < 1
+        if factors and outcome.plan.fraction < 1:
+            self.no_larger = no_larger_plan(self.problem, outcome.allocation, asked, names)
         word = "" if factors else ", other columns"
         made = (outcome.plan, *outcome.alternatives)
         return sum(self.offer(plan, f"{plan.strategy}{word}", asked, problem) for plan in made) > 0
@@ -527,10 +571,14 @@ def rehearse(
         raise CapacityError("no plan was found to rehearse; allow more time, or see the plan without it")
     search = _PlanSearch(factory, planner, settings, judge, rules or RehearsalRules())
     search.seen = {} if seen is None else seen
-    chosen, reason = search.run(outcome)
+    chosen, end = search.run(outcome)
     if chosen is not None and not chosen.holds:
-        reason = "no plan serves all of the requests"
-    return Rehearsal(tuple(search.steps), chosen, reason, outcome)
+        end = REQUESTS_LEFT_OUT
+    return Rehearsal(tuple(search.steps), chosen, end, outcome)
+
+
+def _plans(count: int) -> str:
+    return "plan" if count == 1 else "plans"
 
 
 def _growth(plan: Plan) -> float:

@@ -340,7 +340,7 @@ def basis_of(rehearsal: Rehearsal | None) -> str:
     """What a proof is about: nothing but averages are ever proven."""
     if rehearsal is None or rehearsal.best.plan.deployments == rehearsal.averages.plan.deployments:
         return "on averages"
-    return f"{rehearsal.reason if rehearsal.holds else 'closest to holding'}; on averages"
+    return f"{rehearsal.end if rehearsal.holds else 'closest to holding'}; on averages"
 
 
 def show_rehearsal(rehearsal: Rehearsal | None, asked: RehearsalOptions, plan: Plan) -> None:
@@ -367,15 +367,18 @@ def show_rehearsal(rehearsal: Rehearsal | None, asked: RehearsalOptions, plan: P
     if not rehearsal.holds:
         dearest = max(step.cost_usd_per_h for step in rehearsal.steps)
         more = f" up to {usd(dearest)}/h" if dearest > best.cost_usd_per_h * 1.005 else ""
-        paragraph(
-            f"Warning: no plan{more} held in simulation: {rehearsal.reason}. This is the cheapest of those that came "
-            "closest."
+        which = (
+            "is the cheapest of those that came closest" if len(rehearsal.steps) > 1 else "is the only one"
         )
+        longer = (
+            "" if asked.rehearse or not rehearsal.end.longer_may_help else " --rehearse tries more plans."
+        )
+        paragraph(f"Warning: no plan{more} held in simulation: {rehearsal.end}. This one {which}.{longer}")
     elif len(rehearsal.steps) > 1:
         was = f"{usd(abs(change))}/h {'more' if change > 0 else 'less'} than"
         was = "as much as" if abs(change) < 0.005 else was
         paragraph(
-            f"The plan {rehearsal.reason}: {was} the cheapest plan on averages, of {len(rehearsal.steps)} tried."
+            f"The plan {rehearsal.end}: {was} the cheapest plan on averages, of {len(rehearsal.steps)} tried."
         )
     click.echo()
 
@@ -416,4 +419,5 @@ def rehearsal_json(rehearsal: Rehearsal | None) -> dict[str, object]:
         }
         for step in rehearsal.steps
     ]
-    return {"rehearsal": {"holds": rehearsal.holds, "reason": rehearsal.reason, "steps": steps}}
+    end = rehearsal.end
+    return {"rehearsal": {"holds": rehearsal.holds, "ended": end.ending, "reason": end.words, "steps": steps}}

@@ -166,7 +166,7 @@ def _rehearsed(
     lines = tuple(evidence_line(item.told()) for item in best.evidence)
     more = best.cost_usd_per_h - outcome.plan.cost_usd_per_h
     if not result.holds:
-        lines = (*lines, f"no plan held in simulation ({result.reason}); this one came closest")
+        lines = (*lines, f"no plan held in simulation ({result.end}); this one came closest")
     elif more > 0.005:
         lines = (*lines, f"${more:.2f}/h of it is headroom that the rehearsal asked for")
     return result.outcome.plan, lines

@@ -1,0 +1,81 @@
+"""Why a search over plans ended: a plan held, a limit of the search was reached, or nothing was left to try."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from potluck.plan.allocate.allocation import Allocation
+from potluck.plan.problem import PlanningProblem
+
+SearchEnding = Literal[
+    "holds",
+    "holds_in_fresh_runs",
+    "requests_left_out",
+    "time",
+    "plans",
+    "requests",
+    "solves",
+    "planner_time",
+    "nodes",
+    "budget",
+    "links",
+    "terms",
+    "combinations",
+]
+"""
+holds, holds_in_fresh_runs      a plan keeps every objective in simulation
+requests_left_out               the same, of the requests that the plan serves: the others are served by no plan
+time, plans, requests, solves   the search reached its limit of time, plans, simulated requests or planner runs
+planner_time                    the planner found no plan for more demand within its own time limit
+nodes, budget, links, terms     no plan serves more demand: what binds is that
+combinations                    models' plans that may hold do not fit into the fleet together
+"""
+SEARCH_LIMITS: frozenset[SearchEnding] = frozenset({"time", "plans", "requests", "solves", "planner_time"})
+"""Endings after which a longer search may find a plan."""
+
+MAX_BINDING_NAMES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SearchEnd:
+    ending: SearchEnding
+    words: str
+
+    def __str__(self) -> str:
+        return self.words
+
+    @property
+    def longer_may_help(self) -> bool:
+        return self.ending in SEARCH_LIMITS
+
+
+HOLDS = SearchEnd("holds", "holds in simulation")
+HOLDS_IN_FRESH_RUNS = SearchEnd("holds_in_fresh_runs", "holds in runs that the search did not see")
+REQUESTS_LEFT_OUT = SearchEnd("requests_left_out", "no plan serves all of the requests")
+
+
+def no_larger_plan(
+    problem: PlanningProblem, allocation: Allocation, asked: dict[str, float], names: Collection[str]
+) -> SearchEnd:
+    """The end of a search whose planner found no plan for `asked` times the demand of these models."""
+    more = ", ".join(f"{asked[name]:.3g} times the demand of {name}" for name in sorted(names))
+    shortfall = allocation.shortfall
+    if shortfall is None:
+        return SearchEnd("planner_time", f"the planner found no plan for {more} within its time limit")
+    if shortfall.overpinned or shortfall.unkept or shortfall.unserved:
+        return SearchEnd("terms", f"no plan serves {more}: {shortfall}")
+    # Without a resource that binds, the nodes suffice for parts of copies and not for whole ones.
+    binding = shortfall.binding[:MAX_BINDING_NAMES] or ("whole copies, not any one resource",)
+    ending: SearchEnding = _resource(problem, shortfall.binding[0]) if shortfall.binding else "nodes"
+    return SearchEnd(ending, f"no plan serves {more}; what binds: {', '.join(binding)}")
+
+
+def _resource(problem: PlanningProblem, name: str) -> SearchEnding:
+    if name == "budget":
+        return "budget"
+    if name.startswith("link "):
+        return "links"
+    nodes = {f"{region.name}: {offer.node}" for region in problem.regions for offer in region.offers}
+    return "nodes" if name in nodes else "terms"
