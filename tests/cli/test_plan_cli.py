@@ -17,9 +17,10 @@ from potluck.cli.planning import plan_show
 from potluck.cli.planning.plan import _hurried
 from potluck.cli.planning.planning_options import NAMES
 from potluck.cli.up.prepare import PlanChoices, prepared
+from potluck.core.errors import InputError
 from potluck.core.figures import seconds
 from potluck.core.values.plan import plan_from_json
-from potluck.plan.strategies import TemplateFactory
+from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SPEC = chat_spec(
@@ -181,6 +182,94 @@ def test_a_pinned_template_is_kept(spec: Path, capsys: pytest.CaptureFixture[str
     plan = json.loads(capsys.readouterr().out)["plan"]
     counts = {item["template"]: item["count"] for item in plan["deployments"]}
     assert counts["chat: mixed 1xL40S tp1"] >= 2
+
+
+@pytest.mark.parametrize("strategy", ["auto", "melange", "coral", "distserve"])
+def test_every_printed_template_can_be_pinned(
+    spec: Path, strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["plan", str(spec), "--averages", "--time-limit", "6", "--strategy", strategy, "--json"]
+    assert run([*options, "--no-explain"]) == 0
+    deployments = json.loads(capsys.readouterr().out)["plan"]["deployments"]
+    pins = [f"{item['template']}@{item['region']}={item['count']}" for item in deployments]
+    for number, pin in enumerate(pins):
+        out = tmp_path / f"{number}.json"
+        assert run([*options, "--pin", pin, "--out", str(out)]) == 0
+        body = json.loads(capsys.readouterr().out)
+        counts = {(item["template"], item["region"]): item["count"] for item in body["plan"]["deployments"]}
+        assert counts[deployments[number]["template"], deployments[number]["region"]] >= 1
+        assert out.exists()
+        pinned = [item for item in body["explanation"]["models"] if "pinned copies need" in item["unknown"]]
+        assert all(item["answer"] == "not known" for item in pinned)
+
+
+def test_only_node_pinned_leaves_its_questions_without_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    pin = "Llama-3.1-8B: mixed 1xRTX4090 tp1@desk=1"
+    assert run(["plan", str(EXAMPLES / "one-node.yaml"), "--averages", "--pin", pin]) == 0
+    assert "not known: pinned copies need 1xRTX4090" in capsys.readouterr().out
+
+
+def test_group_that_one_strategy_printed_can_be_pinned_in_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    options = ["plan", str(EXAMPLES / "one-node.yaml"), "--averages", "--json"]
+    assert run([*options, "--strategy", "hexgen", "--no-explain", "--out", str(out)]) == 0
+    (deployment,) = json.loads(capsys.readouterr().out)["plan"]["deployments"]
+    assert ": group " in deployment["template"]
+    pin = f"{deployment['template']}@desk=1"
+    for more in (
+        ["--strategy", "hexgen"],
+        ["--strategy", "auto"],
+        ["--strategy", "auto", "--running", str(out)],
+    ):
+        assert run([*options, *more, "--pin", pin]) == 0
+        assert json.loads(capsys.readouterr().out)["plan"]["deployments"] == [deployment]
+
+
+def test_rehearsed_plan_keeps_its_pins(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The pinned copies are more than are needed: the search tries plans with fewer copies of other templates."""
+    pin = "chat: mixed 1xL40S tp1@home=4"
+    command = ["plan", str(spec), "--strategy", "melange", "--json", "--no-explain", "--requests", "300"]
+    assert run([*command, "--pin", pin]) == 0
+    counts = {
+        item["template"]: item["count"] for item in json.loads(capsys.readouterr().out)["plan"]["deployments"]
+    }
+    assert counts["chat: mixed 1xL40S tp1"] >= 4
+
+
+def test_strategy_that_does_not_keep_a_pin_is_refused(
+    spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, pin = tmp_path / "plan.json", "chat: mixed 1xL40S tp1@home=4"
+    assert (
+        run(["plan", str(spec), "--averages", "--strategy", "cauchy", "--pin", pin, "--out", str(out)]) == 2
+    )
+    error = capsys.readouterr().err
+    assert "--pin: cauchy plans" in error
+    assert "use --strategy auto" in error
+    assert not out.exists()
+
+
+def test_failed_questions_leave_the_plan_and_name_the_reason(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever planning again with a change raises concerns that question alone."""
+    real, calls = STRATEGIES["melange"], []
+
+    def only_once(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
+        calls.append(settings)
+        if len(calls) > 1:
+            raise InputError("node", "is gone")
+        return real(factory, settings)
+
+    monkeypatch.setattr("potluck.cli.planning.plan.strategy_of", lambda name: only_once)
+    out = tmp_path / "plan.json"
+    assert run(["plan", str(spec), "--averages", "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert len(calls) > 1
+    assert "not known: node: is gone" in text
+    assert out.exists()
 
 
 def test_a_budget_is_kept_or_said_to_bind(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:

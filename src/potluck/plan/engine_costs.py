@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
+from potluck.core.errors import PotluckError
 from potluck.core.values.engine_abilities import ENGINES, UNLIMITED, broken_limits, engines_for
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import EngineName
@@ -27,14 +28,15 @@ class EngineCost:
     saves_usd_per_h: float = 0.0
     more_fraction: float = 0.0
     able: tuple[EngineName, ...] = ()  # Engines that run that plan.
-    known: bool = True  # Whether there was time to plan again.
+    known: bool = True  # Whether planning again gave an answer.
     exact: bool = True  # Whether both plans were proven cheapest; else the difference may be of the search.
+    unknown: str = "no time was left to plan without them"  # Why there is no answer, without one.
 
     @property
     def line(self) -> str:
         """A sentence; empty where the limits cost nothing."""
         if not self.known:
-            return f"what the limits of {self.title} cost is not known: no time was left to plan without them"
+            return f"what the limits of {self.title} cost is not known: {self.unknown}"
         if not self.what:
             return ""
         about = "" if self.exact else "about "
@@ -62,7 +64,10 @@ def engine_cost(
     limit_s = min(left_s, max(spent_s, LEAST_SHARE * settings.time_limit_s))
     asking, starts = outcome.plan.fraction >= 1, (*settings.starts, outcome.plan)
     again = replace(settings, time_limit_s=limit_s, start_s=None, asking=asking, starts=starts)
-    other = planner(free, again)
+    try:
+        other = planner(free, again)
+    except PotluckError as error:  # the plan itself was made before
+        return EngineCost(engine.engine, engine.title, known=False, unknown=str(error))
     if other.allocation.status == "unknown":
         return EngineCost(engine.engine, engine.title, known=False)
     return _compared(problem, outcome.plan, other.plan, settings.gap_target)

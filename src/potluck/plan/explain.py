@@ -13,7 +13,7 @@ from math import erfc, hypot, log
 from statistics import NormalDist
 from typing import Literal
 
-from potluck.core.errors import InputError
+from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.figures import digits
 from potluck.core.values.engine_abilities import UNLIMITED
 from potluck.core.values.layout import single
@@ -49,6 +49,7 @@ class TermPrice:
     """None where not all demand is met or a plan was not found in time, so that costs do not compare."""
     extra_fraction: float  # Of the demand, what more would be served without it.
     exact: bool  # Whether both plans were proven cheapest; else the difference may be of the search.
+    unknown: str = ""  # Why the cost is not known, where planning again failed.
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,10 @@ def term_prices(
             fresh = changed.slo != ask.slo or changed.origins != ask.origins  # templates are timed anew
             there = _with(factory.problem, changed)
             shop = TemplateFactory(there) if fresh else replace(factory, problem=there)
-            other = planner(shop, settings)
+            other = _planned(planner, shop, settings)
+            if isinstance(other, Unanswered):
+                prices.append(TermPrice(ask.name, term, words, None, 0.0, False, other.reason))
+                continue
             answer, less = _change(outcome, other)
             extra = None if less is None or outcome.plan.fraction < 1 else -less
             exact = answer == "costs" and max(outcome.plan.gap, other.plan.gap) < settings.gap_target + 1e-9
@@ -96,7 +100,10 @@ def crossing_lines(factory: TemplateFactory, base: PlanOutcome, settings: SolveS
         return ()
     phased = {ask.name: factory.phased(ask) for ask in problem.asks}
     smallest = dict.fromkeys(phased, problem.codecs[-1])
-    program = columns(problem, phased, codecs=smallest, books=factory.books).program
+    try:
+        program = columns(problem, phased, codecs=smallest, books=factory.books).program
+    except PotluckError as error:
+        return (f"nothing crosses; what it would cost is not known: {error}",)
     regions = program.fleet.regions
     pairs = frozenset((r, s) for r in range(len(regions)) for s in range(len(regions)))
     for link, (m, model) in product(program.links, enumerate(program.models)):
@@ -236,6 +243,7 @@ class NodeValue:
     one_fewer: Answer
     one_fewer_usd_per_h: float | None
     """What a plan costs more with one fewer on offer than is rented; None where none serves all, or none is known."""
+    unknown: str = ""  # Why an answer is not known, where that is not for want of time.
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +258,7 @@ class ModelReason:
     answer: Answer = "not asked"
     unsure: str = ""
     """Where errors of predictions leave open which of both is cheaper: that, and what would decide it."""
+    unknown: str = ""  # Why the answer is not known, where that is not for want of time.
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +291,8 @@ def explain(
     settings = replace(settings, time_limit_s=each_s, start_s=None, starts=known, asking=True)
     base, same = outcome, outcome.allocation.rent_usd_per_h
     if plan.fraction >= 1 and abs(plan.cost_usd_per_h - same) > 1e-6 * max(plan.cost_usd_per_h, 1e-9):
-        base = planner(factory, settings)
+        again = _planned(planner, factory, settings)
+        base, planner = (outcome, _failing(again)) if isinstance(again, Unanswered) else (again, planner)
     return Explanation(
         tuple(_model(factory, plan, base, planner, settings, ask.name) for ask in problem.asks),
         tuple(_nodes(factory, plan, base, planner, settings)),
@@ -294,6 +304,37 @@ def explain(
         crossings=crossing_lines(factory, base, settings),
         on_averages=base is not outcome,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """A question that planning again does not answer, and why."""
+
+    reason: str
+
+
+def _planned(planner: Planner, factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome | Unanswered:
+    """The plan of a changed problem. A failure concerns this question alone: the plan itself was made before."""
+    try:
+        return planner(factory, settings)
+    except PotluckError as error:
+        return Unanswered(str(error))
+
+
+def _failing(unanswered: Unanswered) -> Planner:
+    """A planner for questions that have nothing to be compared with."""
+
+    def planner(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
+        raise CapacityError(unanswered.reason)
+
+    return planner
+
+
+def _pinned_nodes(plan: Plan, settings: SolveSettings) -> dict[tuple[str, str], int]:
+    """(region, node type) to how many the pinned copies need."""
+    known = {template.name for template in plan.templates}
+    pinned = tuple(pin for pin in settings.pins if pin.template in known)
+    return replace(plan, deployments=pinned).nodes
 
 
 def _change(base: PlanOutcome, other: PlanOutcome) -> tuple[Answer, float | None]:
@@ -332,13 +373,18 @@ def _model(
     barred = () if main is None else tuple(node_count.node for node_count in main.nodes)
     # With less on offer no more is served: where that falls short already, there is nothing to ask.
     ask = bool(barred) and plan.fraction >= 1
-    other = _without_nodes(factory, planner, settings, model, barred) if ask else None
+    reason = (model, describe(plan, model), usd_per_million_tokens(factory.problem, plan, model), barred)
+    pinned = sorted({node for _, node in _pinned_nodes(plan.of_models([model]), settings)} & set(barred))
+    other: PlanOutcome | Unanswered | None = None
+    if ask and pinned:
+        other = Unanswered(f"pinned copies need {', '.join(pinned)}")
+    elif ask:
+        other = _without_nodes(factory, planner, settings, model, barred)
+    if isinstance(other, Unanswered):
+        return ModelReason(*reason, None, (), "not known", unknown=other.reason)
     answer, extra = ("not asked", None) if other is None else _change(base, other)
     return ModelReason(
-        model,
-        describe(plan, model),
-        usd_per_million_tokens(factory.problem, plan, model),
-        barred,
+        *reason,
         extra,
         () if other is None or extra is None else describe(other.plan, model),
         answer,
@@ -460,10 +506,10 @@ def _usd_per_h(problem: PlanningProblem, plan: Plan, model: str) -> float:
 
 def _without_nodes(
     factory: TemplateFactory, planner: Planner, settings: SolveSettings, model: str, barred: tuple[str, ...]
-) -> PlanOutcome:
+) -> PlanOutcome | Unanswered:
     problem = factory.problem
     asks = tuple(_off(problem, ask, barred) if ask.name == model else ask for ask in problem.asks)
-    return planner(replace(factory, problem=replace(problem, asks=asks)), settings)
+    return _planned(planner, replace(factory, problem=replace(problem, asks=asks)), settings)
 
 
 def _off(problem: PlanningProblem, ask: ModelDemand, barred: tuple[str, ...]) -> ModelDemand:
@@ -476,12 +522,19 @@ def _nodes(
     factory: TemplateFactory, plan: Plan, base: PlanOutcome, planner: Planner, settings: SolveSettings
 ) -> list[NodeValue]:
     problem = factory.problem
-    fleet, rented = base.columns.program.fleet, plan.nodes
+    fleet, rented, pinned = base.columns.program.fleet, plan.nodes, _pinned_nodes(plan, settings)
 
-    def changed(region: str, node: str, available: int) -> tuple[Answer, float | None]:
+    def changed(region: str, node: str, available: int) -> tuple[Answer, float | None, str]:
+        if available < (least := pinned.get((region, node), 0)):
+            return "not known", None, f"pinned copies need {least} {node} in {region}"
         there = without_nodes(problem, region, node, available)
         known = TemplateFactory(there, factory.made, books=factory.books, grown=factory.grown)
-        return _change(base, planner(known, settings))
+        other = _planned(planner, known, settings)
+        return (
+            ("not known", None, other.reason)
+            if isinstance(other, Unanswered)
+            else (*_change(base, other), "")
+        )
 
     node_values = []
     for row, region in enumerate(problem.regions):
@@ -491,15 +544,19 @@ def _nodes(
             if not count and shadow <= 1e-9:
                 continue
             more: tuple[Answer, float | None] = ("not asked", None)
-            fewer = more
+            fewer, unknown = more, ""
             if plan.fraction >= 1 and problem.pool is None and (count == offer.available or shadow > 1e-9):
-                answer, extra = changed(region.name, offer.node, offer.available + 1)
+                answer, extra, unknown = changed(region.name, offer.node, offer.available + 1)
                 more = (answer, None if extra is None else -extra)
             if count and plan.fraction >= 1:
-                last = _last_node(problem, offer, count)
-                fewer = ("not enough", None) if last else changed(region.name, offer.node, count - 1)
+                if _last_node(problem, offer, count):
+                    fewer = ("not enough", None)
+                else:
+                    answer, extra, why = changed(region.name, offer.node, count - 1)
+                    fewer = (answer, extra)
+                    unknown = "; ".join(dict.fromkeys(filter(None, (unknown, why))))
             known = (offer.node, count, offer.available, offer.price_usd_per_h)
-            node_values.append(NodeValue(region.name, *known, *more, *fewer))
+            node_values.append(NodeValue(region.name, *known, *more, *fewer, unknown))
     return node_values
 
 

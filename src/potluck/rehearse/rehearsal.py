@@ -473,6 +473,10 @@ class _PlanSearch:
         self._offer_copies(part, after, varied(part.made, change))
 
     def _offer_copies(self, part: ModelPart, deployments: tuple[Deployment, ...], made: str) -> None:
+        counts = {(deployment.template, deployment.region): deployment.count for deployment in deployments}
+        pins = [pin for pin in self.settings.pins if pin.template.startswith(f"{part.model}: ")]
+        if any(counts.get((pin.template, pin.region), 0) < pin.count for pin in pins):
+            return
         names = {deployment.template for deployment in deployments}
         templates = tuple(template for template in part.plan.templates if template.name in names)
         other = replace(part.plan, templates=templates, deployments=deployments)
@@ -520,6 +524,7 @@ class _PlanSearch:
             self.factory.said("planning with headroom" if factors else "planning without what missed")
             asked = {ask.name: factors.get(ask.name, 1.0) for ask in problem.asks}
             shop = replace(self.factory, problem=scaled(problem, asked))
+            without -= {pin.template for pin in self.settings.pins}
             if without:  # what is made of the templates that are left is not for others
                 shop = replace(shop, without=without, made=dict(shop.made))
             outcome = self.planner(shop, self._settings(problem))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +48,7 @@ from potluck.cli.planning.rehearsal import (
     requests_option,
     show_rehearsal,
 )
-from potluck.core.errors import CapacityError, InputError
+from potluck.core.errors import CapacityError, InputError, PotluckError
 
 if TYPE_CHECKING:
     from potluck.core.values.plan import Deployment, Plan
@@ -89,7 +89,6 @@ def plan(
     from potluck.core.values.plan import plan_to_json
     from potluck.plan.engine_costs import engine_cost, engine_json
     from potluck.plan.explain import expected, explain, planned_rest
-    from potluck.plan.strategies import TemplateFactory
 
     pins = tuple(map(_pin, options.pop("pinned")))
     penalty, profiles, running = (options.pop(name) for name in ("init_penalty", "profile_paths", "running"))
@@ -105,7 +104,8 @@ def plan(
     settings = posed.settings(running=before, pins=pins, estimate=estimate)
     with progress(4 * len(problem.asks) + 1) as progress_bar:
         began_s = settings.clock()
-        factory, outcome, notes = planned_rest(planner, TemplateFactory(problem, said=progress_bar), settings)
+        factory = _factory_of(problem, before, progress_bar)
+        factory, outcome, notes = planned_rest(planner, factory, settings)
         problem = factory.problem
         notes = (
             *spec.notes,
@@ -118,16 +118,16 @@ def plan(
         cost = engine_cost(factory, outcome, planner, settings, settings.clock() - began_s)
         tried = rehearsed(spec, factory, outcome, planner, settings, asked, progress_bar.far)
         outcome = outcome if tried is None else tried.outcome
-        require_sound(problem, outcome.plan)
+        require_sound(problem, outcome.plan, pins)
         outcome = _with_candidates(factory, outcome, spec)
         result = expected(problem, outcome.plan, {})
         if tried is not None:
             result = noted(outcome.plan, tried, spec, problem, asked.cv)
         outcome = replace(outcome, plan=result)
         notes = (*lossy_notices(result), *notes)
-        saves.text("--out", out, lambda: plan_to_json(result))
         progress_bar("asking what else there was")
         reasons = replace(explain(factory, outcome, planner, settings), engine=cost) if explained else None
+        saves.text("--out", out, lambda: plan_to_json(result))
         saves.text("--html", page, lambda: plan_html(factory.problem, outcome.plan, reasons))
     if as_json:
         body = _as_json(factory.problem, outcome, reasons, spec.policy.standby)
@@ -177,7 +177,10 @@ def _enough_budget(
     limit = factory.problem.budget_usd_per_h
     if outcome.allocation.shortfall is None or limit is None:
         return ()
-    enough = budget_that_would_do(planner, factory, settings)
+    try:
+        enough = budget_that_would_do(planner, factory, settings)
+    except PotluckError as error:  # the plan itself was made before
+        return (f"the budget that would do for all of the demand is not known: {error}",)
     if enough is None:
         return ()
     return (f"{usd(enough)}/h would do for all of the demand; the budget is {usd(limit)}/h",)
@@ -211,11 +214,26 @@ def require_service(
     raise CapacityError("; ".join([f"no plan serves any of the demand: {shortfall}", *notes]))
 
 
-def require_sound(problem: PlanningProblem, plan: Plan) -> None:
+def require_sound(problem: PlanningProblem, plan: Plan, pins: Sequence[Deployment] = ()) -> None:
+    """Refuse a plan that fails its own check, or that has fewer copies than a pin asks for: some strategies choose
+    copies by their own rules."""
     from potluck.plan.verify import verify
 
     if violations := verify(problem, plan):
         raise CapacityError(f"the plan failed its own check: {violations[0]}")
+    counts = {(deployment.template, deployment.region): deployment.count for deployment in plan.deployments}
+    for pin in pins:
+        if (count := counts.get((pin.template, pin.region), 0)) < pin.count:
+            what = f"{plan.strategy} plans {count} copies of {pin.template} in {pin.region}, not {pin.count}"
+            raise InputError("--pin", f"{what}; use --strategy auto")
+
+
+def _factory_of(problem: PlanningProblem, running: Plan | None, said: ProgressBar) -> TemplateFactory:
+    """Makes templates; the groups of machines of the plan in force can be chosen again."""
+    from potluck.plan.strategies import TemplateFactory
+
+    groups = tuple(t for t in running.templates if t.kind == "group") if running is not None else ()
+    return TemplateFactory(problem, said=said, running=groups)
 
 
 def _pin(text: str) -> Deployment:

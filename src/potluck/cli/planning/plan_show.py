@@ -75,7 +75,7 @@ def show_terms(prices: Sequence[TermPrice]) -> None:
         if price.extra_fraction > 1e-6:
             cost = f"{percent(price.extra_fraction)} of demand"
         elif price.extra_usd_per_h is None:
-            cost = "not known"
+            cost = f"not known: {price.unknown}" if price.unknown else "not known"
         else:
             cost = ("" if price.exact else "about ") + _more(price.extra_usd_per_h)
         rows.append((price.model, cost, price.words))
@@ -311,7 +311,7 @@ def show_reasons(reasons: Explanation | None) -> None:
         _say(f"{line}.")
     rows = []
     for reason in reasons.models:
-        extra = ANSWERS.get(reason.answer, "-")
+        extra = f"not known: {reason.unknown}" if reason.unknown else ANSWERS.get(reason.answer, "-")
         if not reason.served_by:
             extra = "nothing is asked of it"
         elif reason.next_best_usd_per_h is not None:
@@ -331,6 +331,9 @@ def show_reasons(reasons: Explanation | None) -> None:
         "one fewer costs": lambda n: _worth(n.one_fewer, n.one_fewer_usd_per_h, "+"),
     }
     table_of(f"What a node is worth, per hour{basis}", reasons.nodes, columns)
+    for value in reasons.nodes:
+        if value.unknown:
+            _say(f"{value.node} in {value.region}: not known: {value.unknown}.")
 
 
 ANSWERS = {"not enough": "demand cannot be met", "not known": "not known: no time (--time-limit)"}

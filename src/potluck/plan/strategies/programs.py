@@ -21,7 +21,13 @@ from potluck.plan.assemble.even_shares import evened
 from potluck.plan.assemble.term_rows import require_rows, unsupported
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.strategies.cauchy_strategy import cauchy_ce, cauchy_co, cauchy_mc, cauchy_mce
-from potluck.plan.strategies.pool_strategy import ALL_PHASES, APART, require_pool, worth_searching
+from potluck.plan.strategies.pool_strategy import (
+    ALL_PHASES,
+    APART,
+    MAX_GPUS,
+    require_pool,
+    worth_searching,
+)
 from potluck.plan.strategies.template_factory import (
     Kind,
     Planner,
@@ -31,6 +37,8 @@ from potluck.plan.strategies.template_factory import (
     allocated,
     grow,
 )
+from potluck.plan.templates.group import GROUP_NAME
+from potluck.plan.timing.named_machines import gpus_of
 
 
 def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
@@ -46,8 +54,10 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     inside = pooled and problem.pool is not None
     made_in_turn(factory)
     groups = {ask.name: factory.groups(ask, settings) if inside else [] for ask in problem.asks}
-    for pin in settings.pins:
-        factory.time_pipeline(pin.template)
+    for ask in problem.asks:
+        names = {template.name for template in groups[ask.name]}
+        groups[ask.name] += [t for t in _pinned_groups(factory, ask, settings) if t.name not in names]
+    _time_pinned(factory, settings)
     tried = _rivals(factory, settings, pooled)
     first = settings.starts + tuple(each.plan for each in tried if each.plan.deployments)
     for ask in problem.asks:
@@ -83,6 +93,25 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     best = max([whole, *tried], key=lambda each: rank_of(problem, each))
     best = whole if best is whole or not _better(problem, best, whole) else _proven(best, whole)
     return replace(best, alternatives=tuple(each.plan for each in (whole, *tried) if each is not best))
+
+
+def _time_pinned(factory: TemplateFactory, settings: SolveSettings) -> None:
+    """Time the pipelines that pins name, so that they are columns."""
+    for pin in settings.pins:
+        factory.time_pipeline(pin.template)
+
+
+def _pinned_groups(factory: TemplateFactory, ask: ModelDemand, settings: SolveSettings) -> list[Template]:
+    """The groups of machines that pins name, searched for as the strategies do that may have printed them."""
+    missing = {pin.template for pin in settings.pins if pin.template.startswith(f"{ask.name}: {GROUP_NAME}")}
+    searchable = len(factory.problem.asks) == 1 and gpus_of(factory.problem) <= MAX_GPUS
+    searches: tuple[tuple[Role, ...], ...] = (ALL_PHASES, APART, ("mixed",))
+    pinned: list[Template] = []
+    for may_do in searches if searchable else ():
+        if missing:
+            pinned += [t for t in factory.groups(ask, settings, may_do) if t.name in missing]
+            missing -= {template.name for template in pinned}
+    return pinned
 
 
 def _rivals(factory: TemplateFactory, settings: SolveSettings, pooled: bool) -> list[PlanOutcome]:
@@ -257,7 +286,12 @@ def distserve(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
             if problem.pool is not None and worth_searching(problem):
                 made += there.groups(ask, share, APART)
             templates[ask.name] = [t for t in made if mine.issuperset(t.node_counts) and _apart(t)]
-        outcomes.append(allocated(there, share, "distserve", templates))
+        names = {template.name for group in templates.values() for template in group}
+        if all(pin.template in names for pin in settings.pins):
+            outcomes.append(allocated(there, share, "distserve", templates))
+    if not outcomes:
+        pinned = ", ".join(pin.template for pin in settings.pins)
+        raise InputError("pin", f"distserve has no GPU kind with {pinned}; use auto")
     return max(outcomes, key=lambda each: rank_of(problem, each))
 
 
@@ -281,9 +315,10 @@ def coral(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     _require_hand_overs(factory, "coral")
     for ask in factory.problem.asks:
         factory.pipelines(ask)
+    _time_pinned(factory, settings)
     grow(factory, settings, {ask.name: factory.phased(ask) for ask in factory.problem.asks})
     whole = _over(factory, settings, "coral", coral_templates)
-    if settings.asking or settings.late:
+    if settings.asking or settings.late or settings.pins:  # pins may name pipelines
         return whole
     single = _over(factory, settings.within(SINGLE_SHARE), "coral", TemplateFactory.phased)
     return replace(whole, alternatives=(single.plan,) if single.plan.deployments else ())

@@ -38,6 +38,7 @@ LP_LIMIT_S = 10.0
 HANDOVER_WEIGHT = 1e-5
 """What a second of hand-over counts beside a request: of equal routings the one over faster links is taken."""
 ID_LETTERS = 6
+GROUP_NAME = "group "  # After the model's name; an id follows.
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def group_template(
     digest = hashlib.sha256(repr((members, codec)).encode()).hexdigest()[:ID_LETTERS]
     layouts = {replica.layout for replica in members}
     return Template(
-        name=f"{ask.name}: group {digest} {parts} on {machines} machine{'s' * (machines > 1)}",
+        name=f"{ask.name}: {GROUP_NAME}{digest} {parts} on {machines} machine{'s' * (machines > 1)}",
         kind="group",
         model=ask.name,
         nodes=tuple(NodeCount(node, count) for node, count in sorted(counts.items())),
