@@ -286,6 +286,90 @@ def test_what_is_left_out_is_said(tmp_path: Path, kind: str) -> None:
     assert about == all_of_them | own[kind]
 
 
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "vocab_size": 128256,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
+
+
+def with_config(path: Path) -> None:
+    """A model's folder as it is downloaded: its config beside weights."""
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "model.safetensors").write_bytes(b"\0" * 64)
+
+
+def gateway_files(folder: Path, kind: str, place: Path) -> None:
+    """Copy what the gateway of an export reads to where it reads it, as the platform does."""
+    if kind != "kubernetes":
+        shutil.copytree(folder / "out", place)
+        return
+    objects = manifests_in(folder)
+    data = named(objects, "ConfigMap")["data"]
+    pod = named(objects, "Deployment")["spec"]["template"]["spec"]
+    (items,) = [volume["configMap"]["items"] for volume in pod["volumes"] if "configMap" in volume]
+    for item in items:
+        assert re.fullmatch(r"[-._a-zA-Z0-9]{1,253}", item["key"])
+        (place / item["path"]).parent.mkdir(parents=True, exist_ok=True)
+        (place / item["path"]).write_text(data[item["key"]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["big", "models of mine/big__1"])
+def test_export_with_a_model_folder_ships_its_config_and_no_weights(
+    tmp_path: Path, kind: str, where: str
+) -> None:
+    with_config(tmp_path / where)
+    done = exported(tmp_path, kind, model=f"./{where}")
+    assert done.exit_code == 0, done.output
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
+    assert f"copy {tmp_path / where} there, or --weights" in done.stderr
+    before = load_spec(tmp_path / "potluck.yaml").models[0].model
+    place = tmp_path / "elsewhere"
+    gateway_files(tmp_path, kind, place)
+    shutil.rmtree(tmp_path / where)
+    assert load_spec(place / "potluck.yaml").models[0].model == before
+    if kind == "compose":
+        texts = [path.read_text() for path in (tmp_path / "out").glob("compose-*.yaml")]
+        assert any(f"./{where}/config.json:/srv/{where}/config.json:ro" in text for text in texts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_export_refuses_a_model_folder_that_cannot_travel(tmp_path: Path, kind: str) -> None:
+    inside, spec = tmp_path / "spec" / "big", tmp_path / "spec"
+    with_config(inside)
+    with_config(tmp_path / "outside")
+    for model, line in (
+        ("../outside", "is not in the folder of the spec, so it cannot travel with it"),
+        (str(tmp_path / "outside"), "is not in the folder of the spec, so it cannot travel with it"),
+        (str(inside), "is an absolute path, which an export cannot carry"),
+    ):
+        done = exported(spec, kind, model=model)
+        assert isinstance(done.exception, InputError), done.output
+        assert "model chat: model: " in str(done.exception)
+        assert line in str(done.exception)
+        assert not (spec / "out").exists()
+
+
+def test_export_refuses_a_model_that_is_named_after_the_folder_of_its_spec(tmp_path: Path) -> None:
+    """Elsewhere the folder has another name, and requests would ask for a model that is not there."""
+    folder = tmp_path / "big"
+    with_config(folder)
+    paths = written(folder, on("1xH100", 32, "big"), "./config.json")
+    text = (folder / "potluck.yaml").read_text()
+    (folder / "potluck.yaml").write_text(text.replace("    name: chat\n", ""))
+    done = runner().invoke(cli, ["export", "commands", *paths, "--out", str(folder / "out")])
+    assert isinstance(done.exception, InputError)
+    assert "add `name: big` to the spec" in str(done.exception)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_check_starts_what_was_written_and_asks(tmp_path: Path, kind: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 
 from potluck.export.placement import CommandOptions, PlacedPlan
 from potluck.export.skypilot import VLLM, infra_of
@@ -17,11 +18,20 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(texts[:SHOWN]) + more
 
 
-def of_all(fleet: PlacedPlan, wording: CommandOptions, weights: Collection[str]) -> list[str]:
-    """Whatever the form: weights that nobody pulls, spot machines, no TLS."""
+def of_all(
+    fleet: PlacedPlan,
+    wording: CommandOptions,
+    weights: Collection[str],
+    local: Mapping[str, Path] | None = None,
+) -> list[str]:
+    """Whatever the form: weights that are not pulled, spot machines, no TLS. `local` has models' folders here."""
+    copied = {
+        model: f"copy {path if path.is_dir() else path.parent} there, or "
+        for model, path in (local or {}).items()
+    }
     lines = [
         f"weights of {model}: must be in {folder} wherever it runs, its tokenizer where the gateway does"
-        f" (--weights {model}=hf://ORG/NAME pulls them)"
+        f" ({copied.get(model, '')}--weights {model}=hf://ORG/NAME pulls them)"
         for model, folder in wording.folders.items()
         if model not in weights
     ]

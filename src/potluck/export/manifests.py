@@ -8,6 +8,8 @@ a Secret that somebody made (`secret_files` says of what).
 
 from __future__ import annotations
 
+import hashlib
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -134,7 +136,12 @@ def secret_files(fleet: PlacedPlan, wording: CommandOptions) -> tuple[str, ...]:
 
 
 def _key(path: str) -> str:
-    return path.replace("/", "__")
+    """A key of the ConfigMap for a served file: of letters, digits, `-`, `_` and `.` only, and one per path."""
+    plain = path.replace("/", "__")
+    if re.fullmatch(r"[-._a-zA-Z0-9]{1,200}", plain) and "__" not in path and not plain.startswith(".."):
+        return plain
+    safe = re.sub(r"[^-_a-zA-Z0-9]", "-", plain)[:200]
+    return f"{safe}-{hashlib.sha256(path.encode()).hexdigest()[:8]}"
 
 
 def _group(placement: EnginePlacement) -> str:

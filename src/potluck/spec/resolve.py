@@ -382,7 +382,8 @@ def _models(
             model = in_format(model, formats[0])
         terms = resolve_terms(entry, places, problems)
         by_hour = tuple(entry.traffic.rate_by_hour or ())
-        message = (lengths_from, trace, files, entry.idle_s, weights, by_hour, terms, formats, stored)
+        config = _config_path(entry.model, folder)
+        message = (lengths_from, trace, files, entry.idle_s, weights, by_hour, terms, formats, stored, config)
         models.append(ModelSpec(name, model, entry.slo.value(), traffic, *message))
     return models
 
@@ -420,20 +421,14 @@ def _model(entry: ModelIn, folder: Path, problems: SpecProblems) -> Model | None
     from potluck.catalog import models as catalog
 
     loc = (*entry.at, "model")
-    text = entry.model
     try:
-        path = folder / text
-        if text.startswith((".", "/")) or text.endswith(".json"):
-            if path.exists():
-                return _read_config(path)
-            problems.add(loc, f"no file or directory {shown(text)} beside the spec")
-            return None
-        try:
-            return catalog.model(text)
-        except UnknownNameError:
-            if path.exists():
-                return _read_config(path)
-            raise
+        path = _config_path(entry.model, folder)
+        if path is None:
+            return catalog.model(entry.model)
+        if path.exists():
+            return _read_config(path)
+        problems.add(loc, f"no file or directory {shown(entry.model)} beside the spec")
+        return None
     except UnknownNameError as error:
         problems.add(loc, error.problem.replace("unknown", "unknown model", 1))
     except InputError as error:
@@ -442,6 +437,20 @@ def _model(entry: ModelIn, folder: Path, problems: SpecProblems) -> Model | None
         problems.add(loc, str(error))
     except (OSError, ValueError) as error:
         problems.add(loc, f"cannot be read: {getattr(error, 'strerror', None) or error}")
+    return None
+
+
+def _config_path(text: str, folder: Path) -> Path | None:
+    """The directory or config.json that a model is read from; None for a name of the catalog's, known or not."""
+    from potluck.catalog import models as catalog
+
+    path = folder / text
+    if text.startswith((".", "/")) or text.endswith(".json"):
+        return path
+    try:
+        catalog.model(text)
+    except UnknownNameError:
+        return path if path.exists() else None
     return None
 
 

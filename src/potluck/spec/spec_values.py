@@ -56,6 +56,8 @@ class ModelSpec:
     """Which its weights may be planned in; `model` is in the first of them. Empty: as the checkpoint has them."""
     stored: Format = "bf16"
     """In which format the checkpoint has most of them."""
+    config: Path | None = None
+    """The directory or config.json that `model` was read from; None: the catalog's."""
 
 
 @dataclass(frozen=True, slots=True)

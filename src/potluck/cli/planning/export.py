@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,8 +131,11 @@ def _exported(kind: str, plan_path: Path, spec_path: Path, options: dict[str, An
         "plan.json": read_text(plan_path),
         "potluck.yaml": read_text(spec_path),
         **_traces(spec_path, spec),
+        **_configs(spec_path, spec),
     }
-    notes = [*left_out.of_all(fleet, wording, weights), *left_out.of_gateways(turned_off, gateways)]
+    _require_whole(served, spec)
+    local = {model.name: model.config for model in spec.models if model.config is not None}
+    notes = [*left_out.of_all(fleet, wording, weights, local), *left_out.of_gateways(turned_off, gateways)]
     where = pairs("--address", options["addresses"], {box.name for box in fleet.boxes})
     if kind == "kubernetes":
         files, more = _kubernetes(
@@ -232,6 +236,58 @@ def _traces(spec: Path, loaded: Spec) -> dict[str, str]:
                     "must be text beside the spec to travel with it; or write lengths",
                 ) from error
     return traces
+
+
+CONFIG_FILES = ("config.json", "hf_quant_config.json")
+"""What a model's size is read from; its weights and tokenizer are not part of an export."""
+
+
+def _configs(spec_path: Path, spec: Spec) -> dict[str, str]:
+    """The configs that the spec reads its models from, by the names it has for them; never weights."""
+    configs = {}
+    for model in spec.models:
+        if model.config is None:
+            continue
+        folder = model.config if model.config.is_dir() else model.config.parent
+        names = CONFIG_FILES if model.config.is_dir() else (model.config.name, CONFIG_FILES[1])
+        for path in (folder / name for name in names):
+            if path.is_file():
+                configs[_beside(path, spec_path, f"model {model.name}: model")] = read_text(path)
+    return configs
+
+
+def _beside(path: Path, spec_path: Path, field: str) -> str:
+    """The path of a file that travels with the spec, as the spec writes it."""
+    folder = Path(os.path.abspath(spec_path.parent))  # links stay as the spec names them
+    try:
+        return Path(os.path.abspath(path)).relative_to(folder).as_posix()
+    except ValueError as error:
+        where = f"{path} is not in the folder of the spec, so it cannot travel with it"
+        raise InputError(field, f"{where}; copy its config.json there and write a relative path") from error
+
+
+def _require_whole(served: dict[str, str], spec: Spec) -> None:
+    """Refuse files from which a gateway elsewhere would read other models or traces than here."""
+    from potluck.cli.common.inputs import read_spec
+
+    if all(model.config is None and model.trace is None for model in spec.models):
+        return
+    with tempfile.TemporaryDirectory(prefix="potluck-export-") as place:
+        _write(Path(place), served)
+        there = read_spec(Path(place) / "potluck.yaml")
+        for model, other in zip(spec.models, there.models, strict=True):
+            for field, path in (("model", other.config), ("traffic: trace", other.trace)):
+                if path is not None and not path.is_relative_to(place):
+                    what = f"{path} is an absolute path, which an export cannot carry; write it relative to the spec"
+                    raise InputError(f"model {model.name}: {field}", what)
+            if model.name != other.name:
+                what = f"is the name of a folder here, another one elsewhere; add `name: {model.name}` to the spec"
+                raise InputError(f"model {model.name}: name", what)
+            if replace(other.model, name="") != replace(model.model, name=""):
+                what = (
+                    "is read differently from the exported files; name a config.json with all that it needs"
+                )
+                raise InputError(f"model {model.name}: model", what)
 
 
 def _write(out: Path, files: dict[str, str]) -> None:
