@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from spec_texts import GOOD, complaint, good, problems
 
+from potluck.catalog import nodes
+from potluck.core.values.layout import PoolNode
 from potluck.core.values.types import Link, NodeOffer
+from potluck.spec import spec_hardware
 from potluck.spec.load_spec import load_spec, parse_spec
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pool.yaml"
@@ -146,3 +152,68 @@ def test_an_empty_pool_and_no_matrix() -> None:
     assert "pool.machines: needs at least one entry" in complaint(MODELS + "pool: {machines: [], gbps: 1}\n")
     assert "pool.gbps: is missing" in complaint(POOL.split("  gbps:")[0])
     assert "pool: must be a mapping" in complaint(MODELS + "pool: 3\n")
+
+
+KINDS = ("1xL4", "2xL4", "1xA10G", "2xL40S")
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 10**6), st.booleans(), st.booleans())
+def test_pool_has_the_slowest_links_of_its_machines(
+    count: int, regions: int, seed: int, uniform_gbps: bool, uniform_rtt: bool
+) -> None:
+    """Against every pair of machines looked at one by one."""
+    chance = Random(seed)
+    types = [chance.choice(KINDS) for _ in range(count)]
+    places = [f"r{chance.randrange(regions)}" for _ in range(count)]
+    gbps = [[chance.choice([5.0, 10.0, 25.0, 100.0]) for _ in range(count)] for _ in range(count)]
+    rtt_ms = [[chance.choice([0.1, 2.0, 30.0]) for _ in range(count)] for _ in range(count)]
+    gbps = [[25.0] * count] * count if uniform_gbps else gbps
+    rtt_ms = [[2.0] * count] * count if uniform_rtt else rtt_ms
+    machines = "".join(
+        f"    - {{name: m{i}, node: {types[i]}, region: {places[i]}, price_usd_per_h: 1}}\n"
+        for i in range(count)
+    )
+    written = f"  gbps: {25 if uniform_gbps else gbps}\n  rtt_ms: {2 if uniform_rtt else rtt_ms}\n"
+    spec = good(f"{MODELS}pool:\n  machines:\n{machines}{written}")
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    near = {
+        kind: [min(gbps[a][b], gbps[b][a]) for a, b in pairs if types[a] == kind and places[a] == places[b]]
+        for kind in types
+    }
+    for kind in types:
+        own = nodes.node_type(kind).network_gbps
+        assert spec.node_type(nodes.canonical(kind)).network_gbps == min(near[kind], default=own)
+    ends = {(places[a], places[b]) for a, b in pairs if places[a] != places[b]}
+    links = {
+        Link(
+            *key,
+            min(gbps[a][b] for a, b in pairs if (places[a], places[b]) == key),
+            max(rtt_ms[a][b] for a, b in pairs if (places[a], places[b]) == key) / 1000,
+        )
+        for key in ends
+    }
+    assert set(spec.links) == links
+
+
+class CountedRow(tuple[float, ...]):
+    """A row of a matrix that counts how often one of its numbers is read."""
+
+    reads = 0
+
+    def __getitem__(self, place: object) -> float:  # type: ignore[override]
+        CountedRow.reads += 1
+        return super().__getitem__(place)  # type: ignore[index,return-value]
+
+
+def test_slowest_links_read_each_pair_of_machines_a_fixed_number_of_times() -> None:
+    kinds = [nodes.node_type(kind) for kind in KINDS]
+    for count in (20, 40, 80):
+        machines = [PoolNode(f"m{i}", kinds[i % 4], kinds[i % 4].gpus) for i in range(count)]
+        gbps = tuple(CountedRow([25.0] * count) for _ in range(count))
+        CountedRow.reads = 0
+        spec_hardware._on_slowest(machines, gbps)
+        assert CountedRow.reads <= 2 * count * count
+        CountedRow.reads = 0
+        spec_hardware._on_slowest(machines, (gbps[0],) * count)
+        assert CountedRow.reads <= 2 * count, "one number for every pair"

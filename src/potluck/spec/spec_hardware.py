@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import TypeVar
@@ -200,9 +200,9 @@ def resolve_pool(
     broken = len(problems.found) > before or len(nodes) < machine_count or not nodes
     if broken or gbps is None or rtt_ms is None:
         return ResolvedPool(None, (), (), (), ())
-    types = {node.type.name: _on_slowest(node.type, nodes, gbps) for node in nodes}
+    types = _on_slowest(nodes, gbps)
     machines = tuple(replace(node, type=types[node.type.name]) for node in nodes)
-    pool = Pool(machines, gbps, tuple(tuple(value / 1000 for value in row) for row in rtt_ms))
+    pool = Pool(machines, gbps, _seconds(rtt_ms))
     return ResolvedPool(pool, _regions(machines), tuple(types.values()), _links(pool), tuple(notes))
 
 
@@ -211,6 +211,7 @@ def _nodes(
 ) -> tuple[list[PoolNode], list[PriceNote]]:
     nodes: list[PoolNode] = []
     notes: dict[tuple[str, str], PriceNote] = {}
+    first: dict[tuple[str, str], PoolNode] = {}  # Of each region and type.
     seen: set[str] = set()
     for machine in written:
         if machine.name in seen:
@@ -223,15 +224,10 @@ def _nodes(
             continue
         region = machine.region or REGION
         price = _price(machine, node, region, hardware)
-        like = next(
-            (
-                pool_node
-                for pool_node in nodes
-                if (pool_node.region, pool_node.type.name) == (region, node.name)
-            ),
-            None,
+        like = first.setdefault(
+            (region, node.name), PoolNode(machine.name, node, node.gpus, price[0], region)
         )
-        if like is not None and like.price_usd_per_h != price[0]:
+        if like.price_usd_per_h != price[0]:
             problem = f"{price[0]:g} is not what {shown(like.name)} costs, {like.price_usd_per_h:g}"
             fix = "machines of one type and region have one price; give this one its own region or type name"
             problems.add((*machine.at, "price_usd_per_h"), f"{problem}; {fix}")
@@ -291,15 +287,42 @@ def _number(value: object, field: str, most: float, at: Loc, problems: SpecProbl
     return not problem
 
 
-def _on_slowest(kind: NodeType, nodes: list[PoolNode], gbps: Matrix) -> NodeType:
-    """A type with the slowest link that its machines have within their regions, where they have one."""
-    values = [
-        min(gbps[a][b], gbps[b][a])
-        for a, node in enumerate(nodes)
-        for b, other in enumerate(nodes)
-        if a != b and node.type.name == kind.name and node.region == other.region
-    ]
-    return replace(kind, network_gbps=min(values)) if values else kind
+def _seconds(rtt_ms: Matrix) -> Matrix:
+    """The same in seconds; rows that are one object stay one, as in a pool with one number for every pair."""
+    rows = {id(row): row for row in rtt_ms}
+    in_s = {key: tuple(value / 1000 for value in row) for key, row in rows.items()}
+    return tuple(in_s[id(row)] for row in rtt_ms)
+
+
+def _uniform(matrix: Matrix) -> bool:
+    """Whether one number was written for every pair: all rows are then one object."""
+    return all(row is matrix[0] for row in matrix)
+
+
+def _places(nodes: Sequence[PoolNode]) -> dict[str, list[int]]:
+    """Region to the places of its machines, in order of the first."""
+    places: dict[str, list[int]] = {}
+    for place, node in enumerate(nodes):
+        places.setdefault(node.region, []).append(place)
+    return places
+
+
+def _on_slowest(nodes: Sequence[PoolNode], gbps: Matrix) -> dict[str, NodeType]:
+    """Each type by name, with the slowest link that its machines have within their regions, where they have one."""
+    types = {node.type.name: node.type for node in nodes}
+    slowest: dict[str, float] = {}
+    uniform = _uniform(gbps)
+    incoming: Matrix = gbps if uniform else tuple(zip(*gbps, strict=True))
+    for places in _places(nodes).values():
+        for a in places if len(places) > 1 else ():
+            row, column = gbps[a], incoming[a]
+            least = row[a] if uniform else min(min(row[b], column[b]) for b in places if b != a)
+            name = nodes[a].type.name
+            slowest[name] = min(slowest.get(name, least), least)
+    return {
+        name: replace(kind, network_gbps=slowest[name]) if name in slowest else kind
+        for name, kind in types.items()
+    }
 
 
 def _regions(nodes: tuple[PoolNode, ...]) -> tuple[Region, ...]:
@@ -312,12 +335,18 @@ def _regions(nodes: tuple[PoolNode, ...]) -> tuple[Region, ...]:
 
 
 def _links(pool: Pool) -> tuple[Link, ...]:
-    ends: dict[tuple[str, str], Link] = {}
-    for a, first in enumerate(pool.nodes):
-        for b, second in enumerate(pool.nodes):
-            if first.region != second.region:
-                key = (first.region, second.region)
-                known = ends.get(key, Link(*key, pool.gbps[a][b], pool.rtt_s[a][b]))
-                slow, far = min(known.gbps, pool.gbps[a][b]), max(known.rtt_s, pool.rtt_s[a][b])
-                ends[key] = Link(*key, slow, far)
-    return tuple(ends.values())
+    """A link for each two regions, as slow and as far as the worst of two machines in them."""
+    places = _places(pool.nodes)
+    worst: dict[tuple[str, str], tuple[float, float]] = {}
+    uniform = _uniform(pool.gbps) and _uniform(pool.rtt_s)
+    for source, own in places.items():
+        for target, others in places.items():
+            if source == target:
+                continue
+            for a in own[:1] if uniform else own:
+                row, far = pool.gbps[a], pool.rtt_s[a]
+                ends = others[:1] if uniform else others
+                slow_gbps, far_s = min(row[b] for b in ends), max(far[b] for b in ends)
+                known = worst.get((source, target), (slow_gbps, far_s))
+                worst[source, target] = min(known[0], slow_gbps), max(known[1], far_s)
+    return tuple(Link(*key, gbps, rtt_s) for key, (gbps, rtt_s) in worst.items())

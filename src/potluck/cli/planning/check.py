@@ -151,8 +151,9 @@ def _kind(offer: NodeOffer) -> str:
 def warnings(spec: Spec) -> list[str]:
     """What is allowed but probably not meant."""
     texts = [text for model in spec.models for text in _model_warnings(model, spec)]
+    linked = {(link.source, link.target) for link in spec.links}
     for a, b in combinations([region.name for region in spec.regions], 2):
-        if spec.link(a, b) is None and spec.link(b, a) is None:
+        if linked.isdisjoint(((a, b), (b, a))):
             texts.append(f"no link between {a} and {b}: no KV cache will cross between them")
     offers = [offer for region in spec.regions for offer in region.offers if offer.available]
     cheapest = min(offer.price_usd_per_h for offer in offers)

@@ -6,7 +6,7 @@ Nodes of a stage may be of unlike types: each shards all its layers over `tp` GP
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Literal, get_args
@@ -155,11 +155,22 @@ class Pool:
             if len(rows) != len(names) or any(len(row) != len(names) for row in rows):
                 size = f"{len(names)} x {len(names)}"
                 raise InputError(f"pool: {field}", f"the matrix must be {size}, one row and column per node")
-        for first, second, gbps, rtt_s in self.links:
-            if not (isfinite(gbps) and gbps > 0):
-                raise InputError("pool: gbps", f"{first} to {second} must be positive, is {gbps}")
-            if not (isfinite(rtt_s) and rtt_s >= 0):
-                raise InputError("pool: rtt_s", f"{first} to {second} must not be negative")
+        self._check("gbps", lambda value: value > 0, "must be positive, is {:g}")
+        self._check("rtt_s", lambda value: value >= 0, "must not be negative")
+
+    def _check(self, field: str, allowed: Callable[[float], bool], problem: str) -> None:
+        """Refuse a matrix with a wrong value. Rows that are one object, as with one number for all, are read once."""
+        rows: tuple[tuple[float, ...], ...] = getattr(self, field)
+        sound: set[int] = set()
+        for a, row in enumerate(rows):
+            if id(row) in sound:
+                continue
+            wrong = [b for b, value in enumerate(row) if a != b and not (isfinite(value) and allowed(value))]
+            if wrong:
+                ends = f"{self.nodes[a].name} to {self.nodes[wrong[0]].name}"
+                raise InputError(f"pool: {field}", f"{ends} {problem.format(row[wrong[0]])}")
+            if isfinite(row[a]) and allowed(row[a]):  # else only this machine may leave it out: its diagonal
+                sound.add(id(row))
 
     @property
     def gpus(self) -> int:
