@@ -75,7 +75,7 @@ def report(result: SimResult, title: str = "A run") -> str:
 
 def test_it_has_everything_and_closes_every_tag() -> None:
     text = " ".join(parsed(report(made_result(3000, 9))).text)
-    titles = "Models, Latency, Rate and goodput, Replicas, Utilisation, Queue, Links, Cost, Faults, Hardware"
+    titles = "Models, Latency, Rate and goodput, Replicas, Busy time, Queue, Links, Cost, Faults, Hardware"
     for words in f"{titles}, TTFT, TPOT, TBT, end to end, SLO attainment, Goodput".split(", "):
         assert words in text
     assert "replica <4> lost" in text

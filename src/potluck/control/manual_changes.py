@@ -16,6 +16,7 @@ from typing import Any
 
 from potluck.control.state_store import PlanVersion, StateStore
 from potluck.core.errors import InputError, PotluckError, UnknownNameError
+from potluck.core.values.fleet_cost import Offers, rent_usd_per_h
 from potluck.core.values.plan import Deployment, Plan, PlannedShare
 
 BY_HAND = "by hand"
@@ -53,9 +54,11 @@ def scaled(
     count: int,
     usd_per_h: Mapping[str, float],
     available: Mapping[tuple[str, str], int] | None = None,
+    offers: Offers | None = None,
 ) -> Plan:
     """The same plan with so many copies there; `usd_per_h` is what one costs in each region that can have it, and
-    `available` how many nodes there are, (region, node) to a number: what cannot be had is refused."""
+    `available` how many nodes there are, (region, node) to a number: what cannot be had is refused. With `offers` the
+    rent leaves out the reserved nodes."""
     names = [item.name for item in plan.templates]
     if template not in names:
         raise UnknownNameError("template", template, names)
@@ -76,7 +79,12 @@ def scaled(
     kept = tuple(share for share in plan.shares if (share.template, share.region) != (template, region))
     shares = _copy_shares(plan, template, region)
     new = tuple(replace(share, rate_per_s=share.rate_per_s * count) for share in shares)
-    return replace(plan, deployments=deployments, shares=kept + (new if count else ()), cost_usd_per_h=cost)
+    changed = replace(
+        plan, deployments=deployments, shares=kept + (new if count else ()), cost_usd_per_h=cost
+    )
+    return (
+        changed if offers is None else replace(changed, cost_usd_per_h=rent_usd_per_h(offers, changed.nodes))
+    )
 
 
 def _others(plan: Plan, template: str, region: str) -> tuple[Deployment, ...]:

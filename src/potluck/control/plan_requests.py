@@ -113,7 +113,7 @@ class PlanRequests:
 
     def _hand_over(self, plan: Plan, reason: str) -> None:
         newest = self._store.plan()
-        line = f"a plan for ${plan.cost_usd_per_h:.2f}/h: {_listed(plan)}"
+        line = f"a plan for ${plan.total_usd_per_h:.2f}/h: {_listed(plan)}"
         if newest is not None and is_by_hand(newest):
             held = f"version {newest.version} was made by hand and holds"
             self._note("advice", line, f"{reason}; {held}; `potluck scale --auto` lets go of it")
@@ -148,7 +148,7 @@ class DayPlans:
         following = (place + 1) % len(self.plans)
         begin_s, plan = self.plans[following]
         soon = (begin_s - second) % DAY_S <= self.lead_s
-        if soon and plan.cost_usd_per_h > self.plans[place][1].cost_usd_per_h:
+        if soon and plan.total_usd_per_h > self.plans[place][1].total_usd_per_h:
             place = following
         begin_s, plan = self.plans[place]
         return f"{begin_s // 3600:02d}:{begin_s // 60 % 60:02d}", plan

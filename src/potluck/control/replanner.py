@@ -85,7 +85,7 @@ class Replanner:
             if held != plan.holds:
                 why = "this plan holds in simulation, what runs would not"
                 return PlanReply(None, "no other plan holds in simulation") if held else PlanReply(plan, why)
-        saves = now.cost_usd_per_h - plan.cost_usd_per_h
+        saves = now.cost_usd_per_h - plan.total_usd_per_h
         if more > 1e-6:
             why = f"this plan serves {plan.fraction:.0%} instead of {now.served_fraction:.0%}"
             return PlanReply(plan, why)
@@ -94,7 +94,9 @@ class Replanner:
         if running is not None and now.step == "flip" and now.flips:
             why = f"{now.flips} replicas in other roles serve {now.served_fraction:.0%}"
             return PlanReply(_inherited(now.plan, running), why)
-        return PlanReply(None, f"there is none better (${plan.cost_usd_per_h:.2f}/h for {plan.fraction:.0%})")
+        return PlanReply(
+            None, f"there is none better (${plan.total_usd_per_h:.2f}/h for {plan.fraction:.0%})"
+        )
 
     def _at_once(self, problem: PlanningProblem, running: Plan) -> ReplanOption:
         return best_answer(at_once(problem, running, SolveSettings(time_limit_s=FIRST_S)))

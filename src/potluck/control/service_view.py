@@ -71,7 +71,7 @@ class ServiceView:
                 "since_s": version.at_s,
                 "reason": version.reason,
                 "strategy": version.plan.strategy,
-                "cost_usd_per_h": version.plan.shown_cost_usd_per_h,
+                "cost_usd_per_h": version.plan.known_total_usd_per_h,
                 "deployments": [encode(deployment) for deployment in version.plan.deployments],
                 "notices": [*lossy_notices(version.plan)],
             },

@@ -25,6 +25,7 @@ from potluck.plan.allocate.solve import solve
 from potluck.plan.assemble.columns import columns
 from potluck.plan.assemble.term_rows import domains, offers_of
 from potluck.plan.engine_costs import EngineCost
+from potluck.plan.load import capacity_per_s
 from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
 from potluck.plan.strategies.template_factory import (
     FormatPrice,
@@ -201,8 +202,7 @@ def expected(problem: PlanningProblem, plan: Plan, seen_s: Mapping[str, tuple[fl
     for prediction in plan.predictions:
         ask = problem.ask(prediction.model)
         if ask is not None and ask.rate_per_s > 0 and prediction.capacity_per_s > 0:
-            times = served_share(problem, plan, ask, _copies(plan, ask.name), MOST_TIMES)
-            more = times * ask.rate_per_s / problem.headroom / prediction.capacity_per_s
+            more = capacity_per_s(problem, plan, ask) / prediction.capacity_per_s
             served = plan.fraction_of(ask.name)
             prediction = replace(
                 prediction,
@@ -220,7 +220,6 @@ def expected(problem: PlanningProblem, plan: Plan, seen_s: Mapping[str, tuple[fl
 
 BAR_DEVIATIONS, DOUBT = 2 * NormalDist().inv_cdf(0.9), 0.2
 """What a bar of 80 % spans, and how likely the dearer of two is the cheaper one before they count as alike."""
-MOST_TIMES = 1e6
 NOUGHT = 1e-6
 ASKING_SHARE = 0.5  # Of the time limit, for all questions about what else there was.
 

@@ -23,8 +23,8 @@ from potluck.core.values.types import NodeOffer, Region, Role
 from potluck.perf.memory import weight_bytes
 from potluck.perf.startup import DEFAULT_COSTS, StartupCosts, startup_s
 from potluck.plan.assemble.codecs import solved
-from potluck.plan.assemble.columns import plan_of
-from potluck.plan.assemble.term_rows import rent_usd_per_h
+from potluck.plan.assemble.columns import egress_usd_per_h, plan_of
+from potluck.plan.assemble.term_rows import charges_of, rent_usd_per_h
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.search.search_templates import found_of, replicas_of, templates_of
 from potluck.plan.search.tabu import SearchLimits, SearchSettings, groups_left, reschedule
@@ -393,7 +393,7 @@ def _answer(
         fresh, gone = moved(loaded or {}, (t for t in plan.templates if t.kind == "group"))
         starts, stops = starts + fresh, stops + gone
     return ReplanOption(
-        step, plan, plan.fraction, plan.cost_usd_per_h, start_cost_usd, time_s, starts, stops, flips
+        step, plan, plan.fraction, plan.total_usd_per_h, start_cost_usd, time_s, starts, stops, flips
     )
 
 
@@ -487,7 +487,9 @@ def _unmarked(plan: Plan, problem: PlanningProblem) -> Plan:
     shares = tuple(replace(share, template=share.template.rsplit(MARK, 1)[0]) for share in plan.shares)
     deployments = tuple(Deployment(name, region, n) for (name, region), n in sorted(counts.items()))
     plan = replace(plan, templates=tuple(templates.values()), deployments=deployments, shares=shares)
-    return replace(plan, cost_usd_per_h=rent_usd_per_h(problem, plan.nodes))  # marked nodes are not reserved
+    # Marked nodes are not reserved, and their regions have no head nodes.
+    charges = charges_of(problem, plan, egress_usd_per_h(problem, plan))
+    return replace(plan, cost_usd_per_h=rent_usd_per_h(problem, plan.nodes), charges=charges)
 
 
 def _kept(plan: Plan, left: tuple[Deployment, ...], whole: set[str]) -> int:

@@ -96,7 +96,7 @@ class RehearsedPlan:
 
     @property
     def cost_usd_per_h(self) -> float:
-        return self.plan.cost_usd_per_h
+        return self.plan.total_usd_per_h
 
     @property
     def holds(self) -> bool:

@@ -255,9 +255,9 @@ def _replica_record(site: SimReplica, end_s: float) -> recorded.ReplicaRecord:
 
 
 def _link_record(world: SimWorld, pipe: SharedPipe) -> recorded.LinkRecord:
-    gbps = pipe.rate_bytes_per_s * 8 / 1e9
+    gbps, egress_usd_per_gb = pipe.rate_bytes_per_s * 8 / 1e9, 0.0
     if pipe.kind == "link":
-        gbps = world.network.specs[pipe.source, pipe.target].gbps
-    return recorded.LinkRecord(
-        pipe.source, pipe.target or pipe.source, pipe.kind, gbps, pipe.sent_bytes, pipe.busy_s
-    )
+        link = world.network.specs[pipe.source, pipe.target]
+        gbps, egress_usd_per_gb = link.gbps, link.egress_usd_per_gb
+    ends = (pipe.source, pipe.target or pipe.source, pipe.kind)
+    return recorded.LinkRecord(*ends, gbps, pipe.sent_bytes, pipe.busy_s, egress_usd_per_gb)

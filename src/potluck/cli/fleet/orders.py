@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,6 +156,9 @@ def scale(what: str | None, state: Path | None, auto: bool, as_json: bool) -> No
 
 def _scaled(service: ServiceView, what: str) -> dict[str, Any]:
     from potluck.control.manual_changes import BY_HAND, put_plan, scaled
+    from potluck.core.codec import decode
+    from potluck.core.values.fleet_cost import offers_in
+    from potluck.core.values.types import Region
 
     key, _, number = what.rpartition("=")
     template, _, region = key.rpartition("@")
@@ -173,23 +175,21 @@ def _scaled(service: ServiceView, what: str) -> dict[str, Any]:
         for item in snapshot.get("copies", ())
         if item["template"] == template
     }
-    available: Counter[tuple[str, str]] = Counter()
-    for place in snapshot.get("regions", ()):
-        for offer in place["offers"]:
-            available[place["name"], offer["node"]] += offer["available"]
-    plan = scaled(newest.plan, template, region, int(number), costs, available)
+    offers = offers_in(decode(Region, place) for place in snapshot.get("regions", ()))
+    available = {key: offer.available for key, offer in offers.items()}
+    plan = scaled(newest.plan, template, region, int(number), costs, available, offers or None)
     if plan.deployments == newest.plan.deployments:
         line = f"there are to be {number} already; nothing changed"
         return {"version": newest.version, "scaling": None, "line": line}
     reason = f"{BY_HAND}: {what}"
     version = put_plan(service.store, service.client.set_plan, plan, reason, time.time())
-    _note(service, "plan", f"version {version}, ${plan.cost_usd_per_h:.2f}/h, {what}")
+    _note(service, "plan", f"version {version}, ${plan.total_usd_per_h:.2f}/h, {what}")
     return {
         "version": version,
-        "cost_usd_per_h": plan.cost_usd_per_h,
+        "cost_usd_per_h": plan.total_usd_per_h,
         "scaling": snapshot.get("scaling"),
         "unserved": _unserved(plan),
-        "line": f"plan {version}: {what}, ${plan.cost_usd_per_h:.2f}/h (was ${newest.plan.cost_usd_per_h:.2f}/h)",
+        "line": f"plan {version}: {what}, ${plan.total_usd_per_h:.2f}/h (was ${newest.plan.total_usd_per_h:.2f}/h)",
     }
 
 
@@ -212,13 +212,15 @@ def _handed_back(service: ServiceView) -> dict[str, Any]:
     # Where no gateway runs, the next one begins with what is written down.
     tell = service.client.set_plan if service.gateway_lives else lambda plan, reason, version: None
     version = put_plan(service.store, tell, last.plan, reason, time.time())
-    _note(service, "plan", f"version {version}, ${last.plan.cost_usd_per_h:.2f}/h, as version {last.version}")
+    _note(
+        service, "plan", f"version {version}, ${last.plan.total_usd_per_h:.2f}/h, as version {last.version}"
+    )
     return {
         "version": version,
         "as_version": last.version,
-        "cost_usd_per_h": last.plan.cost_usd_per_h,
+        "cost_usd_per_h": last.plan.total_usd_per_h,
         "line": f"plan {version}: the planner's plan {last.version} holds again, "
-        f"${last.plan.cost_usd_per_h:.2f}/h (was ${newest.plan.cost_usd_per_h:.2f}/h), and so do its next ones",
+        f"${last.plan.total_usd_per_h:.2f}/h (was ${newest.plan.total_usd_per_h:.2f}/h), and so do its next ones",
     }
 
 

@@ -253,6 +253,7 @@ def _usd_between(ends: tuple[float, float], unit_usd: float = 1.0) -> str:
 
 def _show_predictions(problem: PlanningProblem, outcome: PlanOutcome) -> None:
     from potluck.plan.explain import range_of, tokens_per_usd, usd_per_million_tokens
+    from potluck.plan.load import planned_load
 
     result = outcome.plan
     cost = {p.model: usd_per_million_tokens(problem, result, p.model) for p in result.predictions}
@@ -261,7 +262,7 @@ def _show_predictions(problem: PlanningProblem, outcome: PlanOutcome) -> None:
         "model": lambda p: p.model,
         "demand/s": lambda p: f"{p.demand_per_s:.3g}",
         "if always busy/s": lambda p: f"{p.capacity_per_s:.3g}",
-        "load": lambda p: percent(p.demand_per_s * result.fraction_of(p.model) / max(p.capacity_per_s, 1e-9)),
+        "load": lambda p: percent(planned_load(result, p).load),
         "8 in 10 do": lambda p: (
             f"{p.slowest_per_s:.3g} to {p.fastest_per_s:.3g}" if p.fastest_per_s > 0 else "-"
         ),

@@ -353,7 +353,7 @@ def show_rehearsal(rehearsal: Rehearsal | None, asked: RehearsalOptions, plan: P
         return
     if len(rehearsal.steps) > 1:
         _show_plans(rehearsal)
-    best, averages_usd = rehearsal.best, rehearsal.averages.plan.cost_usd_per_h
+    best, averages_usd = rehearsal.best, rehearsal.averages.plan.total_usd_per_h
     for item in best.evidence:
         paragraph(f"{evidence_line(item.told(best.fresh, asked.cv))}.")
         if item.left_out > 0:

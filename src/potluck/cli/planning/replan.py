@@ -183,7 +183,7 @@ def _print(answered: Answered, now: LiveService | None, done: str, as_json: bool
         return
     if now is not None:
         rates = ", ".join(now.rates) or "as the spec has them (nothing was seen for ten minutes yet)"
-        click.echo(f"plan {now.version} runs, ${now.plan.cost_usd_per_h:.2f}/h; requests/s: {rates}")
+        click.echo(f"plan {now.version} runs, ${now.plan.total_usd_per_h:.2f}/h; requests/s: {rates}")
         if paces := spoken(now.paces):
             click.echo(paces)
     _show(answered)

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +26,7 @@ from potluck.core.errors import InputError
 from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
+    from potluck.plan.load import ModelLoad
     from potluck.sim.load.workload import Workload
     from potluck.sim.results.metrics import RunSummary, ScaleScan
     from potluck.sim.results.plan_comparison import PlanDeviation
@@ -101,7 +102,7 @@ def simulate(
       potluck simulate potluck.yaml --market day.yaml --policy scaling=replan
       potluck simulate plan.json potluck.yaml --slo-scan --policy admission=false
     """
-    from potluck.cli.simulating.simulate_output import write_records
+    from potluck.cli.simulating.simulate_output import simulated_loads, write_records
     from potluck.sim.results.metrics import scan, summarise
     from potluck.sim.results.plan_comparison import compared
     from potluck.sim.results.report.html_report import html
@@ -136,10 +137,11 @@ def simulate(
         )
         progress_bar("summing up")
         summary = summarise(result)
+        loads = simulated_loads(inputs.problem, inputs.plan, result, summary)
         saves("--records", records, lambda to: write_records(to, result))
         saves.text("--report", report, lambda: html(summary, result))
     plan_deviations = compared(resolved, result, rules.balance)
-    _show(summary, result, plan_deviations, scan(result) if asked.scans else None, asked.as_json)
+    _show(summary, result, plan_deviations, scan(result) if asked.scans else None, loads, asked.as_json)
     saves.complain()
     _complain(plan_deviations, summary)
 
@@ -168,15 +170,18 @@ def _show(
     result: SimResult,
     plan_deviations: tuple[PlanDeviation, ...],
     scanned: ScaleScan | None,
+    loads: tuple[ModelLoad, ...],
     as_json: bool,
 ) -> None:
     if as_json:
-        body = {**json.loads(summary.to_json())["value"], "planned": encode(plan_deviations)}
+        load = [{**asdict(item), "load": item.load} for item in loads]
+        body = {**json.loads(summary.to_json())["value"], "planned": encode(plan_deviations), "load": load}
         emit_json(body if scanned is None else body | {"slo_scan": encode(scanned)})
         return
-    from potluck.cli.simulating.simulate_output import show_planned, show_scan, show_summary
+    from potluck.cli.simulating.simulate_output import show_loads, show_planned, show_scan, show_summary
 
     show_summary(summary, result)
+    show_loads(loads)
     if scanned is not None:
         show_scan(scanned)
     show_planned(plan_deviations)

@@ -11,17 +11,22 @@ import numpy as np
 
 from potluck.cli.common.render import bytes_, count, percent, short, table, table_of, usd
 from potluck.core.figures import seconds
-from potluck.sim.results.records import OUTCOMES, REASONS, ROUTES, SimResult
+from potluck.sim.results.records import ANSWERED, OUTCOMES, REASONS, ROUTES, SimResult
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from potluck.core.values.plan import Plan
+    from potluck.plan.load import ModelLoad
+    from potluck.plan.problem import PlanningProblem
     from potluck.sim.results.metrics import ModelSummary, RunSummary, ScaleScan
     from potluck.sim.results.plan_comparison import PlanDeviation
     from potluck.sim.results.records import SimResult
 
 
 MOST_ROWS = 12
+SAME_ANSWERS = 0.1
+"""How far the mean answer may be from the planned one for capacities of the plan to apply."""
 
 
 def show_summary(summary: RunSummary, result: SimResult) -> None:
@@ -44,6 +49,43 @@ def show_summary(summary: RunSummary, result: SimResult) -> None:
     notes = [(what, count(number)) for what, number in result.counts.items() if number]
     if notes:
         table("Also", ("what", "how often"), notes)
+
+
+def simulated_loads(
+    problem: PlanningProblem, plan: Plan, result: SimResult, summary: RunSummary
+) -> tuple[ModelLoad, ...]:
+    """Each model's load by the plan's definition. None of a fleet that changed, as a plan has one capacity; nor of
+    models whose answers are of other lengths than was planned for."""
+    from potluck.plan.load import load_at
+
+    records, loads = result.records, []
+    span_s = (float(records.arrival_s[-1]) if len(records) else 0.0) - summary.start_s
+    if len(result.cost_rates) > 1 or span_s <= 0:
+        return ()
+    answered = (records.outcome == ANSWERED) & (records.arrival_s >= summary.start_s)
+    for index, name in enumerate(records.models):
+        ask, chosen = problem.ask(name), answered & (records.model == index)
+        if ask is None or not ask.rate_per_s > 0 or not chosen.any():
+            continue
+        planned = sum(demand.rate_per_s * demand.output_tokens for demand in ask.demands) / ask.rate_per_s
+        if abs(float(records.output_tokens[chosen].mean()) / planned - 1) > SAME_ANSWERS:
+            continue
+        edges = [demand.longest_tokens for demand in ask.demands]
+        bucket = np.minimum(np.searchsorted(edges, records.prompt_tokens[chosen]), len(edges) - 1)
+        rates = np.bincount(bucket, minlength=len(edges)) / span_s
+        loads.append(load_at(problem, plan, ask, rates.tolist()))
+    return tuple(loads)
+
+
+def show_loads(loads: Sequence[ModelLoad]) -> None:
+    columns: dict[str, Callable[[ModelLoad], object]] = {
+        "model": lambda item: item.model,
+        "answered/s": lambda item: f"{item.answered_per_s:.3g}",
+        "if always busy/s": lambda item: f"{item.capacity_per_s:.3g}",
+        "load": lambda item: percent(item.load),
+    }
+    if loads:
+        table_of("Load of the plan's copies", loads, columns)
 
 
 def show_planned(plan_deviations: Sequence[PlanDeviation]) -> None:
@@ -122,7 +164,7 @@ def _promises(title: str, what: str, models: list[ModelSummary]) -> None:
 
 def _use(summary: RunSummary) -> None:
     used = [(u.nodes, u.replicas, u.gpus, percent(u.busy_share), u.lost) for u in summary.hardware]
-    table("Hardware", ("node", "replicas", "GPUs", "time in steps", "lost"), used)
+    table("Hardware", ("node", "replicas", "GPUs", "time with a step running", "lost"), used)
     links = [
         (f"{use.source} -> {use.target}", f"{use.gbps:g}", bytes_(use.sent_bytes), percent(use.mean_share))
         for use in summary.links
@@ -136,6 +178,7 @@ def _use(summary: RunSummary) -> None:
         ("simulated", seconds(summary.end_s)),
         ("cost", f"{usd(summary.cost_usd)} ({usd(summary.cost_usd_per_h)}/h)"),
         ("of it for nodes that were starting", usd(summary.start_usd)),
+        *([("of it for egress", usd(summary.egress_usd))] if summary.egress_usd else []),
         ("output tokens per dollar", "-" if tokens is None else short(tokens)),
         ("requests within objective per dollar", "-" if met is None else count(met)),
     ]

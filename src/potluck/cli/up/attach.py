@@ -593,7 +593,7 @@ class AttachShow:
                 "models": list(self.models),
                 "unserved": unserved,
                 "servers": servers,
-                "cost_usd_per_h": stack.plan.shown_cost_usd_per_h,
+                "cost_usd_per_h": stack.plan.known_total_usd_per_h,
                 "ready_s": round(took_s, 2),
                 "lines": [*stack.said, *self.source.attachment.lines],
             }
@@ -615,7 +615,7 @@ class AttachShow:
             click.echo(f"No server is usable; requests to {stack.url} get 503 until one is")
         if served and unserved:
             click.echo(f"NOT served: {', '.join(unserved)} (requests get 503)")
-        price = stack.plan.shown_cost_usd_per_h
+        price = stack.plan.known_total_usd_per_h
         cost = "hardware and price unknown" if price is None else f"${price:.2f}/h as planned"
         click.echo(f"ready after {seconds(took_s)}; {cost}; Ctrl-C drains")
         for entry in self.source.attachment.entries:

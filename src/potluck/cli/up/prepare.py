@@ -164,7 +164,7 @@ def _rehearsed(
         return outcome.plan, ()
     best = result.best
     lines = tuple(evidence_line(item.told()) for item in best.evidence)
-    more = best.cost_usd_per_h - outcome.plan.cost_usd_per_h
+    more = best.cost_usd_per_h - outcome.plan.total_usd_per_h
     if not result.holds:
         lines = (*lines, f"no plan held in simulation ({result.end}); this one came closest")
     elif more > 0.005:

@@ -78,7 +78,7 @@ def _lines() -> Callable[[str], None]:
 
 def show_ready(served: ServiceSummary) -> None:
     plan = served.plan
-    cost = f"${plan.cost_usd_per_h:.2f}/h as planned"
+    cost = f"${plan.total_usd_per_h:.2f}/h as planned"
     click.echo(f"Serving {', '.join(served.models)} at {served.url}")
     click.echo(f"ready after {seconds(served.ready_s)}; {cost}; Ctrl-C drains")
     for line in lossy_notices(plan):
@@ -101,7 +101,7 @@ def ready_json(served: ServiceSummary) -> dict[str, object]:
         "url": served.url,
         "page": served.page,
         "models": list(served.models),
-        "cost_usd_per_h": served.plan.cost_usd_per_h,
+        "cost_usd_per_h": served.plan.total_usd_per_h,
         "ready_s": round(served.ready_s, 2),
         "lines": list(served.lines),
         "notices": list(lossy_notices(served.plan)),

@@ -15,6 +15,7 @@ from potluck.core.scaling.copy_capacity import ROUNDING, CopyRates, Key, busy_co
 from potluck.core.scaling.rule import unit_price_usd_per_h
 from potluck.core.state.actions import Action, Reassign
 from potluck.core.state.fleet import FleetState, TemplateCopy
+from potluck.core.values.fleet_cost import offers_in, rent_usd_per_h
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Region
 
@@ -45,9 +46,13 @@ def standby_counts(plan: Plan, copies: int, regions: tuple[Region, ...]) -> dict
 
 
 def standby_usd_per_h(plan: Plan, counts: Mapping[Key, int], regions: tuple[Region, ...]) -> float:
+    """What the copies on standby add to the rent of the plan's."""
     templates = {template.name: template for template in plan.repertoire}
-    prices = {key: unit_price_usd_per_h(templates[key[0]], key[1], regions) or 0.0 for key in counts}
-    return sum((count * prices[key] for key, count in counts.items()), 0.0)
+    offers, nodes = offers_in(regions), Counter(plan.nodes)
+    for (name, region), count in counts.items():
+        for node_count in templates[name].nodes:
+            nodes[region, node_count.node] += node_count.count * count
+    return max(0.0, rent_usd_per_h(offers, nodes) - rent_usd_per_h(offers, plan.nodes))
 
 
 def spoken(plan: Plan, copies: int, regions: tuple[Region, ...]) -> str:
@@ -57,7 +62,7 @@ def spoken(plan: Plan, copies: int, regions: tuple[Region, ...]) -> str:
         return "on standby: none, as all copies stand on machines with names" if copies > 0 else ""
     listed = ", ".join(f"{count} x {name} in {region}" for (name, region), count in counts.items())
     more = standby_usd_per_h(plan, counts, regions)
-    return f"on standby: {listed}; ${more:.2f}/h more, ${plan.cost_usd_per_h + more:.2f}/h in all"
+    return f"on standby: {listed}; ${more:.2f}/h more, ${plan.total_usd_per_h + more:.2f}/h in all"
 
 
 def reassign(unit: TemplateCopy, standby: bool) -> list[Action]:

@@ -356,9 +356,9 @@ class Plan:
         return all(template.hardware_known for template in self.templates if template.name in used)
 
     @property
-    def shown_cost_usd_per_h(self) -> float | None:
-        """None: unknown."""
-        return self.cost_usd_per_h if self.priced else None
+    def known_total_usd_per_h(self) -> float | None:
+        """`total_usd_per_h`, or None where a part of it is unknown."""
+        return self.total_usd_per_h if self.priced else None
 
     @property
     def total_usd_per_h(self) -> float:
@@ -410,7 +410,7 @@ class Plan:
 
 def price_text(plan: Plan) -> str:
     """`$1.50/h`, or that the price is unknown."""
-    return f"${plan.cost_usd_per_h:.2f}/h" if plan.priced else "unknown $/h"
+    return f"${plan.total_usd_per_h:.2f}/h" if plan.priced else "unknown $/h"
 
 
 def plan_to_json(plan: Plan) -> str:

@@ -14,6 +14,7 @@ from potluck.core.scaling.roles import FLIPPABLE
 from potluck.core.state.events import OperatorOrdered
 from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.request_state import RUNNING
+from potluck.core.values.fleet_cost import heads_usd_per_h, offers_in, rent_usd_per_h
 from potluck.core.values.plan import ReplicaSpec, plan_from_json
 from potluck.core.values.types import Region
 from potluck.gateway.core import GatewayCore
@@ -75,15 +76,21 @@ class Operations:
             yield QueueView(model, tenant, waiting[model, tenant], running[model, tenant])
 
     def usd_per_h(self) -> Mapping[str, float]:
-        """What the copies of each model cost; models on unknown hardware have no price."""
-        replica_models, usd_per_h = self._core.replica_models, dict[str, float]()
-        copies = {view.member.unit: view.member for view in self._core.brain.fleet.views.values()}
+        """Each model's part of what the copies that are there cost, by the prices of their nodes: each has a part of
+        reserved nodes and head nodes, as in a plan. Models on unknown hardware have no price."""
+        core, listed, nodes = self._core, dict[str, float](), Counter[tuple[str, str]]()
+        copies = {view.member.unit: view.member for view in core.brain.fleet.views.values()}
         for member in copies.values():
-            template = replica_models.templates.get(member.template)
-            copy = None if template is None else self._core.copy_usd_per_h(template, member.region)
-            if copy is not None:
-                usd_per_h[member.model] = usd_per_h.get(member.model, 0.0) + copy
-        return usd_per_h
+            template = core.replica_models.templates.get(member.template)
+            copy = None if template is None else core.copy_usd_per_h(template, member.region)
+            if template is not None and copy is not None:
+                listed[member.model] = listed.get(member.model, 0.0) + copy
+                for node_count in template.nodes:
+                    nodes[member.region, node_count.node] += node_count.count
+        paid = rent_usd_per_h(offers_in(core.regions), nodes)
+        paid += heads_usd_per_h(core.regions, {region for region, _ in nodes})
+        whole = sum(listed.values())
+        return {model: paid * usd / whole if whole > 0 else 0.0 for model, usd in listed.items()}
 
     def model_usd_per_h(self, model: str) -> float | None:
         """None where the hardware of some copy that is planned is unknown."""
@@ -98,7 +105,7 @@ class Operations:
             "plan": {
                 "version": core.plan_version,
                 "strategy": core.plan.strategy,
-                "cost_usd_per_h": core.plan.shown_cost_usd_per_h,
+                "cost_usd_per_h": core.plan.known_total_usd_per_h,
                 "deployments": [encode(deployment) for deployment in core.plan.deployments],
             },
             "scaling": core.policy.scaling,
@@ -214,7 +221,7 @@ class Operations:
             if template.model not in core.replica_models.resolved.models:
                 raise UnknownNameError("plan: model", template.model, core.replica_models.resolved.models)
         core.adopt(plan, why, version)
-        cost = plan.shown_cost_usd_per_h
+        cost = plan.known_total_usd_per_h
         return {"version": core.plan_version, "cost_usd_per_h": cost, "wanted": self._wanted()}
 
     def drain(self, body: Json) -> Json:

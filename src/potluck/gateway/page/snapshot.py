@@ -181,7 +181,7 @@ class FleetSnapshot:
             "version": core.plan_version,
             "strategy": plan.strategy,
             "why": core.plan_why,
-            "usd_per_h": round(plan.cost_usd_per_h, 3) if plan.priced else None,
+            "usd_per_h": round(plan.total_usd_per_h, 3) if plan.priced else None,
             "now_usd_per_h": round(sum(usd.values()), 3) if plan.priced else None,
             "gap": round(plan.gap, 4),
             "fraction": round(plan.fraction, 3),

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.errors import InputError
+from potluck.core.values import fleet_cost
+from potluck.core.values.fleet_cost import offers_in
 from potluck.core.values.plan import Charge, Plan, Template
 from potluck.core.values.service import ModelTerms
 from potluck.core.values.types import NodeOffer, Role
@@ -22,7 +24,6 @@ from potluck.perf.startup import startup_s
 from potluck.plan.allocate.program import CountLimit, ExtraVariable, Floats, FlowProgram, NodeSupply, Outage
 from potluck.plan.problem import ModelDemand, PlanningProblem
 
-HOURS_PER_MONTH = 730.0
 INFINITY = float("inf")
 EGRESS, LOSSES, STORAGE, HEADS = "egress", "preemptions", "weights in storage", "head nodes"
 
@@ -158,7 +159,7 @@ def suits(ask: ModelDemand, template: Template) -> bool:
 
 
 def offers_of(problem: PlanningProblem) -> dict[tuple[str, str], NodeOffer]:
-    return {(region.name, offer.node): offer for region in problem.regions for offer in region.offers}
+    return offers_in(problem.regions)
 
 
 def _allowed(ask: ModelDemand, group: Sequence[Template], fleet: NodeSupply) -> NDArray[np.bool_] | None:
@@ -283,8 +284,8 @@ def _gpu_of(problem: PlanningProblem, node: str) -> str:
 
 
 def storage_usd_per_h(problem: PlanningProblem, ask: ModelDemand, region: str) -> float:
-    price = next(item.storage_usd_per_gb_month for item in problem.regions if item.name == region)
-    return float(weight_bytes(ask.model)) / 1e9 * price / HOURS_PER_MONTH
+    there = next(item for item in problem.regions if item.name == region)
+    return fleet_cost.storage_usd_per_h(there, float(weight_bytes(ask.model)))
 
 
 def _fixed(
@@ -362,16 +363,10 @@ def charges_of(problem: PlanningProblem, plan: Plan, egress_usd_per_h: float) ->
         stored.add((ask.name, deployment.region))
     for name, region in stored:
         storage += storage_usd_per_h(problem, asks[name], region)
-    used = {region for _, region in stored}
-    heads = sum(region.head_usd_per_h for region in problem.regions if region.name in used)
+    heads = fleet_cost.heads_usd_per_h(problem.regions, {region for _, region in stored})
     parts = ((EGRESS, egress_usd_per_h), (LOSSES, losses), (STORAGE, storage), (HEADS, heads))
     return tuple(Charge(what, float(usd)) for what, usd in parts if usd > 1e-12)
 
 
 def rent_usd_per_h(problem: PlanningProblem, nodes: Mapping[tuple[str, str], int]) -> float:
-    offers, total = offers_of(problem), 0.0
-    for key, count in nodes.items():
-        offer = offers.get(key)
-        if offer is not None:
-            total += max(0, count - offer.reserved) * offer.price_usd_per_h
-    return total
+    return fleet_cost.rent_usd_per_h(offers_of(problem), nodes)

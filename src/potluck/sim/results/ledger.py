@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from math import nan
 from typing import Any
 
 import numpy as np
 
+from potluck.core.values.fleet_cost import heads_usd_per_h, offers_in, rent_usd_per_h, storage_usd_per_h
+from potluck.core.values.types import NodeOffer, Region
 from potluck.sim.load.workload import Workload
 from potluck.sim.results.records import RequestRecords
 
@@ -43,21 +46,27 @@ def _column(column: array[Any]) -> Any:
 
 
 class CostMeter:
-    """What the machines cost: a rate in USD an hour that changes when one comes, goes or changes its price."""
+    """What the fleet costs: a rate in USD an hour that changes when a machine or copy comes, goes or changes price.
 
-    def __init__(self) -> None:
-        self._prices: dict[tuple[str, str], float] = {}
-        self._count: dict[tuple[str, str], int] = {}
+    Reserved nodes, head nodes and weights in storage count as in a plan (`core.values.fleet_cost`).
+    """
+
+    def __init__(self, regions: Sequence[Region], weight_bytes: Mapping[str, float]) -> None:
+        self._regions = {region.name: region for region in regions}
+        self._weight_bytes = weight_bytes
+        self._offers = offers_in(regions)
+        self._machines: dict[tuple[str, str], int] = {}
         self._starting: dict[tuple[str, str], int] = {}
+        self._replicas: dict[tuple[str, str], int] = {}
+        """(region, model) to replicas whose weights are kept there."""
         self.rates: list[tuple[float, float]] = []
         self.start_rates: list[tuple[float, float]] = []
         """Of the same, what is paid for machines that have not served yet."""
 
-    def rent(self, at_s: float, region: str, node: str, price_usd_per_h: float) -> None:
-        """A node more; the price counts unless a change was told before."""
+    def rent(self, at_s: float, region: str, node: str) -> None:
+        """A machine more."""
         key = (region, node)
-        self._prices.setdefault(key, price_usd_per_h)
-        self._count[key] = self._count.get(key, 0) + 1
+        self._machines[key] = self._machines.get(key, 0) + 1
         self._starting[key] = self._starting.get(key, 0) + 1
         self._note(at_s)
 
@@ -66,21 +75,33 @@ class CostMeter:
         self._note(at_s)
 
     def give_back(self, at_s: float, region: str, node: str, served: bool) -> None:
-        self._count[region, node] -= 1
+        self._machines[region, node] -= 1
         if not served:
             self._starting[region, node] -= 1
         self._note(at_s)
 
+    def store(self, at_s: float, region: str, model: str, replicas: int) -> None:
+        """So many replicas of a model more in a region, or fewer: its weights are in storage while there is one."""
+        key = (region, model)
+        self._replicas[key] = self._replicas.get(key, 0) + replicas
+        self._note(at_s)
+
     def reprice(self, at_s: float, region: str, node: str, price_usd_per_h: float) -> None:
-        self._prices[region, node] = price_usd_per_h
+        offer = self._offers.get((region, node)) or NodeOffer(node, price_usd_per_h, 0)
+        self._offers[region, node] = replace(offer, price_usd_per_h=price_usd_per_h)
         self._note(at_s)
 
     def _note(self, at_s: float) -> None:
-        for rates, counts in ((self.rates, self._count), (self.start_rates, self._starting)):
-            rate = 0.0
-            for key, count in counts.items():
-                if count:
-                    rate += count * self._prices[key]
+        rent = rent_usd_per_h(self._offers, self._machines)
+        # Machines that served already take the reserved nodes first.
+        served = {key: count - self._starting.get(key, 0) for key, count in self._machines.items()}
+        used = {region for (region, _), count in self._machines.items() if count}
+        fixed = heads_usd_per_h(self._regions.values(), used)
+        for (region, model), count in self._replicas.items():
+            if count and region in self._regions:
+                fixed += storage_usd_per_h(self._regions[region], self._weight_bytes.get(model, 0.0))
+        starting = max(0.0, rent - rent_usd_per_h(self._offers, served))
+        for rates, rate in ((self.rates, rent + fixed), (self.start_rates, starting)):
             if rates and rates[-1][0] == at_s:
                 rates[-1] = (at_s, rate)
             elif not rates or rates[-1][1] != rate:

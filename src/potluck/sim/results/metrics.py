@@ -49,7 +49,8 @@ class HardwareUse:
     replicas: int
     gpus: int
     busy_share: float
-    """Of the time from ready to stopped, weighted by GPUs."""
+    """Of the time from ready to stopped, weighted by GPUs: with a step running, full or not. It is no load: a replica
+    with one request at a time may be busy all the time."""
     gpu_h: float
     """GPU-hours from ready to stopped."""
     lost: int
@@ -177,7 +178,7 @@ class RunSummary:
     """End of the warm-up."""
     end_s: float
     cost_usd: float
-    """From `start_s` to `end_s`."""
+    """From `start_s` to `end_s`, as in a plan: rent beyond reserved nodes, head nodes, storage and egress."""
     cost_usd_per_h: float
     output_tokens_per_usd: float | None
     met_per_usd: float | None
@@ -192,6 +193,8 @@ class RunSummary:
     classes: tuple[ModelSummary, ...] = ()
     start_usd: float = 0.0
     """Of `cost_usd`, what was paid for nodes before they served."""
+    egress_usd: float = 0.0
+    """Of `cost_usd`, what was paid for bytes that crossed links."""
 
     def to_json(self) -> str:
         return codec.dumps(self, format_name=FORMAT, version=VERSION)
@@ -211,7 +214,10 @@ def summarise(result: SimResult, warm_up_s: float = 0.0) -> RunSummary:
         gaps = merge_gaps(replica for replica in result.replicas if replica.model == name)
         models.append(_summary(name, result, chosen, verdict, gaps, result.slos.get(name), window))
     total = _summary("all", result, counted, verdict, merge_gaps(result.replicas), None, window)
-    cost_usd = cost_between(result.cost_rates, window.start_s, window.end_s)
+    sent_bytes = float(records.wire_bytes.sum())
+    counted_share = float(records.wire_bytes[counted].sum()) / sent_bytes if sent_bytes > 0 else 1.0
+    egress_usd = result.egress_usd * counted_share
+    cost_usd = cost_between(result.cost_rates, window.start_s, window.end_s) + egress_usd
     hours = (window.end_s - window.start_s) / 3600.0
     return RunSummary(
         total,
@@ -229,6 +235,7 @@ def summarise(result: SimResult, warm_up_s: float = 0.0) -> RunSummary:
         result.seed,
         *_groups(result, counted, verdict, window),
         start_usd=cost_between(result.start_rates, window.start_s, window.end_s),
+        egress_usd=egress_usd,
     )
 
 

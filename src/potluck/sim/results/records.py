@@ -124,6 +124,11 @@ class LinkRecord:
     sent_bytes: float
     busy_s: float
     """Seconds with at least one transfer under way."""
+    egress_usd_per_gb: float = 0.0
+
+    @property
+    def egress_usd(self) -> float:
+        return self.sent_bytes / 1e9 * self.egress_usd_per_gb
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +161,7 @@ class SimResult:
     end_s: float
     """When the last request ended, or the last arrival came, whichever is later."""
     cost_rates: tuple[tuple[float, float], ...]
-    """(time, USD an hour from then on): nodes are paid from their start until they are given back."""
+    """(time, USD an hour from then on): nodes are paid from their start until they are given back, without egress."""
     samples: StateSamples | None = None
     faults: tuple[FaultRecord, ...] = ()
     counts: dict[str, int] = field(default_factory=dict)
@@ -168,7 +173,11 @@ class SimResult:
 
     @property
     def cost_usd(self) -> float:
-        return cost_between(self.cost_rates, 0.0, self.end_s)
+        return cost_between(self.cost_rates, 0.0, self.end_s) + self.egress_usd
+
+    @property
+    def egress_usd(self) -> float:
+        return sum(link.egress_usd for link in self.links)
 
 
 def cost_between(rates: Sequence[tuple[float, float]], start_s: float, end_s: float) -> float:

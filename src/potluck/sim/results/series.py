@@ -96,7 +96,9 @@ def series(result: SimResult, bins: int = BINS) -> RunSeries:
     records, end_s = result.records, max(result.end_s, 1e-9)
     edges = np.linspace(0.0, end_s, bins + 1)
     verdict = judge(records, result.slos, result.end_s, result.classes)
-    costs = np.array([cost_between(result.cost_rates, 0.0, at_s) for at_s in edges])
+    costs = np.array([cost_between(result.cost_rates, 0.0, at_s) for at_s in edges]) + _egress_usd(
+        result, edges
+    )
     maps = _heat_maps(result, edges)
     return RunSeries(
         tuple(edges.tolist()),
@@ -116,6 +118,18 @@ def series(result: SimResult, bins: int = BINS) -> RunSeries:
         tuple((fault.at_s, fault.what) for fault in result.faults[:MOST_FAULTS]),
         max(0, len(result.faults) - MOST_FAULTS),
     )
+
+
+def _egress_usd(result: SimResult, edges: Floats) -> Floats:
+    """Paid for egress up to each edge; without samples evenly over the run."""
+    samples = result.samples
+    if samples is None or len(samples.at_s) < 2 or not result.links:
+        even: Floats = result.egress_usd * edges / edges[-1]
+        return even
+    count = min(samples.link_bytes.shape[1], len(result.links))
+    prices = np.array([link.egress_usd_per_gb for link in result.links[:count]])
+    paid: Floats = _at(samples, samples.link_bytes[:, :count], edges) @ prices / 1e9
+    return paid
 
 
 def _rate(label: str, records: RequestRecords, chosen: NDArray[np.bool_], edges: Floats) -> PlotLine:

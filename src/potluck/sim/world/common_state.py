@@ -12,6 +12,7 @@ from collections.abc import Callable
 from math import floor
 
 from potluck.core.state.events import CacheReported, Event, LinkReported, ReplicaReported
+from potluck.perf.memory import weight_bytes
 from potluck.runtime.replica_models import ReplicaModels
 from potluck.sim.links.handovers import SimHandovers
 from potluck.sim.links.sim_network import SimNetwork
@@ -120,4 +121,6 @@ class CommonState:
         self.handovers = SimHandovers(self.events, self.network, settings.overlap)
         self.reports = StatusReports(self.events, self.network, settings)
         self.ledger = RequestLedger(len(workload))
-        self.costs = CostMeter()
+        resolved = replica_models.resolved
+        weights = {model: float(weight_bytes(resolved.model(model))) for model in resolved.models}
+        self.costs = CostMeter(resolved.regions, weights)

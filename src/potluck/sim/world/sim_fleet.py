@@ -65,6 +65,7 @@ class SimFleet:
         for machine in machines:
             machine.sites.append(site)
         common.sites[member.id] = site
+        common.costs.store(at_s, member.region, member.model, 1)
         self.all_sites.append(site)
         site.become(at_s, "starting")
         if any(machine.name in self.gone for machine in machines):
@@ -146,6 +147,7 @@ class SimFleet:
             self._attempts.catch_up_if_due(at_s, site)
             site.become(at_s, "stopped")
         del common.sites[site.id]
+        common.costs.store(at_s, site.member.region, site.member.model, -1)
         site.waiting.clear()
         for running in list(site.attempts.values()):
             self._attempts.fail(at_s, running, "replica", site.id)
@@ -164,7 +166,7 @@ class SimFleet:
             common, resolved = self._common, self._common.replica_models.resolved
             card = common.network.card(name, resolved.node(node).network_gbps)
             machine = self.machines[name] = SimMachine(name, node, member.region, card)
-            common.costs.rent(at_s, member.region, node, resolved.price_usd_per_h(member.region, node))
+            common.costs.rent(at_s, member.region, node)
         return machine
 
     def _cache(self, model: str, block_tokens: int) -> SpareCache:

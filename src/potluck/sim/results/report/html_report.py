@@ -82,7 +82,7 @@ def _tiles(summary: RunSummary) -> str:
     if gpu_h > 0:
         busy = sum(one.busy_share * one.gpu_h for one in summary.hardware) / gpu_h
         tiles.append(
-            _tile("GPUs in steps", digits(busy * 100), "%", f"of {digits(gpu_h)} GPU-hours, full or not")
+            _tile("GPUs with a step", digits(busy * 100), "%", f"of {digits(gpu_h)} GPU-hours, full or not")
         )
     lost = total.outcomes.refused + total.outcomes.cancelled + total.outcomes.open
     why = ", ".join(f"{reason.replace('_', ' ')} {n:,}" for reason, n in total.outcomes.refusals.items())
@@ -187,7 +187,7 @@ def _plots(over_time: RunSeries) -> str:
         drawn = charts.timeline(over_time.bands, end_s, over_time.faults)
         sections.append(_section("Replicas", drawn, words))
     for grid, title, percent, words in (
-        (over_time.utilisation, "Utilisation", True, "Share of time in steps."),
+        (over_time.utilisation, "Busy time", True, "Share of time with a step running, full or not."),
         (over_time.queue, "Queue", False, "Requests waiting at a replica, on a scale of powers of two."),
         (over_time.memory, "KV memory", True, "Share of blocks in use."),
     ):
@@ -208,7 +208,7 @@ def _hardware(summary: RunSummary) -> str:
         busy = f"{digits(one.busy_share * 100)} %"
         rows.append((escape(one.nodes), *counts, digits(one.gpu_h), busy, f"{one.lost:,}"))
     text = table_section(
-        "Hardware", ("nodes", "replicas", "GPUs", "GPU-hours", "time in steps", "lost"), rows
+        "Hardware", ("nodes", "replicas", "GPUs", "GPU-hours", "time with a step running", "lost"), rows
     )
     links = [
         (
