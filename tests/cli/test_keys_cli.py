@@ -17,7 +17,7 @@ from potluck.cli.main import run
 from potluck.control.accounts import KEY_FILE, is_open, kept_keys, publish_keys
 from potluck.control.launchers.process import started_at
 from potluck.control.state_store import StateStore
-from potluck.gateway.openai.keys import KeyRing
+from potluck.gateway.openai.keys import ApiKey, KeyRing, Quota
 
 NOW_S = 2e9
 
@@ -79,6 +79,75 @@ def test_the_first_key_says_that_it_locks_out_and_open_is_the_way_back(
     out, err = _keys(capsys, state, "add", "eve")
     assert "from now on every client" in err, "which locks again"
     assert not _lets_in(state)
+
+
+LIMITS = {
+    "requests_per_min": 60.0,
+    "tokens_per_min": 90000.0,
+    "concurrent": 4,
+    "classes": ["batch", "standard"],
+}
+LIMIT_OPTIONS = (
+    *("--requests-per-min", "60", "--tokens-per-min", "90000", "--concurrent", "4"),
+    *("--classes", "batch,standard", "--expires", "2060-01-31"),
+)
+
+
+def _api_key(folder: Path, key: str) -> ApiKey:
+    return KeyRing(folder / KEY_FILE, 0.0, lambda: 0.0).who(f"Bearer {key}".encode(), 0.0)
+
+
+def test_key_limits_reach_gateway_and_survive_rotation(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    added = json.loads(_keys(capsys, state, "add", "ann", *LIMIT_OPTIONS, "--json")[0])
+    assert {name: added[name] for name in LIMITS} == LIMITS
+    rotated = json.loads(_keys(capsys, state, "rotate", "ann", "--json")[0])
+    for key in (added["key"], rotated["key"]):
+        api_key = _api_key(state, key)
+        assert api_key.allowance.quota == Quota(60.0, 90000.0, 4)
+        assert api_key.classes == ("batch", "standard")
+        assert api_key.expires_s is not None
+    rows = json.loads(_keys(capsys, state, "list", "--json")[0])["keys"]
+    assert [{name: row[name] for name in LIMITS} for row in rows] == [LIMITS, LIMITS]
+    wanted = "requests_per_min 60.0, tokens_per_min 90000.0, concurrent 4, classes batch+standard"
+    assert [row["limits"] for row in rows] == [wanted, wanted]
+
+
+def test_new_key_line_takes_the_limits_of_keys_add(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["keys", "new", "ann", *LIMIT_OPTIONS]) == 0
+    captured = capsys.readouterr()
+    assert {name: json.loads(captured.out)[name] for name in LIMITS} == LIMITS
+    (tmp_path / KEY_FILE).write_text(captured.out)
+    api_key = _api_key(tmp_path, captured.err.split()[-1])
+    assert (api_key.allowance.quota, api_key.classes) == (Quota(60.0, 90000.0, 4), ("batch", "standard"))
+    assert api_key.expires_s is not None
+    for words in (
+        ["--requests-per-min", "0"],
+        ["--tokens-per-min", "inf"],
+        ["--expires", "soon"],
+        ["--classes", ","],
+    ):
+        assert run(["keys", "new", "ann", *words]) == 2
+        assert capsys.readouterr().out == ""
+
+
+def test_key_class_unknown_to_the_service_is_refused(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, err = _keys(capsys, state, "add", "ann", "--classes", "nightly")
+    assert "class nightly is not checked: the spec of this service cannot be read" in err
+    spec = state / "potluck.yaml"
+    example = Path("examples/one-node.yaml").read_text()
+    spec.write_text(f"{example}\npolicy: {{classes: [{{name: nightly, matters: 0}}]}}\n")
+    store = StateStore(state / "state.db")
+    store.set("spec files", {"path": str(spec), "profiles": [], "style": "emulated"})
+    store.close()
+    _keys(capsys, state, "add", "bob", "--classes", "nightly", "--classes", "batch")
+    _, err = _keys(capsys, state, "add", "cid", "--classes", "nightlyy", rc=2)
+    assert "--classes: unknown 'nightlyy'; did you mean 'nightly'?" in err
+    listed = json.loads(_keys(capsys, state, "list", "--json")[0])["keys"]
+    assert [row["name"] for row in listed] == ["ann", "bob"]
 
 
 def test_open_and_close_keep_the_keys(state: Path, capsys: pytest.CaptureFixture[str]) -> None:

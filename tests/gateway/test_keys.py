@@ -132,11 +132,70 @@ def test_a_broken_file_keeps_the_keys_that_were_there(tmp_path: Path, wrong: Any
 
 def test_keys_expire_and_classes_may_be_few(tmp_path: Path) -> None:
     resolved = Keyed(tmp_path, saying("a"), expires="2001-09-09T02:46:40+00:00", classes=["batch"])
-    assert resolved.try_key(resolved.key).status == 403
+    assert resolved.try_key(resolved.key, service_tier="default").status == 403
     assert resolved.try_key(resolved.key, service_tier="flex").status == 200
     resolved.now_s = 3600.0
     result = resolved.try_key(resolved.key, service_tier="flex")
     assert (result.status, result.json["error"]["code"]) == (401, "expired_api_key")
+
+
+def test_limited_key_request_without_class_gets_first_allowed_class(tmp_path: Path) -> None:
+    for classes, expected in ((["batch", "interactive"], "batch"), (["batch", "standard"], "standard")):
+        scene = Keyed(tmp_path, saying("a"), classes=classes)
+        for fields in ({}, {"service_tier": "auto"}, {"priority": 0}):
+            assert scene.try_key(scene.key, **fields).status == 200
+        assert [request.request_class for request in scene.driver.asked] == [expected] * 3
+
+
+def test_limited_key_with_classes_unknown_to_gateway_is_refused(tmp_path: Path) -> None:
+    scene = Keyed(tmp_path, saying("a"), classes=["nightly"])
+    result = scene.try_key(scene.key)
+    assert (result.status, result.json["error"]["code"]) == (403, "class_not_allowed")
+    assert "nightly" in result.json["error"]["message"]
+    scene = Keyed(tmp_path, saying("a"), classes=["nightly", "batch"])
+    assert scene.try_key(scene.key).status == 200
+    assert scene.driver.asked[0].request_class == "batch"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "headers", "code", "param"),
+    [
+        ({"service_tier": "priority"}, {}, "class_not_allowed", "service_tier"),
+        ({"service_tier": "default"}, {}, "class_not_allowed", "service_tier"),
+        ({}, {"x-potluck-class": "interactive"}, "class_not_allowed", "x-potluck-class"),
+        (
+            {"service_tier": "priority"},
+            {"x-potluck-class": "batch"},
+            "class_not_allowed",
+            "service_tier",
+        ),
+        (
+            {"service_tier": "flex"},
+            {"x-potluck-class": "interactive"},
+            "class_not_allowed",
+            "x-potluck-class",
+        ),
+        ({"priority": 1000}, {}, "priority_not_allowed", "priority"),
+        ({"priority": -1}, {"x-potluck-class": "batch"}, "priority_not_allowed", "priority"),
+    ],
+)
+def test_limited_key_cannot_leave_its_classes(
+    tmp_path: Path, chat: bool, fields: dict[str, Any], headers: dict[str, str], code: str, param: str
+) -> None:
+    scene = Keyed(tmp_path, saying("a"), classes=["batch"])
+    headers = {**headers, "authorization": f"Bearer {scene.key}"}
+    ask = scene.chat if chat else scene.complete
+    result = ask("x", headers=headers, **fields)
+    error = result.json["error"]
+    assert (result.status, error["code"], error["param"]) == (403, code, param)
+    assert scene.driver.asked == []
+
+
+def test_key_line_with_bad_classes_is_refused() -> None:
+    for classes in ([], ["batch", "batch"], [""], ["a\nb"], ["x" * 257]):
+        with pytest.raises(InputError, match="classes: must be 1 to"):
+            new_key("ann", classes=classes)
 
 
 def test_requests_per_minute(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,9 +16,10 @@ import click
 from click import argument, option
 
 from potluck.cli.common import render
+from potluck.cli.common.files import option_group
 from potluck.cli.engine.listening import LOOPBACK
 from potluck.cli.fleet.service import json_option, nothing, opened, state_option
-from potluck.core.errors import InputError
+from potluck.core.errors import InputError, UnknownNameError
 
 if TYPE_CHECKING:
     from potluck.control.accounts import KeptKey
@@ -40,24 +41,43 @@ def keys() -> None:
     \b
     Examples:
       potluck keys add ann --tenant research     the service that runs here asks for keys from now on
+      potluck keys add bob --requests-per-min 60 --tokens-per-min 90000 --classes batch
       potluck keys rotate ann                    another key; the one before holds for a day
       potluck keys open                          clients without a key are let in again
       potluck keys new ann >> keys.jsonl         for `potluck serve --keys keys.jsonl`
     """
 
 
+key_options = option_group(
+    option("--tenant", help="Whose share of the fleet it uses; else one of the key's name."),
+    option("--requests-per-min", type=click.FloatRange(0, min_open=True), help="Requests per minute."),
+    option(
+        "--tokens-per-min",
+        type=click.FloatRange(0, min_open=True),
+        help="Tokens per minute, of prompts and answers.",
+    ),
+    option("--concurrent", type=click.IntRange(1), help="Requests at once."),
+    option(
+        "--classes",
+        multiple=True,
+        metavar="NAME[,NAME...]",
+        help="Classes that its requests may have, such as standard,batch; else all. "
+        "The first is that of requests that name none, unless standard is among them.",
+    ),
+    option("--expires", help="A day or a time, such as 2031-01-31."),
+)
+
+
 @keys.command()
 @argument("name")
-@option("--tenant", help="Whose share of the fleet it uses; else one of the key's name.")
-@option("--tokens-per-min", type=click.FloatRange(0, min_open=True))
-@option("--concurrent", type=click.IntRange(1), help="Requests at once.")
-@option("--expires", help="A day or a time, such as 2031-01-31.")
+@key_options
 @option("--yes", is_flag=True, help="Do not ask whether clients without a key are to be locked out.")
 @state_option
 @json_option
 def add(
     name: str,
     tenant: str | None,
+    classes: tuple[str, ...],
     expires: str | None,
     yes: bool,
     state: Path | None,
@@ -72,11 +92,11 @@ def add(
     from potluck.control.accounts import KeptKey, add_key, is_open, kept_keys
     from potluck.gateway.openai.keys import new_key, read_expiry
 
-    limits = {name: value for name, value in limits.items() if value is not None}
-    key, line = new_key(name, tenant, **limits)
+    key, line = new_key(name, tenant, **_given(limits, classes))
     ends_s = None if expires is None else read_expiry(expires)
     rest = json.loads(line)
     with _store(state, make=True) as (service, note):
+        _check_classes(service, rest.get("classes", ()))
         sha256 = rest.pop("sha256")
         rest.pop("name")
         shuts = is_open(service.store) and not any(
@@ -86,6 +106,33 @@ def add(
             _say_shut(service.gateway_lives and not yes)
         add_key(service.store, service.folder, KeptKey(sha256, name, rest, time.time(), ends_s))
     _show_key({"name": name, **rest, "sha256": sha256, "key": key, "first": shuts}, note, as_json)
+
+
+def _given(limits: dict[str, object], classes: tuple[str, ...]) -> dict[str, object]:
+    """Limits as a key's line has them, without those that were not given."""
+    given = {name: value for name, value in limits.items() if value is not None}
+    names = [name.strip() for item in classes for name in item.split(",")]
+    return {**given, "classes": list(dict.fromkeys(names))} if names else given
+
+
+def _check_classes(service: ServiceView, names: Sequence[str]) -> None:
+    """Refuse classes that the service does not have, as far as its spec can be read."""
+    from potluck.core.values.service import CLASSES
+    from potluck.spec.load_spec import load_spec
+
+    unknown = set(names) - {request_class.name for request_class in CLASSES}
+    if not unknown:
+        return
+    path = (service.store.get("spec files") or {}).get("path", "")
+    try:
+        known = [request_class.name for request_class in load_spec(path).policy.classes]
+    except InputError:
+        line = f"class {min(unknown)} is not checked: the spec of this service cannot be read"
+        click.echo(f"potluck: {line}", err=True)
+        return
+    for name in sorted(unknown):
+        if name not in known:
+            raise UnknownNameError("--classes", name, known)
 
 
 def _say_shut(ask: bool) -> None:
@@ -198,16 +245,23 @@ def listed(state: Path | None, as_json: bool) -> None:
 
 @keys.command()
 @argument("name")
-@option("--tenant", help="Whose share of the fleet it uses; else one of the key's name.")
+@key_options
 @json_option
-def new(name: str, tenant: str | None, as_json: bool) -> None:
+def new(
+    name: str,
+    tenant: str | None,
+    classes: tuple[str, ...],
+    expires: str | None,
+    as_json: bool,
+    **limits: object,
+) -> None:
     """Make a key called NAME: its line for a file of `potluck serve --keys` goes to stdout, the key to stderr.
 
     The key itself is kept nowhere: only its SHA-256 is in the line.
     """
     from potluck.gateway.openai.keys import new_key
 
-    key, line = new_key(name, tenant)
+    key, line = new_key(name, tenant, **_given({**limits, "expires": expires}, classes))
     if as_json:
         render.emit_json({"key": key, **json.loads(line)})
         return
@@ -238,13 +292,18 @@ def _show_key(said: dict[str, object], note: str, as_json: bool) -> None:
 
 def _row(key: KeptKey, now_s: float) -> dict[str, object]:
     limits = {name: value for name, value in key.line.items() if name != "tenant"}
+    shown = {
+        name: "+".join(map(str, value)) if isinstance(value, list) else value
+        for name, value in limits.items()
+    }
     return {
+        **limits,
         "name": key.name,
         "tenant": key.line.get("tenant"),
         "holds": "yes" if key.holds(now_s) else "revoked" if key.revoked_s is not None else "expired",
         "made": _day(key.made_s),
         "ends": None if key.ends_s is None else _day(key.ends_s),
-        "limits": ", ".join(f"{name} {value}" for name, value in limits.items()),
+        "limits": ", ".join(f"{name} {value}" for name, value in shown.items()),
         "sha256": key.sha256,
     }
 

@@ -118,6 +118,8 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 MOST_BYTES = 32_000_000
 LONGEST_KEY = 512
+LONGEST_CLASS = 256
+CLASSES_MAX = 64
 MOST_RECENT = 4096
 BEARER = b"bearer "
 OPEN = '{"open": true}'
@@ -133,7 +135,8 @@ class KeyRecord:
     tokens_per_min: float | None = None
     concurrent: int | None = None
     classes: tuple[str, ...] | None = None
-    """Of requests; None: all."""
+    """Allowed classes of requests; None: all. A request that names none gets the default class if that is allowed,
+    else the first one of these."""
     expires: str | None = None
     """A day or a time, such as 2031-01-31 or 2031-01-31T12:00:00+01:00; without a zone it is UTC."""
 
@@ -143,7 +146,7 @@ class ApiKey:
     name: str
     tenant: str
     allowance: KeyQuota
-    classes: frozenset[str] | None = None
+    classes: tuple[str, ...] | None = None
     expires_s: float | None = None
     digest: bytes = b""
 
@@ -264,8 +267,9 @@ class KeyRing:
                 allowance = self._allowances[line.name] = KeyQuota(quota, now_s, row)
             allowance.change(quota, now_s)
             digest = bytes.fromhex(line.sha256)
-            classes = None if line.classes is None else frozenset(line.classes)
-            api_keys[digest] = ApiKey(line.name, line.tenant, allowance, classes, _expiry_s(line), digest)
+            api_keys[digest] = ApiKey(
+                line.name, line.tenant, allowance, line.classes, _expiry_s(line), digest
+            )
         for name in self._allowances.keys() - kept.keys():
             del self._allowances[name]
         self.open = opened
@@ -312,6 +316,11 @@ def _line(text: str, where: str) -> KeyRecord:
         raise InputError(f"{where}: name", "must have 1 to 128 characters that can be shown")
     if not 1 <= len(line.tenant) <= 128 or not line.tenant.isprintable():
         raise InputError(f"{where}: tenant", "must have 1 to 128 characters that can be shown")
+    if line.classes is not None and not _are_class_names(line.classes):
+        problem = (
+            f"must be 1 to {CLASSES_MAX} different names of 1 to {LONGEST_CLASS} characters that can be shown"
+        )
+        raise InputError(f"{where}: classes", problem)
     try:
         long_enough = len(bytes.fromhex(line.sha256)) == 32
     except ValueError:
@@ -319,6 +328,14 @@ def _line(text: str, where: str) -> KeyRecord:
     if not long_enough:
         raise InputError(f"{where}: sha256", "must be 64 hexadecimal digits: the SHA-256 of the key")
     return line
+
+
+def _are_class_names(names: tuple[str, ...]) -> bool:
+    return (
+        1 <= len(names) <= CLASSES_MAX
+        and len(set(names)) == len(names)
+        and all(1 <= len(name) <= LONGEST_CLASS and name.isprintable() for name in names)
+    )
 
 
 def _expiry_s(line: KeyRecord) -> float | None:

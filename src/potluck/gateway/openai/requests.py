@@ -363,29 +363,55 @@ def reckoned(validated: ValidatedRequest) -> int:
 def options_of(
     headers: Headers, body: dict[str, object], came_s: float, classes: frozenset[str], key: ApiKey
 ) -> RequestOptions:
-    """What the headers and a few fields say; raises for a class that is not known, or not this key's."""
+    """Class, priority, deadline and exactness of a request; raises for what is unknown, or not for this key."""
     tier, priority = body.get("service_tier"), body.get("priority")
     given, deadline, exact = headers.get(CLASS), headers.get(DEADLINE), headers.get(EXACT)
     if tier is priority is given is deadline is exact is None and key.classes is None:
         return PLAIN
-    request_class = DEFAULT_CLASS
+    request_class = _default_class(key, classes)
+    tier_class = None if tier is None else _tier_class(tier, request_class)
     if given is not None:
         request_class = _word(given, "x-potluck-class")
         if request_class not in classes:
             hint = did_you_mean(request_class[:60], classes)
             raise HttpRefusal(400, f"x-potluck-class: unknown{hint}", "unknown_class", "x-potluck-class")
-    elif tier is not None:
-        if not isinstance(tier, str) or tier not in TIERS:
-            raise InputError("service_tier", f"must be one of {', '.join(TIERS)}")
-        request_class = TIERS[tier]
-    if key.classes is not None and request_class not in key.classes:
-        line = f"this key may not ask for class {request_class}; it may for {', '.join(sorted(key.classes))}"
-        raise HttpRefusal(403, line, "class_not_allowed", "x-potluck-class")
+        _check_allowed(key, request_class, "x-potluck-class")
+    # Checked even where the header decides: plain OpenAI servers get the body, and the tier in it, as it came.
+    if tier_class is not None:
+        _check_allowed(key, tier_class, "service_tier")
+        request_class = request_class if given is not None else tier_class
     if priority is None:
         priority = 0
     elif type(priority) is not int or abs(priority) > MOST_PRIORITY:
         raise InputError("priority", f"must be a whole number from {-MOST_PRIORITY} to {MOST_PRIORITY}")
+    elif priority and key.classes is not None:
+        line = "this key is limited to classes and may not set a priority; leave it out"
+        raise HttpRefusal(403, line, "priority_not_allowed", "priority")
     return RequestOptions(request_class, priority, _deadline_s(deadline, came_s), _switch(exact))
+
+
+def _default_class(key: ApiKey, classes: frozenset[str]) -> str:
+    """The class of a request that names none: the usual one, or the first that a limited key may use."""
+    if key.classes is None or DEFAULT_CLASS in key.classes:
+        return DEFAULT_CLASS
+    served_class = next((name for name in key.classes if name in classes), None)
+    if served_class is None:
+        line = f"this key may ask for {', '.join(key.classes)}, and this gateway has no such class"[:400]
+        raise HttpRefusal(403, line, "class_not_allowed", "x-potluck-class")
+    return served_class
+
+
+def _tier_class(tier: object, default_class: str) -> str:
+    """OpenAI's service tier as a class; `auto` leaves the choice to the service."""
+    if not isinstance(tier, str) or tier not in TIERS:
+        raise InputError("service_tier", f"must be one of {', '.join(TIERS)}")
+    return default_class if tier == "auto" else TIERS[tier]
+
+
+def _check_allowed(key: ApiKey, request_class: str, field: str) -> None:
+    if key.classes is not None and request_class not in key.classes:
+        line = f"this key may not ask for class {request_class}; it may for {', '.join(sorted(key.classes))}"
+        raise HttpRefusal(403, line[:400], "class_not_allowed", field)
 
 
 def _switch(given: bytes | None) -> bool:
