@@ -6,12 +6,13 @@ import hmac
 import json
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai_helpers import NAME, FakeExchange, Scene, saying
+from openai_helpers import NAME, SERVER, FakeExchange, Scene, choices, saying
 
 from potluck.core.errors import InputError
 from potluck.core.replica.blocks import BlockNamer
@@ -216,7 +217,7 @@ def test_requests_per_minute(tmp_path: Path) -> None:
     assert resolved.try_key(resolved.key).status == 200
 
 
-def test_tokens_per_minute_are_charged_as_expected_and_put_right(tmp_path: Path) -> None:
+def test_tokens_per_minute_are_reserved_and_settled(tmp_path: Path) -> None:
     resolved = Keyed(tmp_path, tokens_per_min=60)
     assert resolved.try_key(resolved.key, max_tokens=49).status is None
     assert resolved.try_key(resolved.key, max_tokens=49).status == 429
@@ -225,6 +226,61 @@ def test_tokens_per_minute_are_charged_as_expected_and_put_right(tmp_path: Path)
     assert resolved.try_key(resolved.key, max_tokens=20).status == 429
     resolved.now_s = 12.0
     assert resolved.try_key(resolved.key, max_tokens=20).status is None
+
+
+def test_chat_without_max_tokens_reserves_the_rest_of_the_context(tmp_path: Path) -> None:
+    scene = Keyed(tmp_path, tokens_per_min=1100)
+    headers = {"authorization": f"Bearer {scene.key}"}
+    replies = [scene.chat("x", headers=headers) for _ in range(4)]
+    assert [reply.status for reply in replies] == [None, None, 429, 429], "two may fill 512 tokens each"
+    error = replies[2].json["error"]
+    assert "or with a smaller max_tokens: this request may use 512" in error["message"]
+    prompt_tokens = len(scene.driver.asked[0].prompt)
+    assert scene.driver.asked[0].max_output_tokens == 512 - prompt_tokens
+    for _ in range(512 - prompt_tokens):
+        scene.driver.answer.tokens(choices("a"))
+    scene.driver.answer.finished("length", 0)
+    assert scene.chat("x", headers=headers).status == 429, "all that was reserved was used"
+    next(iter(scene.driver.answers.values())).finished("stop", 0)
+    assert scene.chat("x", headers=headers).status is None, "what was not used is given back"
+
+
+@pytest.mark.parametrize(
+    ("fields", "most_tokens"),
+    [
+        ({"prompt": "x", "max_tokens": 20}, 1 + 20),
+        ({"prompt": "x", "max_tokens": 20, "n": 3}, 1 + 3 * 20),
+        ({"prompt": ["x", "yyy"], "max_tokens": 20, "n": 2}, 4 + 4 * 20),
+        ({"model": SERVER, "prompt": "x" * 40, "max_tokens": 20}, 10 + 20),
+        ({"model": SERVER, "prompt": ["x" * 40, "y" * 40], "max_tokens": 20, "n": 2}, 20 + 4 * 20),
+        ({"model": SERVER, "prompt": "x" * 40, "max_tokens": 20, "best_of": 5}, 10 + 5 * 20),
+        ({"model": SERVER, "prompt": "x" * 40, "max_tokens": 10**4000}, 512),
+    ],
+)
+def test_completion_reserves_every_answer_at_its_longest(
+    tmp_path: Path, fields: dict[str, Any], most_tokens: int
+) -> None:
+    scene = Keyed(tmp_path, tokens_per_min=10_000)
+    reply = scene.ask("/v1/completions", {"model": NAME, **fields}, authorization=f"Bearer {scene.key}")
+    assert reply.status is None
+    bucket = scene.ring.who(f"Bearer {scene.key}".encode(), 0.0).allowance.headers(0.0)
+    assert b"x-ratelimit-remaining-tokens: %d\r\n" % (10_000 - most_tokens) in bucket
+
+
+def test_request_that_may_exceed_the_bucket_waits_until_it_is_full(tmp_path: Path) -> None:
+    scene = Keyed(tmp_path, tokens_per_min=120)
+    headers = {"authorization": f"Bearer {scene.key}"}
+    assert scene.try_key(scene.key, max_tokens=19).status is None
+    scene.driver.answer.tokens(choices("a" * 19))
+    scene.driver.answer.finished("length", 0)
+    refused = scene.chat("x", headers=headers)
+    assert (refused.status, refused.sent["retry-after"]) == (429, "10"), "20 of 120 are used"
+    scene.now_s = 10.0
+    assert scene.chat("x", headers=headers).status is None
+    refused = scene.try_key(scene.key, max_tokens=1)
+    assert (refused.status, refused.sent["retry-after"]) == (429, "60"), "its debt keeps others out"
+    scene.driver.answer.finished("stop", 0)
+    assert scene.try_key(scene.key, max_tokens=1).status is None, "settled by what it used"
 
 
 def test_concurrent_requests(tmp_path: Path) -> None:
@@ -304,28 +360,64 @@ def test_tenants_of_one_circle_share_prefixes_of_its_models_and_nobody_else_does
     assert own[2] not in (own[0], cid)
 
 
-@given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 200), st.floats(0, 2)), max_size=60))
-def test_no_more_passes_than_a_minutes_worth_and_what_has_come_since(
-    steps: list[tuple[float, int, float]],
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 30),  # Seconds until the next request.
+            st.integers(1, 900),  # Tokens that it may use.
+            st.floats(0, 1),  # The part of them that it does use.
+            st.integers(0, 5),  # How many requests later it ends.
+        ),
+        max_size=60,
+    ),
+    st.integers(1, 3),
+)
+def test_admitted_tokens_stay_within_rate_and_one_oversized_request(
+    steps: list[tuple[float, int, float, int]], workers: int
 ) -> None:
-    """Whatever is asked and however wrong the expectation was, in the long run the rate holds."""
-    now_s, passed, used, debt = 0.0, 0, 0, 0
-    allowance = KeyQuota(Quota(requests_per_min=10, tokens_per_min=600), 0.0)
-    for wait_s, expected, share in steps:
-        now_s += wait_s
-        if allowance.enter(now_s) is not None:
-            continue
-        passed += 1
-        real = int(expected * share)
-        if allowance.charge(expected, now_s) is None:
-            used += real
-            debt = max(debt, real)
-            allowance.leave(expected, real)
-        else:
-            allowance.leave(0, 0)
-    assert allowance.open == 0
-    assert passed <= 10 + now_s * 10 / 60 + 1e-6
-    assert used <= 600 + now_s * 10 + debt + 1e-6
+    """However requests overlap, use in any period is at most what the bucket held, what flowed in, and the part of
+    one request that is larger than the bucket."""
+    limit, now_s, place = 600, 0.0, 0
+    with TemporaryDirectory() as folder:
+        shared = [SharedUse(Path(folder) / "use", worker, workers) for worker in range(workers)]
+        quotas = [KeyQuota(Quota(10, limit), 0.0, use.row("ann") if workers > 1 else None) for use in shared]
+        admitted: list[tuple[float, int]] = []
+        open_requests: list[tuple[int, KeyQuota, int, int]] = []
+        for place, (wait_s, most, share, lasts) in enumerate(steps):
+            now_s += wait_s
+            for _, quota, reserved, used in [item for item in open_requests if item[0] <= place]:
+                quota.leave(reserved, used)
+            open_requests = [item for item in open_requests if item[0] > place]
+            quota = quotas[place % workers]
+            if quota.enter(now_s) is not None:
+                continue
+            if quota.reserve(most, now_s) is not None:
+                quota.leave(0, 0)
+                continue
+            used = int(most * share)
+            admitted.append((now_s, used))
+            open_requests.append((place + 1 + lasts, quota, most, used))
+        for _, quota, reserved, used in open_requests:
+            quota.leave(reserved, used)
+        assert [quota.open for quota in quotas] == [0] * workers
+    for first, (begin_s, _) in enumerate(admitted):
+        total = 0
+        for end_s, used in admitted[first:]:
+            total += used
+            period_s = end_s - begin_s
+            assert total <= limit + period_s * limit / 60 + max(0, 900 - limit) + 1e-6
+    assert len(admitted) <= 10 + now_s * 10 / 60 + 1e-6
+
+
+def test_reservation_of_a_worker_that_died_is_given_back(tmp_path: Path) -> None:
+    rows = [SharedUse(tmp_path / "use", worker, 2).row("ann") for worker in range(2)]
+    dying, other = (KeyQuota(Quota(tokens_per_min=100), 0.0, row) for row in rows)
+    assert dying.enter(0.0) is None
+    assert dying.reserve(5_000, 0.0) is None
+    assert other.enter(0.0) is None
+    assert other.reserve(10, 0.0) is not None
+    SharedUse(tmp_path / "use", 0, 2).row("ann")
+    assert other.reserve(10, 0.0) is None
 
 
 def test_limits_hold_across_workers(tmp_path: Path) -> None:
@@ -340,11 +432,11 @@ def test_limits_hold_across_workers(tmp_path: Path) -> None:
     spent = two.enter(0.0)
     assert spent is not None
     assert spent.kind == "concurrent"
-    assert one.charge(60, 0.0) is None
+    assert one.reserve(60, 0.0) is None
     one.leave(60, 60)
     assert two.enter(0.0) is None
-    assert two.charge(60, 0.0) is not None, "the other has taken 60 of 100"
-    assert two.charge(40, 0.0) is None
+    assert two.reserve(60, 0.0) is not None, "the other has taken 60 of 100"
+    assert two.reserve(40, 0.0) is None
     for _ in range(2):
         two.leave(20, 0)
         assert one.enter(0.0) is None

@@ -236,7 +236,7 @@ class ClientHandler(OpenRequests):
         quota = allowance.quota
         if (
             quota.requests_per_min is not None and quota.tokens_per_min is None
-        ):  # else when tokens are charged
+        ):  # else when tokens are reserved
             answering.limits = allowance.headers(now_s)
         return answering
 
@@ -350,7 +350,7 @@ class ClientHandler(OpenRequests):
             validated.length.learn(validated.chars, asking.prompt_tokens)
         answering.estimated = asking.estimated
         if key.allowance.quota.tokens_per_min is not None:
-            self._charge(answering, key, asking.expected_tokens)
+            self._reserve(answering, key, asking.most_tokens)
         if len(asks) == 1:
             writers = [ChoiceWriter(answering, validated, word, 0)]
         else:
@@ -370,12 +370,12 @@ class ClientHandler(OpenRequests):
             else:
                 recording.drive(self._driver, asked, writer)
 
-    def _charge(self, answering: ResponseWriter, key: ApiKey, tokens: int) -> None:
+    def _reserve(self, answering: ResponseWriter, key: ApiKey, tokens: int) -> None:
         now_s = self._clock()
-        spent = key.allowance.charge(tokens, now_s)
+        spent = key.allowance.reserve(tokens, now_s)
         if spent is not None:
             raise limited(key.allowance, spent, now_s)
-        answering.charged = tokens
+        answering.reserved = tokens
         answering.limits = key.allowance.headers(now_s)
 
     def _circle(self, tenant: str, model: str) -> str:

@@ -35,7 +35,8 @@ from potluck.core.values.types import DEFAULT_TENANT
 
 ROWS = 16_384
 NAME_BYTES = 16
-NUMBERS = 3
+NUMBERS = 4
+"""Of one process and key: requests and tokens so far, requests that are open, tokens reserved for those."""
 
 
 class QuotaUse(NamedTuple):
@@ -49,17 +50,21 @@ class SharedKeyUse:
 
     def __init__(self, numbers: memoryview[float], base: int, worker: int, workers: int) -> None:
         self._numbers, self._base, self._worker, self._workers = numbers, base, worker, workers
-        self._numbers[self._mine + 2] = 0.0  # what an earlier process of this place had under way is gone
+        # What an earlier process of this place had under way is gone, and so is what that had reserved.
+        place = self._mine
+        self._numbers[place + 1] -= self._numbers[place + 3]
+        self._numbers[place + 2] = self._numbers[place + 3] = 0.0
 
     @property
     def _mine(self) -> int:
         return self._base + self._worker * NUMBERS
 
-    def add(self, requests: float, tokens: float, open_now: int) -> None:
+    def add(self, requests: float, tokens: float, open_now: int, reserved_now: float = 0.0) -> None:
         place = self._mine
         self._numbers[place] += requests
         self._numbers[place + 1] += tokens
         self._numbers[place + 2] = open_now
+        self._numbers[place + 3] = reserved_now
 
     def others(self) -> QuotaUse:
         requests = tokens = under_way = 0.0
@@ -359,7 +364,6 @@ def new_key(name: str, tenant: str | None = None, **more: object) -> tuple[str, 
 
 
 MINUTE_S = 60.0
-EXPECTED_OUTPUT = 256  # Tokens charged at first for an answer whose longest length the client does not say.
 REQUESTS_LEFT, TOKENS_LEFT = (
     b"x-ratelimit-limit-%b: %%d\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%ds\r\n"
     % (name, name, name)
@@ -394,6 +398,8 @@ class Quota:
 class QuotaExceeded:
     kind: Kind
     retry_after_s: float
+    tokens: int = 0
+    """That the request would have reserved, where its tokens are too many."""
 
 
 class TokenBucket:
@@ -434,12 +440,13 @@ class TokenBucket:
 class KeyQuota:
     """One key's use of its quota; with a `row`, other processes' use of it counts as well."""
 
-    __slots__ = ("_heard", "_requests", "_row", "_tokens", "open", "quota")
+    __slots__ = ("_heard", "_requests", "_reserved", "_row", "_tokens", "open", "quota")
 
     def __init__(self, quota: Quota, now_s: float, row: SharedKeyUse | None = None) -> None:
         self._row = row
         self._heard = QuotaUse(0.0, 0.0, 0.0) if row is None else row.others()
         self.open = 0
+        self._reserved = 0.0
         self._requests: TokenBucket | None = None
         self._tokens: TokenBucket | None = None
         self.quota = Quota()
@@ -466,7 +473,7 @@ class KeyQuota:
                 return QuotaExceeded("requests", wait_s)
         self.open += 1
         if self._row is not None:
-            self._row.add(1.0, 0.0, self.open)
+            self._row.add(1.0, 0.0, self.open, self._reserved)
         return None
 
     def _hear(self, row: SharedKeyUse, now_s: float) -> None:
@@ -478,22 +485,35 @@ class KeyQuota:
             self._tokens.level(now_s)
             self._tokens.take(self._heard.tokens - before.tokens)
 
-    def charge(self, tokens: int, now_s: float) -> QuotaExceeded | None:
+    def reserve(self, tokens: int, now_s: float) -> QuotaExceeded | None:
+        """Take all that an admitted request may use; `leave` gives back what it did not.
+
+        A request that may use more than a minute's worth is admitted once the bucket is full, and its debt keeps
+        others out until it is settled: one request at a time exceeds the limit, by no more than its own size.
+        """
         if self._tokens is None:
             return None
+        if self._row is not None:  # Others may have reserved while this request was tokenised.
+            self._hear(self._row, now_s)
         wait_s = self._tokens.draw(float(tokens), now_s)
         if wait_s > 0:
-            return QuotaExceeded("tokens", wait_s)
+            if self.open > 1 or self._heard.open > 0:
+                wait_s = min(
+                    wait_s, MINUTE_S
+                )  # Reservations of open requests are settled before they are refilled.
+            return QuotaExceeded("tokens", wait_s, tokens)
+        self._reserved += tokens
         if self._row is not None:
-            self._row.add(0.0, float(tokens), self.open)
+            self._row.add(0.0, float(tokens), self.open, self._reserved)
         return None
 
-    def leave(self, charged: int, used: int) -> None:
+    def leave(self, reserved: int, used: int) -> None:
         self.open -= 1
-        if used != charged and self._tokens is not None:
-            self._tokens.take(float(used - charged))
+        self._reserved -= reserved
+        if used != reserved and self._tokens is not None:
+            self._tokens.take(float(used - reserved))
         if self._row is not None:
-            self._row.add(0.0, float(used - charged), self.open)
+            self._row.add(0.0, float(used - reserved), self.open, self._reserved)
 
     def headers(self, now_s: float) -> bytes:
         """OpenAI's headers, as lines of a head: what is left, and when all of it will be."""

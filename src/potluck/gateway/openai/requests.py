@@ -43,7 +43,7 @@ from potluck.core.errors import CapacityError, FormatError, InputError, PotluckE
 from potluck.core.values.sampling import MOST_LOGPROBS, Sampling, SamplingDefaults
 from potluck.core.values.types import DEFAULT_CLASS
 from potluck.gateway.http.parser import Headers
-from potluck.gateway.openai.keys import EXPECTED_OUTPUT, ApiKey
+from potluck.gateway.openai.keys import ApiKey
 from potluck.gateway.values import ChoiceRequest
 
 GUESSED_CHARS = 4.0  # Of a token, before anything is known.
@@ -444,7 +444,9 @@ class Submission:
     def __init__(self, validated: ValidatedRequest, tenant: str, salt: str, path: bytes, body: bytes) -> None:
         self._validated, self._tenant, self._salt = validated, tenant, salt
         self._path, self._body = path, body
-        self.prompt_tokens = self.expected_tokens = 0
+        self.prompt_tokens = 0
+        self.most_tokens = 0
+        """That the request may use: each prompt once, and all of its answers at their longest."""
         self.estimated = False
         self._seed: int | None = None
         self._ends: tuple[int, ...] = ()
@@ -467,9 +469,7 @@ class Submission:
                 name = word if alone else f"{word}-{len(made)}"
                 body = self._body if alone and not validated.own else self._alone(prompt, way)
                 made.append(self._asked(name, prompt, len(prompt), output, way, body))
-        output = made[-1].max_output_tokens
-        longest = EXPECTED_OUTPUT if validated.limit is None and output > EXPECTED_OUTPUT else output
-        self.expected_tokens = self.prompt_tokens + longest * len(made)
+        self.most_tokens = self.prompt_tokens + sum(choice.max_output_tokens for choice in made)
         return made
 
     def _plain(self, card: ModelCard, word: str, prompts: list[tuple[int, ...]]) -> ChoiceRequest:
@@ -479,9 +479,10 @@ class Submission:
         self.prompt_tokens = prompt_tokens
         output = validated.limit
         if output is None or prompt_tokens + output > card.room_tokens:
-            output = self._room(card, prompt_tokens)
-        longest = EXPECTED_OUTPUT if validated.limit is None and output > EXPECTED_OUTPUT else output
-        self.expected_tokens = prompt_tokens + longest
+            output = min(self._room(card, prompt_tokens), card.room_tokens)
+        room = max(card.room_tokens - prompt_tokens, 1)
+        longest = room if validated.limit is None and card.context_tokens else min(output, room)
+        self.most_tokens = prompt_tokens + longest * _answers(validated)
         self._ends = tuple(card.ends)
         prompt = prompts[0] if len(prompts) == 1 else ()
         return self._asked(word, prompt, prompt_tokens, output, GREEDY, self._body)
@@ -568,6 +569,13 @@ class Submission:
             manner.exact,
             validated.grammar,
         )
+
+
+def _answers(validated: ValidatedRequest) -> int:
+    """How many a server of plain OpenAI computes: `best_of` are drawn for each prompt, and all of them are used."""
+    best_of = validated.body.get("best_of")
+    drawn = max(validated.n, best_of) if type(best_of) is int else validated.n
+    return min(drawn, validated.card.able.most_choices) * (len(validated.prompts) or 1)
 
 
 def text_stream_of(validated: ValidatedRequest) -> TextStream | None:

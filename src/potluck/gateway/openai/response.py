@@ -116,7 +116,7 @@ class ResponseWriter:
     over = _begun = estimated = logprobs = False
     _choices = 1
     _left = output = _cached = prompt_tokens = 0
-    charged = 0
+    reserved = 0
     first_s: float | None = None
     _head: ReplyHead | None = None
     _created_s = 0.0
@@ -308,7 +308,7 @@ class ResponseWriter:
         self.writers = ()  # What holds each other is not left to the collector of garbage.
         self._handler.open -= 1
         served = self.prompt_tokens if self.output or status < 400 else 0
-        key.allowance.leave(self.charged, served + self.output)
+        key.allowance.leave(self.reserved, served + self.output)
         self._meter.answered(
             RequestOutcome(
                 self.request,
@@ -365,6 +365,8 @@ def limited(allowance: KeyQuota, spent: QuotaExceeded, now_s: float) -> RateLimi
         "concurrent": f"{quota.concurrent} requests at once",
     }[spent.kind]
     line = f"this key may use {what}; try again in {spent.retry_after_s:.1f} s"
+    if spent.kind == "tokens":
+        line += f", or with a smaller max_tokens: this request may use {spent.tokens}"
     return RateLimited(line, "rate_limit_exceeded", spent.retry_after_s, allowance.headers(now_s))
 
 
