@@ -15,7 +15,7 @@ from typing import Any
 
 from potluck.api.http import shaped, tokens_of
 from potluck.api.json_schema_limits import check_json_schema
-from potluck.api.text_stream import TextRules, checked_stops
+from potluck.api.text_stream import MOST_STOPS, TextRules, checked_stops
 from potluck.api.tokenizer import ModelTokenizer
 from potluck.api.tool_calls import CallFormat
 from potluck.api.tool_requests import TEMPLATED, TemplateFields, checked_call_field, take_template_fields
@@ -123,6 +123,26 @@ def _said(value: object) -> object:
 def _same(value: object, neutral: object) -> bool:
     """Equal, where true is not 1."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+FIELDS_MAX = 128
+LOGIT_BIAS_MAX = 1024
+SIZES_MAX = {"logit_bias": LOGIT_BIAS_MAX, "stop": MOST_STOPS, "stop_token_ids": 256}
+"""Entries of fields whose every entry is read: more are refused before the first one is."""
+
+
+def check_sizes(body: Mapping[str, object]) -> None:
+    """Refuse a body of too many fields, whatever engine it is for."""
+    if len(body) > FIELDS_MAX:
+        raise InputError("body", f"at most {FIELDS_MAX} fields, got {len(body)}")
+
+
+def _check_entries(body: Mapping[str, object]) -> None:
+    for name, entries_max in SIZES_MAX.items():
+        value = body.get(name)
+        if isinstance(value, dict | list) and len(value) > entries_max:
+            what = "strings" if name == "stop" else "entries"
+            raise InputError(name, f"at most {entries_max} {what}, got {len(value)}")
 
 
 DEFAULT_TOKENS = 16  # Of a completion that says no max_tokens, as OpenAI has it.
@@ -309,7 +329,9 @@ def chat_of(body: dict[str, object], able: EngineAbilities) -> tuple[ChatRequest
 
 
 def _read(body: dict[str, object], able: EngineAbilities) -> dict[str, object]:
+    check_sizes(body)
     kept = what_counts(body, able)
+    _check_entries(kept)
     for name, read in (("logit_bias", bias_of), ("response_format", schema_of)):
         if name in kept:
             kept[name] = read(kept[name])
@@ -488,6 +510,7 @@ READERS = EngineAbilities(frozenset({"tools", "service_tier"}))  # A reader that
 
 
 def is_own(body: Mapping[str, object], able: EngineAbilities, *, chat: bool) -> bool:
+    check_sizes(body)
     if goes_beyond(dict(body), able, READ_CHAT if chat else READ_COMPLETION):
         return True
     messages = body.get("messages") if chat else None

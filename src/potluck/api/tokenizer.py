@@ -22,7 +22,8 @@ import sys
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from potluck.api.chat_templates import DEFAULT, ChatTemplates, Message, read_templates
+from potluck.api.tokenizer_process import SLICE_TOKENS, TokenizerProcess
 from potluck.core.errors import FormatError
 
 NORMALIZERS = frozenset(
@@ -154,12 +156,36 @@ def _is_byte_level(part: Mapping[str, Any], *, by_regex: bool) -> bool:
 STRETCH_CHARS = 256  # At least; shorter ones cost more to keep than to tokenise.
 ENTRY_BYTES = 300
 
+UNLOCKED_CHARS = 2_000
+"""From here on the interpreter's lock is given up while a text is tokenised; for shorter ones that costs more."""
+PROCESS_CHARS = 65_536
+"""From here on a text is tokenised in another process: taking over its tokens would hold the lock too long."""
+
 Around = tuple[list[int], list[int]]
+Encode = Callable[[str], list[int]]
+
+
+def token_ids(tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
+    if len(text) < UNLOCKED_CHARS:
+        encoding = tokenizer.encode(text, add_special_tokens=special)
+    else:
+        (encoding,) = tokenizer.encode_batch([text], add_special_tokens=special)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 class IncrementalTokenizer:
-    def __init__(self, tokenizer: Tokenizer, seams: TokenBoundaries, around: Around, most_bytes: int) -> None:
-        self._tokenizer, self._seams, self._most_bytes = tokenizer, seams, most_bytes
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        seams: TokenBoundaries,
+        around: Around,
+        most_bytes: int,
+        encode: Encode | None = None,
+    ) -> None:
+        """`encode` tokenises a stretch, without special tokens; None: the tokenizer itself."""
+        self._seams, self._most_bytes = seams, most_bytes
+        self._tokenised = encode or (lambda text: token_ids(tokenizer, text, special=False))
         self._known: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
         self._lock = threading.Lock()
         self.held_bytes = 0
@@ -172,7 +198,8 @@ class IncrementalTokenizer:
         start = behind = 0
         for stop, next_behind in self._seams.cuts(text, STRETCH_CHARS):
             stretch = self._stretch(text[start - behind : stop], apart)
-            tokens.extend(stretch[1:] if behind else stretch)
+            for place in range(1 if behind else 0, len(stretch), SLICE_TOKENS):
+                tokens.extend(stretch[place : place + SLICE_TOKENS])
             start, behind = stop, next_behind
         # The last one ends where the text does: when more is said it will be another.
         last = self._tokenised(text[start - behind :])
@@ -200,22 +227,20 @@ class IncrementalTokenizer:
                 self.held_bytes -= _bytes(old_text, old)
         return stretch
 
-    def _tokenised(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
 
 def _bytes(text: str, tokens: array[int]) -> int:
     return sys.getsizeof(text) + len(tokens) * tokens.itemsize + ENTRY_BYTES
 
 
-def stretches_of(tokenizer: Tokenizer, most_bytes: int) -> IncrementalTokenizer | None:
+def stretches_of(
+    tokenizer: Tokenizer, most_bytes: int, encode: Encode | None = None
+) -> IncrementalTokenizer | None:
     seams = seams_of(tokenizer)
     around = None if seams is None else _around(tokenizer)
     return (
         None
         if seams is None or around is None
-        else IncrementalTokenizer(tokenizer, seams, around, most_bytes)
+        else IncrementalTokenizer(tokenizer, seams, around, most_bytes, encode)
     )
 
 
@@ -243,11 +268,16 @@ class ModelTokenizer:
         template: str | ChatTemplates | None = None,
         specials: Mapping[str, str] | None = None,
         remember_bytes: int = 0,
+        process: TokenizerProcess | None = None,
     ) -> None:
         """`template` is the model's own, if it has one; as a text it is the only one. So many bytes of what was
-        tokenised are remembered, where that changes nothing (`IncrementalTokenizer`)."""
-        self._tokenizer = tokenizer
-        self.stretches = stretches_of(tokenizer, remember_bytes) if remember_bytes else None
+        tokenised are remembered, where that changes nothing (`IncrementalTokenizer`). `process` takes long texts."""
+        self._tokenizer, self._process = tokenizer, process
+        self.stretches = (
+            stretches_of(tokenizer, remember_bytes, partial(self._ids, special=False))
+            if remember_bytes
+            else None
+        )
         self._templates = (
             ChatTemplates({DEFAULT: template}, specials) if isinstance(template, str) else template
         )
@@ -270,14 +300,24 @@ class ModelTokenizer:
             line = (str(error).splitlines() or ["unknown"])[0][:160]
             raise FormatError(str(path), f"is not a tokenizer ({line})") from error
         settings = _settings(Path(directory) / "tokenizer_config.json")
-        return cls(tokenizer, read_templates(directory, settings), remember_bytes=remember_bytes)
+        templates, process = read_templates(directory, settings), TokenizerProcess(path.absolute())
+        return cls(tokenizer, templates, remember_bytes=remember_bytes, process=process)
 
     def encode(self, text: str, *, special: bool = True, apart: str = "") -> list[int]:
         """`apart`: whose text it is, where what others sent must not show, not even by the time it takes."""
         if self.stretches is not None:
             return self.stretches.encode(text, special, apart)
-        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
-        return tokens
+        return self._ids(text, special=special)
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        tokens = None
+        if self._process is not None and len(text) > PROCESS_CHARS:
+            tokens = self._process.encode(text, special=special)
+        return token_ids(self._tokenizer, text, special=special) if tokens is None else tokens
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=not special)

@@ -60,6 +60,13 @@ class Endpoint:
     """What stands before `/v1` in its paths, of a server of OpenAI's API."""
 
 
+class RewrittenBody(bytes):
+    """A client's large body with `model` as its first member, `cache_salt` as its last one, and no name twice."""
+
+    before_salt: int
+    """Where what comes before the `cache_salt` ends; before the last brace where there is none."""
+
+
 class ChoiceRequest(NamedTuple):
     """One answer that a client wants. A request with `n` or several prompts asks for several."""
 

@@ -26,7 +26,7 @@ from potluck.gateway.dispatch.active_request import (
 )
 from potluck.gateway.http.connection_pool import EngineCall
 from potluck.gateway.http.parser import Headers
-from potluck.gateway.values import Endpoint
+from potluck.gateway.values import Endpoint, RewrittenBody
 
 MODEL = re.compile(rb'"model"\s*:')
 MODEL_NAME = re.compile(rb'"model"\s*:\s*"((?:[^"\\]|\\.)*)"')
@@ -55,15 +55,20 @@ STRANGE = (
 
 def forwarded(body: bytes, model: str, served: str, extra: bytes = b"", salt: str = "") -> bytes:
     """A client's body for a server that calls the model otherwise; `extra` fields and a `salt` are put in."""
+    rewritten = isinstance(body, RewrittenBody)
     if salt:
-        if b"cache_salt" in body:
+        if isinstance(body, RewrittenBody):
+            body = body[: body.before_salt] + b"}"
+        elif b"cache_salt" in body:
             asked = {name: value for name, value in json.loads(body).items() if name != "cache_salt"}
             body = json.dumps(asked, separators=(",", ":")).encode()
         text = b'"cache_salt":' + json.dumps(salt).encode()
         extra = extra + b"," + text if extra else text
     if served and served != model:
         result = MODEL_NAME.search(body)
-        if result is None or len(MODEL.findall(body)) > 1:
+        if rewritten and result is not None:
+            body = body[: result.start(1)] + json.dumps(served)[1:-1].encode() + body[result.end(1) :]
+        elif result is None or len(MODEL.findall(body)) > 1:
             body = json.dumps({**json.loads(body), "model": served}, separators=(",", ":")).encode()
         else:
             body = body[: result.start(1)] + json.dumps(served)[1:-1].encode() + body[result.end(1) :]

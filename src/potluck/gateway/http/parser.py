@@ -148,6 +148,8 @@ def stays(headers: dict[bytes, bytes], v11: bool) -> bool:
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
 LINE_BYTES = 1024
+CHUNKS_AT_ONCE_MAX = 4096
+"""Of a client's body, in one read of at most 256 KiB."""
 TRAILERS = 32
 SIZES: dict[bytes, int] = {}  # Lines of sizes that were read, short ones other than 0; there are not many.
 SIZE_LINE, _CLOSING, _TRAILER = 0, -1, -2
@@ -157,9 +159,11 @@ SIZE_LINE, _CLOSING, _TRAILER = 0, -1, -2
 class ChunkedReader:
     """Fed with what comes, gives back what it holds. `over` with the last chunk; `rest` came after it."""
 
-    __slots__ = ("_trailers", "held", "left", "over", "rest")
+    __slots__ = ("_chunks_max", "_trailers", "held", "left", "over", "rest")
 
-    def __init__(self) -> None:
+    def __init__(self, chunks_max: int | None = None) -> None:
+        """`chunks_max`: that may come at once; each costs as much time as thousands of bytes do."""
+        self._chunks_max = chunks_max
         self.left = SIZE_LINE
         self.held = b""
         self._trailers = 0
@@ -186,6 +190,8 @@ class ChunkedReader:
                     self.left = _TRAILER
                     continue
                 stop = at + left
+                if self._chunks_max is not None and len(pieces) >= self._chunks_max:
+                    raise HttpRefusal(400, f"more than {self._chunks_max} chunks at once; send larger ones")
                 if stop + 2 <= end:  # All of it is there, as it mostly is.
                     if data[stop : stop + 2] != b"\r\n":
                         raise HttpRefusal(400, "a chunk is longer than it says")
@@ -268,7 +274,7 @@ class HttpRequest:
 
 class RequestReader:
     __slots__ = (
-        "_buffer", "_chunks", "_coming", "_left", "_limits", "_parts", "_parts_bytes", "_scanned", "wants",
+        "_body", "_buffer", "_chunks", "_coming", "_left", "_limits", "_scanned", "wants",
     )  # fmt: skip
 
     def __init__(self, limits: HttpLimits) -> None:
@@ -278,8 +284,7 @@ class RequestReader:
         self._coming: HttpRequest | None = None
         self._left = 0
         self._chunks: ChunkedReader | None = None
-        self._parts: list[bytes] = []
-        self._parts_bytes = 0
+        self._body = bytearray()  # No list of parts: joining millions of them, a byte each, takes a second.
         self.wants = False
         """The client waits for a word (100 Continue) before it sends the body; whoever says it sets this back."""
 
@@ -289,7 +294,7 @@ class RequestReader:
 
     @property
     def held_bytes(self) -> int:
-        return len(self._buffer) + self._parts_bytes
+        return len(self._buffer) + len(self._body)
 
     def feed(self, data: bytes) -> None:
         self._buffer = self._buffer + data if self._buffer else data
@@ -308,7 +313,7 @@ class RequestReader:
         if b"expect" in headers and headers[b"expect"].lower() != b"100-continue":
             raise HttpRefusal(417, "expect can only be 100-continue")
         if length == CHUNKED:
-            self._chunks = ChunkedReader()
+            self._chunks = ChunkedReader(CHUNKS_AT_ONCE_MAX)
         else:
             if length > self._limits.body_bytes:
                 self._room(length)
@@ -340,13 +345,12 @@ class RequestReader:
         else:
             piece = self._chunks.feed(data)
             over, self._buffer = self._chunks.over, self._chunks.rest
-        self._parts.append(piece)
-        self._parts_bytes += len(piece)
-        self._room(self._parts_bytes)
+        self._room(len(self._body) + len(piece))
+        self._body += piece
         if not over:
             return None
-        request.body = b"".join(self._parts)
-        self._parts, self._parts_bytes, self._coming, self._chunks = [], 0, None, None
+        request.body = bytes(self._body)
+        self._body, self._coming, self._chunks = bytearray(), None, None
         return request
 
     def _head(self) -> HttpRequest | None:

@@ -32,6 +32,10 @@ from potluck.gateway.http.parser import Headers, HttpRequest, RequestReader
 BACKLOG = 2048
 WATCH_S = 1.0
 LOG_S = 60.0  # Dropped connections are told of at most this often.
+TURN_BYTES = 65_536
+REQUEST_BYTES = 2_048
+"""What one connection may have answered in one turn of the loop: so many bytes of bodies, where a request without one
+counts as REQUEST_BYTES. One read may hold thousands of requests."""
 AHEAD_BYTES = 65_536  # How much of the next requests is read while one is being answered.
 JOINED_BYTES = 65_536
 """Up to here a piece is copied to stand in one write with its framing; what is larger is written as it is."""
@@ -200,8 +204,8 @@ class ClientConnection(asyncio.Protocol):
     """Its bytes become exchanges, one after the other, and each is answered before the next."""
 
     __slots__ = (
-        "_came_s", "_exchange", "_fresh", "_full", "_leaving", "_pumping", "_reader", "_since_s", "_stalled_s",
-        "_transport", "_unheard", "_unread_bytes", "peer", "port", "write",
+        "_came_s", "_deferred", "_exchange", "_fresh", "_full", "_leaving", "_pumping", "_reader", "_since_s",
+        "_stalled_s", "_transport", "_unheard", "_unread_bytes", "peer", "port", "write",
     )  # fmt: skip
 
     write: Callable[[bytes], None]
@@ -212,6 +216,7 @@ class ClientConnection(asyncio.Protocol):
         self._reader = RequestReader(port.limits)
         self._exchange: ClientExchange | None = None
         self._pumping = False
+        self._deferred = False  # The rest of what was read is answered in the next turn of the loop.
         self._leaving = False  # The last answer was written; what still comes is thrown away.
         self._full = False
         self._unheard = False
@@ -245,7 +250,7 @@ class ClientConnection(asyncio.Protocol):
             self._came_s = time.monotonic()
         reader = self._reader
         reader.feed(data)
-        if self._exchange is None:
+        if self._exchange is None and not self._deferred:
             self._pump()
         elif reader.held_bytes > AHEAD_BYTES and not self._unheard:
             self._unheard = True
@@ -271,18 +276,23 @@ class ClientConnection(asyncio.Protocol):
 
     def _pump(self) -> None:
         """A loop and no recursion: a thousand small requests may lie in one read."""
-        if self._pumping:
+        if self._pumping or self._deferred:
             return
         self._pumping = True
-        reader = self._reader
+        reader, turn_bytes = self._reader, 0
         try:
             while self._exchange is None and not self._full and not self._leaving:
+                if turn_bytes > TURN_BYTES and reader.held_bytes:
+                    self._deferred = True
+                    asyncio.get_running_loop().call_soon(self._next_turn)
+                    break
                 request = reader.take()
                 if request is None:
                     self._unfinished()
                     break
                 self._exchange = exchange = ClientExchange(self, request, self.peer, self._came_s)
                 self._fresh = False
+                turn_bytes += len(request.body) + REQUEST_BYTES
                 port = self.port
                 port.works(self)
                 if port.held:
@@ -297,8 +307,16 @@ class ClientConnection(asyncio.Protocol):
         finally:
             self._pumping = False
 
+    def _next_turn(self) -> None:
+        self._deferred = False
+        if self._exchange is None:
+            self._pump()
+
     def _unfinished(self) -> None:
         reader = self._reader
+        if self._unheard:
+            self._unheard = False
+            self._transport.resume_reading()
         if reader.wants:
             reader.wants = False
             self.write(CONTINUE)
@@ -316,11 +334,11 @@ class ClientConnection(asyncio.Protocol):
             return
         self.port.waits(self)
         self._came_s = self._since_s if self._reader.held_bytes else 0.0
-        if self._unheard:
+        if self._came_s:
+            self._pump()  # Which goes on reading once more is needed.
+        elif self._unheard:
             self._unheard = False
             self._transport.resume_reading()
-        if self._came_s:
-            self._pump()
 
     def _fault(self, exchange: ClientExchange) -> None:
         if exchange.begun():

@@ -29,6 +29,7 @@ from potluck.api.http import (
     refusal,
     request_id,
 )
+from potluck.api.large_json import LargeObject, read_large_object
 from potluck.api.openai_replies import model_entry
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.service import CLASSES, PrefixSharing
@@ -37,7 +38,7 @@ from potluck.gateway.admin.counters import Counters
 from potluck.gateway.dispatch.dispatcher import Dispatcher
 from potluck.gateway.http.parser import Headers
 from potluck.gateway.http.server import Exchange
-from potluck.gateway.openai.kept_answers import AnswerRecording, KeptAnswers, meet
+from potluck.gateway.openai.kept_answers import AnswerRecording, KeptAnswers, digest_of, meet
 from potluck.gateway.openai.keys import ApiKey, KeyRing, nobody
 from potluck.gateway.openai.requests import (
     LengthEstimates,
@@ -46,8 +47,10 @@ from potluck.gateway.openai.requests import (
     TenantLength,
     ValidatedRequest,
     options_of,
+    understand,
     validate,
     validate_plain,
+    with_model_first,
 )
 from potluck.gateway.openai.response import (
     JSON,
@@ -60,15 +63,22 @@ from potluck.gateway.openai.response import (
     reply_json,
 )
 from potluck.gateway.registry.registry import ReplicaDirectory
+from potluck.gateway.values import ChoiceRequest
 
 T = TypeVar("T")
 
+INLINE_BODY_BYTES = 32_768
+"""Up to here a body is read in the event loop; a larger one may hold what takes long to read."""
 INLINE_CHARS = 500
 """Up to here a text is tokenised at once: it takes less time than handing it to a thread and back."""
 MOST_WAITING_CHARS = 64_000_000
 INLINE_GRAMMAR_BYTES = 4_000
 """Of a body that asks for a grammar: the limits of a larger one are checked beside the event loop."""
 THREADS = 2
+
+
+class ClientLeft(Exception):
+    """Nobody waits for the result of a step any more."""
 
 
 class TokenizerPool:
@@ -165,7 +175,6 @@ class ClientHandler(OpenRequests):
     def __call__(self, exchange: Exchange) -> None:
         given = exchange.headers.get(b"x-request-id")
         name = f"req-{random_word()}" if given is None else request_id(given.decode("latin-1"))
-        answering: ResponseWriter | None = None
         try:
             path = exchange.path
             if path in POST_ONLY:
@@ -177,27 +186,66 @@ class ClientHandler(OpenRequests):
                 if exchange.method != b"POST":
                     raise HttpRefusal(405, f"{_shown(path)} takes POST", "method_not_allowed")
                 named = given is not None or b"idempotency-key" in exchange.headers
-                if named and self._repeats is not None and not self.closing:
-                    met = meet(self._repeats, exchange, key.tenant, name, self)
-                    if met is None:
-                        self._meter.replayed()
-                        return
-                    exchange = met
-                answering = self._enter(exchange, name, key)
-                answering.recording = exchange if isinstance(exchange, AnswerRecording) else None
-                self._generate(exchange, answering, key, chat=path != b"/v1/completions")
+                repeats = self._repeats if named and not self.closing else None
+                if repeats is not None and len(exchange.body) > INLINE_BODY_BYTES:
+                    self._digest(exchange, name, key, repeats)
+                else:
+                    self._meet(exchange, name, key, repeats, None)
             else:
                 self._other(exchange, (b"x-request-id", name.encode()))
         except Exception as error:
+            self._turn_away(exchange, name, error)
+
+    def _turn_away(self, exchange: Exchange, name: str, error: Exception) -> None:
+        known = refusal(error) or self._unexpected(error)
+        self._meter.turned_away(known.status, known.code or "invalid")
+        reply_error(exchange, (b"x-request-id", name.encode()), known, None)
+
+    def _digest(self, exchange: Exchange, name: str, key: ApiKey, repeats: KeptAnswers) -> None:
+        """Compute by what a large request is known again, in a thread, and go on with it."""
+        gone: list[bool] = []
+        exchange.on_gone = lambda: gone.append(True)
+
+        def then(digest: str | Exception) -> None:
+            exchange.on_gone = None
+            if gone:
+                return
+            try:
+                if isinstance(digest, Exception):
+                    raise digest
+                self._meet(exchange, name, key, repeats, digest)
+            except Exception as error:
+                self._turn_away(exchange, name, error)
+
+        self._counting.do(len(exchange.body), partial(digest_of, exchange.path, exchange.body), then)
+
+    def _meet(
+        self, exchange: Exchange, name: str, key: ApiKey, repeats: KeptAnswers | None, digest: str | None
+    ) -> None:
+        """Answer a request from what was kept, or else compute its answer."""
+        if repeats is not None:
+            met = meet(repeats, exchange, key.tenant, name, self, digest)
+            if met is None:
+                self._meter.replayed()
+                return
+            exchange = met
+        try:
+            answering = self._enter(exchange, name, key)
+        except Exception as error:
+            self._turn_away(exchange, name, error)
+            return
+        try:
+            answering.recording = exchange if isinstance(exchange, AnswerRecording) else None
+            self._generate(exchange, answering, key, chat=exchange.path != b"/v1/completions")
+        except Exception as error:
             known = refusal(error) or self._unexpected(error)
-            if answering is not None:
-                answering.fail(known, _outcome(known))
-            else:
-                self._meter.turned_away(known.status, known.code or "invalid")
-                reply_error(exchange, (b"x-request-id", name.encode()), known, None)
+            answering.fail(known, _outcome(known))
 
     def close(self) -> None:
         self._counting.close()
+        for card in self._cards.values():
+            if card.text is not None:
+                card.text.close()
 
     def why_unready(self, model: str) -> str:
         return self._ready(model)
@@ -241,71 +289,101 @@ class ClientHandler(OpenRequests):
         return answering
 
     def _generate(self, exchange: Exchange, answering: ResponseWriter, key: ApiKey, *, chat: bool) -> None:
-        body = parse_object(exchange.body)
-        model = body.get("model")
-        card = (self._cards.get(model) if type(model) is str else None) or self._card(model)
-        check = partial(self._validated, card, body, chat)
-        if len(exchange.body) <= INLINE_GRAMMAR_BYTES or GRAMMAR_FIELDS.isdisjoint(body):
-            self._accept(exchange, answering, key, check(), chat=chat)
+        raw = exchange.body
+        if len(raw) <= INLINE_BODY_BYTES:
+            self._validate(exchange, answering, key, chat, parse_object(raw), None)
             return
 
-        def then(result: ValidatedRequest | Exception) -> None:
+        def parsed(large_object: LargeObject) -> None:
+            self._validate(exchange, answering, key, chat, large_object.values, large_object)
+
+        self._off_loop(answering, len(raw), partial(read_large_object, raw), parsed)
+
+    def _off_loop(
+        self, answering: ResponseWriter, chars: int, task: Callable[[], T], then: Callable[[T], None]
+    ) -> None:
+        """A step of a request that may take long, in a thread; the next one in the event loop, if it still counts."""
+
+        def run() -> T:
+            if answering.over:
+                raise ClientLeft
+            return task()
+
+        def resume(result: T | Exception) -> None:
             if answering.over:  # the client left meanwhile
                 return
             try:
                 if isinstance(result, Exception):
                     raise result
-                self._accept(exchange, answering, key, result, chat=chat)
+                then(result)
             except Exception as error:
                 known = refusal(error) or self._unexpected(error)
                 answering.fail(known, _outcome(known))
 
-        self._counting.do(len(exchange.body), check, then)
+        self._counting.do(chars, run, resume)
 
-    def _validated(self, card: ModelCard, body: dict[str, object], chat: bool) -> ValidatedRequest:
-        if card.plain:
-            return validate_plain(card, body, chat)
-        owns = self._directory is not None and self._directory.owns(card.base or card.name)
-        return validate(card, body, chat=chat, owns=owns)
-
-    def _accept(
+    def _validate(
         self,
         exchange: Exchange,
         answering: ResponseWriter,
         key: ApiKey,
-        validated: ValidatedRequest,
-        *,
         chat: bool,
+        body: dict[str, object],
+        large_object: LargeObject | None,
     ) -> None:
-        card, body = validated.card, validated.body
-        validated.manner = options_of(exchange.headers, body, exchange.came_s, self._settings.classes, key)
+        """Read the fields: of a large body, which may have many values, in a thread."""
+        model = body.get("model")
+        card = (self._cards.get(model) if type(model) is str else None) or self._card(model)
+        directory = self._directory
+        owns = not card.plain and directory is not None and directory.owns(card.base or card.name)
+
+        def read() -> ValidatedRequest:
+            if not card.plain:
+                return validate(card, body, chat=chat, owns=owns)
+            validated = validate_plain(card, body, chat)
+            if large_object is not None:
+                validated.understood = understand(validated)
+                validated.forwarded = with_model_first(exchange.body, large_object.members, card.name)
+            return validated
+
+        quick = len(exchange.body) <= INLINE_GRAMMAR_BYTES or GRAMMAR_FIELDS.isdisjoint(body)
+        if large_object is None and quick:
+            self._admit(exchange, answering, key, read())
+        else:
+            self._off_loop(
+                answering, len(exchange.body), read, partial(self._admit, exchange, answering, key)
+            )
+
+    def _admit(
+        self, exchange: Exchange, answering: ResponseWriter, key: ApiKey, validated: ValidatedRequest
+    ) -> None:
+        card, chars = validated.card, validated.chars
+        validated.manner = options_of(
+            exchange.headers, validated.body, exchange.came_s, self._settings.classes, key
+        )
         answering.validated = validated
         self._meter.came()
         if self._settings.attached and (reason := self._ready(card.base or card.name)):
             raise HttpRefusal(503, reason, "no_capacity")
-        chars = validated.chars
         if chars > card.most_chars:
             card.must_fit(chars)
+        asking = self._submission(exchange, key, validated)
+        word = random_word()
+
+        def begin(asks: list[ChoiceRequest]) -> None:
+            self._begin(answering, key, asking, word, asks)
+
         if card.plain:
             length = self._lengths.of(card.name, key.tenant)
-            if chat or all(isinstance(prompt, str) for prompt in validated.prompts):
+            if validated.chat or all(isinstance(prompt, str) for prompt in validated.prompts):
                 validated.length = length
             if card.text is None or not self._tokenises(card, validated, length):
-                self._begin(exchange, answering, key, validated, [])
+                begin(asking.asks(word, []))
                 return
-
-        def then(result: list[tuple[int, ...]] | Exception) -> None:
-            if answering.over:  # the client left meanwhile
-                return
-            try:
-                if isinstance(result, Exception):
-                    raise result
-                self._begin(exchange, answering, key, validated, result)
-            except Exception as error:
-                known = refusal(error) or self._unexpected(error)
-                answering.fail(known, _outcome(known))
-
-        self._counting.do(chars, partial(validated.tokenised, key.tenant), then)
+        size = len(exchange.body)
+        if size <= INLINE_BODY_BYTES and not validated.own:
+            size = chars
+        self._off_loop(answering, size, partial(asking.tokenised, word), begin)
 
     def _tokenises(self, card: ModelCard, validated: ValidatedRequest, length: TenantLength) -> bool:
         """Whether a prompt is tokenised although servers of plain OpenAI do that themselves."""
@@ -329,24 +407,25 @@ class ClientHandler(OpenRequests):
             if base in self._cards and name not in self._cards
         }
 
-    def _begin(
-        self,
-        exchange: Exchange,
-        answering: ResponseWriter,
-        key: ApiKey,
-        validated: ValidatedRequest,
-        prompts: list[tuple[int, ...]],
-    ) -> None:
-        word = random_word()
+    def _submission(self, exchange: Exchange, key: ApiKey, validated: ValidatedRequest) -> Submission:
         tenant, own = key.tenant, validated.own_salt
         card = validated.card
         circle = self._circle(tenant, card.base or card.name) if self._settings.sharing else tenant
         if card.base:  # An adapter: its KV is not the model's.
             own = f"{card.name}\0{own or ''}"
         salt = (self._salts.get(circle) if own is None else None) or self._salt(circle, own)
-        asking = Submission(validated, tenant, salt, exchange.path, exchange.body)
-        asks = asking.asks(word, prompts)
-        if prompts and validated.length is not None:
+        return Submission(validated, tenant, salt, exchange.path, validated.forwarded or exchange.body)
+
+    def _begin(
+        self,
+        answering: ResponseWriter,
+        key: ApiKey,
+        asking: Submission,
+        word: str,
+        asks: list[ChoiceRequest],
+    ) -> None:
+        validated = asking.validated
+        if asking.tokens_known and validated.length is not None:
             validated.length.learn(validated.chars, asking.prompt_tokens)
         answering.estimated = asking.estimated
         if key.allowance.quota.tokens_per_min is not None:

@@ -7,6 +7,7 @@ where engines run segments, where a prompt might not fit, and the first prompts 
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
@@ -27,6 +28,7 @@ from potluck.api.openai_requests import (
     chat_chars,
     chat_of,
     chat_prompt,
+    check_sizes,
     completion_of,
     is_own,
     own_body,
@@ -38,13 +40,14 @@ from potluck.api.openai_requests import (
 )
 from potluck.api.text_stream import TextStream
 from potluck.api.tokenizer import ModelTokenizer
+from potluck.api.tokenizer_process import SLICE_TOKENS
 from potluck.api.tool_requests import TEMPLATED
 from potluck.core.errors import CapacityError, FormatError, InputError, PotluckError, did_you_mean
 from potluck.core.values.sampling import MOST_LOGPROBS, Sampling, SamplingDefaults
 from potluck.core.values.types import DEFAULT_CLASS
 from potluck.gateway.http.parser import Headers
 from potluck.gateway.openai.keys import ApiKey
-from potluck.gateway.values import ChoiceRequest
+from potluck.gateway.values import ChoiceRequest, RewrittenBody
 
 GUESSED_CHARS = 4.0  # Of a token, before anything is known.
 LEAST_CHARS, MOST_CHARS = 0.5, 16.0  # Whatever is said, no fewer and no more are believed.
@@ -99,6 +102,8 @@ UNKNOWN_ROOM_TOKENS = 1 << 17
 """An answer without a limit counts for so many tokens where the context is unknown."""
 CERTAIN_CHARS_PER_TOKEN = 8.0
 """A prompt whose tokens are only estimated is refused where it is too long even with such long tokens."""
+COPIES_BYTES_MAX = 64_000_000
+"""Of the bodies that one request with several answers becomes, one for each."""
 REMEMBER_BYTES = 8 << 20
 """Of a model's texts that were tokenised lately, with their tokens: some 1,000 prompts of 1,000 tokens."""
 
@@ -211,6 +216,10 @@ class ValidatedRequest:
     """Whether it asks for more than tokens, and whoever decodes gets the body itself."""
     grammar: bool = False
     """Whether its engine compiles a grammar for it."""
+    understood: CompletionRequest | ChatRequest | None = None
+    """Of a large body for plain servers: what `understand` makes of it, read beforehand."""
+    forwarded: RewrittenBody | None = None
+    """Of a large body for plain servers: how it goes on to them."""
 
     @property
     def usage_said(self) -> bool:
@@ -232,7 +241,9 @@ class ValidatedRequest:
             if text is None:
                 raise InputError("messages", "this model has no tokenizer; send tokens to /v1/completions")
             special = not text.chat_has_specials if self.special is None else self.special
-            return [tuple(text.encode(self._prompt(text), special=special, apart=tenant))]
+            prompt_text = self._prompt(text)
+            self.card.must_fit(len(prompt_text))
+            return [tuple(text.encode(prompt_text, special=special, apart=tenant))]
         made = []
         for prompt in self.prompts:
             if isinstance(prompt, str):
@@ -288,6 +299,8 @@ def _chars(prompts: list[Prompt], messages: list[Message] | None) -> int:
 
 
 def understand(validated: ValidatedRequest) -> CompletionRequest | ChatRequest:
+    if validated.understood is not None:
+        return validated.understood
     try:
         asked = validate(replace(validated.card, plain=False), validated.body, chat=validated.chat).asked
         assert asked is not None
@@ -297,6 +310,7 @@ def understand(validated: ValidatedRequest) -> CompletionRequest | ChatRequest:
 
 
 def validate_plain(card: ModelCard, body: dict[str, object], chat: bool) -> ValidatedRequest:
+    check_sizes(body)
     prompts: list[Prompt] = []
     messages: list[Message] | None = None
     if chat:
@@ -328,6 +342,21 @@ def validate_plain(card: ModelCard, body: dict[str, object], chat: bool) -> Vali
     grammar = not GRAMMAR_FIELDS.isdisjoint(body) and check_grammar_fields(body)
     sizes = (n, limit, stream is True, chars, salt)
     return ValidatedRequest(card, chat, body, None, prompts, messages, None, *sizes, grammar=grammar)
+
+
+def with_model_first(raw: bytes, members: Mapping[str, tuple[int, int]], model: str) -> RewrittenBody:
+    """A body whose model can be replaced, and a salt added, without reading it again."""
+    pieces = [b'{"model":', json.dumps(model).encode()]
+    for name, (start, stop) in members.items():
+        if name not in ("model", "cache_salt"):
+            pieces += (b",", raw[start:stop])
+    before_salt = sum(map(len, pieces))
+    if "cache_salt" in members:
+        start, stop = members["cache_salt"]
+        pieces += (b",", raw[start:stop])
+    body = RewrittenBody(b"".join((*pieces, b"}")))
+    body.before_salt = before_salt
+    return body
 
 
 def _count(value: object, name: str) -> int:
@@ -442,25 +471,36 @@ GREEDY = Sampling()
 
 class Submission:
     def __init__(self, validated: ValidatedRequest, tenant: str, salt: str, path: bytes, body: bytes) -> None:
-        self._validated, self._tenant, self._salt = validated, tenant, salt
+        self.validated, self._tenant, self._salt = validated, tenant, salt
         self._path, self._body = path, body
         self.prompt_tokens = 0
         self.most_tokens = 0
         """That the request may use: each prompt once, and all of its answers at their longest."""
-        self.estimated = False
+        self.estimated = self.tokens_known = False
         self._seed: int | None = None
         self._ends: tuple[int, ...] = ()
 
+    def tokenised(self, word: str) -> list[ChoiceRequest]:
+        """What is asked, with its prompts as tokens; takes as long as these are."""
+        return self.asks(word, self.validated.tokenised(self._tenant))
+
     def asks(self, word: str, prompts: list[tuple[int, ...]]) -> list[ChoiceRequest]:
         """`word` becomes their name. A server of plain OpenAI gets the request whole, whatever it asks for."""
-        validated, card = self._validated, self._validated.card
+        validated, card = self.validated, self.validated.card
+        self.tokens_known = bool(prompts)
         if card.plain:
             return [self._plain(card, word, prompts)]
         self._ends = tuple(ends_of(validated))
         if validated.asked is not None:
             _check_biases(card, validated.asked.logit_bias)
         made: list[ChoiceRequest] = []
-        alone = len(prompts) * validated.n == 1
+        answers = len(prompts) * validated.n
+        alone = answers == 1
+        if answers * len(self._body) > COPIES_BYTES_MAX:
+            line = (
+                f"{answers} answers to a body of {len(self._body)} bytes are too many; ask for fewer at once"
+            )
+            raise InputError("n", line)
         for prompt in prompts:
             self.prompt_tokens += _checked(card, prompt)
             output = self._room(card, len(prompt))
@@ -473,7 +513,7 @@ class Submission:
         return made
 
     def _plain(self, card: ModelCard, word: str, prompts: list[tuple[int, ...]]) -> ChoiceRequest:
-        validated = self._validated
+        validated = self.validated
         self.estimated = not prompts
         prompt_tokens = sum(map(len, prompts)) or self._estimated_tokens(card)
         self.prompt_tokens = prompt_tokens
@@ -490,7 +530,7 @@ class Submission:
     def _estimated_tokens(self, card: ModelCard) -> int:
         """Tokens of a prompt that nothing here tokenises. One that may fit counts as one that does: the server has
         its tokenizer and decides."""
-        validated, limit = self._validated, self._validated.limit or 1
+        validated, limit = self.validated, self.validated.limit or 1
         known = sum(len(prompt) for prompt in validated.prompts if not isinstance(prompt, str))
         least = known + int(validated.chars / CERTAIN_CHARS_PER_TOKEN)
         if least + limit > card.room_tokens:
@@ -500,7 +540,7 @@ class Submission:
         return max(1, min(reckoned(validated), card.room_tokens - limit))
 
     def _room(self, card: ModelCard, prompt_tokens: int) -> int:
-        limit = self._validated.limit
+        limit = self.validated.limit
         if limit is None and prompt_tokens < card.least_context_tokens:
             return card.least_context_tokens - prompt_tokens  # so that each of the servers may get it
         if limit is None and not card.context_tokens:
@@ -510,7 +550,7 @@ class Submission:
             raise CapacityError(
                 f"a prompt of {prompt_tokens} tokens and {limit or 1} more exceed the model's {card.context_tokens}"
             )
-        asked = self._validated.asked
+        asked = self.validated.asked
         output = max(room, 1) if limit is None else limit
         if asked is not None and asked.min_tokens > output:
             raise InputError("min_tokens", f"there is room for {output}, not {asked.min_tokens}")
@@ -518,7 +558,7 @@ class Submission:
 
     def _drawing(self, drawn: int) -> Sampling:
         """Chance differs from choice to choice, and is the same again for the same seed."""
-        asked, defaults = self._validated.asked, self._validated.card.defaults
+        asked, defaults = self.validated.asked, self.validated.card.defaults
         assert asked is not None
         if self._seed is None:
             plain = sampling_of(asked, defaults, seed=0, logprobs=asked.reported)
@@ -529,7 +569,7 @@ class Submission:
 
     def _alone(self, prompt: tuple[int, ...], way: Sampling) -> bytes:
         """One of several choices as a body of its own, for a server of plain OpenAI; or the one of an own request."""
-        validated = self._validated
+        validated = self.validated
         if validated.own:
             seed = way.seed if way.temperature > 0 else None
             return compact(own_body(validated.body, None if validated.chat else prompt, seed))
@@ -544,7 +584,7 @@ class Submission:
     def _asked(
         self, id: str, prompt: tuple[int, ...], prompt_tokens: int, output: int, way: Sampling, body: bytes
     ) -> ChoiceRequest:
-        validated, asked, manner = self._validated, self._validated.asked, self._validated.manner
+        validated, asked, manner = self.validated, self.validated.asked, self.validated.manner
         return ChoiceRequest(
             id,
             validated.card.base or validated.card.name,
@@ -600,6 +640,9 @@ def _check_biases(card: ModelCard, biases: tuple[tuple[int, float], ...]) -> Non
 def _checked(card: ModelCard, prompt: tuple[int, ...]) -> int:
     if not prompt:
         raise InputError("prompt", "must have at least one token")
-    if card.vocab and not 0 <= min(prompt) <= max(prompt) < card.vocab:
-        raise InputError("prompt", f"tokens must be 0 to {card.vocab - 1}")
+    if card.vocab and len(prompt) < card.context_tokens:  # A longer one is refused for its length.
+        for start in range(0, len(prompt), SLICE_TOKENS):  # Other threads run in between.
+            piece = prompt[start : start + SLICE_TOKENS]
+            if not 0 <= min(piece) <= max(piece) < card.vocab:
+                raise InputError("prompt", f"tokens must be 0 to {card.vocab - 1}")
     return len(prompt)
