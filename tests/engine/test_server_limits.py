@@ -66,6 +66,34 @@ async def test_odd_bodies_are_refused_in_one_line(body: bytes, caplog: pytest.Lo
     assert "Traceback" not in caplog.text
 
 
+async def test_large_body_is_read_and_checked_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[str] = set()
+    loops_thread = threading.current_thread().name
+    for name in ("read_large_object", "completion_of", "chat_of"):
+        read = getattr(openai_routes, name)
+
+        def spied(*given: Any, read: Any = read) -> Any:
+            threads.add(threading.current_thread().name)
+            return read(*given)
+
+        monkeypatch.setattr(openai_routes, name, spied)
+    monkeypatch.setattr(openai_routes, "parse_object", lambda raw: pytest.fail("parsed at once"))
+    filler = {"user": "u" * 40_000}
+    async with face(make_service("full")) as one:
+        body = {"model": NAME, "prompt": TOKENS, "max_tokens": 1, **filler}
+        status, _ = await one.post("/v1/completions", json.dumps(body).encode())
+        assert status == 200
+        body = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, **filler}
+        status, _ = await one.post("/v1/chat/completions", json.dumps(body).encode())
+        assert status == 200
+        for abusive in (b'{"logit_bias":{%b}}' % (b'"1":1,' * 100_000), b'{"model":"%b"}' % (b"m" * 200_000)):
+            status, reply = await one.post("/v1/completions", abusive)
+            assert status in (400, 404)
+            assert len(reply["error"]["message"]) < 500
+    assert threads
+    assert loops_thread not in threads
+
+
 async def served(service: EngineService, visit: Callable[[str], Awaitable[None]]) -> None:
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(

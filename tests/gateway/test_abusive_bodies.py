@@ -15,6 +15,7 @@ from openai_helpers import CARDS, NAME, SERVER, FakeExchange, Scene, letters, sa
 
 from potluck.api import large_json, openai_requests
 from potluck.api.http import HttpRefusal
+from potluck.api.large_json import INLINE_BODY_BYTES
 from potluck.api.openai_requests import LOGIT_BIAS_MAX, chat_of, completion_of, schema_of
 from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.errors import InputError
@@ -24,7 +25,6 @@ from potluck.gateway.http.parser import CHUNKS_AT_ONCE_MAX, RequestReader
 from potluck.gateway.http.server import ClientConnection, ClientListener, Exchange
 from potluck.gateway.openai import handler as module
 from potluck.gateway.openai import requests as gateway_requests
-from potluck.gateway.openai.handler import INLINE_BODY_BYTES
 from potluck.gateway.openai.kept_answers import KeptAnswers
 from potluck.gateway.openai.requests import ENGINES, ModelCard, validate_plain, with_model_first
 from potluck.gateway.values import RewrittenBody

@@ -14,6 +14,8 @@ from typing import NoReturn
 
 from potluck.core.errors import FormatError, InputError
 
+INLINE_BODY_BYTES = 32_768
+"""Up to here servers read a body in their event loop, with `parse_object`."""
 WINDOW_BYTES = 32_768
 VALUES_MAX = 65_536
 """Members of objects and items of lists; lists of tokens count as one."""

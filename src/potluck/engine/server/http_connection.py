@@ -211,6 +211,11 @@ BODY_S = 30.0  # In which a body must have come.
 
 
 async def read_object(request: web.Request, *, optional: bool = False) -> dict[str, object]:
+    raw = await read_body(request)
+    return {} if optional and not raw else http.parse_object(raw)
+
+
+async def read_body(request: web.Request) -> bytes:
     try:
         async with asyncio.timeout(BODY_S):
             raw = await _read(request)
@@ -219,7 +224,7 @@ async def read_object(request: web.Request, *, optional: bool = False) -> dict[s
     except web.RequestPayloadError as error:
         raise FormatError("body", "cannot be decoded as its headers say") from error
     arrived(request)
-    return {} if optional and not raw else http.parse_object(raw)
+    return raw
 
 
 async def _read(request: web.Request) -> bytes:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from aiohttp import web
 
-from potluck.api.http import HttpRefusal
+from potluck.api.http import HttpRefusal, parse_object
+from potluck.api.large_json import INLINE_BODY_BYTES, read_large_object
 from potluck.api.openai_replies import (
     LAST_EVENT,
     Json,
@@ -41,7 +43,9 @@ from potluck.core.values.sampling import MOST_LOGPROBS, SampledToken
 from potluck.engine.compute.logit_edits import UnfitFormat
 from potluck.engine.loop.jobs import Job, JobEnded, OutputToken
 from potluck.engine.server.engine_service import SERVICE, EngineService
-from potluck.engine.server.http_connection import ended, error_body, read_object
+from potluck.engine.server.http_connection import ended, error_body, read_body
+
+T = TypeVar("T")
 
 
 async def answer(service: EngineService, job: Job, shown: TextRules) -> AsyncGenerator[TextDelta]:
@@ -96,9 +100,17 @@ def _entry(service: EngineService) -> Json:
     return model_entry(service.name, service.created_s, service.most_tokens)
 
 
+async def _read(request: web.Request, read: Callable[[dict[str, object], EngineAbilities], T]) -> T:
+    """A client's request; a large one is parsed and checked in a thread, in short steps."""
+    raw = await read_body(request)
+    if len(raw) <= INLINE_BODY_BYTES:
+        return read(parse_object(raw), EMBEDDED)
+    return await asyncio.to_thread(lambda: read(read_large_object(raw).values, EMBEDDED))
+
+
 async def completions(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
-    asked, prompts = completion_of(await read_object(request), EMBEDDED)
+    asked, prompts = await _read(request, completion_of)
     service.must_be(asked.model)
     _must_decode(service)
     async with service.admitted():
@@ -112,7 +124,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
-    asked, messages = chat_of(await read_object(request), EMBEDDED)
+    asked, messages = await _read(request, chat_of)
     service.must_be(asked.model)
     _must_decode(service)
     async with service.admitted():

@@ -29,7 +29,7 @@ from potluck.api.http import (
     refusal,
     request_id,
 )
-from potluck.api.large_json import LargeObject, read_large_object
+from potluck.api.large_json import INLINE_BODY_BYTES, LargeObject, read_large_object
 from potluck.api.openai_replies import model_entry
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.service import CLASSES, PrefixSharing
@@ -67,8 +67,6 @@ from potluck.gateway.values import ChoiceRequest
 
 T = TypeVar("T")
 
-INLINE_BODY_BYTES = 32_768
-"""Up to here a body is read in the event loop; a larger one may hold what takes long to read."""
 INLINE_CHARS = 500
 """Up to here a text is tokenised at once: it takes less time than handing it to a thread and back."""
 MOST_WAITING_CHARS = 64_000_000
