@@ -123,6 +123,7 @@ class FakeDriver(Dispatcher):
         self.resumed: list[list[int]] = []
         self.rooms: list[tuple[str, bool]] = []
         self._script = script
+        self._fingerprints = {NAME: "weights"}
 
     def begin(self, asked: ChoiceRequest, answer: AnswerSink) -> None:
         self.asked.append(asked)

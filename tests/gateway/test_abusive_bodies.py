@@ -19,7 +19,9 @@ from potluck.api.large_json import INLINE_BODY_BYTES
 from potluck.api.openai_requests import LOGIT_BIAS_MAX, chat_of, completion_of, schema_of
 from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.errors import InputError
+from potluck.core.replica.blocks import BlockNamer
 from potluck.gateway.dispatch.relay_attempt import forwarded
+from potluck.gateway.dispatch.segment_attempt import tokens_json
 from potluck.gateway.http.limits import HttpLimits
 from potluck.gateway.http.parser import CHUNKS_AT_ONCE_MAX, RequestReader
 from potluck.gateway.http.server import ClientConnection, ClientListener, Exchange
@@ -325,6 +327,34 @@ def test_large_body_for_a_plain_server_goes_on_rewritten() -> None:
     assert isinstance(asked.body, RewrittenBody)
     assert json.loads(asked.body) == body
     assert asked.body.startswith(b'{"model":"%b",' % SERVER.encode())
+
+
+def test_long_prompt_is_prepared_for_dispatch_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_requests, "SLICE_TOKENS", 1_000)
+    card = ModelCard(NAME, 1 << 20, letters(), vocab=300)
+    scene = Scene(saying("a"), cards={NAME: card})
+    prompts = [[number % 200 for number in range(20_000)], [7] * 9_000, [1, 2]]
+    body = {"model": NAME, "prompt": prompts, "n": 2, "max_tokens": 1, "seed": 1}
+    assert answered(scene, "/v1/completions", body).status == 200
+    for place, asked in enumerate(scene.driver.asked):
+        prompt = prompts[place // 2]
+        assert list(asked.prompt) == prompt
+        if len(prompt) < gateway_requests.PREPARED_TOKENS:
+            assert asked.prepared is None
+            continue
+        assert asked.prepared is not None
+        assert asked.prepared.blocks == BlockNamer().names(prompt, "weights", asked.salt)
+        assert asked.prepared is scene.driver.asked[place // 2 * 2].prepared, "once for all its answers"
+        monkeypatch.setattr(BlockNamer, "names", lambda *given: pytest.fail("named in the loop"))
+        scene.driver._namer = BlockNamer()
+        assert scene.driver._blocks(asked) == asked.prepared.blocks
+        scene.driver._fingerprints[NAME] = "other weights"
+        with pytest.raises(pytest.fail.Exception):
+            scene.driver._blocks(asked)
+        scene.driver._fingerprints[NAME] = "weights"
+        monkeypatch.undo()
+        for output in ([], [5, 6]):
+            assert tokens_json(asked, output) == tokens_json(asked._replace(prepared=None), output)
 
 
 class SinkTransport:

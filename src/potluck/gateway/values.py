@@ -67,6 +67,16 @@ class RewrittenBody(bytes):
     """Where what comes before the `cache_salt` ends; before the last brace where there is none."""
 
 
+class PreparedPrompt(NamedTuple):
+    """What the dispatch of a long prompt needs, computed beforehand, off the event loop."""
+
+    text: str
+    """Its tokens as a list in JSON, without the last bracket."""
+    fingerprint: str
+    """Of the model's weights, by which the blocks are named."""
+    blocks: tuple[int, ...]
+
+
 class ChoiceRequest(NamedTuple):
     """One answer that a client wants. A request with `n` or several prompts asks for several."""
 
@@ -104,6 +114,8 @@ class ChoiceRequest(NamedTuple):
     """Whether its KV must cross as it is, though the plan allows a lossy codec."""
     grammar: bool = False
     """Whether the engine that decodes it compiles a grammar for it, such as one of a JSON schema."""
+    prepared: PreparedPrompt | None = None
+    """Of a long prompt; None: the event loop computes it."""
 
 
 class TokenCounts(NamedTuple):

@@ -100,8 +100,14 @@ class Dispatcher:
             asked.grammar,
         )
 
+    def fingerprint(self, model: str) -> str:
+        """Of a model's weights, as far as an engine of it was asked before; else empty."""
+        return self._fingerprints.get(model, "")
+
     def _blocks(self, asked: ChoiceRequest) -> tuple[int, ...]:
-        fingerprint = self._fingerprints.get(asked.model)
+        fingerprint, prepared = self._fingerprints.get(asked.model), asked.prepared
+        if prepared is not None and prepared.fingerprint == fingerprint:
+            return prepared.blocks
         return () if fingerprint is None else self._namer.names(asked.prompt, fingerprint, asked.salt)
 
     def _attempt_for(

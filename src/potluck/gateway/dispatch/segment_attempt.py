@@ -143,6 +143,13 @@ def segment_body(
     return f'{text[:-1]},"tokens":{tokens}{own}}}'.encode()
 
 
+def tokens_json(asked: ChoiceRequest, output: Sequence[int]) -> str:
+    """The prompt's tokens and those that the client has, as a list in JSON."""
+    if asked.prepared is None:
+        return json.dumps([*asked.prompt, *output], separators=(",", ":"))
+    return asked.prepared.text + "".join(f",{token}" for token in output) + "]"
+
+
 # One segment at its engine: the lines of its answer, believed only as far as they add up.
 
 
@@ -445,7 +452,7 @@ class SegmentAttempt(RunningAttempt):
         self._hops = [
             self._hop(work, there[work.replica]) for work in stretches(run.route.segments, self.prompt_tokens)
         ]
-        tokens = json.dumps([*asked.prompt, *self._request.output], separators=(",", ":"))
+        tokens = tokens_json(asked, self._request.output)
         source: HandoverTicket | None = None
         now_s = self._began_s = context.now_s()
         for place, hop in enumerate(self._hops):

@@ -381,7 +381,8 @@ class ClientHandler(OpenRequests):
         size = len(exchange.body)
         if size <= INLINE_BODY_BYTES and not validated.own:
             size = chars
-        self._off_loop(answering, size, partial(asking.tokenised, word), begin)
+        fingerprint = self._driver.fingerprint(card.base or card.name)
+        self._off_loop(answering, size, partial(asking.tokenised, word, fingerprint), begin)
 
     def _tokenises(self, card: ModelCard, validated: ValidatedRequest, length: TenantLength) -> bool:
         """Whether a prompt is tokenised although servers of plain OpenAI do that themselves."""

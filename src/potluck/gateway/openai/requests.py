@@ -43,11 +43,12 @@ from potluck.api.tokenizer import ModelTokenizer
 from potluck.api.tokenizer_process import SLICE_TOKENS
 from potluck.api.tool_requests import TEMPLATED
 from potluck.core.errors import CapacityError, FormatError, InputError, PotluckError, did_you_mean
+from potluck.core.replica.blocks import BlockNamer
 from potluck.core.values.sampling import MOST_LOGPROBS, Sampling, SamplingDefaults
 from potluck.core.values.types import DEFAULT_CLASS
 from potluck.gateway.http.parser import Headers
 from potluck.gateway.openai.keys import ApiKey
-from potluck.gateway.values import ChoiceRequest, RewrittenBody
+from potluck.gateway.values import ChoiceRequest, PreparedPrompt, RewrittenBody
 
 GUESSED_CHARS = 4.0  # Of a token, before anything is known.
 LEAST_CHARS, MOST_CHARS = 0.5, 16.0  # Whatever is said, no fewer and no more are believed.
@@ -102,6 +103,8 @@ UNKNOWN_ROOM_TOKENS = 1 << 17
 """An answer without a limit counts for so many tokens where the context is unknown."""
 CERTAIN_CHARS_PER_TOKEN = 8.0
 """A prompt whose tokens are only estimated is refused where it is too long even with such long tokens."""
+PREPARED_TOKENS = 8_192
+"""From here on a prompt is prepared for dispatch beside being tokenised: its text and block names take a while."""
 COPIES_BYTES_MAX = 64_000_000
 """Of the bodies that one request with several answers becomes, one for each."""
 REMEMBER_BYTES = 8 << 20
@@ -480,9 +483,17 @@ class Submission:
         self._seed: int | None = None
         self._ends: tuple[int, ...] = ()
 
-    def tokenised(self, word: str) -> list[ChoiceRequest]:
+    def tokenised(self, word: str, fingerprint: str = "") -> list[ChoiceRequest]:
         """What is asked, with its prompts as tokens; takes as long as these are."""
-        return self.asks(word, self.validated.tokenised(self._tenant))
+        asks = self.asks(word, self.validated.tokenised(self._tenant))
+        drawn = 1 if self.validated.card.plain else self.validated.n
+        for first in range(0, len(asks), drawn):  # Answers to the same prompt stand side by side.
+            prompt = asks[first].prompt
+            if len(prompt) >= PREPARED_TOKENS:
+                prepared = prepared_prompt(prompt, fingerprint, self._salt)
+                for place in range(first, first + drawn):
+                    asks[place] = asks[place]._replace(prepared=prepared)
+        return asks
 
     def asks(self, word: str, prompts: list[tuple[int, ...]]) -> list[ChoiceRequest]:
         """`word` becomes their name. A server of plain OpenAI gets the request whole, whatever it asks for."""
@@ -616,6 +627,16 @@ def _answers(validated: ValidatedRequest) -> int:
     best_of = validated.body.get("best_of")
     drawn = max(validated.n, best_of) if type(best_of) is int else validated.n
     return min(drawn, validated.card.able.most_choices) * (len(validated.prompts) or 1)
+
+
+def prepared_prompt(prompt: tuple[int, ...], fingerprint: str, salt: str) -> PreparedPrompt:
+    """In slices, so that other threads run in between."""
+    texts = [
+        json.dumps(prompt[start : start + SLICE_TOKENS], separators=(",", ":"))[1:-1]
+        for start in range(0, len(prompt), SLICE_TOKENS)
+    ]
+    blocks = BlockNamer(runs=1).names(prompt, fingerprint, salt) if fingerprint else ()
+    return PreparedPrompt(f"[{','.join(texts)}", fingerprint, blocks)
 
 
 def text_stream_of(validated: ValidatedRequest) -> TextStream | None:
