@@ -101,8 +101,8 @@ SNAPSHOT = {
     "scaling": "cauchy",
     "copies": [{"template": "t", "region": "east", "usd_per_h": 0.75}],
     "regions": [
-        {"name": "east", "offers": [{"node": "1xA10", "available": 4}]},
-        {"name": "west", "offers": [{"node": "1xL4", "available": 4}]},
+        {"name": "east", "offers": [{"node": "1xA10", "price_usd_per_h": 0.75, "available": 4}]},
+        {"name": "west", "offers": [{"node": "1xL4", "price_usd_per_h": 0.75, "available": 4}]},
     ],
     "models": {"words": {"ready": True, "why": "", "slo": {"ttft_s": 1.5, "tpot_s": 0.06}, "usd_per_h": 1.5}},
     "replicas": [_replica("t@east#0/0", "ready"), _replica("t@east#1/0", "starting")],

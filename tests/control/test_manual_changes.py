@@ -28,6 +28,7 @@ from potluck.control.state_store import PlanVersion, StateStore
 from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.values.layout import single
 from potluck.core.values.plan import BucketCapacity, Deployment, Plan, PlannedShare, plan_from_json, plan_mark
+from potluck.core.values.types import NodeOffer
 
 MAKE = EngineSpec("m", single("1xA10", 1, 2), "east")
 
@@ -239,3 +240,10 @@ def test_more_copies_than_nodes_are_refused() -> None:
         scaled(both, "t", "east", 4, cost, nodes)
     with pytest.raises(InputError, match="west has not all that a copy needs"):
         scaled(PLAN, "t", "west", 1, cost, nodes)
+
+
+def test_scaled_plan_does_not_pay_for_reserved_nodes() -> None:
+    node = PLAN.template("t").nodes[0].node
+    offers = {("east", node): NodeOffer(node, 0.75, 9, reserved=3)}
+    assert scaled(PLAN, "t", "east", 3, {"east": 0.75}, offers=offers).cost_usd_per_h == 0.0
+    assert scaled(PLAN, "t", "east", 5, {"east": 0.75}, offers=offers).cost_usd_per_h == pytest.approx(1.5)
