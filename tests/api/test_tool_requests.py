@@ -87,7 +87,7 @@ REFUSED: list[tuple[str, dict[str, object]]] = [
     ("chat_template_kwargs", {
         "chat_template_kwargs": {f"a{place}": 1 for place in range(TEMPLATE_VARIABLES_MAX_COUNT + 1)}
     }),
-    *((f"chat_template_kwargs.{name}", {"chat_template_kwargs": {name: 1}}) for name in RESERVED_VARIABLES),
+    *((f"chat_template_kwargs.{name}", {"chat_template_kwargs": {name: 1}}) for name in sorted(RESERVED_VARIABLES)),
     ("functions", {"functions": [{"name": "f"}]}),
     ("function_call", {"function_call": {"name": "f"}}),
     ("echo", {"echo": True}),

@@ -254,7 +254,7 @@ def test_chat_without_max_tokens_reserves_the_rest_of_the_context(tmp_path: Path
         ({"model": SERVER, "prompt": "x" * 40, "max_tokens": 20}, 10 + 20),
         ({"model": SERVER, "prompt": ["x" * 40, "y" * 40], "max_tokens": 20, "n": 2}, 20 + 4 * 20),
         ({"model": SERVER, "prompt": "x" * 40, "max_tokens": 20, "best_of": 5}, 10 + 5 * 20),
-        ({"model": SERVER, "prompt": "x" * 40, "max_tokens": 10**4000}, 512),
+        ({"model": SERVER, "prompt": "x" * 40, "max_tokens": 500}, 10 + 500),
     ],
 )
 def test_completion_reserves_every_answer_at_its_longest(
@@ -265,6 +265,14 @@ def test_completion_reserves_every_answer_at_its_longest(
     assert reply.status is None
     bucket = scene.ring.who(f"Bearer {scene.key}".encode(), 0.0).allowance.headers(0.0)
     assert b"x-ratelimit-remaining-tokens: %d\r\n" % (10_000 - most_tokens) in bucket
+
+
+def test_limit_beyond_any_context_is_refused_before_anything_is_reserved(tmp_path: Path) -> None:
+    scene = Keyed(tmp_path, tokens_per_min=10_000)
+    body = {"model": SERVER, "prompt": "x" * 40, "max_tokens": 10**4000}
+    assert scene.ask("/v1/completions", body, authorization=f"Bearer {scene.key}").status == 400
+    bucket = scene.ring.who(f"Bearer {scene.key}".encode(), 0.0).allowance.headers(0.0)
+    assert b"x-ratelimit-remaining-tokens: 10000\r\n" in bucket
 
 
 def test_request_that_may_exceed_the_bucket_waits_until_it_is_full(tmp_path: Path) -> None:

@@ -42,10 +42,10 @@ class LargeObject:
 
 
 def read_large_object(raw: bytes) -> LargeObject:
-    return _Reader(raw).whole()
+    return _WindowReader(raw).whole()
 
 
-class _Reader:
+class _WindowReader:
     def __init__(self, raw: bytes) -> None:
         from pydantic_core import from_json
 

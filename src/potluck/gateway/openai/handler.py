@@ -335,6 +335,15 @@ class ClientHandler(OpenRequests):
         directory = self._directory
         owns = not card.plain and directory is not None and directory.owns(card.base or card.name)
 
+        quick = len(exchange.body) <= INLINE_GRAMMAR_BYTES or GRAMMAR_FIELDS.isdisjoint(body)
+        if large_object is None and quick:
+            plain = card.plain
+            validated = (
+                validate_plain(card, body, chat) if plain else validate(card, body, chat=chat, owns=owns)
+            )
+            self._admit(exchange, answering, key, validated)
+            return
+
         def read() -> ValidatedRequest:
             if not card.plain:
                 return validate(card, body, chat=chat, owns=owns)
@@ -344,13 +353,7 @@ class ClientHandler(OpenRequests):
                 validated.forwarded = with_model_first(exchange.body, large_object.members, card.name)
             return validated
 
-        quick = len(exchange.body) <= INLINE_GRAMMAR_BYTES or GRAMMAR_FIELDS.isdisjoint(body)
-        if large_object is None and quick:
-            self._admit(exchange, answering, key, read())
-        else:
-            self._off_loop(
-                answering, len(exchange.body), read, partial(self._admit, exchange, answering, key)
-            )
+        self._off_loop(answering, len(exchange.body), read, partial(self._admit, exchange, answering, key))
 
     def _admit(
         self, exchange: Exchange, answering: ResponseWriter, key: ApiKey, validated: ValidatedRequest
@@ -376,7 +379,7 @@ class ClientHandler(OpenRequests):
             if validated.chat or all(isinstance(prompt, str) for prompt in validated.prompts):
                 validated.length = length
             if card.text is None or not self._tokenises(card, validated, length):
-                begin(asking.asks(word, []))
+                self._begin(answering, key, asking, word, asking.asks(word, []))
                 return
         size = len(exchange.body)
         if size <= INLINE_BODY_BYTES and not validated.own:

@@ -128,16 +128,15 @@ class ModelCard:
     base: str = ""
     least_context_tokens: int = 0
     """Where a model's servers take requests of unlike lengths: what all of them take; 0: as `context_tokens`."""
+    room_tokens: int = field(default=0, init=False)
+    """Of a prompt and its answer together; a very large number where the context is unknown."""
     most_chars: int = field(default=0, init=False)
     """A longer prompt cannot fit, whatever its tokens."""
 
     def __post_init__(self) -> None:
         longest = LONGEST_CHARS if self.text is None else self.text.longest_token_chars
+        object.__setattr__(self, "room_tokens", self.context_tokens or UNKNOWN_CONTEXT_TOKENS)
         object.__setattr__(self, "most_chars", self.room_tokens * longest)
-
-    @property
-    def room_tokens(self) -> int:
-        return self.context_tokens or UNKNOWN_CONTEXT_TOKENS
 
     def must_fit(self, chars: int) -> None:
         if chars > self.most_chars:
@@ -386,12 +385,6 @@ def _texts(value: object) -> list[Message]:
     return made
 
 
-def reckoned(validated: ValidatedRequest) -> int:
-    length = validated.length
-    known = sum(len(prompt) for prompt in validated.prompts if not isinstance(prompt, str))
-    return known + int(validated.chars / (GUESSED_CHARS if length is None else length.chars_per_token)) or 1
-
-
 def options_of(
     headers: Headers, body: dict[str, object], came_s: float, classes: frozenset[str], key: ApiKey
 ) -> RequestOptions:
@@ -542,13 +535,17 @@ class Submission:
         """Tokens of a prompt that nothing here tokenises. One that may fit counts as one that does: the server has
         its tokenizer and decides."""
         validated, limit = self.validated, self.validated.limit or 1
-        known = sum(len(prompt) for prompt in validated.prompts if not isinstance(prompt, str))
+        known = 0
+        if validated.prompts:
+            known = sum(len(prompt) for prompt in validated.prompts if not isinstance(prompt, str))
         least = known + int(validated.chars / CERTAIN_CHARS_PER_TOKEN)
         if least + limit > card.room_tokens:
             raise CapacityError(
                 f"a prompt of at least {least} tokens and {limit} more exceed the model's {card.context_tokens}"
             )
-        return max(1, min(reckoned(validated), card.room_tokens - limit))
+        length = validated.length
+        chars_per_token = GUESSED_CHARS if length is None else length.chars_per_token
+        return max(1, min(known + int(validated.chars / chars_per_token), card.room_tokens - limit))
 
     def _room(self, card: ModelCard, prompt_tokens: int) -> int:
         limit = self.validated.limit
