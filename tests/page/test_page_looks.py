@@ -344,6 +344,54 @@ def test_ttft_p90_tile_is_the_last_point_of_its_labelled_plot(lab: Lab) -> None:
     ]
 
 
+def test_tile_and_plot_of_the_same_figure_change_in_the_same_frame(lab: Lab) -> None:
+    script = """import('/page/state.js').then(async ({ state, news }) => {
+      const frame = () => new Promise(requestAnimationFrame);
+      const box = all('.figure').find((each) => each.textContent.startsWith('TTFT p90'));
+      const tile = () => box.querySelector('p').textContent.trim();
+      const plot = () => says('#plot-grid figure:nth-child(1) .value').split('p90 ')[1];
+      const model = Object.keys(state.tables.models)[0], differing = [], seen = new Set();
+      for (let at = 1; at <= 12; at++) {
+        const point = { at_s: state.at_s + at, models: { [model]: { ttft_p50_s: at / 2, ttft_p90_s: at } } };
+        news({ at_s: state.at_s, point });
+        for (let frames = 0; frames < 12; frames++) {
+          await frame();
+          seen.add(tile());
+          if (tile() !== plot()) differing.push([tile(), plot()]);
+        }
+      }
+      return [differing, seen.size]; })"""
+
+    async def run(tab: Tab) -> Any:
+        await tab.until("one('#plot-grid svg path') !== null")
+        lab.stage.operators.page.show._rest()
+        return await tab.run(script)
+
+    differing, values = on_page(lab, run)
+    assert differing == []
+    assert values > 4, "they did change"
+
+
+def test_kv_arcs_of_ten_replicas_stay_while_a_lost_one_is_replaced(lab: Lab) -> None:
+    """The lost replica is still shown beside its replacement: eleven rows."""
+    crowd = CROWD.replace(
+        "set: { replicas: {} }",
+        "set: { replicas: { 'another': { ...tables.replicas[names[0]], role: 'mixed' }, "
+        "[names[1]]: { state: 'lost' } } }",
+    )
+
+    async def run(tab: Tab) -> Any:
+        lab.stage.operators.page.show._rest()
+        await tab.run(STILL % crowd)
+        await tab.until("all('.tile').length === 11")
+        arcs = await tab.until("all('.flows > path').length")
+        return arcs, await tab.run("getComputedStyle(one('.flow-groups')).display")
+
+    arcs, listed = on_page(lab, run)
+    assert arcs > 10
+    assert listed == "none"
+
+
 def test_sections_below_the_fold_are_drawn_for_full_page_captures(lab: Lab) -> None:
     async def run() -> Any:
         async with lab.browser.tab(lab.url, 1000, 300) as tab:

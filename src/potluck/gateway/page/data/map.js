@@ -110,7 +110,7 @@ function measure() {
 
 /** Ends of arcs share an edge evenly, in the order of where they go, so that each can be followed. */
 function flows(rows, replicas) {
-  const few = tiles.size <= MOST_ARCS;
+  const few = !many(replicas);
   const there = Object.entries(rows).filter(([, each]) => places.has(each.source) && places.has(each.target) && (few || each.source === chosen || each.target === chosen));
   const ends = new Map();
   for (const [key, each] of there) {
@@ -149,17 +149,20 @@ const flowWords = (each, replicas) => `${short(each.source, replicas)} → ${sho
 const MOST_LINES = 6;
 let listed = "", grouped = "";
 
+/** Whether arcs would be too many. A replica that was lost has none, so that a replacement changes nothing. */
+const many = (rows) => Object.values(rows).filter((each) => each.state !== "lost").length > MOST_ARCS;
+
 /** KV transfers by group; drawn on the screen where arcs are not, and always in print. */
 function flowGroups(rows) {
   const all = Object.entries(rows).map(([key, each]) => ({ ...each, other: key === "other" })).sort((a, b) => a.other - b.other || b.mbit_per_s - a.mbit_per_s);
-  const many = tiles.size > MOST_ARCS;
-  const now = JSON.stringify([all, many]);
+  const byGroup = many(shown().replicas || {});
+  const now = JSON.stringify([all, byGroup]);
   if (now === grouped) return;
   grouped = now;
-  groups.classList.toggle("print-only", !many);
+  groups.classList.toggle("print-only", !byGroup);
   groups.hidden = !all.length;
   const most = Math.max(...all.filter((each) => !each.other).map((each) => each.mbit_per_s), 1e-9);
-  groups.replaceChildren(h("h3", {}, "KV transfers by GPU, role and region", h("span", { class: "note" }, many ? " · choose a replica to see its own" : "")),
+  groups.replaceChildren(h("h3", {}, "KV transfers by GPU, role and region", h("span", { class: "note" }, byGroup ? " · choose a replica to see its own" : "")),
     h("ol", {}, all.map((each) => h("li", {},
       h("span", { class: "ends" }, each.other ? "all other groups" : [h("span", {}, groupName(each.source)), " → ", h("span", {}, groupName(each.target))]),
       h("span", { class: "track", "aria-hidden": "true" }, h("i", { class: "bar kv", "--part": Math.min(1, each.mbit_per_s / most).toFixed(3) })),
@@ -217,4 +220,4 @@ export function choose(name) {
 }
 
 const repaint = draws($("fleet"), ["replicas", "regions", "flows", "flow_groups", "links", "models"], paint, 500);
-new ResizeObserver(() => { measure(); flows(shown().flows || {}, shown().replicas); }).observe(map);
+new ResizeObserver(() => { measure(); flows(shown().flows || {}, shown().replicas || {}); }).observe(map);

@@ -1,7 +1,7 @@
 // Four small plots: lines over time, with the objective and what was planned named at the edge. SVG, dressed by base.css.
 
 import { $, h, svg, seconds, usd, count, clock, legend, text, brief, known } from "/page/dom.js";
-import { state, draws, shown, windowWords } from "/page/state.js";
+import { state, draws, shown, touched, windowWords } from "/page/state.js";
 
 const PLOTS = [
   { term: "TTFT", name: "TTFT", lines: ["ttft_p50_s", "ttft_p90_s"], level: (row) => [row.slo?.ttft_s, row.planned?.ttft_s], says: seconds, cuts: true },
@@ -157,7 +157,7 @@ function paint() {
 }
 
 const repaint = draws($("plots"), ["points"], paint, 200);
-model.addEventListener("change", repaint);
+model.addEventListener("change", () => touched("points")); // the tiles name its TTFT too
 span.addEventListener("change", repaint);
 new ResizeObserver(repaint).observe(grid);
 export const currentModel = () => model.value;

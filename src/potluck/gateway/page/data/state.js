@@ -12,6 +12,7 @@ export const state = {
 
 const FRAME_MS = 5; // of painters' work in one frame; what is left is drawn in the next, so that no frame takes long
 const OFFSCREEN_MS = 2000; // outside the viewport a section is drawn no more often, but it is: captures and prints show it
+const TOGETHER = "points"; // its painters draw in one frame: a tile and a plot of the same figure never differ
 const painters = [];
 const dirty = new Set();
 
@@ -44,6 +45,7 @@ function soon() {
 
 function paintAll(now) {
   timer = 0;
+  const together = dirty.has(TOGETHER);
   for (const painter of painters) {
     if (!painter.due) for (const topic of dirty) if (painter.topics.has(topic)) { painter.due = true; break; }
   }
@@ -52,10 +54,11 @@ function paintAll(now) {
   const began = performance.now();
   for (const painter of painters) {
     if (!painter.due) continue;
-    const every_ms = painter.seen ? painter.every_ms : Math.max(painter.every_ms, OFFSCREEN_MS);
+    const once = together && painter.topics.has(TOGETHER);
+    const every_ms = once ? 0 : painter.seen ? painter.every_ms : Math.max(painter.every_ms, OFFSCREEN_MS);
     const wait = painter.last + every_ms - now;
     if (wait > 4) { later = Math.min(later, wait); continue; }
-    if (performance.now() - began > FRAME_MS) { later = 0; continue; }
+    if (!once && performance.now() - began > FRAME_MS) { later = 0; continue; }
     painter.due = false;
     painter.last = now;
     if (painter.paint() === "more") { painter.due = true; painter.last = -Infinity; later = 0; }
