@@ -101,6 +101,16 @@ def test_a_record_behind_one_that_was_cut_off_counts(tmp_path: Path, store: Stat
     assert total(store)["requests"] == 2
 
 
+def test_line_with_several_records_and_torn_pieces_counts_every_whole_record(
+    tmp_path: Path, store: StateStore
+) -> None:
+    """A record may lack only its line end, and more than one record may follow it on the line."""
+    torn = line(id="torn")[:-9]
+    write(tmp_path / "usage.jsonl", line(id="a") + line(id="b"), torn + line(id="c") + torn + line(id="a"))
+    assert UsageReader(store, tmp_path).turn() == UsageRead(3, 2)
+    assert total(store)["requests"] == 3
+
+
 def test_records_are_counted_once_whoever_reads(tmp_path: Path, store: StateStore) -> None:
     now = tmp_path / "usage.jsonl"
     write(now, line(), line(HOUR + 1, key="bob", outcome="overloaded", output_tokens=0))

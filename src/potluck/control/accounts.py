@@ -112,29 +112,32 @@ class UsageReader:
 def counted(
     lines: Iterable[bytes], first: Callable[[str, int], bool] = lambda name, hour: True
 ) -> tuple[list[tuple[tuple[Any, ...], tuple[int, ...]]], int, int]:
-    """What lines add up to, by hour and names; how many were records, and how many were none. `first` says whether a
-    record of this id and hour has not been counted before."""
+    """Usage summed by hour and names, the number of records, and the number of garbled pieces.
+
+    `first` returns whether no record of this id and hour was counted before.
+    """
     sums: dict[tuple[Any, ...], Counter[str]] = {}
     records = garbled = 0
-    for line in lines:
+    for piece in (piece for line in lines for piece in _pieces(line)):
         try:
-            name, of, figures = _record(line)
+            name, of, figures = _record(piece)
         except _NO_RECORD:
-            garbled += bool(line.strip())
-            behind = line.rfind(
-                BEGIN
-            )  # somebody was killed within a line, and another's record follows on it
-            if behind <= 0:
-                continue
-            try:
-                name, of, figures = _record(line[behind:])
-            except _NO_RECORD:
-                continue
+            garbled += 1
+            continue
         if name and not first(name, of[0]):
             continue
         records += 1
         sums.setdefault(of, Counter()).update(figures)
     return [(of, tuple(counter[item] for item in _SUMS)) for of, counter in sums.items()], records, garbled
+
+
+def _pieces(line: bytes) -> list[bytes]:
+    """The records of a line: more than one if a record was torn and the next one was appended to it.
+
+    BEGIN is never within a record: its strings have their quotation marks escaped.
+    """
+    before, *records = line.split(BEGIN)
+    return [piece for piece in (before.strip(), *(BEGIN + record for record in records)) if piece]
 
 
 def _record(line: bytes) -> tuple[str, tuple[Any, ...], dict[str, int]]:

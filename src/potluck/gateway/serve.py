@@ -114,7 +114,7 @@ class AdminServer:
         if self._keys is not None:
             notes["keys"] = {"known": len(self._keys), "problem": self._keys.problem}
         if self._usage is not None:
-            losses = [(self._usage.problem, self._usage.lost), *self.meter.usage_notes.values()]
+            losses = [(self._usage.notice, self._usage.lost), *self.meter.usage_notes.values()]
             problem = next((why for why, _ in losses if why), "")
             notes["usage"] = {"lost": sum(lost for _, lost in losses), "problem": problem}
         return notes

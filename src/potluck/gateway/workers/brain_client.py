@@ -251,7 +251,7 @@ class WorkerMeter(Counters):
         taken = self.take()
         if self._usage is not None:
             self._usage.look()
-            taken["usage"] = (self._usage.problem, self._usage.lost)
+            taken["usage"] = (self._usage.notice, self._usage.lost)
         text = json.dumps(taken)
         if text != self._sent:
             self._sent = text
