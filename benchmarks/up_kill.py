@@ -5,6 +5,9 @@
 Each client asks for answers of two to four seconds, each under a name of its own (Idempotency-Key), and asks again at
 once whenever it is refused, cut off, or answered with an error. Killed are the processes that the state names; with
 --whole all of the gateway's. Should `potluck up` itself end, it is started again.
+
+`controller_cpu_s`: what the controller's process tree computes until it has taken its place, the most of all kills.
+`no_answer_most_s`: the longest time in which no client received a byte of an answer.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 from parts.common import POTLUCK, ROOT, options, run
@@ -44,6 +48,8 @@ class Service:
         self._command += ["--engine", "mock", "--averages", "--port", "0"]
         self._log = (folder / "up.log").open("w")
         self.starts = 0
+        self._struck = 0  # The controller that was killed, until another has its place.
+        self.controller_cpu_s: list[float] = []
         self.process = self._started(subprocess.PIPE)
         assert self.process.stdout is not None
         self.url = str(json.loads(self.process.stdout.readline())["url"])
@@ -59,6 +65,7 @@ class Service:
 
     def strike(self, whole: bool) -> None:
         gateway, controller = self.place("gateway"), self.place("controller")
+        self._struck = controller
         for pid in (gateway, *(children_of(gateway) if whole else ()), controller):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -66,6 +73,10 @@ class Service:
     def look(self) -> None:
         if self.process.poll() is not None:
             self.process = self._started(subprocess.DEVNULL)
+        with suppress(sqlite3.Error):
+            if self._struck and (pid := self.place("controller")) != self._struck:
+                self._struck = 0
+                self.controller_cpu_s.append(cpu_s_of(pid))
 
     def close(self) -> None:
         self.process.kill()
@@ -82,11 +93,22 @@ def children_of(pid: int) -> list[int]:
         return []
 
 
+def cpu_s_of(pid: int) -> float:
+    """CPU time of a process, its children and those that it has waited for."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    own_s = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return own_s + sum(map(cpu_s_of, children_of(pid)))
+
+
 class Clients:
     def __init__(self, url: str, count: int) -> None:
         self._at = url.removeprefix("http://")
         self.counts: Counter[str] = Counter()
         self.took_s: list[float] = []
+        self.heard_s = [time.monotonic()]
         self.over = threading.Event()
         self._threads = [threading.Thread(target=self._ask, args=(n,), daemon=True) for n in range(count)]
         for thread in self._threads:
@@ -116,7 +138,10 @@ class Clients:
                 return "refused"
             connection.request("POST", "/v1/completions", body, {"Idempotency-Key": name})
             answer = connection.getresponse()
-            data = answer.read()
+            data = b""
+            while part := answer.read1(65536):
+                self.heard_s.append(time.monotonic())
+                data += part
             if answer.status != 200:
                 return f"status {answer.status}"
             if not data.endswith(b"[DONE]\n\n") or b'"error"' in data:
@@ -149,6 +174,7 @@ def measure(seconds: float, every_s: float, count: int, whole: bool) -> dict[str
         records = [json.loads(line) for line in (service.state / "usage.jsonl").read_text().splitlines()]
     finally:
         service.close()
+    heard_s = sorted(clients.heard_s)
     billed = {record.get("id", place) for place, record in enumerate(records) if record["status"] == 200}
     answered = clients.counts["answered"]
     return {
@@ -159,6 +185,8 @@ def measure(seconds: float, every_s: float, count: int, whole: bool) -> dict[str
         "answered": answered,
         "answer_p50_s": statistics.median(clients.took_s or [0.0]),
         "answer_most_s": max(clients.took_s, default=0.0),
+        "no_answer_most_s": max((later - one for one, later in pairwise(heard_s)), default=0.0),
+        "controller_cpu_s": max(service.controller_cpu_s, default=0.0),
         "unbilled": max(0, answered - len(billed)),
     }
 
@@ -170,6 +198,11 @@ if __name__ == "__main__":
         lambda quick: measure(
             given.seconds or (15.0 if quick else 60.0), given.every, given.clients, given.whole
         ),
-        {"refused": ("<=", 0.0), "answered": (">=", 1.0), "unbilled": ("<=", 0.0)},
+        {
+            "refused": ("<=", 0.0),
+            "answered": (">=", 1.0),
+            "unbilled": ("<=", 0.0),
+            "controller_cpu_s": ("<=", 1.0),
+        },
         quick_without="most of the time",
     )

@@ -12,8 +12,7 @@ from plan_problems import a_problem, an_ask
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Link, Slo
 from potluck.plan.assemble.term_rows import rent_usd_per_h
-from potluck.plan.explain import without_nodes
-from potluck.plan.problem import PlanningProblem
+from potluck.plan.problem import PlanningProblem, without_nodes
 from potluck.plan.replan_options import at_once, best_answer, ladder, survivors
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.verify import verify

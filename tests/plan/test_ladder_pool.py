@@ -15,8 +15,7 @@ from potluck.core.errors import InputError
 from potluck.core.values.layout import Pool
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Slo
-from potluck.plan.explain import without_nodes
-from potluck.plan.problem import PlanningProblem
+from potluck.plan.problem import PlanningProblem, without_nodes
 from potluck.plan.replan_options import ReplanOption, best_answer, ladder, left_of, settled
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.verify import verify

@@ -11,8 +11,8 @@ from potluck.core.errors import InputError
 from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.service import ModelTerms
 from potluck.core.values.types import Link, NodeOffer, Slo
-from potluck.plan.explain import spot_risks, term_prices, without_nodes
-from potluck.plan.problem import PlanningProblem
+from potluck.plan.explain import spot_risks, term_prices
+from potluck.plan.problem import PlanningProblem, without_nodes
 from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
 from potluck.plan.strategies.template_factory import allocated
 from potluck.plan.timing.network_cards import wire_bits

@@ -18,7 +18,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from potluck.control.held_sockets import MOST_BYTES, MOST_SOCKETS, HeldSockets, hands_over, takeover_in
+from potluck.control.held_sockets import (
+    MOST_BYTES,
+    MOST_SOCKETS,
+    HeldSockets,
+    hands_over,
+    is_supervised,
+    takeover_in,
+)
 from potluck.core.errors import PotluckError
 
 AGAIN_S = (0.0, 0.2, 1.0)  # Before it is started again: the longer, the sooner it was killed.
@@ -81,7 +88,7 @@ def _be_command(parent: int, link: socket.socket, held: HeldSockets, *, again: b
         os._exit(1)
     SUPERVISED.again, SUPERVISED.held, held.link = again, held, link
     until_s = time.monotonic() + FIRST_S
-    while again and time.monotonic() < until_s and not hands_over(takeover_in(Path(held.folder))):
+    while again and time.monotonic() < until_s and not is_supervised(Path(held.folder)):
         time.sleep(LOOK_S)
 
 
@@ -100,9 +107,11 @@ class _Supervisor:
     def waited(self, pid: int, link: socket.socket, *, again: bool) -> int:
         """The command's code once it has ended. One started `again` leaves the gateway alone until it says so."""
         listened, alone = [self._woken, link], again
+        first = True
         while True:
             if alone:
-                self._revive()
+                self._revive(look=not first)
+                first = False
             ready, _, _ = select.select(listened, [], [], LOOK_S if alone else None)
             if link in ready:
                 text, numbers, _, _ = socket.recv_fds(link, MOST_BYTES, MOST_SOCKETS)
@@ -126,14 +135,15 @@ class _Supervisor:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, number)
 
-    def _revive(self) -> None:
-        """Have the gateway started, unless it runs or somebody is at it."""
+    def _revive(self, look: bool) -> None:
+        """Have the gateway started, unless it runs or somebody is at it. The `look` whether one answers does not
+        show that its supervisor was killed: the process that answers may outlive it, and needs a successor."""
         if self._reviver:
             if not os.waitpid(self._reviver, os.WNOHANG)[0]:
                 return
             self._reviver = 0
         folder = Path(self.held.folder)
-        if hands_over(takeover_in(folder)):
+        if look and hands_over(takeover_in(folder)):
             return
         self._reviver = _forked()
         if self._reviver:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from potluck.control.launchers.process import ProcessId, alive, spawn
+from potluck.core.errors import PotluckError
 
 HIGH = 200  # Files are passed on by numbers from here on, in a row.
 ANSWER_S = 2.0
@@ -96,6 +97,20 @@ def hands_over(path: Path) -> bool:
         except OSError:
             return False
     return True
+
+
+def is_supervised(folder: Path) -> bool:
+    """Whether the gateway that the state names runs, and one hands over there: that one, or its predecessor."""
+    from potluck.control.state_store import StateStore
+
+    if not hands_over(takeover_in(folder)):
+        return False
+    try:
+        with contextlib.closing(StateStore(folder / "state.db")) as store:
+            place = store.get("gateway") or {}
+    except PotluckError:  # the controller reports it
+        return True
+    return "pid" in place and alive(ProcessId(int(place["pid"]), int(place["started"])))
 
 
 def closing_link() -> contextlib.closing[socket.socket]:

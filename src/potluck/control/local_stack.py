@@ -23,7 +23,7 @@ from potluck.control.gateway_client import GatewayClient
 from potluck.control.held_sockets import GATEWAY_MARK, HeldSockets, hands_over, launched, takeover_in
 from potluck.control.http_client import answers_well
 from potluck.control.launchers import local_launcher, process
-from potluck.control.launchers.engine_command import EngineCommands
+from potluck.control.launchers.engine_command import DeferredCommands, EngineCommands
 from potluck.control.launchers.local_capacity import GATEWAY_BYTES, must_have_room
 from potluck.control.manual_changes import is_by_hand
 from potluck.control.market import MarketSource
@@ -131,7 +131,7 @@ class LocalStackSettings:
     """None: a plan over attached servers, which needs none."""
     port: int | None = None
     """Where clients ask; 0: any free one; None: the usual one, or the next that is free."""
-    maker: EngineCommands = field(default_factory=EngineCommands)
+    maker: EngineCommands | DeferredCommands = field(default_factory=EngineCommands)
     gateway: tuple[str, ...] = ()
     advise: bool = False
     market: MarketSource | None = None
@@ -154,16 +154,18 @@ class LocalStackSettings:
 
 class LocalStack:
     """Made once per process. `planner` answers the Brain when it asks for another plan; engines are forked from the
-    `fork_server` where there is one."""
+    `fork_server` where there is one. Without a `plan`, the newest one of the state stays. `later` makes a fork server
+    once the gateway is looked after: supervision does not need one."""
 
     def __init__(
         self,
         settings: LocalStackSettings,
-        plan: Plan,
+        plan: Plan | None,
         planner: Planner | None = None,
         fork_server: local_launcher.ForkServer | None = None,
+        later: Callable[[], local_launcher.ForkServer | None] | None = None,
     ) -> None:
-        self._settings, self._fork_server = settings, fork_server
+        self._settings, self._fork_server, self._later = settings, fork_server, later
         self.folder = settings.folder
         self.store = StateStore(self.folder / "state.db")
         self._lease = Lease(self.store)
@@ -229,9 +231,13 @@ class LocalStack:
         forked = self._fork_server is not None and style == "emulated"
         must_have_room("forked" if forked else style, planned - there, more_bytes=more)
 
-    def _chosen(self, plan: Plan) -> Plan:
+    def _chosen(self, plan: Plan | None) -> Plan:
         """The plan that was made, unless a gateway serves one for this spec, or one that somebody made by hand."""
         newest = self.store.plan()
+        if plan is None:
+            if newest is None:
+                raise InputError("--state", f"{self.folder}: has no plan; start again with `potluck up`")
+            return newest.plan
         spec = self._settings.spec
         mark = mark_of(spec.read_text("utf-8")) if spec is not None and spec.is_file() else ""
         same = self.store.get("spec") == mark
@@ -364,7 +370,12 @@ class LocalStack:
     def turn(self) -> ControllerTurn:
         self.open()
         process.rotate(self.folder / "logs" / "gateway.log")
-        return self.controller.turn()
+        turn = self.controller.turn()
+        if self._later is not None and not turn.problem:
+            self._fork_server, self._later = self._later(), None
+            assert isinstance(self.launcher, local_launcher.LocalLauncher)
+            self.launcher.fork_server = self._fork_server
+        return turn
 
     @property
     def ready(self) -> bool:

@@ -26,7 +26,7 @@ from potluck.plan.assemble.columns import columns
 from potluck.plan.assemble.term_rows import domains, offers_of
 from potluck.plan.engine_costs import EngineCost
 from potluck.plan.load import capacity_per_s
-from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
+from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem, without_nodes
 from potluck.plan.strategies.template_factory import (
     FormatPrice,
     Planner,
@@ -343,10 +343,6 @@ def _change(base: PlanOutcome, other: PlanOutcome) -> tuple[Answer, float | None
     if min(base.plan.fraction, other.plan.fraction) < 1 or max(base.plan.gap, other.plan.gap) > SURE_GAP:
         return "not known", None
     return "costs", other.plan.total_usd_per_h - base.plan.total_usd_per_h
-
-
-def without_nodes(problem: PlanningProblem, region: str, node: str, available: int) -> PlanningProblem:
-    return problem.with_nodes(lambda r, o: available if (r, o.node) == (region, node) else o.available)
 
 
 def describe(plan: Plan, model: str) -> tuple[str, ...]:

@@ -294,3 +294,7 @@ def _demand(name: str, model: Model, traffic: Traffic, index: int, group: list[L
         traffic.rate_per_s * share,
         float(kv_bytes(model, float(input_tokens))),
     )
+
+
+def without_nodes(problem: PlanningProblem, region: str, node: str, available: int) -> PlanningProblem:
+    return problem.with_nodes(lambda r, o: available if (r, o.node) == (region, node) else o.available)

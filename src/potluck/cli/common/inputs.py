@@ -78,8 +78,7 @@ def load_problem(
     sure: float = 0.5,
 ) -> PlanningProblem:
     from potluck.core.values.engine_abilities import ENGINES
-    from potluck.plan.explain import without_nodes
-    from potluck.plan.problem import PlanningProblem, model_demand
+    from potluck.plan.problem import PlanningProblem, model_demand, without_nodes
 
     if not 0 < headroom <= 1:
         raise InputError("headroom", f"must be above 0 and at most 1, is {headroom:g}")

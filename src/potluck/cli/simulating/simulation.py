@@ -15,7 +15,6 @@ import click
 
 from potluck.cli.common.files import read_text
 from potluck.cli.common.inputs import load_problem, read_plan, read_spec, require_runnable, scaled
-from potluck.cli.common.workloads import DEFAULT_REQUESTS, WorkloadOptions, load
 from potluck.cli.planning.estimate import measured
 from potluck.core.codec import decode
 from potluck.core.errors import CapacityError, FormatError, InputError, UnknownNameError, did_you_mean
@@ -217,6 +216,7 @@ def scene_of(inputs: SimulationInputs) -> ResolvedPlan:
 
 def requests(spec: Spec, asked: SimpleNamespace, said: Callable[[str], None]) -> Workload:
     """The spec's own traffic, or for each model what `--workload` names, `NAME` or `MODEL=NAME`, or a log's."""
+    from potluck.cli.common.workloads import DEFAULT_REQUESTS, WorkloadOptions, load
     from potluck.sim.load.workload import merge, of_traffic
 
     if asked.logs:

@@ -79,6 +79,7 @@ class ClusterTarget:
             raise InputError("--engine-tls", "is for --on ray, where addresses are machines' own")
         if self.on == "here":
             return settings
+        from potluck.control.launchers.engine_command import EngineCommands
         from potluck.control.market import ClusterMarket
         from potluck.control.state_store import written
         from potluck.spec.load_spec import load_spec
@@ -86,6 +87,7 @@ class ClusterTarget:
         key_file = settings.folder / ENGINE_KEY
         if not key_file.exists():
             written(key_file, secrets.token_urlsafe(32))
+        assert isinstance(settings.maker, EngineCommands)
         maker = replace(settings.maker, tls=self.engine_tls)
         launcher = self._launcher(
             maker, self._spellings(spec), [region.name for region in spec.regions], settings.folder

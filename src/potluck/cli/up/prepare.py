@@ -47,7 +47,12 @@ class PlanChoices:
     """Only layouts of one GPU: each holds the models alone, and nothing is gained by joining them."""
 
 
-def prepared(paths: tuple[Path, ...], spec: Spec, choices: PlanChoices, said: Said) -> PreparedPlan:
+def prepared(
+    paths: tuple[Path, ...], spec: Spec, choices: PlanChoices, said: Said, plan: Plan | None = None
+) -> PreparedPlan:
+    """What to serve with: a plan that is in force already, that of a file, or one that is made for the spec."""
+    if plan is not None:
+        return PreparedPlan(SimulationInputs(spec, _problem(spec, choices), plan))
     if len(paths) == 2:
         return tried_as_it_is(read_plan_and_spec(paths[0], spec, choices.profiles), choices, said)
     return _planned(spec, choices, said)

@@ -134,13 +134,16 @@ class RunningShow(Protocol):
     def quiet(self) -> None: ...
 
 
-def run_stack(show: RunningShow) -> None:
-    """Run a service until a signal, or until the show stops it, and drain it."""
+def run_stack(show: RunningShow, *, check_room: bool = True) -> None:
+    """Run a service until a signal, or until the show stops it, and drain it.
+
+    `check_room`: refuse a plan that this machine has no room for; one that is resumed has its room already."""
     stack, stop = show.stack, show.stop
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     try:
-        stack.must_have_room()
+        if check_room:
+            stack.must_have_room()
         try:
             stack.run(stop.is_set, show.seen)
         except PotluckError as error:

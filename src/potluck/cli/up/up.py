@@ -22,11 +22,8 @@ from click import argument, option
 from potluck.cli.common.files import FILE, FOLDER, PATH
 from potluck.cli.common.inputs import for_style, weights_in
 from potluck.cli.common.render import paragraph, progress, unstyled
-from potluck.cli.simulating.simulation import SimulationInputs, policy_of, read_one_spec, startups_of
 from potluck.cli.supervisor import SUPERVISED
-from potluck.cli.up import gpus
 from potluck.cli.up.clusters import ClusterTarget, elsewhere_options
-from potluck.cli.up.prepare import PlanChoices, PreparedPlan, factory_for, prepared, scheduled, with_offers
 from potluck.cli.up.run_service import (
     QUESTION,
     STATE,
@@ -45,6 +42,10 @@ from potluck.core.figures import seconds
 from potluck.core.values.kv import lossy_notices
 
 if TYPE_CHECKING:
+    from potluck.cli.simulating.simulation import SimulationInputs
+    from potluck.cli.up.gpus import GpuSetup
+    from potluck.cli.up.prepare import PlanChoices, PreparedPlan
+    from potluck.cli.up.resume import Loaded
     from potluck.control.controller import ControllerTurn
     from potluck.control.launchers.local_launcher import ForkServer
     from potluck.control.local_stack import LocalStack
@@ -179,10 +180,17 @@ def up(paths: tuple[Path, ...], attach: Path | None, **options: Any) -> None:
 
 
 def _up(paths: tuple[Path, ...], elsewhere: ClusterTarget, asked: SimpleNamespace) -> None:
+    began_s, here, model = time.monotonic(), elsewhere.on == "here", asked.model
+    if SUPERVISED.again and _resumed(paths, elsewhere, asked, began_s):
+        return
+    # What plans is loaded only here: a controller that resumes another's work must not wait for it.
+    from potluck.cli.simulating.simulation import policy_of
+    from potluck.cli.up import gpus
+    from potluck.cli.up.prepare import PlanChoices, factory_for, scheduled, with_offers
+    from potluck.cli.up.resume import remember
     from potluck.control.local_stack import LocalStack, LocalStackSettings, fork_server_of
     from potluck.control.market import MarketFile
 
-    began_s, here, model = time.monotonic(), elsewhere.on == "here", asked.model
     if model is not None and (paths or not here):
         raise InputError("--model", "is for a spec that is made here; leave PLAN, SPEC and --on out")
     if asked.shares and model is None:
@@ -235,8 +243,41 @@ def _up(paths: tuple[Path, ...], elsewhere: ClusterTarget, asked: SimpleNamespac
         planner = planner_of(prepared_plan.inputs, rules, asked.time_limit_s, make_factory)
         stack = LocalStack(settings, prepared_plan.inputs.plan, planner, fork_server)
         elsewhere.remembered(stack.store)
+        remember(stack.store, settings)
         check = asked.check, asked.within_s
         run_stack(_Show(stack, prepared_plan, asked.as_json, began_s, *check, report, until_ready.close))
+
+
+def _resumed(
+    paths: tuple[Path, ...], elsewhere: ClusterTarget, asked: SimpleNamespace, began_s: float
+) -> bool:
+    """Go on where a controller was killed, if its state has all that this takes."""
+    if elsewhere.on != "here" or asked.model is not None or asked.schedule is not None:
+        return False
+    from potluck.cli.up.resume import resumed
+
+    spec_path = paths[-1] if paths else demo()
+    folder = asked.state or STATE / spec_path.stem
+
+    def load(plan: Plan) -> Loaded:
+        from potluck.cli.simulating.simulation import policy_of
+        from potluck.cli.up.prepare import PlanChoices, factory_for
+
+        choices = PlanChoices(asked.time_limit_s, averages=True)
+        ready = prepared_for(paths, spec_path, asked, choices, lambda line: None, elsewhere, plan)
+        inputs = ready.prepared.inputs
+        rules = policy_of(asked.policy, inputs.spec.policy)
+        make_factory = partial(factory_for, choices=ready.choices)
+        return ready.maker, planner_of(inputs, rules, asked.time_limit_s, make_factory)
+
+    stack = resumed(folder, spec_path.resolve(), asked.style, asked.port, SUPERVISED.held, load)
+    if stack is None:
+        return False
+    check = asked.check, asked.within_s
+    run_stack(
+        _Show(stack, None, asked.as_json, began_s, *check, lambda line: None, lambda: None), check_room=False
+    )
+    return True
 
 
 @dataclass(slots=True)
@@ -244,7 +285,8 @@ class _Show:
     """A service that starts, as it is told about; `seen` is its one mutator."""
 
     stack: LocalStack
-    prepared: PreparedPlan
+    prepared: PreparedPlan | None
+    """None: another controller's work is resumed."""
     as_json: bool
     began_s: float
     check: bool
@@ -305,6 +347,8 @@ class _Show:
         return turn.problem or "`potluck status` says what is missing"
 
     def _ready(self, now_s: float) -> None:
+        if self.again or self.prepared is None:
+            return
         stack, models = self.stack, tuple(model.name for model in self.prepared.inputs.spec.models)
         served = ServiceSummary(
             stack.url,
@@ -316,8 +360,6 @@ class _Show:
             stack.client.url,
             str(stack.key_file),
         )
-        if self.again:
-            return
         answers: list[FirstAnswer] = []
         if self.check:
             self.stop.set()
@@ -347,7 +389,11 @@ def prepared_for(
     choices: PlanChoices,
     said: Callable[[str], None],
     elsewhere: ClusterTarget,
-) -> gpus.GpuSetup:
+    plan: Plan | None = None,
+) -> GpuSetup:
+    from potluck.cli.simulating.simulation import policy_of, read_one_spec
+    from potluck.cli.up import gpus
+    from potluck.cli.up.prepare import prepared
     from potluck.control.launchers.engine_command import EngineCommands
     from potluck.engine import shipped_model
 
@@ -369,7 +415,7 @@ def prepared_for(
         files = tuple((model.name, shipped_model()) for model in spec.models)
         names = tuple((model.name, model.model.name) for model in spec.models)
         maker = EngineCommands(style, files, names, links=() if spec.pool is None else spec.pool.links)
-    prepared_plan = prepared(paths, spec, choices, said)
+    prepared_plan = prepared(paths, spec, choices, said, plan)
     if here:
         gpus.must_have_chips(prepared_plan.inputs.plan, maker)
     maker = replace(maker, weights=weights_in(spec, prepared_plan.inputs.plan))
@@ -382,7 +428,7 @@ def prepared_for(
     return gpus.GpuSetup(spec_path, prepared_plan, maker, (), choices)
 
 
-def start_s(ready: gpus.GpuSetup) -> float:
+def start_s(ready: GpuSetup) -> float:
     """In which an engine must be ready: more where much is read from a slow place."""
     from potluck.control.reconciler import START_S
 
@@ -391,7 +437,8 @@ def start_s(ready: gpus.GpuSetup) -> float:
     return max(START_S, SLACK * longest_start_s(ready))
 
 
-def longest_start_s(ready: gpus.GpuSetup) -> float:
+def longest_start_s(ready: GpuSetup) -> float:
+    from potluck.cli.simulating.simulation import startups_of
     from potluck.plan import current_problem
 
     inputs = ready.prepared.inputs
@@ -416,6 +463,7 @@ def planner_of(
     make_factory: Callable[[PlanningProblem], TemplateFactory],
 ) -> Planner | None:
     from potluck.cli.planning.rehearsal import rehearsing, tried_briefly
+    from potluck.cli.simulating.simulation import startups_of
     from potluck.control.replanner import PlanEvidence, Replanner
 
     if rules.scaling == "none":

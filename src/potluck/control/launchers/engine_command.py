@@ -127,6 +127,31 @@ class EngineCommands:
         return [*command, "--max-running", str(self.max_running)]
 
 
+class DeferredCommands:
+    """EngineCommands of this machine that are made when the first engine is to be started."""
+
+    def __init__(self, style: EngineStyle, make: Callable[[], EngineCommands]) -> None:
+        self._make = make
+        self.style, self.host = style, EngineCommands().host
+
+    @property
+    def chips(self) -> tuple[tuple[str, str], ...]:
+        return self._make().chips
+
+    @property
+    def variables(self) -> Mapping[str, Mapping[str, str]]:
+        return self._make().variables
+
+    def chips_for(self, make: EngineSpec) -> tuple[str, ...]:
+        return self._make().chips_for(make)
+
+    def workers(self, make: EngineSpec) -> int:
+        return self._make().workers(make)
+
+    def command(self, make: EngineSpec, port: int | str, kv_port: int | str) -> list[str]:
+        return self._make().command(make, port, kv_port)
+
+
 def nodes_of(make: EngineSpec) -> tuple[str, ...]:
     """The node type of each of an engine's GPUs, in the order of its stages' workers."""
     if any(node.tp != 1 for node in make.nodes):

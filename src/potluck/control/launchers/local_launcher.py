@@ -14,7 +14,7 @@ from pathlib import Path
 
 from potluck.control.control_values import EngineSighting, EngineSpec, NodeNews, Place
 from potluck.control.launchers import local_capacity, process
-from potluck.control.launchers.engine_command import EngineCommands, nodes_of
+from potluck.control.launchers.engine_command import DeferredCommands, EngineCommands, nodes_of
 from potluck.core.errors import CapacityError
 
 MODULE = "potluck.cli.engine.fork_server"
@@ -47,16 +47,19 @@ class ForkServer:
 
     def wait_ready(self, within_s: float = READY_S) -> bool:
         """Whether it has loaded everything by then; if not it is given up."""
+        if not self._is_ready(within_s):
+            self.close()
+        return self._ready
+
+    def _is_ready(self, within_s: float) -> bool:
         if not self._ready:
             line = self._line(within_s)
             self._ready, self.cpu = line.get("ready") is True, local_capacity.cost_of(line.get("cpu"))
-        if not self._ready:
-            self.close()
         return self._ready
 
     def fork(self, arguments: Sequence[str], log: Path) -> process.ProcessId | None:
         stdin = self._process.stdin
-        if not self._ready or stdin is None:
+        if stdin is None or stdin.closed or not self._is_ready(0.0):
             return None
         try:
             stdin.write(json.dumps({"arguments": list(arguments), "log": str(log)}).encode() + b"\n")
@@ -75,8 +78,7 @@ class ForkServer:
         stdout = self._process.stdout
         until_s = time.monotonic() + within_s
         while stdout is not None and b"\n" not in self._read:
-            left_s = until_s - time.monotonic()
-            if left_s <= 0 or not select.select([stdout], [], [], left_s)[0]:
+            if not select.select([stdout], [], [], max(0.0, until_s - time.monotonic()))[0]:
                 return {}
             more = os.read(stdout.fileno(), 65_536)
             if not more:
@@ -109,7 +111,7 @@ class LocalLauncher:
 
     def __init__(
         self,
-        maker: EngineCommands,
+        maker: EngineCommands | DeferredCommands,
         folder: Path,
         owner: str,
         clock: Callable[[], float] = time.monotonic,
@@ -117,7 +119,7 @@ class LocalLauncher:
         fork_server: ForkServer | None = None,
     ) -> None:
         self._maker, self._folder, self._owner, self._clock = maker, folder, owner, clock
-        self._free, self._fork_server = free, fork_server
+        self._free, self.fork_server = free, fork_server
         self._ports = process.Ports(maker.host, clock)
         self._ending: dict[str, float] = {}
         self._chips: dict[str, str] = {}
@@ -135,7 +137,7 @@ class LocalLauncher:
         if chip:
             self._chips[name] = chip
             marks |= self._maker.variables.get(chip, {local_capacity.VISIBLE: chip})
-        pid = None if self._fork_server is None else self._fork_server.fork(command[3:], log)
+        pid = None if self.fork_server is None else self.fork_server.fork(command[3:], log)
         if pid is None:
             pid = process.spawn(command, marks, log)
         return {
