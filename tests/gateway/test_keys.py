@@ -458,6 +458,25 @@ def test_limits_hold_across_workers(tmp_path: Path) -> None:
     assert (fresh.enter(0.0), fresh.open) == (None, 1), "what its predecessor had under way is gone"
 
 
+def test_use_by_another_worker_that_is_heard_of_late_counts_from_when_it_was(tmp_path: Path) -> None:
+    """A worker that a key was not shown to for a while still has a full bucket when it hears of the others' use."""
+    slates = [SharedUse(tmp_path / "slate", worker, 2) for worker in range(2)]
+    quota = Quota(requests_per_min=6, tokens_per_min=150)
+    one, other = (KeyQuota(quota, 0.0, shared_use.row("ann")) for shared_use in slates)
+    for now_s, tokens in ((15.0, 37), (20.0, 102)):
+        assert one.enter(now_s) is None
+        assert one.charge(tokens, now_s) is None
+        one.leave(tokens, tokens)
+    assert other.enter(50.0) is None
+    assert other.charge(149, 50.0) is not None, "at most 99 of 150 tokens are there again"
+    other.leave(0, 0)
+    assert other.enter(90.0) is None
+    assert other.charge(149, 90.0) is None, "all of it has come back"
+    other.leave(149, 10)
+    assert one.enter(91.0) is None
+    assert one.charge(140, 91.0) is None, "what was not used is given back to all workers"
+
+
 def test_a_slate_keeps_keys_apart(tmp_path: Path) -> None:
     slates = [SharedUse(tmp_path / "slate", worker, 3) for worker in range(3)]
     names = [f"key-{number}" for number in range(200)]
@@ -467,7 +486,7 @@ def test_a_slate_keeps_keys_apart(tmp_path: Path) -> None:
             item[name].add(place, worker, 1)
     for worker, entry in enumerate(rows):
         for place, name in enumerate(names):
-            assert entry[name].others() == (2 * place, 3 - worker, 2)
+            assert entry[name].others()[:3] == (2 * place, 3 - worker, 2)
     with pytest.raises(InputError):
         SharedUse(tmp_path / "slate", 3, 3)
 

@@ -35,14 +35,16 @@ from potluck.core.values.types import DEFAULT_TENANT
 
 ROWS = 16_384
 NAME_BYTES = 16
-NUMBERS = 4
-"""Of one process and key: requests and tokens so far, requests that are open, tokens reserved for those."""
+NUMBERS = 5
+"""Of one process and key: requests and tokens so far, open requests, tokens reserved for those, time of the last use."""
 
 
 class QuotaUse(NamedTuple):
     requests: float
     tokens: float
     open: float
+    last_s: float = 0.0
+    """When it was used last, by the monotonic clock that all processes of a machine share."""
 
 
 class SharedKeyUse:
@@ -59,22 +61,28 @@ class SharedKeyUse:
     def _mine(self) -> int:
         return self._base + self._worker * NUMBERS
 
-    def add(self, requests: float, tokens: float, open_now: int, reserved_now: float = 0.0) -> None:
+    def add(
+        self, requests: float, tokens: float, open_now: int, reserved_now: float = 0.0, now_s: float = 0.0
+    ) -> None:
+        """`now_s` where requests or tokens are taken, 0 where they are given back."""
         place = self._mine
         self._numbers[place] += requests
         self._numbers[place + 1] += tokens
         self._numbers[place + 2] = open_now
         self._numbers[place + 3] = reserved_now
+        if now_s:
+            self._numbers[place + 4] = now_s
 
     def others(self) -> QuotaUse:
-        requests = tokens = under_way = 0.0
+        requests = tokens = under_way = last_s = 0.0
         for worker in range(self._workers):
             if worker != self._worker:
                 place = self._base + worker * NUMBERS
                 requests += self._numbers[place]
                 tokens += self._numbers[place + 1]
                 under_way += self._numbers[place + 2]
-        return QuotaUse(requests, tokens, under_way)
+                last_s = max(last_s, self._numbers[place + 4])
+        return QuotaUse(requests, tokens, under_way, last_s)
 
 
 class SharedUse:
@@ -473,16 +481,18 @@ class KeyQuota:
                 return QuotaExceeded("requests", wait_s)
         self.open += 1
         if self._row is not None:
-            self._row.add(1.0, 0.0, self.open, self._reserved)
+            self._row.add(1.0, 0.0, self.open, self._reserved, now_s)
         return None
 
     def _hear(self, row: SharedKeyUse, now_s: float) -> None:
+        """Take what other processes used, as of when they did: the buckets have been refilled since then."""
         before, self._heard = self._heard, row.others()
+        used_s = min(now_s, self._heard.last_s)
         if self._requests is not None:
-            self._requests.level(now_s)
+            self._requests.level(used_s)
             self._requests.take(self._heard.requests - before.requests)
         if self._tokens is not None:
-            self._tokens.level(now_s)
+            self._tokens.level(used_s)
             self._tokens.take(self._heard.tokens - before.tokens)
 
     def reserve(self, tokens: int, now_s: float) -> QuotaExceeded | None:
@@ -504,7 +514,7 @@ class KeyQuota:
             return QuotaExceeded("tokens", wait_s, tokens)
         self._reserved += tokens
         if self._row is not None:
-            self._row.add(0.0, float(tokens), self.open, self._reserved)
+            self._row.add(0.0, float(tokens), self.open, self._reserved, now_s)
         return None
 
     def leave(self, reserved: int, used: int) -> None:
