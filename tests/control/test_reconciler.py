@@ -95,6 +95,21 @@ def test_one_that_is_up_makes_failures_forgotten() -> None:
     assert step([_want("r")], [_up("i", "r")], memory, 1.0).memory.failures == {}
 
 
+@pytest.mark.parametrize("name", ["a", "z"])
+def test_failed_starts_are_counted_while_an_older_engine_of_the_same_make_is_up(name: str) -> None:
+    """One that came up before says nothing of starts now, whichever the state lists first."""
+    wants, memory = [_want("r1"), _want("r2")], ReconcilerMemory()
+    for now_s in (10.0, 20.0, 40.0):
+        dead = EngineInstance("m", A, "dead", now_s, replica="r2", problem=f"no memory at {now_s}")
+        fleet = sorted([_up(name, "r1"), dead], key=lambda one: one.name)
+        memory = step(wants, fleet, memory, now_s).memory
+    assert memory.failures[A].count == 3
+    waits = step(wants, [_up(name, "r1")], memory, 40.5)
+    assert waits.orders == ()
+    assert "the next in" in waits.waiting[0]
+    assert step(wants, [_up(name, "r1", since_s=41.0)], memory, 42.0).memory.failures == {}
+
+
 def test_a_start_that_takes_too_long_has_failed() -> None:
     slow = EngineInstance("i", A, "starting", 0.0, replica="r")
     result = step([_want("r")], [slow], ReconcilerMemory(), 11.0, start_s=10.0)

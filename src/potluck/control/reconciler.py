@@ -187,7 +187,9 @@ def _ended(
                 memory = memory.failed(one.make, now_s, why, one.name)
         else:
             living.append(one)
-            if one.state == "up" and one.make in memory.failures:
+            failed = memory.failures.get(one.make)
+            # One that came up before the last failure does not show that starts succeed again.
+            if one.state == "up" and failed is not None and one.since_s >= failed.last_s:
                 left = {make: failure for make, failure in memory.failures.items() if make != one.make}
                 memory = replace(memory, failures=left)
     return orders, living, memory
