@@ -217,6 +217,52 @@ def test_an_exact_request_asks_for_whole_kv_in_every_attempt_and_hedge() -> None
     assert not [call.replica for call in stage.fleet.sent if "codec" in call.body]
 
 
+SPLIT = Route((Segment("a", 0, 5), Segment("b", 5, 12), Segment("c", 12, None)))
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("after", [aggregated("d"), handed_over("d", "c", 12), SPLIT])
+@pytest.mark.parametrize("before", [aggregated("a"), handed_over("a", "b", 12), SPLIT])
+def test_cache_salt_is_the_same_in_every_segment_attempt_and_hedge_of_a_request(
+    before: Route, after: Route, own: bool
+) -> None:
+    stage = Stage()
+    for replica in "abcd":
+        stage.fleet.add(replica, own=own)
+    body = {"own": True, "path": b"/v1/completions", "body": b'{"model":"m"}'} if own else {}
+    what = asked(salt="of-a-tenant", tenant="t", **body)
+    stage.begin(what, before)
+    stage.dispatcher.act([Hedge("r", handed_over("c", "d", 12), 1, what.prompt_tokens, 0)])
+    for replica in "abcd":
+        stage.fleet.kill(replica)
+    stage.again(what, after, 2, 0)
+    hedged = 0 if own else 2  # One whose engine answers in its own words is not hedged.
+    assert len(stage.fleet.sent) == len(before.segments) + hedged + len(after.segments)
+    assert [call.body["salt"] for call in stage.fleet.sent] == ["of-a-tenant"] * len(stage.fleet.sent)
+    assert {call.body["tenant"] for call in stage.fleet.sent} == {"t"}
+
+
+def test_cache_salt_is_the_same_after_streamed_tokens_and_several_failures() -> None:
+    stage = Stage("a", "b", "c")
+    what = asked(salt="of-a-tenant", most=30, ends=())
+    heard = stage.begin(what, aggregated("a"))
+    for attempt, (failing, following) in enumerate((("a", "b"), ("b", "c"), ("c", "a")), 1):
+        stage.call(failing).step(3)
+        stage.fleet.kill(failing)
+        stage.again(what, aggregated(following), attempt, len(heard.tokens_))
+    stage.to_end()
+    heard.is_right()
+    assert [call.body["salt"] for call in stage.fleet.sent] == ["of-a-tenant"] * 4
+
+
+def test_cache_salt_is_sent_for_a_request_that_another_process_began() -> None:
+    stage = Stage("a")
+    what = asked(salt="of-a-tenant", most=30, ends=())
+    stage.dispatcher.resume(what, Heard(what), right_answer(what)[:4])
+    stage.again(what, aggregated("a"), 1, 4)
+    assert stage.call("a").body["salt"] == "of-a-tenant"
+
+
 def test_an_engine_whose_answers_all_stop_is_dead_for_all_of_them() -> None:
     stage = Stage("x")
     heards = [stage.begin(asked(name, most=30, ends=()), aggregated("x")) for name in ("a", "b", "c")]

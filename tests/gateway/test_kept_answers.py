@@ -13,6 +13,7 @@ import pytest
 from openai_helpers import SERVER, Scene, choices, refusing, saying, tokens
 
 from potluck.gateway.openai import kept_answers
+from potluck.gateway.openai.handler import HandlerSettings
 from potluck.gateway.openai.kept_answers import AnswerReader, KeptAnswer, KeptAnswers, RepeatKey, frames_of
 
 
@@ -166,8 +167,9 @@ def test_a_client_without_a_key_cancels_by_leaving(tmp_path: Path) -> None:
 def test_one_whose_process_died_is_continued_from_its_tokens(
     tmp_path: Path, files: list[int], stream: bool
 ) -> None:
-    one, other = Worker(tmp_path), Worker(tmp_path)
-    asked = {"max_tokens": 5, "stream": stream, "temperature": 0.8, "logprobs": 1}
+    settings = HandlerSettings(secret=b"s" * 32)
+    one, other = (Worker(tmp_path, settings=settings) for _ in range(2))
+    asked = {"max_tokens": 5, "stream": stream, "temperature": 0.8, "logprobs": 1, "cache_salt": "mine"}
     first = one.complete("Hello", {"x_request_id": "r"}, **asked)
     one.driver.answer.tokens(choices("wo"))
     one.driver.answer.tokens(choices("r"))
@@ -176,6 +178,7 @@ def test_one_whose_process_died_is_continued_from_its_tokens(
     again = other.complete("Hello", {"x_request_id": "r"}, **asked)
     assert other.driver.resumed == [tokens("wor")], "not a second computation"
     assert other.driver.asked[0].sampling == one.driver.asked[0].sampling, "the same chance"
+    assert other.driver.asked[0].salt == one.driver.asked[0].salt != ""
     assert other.driver.asked[0].id != one.driver.asked[0].id, "the Brain has seen the end of that one"
     saying("ld")(other.driver.asked[0], other.driver.answer)
     assert again.sent["x-potluck-replayed"] == "1"
