@@ -485,7 +485,10 @@ class KeyQuota:
         return None
 
     def _hear(self, row: SharedKeyUse, now_s: float) -> None:
-        """Take what other processes used, as of when they did: the buckets have been refilled since then."""
+        """Take what other processes used, as of their latest use: the buckets have been refilled since then.
+
+        What they used before that is taken later than it was used, so that a limit is never exceeded.
+        """
         before, self._heard = self._heard, row.others()
         used_s = min(now_s, self._heard.last_s)
         if self._requests is not None:
