@@ -170,11 +170,12 @@ def measure(seconds: float, every_s: float, count: int, whole: bool) -> dict[str
                 service.strike(whole)
             service.look()
             time.sleep(0.02)
+        ended_s = time.monotonic()
         clients.close()
         records = [json.loads(line) for line in (service.state / "usage.jsonl").read_text().splitlines()]
     finally:
         service.close()
-    heard_s = sorted(clients.heard_s)
+    heard_s = [*sorted(at_s for at_s in clients.heard_s if at_s < ended_s), ended_s]
     billed = {record.get("id", place) for place, record in enumerate(records) if record["status"] == 200}
     answered = clients.counts["answered"]
     return {

@@ -42,7 +42,7 @@ def remember(store: StateStore, settings: LocalStackSettings) -> None:
     """Record what another controller needs to resume this one's work, where it needs nothing from outside."""
     record = ResumeRecord(settings.gateway, settings.start_s, settings.why, settings.advise)
     outside = settings.launcher or settings.market or settings.day or settings.profiles
-    store.set(RESUME, None if outside else encode(record))  # type: ignore[arg-type]
+    store.set(RESUME, None if outside else encode(record))
 
 
 def resumed(
