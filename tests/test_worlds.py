@@ -37,7 +37,14 @@ REAL = "10"  # An engine that answers nothing, and one that is restarted.
 FOUND = (
     *("lost_ack", "doubled_usage", "token_twice", "shared_salt", "no_limits", "impatient_controller"),
     *("lasting_task", "kept_debtors", "kept_keys", "leaked_open", "uncharged_tokens", "shared_repeats"),
-    *("any_weights", "deaf_to_clients"),
+    *(
+        "any_weights",
+        "deaf_to_clients",
+        "resumed_unsalted",
+        "kept_charges",
+        "late_lease",
+        "unmetered_failures",
+    ),
 )
 """Bugs put in on purpose that few seeds find; `benchmarks/seeds.py --bugs` has all of them."""
 FOUND_KV = ("unchecked_piece", "lost_pieces", "leaked_buffer", "endless_lease")

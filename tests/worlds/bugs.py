@@ -13,6 +13,7 @@ from potluck.control.state_store import Lease
 from potluck.core.brain import recovery
 from potluck.core.state.events import RequestFinished
 from potluck.core.state.fleet import FleetState
+from potluck.gateway.admin.counters import Counters
 from potluck.gateway.admin.usage import UsageFile
 from potluck.gateway.dispatch import active_request, segment_attempt
 from potluck.gateway.dispatch.dispatcher import Dispatcher
@@ -237,6 +238,11 @@ def unsynced_usage() -> None:
     UsageFile.unsynced = lambda self: None  # type: ignore[method-assign, assignment]
 
 
+def torn_usage() -> None:
+    """A record is appended to whatever another process's disk took of one."""
+    UsageFile._is_line_start = lambda self, place: True  # type: ignore[method-assign, assignment]
+
+
 def any_weights() -> None:
     """An engine is asked for its model's name, and not for its weights."""
     ReplicaRegistry._unsuited = lambda self, engine, member: ""  # type: ignore[method-assign]
@@ -245,6 +251,51 @@ def any_weights() -> None:
 def one_handle() -> None:
     """All caches that an engine keeps have one handle."""
     segment_attempt.secrets = SimpleNamespace(token_urlsafe=lambda size: "one")  # type: ignore[assignment]
+
+
+def resumed_unsalted() -> None:
+    """After a failure, a request is sent on without its tenant's salt."""
+    body = segment_attempt.segment_body
+
+    def unsalted(asked: Any, model: Any, work: Any, run: Any, *rest: Any) -> bytes:
+        return body(asked._replace(salt="") if run.attempt else asked, model, work, run, *rest)
+
+    segment_attempt.segment_body = unsalted
+
+
+def kept_charges() -> None:
+    """Tokens that were charged for an answer that ended early are not given back."""
+    leave = KeyQuota.leave
+    KeyQuota.leave = lambda self, charged, used: leave(self, charged, max(charged, used))  # type: ignore[method-assign]
+
+
+def late_lease() -> None:
+    """A controller renews its lease only once it has run out."""
+    renew = Lease.renew
+    Lease.renew = lambda self: self._clock() < self._until_s or renew(self)  # type: ignore[method-assign]
+
+
+def uncounted_failures() -> None:
+    """A failure counts against none of a request's retries."""
+    blame = recovery.Recovery._blame
+
+    def forgives(self: recovery.Recovery, at_s: float, req: Any, *rest: Any, **more: Any) -> None:
+        blame(self, at_s, req, *rest, **more)
+        req.failures = 0
+
+    recovery.Recovery._blame = forgives  # type: ignore[method-assign]
+
+
+def uncounted_starts() -> None:
+    """Each start that fails is taken for the first."""
+    more = reconciler.StartFailures.more
+    first = reconciler.StartFailures()
+    reconciler.StartFailures.more = lambda self, *given: more(first, *given)  # type: ignore[method-assign]
+
+
+def unmetered_failures() -> None:
+    """Attempts that fail are in no metric."""
+    Counters.failed = lambda self, where, kind: None  # type: ignore[method-assign]
 
 
 TRANSPORT = (unchecked_piece, lost_pieces, leaked_buffer, chunk_twice, endless_lease)  # Found with --kv.
@@ -274,6 +325,7 @@ _bugs = (
     *(deaf_monitor, leaked_work, stale_keys, no_limits, impatient_controller, lasting_task, kept_debtors),
     any_release,
     *(kept_keys, leaked_open, uncharged_tokens, shared_repeats, counted_unseen, deaf_to_clients),
-    *(unsynced_usage, any_weights, one_handle),
+    *(unsynced_usage, any_weights, one_handle, torn_usage),
+    *(resumed_unsalted, kept_charges, late_lease, uncounted_failures, uncounted_starts, unmetered_failures),
 )
 BUGS: dict[str, Callable[[], None]] = {bug.__name__: bug for bug in _bugs}

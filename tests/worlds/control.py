@@ -9,8 +9,10 @@ import asyncio
 import http.client
 import json
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,7 @@ from potluck.control.controller import Controller
 from potluck.control.gateway_client import GatewayClient
 from potluck.control.launchers import local_launcher
 from potluck.control.launchers.process import ProcessId
-from potluck.control.state_store import Lease, StateStore
+from potluck.control.state_store import LASTS_S, Lease, StateStore
 from potluck.core.errors import CapacityError, FormatError, PotluckError
 from worlds import virtual
 from worlds.engines import HTTP, Engine
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 TURN_S = 1.0
 LINGER_S = 5.0
 START_S = 15.0
+ROUND_S = 0.5  # In which one turn tries all starts that are due.
 
 
 class BlockingHttp:
@@ -103,6 +106,7 @@ class Machine:
         self.style = "mock"
         self.running: dict[ProcessId, tuple[Engine, dict[str, str]]] = {}
         self.fails_until_s = -1.0
+        self._came_up: list[Engine] = []
         self._count = 0
 
     # What makes commands.
@@ -122,6 +126,7 @@ class Machine:
     def spawn(self, command: Sequence[str], marks: Mapping[str, str], log: Path, **_: object) -> ProcessId:
         virtual.running().fuse()  # type: ignore[union-attr]
         if self.world.loop.now_s < self.fails_until_s:
+            self._fails(virtual.running())
             raise CapacityError("no memory left")
         self.world.launched(marks)
         engine = self.world.kernel.run(self.world.start_engine, self._count, "mixed")
@@ -131,6 +136,18 @@ class Machine:
         self.running[pid] = engine, dict(marks)
         virtual.running().fuse()  # type: ignore[union-attr]
         return pid
+
+    def _fails(self, process: Any) -> None:
+        """After each round of starts that fail, a controller waits twice as long: 1 s, 2 s, 4 s and so on."""
+        now_s = self.world.loop.now_s
+        rounds: list[float] = process.__dict__.setdefault("failed_starts_s", [])
+        if rounds and now_s - rounds[-1] < ROUND_S:  # Of several that are wanted, each is tried once.
+            return
+        if len(rounds) > 1 and now_s - rounds[-1] < 2.0 ** (len(rounds) - 1) - ROUND_S:
+            self.world.breaks(
+                f"{process.name} tries starts that failed {len(rounds)} times without waiting longer"
+            )
+        rounds.append(now_s)
 
     def alive(self, pid: ProcessId) -> bool:
         return pid in self.running and self.running[pid][0].alive
@@ -144,7 +161,12 @@ class Machine:
     def healthy(self, url: str) -> bool:
         for engine, _ in self.running.values():
             if engine.url == url and engine.alive:
-                return not engine.mute and self.world.loop.now_s > engine.began_s + engine.boots_s
+                well = not engine.mute and self.world.loop.now_s > engine.began_s + engine.boots_s
+                if well and engine not in self._came_up:  # Starts do come to something: counts begin anew.
+                    self._came_up.append(engine)
+                    for process in self.world.loop.processes.values():
+                        process.__dict__.pop("failed_starts_s", None)
+                return well
         return False
 
     def stands_still(self, pid: ProcessId) -> bool:
@@ -242,6 +264,7 @@ class ControllerService:
         try:
             store = WorldStore(self.path)
             process.remains.append(store)
+            process.store = store  # type: ignore[attr-defined]
             lease = Lease(store)
             launcher = local_launcher.LocalLauncher(
                 self.machine,  # type: ignore[arg-type]
@@ -261,15 +284,23 @@ class ControllerService:
         self._turn(process, controller)
 
     def _turn(self, process: Process, controller: Controller) -> None:
+        began_s = time.time()
         try:
-            controller.turn()
+            turn = controller.turn()
         except Killed:
             return
         except PotluckError as error:
             self._failed(process, error)
             return
         if process.state != DEAD:
+            if turn.acted and self._lease_s(process) < began_s + LASTS_S:
+                self.world.breaks(f"{process.name} took a turn, and did not renew its lease")
             self.loop.call_later(TURN_S, self._turn, process, controller, context=process.context.copy())
+
+    def _lease_s(self, process: Process) -> float:
+        """Until when the lease is this process's, by the state; for ever if another has taken it meanwhile."""
+        ((holder, until_s),) = process.store.rows("SELECT holder, until_s FROM lease")  # type: ignore[attr-defined]
+        return float(until_s) if holder == process.lease.holder else inf  # type: ignore[attr-defined]
 
     def _failed(self, process: Process, error: PotluckError) -> None:
         """It ends with a line; whoever runs it starts it again."""

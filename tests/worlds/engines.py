@@ -18,7 +18,7 @@ from worlds.virtual import DEAD, Process
 
 VOCAB, END = 280, 0
 MOST_SENT = 60  # Segments of one request: of 16 attempts, with hedges and prompts apart.
-MOST_REFUSED = 5  # With two retries, and a hedge beside the last.
+MOST_REFUSED, MOST_REFUSED_UNHEDGED = 5, 4  # With two retries, and a hedge beside the last; without hedges.
 REFUSALS = ((503, "try_again"), (429, "overloaded"), (500, "internal_error"))
 MASK = (1 << 64) - 1
 HTTP, KV = 8000, 9000
@@ -271,7 +271,7 @@ class EngineHttp(asyncio.Protocol):
             # It counts against its retries, once for an attempt: of both segments of one, each may be refused.
             if refusal[0] == 429 and not body.get("start", 0):
                 count = engine.loop.refused[body["request"]] = engine.loop.refused.get(body["request"], 0) + 1
-                if count == MOST_REFUSED:
+                if count == (MOST_REFUSED if engine.loop.hedges else MOST_REFUSED_UNHEDGED):
                     engine.loop.broken.append(f"a request that was refused {count - 1} times is sent again")
             self.refuse(*refusal)
         elif engine.draining:
@@ -354,7 +354,6 @@ class Engine:
         self.refuses, self.refusal = 0.0, 0
         self.lies: tuple[str, ...] = ()
         self.draining = self.stuck = self.mute = self.forgets = self.wrong_kv = False
-        self.salts: dict[str, str] = {}
         self.peers = frozenset[str]()
         # One that has just begun has other things to do. Apart from what else is drawn.
         self.peers_s = random.Random(f"{self.name} {self.began_s}").choice((0.0, 0.02, 0.6, 1.5))
@@ -405,8 +404,8 @@ class Engine:
             self.loop.broken.append(f"{self.name} gets requests before it has heard of {kv}")
 
     def salted(self, body: dict[str, Any]) -> None:
-        """Prefixes are shared by salt: one that two tenants have would show one the other's. And a request is not
-        sent for ever."""
+        """Prefixes are shared by salt: one that two tenants have would show one the other's. A tenant has one salt in
+        all segments and attempts of all its requests. And a request is not sent for ever."""
         sent = self.loop.sent[body["request"]] = self.loop.sent.get(body["request"], 0) + 1
         if sent == MOST_SENT:
             self.loop.broken.append(f"a request was sent to engines {sent} times")
@@ -414,5 +413,11 @@ class Engine:
         if self.fingerprint != "f" and self.statuses > 1 and not alone:
             self.loop.broken.append(f"{self.name} has other weights than all others, and is sent requests")
         tenant, salt = body.get("tenant", ""), body.get("salt", "")
-        if salt and self.salts.setdefault(salt, tenant) != tenant:
-            self.loop.broken.append(f"{self.name}: tenants {tenant} and {self.salts[salt]} share a salt")
+        salts = self.loop.salts
+        sharing = [other for other, known in salts.items() if salt and known == salt and other != tenant]
+        if sharing:
+            self.loop.broken.append(f"{self.name}: tenants {tenant} and {sharing[0]} share a salt")
+        elif not salt:
+            self.loop.broken.append(f"{self.name}: segment {sent} of a request of {tenant} has no salt")
+        elif salts.setdefault(tenant, salt) != salt:
+            self.loop.broken.append(f"{self.name}: segment {sent} of a request of {tenant} has another salt")

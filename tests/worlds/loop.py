@@ -456,6 +456,8 @@ class WorldLoop(asyncio.BaseEventLoop):
         self.sent: dict[str, int] = {}  # By request, segments at engines,
         self.refused: dict[str, int] = {}  # how often it was refused for lack of room,
         self.brought: dict[str, int] = {}  # and the most tokens that one had of it, prompt and all.
+        self.salts: dict[str, str] = {}  # By tenant.
+        self.hedges = True  # Whether requests may be hedged.
         self.troubles: list[Any] = []
         self.switches = self.preempts = 0.0  # How likely a thread loses its turn where it may, or anywhere.
         self.wires: dict[str, Any] = {}  # What befalls bytes that reach a host's blocking sockets.

@@ -9,6 +9,8 @@ from math import inf
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
+from potluck.gateway.admin.counters import Counters
+from potluck.gateway.admin.families import FAILURES
 from potluck.gateway.core import GatewayCore
 from potluck.gateway.workers.worker import Worker
 from worlds.clients import KEYED, text_of
@@ -105,7 +107,8 @@ def reached(world: World, seen: Outcome) -> bool:
         return True
     asked = seen.ask.prompt + seen.ask.most
     most = limits.get("tokens_per_min", 1e9)
-    since_s = seen.began_s - 60.0 * (1.0 + max([one.ask.most for one in others], default=0) / most)
+    largest = max([one.ask.prompt + one.ask.most for one in others], default=0)  # May leave a debt as large.
+    since_s = seen.began_s - 60.0 * (1.0 + largest / most)
     used = [
         one.ask.prompt + (len(one.ask.answer()) if over else one.ask.most)
         for one, over in zip(others, ended, strict=True)
@@ -129,6 +132,8 @@ def at_the_end(world: World) -> None:
     for seen in world.outcomes:
         if seen.code == "rate_limit_exceeded" and not world.faults["limits"] and not reached(world, seen):
             world.breaks(f"request {seen.ask.number}: is over a limit that its key had not reached")
+    if line := uncounted(world):
+        world.breaks(line)
     if world.check_log:
         _replays(world)
         _forgets(world)
@@ -176,6 +181,23 @@ def unsettled(world: World) -> str:
     return "" if cores else "trouble is over, and there is no gateway"
 
 
+def unwritten(world: World, seen: Outcome) -> bool:
+    """Whether its record may have waited in the memory of a process that died: the disk was full, and no room of it
+    was reserved for records."""
+    if not world.faults["disk_full"] or world.gateway.host.reserves:
+        return False
+    return world.gateway.starts > world.scenario.workers + (world.scenario.workers > 1)
+
+
+def uncounted(world: World) -> str:
+    """Metrics have every failed attempt; those of a process that was killed are lost with it."""
+    if world.gateway.starts > world.scenario.workers + (world.scenario.workers > 1):
+        return ""
+    told = sum(getattr(process, "failed", 0) for process in world.gateway.processes.values())
+    counted = sum(sum(meter.counted(FAILURES).values()) for meter in world.gateway.made(Counters))
+    return "" if counted >= told else f"{told} attempts failed, and metrics have {counted:g}"
+
+
 def _usage(world: World) -> None:
     import json
 
@@ -193,7 +215,7 @@ def _usage(world: World) -> None:
         if record is None:
             lost = any(at_s - SYNCED_S < seen.ended_s and seen.began_s < at_s for at_s in world.power_lost_s)
             held_up = world.faults["brain_freeze"] + world.faults["brain_kill"]
-            if not lost and not (world.power_lost_s and held_up) and not world.faults["disk_full"]:
+            if not lost and not (world.power_lost_s and held_up) and not unwritten(world, seen):
                 world.breaks(f"request {seen.ask.number}: answered, and no record of its use")
         elif record["output_tokens"] != len(seen.ask.answer()) or record["tenant"] != f"t{seen.ask.key}":
             world.breaks(f"request {seen.ask.number}: its record says {record}")

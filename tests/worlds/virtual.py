@@ -32,6 +32,7 @@ _real = {
 }
 _owners: dict[int, Process] = {}
 _synced: dict[tuple[int, int], int] = {}
+_reserved: dict[tuple[int, int], int] = {}  # By file, to where its disk has room whatever becomes of it.
 
 
 class Killed(BaseException):
@@ -42,7 +43,8 @@ class Host:
     def __init__(self, name: str, folder: Path | None = None) -> None:
         self.name, self.folder = name, folder
         self.skew_s = 0.0
-        self.full = False  # Its disk has no room.
+        self.full = False  # Its disk has no room,
+        self.reserves = True  # but what was reserved, where its file system can do that.
         self.down = False
 
 
@@ -181,7 +183,7 @@ def _write(number: int, data: Any) -> int:
     process = running()
     if process is None or number not in _owners:
         return int(_real["write"](number, data))
-    if process.host.full:
+    if process.host.full and not _has_reserved(number, len(data)):
         part = process.loop.chance.randrange(len(data)) if process.loop.chance.random() < 0.3 else 0
         if not part:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -189,6 +191,28 @@ def _write(number: int, data: Any) -> int:
     count = int(_real["write"](number, data))
     _stamp(number)
     return count
+
+
+def _has_reserved(number: int, count: int) -> bool:
+    """Whether room for so many bytes was reserved beyond the end of a file."""
+    stat = os.fstat(number)
+    return stat.st_size + count <= _reserved.get((stat.st_dev, stat.st_ino), 0)
+
+
+def reserve(number: int, begin: int, length_bytes: int) -> None:
+    """In place of the product's call; the file systems of every other seed cannot do it."""
+    process = running()
+    if process is None or not process.host.reserves:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    if process.host.full:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    stat = os.fstat(number)
+    _reserved[stat.st_dev, stat.st_ino] = begin + length_bytes
+
+
+def free_bytes(folder: Path) -> int:
+    process = running()
+    return 0 if process is not None and process.host.full else 1 << 40
 
 
 def _sync(name: str) -> Callable[[int], None]:

@@ -25,6 +25,7 @@ from tokenizers.models import BPE
 from potluck.api import http as api_http
 from potluck.api.tokenizer import ModelTokenizer
 from potluck.catalog import models, nodes
+from potluck.core.state.events import AttemptFailed, Event
 from potluck.core.state.policy import Policy
 from potluck.core.values.layout import single
 from potluck.core.values.plan import (
@@ -39,7 +40,10 @@ from potluck.core.values.plan import (
 )
 from potluck.core.values.types import NodeOffer, Region, Role
 from potluck.gateway import serve as gateway_serve
+from potluck.gateway.admin import usage
+from potluck.gateway.admin.counters import Counters
 from potluck.gateway.core import GatewayCore
+from potluck.gateway.dispatch.dispatcher import Dispatcher
 from potluck.gateway.openai import handler as openai_handler
 from potluck.gateway.openai.requests import ModelCard
 from potluck.gateway.values import GatewaySettings, ListenAddresses
@@ -63,12 +67,14 @@ MARGIN_S = 12.0  # In which whoever was struck is well again, and known to be.
 SETTLED_S = 60.0  # From the end of trouble until all that is wanted is there.
 LEFT_S = 100.0  # From the last answer until nothing is left: a connection may idle for 75 s.
 READ_S = 2.5  # In which a file of keys that was changed is read.
+MINUTE_S = 61.0
 ADMIN_KEY = "operators"
 
 
 def without_threads() -> None:
     openai_handler.ThreadPoolExecutor = InlineExecutor  # type: ignore[misc, assignment]
     brain_log.threading = type("threading", (), {"Thread": InlineThread})  # type: ignore[assignment]
+    usage.reserve, usage.free_bytes = virtual.reserve, virtual.free_bytes
     gateway_serve.calm = worker_process.calm = lambda: None
     gateway_serve.allow_open_files = worker_process.allow_open_files = lambda: None
 
@@ -326,6 +332,7 @@ class GatewayService:
         self.world, self.loop = world, world.loop
         self.host = world.loop.network.host("gw")
         self.host.folder = folder = world.folder / "gw"
+        self.host.reserves = world.scenario.seed % 2 == 0
         self.home = folder / "home"
         self.home.mkdir(parents=True)
         scenario = world.scenario
@@ -425,8 +432,23 @@ def _noted(kind: type) -> None:
     kind.__init__ = noted  # type: ignore[misc]
 
 
+def _failures_noted() -> None:
+    """Failed attempts that a process tells the Brain of are counted, to compare them with its metrics."""
+    tell = Dispatcher._tell
+
+    def told(self: Dispatcher, event: Event) -> None:
+        process = virtual.running()
+        if isinstance(event, AttemptFailed) and process is not None:
+            process.failed = getattr(process, "failed", 0) + 1  # type: ignore[attr-defined]
+        tell(self, event)
+
+    Dispatcher._tell = told  # type: ignore[method-assign]
+
+
 _noted(GatewayCore)
 _noted(Worker)
+_noted(Counters)
+_failures_noted()
 
 
 class LogTrap(logging.Handler):
@@ -486,6 +508,9 @@ class World:
         if scenario.shipped:
             mock.install()
         self.loop.switches = (0.0, 0.05, 0.3)[scenario.seed % 3]
+        # A Brain that takes another's place counts a request's failures from 0.
+        again = ("brain_kill", "brain_freeze", "worker_kill", "worker_freeze", "power", "term")
+        self.loop.hedges = scenario.policy.hedge > 0 or any(fault.kind in again for fault in scenario.faults)
         network = self.loop.network
         network.pieces, network.far.latency_s = scenario.pieces, scenario.latency_s
         network.far.jitter_s = scenario.latency_s
@@ -650,6 +675,32 @@ class World:
         for client in probes:
             if not client.outcomes or client.outcomes[-1].status != client.ask.status:
                 self.breaks(f"trouble is over, and request {client.ask.number} is answered wrongly")
+        self._until(self.loop.now_s + LEFT_S, lambda: not (rules.left_over(self) or rules.unsettled(self)))
+        if "tokens_per_min" in self.keys.limits and not self.broken:
+            self._spend_budget(int(self.keys.limits["tokens_per_min"]))
+
+    def _spend_budget(self, most: int) -> None:
+        """A request that may use all of a key's tokens and ends early leaves room for another one at once."""
+        self._until(self.loop.now_s + MINUTE_S)  # By then the key has all its tokens again.
+        shipped = self.scenario.shipped
+        drawn = (Ask(n, 0.0, 0, 1, most - 2, 0, True, shipped=shipped) for n in range(2000, 20_000))
+        first = next((ask for ask in drawn if len(ask.answer()) <= most // 3), None)
+        if first is None:
+            return
+        left = most - first.prompt - len(first.answer())
+        if self.scenario.workers > 1:
+            # A worker takes all that others used since it last heard of them as of when they used something last.
+            left -= sum(one.ask.prompt + one.ask.most for one in self.outcomes if one.ask.key == 0)
+        if left < most // 2:
+            return
+        for ask in (first, Ask(1999, 0.0, 0, 1, left - 2, 0, True, shipped=shipped)):
+            client = self._comes(ask)
+            self._until(self.loop.now_s + MINUTE_S, lambda: client.done)  # noqa: B023
+            outcome = client.outcomes[-1] if client.outcomes else None
+            if ask is first and outcome is not None and outcome.status == 429:
+                return  # A request beyond the limit was let in lately, and is still paid off.
+            if outcome is None or outcome.status != 200:
+                self.breaks("tokens that were charged and not used are not given back to a key")
         self._until(self.loop.now_s + LEFT_S, lambda: not (rules.left_over(self) or rules.unsettled(self)))
 
     def _unhandled(self, loop: Any, context: dict[str, Any]) -> None:
