@@ -180,8 +180,8 @@ class _WindowReader:
                 return pieces[0] if len(pieces) == 1 else "".join(pieces)
 
     def _numbers(self, made: list[object]) -> bool:
-        """Read a list that has only whole numbers, whose bracket was read; False where it has anything else."""
-        raw, begin = self._raw, self._at
+        """Read the numbers of a list whose bracket was read; False where it goes on with anything else."""
+        raw = self._raw
         while True:
             at = self._at
             match = _NUMBERS.match(raw, at, at + WINDOW_BYTES)
@@ -189,13 +189,10 @@ class _WindowReader:
             stop = match.end()
             over = raw[stop : stop + 1] == b"]"
             if not over:
-                if stop - at < WINDOW_BYTES:
-                    if at == begin:
-                        return False
-                    raise FormatError("prompt", "must be text, a list of texts, tokens, or a list of tokens")
-                stop = raw.rfind(_COMMA, at, stop)
-                if stop < 0:
-                    self._fail("a number was expected")
+                stop = raw.rfind(_COMMA, at, stop) if stop - at == WINDOW_BYTES else -1
+                if stop < 0:  # Something else than numbers, or blanks longer than a window.
+                    self._at = at
+                    return False
             numbers = self._parsed(b"[%b]" % raw[at:stop])
             if not isinstance(numbers, list) or not numbers:
                 self._fail("a number was expected")

@@ -36,7 +36,7 @@ from potluck.core.values.types import DEFAULT_TENANT
 ROWS = 16_384
 NAME_BYTES = 16
 NUMBERS = 5
-"""Of one process and key: requests and tokens so far, open requests, tokens reserved for those, time of the last use."""
+"""Of one process and key: requests and tokens so far, open requests, tokens reserved for them, time of last use."""
 
 
 class QuotaUse(NamedTuple):
