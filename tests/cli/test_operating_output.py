@@ -24,6 +24,7 @@ def test_top_as_json_has_what_a_frame_shows(folder: Path, capsys: pytest.Capture
     assert (document["plan"]["version"], document["usd_per_h"], document["open_requests"]) == (1, 1.5, 3)
     words = document["models"]["words"]
     assert words["requests_per_s"] > 0
+    assert {"prompt_tokens_per_s", "output_tokens_per_s"} <= words.keys()
     assert words["ttft_p50_s"] == pytest.approx(0.2)
     assert words["tpot_p50_s"] is None
     first = document["replicas"][0]

@@ -194,6 +194,9 @@ def test_top_shows_one_frame_of_eighty_columns(folder: Path, capsys: pytest.Capt
     assert "200ms" in row, "half way between the bounds"
     assert "$0.25" in row
     assert "$1.50/h" in text
+    heads = text.splitlines()[text.splitlines().index(row) - 2 :][:2]
+    assert heads[0].split() == ["prompt", "output", "TTFT", "TTFT", "TPOT", "TPOT"]
+    assert heads[1].split()[2:8] == ["tok/s", "tok/s", "p50", "p90", "p50", "p90"], "both kinds, named"
     replica = next(line for line in text.splitlines() if line.startswith("t@east#0/0"))
     assert replica.split()[1:] == ["mixed", "ready", "3", "1", "25%", "1.25", "20.0ms"]
     link = next(line for line in text.splitlines() if line.startswith("east > west"))

@@ -222,6 +222,7 @@ def _follow(path: Path) -> Iterator[str]:
 
 
 WIDTH = 80
+MOST_MODEL_WIDTH = 14  # Its figures take the rest of 80 columns.
 MOST_ROWS = 40  # Replicas and links that are shown; the busiest first.
 TTFT, TPOT = "vllm:time_to_first_token_seconds", "vllm:request_time_per_output_token_seconds"
 
@@ -348,10 +349,10 @@ def _grid(items: Iterable[Any], columns: dict[str, Callable[[Any], object]], gap
 
 def _models(models: dict[str, Any]) -> Table:
     columns: dict[str, Callable[[Any], object]] = {
-        "model": lambda item: item[0],
+        "model": lambda item: _short(item[0], MOST_MODEL_WIDTH),
         "req/s": lambda item: f"{item[1]['requests_per_s']:.1f}",
-        "prompt\ntok/s": lambda item: render.count(round(item[1]["prompt_tokens_per_s"])),
-        "output\ntok/s": lambda item: render.count(round(item[1]["output_tokens_per_s"])),
+        "prompt\ntok/s": lambda item: _tokens_per_s(item[1]["prompt_tokens_per_s"]),
+        "output\ntok/s": lambda item: _tokens_per_s(item[1]["output_tokens_per_s"]),
         "TTFT\np50": lambda item: _seconds(item[1]["ttft_p50_s"]),
         "TTFT\np90": lambda item: _seconds(item[1]["ttft_p90_s"]),
         "TPOT\np50": lambda item: _seconds(item[1]["tpot_p50_s"]),
@@ -360,7 +361,7 @@ def _models(models: dict[str, Any]) -> Table:
         "wait": lambda item: f"{item[1]['waiting']:.0f}",
         "$/Mtok": lambda item: "-" if (usd := item[1]["usd_per_million_tokens"]) is None else render.usd(usd),
     }
-    return _grid(models.items(), columns)
+    return _grid(models.items(), columns, gap=1)
 
 
 def _replicas(replicas: list[dict[str, Any]]) -> Table:
@@ -392,6 +393,10 @@ def _links(links: list[dict[str, Any]]) -> Table | None:
 
 def _seconds(value_s: float | None) -> str:
     return "-" if value_s is None else figures.seconds(value_s).replace(" ", "")
+
+
+def _tokens_per_s(value: float) -> str:
+    return render.short(round(value)).replace(" ", "") if value >= 10_000 else str(round(value))
 
 
 def _short(name: str, most: int = 35) -> str:
