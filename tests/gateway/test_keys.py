@@ -465,16 +465,16 @@ def test_use_by_another_worker_that_is_heard_of_late_counts_from_when_it_was(tmp
     one, other = (KeyQuota(quota, 0.0, shared_use.row("ann")) for shared_use in slates)
     for now_s, tokens in ((15.0, 37), (20.0, 102)):
         assert one.enter(now_s) is None
-        assert one.charge(tokens, now_s) is None
+        assert one.reserve(tokens, now_s) is None
         one.leave(tokens, tokens)
     assert other.enter(50.0) is None
-    assert other.charge(149, 50.0) is not None, "at most 99 of 150 tokens are there again"
+    assert other.reserve(149, 50.0) is not None, "at most 99 of 150 tokens are there again"
     other.leave(0, 0)
     assert other.enter(90.0) is None
-    assert other.charge(149, 90.0) is None, "all of it has come back"
+    assert other.reserve(149, 90.0) is None, "all of it has come back"
     other.leave(149, 10)
     assert one.enter(91.0) is None
-    assert one.charge(140, 91.0) is None, "what was not used is given back to all workers"
+    assert one.reserve(140, 91.0) is None, "what was not used is given back to all workers"
 
 
 def test_a_slate_keeps_keys_apart(tmp_path: Path) -> None:

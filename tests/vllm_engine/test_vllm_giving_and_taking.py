@@ -13,7 +13,6 @@ import torch
 from potluck.kv.handles import new_handle
 from potluck.kv.kv_sender import KvSender, SenderLimits
 from potluck.kv.peer_connections import LinkLimits, PeerConnections
-from potluck.vllm.connector import PotluckConnector
 from potluck.vllm.receive_worker import ReceiveWorker
 from potluck.vllm.send_worker import SendWorker
 from potluck.vllm.transfer_scheduler import FetchOrder, PlaceBlocks, ReadBlocks, SendOffer
@@ -111,26 +110,6 @@ def test_layers_cross_step_by_step_between_unlike_blocks(pair: Pair) -> None:
     assert pair.state() == "fetched"
     assert pair.giving.done() == {"g"}
     assert (pair.giving.open, pair.taking.open) == (0, 0)
-
-
-def test_connector_does_not_ask_vllm_for_piecewise_cuda_graphs() -> None:
-    assert not PotluckConnector.requires_piecewise_for_cudagraph({})
-
-
-def test_connector_sends_every_layer_of_a_step_in_which_vllm_reported_none(pair: Pair) -> None:
-    """As when vLLM replays a step from one CUDA graph: `save_kv_layer` is not called."""
-    connector = PotluckConnector.__new__(PotluckConnector)
-    connector._sending, connector._layers, connector._reads = pair.giving, pair.giver, [pair.sent]
-    pair.ask(pair.offer())
-    for number, values in pair.values.items():
-        pair.giver[number].write(pair.sent.tables, 0, values)
-    connector.wait_for_save()
-    pair.come()
-    pair.taking.put(pair.place)
-    pair.giving.keep(pair.sent)
-    until(lambda: pair.taking.results() == HERE)
-    assert pair.whole()
-    assert pair.giving.done() == {"g"}
 
 
 def test_a_receiver_that_comes_late_gets_what_it_lacks(pair: Pair) -> None:

@@ -199,8 +199,8 @@ def leaked_open() -> None:
     """A request that used nothing counts for ever as one that its key has open."""
     leave = KeyQuota.leave
 
-    def leaks(self: KeyQuota, charged: int, used: int) -> None:
-        leave(self, charged, used)
+    def leaks(self: KeyQuota, reserved: int, used: int) -> None:
+        leave(self, reserved, used)
         self.open += not used
 
     KeyQuota.leave = leaks  # type: ignore[method-assign]
@@ -208,7 +208,7 @@ def leaked_open() -> None:
 
 def uncharged_tokens() -> None:
     """A key's limit of tokens is written down, and nobody asks."""
-    KeyQuota.charge = lambda self, tokens, now_s: None  # type: ignore[method-assign, assignment]
+    KeyQuota.reserve = lambda self, tokens, now_s: None  # type: ignore[method-assign, assignment]
 
 
 def shared_repeats() -> None:
@@ -222,7 +222,7 @@ def counted_unseen() -> None:
     gone = ResponseWriter.gone
 
     def counts(self: ResponseWriter) -> None:
-        self.output += self.charged
+        self.output += self.reserved
         gone(self)
 
     ResponseWriter.gone = counts  # type: ignore[method-assign]
@@ -266,7 +266,7 @@ def resumed_unsalted() -> None:
 def kept_charges() -> None:
     """Tokens that were charged for an answer that ended early are not given back."""
     leave = KeyQuota.leave
-    KeyQuota.leave = lambda self, charged, used: leave(self, charged, max(charged, used))  # type: ignore[method-assign]
+    KeyQuota.leave = lambda self, reserved, used: leave(self, reserved, max(reserved, used))  # type: ignore[method-assign]
 
 
 def late_lease() -> None:
