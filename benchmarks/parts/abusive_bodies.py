@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -135,21 +136,35 @@ def _status(port: int, head: bytes, body: bytes = b"") -> int:
 
 
 def crowd(port: int, chosen: list[AbusiveBody], count: int) -> tuple[list[int], float]:
-    """Statuses of so many requests sent at once, and the longest that a health check took meanwhile."""
+    """Statuses of so many requests sent at once, and the longest that a health check of another process took."""
     statuses: list[int] = []
     threads = [
         threading.Thread(target=lambda item=item: statuses.append(posted(port, item)))
         for item in (chosen[place % len(chosen)] for place in range(count))
     ]
+    command = [sys.executable, __file__, "health", str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as checker:
+        assert checker.stdout is not None
+        checker.stdout.readline()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        worst_s, _ = checker.communicate()
+    return statuses, float(worst_s)
+
+
+def check_health(port: int) -> None:
+    """Health checks, one after the other until the input ends; prints how long the slowest took."""
+    ended = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+    print("ready", flush=True)
     worst_s = 0.0
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
+    while not ended.wait(0.02):
         begin_s = time.perf_counter()
         _status(port, b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         worst_s = max(worst_s, time.perf_counter() - begin_s)
-        time.sleep(0.02)
-    return statuses, worst_s
+    print(worst_s, flush=True)
 
 
 def client(port: int, models: list[str], count: int) -> None:
@@ -168,4 +183,7 @@ def client(port: int, models: list[str], count: int) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "health":
+        check_health(int(sys.argv[2]))
+        raise SystemExit
     client(int(sys.argv[1]), sys.argv[2].split(","), int(sys.argv[3]))
