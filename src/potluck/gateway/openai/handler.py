@@ -8,6 +8,7 @@ import hmac
 import json
 import logging
 import secrets
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -73,6 +74,8 @@ MOST_WAITING_CHARS = 64_000_000
 INLINE_GRAMMAR_BYTES = 4_000
 """Of a body that asks for a grammar: the limits of a larger one are checked beside the event loop."""
 THREADS = 2
+SWITCH_S = 0.0005
+"""The longest that the event loop waits for a thread to release the interpreter, once for each ready socket."""
 
 
 class ClientLeft(Exception):
@@ -96,6 +99,7 @@ class TokenizerPool:
         self.waiting_chars += chars
         loop = self._loop or asyncio.get_running_loop()
         if self._pool is None:
+            sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
             self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="tokens")
 
         def told(future: Future[T]) -> None:
