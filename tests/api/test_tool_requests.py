@@ -201,6 +201,52 @@ TEMPLATE = (
 )
 
 
+LARGE_PARAMETERS: list[tuple[str, dict[str, object]]] = [
+    ("minItems", {"type": "array", "items": {"type": "null"}, "minItems": 10**9}),
+    ("maxLength", {"type": "string", "maxLength": 10**9}),
+    ("pattern", {"type": "string", "pattern": "(a{1,1000}){1,1000}"}),
+    ("$ref", {"$ref": "http://elsewhere/schema"}),
+]
+
+
+@pytest.mark.parametrize(("keyword", "schema"), LARGE_PARAMETERS)
+@pytest.mark.parametrize("choice", ["required", named("clock")])
+def test_schema_of_forced_call_is_within_the_limits_of_schemas(
+    keyword: str, schema: dict[str, object], choice: object
+) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    tools = [WEATHER, tool(name="clock", parameters=parameters)]
+    place = f"tools[1].function.parameters.properties.a.{keyword}"
+    with pytest.raises(InputError) as error:
+        chat(tools=tools, tool_choice=choice)
+    assert error.value.field == place
+    assert chat(tools=tools)[0].shown.tool_calls == "tagged", "it is text in the prompt"
+    assert chat(tools=tools, tool_choice=named("weather"))[0].response_format
+
+
+def test_schemas_of_forced_call_are_within_the_limits_together() -> None:
+    tools = [
+        tool(name=f"f{n}", parameters={"type": "object", "properties": {"a": {"enum": ["x" * 60_000]}}})
+        for n in range(2)
+    ]
+    assert chat(tools=tools, tool_choice=named("f0"))[0].response_format
+    with pytest.raises(InputError) as error:
+        chat(tools=tools, tool_choice="required")
+    assert error.value.field == "tool_choice"
+    with pytest.raises(InputError, match="refers to itself"):
+        chat(tools=[tool(name="f", parameters={"$ref": "#"})], tool_choice="required")
+
+
+def test_forced_call_takes_parameters_with_an_id() -> None:
+    part = {"$id": "https://tools/weather", "$defs": {"a": {"enum": ["x"]}}, "type": "object"}
+    parameters = {**part, "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}
+    asked, _ = chat(tools=[tool(name="f", parameters=parameters)], tool_choice="required")
+    schema = json.loads(asked.response_format)
+    jsonschema.validate({"name": "f", "arguments": {"a": "x"}}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"name": "f", "arguments": {"a": "y"}}, schema)
+
+
 def test_prompt_has_tools_calls_and_template_variables() -> None:
     request, messages = chat(
         tools=[WEATHER],

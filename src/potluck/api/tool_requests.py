@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from potluck.api.chat_templates import RESERVED_VARIABLES
+from potluck.api.json_schema_limits import check_json_schema, check_json_schema_text
 from potluck.core.errors import FormatError, InputError
 
 TOOLS_MAX_COUNT = 128
@@ -48,7 +49,12 @@ def take_template_fields(body: dict[str, object]) -> tuple[TemplateFields, str]:
     shown = _compact([{"type": "function", "function": function} for function in functions])
     if len(shown) > TOOLS_MAX_CHARS:
         raise InputError("tools", f"has {len(shown)} characters as JSON, at most {TOOLS_MAX_CHARS} are taken")
+    for place, function in enumerate(functions):
+        if function["name"] in names and "parameters" in function:
+            check_json_schema(function["parameters"], f"tools[{place}].function.parameters")
     schema = _forced_schema([function for function in functions if function["name"] in names])
+    if schema:
+        check_json_schema_text(schema, "tool_choice")
     return TemplateFields(shown, "required" if names else "auto", parallel is not False, text), schema
 
 
@@ -123,7 +129,11 @@ def _forced_schema(functions: Sequence[Mapping[str, Any]]) -> str:
     calls, definitions = [], {}
     for place, function in enumerate(functions):
         root = f"#/$defs/{place}"
-        definitions[str(place)] = _moved(function.get("parameters", NO_PARAMETERS), root)
+        parameters = function.get("parameters", NO_PARAMETERS)
+        own = {
+            key: value for key, value in parameters.items() if key != "$id"
+        }  # references begin with # then
+        definitions[str(place)] = _moved(own, root)
         properties = {"name": {"const": function["name"]}, "arguments": {"$ref": root}}
         calls.append(
             {
