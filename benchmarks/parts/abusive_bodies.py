@@ -114,6 +114,8 @@ def abusive_bodies(model: str, size: int = BODY_BYTES) -> Iterator[AbusiveBody]:
     yield AbusiveBody("chat of many turns", CHAT, _chat(model, _many(turn, size)), False)
     several = _prompt(model, b'"%b","n":64' % (b"a" * size))
     yield AbusiveBody("64 answers", COMPLETION, several, False)
+    several = _prompt(model, _many(b"1", size // 4) + b',"n":7')
+    yield AbusiveBody("7 answers to tokens", COMPLETION, several, False)
 
 
 def posted(port: int, abusive: AbusiveBody) -> int:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.api import large_json
-from potluck.api.http import parse_object
+from potluck.api.http import compact, parse_object
 from potluck.api.large_json import read_large_object
 from potluck.core.errors import FormatError, InputError
 
@@ -98,3 +98,20 @@ def test_list_of_tokens_is_short_only_for_the_prompt() -> None:
         read_large_object(b'{"metadata":%b}' % numbers)
     with pytest.raises(InputError, match="has more than"):
         read_large_object(b'{"a":{"prompt":%b}}' % numbers)
+
+
+@given(VALUES, st.integers(1, 9), st.integers(1, 3))
+def test_value_written_in_steps_is_as_the_fast_writer_writes_it(
+    value: Any, written_chars: int, written_numbers: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(large_json, "WRITTEN_CHARS", written_chars)
+        patch.setattr(large_json, "WRITTEN_NUMBERS", written_numbers)
+        assert large_json.large_json(value) == compact(value)
+
+
+def test_large_value_is_written_in_small_pieces() -> None:
+    value = {"prompt": list(range(100_000)), "messages": [{"role": "user", "content": "\n\u00e9" * 100_000}]}
+    pieces = list(large_json._json_pieces(value))
+    assert "".join(pieces).encode() == compact(value)
+    assert max(map(len, pieces)) <= 6 * large_json.WRITTEN_CHARS

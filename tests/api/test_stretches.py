@@ -105,6 +105,34 @@ def test_tokens_are_those_of_the_whole(kind: str, short: int) -> None:
     assert made.hits  # whatever was drawn above
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=TEXTS, window_chars=st.integers(1, 9), apart_chars=st.integers(0, 9))
+@settings(max_examples=60, deadline=None)
+def test_boundaries_searched_in_windows_are_those_of_the_whole_text(
+    kind: str, text: str, window_chars: int, apart_chars: int
+) -> None:
+    seams = remembering(kind)._seams
+    whole = list(seams.cuts(text, apart_chars))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizing, "SEARCH_CHARS", window_chars)
+        assert list(seams.cuts(text, apart_chars)) == whole
+
+
+def test_boundaries_of_a_long_text_are_searched_in_short_calls() -> None:
+    seams, sizes = remembering("llama3")._seams, []
+    pattern = seams._pattern
+
+    class SpiedPattern:
+        def search(self, text: str, start: int, stop: int | None = None) -> object:
+            sizes.append((len(text) if stop is None else min(stop, len(text))) - start)
+            return pattern.search(text, start, len(text) if stop is None else stop)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seams, "_pattern", SpiedPattern())
+        assert list(seams.cuts("a" * 300_000 + "<|im_end|>b", 256)) == [(300_010, 10)]
+    assert max(sizes) <= tokenizing.SEARCH_CHARS + 100
+
+
 def test_only_tokens_that_are_found_anywhere_are_cut_behind() -> None:
     cuts = remembering("gpt2")._seams.cuts
     text = "a<|eot|>b<|im_start|>c<|im_end|>d"

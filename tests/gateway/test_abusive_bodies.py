@@ -283,6 +283,22 @@ def test_many_answers_to_a_large_body_are_refused(monkeypatch: pytest.MonkeyPatc
     assert answered(scene, "/v1/completions", {**body, "n": 3}).status == 200
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_copies_of_a_large_body_are_written_in_short_steps(
+    chat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_requests, "compact", lambda body: pytest.fail("written in one call"))
+    scene = Scene(saying("a"), cards=LARGE_CARDS)
+    body: dict[str, Any] = {"model": "large", "n": 3, "max_tokens": 1, "seed": 4}
+    body |= (
+        {"messages": [{"role": "user", "content": "\u00e9" * 50_000}]} if chat else {"prompt": [7] * 50_000}
+    )
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    assert answered(scene, path, body).status == 200
+    for place, asked in enumerate(scene.driver.asked):
+        assert json.loads(asked.body) == {**body, "n": 1, "seed": 4 + (place << 32)}
+
+
 def test_rendered_chat_that_cannot_fit_is_refused_before_it_is_tokenised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,4 +1,4 @@
-"""A large JSON object read in short steps, so that a thread that reads one never holds the interpreter for long.
+"""A large JSON object read and written in short steps, so that a thread never holds the interpreter for long.
 
 A parser in C holds the interpreter's lock until all is read: 50 to 1,000 ms for 8 MB, also in a thread. Here no call
 handles more than WINDOW_BYTES, between calls other threads may run, and reading ends at the first value too many.
@@ -8,7 +8,9 @@ but for numbers of more than 5,000 characters.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -200,3 +202,45 @@ class _WindowReader:
             self._at = stop + 1
             if over:
                 return True
+
+
+WRITTEN_CHARS = 32_768
+WRITTEN_NUMBERS = 8_192
+"""Of a text, and of a list, that become JSON in one call."""
+
+
+def large_json(value: object) -> bytes:
+    """JSON without blanks, as `compact` writes it."""
+    return "".join(_json_pieces(value)).encode()
+
+
+def _json_pieces(value: object) -> Iterator[str]:
+    if isinstance(value, str) and len(value) > WRITTEN_CHARS:
+        yield '"'
+        for start in range(0, len(value), WRITTEN_CHARS):
+            yield json.dumps(value[start : start + WRITTEN_CHARS])[1:-1]
+        yield '"'
+    elif isinstance(value, dict):
+        separator = "{"
+        for name, item in value.items():
+            yield separator
+            yield from _json_pieces(name)
+            yield ":"
+            yield from _json_pieces(item)
+            separator = ","
+        yield "}" if value else "{}"
+    elif isinstance(value, list):
+        separator = "["
+        for start in range(0, len(value), WRITTEN_NUMBERS):
+            items = value[start : start + WRITTEN_NUMBERS]
+            if all(type(item) is int for item in items):
+                yield separator + json.dumps(items, separators=(",", ":"))[1:-1]
+                separator = ","
+                continue
+            for item in items:
+                yield separator
+                yield from _json_pieces(item)
+                separator = ","
+        yield "]" if value else "[]"
+    else:
+        yield json.dumps(value)

@@ -62,6 +62,8 @@ BY_LINE = frozenset(
 )
 """Of cl100k and Llama 3, of Qwen 2. The third is GPT-2's, which `ByteLevel` has built in."""
 LINE = r"[!-~]\n(?=[A-Za-z])"
+SEARCH_CHARS = 32_768
+"""Searched for boundaries in one call: 1 ms."""
 
 
 class TokenBoundaries:
@@ -69,14 +71,25 @@ class TokenBoundaries:
         self._tokens = tokens
         ways = [re.escape(token) for token in sorted(tokens)] + ([LINE] if lines else [])
         self._pattern = re.compile("|".join(ways))
+        self._longest_chars = max(map(len, (*tokens, "!\na")))
 
     def cuts(self, text: str, apart_chars: int) -> Iterator[tuple[int, int]]:
         """(place, characters before it that the next part must be tokenised behind), at least so far apart. They
         depend on what stands before them alone."""
-        result = self._pattern.search(text, apart_chars)
+        result = self._search(text, apart_chars)
         while result is not None and result.end() < len(text):
             yield result.end(), len(result[0]) if result[0] in self._tokens else 0
-            result = self._pattern.search(text, result.end() + apart_chars)
+            result = self._search(text, result.end() + apart_chars)
+
+    def _search(self, text: str, start: int) -> re.Match[str] | None:
+        """The first match from `start` on. One call of the pattern holds the interpreter, so that it searches a
+        window, and as many characters behind it as a match may need."""
+        for begin in range(start, len(text), SEARCH_CHARS):
+            stop = begin + SEARCH_CHARS
+            match = self._pattern.search(text, begin, stop + self._longest_chars)
+            if match is not None and match.start() < stop:
+                return match
+        return None
 
 
 def seams_of(tokenizer: Tokenizer) -> TokenBoundaries | None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from potluck.api.grammar_fields import GRAMMAR_FIELDS, check_grammar_fields
 from potluck.api.http import HttpRefusal, compact
+from potluck.api.large_json import INLINE_BODY_BYTES, large_json
 from potluck.api.model_files import JsonMembers, read_generation, read_json
 from potluck.api.openai_requests import (
     ANY_OBJECT,
@@ -580,14 +581,17 @@ class Submission:
         validated = self.validated
         if validated.own:
             seed = way.seed if way.temperature > 0 else None
-            return compact(own_body(validated.body, None if validated.chat else prompt, seed))
+            return self._written(own_body(validated.body, None if validated.chat else prompt, seed))
         body = {**validated.body, "n": 1, "best_of": None}
         body["stream_options"] = {"include_usage": True} if validated.stream else None
         if not validated.chat:
             body["prompt"] = list(prompt)
         if self._seed is not None:
             body["seed"] = way.seed
-        return compact({name: value for name, value in body.items() if value is not None})
+        return self._written({name: value for name, value in body.items() if value is not None})
+
+    def _written(self, body: dict[str, object]) -> bytes:
+        return compact(body) if len(self._body) <= INLINE_BODY_BYTES else large_json(body)
 
     def _asked(
         self, id: str, prompt: tuple[int, ...], prompt_tokens: int, output: int, way: Sampling, body: bytes
