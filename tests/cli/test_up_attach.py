@@ -20,6 +20,8 @@ from stub_servers import Answers, StubServer, listing, llama_cpp, ollama, sglang
 
 from potluck.cli.up.attach import (
     NOT_FOR_ATTACH,
+    AttachShow,
+    ProbedServer,
     attach,
     attachment_of,
     merged,
@@ -47,6 +49,8 @@ from potluck.core.values.plan import (
     price_text,
 )
 from potluck.engine import shipped_model
+from potluck.gateway.registry.engine_client import NOT_PROBED
+from potluck.gateway.registry.engine_list import EngineEntry
 from potluck.runtime.attached_plan import resolved_attached
 from potluck.runtime.replica_models import ReplicaModels
 
@@ -185,6 +189,31 @@ def test_servers_are_recognised_by_what_they_answer(tmp_path: Path, start: Calla
     plan = planned(attachment)
     shapes = [tuple(replica.role for replica in template.replicas) for template in plan.templates]
     assert sorted(shapes) == [("mixed",), ("mixed",), ("mixed",), ("prefill", "decode")]
+
+
+def test_role_of_a_silent_server_is_asked_beside_its_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One such server delays the report about all of them by two time limits, not three."""
+    monkeypatch.setattr("potluck.cli.up.attach.STATUS_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("potluck.gateway.registry.server_probe.PROBE_TIMEOUT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        file = roster(tmp_path, f"url: 'http://127.0.0.1:{silent.getsockname()[1]}'")
+        began_s = time.monotonic()
+        (server,) = probe_all(read_entries(file))
+        took_s = time.monotonic() - began_s
+    assert "/v1/models does not answer (did not answer within 0.5 s)" in server.problem
+    assert took_s < 1.8, "/status within 1 s, beside /health and /v1/models within 0.5 s each"
+
+
+def test_server_that_the_gateway_has_not_probed_yet_is_reported_with_what_was_found_before() -> None:
+    entry = EngineEntry("http://h:1", "openai", "m")
+    source = SimpleNamespace(from_spec=False, probed=(ProbedServer(entry, problem="http://h:1 hangs"),))
+    show = AttachShow(None, ("m",), source, False, 0.0, False, 1.0)  # type: ignore[arg-type]
+    seen = {"url": "http://h:1", "model": "m", "replica": "", "note": NOT_PROBED}
+    assert show._reasons([seen]) == {"http://h:1 (m)": "http://h:1 hangs"}
+    assert show._reasons([{**seen, "note": "later"}]) == {"http://h:1 (m)": "later"}
+    assert show._reasons([{**seen, "replica": "r", "note": ""}]) == {"http://h:1 (m)": ""}
 
 
 def test_plan_of_attached_servers_has_no_hardware_and_no_price(

@@ -28,6 +28,7 @@ from potluck.cli.up import run_service
 from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.core.figures import seconds
 from potluck.core.values.types import Role
+from potluck.gateway.registry.engine_client import NOT_PROBED
 from potluck.gateway.registry.engine_list import EngineEntry, read_engines
 from potluck.gateway.registry.registry import NO_REPLICA
 from potluck.gateway.registry.server_probe import Listing, ServerUnusable, listed_text, served_name
@@ -94,6 +95,8 @@ def attach(file: Path, paths: tuple[Path, ...], asked: SimpleNamespace) -> None:
             raise InputError(f"--{name}", "is for engines that `up` starts itself; leave --attach out")
     entries = read_entries(file)
     spec_path = paths[-1].resolve() if paths else None
+    if not SUPERVISED.again:
+        _say(f"probing {len(entries)} server" + ("s" if len(entries) > 1 else ""))
     folder = asked.state or run_service.STATE / (file if spec_path is None else spec_path).stem
     run_service.must_be_nobodys(folder)
     if asked.port and not (folder / "state.db").is_file():
@@ -211,21 +214,28 @@ def probe_all(entries: Sequence[EngineEntry], engine_ca: Path | None = None) -> 
 
 
 async def _probed(entry: EngineEntry, pool: ConnectionPool, probes: Any) -> ProbedServer:
+    plain = replace(entry, kind="openai")
+    # Beside the role's probe: each takes as long as its time limit where a server never answers.
+    probing = asyncio.create_task(probes.of(plain).look())
+    role = None if entry.kind == "openai" else await _engine_role(entry, pool)
     try:
-        role = None if entry.kind == "openai" else await _engine_role(entry, pool)
-        plain = replace(entry, kind="openai")
+        models = await probing
+    except ServerUnusable as error:
         if role is None:
-            models = await probes.of(plain).look()
-            if entry.model or entry.served_model:
-                served_name(plain, models)
-            return ProbedServer(entry, models, directory=_directory(models))
-        try:
-            models = await probes.of(plain).look()
-        except ServerUnusable:
-            models = None
+            return ProbedServer(entry, problem=_one_line(error))
+        models = None
+    if role is not None:
         return ProbedServer(entry, models, engine=True, role=role, directory=_directory(models))
-    except PotluckError as error:
-        return ProbedServer(entry, problem=" ".join(str(error).split()))
+    try:
+        if entry.model or entry.served_model:
+            served_name(plain, models)
+    except ServerUnusable as error:
+        return ProbedServer(entry, problem=_one_line(error))
+    return ProbedServer(entry, models, directory=_directory(models))
+
+
+def _one_line(error: PotluckError) -> str:
+    return " ".join(str(error).split())
 
 
 async def _engine_role(entry: EngineEntry, pool: ConnectionPool) -> Role | None:
@@ -539,8 +549,13 @@ class AttachShow:
         )
 
     def _reasons(self, engines: Sequence[dict[str, Any]]) -> dict[str, str]:
-        """Without a spec the next turn gives every server its place in the plan; until then it is left out."""
+        """Without a spec the next turn gives every server its place in the plan; until then it is left out. A server
+        that the gateway has not probed yet is reported with what was found before the gateway's start."""
         reasons = reasons_of(engines)
+        for server in self.source.probed:
+            name = server_name(server.entry.base_url, server.entry.model)
+            if server.problem and reasons.get(name) == NOT_PROBED:
+                reasons[name] = server.problem
         if self.source.from_spec:
             return reasons
         return {name: reason for name, reason in reasons.items() if not reason.endswith(NO_REPLICA)}

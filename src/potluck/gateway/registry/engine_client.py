@@ -38,6 +38,7 @@ MOST_ADAPTERS = 1024
 KINDS = ("added", "removed", "marked", "unmarked")
 EVERYWHERE = ("0.0.0.0", "[::]", "::")
 FIRST_KV_VERSION = 2
+NOT_PROBED = "was not heard of yet"
 COUNTS = ("waiting", "running", "todo_tokens", "context_tokens", "free_blocks", "total_blocks")
 LINK_NUMBERS = ("moved_bytes", "goodput_bytes_per_s", "queue_bytes", "retransmits")
 Wire = tuple[str, int]
@@ -188,7 +189,7 @@ class EngineRecord:
     asked_s: float = 0.0
     replica: str = ""
     """Which one it is at present; empty: none."""
-    note: str = "was not heard of yet"
+    note: str = NOT_PROBED
     """Why it is none, in one line."""
     models: Listing = None
     """Of a server of OpenAI's API: what it listed last; None: nothing yet, or it has no list."""
