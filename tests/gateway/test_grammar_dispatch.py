@@ -70,6 +70,16 @@ def test_fields_of_plain_servers_are_checked_too() -> None:
         {"structured_outputs": {"json": BOMB}},
         {"guided_regex": "a{1000000}"},
         {"tools": [{"function": {"name": "f", "parameters": BOMB}}], "tool_choice": "required"},
+        {"response_format": {"type": "json_object", "schema": BOMB}},
+        {"response_format": {"type": "json", "value": BOMB}},
+        {"response_format": {"type": "regex", "value": "a{1000000}"}},
+        {"structured_outputs": {"regex": "a", "whitespace_pattern": "a{1000000}"}},
+        {"guided_whitespace_pattern": "a{1000000}"},
+        {"json_schema": BOMB},
+        {"json_schema": json.dumps(BOMB)},
+        {"regex": "a{1000000}"},
+        {"ebnf": 'root ::= "a"{1000000}'},
+        {"grammar": 'root ::= "a"{1000000}'},
     ):
         result = scene.ask(
             "/v1/chat/completions", {"model": SERVER, "messages": [{"role": "user", "content": "x"}], **body}
@@ -84,6 +94,23 @@ def test_requests_are_marked_that_make_an_engine_compile_a_grammar() -> None:
         for body in ({}, {"response_format": {"type": "json_object"}}, {"response_format": form(GOOD)}):
             scene.ask("/v1/completions", {"model": model, "prompt": "x", **body})
     assert [one.grammar for one in scene.driver.asked] == [False, False, True] * 2
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": {"type": "json_object", "schema": GOOD}},
+        {"response_format": {"type": "regex", "value": "a+"}},
+        {"json_schema": GOOD},
+        {"regex": "a+"},
+        {"ebnf": 'root ::= "a"'},
+        {"grammar": 'root ::= "a"'},
+    ],
+)
+def test_grammar_in_a_field_of_another_server_marks_its_request(body: dict[str, Any]) -> None:
+    scene = Scene()
+    scene.ask("/v1/completions", {"model": SERVER, "prompt": "x", **body})
+    assert [one.grammar for one in scene.driver.asked] == [True]
 
 
 @pytest.mark.parametrize("good", [False, True])

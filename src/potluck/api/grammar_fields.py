@@ -34,9 +34,15 @@ GRAMMAR_FIELDS = frozenset(
         "guided_regex",
         "guided_choice",
         "guided_grammar",
+        "guided_whitespace_pattern",
+        "json_schema",
+        "regex",
+        "ebnf",
+        "grammar",
         "tools",
     }
 )
+"""Of OpenAI, vLLM, and of llama.cpp and SGLang, which have theirs beside OpenAI's."""
 SCHEMA_FIELDS = frozenset({"schema", "json_schema"})
 """Of a structural tag: what stands under these is a JSON schema."""
 
@@ -51,14 +57,27 @@ def check_grammar_fields(body: Mapping[str, Any]) -> bool:
             _check_regex(body.get("guided_regex"), "guided_regex"),
             _check_choices(body.get("guided_choice"), "guided_choice"),
             _check_grammar(body.get("guided_grammar"), "guided_grammar"),
+            _check_regex(body.get("guided_whitespace_pattern"), "guided_whitespace_pattern"),
+            _check_schema(body.get("json_schema"), "json_schema"),
+            _check_regex(body.get("regex"), "regex"),
+            _check_grammar(body.get("ebnf"), "ebnf"),
+            _check_grammar(body.get("grammar"), "grammar"),
             _check_tools(body),
         ]
     )
 
 
 def _check_response_format(value: object) -> bool:
-    if not isinstance(value, dict) or value.get("type") in PLAIN_FORMATS:
+    if not isinstance(value, dict):
         return False
+    # llama.cpp takes a schema with json_object, and TGI with `json`, where its `regex` has a pattern.
+    asked = [_check_schema(value.get("schema"), "response_format.schema")]
+    if value.get("type") == "regex":
+        asked.append(_check_regex(value.get("value"), "response_format.value"))
+    else:
+        asked.append(_check_schema(value.get("value"), "response_format.value"))
+    if value.get("type") in PLAIN_FORMATS:
+        return any(asked)
     given = value.get("json_schema")
     if value.get("type") == "json_schema" and isinstance(given, dict):
         _check_schema(given.get("schema"), "response_format.json_schema.schema")
@@ -76,6 +95,7 @@ def _check_structured_outputs(value: object) -> bool:
         _check_regex(value.get("regex"), f"{field}.regex"),
         _check_choices(value.get("choice"), f"{field}.choice"),
         _check_grammar(value.get("grammar"), f"{field}.grammar"),
+        _check_regex(value.get("whitespace_pattern"), f"{field}.whitespace_pattern"),
     ]
     tag = value.get("structural_tag")
     if tag is not None:
