@@ -87,6 +87,7 @@ export function whole(said) {
   state.at_s = said.at_s;
   state.window_s = said.window_s ?? state.window_s;
   addRequests(said.requests);
+  for (const painter of painters) painter.last = -Infinity; // all of it at once, also outside the viewport: a capture may come soon
   touched(...Object.keys(said.tables), "points", "events", "requests");
 }
 
