@@ -255,6 +255,8 @@ def test_chat_without_max_tokens_reserves_the_rest_of_the_context(tmp_path: Path
         ({"model": SERVER, "prompt": ["x" * 40, "y" * 40], "max_tokens": 20, "n": 2}, 20 + 4 * 20),
         ({"model": SERVER, "prompt": "x" * 40, "max_tokens": 20, "best_of": 5}, 10 + 5 * 20),
         ({"model": SERVER, "prompt": "x" * 40, "max_tokens": 500}, 10 + 500),
+        ({"model": SERVER, "prompt": "x" * 40, "max_tokens": 400, "max_completion_tokens": 1}, 10 + 400),
+        ({"model": SERVER, "prompt": "x" * 40, "max_tokens": 1, "n_predict": 300}, 10 + 300),
     ],
 )
 def test_completion_reserves_every_answer_at_its_longest(
@@ -265,6 +267,24 @@ def test_completion_reserves_every_answer_at_its_longest(
     assert reply.status is None
     bucket = scene.ring.who(f"Bearer {scene.key}".encode(), 0.0).allowance.headers(0.0)
     assert b"x-ratelimit-remaining-tokens: %d\r\n" % (10_000 - most_tokens) in bucket
+
+
+def test_plain_chat_with_two_limits_reserves_the_larger_one(tmp_path: Path) -> None:
+    scene = Keyed(tmp_path, tokens_per_min=10_000)
+    for most_tokens, limits in (
+        (10 + 400, {"max_tokens": 400, "max_completion_tokens": 1}),
+        (10 + 500, {"max_tokens": 3, "max_completion_tokens": 500}),
+    ):
+        before = remaining_tokens(scene)
+        body = {"model": SERVER, "messages": [{"role": "user", "content": "x" * 40}], **limits}
+        reply = scene.ask("/v1/chat/completions", body, authorization=f"Bearer {scene.key}")
+        assert reply.status is None
+        assert before - remaining_tokens(scene) == most_tokens
+
+
+def remaining_tokens(scene: Keyed) -> int:
+    headers = scene.ring.who(f"Bearer {scene.key}".encode(), 0.0).allowance.headers(0.0)
+    return int(headers.partition(b"remaining-tokens: ")[2].partition(b"\r")[0])
 
 
 def test_limit_beyond_any_context_is_refused_before_anything_is_reserved(tmp_path: Path) -> None:

@@ -106,6 +106,8 @@ CERTAIN_CHARS_PER_TOKEN = 8.0
 """A prompt whose tokens are only estimated is refused where it is too long even with such long tokens."""
 PREPARED_TOKENS = 8_192
 """From here on a prompt is prepared for dispatch beside being tokenised: its text and block names take a while."""
+LIMIT_FIELDS = ("max_tokens", "max_completion_tokens", "n_predict")
+"""Of one answer; the last is llama.cpp's, where a number below 0 means no limit."""
 COPIES_BYTES_MAX = 64_000_000
 """Of the bodies that one request with several answers becomes, one for each."""
 REMEMBER_BYTES = 8 << 20
@@ -331,7 +333,7 @@ def validate_plain(card: ModelCard, body: dict[str, object], chat: bool) -> Vali
     stream = body.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise FormatError("stream", "must be true or false")
-    limit, n = body.get("max_completion_tokens"), body.get("n")
+    limit, n = body.get("max_completion_tokens") if chat else None, body.get("n")
     if limit is None:
         limit = body.get("max_tokens")
         limit = (None if chat else DEFAULT_TOKENS) if limit is None else _count(limit, "max_tokens")
@@ -527,6 +529,7 @@ class Submission:
             output = min(self._room(card, prompt_tokens), card.room_tokens)
         room = max(card.room_tokens - prompt_tokens, 1)
         longest = room if validated.limit is None and card.context_tokens else min(output, room)
+        longest = max(longest, _most_limit(validated, room if card.context_tokens else UNKNOWN_ROOM_TOKENS))
         self.most_tokens = prompt_tokens + longest * _answers(validated)
         self._ends = tuple(card.ends)
         prompt = prompts[0] if len(prompts) == 1 else ()
@@ -621,6 +624,12 @@ class Submission:
             manner.exact,
             validated.grammar,
         )
+
+
+def _most_limit(validated: ValidatedRequest, room: int) -> int:
+    """The largest limit in a body for a server of plain OpenAI: servers differ in which of several they follow."""
+    limits = [value for name in LIMIT_FIELDS if type(value := validated.body.get(name)) is int]
+    return room if any(limit < 0 for limit in limits) else min(max(limits, default=0), room)
 
 
 def _answers(validated: ValidatedRequest) -> int:
