@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -189,3 +191,20 @@ def test_an_answer_that_misses_is_not_put_into_force_unasked(
     assert run([*words, "--yes"]) == 0
     assert "plan 2 is in force: reallocate, $1.60/h (was $1.86/h)" in capsys.readouterr().out
     assert [item.cost_usd_per_h for item in service.applied] == [1.6]
+
+
+def test_applied_answer_compares_costs_with_the_same_charges(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have the head node: a plan that costs as much as before is not shown as dearer."""
+    spec, out = tmp_path / "potluck.yaml", tmp_path / "plan.json"
+    spec.write_text((CHANCE % 4).replace("- name: office", "- name: office\n    head_usd_per_h: 0.5"))
+    assert run(["plan", str(spec), "--averages", "--what-if", "office:1xL4=0", "--out", str(out)]) == 0
+    plan = plan_from_json(out.read_text())
+    assert plan.total_usd_per_h == plan.cost_usd_per_h + 0.5
+    service: Any = Told(plan, spec)
+    answer: Any = SimpleNamespace(plan=replace(plan, deployments=()), step="flip", cost_usd_per_h=1.3)
+    monkeypatch.setattr(replan_module, "with_gateway", lambda _: None)
+    assert f"$1.30/h (was ${plan.total_usd_per_h:.2f}/h)" in replan_module.apply(
+        service, service.live, answer
+    )

@@ -28,7 +28,7 @@ from potluck.control.state_store import PlanVersion, StateStore
 from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.values.layout import single
 from potluck.core.values.plan import BucketCapacity, Deployment, Plan, PlannedShare, plan_from_json, plan_mark
-from potluck.core.values.types import NodeOffer
+from potluck.core.values.types import NodeOffer, Region
 
 MAKE = EngineSpec("m", single("1xA10", 1, 2), "east")
 
@@ -242,8 +242,15 @@ def test_more_copies_than_nodes_are_refused() -> None:
         scaled(PLAN, "t", "west", 1, cost, nodes)
 
 
-def test_scaled_plan_does_not_pay_for_reserved_nodes() -> None:
+def test_scaled_plan_pays_for_nodes_beyond_the_reserved_ones_and_for_head_nodes_in_use() -> None:
     node = PLAN.template("t").nodes[0].node
-    offers = {("east", node): NodeOffer(node, 0.75, 9, reserved=3)}
-    assert scaled(PLAN, "t", "east", 3, {"east": 0.75}, offers=offers).cost_usd_per_h == 0.0
-    assert scaled(PLAN, "t", "east", 5, {"east": 0.75}, offers=offers).cost_usd_per_h == pytest.approx(1.5)
+    east = Region("east", (NodeOffer(node, 0.75, 9, reserved=3),), head_usd_per_h=0.3)
+    west = Region("west", (NodeOffer(node, 1.0, 9),), head_usd_per_h=0.5)
+    cost, regions = {"east": 0.75, "west": 1.0}, (east, west)
+    assert scaled(PLAN, "t", "east", 3, cost, regions=regions).cost_usd_per_h == 0.0
+    both = scaled(scaled(PLAN, "t", "east", 5, cost, regions=regions), "t", "west", 1, cost, regions=regions)
+    assert both.cost_usd_per_h == pytest.approx(2 * 0.75 + 1.0)
+    assert both.total_usd_per_h == pytest.approx(2 * 0.75 + 1.0 + 0.3 + 0.5)
+    left = scaled(both, "t", "west", 0, cost, regions=regions)
+    assert left.total_usd_per_h == pytest.approx(2 * 0.75 + 0.3)
+    assert scaled(left, "t", "east", 0, cost, regions=regions).total_usd_per_h == 0.0

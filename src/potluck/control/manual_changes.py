@@ -16,8 +16,9 @@ from typing import Any
 
 from potluck.control.state_store import PlanVersion, StateStore
 from potluck.core.errors import InputError, PotluckError, UnknownNameError
-from potluck.core.values.fleet_cost import Offers, rent_usd_per_h
-from potluck.core.values.plan import Deployment, Plan, PlannedShare
+from potluck.core.values.fleet_cost import HEADS, heads_usd_per_h, offers_in, rent_usd_per_h
+from potluck.core.values.plan import Charge, Deployment, Plan, PlannedShare
+from potluck.core.values.types import Region
 
 BY_HAND = "by hand"
 CORDONED = "cordoned"
@@ -54,11 +55,11 @@ def scaled(
     count: int,
     usd_per_h: Mapping[str, float],
     available: Mapping[tuple[str, str], int] | None = None,
-    offers: Offers | None = None,
+    regions: Sequence[Region] = (),
 ) -> Plan:
     """The same plan with so many copies there; `usd_per_h` is what one costs in each region that can have it, and
-    `available` how many nodes there are, (region, node) to a number: what cannot be had is refused. With `offers` the
-    rent leaves out the reserved nodes."""
+    `available` how many nodes there are, (region, node) to a number: what cannot be had is refused. With
+    `regions` the rent leaves out the reserved nodes, and head nodes are those of the regions that are used now."""
     names = [item.name for item in plan.templates]
     if template not in names:
         raise UnknownNameError("template", template, names)
@@ -82,9 +83,12 @@ def scaled(
     changed = replace(
         plan, deployments=deployments, shares=kept + (new if count else ()), cost_usd_per_h=cost
     )
-    return (
-        changed if offers is None else replace(changed, cost_usd_per_h=rent_usd_per_h(offers, changed.nodes))
-    )
+    if not regions:
+        return changed
+    rent = rent_usd_per_h(offers_in(regions), changed.nodes)
+    heads = Charge(HEADS, heads_usd_per_h(regions, {item.region for item in deployments}))
+    others = tuple(charge for charge in changed.charges if charge.what != HEADS)
+    return replace(changed, cost_usd_per_h=rent, charges=(*others, heads) if heads.usd_per_h > 0 else others)
 
 
 def _others(plan: Plan, template: str, region: str) -> tuple[Deployment, ...]:

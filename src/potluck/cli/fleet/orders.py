@@ -175,9 +175,9 @@ def _scaled(service: ServiceView, what: str) -> dict[str, Any]:
         for item in snapshot.get("copies", ())
         if item["template"] == template
     }
-    offers = offers_in(decode(Region, place) for place in snapshot.get("regions", ()))
-    available = {key: offer.available for key, offer in offers.items()}
-    plan = scaled(newest.plan, template, region, int(number), costs, available, offers or None)
+    regions = tuple(decode(Region, place) for place in snapshot.get("regions", ()))
+    available = {key: offer.available for key, offer in offers_in(regions).items()}
+    plan = scaled(newest.plan, template, region, int(number), costs, available, regions)
     if plan.deployments == newest.plan.deployments:
         line = f"there are to be {number} already; nothing changed"
         return {"version": newest.version, "scaling": None, "line": line}

@@ -475,7 +475,7 @@ def apply(service: ServiceView, running: LiveService, best: ReplanOption) -> str
     why, cost = f"replan --live, {best.step}", f"${best.cost_usd_per_h:.2f}/h"
     version = put_plan(service.store, service.client.set_plan, best.plan, f"{BY_HAND}: {why}", time.time())
     service.store.note(time.time(), "plan", f"version {version}, {cost}, {why}", BY_HAND)
-    change = f"{cost} (was ${running.plan.cost_usd_per_h:.2f}/h)"
+    change = f"{cost} (was ${running.plan.total_usd_per_h:.2f}/h)"
     return f"plan {version} is in force: {best.step}, {change}; `potluck scale --auto` hands the fleet back"
 
 

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from potluck.core.values.types import NodeOffer, Region
 
 HOURS_PER_MONTH = 730.0
+HEADS = "head nodes"  # What a plan's charge for them is called.
 Offers = Mapping[tuple[str, str], NodeOffer]
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from potluck.core.errors import InputError
 from potluck.core.values import fleet_cost
-from potluck.core.values.fleet_cost import offers_in
+from potluck.core.values.fleet_cost import HEADS, offers_in
 from potluck.core.values.plan import Charge, Plan, Template
 from potluck.core.values.service import ModelTerms
 from potluck.core.values.types import NodeOffer, Role
@@ -25,7 +25,7 @@ from potluck.plan.allocate.program import CountLimit, ExtraVariable, Floats, Flo
 from potluck.plan.problem import ModelDemand, PlanningProblem
 
 INFINITY = float("inf")
-EGRESS, LOSSES, STORAGE, HEADS = "egress", "preemptions", "weights in storage", "head nodes"
+EGRESS, LOSSES, STORAGE = "egress", "preemptions", "weights in storage"
 
 
 @dataclass(slots=True)
