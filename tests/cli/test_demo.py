@@ -93,10 +93,15 @@ def test_a_shift_is_answered_by_a_plan_for_the_lengths_and_by_what_is_done_for_i
     flipped = look(standing("a", "decode"), usd=1.5)
     assert (
         act.result(seen(one, flipped)).split(". ")[1]
-        == "1 replica changed roles without loading weights again"
+        == "1 replica changed roles without loading weights again."
     )
-    assert act.result(seen(one, look(usd=2.5))).endswith("lengths. It costs $2.50 an hour instead of $2.00.")
-    same = act.result(seen(one, one, ("recast", "r")))
+    settled, cheaper = planned(one), planned(look(standing("a"), usd=1.5))
+    assert act.result(seen(settled, cheaper)).endswith("lengths. It costs $1.50 an hour instead of $2.00.")
+    assert act.saved_usd_per_h(seen(settled, cheaper)) == 0.5
+    for before, now in ((settled, planned(cheaper, pending=True)), (one, cheaper)):
+        assert act.result(seen(before, now)).endswith("for these lengths."), "no price between two plans"
+        assert act.saved_usd_per_h(seen(before, now)) == 0.0
+    same = act.result(seen(settled, settled, ("recast", "r")))
     assert same.endswith("lengths. It costs $2.00 an hour, as before."), "another template, the old role"
 
 

@@ -303,7 +303,8 @@ def peak(seen: ActEvidence) -> str:
 def in_place(seen: ActEvidence) -> str:
     changed = _many(seen.changed_roles, "replica", "replicas")
     roles = f" {changed} changed roles without loading weights again." if seen.changed_roles else ""
-    return f"The fleet was planned anew for these lengths.{roles} {_price(seen)}"
+    price = f" {_price(seen)}" if _both_settled(seen) else ""
+    return f"The fleet was planned anew for these lengths.{roles}{price}"
 
 
 def went_on(seen: ActEvidence) -> str:
@@ -360,6 +361,15 @@ def saved_by_far(seen: ActEvidence) -> float:
 
 def saved_since(seen: ActEvidence) -> float:
     return seen.before.usd_per_h - seen.now.usd_per_h
+
+
+def saved_once_settled(seen: ActEvidence) -> float:
+    return saved_since(seen) if _both_settled(seen) else 0.0
+
+
+def _both_settled(seen: ActEvidence) -> bool:
+    """Whether both fleets are as planned; else the prices have replicas that start or leave, and no plan has them."""
+    return seen.before.settled and seen.now.settled
 
 
 CHAT, CODE = (1350, 60), (2700, 10)  # Mean tokens of prompts and answers.
@@ -541,7 +551,7 @@ def _morning() -> tuple[Act, ...]:
             reshaped,
             ("plan", "recast", "flip"),
             in_place,
-            saved_usd_per_h=saved_since,
+            saved_usd_per_h=saved_once_settled,
         ),
     )
 
