@@ -415,14 +415,11 @@ def test_whole_state_is_drawn_at_once_below_the_fold(lab: Lab) -> None:
     """As for a capture that comes right after the page was opened."""
     script = """import('/page/state.js').then(async ({ state, news, whole }) => {
       const row = Object.values(state.tables.tenants)[0];
-      const drawn = async (name) => {
-        while (!says('#tenant-table').includes(name)) await new Promise(requestAnimationFrame);
-        return performance.now(); };
       news({ at_s: state.at_s, set: { tenants: { 'by news': { ...row } } } });
-      const before_ms = await drawn('by news');
+      while (!says('#tenant-table').includes('by news')) await new Promise(requestAnimationFrame);
       const tables = { ...state.tables, tenants: { 'by whole': { ...row } } };
       whole({ ...state, tables, requests: {} });
-      return [await drawn('by whole') - before_ms, one('#tenant-table').getBoundingClientRect().top]; })"""
+      return [says('#tenant-table').includes('by whole'), one('#tenant-table').getBoundingClientRect().top]; })"""
 
     async def run() -> Any:
         async with lab.browser.tab(lab.url, 1000, 300) as tab:
@@ -431,9 +428,9 @@ def test_whole_state_is_drawn_at_once_below_the_fold(lab: Lab) -> None:
             await tab.until("one('#tenant-table tbody tr') !== null")
             return await tab.run(script)
 
-    took_ms, top = lab.run(run())
+    drawn, top = lab.run(run())
     assert top > 600, "it is out of sight"
-    assert took_ms < 1000, "news of such a section wait for 2 s"
+    assert drawn, "before any frame"
 
 
 def test_print_draws_every_section_as_it_is_at_that_moment(lab: Lab) -> None:

@@ -43,7 +43,8 @@ function soon() {
   if (!timer) timer = setTimeout(() => requestAnimationFrame(paintAll), 60);
 }
 
-function paintAll(now) {
+/** `everything`: what is due is drawn in this frame, however long that takes, and wherever it is. */
+function paintAll(now, everything = false) {
   timer = 0;
   const together = dirty.has(TOGETHER);
   for (const painter of painters) {
@@ -54,7 +55,7 @@ function paintAll(now) {
   const began = performance.now();
   for (const painter of painters) {
     if (!painter.due) continue;
-    const once = together && painter.topics.has(TOGETHER);
+    const once = everything || (together && painter.topics.has(TOGETHER));
     const every_ms = once ? 0 : painter.seen ? painter.every_ms : Math.max(painter.every_ms, OFFSCREEN_MS);
     const wait = painter.last + every_ms - now;
     if (wait > 4) { later = Math.min(later, wait); continue; }
@@ -87,8 +88,8 @@ export function whole(said) {
   state.at_s = said.at_s;
   state.window_s = said.window_s ?? state.window_s;
   addRequests(said.requests);
-  for (const painter of painters) painter.last = -Infinity; // all of it at once, also outside the viewport: a capture may come soon
-  touched(...Object.keys(said.tables), "points", "events", "requests");
+  for (const topic of [...Object.keys(said.tables), "points", "events", "requests"]) dirty.add(topic);
+  paintAll(performance.now(), true); // a capture may come before the next frame
 }
 
 export function news(said) {
