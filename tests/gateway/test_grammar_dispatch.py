@@ -7,15 +7,17 @@ import signal
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from dispatch_helpers import Clock, Desk, Fleet, Heard, Stage, asked, driver, plan_of
-from openai_helpers import NAME, SERVER, Scene
+from openai_helpers import NAME, SERVER, Scene, choices
 
 from potluck.core.state import events
+from potluck.core.state.actions import Refuse
 from potluck.core.state.policy import Policy
 from potluck.core.values.route import aggregated
 from potluck.core.values.sampling import Sampling
@@ -36,6 +38,13 @@ class InOrder(TokenizerPool):
     """Counts what would go to a thread, and does it at once."""
 
     apart = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.postponed: list[Callable[[], None]] = []
+
+    def soon(self, then: Callable[[], None]) -> None:
+        self.postponed.append(then)
 
     def do(self, chars: int, task: Any, then: Any) -> None:
         self.apart += 1
@@ -111,6 +120,37 @@ def test_grammar_in_a_field_of_another_server_marks_its_request(body: dict[str, 
     scene = Scene()
     scene.ask("/v1/completions", {"model": SERVER, "prompt": "x", **body})
     assert [one.grammar for one in scene.driver.asked] == [True]
+
+
+@pytest.mark.parametrize("how", ["token", "end", "refusal", "client left"])
+@pytest.mark.parametrize("several", [{"n": 3}, {"prompt": ["x", "y", "z"]}])
+def test_choices_with_one_grammar_begin_once_the_first_has_output(several: dict[str, Any], how: str) -> None:
+    pool = InOrder()
+    scene = Scene(counting=pool)
+    body = {"model": NAME, "prompt": "x", "max_tokens": 5, "response_format": form(GOOD), **several}
+    reply = scene.ask("/v1/completions", body)
+    (first,) = scene.driver.answers.values()
+    if how == "token":
+        first.tokens(choices("a"))
+        first.tokens(choices("b"))
+    elif how == "end":
+        first.finished("stop", 0)
+    elif how == "refusal":
+        first.refused(Refuse("r", "grammar", ""))
+    assert len(scene.driver.asked) == 1, "the loop has other work first"
+    if how == "client left":
+        first.tokens(choices("a"))
+        assert reply.on_gone is not None
+        reply.on_gone()
+    for then in pool.postponed:
+        then()
+    if how in ("refusal", "client left"):
+        assert len(scene.driver.asked) == 1
+        return
+    for answer in scene.driver.answers.values():
+        answer.finished("stop", 0)
+    assert [choice["index"] for choice in reply.json["choices"]] == [0, 1, 2]
+    assert scene.door.open == 0
 
 
 @pytest.mark.parametrize("good", [False, True])
@@ -229,7 +269,7 @@ def test_grammar_that_ends_its_engine_costs_one_engine_and_other_requests_go_on(
 
     plan, spec = write_plans(tmp_path, [*WHOLE] * 3)
     words = {"model": MODEL, "prompt": "The captain of the ship said", "max_tokens": 200, "temperature": 0}
-    deadly = {**words, "stream": stream, "response_format": form({**GOOD, "description": "deadly"})}
+    deadly = {**words, "stream": stream, "response_format": form({**GOOD, "description": "deadly"}), "n": 3}
     gateway = ("--files", f"{MODEL}={shipped_model()}")
     with DyingFleet(plan, spec, gateway=gateway) as fleet, ThreadPoolExecutor(6) as pool:
         running = [pool.submit(post, fleet.url, {**words, "seed": n}) for n in range(6)]
@@ -243,4 +283,5 @@ def test_grammar_that_ends_its_engine_costs_one_engine_and_other_requests_go_on(
             if process.popen.poll() is not None:
                 dead.append(process.popen.returncode)
         assert dead == [-signal.SIGKILL]
-        assert post(fleet.url, {**words, "response_format": form(GOOD)})[0] == 200
+        status, reply = post(fleet.url, {**words, "response_format": form(GOOD), "n": 3})
+        assert (status, len(reply["choices"])) == (200, 3)

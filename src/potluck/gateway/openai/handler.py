@@ -11,7 +11,7 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -115,6 +115,10 @@ class TokenizerPool:
                 loop.call_soon_threadsafe(told, future)
 
         self._pool.submit(task).add_done_callback(done)
+
+    def soon(self, then: Callable[[], None]) -> None:
+        """Call it in the event loop, once what runs there now is done."""
+        (self._loop or asyncio.get_running_loop()).call_soon(then)
 
     def close(self) -> None:
         if self._pool is not None:
@@ -446,7 +450,19 @@ class ClientHandler(OpenRequests):
         if recording is not None:
             asks, word, created_s = recording.begins(asks, word, created_s)
         answering.start(validated, word, created_s, writers, asking.prompt_tokens)
-        for asked, writer in zip(asks, writers, strict=True):
+        choices = list(zip(asks, writers, strict=True))
+        if validated.grammar and len(choices) > 1:
+            # All at once could lose an engine each by compiling the same grammar.
+            rest = partial(self._drive_rest, answering, choices[1:])
+            answering.on_first_output = partial(self._counting.soon, rest)
+            del choices[1:]
+        self._drive(answering, choices)
+
+    def _drive(
+        self, answering: ResponseWriter, choices: Sequence[tuple[ChoiceRequest, ChoiceWriter]]
+    ) -> None:
+        recording = answering.recording
+        for asked, writer in choices:
             if answering.over:  # an earlier one was refused at once
                 break
             writer.begun = True
@@ -454,6 +470,15 @@ class ClientHandler(OpenRequests):
                 self._driver.begin(asked, writer)
             else:
                 recording.drive(self._driver, asked, writer)
+
+    def _drive_rest(
+        self, answering: ResponseWriter, choices: Sequence[tuple[ChoiceRequest, ChoiceWriter]]
+    ) -> None:
+        try:
+            self._drive(answering, choices)
+        except Exception as error:
+            known = refusal(error) or self._unexpected(error)
+            answering.fail(known, _outcome(known))
 
     def _reserve(self, answering: ResponseWriter, key: ApiKey, tokens: int) -> None:
         now_s = self._clock()

@@ -123,6 +123,8 @@ class ResponseWriter:
     _word = ""
     recording: AnswerRecording | None = None
     gap: Callable[[float], None] | None = None  # Hears what is between two tokens, as soon as there was one.
+    on_first_output: Callable[[], None] | None = None
+    """Called once a choice has its first token, or its end."""
 
     def __init__(
         self,
@@ -185,6 +187,8 @@ class ResponseWriter:
         now_s = self.clock()
         if self.first_s is None:
             self.first_s = now_s
+            if self.on_first_output is not None:
+                self._told_first()
         if self.gap is None:
             assert self.validated is not None
             self.gap = self._meter.gaps(self.validated.card.name)
@@ -192,6 +196,11 @@ class ResponseWriter:
             self.gap(now_s - before_s)
         self.output += tokens
         return now_s
+
+    def _told_first(self) -> None:
+        then, self.on_first_output = self.on_first_output, None
+        if then is not None:
+            then()
 
     def say(self, data: bytes) -> None:
         if not self._begun:
@@ -215,6 +224,7 @@ class ResponseWriter:
         self._cached = min(self._cached + cached_tokens, self.prompt_tokens)
         self._left -= 1
         if self._left or self.over:
+            self._told_first()
             return
         assert self.validated is not None
         self.over = True
@@ -299,7 +309,7 @@ class ResponseWriter:
 
     def _room(self, there: bool) -> None:
         for writer in self.writers:
-            if not writer.over:
+            if writer.begun and not writer.over:
                 self._driver.room(writer.id, there)
 
     def _tell(self, outcome: str, status: int) -> None:
