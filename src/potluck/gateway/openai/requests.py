@@ -529,7 +529,10 @@ class Submission:
             output = min(self._room(card, prompt_tokens), card.room_tokens)
         room = max(card.room_tokens - prompt_tokens, 1)
         longest = room if validated.limit is None and card.context_tokens else min(output, room)
-        longest = max(longest, _most_limit(validated, room if card.context_tokens else UNKNOWN_ROOM_TOKENS))
+        if "max_completion_tokens" in validated.body or "n_predict" in validated.body:
+            longest = max(
+                longest, _most_limit(validated, room if card.context_tokens else UNKNOWN_ROOM_TOKENS)
+            )
         self.most_tokens = prompt_tokens + longest * _answers(validated)
         self._ends = tuple(card.ends)
         prompt = prompts[0] if len(prompts) == 1 else ()
