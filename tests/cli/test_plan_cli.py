@@ -227,6 +227,17 @@ def test_group_that_one_strategy_printed_can_be_pinned_in_another(
         assert json.loads(capsys.readouterr().out)["plan"]["deployments"] == [deployment]
 
 
+def test_pinned_group_that_no_search_finds_names_the_option_that_has_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    pin = "Llama-3.1-8B: group abcdef 1 mixed on 1 machine@desk=1"
+    command = ["plan", str(EXAMPLES / "one-node.yaml"), "--averages", "--pin", pin, "--out", str(out)]
+    assert run(command) == 2
+    assert "give --running with the plan that has it" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_rehearsed_plan_keeps_its_pins(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The pinned copies are more than are needed: the search tries plans with fewer copies of other templates."""
     pin = "chat: mixed 1xL40S tp1@home=4"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from potluck.core.errors import UnknownNameError
+from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.kv import LOSSLESS, wire_of
 from potluck.core.values.plan import (
     BucketCapacity,
@@ -44,6 +44,7 @@ from potluck.plan.allocate.program import (
 from potluck.plan.assemble.term_rows import charges_of, with_terms
 from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
 from potluck.plan.templates.combo import combo_capacity
+from potluck.plan.templates.group import GROUP_NAME
 from potluck.plan.templates.pair import pair_capacity
 from potluck.plan.timing.named_machines import machine_of
 from potluck.plan.timing.network_cards import busy_limits, cards_of, late_s, link_bits_per_s, wire_bits
@@ -477,6 +478,9 @@ def _trimmed(program_columns: ProgramColumns, allocation: Allocation) -> tuple[P
 def _pin(program_columns: ProgramColumns, pin: Deployment, exactly: bool) -> ColumnPin:
     key = program_columns.key(pin.template, pin.region)
     if key is None:
+        if f": {GROUP_NAME}" in pin.template:
+            how = "a search of another length may find others; give --running with the plan that has it"
+            raise InputError("pin", f"no search found {pin.template!r}: {how}")
         known = [template.name for group in program_columns.templates for template in group]
         raise UnknownNameError("pin", f"{pin.template}@{pin.region}", known)
     return ColumnPin(key, pin.count, exactly)
