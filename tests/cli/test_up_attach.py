@@ -294,6 +294,25 @@ def test_options_of_own_engines_are_refused(
     said(capsys, "up", "--attach", file, *options, rc=2)
 
 
+def test_attached_service_listens_where_it_was_told(
+    tmp_path: Path,
+    start: Callable[..., StubServer],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hosts: list[str] = []
+
+    def run_stack(show: AttachShow) -> None:
+        hosts.append(show.stack._settings.host)
+        show.stack.close()
+
+    monkeypatch.setattr("potluck.cli.up.run_service.run_stack", run_stack)
+    file = roster(tmp_path, f"url: '{start(vllm('m')).url}'")
+    for state, options in (("one", ()), ("two", ("--host", "0.0.0.0"))):
+        said(capsys, "up", "--attach", file, "--state", tmp_path / state, *options)
+    assert hosts == ["127.0.0.1", "0.0.0.0"]
+
+
 @pytest.mark.slow
 def test_attached_service_is_shown_and_stopped_like_any_other(
     tmp_path: Path, start: Callable[..., StubServer], capsys: pytest.CaptureFixture[str]

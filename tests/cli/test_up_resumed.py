@@ -53,7 +53,9 @@ def written_state(tmp_path: Path) -> tuple[Path, Path, Path, Plan]:
     store = StateStore(folder / "state.db")
     store.add_plan(plan, 0.0, "begin")
     store.set("spec", mark_of(spec.read_text("utf-8")))
-    settings = LocalStackSettings(folder, spec.resolve(), 0, gateway=("--mock",), why="because", start_s=7.0)
+    settings = LocalStackSettings(
+        folder, spec.resolve(), 0, gateway=("--mock",), why="because", start_s=7.0, host="0.0.0.0"
+    )
     remember(store, settings)
     store.close()
     return folder, plan_path, spec, plan
@@ -93,6 +95,7 @@ def test_resumed_service_keeps_the_newest_plan_and_starts_engines_once_commands_
     try:
         assert stack.plan == plan
         assert stack._settings.start_s == 7.0
+        assert stack._settings.host == "0.0.0.0", "clients on other machines still reach its gateway"
         assert not loads
         assert stack._settings.maker.chips == ()
         assert stack._settings.maker.variables == {}

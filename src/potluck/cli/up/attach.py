@@ -84,7 +84,7 @@ class Attachment:
     """What to report about servers that answered."""
 
 
-def attach(file: Path, paths: tuple[Path, ...], asked: SimpleNamespace) -> None:
+def attach(file: Path, paths: tuple[Path, ...], asked: SimpleNamespace, host: str = "127.0.0.1") -> None:
     from potluck.cli.supervisor import SUPERVISED
     from potluck.control.launchers.process import must_be_free
     from potluck.control.local_stack import LocalStack, LocalStackSettings
@@ -124,6 +124,7 @@ def attach(file: Path, paths: tuple[Path, ...], asked: SimpleNamespace) -> None:
         spec_path,
         asked.port,
         gateway=words,
+        host=host,
         held=SUPERVISED.held,
         why=f"potluck up --attach {file.name}",
         attached=True,

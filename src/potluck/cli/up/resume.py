@@ -36,11 +36,13 @@ class ResumeRecord:
     start_s: float
     why: str
     advise: bool
+    host: str
+    """Where clients reach the gateway."""
 
 
 def remember(store: StateStore, settings: LocalStackSettings) -> None:
     """Record what another controller needs to resume this one's work, where it needs nothing from outside."""
-    record = ResumeRecord(settings.gateway, settings.start_s, settings.why, settings.advise)
+    record = ResumeRecord(settings.gateway, settings.start_s, settings.why, settings.advise, settings.host)
     outside = settings.launcher or settings.market or settings.day or settings.profiles
     store.set(RESUME, None if outside else encode(record))
 
@@ -66,6 +68,7 @@ def resumed(
         record.gateway,
         record.advise,
         start_s=record.start_s,
+        host=record.host,
         held=held,
         why=record.why,
     )

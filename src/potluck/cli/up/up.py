@@ -176,7 +176,7 @@ def up(paths: tuple[Path, ...], attach: Path | None, **options: Any) -> None:
         raise InputError("--on", "is for engines that `up` starts itself; leave --attach out")
     from potluck.cli.up.attach import attach as attached
 
-    attached(attach, paths, asked)
+    attached(attach, paths, asked, elsewhere.host)
 
 
 def _up(paths: tuple[Path, ...], elsewhere: ClusterTarget, asked: SimpleNamespace) -> None:
