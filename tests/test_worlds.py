@@ -99,6 +99,15 @@ def test_bugs_put_in_on_purpose_are_found(names: tuple[str, ...], options: tuple
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bug", "seed"), [("uncounted_failures", "5365"), ("uncounted_starts", "5798"), ("torn_usage", "5035")]
+)
+def test_bug_that_few_seeds_show_breaks_a_rule_in_its_seed(bug: str, seed: str) -> None:
+    done = worlds("--bug", bug, "--first", seed, "--most", "1")
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes by /proc")
 def test_real_processes_fare_as_in_a_world() -> None:
     done = worlds("--count", "1", "--first", REAL, module="worlds.real")
