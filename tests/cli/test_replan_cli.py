@@ -208,3 +208,19 @@ def test_applied_answer_compares_costs_with_the_same_charges(
     assert f"$1.30/h (was ${plan.total_usd_per_h:.2f}/h)" in replan_module.apply(
         service, service.live, answer
     )
+
+
+def test_lost_node_is_answered_when_no_plan_keeps_the_least_copies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The new plan serves nothing; routes over the copies that are left serve all."""
+    spec, out = tmp_path / "potluck.yaml", tmp_path / "plan.json"
+    limits = "100, cv: 0.5}}\n  limits: {min_copies: 2}"
+    text = CHANCE.replace("rate_per_s: 3", "rate_per_s: 0.2").replace("100, cv: 0.5}}", limits)
+    spec.write_text("\n".join(line for line in (text % 2).splitlines() if "1xL40S" not in line) + "\n")
+    assert run(["plan", str(spec), "--averages", "--out", str(out)]) == 0
+    capsys.readouterr()
+    assert run(["replan", str(out), str(spec), "--averages", "--lose", "office:1xL4=1", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    served = {answer["step"]: answer["served_fraction"] for answer in document["answers"]}
+    assert (document["best"], served["reroute"], served["reallocate"]) == ("reroute", 1.0, 0.0)

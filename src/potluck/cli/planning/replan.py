@@ -206,10 +206,12 @@ def _answered(
         auto = STRATEGIES["auto"]
         planner = auto if averages else rehearsing(auto, spec)
         answers = ladder(problem, running, planner, settings)
-        # New routes and roles use what is left as well as they can; only a new plan keeps its owner's terms.
+        # New routes and roles use what is left as well as they can; only a new plan keeps its owner's terms, and one
+        # without copies says that none can.
         plain = replace(problem, asks=tuple(replace(ask, terms=ModelTerms()) for ask in problem.asks))
         for answer in answers:
-            violations = verify(problem if answer.step == "reallocate" else plain, answer.plan)
+            keeps_terms = answer.step == "reallocate" and bool(answer.plan.deployments)
+            violations = verify(problem if keeps_terms else plain, answer.plan)
             if violations:
                 raise CapacityError(f"the answer {answer.step!r} failed its own check: {violations[0]}")
         best = best_answer(answers)
