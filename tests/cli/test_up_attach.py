@@ -210,7 +210,7 @@ def test_server_that_the_gateway_has_not_probed_yet_is_reported_with_what_was_fo
     entry = EngineEntry("http://h:1", "openai", "m")
     source = SimpleNamespace(from_spec=False, probed=(ProbedServer(entry, problem="http://h:1 hangs"),))
     show = AttachShow(None, ("m",), source, False, 0.0, False, 1.0)  # type: ignore[arg-type]
-    seen = {"url": "http://h:1", "model": "m", "replica": "", "note": NOT_PROBED}
+    seen = {"url": "http://h:1", "model": "m", "replica": "", "note": f"http://h:1 {NOT_PROBED}"}
     assert show._reasons([seen]) == {"http://h:1 (m)": "http://h:1 hangs"}
     assert show._reasons([{**seen, "note": "later"}]) == {"http://h:1 (m)": "later"}
     assert show._reasons([{**seen, "replica": "r", "note": ""}]) == {"http://h:1 (m)": ""}

@@ -533,3 +533,7 @@ def test_a_link_is_slow_only_where_bytes_wait_for_it() -> None:
     assert idle.gbps == 8.0
     quiet = link_reports({}, planned, 1.0)
     assert all(item.utilisation == 0 and item.gbps == 8.0 for item in quiet)
+
+
+def test_reason_of_an_engine_that_was_not_probed_yet_names_it() -> None:
+    assert EngineRecord(EngineEntry("http://h:2")).note == "http://h:2 has not been probed yet"

@@ -555,7 +555,7 @@ class AttachShow:
         reasons = reasons_of(engines)
         for server in self.source.probed:
             name = server_name(server.entry.base_url, server.entry.model)
-            if server.problem and reasons.get(name) == NOT_PROBED:
+            if server.problem and reasons.get(name, "").endswith(NOT_PROBED):
                 reasons[name] = server.problem
         if self.source.from_spec:
             return reasons

@@ -38,7 +38,7 @@ MOST_ADAPTERS = 1024
 KINDS = ("added", "removed", "marked", "unmarked")
 EVERYWHERE = ("0.0.0.0", "[::]", "::")
 FIRST_KV_VERSION = 2
-NOT_PROBED = "was not heard of yet"
+NOT_PROBED = "has not been probed yet"
 COUNTS = ("waiting", "running", "todo_tokens", "context_tokens", "free_blocks", "total_blocks")
 LINK_NUMBERS = ("moved_bytes", "goodput_bytes_per_s", "queue_bytes", "retransmits")
 Wire = tuple[str, int]
@@ -189,7 +189,7 @@ class EngineRecord:
     asked_s: float = 0.0
     replica: str = ""
     """Which one it is at present; empty: none."""
-    note: str = NOT_PROBED
+    note: str = ""
     """Why it is none, in one line."""
     models: Listing = None
     """Of a server of OpenAI's API: what it listed last; None: nothing yet, or it has no list."""
@@ -215,6 +215,9 @@ class EngineRecord:
     """Peer to (bytes moved, seconds busy) when last looked at."""
     resent: dict[str, float] = field(default_factory=dict)
     """Segments of TCP sent again, by receiver."""
+
+    def __post_init__(self) -> None:
+        self.note = self.note or f"{self.entry.url} {NOT_PROBED}"
 
 
 class EngineClient:
