@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from potluck.core import errors
 from potluck.core.errors import (
     CapacityError,
     FormatError,
@@ -66,3 +67,19 @@ def test_only_a_known_name_is_suggested(name: str, known: list[str]) -> None:
 def test_a_known_name_in_other_case_is_its_own_nearest(known: list[str], data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(known))
     assert did_you_mean(name.upper(), known) == f"; did you mean {name!r}?"
+
+
+def test_unknown_name_of_megabytes_is_compared_and_shown_only_in_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[str] = []
+
+    def get_close_matches(name: str, *_: object, **fields: object) -> list[str]:
+        compared.append(name)
+        return []
+
+    monkeypatch.setattr("difflib.get_close_matches", get_close_matches)
+    error = errors.UnknownNameError("model", "m" * 1_000_000, ["tiny"])
+    assert str(error) == f"model: unknown '{'m' * errors.COMPARED_CHARS}'; known are tiny"
+    errors.did_you_mean("M" * 1_000_000, ["tiny"])
+    assert compared == ["m" * errors.COMPARED_CHARS] * 2

@@ -23,12 +23,17 @@ class InputError(PotluckError):
         super().__init__(f"{field}: {problem}" if field else problem)
 
 
+COMPARED_CHARS = 200
+"""Of a name that is compared with known ones and shown: a client's may have megabytes."""
+
+
 class UnknownNameError(InputError):
     """A name that is not known where it was used; suggests the nearest ones that are."""
 
     def __init__(self, field: str, name: str, known: Iterable[str]) -> None:
         self.name = name
-        super().__init__(field, f"unknown {name!r}{did_you_mean(name, known)}")
+        shown = name[:COMPARED_CHARS]
+        super().__init__(field, f"unknown {shown!r}{did_you_mean(shown, known)}")
 
 
 class FormatError(InputError):
@@ -43,7 +48,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` when something near exists, else the choices when they are few."""
     choices = sorted(set(known))
     lowered = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name[:COMPARED_CHARS].lower(), lowered, n=1, cutoff=0.5)
     if near:
         return f"; did you mean {lowered[near[0]]!r}?"
     if 0 < len(choices) <= 12:
