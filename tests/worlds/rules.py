@@ -193,7 +193,7 @@ def uncounted(world: World) -> str:
     """Metrics have every failed attempt; those of a process that was killed are lost with it."""
     if world.gateway.starts > world.scenario.workers + (world.scenario.workers > 1):
         return ""
-    told = sum(getattr(process, "failed", 0) for process in world.gateway.processes.values())
+    told = sum(len(getattr(process, "failed_attempts", ())) for process in world.gateway.processes.values())
     counted = sum(sum(meter.counted(FAILURES).values()) for meter in world.gateway.made(Counters))
     return "" if counted >= told else f"{told} attempts failed, and metrics have {counted:g}"
 

@@ -433,13 +433,17 @@ def _noted(kind: type) -> None:
 
 
 def _failures_noted() -> None:
-    """Failed attempts that a process tells the Brain of are counted, to compare them with its metrics."""
+    """Note each attempt that a process reports to the Brain as failed, to compare their number with its metrics.
+
+    A process reports one failure again each time the Brain queries the attempt: a set has it once.
+    """
     tell = Dispatcher._tell
 
     def told(self: Dispatcher, event: Event) -> None:
         process = virtual.running()
         if isinstance(event, AttemptFailed) and process is not None:
-            process.failed = getattr(process, "failed", 0) + 1  # type: ignore[attr-defined]
+            failed = process.__dict__.setdefault("failed_attempts", set())
+            failed.add((event.request, event.attempt))
         tell(self, event)
 
     Dispatcher._tell = told  # type: ignore[method-assign]
