@@ -85,16 +85,16 @@ def planner(factory: TemplateFactory, strategy: str) -> Callable[[float], Plan]:
     return plan
 
 
-def served(row: Row, factory: TemplateFactory, load: Workload) -> dict[str, float]:
+def served(row: Row, factory: TemplateFactory, workload: Workload) -> dict[str, float]:
     start_s = time.process_time()
     plan = planner(factory, row.strategy)
     result = simulate(
-        resolved(factory.problem, plan(row.rate_per_s), mean_tokens(load)),
-        load,
+        resolved(factory.problem, plan(row.rate_per_s), mean_tokens(workload)),
+        workload,
         row.policy,
         seed=SEED,
         settings=replace(RUNNING, tick_s=row.policy.tick_s),
-        planner=lambda moment: plan(dict(moment.rates_per_s)[NAME]),
+        planner=lambda plan_question: plan(dict(plan_question.rates_per_s)[NAME]),
     )
     summary = summarise(result)
     model = summary.models[0]
@@ -115,24 +115,29 @@ def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
         steps = QUICK_H * 6
         start = int(np.argmax([np.ptp(rates[i : i + steps]) for i in range(len(rates) - steps + 1)]))
         rates = rates[start : start + steps]
-    load, factory = load_of(rates), TemplateFactory(the_problem(RATE_PER_S))
+    workload, factory = load_of(rates), TemplateFactory(the_problem(RATE_PER_S))
     mean, peak, first = float(rates.mean()), float(rates.max()), float(rates[0])
-    base = Policy(tick_s=RUNNING.tick_s)
+    base_policy = Policy(tick_s=RUNNING.tick_s)
     rows = [
-        Row("static_average", base, "auto", mean),
-        Row("static_peak", base, "auto", peak),
-        Row("replan", replace(base, scaling="replan"), "auto", first),
-        Row("combos_average", base, "cauchy", mean),
-        Row("combos_peak", base, "cauchy", peak),
-        Row("combos_cauchy", replace(base, scaling="cauchy"), "cauchy", first),
-        Row("phases_average", base, "prfaas", mean),
-        Row("phases_flips", replace(base, scaling="flips"), "prfaas", mean),
+        Row("static_average", base_policy, "auto", mean),
+        Row("static_peak", base_policy, "auto", peak),
+        Row("replan", replace(base_policy, scaling="replan"), "auto", first),
+        Row("combos_average", base_policy, "cauchy", mean),
+        Row("combos_peak", base_policy, "cauchy", peak),
+        Row("combos_cauchy", replace(base_policy, scaling="cauchy"), "cauchy", first),
+        Row("phases_average", base_policy, "prfaas", mean),
+        Row("phases_flips", replace(base_policy, scaling="flips"), "prfaas", mean),
     ]
-    figures = {"requests": float(len(load)), "hours": len(rates) / 6, "mean_per_s": mean, "peak_per_s": peak}
+    figures = {
+        "requests": float(len(workload)),
+        "hours": len(rates) / 6,
+        "mean_per_s": mean,
+        "peak_per_s": peak,
+    }
     budget = Budget(quick)
     for row in rows:
         if budget.allows(row.name, 4.0):
-            figures |= prefixed(row.name, served(row, factory, load))
+            figures |= prefixed(row.name, served(row, factory, workload))
     for kind, one, other in (("replan", "replan", "static_peak"), ("cauchy", "combos_cauchy", "combos_peak")):
         if f"{one}_usd" in figures and f"{other}_usd" in figures:
             ratio = figures[f"{one}_usd"] / figures[f"{other}_usd"]

@@ -75,11 +75,11 @@ def out(strategy: str) -> dict[str, float]:
     problem = the_problem(10.0)
     factory = TemplateFactory(problem)
     plan = STRATEGIES[strategy](factory, SolveSettings(time_limit_s=10)).plan
-    load = load_of([10.0, 40.0, 40.0, 40.0], 300.0)
+    workload = load_of([10.0, 40.0, 40.0, 40.0], 300.0)
     policy = Policy(scaling="cauchy")
     figures = {}
     for name, item in (("own", plan), ("offer", with_candidates(factory, plan))):
-        result = simulate(world(item, problem), load, policy, seed=SEED)
+        result = simulate(world(item, problem), workload, policy, seed=SEED)
         key = f"out_{strategy}_{name}"
         figures[f"{key}_kept_after"] = kept(result, 600.0, 1200.0)
         figures[f"{key}_usd"] = summarise(result).cost_usd

@@ -64,7 +64,7 @@ class Machines:
     def __init__(self) -> None:
         self.running: dict[str, str] = {}
 
-    def start(self, name: str, make: EngineSpec) -> Place:
+    def start(self, name: str, engine_spec: EngineSpec) -> Place:
         self.running[name] = "starting"
         return {"pid": name}
 
@@ -116,9 +116,9 @@ class Gateway(GatewayClient):
             return b'{"epoch": "e", "decisions": [], "thinks": "", "ended": {}}'
         fields = ("id", "template", "index", "model", "region", "role", "unit")
         rows = [
-            {name: getattr(member, name) for name in fields}
-            | {"draining": False, "url": self.urls.get(member.id, ""), "step_tokens": 2048}
-            for member in self.wanted_members.values()
+            {name: getattr(replica_spec, name) for name in fields}
+            | {"draining": False, "url": self.urls.get(replica_spec.id, ""), "step_tokens": 2048}
+            for replica_spec in self.wanted_members.values()
         ]
         return json.dumps({"replicas": rows, "replan": None, "kill": [], "plan_mark": self._mark}).encode()
 
@@ -142,7 +142,9 @@ def measure(quick: bool) -> dict[str, float]:
         controller = Controller(store, Lease(store), machines, gateway)
         timed("adopt", lambda: gateway.hear(events.PlanReceived(plan)))
         figures["replicas"] = len(gateway.wanted_members)
-        used = [plan.template(member.template).nodes for member in gateway.wanted_members.values()]
+        used = [
+            plan.template(replica_spec.template).nodes for replica_spec in gateway.wanted_members.values()
+        ]
         figures["nodes"] = sum(node.count for counts in used for node in counts)
         timed("start", controller.turn)
         for _ in range(3):

@@ -118,12 +118,12 @@ def goodput_per_s(seen: Run, place: int) -> float:
     return phase_per_s(np.array([shot.first_s for shot in seen.shots if whole(shot)]), place)
 
 
-def best_static(folder: Path, gbps: float, made: Workload) -> tuple[int, float]:
+def best_static(folder: Path, gbps: float, workload: Workload) -> tuple[int, float]:
     """The threshold with the highest goodput when simulated, and its goodput live."""
-    best, _ = best_threshold(gbps, made, THRESHOLDS)
+    best, _ = best_threshold(gbps, workload, THRESHOLDS)
     what = replace(SELECTIVE, threshold_tokens=best)
     with serving(folder, what, gbps, ("adapt_threshold=false",)) as fleet:
-        return best, goodput_per_s(fired(fleet, made), 0)
+        return best, goodput_per_s(fired(fleet, workload), 0)
 
 
 def drop_per_s() -> float:

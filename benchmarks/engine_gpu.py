@@ -100,10 +100,10 @@ def start(layers: int) -> LocalExecutor:
     size = RunnerSize(rows, blocks, 16384, max_chunk_tokens=max(PREFILLS))
     config = EngineModelConfig(model, rope=RopeConfig(theta=500000.0))
     engine = Runner(config, Drawn(), size, device="cuda", dtype=torch.bfloat16)
-    for kept in engine.cache.layers:
-        assert isinstance(kept, Pages)
+    for pages in engine.cache.layers:
+        assert isinstance(pages, Pages)
         with torch.inference_mode():
-            kept.entries.normal_()
+            pages.entries.normal_()
     return LocalExecutor(engine, size)
 
 

@@ -92,30 +92,30 @@ class Planner:
         self._running = self.fresh(rate_per_s)
         return self._running
 
-    def next(self, moment: PlanQuestion) -> Plan:
-        rate_per_s = max(dict(moment.rates_per_s)[NAME], 0.05)
+    def next(self, plan_question: PlanQuestion) -> Plan:
+        rate_per_s = max(dict(plan_question.rates_per_s)[NAME], 0.05)
         self._running = self._plan(rate_per_s, self._running)
         return self._running
 
-    def _plan(self, rate_per_s: float, running: Plan | None) -> Plan:
+    def _plan(self, rate_per_s: float, running_plan: Plan | None) -> Plan:
         problem = scaled(self.problem, {NAME: rate_per_s / RATE_PER_S})
-        if running is not None:
+        if running_plan is not None:
             problem = replace(problem, init_penalty=START_S / LIFE_S)
         factory = replace(self._factory, problem=problem)
-        return STRATEGIES["auto"](factory, SolveSettings(time_limit_s=LIMIT_S, running=running)).plan
+        return STRATEGIES["auto"](factory, SolveSettings(time_limit_s=LIMIT_S, running=running_plan)).plan
 
 
 def served(
-    policy: Policy, planner: Planner, rate_per_s: float, load: Workload, history: Sequence[float]
+    policy: Policy, planner: Planner, rate_per_s: float, workload: Workload, history: Sequence[float]
 ) -> dict[str, float]:
     start_s = time.process_time()
     past = {NAME: tuple(float(rate) for rate in history)}
-    world = resolved(planner.problem, planner.begin(rate_per_s), mean_tokens(load), history=past)
+    world = resolved(planner.problem, planner.begin(rate_per_s), mean_tokens(workload), history=past)
     settings = replace(RUNNING, tick_s=policy.tick_s)
-    result = simulate(world, load, policy, seed=SEED, settings=settings, planner=planner.next)
+    result = simulate(world, workload, policy, seed=SEED, settings=settings, planner=planner.next)
     summary = summarise(result)
     model = summary.models[0]
-    days = len(load) and float(load.arrival_s[-1]) / 86_400
+    days = len(workload) and float(workload.arrival_s[-1]) / 86_400
     return {
         "usd": summary.cost_usd,
         "attainment": model.attainment or 0.0,
@@ -194,12 +194,12 @@ def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
     oracle_usd = stairs.usd(week, STEP_S)
     oracle = {"usd": oracle_usd, **oracle_kept(planner, stairs, week, load)}
     figures = {"requests": float(len(load)), "hours": len(week) / 6, **prefixed("oracle", oracle)}
-    base = Policy(tick_s=RUNNING.tick_s)
+    base_policy = Policy(tick_s=RUNNING.tick_s)
     rows = [
-        ("static_mean", base, float(week.mean())),
-        ("static_peak", base, float(week.max())),
-        ("replan", replace(base, scaling="replan"), float(week[0])),
-        ("ahead", replace(base, scaling="ahead"), float(week[0])),
+        ("static_mean", base_policy, float(week.mean())),
+        ("static_peak", base_policy, float(week.max())),
+        ("replan", replace(base_policy, scaling="replan"), float(week[0])),
+        ("ahead", replace(base_policy, scaling="ahead"), float(week[0])),
     ]
     if quick:
         say(f"left out: all but {len(week) / 6:g} h, the fleets that stay")

@@ -89,7 +89,7 @@ def cards() -> dict[str, ModelCard]:
 async def measured(quick: bool, folder: Path) -> dict[str, float]:
     loop = asyncio.get_running_loop()
     handler = ClientHandler(
-        cards(), AnsweringDriver(), SilentCounters(), repeats=KeptAnswers(folder, loop.call_later)
+        cards(), AnsweringDriver(), SilentCounters(), kept_answers=KeptAnswers(folder, loop.call_later)
     )
     listener = await open_port(handler, "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]

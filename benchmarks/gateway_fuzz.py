@@ -69,8 +69,8 @@ async def serve() -> None:
         MODEL: ModelCard(MODEL, 4096, None, vocab=100),
         "plain": ModelCard("plain", 4096, None, plain=True),
     }
-    port = await open_port(ClientHandler(cards, Instant(), Counters()), "127.0.0.1", 0)
-    print(port.address, flush=True)
+    listener = await open_port(ClientHandler(cards, Instant(), Counters()), "127.0.0.1", 0)
+    print(listener.address, flush=True)
     await asyncio.Event().wait()
 
 

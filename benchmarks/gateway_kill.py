@@ -144,8 +144,8 @@ def trial(
             failures, wrongs = failures_of(fleet), wrong(fleet, shots, by=0)
     for line in wrongs:
         say(f"wrong: {line}")
-    gaps = sorted(shot.longest_gap_s for shot in shots)
-    firsts = sorted(shot.ttft_s for shot in shots)
+    gaps = sorted(request.longest_gap_s for request in shots)
+    firsts = sorted(request.ttft_s for request in shots)
     return {
         "streams": len(shots),
         "wrong": len(wrongs),

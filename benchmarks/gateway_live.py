@@ -107,8 +107,8 @@ class Live:
         self.inputs = read_inputs((self.plan, self.spec), 0.0, lambda line: None, lambda spec: None)[0]
 
     def requests(self, count: int, rate_per_s: float | None = None, seed: int = SEED) -> Workload:
-        made = of_traffic([model.traffic for model in self.inputs.spec.models], count, seed)
-        return made if rate_per_s is None else at_rate(made, rate_per_s)
+        workload = of_traffic([model.traffic for model in self.inputs.spec.models], count, seed)
+        return workload if rate_per_s is None else at_rate(workload, rate_per_s)
 
     def capacity_per_s(self) -> float:
         text = potluck("goodput", str(self.plan), str(self.spec), "--requests", "2000", "--json")
@@ -120,9 +120,9 @@ def potluck(*arguments: str) -> str:
 
 
 def fidelity(live: Live, count: int) -> dict[str, float]:
-    load = live.requests(count)
+    workload = live.requests(count)
     log = live.folder / "fidelity.log"
-    shots = shots_of_load(load)
+    shots = shots_of_load(workload)
     with LiveFleet(live.plan, live.spec, gateway=("--log", str(log))) as fleet:
         waits = Waits(pids_of(fleet))
         shoot(fleet.url, shots)
@@ -130,7 +130,7 @@ def fidelity(live: Live, count: int) -> dict[str, float]:
     wrong = [shot.problem or str(shot.status) for shot in shots if not shot.ended]
     if wrong:
         say(f"fidelity: {len(wrong)} of {count} were not answered, such as {wrong[0]}")
-    records = simulate(scene_of(live.inputs), load, Policy()).records
+    records = simulate(scene_of(live.inputs), workload, Policy()).records
     answered = np.array([shot.ended for shot in shots])
     both = answered & np.isfinite(records.first_token_s)
     many = both & (records.output_tokens > 1)
@@ -163,8 +163,8 @@ def fidelity(live: Live, count: int) -> dict[str, float]:
     return figures
 
 
-def good(shot: TimedRequest) -> bool:
-    return shot.ended and shot.ttft_s <= TTFT_S and shot.tpot_s <= TPOT_S
+def good(request: TimedRequest) -> bool:
+    return request.ended and request.ttft_s <= TTFT_S and request.tpot_s <= TPOT_S
 
 
 async def probed(url: str, shots: Sequence[TimedRequest]) -> list[float]:
@@ -241,7 +241,7 @@ def flood(live: Live, capacity_per_s: float, lasts_s: float) -> dict[str, float]
         shots = shots_of_load(calm, made["calm"][0])
         others = shots_of_load(loud, made["flooder"][0], SEED + 2) if together else []
         with LiveFleet(live.plan, live.spec, gateway=("--keys", str(keys))) as fleet:
-            shoot(fleet.url, sorted([*shots, *others], key=lambda shot: shot.at_s))
+            shoot(fleet.url, sorted([*shots, *others], key=lambda request: request.at_s))
         means.append(float(np.mean([shot.ttft_s for shot in shots if shot.ended])))
         attained.append(float(np.mean([good(shot) for shot in shots])))
     return {

@@ -57,9 +57,9 @@ class Sink:
 class Answering(Sink):
     """The engine's end of a connection: probes are answered at once, requests wait to be asked for."""
 
-    def __init__(self, wire: EngineConnection, waiting: list[EngineConnection]) -> None:
+    def __init__(self, connection: EngineConnection, waiting: list[EngineConnection]) -> None:
         super().__init__()
-        self._wire, self._waiting = wire, waiting
+        self._wire, self._waiting = connection, waiting
         self.write = self._asked  # type: ignore[assignment]
 
     def _asked(self, data: bytes) -> None:
@@ -77,23 +77,25 @@ class Bench(ConnectionPool):
 
     def open(self, call: EngineCall) -> None:
         call.fresh = True
-        wire = EngineConnection(self, call.address)
-        wire.connection_made(cast(asyncio.Transport, Answering(wire, self.waiting)))
-        wire.take(call)
+        connection = EngineConnection(self, call.address)
+        connection.connection_made(cast(asyncio.Transport, Answering(connection, self.waiting)))
+        connection.take(call)
 
 
 class Stage:
     def __init__(self, home: Path) -> None:
         files = (home / "plan.json", home / "spec.yaml")
-        inputs, rules = read_inputs(files, 0.0, print, lambda read: policy_of((), read.policy))
+        inputs, policy = read_inputs(files, 0.0, print, lambda read: policy_of((), read.policy))
         resolved = scene_of(inputs)
         settings = GatewaySettings(ListenAddresses(), engines=home / "engines.yaml", keys=home / "keys.jsonl")
         self.calls = Bench()
-        self.core = GatewayCore(resolved, rules, self.calls, engine_list=settings.engines)
-        operators = AdminServer(self.core, settings)
+        self.core = GatewayCore(resolved, policy, self.calls, engine_list=settings.engines)
+        admin_server = AdminServer(self.core, settings)
         assert self.core.engine_list is not None
         cards = cards_of(resolved, settings, self.core.engine_list.entries)
-        worker = worker_beside(self.core, WorkerContext(settings, rules, cards), self.calls, operators.meter)
+        worker = worker_beside(
+            self.core, WorkerContext(settings, policy, cards), self.calls, admin_server.meter
+        )
         self.port = ClientListener(worker.handler, HttpLimits())
         self.sink = Sink()
         self.visit = ClientConnection(self.port)
@@ -113,11 +115,11 @@ class Stage:
 
     def streamed(self, request: bytes, tokens: int) -> None:
         self.visit.data_received(request)
-        wire = self.calls.waiting.pop()
-        wire.data_received(upstream.STREAM)
+        connection = self.calls.waiting.pop()
+        connection.data_received(upstream.STREAM)
         for _ in range(tokens):
-            wire.data_received(upstream.ONE)
-        wire.data_received(upstream.END)
+            connection.data_received(upstream.ONE)
+        connection.data_received(upstream.END)
         self._check(b"0\r\n\r\n")
 
     def _check(self, end: bytes) -> None:

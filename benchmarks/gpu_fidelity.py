@@ -52,8 +52,10 @@ def simulated(
     """Time to the first token and from there to the last one, request by request."""
     resolved = made.resolved(placement)
     profiles = tuple(slower(profile, host_s) for profile in resolved.profiles[fleets.MODEL])
-    lengths = np.array([(len(shot.prompt), shot.max_tokens) for shot in live])
-    load = workload(fleets.MODEL, np.array([shot.sent_s for shot in live]), lengths[:, 0], lengths[:, 1])
+    lengths = np.array([(len(request.prompt), request.max_tokens) for request in live])
+    load = workload(
+        fleets.MODEL, np.array([request.sent_s for request in live]), lengths[:, 0], lengths[:, 1]
+    )
     resolved = replace(resolved, profiles={fleets.MODEL: profiles})
     records = simulate(resolved, load, policy_of(placement)).records
     return records.first_token_s - records.arrival_s, records.finish_s - records.first_token_s
@@ -66,10 +68,10 @@ def slower(profile: Profile, host_s: float) -> Profile:
 
 
 def compared(made: Bed, placement: str, shots: Sequence[TimedRequest]) -> dict[str, float]:
-    live = [shot for shot in shots if shot.ended and shot.output_tokens > 1]
-    first = np.array([shot.first_s - shot.sent_s for shot in live])
-    rest = np.array([shot.last_s - shot.first_s for shot in live])
-    tokens, fitted = np.array([shot.output_tokens - 1 for shot in live]), int(len(live) * FITTED)
+    live = [request for request in shots if request.ended and request.output_tokens > 1]
+    first = np.array([request.first_s - request.sent_s for request in live])
+    rest = np.array([request.last_s - request.first_s for request in live])
+    tokens, fitted = np.array([request.output_tokens - 1 for request in live]), int(len(live) * FITTED)
     host_s = 0.0
     for _ in range(3):
         _, decode_s = simulated(made, placement, live, host_s)

@@ -51,10 +51,10 @@ def measure(quick: bool) -> dict[str, float]:
 
 def loop_step_ms(steps: int) -> float:
     """CPU of a turn with 64 decodes, and nobody listening."""
-    large = models.model(MODEL)
-    config = EngineModelConfig(Model("p", 1, WORDS.vocab, (LAYER,) * KvSizes(large).layers, 1 << 17))
+    large_model = models.model(MODEL)
+    config = EngineModelConfig(Model("p", 1, WORDS.vocab, (LAYER,) * KvSizes(large_model).layers, 1 << 17))
     size = RunnerSize(ROWS + 8, 20_000, 1 << 17)
-    lasts = StepDurations(roofline(large, nodes.node_type(GPU), 1))
+    lasts = StepDurations(roofline(large_model, nodes.node_type(GPU), 1))
     executor = MockExecutor(config, size, WORDS, lasts, fingerprint="f")
     loop = EngineLoop(executor, BatchLimits(size.blocks, 2048, ROWS), lambda events: None, awaits=False)
     for key in range(ROWS):

@@ -71,8 +71,8 @@ async def measured(quick: bool) -> dict[str, float]:
         load = asyncio.create_task(made.flood(RATE_PER_S, 600.0))
         await asyncio.sleep(5.0)
         waits_s, start_s, sent = waited_s(), time.monotonic(), made.sent
-        show = made.operators.page.show
-        show._tick = own_code.counted(show._tick)  # type: ignore[method-assign]
+        page_stream = made.operators.page.show
+        page_stream._tick = own_code.counted(page_stream._tick)  # type: ignore[method-assign]
         Waterfall.__call__ = own_code.counted(Waterfall.__call__)  # type: ignore[method-assign]
         for _ in range(rounds):
             result["alone"].append((await cpu(seconds))[0])
@@ -104,11 +104,11 @@ async def measured(quick: bool) -> dict[str, float]:
 
 def history_cores(made: Stage) -> float:
     """Of what is kept of the last hour, also with nobody watching: a point every 2 s, a moment every 10 s."""
-    show, count = made.operators.page.show, 20
+    page_stream, count = made.operators.page.show, 20
     began_s = time.process_time()
     for at in range(count):
-        tables = show._tables(time.time())
-        show.hour.look(time.time() + 2.0 * at, tables)
+        tables = page_stream._tables(time.time())
+        page_stream.hour.look(time.time() + 2.0 * at, tables)
     return (time.process_time() - began_s) / count / 2.0
 
 
@@ -119,8 +119,8 @@ async def busy_s(tab: Tab) -> float:
 
 async def updates(made: Stage, there: Browser, url: str, seconds: float) -> dict[str, float]:
     """The same page with 50 updates a second instead of 4."""
-    show = made.operators.page.show
-    show._tick_s = 1.0 / UPDATES_PER_S
+    page_stream = made.operators.page.show
+    page_stream._tick_s = 1.0 / UPDATES_PER_S
     try:
         async with there.tab(url) as tab:
             await opened(tab)
@@ -139,7 +139,7 @@ async def updates(made: Stage, there: Browser, url: str, seconds: float) -> dict
                 "50 updates/s: frames per second": float(frames) / took_ms * 1000.0,
             }
     finally:
-        show._tick_s = TICK_S
+        page_stream._tick_s = TICK_S
 
 
 def measure(quick: bool) -> Figures:

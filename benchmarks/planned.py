@@ -47,7 +47,7 @@ PARTS = {"served": "served", "attainment": "attained", "busy": "busy", "link": "
 
 
 def aggregated(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-    templates = {ask.name: factory.aggregated(ask) for ask in factory.problem.asks}
+    templates = {demand.name: factory.aggregated(demand) for demand in factory.problem.asks}
     return allocated(factory, settings, "aggregated", templates)
 
 
@@ -74,8 +74,8 @@ def smooth(spec: Spec, fraction: float) -> Workload:
     total = sum(model.traffic.rate_per_s for model in spec.models) * fraction
     rarest = min(model.traffic.rate_per_s for model in spec.models if model.traffic.rate_per_s > 0) * fraction
     count = min(MOST_OF_ALL, max(round(LEAST * total / rarest), min(MOST, round(total * SPAN_S))))
-    made = of_traffic([model.traffic for model in spec.models], count, 0, SMOOTH, even=True)
-    return made if fraction >= 1 else at_rate(made, len(made) / made.span_s * fraction)
+    workload = of_traffic([model.traffic for model in spec.models], count, 0, SMOOTH, even=True)
+    return workload if fraction >= 1 else at_rate(workload, len(workload) / workload.span_s * fraction)
 
 
 def tried(name: str, path: Path, strategies: Sequence[str], time_limit_s: float) -> Iterator[Run]:

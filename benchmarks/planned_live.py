@@ -103,9 +103,9 @@ def load_of(spec: Spec, parts: Sequence[Part], fraction: float, seed: int) -> Wo
     for part in parts:
         traffic = [_traffic(model.traffic, part, fraction) for model in spec.models]
         count = max(2, round(sum(item.rate_per_s for item in traffic) * part.lasts_s))
-        load = of_traffic(traffic, count, seed, SMOOTH)
-        arrival_s = load.arrival_s * (part.lasts_s / max(part.lasts_s, load.span_s))
-        made.append(replace(load, arrival_s=begins_s + arrival_s))
+        workload = of_traffic(traffic, count, seed, SMOOTH)
+        arrival_s = workload.arrival_s * (part.lasts_s / max(part.lasts_s, workload.span_s))
+        made.append(replace(workload, arrival_s=begins_s + arrival_s))
         begins_s += part.lasts_s
     return merge(made)
 
@@ -233,12 +233,14 @@ def place_of(replica: str) -> str:
 
 
 def simulated(
-    kind: Kind, inputs: SimulationInputs, load: Workload, cause_s: float
+    kind: Kind, inputs: SimulationInputs, workload: Workload, cause_s: float
 ) -> tuple[SimResult, list[Sent], list[News]]:
     policy = policy_of(tuple(f"{name}={value}" for name, value in kind.rules.items()), inputs.spec.policy)
     log = io.StringIO()
     planner = planner_of(inputs, policy, 5.0)
-    result = simulate(scene_of(inputs), load, policy, faults=kind.wrong(cause_s), planner=planner, log=log)
+    result = simulate(
+        scene_of(inputs), workload, policy, faults=kind.wrong(cause_s), planner=planner, log=log
+    )
     log.seek(0)
     return result, *told_by(log)
 
@@ -290,18 +292,18 @@ def served(kind: Kind, folder: Path, quick: bool) -> dict[str, float]:
     plan_path.write_text(plan_to_json(plan), "utf-8")
     inputs = SimulationInputs(spec, problem, plan)
     parts = kind.parts(quick)
-    load, cause_s = load_of(spec, parts, plan.fraction, SEED), parts[0].lasts_s
+    workload, cause_s = load_of(spec, parts, plan.fraction, SEED), parts[0].lasts_s
     begin_s = SETTLED * cause_s
-    result, sim_sent, sim_news = simulated(kind, inputs, load, cause_s)
+    result, sim_sent, sim_news = simulated(kind, inputs, workload, cause_s)
     roles = {replica.id: replica.role for replica in result.replicas}
     sim = counted(sim_sent, begin_s, cause_s, roles)
-    end_s = float(load.arrival_s[-1]) + 1.0
+    end_s = float(workload.arrival_s[-1]) + 1.0
     sim.attainment = {"before": attained(result, begin_s, cause_s), "after": attained(result, cause_s, end_s)}
     rows = (result.records.arrival_s >= begin_s) & (result.records.arrival_s < cause_s)
     ttft_s = result.records.first_token_s - result.records.arrival_s
     sim.latency_s = latencies(ttft_s[rows], tpot(result.records)[rows])
     sim.times_s = kind.times_s(sim_news, cause_s)
-    shots = shots_of_load(load)
+    shots = shots_of_load(workload)
     market = folder / "market.yaml"
     with service(folder, [plan_path, spec_path], kind.rules, ["--market", str(market)]) as rig:
         with rig.fired(shots):

@@ -50,13 +50,13 @@ CHAT, CODE = (1155, 211), (2000, 28)  # Mean prompts and answers of the Azure tr
 def planned() -> ResolvedPlan:
     spec = read_spec(ROOT / "examples" / "pool.yaml")
     problem = load_problem(spec, 0.8, None, (), 0.0)
-    ask, pool = problem.asks[0], region_pool(problem, problem.regions[0].name)
+    demand, pool = problem.asks[0], region_pool(problem, problem.regions[0].name)
     assert pool is not None
-    work = workload_of(ask, problem.codecs[-1], problem.headroom)
+    work = workload_of(demand, problem.codecs[-1], problem.headroom)
     # A walk that is counted, not timed: the same plan on every machine.
     limits = SearchLimits(walks=2, steps=STEPS, time_limit_s=600.0)
     result = search(pool, work, Searching(phases=("prefill", "decode"), limits=limits))
-    templates = {ask.name: to_templates(problem, ask, pool, result)}
+    templates = {demand.name: to_templates(problem, demand, pool, result)}
     plan = allocated(TemplateFactory(problem), SolveSettings(20.0), "thunderserve", templates).plan
     return scene_of(SimulationInputs(spec, problem, plan))
 
@@ -69,10 +69,12 @@ def asked(rate_per_s: float, shifts: bool = False) -> Workload:
     return workload("llama", arrival_s, np.where(code, CODE[0], CHAT[0]), np.where(code, CODE[1], CHAT[1]))
 
 
-def served(resolved: ResolvedPlan, load: Workload, lost: str, flips: bool) -> SimResult:
+def served(resolved: ResolvedPlan, workload: Workload, lost: str, flips: bool) -> SimResult:
     policy = Policy(scaling="flips" if flips else "none")
     faults = Faults((Fault(HAPPENS_S, "node", node=lost),)) if lost else None
-    return simulate(resolved, load, policy, seed=1, settings=Running(heartbeat_s=HEARTBEAT_S), faults=faults)
+    return simulate(
+        resolved, workload, policy, seed=1, settings=Running(heartbeat_s=HEARTBEAT_S), faults=faults
+    )
 
 
 def kept(result: SimResult) -> tuple[float, float]:
@@ -104,8 +106,8 @@ def measure(quick: bool) -> dict[str, float]:
     figures: dict[str, float] = {}
     cases = [(f"{name} lost", asked(rate), name) for name, rate in LOSSES.items()]
     cases.append(("code", asked(SHIFT_PER_S, shifts=True), ""))
-    for what, load, lost in cases[-2:] if quick else cases:
-        still, moved = (served(resolved, load, lost, flips) for flips in (False, True))
+    for what, asked_workload, lost in cases[-2:] if quick else cases:
+        still, moved = (served(resolved, asked_workload, lost, flips) for flips in (False, True))
         figures[f"kept, {what}"] = kept(still)[0]
         figures[f"kept with flips, {what}"], recovered_s = kept(moved)
         figures[f"flipped, {what}"] = first_flip_s(moved)

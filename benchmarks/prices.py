@@ -167,9 +167,9 @@ class Planners:
         self._factories = TemplateFactories()
         self.cpu_s = 0.0
 
-    def plan(self, problem: PlanningProblem, running: Plan | None = None) -> Plan:
+    def plan(self, problem: PlanningProblem, running_plan: Plan | None = None) -> Plan:
         start_s = time.process_time()
-        settings = SolveSettings(time_limit_s=LIMIT_S, gap_target=1e-3, running=running)
+        settings = SolveSettings(time_limit_s=LIMIT_S, gap_target=1e-3, running=running_plan)
         plan = STRATEGIES["coral"](self._factories.at(problem), settings).plan
         self.cpu_s += time.process_time() - start_s
         return plan
@@ -179,13 +179,15 @@ class Planners:
         return self.plan(replace(self.problem, regions=regions))
 
     def again(self, interval_s: float) -> Planner:
-        def answer(moment: PlanQuestion) -> Plan | None:
+        def answer(plan_question: PlanQuestion) -> Plan | None:
             try:
-                rates = dict(moment.rates_per_s)
-                now = problem_now(self.problem, rates, moment.lengths, moment.regions, interval_s)
+                rates = dict(plan_question.rates_per_s)
+                now = problem_now(
+                    self.problem, rates, plan_question.lengths, plan_question.regions, interval_s
+                )
             except CapacityError:
                 return None
-            plan = self.plan(now, moment.running)
+            plan = self.plan(now, plan_question.running)
             return plan if plan.deployments else None
 
         return answer
@@ -209,14 +211,16 @@ def the_load(hours: float) -> Workload:
     return merge(parts)
 
 
-def served(name: str, planners: Planners, market: Market, load: Workload, hours: float) -> dict[str, float]:
+def served(
+    name: str, planners: Planners, market: Market, workload: Workload, hours: float
+) -> dict[str, float]:
     regions = market.regions(0.0)
     offered = tuple(region for region in regions if name != "on_demand" or region.name == ON_DEMAND)
-    world = resolved(planners.problem, planners.at(offered), mean_tokens(load), regions=regions)
+    world = resolved(planners.problem, planners.at(offered), mean_tokens(workload), regions=regions)
     policy = Policy(tick_s=5.0, scaling="replan" if ROWS[name] else "none", replan_s=REPLAN_S)
     result = simulate(
         world,
-        load,
+        workload,
         policy,
         seed=SEED,
         settings=Running(tick_s=5.0, report_period_s=1.0),
@@ -228,7 +232,7 @@ def served(name: str, planners: Planners, market: Market, load: Workload, hours:
     starts = [replica for replica in result.replicas if replica.changes[0][0] > 0]
     return {
         "usd": summary.cost_usd,
-        "attainment": within / len(load),
+        "attainment": within / len(workload),
         "worst_attainment": min(item.attainment or 0.0 for item in summary.models),
         "usd_per_1000_within": 1000 * summary.cost_usd / max(within, 1),
         "copies_started": len({start.unit for start in starts}),
@@ -270,17 +274,17 @@ def measure(quick: bool) -> dict[str, float]:
     if quick:
         market = market.after(QUICK_FROM_H * HOUR_S)
         say(f"left out: all but {QUICK_H} h from {QUICK_FROM_H} h on")
-    load, planners, budget = the_load(hours), Planners(the_problem(market)), Budget(quick)
+    workload, planners, budget = the_load(hours), Planners(the_problem(market)), Budget(quick)
     figures: dict[str, float] = {
         "hours": hours,
-        "requests": float(len(load)),
+        "requests": float(len(workload)),
         "market_is_recorded": 1.0,
         "changes": float(sum(0 < at_s < hours * HOUR_S for at_s in market.times)),
     }
     figures |= prefixed("oracle", oracle(planners, market, hours * HOUR_S))
     for name, interval_s in ROWS.items():
         if budget.allows(name, 12.0 if interval_s else 4.0):
-            figures |= prefixed(name, served(name, planners, market, load, hours))
+            figures |= prefixed(name, served(name, planners, market, workload, hours))
     figures["planning_cpu_s"] = planners.cpu_s
     for name in ROWS:  # the oracle serves all that can be served and pays for no switch
         if f"{name}_usd" in figures:

@@ -126,23 +126,25 @@ def schedule(figures: dict[str, float], quick: bool, budget: Budget) -> dict[str
     return answers
 
 
-def losing_a_node(before: tabu.SearchResult, quick: bool) -> dict[str, float]:
+def losing_a_node(previous_result: tabu.SearchResult, quick: bool) -> dict[str, float]:
     """Four of 32 GPUs go: as it is, lightly rescheduled, searched anew; with large groups and with small ones."""
     pool, wanted = cloud(1), work("conversation")
     figures: dict[str, float] = {}
     for label, most in (("", None),) if quick else (("", None), ("of_4_", 4)):
         if most is not None:
-            before = tabu.search(pool, wanted, settings(PAPER, max_group_gpus=most))
-        left = tabu.groups_left(pool, before, {"node0": 4})
-        untouched = tabu.reschedule(left, before, wanted, settings(PAPER, limits=tabu.SearchLimits(steps=0)))
-        light = tabu.reschedule(left, before, wanted, settings(PAPER))
-        for name, result in (("before", before), ("untouched", untouched), ("rescheduled", light)):
+            previous_result = tabu.search(pool, wanted, settings(PAPER, max_group_gpus=most))
+        survivors = tabu.groups_left(pool, previous_result, {"node0": 4})
+        untouched = tabu.reschedule(
+            survivors, previous_result, wanted, settings(PAPER, limits=tabu.SearchLimits(steps=0))
+        )
+        light = tabu.reschedule(survivors, previous_result, wanted, settings(PAPER))
+        for name, result in (("before", previous_result), ("untouched", untouched), ("rescheduled", light)):
             figures[f"lost_{label}attainment_{name}"] = result.score.attainment
         if most is None:
-            again = partial(tabu.reschedule, left, before, wanted, settings(PAPER))
+            again = partial(tabu.reschedule, survivors, previous_result, wanted, settings(PAPER))
             figures["reschedule_cpu_s"] = cpu_s(again, 3)
         if not quick:
-            anew = tabu.search(left.pool, wanted, settings(PAPER, max_group_gpus=most))
+            anew = tabu.search(survivors.pool, wanted, settings(PAPER, max_group_gpus=most))
             figures[f"lost_{label}attainment_searched_anew"] = anew.score.attainment
     return figures
 

@@ -133,15 +133,15 @@ def replica_alone_s(count: int, repeats: int) -> float:
     return cpu_s(lambda: ends_s(SimEngine(table, limits), arrivals_s, prompts, outputs), repeats)
 
 
-def ends_s(replica: SimEngine, when_s: list[float], prompts: list[int], outputs: list[int]) -> list[float]:
+def ends_s(sim_engine: SimEngine, when_s: list[float], prompts: list[int], outputs: list[int]) -> list[float]:
     result, place, count = [0.0] * len(when_s), 0, len(when_s)
     while True:
-        due_s = replica.wake_s
+        due_s = sim_engine.wake_s
         if place < count and when_s[place] < due_s:
-            replica.add(when_s[place], place, prompts[place], 0, outputs[place])
+            sim_engine.add(when_s[place], place, prompts[place], 0, outputs[place])
             place += 1
         elif due_s < inf:
-            for at_s, kind, key in replica.advance(due_s):
+            for at_s, kind, key in sim_engine.advance(due_s):
                 if kind == FINISHED:
                     result[key] = at_s
         else:
@@ -199,8 +199,8 @@ def queueing(count: int) -> dict[str, float]:
 
 def _served(arrivals_s: Floats, outputs: list[int], slots: int, step_s: float) -> list[float]:
     limits = BatchLimits(1 << 24, token_budget=1 << 20, max_running=slots)
-    replica = SimEngine(step_table(Steady(step_s)), limits)
-    return ends_s(replica, arrivals_s.tolist(), [1] * len(outputs), outputs)
+    sim_engine = SimEngine(step_table(Steady(step_s)), limits)
+    return ends_s(sim_engine, arrivals_s.tolist(), [1] * len(outputs), outputs)
 
 
 if __name__ == "__main__":

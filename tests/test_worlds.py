@@ -162,8 +162,8 @@ def test_a_brain_that_sends_a_request_which_ended_unheard_hears_so() -> None:
 
 
 def test_a_fetch_ends_at_its_deadline_whatever_has_come() -> None:
-    links = PeerConnections([("a", 1)], shared_memory=False)
-    fetch = KvFetch(links, ("a", 1), FetchRequest("h" * 32, "r", "f", "t"), deadline_s=0.0)
+    peer_connections = PeerConnections([("a", 1)], shared_memory=False)
+    fetch = KvFetch(peer_connections, ("a", 1), FetchRequest("h" * 32, "r", "f", "t"), deadline_s=0.0)
     fetch._ready.append((0, KvChunk(0, "latent", 0, 1, "float32", (1, 1), b"1234")))
     with pytest.raises(TransferError, match="within its 0 s"):
         fetch._await()

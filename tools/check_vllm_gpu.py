@@ -197,10 +197,10 @@ class Rig:
         results: list[set[str]] = [set() for _ in self.takers]
 
         def there() -> bool:
-            for taker, taking, result in zip(self.takers, self.taking, results, strict=True):
+            for taker, receive_worker, result in zip(self.takers, self.taking, results, strict=True):
                 with torch.cuda.stream(taker.stream):
                     taker.work()
-                result.update(*taking.results())
+                result.update(*receive_worker.results())
             return all(key in result for result in results)
 
         until(there)
@@ -221,18 +221,20 @@ class Rig:
 
     def close(self) -> None:
         self.giving.close()
-        for taking in self.taking:
-            taking.close()
-            taking._sender.close()
+        for receive_worker in self.taking:
+            receive_worker.close()
+            receive_worker._sender.close()
 
 
 def tried(model: Model, case: Case) -> bool:
     rig = Rig(model, case)
     began_s, handle, session = time.perf_counter(), new_handle(), new_session()
     rig.offer("one", handle)
-    for taking in rig.taking:
-        taking.ask(FetchOrder("one", "one", rig.kv, handle, DEADLINE_S, 0, model.tokens, "0" * 64, session))
-        taking.put(PlaceBlocks("one", (rig.table(1, backwards=True),), 0))
+    for receive_worker in rig.taking:
+        receive_worker.ask(
+            FetchOrder("one", "one", rig.kv, handle, DEADLINE_S, 0, model.tokens, "0" * 64, session)
+        )
+        receive_worker.put(PlaceBlocks("one", (rig.table(1, backwards=True),), 0))
     rig.compute("one")
     rig.received("one")
     took_s, off = time.perf_counter() - began_s, rig.off()
@@ -253,12 +255,12 @@ def take(model: Model, dtype: str, kv: str, handles: Sequence[str]) -> None:
     count, blocks = -(-model.tokens // 16) + 1, blocks_of(model, "HND", dtype, 16, device="cpu")
     host, port = kv.rsplit(":", 1)
     peers, share = PeerConnections([(host, int(port))]), ModelShard(heads=model.heads)
-    taking = ReceiveWorker(peers, KvSender(), blocks, "check", share, lambda line: None)
+    receive_worker = ReceiveWorker(peers, KvSender(), blocks, "check", share, lambda line: None)
     for handle in handles:
-        taking.ask(FetchOrder(handle, handle, kv, handle, DEADLINE_S, 0, model.tokens, "0" * 64))
-        taking.put(PlaceBlocks(handle, (tuple(range(1, count)),), 0))
-        until(lambda handle=handle: handle in set().union(*taking.results()))  # type: ignore[misc]
-    taking.close()
+        receive_worker.ask(FetchOrder(handle, handle, kv, handle, DEADLINE_S, 0, model.tokens, "0" * 64))
+        receive_worker.put(PlaceBlocks(handle, (tuple(range(1, count)),), 0))
+        until(lambda handle=handle: handle in set().union(*receive_worker.results()))  # type: ignore[misc]
+    receive_worker.close()
 
 
 def cost(model: Model, case: Case) -> None:
@@ -415,7 +417,7 @@ def receiving(model: Model, codec: str, count: int = 5) -> None:
 
     (host, port), handles = told.recv()
     lines: list[dict[str, object]] = []
-    taking = ReceiveWorker(
+    receive_worker = ReceiveWorker(
         PeerConnections([(host, port)]),
         KvSender(),
         worker.blocks,
@@ -428,9 +430,9 @@ def receiving(model: Model, codec: str, count: int = 5) -> None:
     alone = steps(lambda: next(turns, None) is None)
     beside: list[float] = []
     for handle in handles:
-        taking.ask(FetchOrder(handle, handle, kv, handle, DEADLINE_S, 0, model.tokens, "0" * 64))
-        taking.put(PlaceBlocks(handle, (tuple(range(1, size + 1)),), 0))
-        beside += steps(lambda handle=handle: handle in set().union(*taking.results()))  # type: ignore[misc]
+        receive_worker.ask(FetchOrder(handle, handle, kv, handle, DEADLINE_S, 0, model.tokens, "0" * 64))
+        receive_worker.put(PlaceBlocks(handle, (tuple(range(1, size + 1)),), 0))
+        beside += steps(lambda handle=handle: handle in set().union(*receive_worker.results()))  # type: ignore[misc]
     came = [(int(str(line["moved_bytes"])), float(str(line["wall_s"]))) for line in lines if "took" in line]
     rate = median(moved / wall_s for moved, wall_s in came[1:])
     cpu = median(alone), median(beside)
@@ -440,7 +442,7 @@ def receiving(model: Model, codec: str, count: int = 5) -> None:
         f"{cpu[1] / cpu[0]:.3f} of that meanwhile (mean {mean:.3f}; {len(beside)} steps)"
     )
     giver.join(DEADLINE_S)
-    taking.close()
+    receive_worker.close()
 
 
 def main() -> int:

@@ -102,9 +102,9 @@ class Stage:
     def _manage(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case StartReplica(member):
+                case StartReplica(replica_spec):
                     wait_s = self.starts_s if self._begun else 0.0
-                    self._later(wait_s, self._ready, member.id)
+                    self._later(wait_s, self._ready, replica_spec.id)
                 case DrainReplica(replica):
                     self._later(0.2, self._drained, replica)
 
@@ -113,10 +113,10 @@ class Stage:
             self.core.brain_loop.tell(events.ReplicaReady(replica))
 
     def _drained(self, replica: str) -> None:
-        view = self.core.brain.fleet.views.get(replica)
-        if view is not None and view.open_requests:
+        replica_state = self.core.brain.fleet.views.get(replica)
+        if replica_state is not None and replica_state.open_requests:
             self._later(0.2, self._drained, replica)
-        elif view is not None:
+        elif replica_state is not None:
             self.core.brain_loop.tell(events.ReplicaDrained(replica))
 
     def kill(self, replica: str) -> None:
@@ -138,13 +138,13 @@ class Stage:
     async def _report(self) -> None:
         while True:
             views = self.core.brain.fleet.views
-            for name, view in list(views.items()):
-                if view.state == "starting":
+            for name, replica in list(views.items()):
+                if replica.state == "starting":
                     continue
                 total = 4000
-                used = min(total - 1, view.open_context_tokens // 16 + view.open_requests)
-                prefill, free = view.open_prefill_tokens, total - used
-                status = events.ReplicaStatus(0, view.open_requests, prefill, 0, free, total, 0.02)
+                used = min(total - 1, replica.open_context_tokens // 16 + replica.open_requests)
+                prefill, free = replica.open_prefill_tokens, total - used
+                status = events.ReplicaStatus(0, replica.open_requests, prefill, 0, free, total, 0.02)
                 self.core.brain_loop.tell(events.ReplicaReported(name, status))
             self.core.watch.links = tuple(
                 events.LinkReported(*ends, min(1.0, self._moved.pop(ends, 0.0) * 2 * 8e-9 / gbps), 0.0, gbps)
@@ -198,12 +198,14 @@ class Stage:
 
     def _node(self, replica: str) -> tuple[str, float]:
         """Its type, and how much longer all takes with what it has to do."""
-        view = self.core.brain.fleet.views.get(replica)
-        if view is None:
+        replica_state = self.core.brain.fleet.views.get(replica)
+        if replica_state is None:
             return "1xL4", 1.0
-        part = self.core.replica_models.templates[view.member.template].replicas[view.member.index]
+        part = self.core.replica_models.templates[replica_state.member.template].replicas[
+            replica_state.member.index
+        ]
         node = next(iter(part.layout.node_counts))
-        return node, (1.0 + 0.06 * view.open_requests) * self._chance.uniform(0.92, 1.12)
+        return node, (1.0 + 0.06 * replica_state.open_requests) * self._chance.uniform(0.92, 1.12)
 
     def _handed(self, staged: StagedRequest, run: Run, place: int, size: int) -> None:
         source, target = (segment.replica for segment in run.route.segments[place : place + 2])

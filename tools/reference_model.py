@@ -78,13 +78,13 @@ class ReferenceModel(nn.Module):
         for index, layer in enumerate(model.layers):
             name = f"model.layers.{index}."
             y = F.rms_norm(x, (model.hidden,), self._take(name + "input_layernorm.weight", model.hidden), eps)
-            part = layer.attention
-            if isinstance(part, FullAttention):
-                x = x + self._full(y, part, name + "self_attn.")
-            elif isinstance(part, LatentAttention):
-                x = x + self._latent(y, part, name + "self_attn.")
+            attention = layer.attention
+            if isinstance(attention, FullAttention):
+                x = x + self._full(y, attention, name + "self_attn.")
+            elif isinstance(attention, LatentAttention):
+                x = x + self._latent(y, attention, name + "self_attn.")
             else:
-                x = x + self._linear(y, part, name + "linear_attn.")
+                x = x + self._linear(y, attention, name + "linear_attn.")
             weight = self._take(name + "post_attention_layernorm.weight", model.hidden)
             y = F.rms_norm(x, (model.hidden,), weight, eps)
             ffn = self._dense if isinstance(layer.ffn, DenseFfn) else self._moe
@@ -106,41 +106,45 @@ class ReferenceModel(nn.Module):
         one, two = (head[..., 0::2], head[..., 1::2]) if rope.interleaved else head.chunk(2, -1)
         return torch.cat([one * cos - two * sin, two * cos + one * sin, rest], -1)
 
-    def _full(self, x: Tensor, part: FullAttention, name: str) -> Tensor:
+    def _full(self, x: Tensor, attention: FullAttention, name: str) -> Tensor:
         batch, length, hidden = x.shape
-        heads, kv_heads, dim = part.heads, part.kv_heads, part.head_dim
-        wide = 2 * dim if part.output_gate else dim
-        query = self._project(x, name + "q_proj", heads * wide, part.bias).view(batch, length, heads, wide)
+        heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.head_dim
+        wide = 2 * dim if attention.output_gate else dim
+        query = self._project(x, name + "q_proj", heads * wide, attention.bias).view(
+            batch, length, heads, wide
+        )
         query, gate = query[..., :dim], query[..., dim:]
-        key = self._project(x, name + "k_proj", kv_heads * dim, part.bias).view(batch, length, kv_heads, dim)
-        value = self._project(x, name + "v_proj", kv_heads * dim, part.bias).view_as(key)
-        if part.qk_norm == "head":
+        key = self._project(x, name + "k_proj", kv_heads * dim, attention.bias).view(
+            batch, length, kv_heads, dim
+        )
+        value = self._project(x, name + "v_proj", kv_heads * dim, attention.bias).view_as(key)
+        if attention.qk_norm == "head":
             query = F.rms_norm(query, (dim,), self._take(name + "q_norm.weight", dim), self.config.norm_eps)
             key = F.rms_norm(key, (dim,), self._take(name + "k_norm.weight", dim), self.config.norm_eps)
         size = int(dim * self.config.rope.share)
         query, key = self._turn(query, size), self._turn(key, size)
         key, value = (y.repeat_interleave(heads // kv_heads, 2) for y in (key, value))
-        out = self._attend(query, key, value, dim**-0.5, part.window).reshape(batch, length, heads * dim)
-        if part.output_gate:
+        out = self._attend(query, key, value, dim**-0.5, attention.window).reshape(batch, length, heads * dim)
+        if attention.output_gate:
             out = out * torch.sigmoid(gate.reshape(batch, length, heads * dim))
-        return self._project(out, name + "o_proj", hidden, part.output_bias)
+        return self._project(out, name + "o_proj", hidden, attention.output_bias)
 
-    def _latent(self, x: Tensor, part: LatentAttention, name: str) -> Tensor:
+    def _latent(self, x: Tensor, attention: LatentAttention, name: str) -> Tensor:
         batch, length, hidden = x.shape
-        heads, rank = part.heads, part.kv_lora_rank
-        plain, rotary = part.qk_nope_head_dim, part.qk_rope_head_dim
-        if part.q_lora_rank is None:
+        heads, rank = attention.heads, attention.kv_lora_rank
+        plain, rotary = attention.qk_nope_head_dim, attention.qk_rope_head_dim
+        if attention.q_lora_rank is None:
             query = self._project(x, name + "q_proj", heads * (plain + rotary))
         else:
-            low = self._project(x, name + "q_a_proj", part.q_lora_rank)
-            weight = self._take(name + "q_a_layernorm.weight", part.q_lora_rank)
+            low = self._project(x, name + "q_a_proj", attention.q_lora_rank)
+            weight = self._take(name + "q_a_layernorm.weight", attention.q_lora_rank)
             low = F.rms_norm(low, low.shape[-1:], weight, 1e-6)
             query = self._project(low, name + "q_b_proj", heads * (plain + rotary))
         query = query.view(batch, length, heads, plain + rotary)
         down = self._project(x, name + "kv_a_proj_with_mqa", rank + rotary)
         latent = F.rms_norm(down[..., :rank], (rank,), self._take(name + "kv_a_layernorm.weight", rank), 1e-6)
-        expanded = self._project(latent, name + "kv_b_proj", heads * (plain + part.v_head_dim))
-        expanded = expanded.view(batch, length, heads, plain + part.v_head_dim)
+        expanded = self._project(latent, name + "kv_b_proj", heads * (plain + attention.v_head_dim))
+        expanded = expanded.view(batch, length, heads, plain + attention.v_head_dim)
         shared = self._turn(down[..., None, rank:], rotary).expand(-1, -1, heads, -1)
         query = torch.cat([query[..., :plain], self._turn(query[..., plain:], rotary)], -1)
         key = torch.cat([expanded[..., :plain], shared], -1)
@@ -148,14 +152,14 @@ class ReferenceModel(nn.Module):
         out = self._attend(query, key, expanded[..., plain:], scale, None)
         return self._project(out.reshape(batch, length, -1), name + "o_proj", hidden)
 
-    def _linear(self, x: Tensor, part: LinearAttention, name: str) -> Tensor:
+    def _linear(self, x: Tensor, attention: LinearAttention, name: str) -> Tensor:
         batch, length, hidden = x.shape
-        key_heads, heads = part.key_heads, part.value_heads
-        key_dim, dim = part.key_head_dim, part.value_head_dim
-        mixed = self._project(x, name + "in_proj_qkv", part.conv_channels)
-        conv = self._take(name + "conv1d.weight", part.conv_channels, 1, part.conv_kernel)
-        padded = F.pad(mixed.transpose(1, 2), (part.conv_kernel - 1, 0))
-        mixed = F.conv1d(padded, conv, groups=part.conv_channels)
+        key_heads, heads = attention.key_heads, attention.value_heads
+        key_dim, dim = attention.key_head_dim, attention.value_head_dim
+        mixed = self._project(x, name + "in_proj_qkv", attention.conv_channels)
+        conv = self._take(name + "conv1d.weight", attention.conv_channels, 1, attention.conv_kernel)
+        padded = F.pad(mixed.transpose(1, 2), (attention.conv_kernel - 1, 0))
+        mixed = F.conv1d(padded, conv, groups=attention.conv_channels)
         mixed = F.silu(mixed.transpose(1, 2))
         keys = key_heads * key_dim
         query, key, value = mixed[..., :keys], mixed[..., keys : 2 * keys], mixed[..., 2 * keys :]
@@ -200,21 +204,21 @@ class ReferenceModel(nn.Module):
         up = self._project(x, name + "up_proj", width, bias)
         return self._project(F.silu(gate) * up, name + "down_proj", x.shape[-1], bias)
 
-    def _moe(self, x: Tensor, part: MoeFfn, name: str) -> Tensor:
+    def _moe(self, x: Tensor, ffn: MoeFfn, name: str) -> Tensor:
         """Every expert sees every token; those that were not chosen count nothing."""
         flat = x.flatten(0, 1)
-        bias = self._take(name + "gate.e_score_correction_bias", part.experts) if part.router_bias else None
-        logits = self._project(flat, name + "gate", part.experts)
-        experts, weights = route(logits, bias, self.config.routing, part.active)
-        shares = torch.zeros(len(flat), part.experts).to(weights).scatter(1, experts, weights)
+        bias = self._take(name + "gate.e_score_correction_bias", ffn.experts) if ffn.router_bias else None
+        logits = self._project(flat, name + "gate", ffn.experts)
+        experts, weights = route(logits, bias, self.config.routing, ffn.active)
+        shares = torch.zeros(len(flat), ffn.experts).to(weights).scatter(1, experts, weights)
         out = torch.zeros_like(flat)
-        for index in range(part.experts):
-            expert = self._gated(flat, f"{name}experts.{index}.", part.intermediate)
+        for index in range(ffn.experts):
+            expert = self._gated(flat, f"{name}experts.{index}.", ffn.intermediate)
             out = out + shares[:, index, None] * expert
-        if part.shared_intermediate:
-            kind = "shared_expert." if part.shared_gate else "shared_experts."
-            shared = self._gated(flat, name + kind, part.shared_intermediate)
-            if part.shared_gate:
+        if ffn.shared_intermediate:
+            kind = "shared_expert." if ffn.shared_gate else "shared_experts."
+            shared = self._gated(flat, name + kind, ffn.shared_intermediate)
+            if ffn.shared_gate:
                 shared = shared * torch.sigmoid(self._project(flat, name + "shared_expert_gate", 1))
             out = out + shared
         return out.view_as(x)

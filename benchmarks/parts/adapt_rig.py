@@ -96,12 +96,14 @@ def shots_of(phases: Sequence[Phase], seed: int) -> list[TimedRequest]:
     return made
 
 
-def shots_of_load(load: Workload, key: str = "", seed: int = 11) -> list[TimedRequest]:
+def shots_of_load(workload: Workload, key: str = "", seed: int = 11) -> list[TimedRequest]:
     """The simulator's requests for a live gateway; no two prompts begin alike."""
     numbers = np.random.default_rng(seed)
-    columns = (load.arrival_s, load.model, load.prompt_tokens, load.output_tokens)
+    columns = (workload.arrival_s, workload.model, workload.prompt_tokens, workload.output_tokens)
     return [
-        TimedRequest(at_s, load.models[model], numbers.integers(20, 400, prompt).tolist(), output, key=key)
+        TimedRequest(
+            at_s, workload.models[model], numbers.integers(20, 400, prompt).tolist(), output, key=key
+        )
         for at_s, model, prompt, output in zip(*(column.tolist() for column in columns), strict=True)
     ]
 
@@ -202,12 +204,12 @@ class Rig:
         return min(times, default=after_s + NEVER_S) - after_s
 
     def attainment(self, slo: Slo, from_s: float, to_s: float) -> float:
-        mine = [shot for shot in self.shots if from_s <= shot.at_s < to_s]
-        return sum(kept(shot, slo) for shot in mine) / len(mine) if mine else 1.0
+        mine = [request for request in self.shots if from_s <= request.at_s < to_s]
+        return sum(kept(request, slo) for request in mine) / len(mine) if mine else 1.0
 
     def recovered_s(self, slo: Slo, after_s: float, share: float = 0.9, window_s: float = 5.0) -> float:
         """How long after a moment requests are kept again, and stay so for a window."""
-        last_s = max((shot.at_s for shot in self.shots), default=0.0)
+        last_s = max((request.at_s for request in self.shots), default=0.0)
         at_s = after_s
         while at_s + window_s <= last_s:
             if self.attainment(slo, at_s, at_s + window_s) >= share:
@@ -217,10 +219,12 @@ class Rig:
 
     @property
     def lost(self) -> int:
-        return sum(not whole(shot) for shot in self.shots)
+        return sum(not whole(request) for request in self.shots)
 
     def problems(self) -> list[str]:
-        return sorted({f"{shot.status} {shot.problem[:160]}" for shot in self.shots if not whole(shot)})[:5]
+        return sorted(
+            {f"{request.status} {request.problem[:160]}" for request in self.shots if not whole(request)}
+        )[:5]
 
     def engines(self) -> list[tuple[ProcessId, str]]:
         """Those that run and carry this service's mark, each with its name; one that nobody wrote down has none."""

@@ -111,7 +111,7 @@ def served(what: Arrangement, gbps: float, name: str, per_s: float) -> tuple[flo
 def simulated(
     what: Arrangement,
     gbps: float,
-    made: Workload,
+    workload: Workload,
     catalog: str = MODEL,
     adapts: bool = True,
     faults: Faults | None = None,
@@ -121,7 +121,7 @@ def simulated(
         policy = replace(read_spec(files[1]).policy, adapt_threshold=adapts)
         resolved = scene(*files, profiles if what.far else profiles[1:])
         settings = SimSettings(report_period_s=1.0) if faults else None  # As often as gateways look at links.
-        return simulate(resolved, made, policy, faults=faults, settings=settings)
+        return simulate(resolved, workload, policy, faults=faults, settings=settings)
 
 
 def rate_per_s(first_s: NDArray[np.float64], from_s: float, to_s: float) -> float:
@@ -133,12 +133,12 @@ def phase_per_s(first_s: NDArray[np.float64], place: int = 0) -> float:
     return rate_per_s(first_s, (place + 1 / 3) * PHASE_S, (place + 1) * PHASE_S)
 
 
-def best_threshold(gbps: float, made: Workload, among: Iterable[int]) -> tuple[int, float]:
+def best_threshold(gbps: float, workload: Workload, among: Iterable[int]) -> tuple[int, float]:
     """That which stays as it is and has the highest goodput of a phase, simulated; and its goodput."""
     figures = {}
     for tokens in among:
         what = replace(SELECTIVE, threshold_tokens=tokens)
-        first_s = simulated(what, gbps, made, adapts=False).records.first_token_s
+        first_s = simulated(what, gbps, workload, adapts=False).records.first_token_s
         figures[tokens] = phase_per_s(first_s), -first_s.mean()
     best = max(figures, key=figures.__getitem__)
     return best, figures[best][0]
@@ -149,11 +149,11 @@ def three_phases(made: Workload) -> Workload:
     return workload(NAME, np.concatenate([made.arrival_s + n * PHASE_S for n in range(3)]), *columns)
 
 
-def dropped(made: Workload, among: Iterable[int] = THRESHOLDS) -> list[float]:
+def dropped(workload: Workload, among: Iterable[int] = THRESHOLDS) -> list[float]:
     """By phase, goodput with a threshold that moves over that of the best that stays: a link, a third, the link."""
     fault = Fault(PHASE_S, "link", source=FAR, target=NEAR, gbps=NARROW_GBPS, duration_s=PHASE_S)
-    moving = simulated(SELECTIVE, WIDE_GBPS, three_phases(made), faults=Faults((fault,)))
-    wide, narrow = (best_threshold(gbps, made, among)[1] for gbps in (WIDE_GBPS, NARROW_GBPS))
+    moving = simulated(SELECTIVE, WIDE_GBPS, three_phases(workload), faults=Faults((fault,)))
+    wide, narrow = (best_threshold(gbps, workload, among)[1] for gbps in (WIDE_GBPS, NARROW_GBPS))
     first_s = moving.records.first_token_s
     return [phase_per_s(first_s, place) / best for place, best in enumerate((wide, narrow, wide))]
 
@@ -171,9 +171,9 @@ def planned(gbps: float, name: str) -> tuple[float, float]:
     )
     uses = np.array([[1, 0], [0, 1], [0, 1]], np.uint8)
     supply = np.array([[at.remote_instances, 0], [0, at.local_instances]])
-    fleet = NodeSupply((FAR, NEAR), ("H200", "H20"), np.ones((2, 2)), supply)
+    node_supply = NodeSupply((FAR, NEAR), ("H200", "H20"), np.ones((2, 2)), supply)
     model = ModelColumns("m", buckets, uses, prefill, decode, np.zeros((3, PARTS)), ordered=True)
-    result = solve(FlowProgram(fleet, (model,), (LinkRow(0, 1, gbps * 1e9),)), time_limit_s=20.0)
+    result = solve(FlowProgram(node_supply, (model,), (LinkRow(0, 1, gbps * 1e9),)), time_limit_s=20.0)
     rates = [sum(flow.rate_per_s for flow in result.flows if flow.source == place) for place in (0, 1)]
     return result.fraction * ASKED, rates[0] / max(1e-9, sum(rates))
 
@@ -184,34 +184,34 @@ def prefixes(quick: bool) -> dict[str, float]:
     if not TRACE.exists():
         say(f"crossdc: prefixes is left out, there is no {TRACE.name}")
         return {}
-    made = load_trace(str(TRACE), "m", WorkloadOptions(rate_per_s=2.5, requests=1000 if quick else 6000))
-    assert made.blocks is not None
+    workload = load_trace(str(TRACE), "m", WorkloadOptions(rate_per_s=2.5, requests=1000 if quick else 6000))
+    assert workload.blocks is not None
     parts = [
-        made.blocks.ids[start : start + tokens // BLOCK]
-        for start, tokens in zip(made.blocks.starts, made.prompt_tokens, strict=False)
+        workload.blocks.ids[start : start + tokens // BLOCK]
+        for start, tokens in zip(workload.blocks.starts, workload.prompt_tokens, strict=False)
     ]
     starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
-    made = replace(
-        made,
+    workload = replace(
+        workload,
         blocks=PrefixBlocks(starts, np.concatenate(parts)),
-        output_tokens=np.full(len(made), 256, np.int32),
+        output_tokens=np.full(len(workload), 256, np.int32),
     )
     figures: dict[str, float] = {}
     for kind, name in MODELS.items():
-        figures |= prefixed(f"prefixes_{kind}", crossed(made, name))
+        figures |= prefixed(f"prefixes_{kind}", crossed(workload, name))
     return figures
 
 
-def crossed(made: Workload, name: str) -> dict[str, float]:
+def crossed(workload: Workload, name: str) -> dict[str, float]:
     held: dict[str, dict[str, int]] = {}
     look = PrefixAffinity.by_region
 
-    def noted(self: PrefixAffinity, req: RequestState, ways: RouteOptions) -> dict[str, int]:
-        return held.setdefault(req.request.id, look(self, req, ways))
+    def noted(self: PrefixAffinity, request: RequestState, route_options: RouteOptions) -> dict[str, int]:
+        return held.setdefault(request.request.id, look(self, request, route_options))
 
     PrefixAffinity.by_region = noted  # type: ignore[method-assign]
     try:
-        result = simulated(replace(SELECTIVE, threshold_tokens=8000), 100.0, made, name)
+        result = simulated(replace(SELECTIVE, threshold_tokens=8000), 100.0, workload, name)
     finally:
         PrefixAffinity.by_region = look  # type: ignore[method-assign]
     records = result.records

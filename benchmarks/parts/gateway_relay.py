@@ -55,14 +55,14 @@ class Relay:
 
 async def main(port: int, engines: list[int]) -> None:
     allow_open_files()
-    calls = ConnectionPool()
+    connection_pool = ConnectionPool()
     addresses = itertools.cycle([Address("127.0.0.1", engine) for engine in engines])
     fields = ((b"content-type", b"application/json"),)
 
     def handle(exchange: Exchange) -> None:
         relay = Relay(exchange)
         asked = (exchange.method, exchange.path, exchange.body)
-        call = calls.send(next(addresses), *asked, relay, headers=fields)
+        call = connection_pool.send(next(addresses), *asked, relay, headers=fields)
         exchange.on_gone = call.cancel
         exchange.on_room = lambda there: call.resume() if there else call.pause()
 

@@ -92,8 +92,10 @@ class Bed:
         """As the gateway and the simulator see them: the cards' memory, and profiles by these names."""
         kinds = (fleets.node(card, cronus.NETWORK_GBPS) for card in (cronus.HIGH, self.low))
         named = zip(kinds, (HIGH, LOW), strict=True)
-        high, low = (replace(kind, name=name, gpu=replace(kind.gpu, name=name)) for kind, name in named)
-        return high, low
+        high_node_type, low_node_type = (
+            replace(kind, name=name, gpu=replace(kind.gpu, name=name)) for kind, name in named
+        )
+        return high_node_type, low_node_type
 
     def resolved(self, placement: str) -> ResolvedPlan:
         """The placement as gateway and simulator read it, with the profiles that were measured."""
@@ -184,15 +186,19 @@ Seen = tuple[list[TimedRequest], dict[str, float]]
 
 
 def figures_of(timed: Sequence[TimedRequest], busy_s: Mapping[str, float]) -> dict[str, float]:
-    whole = [shot for shot in timed if shot.ended]
+    whole = [request for request in timed if request.ended]
     if not whole:
         raise SystemExit(f"nothing was answered: {timed[0].status} {timed[0].problem}")
-    took_s = max(shot.done_s for shot in whole) - min(shot.sent_s for shot in whole)
+    took_s = max(request.done_s for request in whole) - min(request.sent_s for request in whole)
     # Tokens that came in one event with another one came at once.
-    gaps = [gap for shot in whole for gap in (*shot.gaps_s, *[0.0] * (shot.output_tokens - shot.pieces))]
+    gaps = [
+        gap
+        for request in whole
+        for gap in (*request.gaps_s, *[0.0] * (request.output_tokens - request.pieces))
+    ]
     return {
         "per_s": len(whole) / took_s,
-        "ttft_p99_s": float(np.quantile([shot.ttft_s for shot in whole], 0.99)),
+        "ttft_p99_s": float(np.quantile([request.ttft_s for request in whole], 0.99)),
         "tbt_p99_s": float(np.quantile(gaps or [0.0], 0.99)),
         "lost": float(len(timed) - len(whole)),
         **{f"busy_{name}": spent_s / took_s for name, spent_s in busy_s.items()},
@@ -337,7 +343,9 @@ class ShareFleet:
             watch.join()
         if self.keep:
             times = [
-                [*(getattr(shot, name) for name in KEPT), len(shot.prompt)] for shot in timed if shot.ended
+                [*(getattr(request, name) for name in KEPT), len(request.prompt)]
+                for request in timed
+                if request.ended
             ]
             with open(self.keep, "a", encoding="utf-8") as file:
                 kept = {"placement": self._placement, "rate_per_s": rate_per_s, "requests": times}

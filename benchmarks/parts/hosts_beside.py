@@ -51,10 +51,10 @@ class Balancer:
         self._to = [LoadTarget(gateway.url, False, 120.0, fleet.tls) for gateway in fleet.gateways]
         self._kind, self._turn, self._chance = kind, 0, random.Random(1)
 
-    async def send(self, shot: TimedRequest) -> None:
+    async def send(self, request: TimedRequest) -> None:
         self._turn += 1
         to = self._chance.choice(self._to) if self._kind == "random" else self._to[self._turn % len(self._to)]
-        await to.shoot(shot)
+        await to.shoot(request)
 
 
 async def crowd(fleet: HostsFleet, kind: str, lasts_s: float) -> float:
@@ -63,11 +63,11 @@ async def crowd(fleet: HostsFleet, kind: str, lasts_s: float) -> float:
     count = round(ASKED_PER_S * lasts_s)
     shots = [TimedRequest(0.0, MODEL, [7, place % 100 + 5, 9], 1, key=fleet.key) for place in range(count)]
     sent = []
-    for shot in shots:
-        sent.append(asyncio.ensure_future(balancer.send(shot)))
+    for request in shots:
+        sent.append(asyncio.ensure_future(balancer.send(request)))
         await asyncio.sleep(1.0 / ASKED_PER_S)
     await asyncio.gather(*sent)
-    granted = sum(shot.status == 200 for shot in shots)
+    granted = sum(request.status == 200 for request in shots)
     # A bucket is full at first: a minute's worth, and what comes in meanwhile.
     return granted / (REQUESTS_PER_MIN * (1.0 + lasts_s / 60.0))
 
@@ -88,11 +88,11 @@ async def talk(fleet: HostsFleet, balancer: Balancer, place: int) -> tuple[float
         before = len(text)
         text = [*text, *(chance.randrange(5, 200) for _ in range(TURN_TOKENS))]
         usage = {"stream_options": {"include_usage": True}}
-        shot = TimedRequest(0.0, MODEL, text, 4, key=fleet.key, extra=usage)
-        await balancer.send(shot)
-        if not shot.ended:
-            raise RuntimeError(f"a conversation was not answered: {shot.problem}")
+        request = TimedRequest(0.0, MODEL, text, 4, key=fleet.key, extra=usage)
+        await balancer.send(request)
+        if not request.ended:
+            raise RuntimeError(f"a conversation was not answered: {request.problem}")
         if turn:
-            cached, could = cached + shot.cached_tokens, could + before
+            cached, could = cached + request.cached_tokens, could + before
         await asyncio.sleep(0.6 + chance.random() * 0.6)
     return cached, could

@@ -57,9 +57,9 @@ class Load(Background):
             if url not in to:
                 to[url] = LoadTarget(url, True, WITHIN_S, self._fleet.tls)
                 to[url].start_s = clock.start_s
-            shot = shot_of(place, at_s, self._fleet.key, PROMPT, self._output)
-            self.shots.append(shot)
-            under_way.append(asyncio.ensure_future(to[url].shoot(shot)))
+            request = shot_of(place, at_s, self._fleet.key, PROMPT, self._output)
+            self.shots.append(request)
+            under_way.append(asyncio.ensure_future(to[url].shoot(request)))
             place += 1
         await asyncio.gather(*under_way)
 
@@ -73,8 +73,8 @@ def wrong(fleet: LiveFleet, shots: Sequence[TimedRequest], by: int) -> list[str]
     """What is wrong with answers, beside those of an engine that is asked directly."""
     url = str(fleet.engine_list[by]["url"])
 
-    def right(shot: TimedRequest) -> str:
-        body = json.loads(shot.body()) | {"stream": False}
+    def right(timed_request: TimedRequest) -> str:
+        body = json.loads(timed_request.body()) | {"stream": False}
         head = {"Content-Type": "application/json", "Authorization": f"Bearer {fleet.engine_key}"}
         request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), head)
         with urllib.request.urlopen(request, timeout=300, context=fleet.tls) as answer:
@@ -83,9 +83,9 @@ def wrong(fleet: LiveFleet, shots: Sequence[TimedRequest], by: int) -> list[str]
     with ThreadPoolExecutor(24) as pool:
         expected = list(pool.map(right, shots))
     return [
-        f"at {shot.at_s:.1f} s: {shot.status} {shot.problem[:160]} {shot.text[-30:]!r} for {text[-30:]!r}"
-        for shot, text in zip(shots, expected, strict=True)
-        if not (shot.ended and shot.text == text)
+        f"at {reply.at_s:.1f} s: {reply.status} {reply.problem[:160]} {reply.text[-30:]!r} for {text[-30:]!r}"
+        for reply, text in zip(shots, expected, strict=True)
+        if not (reply.ended and reply.text == text)
     ]
 
 

@@ -123,10 +123,10 @@ class Peer:
         address = (asked["host"], asked["port"])
         if self._links is None:
             self._links = PeerConnections([address], shared_memory=self._shared)
-        wanted = FetchRequest(asked["handle"], REQUEST, FINGERPRINT, TOKEN_HASH)
+        fetch_request = FetchRequest(asked["handle"], REQUEST, FINGERPRINT, TOKEN_HASH)
         sizes: list[int] = []
         start_s, cpu_s = time.monotonic(), time.process_time()
-        fetching = KvFetch(self._links, address, wanted, degree=asked["degree"], deadline_s=120.0)
+        fetching = KvFetch(self._links, address, fetch_request, degree=asked["degree"], deadline_s=120.0)
         fetching.run(lambda _: None, lambda chunk: sizes.append(len(chunk.data)))
         end_s = time.monotonic()
         spent_s = time.process_time() - cpu_s

@@ -37,15 +37,18 @@ def one_region(names: Sequence[str], available: int) -> tuple[tuple[Region, ...]
 def resolved(
     problem: PlanningProblem, plan: Plan, mean_tokens: Mapping[str, tuple[float, float]], **more: Any
 ) -> ResolvedPlan:
-    models, slos = {ask.name: ask.model for ask in problem.asks}, {ask.name: ask.slo for ask in problem.asks}
+    models, slos = (
+        {demand.name: demand.model for demand in problem.asks},
+        {demand.name: demand.slo for demand in problem.asks},
+    )
     regions = more.pop("regions", problem.regions)
     return ResolvedPlan(plan, models, problem.by_name, regions, (), slos, mean_tokens, **more)
 
 
-def mean_tokens(load: Workload) -> dict[str, tuple[float, float]]:
+def mean_tokens(workload: Workload) -> dict[str, tuple[float, float]]:
     """Prompt and answer, by model."""
-    rows = {name: load.model == place for place, name in enumerate(load.models)}
+    rows = {name: workload.model == place for place, name in enumerate(workload.models)}
     return {
-        name: (float(load.prompt_tokens[row].mean()), float(load.output_tokens[row].mean()))
+        name: (float(workload.prompt_tokens[row].mean()), float(workload.output_tokens[row].mean()))
         for name, row in rows.items()
     }

@@ -46,8 +46,8 @@ def combos(copies: int) -> ResolvedPlan:
 def requests(problem: ResolvedPlan, count: int, seed: int, block_tokens: int = 0) -> Workload:
     """Poisson arrivals at a part of what the fleet sustains; with blocks of some size, with shared prefixes."""
     rate = LOAD * problem.plan.predictions[0].capacity_per_s
-    made = synthetic(MODEL, named.workload("azure-conv").lengths, rate, count, seed)
-    return with_prefixes(made, HIT_SHARE, seed, block_tokens=block_tokens) if block_tokens else made
+    workload = synthetic(MODEL, named.workload("azure-conv").lengths, rate, count, seed)
+    return with_prefixes(workload, HIT_SHARE, seed, block_tokens=block_tokens) if block_tokens else workload
 
 
 def template(

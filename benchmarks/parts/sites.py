@@ -147,9 +147,9 @@ def warm(fleet: Sites) -> None:
     shoot(fleet.url, shots, within_s=120.0, tls=fleet.tls)
 
 
-def fired(fleet: Sites, load: Workload, happens: Sequence[tuple[float, Callable[[], None]]] = ()) -> Run:
+def fired(fleet: Sites, workload: Workload, happens: Sequence[tuple[float, Callable[[], None]]] = ()) -> Run:
     """All requests in time, and what happens meanwhile at its time; returns when all are answered."""
-    run = Run(shots_of_load(load, fleet.key))
+    run = Run(shots_of_load(workload, fleet.key))
     pids = [process.popen.pid for process in _processes(fleet) if process.popen is not None]
     before_s, began_s, due = _cpu_s(pids), time.monotonic(), list(happens)
     client = threading.Thread(

@@ -44,9 +44,9 @@ class Rules:
     def span_s(self, whole_s: float, quick_s: float) -> float:
         return quick_s if self.quick else whole_s
 
-    def run(self, problem: ResolvedPlan, load: Workload, faults: Sequence[Fault] = ()) -> SimResult:
+    def run(self, problem: ResolvedPlan, workload: Workload, faults: Sequence[Fault] = ()) -> SimResult:
         every = Faults(tuple(faults)) if faults else None
-        return simulate(problem, load, self.policy, seed=SEED, faults=every)
+        return simulate(problem, workload, self.policy, seed=SEED, faults=every)
 
 
 def per_s(node: str, role: Role = "mixed") -> float:
@@ -94,9 +94,9 @@ def apart(prefills: Sequence[tuple[str, int]], decodes: tuple[str, int], gbps: f
 
 def chat(rate_per_s: float, span_s: float, seed: int = SEED, start_s: float = 0.0) -> Workload:
     lengths = named.workload("azure-conv").lengths
-    made = synthetic(MODEL, lengths, rate_per_s, int(rate_per_s * span_s * 1.2) + 50, seed)
-    made = made.take(np.flatnonzero(made.arrival_s < span_s))
-    return replace(made, arrival_s=made.arrival_s + start_s)
+    workload = synthetic(MODEL, lengths, rate_per_s, int(rate_per_s * span_s * 1.2) + 50, seed)
+    workload = workload.take(np.flatnonzero(workload.arrival_s < span_s))
+    return replace(workload, arrival_s=workload.arrival_s + start_s)
 
 
 def alike_requests(rate_per_s: float, span_s: float, prompt: int, output: int, seed: int = SEED) -> Workload:
@@ -131,10 +131,10 @@ def _capacity(make: Callable[[], ResolvedPlan], policy: Policy, span_s: float) -
         result = simulate(problem, faster(base, scale), policy, seed=SEED)
         return step_of(summarise(result), scale, base_per_s)
 
-    _, best = search(tried, TOLERANCE)
-    if best is None:
+    _, best_trial = search(tried, TOLERANCE)
+    if best_trial is None:
         raise SystemExit("stress: no rate that was tried keeps the objective")
-    return best.rate_per_s
+    return best_trial.rate_per_s
 
 
 def good(result: SimResult) -> Mask:

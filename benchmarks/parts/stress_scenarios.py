@@ -293,11 +293,11 @@ def lookup(rules: Rules) -> Figures:
 
 
 def _least_s(rules: Rules, problem: ResolvedPlan, count: int, repeats: int, block_tokens: int = 0) -> float:
-    made: Workload = fleets.requests(problem, count, SEED, block_tokens)
+    workload: Workload = fleets.requests(problem, count, SEED, block_tokens)
 
     def once() -> None:
         gc.collect()
-        simulate(problem, made, rules.policy, seed=SEED)
+        simulate(problem, workload, rules.policy, seed=SEED)
 
     return cpu_s(once, repeats)
 

@@ -32,15 +32,15 @@ async def fire(weights: Sequence[tuple[str, int]], shots: Sequence[TimedRequest]
                 return place
         return None
 
-    async def one(shot: TimedRequest) -> None:
-        await targets[0].wait(shot.at_s)
+    async def one(request: TimedRequest) -> None:
+        await targets[0].wait(request.at_s)
         async with door:  # First come, first served.
             while (place := next_place()) is None:
                 changed.clear()
                 await changed.wait()
             open_requests[place] += 1
-        sending = asyncio.ensure_future(targets[place].shoot(shot))
-        while shot.first_s < 0 and not sending.done():
+        sending = asyncio.ensure_future(targets[place].shoot(request))
+        while request.first_s < 0 and not sending.done():
             await asyncio.sleep(LOOK_S)
         open_requests[place] -= 1
         changed.set()

@@ -29,12 +29,12 @@ PLAIN = EngineAbilities()
 SAID = [{"role": "user", "content": "Hello"}]
 
 
-def completion(able: EngineAbilities = PLAIN, **fields: object) -> CompletionRequest:
-    return completion_of({"model": "m", "prompt": "x", **fields}, able)[0]
+def completion(abilities: EngineAbilities = PLAIN, **fields: object) -> CompletionRequest:
+    return completion_of({"model": "m", "prompt": "x", **fields}, abilities)[0]
 
 
-def chat(able: EngineAbilities = PLAIN, **fields: object) -> tuple[ChatRequest, list[dict[str, Any]]]:
-    return chat_of({"model": "m", "messages": SAID, **fields}, able)
+def chat(abilities: EngineAbilities = PLAIN, **fields: object) -> tuple[ChatRequest, list[dict[str, Any]]]:
+    return chat_of({"model": "m", "messages": SAID, **fields}, abilities)
 
 
 HARMLESS: list[dict[str, object]] = [
@@ -133,16 +133,18 @@ def test_names_that_only_one_of_the_two_has() -> None:
 
 
 def test_an_engine_that_can_do_more_is_asked_more() -> None:
-    able = EngineAbilities(fields=frozenset(PENALTIES | TOOLS), formats=frozenset({"text", "json_object"}))
-    completion(able, presence_penalty=0.5, repetition_penalty=1.1)
+    abilities = EngineAbilities(
+        fields=frozenset(PENALTIES | TOOLS), formats=frozenset({"text", "json_object"})
+    )
+    completion(abilities, presence_penalty=0.5, repetition_penalty=1.1)
     called = {"role": "assistant", "tool_calls": [{"id": "c1"}]}
     answered = {"role": "tool", "tool_call_id": "c1", "content": "42"}
     fields = {"tools": [{"type": "function"}], "response_format": {"type": "json_object"}}
-    _, messages = chat(able, messages=[*SAID, called, answered], **fields)
+    _, messages = chat(abilities, messages=[*SAID, called, answered], **fields)
     assert messages[1:] == [{**called, "content": ""}, answered]
     for wrong in ({"echo": True}, {"response_format": {"type": "json_schema"}}):
         with pytest.raises(InputError):
-            completion(able, **wrong)
+            completion(abilities, **wrong)
     with pytest.raises(InputError):
         chat(messages=[*SAID, called])
     with pytest.raises(InputError):

@@ -111,16 +111,16 @@ def test_tokens_are_those_of_the_whole(kind: str, short: int) -> None:
 def test_boundaries_searched_in_windows_are_those_of_the_whole_text(
     kind: str, text: str, window_chars: int, apart_chars: int
 ) -> None:
-    seams = remembering(kind)._seams
-    whole = list(seams.cuts(text, apart_chars))
+    token_boundaries = remembering(kind)._seams
+    whole = list(token_boundaries.cuts(text, apart_chars))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizing, "SEARCH_CHARS", window_chars)
-        assert list(seams.cuts(text, apart_chars)) == whole
+        assert list(token_boundaries.cuts(text, apart_chars)) == whole
 
 
 def test_boundaries_of_a_long_text_are_searched_in_short_calls() -> None:
-    seams, sizes = remembering("llama3")._seams, []
-    pattern = seams._pattern
+    token_boundaries, sizes = remembering("llama3")._seams, []
+    pattern = token_boundaries._pattern
 
     class SpiedPattern:
         def search(self, text: str, start: int, stop: int | None = None) -> object:
@@ -128,8 +128,8 @@ def test_boundaries_of_a_long_text_are_searched_in_short_calls() -> None:
             return pattern.search(text, start, len(text) if stop is None else stop)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seams, "_pattern", SpiedPattern())
-        assert list(seams.cuts("a" * 300_000 + "<|im_end|>b", 256)) == [(300_010, 10)]
+        patch.setattr(token_boundaries, "_pattern", SpiedPattern())
+        assert list(token_boundaries.cuts("a" * 300_000 + "<|im_end|>b", 256)) == [(300_010, 10)]
     assert max(sizes) <= tokenizing.SEARCH_CHARS + 100
 
 
@@ -145,20 +145,22 @@ def test_only_tokens_that_are_found_anywhere_are_cut_behind() -> None:
 
 
 def test_a_conversation_that_grows_is_tokenised_once() -> None:
-    text = ModelTokenizer(tokenizer("llama3"), remember_bytes=1 << 20)
-    assert text.stretches is not None
+    model_tokenizer = ModelTokenizer(tokenizer("llama3"), remember_bytes=1 << 20)
+    assert model_tokenizer.stretches is not None
     message = ""
     for turn in range(20):
         message += f"<|im_start|>user\n{'what is it ' * 40}{turn}<|im_end|>\n"
         assert (
-            text.encode(message, special=False)
+            model_tokenizer.encode(message, special=False)
             == tokenizer("llama3").encode(message, add_special_tokens=False).ids
         )
-    assert text.stretches.misses <= 21
-    assert text.stretches.hits >= 18 * 19 / 2
-    before = text.stretches.misses
-    text.encode(message, special=False, apart="another tenant")  # learns nothing from the time that it takes
-    assert text.stretches.misses > before + 10
+    assert model_tokenizer.stretches.misses <= 21
+    assert model_tokenizer.stretches.hits >= 18 * 19 / 2
+    before = model_tokenizer.stretches.misses
+    model_tokenizer.encode(
+        message, special=False, apart="another tenant"
+    )  # learns nothing from the time that it takes
+    assert model_tokenizer.stretches.misses > before + 10
 
 
 def test_memory_is_bounded_by_bytes() -> None:

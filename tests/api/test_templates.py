@@ -118,17 +118,17 @@ def test_files_beside_the_settings_win(tmp_path: Path) -> None:
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("with {{ tools | length }} tools")
     assert ours(folder, [HELLO]) == theirs(folder, [HELLO]) == "from the fileTrue"
     assert ours(folder, [HELLO], tools=[TOOL]) == theirs(folder, [HELLO], tools=[TOOL]) == "with 1 tools"
-    text = ModelTokenizer.read(folder)
-    assert text is not None
-    assert text.chat([HELLO]) == "from the fileTrue"
-    assert text.chat_has_specials
+    tokenizer = ModelTokenizer.read(folder)
+    assert tokenizer is not None
+    assert tokenizer.chat([HELLO]) == "from the fileTrue"
+    assert tokenizer.chat_has_specials
 
 
 def test_named_templates_are_not_replaced_by_the_plain_one(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "D{{ bos_token }}"}, {"name": "tool_use", "template": "T"}]
-    text = ModelTokenizer.read(write(tmp_path / "a", named))
-    assert text is not None
-    assert text.chat([HELLO]) == "D<s>"
+    tokenizer = ModelTokenizer.read(write(tmp_path / "a", named))
+    assert tokenizer is not None
+    assert tokenizer.chat([HELLO]) == "D<s>"
     only = read_templates(write(tmp_path / "b"), {"chat_template": named[1:]})
     assert only is not None
     with pytest.raises(InputError, match="^messages: .*no default chat template, only tool_use"):

@@ -175,18 +175,18 @@ def test_linear_state_equals_the_cache(name: str) -> None:
     cache = _after(model, 9, _growing)
     seen = 0
     for held, layer in zip(cache.layers, model.layers, strict=True):
-        part = layer.attention
-        if isinstance(part, LinearAttention):
+        attention = layer.attention
+        if isinstance(attention, LinearAttention):
             recurrent, conv = _states(held)
-            assert recurrent == part.state_elements
-            assert conv == part.conv_channels * part.conv_kernel
-            needed = part.conv_channels * (part.conv_kernel - 1) * BF16_BYTES
+            assert recurrent == attention.state_elements
+            assert conv == attention.conv_channels * attention.conv_kernel
+            needed = attention.conv_channels * (attention.conv_kernel - 1) * BF16_BYTES
             index = model.layers.index(layer)
             assert memory.state_bytes(model, range(index, index + 1)) == recurrent * 4 + needed
             seen += 1
-        elif isinstance(part, FullAttention):
+        elif isinstance(attention, FullAttention):
             grown = held.keys.numel() + held.values.numel()
-            assert grown * BF16_BYTES == 9 * part.kv_heads * 2 * part.head_dim * BF16_BYTES
+            assert grown * BF16_BYTES == 9 * attention.kv_heads * 2 * attention.head_dim * BF16_BYTES
     assert seen == 3
 
 

@@ -40,43 +40,43 @@ def reference_config(model: Model) -> Any:
     return getattr(transformers, kind)(**values)
 
 
-def _attention(part: object) -> dict[str, Any]:
-    if isinstance(part, LatentAttention):
+def _attention(attention: object) -> dict[str, Any]:
+    if isinstance(attention, LatentAttention):
         names = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        return {"num_attention_heads": part.heads, **{name: getattr(part, name) for name in names}}
-    if isinstance(part, LinearAttention):
+        return {"num_attention_heads": attention.heads, **{name: getattr(attention, name) for name in names}}
+    if isinstance(attention, LinearAttention):
         return {
-            "linear_num_heads": part.value_heads,
-            "linear_head_dim": part.key_head_dim,
-            "linear_num_key_heads": part.key_heads,
-            "linear_num_value_heads": part.value_heads,
-            "linear_key_head_dim": part.key_head_dim,
-            "linear_value_head_dim": part.value_head_dim,
-            "linear_conv_kernel_dim": part.conv_kernel,
+            "linear_num_heads": attention.value_heads,
+            "linear_head_dim": attention.key_head_dim,
+            "linear_num_key_heads": attention.key_heads,
+            "linear_num_value_heads": attention.value_heads,
+            "linear_key_head_dim": attention.key_head_dim,
+            "linear_value_head_dim": attention.value_head_dim,
+            "linear_conv_kernel_dim": attention.conv_kernel,
         }
-    assert isinstance(part, FullAttention)
-    values: dict[str, Any] = {"num_attention_heads": part.heads, "head_dim": part.head_dim}
-    if part.v_head_dim != part.head_dim:
-        values["v_head_dim"] = part.v_head_dim
-    if part.window is None:
-        values["num_key_value_heads"] = part.kv_heads
+    assert isinstance(attention, FullAttention)
+    values: dict[str, Any] = {"num_attention_heads": attention.heads, "head_dim": attention.head_dim}
+    if attention.v_head_dim != attention.head_dim:
+        values["v_head_dim"] = attention.v_head_dim
+    if attention.window is None:
+        values["num_key_value_heads"] = attention.kv_heads
     else:
-        values["sliding_window"] = part.window
+        values["sliding_window"] = attention.window
     return values
 
 
-def _ffn(part: object) -> dict[str, Any]:
-    if isinstance(part, DenseFfn):
-        return {"intermediate_size": part.intermediate}
-    assert isinstance(part, MoeFfn)
-    shared = part.shared_intermediate
+def _ffn(ffn: object) -> dict[str, Any]:
+    if isinstance(ffn, DenseFfn):
+        return {"intermediate_size": ffn.intermediate}
+    assert isinstance(ffn, MoeFfn)
+    shared = ffn.shared_intermediate
     return {
-        "num_experts": part.experts,
-        "num_local_experts": part.experts,
-        "n_routed_experts": part.experts,
-        "num_experts_per_tok": part.active,
-        "moe_intermediate_size": part.intermediate,
-        "n_shared_experts": shared // part.intermediate,
+        "num_experts": ffn.experts,
+        "num_local_experts": ffn.experts,
+        "n_routed_experts": ffn.experts,
+        "num_experts_per_tok": ffn.active,
+        "moe_intermediate_size": ffn.intermediate,
+        "n_shared_experts": shared // ffn.intermediate,
         "shared_expert_intermediate_size": shared,
     }
 

@@ -220,8 +220,8 @@ def test_a_long_command_says_what_it_does_in_a_pipe_too(monkeypatch: pytest.Monk
     told, pipe = threading.Event(), Pipe()
     monkeypatch.setattr(sys, "stderr", pipe)
     monkeypatch.setattr(render, "EVERY_S", 0.01)
-    with render.progress(2) as said:
-        said("planning for 0.5")
+    with render.progress(2) as progress_bar:
+        progress_bar("planning for 0.5")
         assert told.wait(60)
     assert all(line.endswith(" s so far") for line in pipe.getvalue().splitlines())
 

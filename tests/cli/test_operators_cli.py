@@ -131,9 +131,9 @@ def folder(tmp_path: Path, port: Port) -> Path:
     me = {"pid": os.getpid(), "started": started_at(os.getpid())}
     store.set("gateway", {**me, "url": "http://127.0.0.1:1", "admin": port.url})
     store.set("controller", me)
-    make = EngineSpec("words", LAYOUT, "east")
-    store.put(EngineInstance("words-1", make, "up", time.time(), "http://e1", "t@east#0/0"))
-    store.put(EngineInstance("words-2", make, "starting", time.time() - 9, "", "t@east#1/0"))
+    engine_spec = EngineSpec("words", LAYOUT, "east")
+    store.put(EngineInstance("words-1", engine_spec, "up", time.time(), "http://e1", "t@east#0/0"))
+    store.put(EngineInstance("words-2", engine_spec, "starting", time.time() - 9, "", "t@east#1/0"))
     store.note(time.time(), "start", "words-2 for t@east#1/0", "the plan wants it")
     store.close()
     (tmp_path / "admin.key").write_text("secret")

@@ -109,15 +109,17 @@ def test_a_share_below_a_promise_does_not_look_like_it() -> None:
 
 @pytest.mark.parametrize("limit", [0.001, 0.3, 1.0, 7.3, 2000.0])
 def test_the_search_finds_a_threshold(limit: float) -> None:
-    steps, best = search(lambda scale: RateTrial(scale, scale, scale <= limit, 0.0, 0.9, "m", 0.0, 0.0), 0.01)
-    assert best is not None
-    assert best.scale <= limit < best.scale * 1.0101
-    assert best == max((step for step in steps if step.holds), key=lambda step: step.scale)
+    steps, best_trial = search(
+        lambda scale: RateTrial(scale, scale, scale <= limit, 0.0, 0.9, "m", 0.0, 0.0), 0.01
+    )
+    assert best_trial is not None
+    assert best_trial.scale <= limit < best_trial.scale * 1.0101
+    assert best_trial == max((step for step in steps if step.holds), key=lambda step: step.scale)
 
 
 def test_no_rate_holds() -> None:
-    steps, best = search(lambda scale: RateTrial(scale, scale, False, 0.0, 0.9, "m", 0.0, 0.0), 0.01)
-    assert best is None
+    steps, best_trial = search(lambda scale: RateTrial(scale, scale, False, 0.0, 0.9, "m", 0.0, 0.0), 0.01)
+    assert best_trial is None
     assert len(steps) < 20
 
 

@@ -98,21 +98,21 @@ def test_engines_of_vllm_are_started_with_the_planned_layout() -> None:
     def make(*widths: int) -> EngineSpec:
         return EngineSpec("m", Layout(tuple(Stage(16, (StageNode("8xH100", tp),)) for tp in widths)), "here")
 
-    maker = EngineCommands("vllm", (("m", Path("dir")),), python="py", more=("--dtype", "float32"))
-    words = maker.command(make(4, 4), 8000, 9000)
+    engine_commands = EngineCommands("vllm", (("m", Path("dir")),), python="py", more=("--dtype", "float32"))
+    words = engine_commands.command(make(4, 4), 8000, 9000)
     assert words[4:6] == ["vllm", "--json"]
     assert words[words.index("--tensor-parallel") + 1] == "4"
     assert words[words.index("--stages") + 1] == "16,16"
     assert words[-5:] == ["--python", "py", "--", "--dtype", "float32"]
     with pytest.raises(InputError, match="same tensor parallelism"):
-        maker.command(make(4, 2), 8000, 9000)
+        engine_commands.command(make(4, 2), 8000, 9000)
 
 
 def test_gpus_of_this_machine_are_given_to_each_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of four GPUs to each of two engines, ports in a row for their workers, and no third engine."""
     chips = tuple(("1xH100", f"GPU-{place}") for place in range(4))
-    maker = EngineCommands("vllm", (("m", Path("dir")),), chips=chips, gpus=(("8xH100", "1xH100"),))
-    make = EngineSpec("m", Layout((Stage(32, (StageNode("8xH100", 2, ep="tp"),)),)), "here")
+    engine_commands = EngineCommands("vllm", (("m", Path("dir")),), chips=chips, gpus=(("8xH100", "1xH100"),))
+    engine_spec = EngineSpec("m", Layout((Stage(32, (StageNode("8xH100", 2, ep="tp"),)),)), "here")
     spawned: list[tuple[list[str], dict[str, str]]] = []
 
     def spawn(command: list[str], marks: dict[str, str], log: Path) -> ProcessId:
@@ -120,15 +120,17 @@ def test_gpus_of_this_machine_are_given_to_each_vllm(tmp_path: Path, monkeypatch
         return ProcessId(len(spawned), 1)
 
     monkeypatch.setattr("potluck.control.launchers.process.spawn", spawn)
-    launcher = LocalLauncher(maker, tmp_path, "me", free=lambda: None)
-    launcher.start("a", make)
-    launcher.start("b", make)
+    launcher = LocalLauncher(engine_commands, tmp_path, "me", free=lambda: None)
+    launcher.start("a", engine_spec)
+    launcher.start("b", engine_spec)
     assert [marks["CUDA_VISIBLE_DEVICES"] for _, marks in spawned] == ["GPU-0,GPU-1", "GPU-2,GPU-3"]
     assert all("--expert-parallel" in command for command, _ in spawned)
     with pytest.raises(CapacityError, match="1xH100"):
-        launcher.start("c", make)
+        launcher.start("c", engine_spec)
     with pytest.raises(InputError, match="spreads experts"):
-        maker.command(EngineSpec("m", Layout((Stage(32, (StageNode("8xH100", 2, ep="dp"),)),)), "here"), 1, 2)
+        engine_commands.command(
+            EngineSpec("m", Layout((Stage(32, (StageNode("8xH100", 2, ep="dp"),)),)), "here"), 1, 2
+        )
 
 
 def test_a_plan_for_more_gpus_than_there_are_is_refused() -> None:
@@ -137,10 +139,10 @@ def test_a_plan_for_more_gpus_than_there_are_is_refused() -> None:
     )
     plan = Plan("x", (template,), (Deployment("t", "here", 2),), (), (), (), (), 0.0, 0.0)
     chips = tuple(("1xL4", f"GPU-{place}") for place in range(3))
-    maker = EngineCommands("vllm", (("m", Path("dir")),), chips=chips, gpus=(("2xL4", "1xL4"),))
+    engine_commands = EngineCommands("vllm", (("m", Path("dir")),), chips=chips, gpus=(("2xL4", "1xL4"),))
     with pytest.raises(InputError, match="4 GPUs of type 1xL4, this machine has 3"):
-        must_have_chips(plan, maker)
-    must_have_chips(plan, replace(maker, chips=()))
+        must_have_chips(plan, engine_commands)
+    must_have_chips(plan, replace(engine_commands, chips=()))
 
 
 @pytest.fixture

@@ -74,13 +74,13 @@ def test_chips_are_what_the_driver_says_within_what_is_visible(
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     _driver(tmp_path, monkeypatch, MIXED)
-    assert [(chip.uuid, chip.name) for chip in find_chips()] == [
+    assert [(gpu.uuid, gpu.name) for gpu in find_chips()] == [
         ("GPU-a", "NVIDIA L4"),
         ("GPU-b", "NVIDIA A10"),
         ("GPU-c", "NVIDIA A10"),
     ]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-a")
-    assert [chip.index for chip in find_chips()] == [2, 0]
+    assert [gpu.index for gpu in find_chips()] == [2, 0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert find_chips() == ()
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -176,9 +176,9 @@ def test_a_model_too_large_for_one_gpu_is_laid_over_several(large: Path, tmp_pat
         node.tp == 1 for replica in replicas for stage in replica.layout.stages for node in stage.nodes
     )
     chips = (_chip("L4", "a"), _chip("A100-SXM4-40GB", "b"), _chip("L4", "c"))
-    maker = maker_of(spec, chips, "cpu")
+    engine_commands = maker_of(spec, chips, "cpu")
     for layout in pipelines:
-        command = maker.command(EngineSpec("large", layout, "here"), 1, 2)
+        command = engine_commands.command(EngineSpec("large", layout, "here"), 1, 2)
         stages = command[command.index("--stages") + 1].split(",")
         assert [int(part.partition("x")[0]) for part in stages] == [stage.layers for stage in layout.stages]
         assert sum(stage.layers for stage in layout.stages) == 64
@@ -214,8 +214,8 @@ def test_a_model_that_fits_nowhere_is_told(large: Path, tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Sleeper(EngineCommands):
-    def command(self, make: EngineSpec, port: int, kv_port: int) -> list[str]:
-        EngineCommands.command(self, make, port, kv_port)
+    def command(self, engine_spec: EngineSpec, port: int, kv_port: int) -> list[str]:
+        EngineCommands.command(self, engine_spec, port, kv_port)
         return [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
@@ -260,13 +260,13 @@ def _pipeline(*stages: tuple[int, str]) -> Layout:
 
 
 def test_a_pipeline_has_a_gpu_for_each_stage_in_their_order(launcher: LocalLauncher) -> None:
-    make = EngineSpec("m", _pipeline((3, "1xA10"), (5, "1xL4")), "here")
-    assert stages_of(make) == ("--stages", "3,5")
+    engine_spec = EngineSpec("m", _pipeline((3, "1xA10"), (5, "1xL4")), "here")
+    assert stages_of(engine_spec) == ("--stages", "3,5")
     shared = Layout((Stage(3, (StageNode("1xL4", 1),)), Stage(5, (StageNode("1xA10", 1),) * 2)))
     assert stages_of(EngineSpec("m", shared, "here")) == ("--stages", "3,5x2")
-    assert launcher.start("one", make)["chip"] == "GPU-b,GPU-a"
+    assert launcher.start("one", engine_spec)["chip"] == "GPU-b,GPU-a"
     with pytest.raises(CapacityError, match="all 1 GPUs of type 1xL4"):
-        launcher.start("two", make)
+        launcher.start("two", engine_spec)
     assert launcher.start("three", EngineSpec("m", single("1xA10", 1, 2), "here"))["chip"] == "GPU-c"
 
 
@@ -274,7 +274,7 @@ def test_a_pipeline_has_a_gpu_for_each_stage_in_their_order(launcher: LocalLaunc
 class Family(EngineCommands):
     """Engines with a worker in a session of its own, as those of a pipeline are."""
 
-    def command(self, make: EngineSpec, port: int, kv_port: int) -> list[str]:
+    def command(self, engine_spec: EngineSpec, port: int, kv_port: int) -> list[str]:
         worker = "[sys.executable, '-c', 'import time; time.sleep(60)']"
         start = f"subprocess.Popen({worker}, start_new_session=True)"
         return [sys.executable, "-c", f"import subprocess, sys, time; {start}; time.sleep(60)"]
@@ -286,9 +286,11 @@ def test_workers_of_a_pipeline_live_and_end_with_their_engine(tmp_path: Path) ->
     launcher = LocalLauncher(
         Family("gpu", chips=(("1xL4", "GPU-a"), ("1xA10", "GPU-b"))), tmp_path, owner, free=lambda: None
     )
-    make = EngineSpec("m", _pipeline((3, "1xL4"), (5, "1xA10")), "here")
-    assert [stage.layers for stage in parse_stages(stages_of(make)[1])] == [3, 5], "the engine reads it so"
-    places = {"one": launcher.start("one", make)}
+    engine_spec = EngineSpec("m", _pipeline((3, "1xL4"), (5, "1xA10")), "here")
+    assert [stage.layers for stage in parse_stages(stages_of(engine_spec)[1])] == [3, 5], (
+        "the engine reads it so"
+    )
+    places = {"one": launcher.start("one", engine_spec)}
     until_s = time.monotonic() + 60.0
     try:
         while len(both := [pid for pid, _ in marked(OWNER_MARK, owner)]) < 2:
@@ -328,12 +330,12 @@ def test_weights_are_read_where_the_spec_says(tmp_path: Path, capsys: pytest.Cap
     shutil.copy(shipped_model() / "config.json", store / "words")
     assert "has no weights (*.safetensors)" in problem()
     (store / "words" / "model.safetensors").touch()
-    maker = maker_of(load_spec(spec), (_chip("L4", "a"),))
-    assert maker.files == (("words", store / "words"),)
-    command = maker.command(EngineSpec("words", single("1xL4", 1, 6), "here"), 1, 2)
+    engine_commands = maker_of(load_spec(spec), (_chip("L4", "a"),))
+    assert engine_commands.files == (("words", store / "words"),)
+    command = engine_commands.command(EngineSpec("words", single("1xL4", 1, 6), "here"), 1, 2)
     assert command[command.index("--model") + 1] == str(store / "words")
     inputs = SimulationInputs(load_spec(spec), load_problem(load_spec(spec), 0.8, None, (), 0.0), PLAN)
-    slow = start_s(GpuSetup(spec, PreparedPlan(inputs), maker, ()))
+    slow = start_s(GpuSetup(spec, PreparedPlan(inputs), engine_commands, ()))
     assert slow > 3 * weight_bytes(inputs.spec.models[0].model) / 1e6, "read at a megabyte a second"
     assert start_share(inputs.problem, startups=startups_of(inputs.spec)) > start_share(inputs.problem)
 
@@ -342,30 +344,30 @@ def test_vllm_is_told_the_lengths_and_the_memory_that_were_planned_with(large: P
     path, config = tmp_path / "spec.yaml", large / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 131072}))
     path.write_text(spec_text(large, "large", Counter({"L4": 1}), 1.0))
-    spec, make = load_spec(path), EngineSpec("large", single("1xL4", 1, 32), "here")
-    words = vllm_flags(spec, PLAN, False)(make)
+    spec, engine_spec = load_spec(path), EngineSpec("large", single("1xL4", 1, 32), "here")
+    words = vllm_flags(spec, PLAN, False)(engine_spec)
     longest, share = int(words[1]), float(words[3])
     assert words[::2] == ("--max-model-len", "--gpu-memory-utilization")
     wanted, context = longest_tokens(spec.models[0].traffic.lengths, "mixed"), 131072
     assert (wanted < longest < context, longest) == (True, 4096)
     assert 0.9 < share < 1.0
-    assert vllm_flags(spec, PLAN, True)(make)[3] == "--kv-cache-memory-bytes", (
+    assert vllm_flags(spec, PLAN, True)(engine_spec)[3] == "--kv-cache-memory-bytes", (
         "it would take most of the machine"
     )
-    maker = EngineCommands(
+    engine_commands = EngineCommands(
         "vllm", flags=vllm_flags(spec, PLAN, False), more=("--gpu-memory-utilization=0.5",)
     )
-    assert maker.command(make, 1, 2)[-5:] == [*words, "--gpu-memory-utilization=0.5"], (
+    assert engine_commands.command(engine_spec, 1, 2)[-5:] == [*words, "--gpu-memory-utilization=0.5"], (
         "what the user said is last"
     )
 
 
 def test_mock_engines_have_the_room_that_the_simulator_reckons_with(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(HYBRID, "utf-8")
-    spec, make = load_spec(tmp_path / "spec.yaml"), EngineSpec("m", single("8xH20", 8, 57), "near")
-    about = spec.models[0].model, make.layout, {"8xH20": spec.node_types[0]}
+    spec, engine_spec = load_spec(tmp_path / "spec.yaml"), EngineSpec("m", single("8xH20", 8, 57), "near")
+    about = spec.models[0].model, engine_spec.layout, {"8xH20": spec.node_types[0]}
     command, long = EngineCommands("mock", flags=mock_flags(spec, PLAN)), total_blocks(*about, 28_000.0)
-    assert command.command(make, 1, 2)[-2:] == ["--kv-blocks", str(long)]
+    assert command.command(engine_spec, 1, 2)[-2:] == ["--kv-blocks", str(long)]
     assert long > 2 * total_blocks(*about, 1_024.0), "states of short requests weigh more"
 
 
@@ -386,8 +388,15 @@ def test_what_cannot_be_measured_is_said_and_what_was_is_kept(
 
     monkeypatch.setattr(up_gpus, "_measuring", measuring)
     chips = (LocalGpu(0, "GPU-a", "NVIDIA L4", 24 * GB), LocalGpu(1, "GPU-b", "NVIDIA A10", 24 * GB))
-    asked = LocalGpus("cpu")
-    arguments = (load_spec(path), shipped_model(), chips, tmp_path / "profiles", asked, lambda line: None)
+    local_gpus = LocalGpus("cpu")
+    arguments = (
+        load_spec(path),
+        shipped_model(),
+        chips,
+        tmp_path / "profiles",
+        local_gpus,
+        lambda line: None,
+    )
     result, notes = measured_briefly(*arguments)
     assert [item.name for item in result] == ["L4-words.json"]
     assert "A10 could not be measured (out of memory)" in notes[0]
@@ -408,8 +417,8 @@ H200 = LocalGpu(0, "GPU-a", "NVIDIA H200", 143 * GB)
 def test_shares_of_a_gpu_are_gpus_of_their_own(tmp_path: Path) -> None:
     chips = shared_out((H200,), "50,25,12")
     names = ["H200-50pct", "H200-25pct", "H200-12pct"]
-    assert [gpu_of(chip) for chip in chips] == names
-    assert sum(chip.memory_bytes for chip in chips) <= H200.memory_bytes
+    assert [gpu_of(gpu) for gpu in chips] == names
+    assert sum(gpu.memory_bytes for gpu in chips) <= H200.memory_bytes
     path = tmp_path / "spec.yaml"
     path.write_text(spec_text(shipped_model(), "words", Counter(names), 1.0, parts=chips))
     nodes = {node.name: node for node in load_spec(path).node_types}

@@ -42,14 +42,16 @@ KB = 1024
 class Other(EngineCommands):
     program: str = "import time; time.sleep(600)"
 
-    def command(self, make: EngineSpec, port: int, kv_port: int) -> list[str]:
+    def command(self, engine_spec: EngineSpec, port: int, kv_port: int) -> list[str]:
         return [sys.executable, "-c", self.program]
 
 
-def _stand(tmp_path: Path, maker: EngineCommands, port: int | None = 0) -> tuple[LocalStack, PreparedPlan]:
+def _stand(
+    tmp_path: Path, engine_commands: EngineCommands, port: int | None = 0
+) -> tuple[LocalStack, PreparedPlan]:
     plan, spec = write_plans(tmp_path, WHOLE)
     inputs = read_plan_and_spec(plan, read_one_spec((spec,)))
-    settings = LocalStackSettings(tmp_path / "state", spec, port, maker)
+    settings = LocalStackSettings(tmp_path / "state", spec, port, engine_commands)
     return LocalStack(settings, inputs.plan), PreparedPlan(inputs)
 
 

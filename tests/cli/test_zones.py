@@ -67,7 +67,7 @@ def after_two_losses(spec: str, folder: Path) -> tuple[dict[str, str], set[str]]
     members = [
         action.member for action in brain.on(0.0, PlanReceived(plan)) if isinstance(action, StartReplica)
     ]
-    where = {member.id: member.nodes[0] for member in members}
+    where = {replica_spec.id: replica_spec.nodes[0] for replica_spec in members}
     for name in where:
         brain.on(0.0, ReplicaReady(name))
     runs: dict[str, str] = {}
@@ -85,7 +85,7 @@ def after_two_losses(spec: str, folder: Path) -> tuple[dict[str, str], set[str]]
         for action in brain.on(2.1, AttemptFailed(request, 0, "replica", name, 3))
         if isinstance(action, Run)
     }
-    return {member.id: member.zone for member in members}, {where[name] for name in again}
+    return {replica_spec.id: replica_spec.zone for replica_spec in members}, {where[name] for name in again}
 
 
 def test_who_was_lost_with_two_machines_of_a_zone_leaves_it(tmp_path: Path) -> None:

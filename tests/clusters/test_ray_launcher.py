@@ -37,7 +37,7 @@ http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
 
 @dataclass(frozen=True, slots=True)
 class Scripts(EngineCommands):
-    def command(self, make: EngineSpec, port: int | str, kv_port: int | str) -> list[str]:
+    def command(self, engine_spec: EngineSpec, port: int | str, kv_port: int | str) -> list[str]:
         return [sys.executable, "-S", "-c", ENGINE, self.host, str(port)]
 
 
@@ -48,9 +48,9 @@ Made = Callable[..., RayLauncher]
 def made(cluster: tuple[Any, dict[str, Any]], tmp_path: Path) -> Iterator[Made]:
     ray = connect(cluster[0].address)
 
-    def make(maker: EngineCommands = Scripts("mock"), **more: Any) -> RayLauncher:  # noqa: B008
+    def make(engine_commands: EngineCommands = Scripts("mock"), **more: Any) -> RayLauncher:  # noqa: B008
         terms = RayOptions(
-            maker=maker,
+            maker=engine_commands,
             spellings=SPELLINGS,
             regions=("east", "west"),
             python=os.environ.get("POTLUCK_PYTHON", ""),
@@ -88,8 +88,8 @@ def come_to(launcher: RayLauncher, places: dict[str, Place], state: str) -> Engi
 
 def node_of(launcher: RayLauncher, name: str, worker: int | None = None) -> str:
     crew = launcher._engines[name]
-    member = crew.lead if worker is None else crew.workers[worker]
-    return str(member.said["node"])
+    actor = crew.lead if worker is None else crew.workers[worker]
+    return str(actor.said["node"])
 
 
 def test_an_engine_is_on_the_node_that_has_its_gpu_and_is_found_again(

@@ -33,13 +33,13 @@ class SmallMaker:
     host: str = "127.0.0.1"
     style: str = "mock"
 
-    def workers(self, make: EngineSpec) -> int:
+    def workers(self, engine_spec: EngineSpec) -> int:
         return 1
 
-    def chips_for(self, make: EngineSpec) -> tuple[str, ...]:
+    def chips_for(self, engine_spec: EngineSpec) -> tuple[str, ...]:
         return ()
 
-    def command(self, make: EngineSpec, port: int, kv_port: int) -> list[str]:
+    def command(self, engine_spec: EngineSpec, port: int, kv_port: int) -> list[str]:
         return [sys.executable, "-S", "-E", "-c", ENGINE, str(port)]
 
 

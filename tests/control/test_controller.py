@@ -72,11 +72,11 @@ class Machine:
     told: list[NodeNews] = field(default_factory=list)
     broken: bool = False
 
-    def start(self, name: str, make: EngineSpec) -> Place:
+    def start(self, name: str, engine_spec: EngineSpec) -> Place:
         if self.broken:
             raise CapacityError("no memory left")
         self.started += 1
-        self.step_tokens.append(make.step_tokens)
+        self.step_tokens.append(engine_spec.step_tokens)
         self.running[name] = "starting"
         return {"pid": name}
 
@@ -167,11 +167,11 @@ class Fixed:
     asked: list[PlanRequest] = field(default_factory=list)
     left: Plan | None = None  # What to do at once.
 
-    def first(self, asked: PlanRequest) -> PlanReply:
+    def first(self, plan_request: PlanRequest) -> PlanReply:
         return PlanReply(self.left, "what is left")
 
-    def full(self, asked: PlanRequest) -> PlanReply:
-        self.asked.append(asked)
+    def full(self, plan_request: PlanRequest) -> PlanReply:
+        self.asked.append(plan_request)
         return PlanReply(self.plan, "better")
 
 
@@ -410,7 +410,7 @@ def test_a_plan_that_was_written_down_and_not_told_is_told_by_the_next(world: Wo
 
 def test_a_planner_that_breaks_leaves_the_controller_and_says_so(world: World) -> None:
     class Broken(Fixed):
-        def full(self, asked: PlanRequest) -> PlanReply:
+        def full(self, plan_request: PlanRequest) -> PlanReply:
             raise ZeroDivisionError
 
     controller = world.controller(Broken(PLAN))
@@ -547,12 +547,12 @@ class Slow:
     go: threading.Event = field(default_factory=threading.Event)
     asked: list[int] = field(default_factory=list)
 
-    def first(self, asked: PlanRequest) -> PlanReply:
+    def first(self, plan_request: PlanRequest) -> PlanReply:
         return PlanReply(None, "")
 
-    def full(self, asked: PlanRequest) -> PlanReply:
-        assert asked.regions is not None
-        self.asked.append(asked.regions[0].offers[0].available)
+    def full(self, plan_request: PlanRequest) -> PlanReply:
+        assert plan_request.regions is not None
+        self.asked.append(plan_request.regions[0].offers[0].available)
         assert self.go.wait(60)
         return PlanReply(plan(self.asked[-1]), "more")
 
@@ -672,9 +672,9 @@ def test_it_is_wanted_and_started_and_gets_no_request_until_it_takes_over() -> N
             "t@east#0/0",
             "t@east#1/0",
         ]
-        running = _running(STANDBY_PLAN, wanted)
-        assert running is not None
-        assert running.deployments == (Deployment("t", "east", 1),), "planners do not count on it"
+        running_plan = _running(STANDBY_PLAN, wanted)
+        assert running_plan is not None
+        assert running_plan.deployments == (Deployment("t", "east", 1),), "planners do not count on it"
         assert "t@east#1/0 is wanted on standby" in gateway.told
         assert gateway.brain.autoscaler.standby_usd_per_h == 1.5
         rows = {item["replica"]: item["standby"] for item in replicas_of({}, wanted, ())}
@@ -689,7 +689,7 @@ def test_it_is_wanted_and_started_and_gets_no_request_until_it_takes_over() -> N
         gateway.brain_loop.tell(Tick())
         assert gateway.asked("after") == "t@east#1/0"
         assert "t@east#1/0 serves, from standby" in gateway.told
-        again = {view.member.id: view.member.standby for view in gateway.brain.fleet.views.values()}
+        again = {replica.member.id: replica.member.standby for replica in gateway.brain.fleet.views.values()}
         assert again == {"t@east#1/0": False, "t@east#2/0": True}, "its place is filled again"
         replicas = gateway.wanted()["replicas"]
         assert isinstance(replicas, list)

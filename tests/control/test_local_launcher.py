@@ -65,7 +65,7 @@ def until(what: Callable[[], bool], within_s: float = 20.0) -> None:
 class Scripts(EngineCommands):
     script: str = HEALTHY
 
-    def command(self, make: EngineSpec, port: int, kv_port: int) -> list[str]:
+    def command(self, engine_spec: EngineSpec, port: int, kv_port: int) -> list[str]:
         return [sys.executable, "-S", "-c", self.script, str(port)]
 
 

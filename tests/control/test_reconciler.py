@@ -34,12 +34,12 @@ A = EngineSpec("m", single("1xA10", 1, 2), "east")
 B = EngineSpec("m", single("1xL4", 1, 2), "east")
 
 
-def _want(name: str, make: EngineSpec = A, *, draining: bool = False) -> WantedReplica:
-    return WantedReplica(name, make, "mixed", draining)
+def _want(name: str, engine_spec: EngineSpec = A, *, draining: bool = False) -> WantedReplica:
+    return WantedReplica(name, engine_spec, "mixed", draining)
 
 
-def _up(name: str, replica: str = "", make: EngineSpec = A, since_s: float = 0.0) -> EngineInstance:
-    return EngineInstance(name, make, "up", since_s, f"http://h/{name}", replica)
+def _up(name: str, replica: str = "", engine_spec: EngineSpec = A, since_s: float = 0.0) -> EngineInstance:
+    return EngineInstance(name, engine_spec, "up", since_s, f"http://h/{name}", replica)
 
 
 def test_what_is_there_is_used_before_anything_is_started() -> None:
@@ -144,10 +144,12 @@ def test_any_fleet_settles_on_what_is_wanted(data: st.DataObject) -> None:
     """Whatever there is, and whatever dies or is not carried out on the way: in the end each want has one engine of
     its make, no engine has two, and none is left over."""
     makes = st.sampled_from([A, B])
-    wants = [_want(f"r{i}", make) for i, make in enumerate(data.draw(st.lists(makes, max_size=5)))]
+    wants = [
+        _want(f"r{i}", engine_spec) for i, engine_spec in enumerate(data.draw(st.lists(makes, max_size=5)))
+    ]
     living = {
-        f"i{i}": _up(f"i{i}", data.draw(st.sampled_from(["", "r0", "r1", "gone"])), make)
-        for i, make in enumerate(data.draw(st.lists(makes, max_size=5)))
+        f"i{i}": _up(f"i{i}", data.draw(st.sampled_from(["", "r0", "r1", "gone"])), engine_spec)
+        for i, engine_spec in enumerate(data.draw(st.lists(makes, max_size=5)))
     }
     memory, now_s, started = ReconcilerMemory(), 0.0, 0
     for turn in range(60):

@@ -53,17 +53,17 @@ def copies(plan: Plan | None, node: str) -> int:
 
 def test_what_is_left_is_routed_anew_and_then_replaced(running: Plan, planner: Replanner) -> None:
     there = copies(running, "L4")
-    asked = PlanRequest({"m": 6.0}, "a node died", regions=regions(there - 1, 2), running=running)
-    first = planner.first(asked)
+    plan_request = PlanRequest({"m": 6.0}, "a node died", regions=regions(there - 1, 2), running=running)
+    first = planner.first(plan_request)
     assert copies(first.plan, "L4") == there - 1
     assert copies(first.plan, "A10") == 0
     assert first.plan is not None
     assert first.plan.fraction < 1
     assert sum(share.rate_per_s for share in first.plan.shares) > 0
     gone = replace(running, deployments=(replace(running.deployments[0], count=there - 1),))
-    seen = planner.first(replace(asked, running=gone, planned=running))
+    seen = planner.first(replace(plan_request, running=gone, planned=running))
     assert seen.plan == first.plan, "also where the copy was seen to be gone before its machine"
-    full = planner.full(replace(asked, running=first.plan))
+    full = planner.full(replace(plan_request, running=first.plan))
     assert full.plan is not None
     assert full.plan.fraction == pytest.approx(1)
     assert copies(full.plan, "A10") > 0
@@ -106,11 +106,11 @@ def judged(holding: Callable[[Plan], bool], at: tuple[Region, ...]) -> Replanner
 def test_plans_of_a_running_service_are_judged_by_evidence(running: Plan) -> None:
     """What runs stays where only it holds, however cheap the other is, and goes where only the other does."""
     cheap, dear = regions(6, 4, 0.3), regions(0, 12, 2.0)
-    asked = PlanRequest({"m": 6.0}, "prices", regions=cheap, running=running)
-    kept = judged(lambda plan: copies(plan, "A10") == 0, cheap).full(asked)
+    plan_request = PlanRequest({"m": 6.0}, "prices", regions=cheap, running=running)
+    kept = judged(lambda plan: copies(plan, "A10") == 0, cheap).full(plan_request)
     assert (kept.plan, kept.why) == (None, "no other plan holds in simulation")
-    asked = replace(asked, regions=regions(6, 12, 2.0))
-    taken = judged(lambda plan: copies(plan, "A10") > 0, dear).full(asked)
+    plan_request = replace(plan_request, regions=regions(6, 12, 2.0))
+    taken = judged(lambda plan: copies(plan, "A10") > 0, dear).full(plan_request)
     assert taken.why == "this plan holds in simulation, what runs would not"
     assert taken.plan is not None
     assert taken.plan.cost_usd_per_h > running.cost_usd_per_h
@@ -151,17 +151,17 @@ def test_a_kind_of_node_that_is_slower_than_its_facts_is_planned_as_slow_as_it_i
     running: Plan, planner: Replanner
 ) -> None:
     assert copies(running, "A10") == 0
-    asked = PlanRequest({"m": 6.0}, "as usual", running=running)
-    assert planner.full(asked).plan is None, "at the speed of its facts it is the best there is"
-    reply = planner.full(replace(asked, paces=(ObservedSpeed("m", "1xL4", 1, 2.0),)))
+    plan_request = PlanRequest({"m": 6.0}, "as usual", running=running)
+    assert planner.full(plan_request).plan is None, "at the speed of its facts it is the best there is"
+    reply = planner.full(replace(plan_request, paces=(ObservedSpeed("m", "1xL4", 1, 2.0),)))
     assert reply.plan is not None
     assert copies(reply.plan, "A10") > 0, "twice the L4s are not there"
     assert "instead of" in reply.why
-    assert planner.full(replace(asked, paces=(ObservedSpeed("m", "1xL4", 1, 1.05),))).plan is None, (
+    assert planner.full(replace(plan_request, paces=(ObservedSpeed("m", "1xL4", 1, 1.05),))).plan is None, (
         "near enough"
     )
-    assert planner.full(replace(asked, paces=(ObservedSpeed("other", "1xL4", 1, 2.0),))).plan is None
-    assert planner.full(replace(asked, paces=(ObservedSpeed("m", "1xH100", 1, 2.0),))).plan is None, (
+    assert planner.full(replace(plan_request, paces=(ObservedSpeed("other", "1xL4", 1, 2.0),))).plan is None
+    assert planner.full(replace(plan_request, paces=(ObservedSpeed("m", "1xH100", 1, 2.0),))).plan is None, (
         "no such node"
     )
 

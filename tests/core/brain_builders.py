@@ -160,9 +160,9 @@ class World:
                     self.tell(told.AttemptRunning(name, attempt))
                 else:
                     self.tell(told.AttemptFailed(name, attempt, "timeout", "", self.left.pop(name)))
-            case act.StartReplica(member):
-                assert member.id not in self.members
-                self.members[member.id] = member
+            case act.StartReplica(replica_spec):
+                assert replica_spec.id not in self.members
+                self.members[replica_spec.id] = replica_spec
             case act.DrainReplica(replica):
                 assert replica in self.ready
                 self.ready.discard(replica)
@@ -262,9 +262,9 @@ def world(
 def assert_at_rest(brain: Brain) -> None:
     """With nothing open, every count is back at nothing."""
     assert brain.requests == {}
-    for view in brain.fleet.views.values():
-        assert (view.open_requests, view.open_prefill_tokens, view.open_context_tokens) == (0, 0, 0)
-        assert view.yielding_tokens == 0
+    for replica in brain.fleet.views.values():
+        assert (replica.open_requests, replica.open_prefill_tokens, replica.open_context_tokens) == (0, 0, 0)
+        assert replica.yielding_tokens == 0
     assert brain.router.links.open_bytes == 0
     for target in (*brain.table.singles.values(), *brain.table.groups.values()):
         assert abs(target.load) < 1e-6

@@ -112,11 +112,11 @@ class Chaos:
                     self.jobs[name].run = None
             case act.QueryAttempt(name, attempt):
                 self._answer(name, attempt)
-            case act.StartReplica(member):
-                if member.id in self.members:
-                    raise Broken(f"{member.id} was started twice")
-                self.members[member.id] = member
-                self.views.append(self.brain.fleet.views[member.id])
+            case act.StartReplica(replica_spec):
+                if replica_spec.id in self.members:
+                    raise Broken(f"{replica_spec.id} was started twice")
+                self.members[replica_spec.id] = replica_spec
+                self.views.append(self.brain.fleet.views[replica_spec.id])
             case act.DrainReplica(replica):
                 if replica in self.up:
                     self.draining.add(replica)
@@ -364,16 +364,16 @@ class Chaos:
         if self.jobs or brain.requests:
             left = sorted({*self.jobs, *brain.requests})[:5]
             raise Broken(f"{len(self.jobs)} and {len(brain.requests)} requests never end, such as {left}")
-        for view in (*self.views, *brain.fleet.views.values()):
-            counts = (view.open_requests, view.open_prefill_tokens, view.open_context_tokens)
+        for replica in (*self.views, *brain.fleet.views.values()):
+            counts = (replica.open_requests, replica.open_prefill_tokens, replica.open_context_tokens)
             if counts != (0, 0, 0):
-                raise Broken(f"{view.member.id} still counts {counts}")
+                raise Broken(f"{replica.member.id} still counts {counts}")
         build.assert_at_rest(brain)
         sizes = brain.sizes()
         wrong = {name: size for name, size in sizes.items() if size > (2 * ENDED if name == "ended" else 0)}
         if wrong:
             raise Broken(f"left over with nothing open: {wrong}")
-        self.views = [view for view in self.views if not view.gone]
+        self.views = [replica for replica in self.views if not replica.gone]
 
 
 def trial(seed: int, events: int) -> Chaos:

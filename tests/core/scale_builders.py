@@ -110,36 +110,42 @@ class World:
     def pass_time(self, lose: float = 0.0) -> None:
         """Some replicas become ready or drained, some are lost."""
         self.at_s += self.chance.uniform(0, 10)
-        for view in list(self.fleet.views.values()):
+        for replica in list(self.fleet.views.values()):
             if self.chance.random() < lose:
-                self.fleet.remove(view.member.id)
-            elif view.state == "starting" and self.chance.random() < 0.4:
-                self.fleet.ready(view.member.id)
-            elif view.state == "draining" and self.chance.random() < 0.4:
-                self.progress = self.progress.drained(view.member.id)
+                self.fleet.remove(replica.member.id)
+            elif replica.state == "starting" and self.chance.random() < 0.4:
+                self.fleet.ready(replica.member.id)
+            elif replica.state == "draining" and self.chance.random() < 0.4:
+                self.progress = self.progress.drained(replica.member.id)
 
     def serving_per_s(self, model: str) -> float:
         units = self.fleet.units.values()
-        whole = [unit.template for unit in units if self.whole(unit) and not unit.standby]
+        whole = [
+            template_copy.template
+            for template_copy in units
+            if self.whole(template_copy) and not template_copy.standby
+        ]
         return served(self.known, whole, model)
 
-    def whole(self, unit: TemplateCopy) -> bool:
-        return unit.whole and len(unit.views) == len(self.known[unit.template].template.replicas)
+    def whole(self, template_copy: TemplateCopy) -> bool:
+        return template_copy.whole and len(template_copy.views) == len(
+            self.known[template_copy.template].template.replicas
+        )
 
     def counts(self, standby: bool = False) -> dict[Key, int]:
         """Whole copies of each key that serve, or are on standby."""
         result = dict.fromkeys(self.standby if standby else self.wanted, 0)
-        for unit in self.fleet.units.values():
-            if self.whole(unit) and unit.standby == standby:
-                key = (unit.template, unit.region)
+        for template_copy in self.fleet.units.values():
+            if self.whole(template_copy) and template_copy.standby == standby:
+                key = (template_copy.template, template_copy.region)
                 result[key] = result.get(key, 0) + 1
         return result
 
     def held_nodes(self) -> dict[tuple[str, str], int]:
         held: dict[tuple[str, str], int] = {}
-        for unit in self.fleet.units.values():
-            for item in self.known[unit.template].template.nodes:
-                key = (unit.region, item.node)
+        for template_copy in self.fleet.units.values():
+            for item in self.known[template_copy.template].template.nodes:
+                key = (template_copy.region, item.node)
                 held[key] = held.get(key, 0) + item.count
         return held
 

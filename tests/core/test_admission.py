@@ -317,10 +317,10 @@ def flight(name: int, tenant: str, priority: int = 0) -> RequestState:
 
 
 def taken(backlog: RequestQueue) -> QueuePosition:
-    place = backlog.head()
-    assert place is not None
-    backlog.take(place)
-    return place
+    position = backlog.head()
+    assert position is not None
+    backlog.take(position)
+    return position
 
 
 WORKS = st.lists(st.floats(1.0, 500.0), min_size=1, max_size=12)
@@ -340,9 +340,9 @@ def test_while_all_wait_none_gets_less_than_its_share(tenants: dict[str, tuple[f
     had = dict.fromkeys(tenants, 0.0)
     left = {name: list(works) for name, (_, works) in tenants.items()}
     while all(left.values()):
-        place = taken(backlog)
-        had[place.tenant] += place.work / weights[place.tenant]
-        left[place.tenant].remove(place.work)
+        position = taken(backlog)
+        had[position.tenant] += position.work / weights[position.tenant]
+        left[position.tenant].remove(position.work)
         slack = {name: max(works) / weights[name] for name, (_, works) in tenants.items()}
         for one in tenants:
             for other in tenants:
@@ -359,9 +359,9 @@ def test_all_leave_in_order(asked: list[tuple[str, int, int]]) -> None:
     assert backlog.count == len(asked) == len(backlog.places())
     seen: list[tuple[str, int, int, int]] = []
     while backlog.count:
-        place = taken(backlog)
-        number = int(place.req.request.id)
-        seen.append((place.tenant, -place.level, -place.req.request.priority, number))
+        position = taken(backlog)
+        number = int(position.req.request.id)
+        seen.append((position.tenant, -position.level, -position.req.request.priority, number))
     assert [level for _, level, _, _ in seen] == sorted(level for _, level, _, _ in seen)
     for tenant in "ab":
         own = [item[1:] for item in seen if item[0] == tenant]

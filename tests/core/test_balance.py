@@ -25,7 +25,7 @@ def targets(count: int) -> list[Target]:
     members = [
         ReplicaSpec(f"r{i}", f"u{i}", "t", 0, "homogeneous", "m", "mixed", "here") for i in range(count)
     ]
-    return [Target(PLAIN, member.unit, ReplicaState(member)) for member in members]
+    return [Target(PLAIN, replica_spec.unit, ReplicaState(replica_spec)) for replica_spec in members]
 
 
 what = st.sampled_from(["pick", "heavier", "lighter", "set", "remove"])
@@ -49,13 +49,13 @@ def test_the_least_loaded_is_picked(steps: list[tuple[str, int, float]]) -> None
             target.load += number
         elif what == "lighter":
             target.lighten(number)
-        picked = index.pick()
-        assert (picked is None) == (not weights)
+        picked_target = index.pick()
+        assert (picked_target is None) == (not weights)
         assert index.total == pytest.approx(sum(weights.values()))
-        if picked is not None:
+        if picked_target is not None:
             best = min(all_targets[i].load + 1.0 / w for i, w in weights.items())
-            chosen = all_targets.index(picked)
-            assert picked.load + 1.0 / weights[chosen] == best
+            chosen = all_targets.index(picked_target)
+            assert picked_target.load + 1.0 / weights[chosen] == best
 
 
 def test_a_request_takes_its_prefill_and_its_part_of_the_decode_steps() -> None:
@@ -346,11 +346,13 @@ def test_every_prompt_has_a_bucket() -> None:
 
 def test_what_an_old_plan_runs_keeps_its_weights_by_length() -> None:
     before = build.plan((A,), {("a", "near"): 1}, {("a", "near", "closed"): (0.5, 0.0)}, longest=(1000, 9000))
-    old = offers(before, "goodput")["m"]
+    old_weights = offers(before, "goodput")["m"]
     shares = {("b", "near", "closed"): (1.0, 1.0, 1.0)}
-    new = offers(build.plan((B,), {("b", "near"): 1}, shares, longest=(500, 1000, 9000)), "goodput")["m"]
-    both = merged(new, old, {("a", "near"), ("b", "near")})
+    new_weights = offers(build.plan((B,), {("b", "near"): 1}, shares, longest=(500, 1000, 9000)), "goodput")[
+        "m"
+    ]
+    both = merged(new_weights, old_weights, {("a", "near"), ("b", "near")})
     assert both.copies["a", "near"].closed == (1.0, 1.0, 0.0)
-    assert both.copies["b", "near"] == new.copies["b", "near"]
-    assert merged(new, old, {("b", "near")}) == new  # its copies are gone
+    assert both.copies["b", "near"] == new_weights.copies["b", "near"]
+    assert merged(new_weights, old_weights, {("b", "near")}) == new_weights  # its copies are gone
     assert isinstance(both, ModelWeights)

@@ -508,17 +508,17 @@ def test_answers_that_came_too_late_do_not_count_as_attained(slo: Slo | None, at
 def test_a_copy_that_lost_a_replica_is_not_whole_until_it_has_it_again() -> None:
     fleet = FleetState()
     members = [ReplicaSpec(f"u/{i}", "u", "t", i, "combo", "m", "mixed", "near") for i in range(2)]
-    for member in members:
-        fleet.add(member)
-        fleet.ready(member.id)
-    unit = fleet.units["u"]
-    assert unit.whole
+    for replica_spec in members:
+        fleet.add(replica_spec)
+        fleet.ready(replica_spec.id)
+    template_copy = fleet.units["u"]
+    assert template_copy.whole
     fleet.remove("u/1")
-    assert not unit.whole
+    assert not template_copy.whole
     fleet.add(members[1])
-    assert not unit.whole
+    assert not template_copy.whole
     fleet.ready("u/1")
-    assert unit.whole
+    assert template_copy.whole
 
 
 @pytest.mark.parametrize("heals", [False, True])

@@ -75,8 +75,8 @@ def test_an_idle_prefill_replica_is_used_while_decode_replicas_are_busier() -> N
 
 
 def view(name: str, role: str, requests: int = 0, prompt: int = 0) -> ReplicaState:
-    member = ReplicaSpec(name, "u", "t", 0, "combo", "m", role, "here")  # type: ignore[arg-type]
-    return ReplicaState(member, "ready", role, open_requests=requests, open_prefill_tokens=prompt)  # type: ignore[arg-type]
+    replica_spec = ReplicaSpec(name, "u", "t", 0, "combo", "m", role, "here")  # type: ignore[arg-type]
+    return ReplicaState(replica_spec, "ready", role, open_requests=requests, open_prefill_tokens=prompt)  # type: ignore[arg-type]
 
 
 def test_the_rules_of_running_in_place() -> None:

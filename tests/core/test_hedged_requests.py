@@ -57,12 +57,12 @@ class Told:
     def where(self) -> list[str]:
         """Who has something to do, as far as is counted."""
         views = self.brain.fleet.views.values()
-        return sorted(view.member.id for view in views if view.open_requests)
+        return sorted(replica.member.id for replica in views if replica.open_requests)
 
     def nothing_left(self) -> None:
         assert self.brain.sizes()["open"] == self.brain.sizes()["hedges"] == 0
-        for view in self.brain.fleet.views.values():
-            counted = (view.open_requests, view.open_prefill_tokens, view.open_context_tokens)
+        for replica in self.brain.fleet.views.values():
+            counted = (replica.open_requests, replica.open_prefill_tokens, replica.open_context_tokens)
             assert counted == (0, 0, 0)
 
 
@@ -168,8 +168,8 @@ def test_no_twin_where_there_is_no_room() -> None:
     for number in range(8):
         full.arrive(f"r{number}")
     assert full.late(60.0) == []
-    taken = [view for view in full.brain.fleet.views.values() if view.open_requests]
-    assert [view.open_requests for view in taken] == [4, 4]
+    taken = [replica for replica in full.brain.fleet.views.values() if replica.open_requests]
+    assert [replica.open_requests for replica in taken] == [4, 4]
 
 
 def test_a_replica_that_is_outrun_again_and_again_is_believed_to_be_slow() -> None:
@@ -189,7 +189,7 @@ def test_a_replica_that_is_outrun_again_and_again_is_believed_to_be_slow() -> No
             break
     else:
         pytest.fail("nothing was learned")
-    assert all(view.pace < 1.5 for name, view in message.brain.fleet.views.items() if name != slow)
+    assert all(replica.pace < 1.5 for name, replica in message.brain.fleet.views.items() if name != slow)
 
 
 def test_it_is_written_down_as_it_is() -> None:
@@ -220,8 +220,8 @@ def test_whatever_is_told_twins_are_few_and_nothing_is_left(steps: list[tuple[st
     for what, who, attempt in steps:
         at_s += LEAST_S
         event = _event(what, f"r{who}", attempt, at_s)
-        req = message.brain.requests.get(f"r{who}")
-        if isinstance(event, told.FirstToken) and req is not None and attempt == req.attempt:
+        request = message.brain.requests.get(f"r{who}")
+        if isinstance(event, told.FirstToken) and request is not None and attempt == request.attempt:
             streamed.add(f"r{who}")
         for action in message.on(at_s, event):
             assert not (isinstance(action, Hedge) and action.request in streamed)

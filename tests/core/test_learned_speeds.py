@@ -33,11 +33,11 @@ def fleet_of_one() -> FleetState:
 @settings(max_examples=15)
 def test_a_pace_converges_to_the_true_one(truth: float, planned_s: list[float]) -> None:
     fleet = fleet_of_one()
-    view = fleet.views["r"]
+    replica = fleet.views["r"]
     for at_s, seconds in enumerate(planned_s):
-        fleet.learn(float(at_s), view, truth * seconds, seconds)
-    assert view.pace == pytest.approx(truth, rel=0.25)
-    assert (view.pace - 1.0) * (truth - 1.0) >= 0.0
+        fleet.learn(float(at_s), replica, truth * seconds, seconds)
+    assert replica.pace == pytest.approx(truth, rel=0.25)
+    assert (replica.pace - 1.0) * (truth - 1.0) >= 0.0
 
 
 @given(
@@ -47,18 +47,18 @@ def test_whatever_is_told_a_pace_stays_in_its_bounds_and_is_forgotten(
     said: list[tuple[float, float, bool, bool]],
 ) -> None:
     fleet = fleet_of_one()
-    view = fleet.views["r"]
+    replica = fleet.views["r"]
     for observed_s, planned_s, late, fades in said:
-        fleet.learn(0.0, view, observed_s, planned_s)
-        fleet.answered(view, late)
+        fleet.learn(0.0, replica, observed_s, planned_s)
+        fleet.answered(replica, late)
         if fades:
-            fleet.fade(0.0, view)
-        assert LEAST <= view.pace <= MOST
-        assert 0.0 <= view.late_share <= 1.0
+            fleet.fade(0.0, replica)
+        assert LEAST <= replica.pace <= MOST
+        assert 0.0 <= replica.late_share <= 1.0
     for _ in range(64):
-        fleet.fade(0.0, view)
-    assert view.pace == pytest.approx(1.0, rel=1e-6)
-    assert view.late_share < 1e-6
+        fleet.fade(0.0, replica)
+    assert replica.pace == pytest.approx(1.0, rel=1e-6)
+    assert replica.late_share < 1e-6
 
 
 def serve(world: build.World, slow: str, factor: float, count: int, step_s: float = 0.02) -> Counter[str]:
@@ -176,10 +176,10 @@ def test_an_answer_that_came_whole_teaches_its_length_and_no_pace() -> None:
 def test_a_replica_that_changed_is_believed_after_a_few_and_one_hiccup_is_not() -> None:
     def learned(ratios: list[float]) -> float:
         fleet = fleet_of_one()
-        view = fleet.views["r"]
+        replica = fleet.views["r"]
         for at_s, ratio in enumerate(ratios):
-            fleet.learn(float(at_s), view, 1.2 * ratio, 1.2)
-        return view.pace
+            fleet.learn(float(at_s), replica, 1.2 * ratio, 1.2)
+        return replica.pace
 
     steady = [1.0] * 30
     assert learned([*steady, 3.0, 3.0]) < 1.4, "two may be chance"

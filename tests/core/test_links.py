@@ -171,7 +171,7 @@ def test_lateness_is_the_bytes_before_and_ones_own(steps: list[tuple[int, int]],
         else:
             requests[name] = RequestState(build.request(str(name), tokens))
             links.send(requests[name], "far", "near", tokens)
-    before = sum(req.prompt_tokens for req in requests.values()) * 1e5
+    before = sum(request.prompt_tokens for request in requests.values()) * 1e5
     own = RequestState(build.request("own", 1000))
     want = before * 8e-9 / gbps + 1e8 * 8e-9 * (1 / gbps - 1 / 10.0)
     assert links.late_s("far", "near", own) == pytest.approx(max(0.0, want), rel=1e-6, abs=1e-9)
@@ -190,10 +190,10 @@ def test_a_link_is_late_for_who_floods_it(sent: list[tuple[str, int]], weights: 
     has = dict.fromkeys("abc", 0.0)
     requests = []
     for number, (tenant, tokens) in enumerate(sent):
-        req = RequestState(build.request(str(number), tokens)._replace(tenant=tenant))
-        req.weight = weight[tenant]
-        links.send(req, "far", "near", tokens)
-        requests.append(req)
+        request = RequestState(build.request(str(number), tokens)._replace(tenant=tenant))
+        request.weight = weight[tenant]
+        links.send(request, "far", "near", tokens)
+        requests.append(request)
         has[tenant] += tokens * 1e5
     own = RequestState(build.request("own", 1000)._replace(tenant="a"))
     own.weight = weight["a"]
@@ -204,8 +204,8 @@ def test_a_link_is_late_for_who_floods_it(sent: list[tuple[str, int]], weights: 
     over_s = dict(links.waits_s(slow(1.0)))
     if sent:
         assert max(over_s.values()) == pytest.approx(sum(has.values()) * 8e-9, rel=1e-6)
-    for req in requests:
-        links.arrived(req)
+    for request in requests:
+        links.arrived(request)
     assert links.open_bytes == 0.0
 
 

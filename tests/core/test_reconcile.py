@@ -426,8 +426,8 @@ def test_requests_go_by_the_new_roles_at_once() -> None:
 
 
 def test_flipped_replicas_are_taken_first_and_roles_by_hand_stay() -> None:
-    before = plan_of_recast({("prefill", "node"): 2, ("decode", "node"): 3})
-    world = build.world(before, known=build.facts(TEMPLATES_RECAST))
+    previous_plan = plan_of_recast({("prefill", "node"): 2, ("decode", "node"): 3})
+    world = build.world(previous_plan, known=build.facts(TEMPLATES_RECAST))
     decodes = [name for name, view in world.brain.fleet.views.items() if view.role == "decode"]
     world.tell(OperatorOrdered(decodes[2], "prefill"))
     world.brain.fleet.flip(decodes[1], "prefill")

@@ -50,14 +50,14 @@ def plan(small: int = 2, large: int = 0) -> plans.Plan:
 
 
 def ask(
-    seen: ModelTraffic,
+    traffic: ModelTraffic,
     there: plans.Plan | None = None,
     regions: tuple[Region, ...] = REGIONS,
     fleet: FleetState | None = None,
 ) -> tuple[tuple[ScaleDecision, ...], str]:
     there = there or plan()
     rule = CauchyScaling(POLICY, regions)
-    tick = rule.on_tick(1000.0, observed(1000.0, seen), fleet or fleet_of(there), there)
+    tick = rule.on_tick(1000.0, observed(1000.0, traffic), fleet or fleet_of(there), there)
     return tick, rule.why()
 
 
@@ -144,8 +144,8 @@ def test_a_fleet_with_a_spare_copy_is_left_alone() -> None:
     assert "starts" in _why(far, there, seen)  # one region alone: nothing would be left of it
 
 
-def _why(rule: CauchyScaling, there: plans.Plan, seen: ModelTraffic) -> str:
-    rule.on_tick(1000.0, observed(1000.0, seen), fleet_of(there), there)
+def _why(rule: CauchyScaling, there: plans.Plan, traffic: ModelTraffic) -> str:
+    rule.on_tick(1000.0, observed(1000.0, traffic), fleet_of(there), there)
     return rule.why()
 
 

@@ -56,9 +56,9 @@ def window_of(lengths: list[int]) -> ModelTraffic:
     window = TrafficWindow()
     for tokens in lengths:
         window.arrived(0.0, Request("r", "m", 0.0, tokens, 1))
-    seen = window.observed(1.0).of("m")
-    assert seen is not None
-    return seen
+    traffic = window.observed(1.0).of("m")
+    assert traffic is not None
+    return traffic
 
 
 LENGTHS = [int(token) for token in planner.truncated_lognormal(9.9, 1.0, 128, 131072, 2000).tokens]

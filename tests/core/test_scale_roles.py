@@ -38,7 +38,7 @@ def rule() -> CopyRoles:
 
 
 def roles(fleet: FleetState) -> list[Role]:
-    return [view.role for view in fleet.views.values()]
+    return [replica.role for replica in fleet.views.values()]
 
 
 def ask(
@@ -53,64 +53,68 @@ def ask(
 
 
 def test_answers_that_grow_make_a_prefill_replica_decode_and_it_goes_back_when_calm() -> None:
-    there, inside = fleet(), rule()
-    assert ask(inside, there, 0.0, 14.0) == [], "20 are served and 16 counted on"
-    result = ask(inside, there, 20.0, 12.0, output=300)  # decode does 3.3 each: 6.7 with two, 10 with three
+    there, copy_roles = fleet(), rule()
+    assert ask(copy_roles, there, 0.0, 14.0) == [], "20 are served and 16 counted on"
+    result = ask(
+        copy_roles, there, 20.0, 12.0, output=300
+    )  # decode does 3.3 each: 6.7 with two, 10 with three
     assert [item.role for item in result] == ["decode"]
     assert sorted(roles(there)) == ["decode", "decode", "decode", "prefill"]
-    assert ask(inside, there, 21.0, 12.0, output=300) == [], "that is the best there is"
+    assert ask(copy_roles, there, 21.0, 12.0, output=300) == [], "that is the best there is"
     # Answers are short again: the planned roles serve more at once, so it goes back without waiting.
-    assert [item.role for item in ask(inside, there, 25.0, 12.0)] == ["prefill"]
+    assert [item.role for item in ask(copy_roles, there, 25.0, 12.0)] == ["prefill"]
     assert roles(there) == ["prefill", "prefill", "decode", "decode"]
 
 
 def test_where_other_roles_still_serve_more_it_waits_for_calm() -> None:
-    there, inside = fleet(), rule()
-    assert ask(inside, there, 0.0, 12.0, output=300)
+    there, copy_roles = fleet(), rule()
+    assert ask(copy_roles, there, 0.0, 12.0, output=300)
     for at_s in (40.0, 60.0, 40.0 + CALM_S - 1):
-        assert ask(inside, there, at_s, 2.0, output=300) == []
-    assert ask(inside, there, 90.0, 12.0, output=300) == [], "busy for a moment: it counts from the beginning"
+        assert ask(copy_roles, there, at_s, 2.0, output=300) == []
+    assert ask(copy_roles, there, 90.0, 12.0, output=300) == [], (
+        "busy for a moment: it counts from the beginning"
+    )
     for at_s in (100.0, 120.0, 100.0 + CALM_S - 1):
-        assert ask(inside, there, at_s, 2.0, output=300) == []
-    assert len(ask(inside, there, 100.0 + CALM_S, 2.0, output=300)) == 1
+        assert ask(copy_roles, there, at_s, 2.0, output=300) == []
+    assert len(ask(copy_roles, there, 100.0 + CALM_S, 2.0, output=300)) == 1
     assert roles(there) == ["prefill", "prefill", "decode", "decode"]
 
 
 def test_a_lost_replica_is_made_up_for_at_once_and_its_return_undoes_that() -> None:
-    there, inside = fleet(), rule()
+    there, copy_roles = fleet(), rule()
     gone = list(there.views)[:2]
     for name in gone:
         there.remove(name)
-    assert [item.role for item in ask(inside, there, 0.0, 6.0)] == ["prefill"]
+    assert [item.role for item in ask(copy_roles, there, 0.0, 6.0)] == ["prefill"]
     assert sorted(roles(there)) == ["decode", "prefill"]
-    one = next(view for view in there.views.values() if view.role == "decode")
+    one = next(replica for replica in there.views.values() if replica.role == "decode")
     there.remove(one.member.id)
-    result = ask(inside, there, 5.0, 6.0)
+    result = ask(copy_roles, there, 5.0, 6.0)
     assert [item.role for item in result] == ["mixed"], "less than HOLD_S later, as there are fewer now"
     for place in range(len(gone)):
         there.add(replace(one.member, id=f"new{place}", index=place, role="prefill"))
         there.views[f"new{place}"].facts = FACTS
         there.ready(f"new{place}")
-    result = ask(inside, there, 6.0, 6.0)
+    result = ask(copy_roles, there, 6.0, 6.0)
     assert [item.role for item in result] == ["decode"], "what is left is what was planned"
     assert sorted(roles(there)) == ["decode", "prefill", "prefill"]
 
 
 def test_nothing_changes_for_little_nor_while_there_is_enough_nor_too_often() -> None:
-    there, inside = fleet(), rule()
-    assert ask(inside, there, 0.0, 5.0, output=300) == [], "5.3 are counted on"
+    there, copy_roles = fleet(), rule()
+    assert ask(copy_roles, there, 0.0, 5.0, output=300) == [], "5.3 are counted on"
     next(iter(there.views.values())).pace = 1.05
-    assert ask(inside, there, 0.0, 100.0) == [], "no other roles serve a tenth more"
-    assert ask(inside, there, 0.0, 12.0, output=300)
-    assert ask(inside, there, 5.0, 12.0), "back, as answers are short"
-    assert ask(inside, there, 5.0 + HOLD_S - 1, 12.0, output=300) == []
-    assert ask(inside, there, 5.0 + HOLD_S, 12.0, output=300)
+    assert ask(copy_roles, there, 0.0, 100.0) == [], "no other roles serve a tenth more"
+    assert ask(copy_roles, there, 0.0, 12.0, output=300)
+    assert ask(copy_roles, there, 5.0, 12.0), "back, as answers are short"
+    assert ask(copy_roles, there, 5.0 + HOLD_S - 1, 12.0, output=300) == []
+    assert ask(copy_roles, there, 5.0 + HOLD_S, 12.0, output=300)
 
 
 def test_what_waits_is_demand_too() -> None:
-    there, inside = fleet(), rule()
-    assert ask(inside, there, 0.0, 4.0, output=300) == []
-    assert ask(inside, there, 1.0, 4.0, output=300, held=500)
+    there, copy_roles = fleet(), rule()
+    assert ask(copy_roles, there, 0.0, 4.0, output=300) == []
+    assert ask(copy_roles, there, 1.0, 4.0, output=300, held=500)
 
 
 @pytest.mark.parametrize("seed", range(60))

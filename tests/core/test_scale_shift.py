@@ -101,11 +101,11 @@ def test_the_last_of_a_role_in_a_region_stays_and_ties_go_to_the_least_loaded() 
 
 
 def settled(
-    rule: ShiftFlips, fleet: FleetState, there: Plan, seen: ModelTraffic, until_s: float
+    rule: ShiftFlips, fleet: FleetState, there: Plan, traffic: ModelTraffic, until_s: float
 ) -> list[ScaleDecision]:
     scale_decisions: list[ScaleDecision] = []
     for tick in range(0, int(until_s), 10):
-        made = rule.on_tick(float(tick), observed(float(tick), seen), fleet, there)
+        made = rule.on_tick(float(tick), observed(float(tick), traffic), fleet, there)
         for item in made:
             assert isinstance(item, FlipRole)
             fleet.flip(item.replica, item.role)

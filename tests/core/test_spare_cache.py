@@ -51,8 +51,8 @@ def test_holds_what_fits_newest_first_and_never_a_block_without_its_prefix(
                 block for block in order if exact and cache.match(_up_to(block)) == _place(block)
             }
         if len(order) % 5 == 0:
-            everything = cache.everything()
-            message, marked = set(everything.added), set(everything.marked)
+            cache_changes = cache.everything()
+            message, marked = set(cache_changes.added), set(cache_changes.marked)
             assert message == set(order)
             assert not cache.changed
 

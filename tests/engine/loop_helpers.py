@@ -73,7 +73,7 @@ class LoopHarness:
         return [event.choice.token for event in self.said[key] if isinstance(event, OutputToken)]
 
     def end(self, key: int) -> JobEnded:
-        ends = [event for event in self.said[key] if isinstance(event, JobEnded)]
+        ends = [job_ended for job_ended in self.said[key] if isinstance(job_ended, JobEnded)]
         assert len(ends) == 1, f"{len(ends)} ends"
         assert self.said[key][-1] is ends[0]
         return ends[0]
@@ -120,11 +120,11 @@ def carry(
         sender.run()
     for _ in range(turns):
         sender.turn()
-    about: KvManifest = sender.loop.attach(source, have, sender.now_s)
+    manifest: KvManifest = sender.loop.attach(source, have, sender.now_s)
     sender.run()
-    if receiver.loop.expect(target, about) is None:
+    if receiver.loop.expect(target, manifest) is None:
         receiver.turn()
-        assert receiver.loop.expect(target, about) is not None
+        assert receiver.loop.expect(target, manifest) is not None
     assert any(isinstance(event, RowReady) for event in receiver.said[target])
     for chunk in sender.chunks(source):
         receiver.loop.accept(target, chunk)

@@ -67,9 +67,13 @@ class Loop:
     """Sequences on an executor, all stepped together."""
 
     def __init__(
-        self, executor: Executor, prompts: Sequence[Sequence[int]], way: Sampling = GREEDY, most: int = 200
+        self,
+        executor: Executor,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling = GREEDY,
+        most: int = 200,
     ) -> None:
-        self.executor, self.way = executor, way
+        self.executor, self.way = executor, sampling
         self.rows = [executor.open() for _ in prompts]
         self.tokens = [list(item) for item in prompts]
         self.said: list[list[SampledToken]] = [[] for _ in prompts]
@@ -87,9 +91,9 @@ class Loop:
             if last:
                 draws.append(TokenDraw(self.way, len(tokens)))
                 drawn.append(index)
-        for index, choice in zip(drawn, self.executor.step(works, draws), strict=True):
-            self.said[index].append(choice)
-            self.tokens[index].append(choice.token)
+        for index, sampled_token in zip(drawn, self.executor.step(works, draws), strict=True):
+            self.said[index].append(sampled_token)
+            self.tokens[index].append(sampled_token.token)
 
     def close(self) -> None:
         for row in self.rows:
@@ -101,10 +105,10 @@ def generate(
     prompts: Sequence[Sequence[int]] = PROMPTS,
     count: int = 6,
     chunk: int = 64,
-    way: Sampling = GREEDY,
+    sampling: Sampling = GREEDY,
 ) -> list[list[SampledToken]]:
     """`count` tokens behind each prompt; all start together, shorter prompts go on while longer ones are read."""
-    loop = Loop(executor, prompts, way)
+    loop = Loop(executor, prompts, sampling)
     while any(len(text) < count for text in loop.said):
         loop.step(chunk)
     loop.close()

@@ -55,7 +55,7 @@ def make_service(
     model: Model = config.model
     executor = local_executor(config, RandomSource(7), settings.size(model), "cpu")
     words = letters() if text else None
-    return service_of(executor, settings, name=NAME, text=words, limits=limits, kv=kv)
+    return service_of(executor, settings, name=NAME, tokenizer=words, limits=limits, kv=kv)
 
 
 class Client:

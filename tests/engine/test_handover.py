@@ -44,8 +44,8 @@ def chunks(engine: Runner, row: int, start: int, stop: int) -> list[KvChunk]:
     return [replace(chunk, data=bytes(chunk.data)) for chunk in result]
 
 
-def arrive(engine: Runner, row: int, about: KvManifest, cargo: list[KvChunk]) -> None:
-    arrival = IncomingHandover(engine, row, about, TOKENS)
+def arrive(engine: Runner, row: int, manifest: KvManifest, cargo: list[KvChunk]) -> None:
+    arrival = IncomingHandover(engine, row, manifest, TOKENS)
     for chunk in cargo:
         arrival.accept(chunk)
     arrival.finish()
@@ -141,18 +141,18 @@ def test_what_is_wrong_with_a_chunk_is_one_line_and_harms_nobody(kind: str) -> N
     expected, _ = whole(receiver)
     source = opened(sender, LENGTH)
     run(sender, source, TOKENS[:90], [90])
-    about, cargo = manifest(sender, TOKENS, 0, 90), chunks(sender, source, 0, 90)
+    kv_manifest, cargo = manifest(sender, TOKENS, 0, 90), chunks(sender, source, 0, 90)
     for what, bad in broken(cargo).items():
         row = receiver.tables.open()
         with pytest.raises(PotluckError) as caught:
-            arrive(receiver, row, about, bad)
+            arrive(receiver, row, kv_manifest, bad)
         assert "\n" not in str(caught.value), what
         assert str(caught.value).startswith("hand-over"), what
         assert receiver.tables.lengths[row] == 0
         receiver.tables.close(row)
         receiver.tables.check()
     row = receiver.tables.open()
-    arrive(receiver, row, about, cargo)
+    arrive(receiver, row, kv_manifest, cargo)
     receiver.tables.grow(row, LENGTH)
     assert same(run(receiver, row, TOKENS[90:], [LENGTH]), expected[90:])
 

@@ -150,14 +150,14 @@ def test_a_small_cache_forgets_and_is_never_wrong() -> None:
 
 
 def test_draws_depend_on_seed_and_position_only() -> None:
-    way = Sampling(temperature=1.0, top_p=0.9, seed=5)
-    single = harness("full").answer(prompt(40), 20, sampling=way)
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=5)
+    single = harness("full").answer(prompt(40), 20, sampling=sampling)
     crowd = harness("full", chunk=9)
     for other in range(5):
         crowd.submit(prompt(30, other), 10)
-    assert crowd.answer(prompt(40), 20, sampling=way) == single
+    assert crowd.answer(prompt(40), 20, sampling=sampling) == single
     # A replay behind the tokens that were streamed goes on with the same ones.
-    assert harness("full").answer(prompt(40) + single[:8], 12, sampling=way) == single[8:]
+    assert harness("full").answer(prompt(40) + single[:8], 12, sampling=sampling) == single[8:]
 
 
 def test_an_end_token_ends() -> None:

@@ -87,15 +87,15 @@ class Engine:
 
 def test_points_are_the_steps_that_the_engine_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_bench, "SETTLE_S", 0.0)
-    what = ShapeGrid((16, 48), (0, 64, 100), (1, 4), (32,), ((16, 2),))
+    grid = ShapeGrid((16, 48), (0, 64, 100), (1, 4), (32,), ((16, 2),))
 
     async def measured() -> list[ProfilePoint]:
         bench = await steps_told(Engine())  # type: ignore[arg-type]
         assert isinstance(bench, ReportedStepBench)
-        return [point async for point in bench.points(what, BOUNDS)]
+        return [point async for point in bench.points(grid, BOUNDS)]
 
     points = asyncio.run(measured())
-    assert len(points) == what.count
+    assert len(points) == grid.count
     for point in points:
         sequences = point.decodes + (1 if point.chunk_new else 0)
         assert point.seconds == pytest.approx(took_s(point.chunk_new + point.decodes, sequences))

@@ -191,9 +191,9 @@ def test_steps_begun_ahead_draw_the_same(kind: str, seed: int, monkeypatch: pyte
         for _ in range(60):
             tokens, output = prompt(chance.randrange(2, 120), chance.randrange(4)), chance.randrange(-10, 40)
             ends = frozenset(chance.sample(range(VOCAB), VOCAB // 16))
-            way = Sampling(float(chance.random() < 0.7), seed=7, **chance.choice(CUTS))  # type: ignore[arg-type]
+            sampling = Sampling(float(chance.random() < 0.7), seed=7, **chance.choice(CUTS))  # type: ignore[arg-type]
             stop = len(tokens) if output < 1 else None
-            key = engine.submit(tokens, max(0, output), stop=stop, ends=ends, sampling=way)
+            key = engine.submit(tokens, max(0, output), stop=stop, ends=ends, sampling=sampling)
             for _ in range(chance.randrange(3)):
                 engine.turn()
             if chance.random() < 0.2:
@@ -241,16 +241,16 @@ def test_an_engine_that_stops_refuses_from_then_on() -> None:
     """Nothing that is asked is left without an answer, whenever it is asked."""
     from potluck.engine.loop.loop_thread import LoopStopped, LoopThread
 
-    driver = LoopThread(harness("full").loop)
-    driver.start()
+    loop_thread = LoopThread(harness("full").loop)
+    loop_thread.start()
     futures = []
     asker = threading.Thread(
-        target=lambda: futures.extend(driver.ask(lambda _, now: now) for _ in range(4000))
+        target=lambda: futures.extend(loop_thread.ask(lambda _, now: now) for _ in range(4000))
     )
     asker.start()
-    driver.stop()
+    loop_thread.stop()
     asker.join()
     problems = [future.exception(timeout=30) for future in futures]
     assert len(problems) == 4000
     assert all(problem is None or isinstance(problem, LoopStopped) for problem in problems)
-    assert isinstance(driver.ask(lambda _, now: now).exception(30), LoopStopped)
+    assert isinstance(loop_thread.ask(lambda _, now: now).exception(30), LoopStopped)

@@ -47,8 +47,8 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(VOCAB), k=length)
 
 
-def answer(tokens: list[int], output: int, way: Sampling = SAMPLED) -> list[int]:
-    return MockLoopHarness().answer(tokens, output, sampling=way)
+def answer(tokens: list[int], output: int, sampling: Sampling = SAMPLED) -> list[int]:
+    return MockLoopHarness().answer(tokens, output, sampling=sampling)
 
 
 # Histories.

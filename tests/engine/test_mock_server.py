@@ -190,12 +190,12 @@ async def test_who_leaves_frees_everything() -> None:
 
 
 def test_plain_tokens_are_whole_pieces_of_text() -> None:
-    text = ModelTokenizer.read(shipped_model())
-    assert text is not None
-    some = text.plain_tokens(100)
+    tokenizer = ModelTokenizer.read(shipped_model())
+    assert tokenizer is not None
+    some = tokenizer.plain_tokens(100)
     assert 20 < len(some) <= 100
-    assert len(text.plain_tokens(10**6)) > 3000
-    assert all(text.token_text(token).strip("\ufffd ") for token in some)
+    assert len(tokenizer.plain_tokens(10**6)) > 3000
+    assert all(tokenizer.token_text(token).strip("\ufffd ") for token in some)
 
 
 PROCESS = """

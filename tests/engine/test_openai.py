@@ -133,8 +133,8 @@ async def test_seeds_repeat_and_differ() -> None:
         assert await drawn(seed=1) != await drawn(seed=2)
         assert len(set(await drawn(seed=1, n=4))) == 4
         assert await drawn() != await drawn()
-        way = Sampling(temperature=1.5, seed=1)
-        assert await drawn(seed=1) == [spell(harness("hybrid").answer(prompt(40), 20, sampling=way))]
+        sampling = Sampling(temperature=1.5, seed=1)
+        assert await drawn(seed=1) == [spell(harness("hybrid").answer(prompt(40), 20, sampling=sampling))]
 
 
 async def test_log_probabilities_have_both_shapes(expected: str) -> None:

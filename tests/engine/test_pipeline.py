@@ -95,8 +95,8 @@ def test_no_chunk_matters(chunk: int, shared: PipelineExecutor, expected: list[l
 
 
 def test_chance_and_probabilities_are_the_same(shared: PipelineExecutor, alone: LocalExecutor) -> None:
-    way = Sampling(temperature=0.8, top_p=0.9, top_k=50, seed=3, logprobs=2)
-    result, expected = generate(shared, way=way), generate(alone, way=way)
+    sampling = Sampling(temperature=0.8, top_p=0.9, top_k=50, seed=3, logprobs=2)
+    result, expected = generate(shared, way=sampling), generate(alone, way=sampling)
     assert shared.exact == alone.exact
     if alone.exact.holds:
         assert result == expected
@@ -211,12 +211,12 @@ def test_steps_under_way_at_once_do_not_disturb_each_other(
     runs = [begin(0), begin(1)]
     for turn in range(12):
         group = turn % 2
-        for sequence, choice in zip(tokens[group], runs[group](), strict=True):
-            sequence.append(choice.token)
+        for sequence, sampled_token in zip(tokens[group], runs[group](), strict=True):
+            sequence.append(sampled_token.token)
         if turn < 10:
             runs[group] = begin(group)
     text = [item[-6:] for group in tokens for item in group]
-    assert text == [[choice.token for choice in item] for item in expected]
+    assert text == [[sampled_token.token for sampled_token in item] for item in expected]
     for row in (item for group in rows for item in group):
         shared.close(row)
 

@@ -134,9 +134,9 @@ def greet(theirs: bytes, ours: bytes) -> tuple[str | Exception, str | Exception]
     def listen() -> None:
         sock, _ = listener.accept()
         try:
-            link, who = welcome(sock, ours, "somebody")
+            connection, who = welcome(sock, ours, "somebody")
             results[1] = who
-            link.close()
+            connection.close()
         except LinkError as error:
             results[1] = error
 
@@ -205,12 +205,12 @@ def test_errors_cross_with_their_kind_and_text() -> None:
 
 
 def test_chunks_that_claim_more_than_there_is() -> None:
-    label = LayerPartHeader(0, "kv", 0, 1, "float32", (1,), 8)
+    header = LayerPartHeader(0, "kv", 0, 1, "float32", (1,), 8)
     for size in (9, -1):
         bad = LayerPartHeader(0, "kv", 0, 1, "float32", (1,), size)
         with pytest.raises(FormatError):
             chunks_of(LayerParts(1, (bad,)), bytearray(8))
-    assert chunks_of(LayerParts(1, (label,)), bytearray(8))[0].data == bytes(8)
+    assert chunks_of(LayerParts(1, (header,)), bytearray(8))[0].data == bytes(8)
 
 
 def test_states_are_awaited_until_they_come_or_cannot() -> None:
@@ -283,14 +283,14 @@ def test_large_frames_cross_both_ways_at_once(ours: TlsPair) -> None:
     bodies = [bytes([place]) * (1 << 20) for place in range(1, 9)]
     got: dict[str, list[bytes]] = {"left": [], "right": []}
 
-    def send(link: PipelineConnection) -> None:
+    def send(connection: PipelineConnection) -> None:
         for body in bodies:
-            link.send(b"head", [body[:9], memoryview(body)[9:]])
+            connection.send(b"head", [body[:9], memoryview(body)[9:]])
 
-    def hear(name: str, link: PipelineConnection) -> None:
-        got[name] = [bytes(link.receive(30.0)[1]) for _ in bodies]
+    def hear(name: str, connection: PipelineConnection) -> None:
+        got[name] = [bytes(connection.receive(30.0)[1]) for _ in bodies]
 
-    threads = [threading.Thread(target=send, args=(link,)) for link in (left, right)]
+    threads = [threading.Thread(target=send, args=(connection,)) for connection in (left, right)]
     threads += [threading.Thread(target=hear, args=entry) for entry in (("left", left), ("right", right))]
     for thread in threads:
         thread.start()

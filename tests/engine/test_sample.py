@@ -44,24 +44,24 @@ def shaped(count: int, vocab: int, shape: str, seed: int) -> torch.Tensor:
     return logits * {"spread": 1.0, "flat": 0.0, "sharp": 20.0}[shape]
 
 
-def by_hand(logits: torch.Tensor, way: Sampling, position: int) -> int:
+def by_hand(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
     """The definition, one token at a time: cuts go by likelihood, the draw by the vocabulary's order."""
     values = logits.double().numpy()
-    if way.temperature == 0:
+    if sampling.temperature == 0:
         return int(values.argmax())
     order = np.argsort(-values, kind="stable")
-    weights = np.exp((values - values.max()) / way.temperature)
+    weights = np.exp((values - values.max()) / sampling.temperature)
     weights /= weights.sum()
-    likely = list(order[: way.top_k] if way.top_k else order)
-    total, kept, reached = sum(weights[t] for t in likely) if way.top_k else 1.0, [], 0.0
+    likely = list(order[: sampling.top_k] if sampling.top_k else order)
+    total, kept, reached = sum(weights[t] for t in likely) if sampling.top_k else 1.0, [], 0.0
     for token in likely:
-        if way.top_p < 1 and reached >= way.top_p * total:
+        if sampling.top_p < 1 and reached >= sampling.top_p * total:
             break
         reached += weights[token]
-        if weights[token] >= way.min_p * weights[order[0]]:
+        if weights[token] >= sampling.min_p * weights[order[0]]:
             kept.append(token)
     kept.sort()
-    goal, reached = chance(way.seed, position) * sum(weights[t] for t in kept), 0.0
+    goal, reached = chance(sampling.seed, position) * sum(weights[t] for t in kept), 0.0
     for token in kept:
         reached += weights[token]
         if reached > goal:
@@ -75,9 +75,9 @@ def test_a_batch_draws_what_the_definition_says_for_each_row(
     batch: list[tuple[Sampling, int]], vocab: int, seed: int
 ) -> None:
     logits = rows(len(batch), vocab, seed)
-    result = sample(logits, [way for way, _ in batch], [position for _, position in batch])
-    expected = [by_hand(logits[i], way, position) for i, (way, position) in enumerate(batch)]
-    assert [choice.token for choice in result] == expected
+    result = sample(logits, [sampling for sampling, _ in batch], [position for _, position in batch])
+    expected = [by_hand(logits[i], sampling, position) for i, (sampling, position) in enumerate(batch)]
+    assert [sampled_token.token for sampled_token in result] == expected
 
 
 @settings(max_examples=150)
@@ -92,7 +92,7 @@ def test_neighbours_change_no_draw(
 ) -> None:
     """Token, log probability and the likeliest ones, to the last bit."""
     logits = shaped(len(batch), vocab, shape, seed)
-    ways, positions = [way for way, _ in batch], [position for _, position in batch]
+    ways, positions = [sampling for sampling, _ in batch], [position for _, position in batch]
     alone = [sample(logits[i : i + 1], ways[i : i + 1], positions[i : i + 1])[0] for i in range(len(batch))]
     assert sample(logits, ways, positions) == alone
     half = len(batch) // 2
@@ -109,18 +109,18 @@ def test_one_draws_the_same_beside_one_with_cuts(cut: dict[str, float], shape: s
     for own in ({}, *CUTS):
         mine = [Sampling(temperature=1.0, seed=seed, **own) for seed in range(12)]  # type: ignore[arg-type]
         other = Sampling(temperature=1.0, seed=9, **cut)  # type: ignore[arg-type]
-        alone = [sample(logits[:1], [way], [3])[0] for way in mine]
-        assert [sample(logits, [way, other], [3, 8])[0] for way in mine] == alone
+        alone = [sample(logits[:1], [sampling], [3])[0] for sampling in mine]
+        assert [sample(logits, [sampling, other], [3, 8])[0] for sampling in mine] == alone
 
 
 def test_what_is_as_likely_goes_by_its_number() -> None:
     """Whoever else is there and however many they look at, which `topk` would let decide."""
     logits = torch.zeros(2, 900)
     logits[0, 500:] = 1.0
-    way = Sampling(temperature=1.0, top_k=3, seed=1, logprobs=2)
-    result = [sample(logits, [way, Sampling(logprobs=20)], [place, 0])[0] for place in range(60)]
-    assert {choice.token for choice in result} == {500, 501, 502}
-    assert {tuple(token for token, _ in choice.top) for choice in result} == {(500, 501)}
+    sampling = Sampling(temperature=1.0, top_k=3, seed=1, logprobs=2)
+    result = [sample(logits, [sampling, Sampling(logprobs=20)], [place, 0])[0] for place in range(60)]
+    assert {sampled_token.token for sampled_token in result} == {500, 501, 502}
+    assert {tuple(token for token, _ in sampled_token.top) for sampled_token in result} == {(500, 501)}
 
 
 def test_cuts_that_leave_all_change_no_draw() -> None:
@@ -133,8 +133,11 @@ def test_cuts_that_leave_all_change_no_draw() -> None:
 
 def test_draws_have_the_softmax_distribution() -> None:
     logits, count = rows(1, 12, seed=3, spread=1.0), 20_000
-    way = Sampling(temperature=0.8, seed=11)
-    tokens = [choice.token for choice in sample(logits.expand(count, -1), [way] * count, range(count))]
+    sampling = Sampling(temperature=0.8, seed=11)
+    tokens = [
+        sampled_token.token
+        for sampled_token in sample(logits.expand(count, -1), [sampling] * count, range(count))
+    ]
     expected = torch.softmax(logits[0].double() / 0.8, -1) * count
     seen = torch.bincount(torch.tensor(tokens), minlength=12)
     chi_square = float(((seen - expected) ** 2 / expected).sum())
@@ -143,8 +146,8 @@ def test_draws_have_the_softmax_distribution() -> None:
 
 def test_a_flat_distribution_makes_top_p_look_at_everything() -> None:
     vocab = 4 * FIRST_LOOK
-    logits, way = torch.zeros(1, vocab), Sampling(temperature=1.0, top_p=0.9, seed=1)
-    tokens = {sample(logits, [way], [position])[0].token for position in range(300)}
+    logits, sampling = torch.zeros(1, vocab), Sampling(temperature=1.0, top_p=0.9, seed=1)
+    tokens = {sample(logits, [sampling], [position])[0].token for position in range(300)}
     assert len(tokens) > FIRST_LOOK / 2
     assert max(tokens) > FIRST_LOOK
 
@@ -152,8 +155,10 @@ def test_a_flat_distribution_makes_top_p_look_at_everything() -> None:
 def test_seed_and_place_decide_and_nothing_else() -> None:
     logits = rows(1, 500, seed=5)
     ways = [Sampling(temperature=1.0, seed=seed) for seed in range(40)]
-    draws = [[sample(logits, [way], [place])[0].token for place in range(30)] for way in ways]
-    assert draws == [[sample(logits, [way], [place])[0].token for place in range(30)] for way in ways]
+    draws = [[sample(logits, [sampling], [place])[0].token for place in range(30)] for sampling in ways]
+    assert draws == [
+        [sample(logits, [sampling], [place])[0].token for place in range(30)] for sampling in ways
+    ]
     assert len({tuple(draw) for draw in draws}) == len(ways)
     numbers = [chance(seed, place) for seed in range(50) for place in range(50)]
     assert all(0 <= number < 1 for number in numbers)
@@ -220,24 +225,24 @@ def logits(seed: int, scale: float = 5.0) -> np.ndarray:
 
 
 def by_the_formula(
-    row: np.ndarray, way: Sampling, prompt: list[int], output: list[int]
+    row: np.ndarray, sampling: Sampling, prompt: list[int], output: list[int]
 ) -> dict[int, np.floating[Any]]:
     """As vLLM and OpenAI write it down, token by token."""
-    counts, biases, the_formula = Counter(output), dict(way.logit_bias), {}
+    counts, biases, the_formula = Counter(output), dict(sampling.logit_bias), {}
     for token in range(len(row)):
         value = np.float32(row[token]) + np.float32(biases.get(token, 0.0))
         if token in counts or token in prompt:
-            by = np.float32(way.repetition_penalty)
+            by = np.float32(sampling.repetition_penalty)
             value = value / by if value > 0 else value * by
         if token in counts:
-            value -= np.float32(way.frequency_penalty * counts[token] + way.presence_penalty)
+            value -= np.float32(sampling.frequency_penalty * counts[token] + sampling.presence_penalty)
         the_formula[token] = value
     return the_formula
 
 
-def likeliest(row: np.ndarray, edit: LogitEdit | None, way: Sampling | None = None) -> int:
-    (choice,) = sample(torch.from_numpy(row.copy())[None], [way or Sampling()], [9], [edit])
-    return choice.token
+def likeliest(row: np.ndarray, edit: LogitEdit | None, sampling: Sampling | None = None) -> int:
+    (sampled_token,) = sample(torch.from_numpy(row.copy())[None], [sampling or Sampling()], [9], [edit])
+    return sampled_token.token
 
 
 @given(
@@ -290,8 +295,8 @@ def changes(edit: LogitEdit) -> set[tuple[float, ...]]:
 def test_a_bias_of_100_either_way_settles_it(token: int, seed: int, temperature: float, chance: int) -> None:
     row = logits(seed)
     for bias in (-100.0, 100.0):
-        way = Sampling(temperature, seed=chance, logit_bias=((token, bias),))
-        assert (likeliest(row, LogitEdits(way, [1], 0, None).next(), way) == token) == (bias > 0)
+        sampling = Sampling(temperature, seed=chance, logit_bias=((token, bias),))
+        assert (likeliest(row, LogitEdits(sampling, [1], 0, None).next(), sampling) == token) == (bias > 0)
 
 
 @given(
@@ -307,10 +312,10 @@ def test_what_a_grammar_does_not_allow_is_never_drawn(
         empty.astype(np.int32), empty, empty, empty, np.packbits(bits, bitorder="little").tobytes()
     )
     row = logits(seed)
-    way = Sampling(temperature, top_k=top_k, seed=chance)
-    assert likeliest(row, edit, way) in allowed
+    sampling = Sampling(temperature, top_k=top_k, seed=chance)
+    assert likeliest(row, edit, sampling) in allowed
     if temperature == 0:
-        assert likeliest(row, edit, way) == max(sorted(allowed), key=lambda token: row[token])
+        assert likeliest(row, edit, sampling) == max(sorted(allowed), key=lambda token: row[token])
 
 
 @settings(max_examples=30)

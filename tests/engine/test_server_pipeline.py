@@ -73,7 +73,7 @@ def joined(
 
 def serving(executor: Executor, **fields: Any) -> EngineService:
     settings = EngineSettings(max_running=18, chunk_tokens=48, **{"prefix_cache_bytes": 0, **fields})
-    return service_of(executor, settings, name=NAME, text=letters(), kv=TRIAL)
+    return service_of(executor, settings, name=NAME, tokenizer=letters(), kv=TRIAL)
 
 
 async def asked(one: Client, place: int) -> list[int]:
@@ -227,10 +227,10 @@ class Chooser:
     def find(self, replica: str) -> Endpoint | None:
         return self._endpoints[replica]
 
-    def codec(self, source: Endpoint, target: Endpoint) -> str:
+    def codec(self, source_endpoint: Endpoint, target_endpoint: Endpoint) -> str:
         return "raw"
 
-    def connections(self, source: Endpoint, target: Endpoint) -> int:
+    def connections(self, source_endpoint: Endpoint, target_endpoint: Endpoint) -> int:
         return 2
 
     def now_s(self) -> float:
@@ -271,12 +271,12 @@ def questions(seed: int) -> list[ChoiceRequest]:
     made = []
     for place in range(STREAMS):
         prompt = tuple(chance.randrange(VOCAB) for _ in range(chance.randrange(3, 40)))
-        way = Sampling(0.8, seed=place) if place % 2 else Sampling()
+        sampling = Sampling(0.8, seed=place) if place % 2 else Sampling()
         if place % 8 == 0:
-            way = Sampling(logprobs=2)
+            sampling = Sampling(logprobs=2)
         made.append(
             ChoiceRequest(
-                f"q{place}", NAME, prompt, len(prompt), TOKENS, way, min_tokens=place % 3, vocab=VOCAB
+                f"q{place}", NAME, prompt, len(prompt), TOKENS, sampling, min_tokens=place % 3, vocab=VOCAB
             )
         )
     return made
@@ -287,10 +287,10 @@ async def answers(
 ) -> tuple[list[Heard], Chooser]:
     """All at once; now and then all engines are said to be gone while they stream."""
     loop = asyncio.get_running_loop()
-    calls = ConnectionPool()
+    connection_pool = ConnectionPool()
     chooser = Chooser(engines, kinds, 5)
     dispatcher = chooser.dispatcher = Dispatcher(
-        chooser, chooser, calls, loop.time, loop.call_later, Counters()
+        chooser, chooser, connection_pool, loop.time, loop.call_later, Counters()
     )
     heard = [Heard() for _ in asked]
     for what, answer in zip(asked, heard, strict=True):
@@ -310,7 +310,7 @@ async def answers(
                 await asyncio.sleep(0)
         await asyncio.gather(*(item.over.wait() for item in heard))
     assert dispatcher.sizes() == {"open": 0, "watched": 0, "news": 0}
-    await calls.close()
+    await connection_pool.close()
     return heard, chooser
 
 

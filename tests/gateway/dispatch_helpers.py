@@ -98,7 +98,7 @@ class Heard:
     def tokens(self, choices: Sequence[SampledToken]) -> bool:
         assert not self.over, "more after the end"
         self.choices += choices
-        self.tokens_ += [choice.token for choice in choices]
+        self.tokens_ += [sampled_token.token for sampled_token in choices]
         if self.on_tokens is not None:
             self.on_tokens()
         if self.stop_after is not None and len(self.tokens_) >= self.stop_after:
@@ -277,11 +277,11 @@ class Fleet:
     def segments(self, model: str) -> bool:
         return True
 
-    def codec(self, source: Endpoint, target: Endpoint) -> str:
-        return self.codecs.get((source.region, target.region), "raw")
+    def codec(self, source_endpoint: Endpoint, target_endpoint: Endpoint) -> str:
+        return self.codecs.get((source_endpoint.region, target_endpoint.region), "raw")
 
-    def connections(self, source: Endpoint, target: Endpoint) -> int:
-        return 2 if source.region == target.region else 6
+    def connections(self, source_endpoint: Endpoint, target_endpoint: Endpoint) -> int:
+        return 2 if source_endpoint.region == target_endpoint.region else 6
 
     def send(
         self,

@@ -204,8 +204,8 @@ def saying(text: str, reason: str = "length", cached: int = 0) -> Callable[[Choi
     """A driver that answers so, token by token."""
 
     def script(asked: ChoiceRequest, answer: AnswerSink) -> None:
-        for choice in choices(text):
-            if answer.tokens([choice]):
+        for sampled_token in choices(text):
+            if answer.tokens([sampled_token]):
                 return
         answer.finished(reason, cached)  # type: ignore[arg-type]
 

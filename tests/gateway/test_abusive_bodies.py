@@ -252,8 +252,12 @@ def test_size_of_a_field_is_checked_before_its_entries(name: str, value: Any, li
 def test_largest_sizes_of_fields_are_read() -> None:
     bias = {str(token): 1 for token in range(LOGIT_BIAS_MAX)}
     body = {"model": "m", "prompt": "x", "logit_bias": bias, "stop": ["a"] * 16, "stop_token_ids": [1] * 256}
-    asked = completion_of(body, ENGINES)[0]
-    assert (len(asked.logit_bias), len(asked.stop), len(asked.stop_token_ids)) == (LOGIT_BIAS_MAX, 16, 256)
+    completion_request = completion_of(body, ENGINES)[0]
+    assert (
+        len(completion_request.logit_bias),
+        len(completion_request.stop),
+        len(completion_request.stop_token_ids),
+    ) == (LOGIT_BIAS_MAX, 16, 256)
 
 
 def test_body_of_many_fields_is_refused_by_their_number() -> None:

@@ -180,12 +180,12 @@ def test_tallies_of_several_processes_add_up(told: list[tuple[int, str, float]])
 
 @asynccontextmanager
 async def office(key: str | None = None) -> AsyncIterator[tuple[ClientSession, Fleet, Counters]]:
-    fleet, meter = Fleet(), Counters()
+    fleet, counters = Fleet(), Counters()
     built = build_admin(
-        AdminContext(GatewayMetrics(meter, fleet), fleet, lambda: {"keys": {"problem": ""}}, key)
+        AdminContext(GatewayMetrics(counters, fleet), fleet, lambda: {"keys": {"problem": ""}}, key)
     )
     async with TestServer(built) as server, ClientSession(server.make_url("")) as session:
-        yield session, fleet, meter
+        yield session, fleet, counters
 
 
 def played(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -194,8 +194,8 @@ def played(scenario: Callable[[], Awaitable[None]]) -> None:
 
 def test_the_operators_port() -> None:
     async def scenario() -> None:
-        async with office() as (session, fleet, meter):
-            meter.answered(TOLD)
+        async with office() as (session, fleet, counters):
+            counters.answered(TOLD)
             async with session.get("/metrics") as reply:
                 assert b"vllm:time_to_first_token_seconds" in await reply.read()
             async with session.get("/snapshot") as reply:
@@ -252,17 +252,17 @@ def test_the_operators_port_has_a_key_of_its_own() -> None:
 
 def test_what_happens_is_counted() -> None:
     request_outcomes: list[RequestOutcome] = []
-    meter = Counters(told=request_outcomes.append)
-    meter.routed("m", run(handed_over("a", "b", 4)))
-    meter.segment("a", 1.0, 30, 4)
-    meter.segment("a", 1.0, 20, 0)
-    meter.failed("b", "replica")
-    meter.moved("a", "b", "int8", 1000, 0.5)
-    meter.decided("start r3", "the queue grows")
-    meter.answered(TOLD)
+    counters = Counters(told=request_outcomes.append)
+    counters.routed("m", run(handed_over("a", "b", 4)))
+    counters.segment("a", 1.0, 30, 4)
+    counters.segment("a", 1.0, 20, 0)
+    counters.failed("b", "replica")
+    counters.moved("a", "b", "int8", 1000, 0.5)
+    counters.decided("start r3", "the queue grows")
+    counters.answered(TOLD)
     assert request_outcomes == [TOLD]
-    assert meter.counted(known.KV_BYTES) == {("a", "b", "int8"): 1000}
-    assert meter.counted(known.SEGMENT_TOKENS) == {("a", "prompt"): 50, ("a", "output"): 4}
+    assert counters.counted(known.KV_BYTES) == {("a", "b", "int8"): 1000}
+    assert counters.counted(known.SEGMENT_TOKENS) == {("a", "prompt"): 50, ("a", "output"): 4}
 
 
 def test_the_command_makes_keys_that_open(tmp_path: Path) -> None:

@@ -65,17 +65,17 @@ def test_actions_go_to_the_worker_whose_request_it_is() -> None:
 
 def test_what_happens_meanwhile_is_told_afterwards_in_order() -> None:
     brain_loop, mind = _desk()
-    line = brain_loop.line(lambda actions: None)
+    brain_client = brain_loop.line(lambda actions: None)
 
     def act(actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Run):
-                line.tell(FirstToken(action.request, 0))
-                line.tell(RequestFinished(action.request, 0, 1))
+                brain_client.tell(FirstToken(action.request, 0))
+                brain_client.tell(RequestFinished(action.request, 0, 1))
 
-    line.act = act
+    brain_client.act = act
     mind.answers = [[_run("x"), _run("x")]]
-    line.tell(RequestArrived(_request("x")))
+    brain_client.tell(RequestArrived(_request("x")))
     kinds = [type(event) for event in mind.heard]
     assert kinds == [RequestArrived, FirstToken, RequestFinished, FirstToken, RequestFinished]
 
@@ -83,12 +83,12 @@ def test_what_happens_meanwhile_is_told_afterwards_in_order() -> None:
 def test_nothing_is_remembered_of_requests_that_ended() -> None:
     brain_loop, mind = _desk()
     heard: list[Action] = []
-    line = brain_loop.line(heard.extend)
+    brain_client = brain_loop.line(heard.extend)
     for name, ending in (("a", RequestFinished("a", 0, 3)), ("b", RequestCancelled("b"))):
-        line.tell(RequestArrived(_request(name)))
-        line.tell(ending)
+        brain_client.tell(RequestArrived(_request(name)))
+        brain_client.tell(ending)
     mind.answers = [[Refuse("c", "overloaded", "full")]]
-    line.tell(RequestArrived(_request("c")))
+    brain_client.tell(RequestArrived(_request("c")))
     assert heard == [Refuse("c", "overloaded", "full")]
     assert brain_loop._owners == {}
 
@@ -96,10 +96,10 @@ def test_nothing_is_remembered_of_requests_that_ended() -> None:
 def test_a_failure_that_goes_on_keeps_its_owner() -> None:
     brain_loop, mind = _desk()
     heard: list[Action] = []
-    line = brain_loop.line(heard.extend)
+    brain_client = brain_loop.line(heard.extend)
     mind.answers = [[_run("x")], [Run("x", aggregated("b"), 1, 12, 2)]]
-    line.tell(RequestArrived(_request("x")))
-    line.tell(AttemptFailed("x", 0, "replica", "a", 2))
+    brain_client.tell(RequestArrived(_request("x")))
+    brain_client.tell(AttemptFailed("x", 0, "replica", "a", 2))
     assert isinstance(heard[-1], Run)
     assert heard[-1].attempt == 1
     assert list(brain_loop._owners) == ["x"]

@@ -58,12 +58,12 @@ def engine(talk: Talk, work: Callable[[ConnectionPool, Address], Awaitable[None]
             writer.close()
 
         server = await asyncio.start_server(hold, "127.0.0.1", 0)
-        calls = ConnectionPool(**options)
+        connection_pool = ConnectionPool(**options)
         try:
             async with asyncio.timeout(120):
-                await work(calls, Address("127.0.0.1", server.sockets[0].getsockname()[1]))
+                await work(connection_pool, Address("127.0.0.1", server.sockets[0].getsockname()[1]))
         finally:
-            await calls.close()
+            await connection_pool.close()
             server.close()
 
     uvloop.run(run())
@@ -88,13 +88,13 @@ def test_a_connection_is_used_again_and_the_request_is_whole() -> None:
             seen.append(await request(reader))
             writer.write(OK)
 
-    async def work(calls: ConnectionPool, address: Address) -> None:
+    async def work(connection_pool: ConnectionPool, address: Address) -> None:
         for _ in range(3):
-            got = await fetch(calls, address, b"POST", b"/x?y", b"body", headers=[(b"a", b"b")])
+            got = await fetch(connection_pool, address, b"POST", b"/x?y", b"body", headers=[(b"a", b"b")])
             assert got == (200, b"hi")
-        assert len(calls) == 1
-        assert calls.rtt_s(Address("127.0.0.1", 1)) == 0.0, "nobody is connected there"
-        assert 0 < calls.rtt_s(address) < 60 or sys.platform != "linux"
+        assert len(connection_pool) == 1
+        assert connection_pool.rtt_s(Address("127.0.0.1", 1)) == 0.0, "nobody is connected there"
+        assert 0 < connection_pool.rtt_s(address) < 60 or sys.platform != "linux"
 
     engine(talk, work)
     assert len(visits) == 1
@@ -112,9 +112,9 @@ def test_a_stale_connection_is_replaced_once_and_unseen() -> None:
         if len(visits) == 1:
             await request(reader)  # And then it is closed without a word.
 
-    async def work(calls: ConnectionPool, address: Address) -> None:
+    async def work(connection_pool: ConnectionPool, address: Address) -> None:
         for _ in range(2):
-            assert (await fetch(calls, address, b"GET", b"/"))[1] == b"hi"
+            assert (await fetch(connection_pool, address, b"GET", b"/"))[1] == b"hi"
 
     engine(talk, work)
     assert len(visits) == 2
@@ -127,9 +127,9 @@ def test_a_new_connection_that_fails_is_not_tried_again() -> None:
         visits.append(1)
         await request(reader)
 
-    async def work(calls: ConnectionPool, address: Address) -> None:
+    async def work(connection_pool: ConnectionPool, address: Address) -> None:
         with pytest.raises(NoResponse, match="closed the connection before its answer"):
-            await fetch(calls, address, b"GET", b"/")
+            await fetch(connection_pool, address, b"GET", b"/")
 
     engine(talk, work)
     assert len(visits) == 1
@@ -144,9 +144,9 @@ def test_idle_connections_are_closed() -> None:
         assert await reader.read(-1) == b""
         ended.append(1)
 
-    async def work(calls: ConnectionPool, address: Address) -> None:
-        await fetch(calls, address, b"GET", b"/")
-        while len(calls):
+    async def work(connection_pool: ConnectionPool, address: Address) -> None:
+        await fetch(connection_pool, address, b"GET", b"/")
+        while len(connection_pool):
             await asyncio.sleep(0.01)
 
     engine(talk, work, idle_s=0.0)
@@ -180,9 +180,9 @@ def test_what_an_engine_says(said: bytes, heard: bytes, why: str) -> None:
         writer.write(said)
         await writer.drain()
 
-    async def work(calls: ConnectionPool, address: Address) -> None:
+    async def work(connection_pool: ConnectionPool, address: Address) -> None:
         ear = Ear()
-        calls.send(address, b"GET", b"/", b"", ear)
+        connection_pool.send(address, b"GET", b"/", b"", ear)
         await ear.ended.wait()
         assert ear.heard == heard
         assert why in ear.why
@@ -207,9 +207,9 @@ def test_cancelling_closes_the_connection_and_nobody_hears() -> None:
         finally:
             ended.set()
 
-    async def work(calls: ConnectionPool, address: Address) -> None:
+    async def work(connection_pool: ConnectionPool, address: Address) -> None:
         ear = Ear()
-        call = calls.send(address, b"GET", b"/", b"", ear)
+        call = connection_pool.send(address, b"GET", b"/", b"", ear)
         await ear.came.wait()
         call.cancel()
         heard = ear.heard
@@ -217,8 +217,8 @@ def test_cancelling_closes_the_connection_and_nobody_hears() -> None:
         call.cancel()
         assert ear.heard == heard
         assert not ear.ended.is_set()
-        calls.send(address, b"GET", b"/", b"", Ear()).cancel()
-        while len(calls):
+        connection_pool.send(address, b"GET", b"/", b"", Ear()).cancel()
+        while len(connection_pool):
             await asyncio.sleep(0.001)
 
     engine(talk, work)
@@ -236,9 +236,9 @@ def test_resting_holds_the_engine_back() -> None:
             await writer.drain()
             sent += 1
 
-    async def work(calls: ConnectionPool, address: Address) -> None:
+    async def work(connection_pool: ConnectionPool, address: Address) -> None:
         ear = Ear()
-        call = calls.send(address, b"GET", b"/", b"", ear)
+        call = connection_pool.send(address, b"GET", b"/", b"", ear)
         await ear.came.wait()
         call.pause()
         before = -1
@@ -255,21 +255,23 @@ def test_resting_holds_the_engine_back() -> None:
 
 def test_who_cannot_be_reached_is_told_after_send_returned() -> None:
     async def work() -> None:
-        calls = ConnectionPool(most=0)
+        connection_pool = ConnectionPool(most=0)
         ear = Ear()
-        calls.send(Address("127.0.0.1", 9), b"GET", b"/", b"", ear)
+        connection_pool.send(Address("127.0.0.1", 9), b"GET", b"/", b"", ear)
         assert not ear.ended.is_set()
         await ear.ended.wait()
         assert "too many connections" in ear.why
-        calls = ConnectionPool()
+        connection_pool = ConnectionPool()
         for host in ("127.0.0.1", "::1", "no such name"):
             with pytest.raises((NoResponse, ValueError)):
-                await fetch(calls, Address(host, 9), b"GET", b"/")
+                await fetch(connection_pool, Address(host, 9), b"GET", b"/")
         with pytest.raises(ValueError, match="line end"):
-            calls.send(Address("127.0.0.1", 9), b"GET", b"/", b"", ear, headers=[(b"a", b"b\r\nc: d")])
+            connection_pool.send(
+                Address("127.0.0.1", 9), b"GET", b"/", b"", ear, headers=[(b"a", b"b\r\nc: d")]
+            )
         with pytest.raises(ValueError, match="space"):
-            calls.send(Address("127.0.0.1", 9), b"GET", b"/ HTTP/1.1\r\n", b"", ear)
-        await calls.close()
+            connection_pool.send(Address("127.0.0.1", 9), b"GET", b"/ HTTP/1.1\r\n", b"", ear)
+        await connection_pool.close()
 
     uvloop.run(work())
 
@@ -280,11 +282,11 @@ def test_whole_answers_have_a_size_and_a_time() -> None:
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n" + b"x" * 100)
         await reader.read(-1)
 
-    async def work(calls: ConnectionPool, address: Address) -> None:
+    async def work(connection_pool: ConnectionPool, address: Address) -> None:
         with pytest.raises(NoResponse, match="larger than 50 bytes"):
-            await fetch(calls, address, b"GET", b"/large", most_bytes=50)
+            await fetch(connection_pool, address, b"GET", b"/large", most_bytes=50)
         with pytest.raises(NoResponse, match="0.05 s"):
-            await fetch(calls, address, b"GET", b"/never", within_s=0.05)
+            await fetch(connection_pool, address, b"GET", b"/never", within_s=0.05)
 
     engine(talk, work)
 
@@ -327,11 +329,11 @@ def test_nothing_of_a_request_is_kept_when_it_was_answered() -> None:
             await request(reader)
             writer.write(OK)
 
-    async def work(calls: ConnectionPool, address: Address) -> None:
+    async def work(connection_pool: ConnectionPool, address: Address) -> None:
         gc.collect()  # What other tests left is not this one's.
         for _ in range(20):
             ear = Ear()
-            calls.send(address, b"POST", b"/", b"x" * 1000, ear)
+            connection_pool.send(address, b"POST", b"/", b"x" * 1000, ear)
             await ear.ended.wait()
         assert not [item for item in gc.get_objects() if type(item) is EngineCall]
 

@@ -56,24 +56,24 @@ Work = Callable[[ClientListener, Desk], Awaitable[None]]
 def serve(work: Work, limits: HttpLimits = LIMITS) -> None:
     async def run() -> None:
         brain_loop = Desk()
-        port = await open_port(brain_loop, "127.0.0.1", 0, limits=limits)
+        listener = await open_port(brain_loop, "127.0.0.1", 0, limits=limits)
         try:
             async with asyncio.timeout(120):
-                await work(port, brain_loop)
+                await work(listener, brain_loop)
         finally:
-            await port.close(0.1)
-        assert len(port) == 0
+            await listener.close(0.1)
+        assert len(listener) == 0
 
     uvloop.run(run())
 
 
-async def join(port: ClientListener) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await asyncio.open_connection("127.0.0.1", int(port.address.rsplit(":", 1)[1]))
+async def join(listener: ClientListener) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", int(listener.address.rsplit(":", 1)[1]))
 
 
-async def ask(port: ClientListener, data: bytes) -> bytes:
+async def ask(listener: ClientListener, data: bytes) -> bytes:
     """Send it, and read until the other side ends."""
-    reader, writer = await join(port)
+    reader, writer = await join(listener)
     writer.write(data)
     got = await reader.read(-1)
     writer.close()
@@ -88,8 +88,8 @@ CLOSING = b"GET /echo HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n"
 
 
 def test_answers_come_in_the_order_of_the_requests() -> None:
-    async def work(port: ClientListener, brain_loop: Desk) -> None:
-        reader, writer = await join(port)
+    async def work(listener: ClientListener, brain_loop: Desk) -> None:
+        reader, writer = await join(listener)
         body = b"POST /echo HTTP/1.1\r\nHost: here\r\nContent-Length: 2\r\n\r\n"
         writer.write(GET % b"/later" + body + b"hi" + GET % b"/stream" + CLOSING)
         first = await brain_loop.one()
@@ -108,27 +108,27 @@ def test_answers_come_in_the_order_of_the_requests() -> None:
 
 
 def test_thousands_of_small_requests_in_one_read() -> None:
-    async def work(port: ClientListener, brain_loop: Desk) -> None:
-        assert (await ask(port, GET % b"/echo" * 3000 + CLOSING)).count(b"200 OK") == 3001
+    async def work(listener: ClientListener, brain_loop: Desk) -> None:
+        assert (await ask(listener, GET % b"/echo" * 3000 + CLOSING)).count(b"200 OK") == 3001
 
     serve(work)
 
 
 def test_head_has_the_length_and_no_body_and_10_ends_by_closing() -> None:
-    async def work(port: ClientListener, brain_loop: Desk) -> None:
+    async def work(listener: ClientListener, brain_loop: Desk) -> None:
         head = b"HEAD /echo HTTP/1.1\r\nHost: here\r\nContent-Length: 2\r\nConnection: close\r\n\r\nhi"
-        assert bare(await ask(port, head)).endswith(b"content-length: 2\r\nconnection: close\r\n\r\n")
+        assert bare(await ask(listener, head)).endswith(b"content-length: 2\r\nconnection: close\r\n\r\n")
         streamed = b"HEAD /stream HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n"
-        assert bare(await ask(port, streamed)).endswith(b"connection: close\r\n\r\n")
-        old = bare(await ask(port, b"GET /stream HTTP/1.0\r\n\r\n"))
+        assert bare(await ask(listener, streamed)).endswith(b"connection: close\r\n\r\n")
+        old = bare(await ask(listener, b"GET /stream HTTP/1.0\r\n\r\n"))
         assert old == b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nonetwo"
 
     serve(work)
 
 
 def test_a_body_waits_for_the_word() -> None:
-    async def work(port: ClientListener, brain_loop: Desk) -> None:
-        reader, writer = await join(port)
+    async def work(listener: ClientListener, brain_loop: Desk) -> None:
+        reader, writer = await join(listener)
         writer.write(
             b"POST /echo HTTP/1.1\r\nHost: here\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n"
         )
@@ -142,9 +142,9 @@ def test_a_body_waits_for_the_word() -> None:
 
 @pytest.mark.parametrize("half", [False, True])
 def test_a_client_that_leaves_is_noticed_once(half: bool) -> None:
-    async def work(port: ClientListener, brain_loop: Desk) -> None:
+    async def work(listener: ClientListener, brain_loop: Desk) -> None:
         for path, begins in ((b"/a", False), (b"/b", True)):
-            _, writer = await join(port)
+            _, writer = await join(listener)
             writer.write(GET % path)
             exchange = await brain_loop.one()
             if begins:
@@ -166,8 +166,8 @@ def test_a_client_that_leaves_is_noticed_once(half: bool) -> None:
 
 
 def test_dropping_cuts_off_and_tells_nobody() -> None:
-    async def work(port: ClientListener, brain_loop: Desk) -> None:
-        reader, writer = await join(port)
+    async def work(listener: ClientListener, brain_loop: Desk) -> None:
+        reader, writer = await join(listener)
         writer.write(GET % b"/a")
         exchange = await brain_loop.one()
         exchange.begin(200)
@@ -182,8 +182,8 @@ def test_dropping_cuts_off_and_tells_nobody() -> None:
 
 
 def test_a_slow_reader_holds_the_writer_back_and_is_dropped_at_last() -> None:
-    async def work(port: ClientListener, brain_loop: Desk) -> None:
-        reader, writer = await join(port)
+    async def work(listener: ClientListener, brain_loop: Desk) -> None:
+        reader, writer = await join(listener)
         writer.write(GET % b"/a")
         exchange = await brain_loop.one()
         exchange.begin(200)
@@ -198,24 +198,24 @@ def test_a_slow_reader_holds_the_writer_back_and_is_dropped_at_last() -> None:
             await asyncio.sleep(0)
         while not brain_loop.gone:
             await asyncio.sleep(0.01)
-        assert port.dropped["stalled"] == 1
+        assert listener.dropped["stalled"] == 1
         writer.close()
 
     serve(work, replace(LIMITS, stalled_s=0.2))
 
 
-async def status_of(port: ClientListener, data: bytes) -> int:
-    return int((await ask(port, data)).split(b" ")[1])
+async def status_of(listener: ClientListener, data: bytes) -> int:
+    return int((await ask(listener, data)).split(b" ")[1])
 
 
 def test_refusals_are_answers_and_then_the_end() -> None:
-    async def work(port: ClientListener, brain_loop: Desk) -> None:
+    async def work(listener: ClientListener, brain_loop: Desk) -> None:
         long = b"POST /echo HTTP/1.1\r\nHost: here\r\nContent-Length: 300000\r\n\r\n" + b"x" * 300_000
-        assert await status_of(port, long) == 413
-        assert await status_of(port, b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n" + CLOSING) == 400
-        assert await status_of(port, b"GET / HTTP/1.1\r\nHost: a\r\nx: " + b"y" * 1_000_000) == 431
-        assert await status_of(port, b"GET /" + b"y" * 20_000) == 414
-        got = await ask(port, b"\x16\x03\x01\x02\r\n\r\n")
+        assert await status_of(listener, long) == 413
+        assert await status_of(listener, b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n" + CLOSING) == 400
+        assert await status_of(listener, b"GET / HTTP/1.1\r\nHost: a\r\nx: " + b"y" * 1_000_000) == 431
+        assert await status_of(listener, b"GET /" + b"y" * 20_000) == 414
+        got = await ask(listener, b"\x16\x03\x01\x02\r\n\r\n")
         assert b'"type": "invalid_request_error"' in got
         assert b"x-request-id: req-" in got
         assert b"connection: close" in got
@@ -226,18 +226,18 @@ def test_refusals_are_answers_and_then_the_end() -> None:
 def test_slow_heads_and_bodies_are_told_and_idle_ones_are_closed() -> None:
     limits = replace(LIMITS, head_s=0.1, body_s=0.1, idle_s=0.1, body_bytes_per_s=10_000_000)
 
-    async def work(port: ClientListener, brain_loop: Desk) -> None:
-        assert await status_of(port, b"GET / HT") == 408
-        assert await status_of(port, b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nabc") == 408
-        assert await ask(port, b"") == b""
-        assert (await ask(port, GET % b"/echo")).startswith(b"HTTP/1.1 200")
+    async def work(listener: ClientListener, brain_loop: Desk) -> None:
+        assert await status_of(listener, b"GET / HT") == 408
+        assert await status_of(listener, b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nabc") == 408
+        assert await ask(listener, b"") == b""
+        assert (await ask(listener, GET % b"/echo")).startswith(b"HTTP/1.1 200")
 
     serve(work, limits)
 
 
 def test_a_large_body_has_time_by_its_rate() -> None:
-    async def work(port: ClientListener, brain_loop: Desk) -> None:
-        reader, writer = await join(port)
+    async def work(listener: ClientListener, brain_loop: Desk) -> None:
+        reader, writer = await join(listener)
         writer.write(b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 60000\r\n\r\n")
         for _ in range(6):
             writer.write(b"x" * 10_000)
@@ -249,18 +249,18 @@ def test_a_large_body_has_time_by_its_rate() -> None:
 
 
 def test_who_waits_gives_way_and_who_works_does_not() -> None:
-    async def work(port: ClientListener, brain_loop: Desk) -> None:
-        first, writer = await join(port)
+    async def work(listener: ClientListener, brain_loop: Desk) -> None:
+        first, writer = await join(listener)
         writer.write(GET % b"/a")
         busy = await brain_loop.one()
-        waiting, other = await join(port)
+        waiting, other = await join(listener)
         other.write(b"GET / HT")
         await asyncio.sleep(0.02)
-        reader, third = await join(port)
+        reader, third = await join(listener)
         third.write(GET % b"/b")
         assert b"503" in await waiting.read(-1)
         also = await brain_loop.one()
-        assert b" 503 " in await ask(port, b"")
+        assert b" 503 " in await ask(listener, b"")
         busy.reply(200, b"a")
         also.reply(200, b"b")
         assert (await first.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
@@ -272,9 +272,9 @@ def test_who_waits_gives_way_and_who_works_does_not() -> None:
 
 
 def test_the_largest_of_too_many_bodies_goes() -> None:
-    async def work(port: ClientListener, brain_loop: Desk) -> None:
-        small, one = await join(port)
-        large, two = await join(port)
+    async def work(listener: ClientListener, brain_loop: Desk) -> None:
+        small, one = await join(listener)
+        large, two = await join(listener)
         head = b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 9000\r\n\r\n"
         one.write(head + b"x" * 3000)
         two.write(head + b"x" * 6000)
@@ -292,16 +292,16 @@ def test_the_largest_of_too_many_bodies_goes() -> None:
 def test_closing_lets_answers_end_and_says_that_they_are_the_last() -> None:
     async def run() -> None:
         brain_loop = Desk()
-        port = await open_port(brain_loop, "127.0.0.1", 0, limits=LIMITS)
-        idle, one = await join(port)
-        reader, two = await join(port)
-        begun, three = await join(port)
+        listener = await open_port(brain_loop, "127.0.0.1", 0, limits=LIMITS)
+        idle, one = await join(listener)
+        reader, two = await join(listener)
+        begun, three = await join(listener)
         two.write(GET % b"/a")
         first = await brain_loop.one()
         three.write(GET % b"/b")
         second = await brain_loop.one()
         second.begin(200)
-        closing = asyncio.create_task(port.close(10))
+        closing = asyncio.create_task(listener.close(10))
         assert await idle.read(-1) == b""
         first.reply(200, b"a")
         assert b"connection: close" in await reader.read(-1)
@@ -310,7 +310,7 @@ def test_closing_lets_answers_end_and_says_that_they_are_the_last() -> None:
         assert (await begun.read(-1)).endswith(b"1\r\nb\r\n0\r\n\r\n")
         await closing
         with pytest.raises(OSError):
-            await join(port)
+            await join(listener)
         for item in (one, two, three):
             item.close()
 
@@ -318,11 +318,11 @@ def test_closing_lets_answers_end_and_says_that_they_are_the_last() -> None:
 
 
 def test_closing_cuts_off_what_does_not_end() -> None:
-    async def work(port: ClientListener, brain_loop: Desk) -> None:
-        reader, writer = await join(port)
+    async def work(listener: ClientListener, brain_loop: Desk) -> None:
+        reader, writer = await join(listener)
         writer.write(GET % b"/a")
         await brain_loop.one()
-        await port.close(0.05)
+        await listener.close(0.05)
         assert await reader.read(-1) == b""
         assert brain_loop.gone == [b"/a"]
         writer.close()
@@ -333,8 +333,8 @@ def test_closing_cuts_off_what_does_not_end() -> None:
 def test_a_fault_of_ours_is_one_500_and_a_line_end_in_a_header_is_a_fault(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def work(port: ClientListener, brain_loop: Desk) -> None:
-        got = await ask(port, GET % b"/fault" + GET % b"/inject" + CLOSING)
+    async def work(listener: ClientListener, brain_loop: Desk) -> None:
+        got = await ask(listener, GET % b"/fault" + GET % b"/inject" + CLOSING)
         assert [int(line[9:12]) for line in re.findall(rb"HTTP/1.1 \d+", got)] == [500, 500, 200]
         assert b"set-cookie" not in got
         assert b"RuntimeError" not in got
@@ -349,7 +349,7 @@ def test_garbage_never_makes_a_fault(caplog: pytest.LogCaptureFixture) -> None:
         + GET % b"/stream"
     )
 
-    async def work(port: ClientListener, brain_loop: Desk) -> None:
+    async def work(listener: ClientListener, brain_loop: Desk) -> None:
         draw = random.Random(7)
 
         async def one() -> None:
@@ -358,7 +358,7 @@ def test_garbage_never_makes_a_fault(caplog: pytest.LogCaptureFixture) -> None:
                 data[draw.randrange(len(data))] = draw.randrange(256)
             if draw.random() < 0.3:
                 data = bytearray(draw.randbytes(draw.randint(1, 400)))
-            reader, writer = await join(port)
+            reader, writer = await join(listener)
             half = draw.randrange(len(data))
             writer.write(bytes(data[:half]))
             await asyncio.sleep(0)

@@ -285,8 +285,8 @@ def test_frames_that_were_cut_off_end_before() -> None:
 
 def test_of_two_that_find_nothing_one_writes(tmp_path: Path) -> None:
     made = KeptAnswers(tmp_path, lambda *_: None)
-    asked = RepeatKey("a", "d", True)
-    first, second = made.claim(asked), made.claim(asked)
+    repeat_key = RepeatKey("a", "d", True)
+    first, second = made.claim(repeat_key), made.claim(repeat_key)
     assert isinstance(first, KeptAnswer)
     assert isinstance(second, AnswerReader)
     first.forget()

@@ -439,7 +439,7 @@ def test_admitted_tokens_stay_within_rate_and_one_oversized_request(
 
 def test_reservation_of_a_worker_that_died_is_given_back(tmp_path: Path) -> None:
     rows = [SharedUse(tmp_path / "use", worker, 2).row("ann") for worker in range(2)]
-    dying, other = (KeyQuota(Quota(tokens_per_min=100), 0.0, row) for row in rows)
+    dying, other = (KeyQuota(Quota(tokens_per_min=100), 0.0, shared_use) for shared_use in rows)
     assert dying.enter(0.0) is None
     assert dying.reserve(5_000, 0.0) is None
     assert other.enter(0.0) is None
@@ -457,9 +457,9 @@ def test_limits_hold_across_workers(tmp_path: Path) -> None:
     rings = [KeyRing(tmp_path / "keys", 0.0, lambda: 0.0, shared_use) for shared_use in slates]
     one, two = (ring.who(b"Bearer " + key.encode(), 0.0).allowance for ring in rings)
     assert [one.enter(0.0), two.enter(0.0), one.enter(0.0)] == [None] * 3
-    spent = two.enter(0.0)
-    assert spent is not None
-    assert spent.kind == "concurrent"
+    quota_exceeded = two.enter(0.0)
+    assert quota_exceeded is not None
+    assert quota_exceeded.kind == "concurrent"
     assert one.reserve(60, 0.0) is None
     one.leave(60, 60)
     assert two.enter(0.0) is None
@@ -469,9 +469,9 @@ def test_limits_hold_across_workers(tmp_path: Path) -> None:
         two.leave(20, 0)
         assert one.enter(0.0) is None
         one.leave(0, 0)
-    spent = one.enter(0.0)
-    assert spent is not None
-    assert spent.kind == "requests"
+    quota_exceeded = one.enter(0.0)
+    assert quota_exceeded is not None
+    assert quota_exceeded.kind == "requests"
     assert one.enter(60.0) is None
     restarted = KeyRing(tmp_path / "keys", 0.0, lambda: 0.0, SharedUse(tmp_path / "slate", 0, 2))
     fresh = restarted.who(b"Bearer " + key.encode(), 0.0).allowance

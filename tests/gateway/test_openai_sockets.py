@@ -40,12 +40,12 @@ async def served(
     script: Callable[[ChoiceRequest, AnswerSink], None],
 ) -> AsyncIterator[tuple[AsyncOpenAI, FakeDriver]]:
     driver = FakeDriver(script)
-    port = await open_port(ClientHandler(CARDS, driver, FakeMeter()), "127.0.0.1", 0)
+    listener = await open_port(ClientHandler(CARDS, driver, FakeMeter()), "127.0.0.1", 0)
     try:
-        async with AsyncOpenAI(base_url=port.address + "/v1", api_key="none", max_retries=0) as client:
+        async with AsyncOpenAI(base_url=listener.address + "/v1", api_key="none", max_retries=0) as client:
             yield client, driver
     finally:
-        await port.close(1.0)
+        await listener.close(1.0)
 
 
 def later(text: str) -> Callable[[ChoiceRequest, AnswerSink], None]:
@@ -129,17 +129,17 @@ def test_https(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         door = ClientHandler(CARDS, FakeDriver(), FakeMeter())
-        port = await open_port(door, "127.0.0.1", 0, tls=server_tls(certificate, key))
+        listener = await open_port(door, "127.0.0.1", 0, tls=server_tls(certificate, key))
         try:
             trusting = ssl.create_default_context(cafile=str(certificate))
             async with (
                 ClientSession() as session,
-                session.get(port.address + "/health", ssl=trusting) as reply,
+                session.get(listener.address + "/health", ssl=trusting) as reply,
             ):
-                assert port.address.startswith("https://")
+                assert listener.address.startswith("https://")
                 assert (reply.status, await reply.json()) == (200, {"status": "ok"})
         finally:
-            await port.close(1.0)
+            await listener.close(1.0)
 
     asyncio.run(scenario())
     with pytest.raises(InputError, match="--tls"):
@@ -164,15 +164,17 @@ def test_gateway_checks_host_of_absolute_target_instead_of_host_header(
     line: str, host: str, status: int
 ) -> None:
     async def scenario() -> None:
-        port = await open_port(ClientHandler(CARDS, FakeDriver(), FakeMeter()), "127.0.0.1", 0)
+        listener = await open_port(ClientHandler(CARDS, FakeDriver(), FakeMeter()), "127.0.0.1", 0)
         try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(port.address.rpartition(":")[2]))
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", int(listener.address.rpartition(":")[2])
+            )
             plain = "GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
             writer.write(f"{plain}{line} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
             statuses = re.findall(rb"HTTP/1\.1 (\d+) ", await reader.read())
             writer.close()
         finally:
-            await port.close(1.0)
+            await listener.close(1.0)
         assert [int(one) for one in statuses] == [200, status]
 
     asyncio.run(scenario())

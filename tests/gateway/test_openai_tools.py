@@ -53,8 +53,8 @@ def tokenizer(special: tuple[str, ...] = ()) -> ModelTokenizer:
 
 
 def cards(special: tuple[str, ...] = ()) -> dict[str, ModelCard]:
-    text = tokenizer(special)
-    return {NAME: ModelCard(NAME, 4096, text, ends=frozenset({END}), vocab=text.vocab)}
+    model_tokenizer = tokenizer(special)
+    return {NAME: ModelCard(NAME, 4096, model_tokenizer, ends=frozenset({END}), vocab=model_tokenizer.vocab)}
 
 
 def scene(script: Any = None, special: tuple[str, ...] = (), **fields: Any) -> Scene:
@@ -383,12 +383,12 @@ def test_any_split_of_tokens_gives_the_same_calls(sizes: list[int], stream: bool
 @asynccontextmanager
 async def served(text: str) -> AsyncIterator[AsyncOpenAI]:
     handler = ClientHandler(cards(), FakeDriver(saying(text, "stop")), FakeMeter())
-    port = await open_port(handler, "127.0.0.1", 0)
+    listener = await open_port(handler, "127.0.0.1", 0)
     try:
-        async with AsyncOpenAI(base_url=port.address + "/v1", api_key="none", max_retries=0) as client:
+        async with AsyncOpenAI(base_url=listener.address + "/v1", api_key="none", max_retries=0) as client:
             yield client
     finally:
-        await port.close(1.0)
+        await listener.close(1.0)
 
 
 def test_openais_client_reads_calls_streamed_and_whole() -> None:

@@ -252,8 +252,8 @@ def test_the_market_is_told_and_decisions_are_read_over_http() -> None:
 
 
 def test_what_is_wanted_comes_with_the_steps_that_are_reckoned_with() -> None:
-    member = ReplicaSpec("a", "u", "t", 1, "group", "m", "mixed", "east")
-    registry = SimpleNamespace(wanted=lambda: WantedFleet(((member, "mixed", False, ""),), (), None, 3))
+    replica_spec = ReplicaSpec("a", "u", "t", 1, "group", "m", "mixed", "east")
+    registry = SimpleNamespace(wanted=lambda: WantedFleet(((replica_spec, "mixed", False, ""),), (), None, 3))
     replica_model = SimpleNamespace(engine=EngineSetup(token_budget=192))
     core = SimpleNamespace(
         registry=registry,

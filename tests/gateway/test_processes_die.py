@@ -99,9 +99,9 @@ def test_streams_go_on_while_the_desk_is_killed(tmp_path: Path, capsys: pytest.C
     gateway = (*files, "--workers", "2", "--log", str(log), "--keys", str(keys), "--usage", str(usage))
     with LiveFleet(plan, spec, gateway=gateway, engine=("--mock",)) as fleet:
         shots = shots_of()
-        for shot in shots:
-            shot.key = key
-        bodies = [{**json.loads(shot.body()), "stream": False} for shot in shots]
+        for request in shots:
+            request.key = key
+        bodies = [{**json.loads(request.body()), "stream": False} for request in shots]
         lone = str(fleet.engines[0].said["url"])
         with ThreadPoolExecutor(STREAMS) as pool:
             expected = [item["choices"][0]["text"] for item in pool.map(lambda b: asked(lone, b), bodies)]
@@ -111,7 +111,7 @@ def test_streams_go_on_while_the_desk_is_killed(tmp_path: Path, capsys: pytest.C
         first = desk_of(fleet)
 
         def strike() -> None:
-            while sum(shot.pieces > 5 for shot in shots) < STREAMS // 4:
+            while sum(request.pieces > 5 for request in shots) < STREAMS // 4:
                 time.sleep(0.005)
             os.kill(first, signal.SIGKILL)
 
@@ -119,8 +119,8 @@ def test_streams_go_on_while_the_desk_is_killed(tmp_path: Path, capsys: pytest.C
         striking.start()
         shoot(fleet.url, shots, keep_text=True, within_s=60.0)
         striking.join(10)
-        assert [shot.problem for shot in shots] == [""] * STREAMS
-        assert [shot.text for shot in shots] == expected
+        assert [request.problem for request in shots] == [""] * STREAMS
+        assert [request.text for request in shots] == expected
         assert desk_of(fleet) != first
 
         # Limits hold across it.
@@ -143,15 +143,15 @@ def test_streams_go_on_while_the_desk_is_killed(tmp_path: Path, capsys: pytest.C
 
 
 def test_what_operators_told_is_remembered(tmp_path: Path) -> None:
-    memory = OperatorState(tmp_path)
-    assert (memory.plan()[0], memory.entries(), memory.market()) == (None, None, None)
+    operator_state = OperatorState(tmp_path)
+    assert (operator_state.plan()[0], operator_state.entries(), operator_state.market()) == (None, None, None)
     plan = plan_from_json(write_plans(tmp_path, [*WHOLE, *COMBO])[0].read_text())
     listed = {"url": "https://h:1", "kind": "openai", "model": "m", "token_ids": True}
     entries = read_engines(json.dumps({"engines": [listed, {"url": "http://[::1]:2", "index": 3}]}), "")
     market = (Region("near", (NodeOffer("1xA10", 0.5, 3),)),)
-    memory.planned(plan, 7, "more load")
-    memory.enlisted(entries)
-    memory.quoted(market)
+    operator_state.planned(plan, 7, "more load")
+    operator_state.enlisted(entries)
+    operator_state.quoted(market)
     after = OperatorState(tmp_path)
     assert (after.plan(), after.entries(), after.market()) == ((plan, 7, "more load"), entries, market)
 

@@ -61,9 +61,14 @@ class FakeCaller:
         return "their-name"
 
     async def move(
-        self, source: EngineRecord, target: EngineRecord, request: str, names: list[str], wire: Wire
+        self,
+        source_engine: EngineRecord,
+        target_engine: EngineRecord,
+        request: str,
+        names: list[str],
+        wire: Wire,
     ) -> None:
-        await self._say(source, "move", (target.entry.url, names, wire))
+        await self._say(source_engine, "move", (target_engine.entry.url, names, wire))
 
 
 class Yard:
@@ -550,7 +555,7 @@ def test_each_is_used_once_and_suits(
     entries = [_entry(p, template=t, index=i, region=r) for p, (t, i, r) in enumerate(there)]
     result = matched(members, entries)
     assert len({m.id for m, _ in result}) == len({e.url for _, e in result}) == len(result)
-    assert all(entry.suits(member) for member, entry in result)
+    assert all(entry.suits(replica_spec) for replica_spec, entry in result)
     free_members = [m for m in members if m.id not in {x.id for x, _ in result}]
     free_entries = [e for e in entries if e.url not in {x.url for _, x in result}]
     assert not any(e.suits(m) for m in free_members for e in free_entries)

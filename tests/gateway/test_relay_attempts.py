@@ -348,7 +348,7 @@ def test_what_became_of_every_attempt_is_counted_once(kind: str) -> None:
     for item in ("x", "y"):
         stage.fleet.add(item, kind=kind)
     stage.dispatcher = Dispatcher(
-        stage.line, stage.fleet, stage.fleet, stage.clock.now_s, stage.clock.later, meter=meter
+        stage.line, stage.fleet, stage.fleet, stage.clock.now_s, stage.clock.later, counters=meter
     )  # type: ignore[arg-type]
     what = wanted() if kind == "openai" else asked("r", 5, 3, ends=())
     begin(stage, what)

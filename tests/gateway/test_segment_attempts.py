@@ -445,8 +445,8 @@ def test_prompts_have_the_names_that_engines_with_these_weights_give_them() -> N
 
 def test_whoever_goes_on_is_told_what_was_output_and_how_it_is_drawn() -> None:
     stage = Stage("x", "y")
-    way = Sampling(0.5, seed=3, presence_penalty=1.0, logit_bias=((4, -2.0),), json_schema="{}")
-    heard = stage.begin(what := asked(sampling=way), aggregated("x"))
+    sampling = Sampling(0.5, seed=3, presence_penalty=1.0, logit_bias=((4, -2.0),), json_schema="{}")
+    heard = stage.begin(what := asked(sampling=sampling), aggregated("x"))
     text = {
         "temperature": 0.5,
         "seed": 3,

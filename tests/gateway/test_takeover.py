@@ -43,8 +43,8 @@ async def gateway(
     return await open_port(answer, "127.0.0.1", 0, taken=taken or (), tls=tls, limits=limits)
 
 
-async def asked(port: ClientListener) -> bytes:
-    host, number = port.sockets[0].getsockname()[:2]
+async def asked(listener: ClientListener) -> bytes:
+    host, number = listener.sockets[0].getsockname()[:2]
     reader, writer = await asyncio.open_connection(host, number)
     writer.write(b"GET / HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
     received = await reader.read()
@@ -88,15 +88,15 @@ KEPT = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
 
 def test_who_came_before_may_still_ask_and_is_told_that_it_is_the_last_time() -> None:
     async def scenario() -> None:
-        port = await gateway(b"old")
-        address = port.sockets[0].getsockname()[:2]
+        listener = await gateway(b"old")
+        address = listener.sockets[0].getsockname()[:2]
         silent, one = await asyncio.open_connection(*address)
         kept, two = await asyncio.open_connection(*address)
         two.write(KEPT)
         assert b"connection: close" not in await kept.readuntil(b"old")
-        while len(port) < 2:
+        while len(listener) < 2:
             await asyncio.sleep(0.001)
-        closing = asyncio.create_task(port.close(60.0, gently=True))
+        closing = asyncio.create_task(listener.close(60.0, gently=True))
         await asyncio.sleep(0)
         with pytest.raises(OSError):
             await asyncio.open_connection(*address)
@@ -116,10 +116,12 @@ def test_who_shakes_hands_when_the_port_closes_is_answered(tmp_path: Path) -> No
     authority = make_certificates(tmp_path, ["127.0.0.1"])
 
     async def scenario() -> None:
-        port = await gateway(b"old", tls=server_tls(tmp_path / "127.0.0.1.pem", tmp_path / "127.0.0.1.key"))
-        plain = socket.create_connection(port.sockets[0].getsockname()[:2])
+        listener = await gateway(
+            b"old", tls=server_tls(tmp_path / "127.0.0.1.pem", tmp_path / "127.0.0.1.key")
+        )
+        plain = socket.create_connection(listener.sockets[0].getsockname()[:2])
         await asyncio.sleep(0.05)  # it is accepted, and says nothing yet
-        closing = asyncio.create_task(port.close(60.0, gently=True))
+        closing = asyncio.create_task(listener.close(60.0, gently=True))
         await asyncio.sleep(0)
         trusting = ssl.create_default_context(cafile=str(authority))
         reader, writer = await asyncio.open_connection(sock=plain, ssl=trusting, server_hostname="127.0.0.1")

@@ -124,16 +124,16 @@ def workers_of(pid: int) -> dict[int, int]:
 
 def test_workers_share_the_brain_and_the_limits_and_are_replaced(tmp_path: Path) -> None:
     async def run(post: BrainProcessContext, supervisor: int) -> None:
-        mind, meter = Mind(), Counters()
+        mind, counters = Mind(), Counters()
         upstream = await asyncio.start_server(engine, "127.0.0.1", 0)
         core = center_of(mind, upstream.sockets[0].getsockname()[1])
-        pool = WorkerPool(core, meter, settings, post)
+        pool = WorkerPool(core, counters, settings, post)
         url = await pool.start()
         try:
             assert [(await ask(url, "hello"))[0] for _ in range(30)] == [200] * 30
             arrived = [event for event in mind.heard if isinstance(event, events.RequestArrived)]
             assert len({event.request.id for event in arrived}) == 30
-            await until(lambda: sum(meter.counted(REQUESTS).values()) == 30)
+            await until(lambda: sum(counters.counted(REQUESTS).values()) == 30)
 
             # Those that hang, wherever they are, are all that the key may have.
             open_ones = [await ask(url, "hang") for _ in range(24)]
@@ -262,27 +262,27 @@ def test_a_workers_counts_are_added_once_and_end_with_it() -> None:
         )
         used: list[RequestOutcome] = []
         hand = WorkerMeter(channel, lambda replica: "")
-        meter = Counters(told=used.append)
+        counters = Counters(told=used.append)
         request_outcome = RequestOutcome("r", "k", "t", "m", "c", "stop", 200, 5, 0, 3, 1.0, 2.0, 3.0, True)
         hand.came()
         hand.came()
         hand.answered(request_outcome)
         hand.flush()
-        heard = WorkerMeterReceiver(meter)
+        heard = WorkerMeterReceiver(counters)
         for letter, text in lines:
             assert heard.heard(letter, text)
         assert not heard.heard("?", "")
         assert used == [request_outcome]
-        assert meter.open == 1
+        assert counters.open == 1
         before = len(lines)
         hand.flush()
         for letter, text in lines[before:]:
             heard.heard(letter, text)
-        assert sum(sum(count.values()) for count in meter._counts.values()) > 0
-        counted = {name: dict(series) for name, series in meter._counts.items()}
+        assert sum(sum(count.values()) for count in counters._counts.values()) > 0
+        counted = {name: dict(series) for name, series in counters._counts.items()}
         hand.flush()
-        assert counted == {name: dict(series) for name, series in meter._counts.items()}
+        assert counted == {name: dict(series) for name, series in counters._counts.items()}
         heard.gone()
-        assert meter.open == 0
+        assert counters.open == 0
 
     asyncio.run(run())

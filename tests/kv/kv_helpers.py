@@ -85,9 +85,9 @@ class Ends:
     address: tuple[str, int]
     made: list[KvChunk] = field(default_factory=list)
 
-    def offer(self, lasts_s: float = 10.0, about: KvManifest = ABOUT) -> tuple[str, OutgoingTransfer]:
+    def offer(self, lasts_s: float = 10.0, manifest: KvManifest = ABOUT) -> tuple[str, OutgoingTransfer]:
         handle = new_handle()
-        return handle, self.sender.offer(handle, BOUND, lambda have: about, lasts_s)
+        return handle, self.sender.offer(handle, BOUND, lambda have: manifest, lasts_s)
 
     def send(self, chunks: list[KvChunk], lasts_s: float = 10.0) -> tuple[str, OutgoingTransfer]:
         handle, transfer = self.offer(lasts_s)
@@ -113,23 +113,23 @@ class Ends:
             if sink is not None:
                 sink(chunk)
 
-        wanted = FetchRequest(handle, request, FINGERPRINT, TOKENS_HASH)
+        fetch_request = FetchRequest(handle, request, FINGERPRINT, TOKENS_HASH)
         kv_manifests: list[KvManifest] = []
         more = {"degree": degree, "deadline_s": deadline_s}
-        fetched = fetch(self.links, self.address, wanted, kv_manifests.append, keep, **more)
+        fetched = fetch(self.links, self.address, fetch_request, kv_manifests.append, keep, **more)
         assert kv_manifests == [ABOUT]
         return fetched, got
 
 
 def fetch(
-    links: PeerConnections,
+    peer_connections: PeerConnections,
     address: tuple[str, int],
-    wanted: FetchRequest,
+    fetch_request: FetchRequest,
     opened: Callable[[KvManifest], None],
     sink: Callable[[KvChunk], None],
     **more: Any,
 ) -> FetchResult:
-    return KvFetch(links, address, wanted, **more).run(opened, sink)
+    return KvFetch(peer_connections, address, fetch_request, **more).run(opened, sink)
 
 
 @contextlib.contextmanager
@@ -145,17 +145,17 @@ def ends(
     sender = KvSender(limits=limits, shared_memory=shared_memory)
     proxy = Proxy(sender.address, harm, answer_harm) if harm or answer_harm else None
     address = proxy.address if proxy else sender.address
-    links = PeerConnections([address], limits=link_limits, shared_memory=shared_memory)
-    pair = Ends(sender, links, address)
+    peer_connections = PeerConnections([address], limits=link_limits, shared_memory=shared_memory)
+    pair = Ends(sender, peer_connections, address)
     try:
         yield pair
     finally:
-        links.close()
+        peer_connections.close()
         sender.close()
         if proxy is not None:
             proxy.close()
     assert sender.held_bytes == 0
-    assert links.buffers.out_bytes == 0
+    assert peer_connections.buffers.out_bytes == 0
     # Threads that were told to end close what they have a moment later.
     assert until(lambda: threading.active_count() <= threads)
     assert until(lambda: _fds() <= fds)

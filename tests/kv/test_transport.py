@@ -140,9 +140,9 @@ def test_the_sender_learns_what_the_receiver_has() -> None:
             return replace(ABOUT, start=have)
 
         pair.sender.offer(handle, BOUND, opened, 5.0).finish()
-        wanted = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH, have=17)
+        fetch_request = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH, have=17)
         about: list[KvManifest] = []
-        fetch(pair.links, pair.address, wanted, about.append, lambda _: None, degree=3)
+        fetch(pair.links, pair.address, fetch_request, about.append, lambda _: None, degree=3)
         assert heard == [17]
         assert about == [replace(ABOUT, start=17)]
 
@@ -251,13 +251,13 @@ def test_links_are_reported_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_listens_on_loopback_and_connects_only_to_its_fleet() -> None:
     with ends() as pair:
         assert pair.sender.address[0] == "127.0.0.1"
-        wanted = FetchRequest(new_handle(), REQUEST, FINGERPRINT, TOKENS_HASH)
+        fetch_request = FetchRequest(new_handle(), REQUEST, FINGERPRINT, TOKENS_HASH)
         for stranger in (("127.0.0.1", 1), ("localhost", pair.address[1]), ("10.0.0.1", 80)):
             with pytest.raises(InputError, match="not an address of this fleet"):
-                fetch(pair.links, stranger, wanted, lambda _: None, lambda _: None)
+                fetch(pair.links, stranger, fetch_request, lambda _: None, lambda _: None)
         pair.links.allow([])
         with pytest.raises(InputError, match="not an address of this fleet"):
-            fetch(pair.links, pair.address, wanted, lambda _: None, lambda _: None)
+            fetch(pair.links, pair.address, fetch_request, lambda _: None, lambda _: None)
 
 
 def test_idle_connections_are_closed_and_dead_ones_not_used() -> None:
@@ -275,27 +275,27 @@ def test_it_speaks_ipv6_too() -> None:
         sender = KvSender("::1", limits=SMALL)
     except OSError:
         pytest.skip("no IPv6 here")
-    links = PeerConnections([sender.address], limits=SMALL_LINKS)
+    peer_connections = PeerConnections([sender.address], limits=SMALL_LINKS)
     handle = new_handle()
     sender.offer(handle, BOUND, lambda have: ABOUT, 5.0).finish()
-    wanted = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
-    assert fetch(links, sender.address, wanted, lambda _: None, lambda _: None).chunks == 0
-    links.close()
+    fetch_request = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
+    assert fetch(peer_connections, sender.address, fetch_request, lambda _: None, lambda _: None).chunks == 0
+    peer_connections.close()
     sender.close()
 
 
 def test_a_fleet_may_name_hosts() -> None:
-    links = PeerConnections([("10.0.0.7", 0)])
-    assert links.checked(("10.0.0.7", 4711)) == ("10.0.0.7", 4711)
+    peer_connections = PeerConnections([("10.0.0.7", 0)])
+    assert peer_connections.checked(("10.0.0.7", 4711)) == ("10.0.0.7", 4711)
     with pytest.raises(InputError):
-        links.checked(("10.0.0.8", 4711))
+        peer_connections.checked(("10.0.0.8", 4711))
 
 
 def test_a_fetch_can_be_cancelled_and_an_offer_withdrawn() -> None:
     with ends() as pair:
         handle, transfer = pair.offer()
-        wanted = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
-        fetching = KvFetch(pair.links, pair.address, wanted, degree=2)
+        fetch_request = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
+        fetching = KvFetch(pair.links, pair.address, fetch_request, degree=2)
         timer = threading.Timer(0.2, fetching.cancel)
         timer.start()
         with pytest.raises(TransferError, match="cancelled"):
@@ -347,13 +347,13 @@ def test_a_sink_that_raises_ends_the_fetch_and_later_the_transfer() -> None:
 
 
 def test_a_cache_of_other_tokens_or_another_model_is_not_taken() -> None:
-    for about in (
+    for manifest in (
         replace(ABOUT, fingerprint="x" * 32),
         replace(ABOUT, token_hash="00" * 32),
         replace(ABOUT, start=1),
     ):
         with ends() as pair:
-            handle, transfer = pair.offer(about=about)
+            handle, transfer = pair.offer(manifest=manifest)
             transfer.finish()
             with pytest.raises(FormatError, match=r"another model|behind"):
                 pair.fetch(handle)
@@ -383,17 +383,17 @@ def test_shared_memory_is_only_used_by_who_can_prove_to_see_it() -> None:
 
 def test_if_one_side_will_not_share_the_network_is_used() -> None:
     sender = KvSender(limits=SMALL, shared_memory=False)
-    links = PeerConnections([sender.address], limits=SMALL_LINKS, shared_memory=True)
+    peer_connections = PeerConnections([sender.address], limits=SMALL_LINKS, shared_memory=True)
     try:
         handle = new_handle()
         transfer = sender.offer(handle, BOUND, lambda have: ABOUT, 5.0)
         transfer.put(made()[0])
         transfer.finish()
-        wanted = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
-        fetched = fetch(links, sender.address, wanted, lambda _: None, lambda _: None)
+        fetch_request = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
+        fetched = fetch(peer_connections, sender.address, fetch_request, lambda _: None, lambda _: None)
         assert (fetched.chunks, fetched.shared_memory) == (1, False)
     finally:
-        links.close()
+        peer_connections.close()
         sender.close()
 
 
@@ -421,7 +421,7 @@ def secured(folder: Path, server: str, client: str) -> tuple[KvSender, PeerConne
 
 
 def test_tls_carries_the_same_protocol(certificates: Path) -> None:
-    sender, links = secured(certificates, "fleet", "fleet")
+    sender, peer_connections = secured(certificates, "fleet", "fleet")
     chunks = made(4, 9)
     try:
         for _ in range(2):
@@ -431,11 +431,11 @@ def test_tls_carries_the_same_protocol(certificates: Path) -> None:
                 transfer.put(chunk)
             transfer.finish()
             got: dict[int, tuple[object, ...]] = {}
-            wanted = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
+            fetch_request = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
             fetched = fetch(
-                links,
+                peer_connections,
                 sender.address,
-                wanted,
+                fetch_request,
                 lambda _: None,
                 lambda chunk, got=got: got.__setitem__(chunk.layer, plain(chunk)),  # type: ignore[misc]
                 degree=2,
@@ -444,21 +444,29 @@ def test_tls_carries_the_same_protocol(certificates: Path) -> None:
             assert fetched.lost_connections == 0
             assert not fetched.shared_memory
     finally:
-        links.close()
+        peer_connections.close()
         sender.close()
 
 
 @pytest.mark.parametrize(("server", "client"), [("stranger", "fleet"), ("fleet", "stranger")])
 def test_tls_refuses_strangers_on_either_side(certificates: Path, server: str, client: str) -> None:
-    sender, links = secured(certificates, server, client)
+    sender, peer_connections = secured(certificates, server, client)
     try:
         handle = new_handle()
         sender.offer(handle, BOUND, lambda have: ABOUT, 5.0).finish()
-        wanted = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
+        fetch_request = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
         with pytest.raises(TransferError, match="lost"):
-            fetch(links, sender.address, wanted, lambda _: None, lambda _: None, degree=1, deadline_s=3.0)
+            fetch(
+                peer_connections,
+                sender.address,
+                fetch_request,
+                lambda _: None,
+                lambda _: None,
+                degree=1,
+                deadline_s=3.0,
+            )
     finally:
-        links.close()
+        peer_connections.close()
         sender.close()
 
 
@@ -469,19 +477,19 @@ def test_bad_certificate_files_are_an_input_error(tmp_path: Path) -> None:
 
 def test_shared_memory_is_bounded_and_what_is_closed_counts_no_more() -> None:
     limits = replace(SMALL_LINKS, shared_bytes=3 * SMALL_LINKS.slots * SMALL_LINKS.piece_bytes)
-    links = PeerConnections([], limits=limits)
-    made = [links.share() for _ in range(4)]
+    peer_connections = PeerConnections([], limits=limits)
+    made = [peer_connections.share() for _ in range(4)]
     try:
         assert [entry is not None for entry in made] == [True, True, True, False]
         assert made[0] is not None
         made[0].close()
-        made.append(links.share())
+        made.append(peer_connections.share())
         assert made[-1] is not None
     finally:
         for item in made:
             if item is not None and not item.closed:
                 item.close()
-        links.close()
+        peer_connections.close()
 
 
 CHUNKS = made(3, 8)
@@ -556,7 +564,7 @@ def test_memory_of_a_killed_receiver_is_swept_and_of_a_living_one_is_not() -> No
 def test_long_lived_receivers_sweep_too_and_others_files_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     if not shared_memory.FOLDER.is_dir():
         pytest.skip("no shared memory here")
-    links = PeerConnections([], limits=SMALL_LINKS)
+    peer_connections = PeerConnections([], limits=SMALL_LINKS)
     left = shared_memory.FOLDER / f"potluck-kv-{'0' * 32}"
     left.touch(0o600)
     link = shared_memory.FOLDER / f"potluck-kv-{'1' * 32}"
@@ -567,20 +575,20 @@ def test_long_lived_receivers_sweep_too_and_others_files_stay(monkeypatch: pytes
     assert left.exists()
     monkeypatch.undo()
     monkeypatch.setattr("potluck.kv.peer_connections.SWEEP_S", 0.0)
-    slots = links.share()
+    slots = peer_connections.share()
     assert slots is not None
     assert not left.exists()
     assert link.is_symlink()
     link.unlink()
     slots.close()
-    links.close()
+    peer_connections.close()
 
 
 def test_a_sender_that_stands_still_is_noticed_in_time() -> None:
     handle = new_handle()
     with child(SENDER, handle) as (process, port):
         address = ("127.0.0.1", int(port))
-        links = PeerConnections([address], limits=SMALL_LINKS, shared_memory=False)
+        peer_connections = PeerConnections([address], limits=SMALL_LINKS, shared_memory=False)
         stopped: list[float] = []
 
         def stop() -> None:
@@ -589,12 +597,20 @@ def test_a_sender_that_stands_still_is_noticed_in_time() -> None:
 
         timer = threading.Timer(0.5, stop)
         timer.start()
-        wanted = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
+        fetch_request = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
         with pytest.raises(TransferError, match="the sender said nothing for 1 s"):
-            fetch(links, address, wanted, lambda _: None, lambda _: None, degree=2, deadline_s=60.0)
+            fetch(
+                peer_connections,
+                address,
+                fetch_request,
+                lambda _: None,
+                lambda _: None,
+                degree=2,
+                deadline_s=60.0,
+            )
         assert time.monotonic() - stopped[0] < SMALL_LINKS.silence_s + SLACK_S
         timer.join()
-        links.close()
+        peer_connections.close()
 
 
 def test_a_lone_connection_that_says_nothing_is_replaced_before_the_fetch_is_given_up() -> None:

@@ -121,11 +121,11 @@ def test_whatever_is_lost_on_the_way_everything_comes_once_and_whole(
 @given(st.permutations(range(8)), st.integers(SMALLEST_PIECE_BYTES, 700))
 def test_pieces_in_any_order_and_twice_make_the_same_chunk(order: list[int], piece_bytes: int) -> None:
     chunk = made()[0]
-    packed = pack(chunk, piece_bytes)
+    encoded_chunk = pack(chunk, piece_bytes)
     load = SendQueue(piece_bytes)
     load.open(1 << 20)
     load.join(0, 10**6)
-    load.put(packed)
+    load.put(encoded_chunk)
     load.finish()
     pieces = []
     while isinstance(todo := load.next(0), tuple):

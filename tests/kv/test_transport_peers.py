@@ -240,11 +240,11 @@ def test_a_sender_that_dies_is_reported_at_once() -> None:
 def test_nobody_there_is_reported_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = gone.getsockname()
-    links = PeerConnections([address], limits=SMALL_LINKS)
+    peer_connections = PeerConnections([address], limits=SMALL_LINKS)
     begun_s = time.monotonic()
-    wanted = FetchRequest(new_handle(), REQUEST, FINGERPRINT, TOKENS_HASH)
+    fetch_request = FetchRequest(new_handle(), REQUEST, FINGERPRINT, TOKENS_HASH)
     with pytest.raises(TransferError, match="is lost"):
-        fetch(links, address, wanted, lambda _: None, lambda _: None, deadline_s=30.0)
+        fetch(peer_connections, address, fetch_request, lambda _: None, lambda _: None, deadline_s=30.0)
     assert time.monotonic() - begun_s < SLACK_S
 
 
@@ -279,21 +279,29 @@ def liar(script: Script) -> Iterator[Callable[..., None]]:
     acceptor = threading.Thread(target=accept, daemon=True)
     acceptor.start()
     address = listener.getsockname()
-    links = PeerConnections([address], limits=replace(SMALL_LINKS, retries=2), shared_memory=False)
+    peer_connections = PeerConnections([address], limits=replace(SMALL_LINKS, retries=2), shared_memory=False)
 
     def try_it(deadline_s: float = 1.0) -> None:
-        wanted = FetchRequest(new_handle(), REQUEST, FINGERPRINT, TOKENS_HASH)
-        fetch(links, address, wanted, lambda _: None, lambda _: None, degree=2, deadline_s=deadline_s)
+        fetch_request = FetchRequest(new_handle(), REQUEST, FINGERPRINT, TOKENS_HASH)
+        fetch(
+            peer_connections,
+            address,
+            fetch_request,
+            lambda _: None,
+            lambda _: None,
+            degree=2,
+            deadline_s=deadline_s,
+        )
 
     try:
         yield try_it
     finally:
         over.set()
-        links.close()
+        peer_connections.close()
         for thread in [acceptor, *threads]:
             thread.join(6)
         listener.close()
-    assert links.buffers.out_bytes == 0
+    assert peer_connections.buffers.out_bytes == 0
 
 
 def opened(hello: Hello, piece_bytes: int = 4096) -> bytes:

@@ -99,28 +99,28 @@ def test_answers_are_counted_and_what_goes_wrong_has_a_kind() -> None:
 def test_a_chat_is_timed_from_its_first_text() -> None:
     async def run() -> tuple[Server, load_client.TimedRequest]:
         async with _serving() as (server, url):
-            (shot,) = load_client.shots([(0.0, "m", 9, 4)], style="chat", until_eos=True)
-            await load_client.fire(url, [shot], keep_text=True, within_s=10.0)
-            return server, shot
+            (request,) = load_client.shots([(0.0, "m", 9, 4)], style="chat", until_eos=True)
+            await load_client.fire(url, [request], keep_text=True, within_s=10.0)
+            return server, request
 
-    server, shot = asyncio.run(run())
-    assert (shot.pieces, shot.told_tokens, shot.text) == (4, 4, "aaaa")
+    server, request = asyncio.run(run())
+    assert (request.pieces, request.told_tokens, request.text) == (4, 4, "aaaa")
     assert "ignore_eos" not in server.bodies[0]
     assert server.heads[0].startswith("POST /v1/chat/completions ")
 
 
 def test_open_loop_counts_from_when_it_should_have_been_sent() -> None:
     """A request that waits for its turn is late by that, whoever kept it."""
-    shot = load_client.TimedRequest(
+    request = load_client.TimedRequest(
         1.0, "m", [1], 3, sent_s=4.0, first_s=4.5, last_s=5.5, pieces=3, ended=True, done_s=5.5, status=200
     )
-    result = load_client.measured([shot], Slo(3.0, 1.0))
+    result = load_client.measured([request], Slo(3.0, 1.0))
     assert result.ttft_s is not None
     assert result.ttft_s.mean == pytest.approx(3.5)
     assert result.late_s == pytest.approx(3.0)
-    assert load_client.tpot_of(shot) == pytest.approx(0.5)
-    assert not load_client.kept(shot, Slo(3.0, 1.0))
-    assert load_client.kept(shot, Slo(3.5, 0.5))
+    assert load_client.tpot_of(request) == pytest.approx(0.5)
+    assert not load_client.kept(request, Slo(3.0, 1.0))
+    assert load_client.kept(request, Slo(3.5, 0.5))
 
 
 def test_closed_loop_has_so_many_at_once_and_no_more() -> None:
@@ -140,13 +140,13 @@ def test_closed_loop_has_so_many_at_once_and_no_more() -> None:
     assert server.most_open == 3
     assert len(sent) == 7
     assert load_client.measured(sent).answered == 7
-    assert max(shot.at_s for shot in sent) > 0, "the later ones begin later"
+    assert max(request.at_s for request in sent) > 0, "the later ones begin later"
 
 
 def test_nobody_there_is_an_error_of_its_kind() -> None:
-    (shot,) = load_client.shots([(0.0, "m", 1, 1)])
-    asyncio.run(load_client.fire("http://127.0.0.1:9", [shot], within_s=5.0))
-    assert load_client.kind_of(shot) == "no connection"
+    (request,) = load_client.shots([(0.0, "m", 1, 1)])
+    asyncio.run(load_client.fire("http://127.0.0.1:9", [request], within_s=5.0))
+    assert load_client.kind_of(request) == "no connection"
     for wrong in ("localhost:8000", "ftp://x", "http://", "http://h:99999"):
         with pytest.raises(InputError):
             load_client.server_of(wrong)

@@ -162,10 +162,10 @@ def test_without_the_key_nothing_can_be_changed(lab: Lab) -> None:
 
 def test_a_moment_of_the_past_has_an_address(lab: Lab) -> None:
     async def run() -> tuple[str, str]:
-        show = lab.stage.operators.page.show
-        while show.moment(0.0) is None:
+        page_stream = lab.stage.operators.page.show
+        while page_stream.moment(0.0) is None:
             await asyncio.sleep(0.1)
-        then = show.moment(0.0)
+        then = page_stream.moment(0.0)
         assert then is not None
         async with lab.browser.tab(f"{lab.url}/#t={int(then['at_s']) + 1}") as tab:
             shown = await tab.until("says('#link').startsWith('as it was') && says('#link')")
@@ -258,10 +258,10 @@ def test_fifty_updates_a_second_are_drawn_a_few_times_a_second(lab: Lab) -> None
     })()"""
 
     async def run() -> list[Any]:
-        show = lab.stage.operators.page.show
-        while show.watched:
+        page_stream = lab.stage.operators.page.show
+        while page_stream.watched:
             await asyncio.sleep(0.05)
-        show._tick_s = 3600.0  # its own news would mix with ours
+        page_stream._tick_s = 3600.0  # its own news would mix with ours
         try:
             async with lab.browser.tab(lab.url, 1440, 2600) as tab:
                 await live(tab)
@@ -269,8 +269,8 @@ def test_fifty_updates_a_second_are_drawn_a_few_times_a_second(lab: Lab) -> None
                 clean(tab, lab.url)
                 return list(completed)
         finally:
-            show._tick_s = TICK_S
-            while show.watched:
+            page_stream._tick_s = TICK_S
+            while page_stream.watched:
                 await asyncio.sleep(0.05)
 
     drawn, last = lab.run(run())

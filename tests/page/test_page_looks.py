@@ -464,11 +464,11 @@ def test_print_draws_every_section_as_it_is_at_that_moment(lab: Lab) -> None:
 
 def test_repeated_refusals_are_one_line_with_model_and_reason(lab: Lab) -> None:
     async def run(tab: Tab) -> Any:
-        brain_loop, show = lab.stage.core.brain_loop, lab.stage.operators.page.show
+        brain_loop, page_stream = lab.stage.core.brain_loop, lab.stage.operators.page.show
         for at in range(30):
             request = Request(f"repeated-{at}", MODEL, brain_loop.now_s(), 500, 10, tenant="batch")
             refusal = Refuse(request.id, "overloaded", "its turn would come after 9 s")
-            show.requests(brain_loop.now_s(), RequestArrived(request), [refusal])
+            page_stream.requests(brain_loop.now_s(), RequestArrived(request), [refusal])
             ended = RequestOutcome(
                 request.id, "", "batch", MODEL, "standard", "overloaded", 429, 500, 0, 0, 0.0, None, 0.1, True
             )

@@ -121,20 +121,20 @@ def test_all_who_watch_read_the_same_bytes_and_nobody_costs_nothing(monkeypatch:
     monkeypatch.setattr(showing, "message", lambda kind, what: made_of.append(kind) or real(kind, what))
 
     async def run(made: Stage, url: str, client: ClientSession) -> None:
-        show = made.operators.page.show
+        page_stream = made.operators.page.show
         await asyncio.sleep(2.5 * showing.TICK_S)
         assert made_of == []
-        one, other = show.watch(), show.watch()
+        one, other = page_stream.watch(), page_stream.watch()
         assert one is not None
         assert other is not None
-        assert body(await one.next(1.0))["tables"] == show._before
-        assert body(await other.next(1.0))["tables"] == show._before
+        assert body(await one.next(1.0))["tables"] == page_stream._before
+        assert body(await other.next(1.0))["tables"] == page_stream._before
         made.send(300, 4)
         news = await one.next(5.0), await other.next(5.0)
         assert news[0] == news[1]
         assert made_of.count("news") == news[0].count(b"event: news"), "once a tick, however many watch"
-        show.leave(one)
-        show.leave(other)
+        page_stream.leave(one)
+        page_stream.leave(other)
         before = len(made_of)
         await asyncio.sleep(2.5 * showing.TICK_S)
         assert len(made_of) == before
@@ -148,21 +148,21 @@ def body(said: bytes) -> Any:
 
 def test_who_reads_too_slowly_is_given_the_whole_again() -> None:
     async def run() -> None:
-        watcher = PageReader()
+        page_reader = PageReader()
         for at in range(showing.MOST_MESSAGES + 1):
-            watcher.put(b"%d" % at)
-        assert watcher.late
-        watcher.again(b"all")
-        assert not watcher.late
-        assert await watcher.next(1.0) == b"all"
+            page_reader.put(b"%d" % at)
+        assert page_reader.late
+        page_reader.again(b"all")
+        assert not page_reader.late
+        assert await page_reader.next(1.0) == b"all"
 
     asyncio.run(run())
 
 
 def test_a_request_is_a_row_with_its_times_in_order() -> None:
     async def run(made: Stage, url: str, client: ClientSession) -> Any:
-        watcher = made.operators.page.show.watch()
-        assert watcher is not None
+        page_reader = made.operators.page.show.watch()
+        assert page_reader is not None
         name = made.send(1500, 12)
         while name in made.open_requests:
             await asyncio.sleep(0.02)

@@ -90,9 +90,9 @@ def test_coding_wants_more_prefill_replicas_than_conversation() -> None:
 
 def test_a_second_turn_finds_the_first_and_half_of_the_prompts_cross() -> None:
     best, lengths = prfaas.case_study()["PrfaaS-PD"], prfaas.case_lengths()
-    made = prfaas_case.conversations(prfaas_case.load(lengths, 2.0, 120.0, 1), 40)
+    workload = prfaas_case.conversations(prfaas_case.load(lengths, 2.0, 120.0, 1), 40)
     policy = Policy(admission=False, max_wait_s=1e9)
-    result = simulate(prfaas_case.fleet(best, prfaas.case_site()), made, policy)
+    result = simulate(prfaas_case.fleet(best, prfaas.case_site()), workload, policy)
     records = result.records
     assert 0.05 < records.cached_tokens.sum() / records.prompt_tokens.sum() < 0.5
     assert {result.replicas[place].region for place in records.prefill_replica} == {"far", "near"}
@@ -112,22 +112,24 @@ FOUR_PAIRS = next(one for one in cronus.SETTINGS if one.low == "A30" and "Qwen" 
 def test_a_cheaper_plan_holds_in_simulation_where_it_has_nodes_enough() -> None:
     """Four pairs of A100 and A30: `auto` costs a fifth less than any single strategy. A third of it does not do."""
     usd = {f"1x{gpu}": (price, 4) for gpu, price in (("A100-80", 1.35), ("A30", 0.3))}
-    asked = together.one_model(FOUR_PAIRS.model, Slo(3.0, 0.1), 30.0, cronus.MEAN_TOKENS, usd)
+    planning_problem = together.one_model(FOUR_PAIRS.model, Slo(3.0, 0.1), 30.0, cronus.MEAN_TOKENS, usd)
     plans = [
-        together.STRATEGIES[way](TemplateFactory(asked), SolveSettings(20.0)).plan
+        together.STRATEGIES[way](TemplateFactory(planning_problem), SolveSettings(20.0)).plan
         for way in ("cauchy", "auto")
     ]
-    done, holds = together_simulated.simulated(asked, plans, most=False, least=1000)
+    done, holds = together_simulated.simulated(planning_problem, plans, most=False, least=1000)
     assert holds == (plans[1].cost_usd_per_h < plans[0].cost_usd_per_h)
     assert done[1].holds
-    few = together.times(asked, 3.0)
+    few = together.times(planning_problem, 3.0)
     assert not together_simulated.simulated(few, plans, most=False, least=1000)[1]
 
 
 def test_the_bound_proves_a_closed_setting_and_not_a_dear_plan() -> None:
     nodes = {node: (usd, 8) for node, usd in cauchy.PRICES_USD_PER_H.items() if node.startswith("1x")}
-    asked = together.one_model(cauchy.MODEL, cauchy.LOADS[0].slo, 16.0, cauchy.LOADS[0].mean_tokens, nodes)
-    factory = TemplateFactory(asked)
+    planning_problem = together.one_model(
+        cauchy.MODEL, cauchy.LOADS[0].slo, 16.0, cauchy.LOADS[0].mean_tokens, nodes
+    )
+    factory = TemplateFactory(planning_problem)
     auto, dear = (together.STRATEGIES[way](factory, SolveSettings(20.0)).plan for way in ("auto", "cauchy"))
     assert together.proven_gap(factory, auto) < together.EQUAL
     assert together.proven_gap(factory, dear) == pytest.approx(1 - auto.cost_usd_per_h / dear.cost_usd_per_h)

@@ -98,12 +98,12 @@ def test_a_power_share_is_positive_and_below_its_ceiling(arch: str, tdp: float |
 
 def test_power_is_a_soft_minimum() -> None:
     power = PowerLimit(1.0, {"ampere": 2.0}, sharpness=4.0)
-    chip = replace(BARE, architecture="ampere", fp16_tflops=100.0)
-    assert power.share(replace(chip, tdp_w=200.0)) == pytest.approx(2**-0.25)
-    assert power.share(replace(chip, tdp_w=20.0)) == pytest.approx(0.1, rel=0.01)
-    assert power.share(replace(chip, tdp_w=2000.0)) == pytest.approx(1.0, rel=0.01)
-    assert power.share(chip) == 1.0
-    assert power.share(replace(chip, tdp_w=20.0, architecture="elsewhere")) == 1.0
+    gpu = replace(BARE, architecture="ampere", fp16_tflops=100.0)
+    assert power.share(replace(gpu, tdp_w=200.0)) == pytest.approx(2**-0.25)
+    assert power.share(replace(gpu, tdp_w=20.0)) == pytest.approx(0.1, rel=0.01)
+    assert power.share(replace(gpu, tdp_w=2000.0)) == pytest.approx(1.0, rel=0.01)
+    assert power.share(gpu) == 1.0
+    assert power.share(replace(gpu, tdp_w=20.0, architecture="elsewhere")) == 1.0
 
 
 def test_starved_chips_are_recognised() -> None:
@@ -123,13 +123,13 @@ def test_every_gpu_of_the_catalog_has_curves(name: str) -> None:
 
 @pytest.mark.parametrize("name", FINE)
 def test_a_measured_gpu_uses_its_own_figures(name: str) -> None:
-    own, curves = bundled().scales(name), curves_for(gpus.gpu(name), bundled())
-    assert own is not None
-    assert own.gemm is not None
+    own_scales, curves = bundled().scales(name), curves_for(gpus.gpu(name), bundled())
+    assert own_scales is not None
+    assert own_scales.gemm is not None
     assert curves.confidence == "measured"
     assert name in curves.basis
-    assert (curves.gemm.compute, curves.gemm.bandwidth, curves.gemm.fixed_s) == own.gemm
-    assert curves.gemm_residual == own.gemm_residual
+    assert (curves.gemm.compute, curves.gemm.bandwidth, curves.gemm.fixed_s) == own_scales.gemm
+    assert curves.gemm_residual == own_scales.gemm_residual
 
 
 @pytest.mark.parametrize("name", FINE)

@@ -52,13 +52,13 @@ def test_equations_10_and_11_agree(b, r_in, r_out):
 
 @given(b=batches, r_in=tokens, r_out=tokens, n_prefill=st.integers(1, 8), n_decode=st.integers(1, 8))
 def test_equations_12_to_15_agree(b, r_in, r_out, n_prefill, n_decode):
-    prefill, decode = ComboSide(H800, n_prefill, 2.69), ComboSide(H20, n_decode, 1.5)
+    prefill_side, decode_side = ComboSide(H800, n_prefill, 2.69), ComboSide(H20, n_decode, 1.5)
     assert M8.a1(r_in) == pytest.approx(M8.s_prefill(r_in, 1, 1.0))
     assert M8.a2(b, r_in, r_out) == pytest.approx(M8.s_decode(b, r_in, r_out, 1, 1.0))
     # (14): tokens a second of each side, over what it costs.
-    by_throughput = M8.s_prefill(r_in, n_prefill, prefill.gpu_f) / (n_prefill * 2.69 / 3600)
-    by_throughput += M8.s_decode(b, r_in, r_out, n_decode, decode.gpu_b) / (n_decode * 1.5 / 3600)
-    assert ce(M8, b, r_in, r_out, prefill, decode) == pytest.approx(by_throughput, rel=1e-9)
+    by_throughput = M8.s_prefill(r_in, n_prefill, prefill_side.gpu_f) / (n_prefill * 2.69 / 3600)
+    by_throughput += M8.s_decode(b, r_in, r_out, n_decode, decode_side.gpu_b) / (n_decode * 1.5 / 3600)
+    assert ce(M8, b, r_in, r_out, prefill_side, decode_side) == pytest.approx(by_throughput, rel=1e-9)
 
 
 def test_the_direction_of_a_combo_matters():

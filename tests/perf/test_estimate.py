@@ -38,10 +38,10 @@ def run(
 
 
 def test_times_are_the_timers() -> None:
-    result, timer = run(tp=2), roofline(models.model("Llama-3.1-8B"), nodes.node_type("2xL40S"), 2)
-    assert result.prefill_s == prefill_s(timer, 1024)[0]
-    assert result.decode_step_s == decode_step_s(timer, 1, 1024 + 128)[0]
-    assert (result.confidence, result.basis) == (timer.confidence, timer.basis)
+    estimate, timer = run(tp=2), roofline(models.model("Llama-3.1-8B"), nodes.node_type("2xL40S"), 2)
+    assert estimate.prefill_s == prefill_s(timer, 1024)[0]
+    assert estimate.decode_step_s == decode_step_s(timer, 1, 1024 + 128)[0]
+    assert (estimate.confidence, estimate.basis) == (timer.confidence, timer.basis)
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -70,10 +70,10 @@ def test_a_dearer_node_costs_more_and_no_price_costs_nothing() -> None:
 
 
 def test_memory_adds_up() -> None:
-    result, model = run(tp=1), models.model("Llama-3.1-8B")
-    assert result.weight_bytes == weight_bytes(model)
+    estimate, model = run(tp=1), models.model("Llama-3.1-8B")
+    assert estimate.weight_bytes == weight_bytes(model)
     item = kv_bytes(model, 1280)
-    assert result.max_batch * item <= result.kv_bytes < (result.max_batch + 1) * item
+    assert estimate.max_batch * item <= estimate.kv_bytes < (estimate.max_batch + 1) * item
 
 
 @pytest.mark.parametrize("slo", [None, Slo(0.5, 0.03), Slo(0.05, 1.0)])

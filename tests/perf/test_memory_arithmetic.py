@@ -191,9 +191,9 @@ def test_an_empty_request_holds_nothing() -> None:
 
 def test_states_shard_by_heads() -> None:
     model = models.model("Qwen3.5-397B")
-    part = model.layers[0].attention
-    assert isinstance(part, LinearAttention)
-    assert part.state_elements == 64 * 128 * 128
+    attention = model.layers[0].attention
+    assert isinstance(attention, LinearAttention)
+    assert attention.state_elements == 64 * 128 * 128
     _, _, whole = memory.kv_rates_per_gpu(model, 1)
     _, _, eighth = memory.kv_rates_per_gpu(model, 8)
     assert whole == 8 * eighth

@@ -171,8 +171,8 @@ def test_the_table_of_token_counts_is_the_sum_of_its_parts() -> None:
     layer = sum(float(gemm_time_s(gemm, tokens, here.node.gpu, here.curves)) for gemm in work.gemms)
     chip, stream = here.curves.chip, here.curves.stream
     layer += float(stream_s(tokens * work.stream_bytes_per_token, work.launches, chip, stream))
-    link, size = here.node.interconnect, tokens * here.model.hidden * 2
-    layer += 2 * float(all_reduce_s(size, 4, link, bundled().networks))
+    interconnect, size = here.node.interconnect, tokens * here.model.hidden * 2
+    layer += 2 * float(all_reduce_s(size, 4, interconnect, bundled().networks))
     assert count == 80
     assert here.dense_s[at] == pytest.approx(80 * layer)
 
@@ -274,16 +274,16 @@ def test_chunked_prefill_adds_up_its_iterations() -> None:
 
 
 def test_network_times() -> None:
-    link = nodes.node_type("4xH100-SXM").interconnect
+    interconnect = nodes.node_type("4xH100-SXM").interconnect
     calibration = bundled()
     sizes = np.array([0.0, 1e6, 1e8])
-    assert all_reduce_s(sizes, 1, link, calibration.networks).tolist() == [0.0, 0.0, 0.0]
-    two, eight = (all_reduce_s(sizes, ranks, link, calibration.networks) for ranks in (2, 8))
+    assert all_reduce_s(sizes, 1, interconnect, calibration.networks).tolist() == [0.0, 0.0, 0.0]
+    two, eight = (all_reduce_s(sizes, ranks, interconnect, calibration.networks) for ranks in (2, 8))
     assert np.all(np.diff(two) > 0)
     assert np.all(eight >= two)
-    wire = 2 * 7 / 8 * 1e8 / (link.gb_per_s * 1e9)
+    wire = 2 * 7 / 8 * 1e8 / (interconnect.gb_per_s * 1e9)
     assert eight[2] > wire  # a ring moves that much at least
-    assert float(all_reduce_s(1e8, 8, link, ())) == pytest.approx(2e-5 + wire / 0.7)
+    assert float(all_reduce_s(1e8, 8, interconnect, ())) == pytest.approx(2e-5 + wire / 0.7)
 
 
 def test_a_hand_over_takes_the_slower_card() -> None:
@@ -308,8 +308,8 @@ ALONE = Interconnect("pcie", 32.0, 24e-6, domain=1)
 MEASURED = Path(os.environ.get("POTLUCK_DATA", Path(__file__).parents[3] / "shared" / "data")) / "measured"
 
 
-def reduce_us(size_bytes: float, ranks: int, link: Interconnect) -> float:
-    return float(all_reduce_s(size_bytes, ranks, link, bundled().networks)) * 1e6
+def reduce_us(size_bytes: float, ranks: int, interconnect: Interconnect) -> float:
+    return float(all_reduce_s(size_bytes, ranks, interconnect, bundled().networks)) * 1e6
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

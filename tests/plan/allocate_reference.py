@@ -76,20 +76,20 @@ def reference(program: FlowProgram, *, fraction: bool = False) -> float | None:
     Models in length order: the best of all programs in which each has another bucket up to which all stay.
     """
     if any(model.ordered for model in program.models):
-        values = [reference(each, fraction=fraction) for each in _cut(program)]
+        values = [reference(flow_program, fraction=fraction) for flow_program in _cut(program)]
         return (max if fraction else min)((v for v in values if v is not None), default=None)
     text = Text()
     money = 0.0 if fraction else 1.0
     theta = text.variable(-1.0 if fraction else 0.0, 1.0)
     if not fraction:
         text.row(1.0, [(1.0, theta)], 1.0)
-    fleet = program.fleet
+    node_supply = program.fleet
     n: dict[ColumnKey, int] = {}
     running = dict(program.running)
     for g, group in enumerate(program.models):
         for t in range(len(group.uses)):
-            for r in range(len(fleet.regions)):
-                price = float(fleet.price_usd_per_h[r] @ group.uses[t])
+            for r in range(len(node_supply.regions)):
+                price = float(node_supply.price_usd_per_h[r] @ group.uses[t])
                 key = ColumnKey(g, t, r)
                 allowed = group.allowed is None or group.allowed[t, r]
                 parts = 0.0 if group.parts_usd_per_h is None else float(group.parts_usd_per_h[t, r])
@@ -97,15 +97,15 @@ def reference(program: FlowProgram, *, fraction: bool = False) -> float | None:
                 late = text.variable(money)
                 weight = price * program.init_penalty
                 text.row(-INF, [(weight, n[key]), (-1.0, late)], weight * running.get(key, 0))
-    for r in range(len(fleet.regions)):
-        for c in range(len(fleet.nodes)):
+    for r in range(len(node_supply.regions)):
+        for c in range(len(node_supply.nodes)):
             terms = [
                 (float(program.models[k.group].uses[k.template, c]), v) for k, v in n.items() if k.region == r
             ]
-            text.row(-INF, terms, float(fleet.available[r, c]))
+            text.row(-INF, terms, float(node_supply.available[r, c]))
     if program.budget_usd_per_h is not None:
         rent = [
-            (float(fleet.price_usd_per_h[k.region] @ program.models[k.group].uses[k.template]), v)
+            (float(node_supply.price_usd_per_h[k.region] @ program.models[k.group].uses[k.template]), v)
             for k, v in n.items()
         ]
         text.row(-INF, rent, program.budget_usd_per_h)
@@ -181,20 +181,20 @@ def _flow_rows(program: FlowProgram, text: Text, n: dict[ColumnKey, int], theta:
 
 def check(program: FlowProgram, allocation: Allocation, fraction: float = 1.0) -> None:
     """Everything a plan must keep, counted from its own numbers."""
-    fleet, groups = program.fleet, program.models
-    used = np.zeros(fleet.available.shape)
+    node_supply, groups = program.fleet, program.models
+    used = np.zeros(node_supply.available.shape)
     rent = cost = 0.0
     counts, running = dict(allocation.counts), dict(program.running)
     for key, count in counts.items():
         assert isinstance(count, int)
         assert count > 0
-        price = float(fleet.price_usd_per_h[key.region] @ groups[key.group].uses[key.template])
+        price = float(node_supply.price_usd_per_h[key.region] @ groups[key.group].uses[key.template])
         used[key.region] += groups[key.group].uses[key.template] * float(count)
         rent += price * count
         cost += price * count + program.init_penalty * price * max(0, count - running.get(key, 0))
         parts = groups[key.group].parts_usd_per_h
         cost += 0.0 if parts is None else float(parts[key.template, key.region]) * count
-    assert (used <= fleet.available).all()
+    assert (used <= node_supply.available).all()
     assert rent == approx(allocation.rent_usd_per_h)
     if program.budget_usd_per_h is not None:
         assert rent <= program.budget_usd_per_h * (1 + 1e-7) + 1e-7
@@ -280,22 +280,24 @@ def closed(name: str, rate: float, uses: np.ndarray, per_s: np.ndarray) -> Model
 def random_closed(seed: int, *, extras: bool = True) -> FlowProgram:
     """A small CORAL-like program; about one in four is infeasible."""
     rng = np.random.default_rng(seed)
-    fleet = random_fleet(rng, 12)
+    node_supply = random_fleet(rng, 12)
     models = []
     for m in range(int(rng.integers(1, 5))):
-        uses = random_uses(rng, int(rng.integers(1, 7)), len(fleet.nodes))
-        worth = uses @ rng.uniform(1, 4, len(fleet.nodes))
+        uses = random_uses(rng, int(rng.integers(1, 7)), len(node_supply.nodes))
+        worth = uses @ rng.uniform(1, 4, len(node_supply.nodes))
         models.append(
             closed(f"m{m}", float(rng.uniform(1, 15)), uses, worth * rng.uniform(0.6, 1.2, len(uses)))
         )
     sizes = [len(model.uses) for model in models]
-    return FlowProgram(fleet, tuple(models), **(random_extras(rng, fleet, sizes) if extras else {}))
+    return FlowProgram(
+        node_supply, tuple(models), **(random_extras(rng, node_supply, sizes) if extras else {})
+    )
 
 
 def random_flow(seed: int, *, extras: bool = True) -> FlowProgram:
     """A small general program with buckets, links, closed groups and egress."""
     rng = np.random.default_rng(seed)
-    fleet = random_fleet(rng, 14)
+    node_supply = random_fleet(rng, 14)
     models = []
     for m in range(int(rng.integers(1, 3))):
         buckets = tuple(
@@ -307,24 +309,26 @@ def random_flow(seed: int, *, extras: bool = True) -> FlowProgram:
             )
             for b in range(int(rng.integers(1, 4)))
         )
-        uses = random_uses(rng, int(rng.integers(1, 6)), len(fleet.nodes))
-        size = (uses @ rng.uniform(1, 4, len(fleet.nodes)))[:, None]
+        uses = random_uses(rng, int(rng.integers(1, 6)), len(node_supply.nodes))
+        size = (uses @ rng.uniform(1, 4, len(node_supply.nodes)))[:, None]
         tables = [size * rng.uniform(0.5, 2.0, (len(uses), len(buckets))) for _ in range(3)]
         kind = rng.integers(0, 4, len(uses))  # prefill, decode, both, closed
         tables[0][(kind == 1) | (kind == 3)] = 0
         tables[1][(kind == 0) | (kind == 3)] = 0
         tables[2][kind != 3] = 0
         tables[2] *= 0.5
-        allowed = rng.random((len(uses), len(fleet.regions))) < 0.9 if rng.random() < 0.3 else None
+        allowed = rng.random((len(uses), len(node_supply.regions))) < 0.9 if rng.random() < 0.3 else None
         models.append(ModelColumns(f"model{m}", buckets, uses, *tables, allowed=allowed))
     links = tuple(
         LinkRow(r, s, float(rng.uniform(1e8, 6e9)), float(rng.choice([0.0, 0.02])))
-        for r in range(len(fleet.regions))
-        for s in range(len(fleet.regions))
+        for r in range(len(node_supply.regions))
+        for s in range(len(node_supply.regions))
         if r != s and rng.random() < 0.6
     )
     sizes = [len(model.uses) for model in models]
-    return FlowProgram(fleet, tuple(models), links, **(random_extras(rng, fleet, sizes) if extras else {}))
+    return FlowProgram(
+        node_supply, tuple(models), links, **(random_extras(rng, node_supply, sizes) if extras else {})
+    )
 
 
 def random_cards(seed: int, *, extras: bool = True) -> FlowProgram:
@@ -340,12 +344,12 @@ def random_cards(seed: int, *, extras: bool = True) -> FlowProgram:
     return replace(program, models=tuple(models))
 
 
-def random_extras(rng: np.random.Generator, fleet: NodeSupply, sizes: list[int]) -> dict[str, object]:
+def random_extras(rng: np.random.Generator, node_supply: NodeSupply, sizes: list[int]) -> dict[str, object]:
     keys = [
         ColumnKey(g, t, r)
         for g, size in enumerate(sizes)
         for t in range(size)
-        for r in range(len(fleet.regions))
+        for r in range(len(node_supply.regions))
     ]
     running = {keys[i]: int(rng.integers(1, 4)) for i in rng.integers(0, len(keys), int(rng.integers(0, 4)))}
     pins = {

@@ -72,12 +72,12 @@ def pool_problem(pool: Pool, *asks: ModelDemand, headroom: float = 0.8) -> Plann
 
 def pipelines(
     problem: PlanningProblem,
-    ask: ModelDemand,
+    demand: ModelDemand,
     prices: Mapping[str, float],
     few: int,
     folder: Path | None = None,
 ) -> list[Template]:
     """Per bucket, phase and library the `few` pipelines that do most for their price."""
-    table = shelf_of(problem, ask, folder=folder)
+    table = shelf_of(problem, demand, folder=folder)
     table.take(table.cheapest(np.array([prices.get(node.name, 0.0) for node in problem.nodes]), few))
     return table.templates

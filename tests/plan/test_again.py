@@ -28,14 +28,16 @@ def test_k_is_the_start_up_over_the_interval() -> None:
     assert start_share(PROBLEM, 360.0) == pytest.approx((fixed_s + loading_s) / 360.0, rel=1e-3)
     now = problem_now(PROBLEM, {"chat": 10.0}, regions=at_price(3.0), interval_s=720.0)
     assert now.init_penalty == pytest.approx(start_share(PROBLEM, 360.0) / 2)
-    assert [ask.rate_per_s for ask in now.asks] == [pytest.approx(10.0), pytest.approx(2.0)]
+    assert [demand.rate_per_s for demand in now.asks] == [pytest.approx(10.0), pytest.approx(2.0)]
     assert now.regions[0].offers[0].price_usd_per_h == 3.0
     with pytest.raises(CapacityError, match="no region has any node"):
         problem_now(PROBLEM, {}, regions=at_price(3.0, 0))
 
 
 def same(some: list[Template], others: list[Template]) -> bool:
-    return bool(some) and all(one is other for one, other in zip(some, others, strict=True))
+    return bool(some) and all(
+        template is other_template for template, other_template in zip(some, others, strict=True)
+    )
 
 
 def test_templates_are_made_once_for_a_market() -> None:

@@ -66,9 +66,9 @@ def test_the_time_limit_holds_even_if_every_solve_uses_all_it_may(
     now = [0.0]
     solve_milp = highs.solve_milp
 
-    def slow(problem: highs.Milp, *, time_limit_s: float, **rest: object) -> highs.MilpResult:
+    def slow(milp: highs.Milp, *, time_limit_s: float, **rest: object) -> highs.MilpResult:
         now[0] += max(time_limit_s, highs.MIN_TIME_S)
-        return solve_milp(problem, time_limit_s=60.0, **rest)  # type: ignore[arg-type]
+        return solve_milp(milp, time_limit_s=60.0, **rest)  # type: ignore[arg-type]
 
     for module in (flow, relaxation):
         monkeypatch.setattr(module, "solve_milp", slow, raising=True)

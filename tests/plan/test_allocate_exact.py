@@ -102,7 +102,7 @@ def test_a_count_that_is_whole_only_within_tolerance() -> None:
 def tiny(seed: int) -> FlowProgram:
     """Two demands, two templates each, one region, at most three nodes of a type."""
     rng = np.random.default_rng(seed)
-    fleet = NodeSupply(("here",), ("a", "b"), rng.uniform(1, 4, (1, 2)), rng.integers(1, 4, (1, 2)))
+    node_supply = NodeSupply(("here",), ("a", "b"), rng.uniform(1, 4, (1, 2)), rng.integers(1, 4, (1, 2)))
     models = tuple(
         closed(
             f"m{d}",
@@ -112,7 +112,7 @@ def tiny(seed: int) -> FlowProgram:
         )
         for d in range(2)
     )
-    return FlowProgram(fleet, models)
+    return FlowProgram(node_supply, models)
 
 
 @pytest.mark.parametrize("seed", range(10))

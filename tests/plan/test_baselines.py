@@ -35,11 +35,11 @@ def planned(problem: PlanningProblem, strategy: str) -> Plan:
 
 def per_s(problem: PlanningProblem, node: str, role: Role, tp: int) -> float:
     """Requests a second of a whole node cut into replicas of so many GPUs, with the planner's headroom."""
-    ask = problem.asks[0]
-    layout = single(node, tp, ask.model.layer_count)
-    if not fits(ask, layout, problem.by_name):
+    demand = problem.asks[0]
+    layout = single(node, tp, demand.model.layer_count)
+    if not fits(demand, layout, problem.by_name):
         return 0.0
-    rates = replica_capacity(ask, layout, problem.by_name, role, problem.headroom)[0]
+    rates = replica_capacity(demand, layout, problem.by_name, role, problem.headroom)[0]
     each = rates.closed_per_s if role == "mixed" else rates.prefill_per_s + rates.decode_per_s
     return each * (problem.node(node).gpus // tp) * problem.headroom
 

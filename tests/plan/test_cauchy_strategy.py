@@ -26,12 +26,12 @@ def an_ask(
     return model_demand("m", models.model(model), Slo(10.0, 0.05), traffic)
 
 
-def a_fleet(each: ModelDemand, gpus: int = 1, available: int = 8) -> PlanningProblem:
+def a_fleet(demand: ModelDemand, gpus: int = 1, available: int = 8) -> PlanningProblem:
     types = [nodes.node_type(f"{gpus}x{gpu}") for gpu in USD_PER_H]
     offers = [
         NodeOffer(t.name, usd * gpus, available) for t, usd in zip(types, USD_PER_H.values(), strict=True)
     ]
-    return PlanningProblem((each,), (Region("here", tuple(offers)),), tuple(types))
+    return PlanningProblem((demand,), (Region("here", tuple(offers)),), tuple(types))
 
 
 @pytest.mark.parametrize("lengths", [(1155, 77), (315, 322), (122, 2700)])

@@ -77,8 +77,8 @@ def test_a_frontier_of_plans_that_keep_what_is_asked() -> None:
     costs = [plan.total_usd_per_h for _, plan in points]
     assert costs == sorted(costs)
     assert costs[0] < costs[-1]
-    for (_, asked, _), (_, plan) in zip(problems, points, strict=True):
-        assert verify(asked, plan) == ()
+    for (_, planning_problem, _), (_, plan) in zip(problems, points, strict=True):
+        assert verify(planning_problem, plan) == ()
     assert with_value(problem, "spot", 0.3, "node").asks[0].terms == ModelTerms(max_spot_share=0.3)
     dear = (0.0, replace(points[0][1], cost_usd_per_h=costs[-1] + 1))
     assert dominated((dear, *points[1:]), less_is_more=False) == {0.0}

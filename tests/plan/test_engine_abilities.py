@@ -59,7 +59,7 @@ def fleets(draw: st.DrawFn) -> PlanningProblem:
 @given(fleets(), st.sampled_from(sorted(ENGINES)))
 def test_every_template_runs_and_no_limit_saves_money(problem: PlanningProblem, engine: EngineName) -> None:
     limited = replace(problem, engine=ENGINES[engine])
-    known = {ask.name: ask.model for ask in problem.asks}
+    known = {demand.name: demand.model for demand in problem.asks}
     factory = TemplateFactory(limited)
     outcome = STRATEGIES["auto"](factory, BRIEF)
     if any(limits_of_model(problem.asks[0].model, ENGINES[engine])):
@@ -92,8 +92,8 @@ def test_groups_of_a_pool_are_what_the_engine_runs(engine: EngineName) -> None:
         assert plan.deployments
         assert refusals(plan, known, ENGINES[engine]) == ()
         assert verify(problem, plan) == ()
-        for answer in ladder(problem, plan, STRATEGIES["auto"], replace(QUICK, time_limit_s=2.0)):
-            assert refusals(answer.plan, known, ENGINES[engine]) == (), answer.step
+        for replan_option in ladder(problem, plan, STRATEGIES["auto"], replace(QUICK, time_limit_s=2.0)):
+            assert refusals(replan_option.plan, known, ENGINES[engine]) == (), replan_option.step
 
 
 def pipeline(*stages: tuple[tuple[str, int], ...]) -> Layout:
@@ -136,10 +136,12 @@ def test_recurrent_states_stay_within_a_degree() -> None:
     for name in ("prfaas", "coral", "cauchy-ce", "cronus", "auto"):
         plan = STRATEGIES[name](factory, QUICK).plan
         assert refusals(plan, {"chat": ask.model}, ENGINES["vllm"]) == (), name
-    one, two = (next(t for t in anywhere if t.replicas[0].role == role) for role in ("prefill", "decode"))
+    template, two = (
+        next(t for t in anywhere if t.replicas[0].role == role) for role in ("prefill", "decode")
+    )
     wide = replace(two.replicas[0], layout=single("4xL40S", 4, ask.model.layer_count))
-    narrow = replace(one.replicas[0], layout=single("2xH100", 2, ask.model.layer_count))
-    apart = (replace(one, name="p", replicas=(narrow,)), replace(two, name="d", replicas=(wide,)))
+    narrow = replace(template.replicas[0], layout=single("2xH100", 2, ask.model.layer_count))
+    apart = (replace(template, name="p", replicas=(narrow,)), replace(two, name="d", replicas=(wide,)))
     (line,) = refusals(_plan(*apart), {"chat": ask.model}, ENGINES["vllm"])
     assert line.startswith(
         "p to d: needs recurrent states handed over between unlike tensor-parallel degrees"

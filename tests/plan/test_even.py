@@ -111,10 +111,10 @@ def test_prompts_from_some_length_on_cross_and_the_plan_says_from_which(case: st
     plan = STRATEGIES[strategy](TemplateFactory(problem), SETTINGS).plan
     assert verify(problem, plan) == ()
     assert (plan.fraction < 1) == (case == "a part of it")
-    (ask,), far = problem.asks, [0.0] * 5
+    (demand,), far = problem.asks, [0.0] * 5
     for flow in plan.flows:
         far[flow.bucket] += flow.rate_per_s * (flow.prefill_region != "near")
-    shares = [round(rate / d.rate_per_s, 9) for rate, d in zip(far, ask.demands, strict=True)]
+    shares = [round(rate / d.rate_per_s, 9) for rate, d in zip(far, demand.demands, strict=True)]
     assert shares == sorted(shares)
     assert shares[0] == 0 < shares[-1]
     assert plan.thresholds == thresholds_of(plan)
@@ -128,7 +128,7 @@ def test_the_price_of_the_order_and_why_nothing_crosses_are_told() -> None:
     for problem, words in ((REMOTE["a part of it"], ""), (remote(3.0, price=30.0), "costs $")):
         factory, planner = TemplateFactory(problem), STRATEGIES["prfaas"]
         outcome = planner(factory, SETTINGS)
-        reasons = explain(factory, outcome, planner, SETTINGS)
-        assert [price.extra_fraction > 1e-3 for price in reasons.terms] == ([] if words else [True])
-        assert (reasons.crossings == ()) == (not words)
-        assert all(words in line and "from far to near" in line for line in reasons.crossings)
+        explanation = explain(factory, outcome, planner, SETTINGS)
+        assert [price.extra_fraction > 1e-3 for price in explanation.terms] == ([] if words else [True])
+        assert (explanation.crossings == ()) == (not words)
+        assert all(words in line and "from far to near" in line for line in explanation.crossings)

@@ -41,8 +41,10 @@ def allowing(rate_per_s: float, formats: tuple[Format, ...], name: str = "chat")
     return replace(first, formats=formats)
 
 
-def solved(problem: PlanningProblem, running: Plan | None = None) -> PlanOutcome:
-    return STRATEGIES["melange"](TemplateFactory(problem), SolveSettings(time_limit_s=20.0, running=running))
+def solved(problem: PlanningProblem, running_plan: Plan | None = None) -> PlanOutcome:
+    return STRATEGIES["melange"](
+        TemplateFactory(problem), SolveSettings(time_limit_s=20.0, running=running_plan)
+    )
 
 
 def cheapest(problem: PlanningProblem) -> float | None:
@@ -51,9 +53,9 @@ def cheapest(problem: PlanningProblem) -> float | None:
     price = {offer.node: offer.price_usd_per_h for offer in region.offers}
     there = {offer.node: offer.available for offer in region.offers}
     best: float | None = None
-    for item in product(*(ask.variants for ask in problem.asks)):
+    for item in product(*(demand.variants for demand in problem.asks)):
         shop = TemplateFactory(replace(problem, asks=item))
-        for chosen in product(*[list(_ways(shop, ask, problem.headroom, there)) for ask in item]):
+        for chosen in product(*[list(_ways(shop, demand, problem.headroom, there)) for demand in item]):
             used = {node: sum(way.get(node, 0) for way in chosen) for node in there}
             if all(used[node] <= there[node] for node in there):
                 cost = sum(price[node] * count for node, count in used.items())
@@ -62,16 +64,18 @@ def cheapest(problem: PlanningProblem) -> float | None:
 
 
 def _ways(
-    shop: TemplateFactory, ask: ModelDemand, headroom: float, there: dict[str, int]
+    shop: TemplateFactory, demand: ModelDemand, headroom: float, there: dict[str, int]
 ) -> Iterator[dict[str, int]]:
     """Numbers of nodes that serve a model by itself, the best template of each type on all of them."""
     rate = dict.fromkeys(there, 0.0)
-    for template in shop.mixed(ask):
+    for template in shop.mixed(demand):
         (count,) = template.nodes
         rate[count.node] = max(rate[count.node], template.capacity[0].closed_per_s)
     for counts in product(*(range(there[node] + 1) for node in there)):
         used = dict(zip(there, counts, strict=True))
-        if sum(rate[node] * count for node, count in used.items()) * headroom >= ask.rate_per_s * (1 - 1e-9):
+        if sum(rate[node] * count for node, count in used.items()) * headroom >= demand.rate_per_s * (
+            1 - 1e-9
+        ):
             yield used
 
 
@@ -147,8 +151,8 @@ def test_reasons_candidates_and_answers_stay_in_the_format(
     problem: PlanningProblem, outcome: PlanOutcome
 ) -> None:
     shop = TemplateFactory(problem)
-    reasons = explain(shop, outcome, STRATEGIES["melange"], SolveSettings(time_limit_s=4.0))
-    assert {item.formats for item in reasons.formats} == {(("chat", "bf16"),), (("chat", "fp8"),)}
+    explanation = explain(shop, outcome, STRATEGIES["melange"], SolveSettings(time_limit_s=4.0))
+    assert {item.formats for item in explanation.formats} == {(("chat", "bf16"),), (("chat", "fp8"),)}
     offered = with_candidates(shop, outcome.plan)
     settled = problem.in_formats(outcome.plan.formats).asks[0]
     own = {
@@ -164,7 +168,7 @@ def test_reasons_candidates_and_answers_stay_in_the_format(
 def test_what_runs_keeps_its_format(problem: PlanningProblem, outcome: PlanOutcome) -> None:
     loaded = replace(outcome.plan, formats=(("chat", "bf16"),))
     assert formats_of(problem, loaded) == [(("chat", "bf16"),)]
-    assert solved(problem, running=loaded).plan.formats == (("chat", "bf16"),)
+    assert solved(problem, running_plan=loaded).plan.formats == (("chat", "bf16"),)
 
 
 def test_a_scene_has_the_model_as_planned(problem: PlanningProblem, outcome: PlanOutcome) -> None:

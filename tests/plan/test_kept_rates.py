@@ -23,8 +23,8 @@ from potluck.plan.timing.replica_rates import replica_capacity
 
 def made(problem: PlanningProblem, folder: Path) -> list[Template]:
     factory = TemplateFactory(problem, books=RateCaches(folder))
-    ask = problem.asks[0]
-    return [*factory.homogeneous(ask), *factory.pairs(ask), *factory.gpu_combos(ask)]
+    demand = problem.asks[0]
+    return [*factory.homogeneous(demand), *factory.pairs(demand), *factory.gpu_combos(demand)]
 
 
 @pytest.fixture
@@ -47,48 +47,51 @@ def test_what_is_kept_is_what_is_timed(
     assert {t.name for t in made(busier, tmp_path)} == {t.name for t in first}, "rates have no part in it"
 
 
-def times(ask: ModelDemand, factor: float) -> ModelDemand:
-    demands = tuple(replace(demand, rate_per_s=demand.rate_per_s * factor) for demand in ask.demands)
-    return replace(ask, demands=demands)
+def times(model_demand: ModelDemand, factor: float) -> ModelDemand:
+    demands = tuple(replace(demand, rate_per_s=demand.rate_per_s * factor) for demand in model_demand.demands)
+    return replace(model_demand, demands=demands)
 
 
 def test_several_of_one_do_as_much_as_are_timed_together(problem: PlanningProblem) -> None:
-    ask, node = problem.asks[0], problem.offered[0]
-    layout = single(node.name, 1, ask.model.layer_count)
+    demand, node = problem.asks[0], problem.offered[0]
+    layout = single(node.name, 1, demand.model.layer_count)
     for role in ("prefill", "decode", "mixed"):
-        direct = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, 3)
-        known = unwritten(ask).replica(problem, ask, layout, role).times(3).capacity
-        for one, other in zip(direct, known, strict=True):
-            assert other.prefill_per_s == pytest.approx(one.prefill_per_s)
-            assert other.decode_per_s == pytest.approx(one.decode_per_s)
-            assert other.closed_per_s == pytest.approx(one.closed_per_s)
-            assert (other.ttft_s, other.tpot_s) == (one.ttft_s, one.tpot_s)
+        direct = replica_capacity(demand, layout, problem.by_name, role, problem.headroom, 3)
+        known = unwritten(demand).replica(problem, demand, layout, role).times(3).capacity
+        for capacity, other_capacity in zip(direct, known, strict=True):
+            assert other_capacity.prefill_per_s == pytest.approx(capacity.prefill_per_s)
+            assert other_capacity.decode_per_s == pytest.approx(capacity.decode_per_s)
+            assert other_capacity.closed_per_s == pytest.approx(capacity.closed_per_s)
+            assert (other_capacity.ttft_s, other_capacity.tpot_s) == (capacity.ttft_s, capacity.tpot_s)
 
 
 def test_what_times_follow_from_has_another_book(problem: PlanningProblem) -> None:
-    ask, opened = problem.asks[0], RateCaches(None)
-    demand = ask.demands[0]
-    longer = replace(ask, demands=(replace(demand, input_tokens=demand.input_tokens + 1), *ask.demands[1:]))
-    stricter = replace(ask, slo=replace(ask.slo, tpot_s=ask.slo.tpot_s / 2))
+    model_demand, opened = problem.asks[0], RateCaches(None)
+    demand = model_demand.demands[0]
+    longer = replace(
+        model_demand,
+        demands=(replace(demand, input_tokens=demand.input_tokens + 1), *model_demand.demands[1:]),
+    )
+    stricter = replace(model_demand, slo=replace(model_demand.slo, tpot_s=model_demand.slo.tpot_s / 2))
     other = [
-        opened.of(problem, ask),
+        opened.of(problem, model_demand),
         opened.of(problem, longer),
         opened.of(problem, stricter),
-        opened.of(problem, replace(ask, sure=0.9)),
-        opened.of(replace(problem, headroom=0.7), ask),
-        opened.of(replace(problem, nodes=problem.nodes[:-1]), ask),
-        opened.of(problem, replace(ask, model=replace(ask.model, weight_bits=8.0))),
+        opened.of(problem, replace(model_demand, sure=0.9)),
+        opened.of(replace(problem, headroom=0.7), model_demand),
+        opened.of(replace(problem, nodes=problem.nodes[:-1]), model_demand),
+        opened.of(problem, replace(model_demand, model=replace(model_demand.model, weight_bits=8.0))),
     ]
     assert len({item.key for item in other}) == len(other)
-    assert opened.of(problem, replace(times(ask, 2.0), name="another")) is other[0]
+    assert opened.of(problem, replace(times(model_demand, 2.0), name="another")) is other[0]
 
 
 @pytest.mark.parametrize("harm", ["cut", "shape", "names", "nan", "foreign"])
 def test_a_damaged_book_is_written_anew(problem: PlanningProblem, tmp_path: Path, harm: str) -> None:
-    ask = problem.asks[0]
-    layout = single(problem.offered[0].name, 1, ask.model.layer_count)
+    demand = problem.asks[0]
+    layout = single(problem.offered[0].name, 1, demand.model.layer_count)
     first = RateCaches(tmp_path)
-    known = first.of(problem, ask).replica(problem, ask, layout, "mixed")
+    known = first.of(problem, demand).replica(problem, demand, layout, "mixed")
     first.keep()
     (path,) = tmp_path.iterdir()
     stored = load(tmp_path, path.stem)
@@ -105,10 +108,10 @@ def test_a_damaged_book_is_written_anew(problem: PlanningProblem, tmp_path: Path
         }[harm]
         save(tmp_path, path.stem, stored | bad)
     again = RateCaches(tmp_path)
-    assert not again.of(problem, ask).known
-    assert again.of(problem, ask).replica(problem, ask, layout, "mixed") == known
+    assert not again.of(problem, demand).known
+    assert again.of(problem, demand).replica(problem, demand, layout, "mixed") == known
     again.keep()
-    assert RateCaches(tmp_path).of(problem, ask).known == again.of(problem, ask).known
+    assert RateCaches(tmp_path).of(problem, demand).known == again.of(problem, demand).known
 
 
 def test_a_folder_keeps_what_was_used_last(tmp_path: Path) -> None:
@@ -125,7 +128,7 @@ def test_speeds_that_were_seen_live_have_books_of_their_own(tmp_path: Path) -> N
     problem = a_problem(an_ask(), offers={"east": {"1xL4": (0.8, 8)}})
     slower = observed(problem, (ObservedSpeed(problem.asks[0].name, "1xL4", 1, 1.5),), "2031-01-01")
     assert slower.asks[0].profiles
-    books = RateCaches(tmp_path)
-    mine = books.of(slower, slower.asks[0])
-    assert mine is books.of(slower, slower.asks[0])
-    assert mine is not books.of(problem, problem.asks[0])
+    rate_caches = RateCaches(tmp_path)
+    mine = rate_caches.of(slower, slower.asks[0])
+    assert mine is rate_caches.of(slower, slower.asks[0])
+    assert mine is not rate_caches.of(problem, problem.asks[0])

@@ -112,7 +112,7 @@ def test_no_plan_is_lossy_unless_that_was_allowed(problem: PlanningProblem, stra
 def test_a_lossy_plan_is_found_out_where_nobody_allowed_it() -> None:
     """One that serves more in fewer bits, on the demo's fleet with a link of 2 Gb/s and a fifth more requests."""
     exact = load_problem(load_spec(SHIPPED[0]), 0.8, None, (), 0.0)
-    exact = scaled(exact, {ask.name: 1.2 for ask in exact.asks})
+    exact = scaled(exact, {demand.name: 1.2 for demand in exact.asks})
     exact = replace(exact, links=tuple(replace(link, gbps=2.0) for link in exact.links))
     free = replace(exact, codecs=CODECS)
     plan = planned(free)

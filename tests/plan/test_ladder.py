@@ -43,12 +43,12 @@ def lost(problem: PlanningProblem, plan: Plan, shares: list[float]) -> PlanningP
 @settings(max_examples=3)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=4), st.booleans())
 def test_random_losses(shares: list[float], spread: bool) -> None:
-    running = SPREAD if spread else RUNNING
-    now = lost(PROBLEM, running, shares)
-    answers = ladder(now, running, AUTO, QUICK)
-    assert [answer.step for answer in answers] == ["reroute", "flip", "reallocate"]
-    for answer in answers:
-        assert verify(now, answer.plan) == (), answer.step
+    running_plan = SPREAD if spread else RUNNING
+    now = lost(PROBLEM, running_plan, shares)
+    answers = ladder(now, running_plan, AUTO, QUICK)
+    assert [replan_option.step for replan_option in answers] == ["reroute", "flip", "reallocate"]
+    for replan_option in answers:
+        assert verify(now, replan_option.plan) == (), replan_option.step
     reroute, flip, reallocate = answers
     assert flip.served_fraction >= reroute.served_fraction - 1e-6
     assert reallocate.served_fraction >= reroute.served_fraction - 1e-6
@@ -66,11 +66,11 @@ def test_nothing_happened() -> None:
 
 def test_the_last_replica_and_none_at_all() -> None:
     one = a_problem(an_ask(rate_per_s=1.0), offers={"home": {"1xL40S": (1.2, 1), "1xA10G": (0.6, 1)}})
-    running = STRATEGIES["melange"](TemplateFactory(one), QUICK).plan
-    used = next(iter(running.nodes))[1]
+    running_plan = STRATEGIES["melange"](TemplateFactory(one), QUICK).plan
+    used = next(iter(running_plan.nodes))[1]
     spare = "1xA10G" if used == "1xL40S" else "1xL40S"
     gone = without_nodes(without_nodes(one, "home", used, 0), "home", spare, 1)
-    reroute, flip, reallocate = ladder(gone, running, AUTO, QUICK)
+    reroute, flip, reallocate = ladder(gone, running_plan, AUTO, QUICK)
     assert reroute.served_fraction == flip.served_fraction == 0
     assert reallocate.served_fraction > 0
     assert reallocate.starts == 1
@@ -84,12 +84,14 @@ def test_a_flip_helps_when_the_workload_turns_around() -> None:
     writing = an_ask(rate_per_s=14.0, lengths=((200, 800, 1.0),), slo=slo)
     coding = an_ask(rate_per_s=9.0, lengths=((6000, 40, 1.0),), slo=slo)
     factory = TemplateFactory(a_problem(writing, offers={"home": {"1xH100": (3.0, 8)}}))
-    running = STRATEGIES["coral"](factory, QUICK).plan
-    now = a_problem(coding, offers={"home": {"1xH100": (3.0, sum(running.nodes.values()))}})
-    reroute, flip, _ = ladder(now, running, AUTO, QUICK)
+    running_plan = STRATEGIES["coral"](factory, QUICK).plan
+    now = a_problem(coding, offers={"home": {"1xH100": (3.0, sum(running_plan.nodes.values()))}})
+    reroute, flip, _ = ladder(now, running_plan, AUTO, QUICK)
     assert flip.served_fraction > reroute.served_fraction
     assert flip.flips >= 1
-    assert flip.plan.nodes == running.nodes or sum(flip.plan.nodes.values()) <= sum(running.nodes.values())
+    assert flip.plan.nodes == running_plan.nodes or sum(flip.plan.nodes.values()) <= sum(
+        running_plan.nodes.values()
+    )
 
 
 def test_survivors_fit_the_nodes_that_are_left() -> None:
@@ -103,7 +105,9 @@ def test_answers_do_not_pay_for_reserved_nodes() -> None:
     east, west = PROBLEM.regions
     offers = tuple(replace(offer, reserved=offer.available) for offer in east.offers)
     paid = replace(PROBLEM, regions=(replace(east, offers=offers), west))
-    running = STRATEGIES["melange"](TemplateFactory(paid), QUICK).plan
-    for answer in at_once(paid, running, QUICK):
-        assert verify(paid, answer.plan) == (), answer.step
-        assert answer.cost_usd_per_h == rent_usd_per_h(paid, answer.plan.nodes), answer.step
+    running_plan = STRATEGIES["melange"](TemplateFactory(paid), QUICK).plan
+    for replan_option in at_once(paid, running_plan, QUICK):
+        assert verify(paid, replan_option.plan) == (), replan_option.step
+        assert replan_option.cost_usd_per_h == rent_usd_per_h(paid, replan_option.plan.nodes), (
+            replan_option.step
+        )

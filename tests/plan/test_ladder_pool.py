@@ -50,18 +50,18 @@ def without(problem: PlanningProblem, names: list[str]) -> PlanningProblem:
     return problem
 
 
-def sound(now: PlanningProblem, running: Plan) -> tuple[ReplanOption, ...]:
-    answers = ladder(now, running, STRATEGIES["auto"], QUICK)
-    left = left_of(settled(now, running), running)
+def sound(now: PlanningProblem, running_plan: Plan) -> tuple[ReplanOption, ...]:
+    answers = ladder(now, running_plan, STRATEGIES["auto"], QUICK)
+    left = left_of(settled(now, running_plan), running_plan)
     loaded = {replica.layout for replicas in left.values() for replica in replicas}
-    for answer in answers:
-        assert verify(now, answer.plan) == (), answer.step
+    for replan_option in answers:
+        assert verify(now, replan_option.plan) == (), replan_option.step
     reroute, flip, reallocate = answers
     assert flip.served_fraction >= reroute.served_fraction - 1e-6
     assert reallocate.served_fraction >= reroute.served_fraction - 1e-6
-    for answer in (reroute, flip):
-        assert answer.starts == 0
-        used = {r.layout for t in answer.plan.templates if t.kind == "group" for r in t.replicas}
+    for replan_option in (reroute, flip):
+        assert replan_option.starts == 0
+        used = {r.layout for t in replan_option.plan.templates if t.kind == "group" for r in t.replicas}
         assert used <= loaded, "weights would have to be loaded"
     assert reroute.flips == 0
     return answers

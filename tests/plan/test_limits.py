@@ -31,7 +31,7 @@ def small(seed: int) -> FlowProgram:
     """A random program with few plans: all its counts can be gone through."""
     rng = np.random.default_rng(seed)
     regions, models = ((1, 2), (2, 1))[seed % 2]
-    fleet = NodeSupply(
+    node_supply = NodeSupply(
         tuple("ab"[:regions]),
         ("x", "y"),
         rng.uniform(0.5, 4.0, (regions, 2)).round(2),
@@ -51,7 +51,7 @@ def small(seed: int) -> FlowProgram:
             tables[0][:] = tables[1][:] = 0.0
         result.append(ModelColumns(f"m{m}", buckets, uses, *tables))
     links = (LinkRow(0, 1, float(rng.uniform(1e8, 4e9))),) if regions > 1 else ()
-    return FlowProgram(fleet, tuple(result), links, headroom=0.8)
+    return FlowProgram(node_supply, tuple(result), links, headroom=0.8)
 
 
 def plans(program: FlowProgram) -> Iterator[dict[ColumnKey, int]]:
@@ -181,11 +181,11 @@ def one_of_each(seed: int) -> FlowProgram:
     rng = np.random.default_rng(seed)
     types = int(rng.integers(3, 6))
     price = rng.uniform(0.4, 6.0, (1, types)).round(2)
-    fleet = NodeSupply(("a",), tuple("vwxyz"[:types]), price, rng.integers(1, 3, (1, types)))
+    node_supply = NodeSupply(("a",), tuple("vwxyz"[:types]), price, rng.integers(1, 3, (1, types)))
     per_s, none = (price * rng.uniform(0.5, 1.5, types)).T, np.zeros((types, 1))
     bucket = DemandBucket("b", float(rng.uniform(0.5, 2.0)), 0.0)
     uses = np.eye(types, dtype=np.uint8)
-    return FlowProgram(fleet, (ModelColumns("m", (bucket,), uses, none, none, per_s),), headroom=0.8)
+    return FlowProgram(node_supply, (ModelColumns("m", (bucket,), uses, none, none, per_s),), headroom=0.8)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -215,12 +215,12 @@ def test_plans_that_survive_the_loss_of_any_region_or_of_some_nodes(seed: int) -
 def test_limits_fees_and_nodes_that_are_paid_for(seed: int) -> None:
     program = small(seed)
     rng = np.random.default_rng(seed)
-    fleet = replace(program.fleet, reserved=rng.integers(0, 3, program.fleet.available.shape))
+    node_supply = replace(program.fleet, reserved=rng.integers(0, 3, program.fleet.available.shape))
     models = tuple(
-        replace(m, fees_usd_per_h=rng.uniform(0, 1, (len(m.uses), len(fleet.regions))))
+        replace(m, fees_usd_per_h=rng.uniform(0, 1, (len(m.uses), len(node_supply.regions))))
         for m in program.models
     )
-    ones = [np.ones((len(m.uses), len(fleet.regions))) for m in models]
+    ones = [np.ones((len(m.uses), len(node_supply.regions))) for m in models]
     limits = tuple(
         CountLimit(
             f"copies {m}",
@@ -231,13 +231,15 @@ def test_limits_fees_and_nodes_that_are_paid_for(seed: int) -> None:
         for m in range(len(models))
     )
     heads = []
-    for r in range(len(fleet.regions)):  # paid once in each region where anything runs
-        tables = tuple(np.where(np.arange(len(fleet.regions)) == r, one, 0.0) for one in ones)
+    for r in range(len(node_supply.regions)):  # paid once in each region where anything runs
+        tables = tuple(np.where(np.arange(len(node_supply.regions)) == r, one, 0.0) for one in ones)
         heads.append(ExtraVariable(f"head {r}", usd_per_h=float(rng.uniform(0, 3)), row=len(limits)))
-        limits += (CountLimit(f"head {r}", -np.inf, 0.0, tables, ((r, -float(fleet.available[r].sum())),)),)
+        limits += (
+            CountLimit(f"head {r}", -np.inf, 0.0, tables, ((r, -float(node_supply.available[r].sum())),)),
+        )
     budget = float(rng.uniform(2, 20)) if rng.random() < 0.5 else None
-    asked = replace(program, fleet=fleet, models=models, limits=limits, helpers=tuple(heads))
-    agree(replace(asked, budget_usd_per_h=budget))
+    flow_program = replace(program, fleet=node_supply, models=models, limits=limits, helpers=tuple(heads))
+    agree(replace(flow_program, budget_usd_per_h=budget))
 
 
 def kinds(program: FlowProgram, most: int) -> FlowProgram:

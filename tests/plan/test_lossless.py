@@ -43,7 +43,7 @@ def splits(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
         yield tuple(b - a for a, b in pairwise(ends))
 
 
-def all_pipelines(problem: PlanningProblem, ask: ModelDemand) -> list[Template]:
+def all_pipelines(problem: PlanningProblem, demand: ModelDemand) -> list[Template]:
     """Every prefill pipeline of the few nodes there are, timed by the plan's rule."""
     templates = []
     layouts = {
@@ -56,19 +56,19 @@ def all_pipelines(problem: PlanningProblem, ask: ModelDemand) -> list[Template]:
         for size in range(2, MOST_NODES + 1)
         for nodes in combinations_with_replacement(NODES, size)
         for cut in set(partitions(nodes))
-        for held in splits(ask.model.layer_count, len(cut))
+        for held in splits(demand.model.layer_count, len(cut))
     }
     for place, layout in enumerate(sorted(layouts, key=repr)):
-        if not fits(ask, layout, problem.by_name):
+        if not fits(demand, layout, problem.by_name):
             continue
-        capacity = replica_capacity(ask, layout, problem.by_name, "prefill", problem.headroom)
+        capacity = replica_capacity(demand, layout, problem.by_name, "prefill", problem.headroom)
         if useful(capacity):
             counts = tuple(NodeCount(name, n) for name, n in sorted(layout.node_counts.items()))
             templates.append(
                 Template(
-                    f"{ask.name}: prefill {place}",
+                    f"{demand.name}: prefill {place}",
                     "pipeline",
-                    ask.name,
+                    demand.name,
                     counts,
                     (PlannedReplica("prefill", layout),),
                     capacity,
@@ -107,7 +107,7 @@ def test_nodes_too_slow_alone_serve_as_pipelines() -> None:
     prices = {offer.node: offer.price_usd_per_h for offer in problem.regions[0].offers}
     single = [each for each in homogeneous(problem, ask, unwritten(ask)) if each.replicas[0].role != "mixed"]
     assert not any(t.nodes[0].node == "1xL4" and t.replicas[0].role == "prefill" for t in single)
-    _, answer = solved(
+    _, allocation = solved(
         problem, {ask.name: [*single, *pipelines(problem, ask, prices, few=20)]}, time_limit_s=20
     )
-    assert answer.found
+    assert allocation.found

@@ -46,12 +46,14 @@ def test_no_prices_bound_more_than_the_cheapest_plan_costs(seed: int) -> None:
 def test_models_with_nodes_in_plenty_are_settled_apart() -> None:
     """The relaxation rents parts of copies; apart every model has whole ones, and nothing is left to prove."""
     program = joined(SEEDS[0])
-    fleet = replace(program.fleet, available=program.fleet.available * 100)
-    program = replace(program, fleet=fleet, links=(), budget_usd_per_h=None)
+    node_supply = replace(program.fleet, available=program.fleet.available * 100)
+    program = replace(program, fleet=node_supply, links=(), budget_usd_per_h=None)
     state = begun(program, Deadline(30.0, time.process_time), 0.0, [])
     assert state.relaxed is not None
     assert not state.done
-    ModelDecomposition(program, state, Deadline(30.0, time.process_time)).run(np.zeros(fleet.available.shape))
+    ModelDecomposition(program, state, Deadline(30.0, time.process_time)).run(
+        np.zeros(node_supply.available.shape)
+    )
     assert state.lower == pytest.approx(state.upper, rel=1e-3)
     assert state.upper == pytest.approx(reference(program), rel=1e-3)
 

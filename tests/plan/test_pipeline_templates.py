@@ -59,10 +59,10 @@ def test_every_multiset_equals_brute_force() -> None:
     compared, noisy = 0, 0
     for rates, max_nodes in instances(1, 2 * INSTANCES):
         units, stages = all_optima(rates, max_nodes)
-        space = pipeline.multisets(rates.shape[1], max_nodes)
+        multisets = pipeline.multisets(rates.shape[1], max_nodes)
         noisy += increases(rates)
-        for number in range(1, space.count):
-            truth = brute_force(rates, space.types_of(number))
+        for number in range(1, multisets.count):
+            truth = brute_force(rates, multisets.types_of(number))
             assert units[number] == truth.units
             assert (stages[number] > 0) == (truth.units > 0)
             compared += 1
@@ -76,9 +76,9 @@ def test_random_multisets_equal_corals_integer_program() -> None:
     noisy = 0
     for rates, max_nodes in instances(3, INSTANCES // 2, most_layers=6):
         units, _ = all_optima(rates, max_nodes)
-        space = pipeline.multisets(rates.shape[1], max_nodes)
-        number = int(rng.integers(max(space.count // 2, 1), space.count))
-        truth = integer_program(rates, space.types_of(number))
+        multisets = pipeline.multisets(rates.shape[1], max_nodes)
+        number = int(rng.integers(max(multisets.count // 2, 1), multisets.count))
+        truth = integer_program(rates, multisets.types_of(number))
         assert truth.proven
         assert units[number] == truth.units
         noisy += increases(rates)
@@ -95,23 +95,25 @@ def test_long_stacks_equal_the_second_search(noise: float) -> None:
         rates = np.where(np.arange(layers) < most, table, 0).astype(np.int64)
         assert increases(rates) == (noise > 0)
         units, stages = all_optima(rates, 6)
-        space = pipeline.multisets(5, 6)
-        for number in rng.integers(space.offsets[4], space.count, 12):
-            result = pipeline.best_placement(rates, space.types_of(int(number)))
+        multisets = pipeline.multisets(5, 6)
+        for number in rng.integers(multisets.offsets[4], multisets.count, 12):
+            result = pipeline.best_placement(rates, multisets.types_of(int(number)))
             assert units[number] == (result.units if result else 0)
-            again = pipeline.best_placement(rates, space.types_of(int(number)), stages=int(stages[number]))
+            again = pipeline.best_placement(
+                rates, multisets.types_of(int(number)), stages=int(stages[number])
+            )
             assert again is None or again.units == units[number]
 
 
 @pytest.mark.parametrize(("kinds", "max_nodes"), [(3, 7), (2, 8), (1, 8), (4, 5)])
 def test_other_numbers_of_nodes_equal_the_second_search(kinds: int, max_nodes: int) -> None:
     rng = np.random.default_rng(9)
-    space = pipeline.multisets(kinds, max_nodes)
+    multisets = pipeline.multisets(kinds, max_nodes)
     for layers in (3, 9, 20):
         rates = random_rates(rng, max_nodes, kinds, layers)
         units, _ = all_optima(rates, max_nodes)
-        for number in {*rng.integers(1, space.count, 6).tolist(), space.count - 1}:
-            result = pipeline.best_placement(rates, space.types_of(number))
+        for number in {*rng.integers(1, multisets.count, 6).tolist(), multisets.count - 1}:
+            result = pipeline.best_placement(rates, multisets.types_of(number))
             assert units[number] == (result.units if result else 0)
 
 
@@ -127,12 +129,12 @@ def splits(types: tuple[int, ...]) -> set[tuple[tuple[int, ...], tuple[int, ...]
 def test_pruning_drops_exactly_what_a_split_replaces() -> None:
     dropped = kept = 0
     for rates, max_nodes in instances(5, 150):
-        space = pipeline.multisets(rates.shape[1], max_nodes)
+        multisets = pipeline.multisets(rates.shape[1], max_nodes)
         exact, _ = all_optima(rates, max_nodes)
         units, stages = all_optima(rates, max_nodes, prune=True)
         apart_or_together: dict[tuple[int, ...], int] = {}
-        for number in range(1, space.count):
-            types = space.types_of(number)
+        for number in range(1, multisets.count):
+            types = multisets.types_of(number)
             apart = max((sum(map(apart_or_together.__getitem__, two)) for two in splits(types)), default=0)
             apart_or_together[types] = max(apart, int(exact[number]))
             assert (stages[number] > 0) == (exact[number] > apart)
@@ -146,13 +148,13 @@ def test_pruning_drops_exactly_what_a_split_replaces() -> None:
 def test_nodes_that_are_stages_of_their_own_equal_brute_force() -> None:
     kept = 0
     for rates, max_nodes in instances(11, INSTANCES):
-        space = pipeline.multisets(rates.shape[1], max_nodes)
+        multisets = pipeline.multisets(rates.shape[1], max_nodes)
         units, stages = pipeline.solve(
             rates, np.ones(rates.shape[1], np.int64), ENDLESS, max_nodes, prune=True, alone=True
         )
         best: dict[tuple[int, ...], int] = {}
-        for number in range(1, space.count):
-            types = space.types_of(number)
+        for number in range(1, multisets.count):
+            types = multisets.types_of(number)
             size, together = len(types), 0
             if size <= min(rates.shape[0], rates.shape[2]):
                 together = pipeline.divide(rates[size - 1, list(types)])[0]
@@ -169,11 +171,11 @@ def test_templates_above_the_memory_limit_are_left_out_and_others_unchanged() ->
     for rates, max_nodes in instances(7, 60):
         node_bytes = rng.integers(1, 9, rates.shape[1])
         limit = int(rng.integers(1, 20))
-        space = pipeline.multisets(rates.shape[1], max_nodes)
+        multisets = pipeline.multisets(rates.shape[1], max_nodes)
         every, _ = all_optima(rates, max_nodes)
         units, _ = pipeline.solve(rates, node_bytes, limit, max_nodes, prune=False)
-        for number in range(space.count):
-            within = sum(node_bytes[t] for t in space.types_of(number)) <= limit
+        for number in range(multisets.count):
+            within = sum(node_bytes[t] for t in multisets.types_of(number)) <= limit
             assert units[number] == (every[number] if within else 0)
 
 

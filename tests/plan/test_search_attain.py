@@ -55,12 +55,16 @@ def test_every_pair_is_tried_once_at_a_rate_that_it_can_take(
     evaluator, result = searched
     asked: list[tuple[PlannedReplica, PlannedReplica, float]] = []
 
-    def estimate(prefill: PlannedReplica, decode: PlannedReplica, rate_per_s: float) -> float:
-        asked.append((prefill, decode, rate_per_s))
+    def estimate(prefill_replica: PlannedReplica, decode_replica: PlannedReplica, rate_per_s: float) -> float:
+        asked.append((prefill_replica, decode_replica, rate_per_s))
         return 1.0
 
     tried(evaluator, result, estimate)
-    assert len({(prefill, decode) for prefill, decode, _ in asked}) == len(asked) > 0
+    assert (
+        len({(prefill_replica, decode_replica) for prefill_replica, decode_replica, _ in asked})
+        == len(asked)
+        > 0
+    )
     rates = [evaluator.deduced(group) for state in (result.state, *result.others) for group in state.groups]
     most = 0.8 * max(item.rate_per_s for item in rates if item is not None)
     assert all((p.role, d.role) == ("prefill", "decode") and 0 < rate <= most for p, d, rate in asked)
@@ -73,8 +77,8 @@ def test_what_fails_when_tried_is_not_chosen(searched: tuple[PoolEvaluator, Sear
     first = [group.takes[0][0] for group, _ in phases if group.phase == PREFILL]
     chosen = {POOL.nodes[node].name for node in first}
 
-    def estimate(prefill: PlannedReplica, decode: PlannedReplica, rate_per_s: float) -> float:
-        return 0.0 if {n.machine for s in prefill.layout.stages for n in s.nodes} & chosen else 0.9
+    def estimate(prefill_replica: PlannedReplica, decode_replica: PlannedReplica, rate_per_s: float) -> float:
+        return 0.0 if {n.machine for s in prefill_replica.layout.stages for n in s.nodes} & chosen else 0.9
 
     best, attained = tried(evaluator, result, estimate)
     assert best.state in result.others
@@ -92,7 +96,7 @@ def test_what_fails_when_tried_is_not_chosen(searched: tuple[PoolEvaluator, Sear
 def test_a_plans_groups_are_those_that_held_when_tried() -> None:
     asked: list[float] = []
 
-    def estimate(prefill: PlannedReplica, decode: PlannedReplica, rate_per_s: float) -> float:
+    def estimate(prefill_replica: PlannedReplica, decode_replica: PlannedReplica, rate_per_s: float) -> float:
         asked.append(rate_per_s)
         return 0.5
 

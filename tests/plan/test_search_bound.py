@@ -41,7 +41,7 @@ def allocated_per_s(pool: Pool, work: PoolWorkload) -> float:
                 uses.append(row)
                 rates.append([result.rate_per_s if phase == index else 0.0 for index in range(3)])
     table = np.array(rates)
-    fleet = NodeSupply(
+    node_supply = NodeSupply(
         ("pool",),
         tuple(node.name for node in pool.nodes),
         np.ones((1, len(pool.nodes))),
@@ -50,10 +50,10 @@ def allocated_per_s(pool: Pool, work: PoolWorkload) -> float:
     bucket = DemandBucket("all", work.rate_per_s, 0.0)
     sides = (table[:, [phase]] for phase in (PREFILL, DECODE, MIXED))
     model = ModelColumns("model", (bucket,), np.array(uses), *sides)
-    answer = solve(FlowProgram(fleet, (model,), headroom=work.headroom), time_limit_s=600.0)
-    assert answer.shortfall is not None
-    assert answer.shortfall.fraction_bound == pytest.approx(answer.shortfall.fraction, rel=1e-3)
-    return answer.shortfall.fraction * work.rate_per_s
+    allocation = solve(FlowProgram(node_supply, (model,), headroom=work.headroom), time_limit_s=600.0)
+    assert allocation.shortfall is not None
+    assert allocation.shortfall.fraction_bound == pytest.approx(allocation.shortfall.fraction, rel=1e-3)
+    return allocation.shortfall.fraction * work.rate_per_s
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -41,26 +41,26 @@ def _fields(settings: SearchSettings) -> dict[str, object]:
 
 def test_losing_a_node_flips_and_reroutes_without_reloading(conversation: SearchResult) -> None:
     pool, work = paper_pool(), workload()
-    left = groups_left(pool, conversation, {"A6000-0": 4})
-    after = reschedule(left, conversation, work, QUICK)
+    survivors = groups_left(pool, conversation, {"A6000-0": 4})
+    next_result = reschedule(survivors, conversation, work, QUICK)
     loaded = [mine.stages for mine in conversation.configurations]
-    assert all(mine.stages in loaded for mine in after.configurations)
-    assert all(node != 0 for group in after.state.groups for node, _ in group.takes)
-    for mine in after.configurations:
+    assert all(mine.stages in loaded for mine in next_result.configurations)
+    assert all(node != 0 for group in next_result.state.groups for node, _ in group.takes)
+    for mine in next_result.configurations:
         assert all(stage.node != 0 for stage in mine.stages)
-    everything = joined([*(group.takes for group in after.state.groups), after.state.idle])
-    assert everything == tuple((i, node.gpus) for i, node in enumerate(left.pool.nodes) if node.gpus)
-    assert after.score.attainment <= conversation.score.attainment
+    everything = joined([*(group.takes for group in next_result.state.groups), next_result.state.idle])
+    assert everything == tuple((i, node.gpus) for i, node in enumerate(survivors.pool.nodes) if node.gpus)
+    assert next_result.score.attainment <= conversation.score.attainment
     stay = reschedule(
-        left, conversation, work, SearchSettings(**{**_fields(QUICK), "limits": SearchLimits(steps=0)})
+        survivors, conversation, work, SearchSettings(**{**_fields(QUICK), "limits": SearchLimits(steps=0)})
     )
-    assert after.score.value >= stay.score.value
+    assert next_result.score.value >= stay.score.value
 
 
 def test_a_shift_to_coding_flips_towards_prefill(conversation: SearchResult) -> None:
     nothing_lost = groups_left(paper_pool(), conversation, {})
-    after = reschedule(nothing_lost, conversation, workload(lengths=CODING), QUICK)
-    changes = flipped(conversation, after)
+    next_result = reschedule(nothing_lost, conversation, workload(lengths=CODING), QUICK)
+    changes = flipped(conversation, next_result)
     assert changes
     assert sum(new == 0 for _, _, new in changes) > sum(new == 1 for _, _, new in changes)
 
@@ -71,17 +71,19 @@ def test_random_losses_down_to_nothing(conversation: SearchResult) -> None:
     served = refused = 0
     for _ in range(40):
         lost = {node.name: int(rng.integers(0, node.gpus + 1)) for node in pool.nodes}
-        left = groups_left(pool, conversation, lost)
-        used = joined(conversation.state.groups[place].takes for place in left.kept)
-        assert all(count <= left.pool.nodes[node].gpus for node, count in used)
+        survivors = groups_left(pool, conversation, lost)
+        used = joined(conversation.state.groups[place].takes for place in survivors.kept)
+        assert all(count <= survivors.pool.nodes[node].gpus for node, count in used)
         try:
-            after = reschedule(left, conversation, work, QUICK)
+            next_result = reschedule(survivors, conversation, work, QUICK)
         except CapacityError:
             refused += 1
             continue
         served += 1
-        assert 0 < after.score.attainment <= 1
-        assert after.orchestration.goodput_per_s == pytest.approx(after.score.attainment * work.rate_per_s)
+        assert 0 < next_result.score.attainment <= 1
+        assert next_result.orchestration.goodput_per_s == pytest.approx(
+            next_result.score.attainment * work.rate_per_s
+        )
     assert served
     assert refused
     nearly_all = groups_left(

@@ -46,12 +46,12 @@ TERMS = ModelTerms(min_copies=1, max_copies=9, max_gpu_kinds=2)
 @cache
 def priced() -> tuple[PlanningProblem, ProgramColumns]:
     problem = the_problem(TERMS)
-    return problem, columns(problem, {ask.name: every(problem, ask.name, 6) for ask in problem.asks})
+    return problem, columns(problem, {demand.name: every(problem, demand.name, 6) for demand in problem.asks})
 
 
 def every(problem: PlanningProblem, name: str, few: int) -> list[Template]:
-    ask = next(item for item in problem.asks if item.name == name)
-    return pipelines(problem, ask, TemplateFactory(problem).prices, few=few)
+    demand = next(item for item in problem.asks if item.name == name)
+    return pipelines(problem, demand, TemplateFactory(problem).prices, few=few)
 
 
 @cache
@@ -93,31 +93,31 @@ def test_what_prices_ask_for_is_as_good_as_everything(terms: ModelTerms) -> None
     """`coral` with the pipelines that were asked for costs what it does with all of them."""
     problem = the_problem(terms)
     problem = replace(problem, asks=problem.asks[:1])
-    (ask,) = problem.asks
+    (demand,) = problem.asks
     exact = SolveSettings(time_limit_s=30.0, gap_target=1e-7)
     grown = STRATEGIES["coral"](TemplateFactory(problem), exact)
-    single = TemplateFactory(problem).phased(ask)
-    _, answer = solved(problem, {ask.name: [*single, *everything()]}, gap_target=1e-7)
-    assert grown.allocation.found == answer.found
-    if answer.found:
-        assert grown.allocation.cost_usd_per_h == pytest.approx(answer.cost_usd_per_h, rel=1e-5)
+    single = TemplateFactory(problem).phased(demand)
+    _, allocation = solved(problem, {demand.name: [*single, *everything()]}, gap_target=1e-7)
+    assert grown.allocation.found == allocation.found
+    if allocation.found:
+        assert grown.allocation.cost_usd_per_h == pytest.approx(allocation.cost_usd_per_h, rel=1e-5)
 
 
 def test_rows_that_may_run_nowhere_are_not_asked_for() -> None:
     problem = the_problem(ModelTerms(max_nodes=2, nodes=("1xL4",), regions=("east",)))
-    ask = problem.asks[0]
-    placement_table = shelf_of(problem, ask)
+    demand = problem.asks[0]
+    placement_table = shelf_of(problem, demand)
     few = len(placement_table.per_s)
     costs = np.zeros((2, few))
-    chosen = placement_table.worth(problem, ask, costs, np.ones((2, len(ask.demands), 2)), few, 1.0)
+    chosen = placement_table.worth(problem, demand, costs, np.ones((2, len(demand.demands), 2)), few, 1.0)
     names = [node.name for node in problem.nodes]
     for row in chosen.tolist():
         used = {names[c]: int(n) for c, n in enumerate(placement_table.uses[row]) if n}
         assert set(used) == {"1xL4"}
         assert used["1xL4"] <= 2
-    free = replace(ask, terms=ModelTerms())
+    free = replace(demand, terms=ModelTerms())
     assert len(
-        placement_table.worth(problem, free, costs, np.ones((2, len(ask.demands), 2)), few, 1.0)
+        placement_table.worth(problem, free, costs, np.ones((2, len(demand.demands), 2)), few, 1.0)
     ) > len(chosen)
 
 
@@ -130,7 +130,7 @@ def test_with_many_types_or_models_pipelines_have_fewer_nodes(types: int, models
 
 def test_where_time_is_short_some_libraries_do() -> None:
     problem = the_problem(ModelTerms())
-    ask = problem.asks[0]
-    some, whole = shelf_of(problem, ask, enough=lambda: True), shelf_of(problem, ask)
+    demand = problem.asks[0]
+    some, whole = shelf_of(problem, demand, enough=lambda: True), shelf_of(problem, demand)
     assert 0 < len(some.per_s) < len(whole.per_s)
     assert (some.uses == whole.uses[: len(some.uses)]).all()

@@ -59,8 +59,8 @@ def test_the_simulator_times_it(plan: Plan) -> None:
     resolved = ResolvedPlan(
         plan, {"deep": ASK.model}, PROBLEM.by_name, PROBLEM.regions, (), {"deep": ASK.slo}
     )
-    load = of_traffic([Traffic("deep", 20.0, tuple(LengthBin(*length) for length in LENGTHS))], 600, 1)
-    result = simulate(resolved, load, settings=Running())
+    workload = of_traffic([Traffic("deep", 20.0, tuple(LengthBin(*length) for length in LENGTHS))], 600, 1)
+    result = simulate(resolved, workload, settings=Running())
     assert (result.records.outcome == 1).all()
-    tpot_s = (result.records.finish_s - result.records.first_token_s) / (load.output_tokens - 1)
+    tpot_s = (result.records.finish_s - result.records.first_token_s) / (workload.output_tokens - 1)
     assert 0.2 * plan.predictions[0].tpot_s < float(tpot_s.mean()) < 1.2 * plan.predictions[0].tpot_s

@@ -165,13 +165,13 @@ def test_what_runs_already_is_kept_when_a_change_gains_less_than_it_costs() -> N
     offers = {"home": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 8)}}
     ask = an_ask(rate_per_s=3.0)
     dear = a_problem(ask, offers={"home": {"1xL40S": (1.86, 8), "1xA10G": (1.9, 8)}})
-    before = STRATEGIES["melange"](TemplateFactory(dear), QUICK).plan
+    previous_plan = STRATEGIES["melange"](TemplateFactory(dear), QUICK).plan
     cheap = a_problem(ask, offers=offers)
-    free = STRATEGIES["melange"](TemplateFactory(cheap), SolveSettings(running=before)).plan
+    free = STRATEGIES["melange"](TemplateFactory(cheap), SolveSettings(running=previous_plan)).plan
     sticky = PlanningProblem(cheap.asks, cheap.regions, cheap.nodes, init_penalty=1.0)
-    kept = STRATEGIES["melange"](TemplateFactory(sticky), SolveSettings(running=before)).plan
-    assert free.cost_usd_per_h < before.cost_usd_per_h
-    assert kept.deployments == before.deployments
+    kept = STRATEGIES["melange"](TemplateFactory(sticky), SolveSettings(running=previous_plan)).plan
+    assert free.cost_usd_per_h < previous_plan.cost_usd_per_h
+    assert kept.deployments == previous_plan.deployments
 
 
 @pytest.mark.parametrize("name", ["chat: mixed 1xL40S tp1", "chat: decode pipeline 3 1xL40S"])
@@ -208,7 +208,7 @@ def check_reasons(problem: PlanningProblem, name: str, asking: SolveSettings) ->
     outcome = planner(factory, QUICK)
     if outcome.plan.fraction < 1:
         return []
-    reasons, given = explain(factory, outcome, planner, asking), []
+    explanation, given = explain(factory, outcome, planner, asking), []
 
     def check(answer: str, usd_per_h: float | None, changed: PlanningProblem) -> None:
         given.append(answer)
@@ -223,7 +223,7 @@ def check_reasons(problem: PlanningProblem, name: str, asking: SolveSettings) ->
                 extra, abs=2 * SURE_GAP * cost if asking != QUICK else 2e-4 * cost
             )
 
-    for reason in reasons.models:
+    for reason in explanation.models:
         assert reason.served_by == describe(outcome.plan, reason.model)
         left = tuple(node.name for node in problem.nodes if node.name not in reason.without)
         asks = tuple(
@@ -231,7 +231,7 @@ def check_reasons(problem: PlanningProblem, name: str, asking: SolveSettings) ->
             for a in problem.asks
         )
         check(reason.answer, reason.next_best_usd_per_h, replace(problem, asks=asks))
-    for node in reasons.nodes:
+    for node in explanation.nodes:
         assert node.rented == outcome.plan.nodes.get((node.region, node.node), 0)
         saved = None if node.one_more_usd_per_h is None else -node.one_more_usd_per_h
         check(node.one_more, saved, without_nodes(problem, node.region, node.node, node.available + 1))
@@ -263,15 +263,15 @@ def test_a_question_without_time_is_not_answered() -> None:
 def test_a_rehearsed_plan_is_not_compared_with_plans_on_averages() -> None:
     """It has more than averages ask for: what a change costs is between plans of one kind."""
     factory, planner = TemplateFactory(a_problem(an_ask(rate_per_s=4.0))), STRATEGIES["melange"]
-    base = planner(factory, QUICK)
-    asks = tuple(with_rate(ask, 12.0) for ask in factory.problem.asks)
+    base_outcome = planner(factory, QUICK)
+    asks = tuple(with_rate(demand, 12.0) for demand in factory.problem.asks)
     more = planner(replace(factory, problem=replace(factory.problem, asks=asks)), QUICK)
-    rehearsed = replace(base, plan=more.plan)
-    assert more.plan.cost_usd_per_h > base.plan.cost_usd_per_h
-    reasons = explain(factory, rehearsed, planner, QUICK)
-    assert reasons.on_averages
-    values = [node.one_fewer_usd_per_h for node in reasons.nodes] + [
-        reason.next_best_usd_per_h for reason in reasons.models
+    rehearsed = replace(base_outcome, plan=more.plan)
+    assert more.plan.cost_usd_per_h > base_outcome.plan.cost_usd_per_h
+    explanation = explain(factory, rehearsed, planner, QUICK)
+    assert explanation.on_averages
+    values = [node.one_fewer_usd_per_h for node in explanation.nodes] + [
+        reason.next_best_usd_per_h for reason in explanation.models
     ]
     assert all(value is None or value >= -1e-6 for value in values)
 
@@ -296,9 +296,9 @@ def test_choices_that_bars_leave_open_are_named_with_what_would_decide() -> None
     assert said[1] == ""
 
 
-def with_rate(ask: ModelDemand, rate_per_s: float) -> ModelDemand:
-    share = rate_per_s / ask.rate_per_s
-    return replace(ask, demands=tuple(replace(d, rate_per_s=d.rate_per_s * share) for d in ask.demands))
+def with_rate(demand: ModelDemand, rate_per_s: float) -> ModelDemand:
+    share = rate_per_s / demand.rate_per_s
+    return replace(demand, demands=tuple(replace(d, rate_per_s=d.rate_per_s * share) for d in demand.demands))
 
 
 @settings(max_examples=8, deadline=None)
@@ -308,23 +308,24 @@ def test_what_is_expected_is_what_all_copies_could_do_and_all_that_is_paid(probl
     plan = STRATEGIES["melange"](TemplateFactory(problem), QUICK).plan
     plan = replace(plan, charges=(Charge("egress", 0.75),))
     told = expected(problem, plan, {"chat": (0.25, 0.01)})
-    for ask, prediction in zip(problem.asks, told.predictions, strict=True):
-        assert (prediction.ttft_s, prediction.tpot_s) == (0.25, 0.01) or ask.name != "chat"
-        assert prediction.simulated == (ask.name == "chat")
+    for demand, prediction in zip(problem.asks, told.predictions, strict=True):
+        assert (prediction.ttft_s, prediction.tpot_s) == (0.25, 0.01) or demand.name != "chat"
+        assert prediction.simulated == (demand.name == "chat")
         tokens_per_s = prediction.prompt_tokens_per_s + prediction.answer_tokens_per_s
-        assert tokens_per_s == pytest.approx(ask.tokens_per_s * plan.fraction_of(ask.name))
-        mine = [d for d in plan.deployments if plan.template(d.template).model == ask.name]
+        assert tokens_per_s == pytest.approx(demand.tokens_per_s * plan.fraction_of(demand.name))
+        mine = [d for d in plan.deployments if plan.template(d.template).model == demand.name]
         if len(mine) == 1:  # then it has a closed form
             rates = [capacity.closed_per_s for capacity in plan.template(mine[0].template).capacity]
             busy_s = (
-                sum(d.rate_per_s / rate for d, rate in zip(ask.demands, rates, strict=True)) / ask.rate_per_s
+                sum(d.rate_per_s / rate for d, rate in zip(demand.demands, rates, strict=True))
+                / demand.rate_per_s
             )
             assert prediction.capacity_per_s == pytest.approx(mine[0].count / busy_s, rel=1e-5)
-        before = next(item for item in plan.predictions if item.model == ask.name)
+        before = next(item for item in plan.predictions if item.model == demand.name)
         assert prediction.capacity_per_s >= before.capacity_per_s * (1 - 1e-5)
     if plan.deployments:
-        tokens = [ask.tokens_per_s * plan.fraction_of(ask.name) * 3600 / 1e6 for ask in problem.asks]
-        paid = [usd_per_million_tokens(problem, plan, ask.name) for ask in problem.asks]
+        tokens = [demand.tokens_per_s * plan.fraction_of(demand.name) * 3600 / 1e6 for demand in problem.asks]
+        paid = [usd_per_million_tokens(problem, plan, demand.name) for demand in problem.asks]
         whole = sum(cost * count for cost, count in zip(paid, tokens, strict=True))
         assert whole == pytest.approx(plan.total_usd_per_h)
 

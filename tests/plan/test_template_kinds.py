@@ -161,10 +161,12 @@ def test_a_pair_is_never_worse_than_its_high_end_alone() -> None:
     assert result
     better = 0
     for template in result:
-        for mine, other in zip(template.capacity, alone[template.nodes[1].node].capacity, strict=True):
+        for mine, other_capacity in zip(
+            template.capacity, alone[template.nodes[1].node].capacity, strict=True
+        ):
             if mine.closed_per_s:
-                assert mine.closed_per_s >= other.closed_per_s * (1 - 1e-9)
-                better += mine.closed_per_s > other.closed_per_s * 1.01
+                assert mine.closed_per_s >= other_capacity.closed_per_s * (1 - 1e-9)
+                better += mine.closed_per_s > other_capacity.closed_per_s * 1.01
                 assert not ASK.demands[mine.bucket].promised or mine.ttft_s <= ASK.slo.ttft_s * (1 + 1e-9)
                 assert mine.tpot_s <= ASK.slo.tpot_s * (1 + 1e-9)
     assert better, "a low-end GPU should relieve at least one high-end one"
@@ -216,9 +218,9 @@ def test_a_mixed_pipeline_keeps_its_objective_and_gains_from_stages() -> None:
     ask, name = problem.asks[0], "1xL40S"
     whole = Layout((Stage(32, (StageNode(name, 1),)),))
     halves = Layout(tuple(Stage(16, (StageNode(name, 1),)) for _ in range(2)))
-    one = replica_capacity(ask, whole, problem.by_name, "mixed", 0.8)[0]
+    capacity = replica_capacity(ask, whole, problem.by_name, "mixed", 0.8)[0]
     two = replica_capacity(ask, halves, problem.by_name, "mixed", 0.8)[0]
-    assert one.closed_per_s < two.closed_per_s < 2.6 * one.closed_per_s
+    assert capacity.closed_per_s < two.closed_per_s < 2.6 * capacity.closed_per_s
     assert 0 < two.tpot_s <= ask.slo.tpot_s
     assert 0 < two.ttft_s <= ask.slo.ttft_s
     tight = replace(ask, slo=Slo(ask.slo.ttft_s, two.tpot_s / 2))

@@ -60,9 +60,9 @@ def test_the_allocation_program_finds_the_same_optimum() -> None:
     prefill[1] = 1 / H20_S.at(tokens)
     decode[2] = 1 / HOLD_S
     uses = np.array([[1, 0], [0, 1], [0, 1]], np.uint8)
-    fleet = NodeSupply(("away", "home"), ("H200", "H20"), np.ones((2, 2)), np.array([[4, 0], [0, 8]]))
+    node_supply = NodeSupply(("away", "home"), ("H200", "H20"), np.ones((2, 2)), np.array([[4, 0], [0, 8]]))
     model = ModelColumns("1T", buckets, uses, prefill, decode, none, ordered=True)
-    result = solve(FlowProgram(fleet, (model,), (LinkRow(0, 1, 100e9),)), time_limit_s=30.0)
+    result = solve(FlowProgram(node_supply, (model,), (LinkRow(0, 1, 100e9),)), time_limit_s=30.0)
     assert result.fraction * asked == pytest.approx(3.24, rel=0.03), "Table 6"
     counts = {(key.template, key.region): count for key, count in result.counts}
     assert counts == {(0, 0): 4, (1, 1): 3, (2, 1): 5}

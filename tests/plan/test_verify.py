@@ -69,9 +69,9 @@ def test_a_link_that_is_too_thin_or_missing() -> None:
 
 @pytest.mark.parametrize("name", ["prefill_per_s", "decode_per_s", "closed_per_s"])
 def test_a_template_that_promises_too_much(name: str) -> None:
-    first = PLAN.templates[0]
-    wild = tuple(replace(item, **{name: 1e6}) for item in first.capacity)
-    says(replace(PLAN, templates=(replace(first, capacity=wild), *PLAN.templates[1:])), name)
+    first_template = PLAN.templates[0]
+    wild = tuple(replace(item, **{name: 1e6}) for item in first_template.capacity)
+    says(replace(PLAN, templates=(replace(first_template, capacity=wild), *PLAN.templates[1:])), name)
 
 
 def test_names_that_do_not_exist() -> None:

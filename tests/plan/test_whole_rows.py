@@ -71,8 +71,8 @@ def test_a_tenth_of_a_copy_is_paid_for_as_one() -> None:
     """One node does ten times what is asked: a relaxation rents a tenth of it, and with the rows all of it."""
     none, one = np.zeros((1, 1)), np.array([[10.0]])
     model = ModelColumns("m", (DemandBucket("b", 1.0, 0.0),), np.ones((1, 1), np.uint8), none, none, one)
-    fleet = NodeSupply(("here",), ("a",), np.array([[7.0]]), np.array([[5]]))
-    result = strengthened(FlowProgram(fleet, (model,)))
+    node_supply = NodeSupply(("here",), ("a",), np.array([[7.0]]), np.array([[5]]))
+    result = strengthened(FlowProgram(node_supply, (model,)))
     assert result is not None
     assert result[1] == pytest.approx(0.7)
     assert result[2] == pytest.approx(7.0)
@@ -82,8 +82,8 @@ def test_prices_are_those_of_single_units() -> None:
     """What one more request a second costs is asked of the relaxation without these rows."""
     none, one = np.zeros((1, 1)), np.array([[10.0]])
     model = ModelColumns("m", (DemandBucket("b", 1.0, 0.0),), np.ones((1, 1), np.uint8), none, none, one)
-    fleet = NodeSupply(("here",), ("a",), np.array([[7.0]]), np.array([[5]]))
-    flow = solve_flow(FlowProgram(fleet, (model,)), deadline(), 0.0, [])
+    node_supply = NodeSupply(("here",), ("a",), np.array([[7.0]]), np.array([[5]]))
+    flow = solve_flow(FlowProgram(node_supply, (model,)), deadline(), 0.0, [])
     assert flow.upper == pytest.approx(7.0)
     assert flow.prices is not None
     assert flow.prices.duals.demand.tolist() == pytest.approx([0.7])

@@ -37,15 +37,17 @@ def a_trial(
     problem: PlanningProblem, traffic: tuple[Traffic, ...], cv: float = 3.0, requests: int = 3_000
 ) -> TrialSetup:
     plan = melange(TemplateFactory(problem), SETTINGS).plan
-    world = ResolvedPlan(
+    resolved_plan = ResolvedPlan(
         plan,
-        {ask.name: ask.model for ask in problem.asks},
+        {demand.name: demand.model for demand in problem.asks},
         problem.by_name,
         problem.regions,
         (),
-        {ask.name: ask.slo for ask in problem.asks},
+        {demand.name: demand.slo for demand in problem.asks},
         {item.model: (item.mean_input_tokens, item.mean_output_tokens) for item in traffic},
     )
     asked = {item.model: item for item in traffic}
     source = made_up(traffic, cv)
-    return TrialSetup(world, source, Policy(admission=False), Running(), asked, most_requests=requests)
+    return TrialSetup(
+        resolved_plan, source, Policy(admission=False), Running(), asked, most_requests=requests
+    )

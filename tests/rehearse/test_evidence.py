@@ -184,10 +184,10 @@ def trial() -> PairTrial:
 
 
 def test_a_pair_keeps_its_objective_until_it_is_asked_for_too_much(trial: PairTrial) -> None:
-    prefill, decode = replica("prefill", "node0"), replica("decode", "node1")
-    assert trial(prefill, decode, 1.0) == 1.0
-    assert trial(prefill, decode, 1.0) == trial(prefill, decode, 1.0)
-    assert trial(prefill, decode, 40.0) < 0.5
+    prefill_replica, decode_replica = replica("prefill", "node0"), replica("decode", "node1")
+    assert trial(prefill_replica, decode_replica, 1.0) == 1.0
+    assert trial(prefill_replica, decode_replica, 1.0) == trial(prefill_replica, decode_replica, 1.0)
+    assert trial(prefill_replica, decode_replica, 40.0) < 0.5
     both = replica("mixed", "node0")
     assert trial(both, both, 0.5) == 1.0
 
@@ -244,8 +244,10 @@ def test_a_trace_is_cut_into_pieces_that_never_meet() -> None:
 
 def test_a_trace_comes_at_the_planned_rate_beside_made_up_models() -> None:
     traffic = [a_traffic("chat", 16.0), a_traffic("code", 4.0)]
-    load = recorded({"chat": a_trace()}, traffic)(1, ["chat", "code"], 1e9)
-    rates = [(load.model == place).sum() / float(load.arrival_s[-1]) for place in range(2)]  # chat, then code
+    workload = recorded({"chat": a_trace()}, traffic)(1, ["chat", "code"], 1e9)
+    rates = [
+        (workload.model == place).sum() / float(workload.arrival_s[-1]) for place in range(2)
+    ]  # chat, then code
     assert rates == [pytest.approx(16.0, rel=0.1), pytest.approx(4.0, rel=0.25)]
 
 

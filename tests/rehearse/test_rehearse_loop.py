@@ -56,9 +56,9 @@ def needing(
 
 def every_fleet(problem: PlanningProblem, most: int) -> list[Plan]:
     """All plans of up to so many single nodes, each with the best of its templates, that serve the demand."""
-    (ask,) = problem.asks
+    (demand,) = problem.asks
     best = {}
-    for template in TemplateFactory(problem).mixed(ask):
+    for template in TemplateFactory(problem).mixed(demand):
         node, rate = template.nodes[0].node, min(item.closed_per_s for item in template.capacity)
         if node not in best or rate > min(item.closed_per_s for item in best[node].capacity):
             best[node] = template
@@ -97,9 +97,9 @@ def test_as_cheap_as_the_cheapest_fleet_that_holds(needed: float, fleets: list[P
 def assert_each_once(result: Rehearsal) -> None:
     """No part is tried twice: every plan but fresh ones has something that none before it had."""
     seen: set[object] = set()
-    for step in result.steps:
-        keys = {(name, part_key(part.plan)) for name, part in step.parts.items()}
-        assert step.fresh or keys - seen or step is result.steps[0]
+    for rehearsed in result.steps:
+        keys = {(name, part_key(part.plan)) for name, part in rehearsed.parts.items()}
+        assert rehearsed.fresh or keys - seen or rehearsed is result.steps[0]
         seen |= keys
 
 
@@ -132,9 +132,9 @@ def test_what_was_seen_for_a_short_time_is_proven_for_longer() -> None:
         late = first_run >= FRESH and sum(d.count for d in plan.deployments) < 2
         return tuple(verdict(name, not late, 20.0 if first_run >= FRESH else 3.0) for name in names)
 
-    chosen = rehearse(TemplateFactory(problem), melange, SETTINGS, judge).chosen
-    assert chosen is not None
-    assert (chosen.fresh, sum(d.count for d in chosen.plan.deployments)) == (True, 2)
+    chosen_plan = rehearse(TemplateFactory(problem), melange, SETTINGS, judge).chosen
+    assert chosen_plan is not None
+    assert (chosen_plan.fresh, sum(d.count for d in chosen_plan.plan.deployments)) == (True, 2)
 
 
 @pytest.mark.slow
@@ -181,9 +181,9 @@ def test_what_fresh_runs_refute_is_not_chosen() -> None:
     assert result.chosen is not None
     assert result.chosen.fresh
     assert spare_of(result.chosen.plan, problem, "chat") >= 1.9 / 1.0001
-    fresh = [step for step in result.steps if step.fresh]
-    assert [step.holds for step in fresh] == [False] * (len(fresh) - 1) + [True]
-    assert len({part_key(step.plan) for step in fresh}) == len(fresh), "refuted stays refuted"
+    fresh = [rehearsed for rehearsed in result.steps if rehearsed.fresh]
+    assert [rehearsed.holds for rehearsed in fresh] == [False] * (len(fresh) - 1) + [True]
+    assert len({part_key(rehearsed.plan) for rehearsed in fresh}) == len(fresh), "refuted stays refuted"
 
 
 def test_search_of_a_fleet_that_is_too_small_ends_on_its_nodes_with_the_closest_plan() -> None:
@@ -300,9 +300,11 @@ def test_a_bursty_model_gets_more_in_real_runs_and_the_same_twice() -> None:
     one, other = (rehearse(TemplateFactory(problem), melange, SETTINGS, judge, rules) for _ in range(2))
     assert one.chosen is not None
     assert one.chosen.cost_usd_per_h > one.averages.plan.cost_usd_per_h
-    held = [step.cost_usd_per_h for step in one.steps if step.holds]
+    held = [rehearsed.cost_usd_per_h for rehearsed in one.steps if rehearsed.holds]
     assert one.chosen.cost_usd_per_h == min(held)
-    assert [step.evidence for step in one.steps] == [step.evidence for step in other.steps]
+    assert [rehearsed.evidence for rehearsed in one.steps] == [
+        rehearsed.evidence for rehearsed in other.steps
+    ]
 
 
 def test_parts_put_together_do_what_they_did_apart() -> None:
@@ -338,7 +340,7 @@ def test_a_plan_of_such_pipelines_runs_as_planned() -> None:
     (template,) = {plan.template(deployment.template) for deployment in plan.deployments}
     assert template.replicas[0].role == "mixed"
     assert len(template.replicas[0].layout.stages) > 1
-    world = ResolvedPlan(
+    resolved_plan = ResolvedPlan(
         plan,
         {"big": wanted.model},
         problem.by_name,
@@ -347,15 +349,19 @@ def test_a_plan_of_such_pipelines_runs_as_planned() -> None:
         {"big": wanted.slo},
         {"big": (800.0, 100.0)},
     )
-    replica_models = ReplicaModels(world)
+    replica_models = ReplicaModels(resolved_plan)
     replica_models.learn(plan)
     engine = replica_models.replica_models[template.name, 0].engine
     assert engine.token_budget < DEFAULT_ENGINE.token_budget, "turns of the planned length"
-    result = simulate(world, of_traffic([TRAFFIC], 300, 0, 0.1))
+    result = simulate(resolved_plan, of_traffic([TRAFFIC], 300, 0, 0.1))
     (seen,) = summarise(result).models
     assert seen.attainment is not None
     assert seen.attainment >= wanted.slo.attainment
-    assert not [each for each in disagreements(compared(world, result, "learned")) if each.what != "rate"]
+    assert not [
+        deviation
+        for deviation in disagreements(compared(resolved_plan, result, "learned"))
+        if deviation.what != "rate"
+    ]
 
 
 @pytest.mark.parametrize("needed", [1.04, 1.13, 1.3])
@@ -374,10 +380,10 @@ def test_a_large_plan_is_searched_in_few_trials(needed: float) -> None:
 
 def with_classes(share: float, strict: Slo) -> tuple[PlanningProblem, Traffic]:
     traffic = replace(a_traffic(), classes=(("interactive", share),))
-    ask = model_demand(
+    demand = model_demand(
         "chat", models.model("Llama-3.1-8B"), Slo(1.0, 0.06), traffic, promises={"interactive": strict}
     )
-    return replace(a_problem(), asks=(ask,)), traffic
+    return replace(a_problem(), asks=(demand,)), traffic
 
 
 def test_a_small_class_is_judged_by_itself() -> None:

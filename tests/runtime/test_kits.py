@@ -98,10 +98,10 @@ def group(*parts: tuple[str, int, str], nodes: tuple[tuple[str, int], ...]) -> T
     half = LLAMA.layer_count // 2
     made = []
     for node, tp, machine in parts:
-        member = StageNode(node, tp, machine)
+        stage_node = StageNode(node, tp, machine)
         made.append(
             PlannedReplica(
-                "mixed", Layout((Stage(half, (member,)), Stage(LLAMA.layer_count - half, (member,))))
+                "mixed", Layout((Stage(half, (stage_node,)), Stage(LLAMA.layer_count - half, (stage_node,))))
             )
         )
     counts = tuple(NodeCount(node, count) for node, count in nodes)
@@ -291,8 +291,8 @@ FAST = ReplicaFacts(1e-12, 0.0, 1e-9, 64, 10**9, 10**9)
 def scaled_bytes(facts: object, tokens: int, codec: Codec) -> float:
     """What the scaler reckons one prompt puts on a link: the rate of a link that is the only limit."""
     local = (Flippable("d", "here", "decode", 0, 1e12, 1e12, FAST),)
-    site = ClusterBalance(Counter({FAST: 1}), local, 1e3, facts, codec)  # type: ignore[arg-type]
-    return 1e3 / rate_per_s(site, (LengthCount(tokens, tokens + 1, 1, tokens),), 0, [True])
+    cluster_balance = ClusterBalance(Counter({FAST: 1}), local, 1e3, facts, codec)  # type: ignore[arg-type]
+    return 1e3 / rate_per_s(cluster_balance, (LengthCount(tokens, tokens + 1, 1, tokens),), 0, [True])
 
 
 @given(st.sampled_from(SOME), st.sampled_from(CODECS), st.integers(1, 130_000))
@@ -308,9 +308,9 @@ def test_everyone_counts_the_same_bytes(model, codec: Codec, tokens: int) -> Non
     links.send(RequestState(Request("1", "m", 0.0, tokens, 1)), "a", "b", tokens)
     assert links.open_bytes == pytest.approx(sent)
     demand = BucketDemand(model.name, 0, tokens, tokens, 1, 0, 1.0, held)
-    ask = ModelDemand(model.name, model, Slo(1.0, 1.0), (demand,))
-    assert wire_bits(ask, codec)[0] / 8 == pytest.approx(sent)
-    assert _wire_bits(ask, tokens, codec) / 8 == pytest.approx(sent)
+    model_demand = ModelDemand(model.name, model, Slo(1.0, 1.0), (demand,))
+    assert wire_bits(model_demand, codec)[0] / 8 == pytest.approx(sent)
+    assert _wire_bits(model_demand, tokens, codec) / 8 == pytest.approx(sent)
     work = PoolWorkload(replace(model, max_context_tokens=200_000), Slo(1.0, 1.0), tokens, 1, 1.0, codec)
     assert work.kv_bytes_per_layer * model.layer_count == pytest.approx(sent)
 

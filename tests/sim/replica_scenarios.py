@@ -69,28 +69,28 @@ def live(
     table: StepTimes, limits: BatchLimits, plan: list[Touch], *, fast_forward: bool, single: bool = True
 ) -> tuple[SimEngine, Life]:
     """Carry a plan out until the replica is idle; handed-over KV is released a while after it was computed."""
-    replica, life = SimEngine(table, limits, fast_forward=fast_forward), Life()
+    sim_engine, life = SimEngine(table, limits, fast_forward=fast_forward), Life()
     events = list(plan)
     reserved: set[int] = set()
-    while events or replica.wake_s < inf:
-        due_s = replica.wake_s
+    while events or sim_engine.wake_s < inf:
+        due_s = sim_engine.wake_s
         if events and events[0][0] < due_s:
             at_s, _, what, figures = heapq.heappop(events)
-            _touch(replica, life, at_s, what, figures, reserved, single)
+            _touch(sim_engine, life, at_s, what, figures, reserved, single)
             continue
         life.looks += 1
-        for at_s, kind, key in replica.advance(due_s):
+        for at_s, kind, key in sim_engine.advance(due_s):
             assert at_s == due_s, "something happened before the replica had said so"
             life.happenings.setdefault(key, []).append((kind, at_s))
             life.times.append(at_s)
             assert kind in (FIRST, DONE, FINISHED, PREEMPTED)
             if kind == DONE:
                 heapq.heappush(events, (at_s * 1.0001 + 1e-3, -key, "release", (key,)))
-    return replica, life
+    return sim_engine, life
 
 
 def _touch(
-    replica: SimEngine,
+    sim_engine: SimEngine,
     life: Life,
     at_s: float,
     what: str,
@@ -103,19 +103,19 @@ def _touch(
         reserved.discard(key)
         tenant, weight = ("", 1.0) if single else (str(key % 3), 1.0 + key % 3)
         compute, context, output, priority = map(int, figures[1:])
-        replica.add(at_s, key, compute, context, output, priority, tenant, weight)
+        sim_engine.add(at_s, key, compute, context, output, priority, tenant, weight)
     elif what == "reserve":
-        life.reserved.append(replica.reserve(at_s, key, int(figures[1])))
+        life.reserved.append(sim_engine.reserve(at_s, key, int(figures[1])))
         if life.reserved[-1]:
             reserved.add(key)
     elif what == "cancel":
-        if key in set(replica.batch.keys()):
-            life.streamed.append(replica.streamed(at_s, key))
+        if key in set(sim_engine.batch.keys()):
+            life.streamed.append(sim_engine.streamed(at_s, key))
         reserved.discard(key)
-        replica.cancel(at_s, key)
+        sim_engine.cancel(at_s, key)
     elif what == "release":
-        replica.release(at_s, key)
+        sim_engine.release(at_s, key)
     elif what == "status":
-        life.statuses.append(replica.status(at_s))
+        life.statuses.append(sim_engine.status(at_s))
     elif what == "speed":
-        replica.set_speed(at_s, figures[0])
+        sim_engine.set_speed(at_s, figures[0])

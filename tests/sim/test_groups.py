@@ -102,13 +102,13 @@ def steady(count: int, rate_per_s: float, prompt: int = 1000, output: int = 100)
 
 
 def test_a_group_runs_as_planned_over_the_links_between_its_machines() -> None:
-    world = scene()
-    result = simulate(world, steady(1200, 4.0))
-    outcome = compared(world, result)
+    resolved_plan = scene()
+    result = simulate(resolved_plan, steady(1200, 4.0))
+    outcome = compared(resolved_plan, result)
     assert not disagreements(outcome), disagreements(outcome)
     assert {item.what for item in outcome} == {"served", "attainment", "rate", "flow", "busy", "link"}
-    replica_models = ReplicaModels(world)
-    replica_models.learn(world.plan)
+    replica_models = ReplicaModels(resolved_plan)
+    replica_models.learn(resolved_plan.plan)
     sent = {(link.source, link.target): link.sent_bytes for link in result.links if link.sent_bytes}
     whole = replica_models.kv["chat"].wire_bytes(0, 1000, "int4")
     # Half of the requests go to c, each with 20 layers from a and the rest from b; 0.3 to a, which lacks b's layers.
@@ -137,11 +137,11 @@ def test_layers_that_come_over_the_slowest_link_decide_when_all_is_there() -> No
 
 
 def test_a_lost_machine_is_noticed_when_its_heartbeat_is_missing_and_stays_lost() -> None:
-    world, load = scene(), steady(1200, 4.0)
+    resolved_plan, workload = scene(), steady(1200, 4.0)
     faults = parse_faults("faults: [{at_s: 100, kind: node, node: c}]", "f")
     policy = Policy(scaling="flips", window_s=30.0)
     runs = [
-        simulate(world, load, policy, faults=faults, settings=SimSettings(heartbeat_s=wait_s))
+        simulate(resolved_plan, workload, policy, faults=faults, settings=SimSettings(heartbeat_s=wait_s))
         for wait_s in (0.0, 5.0)
     ]
     for run, wait_s in zip(runs, (0.0, 5.0), strict=True):
@@ -158,11 +158,11 @@ def test_a_lost_machine_is_noticed_when_its_heartbeat_is_missing_and_stays_lost(
 
 
 def test_a_shift_to_long_prompts_flips_a_decoder() -> None:
-    world = scene(16.0)
+    resolved_plan = scene(16.0)
     arrival_s = np.arange(4800) / 16.0
     prompts = np.where(arrival_s < 100, 600, 1900)
     load = workload("chat", arrival_s, prompts, np.where(arrival_s < 100, 100, 8))
-    runs = [simulate(world, load, Policy(scaling=item, window_s=30.0)) for item in ("none", "flips")]
+    runs = [simulate(resolved_plan, load, Policy(scaling=item, window_s=30.0)) for item in ("none", "flips")]
     end = arrival_s > 200
     met = [judge(run.records, run.slos, run.end_s).met[end].mean() for run in runs]
     assert met[1] > met[0] + 0.1
@@ -251,8 +251,8 @@ MARKET = Faults(
 )
 
 
-def offer(moment: PlanQuestion, node: str) -> NodeOffer:
-    node_offer = next(region for region in moment.regions if region.name == "east").offer(node)
+def offer(plan_question: PlanQuestion, node: str) -> NodeOffer:
+    node_offer = next(region for region in plan_question.regions if region.name == "east").offer(node)
     assert node_offer is not None
     return node_offer
 
@@ -260,8 +260,8 @@ def offer(moment: PlanQuestion, node: str) -> NodeOffer:
 def test_the_planner_sees_the_moment_and_what_is_left() -> None:
     asked: list[PlanQuestion] = []
 
-    def planner(moment: PlanQuestion) -> Plan:
-        asked.append(moment)
+    def planner(plan_question: PlanQuestion) -> Plan:
+        asked.append(plan_question)
         return closed_plan((mixed(), "east", 1), (mixed(SLOW), "east", 1))
 
     result = simulate(
@@ -272,7 +272,9 @@ def test_the_planner_sees_the_moment_and_what_is_left() -> None:
         planner=planner,
         settings=SimSettings(planner_s=30.0),
     )
-    assert [moment.at_s for moment in asked] == [300.0, 600.0], "at once, not with the next interval"
+    assert [plan_question.at_s for plan_question in asked] == [300.0, 600.0], (
+        "at once, not with the next interval"
+    )
     first, later = asked
     assert (offer(first, FAST_NODE).price_usd_per_h, offer(first, FAST_NODE).available) == (9.0, 1)
     assert offer(first, SLOW_NODE).price_usd_per_h == 0.1
@@ -315,7 +317,7 @@ def test_what_is_drained_for_a_new_plan_ends_its_answers() -> None:
         work,
         Policy(scaling="replan"),
         faults=Faults(prices=(PriceChange(300.0, "east", FAST_NODE, 99.0),)),
-        planner=lambda moment: moved,
+        planner=lambda plan_question: moved,
     )
     old = result.replicas[0]
     drained_s, stopped_s = (at_s for at_s, state, _ in old.changes if state in ("draining", "stopped"))

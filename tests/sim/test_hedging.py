@@ -139,8 +139,8 @@ def attained(
         {"chat": problem.asks[0].slo},
         {"chat": (TRAFFIC.mean_input_tokens, TRAFFIC.mean_output_tokens)},
     )
-    load = of_traffic([replace(TRAFFIC, rate_per_s=rate_per_s)], 1200, 1, 1.0)
-    result = simulate(resolved, load, Policy(admission=False), seed=1, faults=faults)
+    workload = of_traffic([replace(TRAFFIC, rate_per_s=rate_per_s)], 1200, 1, 1.0)
+    result = simulate(resolved, workload, Policy(admission=False), seed=1, faults=faults)
     return summarise(result, warm_up_s=AT_S).total.attainment
 
 

@@ -104,10 +104,14 @@ def test_against_a_plain_loop(rows: list[Row], warm_up_s: float) -> None:
             records.outcome[i] == OPEN and result.end_s - records.arrival_s[i] > slo.ttft_s
         ):
             judged += 1
-    total = summary.total
-    assert total.attainment == (met / judged if judged else None)
-    assert total.output_tokens == tokens
-    for spread, values in ((total.ttft_s, ttfts), (total.tpot_s, tpots), (total.e2e_s, e2es)):
+    total_summary = summary.total
+    assert total_summary.attainment == (met / judged if judged else None)
+    assert total_summary.output_tokens == tokens
+    for spread, values in (
+        (total_summary.ttft_s, ttfts),
+        (total_summary.tpot_s, tpots),
+        (total_summary.e2e_s, e2es),
+    ):
         if not values:
             assert spread is None
             continue
@@ -115,10 +119,12 @@ def test_against_a_plain_loop(rows: list[Row], warm_up_s: float) -> None:
         assert spread.count == len(values)
         assert spread.mean == pytest.approx(np.mean(values))
         assert spread.p90 == pytest.approx(np.quantile(values, 0.9))
-    assert total.requests == sum(model.requests for model in summary.models)
+    assert total_summary.requests == sum(model.requests for model in summary.models)
     for name in ("answered", "refused", "cancelled", "open"):
-        assert getattr(total.outcomes, name) == sum(getattr(model.outcomes, name) for model in summary.models)
-    assert sum(total.outcomes.refusals.values()) == total.outcomes.refused
+        assert getattr(total_summary.outcomes, name) == sum(
+            getattr(model.outcomes, name) for model in summary.models
+        )
+    assert sum(total_summary.outcomes.refusals.values()) == total_summary.outcomes.refused
     assert codec.loads(RunSummary, summary.to_json(), format_name=FORMAT, version=VERSION) == summary
 
 

@@ -210,8 +210,8 @@ def test_what_is_planned_is_kept_and_more_is_borne_than_decoders_bear(tmp_path: 
     assert {replica.role for template in used for replica in template.replicas} == {"prefill", "decode"}
     resolved, slo = scene_of(SimulationInputs(spec, problem, plan)), spec.models[0].slo
     for rate_per_s, least_per_s in ((6.0, 0.99 * 6.0), (12.0, 9.0)):
-        load = at_rate(of_traffic([model.traffic for model in spec.models], 600, 11), rate_per_s)
-        seen = simulate(resolved, load, Policy()).records
+        workload = at_rate(of_traffic([model.traffic for model in spec.models], 600, 11), rate_per_s)
+        seen = simulate(resolved, workload, Policy()).records
         gaps = np.maximum(seen.output_tokens - 1, 1)
         soon = seen.first_token_s - seen.arrival_s <= slo.ttft_s
         good = soon & ((seen.finish_s - seen.first_token_s) / gaps <= slo.tpot_s)
@@ -238,11 +238,11 @@ def a_problem(gbps: float, rate_per_s: float = 8.0) -> PlanningProblem:
 def scene(problem: PlanningProblem, plan: Plan) -> ResolvedPlan:
     return ResolvedPlan(
         plan,
-        {ask.name: ask.model for ask in problem.asks},
+        {demand.name: demand.model for demand in problem.asks},
         problem.by_name,
         problem.regions,
         problem.links,
-        {ask.name: ask.slo for ask in problem.asks},
+        {demand.name: demand.slo for demand in problem.asks},
         {"chat": (TRAFFIC.mean_input_tokens, TRAFFIC.mean_output_tokens)},
     )
 
@@ -255,11 +255,11 @@ def test_smooth_arrivals_at_the_planned_rate_keep_the_promise(strategy: str, gbp
     assert plan.fraction == 1.0
     assert verify(problem, plan) == ()
     result = simulate(scene(problem, plan), of_traffic([TRAFFIC], 1200, seed=5, cv=0.3))
-    total = summarise(result).total
+    total_summary = summarise(result).total
     chat = summarise(result).models[0]
     assert chat.attainment is not None
     assert chat.attainment >= SLO.attainment
-    assert total.outcomes.answered >= 0.97 * 1200
+    assert total_summary.outcomes.answered >= 0.97 * 1200
     for link in result.links:
         if link.kind == "card":
             # 0.8 at most is planned, and whoever is done first gets more than its planned share. It was 0.85 while

@@ -106,36 +106,36 @@ def test_jumping_and_stepping_give_the_same_life(name: str) -> None:
 
 def test_a_lone_request_takes_its_prefill_and_its_decode_steps() -> None:
     timer = roofline(models.model("Llama-3.1-8B"), nodes.node_type("1xH100-SXM"), 1)
-    replica = SimEngine(step_table(timer), BatchLimits(10_000))
-    replica.add(1.0, 0, 1155, 0, 211)
-    result = {kind: at_s for at_s, kind, _ in replica.advance(100.0)}
+    sim_engine = SimEngine(step_table(timer), BatchLimits(10_000))
+    sim_engine.add(1.0, 0, 1155, 0, 211)
+    result = {kind: at_s for at_s, kind, _ in sim_engine.advance(100.0)}
     first_s = float(prefill_s(timer, 1155)[0])
     assert result[FIRST] == pytest.approx(1.0 + first_s, rel=1e-9)
     contexts = np.arange(1155, 1155 + 210)
     decode_s = float(decode_step_s(timer, np.ones(210), contexts).sum())
     assert result[FINISHED] == pytest.approx(1.0 + first_s + decode_s, rel=2e-3)
-    assert replica.wake_s == inf
-    assert (replica.computed_tokens, replica.decoded_tokens, replica.used_blocks) == (1155, 210, 0)
+    assert sim_engine.wake_s == inf
+    assert (sim_engine.computed_tokens, sim_engine.decoded_tokens, sim_engine.used_blocks) == (1155, 210, 0)
 
 
 def test_an_arrival_waits_for_the_step_under_way() -> None:
-    replica = SimEngine(step_table(Plain()), BatchLimits(1000))
-    replica.add(0.0, 0, 100, 0, 50)
-    [(first_s, kind, _)] = replica.advance(replica.wake_s)
+    sim_engine = SimEngine(step_table(Plain()), BatchLimits(1000))
+    sim_engine.add(0.0, 0, 100, 0, 50)
+    [(first_s, kind, _)] = sim_engine.advance(sim_engine.wake_s)
     assert kind == FIRST
-    step_s = replica.table.row(1).step_s(100)
-    replica.add(first_s + 0.3 * step_s, 1, 10, 0, 1)
-    assert replica.advance(first_s + step_s) == []
-    beside_s = replica.table.step_s([(1, 10, 0)], 1, 101)
-    result = replica.advance(replica.wake_s)
+    step_s = sim_engine.table.row(1).step_s(100)
+    sim_engine.add(first_s + 0.3 * step_s, 1, 10, 0, 1)
+    assert sim_engine.advance(first_s + step_s) == []
+    beside_s = sim_engine.table.step_s([(1, 10, 0)], 1, 101)
+    result = sim_engine.advance(sim_engine.wake_s)
     assert [(kind, key) for _, kind, key in result] == [(FIRST, 1), (FINISHED, 1)]
     assert result[0][0] == pytest.approx(first_s + step_s + beside_s)
 
 
 def test_a_question_changes_nothing() -> None:
     asked, left_alone = (SimEngine(step_table(Plain()), BatchLimits(1000)) for _ in range(2))
-    for replica in (asked, left_alone):
-        replica.add(0.0, 0, 100, 0, 200)
+    for sim_engine in (asked, left_alone):
+        sim_engine.add(0.0, 0, 100, 0, 200)
     while asked.wake_s < inf:
         now_s = asked.wake_s
         for share in (0.2, 0.5, 0.9):
@@ -145,30 +145,30 @@ def test_a_question_changes_nothing() -> None:
 
 
 def test_a_slow_replica_is_slow_from_the_next_step_on() -> None:
-    replica = SimEngine(step_table(Plain()), BatchLimits(1000))
-    replica.add(0.0, 0, 100, 0, 11)
-    first_s = replica.advance(replica.wake_s)[0][0]
-    row, context = replica.table.row(1), 100
-    replica.set_speed(first_s + 0.5 * row.step_s(context), 3.0)
-    last_s = replica.advance(100.0)[-1][0]
+    sim_engine = SimEngine(step_table(Plain()), BatchLimits(1000))
+    sim_engine.add(0.0, 0, 100, 0, 11)
+    first_s = sim_engine.advance(sim_engine.wake_s)[0][0]
+    row, context = sim_engine.table.row(1), 100
+    sim_engine.set_speed(first_s + 0.5 * row.step_s(context), 3.0)
+    last_s = sim_engine.advance(100.0)[-1][0]
     assert last_s == pytest.approx(first_s + row.step_s(context) + 3 * row.run_s(context + 1, 9))
 
 
-def token_counts(replica: SimEngine) -> Floats:
+def token_counts(sim_engine: SimEngine) -> Floats:
     counts = np.zeros(len(EDGES_S) - 1)
-    for place, count in replica.gaps.filled():
+    for place, count in sim_engine.gaps.filled():
         counts[place] = count
     return counts
 
 
 def test_gaps_count_every_token_but_the_first() -> None:
-    replica = SimEngine(step_table(Plain()), replica_limits(step_table(Plain()), 1000))
+    sim_engine = SimEngine(step_table(Plain()), replica_limits(step_table(Plain()), 1000))
     for key in range(5):
-        replica.add(0.01 * key, key, 50, 0, 20)
-    assert replica.reserve(0.06, 5, 64)
-    replica.add(0.07, 5, 0, 64, 20)
-    last_s = replica.advance(100.0)[-1][0]
-    counts = token_counts(replica)
+        sim_engine.add(0.01 * key, key, 50, 0, 20)
+    assert sim_engine.reserve(0.06, 5, 64)
+    sim_engine.add(0.07, 5, 0, 64, 20)
+    last_s = sim_engine.advance(100.0)[-1][0]
+    counts = token_counts(sim_engine)
     assert counts.sum() == 6 * 19
     mean_s = (counts * np.sqrt(EDGES_S[1:] * EDGES_S[:-1])).sum() / counts.sum()
     assert 0.004 < mean_s < last_s / 10
@@ -176,12 +176,12 @@ def test_gaps_count_every_token_but_the_first() -> None:
 
 def test_a_preempted_request_has_one_long_gap() -> None:
     limits = BatchLimits(20, token_budget=512, max_running=8, spare_blocks=0)
-    replica = SimEngine(step_table(Plain()), limits)
+    sim_engine = SimEngine(step_table(Plain()), limits)
     for key in range(2):
-        replica.add(0.0, key, 100, 0, 100)
-    result = replica.advance(100.0)
+        sim_engine.add(0.0, key, 100, 0, 100)
+    result = sim_engine.advance(100.0)
     assert [kind for _, kind, key in result if key == 1] == [FIRST, PREEMPTED, FINISHED]
-    counts = token_counts(replica)
+    counts = token_counts(sim_engine)
     assert counts.sum() == 2 * 99
     waited_s = result[-1][0] - next(at_s for at_s, kind, _ in result if kind == PREEMPTED)
     assert 0.05 < EDGES_S[np.flatnonzero(counts)[-1]] < waited_s
@@ -200,16 +200,16 @@ class Steady:
 def ends_s(arrivals_s: list[float], outputs: list[int], slots: int, step_s: float) -> Floats:
     """When a replica is done with each request, all with a prompt of one token."""
     limits = BatchLimits(1 << 24, token_budget=1 << 20, max_running=slots)
-    replica = SimEngine(step_table(Steady(step_s)), limits)
+    sim_engine = SimEngine(step_table(Steady(step_s)), limits)
     result = [0.0] * len(arrivals_s)
     place, count = 0, len(arrivals_s)
     while True:
-        due_s = replica.wake_s
+        due_s = sim_engine.wake_s
         if place < count and arrivals_s[place] < due_s:
-            replica.add(arrivals_s[place], place, 1, 0, outputs[place])
+            sim_engine.add(arrivals_s[place], place, 1, 0, outputs[place])
             place += 1
         elif due_s < inf:
-            for at_s, kind, key in replica.advance(due_s):
+            for at_s, kind, key in sim_engine.advance(due_s):
                 if kind == FINISHED:
                     result[key] = at_s
         else:

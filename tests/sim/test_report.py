@@ -97,10 +97,10 @@ def test_figures_in_the_drawing_are_numbers() -> None:
 @pytest.mark.parametrize(("requests", "replicas"), [(100_000, 1000), (2000, ROWS), (2000, ROWS + 1)])
 def test_it_stays_small_however_large_the_run(requests: int, replicas: int) -> None:
     assert len(report(made_result(requests, replicas)).encode()) < 1_000_000
-    over_time = series(made_result(1000, replicas))
-    assert len(over_time.bands) <= ROWS
-    assert over_time.utilisation is not None
-    assert len(over_time.utilisation.cells) <= ROWS + 4
+    run_series = series(made_result(1000, replicas))
+    assert len(run_series.bands) <= ROWS
+    assert run_series.utilisation is not None
+    assert len(run_series.utilisation.cells) <= ROWS + 4
 
 
 def test_names_do_no_harm() -> None:
@@ -142,27 +142,27 @@ def test_the_same_run_gives_the_same_bytes() -> None:
 
 def test_series_count_every_request_and_every_dollar() -> None:
     result = made_result(5000, 6)
-    over_time = series(result)
-    width_s = over_time.edges_s[1]
-    assert len(over_time.edges_s) == BINS + 1
-    assert sum(over_time.arrivals_per_s.values) * width_s == pytest.approx(5000)
-    assert sum(over_time.refused_per_s.values) * width_s == pytest.approx(
+    run_series = series(result)
+    width_s = run_series.edges_s[1]
+    assert len(run_series.edges_s) == BINS + 1
+    assert sum(run_series.arrivals_per_s.values) * width_s == pytest.approx(5000)
+    assert sum(run_series.refused_per_s.values) * width_s == pytest.approx(
         int((result.records.outcome == 2).sum())
     )
-    assert over_time.goodput_per_s is not None
+    assert run_series.goodput_per_s is not None
     met = (summarise(result).total.attainment or 0) * 5000
-    assert sum(over_time.goodput_per_s.values) * width_s == pytest.approx(met)
-    assert over_time.cost_usd[-1] == pytest.approx(result.cost_usd)
-    assert sum(over_time.cost_usd_per_h) / 3600 * width_s == pytest.approx(result.cost_usd)
+    assert sum(run_series.goodput_per_s.values) * width_s == pytest.approx(met)
+    assert run_series.cost_usd[-1] == pytest.approx(result.cost_usd)
+    assert sum(run_series.cost_usd_per_h) / 3600 * width_s == pytest.approx(result.cost_usd)
 
 
 def test_utilisation_between_samples_adds_up_to_the_busy_time() -> None:
     result = made_result(2000, 6, samples=37)
-    grid = series(result).utilisation
-    assert grid is not None
+    heat_map = series(result).utilisation
+    assert heat_map is not None
     assert result.samples is not None
     for row, replica in enumerate(result.replicas):
-        cells = grid.cells[row]
+        cells = heat_map.cells[row]
         late = [
             cell
             for cell, there in zip(cells, range(len(cells)), strict=True)
@@ -172,7 +172,7 @@ def test_utilisation_between_samples_adds_up_to_the_busy_time() -> None:
         ready_s = replica.ready_s or 0.0
         absent = int(ready_s / result.end_s * BINS)
         assert all(cell is None for cell in cells[:absent])
-    whole = [cell or 0.0 for cell in grid.cells[1]]
+    whole = [cell or 0.0 for cell in heat_map.cells[1]]
     ready = int((result.replicas[1].ready_s or 0) / result.end_s * BINS)
     busy_s = result.samples.busy_s[:, 1]
     skipped_s = float(

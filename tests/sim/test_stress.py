@@ -31,11 +31,11 @@ Mask = NDArray[np.bool_]
 
 
 def chat(rate_per_s: float, span_s: float, seed: int = 3, start_s: float = 0.0) -> Workload:
-    made = synthetic(
+    workload = synthetic(
         MODEL, named.workload("azure-conv").lengths, rate_per_s, int(1.3 * rate_per_s * span_s) + 40, seed
     )
-    made = made.take(np.flatnonzero(made.arrival_s < span_s))
-    return replace(made, arrival_s=made.arrival_s + start_s)
+    workload = workload.take(np.flatnonzero(workload.arrival_s < span_s))
+    return replace(workload, arrival_s=workload.arrival_s + start_s)
 
 
 def alone(node: str, rate_per_s: float) -> Template:
@@ -47,11 +47,11 @@ def four() -> Plan:
 
 
 def served(
-    plan: Plan, load: Workload, *faults: Fault, policy: Policy | None = None, gbps: float = 100.0
+    plan: Plan, workload: Workload, *faults: Fault, policy: Policy | None = None, gbps: float = 100.0
 ) -> SimResult:
     # Prompts of any length belong to the one bucket.
     plan = replace(plan, buckets=(replace(plan.buckets[0], longest_tokens=1 << 20),))
-    return simulate(problem(plan, gbps), load, policy, faults=Faults(faults) if faults else None)
+    return simulate(problem(plan, gbps), workload, policy, faults=Faults(faults) if faults else None)
 
 
 def met(result: SimResult) -> Mask:
@@ -77,13 +77,13 @@ def refusals_s(result: SimResult) -> NDArray[np.float64]:
 @pytest.mark.parametrize("factor", [1.5, 3.0, 5.0])
 def test_overload_leaves_as_many_good_answers_as_there_is_capacity(factor: float) -> None:
     """Nearly all that are refused are so when they come, and long prompts as often as short ones."""
-    load = chat(factor * CAPACITY_PER_S, 40.0)
-    result = served(four(), load)
+    workload = chat(factor * CAPACITY_PER_S, 40.0)
+    result = served(four(), workload)
     assert good_per_s(result, 20.0, 40.0) >= 0.85 * CAPACITY_PER_S
     assert (refusals_s(result) == 0.0).mean() >= 0.99
     assert refusals_s(result).max() <= TICK_S
     refused = result.records.outcome == REFUSED
-    assert load.prompt_tokens[refused].mean() <= 1.1 * load.prompt_tokens[~refused].mean()
+    assert workload.prompt_tokens[refused].mean() <= 1.1 * workload.prompt_tokens[~refused].mean()
 
 
 def test_after_a_burst_all_is_well_at_once() -> None:
@@ -143,11 +143,11 @@ def test_a_flood_of_a_link_leaves_another_tenant_its_share() -> None:
 
 def test_a_link_that_is_slow_is_no_worse_than_one_that_is_dead() -> None:
     plan = flow_plan((prefill_only(), "west", 2), (decode_only(), "east", 2))
-    load = chat(14.0, 40.0)
+    workload = chat(14.0, 40.0)
     kept = {}
     for factor in (0.1, 0.0):
         bad = Fault(10.0, "link", source="west", target="east", factor=factor, duration_s=15.0)
-        kept[factor] = attainment(served(plan, load, bad))
+        kept[factor] = attainment(served(plan, workload, bad))
     assert kept[0.0] >= 0.99
     assert kept[0.1] >= 0.97
 
@@ -200,7 +200,7 @@ def test_only_replicas_with_a_change_are_asked_again(monkeypatch: pytest.MonkeyP
     if not (capacity.__file__ or "").endswith(".py"):
         pytest.skip("compiled: its methods cannot be counted")
     plan = flow_plan((prefill_only(), "east", 4), (decode_only(), "east", 4))
-    load, asked = chat(400.0, 8.0), [0, 0]
+    workload, asked = chat(400.0, 8.0), [0, 0]
     plain = capacity.ReplicaCapacity.fits
 
     def counting(place: int) -> None:
@@ -211,10 +211,10 @@ def test_only_replicas_with_a_change_are_asked_again(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(capacity.ReplicaCapacity, "fits", fits)
 
     counting(0)
-    first = served(plan, load)
+    first = served(plan, workload)
     counting(1)
     monkeypatch.setattr(FleetState, "_eased", lambda fleet, view: setattr(view, "eased", 1 << 60))
-    second = served(plan, load)
+    second = served(plan, workload)
     for name in ("outcome", "first_token_s", "finish_s"):
         assert np.array_equal(getattr(first.records, name), getattr(second.records, name), equal_nan=True)
     assert (first.records.outcome == REFUSED).any()

@@ -107,7 +107,7 @@ class Mortal:
     def _die(self, at_s: float) -> list[Action]:
         assert self._plan is not None
         self.deaths += 1
-        known = {view.member for view in self.brain.fleet.views.values()}
+        known = {replica_state.member for replica_state in self.brain.fleet.views.values()}
         self.brain = Brain(self._kits.facts(), self._policy)
         started = self.brain.on(at_s, PlanReceived(self._plan))
         assert {each.member for each in started if isinstance(each, StartReplica)} == known, "the same names"
@@ -147,8 +147,8 @@ def test_every_request_is_answered_whoever_decides(name: str, every: int) -> Non
     (mortal,) = minds
     assert mortal.deaths > 3
     assert mortal.adopted > mortal.deaths, "some were under way at most deaths"
-    for view in mortal.brain.fleet.views.values():
-        assert (view.open_requests, view.open_prefill_tokens, view.open_context_tokens) == (0, 0, 0)
+    for replica in mortal.brain.fleet.views.values():
+        assert (replica.open_requests, replica.open_prefill_tokens, replica.open_context_tokens) == (0, 0, 0)
 
 
 def test_a_log_with_an_adoption_in_it_replays() -> None:

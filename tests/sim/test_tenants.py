@@ -42,16 +42,16 @@ def two_tenants() -> Workload:
 
 
 def test_labels_survive_a_trace(tmp_path: Path) -> None:
-    made = two_tenants()
+    workload = two_tenants()
     path = tmp_path / "trace.jsonl"
-    write_trace(to_trace(made), path, "mooncake")
+    write_trace(to_trace(workload), path, "mooncake")
     again = of_trace(load_trace(path), fleets.MODEL, WorkloadOptions())
-    assert made.labels is not None
+    assert workload.labels is not None
     assert again.labels is not None
-    assert (again.labels.tenants, again.labels.classes) == (made.labels.tenants, made.labels.classes)
+    assert (again.labels.tenants, again.labels.classes) == (workload.labels.tenants, workload.labels.classes)
     for name in ("tenant", "request_class"):
-        assert (getattr(again.labels, name) == getattr(made.labels, name)).all()
-    assert again.labels.wait_s == pytest.approx(made.labels.wait_s, abs=1e-3)
+        assert (getattr(again.labels, name) == getattr(workload.labels, name)).all()
+    assert again.labels.wait_s == pytest.approx(workload.labels.wait_s, abs=1e-3)
 
 
 def test_csv_traces_may_have_labels_and_complain_with_their_line(tmp_path: Path) -> None:
@@ -62,10 +62,10 @@ def test_csv_traces_may_have_labels_and_complain_with_their_line(tmp_path: Path)
     assert (trace.tenants, trace.classes) == (("a", ""), ("batch", ""))
     assert trace.wait_s is not None
     assert trace.wait_s.tolist() == [1.5, np.inf]
-    made = of_trace(trace, "m", WorkloadOptions())
-    assert made.labels is not None
-    assert made.labels.tenants == ("a", "default")
-    assert made.labels.classes == ("batch", "standard")
+    workload = of_trace(trace, "m", WorkloadOptions())
+    assert workload.labels is not None
+    assert workload.labels.tenants == ("a", "default")
+    assert workload.labels.classes == ("batch", "standard")
     path.write_text(head + "2024-01-01 00:00:00,10,5,a,batch,-3\n")
     with pytest.raises(InputError, match=r"trace.csv:2: Deadline ms must be a positive number"):
         load_trace(path)
@@ -73,8 +73,8 @@ def test_csv_traces_may_have_labels_and_complain_with_their_line(tmp_path: Path)
 
 def test_a_flood_of_another_tenant_harms_nobody_and_all_is_told_by_tenant_and_class() -> None:
     problem = fleets.problem(fleets.closed_plan((fleets.mixed(), "east", 2)))
-    made, log = two_tenants(), io.StringIO()
-    summary = summarise(simulate(problem, made, Policy(tenants=(Tenant("chat", 2.0),)), log=log))
+    workload, log = two_tenants(), io.StringIO()
+    summary = summarise(simulate(problem, workload, Policy(tenants=(Tenant("chat", 2.0),)), log=log))
     tenants = {tenant.model: tenant for tenant in summary.tenants}
     classes = {item.model: item for item in summary.classes}
     assert tenants.keys() == {"chat", "flood"}
@@ -89,9 +89,9 @@ def test_a_flood_of_another_tenant_harms_nobody_and_all_is_told_by_tenant_and_cl
 
 def test_overload_is_refused_and_the_rest_is_served_in_time() -> None:
     problem = fleets.problem(fleets.closed_plan((fleets.mixed(), "east", 1)))
-    made = alike(1500, 75.0, 1155, 211)
+    workload = alike(1500, 75.0, 1155, 211)
     summaries = [
-        summarise(simulate(problem, made, Policy(admission=on)), warm_up_s=10.0).models[0]
+        summarise(simulate(problem, workload, Policy(admission=on)), warm_up_s=10.0).models[0]
         for on in (True, False)
     ]
     ours, before = summaries
@@ -127,9 +127,9 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Codec]]:
     result: list[tuple[bool, Codec]] = []
     expect = SimHandovers.expect
 
-    def noted(self: SimHandovers, now_s: float, running: SimAttempt, size_bytes: float, codec: Codec) -> None:
-        result.append((running.request.exact, codec))
-        expect(self, now_s, running, size_bytes, codec)
+    def noted(self: SimHandovers, now_s: float, attempt: SimAttempt, size_bytes: float, codec: Codec) -> None:
+        result.append((attempt.request.exact, codec))
+        expect(self, now_s, attempt, size_bytes, codec)
 
     monkeypatch.setattr(SimHandovers, "expect", noted)
     return result

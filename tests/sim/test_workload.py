@@ -58,8 +58,8 @@ def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def blocks_of(made: Workload, i: int) -> tuple[int, ...]:
-    return () if made.blocks is None else made.blocks.of(i)
+def blocks_of(workload: Workload, i: int) -> tuple[int, ...]:
+    return () if workload.blocks is None else workload.blocks.of(i)
 
 
 def gap_cv(times: NDArray[np.float64]) -> float:
@@ -164,9 +164,9 @@ def test_the_mean_of_a_cut_lognormal_against_a_sum(law: LogNormal) -> None:
 
 
 def test_bounds_hold_even_where_little_of_the_law_is_left() -> None:
-    law = LogNormal(0.0, 1.0, 30, 60)
-    assert law.mass < 1e-3
-    drawn = draw_law(rng(), law, 2_000)
+    log_normal = LogNormal(0.0, 1.0, 30, 60)
+    assert log_normal.mass < 1e-3
+    drawn = draw_law(rng(), log_normal, 2_000)
     assert drawn.min() >= 30
     assert drawn.max() <= 61  # rounded up at random
     with pytest.raises(InputError, match="holds almost none"):
@@ -242,46 +242,48 @@ def test_merging_keeps_every_request_with_all_it_has(parts: list[tuple[str, list
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.8])
 def test_shared_prefixes_save_the_share_asked_for(share: float) -> None:
-    made = with_prefixes(
+    workload = with_prefixes(
         synthetic("m", Independent(LogNormal(8.5, 0.8), Fixed(1)), 1, 4000, 3), share, 1, groups=10
     )
-    assert made.blocks is not None
+    assert workload.blocks is not None
     seen: set[int] = set()
     hit = 0
-    for i in range(len(made)):
-        blocks = blocks_of(made, i)
-        assert len(blocks) == -(-int(made.prompt_tokens[i]) // 512)
+    for i in range(len(workload)):
+        blocks = blocks_of(workload, i)
+        assert len(blocks) == -(-int(workload.prompt_tokens[i]) // 512)
         known = next((k for k, block in enumerate(blocks) if block not in seen), len(blocks))
-        hit += min(known * 512, int(made.prompt_tokens[i]))
+        hit += min(known * 512, int(workload.prompt_tokens[i]))
         seen.update(blocks)
-    assert hit / made.prompt_tokens.sum() == pytest.approx(share, abs=0.03)
+    assert hit / workload.prompt_tokens.sum() == pytest.approx(share, abs=0.03)
 
 
 def test_planned_traffic_becomes_requests_at_each_models_rate() -> None:
     bins = (LengthBin(100, 10, 0.5), LengthBin(300, 30, 0.5))
     traffic = [Traffic("a", 30.0, bins), Traffic("b", 10.0, bins, 0.5), Traffic("idle", 0.0, bins)]
-    made = of_traffic(traffic, 40_000, seed=4)
-    assert made.models == ("a", "b")
-    assert len(made) == 40_000
-    assert np.bincount(made.model).tolist() == [30_000, 10_000]
-    assert made.rate_per_s == pytest.approx(40.0, rel=0.03)
-    assert made.blocks is not None
+    workload = of_traffic(traffic, 40_000, seed=4)
+    assert workload.models == ("a", "b")
+    assert len(workload) == 40_000
+    assert np.bincount(workload.model).tolist() == [30_000, 10_000]
+    assert workload.rate_per_s == pytest.approx(40.0, rel=0.03)
+    assert workload.blocks is not None
     with pytest.raises(InputError, match="rate_per_s above 0"):
         of_traffic([Traffic("a", 0.0, bins)], 10, 0)
 
 
 def test_a_workload_at_another_rate_or_length() -> None:
-    made = with_prefixes(synthetic("m", CHAT, 5, 500, 1), 0.3, 1)
-    faster = at_rate(made, 50.0)
+    workload = with_prefixes(synthetic("m", CHAT, 5, 500, 1), 0.3, 1)
+    faster = at_rate(workload, 50.0)
     assert faster.rate_per_s == pytest.approx(50.0)
-    assert (faster.prompt_tokens == made.prompt_tokens).all()
-    more = at_rate(made, 12.5, "superpose", seed=2)
+    assert (faster.prompt_tokens == workload.prompt_tokens).all()
+    more = at_rate(workload, 12.5, "superpose", seed=2)
     assert len(more) == pytest.approx(1250, rel=0.1)
-    assert {blocks_of(more, i) for i in range(len(more))} <= {blocks_of(made, i) for i in range(len(made))}
-    longer = first(made, 1200)
-    assert (longer.prompt_tokens[500:1000] == made.prompt_tokens).all()
-    assert blocks_of(longer, 700) == blocks_of(made, 200)
-    assert longer.rate_per_s == pytest.approx(made.rate_per_s or 0, rel=0.05)
+    assert {blocks_of(more, i) for i in range(len(more))} <= {
+        blocks_of(workload, i) for i in range(len(workload))
+    }
+    longer = first(workload, 1200)
+    assert (longer.prompt_tokens[500:1000] == workload.prompt_tokens).all()
+    assert blocks_of(longer, 700) == blocks_of(workload, 200)
+    assert longer.rate_per_s == pytest.approx(workload.rate_per_s or 0, rel=0.05)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
@@ -306,20 +308,22 @@ def test_lognormals_from_what_people_know() -> None:
 
 def test_planned_traffic_has_the_prefix_hits_it_was_planned_with() -> None:
     lengths = (LengthBin(400, 10, 0.5), LengthBin(6000, 10, 0.5))
-    made = of_traffic([Traffic("chat", 2.0, lengths, prefix_hit_share=0.4)], 2000, seed=3)
-    assert made.blocks is not None
+    workload = of_traffic([Traffic("chat", 2.0, lengths, prefix_hit_share=0.4)], 2000, seed=3)
+    assert workload.blocks is not None
     seen: set[int] = set()
     hit = 0
-    for i in range(len(made)):
-        blocks = made.blocks.of(i)
+    for i in range(len(workload)):
+        blocks = workload.blocks.of(i)
         hit += next((place for place, block in enumerate(blocks) if block not in seen), len(blocks))
         seen.update(blocks)
-    assert hit * made.blocks.tokens / made.prompt_tokens.sum() == pytest.approx(0.4, abs=0.03)  # whole blocks
+    assert hit * workload.blocks.tokens / workload.prompt_tokens.sum() == pytest.approx(
+        0.4, abs=0.03
+    )  # whole blocks
     # A cache that holds the last few prompts is enough.
     recent: list[tuple[int, ...]] = []
     kept = 0
-    for i in range(len(made)):
-        blocks, known = made.blocks.of(i), {block for row in recent for block in row}
+    for i in range(len(workload)):
+        blocks, known = workload.blocks.of(i), {block for row in recent for block in row}
         kept += next((place for place, block in enumerate(blocks) if block not in known), len(blocks))
         recent = [*recent[-7:], blocks]
     assert kept >= 0.95 * hit

@@ -86,8 +86,8 @@ def test_estimate_plan_and_simulation_tell_the_same_first_token() -> None:
     """All count what a server adds to it outside of steps."""
     slo, node = Slo(2.0, 0.06), NODES[nodes.canonical(FAST)]
     told = estimate(LLAMA, node, input_tokens=1000, output_tokens=50, slo=slo)
-    ask = model_demand(MODEL, LLAMA, slo, Traffic(MODEL, 1.0, (LengthBin(1000, 50, 1.0),)))
-    (planned,) = replica_capacity(ask, single(node.name, 1, LLAMA.layer_count), NODES, "mixed", 0.8)
+    demand = model_demand(MODEL, LLAMA, slo, Traffic(MODEL, 1.0, (LengthBin(1000, 50, 1.0),)))
+    (planned,) = replica_capacity(demand, single(node.name, 1, LLAMA.layer_count), NODES, "mixed", 0.8)
     assert told.operating is not None
     assert planned.ttft_s == pytest.approx(told.operating.ttft_s)
     bare = best_operating(TIMER, 1000, 50, told.max_batch, slo)
@@ -222,8 +222,8 @@ def test_a_plan_that_was_asked_for_is_adopted_after_its_delay() -> None:
     bigger = closed_plan((mixed(), "east", 1), (mixed(SLOW), "east", 1))
     asked: list[float] = []
 
-    def planner(moment: PlanQuestion) -> Plan:
-        asked.append(moment.at_s)
+    def planner(plan_question: PlanQuestion) -> Plan:
+        asked.append(plan_question.at_s)
         return bigger
 
     class Asking(Around):
@@ -297,12 +297,12 @@ def test_checks_catch_what_is_wrong() -> None:
     assert any("without a reason" in wrong for wrong in check(world))
     world.ledger.outcome[6] = 1
     assert check(world) == []
-    site = world.fleet.all_sites[0]
-    site.replica.reserve(world.now_s, 99, 160)
+    replica = world.fleet.all_sites[0]
+    replica.replica.reserve(world.now_s, 99, 160)
     assert any("still uses 10 blocks" in wrong for wrong in check(world))
     world.network.pipes[-1].sent_bytes += 1e6
     assert any("carried" in wrong for wrong in check(world))
-    assert FAST in site.id
+    assert FAST in replica.id
 
 
 def test_ready_is_told_for_every_replica() -> None:
@@ -446,24 +446,24 @@ TRAFFIC = Traffic(
 
 
 def test_classes_and_origins_are_drawn_by_their_shares() -> None:
-    made = of_traffic([TRAFFIC], 4000, 7)
-    labels = made.labels
+    workload = of_traffic([TRAFFIC], 4000, 7)
+    labels = workload.labels
     assert labels is not None
     assert labels.classes == ("interactive", "batch", "standard")
     assert np.bincount(labels.request_class) / 4000 == pytest.approx([0.3, 0.2, 0.5], abs=0.03)
     assert np.bincount(labels.from_origin) / 4000 == pytest.approx([0.75, 0.25], abs=0.03)
     plain = of_traffic([replace(TRAFFIC, classes=(), origins=())], 4000, 7)
     assert plain.labels is None
-    assert (plain.arrival_s == made.arrival_s).all()
-    assert (plain.prompt_tokens == made.prompt_tokens).all()
+    assert (plain.arrival_s == workload.arrival_s).all()
+    assert (plain.prompt_tokens == workload.prompt_tokens).all()
 
 
 def test_first_tokens_are_seen_as_late_as_users_are_far() -> None:
     resolved = problem(closed_plan((mixed(), "east", 2)))
-    load = of_traffic([TRAFFIC], 300, 1)
-    near = simulate(resolved, load, Policy(admission=False), seed=1)
+    workload = of_traffic([TRAFFIC], 300, 1)
+    near = simulate(resolved, workload, Policy(admission=False), seed=1)
     rtt_s = {("europe", "east"): 0.1, ("asia", "east"): 0.3}
-    far = simulate(replace(resolved, rtt_s=rtt_s), load, Policy(admission=False), seed=1)
+    far = simulate(replace(resolved, rtt_s=rtt_s), workload, Policy(admission=False), seed=1)
     labels = far.records.labels
     assert labels is not None
     later = np.where(labels.from_origin == 0, 0.1, 0.3)
@@ -496,7 +496,7 @@ def test_paces_come_to_the_true_ones_and_a_slow_replica_gets_what_it_can_do() ->
 
     slow = Faults((Fault(0.0, "slow", replica="*#0/0", factor=3.0),))
     result = simulate(FOUR, fleets.load(1500, 40.0, seed=3), faults=slow, mind=mind)
-    paces = {name: view.pace for name, view in brains[0].fleet.views.items()}
+    paces = {name: replica.pace for name, replica in brains[0].fleet.views.items()}
     hers = next(name for name in paces if "#0/" in name)
     others = [pace for name, pace in paces.items() if name != hers]
     assert 2.4 < paces[hers] / np.mean(others) < 3.6

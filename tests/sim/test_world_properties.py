@@ -115,8 +115,8 @@ def run(
 ) -> SimWorld:
     watched: list[Watched] = []
 
-    def mind(replica_models: object, rules: Policy) -> Watched:
-        watched.append(Watched(Brain(replica_models.facts(), rules)))  # type: ignore[attr-defined]
+    def mind(replica_models: object, policy: Policy) -> Watched:
+        watched.append(Watched(Brain(replica_models.facts(), policy)))  # type: ignore[attr-defined]
         return watched[0]
 
     world = build(problem(plan, gbps=10.0), work, policy, settings=how, mind=mind)

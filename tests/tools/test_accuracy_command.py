@@ -230,10 +230,10 @@ def test_runs_of_ones_own_calibrate_host_and_links(
 def test_thirty_runs_of_an_engine_left_out_halve_the_error_of_its_others(version: str, other: str) -> None:
     every = [placed(item) for item in read_runs(DATA / RUNS).runs if item.version == version]
     runs = sorted((e for e in every if e.kind == "dense"), key=lambda e: crc32(repr(e.run).encode()))
-    (usual,) = [e for e in engines() if (e.engine, e.kind, e.version) == (other, "dense", "")]
-    found, rest = fit_cluster(runs[:30], usual), runs[30:]
+    (usual_fit,) = [e for e in engines() if (e.engine, e.kind, e.version) == (other, "dense", "")]
+    found, rest = fit_cluster(runs[:30], usual_fit), runs[30:]
     own = served(works(rest, linked(bundled(), found.cluster.links)), found.cluster.host, found.client)
-    off = (log_ratios(r, rest) for r in (served(works(rest), usual.host, usual.client), own))
+    off = (log_ratios(r, rest) for r in (served(works(rest), usual_fit.host, usual_fit.client), own))
     before, after = (np.median(np.abs(np.expm1(rows)), axis=1).mean() for rows in off)
     assert after < before / 2
 

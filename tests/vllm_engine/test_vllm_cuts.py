@@ -109,8 +109,8 @@ class Workers:
         return layers
 
     def allow(self, other: Workers) -> None:
-        for taking in self.taking:
-            taking.allow([other.address])
+        for receive_worker in self.taking:
+            receive_worker.allow([other.address])
 
     def close(self, threads: ThreadPoolExecutor) -> list[Future[None]]:
         return [threads.submit(worker.close) for worker in (*self.taking, *self.giving)]
@@ -140,22 +140,22 @@ class Workers:
         order = FetchOrder(
             "t", "r", str(sender.address), handle, within_s, have, TOKENS, "0" * 64, new_session()
         )
-        for taking in self.taking:
-            taking.ask(order)
+        for receive_worker in self.taking:
+            receive_worker.ask(order)
 
     def place(self) -> None:
-        for taking in self.taking:
-            until(lambda taking=taking: (news := taking.news()) and news.come)  # type: ignore[misc]
-            taking.put(PlaceBlocks("t", self.tables, 0))
+        for receive_worker in self.taking:
+            until(lambda taking=receive_worker: (news := taking.news()) and news.come)  # type: ignore[misc]
+            receive_worker.put(PlaceBlocks("t", self.tables, 0))
 
     def results(self) -> list[tuple[set[str], set[str]]]:
         out: list[tuple[set[str], set[str]]] = []
-        for taking in self.taking:
+        for receive_worker in self.taking:
             result: tuple[set[str], set[str]] = (set(), set())
 
-            def came(taking: ReceiveWorker = taking) -> bool:
+            def came(receive_worker: ReceiveWorker = receive_worker) -> bool:
                 nonlocal result
-                result = taking.results()
+                result = receive_worker.results()
                 return bool(result[0])
 
             until(came)
@@ -272,7 +272,7 @@ def test_unlike_formats_cross_in_the_smaller_one(made: list[Workers], giver: str
     _, receiver = handed(made, Kept(CUTS["tp1"], dtype=giver), Kept(CUTS["tp2"], dtype=taker))
     smaller = min((giver, taker), key=ITEM_BYTES.__getitem__)
     assert receiver.moved_bytes() == reckoned_bytes(smaller)
-    news = [taking.news() for taking in receiver.taking]
+    news = [receive_worker.news() for receive_worker in receiver.taking]
     lossy = ITEM_BYTES[giver] < ITEM_BYTES[taker]
     assert all((item is not None and item.lossy == {"t"}) == lossy for item in news)
 
@@ -346,9 +346,9 @@ def with_states(workers: Workers, kind: str, table: tuple[int, ...]) -> list[lis
     ]
     workers.taking = [
         ReceiveWorker(
-            PeerConnections((), limits=QUICK), taking._sender, layers, "m", shard, workers.told.append
+            PeerConnections((), limits=QUICK), receive_worker._sender, layers, "m", shard, workers.told.append
         )
-        for taking, layers, shard in zip(workers.taking, workers.layers, workers.shards, strict=True)
+        for receive_worker, layers, shard in zip(workers.taking, workers.layers, workers.shards, strict=True)
     ]
     return [states[rank] for rank in range(tensor)]
 
@@ -415,10 +415,12 @@ def test_states_that_cannot_be_cut_cross_between_equal_degrees_alone(
         with_states(workers, kind, (7,))
     else:
         workers.taking[0].shard = replace(workers.shards[0], states=True)
-    taking = workers.taking[0]
+    receive_worker = workers.taking[0]
     with pytest.raises(InputError, match="between equal tensor parallelism alone"):
-        taking.sources(f"127.0.0.1:1?tensor={other}")
-    assert [source.rank for _, source in taking.sources(f"127.0.0.1:1?tensor={CUTS[own].tensor}")] == [0]
+        receive_worker.sources(f"127.0.0.1:1?tensor={other}")
+    assert [
+        source.rank for _, source in receive_worker.sources(f"127.0.0.1:1?tensor={CUTS[own].tensor}")
+    ] == [0]
 
 
 def test_a_state_is_found_in_whichever_way_vllm_keeps_it() -> None:
@@ -475,7 +477,7 @@ def test_two_receivers_cannot_share_a_handle(made: list[Workers]) -> None:
     sender.compute(values, 0, 33)
     first.place()
     second.ask(sender, handle, within_s=0.5)
-    for taking in second.taking:
-        until(lambda taking=taking: (news := taking.news()) and news.failed == {"t"})  # type: ignore[misc]
+    for receive_worker in second.taking:
+        until(lambda taking=receive_worker: (news := taking.news()) and news.failed == {"t"})  # type: ignore[misc]
     sender.compute(values, 33, TOKENS)
     assert first.results() == [({"t"}, set())]

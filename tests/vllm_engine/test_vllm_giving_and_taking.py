@@ -52,9 +52,9 @@ class Pair:
         host, port = self.sender.address
         self.kv = f"{host}:{port}"
         self.giving = SendWorker(self.sender, self.giver, MARK, self.told.append)
-        links = PeerConnections([(host, port)], limits=QUICK)
+        peer_connections = PeerConnections([(host, port)], limits=QUICK)
         self.taking = ReceiveWorker(
-            links, self.sender, self.taker, self.mark, ModelShard(heads=HEADS), self.told.append
+            peer_connections, self.sender, self.taker, self.mark, ModelShard(heads=HEADS), self.told.append
         )
         self.values = {layer: torch.randn(70, 2, HEADS, WIDTH) for layer in range(LAYERS)}
         self.sent = ReadBlocks("g", (tuple(range(20, 38)),), 70)

@@ -56,7 +56,7 @@ def doubled_usage() -> None:
 
 def retry_without_budget() -> None:
     """What fails is sent again, however often it did."""
-    recovery.verdict = lambda req, at_s, policy: None
+    recovery.verdict = lambda request, at_s, policy: None
 
 
 def stale_lease() -> None:
@@ -245,7 +245,7 @@ def torn_usage() -> None:
 
 def any_weights() -> None:
     """An engine is asked for its model's name, and not for its weights."""
-    ReplicaRegistry._unsuited = lambda self, engine, member: ""  # type: ignore[method-assign]
+    ReplicaRegistry._unsuited = lambda self, engine, replica_spec: ""  # type: ignore[method-assign]
 
 
 def one_handle() -> None:

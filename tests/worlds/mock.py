@@ -51,10 +51,10 @@ def folder() -> Path:
 
 
 def right_answer(prompt: Sequence[int], most: int, least: int) -> list[int]:
-    way = Sampling(temperature=0.0, barred=(END,) if least else (), barred_before=len(prompt) + least)
+    sampling = Sampling(temperature=0.0, barred=(END,) if least else (), barred_before=len(prompt) + least)
     history, tokens = after(NOTHING, prompt), list[int]()
     while len(tokens) < most and END not in tokens:
-        tokens.append(words().draw(history, way, len(prompt) + len(tokens)).token)
+        tokens.append(words().draw(history, sampling, len(prompt) + len(tokens)).token)
         history = after(history, tokens[-1:])
     return tokens
 

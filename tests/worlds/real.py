@@ -190,8 +190,8 @@ def be_gateway(folder: str, host: str, seed: str) -> None:
     """As `serve_forever`, with a world's plan and model."""
     scenario = fit(scenario_of(int(seed), shipped=False))
     assert scenario is not None
-    places = ListenAddresses(host, HTTP, host, HTTP + 1, workers=scenario.workers)
-    context = WorkerContext(settings_of(Path(folder), places), scenario.policy, (card,))
+    addresses = ListenAddresses(host, HTTP, host, HTTP + 1, workers=scenario.workers)
+    context = WorkerContext(settings_of(Path(folder), addresses), scenario.policy, (card,))
     resolved = resolved_of(scenario.mixed, scenario.combos)
 
     def brain(process: BrainProcessContext) -> None:

@@ -189,8 +189,8 @@ class Transport:
 
     def _fetch(self, fetched: Fetched) -> None:
         trial, began_s = fetched.trial, self.loop.now_s
-        wanted = FetchRequest(fetched.handle, fetched.request, MARK, TOKENS)
-        fetch = KvFetch(self.links, FROM, wanted, degree=trial.degree, deadline_s=trial.deadline_s)
+        fetch_request = FetchRequest(fetched.handle, fetched.request, MARK, TOKENS)
+        fetch = KvFetch(self.links, FROM, fetch_request, degree=trial.degree, deadline_s=trial.deadline_s)
         if trial.how == "cancels":
             self._later(self.loop.now_s + 0.01 + trial.sink_s, self.receiving, fetch.cancel)
 
@@ -199,7 +199,7 @@ class Transport:
             fetched.got.append(replace(chunk, data=bytes(chunk.data), parameters=bytes(chunk.parameters)))
 
         try:
-            fetch.run(lambda about: None, sink)
+            fetch.run(lambda manifest: None, sink)
             fetched.result = "all"
         except (PotluckError, OSError) as error:
             fetched.result = f"{type(error).__name__}: {error}"

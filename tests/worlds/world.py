@@ -311,10 +311,10 @@ class Keys:
         os.replace(fresh, self._path)
 
 
-def settings_of(home: Path, places: ListenAddresses, controlled: bool = False) -> GatewaySettings:
+def settings_of(home: Path, addresses: ListenAddresses, controlled: bool = False) -> GatewaySettings:
     folder = home / "gw"
     return GatewaySettings(
-        places,
+        addresses,
         engines=None if controlled else folder / "engines.yaml",
         keys=home / "keys.jsonl",
         usage=folder / "usage.jsonl",
@@ -337,8 +337,8 @@ class GatewayService:
         self.home.mkdir(parents=True)
         scenario = world.scenario
         self.workers = scenario.workers
-        places = ListenAddresses(*CLIENTS, *OPERATORS, workers=self.workers)
-        self.settings = settings_of(world.folder, places, scenario.controlled)
+        addresses = ListenAddresses(*CLIENTS, *OPERATORS, workers=self.workers)
+        self.settings = settings_of(world.folder, addresses, scenario.controlled)
         self.usage, self.log = folder / "usage.jsonl", folder / "brain.log"
         self.resolved = resolved_of(scenario.mixed, scenario.combos)
         self.context = WorkerContext(self.settings, scenario.policy, (card,))

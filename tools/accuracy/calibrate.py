@@ -229,7 +229,7 @@ def build(
     names = sorted({gpu for fit in fits.values() for gpu, _ in fit.scales})
     entries = [_scales_of(name, fits) for name in names]
     gemm = np.exp(fits["gemm"].shapes)
-    shapes = SharedFigures(
+    shared_figures = SharedFigures(
         tile_share=(float(gemm[0]), float(gemm[1]), float(gemm[2]), 1.0),
         extra_depth=float(gemm[3]),
         gemm_p=float(gemm[4]),
@@ -237,7 +237,9 @@ def build(
         decode_p=float(np.exp(fits["decode"].shapes[0])),
     )
     measured = {entry.gpu for entry in entries}
-    bare = Calibration(shapes, PowerLimit(1.0, {}), tuple(entries), tuple(gpus[n] for n in names), (), {})
+    bare = Calibration(
+        shared_figures, PowerLimit(1.0, {}), tuple(entries), tuple(gpus[n] for n in names), (), {}
+    )
     coarse = [s for s in layer_scales(folder, gpus, bare) if s.gpu not in measured | leave_out]
     everything = tuple(entries + coarse)
     shares = {s.gpu: s.gemm[0] for s in everything if s.gemm}

@@ -66,13 +66,13 @@ def _collectives(gpu: str, op: str, table: dict[str, np.ndarray], mask: np.ndarr
     return Collectives(gpu, op, ranks, 2.0 * elements, milliseconds * 1e-3)
 
 
-def predict(rows: Collectives, link: Interconnect, networks: tuple[NodeNetwork, ...]) -> Floats:
+def predict(rows: Collectives, interconnect: Interconnect, networks: tuple[NodeNetwork, ...]) -> Floats:
     """Seconds of every measurement by the formulas, over a link."""
     function = all_to_all_s if rows.op == "all_to_all" else all_reduce_s
     seconds = np.empty(len(rows.seconds))
     for ranks in np.unique(rows.ranks):
         mask = rows.ranks == ranks
-        seconds[mask] = function(rows.size_bytes[mask], int(ranks), link, networks)
+        seconds[mask] = function(rows.size_bytes[mask], int(ranks), interconnect, networks)
     return seconds
 
 
@@ -83,19 +83,21 @@ def fit_networks(folder: Path, rows: list[Collectives]) -> tuple[NodeNetwork, ..
         by_gpu.setdefault(part.gpu, {})[part.op] = part
     node_networks: list[NodeNetwork] = []
     for gpu, parts in by_gpu.items():
-        reduce, shuffle, link = parts["all_reduce"], parts["all_to_all"], LINKS[gpu]
-        if link.kind == "nvswitch":
-            node_networks.append(_fit("nvswitch", link, reduce, shuffle, ("library", "direct", "split")))
+        reduce, shuffle, interconnect = parts["all_reduce"], parts["all_to_all"], LINKS[gpu]
+        if interconnect.kind == "nvswitch":
+            node_networks.append(
+                _fit("nvswitch", interconnect, reduce, shuffle, ("library", "direct", "split"))
+            )
             continue
-        if link.domain is None:
-            node_networks.append(_fit("pcie", link, reduce, shuffle, ("library", "direct")))
+        if interconnect.domain is None:
+            node_networks.append(_fit("pcie", interconnect, reduce, shuffle, ("library", "direct")))
             # NCCL's rate there is what GPUs without peer access reach over their own lanes, too.
-            node_networks.append(_fit("lanes", link, parts["library"], shuffle, ("library",)))
+            node_networks.append(_fit("lanes", interconnect, parts["library"], shuffle, ("library",)))
             continue
         pair, more = (reduce.where(reduce.ranks == 2), reduce.where(reduce.ranks > 2))
-        host = _fit("host", link, more, shuffle.where(shuffle.ranks > 2), ("library",))
+        host = _fit("host", interconnect, more, shuffle.where(shuffle.ranks > 2), ("library",))
         node_networks.append(host)
-        start = _fit("pcie", link, pair, shuffle.where(shuffle.ranks == 2), ("library", "direct"))
+        start = _fit("pcie", interconnect, pair, shuffle.where(shuffle.ranks == 2), ("library", "direct"))
         node_networks += [
             _with_peers(folder, cluster, rate, start, host) for cluster, rate in VIDUR_PCIE.items()
         ]
@@ -103,7 +105,7 @@ def fit_networks(folder: Path, rows: list[Collectives]) -> tuple[NodeNetwork, ..
 
 
 def _fit(
-    kind: str, link: Interconnect, reduce: Collectives, shuffle: Collectives, ways: tuple[str, ...]
+    kind: str, interconnect: Interconnect, reduce: Collectives, shuffle: Collectives, ways: tuple[str, ...]
 ) -> NodeNetwork:
     """Least squares on logarithms, all ways of a link at once: which one a row takes follows from its size."""
     from scipy.optimize import least_squares
@@ -114,9 +116,9 @@ def _fit(
             name: CollectivePath(*map(float, row))
             for name, row in zip((*ways, "shuffle"), values, strict=True)
         }
-        return NodeNetwork(kind, link.gb_per_s, **named)
+        return NodeNetwork(kind, interconnect.gb_per_s, **named)
 
-    joined = replace(link, domain={"host": link.domain, "lanes": 1}.get(kind))
+    joined = replace(interconnect, domain={"host": interconnect.domain, "lanes": 1}.get(kind))
 
     def residuals(x: Floats) -> Floats:
         guess = (network(x),)
@@ -127,7 +129,7 @@ def _fit(
     start = np.tile(START, len(ways) + 1)
     best = network(least_squares(residuals, start, loss="soft_l1", f_scale=0.1, x_scale=0.3).x)
     rounded = {name: _rounded(getattr(best, name)) for name in (*ways, "shuffle")}
-    return NodeNetwork(kind, link.gb_per_s, **rounded)
+    return NodeNetwork(kind, interconnect.gb_per_s, **rounded)
 
 
 def _with_peers(folder: Path, cluster: str, rate: float, pair: NodeNetwork, host: NodeNetwork) -> NodeNetwork:
@@ -143,5 +145,5 @@ def _with_peers(folder: Path, cluster: str, rate: float, pair: NodeNetwork, host
     return NodeNetwork("pcie", rate, library, shuffle, pair.direct)
 
 
-def _rounded(way: CollectivePath) -> CollectivePath:
-    return CollectivePath(*(float(f"{value:.3g}") for value in (way.fixed_s, way.step_s, way.share)))
+def _rounded(path: CollectivePath) -> CollectivePath:
+    return CollectivePath(*(float(f"{value:.3g}") for value in (path.fixed_s, path.step_s, path.share)))

@@ -94,21 +94,23 @@ class RunStudy:
     """How well predictions choose by cost per token (`ranking.py`)."""
 
 
-def possible(item: Placed) -> bool:
+def possible(placed: Placed) -> bool:
     """Whether its GPUs could do a run: answer no faster than their memory gives weights and KV, beside the prompts.
 
     Not those where requests failed, prefixes were cached or several tokens guessed at once; tables do not say so.
     """
-    run, gpu = item.run, item.node.gpu
+    run, gpu = placed.run, placed.node.gpu
     answering = run.requests_per_s * (run.output_tokens - 1) * (run.tpot_s or np.inf)
     if not np.isfinite(answering):
         return True
     context = answering * (run.input_tokens + run.output_tokens / 2)
     prompt, answers = (
-        step_sums(item.model, batch, run.tp)
+        step_sums(placed.model, batch, run.tp)
         for batch in (steps(float(run.input_tokens)), steps(0.0, 0.0, answering, context))
     )
-    rate = max(units_for(kind, gpu).flops_per_s for kind in (item.model.weights_are, item.model.experts_are))
+    rate = max(
+        units_for(kind, gpu).flops_per_s for kind in (placed.model.weights_are, placed.model.experts_are)
+    )
     left = 1.0 - run.requests_per_s * float(prompt.flops[0]) / rate
     least_s = float(answers.weight_bytes[0] + answers.kv_bytes[0]) / (gpu.bandwidth_gb_per_s * 1e9)
     return left * (run.tpot_s or 0.0) >= LEAST_READ * least_s
@@ -278,10 +280,10 @@ def run_errors(
     return tuple(result)
 
 
-def _groups(metric: Metric, item: Placed) -> Iterable[Group]:
+def _groups(metric: Metric, placed: Placed) -> Iterable[Group]:
     if metric == "ttft":
-        return dict.fromkeys(first_token_groups(item.kind, item.run.engine, item.run.concurrency))
-    return step_groups(item.kind, item.bits, item.run.tp)
+        return dict.fromkeys(first_token_groups(placed.kind, placed.run.engine, placed.run.concurrency))
+    return step_groups(placed.kind, placed.bits, placed.run.tp)
 
 
 def _widened(configurations: int) -> Floats:

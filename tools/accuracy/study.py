@@ -251,11 +251,11 @@ def _collectives(folder: Path) -> list[Score]:
     for part, mask in zip(rows, halves, strict=True):
         if part.op == "library":
             continue  # what the engine does is scored
-        link, rest = LINKS[part.gpu], part.where(~mask)
-        collectives.append(_link_score("calibrated", rest, predict(rest, link, fitted)))
-        if link.domain is None:
+        interconnect, rest = LINKS[part.gpu], part.where(~mask)
+        collectives.append(_link_score("calibrated", rest, predict(rest, interconnect, fitted)))
+        if interconnect.domain is None:
             others = fit_networks(folder, [other for other in rows if other.gpu != part.gpu])
-            collectives.append(_link_score("GPU left out", part, predict(part, link, others)))
+            collectives.append(_link_score("GPU left out", part, predict(part, interconnect, others)))
     return collectives
 
 

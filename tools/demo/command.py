@@ -283,7 +283,7 @@ def _stood(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) -
         for planning_problem in (problem, alone)
     )
     files = tuple((model.name, shipped_model()) for model in spec.models)
-    maker = EngineCommands(
+    engine_commands = EngineCommands(
         "mock", files, tuple((model_spec.name, model_spec.model.name) for model_spec in spec.models)
     )
     market = folder / "market.yaml"
@@ -297,8 +297,8 @@ def _stood(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) -
         folder / "state",
         day(),
         port,
-        maker,
-        (*maker.gateway_words(), *(f"--policy={name}={value:g}" for name, value in rules.items())),
+        engine_commands,
+        (*engine_commands.gateway_words(), *(f"--policy={name}={value:g}" for name, value in rules.items())),
         market=MarketFile(market, spec.regions),
         why=f"the demo: the cheapest fleet of {STRATEGY} for {spec.models[0].traffic.rate_per_s:g} requests/s",
     )

@@ -84,17 +84,19 @@ def counted(sent: Iterable[SentRequest], slo: Slo) -> RequestCounts:
     ttfts_s: list[float] = []
     counter = Counter[str]()
     for sent_request in sent:
-        shot = sent_request.shot
+        request = sent_request.shot
         requests += 1
-        in_time += kept(shot, slo)
-        if whole(shot):
-            ttfts_s.append(shot.ttft_s)
-        elif shot.status in REFUSED:
+        in_time += kept(request, slo)
+        if whole(request):
+            ttfts_s.append(request.ttft_s)
+        elif request.status in REFUSED:
             refused += 1
-            counter[_message(shot.problem)] += 1
+            counter[_message(request.problem)] += 1
         else:
             lost += 1
-            why_lost = f"status {shot.status} after {shot.pieces} pieces of text: {_message(shot.problem)}"
+            why_lost = (
+                f"status {request.status} after {request.pieces} pieces of text: {_message(request.problem)}"
+            )
     slow_s = sorted(ttfts_s)[ceil(MOST * len(ttfts_s)) - 1] if ttfts_s else 0.0
     return RequestCounts(
         requests, in_time, refused, lost, slow_s, counter.most_common(1)[0][0] if counter else "", why_lost
@@ -182,9 +184,9 @@ class DemoTraffic:
             due_s = max(due_s + self.chance.gammavariate(EVEN, 1.0 / (EVEN * rate)), to.now_s - 1.0)
             await to.wait(due_s)
             ask = self.chance.choices(asks, [demo_load.rate_per_s for demo_load in asks])[0]
-            shot = self._shot(ask, due_s)
-            self.sent.append(SentRequest(act, ask.tenant, shot, phase))
-            task = asyncio.create_task(to.shoot(shot))
+            request = self._shot(ask, due_s)
+            self.sent.append(SentRequest(act, ask.tenant, request, phase))
+            task = asyncio.create_task(to.shoot(request))
             under_way.add(task)
             task.add_done_callback(under_way.discard)
         if under_way and self._wait:

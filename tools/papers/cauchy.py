@@ -128,11 +128,11 @@ def latencies(
     """At one rate, averaged over seeds."""
     result = []
     for seed in effort.seeds:
-        total = _summary(problem, load.requests(rate_per_s, effort.spans, seed), policy).total
-        assert total.e2e_s is not None
-        assert total.ttft_s is not None
-        assert total.tbt_s is not None
-        result.append((total.e2e_s.mean, total.ttft_s.mean, total.tbt_s.mean))
+        total_summary = _summary(problem, load.requests(rate_per_s, effort.spans, seed), policy).total
+        assert total_summary.e2e_s is not None
+        assert total_summary.ttft_s is not None
+        assert total_summary.tbt_s is not None
+        result.append((total_summary.e2e_s.mean, total_summary.ttft_s.mean, total_summary.tbt_s.mean))
     return Latencies(*np.mean(result, axis=0).tolist())
 
 
@@ -186,9 +186,9 @@ def node_of(gpu: str, gpus: int = 1) -> NodeType:
 
 
 def combo_of(name: str, prefill: str, decode: str, decodes: int = 1, weight_per_s: float = 1.0) -> Template:
-    first, second = fleets.alone(node_of(prefill), MODEL), fleets.alone(node_of(decode), MODEL)
-    parts: list[tuple[Role, Layout]] = [("prefill", first)]
-    parts += [("decode", second)] * decodes
+    first_layout, second_layout = fleets.alone(node_of(prefill), MODEL), fleets.alone(node_of(decode), MODEL)
+    parts: list[tuple[Role, Layout]] = [("prefill", first_layout)]
+    parts += [("decode", second_layout)] * decodes
     return fleets.template(name, "combo", parts, weight_per_s)
 
 

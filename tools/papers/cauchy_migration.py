@@ -104,9 +104,9 @@ def figure_2(types: Sequence[tuple[str, str]], effort: Effort) -> list[Row]:
     )
     made = Rows("Figure 2", note)
     for a, b in types:
-        first, second = (fleets.alone(node_of(gpu), MODEL) for gpu in (a, b))
-        parts: list[tuple[Role, Layout]] = [("prefill", first), ("prefill", first)]
-        parts += [("decode", second), ("decode", second)]
+        first_layout, second_layout = (fleets.alone(node_of(gpu), MODEL) for gpu in (a, b))
+        parts: list[tuple[Role, Layout]] = [("prefill", first_layout), ("prefill", first_layout)]
+        parts += [("decode", second_layout), ("decode", second_layout)]
         unlike = [(fleets.template("unlike", "combo", parts), 1)]
         pairs = [(gpu, combo_of(gpu, gpu, gpu)) for gpu in (a, b)]
         alone = {

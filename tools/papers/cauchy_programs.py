@@ -115,16 +115,18 @@ def profile(load: Load, effort: Effort = PROFILING) -> Goodputs:
 def model_goodputs(load: Load) -> Goodputs:
     """The same of the planner's performance model, with the share of time that it plans with."""
     planning = planning_problem(load, RATES_PER_S[load.name])
-    factory, ask = TemplateFactory(planning), planning.asks[0]
+    factory, demand = TemplateFactory(planning), planning.asks[0]
     rates = {}
-    for one in factory.combos(ask):
+    for template in factory.combos(demand):
         first, last = (
-            one.replicas[0].layout.stages[0].nodes[0].node,
-            one.replicas[-1].layout.stages[0].nodes[0].node,
+            template.replicas[0].layout.stages[0].nodes[0].node,
+            template.replicas[-1].layout.stages[0].nodes[0].node,
         )
-        names = [first] if len(one.replicas) == 1 else [first, last]
-        if len(one.replicas) <= 2:
-            rates[f"<{', '.join(name.removeprefix('1x') for name in names)}>"] = served_per_s(ask, one)
+        names = [first] if len(template.replicas) == 1 else [first, last]
+        if len(template.replicas) <= 2:
+            rates[f"<{', '.join(name.removeprefix('1x') for name in names)}>"] = served_per_s(
+                demand, template
+            )
     return {
         name: (item, planning.headroom * rates[name]) for name, item in candidates().items() if name in rates
     }
@@ -135,12 +137,12 @@ def planning_problem(
 ) -> PlanningProblem:
     prompt, output = load.mean_tokens
     lengths = LengthBin(round(prompt), round(output), 1.0)
-    ask = model_demand(
+    demand = model_demand(
         fleets.MODEL, models.model(MODEL), load.slo, Traffic(fleets.MODEL, rate_per_s, (lengths,))
     )
     types = tuple(node_of(gpu) for gpu in GPUS)
     offers = tuple(NodeOffer(item.name, prices[item.name], AVAILABLE) for item in types)
-    return PlanningProblem((ask,), (Region(fleets.REGION, offers),), types)
+    return PlanningProblem((demand,), (Region(fleets.REGION, offers),), types)
 
 
 def factory_of(
@@ -173,10 +175,10 @@ def better_directions(goodputs: Goodputs) -> Goodputs:
 
 def deploy(factory: TemplateFactory, program: str) -> Deployed:
     plan = STRATEGIES[PROGRAMS[program]](factory, SolveSettings(time_limit_s=5.0)).plan
-    ask = factory.problem.asks[0]
+    demand = factory.problem.asks[0]
     served = {item.name: item.capacity[0].closed_per_s for item in plan.templates}
     total = sum(served[item.template] * item.count for item in plan.deployments)
-    return Deployed(plan, ask.rate_per_s, total, ask.tokens_per_s / ask.rate_per_s)
+    return Deployed(plan, demand.rate_per_s, total, demand.tokens_per_s / demand.rate_per_s)
 
 
 def profiles(found: Mapping[str, Mapping[str, Goodputs]]) -> list[Row]:

@@ -105,20 +105,23 @@ def serve(load: Load, goodputs: Goodputs, requests: Workload, system: str, times
         scaling="cauchy" if scaled else "none",
     )
     result = simulate(
-        resolved, requests, policy, planner=lambda moment: again(dict(moment.rates_per_s)[fleets.MODEL])
+        resolved,
+        requests,
+        policy,
+        planner=lambda plan_question: again(dict(plan_question.rates_per_s)[fleets.MODEL]),
     )
     summary = summarise(result)
-    total = summary.total
-    assert total.e2e_s is not None
-    assert total.ttft_s is not None
-    assert total.tbt_s is not None
-    tokens = total.prompt_tokens + total.output_tokens
+    total_summary = summary.total
+    assert total_summary.e2e_s is not None
+    assert total_summary.ttft_s is not None
+    assert total_summary.tbt_s is not None
+    tokens = total_summary.prompt_tokens + total_summary.output_tokens
     return Outcome(
         tokens / 1e3 / summary.cost_usd,
-        total.e2e_s.mean,
-        total.ttft_s.mean,
-        total.tbt_s.mean,
-        total.e2e_s.p90,
+        total_summary.e2e_s.mean,
+        total_summary.ttft_s.mean,
+        total_summary.tbt_s.mean,
+        total_summary.e2e_s.p90,
         summary.models[0].attainment or 0.0,
     )
 

@@ -112,8 +112,8 @@ def reproduce(paper: str, folder: Path | None, quick: bool, seed: int, as_json: 
 
 def run(paper: str, wanted: Wanted) -> Reproduction:
     stages, runs = RUNS[paper]
-    with progress(stages) as said:
-        return runs(wanted, said)
+    with progress(stages) as progress_bar:
+        return runs(wanted, progress_bar)
 
 
 def write_all(docs: Path, wanted: Wanted, papers: Sequence[str]) -> Iterator[Path]:
@@ -122,7 +122,7 @@ def write_all(docs: Path, wanted: Wanted, papers: Sequence[str]) -> Iterator[Pat
     with TemporaryDirectory() as folder:
         settings = list(together.settings(Path(folder), wanted.quick))
     command, in_order = f"potluck reproduce all{options}", sorted(papers, key=LONGEST_FIRST.index)
-    with _workers() as workers, progress(len(papers) + len(settings)) as said:
+    with _workers() as workers, progress(len(papers) + len(settings)) as progress_bar:
         # The longest first; then what tells often how far it is.
         made = [workers.submit(_written, docs, paper, wanted, command) for paper in in_order[:1]]
         compared = [workers.submit(together_simulated.settled, setting, wanted.quick) for setting in settings]
@@ -132,7 +132,7 @@ def write_all(docs: Path, wanted: Wanted, papers: Sequence[str]) -> Iterator[Pat
         told = dict(zip(tasks, names, strict=True))
         try:
             for done in as_completed(tasks):
-                said(told[done])
+                progress_bar(told[done])
                 done.result()
         except BaseException:  # what is under way ends by itself, the rest is not begun
             workers.shutdown(wait=False, cancel_futures=True)

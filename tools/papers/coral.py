@@ -88,11 +88,14 @@ class Solver:
         """A plan, and the CPU-seconds of the solve."""
         key = way, tuple(sorted((supply or {}).items())), tuple((rates or {}).items())
         if key not in self.known:
-            asked, (printed, strategy) = self.change(problem(self.setting, rates, supply)), WAYS[way]
+            planning_problem, (printed, strategy) = (
+                self.change(problem(self.setting, rates, supply)),
+                WAYS[way],
+            )
             old = self.factory
-            fresh = TemplateFactory(asked, books=old.books, timed=old.timed, shelves=old.shelves)
+            fresh = TemplateFactory(planning_problem, books=old.books, timed=old.timed, shelves=old.shelves)
             start_s = time.process_time()
-            made = settings.as_printed(asked, fresh) if printed else fresh
+            made = settings.as_printed(planning_problem, fresh) if printed else fresh
             found = strategy(made, SolveSettings(time_limit_s=LIMIT_S, gap_target=GAP[self.setting]))
             self.known[key] = found.plan, time.process_time() - start_s
         return self.known[key]
@@ -343,8 +346,8 @@ def helix() -> list[Row]:
         """Requests a second that are served, and what they cost."""
         traffic = Traffic("m", rate_per_s, (LengthBin(*lengths, 1.0),))
         asks = (model_demand("m", model, Slo(2.09, 0.73), traffic),)
-        asked = PlanningProblem(asks, (Region("cluster", offers),), types, codecs=CODECS)
-        plan = STRATEGIES["coral"](TemplateFactory(asked), SolveSettings(time_limit_s=20.0)).plan
+        planning_problem = PlanningProblem(asks, (Region("cluster", offers),), types, codecs=CODECS)
+        plan = STRATEGIES["coral"](TemplateFactory(planning_problem), SolveSettings(time_limit_s=20.0)).plan
         return plan.fraction * rate_per_s, plan.cost_usd_per_h
 
     served_per_s, cost = coral(HELIX_PER_S)

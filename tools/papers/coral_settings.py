@@ -85,14 +85,14 @@ def heavy_rates_per_s(setting: str, heavy: Sequence[str]) -> dict[str, float]:
 def with_lengths(each: PlanningProblem) -> PlanningProblem:
     """Prompts of three lengths, the means of thirds of Azure's, in place of their mean; answers are as they were."""
     asks, chance = [], np.random.default_rng(0)
-    for ask in each.asks:
-        trace = ASKED["extended"][ask.name][2]
+    for demand in each.asks:
+        trace = ASKED["extended"][demand.name][2]
         law = named_workloads.workload("azure-code" if trace == "code" else "azure-conv").lengths
         prompts = np.sort(draw(chance, law, 3 * SAMPLE)[0]).reshape(3, SAMPLE).mean(axis=1)
         mean, output = LENGTHS[trace]
         bins = tuple(LengthBin(round(n * mean / prompts.mean()), output, 1 / 3) for n in prompts.tolist())
-        traffic = Traffic(ask.name, ask.rate_per_s, bins)
-        asks.append(model_demand(ask.name, ask.model, ask.slo, traffic))
+        traffic = Traffic(demand.name, demand.rate_per_s, bins)
+        asks.append(model_demand(demand.name, demand.model, demand.slo, traffic))
     return replace(each, asks=tuple(asks))
 
 

@@ -171,10 +171,10 @@ def throughput_per_s(
 
 def latency(setting: Setting, approach: str, requests: RequestLengthList, rate_per_s: float) -> Latency:
     """RequestLengthList at a fixed interval."""
-    total = summarise(run(setting, approach, requests, rate_per_s)).total
-    assert total.ttft_s is not None
-    assert total.tbt_s is not None
-    return Latency(rate_per_s, total.ttft_s.p99, total.tbt_s.p99)
+    total_summary = summarise(run(setting, approach, requests, rate_per_s)).total
+    assert total_summary.ttft_s is not None
+    assert total_summary.tbt_s is not None
+    return Latency(rate_per_s, total_summary.ttft_s.p99, total_summary.tbt_s.p99)
 
 
 def fit_host_s(requests: RequestLengthList, precision_s: float = 1e-4) -> float:
@@ -207,7 +207,7 @@ def fleet_of(
     approach: str, where: tuple[NodeType, NodeType], layers: tuple[int, int], host: EngineHost, scale: int = 1
 ) -> tuple[list[Template], dict[tuple[str, int], EngineSetup]]:
     """On a high-end and a low-end node, with so many layers of a pipeline on each; engines by `scale` smaller."""
-    high, low = where
+    high_node_type, low_node_type = where
     on_high, on_low = (single(item.name, item.gpus, sum(layers)) for item in where)
     slots = SLOTS // scale
     chunked = EngineSetup(CHUNK_TOKENS // scale, slots, host)
@@ -218,12 +218,12 @@ def fleet_of(
         ]
         return fleet, {("high", 0): chunked, ("low", 0): EngineSetup(LOW_CHUNK_TOKENS // scale, slots, host)}
     if approach in (PP, SERIAL_PP):
-        places = (StageNode(high.name, 1), StageNode(low.name, 1))
+        places = (StageNode(high_node_type.name, 1), StageNode(low_node_type.name, 1))
         layout = Layout(tuple(Stage(n, (node,)) for n, node in zip(layers, places, strict=True)))
         engine = EngineSetup(CHUNK_TOKENS // scale, 2 * slots, host, pipelined=approach == PP)
         return [fleets.template("both", "pipeline", [("mixed", layout)])], {("both", 0): engine}
-    first, second = (on_high, on_low) if approach == HIGH_LOW else (on_low, on_high)
-    pair = fleets.template("pair", "pair", [("prefill", first), ("mixed", second)])
+    first_layout, second_layout = (on_high, on_low) if approach == HIGH_LOW else (on_low, on_high)
+    pair = fleets.template("pair", "pair", [("prefill", first_layout), ("mixed", second_layout)])
     return [pair], {("pair", 0): EngineSetup(WHOLE_TOKENS // scale, 1, host), ("pair", 1): chunked}
 
 

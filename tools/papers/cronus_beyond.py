@@ -41,21 +41,23 @@ def run(setting: cronus.Setting, overload: str, policy: Policy, seed: int = 0) -
     rng = np.random.default_rng(seed)
     prompts, outputs = draw(rng, named_workloads.workload(name).lengths, REQUESTS)
     when_s = np.cumsum(rng.exponential(1.0 / rate_per_s, REQUESTS))
-    high, low = (fleets.node(gpu, cronus.NETWORK_GBPS) for gpu in (cronus.HIGH, setting.low))
-    on_high, on_low = (fleets.alone(node, setting.model) for node in (high, low))
+    high_node_type, low_node_type = (
+        fleets.node(gpu, cronus.NETWORK_GBPS) for gpu in (cronus.HIGH, setting.low)
+    )
+    on_high, on_low = (fleets.alone(node, setting.model) for node in (high_node_type, low_node_type))
     pair = fleets.template("pair", "pair", [("prefill", on_low), ("mixed", on_high)])
     engines = {
         ("pair", 0): EngineSetup(cronus.LOW_CHUNK_TOKENS, cronus.SLOTS, DEFAULT_HOST),
         ("pair", 1): EngineSetup(cronus.CHUNK_TOKENS, cronus.SLOTS, DEFAULT_HOST),
     }
     means = float(prompts.mean()), float(outputs.mean())
-    problem = fleets.problem(setting.model, (high, low), [(pair, 1)], engines, means)
+    problem = fleets.problem(setting.model, (high_node_type, low_node_type), [(pair, 1)], engines, means)
     result = simulate(problem, workload(fleets.MODEL, when_s, prompts, outputs), policy)
-    total = summarise(result).total
-    assert total.ttft_s is not None
+    total_summary = summarise(result).total
+    assert total_summary.ttft_s is not None
     records = result.records
     kept = int((records.prefill_replica == records.decode_replica).sum())
-    return Outcome(REQUESTS / result.end_s, total.ttft_s.p90, kept)
+    return Outcome(REQUESTS / result.end_s, total_summary.ttft_s.p90, kept)
 
 
 def limitation(quick: bool, seed: int = 0) -> list[Row]:

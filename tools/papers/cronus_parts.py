@@ -55,9 +55,14 @@ def table_3(settings: Sequence[Setting], requests: RequestLengthList) -> list[Ro
     )
     made = Rows("Table 3", note)
     for setting in settings:
-        high, low = (fleets.node(gpu, cronus.NETWORK_GBPS) for gpu in (cronus.HIGH, setting.low))
+        high_node_type, low_node_type = (
+            fleets.node(gpu, cronus.NETWORK_GBPS) for gpu in (cronus.HIGH, setting.low)
+        )
         for approach, stated, (first, second) in zip(
-            (HIGH_LOW, LOW_HIGH), TABLE_3[setting.name], ((high, low), (low, high)), strict=True
+            (HIGH_LOW, LOW_HIGH),
+            TABLE_3[setting.name],
+            ((high_node_type, low_node_type), (low_node_type, high_node_type)),
+            strict=True,
         ):
             whole = cronus.throughput_per_s(setting, approach, requests, OLD_HOST)
             alone = (_prefills_per_s(setting, first, requests), _decodes_per_s(setting, second, requests))
@@ -69,10 +74,10 @@ def table_3(settings: Sequence[Setting], requests: RequestLengthList) -> list[Ro
 
 
 def _prefills_per_s(setting: Setting, where: NodeType, requests: RequestLengthList) -> float:
-    one = fleets.template("alone", "homogeneous", [("mixed", fleets.alone(where, setting.model))])
+    template = fleets.template("alone", "homogeneous", [("mixed", fleets.alone(where, setting.model))])
     engines = {("alone", 0): EngineSetup(cronus.WHOLE_TOKENS, 1, OLD_HOST)}
     short = RequestLengthList(requests.prompt_tokens, np.ones_like(requests.output_tokens), requests.source)
-    return _per_s(setting, [where], one, engines, short)
+    return _per_s(setting, [where], template, engines, short)
 
 
 def _decodes_per_s(setting: Setting, where: NodeType, requests: RequestLengthList) -> float:

@@ -73,8 +73,10 @@ def rows(
     )
     for name, best in found.items():
         said(f"PrfaaS, simulated: {name}")
-        world = fleet(best, sites[name])
-        result = simulate(world, load(lengths, OVERLOAD * best.rate_per_s, lasts_s, seed), _policy(Case("")))
+        resolved_plan = fleet(best, sites[name])
+        result = simulate(
+            resolved_plan, load(lengths, OVERLOAD * best.rate_per_s, lasts_s, seed), _policy(Case(""))
+        )
         first_s = result.records.first_token_s
         served[name] = float(((first_s >= lasts_s / 3) & (first_s < lasts_s)).sum() / (lasts_s * 2 / 3))
         note = "idle decode instances take prompts in place here" if name == "naive" else None
@@ -126,12 +128,12 @@ def load(lengths: Lengths, rate_per_s: float, lasts_s: float, seed: int, cv: flo
     return workload(NAME, when_s, np.minimum(prompts, LONGEST - OUTPUT - 1), np.full(count, OUTPUT))
 
 
-def conversations(made: Workload, later: int) -> Workload:
+def conversations(workload: Workload, later: int) -> Workload:
     """So many requests later the same user asks on: the shorter prompt of a pair comes first, and begins the longer.
 
     Blocks are whole ones: states are kept after the last of a prompt, so a prefix is found whole or not at all.
     """
-    prompts, count = made.prompt_tokens.copy(), len(made)
+    prompts, count = workload.prompt_tokens.copy(), len(workload)
     first = np.flatnonzero((np.arange(count) // later % 2 == 0) & (np.arange(count) + later < count))
     pair = np.sort(np.stack([prompts[first], prompts[first + later]]), axis=0)
     prompts[first], prompts[first + later] = pair
@@ -142,7 +144,7 @@ def conversations(made: Workload, later: int) -> Workload:
         ids[starts[second] : starts[second] + whole[begun]] = ids[
             starts[begun] : starts[begun] + whole[begun]
         ]
-    return replace(made, prompt_tokens=prompts, blocks=PrefixBlocks(starts, ids, BLOCK))
+    return replace(workload, prompt_tokens=prompts, blocks=PrefixBlocks(starts, ids, BLOCK))
 
 
 def fleet(best: Operating, site: Site) -> ResolvedPlan:

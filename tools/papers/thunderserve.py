@@ -146,14 +146,14 @@ def losing_a_node(name: str, quick: bool) -> list[Row]:
     sizes = {"groups of at most 4 GPUs": SMALL_GROUP} | ({} if quick else {"groups of any size": None})
     for label, most in sizes.items():
         chosen = settings(PAPER, max_group_gpus=most)
-        before = tabu.search(pool, wanted, chosen)
-        left = tabu.groups_left(pool, before, {"node0": 4})
+        previous_result = tabu.search(pool, wanted, chosen)
+        survivors = tabu.groups_left(pool, previous_result, {"node0": 4})
         start_s = time.process_time()
-        light = _kept(left, before, wanted, chosen)
+        light = _kept(survivors, previous_result, wanted, chosen)
         light_s = time.process_time() - start_s
-        none = _kept(left, before, wanted, replace(chosen, limits=tabu.SearchLimits(steps=0)))
-        full, full_s = timed(left.pool, wanted, chosen)
-        kept = (before.score.attainment, none, light, full.score.attainment)
+        none = _kept(survivors, previous_result, wanted, replace(chosen, limits=tabu.SearchLimits(steps=0)))
+        full, full_s = timed(survivors.pool, wanted, chosen)
+        kept = (previous_result.score.attainment, none, light, full.score.attainment)
         for what, ours in zip(("before", "none", "light", "full"), kept, strict=True):
             made.add(f"{name}, {label}", f"attainment, {what}, share", None, ours)
         if most is not None:
@@ -165,11 +165,14 @@ def losing_a_node(name: str, quick: bool) -> list[Row]:
 
 
 def _kept(
-    left: tabu.PoolSurvivors, before: tabu.SearchResult, wanted: PoolWorkload, chosen: tabu.SearchSettings
+    survivors: tabu.PoolSurvivors,
+    previous_result: tabu.SearchResult,
+    wanted: PoolWorkload,
+    chosen: tabu.SearchSettings,
 ) -> float:
     """What is attained with the groups that are left; nothing where the only one of a phase is gone."""
     try:
-        return tabu.reschedule(left, before, wanted, chosen).score.attainment
+        return tabu.reschedule(survivors, previous_result, wanted, chosen).score.attainment
     except CapacityError:
         return 0.0
 

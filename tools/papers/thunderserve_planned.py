@@ -32,8 +32,10 @@ def problem(pool: Pool, name: str) -> PlanningProblem:
     counts = [sum(node.type.name == kind for node in pool.nodes) for kind in types]
     offers = tuple(NodeOffer(kind, 1.0, count) for kind, count in zip(types, counts, strict=True))
     traffic = Traffic("m", ASKED_PER_S, (LengthBin(*base.WORK[name], 1.0),))
-    ask = model_demand("m", models.model("LLaMA-30B"), base.SLO, traffic)
-    return PlanningProblem((ask,), (Region("pool", offers),), tuple(types.values()), pool=pool, codecs=CODECS)
+    demand = model_demand("m", models.model("LLaMA-30B"), base.SLO, traffic)
+    return PlanningProblem(
+        (demand,), (Region("pool", offers),), tuple(types.values()), pool=pool, codecs=CODECS
+    )
 
 
 def throughputs(names: Sequence[str]) -> list[Row]:

@@ -152,22 +152,22 @@ def settings(folder: Path, quick: bool) -> Iterator[tuple[str, str, PlanningProb
         for name, text in list(specs.items())[: 1 if quick else None]:
             path = folder / "spec.yaml"
             path.write_text(text, "utf-8")
-            asked = load_problem(read_spec(path), 0.8, None, (), 0.0)
+            planning_problem = load_problem(read_spec(path), 0.8, None, (), 0.0)
             beyond = BEYOND_CASE if paper == "PrfaaS" else BEYOND
-            yield paper, name, times(asked, beyond) if name.startswith(MOST) else asked
+            yield paper, name, times(planning_problem, beyond) if name.startswith(MOST) else planning_problem
 
 
 def times(problem: PlanningProblem, factor: float) -> PlanningProblem:
-    return scaled(problem, {ask.name: factor for ask in problem.asks})
+    return scaled(problem, {demand.name: factor for demand in problem.asks})
 
 
 def compare_all(problems: Iterable[tuple[str, str, PlanningProblem]]) -> list[Compared]:
     made = []
-    for paper, name, asked in problems:
+    for paper, name, planning_problem in problems:
         # Of the papers one alone hands KV over in fewer bits.
-        answers, factory, plans = {}, TemplateFactory(asked), dict[str, Plan]()
-        exact = TemplateFactory(replace(asked, codecs=asked.codecs[:1]))
-        many = len(asked.asks) > MANY
+        answers, factory, plans = {}, TemplateFactory(planning_problem), dict[str, Plan]()
+        exact = TemplateFactory(replace(planning_problem, codecs=planning_problem.codecs[:1]))
+        many = len(planning_problem.asks) > MANY
         limits = SolveSettings(time_limit_s=LIMIT_S, gap_target=LARGE_GAP if many else EQUAL)
         for strategy in (*SINGLES, "auto"):
             if strategy == "thunderserve" and paper != "THUNDERSERVE":
@@ -176,10 +176,10 @@ def compare_all(problems: Iterable[tuple[str, str, PlanningProblem]]) -> list[Co
                 limits = replace(limits, starts=tuple(plan for plan in plans.values() if plan.deployments))
             made_in = factory if strategy in ("thunderserve", "auto") else exact
             plan = plans[strategy] = STRATEGIES[strategy](made_in, limits).plan
-            served_per_s = plan.fraction * sum(ask.rate_per_s for ask in asked.asks)
+            served_per_s = plan.fraction * sum(demand.rate_per_s for demand in planning_problem.asks)
             answers[strategy] = Answer(plan.cost_usd_per_h, plan.fraction, served_per_s, plan.gap)
-        one = Compared(paper, name, answers, asked, plans)
-        if asked.pool is None and not many and not one.most and not one.better(one.best):
+        one = Compared(paper, name, answers, planning_problem, plans)
+        if planning_problem.pool is None and not many and not one.most and not one.better(one.best):
             answers["auto"] = replace(answers["auto"], gap=proven_gap(factory, plans["auto"]))
         made.append(one)
     return made
@@ -192,11 +192,15 @@ def proven_gap(factory: TemplateFactory, plan: Plan) -> float:
     limits = SolveSettings(time_limit_s=LIMIT_S, gap_target=EQUAL, starts=(plan,))
     kinds = (factory.homogeneous, factory.combos, factory.gpu_combos, factory.pairs, factory.aggregated)
     others = {
-        ask.name: list({t.name: t for kind in (*kinds, factory.also_decoding) for t in kind(ask)}.values())
-        for ask in factory.problem.asks
+        demand.name: list(
+            {t.name: t for kind in (*kinds, factory.also_decoding) for t in kind(demand)}.values()
+        )
+        for demand in factory.problem.asks
     }
     grown = grow(factory, limits, others, plan.cost_usd_per_h)
-    templates = {ask.name: [*others[ask.name], *factory.pipelines(ask)] for ask in factory.problem.asks}
+    templates = {
+        demand.name: [*others[demand.name], *factory.pipelines(demand)] for demand in factory.problem.asks
+    }
     found = allocated(factory, limits, "auto", templates).allocation
     return max(0.0, 1.0 - found.lower_bound_usd_per_h / plan.cost_usd_per_h) if grown.complete else 1.0
 

@@ -42,13 +42,14 @@ def traffic_of(problem: PlanningProblem) -> list[Traffic]:
     """The lengths that a problem was planned for, each as often."""
     return [
         Traffic(
-            ask.name,
-            ask.rate_per_s,
+            demand.name,
+            demand.rate_per_s,
             tuple(
-                LengthBin(d.input_tokens, d.output_tokens, d.rate_per_s / ask.rate_per_s) for d in ask.demands
+                LengthBin(d.input_tokens, d.output_tokens, d.rate_per_s / demand.rate_per_s)
+                for d in demand.demands
             ),
         )
-        for ask in problem.asks
+        for demand in problem.asks
     ]
 
 
@@ -57,19 +58,19 @@ def resolved(problem: PlanningProblem, plan: Plan) -> ResolvedPlan:
     links = () if pool is None else pool.links
     return ResolvedPlan(
         plan,
-        {ask.name: ask.model for ask in problem.asks},
+        {demand.name: demand.model for demand in problem.asks},
         problem.by_name,
         problem.regions,
         problem.links,
-        {ask.name: ask.slo for ask in problem.asks},
+        {demand.name: demand.slo for demand in problem.asks},
         {name: (one.mean_input_tokens, one.mean_output_tokens) for name, one in asked.items()},
         {(source, target): (gbps, rtt_s) for source, target, gbps, rtt_s in links},
         {} if pool is None else {node.name: node.zone for node in pool.nodes if node.zone},
     )
 
 
-def ran(world: ResolvedPlan, load: Workload) -> Ran:
-    found = summarise(simulate(world, load), load.last_s * WARM_UP)
+def ran(resolved_plan: ResolvedPlan, workload: Workload) -> Ran:
+    found = summarise(simulate(resolved_plan, workload), workload.last_s * WARM_UP)
     return Ran(found.cost_usd_per_h, _kept(found), all(one.holds for one in found.models), _met(found))
 
 
@@ -88,26 +89,27 @@ def simulated(
 
     At a demand: it keeps every objective and costs less. At the most: its highest rate that does is higher.
     """
-    per_s = sum(ask.rate_per_s for ask in problem.asks)
+    per_s = sum(demand.rate_per_s for demand in problem.asks)
     count = min(MOST, max(least, round(LEAST_S * per_s * (plans[1].fraction if most else 1.0))))
-    load = of_traffic(traffic_of(problem), count, SEED)
+    workload = of_traffic(traffic_of(problem), count, SEED)
     if not most:
-        done = [ran(resolved(problem, plan), load) for plan in plans]
+        done = [ran(resolved(problem, plan), workload) for plan in plans]
         return done, done[1].holds and done[1].usd_per_h < done[0].usd_per_h
     done = [
-        _highest(resolved(problem, plan), load, plan.fraction * per_s / problem.headroom) for plan in plans
+        _highest(resolved(problem, plan), workload, plan.fraction * per_s / problem.headroom)
+        for plan in plans
     ]
     return done, done[1].met_per_s > done[0].met_per_s * CLOSE
 
 
-def _highest(world: ResolvedPlan, load: Workload, rate_per_s: float) -> Ran:
+def _highest(resolved_plan: ResolvedPlan, workload: Workload, rate_per_s: float) -> Ran:
     """At the highest rate within the objective: first more or less by steps, then between two that are near.
 
     Nothing where not even a sixteenth of the first rate is.
     """
     low, high, best, least = 0.0, 0.0, Ran(0.0, 0.0, False, 0.0), rate_per_s / 16
     while not (low and high and high / low <= CLOSE) and rate_per_s > least:
-        tried = ran(world, at_rate(load, rate_per_s))
+        tried = ran(resolved_plan, at_rate(workload, rate_per_s))
         if tried.holds:
             low, best = rate_per_s, tried
         else:

@@ -61,9 +61,9 @@ def usage(prompt: int, output: int, cached: int) -> Json:
 
 
 def whole_choice(
-    head: ReplyHead, index: int, delta: TextDelta, text: ModelTokenizer | None, *, logprobs: bool
+    head: ReplyHead, index: int, delta: TextDelta, tokenizer: ModelTokenizer | None, *, logprobs: bool
 ) -> Json:
-    logs = _logs(head, delta.choices, text, 0) if logprobs else None
+    logs = _logs(head, delta.choices, tokenizer, 0) if logprobs else None
     base: Json = {"index": index, "finish_reason": delta.finish, "logprobs": logs}
     if not head.chat:
         return {**base, "text": delta.text}
@@ -90,7 +90,7 @@ def part_choices(
     head: ReplyHead,
     index: int,
     delta: TextDelta,
-    text: ModelTokenizer | None,
+    tokenizer: ModelTokenizer | None,
     *,
     logprobs: bool,
     offset: int,
@@ -98,11 +98,13 @@ def part_choices(
 ) -> list[Json]:
     """The choices of the chunks that a delta becomes: its text, two for each tool call, and last why it ends."""
     if not delta.calls:
-        return [part_choice(head, index, delta, text, logprobs=logprobs, offset=offset, first=first)]
+        return [part_choice(head, index, delta, tokenizer, logprobs=logprobs, offset=offset, first=first)]
     choices: list[Json] = []
     if first or delta.text or (logprobs and delta.choices):
         words = TextDelta(delta.text, delta.choices)
-        choices.append(part_choice(head, index, words, text, logprobs=logprobs, offset=offset, first=first))
+        choices.append(
+            part_choice(head, index, words, tokenizer, logprobs=logprobs, offset=offset, first=first)
+        )
     parts: list[Json] = []
     for call in delta.calls:
         function = {"name": call.name, "arguments": ""}
@@ -122,13 +124,13 @@ def part_choice(
     head: ReplyHead,
     index: int,
     delta: TextDelta,
-    text: ModelTokenizer | None,
+    tokenizer: ModelTokenizer | None,
     *,
     logprobs: bool,
     offset: int,
     first: bool,
 ) -> Json:
-    logs = _logs(head, delta.choices, text, offset) if logprobs and delta.choices else None
+    logs = _logs(head, delta.choices, tokenizer, offset) if logprobs and delta.choices else None
     base: Json = {"index": index, "finish_reason": delta.finish, "logprobs": logs}
     if head.chat:
         message: Json = {"role": "assistant"} if first else {}
@@ -148,47 +150,52 @@ def offset_behind(choice: Json, offset: int) -> int:
     return last
 
 
-def _logs(head: ReplyHead, choices: Sequence[SampledToken], text: ModelTokenizer | None, offset: int) -> Json:
+def _logs(
+    head: ReplyHead, choices: Sequence[SampledToken], tokenizer: ModelTokenizer | None, offset: int
+) -> Json:
     def name(token: int) -> str:
-        return f"token_id:{token}" if text is None else text.token_text(token)
+        return f"token_id:{token}" if tokenizer is None else tokenizer.token_text(token)
 
     if head.chat:
-        return {"content": [_chat_log(choice, name) for choice in choices], "refusal": None}
-    names = [name(choice.token) for choice in choices]
+        return {"content": [_chat_log(sampled_token, name) for sampled_token in choices], "refusal": None}
+    names = [name(sampled_token.token) for sampled_token in choices]
     offsets = []
     for one in names:
         offsets.append(offset)
         offset += len(one)
     return {
         "tokens": names,
-        "token_logprobs": [choice.logprob for choice in choices],
-        "top_logprobs": [_top_logprobs(choice, name) for choice in choices],
+        "token_logprobs": [sampled_token.logprob for sampled_token in choices],
+        "top_logprobs": [_top_logprobs(sampled_token, name) for sampled_token in choices],
         "text_offset": offsets,
     }
 
 
-def _top_logprobs(choice: SampledToken, name: Callable[[int], str]) -> Json | None:
+def _top_logprobs(sampled_token: SampledToken, name: Callable[[int], str]) -> Json | None:
     """The most likely tokens by their text, and the sampled token as well, as OpenAI's legacy completions do.
 
     Tokens may share a text, such as parts of characters. The sampled token keeps its own value then; of two others
     the more likely one does.
     """
-    if choice.logprob is None:
+    if sampled_token.logprob is None:
         return None
-    named: Json = {name(choice.token): choice.logprob}
-    for token, logprob in choice.top:
+    named: Json = {name(sampled_token.token): sampled_token.logprob}
+    for token, logprob in sampled_token.top:
         named.setdefault(name(token), logprob)
     return named
 
 
-def _chat_log(choice: SampledToken, name: object) -> Json:
+def _chat_log(sampled_token: SampledToken, name: object) -> Json:
     assert callable(name)
 
     def one(token: int, logprob: float | None) -> Json:
         shown = str(name(token))
         return {"token": shown, "logprob": logprob, "bytes": list(shown.encode())}
 
-    return {**one(choice.token, choice.logprob), "top_logprobs": [one(*pair) for pair in choice.top]}
+    return {
+        **one(sampled_token.token, sampled_token.logprob),
+        "top_logprobs": [one(*pair) for pair in sampled_token.top],
+    }
 
 
 quoted = json.JSONEncoder().encode

@@ -73,7 +73,7 @@ class EngineAbilities:
         return "tools" in self.fields
 
 
-def what_counts(body: dict[str, object], able: EngineAbilities) -> dict[str, object]:
+def what_counts(body: dict[str, object], abilities: EngineAbilities) -> dict[str, object]:
     """The fields that say something; raises at one that the engine cannot honour.
 
     null counts as not given. What the engine honours beyond the reader's own fields is left out as well: it reaches
@@ -83,33 +83,35 @@ def what_counts(body: dict[str, object], able: EngineAbilities) -> dict[str, obj
     for name, value in body.items():
         if value is None or name in SILENT:
             continue
-        if name in ODD and not (able.draws and name in DRAWN) and _settled(name, value, able):
+        if name in ODD and not (abilities.draws and name in DRAWN) and _settled(name, value, abilities):
             continue
         kept[name] = _said(value) if name == "stream_options" else value
     return kept
 
 
-def goes_beyond(body: dict[str, object], able: EngineAbilities, read: frozenset[str]) -> bool:
+def goes_beyond(body: dict[str, object], abilities: EngineAbilities, read: frozenset[str]) -> bool:
     """Whether it asks for something that such engines cannot do, known here or not; `read`: the reader's fields."""
     for name, value in body.items():
         if value is None or name in SILENT or name in read:
             continue
         if name == "response_format":
             kind = value.get("type") if isinstance(value, dict) else None
-            if not isinstance(kind, str) or kind not in able.formats:
+            if not isinstance(kind, str) or kind not in abilities.formats:
                 return True
-        elif name not in able.fields and not any(_same(value, item) for item in KNOWN.get(name, ())):
+        elif name not in abilities.fields and not any(_same(value, item) for item in KNOWN.get(name, ())):
             return True
     return False
 
 
-def _settled(name: str, value: object, able: EngineAbilities) -> bool:
+def _settled(name: str, value: object, abilities: EngineAbilities) -> bool:
     if name == "response_format":
         kind = value.get("type") if isinstance(value, dict) else None
-        if not isinstance(kind, str) or kind not in able.formats:
-            raise InputError(name, f"must have a type of {', '.join(sorted(able.formats))} for this engine")
+        if not isinstance(kind, str) or kind not in abilities.formats:
+            raise InputError(
+                name, f"must have a type of {', '.join(sorted(abilities.formats))} for this engine"
+            )
         return True
-    if name not in able.fields and not any(_same(value, item) for item in KNOWN[name]):
+    if name not in abilities.fields and not any(_same(value, item) for item in KNOWN[name]):
         raise InputError(name, "is not supported by this engine; leave it out")
     return True
 
@@ -261,12 +263,12 @@ def sampling_of(
     repetition = asked.repetition_penalty
     if repetition is None:
         repetition = defaults.repetition_penalty
-    way = _drawing(temperature, top_k, top_p, min_p, seed, logprobs)
+    sampling = _drawing(temperature, top_k, top_p, min_p, seed, logprobs)
     presence, frequency = asked.presence_penalty or 0.0, asked.frequency_penalty or 0.0
     if not (presence or frequency or repetition != 1 or asked.logit_bias or asked.response_format):
-        return way
+        return sampling
     return replace(
-        way,
+        sampling,
         presence_penalty=presence,
         frequency_penalty=frequency,
         repetition_penalty=repetition,
@@ -283,19 +285,23 @@ def _drawing(
 
 
 def completion_of(
-    body: dict[str, object], able: EngineAbilities
+    body: dict[str, object], abilities: EngineAbilities
 ) -> tuple[CompletionRequest, list[str | tuple[int, ...]]]:
     body = dict(body)
     prompt = body.pop("prompt", None)
-    asked = shaped(CompletionRequest, _read(body, able))
-    _check(asked, able)
-    _within("logprobs", asked.logprobs or 0, 0, able.most_logprobs)
-    if asked.best_of not in (1, asked.n):
+    completion_request = shaped(CompletionRequest, _read(body, abilities))
+    _check(completion_request, abilities)
+    _within("logprobs", completion_request.logprobs or 0, 0, abilities.most_logprobs)
+    if completion_request.best_of not in (1, completion_request.n):
         raise InputError("best_of", "must be n for this engine; leave it out")
-    if isinstance(prompt, list) and len(prompt) * asked.n > able.most_choices and type(prompt[0]) is not int:
-        many = f"{len(prompt)} prompts and n {asked.n} are more than {able.most_choices} answers"
+    if (
+        isinstance(prompt, list)
+        and len(prompt) * completion_request.n > abilities.most_choices
+        and type(prompt[0]) is not int
+    ):
+        many = f"{len(prompt)} prompts and n {completion_request.n} are more than {abilities.most_choices} answers"
         raise InputError("prompt", many)
-    return asked, prompts_of(prompt)
+    return completion_request, prompts_of(prompt)
 
 
 def prompts_of(value: object) -> list[str | tuple[int, ...]]:
@@ -311,26 +317,26 @@ def prompts_of(value: object) -> list[str | tuple[int, ...]]:
     ]
 
 
-def chat_of(body: dict[str, object], able: EngineAbilities) -> tuple[ChatRequest, list[Message]]:
+def chat_of(body: dict[str, object], abilities: EngineAbilities) -> tuple[ChatRequest, list[Message]]:
     body = dict(body)
     messages = body.pop("messages", None)
-    fields, schema = take_template_fields(body) if able.draws else (TemplateFields(), "")
-    asked = shaped(ChatRequest, _read(body, able))
+    fields, schema = take_template_fields(body) if abilities.draws else (TemplateFields(), "")
+    asked = shaped(ChatRequest, _read(body, abilities))
     if fields.tools and asked.response_format:
         line = "of JSON cannot be combined with tools; leave one out, or set tool_choice to none"
         raise InputError("response_format", line)
     if fields.tools or fields.chat_template_kwargs:
         asked = replace(asked, **fields._asdict(), response_format=schema or asked.response_format)
-    _check(asked, able)
-    _within("top_logprobs", asked.top_logprobs, 0, able.most_logprobs)
+    _check(asked, abilities)
+    _within("top_logprobs", asked.top_logprobs, 0, abilities.most_logprobs)
     if asked.top_logprobs and not asked.logprobs:
         raise InputError("top_logprobs", "needs logprobs to be true")
-    return asked, messages_of(messages, tools=able.tools or able.draws, checked=able.draws)
+    return asked, messages_of(messages, tools=abilities.tools or abilities.draws, checked=abilities.draws)
 
 
-def _read(body: dict[str, object], able: EngineAbilities) -> dict[str, object]:
+def _read(body: dict[str, object], abilities: EngineAbilities) -> dict[str, object]:
     check_sizes(body)
-    kept = what_counts(body, able)
+    kept = what_counts(body, abilities)
     _check_entries(kept)
     for name, read in (("logit_bias", bias_of), ("response_format", schema_of)):
         if name in kept:
@@ -340,31 +346,39 @@ def _read(body: dict[str, object], able: EngineAbilities) -> dict[str, object]:
     return kept
 
 
-def _check(asked: CompletionRequest | ChatRequest, able: EngineAbilities) -> None:
+def _check(completion_request: CompletionRequest | ChatRequest, abilities: EngineAbilities) -> None:
     """What a shape does not say. Raised here, so that the error names its field."""
-    _within("n", asked.n, 1, able.most_choices)
-    sampling_of(asked, PLAIN, seed=0)
-    if asked.stop != ():
-        checked_stops(asked.shown.stops)
-    if len(asked.stop_token_ids) > MOST_STOP_TOKENS:
-        raise InputError("stop_token_ids", f"at most {MOST_STOP_TOKENS}, got {len(asked.stop_token_ids)}")
-    if asked.seed is not None and not -LARGEST_SEED <= asked.seed < LARGEST_SEED:
+    _within("n", completion_request.n, 1, abilities.most_choices)
+    sampling_of(completion_request, PLAIN, seed=0)
+    if completion_request.stop != ():
+        checked_stops(completion_request.shown.stops)
+    if len(completion_request.stop_token_ids) > MOST_STOP_TOKENS:
+        raise InputError(
+            "stop_token_ids", f"at most {MOST_STOP_TOKENS}, got {len(completion_request.stop_token_ids)}"
+        )
+    if completion_request.seed is not None and not -LARGEST_SEED <= completion_request.seed < LARGEST_SEED:
         raise InputError("seed", "must fit in 64 bits")
-    if asked.cache_salt is not None and not 1 <= len(asked.cache_salt) <= LONGEST_SALT:
+    if (
+        completion_request.cache_salt is not None
+        and not 1 <= len(completion_request.cache_salt) <= LONGEST_SALT
+    ):
         raise InputError("cache_salt", f"must have 1 to {LONGEST_SALT} characters")
-    if asked.response_format and (asked.min_tokens or asked.ignore_eos):
-        name = "min_tokens" if asked.min_tokens else "ignore_eos"
+    if completion_request.response_format and (
+        completion_request.min_tokens or completion_request.ignore_eos
+    ):
+        name = "min_tokens" if completion_request.min_tokens else "ignore_eos"
         raise InputError(name, "cannot be kept with a response_format of JSON, which ends when it is whole")
-    limit = asked.limit
+    limit = completion_request.limit
     if limit is not None and limit < 1:
         name = (
             "max_tokens"
-            if isinstance(asked, CompletionRequest) or asked.max_completion_tokens is None
+            if isinstance(completion_request, CompletionRequest)
+            or completion_request.max_completion_tokens is None
             else ""
         )
         raise InputError(name or "max_completion_tokens", f"must be at least 1, is {limit}")
-    if asked.min_tokens < 0 or (limit is not None and asked.min_tokens > limit):
-        raise InputError("min_tokens", f"must be 0 to max_tokens, is {asked.min_tokens}")
+    if completion_request.min_tokens < 0 or (limit is not None and completion_request.min_tokens > limit):
+        raise InputError("min_tokens", f"must be 0 to max_tokens, is {completion_request.min_tokens}")
 
 
 def _within(name: str, value: int, least: int, most: int) -> None:
@@ -509,9 +523,9 @@ HAND_OVERS = ("kv_transfer_params", "ec_transfer_params")
 READERS = EngineAbilities(frozenset({"tools", "service_tier"}))  # A reader that leaves tools to the engine.
 
 
-def is_own(body: Mapping[str, object], able: EngineAbilities, *, chat: bool) -> bool:
+def is_own(body: Mapping[str, object], abilities: EngineAbilities, *, chat: bool) -> bool:
     check_sizes(body)
-    if goes_beyond(dict(body), able, READ_CHAT if chat else READ_COMPLETION):
+    if goes_beyond(dict(body), abilities, READ_CHAT if chat else READ_COMPLETION):
         return True
     messages = body.get("messages") if chat else None
     return isinstance(messages, list) and any(

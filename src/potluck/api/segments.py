@@ -119,10 +119,10 @@ def segment_of(body: dict[str, object]) -> tuple[SegmentRequest, tuple[int, ...]
     if isinstance(source, dict):
         body["source"] = {"type": "KvSource", **source}
     own = body.pop("own", None)
-    asked = shaped(SegmentRequest, body)
-    if asked.sampling.json_schema:
-        check_json_schema_text(asked.sampling.json_schema, "sampling.json_schema")
-    return (asked if own is None else replace(asked, own=_own(own))), tokens
+    segment_request = shaped(SegmentRequest, body)
+    if segment_request.sampling.json_schema:
+        check_json_schema_text(segment_request.sampling.json_schema, "sampling.json_schema")
+    return (segment_request if own is None else replace(segment_request, own=_own(own))), tokens
 
 
 def _own(value: object) -> ClientBody:

@@ -88,25 +88,27 @@ class TextDelta:
 class TextStream:
     """Tokens in, text out that is safe to show, and the tool calls in it. Without a tokenizer there is none."""
 
-    def __init__(self, text: ModelTokenizer | None, shown: TextRules, ends: frozenset[int]) -> None:
-        special = shown.special
-        if text is not None and shown.tool_calls == "tagged":
-            special = special or not text.special_texts.isdisjoint((OPENING_TAG, CLOSING_TAG))
-        self._decoding = None if text is None else text.stream(special=special)
+    def __init__(self, tokenizer: ModelTokenizer | None, text_rules: TextRules, ends: frozenset[int]) -> None:
+        special = text_rules.special
+        if tokenizer is not None and text_rules.tool_calls == "tagged":
+            special = special or not tokenizer.special_texts.isdisjoint((OPENING_TAG, CLOSING_TAG))
+        self._decoding = None if tokenizer is None else tokenizer.stream(special=special)
         self._parser = (
-            ToolCallParser(shown.tool_calls, parallel=shown.parallel_tool_calls) if shown.tool_calls else None
+            ToolCallParser(text_rules.tool_calls, parallel=text_rules.parallel_tool_calls)
+            if text_rules.tool_calls
+            else None
         )
         self.reads_calls = self._parser is not None
         self._taken_calls = 0
-        self._scanner = StopScanner(shown.stops, include=shown.include_stop)
-        self._shown, self._ends = shown, ends
+        self._scanner = StopScanner(text_rules.stops, include=text_rules.include_stop)
+        self._shown, self._ends = text_rules, ends
         self.tokens = 0
 
-    def grow(self, choice: SampledToken) -> str:
+    def grow(self, sampled_token: SampledToken) -> str:
         """One more token; the text that can be shown now. `met` says whether a stop string was."""
         self.tokens += 1
-        hidden = choice.token in self._ends and not self._shown.include_stop
-        piece = "" if hidden or self._decoding is None else self._decoding.feed(choice.token)
+        hidden = sampled_token.token in self._ends and not self._shown.include_stop
+        piece = "" if hidden or self._decoding is None else self._decoding.feed(sampled_token.token)
         piece = piece if self.tokens <= self._shown.min_tokens else self._scanner.feed(piece)
         if self._parser is None:
             return piece
@@ -132,11 +134,11 @@ class TextStream:
         """A stop string was found: the rest is of no use."""
         return self._scanner.found is not None
 
-    def feed(self, choice: SampledToken) -> TextDelta:
+    def feed(self, sampled_token: SampledToken) -> TextDelta:
         """One more token. `finish` is `stop` where a stop string was met."""
-        text = self.grow(choice)
+        text = self.grow(sampled_token)
         finish = self.finish("stop") if self.met else None
-        return TextDelta(text, (choice,), finish, calls=self.take_calls())
+        return TextDelta(text, (sampled_token,), finish, calls=self.take_calls())
 
     def end(self, reason: str, cached_tokens: int = 0) -> TextDelta:
         text = self._scanner.feed("" if self._decoding is None else self._decoding.rest())

@@ -191,13 +191,13 @@ class IncrementalTokenizer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        seams: TokenBoundaries,
+        token_boundaries: TokenBoundaries,
         around: Around,
         most_bytes: int,
         encode: Encode | None = None,
     ) -> None:
         """`encode` tokenises a stretch, without special tokens; None: the tokenizer itself."""
-        self._seams, self._most_bytes = seams, most_bytes
+        self._seams, self._most_bytes = token_boundaries, most_bytes
         self._tokenised = encode or (lambda text: token_ids(tokenizer, text, special=False))
         self._known: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
         self._lock = threading.Lock()
@@ -248,12 +248,12 @@ def _bytes(text: str, tokens: array[int]) -> int:
 def stretches_of(
     tokenizer: Tokenizer, most_bytes: int, encode: Encode | None = None
 ) -> IncrementalTokenizer | None:
-    seams = seams_of(tokenizer)
-    around = None if seams is None else _around(tokenizer)
+    token_boundaries = seams_of(tokenizer)
+    around = None if token_boundaries is None else _around(tokenizer)
     return (
         None
-        if seams is None or around is None
-        else IncrementalTokenizer(tokenizer, seams, around, most_bytes, encode)
+        if token_boundaries is None or around is None
+        else IncrementalTokenizer(tokenizer, token_boundaries, around, most_bytes, encode)
     )
 
 

@@ -72,8 +72,8 @@ class GpuNodeLabel:
     source: FigureSource
 
 
-def node_label(chip: Gpu) -> GpuNodeLabel:
-    maker = "amd" if chip.architecture.startswith(AMD) else "nvidia"
+def node_label(gpu: Gpu) -> GpuNodeLabel:
+    maker = "amd" if gpu.architecture.startswith(AMD) else "nvidia"
     entry = load_toml("gpus.toml")["kubernetes"][maker]
-    value = entry["products"].get(chip.name, "")
+    value = entry["products"].get(gpu.name, "")
     return GpuNodeLabel(entry["label"], value, entry["resource"], source(entry["source"]))

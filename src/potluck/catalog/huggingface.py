@@ -368,7 +368,7 @@ def read_model(path: str | Path, name: str | None = None) -> model.Model:
 
 def model_from(fields: ConfigFields, name: str, modelopt: ConfigFields | None = None) -> model.Model:
     """The model of an opened file; `modelopt` is ModelOpt's file about its weights, where there is one."""
-    outer = fields
+    outer_fields = fields
     kind = fields.text("model_type")
     if kind is None:
         raise fields.problem("model_type is missing")
@@ -378,8 +378,8 @@ def model_from(fields: ConfigFields, name: str, modelopt: ConfigFields | None = 
     family = FAMILIES.get(kind)
     if family is None:
         known = ", ".join(sorted(FAMILIES))
-        raise outer.problem(f"model_type {kind[:60]!r} is not supported; supported are {known}")
-    weight_bits, expert_bits, kv_bits, formats = _bits(outer, fields, modelopt)
+        raise outer_fields.problem(f"model_type {kind[:60]!r} is not supported; supported are {known}")
+    weight_bits, expert_bits, kv_bits, formats = _bits(outer_fields, fields, modelopt)
     try:
         return model.Model(
             name=name,
@@ -387,7 +387,7 @@ def model_from(fields: ConfigFields, name: str, modelopt: ConfigFields | None = 
             vocab=fields.count("vocab_size"),
             layers=family(fields),
             max_context_tokens=fields.count("max_position_embeddings", "model_max_length"),
-            tied_embeddings=fields.flag("tie_word_embeddings", outer.flag("tie_word_embeddings")),
+            tied_embeddings=fields.flag("tie_word_embeddings", outer_fields.flag("tie_word_embeddings")),
             weight_bits=weight_bits,
             expert_bits=expert_bits,
             kv_bits=kv_bits,
@@ -395,25 +395,25 @@ def model_from(fields: ConfigFields, name: str, modelopt: ConfigFields | None = 
             expert_format=formats[1],
         )
     except InputError as error:
-        if error.field.startswith(outer.where):
+        if error.field.startswith(outer_fields.where):
             raise
         # A value that the model itself refuses, such as more active experts than there are.
-        raise outer.problem(f"{error.field}: {error.problem}") from error
+        raise outer_fields.problem(f"{error.field}: {error.problem}") from error
 
 
 Formats = tuple[model.Format | None, model.Format | None]
 
 
 def _bits(
-    outer: ConfigFields, fields: ConfigFields, modelopt: ConfigFields | None
+    outer_fields: ConfigFields, fields: ConfigFields, modelopt: ConfigFields | None
 ) -> tuple[float, float, float, Formats]:
     """(weight, expert, KV) bits from the dtype and the quantisation, and what the first two are."""
-    dtype = fields.text("dtype", "torch_dtype") or outer.text("dtype", "torch_dtype") or "bfloat16"
+    dtype = fields.text("dtype", "torch_dtype") or outer_fields.text("dtype", "torch_dtype") or "bfloat16"
     plain = DTYPE_BITS.get(dtype.removeprefix("torch."))
     if plain is None:
-        raise UnknownNameError(f"{outer.where}: dtype", dtype[:60], DTYPE_BITS)
+        raise UnknownNameError(f"{outer_fields.where}: dtype", dtype[:60], DTYPE_BITS)
     kv_bits = plain if plain >= 16 else 16.0
-    scheme = outer.part("quantization_config") or fields.part("quantization_config")
+    scheme = outer_fields.part("quantization_config") or fields.part("quantization_config")
     if scheme is not None:
         quantised = model.quantised_of(scheme.values, plain, scheme.where)
     elif modelopt is not None:

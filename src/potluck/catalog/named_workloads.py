@@ -75,12 +75,13 @@ def _shape_source(entry: dict[str, Any], field: str) -> FigureSource | None:
     return entry_source(_entries()[entry["like"]], "about")
 
 
-def describe(law: Law) -> str:
-    if isinstance(law, Fixed):
-        return f"fixed {law.tokens:g}"
-    if isinstance(law, LogNormal):
-        return f"lognormal({law.mu:.3g}, {law.sigma:.3g}) on [{law.low_tokens:g}, {law.high_tokens:g}]"
-    return f"{len(law.points)} quantiles of a trace, {law.points[0][1]:.0f} to {law.points[-1][1]:.0f}"
+def describe(lengths: Law) -> str:
+    if isinstance(lengths, Fixed):
+        return f"fixed {lengths.tokens:g}"
+    if isinstance(lengths, LogNormal):
+        bounds = f"[{lengths.low_tokens:g}, {lengths.high_tokens:g}]"
+        return f"lognormal({lengths.mu:.3g}, {lengths.sigma:.3g}) on {bounds}"
+    return f"{len(lengths.points)} quantiles of a trace, {lengths.points[0][1]:.0f} to {lengths.points[-1][1]:.0f}"
 
 
 def _law(entry: dict[str, Any], side: str) -> Law:

@@ -174,8 +174,8 @@ def _traced(asked: SimpleNamespace) -> list[tuple[float, int, int]]:
     count, seconds = asked.requests, asked.seconds
     if count is None and not is_file(asked.workload):
         count = DEFAULT_REQUESTS if seconds is None else MOST_REQUESTS
-    made = load(asked.workload, "", WorkloadOptions(asked.rate_per_s, count, asked.seed))
-    columns = (made.arrival_s.tolist(), made.prompt_tokens.tolist(), made.output_tokens.tolist())
+    workload = load(asked.workload, "", WorkloadOptions(asked.rate_per_s, count, asked.seed))
+    columns = (workload.arrival_s.tolist(), workload.prompt_tokens.tolist(), workload.output_tokens.tolist())
     return [row for row in zip(*columns, strict=True) if seconds is None or row[0] <= seconds]
 
 

@@ -88,16 +88,16 @@ def serve(
         raise InputError("--takeover", "is for a gateway of one process; leave out --workers")
     tls_for(host, tls)
     if spec is None:
-        resolved, rules, files = _attached(plan, asked)
+        resolved, policy, files = _attached(plan, asked)
     else:
-        inputs, rules = read_inputs(
+        inputs, policy = read_inputs(
             (plan, spec), 0.0, print, lambda read: policy_of(asked.policy, read.policy), asked.profile_paths
         )
         files = files_of(inputs.spec, asked.files)
         resolved = replace(scene_of(inputs), history=_history(asked.history, inputs.spec))
     regions = {deployment.region for deployment in resolved.plan.deployments}
-    if rules.home and rules.home not in regions:
-        raise UnknownNameError("--policy.home", rules.home, sorted(regions))
+    if policy.home and policy.home not in regions:
+        raise UnknownNameError("--policy.home", policy.home, sorted(regions))
     engine_key, secret = asked.engine_key_file, asked.secret_file
     settings = GatewaySettings(
         ListenAddresses(host, asked.port, admin_host, asked.admin_port, asked.workers),
@@ -108,7 +108,7 @@ def serve(
         secret=token_bytes(32) if secret is None else secret_in(secret, "--secret-file"),
         **{name: options[name] for name in SETTINGS.split()},
     )
-    serve_forever(resolved, rules, settings, announced(as_json))
+    serve_forever(resolved, policy, settings, announced(as_json))
 
 
 def _attached(plan_file: Path, asked: SimpleNamespace) -> tuple[ResolvedPlan, Policy, dict[str, Path]]:

@@ -130,7 +130,7 @@ class NodeNews:
 class Launcher(Protocol):
     """None of these waits for an engine to be ready or to end: the next look shows what became of it."""
 
-    def start(self, name: str, make: EngineSpec) -> Place:
+    def start(self, name: str, engine_spec: EngineSpec) -> Place:
         """Begin to start an engine. Raises a PotluckError where that is hopeless."""
 
     def look(self, places: dict[str, Place]) -> tuple[EngineSighting, ...]:

@@ -142,8 +142,8 @@ def wants_of(wanted: Mapping[str, Any], templates: Mapping[str, Template]) -> tu
         if template is None:
             continue
         layout = template.replicas[item["index"]].layout
-        make = EngineSpec(item["model"], layout, item["region"], item.get("step_tokens", 0))
-        wanted_replicas.append(WantedReplica(item["id"], make, item["role"], item["draining"]))
+        engine_spec = EngineSpec(item["model"], layout, item["region"], item.get("step_tokens", 0))
+        wanted_replicas.append(WantedReplica(item["id"], engine_spec, item["role"], item["draining"]))
     return tuple(wanted_replicas)
 
 

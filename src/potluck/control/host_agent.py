@@ -127,8 +127,8 @@ def _way(said: Mapping[str, Any], url: str) -> HostLink:
     return HostLink(gbps, rtt_ms)
 
 
-def matrix(asking: HostClient, urls: Sequence[str]) -> dict[tuple[str, str], HostLink]:
-    return {pair: asking.measure(*pair) for pair in permutations(dict.fromkeys(urls), 2)}
+def matrix(host_client: HostClient, urls: Sequence[str]) -> dict[tuple[str, str], HostLink]:
+    return {pair: host_client.measure(*pair) for pair in permutations(dict.fromkeys(urls), 2)}
 
 
 class HostAgent(ThreadingHTTPServer):

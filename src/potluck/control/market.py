@@ -67,7 +67,7 @@ class Market:
 
     def leaving(self, instances: Iterable[EngineInstance]) -> dict[str, VanishNotice]:
         """Engines whose machines will vanish. Of a type, those go that were noticed first to be up."""
-        ranked = sorted(instances, key=lambda each: (each.since_s, each.name))
+        ranked = sorted(instances, key=lambda instance: (instance.since_s, instance.name))
         names = {one.name for one in ranked}
         leaving = {notice.engine: notice for notice in self.notices if notice.engine in names}
         for notice in self.notices:
@@ -264,8 +264,8 @@ class ClusterNode:
     gpus: tuple[tuple[str, int], ...]
     well: bool = True  # Whether something may be started there.
 
-    def count(self, kind: NodeTypeLabels) -> int:
-        return max((have // kind.gpus for name, have in self.gpus if name in kind.names), default=0)
+    def count(self, labels: NodeTypeLabels) -> int:
+        return max((have // labels.gpus for name, have in self.gpus if name in labels.names), default=0)
 
 
 def spellings_of(

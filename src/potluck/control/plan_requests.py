@@ -35,10 +35,10 @@ Note = Callable[[str, str, str], None]
 class Planner(Protocol):
     """May take long, and is called in a thread."""
 
-    def first(self, asked: PlanRequest) -> PlanReply:
+    def first(self, plan_request: PlanRequest) -> PlanReply:
         """What to do at once."""
 
-    def full(self, asked: PlanRequest) -> PlanReply:
+    def full(self, plan_request: PlanRequest) -> PlanReply:
         """A whole plan."""
 
 
@@ -87,8 +87,8 @@ class PlanRequests:
                 self.turn(wanted, regions)
 
     def _finish(self, finished: Future[PlanReply], regions: tuple[Region, ...] | None) -> None:
-        asked, planner = self._asked, self._planner
-        assert asked is not None
+        plan_request, planner = self._asked, self._planner
+        assert plan_request is not None
         assert planner is not None
         try:
             reply = finished.result()
@@ -97,17 +97,21 @@ class PlanRequests:
         except Exception as error:  # a planner that fails must not take the controller with it
             log.error("the planner failed", exc_info=error)
             reply = PlanReply(None, f"the planner failed ({type(error).__name__}); the log says more")
-        if reply.plan is not None and regions != asked.regions and (short := _short(reply.plan, regions)):
+        if (
+            reply.plan is not None
+            and regions != plan_request.regions
+            and (short := _short(reply.plan, regions))
+        ):
             self._note("plan", "begins anew", f"{short} since it was begun")
             self._answered = None
             return
         if reply.plan is not None:
-            self._hand_over(reply.plan, f"{asked.reason}; {reply.why}")
+            self._hand_over(reply.plan, f"{plan_request.reason}; {reply.why}")
         if self._first:
             self._first = False
             if reply.plan is not None and not self._advise:
-                asked = self._asked = replace(asked, running=reply.plan)
-            self.under_way = self._pool.submit(planner.full, asked)
+                plan_request = self._asked = replace(plan_request, running=reply.plan)
+            self.under_way = self._pool.submit(planner.full, plan_request)
         elif reply.plan is None:
             self._note("plan", "stays", reply.why)
 
@@ -179,14 +183,19 @@ def _running(planned: Plan | None, wanted: dict[str, Any]) -> Plan | None:
 
 
 def _asked(
-    asked: dict[str, Any], regions: tuple[Region, ...] | None, running: Plan | None, planned: Plan | None
+    asked: dict[str, Any], regions: tuple[Region, ...] | None, running_plan: Plan | None, planned: Plan | None
 ) -> PlanRequest:
     lengths = tuple(
         SeenLengths(item["model"], item["output_tokens"], tuple((a, b) for a, b in item["prompts"]))
         for item in asked.get("lengths", ())
     )
     return PlanRequest(
-        dict(asked.get("rates_per_s", {})), str(asked.get("reason", "")), lengths, regions, running, planned
+        dict(asked.get("rates_per_s", {})),
+        str(asked.get("reason", "")),
+        lengths,
+        regions,
+        running_plan,
+        planned,
     )
 
 

@@ -103,9 +103,9 @@ class ReconcilerMemory:
     silent_since_s: Mapping[str, float] = field(default_factory=dict)
     """Engine to when it was first seen to be silent."""
 
-    def failed(self, make: EngineSpec, at_s: float, why: str, engine: str = "") -> ReconcilerMemory:
-        before = self.failures.get(make, StartFailures())
-        return replace(self, failures={**self.failures, make: before.more(at_s, why, engine)})
+    def failed(self, engine_spec: EngineSpec, at_s: float, why: str, engine: str = "") -> ReconcilerMemory:
+        before = self.failures.get(engine_spec, StartFailures())
+        return replace(self, failures={**self.failures, engine_spec: before.more(at_s, why, engine)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,11 @@ def _ended(
             failed = memory.failures.get(one.make)
             # One that came up before the last failure does not show that starts succeed again.
             if one.state == "up" and failed is not None and one.since_s >= failed.last_s:
-                left = {make: failure for make, failure in memory.failures.items() if make != one.make}
+                left = {
+                    engine_spec: failure
+                    for engine_spec, failure in memory.failures.items()
+                    if engine_spec != one.make
+                }
                 memory = replace(memory, failures=left)
     return orders, living, memory
 
@@ -209,8 +213,8 @@ def _matched(
     return taken, lacking
 
 
-def _usefulness(each: EngineInstance) -> tuple[bool, float, str]:
-    return each.state != "up", each.since_s, each.name
+def _usefulness(instance: EngineInstance) -> tuple[bool, float, str]:
+    return instance.state != "up", instance.since_s, instance.name
 
 
 def _cut(why: str) -> str:

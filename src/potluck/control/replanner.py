@@ -48,29 +48,33 @@ class Replanner:
     evidence: PlanEvidence | None = None
     """None: plans are judged on averages alone."""
 
-    def first(self, asked: PlanRequest) -> PlanReply:
+    def first(self, plan_request: PlanRequest) -> PlanReply:
         """What to do at once; nothing where all machines of the running plan are there."""
-        problem = self._problem(asked)
-        whole = asked.planned or asked.running
-        if asked.running is None or whole is None or set(survivors(problem, whole)) == set(whole.deployments):
+        problem = self._problem(plan_request)
+        whole = plan_request.planned or plan_request.running
+        if (
+            plan_request.running is None
+            or whole is None
+            or set(survivors(problem, whole)) == set(whole.deployments)
+        ):
             return PlanReply(None, "no machine is missing")
-        answer = self._at_once(problem, asked.running)
-        if not answer.plan.deployments:
+        replan_option = self._at_once(problem, plan_request.running)
+        if not replan_option.plan.deployments:
             return PlanReply(None, "nothing that is left can serve")
-        why = f"{answer.step}: what is left serves {answer.served_fraction:.0%}"
-        return PlanReply(_inherited(answer.plan, whole), why)
+        why = f"{replan_option.step}: what is left serves {replan_option.served_fraction:.0%}"
+        return PlanReply(_inherited(replan_option.plan, whole), why)
 
-    def full(self, asked: PlanRequest) -> PlanReply:
+    def full(self, plan_request: PlanRequest) -> PlanReply:
         """A whole plan by the strategy in force, if it serves more than what runs, or the same for less."""
-        problem = self._problem(asked)
-        running = asked.running
+        problem = self._problem(plan_request)
+        running_plan = plan_request.running
         settings = SolveSettings(time_limit_s=self.time_limit_s)
         now = None
-        if running is not None:
-            now = self._at_once(problem, running)
-            left = replace(running, deployments=survivors(problem, running))
+        if running_plan is not None:
+            now = self._at_once(problem, running_plan)
+            left = replace(running_plan, deployments=survivors(problem, running_plan))
             settings = replace(settings, running=left)
-        factory, force = self.factory_of(problem), asked.planned or running
+        factory, force = self.factory_of(problem), plan_request.planned or running_plan
         strategy = STRATEGIES.get("auto" if force is None else force.strategy, STRATEGIES["auto"])
         planner = strategy if self.evidence is None else self.evidence.planner(strategy)
         outcome = planner(factory, settings)
@@ -91,29 +95,34 @@ class Replanner:
             return PlanReply(plan, why)
         if more > -1e-6 and saves > SAME:
             return PlanReply(plan, f"this plan saves ${saves:.2f}/h")
-        if running is not None and now.step == "flip" and now.flips:
+        if running_plan is not None and now.step == "flip" and now.flips:
             why = f"{now.flips} replicas in other roles serve {now.served_fraction:.0%}"
-            return PlanReply(_inherited(now.plan, running), why)
+            return PlanReply(_inherited(now.plan, running_plan), why)
         return PlanReply(
             None, f"there is none better (${plan.total_usd_per_h:.2f}/h for {plan.fraction:.0%})"
         )
 
-    def _at_once(self, problem: PlanningProblem, running: Plan) -> ReplanOption:
-        return best_answer(at_once(problem, running, SolveSettings(time_limit_s=FIRST_S)))
+    def _at_once(self, problem: PlanningProblem, running_plan: Plan) -> ReplanOption:
+        return best_answer(at_once(problem, running_plan, SolveSettings(time_limit_s=FIRST_S)))
 
-    def _problem(self, asked: PlanRequest) -> PlanningProblem:
-        loaded = asked.running or asked.planned
+    def _problem(self, plan_request: PlanRequest) -> PlanningProblem:
+        loaded = plan_request.running or plan_request.planned
         problem = self.problem if loaded is None else self.problem.in_formats(loaded.formats)
-        facts = observed(problem, asked.paces, datetime.now(UTC).date().isoformat())
+        facts = observed(problem, plan_request.paces, datetime.now(UTC).date().isoformat())
         return problem_now(
-            facts, asked.rates_per_s, asked.lengths, asked.regions, self.interval_s, self.startups
+            facts,
+            plan_request.rates_per_s,
+            plan_request.lengths,
+            plan_request.regions,
+            self.interval_s,
+            self.startups,
         )
 
 
-def _inherited(plan: Plan, before: Plan) -> Plan:
+def _inherited(plan: Plan, previous_plan: Plan) -> Plan:
     """What is left of a plan is still its strategy's, and so is what may be started, if lengths are cut as before."""
-    cuts = [[(b.model, b.longest_tokens) for b in item.buckets] for item in (plan, before)]
+    cuts = [[(b.model, b.longest_tokens) for b in item.buckets] for item in (plan, previous_plan)]
     there = {template.name for template in plan.templates}
-    candidates = before.candidates if cuts[0] == cuts[1] else ()
+    candidates = previous_plan.candidates if cuts[0] == cuts[1] else ()
     kept = tuple(candidate for candidate in candidates if candidate.name not in there)
-    return replace(plan, strategy=before.strategy, candidates=kept)
+    return replace(plan, strategy=previous_plan.strategy, candidates=kept)

@@ -203,7 +203,12 @@ class StateStore:
         rows = self.rows(
             "SELECT id, at_s, kind, what, why FROM events WHERE id > ? ORDER BY id DESC LIMIT ?", after, most
         )
-        return tuple(sorted((RecordedEvent(*row) for row in rows), key=lambda each: (each.at_s, each.id)))
+        return tuple(
+            sorted(
+                (RecordedEvent(*row) for row in rows),
+                key=lambda recorded_event: (recorded_event.at_s, recorded_event.id),
+            )
+        )
 
     # Rates of the past, for forecasts.
 

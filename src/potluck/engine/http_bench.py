@@ -61,19 +61,19 @@ class HttpBench:
             raise InputError(self._url, "is at work; an engine is measured while it has nothing else to do")
         return EngineBounds(most, running, self._chunk, blocks * size)
 
-    async def points(self, what: ShapeGrid, bounds: EngineBounds) -> AsyncIterator[ProfilePoint]:
+    async def points(self, grid: ShapeGrid, bounds: EngineBounds) -> AsyncIterator[ProfilePoint]:
         """Contexts before chunks are made whole chunks, since only then is the last step one chunk."""
         self._bounds = bounds
-        before = sorted({-(-cached // self._chunk) * self._chunk for cached in what.cached})
-        for cached in (number for number in before if number + what.chunks[-1] < bounds.max_tokens):
+        before = sorted({-(-cached // self._chunk) * self._chunk for cached in grid.cached})
+        for cached in (number for number in before if number + grid.chunks[-1] < bounds.max_tokens):
             base = await self._prompts_s(cached) if cached else 0.0
-            for new in what.chunks:
+            for new in grid.chunks:
                 seconds = await self._prompts_s(cached + new) - base
                 yield ProfilePoint(new, cached, 0, 0, max(seconds, 1e-6), self._repeats)
-        for context in what.contexts:
-            for batch in what.batches_at(context):
+        for context in grid.contexts:
+            for batch in grid.batches_at(context):
                 yield await self._decodes(batch, context, 0)
-            for new, batch in what.mixed_at(context):
+            for new, batch in grid.mixed_at(context):
                 yield await self._decodes(batch, context, new)
 
     async def ask(self, path: str) -> dict[str, object] | None:
@@ -204,16 +204,16 @@ class ReportedStepBench:
         self._bench = bench
         self._seen = 0
 
-    async def points(self, what: ShapeGrid, bounds: EngineBounds) -> AsyncIterator[ProfilePoint]:
+    async def points(self, grid: ShapeGrid, bounds: EngineBounds) -> AsyncIterator[ProfilePoint]:
         await self._new()
-        for cached in what.cached:
-            for new in what.chunks:
+        for cached in grid.cached:
+            for new in grid.chunks:
                 if cached + new + 2 < bounds.max_tokens:
                     yield await self._prompt(cached + new)
-        for context in what.contexts:
-            for batch in what.batches_at(context):
+        for context in grid.contexts:
+            for batch in grid.batches_at(context):
                 yield await self._decodes(batch, context, 0, bounds)
-            for new, batch in what.mixed_at(context):
+            for new, batch in grid.mixed_at(context):
                 yield await self._decodes(batch, context, new, bounds)
 
     async def _prompt(self, total: int) -> ProfilePoint:

@@ -121,17 +121,17 @@ class LocalBench:
         size = self._executor.size
         return EngineBounds(size.max_tokens, size.rows - 1, size.max_chunk_tokens, size.blocks * BLOCK_TOKENS)
 
-    def points(self, what: ShapeGrid) -> Iterator[ProfilePoint]:
-        for cached in what.cached:
-            for new in what.chunks:
+    def points(self, grid: ShapeGrid) -> Iterator[ProfilePoint]:
+        for cached in grid.cached:
+            for new in grid.chunks:
                 yield self._chunk(new, cached)
-        for context in (context for context in what.contexts if what.batches_at(context)):
-            batches = what.batches_at(context)
+        for context in (context for context in grid.contexts if grid.batches_at(context)):
+            batches = grid.batches_at(context)
             rows = [self._filled(context) for _ in range(max(batches))]
             try:
                 for batch in batches:
                     yield self._decodes(self._fresh(rows, context)[:batch])
-                for new, cached, batch in what.behind_at(context):
+                for new, cached, batch in grid.behind_at(context):
                     yield self._decodes(self._fresh(rows, context)[:batch], new, cached)
             finally:
                 for row in rows:

@@ -195,12 +195,14 @@ def assemble(
         small = config.model.hidden < SMALL_HIDDEN
         torch.set_num_threads(settings.threads or (1 if small else torch.get_num_threads()))
     source: WeightSource = SafetensorsSource(directory) if random_seed is None else RandomSource(random_seed)
-    text = ModelTokenizer.read(directory)
+    tokenizer = ModelTokenizer.read(directory)
     size = settings.size(config.model)
     executor = make(config, source, size, settings.device)
     checksum.load()
     warm_up(executor)
-    return service_of(executor, settings, name=name, text=text, limits=limits, kv=kv, generation=generation)
+    return service_of(
+        executor, settings, name=name, tokenizer=tokenizer, limits=limits, kv=kv, generation=generation
+    )
 
 
 def service_of(
@@ -208,7 +210,7 @@ def service_of(
     settings: EngineSettings,
     *,
     name: str,
-    text: ModelTokenizer | None = None,
+    tokenizer: ModelTokenizer | None = None,
     limits: RequestLimits | None = None,
     kv: KvSettings | None = None,
     generation: GenerationConfig | None = None,
@@ -216,14 +218,14 @@ def service_of(
     limits = limits or RequestLimits()
     size = executor.size
     batch = BatchLimits(size.blocks, settings.token_budget, settings.max_running, settings.chunk_tokens)
-    hub = RequestChannels()
+    channels = RequestChannels()
     folder, most_bytes = settings.prefix_cache_dir, settings.prefix_cache_disk_bytes
     disk = (
         None if folder is None else _disk(folder, most_bytes, f"{executor.fingerprint} {executor.kv_dtype}")
     )
     prefixes = PrefixCache(executor.config, settings.prefix_cache_bytes, executor.fingerprint, disk)
-    loop = EngineLoop(executor, batch, hub.tell, prefixes=prefixes, lease_s=limits.lease_s)
-    service = EngineService(name, loop, LoopThread(loop), hub, text, limits, kv, generation)
+    loop = EngineLoop(executor, batch, channels.tell, prefixes=prefixes, lease_s=limits.lease_s)
+    service = EngineService(name, loop, LoopThread(loop), channels, tokenizer, limits, kv, generation)
     service.role = settings.role
     return service
 

@@ -36,33 +36,37 @@ class ComposeOptions:
 
 
 def files(
-    fleet: PlacedPlan,
-    wording: CommandOptions,
+    placed_plan: PlacedPlan,
+    command_options: CommandOptions,
     addresses: Mapping[str, str],
     options: ComposeOptions,
     served: Iterable[str],
 ) -> dict[str, str]:
     """File name to text; `served` are the files that the gateway reads."""
 
-    def host_of(box: RentedMachine) -> str:
-        return addresses.get(box.name, box.name)
+    def host_of(machine: RentedMachine) -> str:
+        return addresses.get(machine.name, machine.name)
 
     texts: dict[str, str] = {}
-    for number, box in enumerate(fleet.boxes):
-        services = _services(fleet, box, wording, host_of, options)
+    for number, machine in enumerate(placed_plan.boxes):
+        services = _services(placed_plan, machine, command_options, host_of, options)
         if not number:
             for model, item in options.weights.items():
-                words = pull_words(item, wording.folders[model], tokenizer=True)
-                services.setdefault(f"pull-{label(model)}", _pull(options, wording.folders[model], words))
-            services["gateway"] = _gateway(options, wording, served) | _after_pull(options, options.weights)
-        texts[f"compose-{box.name}.yaml"] = _text(box, services, options)
+                words = pull_words(item, command_options.folders[model], tokenizer=True)
+                services.setdefault(
+                    f"pull-{label(model)}", _pull(options, command_options.folders[model], words)
+                )
+            services["gateway"] = _gateway(options, command_options, served) | _after_pull(
+                options, options.weights
+            )
+        texts[f"compose-{machine.name}.yaml"] = _text(machine, services, options)
     texts["engines.yaml"] = roster(
-        fleet, lambda one: f"http://{host_of(one.box)}:{one.port}", wording.key_file
+        placed_plan, lambda one: f"http://{host_of(one.box)}:{one.port}", command_options.key_file
     )
     return texts
 
 
-def _text(box: RentedMachine, services: dict[str, Any], options: ComposeOptions) -> str:
+def _text(machine: RentedMachine, services: dict[str, Any], options: ComposeOptions) -> str:
     used = {item["source"] for service in services.values() for item in service.get("secrets", ())}
     data = {
         "name": "potluck",
@@ -70,24 +74,31 @@ def _text(box: RentedMachine, services: dict[str, Any], options: ComposeOptions)
         "secrets": {name: {"file": f"./{name}"} for name in SECRETS if name in used},
     }
     images = dict.fromkeys((options.image, options.engine_image))
-    head = f"# {box.name}: {box.node.name} in {box.region}; images {', '.join(images)} of Potluck's deploy/\n"
+    where = f"{machine.name}: {machine.node.name} in {machine.region}"
+    head = f"# {where}; images {', '.join(images)} of Potluck's deploy/\n"
     return head + yaml_text(data)
 
 
 def _services(
-    fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, host_of: HostOf, options: ComposeOptions
+    placed_plan: PlacedPlan,
+    machine: RentedMachine,
+    command_options: CommandOptions,
+    host_of: HostOf,
+    options: ComposeOptions,
 ) -> dict[str, dict[str, Any]]:
-    started = wording.on(box, fleet.placements, host_of, host_of)
+    started = command_options.on(machine, placed_plan.placements, host_of, host_of)
     models = dict.fromkeys(process.placement.model for process in started)
     services = {
         f"pull-{label(model)}": _pull(
-            options, wording.folders[model], pull_words(options.weights[model], wording.folders[model])
+            options,
+            command_options.folders[model],
+            pull_words(options.weights[model], command_options.folders[model]),
         )
         for model in models
         if model in options.weights
     }
     for process in started:
-        service = _service(process, wording, options.engine_image, host_of(box))
+        service = _service(process, command_options, options.engine_image, host_of(machine))
         services[process.name] = service | _after_pull(options, [process.placement.model])
     return services
 
@@ -119,12 +130,14 @@ def _secrets(*names: str) -> list[dict[str, str]]:
     return [{"source": name, "target": f"/etc/potluck/{name}"} for name in names]
 
 
-def _service(process: ExportedProcess, wording: CommandOptions, image: str, host: str) -> dict[str, Any]:
+def _service(
+    process: ExportedProcess, command_options: CommandOptions, image: str, host: str
+) -> dict[str, Any]:
     """Compose puts `command` behind an image's own entry point, which is vLLM's: both are written."""
     placement = process.placement
     words: Sequence[str] = process.words
     if process.reads_secret:
-        words = ("sh", "-c", f"exec {shlex.join(words)} < {wording.secret_file}")
+        words = ("sh", "-c", f"exec {shlex.join(words)} < {command_options.secret_file}")
     own_secret = process.part == "worker" or "--secret-file" in process.words
     secrets = (*(SECRETS[:1] if process.part == "engine" else ()), *(SECRETS[1:] if own_secret else ()))
     service: dict[str, Any] = {
@@ -136,7 +149,7 @@ def _service(process: ExportedProcess, wording: CommandOptions, image: str, host
         "shm_size": SHARED_MEMORY,
         "restart": "unless-stopped",
         "stop_grace_period": "120s",
-        "volumes": _models([wording.folders[placement.model]]),
+        "volumes": _models([command_options.folders[placement.model]]),
         **({"secrets": _secrets(*secrets)} if secrets else {}),
     }
     if process.part == "engine":
@@ -164,9 +177,11 @@ def _gpus(process: ExportedProcess) -> dict[str, Any]:
     return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
 
 
-def _gateway(options: ComposeOptions, wording: CommandOptions, served: Iterable[str]) -> dict[str, Any]:
+def _gateway(
+    options: ComposeOptions, command_options: CommandOptions, served: Iterable[str]
+) -> dict[str, Any]:
     files = (*served, "engines.yaml", "keys.jsonl")
-    first, *rest = wording.gateway("/srv/", "/srv/keys.jsonl")
+    first, *rest = command_options.gateway("/srv/", "/srv/keys.jsonl")
     service: dict[str, Any] = {
         "image": options.image,
         "entrypoint": [first],
@@ -174,7 +189,7 @@ def _gateway(options: ComposeOptions, wording: CommandOptions, served: Iterable[
         "network_mode": "host",
         "restart": "unless-stopped",
         "stop_grace_period": "120s",
-        "volumes": [f"./{name}:/srv/{name}:ro" for name in files] + _models(wording.folders.values()),
+        "volumes": [f"./{name}:/srv/{name}:ro" for name in files] + _models(command_options.folders.values()),
         "secrets": _secrets("engine.key"),
         "healthcheck": _health("http://127.0.0.1:8000/ready", "30m"),
     }

@@ -19,8 +19,8 @@ def listed(names: Iterable[str]) -> str:
 
 
 def of_all(
-    fleet: PlacedPlan,
-    wording: CommandOptions,
+    placed_plan: PlacedPlan,
+    command_options: CommandOptions,
     weights: Collection[str],
     local: Mapping[str, Path] | None = None,
 ) -> list[str]:
@@ -32,10 +32,10 @@ def of_all(
     lines = [
         f"weights of {model}: must be in {folder} wherever it runs, its tokenizer where the gateway does"
         f" ({copied.get(model, '')}--weights {model}=hf://ORG/NAME pulls them)"
-        for model, folder in wording.folders.items()
+        for model, folder in command_options.folders.items()
         if model not in weights
     ]
-    spot = [box.name for box in fleet.boxes if box.spot]
+    spot = [machine.name for machine in placed_plan.boxes if machine.spot]
     if spot:
         lines.append(
             f"spot machines ({listed(spot)}): nobody here replaces one that is taken away"
@@ -47,17 +47,19 @@ def of_all(
     return lines
 
 
-def of_machines(fleet: PlacedPlan, wording: CommandOptions, addresses: Mapping[str, str]) -> list[str]:
+def of_machines(
+    placed_plan: PlacedPlan, command_options: CommandOptions, addresses: Mapping[str, str]
+) -> list[str]:
     """Commands and Compose."""
     lines = []
-    unknown = [box.name for box in fleet.boxes if box.name not in addresses]
+    unknown = [machine.name for machine in placed_plan.boxes if machine.name not in addresses]
     if unknown:
         lines.append(
             f"addresses of {listed(unknown)}: these names must lead to them on every machine (--address BOX=HOST)"
         )
-    files = [wording.key_file]
-    if wording.style == "embedded" and any(not one.alone for one in fleet.placements):
-        files.append(wording.secret_file)
+    files = [command_options.key_file]
+    if command_options.style == "embedded" and any(not one.alone for one in placed_plan.placements):
+        files.append(command_options.secret_file)
     lines.append(f"secrets: put {' and '.join(files)} on every machine (openssl rand -hex 32 makes one)")
     lines.append("clients' keys: make them where the gateway runs (potluck keys new NAME >> keys.jsonl)")
     return lines
@@ -107,8 +109,8 @@ def of_gateways(turned_off: str, gateways: int) -> list[str]:
     ]
 
 
-def of_sky(fleet: PlacedPlan, infra: Mapping[str, str], setup: str) -> list[str]:
-    regions = dict.fromkeys(box.region for box in fleet.boxes)
+def of_sky(placed_plan: PlacedPlan, infra: Mapping[str, str], setup: str) -> list[str]:
+    regions = dict.fromkeys(machine.region for machine in placed_plan.boxes)
     lines = [
         f"region {region}: no cloud calls one so, SkyPilot takes any (--infra {region}=CLOUD/REGION)"
         for region in regions

@@ -71,9 +71,9 @@ class KubernetesExport:
     gpus: Mapping[str, GpuLabel] = field(default_factory=dict)
     weights: Mapping[str, WeightsSource] = field(default_factory=dict)
 
-    def on(self, box: RentedMachine) -> tuple[ManifestOptions, str]:
+    def on(self, machine: RentedMachine) -> tuple[ManifestOptions, str]:
         """The cluster as pods with this machine's GPUs see it, and what the label of such a node says."""
-        name = box.node.gpu.name
+        name = machine.node.gpu.name
         known = self.gpus.get(name)
         if known is None:
             return self.cluster, name
@@ -81,57 +81,64 @@ class KubernetesExport:
 
 
 def files(
-    fleet: PlacedPlan, wording: CommandOptions, options: KubernetesExport, served: Mapping[str, str]
+    placed_plan: PlacedPlan,
+    command_options: CommandOptions,
+    kubernetes_export: KubernetesExport,
+    served: Mapping[str, str],
 ) -> dict[str, str]:
     """File name to text; `served` is what the gateway reads, by path."""
-    cluster = options.cluster
+    manifest_options = kubernetes_export.cluster
     groups: dict[str, list[EnginePlacement]] = {}
-    for placement in fleet.placements:
+    for placement in placed_plan.placements:
         groups.setdefault(_group(placement), []).append(placement)
     engines: list[Manifest] = []
     for name, placements in groups.items():
-        engines += _alike(name, placements, wording, options)
-    listed = roster(fleet, lambda one: f"http://{_host(one, cluster)}:{one.port}", wording.key_file)
+        engines += _alike(name, placements, command_options, kubernetes_export)
+    listed = roster(
+        placed_plan, lambda one: f"http://{_host(one, manifest_options)}:{one.port}", command_options.key_file
+    )
     given = {**served, "engines.yaml": listed}
     size = sum(len(text.encode()) for text in given.values())
     if size > MOST_CONFIG_BYTES:
         problem = f"has {size} bytes with its spec and traces; a ConfigMap holds {MOST_CONFIG_BYTES}"
         raise InputError("plan", f"{problem}: write lengths into the spec instead of traces")
-    config = _named("v1", "ConfigMap", CONFIG, cluster) | {
+    config = _named("v1", "ConfigMap", CONFIG, manifest_options) | {
         "data": {_key(path): _readable(text) for path, text in given.items()}
     }
-    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": cluster.namespace}}
-    models = _models(fleet, wording, options)
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": manifest_options.namespace}}
+    models = _models(placed_plan, command_options, kubernetes_export)
     texts = {
         "00-namespace.yaml": _text([namespace]),
         **({"05-models.yaml": _text(models)} if models else {}),
         "10-plan.yaml": _text([config]),
         "20-engines.yaml": _text(engines),
-        "30-gateway.yaml": _text(_gateway(wording, options, given)),
-        "40-network.yaml": _text(_network(cluster)),
+        "30-gateway.yaml": _text(_gateway(command_options, kubernetes_export, given)),
+        "40-network.yaml": _text(_network(manifest_options)),
     }
     plain = {f"{PLAIN}/{name}": text for name, text in texts.items()}
     config_files = {f"{SERVED}/{path}": text for path, text in given.items()}
-    return {**plain, **config_files, "kustomization.yaml": _kustomization(texts, given, cluster)}
+    return {**plain, **config_files, "kustomization.yaml": _kustomization(texts, given, manifest_options)}
 
 
-def _kustomization(texts: Mapping[str, str], given: Mapping[str, str], cluster: ManifestOptions) -> str:
+def _kustomization(
+    texts: Mapping[str, str], given: Mapping[str, str], manifest_options: ManifestOptions
+) -> str:
     """A base: the plain files, but the plan from its own files, under a name that changes with it."""
     generated = {"name": CONFIG, "files": [f"{_key(path)}={SERVED}/{path}" for path in given]}
     data = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
-        "namespace": cluster.namespace,
+        "namespace": manifest_options.namespace,
         "resources": [f"{PLAIN}/{name}" for name in texts if name != "10-plan.yaml"],
         "configMapGenerator": [generated],
     }
     return yaml_text(data)
 
 
-def secret_files(fleet: PlacedPlan, wording: CommandOptions) -> tuple[str, ...]:
+def secret_files(placed_plan: PlacedPlan, command_options: CommandOptions) -> tuple[str, ...]:
     """What the Secret must have."""
-    salt = ("gateway.secret",) if wording.gateways > 1 else ()
-    stages = wording.style == "embedded" and any(not one.alone for one in fleet.placements)
+    salt = ("gateway.secret",) if command_options.gateways > 1 else ()
+    stages = command_options.style == "embedded" and any(not one.alone for one in placed_plan.placements)
     return ("engine.key", "admin.key", "keys.jsonl", *salt, *(("pipeline.secret",) if stages else ()))
 
 
@@ -150,17 +157,20 @@ def _group(placement: EnginePlacement) -> str:
     return f"{stem.rpartition('-')[0]}-{index}"
 
 
-def _host(placement: EnginePlacement, cluster: ManifestOptions) -> str:
+def _host(placement: EnginePlacement, manifest_options: ManifestOptions) -> str:
     name = _group(placement)
-    return f"{name}-{placement.copy}.{name}.{cluster.namespace}.svc"
+    return f"{name}-{placement.copy}.{name}.{manifest_options.namespace}.svc"
 
 
 def _alike(
-    name: str, placements: Sequence[EnginePlacement], wording: CommandOptions, options: KubernetesExport
+    name: str,
+    placements: Sequence[EnginePlacement],
+    command_options: CommandOptions,
+    kubernetes_export: KubernetesExport,
 ) -> list[Manifest]:
-    first, cluster = placements[0], options.cluster
+    first, manifest_options = placements[0], kubernetes_export.cluster
     labels = {"app": "potluck", "potluck/engine": name}
-    service = _named("v1", "Service", name, cluster) | {
+    service = _named("v1", "Service", name, manifest_options) | {
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -169,25 +179,27 @@ def _alike(
         }
     }
     engines = labels | {"potluck/part": "engine"}
-    budget = _named("policy/v1", "PodDisruptionBudget", name, cluster) | {
+    budget = _named("policy/v1", "PodDisruptionBudget", name, manifest_options) | {
         "spec": {"maxUnavailable": 1, "selector": {"matchLabels": engines}}
     }
-    boxes = list(dict.fromkeys(footing.box for footing in first.footings))
-    sets = {box: name if not rank else f"{name}-r{rank}" for rank, box in enumerate(boxes)}
+    boxes = list(dict.fromkeys(machine_share.box for machine_share in first.footings))
+    sets = {machine: name if not rank else f"{name}-r{rank}" for rank, machine in enumerate(boxes)}
 
-    def host_of(box: RentedMachine) -> str:
-        return f"{sets[box]}-$({INDEX}).{name}.{cluster.namespace}.svc"
+    def host_of(machine: RentedMachine) -> str:
+        return f"{sets[machine]}-$({INDEX}).{name}.{manifest_options.namespace}.svc"
 
-    processes = wording.processes(first, lambda _: "$(POD_IP)", host_of)
+    processes = command_options.processes(first, lambda _: "$(POD_IP)", host_of)
     made = []
-    for box, set_name in sets.items():
-        here = [process for process in processes if process.box == box]
-        own = labels | {"potluck/part": "engine" if box == first.box else "worker"}
-        own |= {} if box == first.box else {"potluck/rank": set_name}
-        containers = [_container(process, wording, options) for process in here]
-        pod = _pod(own, here[0], containers, options)
+    for machine, set_name in sets.items():
+        here = [process for process in processes if process.box == machine]
+        own = labels | {"potluck/part": "engine" if machine == first.box else "worker"}
+        own |= {} if machine == first.box else {"potluck/rank": set_name}
+        containers = [_container(process, command_options, kubernetes_export) for process in here]
+        pod = _pod(own, here[0], containers, kubernetes_export)
         made.append(
-            _stateful(_named("apps/v1", "StatefulSet", set_name, cluster), name, len(placements), pod)
+            _stateful(
+                _named("apps/v1", "StatefulSet", set_name, manifest_options), name, len(placements), pod
+            )
         )
     return [service, *made, budget]
 
@@ -206,22 +218,31 @@ def _stateful(named: Manifest, service: str, copies: int, pod: Manifest) -> Mani
 
 
 def _pod(
-    labels: dict[str, str], process: ExportedProcess, containers: list[Manifest], options: KubernetesExport
+    labels: dict[str, str],
+    process: ExportedProcess,
+    containers: list[Manifest],
+    kubernetes_export: KubernetesExport,
 ) -> Manifest:
-    cluster, gpu = options.on(process.box)
-    pod = pod_template(labels, gpu, process.box.region, containers, cluster)
-    return _after_pull(pod, [process.placement.model], options)
+    manifest_options, gpu = kubernetes_export.on(process.box)
+    pod = pod_template(labels, gpu, process.box.region, containers, manifest_options)
+    return _after_pull(pod, [process.placement.model], kubernetes_export)
 
 
-def _container(process: ExportedProcess, wording: CommandOptions, options: KubernetesExport) -> Manifest:
-    placement, gpus, (cluster, _) = process.placement, len(process.gpus), options.on(process.box)
-    requests = _requests(process, wording)
+def _container(
+    process: ExportedProcess, command_options: CommandOptions, kubernetes_export: KubernetesExport
+) -> Manifest:
+    placement, gpus, (manifest_options, _) = (
+        process.placement,
+        len(process.gpus),
+        kubernetes_export.on(process.box),
+    )
+    requests = _requests(process, command_options)
     index = {"name": INDEX, "valueFrom": {"fieldRef": {"fieldPath": INDEX_LABEL}}}
     if process.part == "worker":
-        container = worker_container(process.footing.stage_port, gpus, cluster, requests)
+        container = worker_container(process.footing.stage_port, gpus, manifest_options, requests)
         return container | {"name": process.name.rpartition("-")[2]}
     ports = placement.port, process.footing.kv_port
-    container = engine_container(list(process.words), ports, gpus, cluster, requests)
+    container = engine_container(list(process.words), ports, gpus, manifest_options, requests)
     if not placement.alone:
         container["env"] = [*container["env"], index]
     if process.part == "rank":  # it serves no HTTP: nobody can ask how it is, nor empty it
@@ -232,9 +253,9 @@ def _container(process: ExportedProcess, wording: CommandOptions, options: Kuber
     return container
 
 
-def _requests(process: ExportedProcess, wording: CommandOptions) -> dict[str, str]:
+def _requests(process: ExportedProcess, command_options: CommandOptions) -> dict[str, str]:
     """Of the host, for a process with so many GPUs and such weights; one without either needs little."""
-    limits = wording.limits_of(process.placement)
+    limits = command_options.limits_of(process.placement)
     if not process.gpus:
         return {"cpu": "1", "memory": "4Gi"}
     stages = (
@@ -245,35 +266,44 @@ def _requests(process: ExportedProcess, wording: CommandOptions) -> dict[str, st
     return {"cpu": str(CPUS + CPUS_PER_GPU * len(process.gpus)), "memory": f"{memory}Gi"}
 
 
-def _models(fleet: PlacedPlan, wording: CommandOptions, options: KubernetesExport) -> list[Manifest]:
+def _models(
+    placed_plan: PlacedPlan, command_options: CommandOptions, kubernetes_export: KubernetesExport
+) -> list[Manifest]:
     """A claim for models that are pulled, and for each the job that does it."""
-    if not options.weights:
+    if not kubernetes_export.weights:
         return []
-    cluster = options.cluster
-    known = {one.model: limits for one in fleet.placements if (limits := wording.limits_of(one)) is not None}
+    manifest_options = kubernetes_export.cluster
+    known = {
+        one.model: limits
+        for one in placed_plan.placements
+        if (limits := command_options.limits_of(one)) is not None
+    }
     room = ceil(disk_bytes([sum(limits.weight_bytes) for limits in known.values()]) / GIB) + 10
-    claim = _named("v1", "PersistentVolumeClaim", cluster.models_claim, cluster) | {
+    claim = _named("v1", "PersistentVolumeClaim", manifest_options.models_claim, manifest_options) | {
         "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": f"{room}Gi"}}}
     }
     return [
         claim,
-        *(_pull(model, item, wording.folders[model], options) for model, item in options.weights.items()),
+        *(
+            _pull(model, item, command_options.folders[model], kubernetes_export)
+            for model, item in kubernetes_export.weights.items()
+        ),
     ]
 
 
-def _pull(model: str, weights: WeightsSource, folder: str, options: KubernetesExport) -> Manifest:
-    cluster, words = options.cluster, pull_words(weights, folder)
+def _pull(model: str, weights: WeightsSource, folder: str, kubernetes_export: KubernetesExport) -> Manifest:
+    manifest_options, words = kubernetes_export.cluster, pull_words(weights, folder)
     key = {"name": HUB_SECRET, "key": "token", "optional": True}
     container = {
         "name": "pull",
-        "image": options.image,
+        "image": kubernetes_export.image,
         "command": ["sh", "-c", f"{shlex.join(words)} && touch {shlex.quote(f'{folder}/{DONE}')}"],
         "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": key}}, {"name": "HOME", "value": "/tmp"}],
         "resources": {"requests": {"cpu": "1", "memory": "2Gi"}},
-        "volumeMounts": [{"name": "models", "mountPath": cluster.models_folder}],
+        "volumeMounts": [{"name": "models", "mountPath": manifest_options.models_folder}],
         "securityContext": {"allowPrivilegeEscalation": False},
     }
-    claim = {"persistentVolumeClaim": {"claimName": cluster.models_claim}}
+    claim = {"persistentVolumeClaim": {"claimName": manifest_options.models_claim}}
     pod = {
         "metadata": {"labels": {"app": "potluck", "potluck/part": "pull"}},
         "spec": {
@@ -283,23 +313,25 @@ def _pull(model: str, weights: WeightsSource, folder: str, options: KubernetesEx
             "volumes": [{"name": "models", **claim}],
         },
     }
-    return _named("batch/v1", "Job", f"pull-{label(model)}", cluster) | {
+    return _named("batch/v1", "Job", f"pull-{label(model)}", manifest_options) | {
         "spec": {"backoffLimit": 6, "template": pod}
     }
 
 
-def _after_pull(pod: Manifest, models: Sequence[str], options: KubernetesExport) -> Manifest:
+def _after_pull(pod: Manifest, models: Sequence[str], kubernetes_export: KubernetesExport) -> Manifest:
     """The pod, which waits for the weights of these models where they are pulled."""
-    folder = options.cluster.models_folder.rstrip("/")
-    awaited = [shlex.quote(f"{folder}/{model}/{DONE}") for model in models if model in options.weights]
+    folder = kubernetes_export.cluster.models_folder.rstrip("/")
+    awaited = [
+        shlex.quote(f"{folder}/{model}/{DONE}") for model in models if model in kubernetes_export.weights
+    ]
     if awaited:
         line = "; ".join(f"until test -e {file}; do sleep 5; done" for file in awaited)
         waiting = {
             "name": "weights",
-            "image": options.image,
+            "image": kubernetes_export.image,
             "command": ["sh", "-c", line],
             "volumeMounts": [
-                {"name": "models", "mountPath": options.cluster.models_folder, "readOnly": True}
+                {"name": "models", "mountPath": kubernetes_export.cluster.models_folder, "readOnly": True}
             ],
             "securityContext": {"allowPrivilegeEscalation": False},
         }
@@ -307,20 +339,22 @@ def _after_pull(pod: Manifest, models: Sequence[str], options: KubernetesExport)
     return pod
 
 
-def _gateway(wording: CommandOptions, options: KubernetesExport, given: Mapping[str, str]) -> list[Manifest]:
-    cluster = options.cluster
+def _gateway(
+    command_options: CommandOptions, kubernetes_export: KubernetesExport, given: Mapping[str, str]
+) -> list[Manifest]:
+    manifest_options = kubernetes_export.cluster
     labels = {"app": "potluck", "potluck/part": "gateway"}
     admin = ("--admin-host", EVERYWHERE, "--admin-port", "8001", "--admin-key-file", "/etc/potluck/admin.key")
     health = {"httpGet": {"path": "/health", "port": "clients"}}
     ready = {"httpGet": {"path": "/ready", "port": "clients"}}
     container = {
         "name": "gateway",
-        "image": options.image,
-        "command": [*wording.gateway("/srv/", "/etc/potluck/keys.jsonl"), *admin],
+        "image": kubernetes_export.image,
+        "command": [*command_options.gateway("/srv/", "/etc/potluck/keys.jsonl"), *admin],
         "env": [{"name": "HOME", "value": "/tmp"}],
         "ports": [{"name": "clients", "containerPort": 8000}, {"name": "operators", "containerPort": 8001}],
         "resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "4Gi"}},
-        "volumeMounts": [{"name": "plan", "mountPath": "/srv", "readOnly": True}, *mounts(cluster)],
+        "volumeMounts": [{"name": "plan", "mountPath": "/srv", "readOnly": True}, *mounts(manifest_options)],
         "startupProbe": health | {"periodSeconds": 2, "failureThreshold": 60},
         "readinessProbe": ready | {"periodSeconds": 5, "timeoutSeconds": 3},
         "livenessProbe": health | {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6},
@@ -341,31 +375,34 @@ def _gateway(wording: CommandOptions, options: KubernetesExport, given: Mapping[
             "securityContext": {"runAsUser": USER, "runAsGroup": USER, "fsGroup": USER, "runAsNonRoot": True},
             "topologySpreadConstraints": [spread],
             "containers": [container],
-            "volumes": [{"name": "plan", "configMap": {"name": CONFIG, "items": items}}, *volumes(cluster)],
+            "volumes": [
+                {"name": "plan", "configMap": {"name": CONFIG, "items": items}},
+                *volumes(manifest_options),
+            ],
         },
     }
     one = {"type": "Recreate"}  # scaling and flips belong to one gateway at a time
     rolling = {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
     spec = {
-        "replicas": wording.gateways,
-        "strategy": rolling if wording.gateways > 1 else one,
+        "replicas": command_options.gateways,
+        "strategy": rolling if command_options.gateways > 1 else one,
         "selector": {"matchLabels": labels},
-        "template": _after_pull(pod, list(wording.folders), options),
+        "template": _after_pull(pod, list(command_options.folders), kubernetes_export),
     }
-    budget = _named("policy/v1", "PodDisruptionBudget", "gateway", cluster) | {
-        "spec": {"minAvailable": wording.gateways - 1, "selector": {"matchLabels": labels}}
+    budget = _named("policy/v1", "PodDisruptionBudget", "gateway", manifest_options) | {
+        "spec": {"minAvailable": command_options.gateways - 1, "selector": {"matchLabels": labels}}
     }
     ports = [{"name": "clients", "port": 80, "targetPort": "clients"}]
     return [
-        _named("apps/v1", "Deployment", "gateway", cluster) | {"spec": spec},
-        *([budget] if wording.gateways > 1 else []),
-        _named("v1", "Service", "gateway", cluster) | {"spec": {"selector": labels, "ports": ports}},
-        _named("v1", "Service", "operators", cluster)
+        _named("apps/v1", "Deployment", "gateway", manifest_options) | {"spec": spec},
+        *([budget] if command_options.gateways > 1 else []),
+        _named("v1", "Service", "gateway", manifest_options) | {"spec": {"selector": labels, "ports": ports}},
+        _named("v1", "Service", "operators", manifest_options)
         | {"spec": {"selector": labels, "ports": [{"port": 8001, "targetPort": "operators"}]}},
     ]
 
 
-def _network(cluster: ManifestOptions) -> list[Manifest]:
+def _network(manifest_options: ManifestOptions) -> list[Manifest]:
     """Engines hear the gateway and each other, and nobody else; operators' side only from within the namespace."""
     ours = {"podSelector": {"matchLabels": {"app": "potluck"}}}
     engines = {
@@ -381,13 +418,13 @@ def _network(cluster: ManifestOptions) -> list[Manifest]:
         "ingress": [{"ports": [{"port": 8000}]}, {"from": [{"podSelector": {}}], "ports": [{"port": 8001}]}],
     }
     return [
-        _named("networking.k8s.io/v1", "NetworkPolicy", "engines", cluster) | {"spec": engines},
-        _named("networking.k8s.io/v1", "NetworkPolicy", "gateway", cluster) | {"spec": gateway},
+        _named("networking.k8s.io/v1", "NetworkPolicy", "engines", manifest_options) | {"spec": engines},
+        _named("networking.k8s.io/v1", "NetworkPolicy", "gateway", manifest_options) | {"spec": gateway},
     ]
 
 
-def _named(version: str, kind: str, name: str, cluster: ManifestOptions) -> Manifest:
-    metadata = {"name": name, "namespace": cluster.namespace, "labels": {"app": "potluck"}}
+def _named(version: str, kind: str, name: str, manifest_options: ManifestOptions) -> Manifest:
+    metadata = {"name": name, "namespace": manifest_options.namespace, "labels": {"app": "potluck"}}
     return {"apiVersion": version, "kind": kind, "metadata": metadata}
 
 

@@ -87,7 +87,7 @@ class EnginePlacement:
     @property
     def alone(self) -> bool:
         """Whether all of it is on one box."""
-        return all(footing.box == self.box for footing in self.footings)
+        return all(machine_share.box == self.box for machine_share in self.footings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +127,8 @@ class _Ground:
 
     def copy(self, template: Template, region: str, stem: str, copy: int) -> None:
         boxes = self._boxes(template, region, f"{stem}-{copy}")
-        for box in boxes:
-            self.free.setdefault(box, list(range(box.node.gpus)))
+        for machine in boxes:
+            self.free.setdefault(machine, list(range(machine.node.gpus)))
         for index, replica in enumerate(template.replicas):
             footings = [
                 self._footing(template, boxes, node, number)
@@ -141,14 +141,14 @@ class _Ground:
 
     def _with_slots(self, footings: list[MachineShare]) -> tuple[MachineShare, ...]:
         """An engine on one box takes one of its slots, a pipeline over several one for each worker."""
-        alone = len({footing.box for footing in footings}) == 1
+        alone = len({machine_share.box for machine_share in footings}) == 1
         result: list[MachineShare] = []
-        for footing in footings:
-            taken = self.slots.get(footing.box, 0)
+        for machine_share in footings:
+            taken = self.slots.get(machine_share.box, 0)
             if result and alone:
                 taken -= 1
-            self.slots[footing.box] = taken + 1
-            result.append(replace(footing, slot=taken))
+            self.slots[machine_share.box] = taken + 1
+            result.append(replace(machine_share, slot=taken))
         return tuple(result)
 
     def _boxes(self, template: Template, region: str, stem: str) -> list[RentedMachine]:
@@ -175,11 +175,11 @@ class _Ground:
         self, template: Template, boxes: Sequence[RentedMachine], node: StageNode, stage: int
     ) -> MachineShare:
         """The first that has room: what was planned to share a box is next to each other in the template."""
-        for box in boxes:
-            named = not node.machine or label(node.machine) == box.name
-            if named and box.node.name == node.node and len(self.free[box]) >= node.tp:
-                taken, self.free[box] = self.free[box][: node.tp], self.free[box][node.tp :]
-                return MachineShare(box, tuple(taken), stage)
+        for machine in boxes:
+            named = not node.machine or label(node.machine) == machine.name
+            if named and machine.node.name == node.node and len(self.free[machine]) >= node.tp:
+                taken, self.free[machine] = self.free[machine][: node.tp], self.free[machine][node.tp :]
+                return MachineShare(machine, tuple(taken), stage)
         where = f"template {template.name}"
         raise InputError(where, f"rents too few GPUs of {node.node} for what it lays out on them")
 
@@ -247,7 +247,7 @@ class CommandOptions:
         """All of an engine's; `listen` is what a box's processes bind to, `host_of` how others reach it."""
         footings, name = placement.footings, placement.name
         if placement.alone:
-            gpus = tuple(gpu for footing in footings for gpu in footing.gpus)
+            gpus = tuple(gpu for machine_share in footings for gpu in machine_share.gpus)
             words = self._alone(placement, listen(placement.box))
             return [ExportedProcess(name, placement, placement.box, gpus, words, "engine", footings[0])]
         if self.style == "vllm":
@@ -255,35 +255,35 @@ class CommandOptions:
                 ExportedProcess(
                     name if not rank else f"{name}-rank{rank}",
                     placement,
-                    footing.box,
-                    footing.gpus,
-                    self._rank(placement, rank, listen(footing.box), host_of),
+                    machine_share.box,
+                    machine_share.gpus,
+                    self._rank(placement, rank, listen(machine_share.box), host_of),
                     "engine" if not rank else "rank",
-                    footing,
+                    machine_share,
                 )
-                for rank, footing in enumerate(footings)
+                for rank, machine_share in enumerate(footings)
             ]
         workers = [
             ExportedProcess(
                 f"{name}-worker{number}",
                 placement,
-                footing.box,
-                footing.gpus,
-                (*WORKER, "--listen", f"{listen(footing.box)}:{footing.stage_port}", "--stay"),
+                machine_share.box,
+                machine_share.gpus,
+                (*WORKER, "--listen", f"{listen(machine_share.box)}:{machine_share.stage_port}", "--stay"),
                 "worker",
-                footing,
+                machine_share,
             )
-            for number, footing in enumerate(footings)
+            for number, machine_share in enumerate(footings)
         ]
         words = self._over_workers(placement, listen(placement.box), host_of)
         return [*workers, ExportedProcess(name, placement, placement.box, (), words, "engine", footings[0])]
 
     def on(
-        self, box: RentedMachine, placements: Sequence[EnginePlacement], listen: HostOf, host_of: HostOf
+        self, machine: RentedMachine, placements: Sequence[EnginePlacement], listen: HostOf, host_of: HostOf
     ) -> list[ExportedProcess]:
         """The processes of one box."""
         processes = (process for one in placements for process in self.processes(one, listen, host_of))
-        return [process for process in processes if process.box == box]
+        return [process for process in processes if process.box == machine]
 
     def gateway(self, folder: str, keys: str, salt_file: str = SALT_FILE) -> list[str]:
         """Of the gateway, whose files lie in `folder`; it reads the models' tokenizers."""
@@ -296,15 +296,15 @@ class CommandOptions:
         return [*words, *(("--policy", "scaling=none") if self.fixed_fleet else ())]
 
     def _alone(self, placement: EnginePlacement, listen: str) -> tuple[str, ...]:
-        make = _make(placement)
+        engine_spec = _make(placement)
         if self.style == "vllm":
-            return (*self._head(placement, listen), *parallel_of(make), *self._vllms_own(placement))
+            return (*self._head(placement, listen), *parallel_of(engine_spec), *self._vllms_own(placement))
         return (
             *self._head(placement, listen),
             "--device",
             "cuda",
             *self._blocks(placement),
-            *stages_of(make),
+            *stages_of(engine_spec),
         )
 
     def _rank(self, placement: EnginePlacement, rank: int, listen: str, host_of: HostOf) -> tuple[str, ...]:
@@ -321,7 +321,7 @@ class CommandOptions:
         stages_of(_make(placement))  # refuses what the engine cannot do
         parts = []
         for number, stage in enumerate(placement.layout.stages):
-            workers = [footing for footing in placement.footings if footing.stage == number]
+            workers = [machine_share for machine_share in placement.footings if machine_share.stage == number]
             at = "+".join(f"{host_of(worker.box)}:{worker.stage_port}" for worker in workers)
             parts.append(f"{stage.layers}@{at}")
         words = (*self._head(placement, listen), "--device", "cuda", *self._blocks(placement))
@@ -359,7 +359,7 @@ def _make(placement: EnginePlacement) -> EngineSpec:
     return EngineSpec(placement.model, placement.layout, placement.region)
 
 
-def roster(fleet: PlacedPlan, url_of: Callable[[EnginePlacement], str], key_file: str) -> str:
+def roster(placed_plan: PlacedPlan, url_of: Callable[[EnginePlacement], str], key_file: str) -> str:
     engines = [
         {
             "url": url_of(one),
@@ -368,7 +368,7 @@ def roster(fleet: PlacedPlan, url_of: Callable[[EnginePlacement], str], key_file
             "region": one.region,
             "key_file": key_file,
         }
-        for one in fleet.placements
+        for one in placed_plan.placements
     ]
     return yaml_text({"engines": engines})
 

@@ -17,61 +17,65 @@ trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
 
 def files(
-    fleet: placement.PlacedPlan,
-    wording: placement.CommandOptions,
+    placed_plan: placement.PlacedPlan,
+    command_options: placement.CommandOptions,
     addresses: Mapping[str, str],
     weights: Mapping[str, WeightsSource] | None = None,
 ) -> dict[str, str]:
     """File name to text; a box without an address is reached under its own name."""
 
-    def host_of(box: placement.RentedMachine) -> str:
-        return addresses.get(box.name, box.name)
+    def host_of(machine: placement.RentedMachine) -> str:
+        return addresses.get(machine.name, machine.name)
 
     pulled = weights or {}
-    texts = {f"{box.name}.sh": _box(fleet, box, wording, host_of, pulled) for box in fleet.boxes}
+    texts = {
+        f"{machine.name}.sh": _box(placed_plan, machine, command_options, host_of, pulled)
+        for machine in placed_plan.boxes
+    }
     texts["engines.yaml"] = placement.roster(
-        fleet, lambda one: f"http://{host_of(one.box)}:{one.port}", wording.key_file
+        placed_plan, lambda one: f"http://{host_of(one.box)}:{one.port}", command_options.key_file
     )
-    texts["gateway.sh"] = _gateway(wording, pulled)
+    texts["gateway.sh"] = _gateway(command_options, pulled)
     return texts
 
 
 def _box(
-    fleet: placement.PlacedPlan,
-    box: placement.RentedMachine,
-    wording: placement.CommandOptions,
+    placed_plan: placement.PlacedPlan,
+    machine: placement.RentedMachine,
+    command_options: placement.CommandOptions,
     host_of: placement.HostOf,
     weights: Mapping[str, WeightsSource],
 ) -> str:
-    what = f"{box.name}: {box.node.name} in {box.region}"
-    there = (
-        f"the models' directories, the key in {wording.key_file} and, for pipelines, {wording.secret_file}"
-    )
-    engines = "vLLM, " if wording.style == "vllm" else ""
+    what = f"{machine.name}: {machine.node.name} in {machine.region}"
+    keys = f"the key in {command_options.key_file} and, for pipelines, {command_options.secret_file}"
+    there = f"the models' directories, {keys}"
+    engines = "vLLM, " if command_options.style == "vllm" else ""
     lines = [HEAD.format(what=what, needs=f"{engines}{there}")]
-    started = wording.on(box, fleet.placements, host_of, host_of)
+    started = command_options.on(machine, placed_plan.placements, host_of, host_of)
     models = dict.fromkeys(process.placement.model for process in started)
     lines += [
-        line_of(pull_words(weights[model], wording.folders[model])) for model in models if model in weights
+        line_of(pull_words(weights[model], command_options.folders[model]))
+        for model in models
+        if model in weights
     ]
-    lines += [process_line(process, wording) for process in started]
+    lines += [process_line(process, command_options) for process in started]
     return "\n".join([*lines, "wait -n", ""])
 
 
-def process_line(process: placement.ExportedProcess, wording: placement.CommandOptions) -> str:
+def process_line(process: placement.ExportedProcess, command_options: placement.CommandOptions) -> str:
     """Of a process in a script that starts several beside each other."""
     gpus, secret = ",".join(map(str, process.gpus)), ""
     if process.reads_secret:
-        secret = f" < {wording.secret_file}"
+        secret = f" < {command_options.secret_file}"
     return f"CUDA_VISIBLE_DEVICES={gpus} {line_of(process.words)}{secret} &"
 
 
-def _gateway(wording: placement.CommandOptions, weights: Mapping[str, WeightsSource]) -> str:
+def _gateway(command_options: placement.CommandOptions, weights: Mapping[str, WeightsSource]) -> str:
     what = "The gateway: clients at port 8000, operators at port 8001 of this machine alone"
     keys = "keys.jsonl of `potluck keys new NAME >> keys.jsonl`"
-    needs = f"the engines' key in {wording.key_file}, and {keys}"
-    command = line_of(wording.gateway("", "keys.jsonl"))
-    pulls = "".join(f"{line_of(words)}\n" for words in tokenizers_of(weights, wording.folders))
+    needs = f"the engines' key in {command_options.key_file}, and {keys}"
+    command = line_of(command_options.gateway("", "keys.jsonl"))
+    pulls = "".join(f"{line_of(words)}\n" for words in tokenizers_of(weights, command_options.folders))
     return f'{HEAD.format(what=what, needs=needs)}{pulls}exec {command} "$@"\n'
 
 

@@ -70,61 +70,77 @@ def infra_of(region: str) -> str:
     return next((f"{cloud}/{region}" for cloud, names in CLOUD_REGIONS if re.fullmatch(names, region)), "")
 
 
-def files(fleet: PlacedPlan, wording: CommandOptions, options: SkyOptions) -> dict[str, str]:
+def files(placed_plan: PlacedPlan, command_options: CommandOptions, options: SkyOptions) -> dict[str, str]:
     """File name to text."""
-    for placement in fleet.placements:
-        if not placement.alone and wording.style == "embedded":
+    for placement in placed_plan.placements:
+        if not placement.alone and command_options.style == "embedded":
             raise InputError(
                 f"template {placement.template}",
                 "is a pipeline over several machines, whose addresses SkyPilot gives out late; export commands,"
                 " or `engine: vllm`",
             )
-    texts = {f"{box.name}.yaml": _task(fleet, box, wording, options) for box in fleet.boxes}
+    texts = {
+        f"{machine.name}.yaml": _task(placed_plan, machine, command_options, options)
+        for machine in placed_plan.boxes
+    }
     texts["engines.yaml.in"] = roster(
-        fleet, lambda one: f"http://@{one.box.name}@:{one.port}", "./engine.key"
+        placed_plan, lambda one: f"http://@{one.box.name}@:{one.port}", "./engine.key"
     )
-    texts["launch.sh"] = _launch(fleet, wording, options)
+    texts["launch.sh"] = _launch(placed_plan, command_options, options)
     return texts
 
 
-def _on(fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions) -> list[ExportedProcess]:
-    return wording.on(box, fleet.placements, lambda _: EVERYWHERE, lambda other: f"${_variable(other)}")
+def _on(
+    placed_plan: PlacedPlan, machine: RentedMachine, command_options: CommandOptions
+) -> list[ExportedProcess]:
+    return command_options.on(
+        machine, placed_plan.placements, lambda _: EVERYWHERE, lambda other: f"${_variable(other)}"
+    )
 
 
-def _variable(box: RentedMachine) -> str:
+def _variable(machine: RentedMachine) -> str:
     """For its address, which is known once it was launched."""
-    return "POTLUCK_HOST_" + re.sub(r"\W", "_", box.name).upper()
+    return "POTLUCK_HOST_" + re.sub(r"\W", "_", machine.name).upper()
 
 
-def _named(fleet: PlacedPlan, processes: list[ExportedProcess]) -> list[RentedMachine]:
+def _named(placed_plan: PlacedPlan, processes: list[ExportedProcess]) -> list[RentedMachine]:
     """Machines whose address these processes are told."""
     words = [word for process in processes for word in process.words]
-    return [box for box in fleet.boxes if any(word.startswith(f"${_variable(box)}:") for word in words)]
+    return [
+        machine
+        for machine in placed_plan.boxes
+        if any(word.startswith(f"${_variable(machine)}:") for word in words)
+    ]
 
 
-def _task(fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, options: SkyOptions) -> str:
-    processes = _on(fleet, box, wording)
+def _task(
+    placed_plan: PlacedPlan, machine: RentedMachine, command_options: CommandOptions, options: SkyOptions
+) -> str:
+    processes = _on(placed_plan, machine, command_options)
     models = list(dict.fromkeys(process.placement.model for process in processes))
     pulled = {model: options.weights[model] for model in models if model in options.weights}
-    mounted = {wording.folders[model]: item.source for model, item in pulled.items() if not item.hub}
-    named = _named(fleet, processes)
+    mounted = {command_options.folders[model]: item.source for model, item in pulled.items() if not item.hub}
+    named = _named(placed_plan, processes)
     secrets = {"POTLUCK_API_KEY": None} | ({"HF_TOKEN": None} if any(w.hub for w in pulled.values()) else {})
     task: dict[str, Any] = {
-        "name": box.name,
-        "resources": _resources(box, processes, wording, options),
+        "name": machine.name,
+        "resources": _resources(machine, processes, command_options, options),
         "num_nodes": 1,
         **({"envs": {_variable(other): "" for other in named}} if named else {}),
         "secrets": secrets,
         **({"file_mounts": mounted} if mounted else {}),
-        "setup": _setup(wording, options, {m: item for m, item in pulled.items() if item.hub}),
-        "run": _run(processes, wording, box, named),
+        "setup": _setup(command_options, options, {m: item for m, item in pulled.items() if item.hub}),
+        "run": _run(processes, command_options, machine, named),
     }
-    head = f"# {box.node.name} in {box.region}: {', '.join(process.name for process in processes)}\n"
+    head = f"# {machine.node.name} in {machine.region}: {', '.join(process.name for process in processes)}\n"
     return head + yaml_text(task)
 
 
 def _resources(
-    box: RentedMachine, processes: list[ExportedProcess], wording: CommandOptions, options: SkyOptions
+    machine: RentedMachine,
+    processes: list[ExportedProcess],
+    command_options: CommandOptions,
+    options: SkyOptions,
 ) -> dict[str, Any]:
     ports = {port for process in processes for port in _kv_ports(process)}
     ports |= {process.placement.port for process in processes if process.part == "engine"}
@@ -133,14 +149,14 @@ def _resources(
         for process in processes
         if process.part == "engine" and not process.placement.alone
     }
-    gpu = box.node.gpu.name
-    resources: dict[str, Any] = {"accelerators": f"{GPU_NAMES.get(gpu, gpu)}:{box.node.gpus}"}
-    infra = options.infra.get(box.region) or infra_of(box.region)
+    gpu = machine.node.gpu.name
+    resources: dict[str, Any] = {"accelerators": f"{GPU_NAMES.get(gpu, gpu)}:{machine.node.gpus}"}
+    infra = options.infra.get(machine.region) or infra_of(machine.region)
     if infra:
         resources = {"infra": infra, **resources}
-    if box.spot:
+    if machine.spot:
         resources["use_spot"] = True
-    limits = [wording.limits_of(process.placement) for process in processes]
+    limits = [command_options.limits_of(process.placement) for process in processes]
     needs_gb = ceil(disk_bytes([sum(item.weight_bytes) for item in limits if item]) / 1e9) + 100
     if needs_gb > LEAST_DISK_GB:
         resources["disk_size"] = needs_gb
@@ -158,43 +174,54 @@ def _kv_ports(process: ExportedProcess) -> range:
     return range(first, first + len(process.gpus))
 
 
-def _setup(wording: CommandOptions, options: SkyOptions, pulled: Mapping[str, WeightsSource]) -> str:
+def _setup(command_options: CommandOptions, options: SkyOptions, pulled: Mapping[str, WeightsSource]) -> str:
     lines = ["set -e"]
-    if wording.style == "vllm":
+    if command_options.style == "vllm":
         lines.append(f"pip install vllm=={VLLM}")
     lines.append(options.setup)
     if pulled:
         lines.append(f'sudo mkdir -p {options.models} && sudo chown "$USER" {options.models}')
-    lines += [line_of(pull_words(item, wording.folders[model])) for model, item in pulled.items()]
+    lines += [line_of(pull_words(item, command_options.folders[model])) for model, item in pulled.items()]
     return "\n".join(lines) + "\n"
 
 
 def _run(
-    processes: list[ExportedProcess], wording: CommandOptions, box: RentedMachine, named: list[RentedMachine]
+    processes: list[ExportedProcess],
+    command_options: CommandOptions,
+    machine: RentedMachine,
+    named: list[RentedMachine],
 ) -> str:
     lines = ["set -euo pipefail"]
     for other in named:
-        if other == box:
-            lines.append(f"{_variable(box)}={ADDRESS}")
+        if other == machine:
+            lines.append(f"{_variable(machine)}={ADDRESS}")
         else:
             lines.append(
                 f'[ -n "${_variable(other)}" ] || exit 0  # it is not known yet; launch.sh runs it later'
             )
-    return "\n".join([*lines, *(process_line(process, wording) for process in processes), "wait -n", ""])
+    return "\n".join(
+        [*lines, *(process_line(process, command_options) for process in processes), "wait -n", ""]
+    )
 
 
-def _launch(fleet: PlacedPlan, wording: CommandOptions, options: SkyOptions) -> str:
+def _launch(placed_plan: PlacedPlan, command_options: CommandOptions, options: SkyOptions) -> str:
     """All at once; machines that must be told of others run their processes when all are there."""
     later = {
-        box.name: [other for other in _named(fleet, _on(fleet, box, wording)) if other != box]
-        for box in fleet.boxes
+        machine.name: [
+            other
+            for other in _named(placed_plan, _on(placed_plan, machine, command_options))
+            if other != machine
+        ]
+        for machine in placed_plan.boxes
     }
-    names = " ".join(box.name for box in fleet.boxes)
-    serve = " ".join(wording.gateway("", "keys.jsonl"))
+    names = " ".join(machine.name for machine in placed_plan.boxes)
+    serve = " ".join(command_options.gateway("", "keys.jsonl"))
     hub = any(item.hub for item in options.weights.values())
     token = 'export HF_TOKEN="${HF_TOKEN:-}"  # opens gated models\n' if hub else ""
     tokens = " --secret HF_TOKEN" if hub else ""
-    pulls = "".join(f"{line_of(words)}\n" for words in tokenizers_of(options.weights, wording.folders))
+    pulls = "".join(
+        f"{line_of(words)}\n" for words in tokenizers_of(options.weights, command_options.folders)
+    )
     secrets = f"--detach-run --secret POTLUCK_API_KEY{tokens}"
     runs = "".join(
         f"sky exec {secrets}"

@@ -113,15 +113,15 @@ class DecisionLog:
             self._act(action, event)
 
     def _adopted(self, plan: Plan) -> None:
-        before, self._plan = self._plan, plan
+        previous_plan, self._plan = self._plan, plan
         what = f"the plan for {price_text(plan)} is adopted"
-        if before is not None:
-            what += f" instead of {price_text(before)}: {copies_changed(before, plan)}"
+        if previous_plan is not None:
+            what += f" instead of {price_text(previous_plan)}: {copies_changed(previous_plan, plan)}"
         self.say("plan", what, self._plan_why())
 
-    def _stands_by(self, member: ReplicaSpec) -> bool:
-        before = member.id in self._standby
-        (self._standby.add if member.standby else self._standby.discard)(member.id)
+    def _stands_by(self, replica_spec: ReplicaSpec) -> bool:
+        before = replica_spec.id in self._standby
+        (self._standby.add if replica_spec.standby else self._standby.discard)(replica_spec.id)
         return before
 
     def _act(self, action: Action, event: Event) -> None:
@@ -131,10 +131,14 @@ class DecisionLog:
         elif isinstance(event, events.PlanReceived):
             why = "the plan asks for it"
         match action:
-            case actions.StartReplica(member):
-                self._stands_by(member)
-                wanted = "is wanted on standby" if member.standby else "is wanted"
-                self.say("start", f"{member.id} {wanted}", why or f"{member.template} in {member.region}")
+            case actions.StartReplica(replica_spec):
+                self._stands_by(replica_spec)
+                wanted = "is wanted on standby" if replica_spec.standby else "is wanted"
+                self.say(
+                    "start",
+                    f"{replica_spec.id} {wanted}",
+                    why or f"{replica_spec.template} in {replica_spec.region}",
+                )
             case actions.DrainReplica(replica):
                 self.say("drain", f"{replica} drains", why or "the plan or scaling needs it no more")
             case actions.StopReplica(replica):
@@ -143,13 +147,17 @@ class DecisionLog:
             case actions.FlipReplica(replica, role):
                 thought = self._thinks() if isinstance(event, events.Tick) else "its role is the plan's again"
                 self.say("flip", f"{replica} becomes {role}", why or thought)
-            case actions.Reassign(member):
-                stands = self._stands_by(member) and not member.standby
-                if member.standby or stands:
-                    what = "goes on standby" if member.standby else "serves, from standby"
-                    self.say("standby", f"{member.id} {what}", why or self._thinks())
+            case actions.Reassign(replica_spec):
+                stands = self._stands_by(replica_spec) and not replica_spec.standby
+                if replica_spec.standby or stands:
+                    what = "goes on standby" if replica_spec.standby else "serves, from standby"
+                    self.say("standby", f"{replica_spec.id} {what}", why or self._thinks())
                 else:
-                    self.say("recast", f"{member.id} becomes {member.role} of {member.template}", why)
+                    self.say(
+                        "recast",
+                        f"{replica_spec.id} becomes {replica_spec.role} of {replica_spec.template}",
+                        why,
+                    )
             case actions.Replan(_, reason):
                 self.say("replan", "another plan is asked for", reason)
             case actions.OperatorNote(what, reason):
@@ -173,11 +181,11 @@ class GatewayCore:
         self,
         resolved: ResolvedPlan,
         policy: Policy,
-        outgoing: ConnectionPool,
+        connection_pool: ConnectionPool,
         *,
         engine_list: Path | None = None,
         log: Path | None = None,
-        memory: OperatorState | None = None,
+        operator_state: OperatorState | None = None,
         why: str = "",
         plan_version: int = 1,
         clock: Callable[[], float] = time.monotonic,
@@ -206,7 +214,7 @@ class GatewayCore:
             )
         self.brain_loop = BrainLoop(decider, self.brain.requests, tick_s=policy.tick_s, clock=clock)
         self.registry = ReplicaRegistry(
-            self.brain_loop.tell, outgoing, self._busy, wire=self.wire, codec_inside=self.codec_inside
+            self.brain_loop.tell, connection_pool, self._busy, wire=self.wire, codec_inside=self.codec_inside
         )
         self.brain_loop.manage = self.registry.act
         self.watch = HealthChecker(
@@ -222,10 +230,10 @@ class GatewayCore:
         self.brain_loop.watchers.append(self.decision_log)
         self.market: tuple[Region, ...] | None = None
         """What nodes cost and how many can be had, where somebody told since the start."""
-        kept = None if memory is None else memory.cordoned
+        kept = None if operator_state is None else operator_state.cordoned
         self.cordons = Cordons(self.brain.fleet.views, self.registry, self.brain_loop.tell, kept)
         self.brain_loop.at_ticks += [self._look, self.registry.look, self.watch.look, self.cordons.look]
-        self._memory = memory
+        self._memory = operator_state
 
     def start(self) -> None:
         entries = None if self.engine_list is None else self.engine_list.entries
@@ -296,8 +304,8 @@ class GatewayCore:
             self.enlist(self.engine_list.entries)
 
     def _busy(self, replica: str) -> int:
-        view = self.brain.fleet.views.get(replica)
-        return 0 if view is None else view.open_requests
+        replica_state = self.brain.fleet.views.get(replica)
+        return 0 if replica_state is None else replica_state.open_requests
 
     def wire(self, model: str, source_region: str, target_region: str) -> Wire:
         codec = self.replica_models.codecs.get((model, source_region, target_region), "fp16")
@@ -359,16 +367,16 @@ class BrainLoop:
     def line(self, act: Act) -> LocalBrainClient:
         return LocalBrainClient(self, act)
 
-    def tell(self, event: Event, line: LocalBrainClient | None = None) -> None:
+    def tell(self, event: Event, brain_client: LocalBrainClient | None = None) -> None:
         at_s = self._clock() - self.start_s
         if self._acting:
-            self._news.append((at_s, event, line))
+            self._news.append((at_s, event, brain_client))
             return
         self._acting = True
         try:
             while True:
-                if line is not None and isinstance(event, _ARRIVALS):
-                    self._owners[event.request.id] = line
+                if brain_client is not None and isinstance(event, _ARRIVALS):
+                    self._owners[event.request.id] = brain_client
                 orders = self._decider.on(at_s, event)
                 for watcher in self.watchers:
                     watcher(at_s, event, orders)
@@ -378,7 +386,7 @@ class BrainLoop:
                     self._owners.pop(event.request, None)
                 if not self._news:
                     break
-                at_s, event, line = self._news.popleft()
+                at_s, event, brain_client = self._news.popleft()
         finally:
             self._acting = False
 
@@ -393,8 +401,8 @@ class BrainLoop:
             if type(action) is actions.Refuse:
                 self._owners.pop(action.request, None)
 
-    def lost(self, line: LocalBrainClient) -> None:
-        for request in [request for request, owner in self._owners.items() if owner is line]:
+    def lost(self, brain_client: LocalBrainClient) -> None:
+        for request in [request for request, owner in self._owners.items() if owner is brain_client]:
             self.tell(events.RequestCancelled(request))
             self._owners.pop(request, None)
 
@@ -422,7 +430,7 @@ class LocalBrainClient:
     def __init__(self, brain_loop: BrainLoop, act: Act) -> None:
         self.act = act
         self.now_s = brain_loop.now_s
-        self.tell = partial(brain_loop.tell, line=self)
+        self.tell = partial(brain_loop.tell, brain_client=self)
 
 
 def _nobody(orders: Sequence[Action]) -> None:

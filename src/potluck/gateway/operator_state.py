@@ -121,9 +121,9 @@ class Cordons:
 
     def _settled(self) -> list[str]:
         settled = []
-        for name, view in tuple(self._views.items()):
+        for name, replica in tuple(self._views.items()):
             cordoned = bool(self._marks) and not self._marks.isdisjoint(self._places(name))
-            if view.state == "ready" and view.cordoned != cordoned:
+            if replica.state == "ready" and replica.cordoned != cordoned:
                 self._tell(OperatorOrdered(name, "cordon" if cordoned else "uncordon"))
                 settled.append(name)
         return settled
@@ -142,14 +142,16 @@ class Cordons:
                 raise InputError("replica", f"{replica} has no engine; only one that is ready takes orders")
             return address
         hosts = {engine.entry.address.host for engine in self._registry.engines}
-        known = self._marks | hosts.union(*(view.member.nodes for view in self._views.values()))
+        known = self._marks | hosts.union(
+            *(replica_state.member.nodes for replica_state in self._views.values())
+        )
         if not isinstance(node, str) or node not in known:
             raise UnknownNameError("node", str(node), known)
         return node
 
     def _places(self, replica: str) -> set[str]:
-        view, address = self._views.get(replica), self._address(replica)
-        named = set() if view is None else set(view.member.nodes)
+        replica_state, address = self._views.get(replica), self._address(replica)
+        named = set() if replica_state is None else set(replica_state.member.nodes)
         return {address, address.rpartition(":")[0], *named} - {""}
 
     def _address(self, replica: str) -> str:

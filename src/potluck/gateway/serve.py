@@ -120,11 +120,11 @@ class AdminServer:
         return notes
 
     async def listen(self, sockets: Sequence[socket.socket] = ()) -> str:
-        places = self._settings.places
-        sockets = sockets or await bound(places.admin_host, places.admin_port)
+        addresses = self._settings.places
+        sockets = sockets or await bound(addresses.admin_host, addresses.admin_port)
         self.sockets = sockets
         # Whoever is on this machine needs no certificate to believe it.
-        far = self._settings.tls is not None and places.admin_host not in LOOPBACK
+        far = self._settings.tls is not None and addresses.admin_host not in LOOPBACK
         tls = server_tls(*self._settings.tls) if far and self._settings.tls else None
         # Who has gone watches no more, and what was asked for them is given up.
         self._runner = web.AppRunner(
@@ -179,12 +179,12 @@ def context_of(model_tokens: int, entries: Sequence[EngineEntry]) -> int:
 def worker_beside(
     core: GatewayCore,
     context: WorkerContext,
-    outgoing: ConnectionPool,
-    meter: Counters,
+    connection_pool: ConnectionPool,
+    counters: Counters,
     answers: Path | None = None,
 ) -> Worker:
     worker = Worker(
-        context, core.registry, outgoing, meter, core.lacking, core.brain_loop.line, answers=answers
+        context, core.registry, connection_pool, counters, core.lacking, core.brain_loop.line, answers=answers
     )
     core.registry.on_gone.append(worker.dispatcher.gone)
     core.watch.streamed_s = worker.dispatcher.streamed_s
@@ -197,23 +197,25 @@ async def serve(
     """Serve until a signal says to end; `ready` hears the addresses. A parent holds the ports."""
     settings = context.settings
     allow_open_files()
-    outgoing = calls_of(settings)
+    connection_pool = calls_of(settings)
     core = GatewayCore(
         resolved,
         context.policy,
-        outgoing,
+        connection_pool,
         engine_list=settings.engines,
         log=settings.log,
-        memory=_memory(settings, process),
+        operator_state=_memory(settings, process),
         why=settings.why,
         plan_version=settings.plan_version,
     )
-    operators = AdminServer(core, settings)
+    admin_server = AdminServer(core, settings)
     workers: Worker | WorkerPool
     if settings.places.workers == 1:
-        workers = worker_beside(core, context, outgoing, operators.meter, settings.answers_in(process.home))
+        workers = worker_beside(
+            core, context, connection_pool, admin_server.meter, settings.answers_in(process.home)
+        )
     else:
-        workers = WorkerPool(core, operators.meter, settings, process)
+        workers = WorkerPool(core, admin_server.meter, settings, process)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -231,11 +233,11 @@ async def serve(
     handover: SocketHandover | None = None
     try:
         if isinstance(workers, Worker):
-            url, admin, handover = await _succeed(core, workers, operators, settings, process, stop)
+            url, admin, handover = await _succeed(core, workers, admin_server, settings, process, stop)
         else:
-            url, admin = await workers.start(), await operators.listen(process.operators)
+            url, admin = await workers.start(), await admin_server.listen(process.operators)
             core.start()
-        operators.page.chat.url = url
+        admin_server.page.chat.url = url
         calm()
         ready(url, admin)
         process.tell(SERVES)
@@ -247,11 +249,11 @@ async def serve(
         if handover is not None:
             handover.close()
         if followed:
-            await operators.leave()
+            await admin_server.leave()
         await workers.close(HANDED_S if followed else settings.drain_s, followed)
         await core.close()
-        await operators.close(followed)
-        await outgoing.close()
+        await admin_server.close(followed)
+        await connection_pool.close()
         if process.orphaned:
             process.close()
 
@@ -261,16 +263,16 @@ def _memory(settings: GatewaySettings, process: BrainProcessContext) -> Operator
     if settings.state is None:
         return OperatorState(process.home)
     settings.state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    memory = OperatorState(settings.state)
+    operator_state = OperatorState(settings.state)
     if not process.again:
-        memory.only_entries()
-    return memory
+        operator_state.only_entries()
+    return operator_state
 
 
 async def _succeed(
     core: GatewayCore,
     worker: Worker,
-    operators: AdminServer,
+    admin_server: AdminServer,
     settings: GatewaySettings,
     process: BrainProcessContext,
     stop: asyncio.Event,
@@ -291,12 +293,12 @@ async def _succeed(
                         break
                     await asyncio.sleep(LOOK_S)
     url = await worker.listen(process.clients[0])
-    admin = await operators.listen(process.operators)
+    admin = await admin_server.listen(process.operators)
     handover = None
     if settings.takeover is not None:
         marks = core.cordons
         handover = SocketHandover(
-            settings.takeover, process.clients[0], operators.sockets, stop.set, lambda: marks.marks
+            settings.takeover, process.clients[0], admin_server.sockets, stop.set, lambda: marks.marks
         )
     if taken is not None:
         taken.serving()

@@ -176,21 +176,21 @@ class KvFetch:
 
     def __init__(
         self,
-        links: PeerConnections,
+        peer_connections: PeerConnections,
         address: Address,
-        wanted: FetchRequest,
+        fetch_request: FetchRequest,
         *,
         degree: int = 4,
         deadline_s: float = 30.0,
     ) -> None:
-        links.checked(address)
-        checked_handle(wanted.handle)
-        if not 1 <= degree <= links.limits.most_degree:
-            raise InputError("degree", f"must be 1 to {links.limits.most_degree}, is {degree}")
-        self._links, self._address, self._wanted = links, address, wanted
+        peer_connections.checked(address)
+        checked_handle(fetch_request.handle)
+        if not 1 <= degree <= peer_connections.limits.most_degree:
+            raise InputError("degree", f"must be 1 to {peer_connections.limits.most_degree}, is {degree}")
+        self._links, self._address, self._wanted = peer_connections, address, fetch_request
         self._begun_s = self._heard_s = self._told_s = time.monotonic()
         self._until_s = self._begun_s + deadline_s
-        self.session = wanted.session or new_session()
+        self.session = fetch_request.session or new_session()
         self._changed = threading.Condition()
         self._assembly: ChunkAssembly | None = None
         self.opening: frames.TransferOpening | None = None
@@ -201,7 +201,7 @@ class KvFetch:
         self._connections: dict[int, KvConnection] = {}
         self._attached: set[int] = set()
         self._live = 0
-        self._retries = links.limits.retries
+        self._retries = peer_connections.limits.retries
         self._lost = 0
         self._shared = False
         self._threads: list[threading.Thread] = []
@@ -330,12 +330,12 @@ class KvFetch:
 
     def _attempt(self) -> Exception | None:
         """One connection from its greeting to its end; what went wrong, if something did."""
-        links, conn, sound, used, intake = self._links, None, False, False, None
+        peer_connections, conn, sound, used, intake = self._links, None, False, False, None
         try:
             with self._changed:
                 now_s = time.monotonic()
                 within_s = min(self._until_s - now_s, self._patience_s(now_s))
-            conn, used = links.borrow(self._address, within_s)
+            conn, used = peer_connections.borrow(self._address, within_s)
             with self._changed:
                 if self.over:
                     return None
@@ -358,7 +358,7 @@ class KvFetch:
                     self._connections.pop(conn.key, None)
                     self._attached.discard(conn.key)
                     self._wake_one()  # What it should have told the sender, another one must.
-                links.give_back(self._address, conn, sound)
+                peer_connections.give_back(self._address, conn, sound)
 
     def _again(self, problem: Exception) -> bool:
         with self._changed:
@@ -393,28 +393,31 @@ class KvFetch:
         return self._assembly.released_bytes if self._assembly else 0
 
     def hello(self, conn: KvConnection) -> frames.Hello:
-        wanted, limits = self._wanted, self._links.limits
+        fetch_request, limits = self._wanted, self._links.limits
         if conn.slots is None and self._links.shared_memory and conn.here:
             conn.slots = self._links.share()
         return frames.Hello(
             self.session,
-            bound_to(wanted.request, wanted.fingerprint, wanted.token_hash),
-            wanted.handle,
-            wanted.have,
+            bound_to(fetch_request.request, fetch_request.fingerprint, fetch_request.token_hash),
+            fetch_request.handle,
+            fetch_request.have,
             limits.window_bytes,
             limits.piece_bytes,
             max(0, int((self._until_s - time.monotonic()) * 1000)),
             conn.slots.shared if conn.slots is not None else None,
-            wanted.cut,
+            fetch_request.cut,
         )
 
     def open(self, opening: frames.TransferOpening, conn: KvConnection) -> None:
-        about, wanted, limits = opening.manifest, self._wanted, self._links.limits
+        manifest, fetch_request, limits = opening.manifest, self._wanted, self._links.limits
         problem = ""
-        if (about.fingerprint, about.token_hash) != (wanted.fingerprint, wanted.token_hash):
+        if (manifest.fingerprint, manifest.token_hash) != (
+            fetch_request.fingerprint,
+            fetch_request.token_hash,
+        ):
             problem = "is the cache of another model, or of other tokens"
-        elif about.start > wanted.have:
-            problem = f"begins at {about.start}, behind the {wanted.have} tokens held"
+        elif manifest.start > fetch_request.have:
+            problem = f"begins at {manifest.start}, behind the {fetch_request.have} tokens held"
         elif opening.piece_bytes > limits.piece_bytes:
             problem = f"has pieces of {opening.piece_bytes} bytes, {limits.piece_bytes} are taken"
         if problem:
@@ -428,7 +431,7 @@ class KvFetch:
                 self._assembly = ChunkAssembly(
                     limits.window_bytes, opening.piece_bytes, take, give, limits.chunk_bytes
                 )
-            elif (self.opening.manifest, self.opening.piece_bytes) != (about, opening.piece_bytes):
+            elif (self.opening.manifest, self.opening.piece_bytes) != (manifest, opening.piece_bytes):
                 raise FinalError(FormatError("hand-over", "says two things about one cache"))
             self._shared = self._shared or opening.shared
             self._attached.add(conn.key)
@@ -473,7 +476,7 @@ class GroupFetch:
 
     def __init__(
         self,
-        links: PeerConnections,
+        peer_connections: PeerConnections,
         wanted: Sequence[tuple[Address, FetchRequest]],
         *,
         degree: int,
@@ -484,7 +487,8 @@ class GroupFetch:
         self._problem: Exception | None = None
         self._results: list[FetchResult] = []
         self._fetches = [
-            KvFetch(links, address, one, degree=degree, deadline_s=deadline_s) for address, one in wanted
+            KvFetch(peer_connections, address, one, degree=degree, deadline_s=deadline_s)
+            for address, one in wanted
         ]
 
     @property
@@ -506,7 +510,7 @@ class GroupFetch:
         def one(place: int) -> None:
             try:
                 result = self._fetches[place].run(
-                    lambda about: opened(place, about), lambda piece: sink(place, piece), last
+                    lambda manifest: opened(place, manifest), lambda piece: sink(place, piece), last
                 )
                 self._results.append(result)
             except Exception as error:

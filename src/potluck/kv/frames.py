@@ -158,11 +158,17 @@ def frame(message: Message) -> bytes:
     if isinstance(message, Hello):
         return _frame(HELLO, _hello_head(message))
     if isinstance(message, TransferOpening):
-        about = message.manifest
-        name = about.fingerprint.encode("ascii")
-        digest = bytes.fromhex(about.token_hash)
+        manifest = message.manifest
+        name = manifest.fingerprint.encode("ascii")
+        digest = bytes.fromhex(manifest.token_hash)
         head = _OPENING.pack(
-            message.session, about.start, about.stop, digest, message.piece_bytes, message.shared, len(name)
+            message.session,
+            manifest.start,
+            manifest.stop,
+            digest,
+            message.piece_bytes,
+            message.shared,
+            len(name),
         )
         return _frame(OPENING, head + name)
     if isinstance(message, TransferEnd):

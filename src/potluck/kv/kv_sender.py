@@ -195,8 +195,8 @@ class OutgoingTransfer:
         part = part or self.parts[0]
         conns = tuple(part.conns.values())
         apart = len(conns) > KEEPS_UP or any(conn.slots is not None for conn in conns)
-        packed = pack(chunk, part.queue.piece_bytes, now=not apart)
-        size, memory = len(packed.body), self.memory
+        encoded_chunk = pack(chunk, part.queue.piece_bytes, now=not apart)
+        size, memory = len(encoded_chunk.body), self.memory
         with memory.changed:
             fits = memory.changed.wait_for(lambda: part.takes(size), wait_s)
             if part.over:
@@ -206,7 +206,7 @@ class OutgoingTransfer:
                     f"KV send queue: no room for {size} bytes beside the {memory.held_bytes} that wait"
                 )
             with part.counted():
-                part.queue.put(packed)
+                part.queue.put(encoded_chunk)
             part.wake_idle()
 
     def finish(self) -> None:
@@ -542,13 +542,13 @@ class KvSender:
         if part is None:
             return self._last_words(conn, frames.HandleRefused())
         try:
-            about = part.transfer.manifest(
+            manifest = part.transfer.manifest(
                 hello.have, ANSWER_S, self.limits.beat_s, lambda: conn.send(frames.Heartbeat())
             )
         except TransferError as error:
             return self._last_words(conn, frames.SenderProblem(str(error)))
         slots = self._slots(conn, hello)
-        conn.send(frames.TransferOpening(hello.session, about, part.queue.piece_bytes, slots is not None))
+        conn.send(frames.TransferOpening(hello.session, manifest, part.queue.piece_bytes, slots is not None))
         with self._changed:
             peer = self._peer(conn.peer)
         return SendConnection(conn, part, slots, self.limits).run(hello, peer)

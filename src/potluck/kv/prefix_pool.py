@@ -135,10 +135,10 @@ class PrefixPool:
     def _place(self, place: int) -> memoryview:
         return self._memory[place * self.block_bytes : (place + 1) * self.block_bytes]
 
-    def _write(self, one: BlockPlacement, pieces: Pieces) -> None:
+    def _write(self, block_placement: BlockPlacement, pieces: Pieces) -> None:
         total, at = 0, 0
         checksum = 0
-        places = iter(one.places)
+        places = iter(block_placement.places)
         room = self._place(next(places))
         for piece in pieces:
             view = memoryview(piece).cast("B")
@@ -150,7 +150,7 @@ class PrefixPool:
                 count = min(len(view), len(room) - at)
                 room[at : at + count] = view[:count]
                 view, at = view[count:], at + count
-        self._sums[one.name] = total, checksum
+        self._sums[block_placement.name] = total, checksum
 
     def _let_go(self, gone: list[BlockPlacement]) -> None:
         """Before their blocks are written to: to disk, if there is one."""

@@ -79,12 +79,19 @@ class SendQueue:
 
     # The sender's side.
 
-    def put(self, packed: EncodedChunk) -> None:
+    def put(self, encoded_chunk: EncodedChunk) -> None:
         if self._last is not None:
             raise InputError("transfer", "has ended: nothing can be added to it")
-        size = len(packed.body)
-        item = _Item(self._chunks, packed.chunk, packed.body, size, packed.checks, len(packed.checks))
-        if packed.piece_bytes != self.piece_bytes:
+        size = len(encoded_chunk.body)
+        item = _Item(
+            self._chunks,
+            encoded_chunk.chunk,
+            encoded_chunk.body,
+            size,
+            encoded_chunk.checks,
+            len(encoded_chunk.checks),
+        )
+        if encoded_chunk.piece_bytes != self.piece_bytes:
             self._cut(item)
         self._fresh.append(item)
         self._chunks += 1

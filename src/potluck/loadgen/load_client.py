@@ -87,9 +87,14 @@ class TimedRequest:
 
 class _Shooting(asyncio.Protocol):
     def __init__(
-        self, shot: TimedRequest, to: SplitResult, start_s: float, keep_text: bool, done: asyncio.Future[None]
+        self,
+        request: TimedRequest,
+        to: SplitResult,
+        start_s: float,
+        keep_text: bool,
+        done: asyncio.Future[None],
     ) -> None:
-        self._shot, self._to, self._start_s, self._keep, self._done = shot, to, start_s, keep_text, done
+        self._shot, self._to, self._start_s, self._keep, self._done = request, to, start_s, keep_text, done
         self._parser = httptools.HttpResponseParser(self)
         self._rest = b""
         self._transport: asyncio.Transport | None = None
@@ -98,18 +103,18 @@ class _Shooting(asyncio.Protocol):
         self._transport = transport = cast(
             asyncio.Transport, transport
         )  # uvloop's is none, but does the same
-        shot = self._shot
-        body = shot.body()
+        request = self._shot
+        body = request.body()
         base = self._to.path.rstrip("/").removesuffix("/v1")
         lines = [
-            f"POST {base}/v1/{'chat/completions' if shot.chat else 'completions'} HTTP/1.1",
+            f"POST {base}/v1/{'chat/completions' if request.chat else 'completions'} HTTP/1.1",
             f"Host: {self._to.netloc.rpartition('@')[2]}",
             "Content-Type: application/json",
             f"Content-Length: {len(body)}",
-            *([f"Authorization: Bearer {shot.key}"] if shot.key else []),
-            *(f"{name}: {value}" for name, value in shot.headers),
+            *([f"Authorization: Bearer {request.key}"] if request.key else []),
+            *(f"{name}: {value}" for name, value in request.headers),
         ]
-        shot.sent_s = time.monotonic() - self._start_s
+        request.sent_s = time.monotonic() - self._start_s
         transport.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
 
     def data_received(self, data: bytes) -> None:
@@ -127,40 +132,42 @@ class _Shooting(asyncio.Protocol):
         self._shot.head_s = time.monotonic() - self._start_s
 
     def on_body(self, data: bytes) -> None:
-        shot = self._shot
-        if shot.status != 200:
-            shot.problem += data.decode("utf-8", "replace")[:300]
+        request = self._shot
+        if request.status != 200:
+            request.problem += data.decode("utf-8", "replace")[:300]
             return
         *events, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         now_s = time.monotonic() - self._start_s
         for event in events:
             if event.startswith(b"data: [DONE]"):
-                shot.ended = not shot.problem
+                request.ended = not request.problem
             elif event.startswith(b'data: {"error"'):
-                shot.problem = event.decode("utf-8", "replace")[:300]
+                request.problem = event.decode("utf-8", "replace")[:300]
             elif event.startswith(b"data:"):
                 self._piece(event, now_s)
 
     def _piece(self, event: bytes, now_s: float) -> None:
-        shot = self._shot
+        request = self._shot
         if b'"completion_tokens"' in event:
             body = json.loads(event[5:])
             usage = body.get("usage") or {}
-            shot.told_tokens = int(usage.get("completion_tokens", 0))
-            shot.cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+            request.told_tokens = int(usage.get("completion_tokens", 0))
+            request.cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
             if not body.get("choices"):
                 return
-        if shot.chat and (b'"content"' not in event or b'"content":""' in event or b'"content": ""' in event):
+        if request.chat and (
+            b'"content"' not in event or b'"content":""' in event or b'"content": ""' in event
+        ):
             return  # who speaks, or why it ended: no text
         if self._keep:
             for choice in json.loads(event[5:])["choices"]:
-                shot.text += choice["delta"].get("content", "") if shot.chat else choice["text"]
-        shot.pieces += 1
-        if shot.first_s < 0:
-            shot.first_s = now_s
+                request.text += choice["delta"].get("content", "") if request.chat else choice["text"]
+        request.pieces += 1
+        if request.first_s < 0:
+            request.first_s = now_s
         else:
-            shot.gaps_s.append(now_s - shot.last_s)
-        shot.last_s = now_s
+            request.gaps_s.append(now_s - request.last_s)
+        request.last_s = now_s
 
     def on_message_complete(self) -> None:
         self._end("")
@@ -194,7 +201,7 @@ class LoadTarget:
     async def wait(self, until_s: float) -> None:
         await asyncio.sleep(max(0.0, until_s - self.now_s))
 
-    async def shoot(self, shot: TimedRequest) -> None:
+    async def shoot(self, request: TimedRequest) -> None:
         """One request, from now until nothing more is to come."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
@@ -202,15 +209,15 @@ class LoadTarget:
         try:
             async with asyncio.timeout(self._within_s):
                 transport, _ = await loop.create_connection(
-                    lambda: _Shooting(shot, self._to, self.start_s, self._keep, done),
+                    lambda: _Shooting(request, self._to, self.start_s, self._keep, done),
                     self._to.hostname or "",
                     self._to.port or (443 if self._tls else 80),
                     ssl=self._tls,
                 )
                 await done
         except (OSError, TimeoutError) as error:
-            shot.problem = shot.problem or f"{type(error).__name__} {error}"
-            shot.done_s = self.now_s if shot.done_s < 0 else shot.done_s
+            request.problem = request.problem or f"{type(error).__name__} {error}"
+            request.done_s = self.now_s if request.done_s < 0 else request.done_s
         finally:
             if transport is not None:
                 # With TLS both sides would say goodbye, for longer than the loop may last.
@@ -240,11 +247,11 @@ async def fire(
     whose authority this machine does not know."""
     to = LoadTarget(url, keep_text, within_s, tls)
 
-    async def one(shot: TimedRequest) -> None:
-        await to.wait(shot.at_s)
-        await to.shoot(shot)
+    async def one(request: TimedRequest) -> None:
+        await to.wait(request.at_s)
+        await to.shoot(request)
 
-    await asyncio.gather(*(one(shot) for shot in shots))
+    await asyncio.gather(*(one(request) for request in shots))
     return to.start_s
 
 
@@ -267,12 +274,12 @@ async def take_turns(
     async def one_after_another() -> None:
         await to.wait(0.0)
         while seconds is None or to.now_s < seconds:
-            shot = next(left, None)
-            if shot is None:
+            request = next(left, None)
+            if request is None:
                 return
-            sent.append(shot)
-            shot.at_s = to.now_s
-            await to.shoot(shot)
+            sent.append(request)
+            request.at_s = to.now_s
+            await to.shoot(request)
 
     await asyncio.gather(*(one_after_another() for _ in range(at_once)))
     return sent
@@ -434,73 +441,75 @@ def percentiles(values: Iterable[float]) -> Percentiles | None:
     return Percentiles(sum(ranked) / len(ranked), at(0.5), at(0.9), at(0.99), ranked[-1])
 
 
-def tpot_of(shot: TimedRequest) -> float | None:
+def tpot_of(request: TimedRequest) -> float | None:
     """Seconds per token after the first; None where the answer had but one."""
-    tokens = shot.output_tokens
-    return (shot.last_s - shot.first_s) / (tokens - 1) if tokens > 1 else None
+    tokens = request.output_tokens
+    return (request.last_s - request.first_s) / (tokens - 1) if tokens > 1 else None
 
 
-def kind_of(shot: TimedRequest) -> str:
+def kind_of(request: TimedRequest) -> str:
     """Of what went wrong, in a few words; empty when nothing did."""
-    if whole(shot):
+    if whole(request):
         return ""
-    if shot.status and shot.status != 200:
-        return f"HTTP {shot.status}"
-    if "error" in shot.problem[:20]:
+    if request.status and request.status != 200:
+        return f"HTTP {request.status}"
+    if "error" in request.problem[:20]:
         return "error in the stream"
-    if shot.problem.startswith("TimeoutError"):
+    if request.problem.startswith("TimeoutError"):
         return "no answer in time"
-    if shot.problem.startswith("cut off"):
+    if request.problem.startswith("cut off"):
         return "cut off"
-    if shot.problem.startswith("not HTTP"):
+    if request.problem.startswith("not HTTP"):
         return "not HTTP"
-    if shot.sent_s < 0:
+    if request.sent_s < 0:
         return "no connection"
     return "ended early"
 
 
-def whole(shot: TimedRequest) -> bool:
-    return shot.ended and shot.first_s >= 0 and not shot.problem
+def whole(request: TimedRequest) -> bool:
+    return request.ended and request.first_s >= 0 and not request.problem
 
 
-def kept(shot: TimedRequest, slo: Slo) -> bool:
+def kept(request: TimedRequest, slo: Slo) -> bool:
     """Whether one request kept the objective."""
-    if not whole(shot):
+    if not whole(request):
         return False
-    tpot_s = tpot_of(shot)
-    return slo.kept(shot.ttft_s, 0.0 if tpot_s is None else tpot_s, shot.last_s - shot.at_s)
+    tpot_s = tpot_of(request)
+    return slo.kept(request.ttft_s, 0.0 if tpot_s is None else tpot_s, request.last_s - request.at_s)
 
 
 def measured(shots: Sequence[TimedRequest], slo: Slo | None = None) -> LoadResult:
-    answered = [shot for shot in shots if whole(shot)]
-    errors = Counter(kind_of(shot) for shot in shots if not whole(shot))
-    ends = [shot.done_s for shot in shots if shot.done_s >= 0]
-    first_s = min((shot.at_s for shot in shots), default=0.0)
+    answered = [request for request in shots if whole(request)]
+    errors = Counter(kind_of(request) for request in shots if not whole(request))
+    ends = [request.done_s for request in shots if request.done_s >= 0]
+    first_s = min((request.at_s for request in shots), default=0.0)
     return LoadResult(
         len(shots),
         len(answered),
         tuple(errors.most_common()),
-        tuple((kind, _told(next(shot for shot in shots if kind_of(shot) == kind))) for kind in errors),
-        percentiles(shot.ttft_s for shot in answered),
-        percentiles(tpot for shot in answered if (tpot := tpot_of(shot)) is not None),
-        percentiles(shot.last_s - shot.at_s for shot in answered),
-        sum(_length(shot) for shot in answered),
-        sum(shot.output_tokens for shot in answered),
+        tuple(
+            (kind, _told(next(request for request in shots if kind_of(request) == kind))) for kind in errors
+        ),
+        percentiles(request.ttft_s for request in answered),
+        percentiles(tpot for request in answered if (tpot := tpot_of(request)) is not None),
+        percentiles(request.last_s - request.at_s for request in answered),
+        sum(_length(request) for request in answered),
+        sum(request.output_tokens for request in answered),
         max(ends, default=first_s) - first_s,
-        max((shot.sent_s - shot.at_s for shot in shots if shot.sent_s >= 0), default=0.0),
-        None if slo is None else sum(kept(shot, slo) for shot in shots),
+        max((request.sent_s - request.at_s for request in shots if request.sent_s >= 0), default=0.0),
+        None if slo is None else sum(kept(request, slo) for request in shots),
     )
 
 
-def _told(shot: TimedRequest) -> str:
+def _told(request: TimedRequest) -> str:
     """What a server said that went wrong, in one line."""
-    text = shot.problem[shot.problem.find("{") :] if "{" in shot.problem else ""
+    text = request.problem[request.problem.find("{") :] if "{" in request.problem else ""
     try:
         load = json.loads(text)["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        load = shot.problem
+        load = request.problem
     return " ".join(str(load).split())[:MOST_WORDS]
 
 
-def _length(shot: TimedRequest) -> int:
-    return len(shot.prompt.split()) if isinstance(shot.prompt, str) else len(shot.prompt)
+def _length(request: TimedRequest) -> int:
+    return len(request.prompt.split()) if isinstance(request.prompt, str) else len(request.prompt)

@@ -83,9 +83,11 @@ def together(works: Sequence[RunWork]) -> RunWork:
     return _columns(np.concatenate, works)
 
 
-def slowed(plain: RunWork, twice: RunWork, times: float) -> RunWork:
+def slowed(plain_work: RunWork, doubled_work: RunWork, times: float) -> RunWork:
     """Runs with some part of all their steps so many times as long, from those with it as it is and twice as long."""
-    return _columns(lambda arrays: arrays[0] + (times - 1.0) * (arrays[1] - arrays[0]), (plain, twice))
+    return _columns(
+        lambda arrays: arrays[0] + (times - 1.0) * (arrays[1] - arrays[0]), (plain_work, doubled_work)
+    )
 
 
 def _columns(change: Callable[[list[Floats]], Floats], works: Sequence[RunWork]) -> RunWork:

@@ -32,10 +32,10 @@ def longest_request(model: Model, layout: Layout, nodes: Mapping[str, NodeType])
     """Tokens of the longest request whose KV fits in a replica that has no other, at most the model's context."""
     least = model.max_context_tokens
     for stage, layers in stage_layers(model, layout):
-        for member in stage.nodes:
-            memory = stage_memory(model, nodes[member.node], member.tp, layers, ep=member.ep)
-            require_fit(model, memory, nodes[member.node], member.tp)
-            ways = attention_ways(member.tp, member.ep)
+        for stage_node in stage.nodes:
+            memory = stage_memory(model, nodes[stage_node.node], stage_node.tp, layers, ep=stage_node.ep)
+            require_fit(model, memory, nodes[stage_node.node], stage_node.tp)
+            ways = attention_ways(stage_node.tp, stage_node.ep)
             low, high = 0, least
             while low < high:
                 middle = (low + high + 1) // 2
@@ -63,7 +63,9 @@ def longest_served(needed_tokens: int, wanted_tokens: int, fits_tokens: int, wha
 
 def memory_share(layout: Layout, nodes: Mapping[str, NodeType]) -> float:
     """Of each GPU's memory, such that no stage has less for KV than was planned with; the smallest GPU decides."""
-    smallest = min(nodes[member.node].gpu.memory_bytes for stage in layout.stages for member in stage.nodes)
+    smallest = min(
+        nodes[stage_node.node].gpu.memory_bytes for stage in layout.stages for stage_node in stage.nodes
+    )
     return min(MOST_SHARE, ceil(100 * (USABLE_SHARE + ENGINE_BYTES / smallest)) / 100)
 
 
@@ -71,8 +73,8 @@ def stage_weight_bytes(model: Model, layout: Layout) -> tuple[float, ...]:
     """Of each stage the bytes of weights on the GPUs of one of its nodes together, the model's tables counted in."""
     return tuple(
         max(
-            member.tp * weight_bytes_per_gpu(model, member.tp, layers, tables=True, ep=member.ep)
-            for member in stage.nodes
+            stage_node.tp * weight_bytes_per_gpu(model, stage_node.tp, layers, tables=True, ep=stage_node.ep)
+            for stage_node in stage.nodes
         )
         for stage, layers in stage_layers(model, layout)
     )

@@ -120,12 +120,12 @@ def _degrees(model: Model, node: NodeType, ep: Ep) -> list[int]:
     return degrees
 
 
-def _profiled(profiles: Sequence[Profile], line: RooflineTimer) -> tuple[Profile | None, StepTimer]:
+def _profiled(profiles: Sequence[Profile], roofline_timer: RooflineTimer) -> tuple[Profile | None, StepTimer]:
     """What was measured of this model on such a node, where something was."""
     from potluck.perf.timers.profile import ProfileTimer, profile_for  # most estimates have none
 
-    result = profile_for(profiles, line.model, line.node, line.tp)
-    return result, line if result is None else ProfileTimer(result)
+    profile = profile_for(profiles, roofline_timer.model, roofline_timer.node, roofline_timer.tp)
+    return profile, roofline_timer if profile is None else ProfileTimer(profile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,29 +163,33 @@ def _serve(
     check_tp(model, node, tp, ep)
     memory = stage_memory(model, node, tp, ep=ep)
     require_fit(model, memory, node, tp)
-    line = roofline(model, node, tp, ep=ep)
-    profile, timer = _profiled(profiles, line) if profiles and ep == "none" else (None, line)
+    roofline_timer = roofline(model, node, tp, ep=ep)
+    profile, timer = (
+        _profiled(profiles, roofline_timer) if profiles and ep == "none" else (None, roofline_timer)
+    )
     batch = max_requests(model, memory, tp, input_tokens + output_tokens, ep=ep)
-    added_s = 0.0 if role == "decode" else line.host.request_s
+    added_s = 0.0 if role == "decode" else roofline_timer.host.request_s
     within = slo if slo is None else replace(slo, ttft_s=max(slo.ttft_s - added_s, 1e-9))
     operating = best_operating(timer, input_tokens, output_tokens, batch, within, role)
     if operating is not None:
         operating = replace(operating, ttft_s=operating.ttft_s + added_s)
-    return _Served(line, timer, profile, memory, batch, operating, float(prefill_s(timer, input_tokens)[0]))
+    return _Served(
+        roofline_timer, timer, profile, memory, batch, operating, float(prefill_s(timer, input_tokens)[0])
+    )
 
 
 def _told(
     served: _Served, input_tokens: int, output_tokens: int, price_usd_per_h: float | None, role: Role
 ) -> Estimate:
-    line, profile, operating = served.line, served.profile, served.operating
-    model, node, tp = line.model, line.node, line.tp
+    roofline_timer, profile, operating = served.line, served.profile, served.operating
+    model, node, tp = roofline_timer.model, roofline_timer.node, roofline_timer.tp
     rate = served.requests_per_s
     context = input_tokens + output_tokens / 2
     running = float(operating.batch) if operating else 1.0
-    decode_bound = _bound(line, steps(decodes=running, decode_context=running * context))
+    decode_bound = _bound(roofline_timer, steps(decodes=running, decode_context=running * context))
     made = {"prefill": 0, "decode": output_tokens, "mixed": output_tokens}[role]
     read = 0 if role == "decode" else input_tokens
-    confidence = line.confidence
+    confidence = roofline_timer.confidence
     bars: dict[Metric, ErrorBar | None] = dict.fromkeys(METRICS)
     if profile is None:
         under_way = {"engine": "vllm", "requests": running}
@@ -195,10 +199,10 @@ def _told(
         node=node.name,
         role=role,
         tp=tp,
-        ep=line.ep,
+        ep=roofline_timer.ep,
         replicas=served.replicas,
         prefill_s=served.prefill_s,
-        prefill_bound=_bound(line, steps(chunk_new=float(input_tokens))),
+        prefill_bound=_bound(roofline_timer, steps(chunk_new=float(input_tokens))),
         decode_step_s=float(decode_step_s(served.timer, 1.0, context)[0]),
         decode_bound=decode_bound,
         max_batch=served.batch,
@@ -213,7 +217,9 @@ def _told(
         usd_per_million_tokens=_usd_per_million(price_usd_per_h, rate * (made + read)),
         binds=_binds(operating, decode_bound, served.batch),
         confidence=confidence if profile is None else served.timer.confidence,
-        basis=line.basis if profile is None else f"{len(profile.points)} steps measured {profile.date}",
+        basis=roofline_timer.basis
+        if profile is None
+        else f"{len(profile.points)} steps measured {profile.date}",
         **{f"{metric}_bar": made for metric, made in bars.items()},
     )
 

@@ -57,8 +57,8 @@ def start_share(
 def longest_start_s(problem: PlanningProblem, startups: Startups | None = None) -> float:
     costs = startups or {}
     return max(
-        startup_s(weight_bytes(ask.model), costs=costs.get(ask.name, DEFAULT_COSTS)).total_s
-        for ask in problem.asks
+        startup_s(weight_bytes(demand.model), costs=costs.get(demand.name, DEFAULT_COSTS)).total_s
+        for demand in problem.asks
     )
 
 
@@ -72,7 +72,9 @@ def problem_now(
 ) -> PlanningProblem:
     """A problem for the rates and lengths now seen, at the prices and with the nodes of now; starts cost K."""
     seen = {length.model: length for length in lengths}
-    asks = tuple(ask_now(ask, rates_per_s.get(ask.name), seen.get(ask.name)) for ask in problem.asks)
+    asks = tuple(
+        ask_now(demand, rates_per_s.get(demand.name), seen.get(demand.name)) for demand in problem.asks
+    )
     regions = problem.regions if regions is None else regions
     if not any(offer.available for region in regions for offer in region.offers):
         raise CapacityError("no region has any node at present")
@@ -80,38 +82,46 @@ def problem_now(
     return replace(problem, asks=asks, regions=regions, init_penalty=share)
 
 
-def ask_now(known: ModelDemand, rate_per_s: float | None, seen: SeenLengths | None) -> ModelDemand:
+def ask_now(known_demand: ModelDemand, rate_per_s: float | None, seen: SeenLengths | None) -> ModelDemand:
     """One model's demand at the rate that is seen, and with lengths that are, where they have drifted."""
-    rate = known.rate_per_s if rate_per_s is None else rate_per_s
-    if seen is not None and drifted(known, seen):
-        made = model_demand(known.name, known.model, known.slo, _traffic(known, rate, seen), known.terms)
-        return replace(known, slo=made.slo, demands=made.demands)
-    if known.rate_per_s <= 0:
-        return known
-    factor = rate / known.rate_per_s
-    demands = tuple(replace(demand, rate_per_s=demand.rate_per_s * factor) for demand in known.demands)
-    return replace(known, demands=demands)
+    rate = known_demand.rate_per_s if rate_per_s is None else rate_per_s
+    if seen is not None and drifted(known_demand, seen):
+        made = model_demand(
+            known_demand.name,
+            known_demand.model,
+            known_demand.slo,
+            _traffic(known_demand, rate, seen),
+            known_demand.terms,
+        )
+        return replace(known_demand, slo=made.slo, demands=made.demands)
+    if known_demand.rate_per_s <= 0:
+        return known_demand
+    factor = rate / known_demand.rate_per_s
+    demands = tuple(replace(demand, rate_per_s=demand.rate_per_s * factor) for demand in known_demand.demands)
+    return replace(known_demand, demands=demands)
 
 
-def drifted(known: ModelDemand, seen: SeenLengths) -> bool:
+def drifted(known_demand: ModelDemand, seen: SeenLengths) -> bool:
     """Whether requests are so much longer or shorter than the spec has them that plans must follow."""
     count = sum(value for _, value in seen.prompts)
-    if count <= 0 or known.rate_per_s <= 0:
+    if count <= 0 or known_demand.rate_per_s <= 0:
         return False
     prompt = sum(tokens * value for tokens, value in seen.prompts) / count
-    planned_prompt = sum(d.new_tokens * d.rate_per_s for d in known.demands) / known.rate_per_s
-    planned_output = sum(d.output_tokens * d.rate_per_s for d in known.demands) / known.rate_per_s
+    planned_prompt = sum(d.new_tokens * d.rate_per_s for d in known_demand.demands) / known_demand.rate_per_s
+    planned_output = (
+        sum(d.output_tokens * d.rate_per_s for d in known_demand.demands) / known_demand.rate_per_s
+    )
     off = max(abs(prompt / planned_prompt - 1), abs(seen.output_tokens / planned_output - 1))
     return off > DRIFT
 
 
-def _traffic(known: ModelDemand, rate_per_s: float, seen: SeenLengths) -> Traffic:
+def _traffic(known_demand: ModelDemand, rate_per_s: float, seen: SeenLengths) -> Traffic:
     count = sum(value for _, value in seen.prompts)
     bins = tuple(
         LengthBin(max(1.0, tokens), max(1.0, seen.output_tokens), value / count)
         for tokens, value in seen.prompts
     )
-    return Traffic(known.name, rate_per_s, bins)
+    return Traffic(known_demand.name, rate_per_s, bins)
 
 
 @dataclass(slots=True)
@@ -124,9 +134,9 @@ class TemplateFactories:
 
     def at(self, problem: PlanningProblem) -> TemplateFactory:
         lengths = tuple(
-            (ask.name, d.input_tokens, d.longest_tokens, d.output_tokens, d.promised)
-            for ask in problem.asks
-            for d in ask.demands
+            (demand.name, d.input_tokens, d.longest_tokens, d.output_tokens, d.promised)
+            for demand in problem.asks
+            for d in demand.demands
         )
         prices = tuple(
             (r.name, o.node, o.price_usd_per_h) for r in problem.regions for o in r.offers if o.available
@@ -148,23 +158,23 @@ def with_candidates(factory: TemplateFactory, plan: Plan) -> Plan:
     factory = factory.settled(plan)
     used = {template.name for template in plan.templates}
     result: list[Template] = []
-    for ask in factory.problem.asks:
+    for demand in factory.problem.asks:
         strategy = STRATEGIES.get(plan.strategy)
         if strategy is None or strategy.templates is None:
             continue
-        made = [item for item in strategy.templates(factory, ask) if item.name not in used]
-        result += shortlist(factory, plan.strategy, ask, made)
+        made = [item for item in strategy.templates(factory, demand) if item.name not in used]
+        result += shortlist(factory, plan.strategy, demand, made)
     return replace(plan, candidates=tuple(result))
 
 
 def shortlist(
-    factory: TemplateFactory, strategy: str, ask: ModelDemand, made: Sequence[Template]
+    factory: TemplateFactory, strategy: str, demand: ModelDemand, made: Sequence[Template]
 ) -> list[Template]:
     """At most MOST of them, the best first, with each set of node types before a second of any."""
     prices = factory.prices
-    able = [entry for entry in made if not entry.machines and _on_offer(factory, ask, entry)]
+    able = [entry for entry in made if not entry.machines and _on_offer(factory, demand, entry)]
     ranked = sorted(
-        _undominated(able), key=lambda each: (_per_request(strategy, ask, each, prices), each.name)
+        _undominated(able), key=lambda each: (_per_request(strategy, demand, each, prices), each.name)
     )
     seen: dict[tuple[tuple[str, ...], str], int] = {}
     order = []
@@ -176,7 +186,7 @@ def shortlist(
     return sorted(chosen, key=ranked.index)
 
 
-def _on_offer(factory: TemplateFactory, ask: ModelDemand, template: Template) -> bool:
+def _on_offer(factory: TemplateFactory, demand: ModelDemand, template: Template) -> bool:
     """Whether some region has nodes enough for a copy, and none has where the model may not run."""
     there = [
         region.name
@@ -186,7 +196,7 @@ def _on_offer(factory: TemplateFactory, ask: ModelDemand, template: Template) ->
             for node_count in template.nodes
         )
     ]
-    return bool(there) and all(runs_in(ask, template, region) for region in there)
+    return bool(there) and all(runs_in(demand, template, region) for region in there)
 
 
 def _undominated(templates: Sequence[Template]) -> list[Template]:
@@ -196,17 +206,21 @@ def _undominated(templates: Sequence[Template]) -> list[Template]:
     for _, group in groupby(ordered, key=lambda each: sorted(each.node_counts)):
         mine = list(group)
         kept += [
-            each for each in mine if not any(_dominates(other, each) for other in mine if other is not each)
+            each
+            for each in mine
+            if not any(
+                _dominates(other_template, each) for other_template in mine if other_template is not each
+            )
         ]
     return kept
 
 
-def _dominates(one: Template, other: Template) -> bool:
+def _dominates(template: Template, other_template: Template) -> bool:
     """Whether it does at least as much of everything on no more nodes, and one of these is really better."""
-    counts, others = one.node_counts, other.node_counts
+    counts, others = template.node_counts, other_template.node_counts
     pairs = [
         (a, b)
-        for mine, theirs in zip(one.capacity, other.capacity, strict=True)
+        for mine, theirs in zip(template.capacity, other_template.capacity, strict=True)
         for a, b in (
             (mine.closed_per_s, theirs.closed_per_s),
             (mine.prefill_per_s, theirs.prefill_per_s),
@@ -216,7 +230,7 @@ def _dominates(one: Template, other: Template) -> bool:
     fewer = all(counts[node] <= others[node] for node in counts)
     if not fewer or any(a < b for a, b in pairs):
         return False
-    return counts != others or any(a > b for a, b in pairs) or one.name < other.name
+    return counts != others or any(a > b for a, b in pairs) or template.name < other_template.name
 
 
 def _phase(template: Template) -> str:
@@ -224,9 +238,11 @@ def _phase(template: Template) -> str:
     return roles.pop() if len(roles) == 1 else "mixed"
 
 
-def _per_request(strategy: str, ask: ModelDemand, template: Template, prices: Mapping[str, float]) -> float:
+def _per_request(
+    strategy: str, model_demand: ModelDemand, template: Template, prices: Mapping[str, float]
+) -> float:
     """What the strategy has a request a second cost."""
-    rates = rates_of(template, {demand.bucket: demand.rate_per_s or 1.0 for demand in ask.demands})
+    rates = rates_of(template, {demand.bucket: demand.rate_per_s or 1.0 for demand in model_demand.demands})
     serves = max(rates)
     if serves <= 0:
         return inf
@@ -249,32 +265,36 @@ def observed(problem: PlanningProblem, paces: Sequence[ObservedSpeed], day: str)
     known = {(each.model, each.node) for each in paces if each.matters}
     asks = tuple(
         replace(
-            ask,
+            demand,
             profiles=(
-                *ask.profiles,
+                *demand.profiles,
                 *(
-                    profile_of(problem, ask, pace, day)
-                    for pace in paces
-                    if pace.matters and pace.model == ask.name and pace.node in problem.by_name
+                    profile_of(problem, demand, observed_speed, day)
+                    for observed_speed in paces
+                    if observed_speed.matters
+                    and observed_speed.model == demand.name
+                    and observed_speed.node in problem.by_name
                 ),
             ),
         )
-        if any(model == ask.name for model, _ in known)
-        else ask
-        for ask in problem.asks
+        if any(model == demand.name for model, _ in known)
+        else demand
+        for demand in problem.asks
     )
     return replace(problem, asks=asks)
 
 
-def profile_of(problem: PlanningProblem, ask: ModelDemand, pace: ObservedSpeed, day: str) -> Profile:
+def profile_of(
+    problem: PlanningProblem, demand: ModelDemand, observed_speed: ObservedSpeed, day: str
+) -> Profile:
     """Step times of a model on a kind of node, as long as they really are."""
-    if pace.node not in problem.by_name:
-        raise UnknownNameError("node", pace.node, problem.by_name)
-    layout = single(pace.node, pace.tp, len(ask.model.layers))
-    timer = layout_timer(ask, layout, problem.by_name)
-    node = problem.node(pace.node)
-    points = tuple(_points(timer, pace.believed, ask.model.max_context_tokens))
-    return Profile(node.gpu.name, ask.model.name, pace.tp, ENGINE, {}, day, points)
+    if observed_speed.node not in problem.by_name:
+        raise UnknownNameError("node", observed_speed.node, problem.by_name)
+    layout = single(observed_speed.node, observed_speed.tp, len(demand.model.layers))
+    timer = layout_timer(demand, layout, problem.by_name)
+    node = problem.node(observed_speed.node)
+    points = tuple(_points(timer, observed_speed.believed, demand.model.max_context_tokens))
+    return Profile(node.gpu.name, demand.model.name, observed_speed.tp, ENGINE, {}, day, points)
 
 
 def _points(timer: StepTimer, pace: float, most_tokens: int) -> list[ProfilePoint]:

@@ -57,14 +57,16 @@ def schedule(
     if len(rates_per_s) < 2:
         raise InputError("schedule", "needs rates for at least two parts of the day")
     problem, hours = factory.problem, 24.0 / len(rates_per_s)
-    names = [ask.name for ask in problem.asks]
-    asked = [tuple(part.get(ask.name, ask.rate_per_s) for ask in problem.asks) for part in rates_per_s]
+    names = [demand.name for demand in problem.asks]
+    asked = [
+        tuple(part.get(demand.name, demand.rate_per_s) for demand in problem.asks) for part in rates_per_s
+    ]
     peaks = [_rounded_up(asked, part) for part in asked]
     top = peak_of(peaks)
     said("the day's peaks")
-    static = planner(replace(factory, problem=at_rates(problem, top)), settings).plan
-    made: dict[Peaks, Plan] = {top: static}
-    penalty = max(startup_s(weight_bytes(ask.model)).total_s for ask in problem.asks) / 3600
+    static_plan = planner(replace(factory, problem=at_rates(problem, top)), settings).plan
+    made: dict[Peaks, Plan] = {top: static_plan}
+    penalty = max(startup_s(weight_bytes(demand.model)).total_s for demand in problem.asks) / 3600
 
     distinct = sorted({*peaks, top}, reverse=True)
     plans = []
@@ -72,15 +74,17 @@ def schedule(
         if peak not in made:
             said("requests/s " + ", ".join(f"{rate:.3g}" for rate in peak))
             there = replace(at_rates(problem, peak), init_penalty=max(problem.init_penalty, penalty))
-            made[peak] = planner(replace(factory, problem=there), replace(settings, running=static)).plan
+            made[peak] = planner(replace(factory, problem=there), replace(settings, running=static_plan)).plan
         plans.append(made[peak])
     cost = [
         [_usd(plan, peak, each) * hours for plan, peak in zip(plans, distinct, strict=True)] for each in peaks
     ]
-    changes = [[change_usd(problem, before, after) for after in plans] for before in plans]
+    changes = [
+        [change_usd(problem, previous_plan, next_plan) for next_plan in plans] for previous_plan in plans
+    ]
     chosen, total = cheapest_round(cost, changes)
     steps = _steps(names, asked, chosen, plans, changes, hours)
-    return DaySchedule(steps, total, static, static.total_usd_per_h * 24)
+    return DaySchedule(steps, total, static_plan, static_plan.total_usd_per_h * 24)
 
 
 def _usd(plan: Plan, peak: Peaks, asked: Peaks) -> float:
@@ -126,23 +130,25 @@ def peak_of(parts: Sequence[Peaks]) -> Peaks:
 
 
 def at_rates(problem: PlanningProblem, rates_per_s: Peaks) -> PlanningProblem:
-    def at(ask: ModelDemand, rate: float) -> ModelDemand:
-        factor = rate / ask.rate_per_s if ask.rate_per_s > 0 else 0.0
-        demands = tuple(replace(demand, rate_per_s=demand.rate_per_s * factor) for demand in ask.demands)
-        return replace(ask, demands=demands)
+    def at(model_demand: ModelDemand, rate: float) -> ModelDemand:
+        factor = rate / model_demand.rate_per_s if model_demand.rate_per_s > 0 else 0.0
+        demands = tuple(
+            replace(demand, rate_per_s=demand.rate_per_s * factor) for demand in model_demand.demands
+        )
+        return replace(model_demand, demands=demands)
 
-    asks = tuple(at(ask, rate) for ask, rate in zip(problem.asks, rates_per_s, strict=True))
+    asks = tuple(at(model_demand, rate) for model_demand, rate in zip(problem.asks, rates_per_s, strict=True))
     return replace(problem, asks=asks)
 
 
-def change_usd(problem: PlanningProblem, before: Plan, after: Plan) -> float:
-    if before is after:
+def change_usd(problem: PlanningProblem, previous_plan: Plan, next_plan: Plan) -> float:
+    if previous_plan is next_plan:
         return 0.0
-    offers, asks = offers_of(problem), {ask.name: ask for ask in problem.asks}
-    held = {(d.template, d.region): d.count for d in before.deployments}
-    wanted = {(d.template, d.region): d.count for d in after.deployments}
+    offers, asks = offers_of(problem), {demand.name: demand for demand in problem.asks}
+    held = {(d.template, d.region): d.count for d in previous_plan.deployments}
+    wanted = {(d.template, d.region): d.count for d in next_plan.deployments}
     total = 0.0
-    for plan, more, fewer, drains in ((after, wanted, held, False), (before, held, wanted, True)):
+    for plan, more, fewer, drains in ((next_plan, wanted, held, False), (previous_plan, held, wanted, True)):
         for (name, region), count in more.items():
             extra = count - fewer.get((name, region), 0)
             if extra <= 0:

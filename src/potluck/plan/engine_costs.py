@@ -65,17 +65,17 @@ def engine_cost(
     asking, starts = outcome.plan.fraction >= 1, (*settings.starts, outcome.plan)
     again = replace(settings, time_limit_s=limit_s, start_s=None, asking=asking, starts=starts)
     try:
-        other = planner(free, again)
+        other_outcome = planner(free, again)
     except PotluckError as error:  # the plan itself was made before
         return EngineCost(engine.engine, engine.title, known=False, unknown=str(error))
-    if other.allocation.status == "unknown":
+    if other_outcome.allocation.status == "unknown":
         return EngineCost(engine.engine, engine.title, known=False)
-    return _compared(problem, outcome.plan, other.plan, settings.gap_target)
+    return _compared(problem, outcome.plan, other_outcome.plan, settings.gap_target)
 
 
 def _matters(problem: PlanningProblem) -> bool:
     """Whether the limits may leave anything out: a single node without experts has one layout on any engine."""
-    if problem.engine == UNLIMITED or not any(ask.rate_per_s > 0 for ask in problem.asks):
+    if problem.engine == UNLIMITED or not any(demand.rate_per_s > 0 for demand in problem.asks):
         return False
     nodes = sum(offer.available for region in problem.regions for offer in region.offers)
     return nodes > 1 or any(node.gpus > 1 for node in problem.offered)
@@ -84,7 +84,7 @@ def _matters(problem: PlanningProblem) -> bool:
 def _compared(problem: PlanningProblem, plan: Plan, free: Plan, gap: float) -> EngineCost:
     engine = problem.engine
     settled = problem.in_formats(free.formats)
-    models = {ask.name: ask.model for ask in settled.asks}
+    models = {demand.name: demand.model for demand in settled.asks}
     what = tuple(dict.fromkeys(broken.limit.what for broken in broken_limits(free, models, engine)))
     saves = plan.total_usd_per_h - free.total_usd_per_h
     more = free.fraction - plan.fraction

@@ -67,42 +67,47 @@ def term_prices(
 ) -> tuple[TermPrice, ...]:
     """By planning again without each; `outcome` is the plan with all of them."""
     prices = []
-    for ask in factory.problem.asks:
-        for term, words, changed in _changes(ask):
-            fresh = changed.slo != ask.slo or changed.origins != ask.origins  # templates are timed anew
+    for demand in factory.problem.asks:
+        for term, words, changed in _changes(demand):
+            fresh = changed.slo != demand.slo or changed.origins != demand.origins  # templates are timed anew
             there = _with(factory.problem, changed)
             shop = TemplateFactory(there) if fresh else replace(factory, problem=there)
-            other = _planned(planner, shop, settings)
-            if isinstance(other, Unanswered):
-                prices.append(TermPrice(ask.name, term, words, None, 0.0, False, other.reason))
+            other_outcome = _planned(planner, shop, settings)
+            if isinstance(other_outcome, Unanswered):
+                prices.append(TermPrice(demand.name, term, words, None, 0.0, False, other_outcome.reason))
                 continue
-            answer, less = _change(outcome, other)
+            answer, less = _change(outcome, other_outcome)
             extra = None if less is None or outcome.plan.fraction < 1 else -less
-            exact = answer == "costs" and max(outcome.plan.gap, other.plan.gap) < settings.gap_target + 1e-9
-            more = max(0.0, other.plan.fraction - outcome.plan.fraction)
-            prices.append(TermPrice(ask.name, term, words, extra, more, exact))
+            exact = (
+                answer == "costs"
+                and max(outcome.plan.gap, other_outcome.plan.gap) < settings.gap_target + 1e-9
+            )
+            more = max(0.0, other_outcome.plan.fraction - outcome.plan.fraction)
+            prices.append(TermPrice(demand.name, term, words, extra, more, exact))
     return tuple(prices)
 
 
-def order_price(base: PlanOutcome) -> tuple[TermPrice, ...]:
+def order_price(base_outcome: PlanOutcome) -> tuple[TermPrice, ...]:
     """What it costs that who crosses a link is no shorter than who stays, where some would not be."""
-    price = base.allocation.order
+    price = base_outcome.allocation.order
     if price is None:
         return ()
-    models = ", ".join(base.columns.problem.asks[m].name for m in price.models)
-    words, exact = "who is computed in another region is longer than who stays", base.allocation.found
+    models = ", ".join(base_outcome.columns.problem.asks[m].name for m in price.models)
+    words, exact = "who is computed in another region is longer than who stays", base_outcome.allocation.found
     return (TermPrice(models, "order", words, price.usd_per_h, price.fraction, exact),)
 
 
-def crossing_lines(factory: TemplateFactory, base: PlanOutcome, settings: SolveSettings) -> tuple[str, ...]:
+def crossing_lines(
+    factory: TemplateFactory, base_outcome: PlanOutcome, settings: SolveSettings
+) -> tuple[str, ...]:
     """Why nothing crosses: what it would cost to send a model's longest prompts over each link, by planning again."""
-    problem, allocation, lines = factory.problem, base.allocation, []
-    if base.plan.strategy != "prfaas" or any(flow.source != flow.target for flow in allocation.flows):
+    problem, allocation, lines = factory.problem, base_outcome.allocation, []
+    if base_outcome.plan.strategy != "prfaas" or any(flow.source != flow.target for flow in allocation.flows):
         return ()
-    phased = {ask.name: factory.phased(ask) for ask in problem.asks}
+    phased = {demand.name: factory.phased(demand) for demand in problem.asks}
     smallest = dict.fromkeys(phased, problem.codecs[-1])
     try:
-        program = columns(problem, phased, codecs=smallest, books=factory.books).program
+        program = columns(problem, phased, codecs=smallest, rate_caches=factory.books).program
     except PotluckError as error:
         return (f"nothing crosses; what it would cost is not known: {error}",)
     regions = program.fleet.regions
@@ -122,21 +127,23 @@ def crossing_lines(factory: TemplateFactory, base: PlanOutcome, settings: SolveS
     return tuple(lines)
 
 
-def _changes(ask: ModelDemand) -> Iterator[tuple[str, str, ModelDemand]]:
-    for term, words in ask.terms.asked.items():
-        yield term, words, replace(ask, terms=ask.terms.without(term))
-    for class_demand in ask.classes:
-        if (left := ask.without_class(class_demand.name)).slo != ask.slo:
+def _changes(demand: ModelDemand) -> Iterator[tuple[str, str, ModelDemand]]:
+    for term, words in demand.terms.asked.items():
+        yield term, words, replace(demand, terms=demand.terms.without(term))
+    for class_demand in demand.classes:
+        if (left := demand.without_class(class_demand.name)).slo != demand.slo:
             yield "class", f"what class {class_demand.name} was promised", left
-    if ask.origins:
-        places = ", ".join(f"{origin.share:.0%} {origin.name}" for origin in ask.origins)
-        yield "origins", f"users have places: {places}", replace(ask, origins=())
+    if demand.origins:
+        places = ", ".join(f"{origin.share:.0%} {origin.name}" for origin in demand.origins)
+        yield "origins", f"users have places: {places}", replace(demand, origins=())
 
 
-def _with(problem: PlanningProblem, ask: ModelDemand) -> PlanningProblem:
+def _with(problem: PlanningProblem, demand: ModelDemand) -> PlanningProblem:
     return replace(
         problem,
-        asks=tuple(ask if model_demand.name == ask.name else model_demand for model_demand in problem.asks),
+        asks=tuple(
+            demand if model_demand.name == demand.name else model_demand for model_demand in problem.asks
+        ),
     )
 
 
@@ -144,11 +151,11 @@ def spot_risks(problem: PlanningProblem, plan: Plan) -> tuple[SpotRisk, ...]:
     """Models with spot nodes, how often these go, and what is left without them."""
     offers, risks = offers_of(problem), []
     cells = [cell for _, item in domains(problem)["spot"] for cell in item]
-    for ask in problem.asks if cells else ():
-        copies, nodes, spot, often = _copies(plan, ask.name), 0, 0, 0.0
+    for demand in problem.asks if cells else ():
+        copies, nodes, spot, often = _copies(plan, demand.name), 0, 0, 0.0
         for deployment in plan.deployments:
             template = plan.template(deployment.template)
-            for node_count in template.nodes if template.model == ask.name else ():
+            for node_count in template.nodes if template.model == demand.name else ():
                 held, offer = (
                     node_count.count * deployment.count,
                     offers.get((deployment.region, node_count.node)),
@@ -158,8 +165,8 @@ def spot_risks(problem: PlanningProblem, plan: Plan) -> tuple[SpotRisk, ...]:
                     spot += held
                     often += held * offer.preemptions_per_h
         if spot:
-            left = served_share(problem, plan, ask, copies_without(plan, copies, cells))
-            risks.append(SpotRisk(ask.name, spot, nodes, often, left))
+            left = served_share(problem, plan, demand, copies_without(plan, copies, cells))
+            risks.append(SpotRisk(demand.name, spot, nodes, often, left))
     return tuple(risks)
 
 
@@ -171,12 +178,12 @@ def _copies(plan: Plan, model: str) -> dict[tuple[str, str], int]:
 def single_copies(problem: PlanningProblem, plan: Plan) -> tuple[tuple[str, str], ...]:
     """(model, copy) of those without which nothing at all is served of a model."""
     result = []
-    for ask in problem.asks:
-        copies = _copies(plan, ask.name) if ask.rate_per_s > 0 else {}
+    for demand in problem.asks:
+        copies = _copies(plan, demand.name) if demand.rate_per_s > 0 else {}
         for (template, region), count in copies.items():
             left = {key: n for key, n in copies.items() if key != (template, region)}
-            if count == 1 and served_share(problem, plan, ask, left) < NOUGHT:
-                result.append((ask.name, f"{template.split(': ', 1)[-1]} in {region}"))
+            if count == 1 and served_share(problem, plan, demand, left) < NOUGHT:
+                result.append((demand.name, f"{template.split(': ', 1)[-1]} in {region}"))
     return tuple(result)
 
 
@@ -200,14 +207,14 @@ def expected(problem: PlanningProblem, plan: Plan, seen_s: Mapping[str, tuple[fl
     """The plan with what will be: all that its copies could do, and models' TTFT and TPOT as simulations had them."""
     predictions = []
     for prediction in plan.predictions:
-        ask = problem.ask(prediction.model)
-        if ask is not None and ask.rate_per_s > 0 and prediction.capacity_per_s > 0:
-            more = capacity_per_s(problem, plan, ask) / prediction.capacity_per_s
-            served = plan.fraction_of(ask.name)
+        demand = problem.ask(prediction.model)
+        if demand is not None and demand.rate_per_s > 0 and prediction.capacity_per_s > 0:
+            more = capacity_per_s(problem, plan, demand) / prediction.capacity_per_s
+            served = plan.fraction_of(demand.name)
             prediction = replace(
                 prediction,
-                prompt_tokens_per_s=served * sum(d.rate_per_s * d.input_tokens for d in ask.demands),
-                answer_tokens_per_s=served * sum(d.rate_per_s * d.output_tokens for d in ask.demands),
+                prompt_tokens_per_s=served * sum(d.rate_per_s * d.input_tokens for d in demand.demands),
+                answer_tokens_per_s=served * sum(d.rate_per_s * d.output_tokens for d in demand.demands),
                 capacity_per_s=prediction.capacity_per_s * more,
                 slowest_per_s=prediction.slowest_per_s * more,
                 fastest_per_s=prediction.fastest_per_s * more,
@@ -288,20 +295,22 @@ def explain(
     each_s = settings.time_limit_s * ASKING_SHARE / questions
     known = (plan, *outcome.alternatives)  # where they are plans of the changed problem too
     settings = replace(settings, time_limit_s=each_s, start_s=None, starts=known, asking=True)
-    base, same = outcome, outcome.allocation.rent_usd_per_h
+    base_outcome, same = outcome, outcome.allocation.rent_usd_per_h
     if plan.fraction >= 1 and abs(plan.cost_usd_per_h - same) > 1e-6 * max(plan.cost_usd_per_h, 1e-9):
         again = _planned(planner, factory, settings)
-        base, planner = (outcome, _failing(again)) if isinstance(again, Unanswered) else (again, planner)
+        base_outcome, planner = (
+            (outcome, _failing(again)) if isinstance(again, Unanswered) else (again, planner)
+        )
     return Explanation(
-        tuple(_model(factory, plan, base, planner, settings, ask.name) for ask in problem.asks),
-        tuple(_nodes(factory, plan, base, planner, settings)),
+        tuple(_model(factory, plan, base_outcome, planner, settings, demand.name) for demand in problem.asks),
+        tuple(_nodes(factory, plan, base_outcome, planner, settings)),
         (
-            *order_price(base),
-            *term_prices(factory, base, planner, replace(settings, asking=plan.fraction >= 1)),
+            *order_price(base_outcome),
+            *term_prices(factory, base_outcome, planner, replace(settings, asking=plan.fraction >= 1)),
         ),
         outcome.tried,
-        crossings=crossing_lines(factory, base, settings),
-        on_averages=base is not outcome,
+        crossings=crossing_lines(factory, base_outcome, settings),
+        on_averages=base_outcome is not outcome,
     )
 
 
@@ -332,17 +341,20 @@ def _failing(unanswered: Unanswered) -> Planner:
 def _pinned_nodes(plan: Plan, settings: SolveSettings) -> dict[tuple[str, str], int]:
     """(region, node type) to how many the pinned copies need."""
     known = {template.name for template in plan.templates}
-    pinned = tuple(pin for pin in settings.pins if pin.template in known)
+    pinned = tuple(deployment for deployment in settings.pins if deployment.template in known)
     return replace(plan, deployments=pinned).nodes
 
 
-def _change(base: PlanOutcome, other: PlanOutcome) -> tuple[Answer, float | None]:
+def _change(base_outcome: PlanOutcome, other_outcome: PlanOutcome) -> tuple[Answer, float | None]:
     """What the plan of a changed problem costs more."""
-    if other.allocation.status == "infeasible":
+    if other_outcome.allocation.status == "infeasible":
         return "not enough", None
-    if min(base.plan.fraction, other.plan.fraction) < 1 or max(base.plan.gap, other.plan.gap) > SURE_GAP:
+    if (
+        min(base_outcome.plan.fraction, other_outcome.plan.fraction) < 1
+        or max(base_outcome.plan.gap, other_outcome.plan.gap) > SURE_GAP
+    ):
         return "not known", None
-    return "costs", other.plan.total_usd_per_h - base.plan.total_usd_per_h
+    return "costs", other_outcome.plan.total_usd_per_h - base_outcome.plan.total_usd_per_h
 
 
 def describe(plan: Plan, model: str) -> tuple[str, ...]:
@@ -359,7 +371,7 @@ def describe(plan: Plan, model: str) -> tuple[str, ...]:
 def _model(
     factory: TemplateFactory,
     plan: Plan,
-    base: PlanOutcome,
+    base_outcome: PlanOutcome,
     planner: Planner,
     settings: SolveSettings,
     model: str,
@@ -370,20 +382,22 @@ def _model(
     ask = bool(barred) and plan.fraction >= 1
     reason = (model, describe(plan, model), usd_per_million_tokens(factory.problem, plan, model), barred)
     pinned = sorted({node for _, node in _pinned_nodes(plan.of_models([model]), settings)} & set(barred))
-    other: PlanOutcome | Unanswered | None = None
+    other_outcome: PlanOutcome | Unanswered | None = None
     if ask and pinned:
-        other = Unanswered(f"pinned copies need {', '.join(pinned)}")
+        other_outcome = Unanswered(f"pinned copies need {', '.join(pinned)}")
     elif ask:
-        other = _without_nodes(factory, planner, settings, model, barred)
-    if isinstance(other, Unanswered):
-        return ModelReason(*reason, None, (), "not known", unknown=other.reason)
-    answer, extra = ("not asked", None) if other is None else _change(base, other)
+        other_outcome = _without_nodes(factory, planner, settings, model, barred)
+    if isinstance(other_outcome, Unanswered):
+        return ModelReason(*reason, None, (), "not known", unknown=other_outcome.reason)
+    answer, extra = ("not asked", None) if other_outcome is None else _change(base_outcome, other_outcome)
     return ModelReason(
         *reason,
         extra,
-        () if other is None or extra is None else describe(other.plan, model),
+        () if other_outcome is None or extra is None else describe(other_outcome.plan, model),
         answer,
-        "" if other is None or extra is None else _unsure(factory.problem, model, base.plan, other.plan),
+        ""
+        if other_outcome is None or extra is None
+        else _unsure(factory.problem, model, base_outcome.plan, other_outcome.plan),
     )
 
 
@@ -425,8 +439,8 @@ def _unsure(problem: PlanningProblem, model: str, *plans: Plan) -> str:
 def usd_per_million_tokens(problem: PlanningProblem, plan: Plan, model: str) -> float:
     """What the nodes that serve a model cost per million of its tokens."""
     cost = _usd_per_h(problem, plan, model)
-    ask = next(ask for ask in problem.asks if ask.name == model)
-    tokens_per_h = ask.tokens_per_s * plan.fraction_of(model) * 3600
+    demand = next(demand for demand in problem.asks if demand.name == model)
+    tokens_per_h = demand.tokens_per_s * plan.fraction_of(model) * 3600
     return cost / tokens_per_h * 1e6 if tokens_per_h > 0 else 0.0
 
 
@@ -447,23 +461,23 @@ def usd_range(problem: PlanningProblem, plan: Plan) -> tuple[float, float]:
 def tokens_per_usd(problem: PlanningProblem, plan: Plan, model: str) -> tuple[float, float]:
     """CAUCHY's cost efficiency of a plan: prompt and answer tokens that a dollar buys; 0 where nothing is paid."""
     cost = _usd_per_h(problem, plan, model)
-    ask = next(ask for ask in problem.asks if ask.name == model)
+    model_demand = next(model_demand for model_demand in problem.asks if model_demand.name == model)
     served = plan.fraction_of(model) * 3600 / cost if cost > 0 else 0.0
-    prompts = sum(demand.rate_per_s * demand.input_tokens for demand in ask.demands)
-    answers = sum(demand.rate_per_s * demand.output_tokens for demand in ask.demands)
+    prompts = sum(demand.rate_per_s * demand.input_tokens for demand in model_demand.demands)
+    answers = sum(demand.rate_per_s * demand.output_tokens for demand in model_demand.demands)
     return prompts * served, answers * served
 
 
 def copy_tokens_per_usd(problem: PlanningProblem, plan: Plan, deployment: Deployment) -> tuple[float, float]:
     """The same of one deployment: tokens of the prompts it computes and of the answers it makes, as planned."""
     template = plan.template(deployment.template)
-    ask = next(ask for ask in problem.asks if ask.name == template.model)
+    model_demand = next(model_demand for model_demand in problem.asks if model_demand.name == template.model)
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
     cost = sum(prices[deployment.region, n.node] * n.count for n in template.nodes) * deployment.count
     prompts = answers = 0.0
     for share in plan.shares:
         if (share.template, share.region) == (deployment.template, deployment.region):
-            demand = ask.demands[share.bucket]
+            demand = model_demand.demands[share.bucket]
             prompts += share.rate_per_s * demand.input_tokens * (share.phase != "decode")
             answers += share.rate_per_s * demand.output_tokens * (share.phase != "prefill")
     return (prompts * 3600 / cost, answers * 3600 / cost) if cost > 0 else (0.0, 0.0)
@@ -473,7 +487,7 @@ def tokens_json(problem: PlanningProblem, plan: Plan) -> dict[str, object]:
     """Prompt and answer tokens per dollar: of the whole plan, of each model and of each deployment."""
     models = {each.model: tokens_per_usd(problem, plan, each.model) for each in plan.predictions}
     served = 3600 / plan.total_usd_per_h if plan.total_usd_per_h > 0 else 0.0
-    shares = [(d, plan.fraction_of(ask.name)) for ask in problem.asks for d in ask.demands]
+    shares = [(d, plan.fraction_of(demand.name)) for demand in problem.asks for d in demand.demands]
     prompts = sum(d.rate_per_s * d.input_tokens * share for d, share in shares)
     answers = sum(d.rate_per_s * d.output_tokens * share for d, share in shares)
     copies = [(deployment, copy_tokens_per_usd(problem, plan, deployment)) for deployment in plan.deployments]
@@ -503,38 +517,46 @@ def _without_nodes(
     factory: TemplateFactory, planner: Planner, settings: SolveSettings, model: str, barred: tuple[str, ...]
 ) -> PlanOutcome | Unanswered:
     problem = factory.problem
-    asks = tuple(_off(problem, ask, barred) if ask.name == model else ask for ask in problem.asks)
+    asks = tuple(_off(problem, demand, barred) if demand.name == model else demand for demand in problem.asks)
     return _planned(planner, replace(factory, problem=replace(problem, asks=asks)), settings)
 
 
-def _off(problem: PlanningProblem, ask: ModelDemand, barred: tuple[str, ...]) -> ModelDemand:
-    allowed = ask.terms.nodes if ask.terms.nodes is not None else tuple(node.name for node in problem.nodes)
+def _off(problem: PlanningProblem, demand: ModelDemand, barred: tuple[str, ...]) -> ModelDemand:
+    allowed = (
+        demand.terms.nodes if demand.terms.nodes is not None else tuple(node.name for node in problem.nodes)
+    )
     left = tuple(name for name in allowed if name not in barred)
-    return replace(ask, terms=replace(ask.terms, nodes=left))
+    return replace(demand, terms=replace(demand.terms, nodes=left))
 
 
 def _nodes(
-    factory: TemplateFactory, plan: Plan, base: PlanOutcome, planner: Planner, settings: SolveSettings
+    factory: TemplateFactory, plan: Plan, base_outcome: PlanOutcome, planner: Planner, settings: SolveSettings
 ) -> list[NodeValue]:
     problem = factory.problem
-    fleet, rented, pinned = base.columns.program.fleet, plan.nodes, _pinned_nodes(plan, settings)
+    node_supply, rented, pinned = (
+        base_outcome.columns.program.fleet,
+        plan.nodes,
+        _pinned_nodes(plan, settings),
+    )
 
     def changed(region: str, node: str, available: int) -> tuple[Answer, float | None, str]:
         if available < (least := pinned.get((region, node), 0)):
             return "not known", None, f"pinned copies need {least} {node} in {region}"
         there = without_nodes(problem, region, node, available)
         known = TemplateFactory(there, factory.made, books=factory.books, grown=factory.grown)
-        other = _planned(planner, known, settings)
+        other_outcome = _planned(planner, known, settings)
         return (
-            ("not known", None, other.reason)
-            if isinstance(other, Unanswered)
-            else (*_change(base, other), "")
+            ("not known", None, other_outcome.reason)
+            if isinstance(other_outcome, Unanswered)
+            else (*_change(base_outcome, other_outcome), "")
         )
 
     node_values = []
     for row, region in enumerate(problem.regions):
         for offer in region.offers:
-            shadow = float(base.allocation.node_prices_usd_per_h[row, fleet.nodes.index(offer.node)])
+            shadow = float(
+                base_outcome.allocation.node_prices_usd_per_h[row, node_supply.nodes.index(offer.node)]
+            )
             count = rented.get((region.name, offer.node), 0)
             if not count and shadow <= 1e-9:
                 continue
@@ -562,28 +584,28 @@ def _last_node(problem: PlanningProblem, offer: NodeOffer, rented: int) -> bool:
 
 
 def why_not(problem: PlanningProblem, model: str) -> str:
-    ask = next(model_demand for model_demand in problem.asks if model_demand.name == model)
+    demand = next(model_demand for model_demand in problem.asks if model_demand.name == model)
     fastest: list[tuple[float, float]] = []
     for node in problem.offered:
         most = min(node.gpus, problem.engine.most_tensor or node.gpus)
         for tp in (d for d in range(most, 0, -1) if node.gpus % d == 0):
-            layout = single(node.name, tp, ask.model.layer_count)
+            layout = single(node.name, tp, demand.model.layer_count)
             try:
-                check_tp(ask.model, node, tp)
+                check_tp(demand.model, node, tp)
             except InputError:
                 continue
-            if fits(ask, layout, problem.by_name):
-                timer = layout_timer(ask, layout, problem.by_name)
-                prompt, context = ask.demands[0].new_tokens, float(ask.demands[0].input_tokens)
+            if fits(demand, layout, problem.by_name):
+                timer = layout_timer(demand, layout, problem.by_name)
+                prompt, context = demand.demands[0].new_tokens, float(demand.demands[0].input_tokens)
                 alone = float(prefill_s(timer, prompt)[0]), float(decode_step_s(timer, 1.0, context)[0])
                 fastest.append(alone)
                 break
     if not fastest:
-        return f"{model}: {_fits_nowhere(problem, ask)}"
+        return f"{model}: {_fits_nowhere(problem, demand)}"
     ttft_s, tpot_s = min(item[0] for item in fastest), min(item[1] for item in fastest)
-    wanted = f"TTFT {ask.slo.ttft_s * 1e3:.4g} ms, TPOT {ask.slo.tpot_s * 1e3:.4g} ms"
-    if ask.slo.e2e_s is not None:
-        wanted += f", E2E {ask.slo.e2e_s * 1e3:.4g} ms"
+    wanted = f"TTFT {demand.slo.ttft_s * 1e3:.4g} ms, TPOT {demand.slo.tpot_s * 1e3:.4g} ms"
+    if demand.slo.e2e_s is not None:
+        wanted += f", E2E {demand.slo.e2e_s * 1e3:.4g} ms"
     wait, kept = wait_factor(problem.headroom), f"{HANDOVER_SHARE:.0%} of TTFT kept for handing KV over"
     waiting = f"{ttft_s * wait * 1e3:.4g} ms with others before it, as busy as planned, {kept}"
     best = (
@@ -593,8 +615,8 @@ def why_not(problem: PlanningProblem, model: str) -> str:
     return f"{model}: its objective ({wanted}) {reach}"
 
 
-def _fits_nowhere(problem: PlanningProblem, ask: ModelDemand) -> str:
-    engine, layers = problem.engine, ask.model.layer_count
+def _fits_nowhere(problem: PlanningProblem, demand: ModelDemand) -> str:
+    engine, layers = problem.engine, demand.model.layer_count
     line = "its weights with one prompt fit on no node on offer"
     if engine.pipelines:
         line += ", nor on a pipeline of them within the objective"
@@ -602,7 +624,7 @@ def _fits_nowhere(problem: PlanningProblem, ask: ModelDemand) -> str:
         return line
     line += f", as {engine.title} runs it"
     sharded = any(
-        fits(ask, single(node.name, largest_tp(ask.model, node), layers), problem.by_name)
+        fits(demand, single(node.name, largest_tp(demand.model, node), layers), problem.by_name)
         for node in problem.offered
     )
     if engine.most_tensor is not None and sharded:
@@ -627,7 +649,7 @@ def planned_rest(
         if shortfall is None or not shortfall.unserved or outcome.plan.fraction > 0:
             break
         rest, more = without_demands(factory.problem, shortfall.unserved)
-        if not any(ask.rate_per_s > 0 for ask in rest.asks):
+        if not any(demand.rate_per_s > 0 for demand in rest.asks):
             break
         notes += more
         factory = replace(factory, problem=rest)
@@ -638,16 +660,16 @@ def planned_rest(
 def within_context(problem: PlanningProblem) -> tuple[PlanningProblem, tuple[str, ...]]:
     """Without requests that are longer than their model's context: every engine refuses them."""
 
-    def too_long(ask: ModelDemand, demand: BucketDemand) -> bool:
-        return demand.input_tokens + demand.output_tokens > ask.model.max_context_tokens
+    def too_long(model_demand: ModelDemand, demand: BucketDemand) -> bool:
+        return demand.input_tokens + demand.output_tokens > model_demand.model.max_context_tokens
 
     rest = _left_out(problem, too_long)
     notes = []
-    for before, after in zip(problem.asks, rest.asks, strict=True):
-        if share := _share(before, after):
-            limit = f"{before.model.max_context_tokens:,} tokens"
+    for previous_demand, next_demand in zip(problem.asks, rest.asks, strict=True):
+        if share := _share(previous_demand, next_demand):
+            limit = f"{previous_demand.model.max_context_tokens:,} tokens"
             notes.append(
-                f"{before.name}: {share:.2g} % of its requests are longer than its context of {limit}; "
+                f"{previous_demand.name}: {share:.2g} % of its requests are longer than its context of {limit}; "
                 "they are left out of the plan, and refused when they come"
             )
     return rest, tuple(notes)
@@ -658,25 +680,27 @@ def without_demands(
 ) -> tuple[PlanningProblem, tuple[str, ...]]:
     """Without the demands of these names, as `Shortfall.unserved` has them."""
 
-    def named(ask: ModelDemand, demand: BucketDemand) -> bool:
-        return f"{ask.name}/{ask.name} up to {demand.longest_tokens} tokens" in unserved
+    def named(model_demand: ModelDemand, demand: BucketDemand) -> bool:
+        return f"{model_demand.name}/{model_demand.name} up to {demand.longest_tokens} tokens" in unserved
 
     rest = _left_out(problem, named)
     notes = []
-    for before, after in zip(problem.asks, rest.asks, strict=True):
-        if not (share := _share(before, after)):
+    for previous_demand, next_demand in zip(problem.asks, rest.asks, strict=True):
+        if not (share := _share(previous_demand, next_demand)):
             continue
-        if after.rate_per_s > 0:
+        if next_demand.rate_per_s > 0:
             left = [
-                d for d, e in zip(before.demands, after.demands, strict=True) if d.rate_per_s > e.rate_per_s
+                d
+                for d, e in zip(previous_demand.demands, next_demand.demands, strict=True)
+                if d.rate_per_s > e.rate_per_s
             ]
             lengths = ", ".join(f"up to {demand.longest_tokens:,}" for demand in left)
             notes.append(
-                f"{before.name}: no template on offer serves its prompts of {lengths} tokens within the "
+                f"{previous_demand.name}: no template on offer serves its prompts of {lengths} tokens within the "
                 f"objective; {share:.2g} % of its requests are left out"
             )
         else:
-            notes.append(f"{why_not(problem, before.name)}. It is left out, the others are planned")
+            notes.append(f"{why_not(problem, previous_demand.name)}. It is left out, the others are planned")
     return rest, tuple(notes)
 
 
@@ -684,16 +708,23 @@ def _left_out(
     problem: PlanningProblem, which: Callable[[ModelDemand, BucketDemand], bool]
 ) -> PlanningProblem:
     asks = tuple(
-        replace(ask, demands=tuple(replace(d, rate_per_s=0.0) if which(ask, d) else d for d in ask.demands))
-        for ask in problem.asks
+        replace(
+            demand,
+            demands=tuple(replace(d, rate_per_s=0.0) if which(demand, d) else d for d in demand.demands),
+        )
+        for demand in problem.asks
     )
     return replace(problem, asks=asks)
 
 
-def _share(before: ModelDemand, after: ModelDemand) -> float:
+def _share(previous_demand: ModelDemand, next_demand: ModelDemand) -> float:
     """Percent of requests that are gone."""
-    asked = before.rate_per_s
-    return 100.0 * (1.0 - after.rate_per_s / asked) if asked > 0 and after.rate_per_s < asked else 0.0
+    asked = previous_demand.rate_per_s
+    return (
+        100.0 * (1.0 - next_demand.rate_per_s / asked)
+        if asked > 0 and next_demand.rate_per_s < asked
+        else 0.0
+    )
 
 
 def budget_that_would_do(planner: Planner, factory: TemplateFactory, settings: SolveSettings) -> float | None:
@@ -701,5 +732,5 @@ def budget_that_would_do(planner: Planner, factory: TemplateFactory, settings: S
     if factory.problem.budget_usd_per_h is None:
         return None
     free = replace(factory, problem=replace(factory.problem, budget_usd_per_h=None))
-    other = planner(free, settings)
-    return other.plan.cost_usd_per_h if other.allocation.found else None
+    other_outcome = planner(free, settings)
+    return other_outcome.plan.cost_usd_per_h if other_outcome.allocation.found else None

@@ -32,7 +32,7 @@ def with_value(
             return replace(terms, max_spot_share=value)
         return replace(terms, survive=domain if value > 0 else None, survive_share=value or 1.0)
 
-    return replace(problem, asks=tuple(replace(ask, terms=asked(ask.terms)) for ask in problem.asks))
+    return replace(problem, asks=tuple(replace(demand, terms=asked(demand.terms)) for demand in problem.asks))
 
 
 def frontier(

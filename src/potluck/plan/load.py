@@ -35,21 +35,26 @@ def planned_load(plan: Plan, prediction: Prediction) -> ModelLoad:
 
 
 def load_at(
-    problem: PlanningProblem, plan: Plan, ask: ModelDemand, rates_per_s: Sequence[float]
+    problem: PlanningProblem, plan: Plan, model_demand: ModelDemand, rates_per_s: Sequence[float]
 ) -> ModelLoad:
     """At these rates of the model's length buckets."""
     demands = [
-        replace(demand, rate_per_s=rate) for demand, rate in zip(ask.demands, rates_per_s, strict=True)
+        replace(demand, rate_per_s=rate)
+        for demand, rate in zip(model_demand.demands, rates_per_s, strict=True)
     ]
     return ModelLoad(
-        ask.name, sum(rates_per_s), capacity_per_s(problem, plan, replace(ask, demands=tuple(demands)))
+        model_demand.name,
+        sum(rates_per_s),
+        capacity_per_s(problem, plan, replace(model_demand, demands=tuple(demands))),
     )
 
 
-def capacity_per_s(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> float:
+def capacity_per_s(problem: PlanningProblem, plan: Plan, demand: ModelDemand) -> float:
     """Requests a second in the mix of lengths of a demand; 0 where nothing is asked."""
-    if not ask.rate_per_s > 0:
+    if not demand.rate_per_s > 0:
         return 0.0
-    mine = (d for d in plan.deployments if plan.template(d.template).model == ask.name)
+    mine = (d for d in plan.deployments if plan.template(d.template).model == demand.name)
     copies = {(deployment.template, deployment.region): deployment.count for deployment in mine}
-    return served_share(problem, plan, ask, copies, MAX_TIMES_DEMAND) * ask.rate_per_s / problem.headroom
+    return (
+        served_share(problem, plan, demand, copies, MAX_TIMES_DEMAND) * demand.rate_per_s / problem.headroom
+    )

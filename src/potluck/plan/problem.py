@@ -162,10 +162,12 @@ class PlanningProblem:
     def in_formats(self, formats: Sequence[tuple[str, Format]]) -> PlanningProblem:
         """The problem with models' weights settled, as a plan has them."""
         chosen = dict(formats)
-        if not any(ask.formats and ask.name in chosen for ask in self.asks):
+        if not any(demand.formats and demand.name in chosen for demand in self.asks):
             return self
-        named = (chosen.get(ask.name) if ask.formats else None for ask in self.asks)
-        asks = (ask if n is None else ask.in_format(n) for ask, n in zip(self.asks, named, strict=True))
+        named = (chosen.get(demand.name) if demand.formats else None for demand in self.asks)
+        asks = (
+            demand if n is None else demand.in_format(n) for demand, n in zip(self.asks, named, strict=True)
+        )
         return replace(self, asks=tuple(asks))
 
     def with_nodes(self, count: Callable[[str, NodeOffer], int]) -> PlanningProblem:
@@ -183,7 +185,7 @@ class PlanningProblem:
 
     def ask(self, model: str) -> ModelDemand | None:
         """What is asked of a model; None where nothing is."""
-        return next((ask for ask in self.asks if ask.name == model), None)
+        return next((demand for demand in self.asks if demand.name == model), None)
 
     @property
     def by_name(self) -> Mapping[str, NodeType]:
@@ -218,8 +220,8 @@ def model_demand(
     `promises` has the objective of each class that is not the model's, `rtt_s` how far regions are from each origin.
     """
 
-    def limits(one: Slo) -> Slo:
-        return one.within_e2e(promised_output(traffic, one.attainment))
+    def limits(slo: Slo) -> Slo:
+        return slo.within_e2e(promised_output(traffic, slo.attainment))
 
     shares = [(item, share) for item, share in traffic.classes if share > 0]
     classes = [ClassDemand(item, share, limits((promises or {}).get(item, slo))) for item, share in shares]

@@ -41,14 +41,14 @@ Left = dict[tuple[str, str], list[PlannedReplica]]
 """(region, model) to the replicas of its groups that still have their machines."""
 
 
-def settled(problem: PlanningProblem, running: Plan) -> PlanningProblem:
+def settled(problem: PlanningProblem, running_plan: Plan) -> PlanningProblem:
     """The problem with weights as they are loaded, and with exactly the machines that its regions have, when a plan
     names some.
 
     Where only a number of a type is gone, machines that the plan does not use are taken to be those first.
     """
-    problem = problem.in_formats(running.formats)
-    used = {machine for template in running.templates for machine in template.machines}
+    problem = problem.in_formats(running_plan.formats)
+    used = {machine for template in running_plan.templates for machine in template.machines}
     if not used:
         return problem
     whole = named(problem)
@@ -66,10 +66,10 @@ def settled(problem: PlanningProblem, running: Plan) -> PlanningProblem:
     return replace(whole, pool=pool.only(sorted(kept)) if kept else None)
 
 
-def left_of(problem: PlanningProblem, running: Plan) -> Left:
+def left_of(problem: PlanningProblem, running_plan: Plan) -> Left:
     left: Left = {}
-    for deployment in running.deployments:
-        template = running.template(deployment.template)
+    for deployment in running_plan.deployments:
+        template = running_plan.template(deployment.template)
         if template.kind == "group":
             there = _machines(problem, deployment.region)
             alive = [replica for replica in template.replicas if set(replica.layout.machines) <= there]
@@ -77,23 +77,29 @@ def left_of(problem: PlanningProblem, running: Plan) -> Left:
     return left
 
 
-def surviving(problem: PlanningProblem, running: Plan) -> Plan:
+def surviving(problem: PlanningProblem, running_plan: Plan) -> Plan:
     """The running plan with every group cut to the replicas that are left, in the roles they have."""
-    templates: dict[str, Template] = {t.name: t for t in running.templates if t.kind != "group"}
+    templates: dict[str, Template] = {t.name: t for t in running_plan.templates if t.kind != "group"}
     deployments = []
-    for deployment in running.deployments:
-        template = running.template(deployment.template)
+    for deployment in running_plan.deployments:
+        template = running_plan.template(deployment.template)
         if template.kind != "group":
             deployments.append(deployment)
             continue
-        ask = problem.ask(template.model)
+        demand = problem.ask(template.model)
         there = _machines(problem, deployment.region)
         alive = [replica for replica in template.replicas if set(replica.layout.machines) <= there]
-        kept = None if ask is None or not alive else group_template(problem, ask, alive, problem.codecs[-1])
+        kept = (
+            None
+            if demand is None or not alive
+            else group_template(problem, demand, alive, problem.codecs[-1])
+        )
         if kept is not None:
             templates[kept.name] = kept
             deployments.append(replace(deployment, template=kept.name))
-    return replace(running, templates=tuple(templates.values()), deployments=tuple(deployments), shares=())
+    return replace(
+        running_plan, templates=tuple(templates.values()), deployments=tuple(deployments), shares=()
+    )
 
 
 def flipped(
@@ -102,18 +108,20 @@ def flipped(
     """(region, template) of the replicas that are left, in the roles that serve the demand best."""
     made: list[tuple[str, Template]] = []
     for (region, model), replicas in left.items():
-        ask, pool = problem.ask(model), region_pool(problem, region)
-        if ask is None or pool is None or not replicas or not ask.rate_per_s > 0:
+        demand, pool = problem.ask(model), region_pool(problem, region)
+        if demand is None or pool is None or not replicas or not demand.rate_per_s > 0:
             continue
-        before = found_of(pool, replicas)
-        work = workload_of(ask, problem.codecs[-1], min(problem.headroom, MAX_HEADROOM), problem.engine)
+        previous_result = found_of(pool, replicas)
+        work = workload_of(demand, problem.codecs[-1], min(problem.headroom, MAX_HEADROOM), problem.engine)
         limits = SearchLimits(time_limit_s=time_limit_s)
         settings = SearchSettings(phases_of(problem.engine), seed=seed, limits=limits)
         try:
-            after = reschedule(groups_left(pool, before, {}), before, work, settings)
+            next_result = reschedule(groups_left(pool, previous_result, {}), previous_result, work, settings)
         except CapacityError:
             continue
-        made += [(region, template) for template in templates_of(problem, ask, replicas_of(pool, after))]
+        made += [
+            (region, template) for template in templates_of(problem, demand, replicas_of(pool, next_result))
+        ]
     return made
 
 
@@ -168,71 +176,71 @@ class ReplanOption:
 
 def ladder(
     problem: PlanningProblem,
-    running: Plan,
+    running_plan: Plan,
     planner: Planner,
     settings: SolveSettings,
     costs: StartupCosts = DEFAULT_COSTS,
 ) -> tuple[ReplanOption, ...]:
     """All three answers to whatever made the problem what it is now."""
-    problem = settled(problem, running)
-    loaded = left_of(problem, running)
-    running = surviving(problem, running)
-    left = survivors(problem, running)
+    problem = settled(problem, running_plan)
+    loaded = left_of(problem, running_plan)
+    running_plan = surviving(problem, running_plan)
+    left = survivors(problem, running_plan)
     return (
-        *_at_once(problem, running, left, loaded, settings, costs),
-        _reallocate(problem, running, left, loaded, planner, settings, costs),
+        *_at_once(problem, running_plan, left, loaded, settings, costs),
+        _reallocate(problem, running_plan, left, loaded, planner, settings, costs),
     )
 
 
 def at_once(
-    problem: PlanningProblem, running: Plan, settings: SolveSettings, costs: StartupCosts = DEFAULT_COSTS
+    problem: PlanningProblem, running_plan: Plan, settings: SolveSettings, costs: StartupCosts = DEFAULT_COSTS
 ) -> tuple[ReplanOption, ReplanOption]:
     """The answers that load no weights, with the copies that are left: new routing, and new roles."""
-    problem = settled(problem, running)
-    loaded = left_of(problem, running)
-    running = surviving(problem, running)
-    return _at_once(problem, running, survivors(problem, running), loaded, settings, costs)
+    problem = settled(problem, running_plan)
+    loaded = left_of(problem, running_plan)
+    running_plan = surviving(problem, running_plan)
+    return _at_once(problem, running_plan, survivors(problem, running_plan), loaded, settings, costs)
 
 
 def _at_once(
     problem: PlanningProblem,
-    running: Plan,
+    running_plan: Plan,
     left: tuple[Deployment, ...],
     loaded: Left,
     settings: SolveSettings,
     costs: StartupCosts,
 ) -> tuple[ReplanOption, ReplanOption]:
-    rerouted = _reroute(problem, running, left, settings)
-    flip = _flip(problem, running, left, loaded, settings, costs)
+    rerouted = _reroute(problem, running_plan, left, settings)
+    flip = _flip(problem, running_plan, left, loaded, settings, costs)
     if flip.flips and not _gains(flip, rerouted):  # a search that was cut short may change roles for nothing
         flip = replace(rerouted, step="flip")
     return rerouted, flip
 
 
-def _gains(answer: ReplanOption, before: ReplanOption) -> bool:
-    more = answer.served_fraction - before.served_fraction
-    cheaper = answer.cost_usd_per_h < before.cost_usd_per_h * (1.0 - ROUNDING)
+def _gains(replan_option: ReplanOption, previous_option: ReplanOption) -> bool:
+    more = replan_option.served_fraction - previous_option.served_fraction
+    cheaper = replan_option.cost_usd_per_h < previous_option.cost_usd_per_h * (1.0 - ROUNDING)
     return more > ROUNDING or (more >= -ROUNDING and cheaper)
 
 
 def best_answer(answers: Sequence[ReplanOption]) -> ReplanOption:
     """The first that serves as much as any: cheaper rungs come first."""
-    most = max(answer.served_fraction for answer in answers)
-    return next(answer for answer in answers if answer.served_fraction >= most - 1e-6)
+    most = max(replan_option.served_fraction for replan_option in answers)
+    return next(replan_option for replan_option in answers if replan_option.served_fraction >= most - 1e-6)
 
 
-def survivors(problem: PlanningProblem, running: Plan) -> tuple[Deployment, ...]:
+def survivors(problem: PlanningProblem, running_plan: Plan) -> tuple[Deployment, ...]:
     """The deployments that the nodes there are now can still hold."""
-    return held_by({(r.name, o.node): o.available for r in problem.regions for o in r.offers}, running)
+    return held_by({(r.name, o.node): o.available for r in problem.regions for o in r.offers}, running_plan)
 
 
-def held_by(available: Mapping[tuple[str, str], int], running: Plan) -> tuple[Deployment, ...]:
+def held_by(available: Mapping[tuple[str, str], int], running_plan: Plan) -> tuple[Deployment, ...]:
     """The same of (region, node type) to how many there are."""
-    counts = {(d.template, d.region): d.count for d in running.deployments}
+    counts = {(d.template, d.region): d.count for d in running_plan.deployments}
     while True:
         used: dict[tuple[str, str], int] = {}
         for (name, region), count in counts.items():
-            for node_count in running.template(name).nodes:
+            for node_count in running_plan.template(name).nodes:
                 key = (region, node_count.node)
                 used[key] = used.get(key, 0) + node_count.count * count
         over = next((key for key, count in used.items() if count > available.get(key, 0)), None)
@@ -240,25 +248,29 @@ def held_by(available: Mapping[tuple[str, str], int], running: Plan) -> tuple[De
             break
         region, node = over
         hit = [
-            k for k in counts if k[1] == region and node in running.template(k[0]).node_counts and counts[k]
+            k
+            for k in counts
+            if k[1] == region and node in running_plan.template(k[0]).node_counts and counts[k]
         ]
         # Groups name their machines, so those are not the ones that are gone.
-        counts[max(hit, key=lambda k: (running.template(k[0]).kind != "group", counts[k], k))] -= 1
+        counts[max(hit, key=lambda k: (running_plan.template(k[0]).kind != "group", counts[k], k))] -= 1
     return tuple(Deployment(name, region, count) for (name, region), count in counts.items() if count)
 
 
 def _reroute(
-    problem: PlanningProblem, running: Plan, left: tuple[Deployment, ...], settings: SolveSettings
+    problem: PlanningProblem, running_plan: Plan, left: tuple[Deployment, ...], settings: SolveSettings
 ) -> ReplanOption:
     kept = {deployment.template for deployment in left}
-    templates = [_timed(problem, t) for t in running.templates if t.name in kept and problem.ask(t.model)]
-    plan = _within(problem, running, templates, left, settings)
-    return _answer("reroute", plan, running, left, 0.0, 0.0, 0)
+    templates = [
+        _timed(problem, t) for t in running_plan.templates if t.name in kept and problem.ask(t.model)
+    ]
+    plan = _within(problem, running_plan, templates, left, settings)
+    return _answer("reroute", plan, running_plan, left, 0.0, 0.0, 0)
 
 
 def _flip(
     problem: PlanningProblem,
-    running: Plan,
+    running_plan: Plan,
     left: tuple[Deployment, ...],
     loaded: Left,
     settings: SolveSettings,
@@ -273,9 +285,9 @@ def _flip(
     offers: dict[str, list[NodeOffer]] = {region.name: [] for region in problem.regions}
     types = list(problem.nodes)
     for place, deployment in enumerate(left):
-        template = running.template(deployment.template)
-        ask = problem.ask(template.model)
-        if ask is None or template.kind == "group":
+        template = running_plan.template(deployment.template)
+        demand = problem.ask(template.model)
+        if demand is None or template.kind == "group":
             continue
         alias = {item.node: f"{item.node}{MARK}{place}" for item in template.nodes}
         for node_count in template.nodes:
@@ -287,9 +299,9 @@ def _flip(
         nodes = tuple(NodeCount(alias[item.node], item.count) for item in template.nodes)
         templates += [
             replace(variant, nodes=nodes, name=f"{variant.name}{MARK}{place}")
-            for variant in _roles(problem, ask, template)
+            for variant in _roles(problem, demand, template)
         ]
-    groups, machines = _group_roles(problem, running, left, loaded, settings)
+    groups, machines = _group_roles(problem, running_plan, left, loaded, settings)
     templates += groups
     for (region, node), count in machines.items():
         offers[region].append(NodeOffer(f"{node}{MARK}", _price(problem, region, node), count))
@@ -298,24 +310,24 @@ def _flip(
     ]
     regions = tuple(Region(name, tuple(offer)) for name, offer in offers.items())
     if not templates:
-        return _answer("flip", _nothing(), running, left, 0.0, costs.role_flip_s, 0)
+        return _answer("flip", _nothing(), running_plan, left, 0.0, costs.role_flip_s, 0)
     inside = replace(problem, regions=regions, nodes=tuple(types), budget_usd_per_h=None)
     plan = _unmarked(_solved(inside, templates, settings), problem)
     whole = {t.name for t in plan.templates if t.kind != "group"}
     flips = sum(d.count for d in plan.deployments if d.template in whole) - _kept(plan, left, whole)
     flips += changed_roles(loaded, (t for t in plan.templates if t.kind == "group"))
-    return _answer("flip", plan, running, left, 0.0, costs.role_flip_s, flips)
+    return _answer("flip", plan, running_plan, left, 0.0, costs.role_flip_s, flips)
 
 
 def _group_roles(
     problem: PlanningProblem,
-    running: Plan,
+    running_plan: Plan,
     left: tuple[Deployment, ...],
     loaded: Left,
     settings: SolveSettings,
 ) -> tuple[list[Template], dict[tuple[str, str], int]]:
     """Groups as they are and in new roles, on nodes of their own; and those nodes, (region, type) to how many."""
-    result = [(d.region, running.template(d.template)) for d in left]
+    result = [(d.region, running_plan.template(d.template)) for d in left]
     result = [
         (region, _timed(problem, t)) for region, t in result if t.kind == "group" and problem.ask(t.model)
     ]
@@ -334,15 +346,15 @@ def _group_roles(
 
 def _reallocate(
     problem: PlanningProblem,
-    running: Plan,
+    running_plan: Plan,
     left: tuple[Deployment, ...],
     loaded: Left,
     planner: Planner,
     settings: SolveSettings,
     costs: StartupCosts,
 ) -> ReplanOption:
-    still = replace(running, deployments=left)
-    groups = tuple(running.template(d.template) for d in left)
+    still = replace(running_plan, deployments=left)
+    groups = tuple(running_plan.template(d.template) for d in left)
     kept = tuple(template for template in groups if template.kind == "group")
     plan = planner(TemplateFactory(problem, running=kept), replace(settings, running=still)).plan
     before = {(d.template, d.region): d.count for d in left}
@@ -352,8 +364,8 @@ def _reallocate(
         if new <= 0:
             continue
         template = plan.template(deployment.template)
-        ask = problem.ask(template.model)
-        weights = weight_bytes(ask.model) if ask else 0.0
+        demand = problem.ask(template.model)
+        weights = weight_bytes(demand.model) if demand else 0.0
         if template.kind == "group":
             for replica in new_replicas(loaded, template):
                 takes_s = startup_s(weights, len(replica.layout.machines), costs).total_s
@@ -364,7 +376,7 @@ def _reallocate(
         rent = sum(_price(problem, deployment.region, n.node) * n.count for n in template.nodes)
         slowest_s = max(slowest_s, takes_s)
         started_usd += new * rent * takes_s / 3600
-    return _answer("reallocate", plan, running, left, started_usd, slowest_s, 0, loaded)
+    return _answer("reallocate", plan, running_plan, left, started_usd, slowest_s, 0, loaded)
 
 
 def _rent(problem: PlanningProblem, region: str, replica: PlannedReplica) -> float:
@@ -376,14 +388,14 @@ def _rent(problem: PlanningProblem, region: str, replica: PlannedReplica) -> flo
 def _answer(
     step: Step,
     plan: Plan,
-    running: Plan,
+    running_plan: Plan,
     left: tuple[Deployment, ...],
     start_cost_usd: float,
     time_s: float,
     flips: int,
     loaded: Left | None = None,
 ) -> ReplanOption:
-    grouped = {t.name for t in (*running.templates, *plan.templates) if t.kind == "group"}
+    grouped = {t.name for t in (*running_plan.templates, *plan.templates) if t.kind == "group"}
     before = {(d.template, d.region): d.count for d in left if d.template not in grouped}
     after = {(d.template, d.region): d.count for d in plan.deployments if d.template not in grouped}
     starts = stops = 0
@@ -397,17 +409,19 @@ def _answer(
     )
 
 
-def _roles(problem: PlanningProblem, ask: ModelDemand, template: Template) -> list[Template]:
+def _roles(problem: PlanningProblem, demand: ModelDemand, template: Template) -> list[Template]:
     """A template in every role its replicas could take; groups of unlike replicas stay as they are."""
     layouts = {replica.layout for replica in template.replicas}
     if len(layouts) > 1 or len({replica.role for replica in template.replicas}) > 1:
         return [_timed(problem, template)]
     layout, copies = template.replicas[0].layout, len(template.replicas)
-    timer = layout_timer(ask, layout, problem.by_name)
+    timer = layout_timer(demand, layout, problem.by_name)
     roles = ROLES if len(layout.stages) == 1 else ("prefill", "decode")
     templates = []
     for role in roles:
-        capacity = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, copies, timer=timer)
+        capacity = replica_capacity(
+            demand, layout, problem.by_name, role, problem.headroom, copies, timer=timer
+        )
         name = template.name if role == template.replicas[0].role else f"{template.name} as {role}"
         templates.append(
             replace(template, name=name, replicas=(PlannedReplica(role, layout),) * copies, capacity=capacity)
@@ -417,10 +431,10 @@ def _roles(problem: PlanningProblem, ask: ModelDemand, template: Template) -> li
 
 def _timed(problem: PlanningProblem, template: Template) -> Template:
     """A template with its capacity for the demand there is now."""
-    ask = problem.ask(template.model)
-    assert ask is not None
+    demand = problem.ask(template.model)
+    assert demand is not None
     roles = {replica.role for replica in template.replicas}
-    capacity = retimed(problem, ask, template)
+    capacity = retimed(problem, demand, template)
     if len(roles) > 1:  # a closed group: what its parts could do apart is not offered
         capacity = tuple(
             BucketCapacity(c.bucket, 0.0, 0.0, c.closed_per_s, c.ttft_s, c.tpot_s) for c in capacity
@@ -430,7 +444,7 @@ def _timed(problem: PlanningProblem, template: Template) -> Template:
 
 def _within(
     problem: PlanningProblem,
-    running: Plan,
+    running_plan: Plan,
     templates: list[Template],
     left: tuple[Deployment, ...],
     settings: SolveSettings,
@@ -440,7 +454,7 @@ def _within(
         return _nothing()
     names = {template.name for template in templates}
     pins = tuple(deployment for deployment in left if deployment.template in names)
-    held = replace(running, deployments=left).nodes
+    held = replace(running_plan, deployments=left).nodes
     inside = problem.with_nodes(lambda region, offer: held.get((region, offer.node), 0))
     inside = replace(inside, budget_usd_per_h=None)
     return _solved(inside, templates, replace(settings, pins=pins, running=None), exactly=True)
@@ -452,12 +466,12 @@ def _solved(
     by_model: dict[str, list[Template]] = {}
     for template in templates:
         by_model.setdefault(template.model, []).append(template)
-    for ask in problem.asks:
-        mine = runnable(problem, ask, by_model.get(ask.name, ()))
-        by_model[ask.name] = of_one_degree(problem, ask, mine)
+    for demand in problem.asks:
+        mine = runnable(problem, demand, by_model.get(demand.name, ()))
+        by_model[demand.name] = of_one_degree(problem, demand, mine)
     # What is left is used as well as it can be; what was asked of a plan is for the next plan to keep.
-    plain = replace(problem, asks=tuple(replace(ask, terms=NO_TERMS) for ask in problem.asks))
-    program_columns, answer = solved(
+    plain = replace(problem, asks=tuple(replace(demand, terms=NO_TERMS) for demand in problem.asks))
+    program_columns, allocation = solved(
         plain,
         by_model,
         pins=settings.pins,
@@ -466,7 +480,7 @@ def _solved(
         gap_target=1e-3,
         clock=settings.clock,
     )
-    return plan_of(program_columns, answer, "ladder")
+    return plan_of(program_columns, allocation, "ladder")
 
 
 def _nothing() -> Plan:

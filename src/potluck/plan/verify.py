@@ -42,12 +42,12 @@ Copies = Mapping[tuple[str, str], int]  # (template, region) to how many.
 def broken_terms(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """Every term that a plan breaks, in a sentence."""
     yield from _charges(problem, plan)
-    for ask in problem.asks:
-        yield from _near(plan, ask)
-        if ask.terms.asked:
-            yield from _placed(problem, plan, ask)
-            yield from _counted(problem, plan, ask)
-            yield from _survived(problem, plan, ask)
+    for demand in problem.asks:
+        yield from _near(plan, demand)
+        if demand.terms.asked:
+            yield from _placed(problem, plan, demand)
+            yield from _counted(problem, plan, demand)
+            yield from _survived(problem, plan, demand)
 
 
 def _mine(plan: Plan, model: str) -> dict[tuple[str, str], int]:
@@ -59,28 +59,32 @@ def _mine(plan: Plan, model: str) -> dict[tuple[str, str], int]:
     return mine
 
 
-def _placed(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iterator[str]:
-    for name, region in _mine(plan, ask.name):
-        if not runs_in(ask, plan.template(name), region):
-            yield f"{name}@{region}: is not where the limits of {ask.name} let it run"
+def _placed(problem: PlanningProblem, plan: Plan, demand: ModelDemand) -> Iterator[str]:
+    for name, region in _mine(plan, demand.name):
+        if not runs_in(demand, plan.template(name), region):
+            yield f"{name}@{region}: is not where the limits of {demand.name} let it run"
 
 
-def _near(plan: Plan, ask: ModelDemand) -> Iterator[str]:
+def _near(plan: Plan, demand: ModelDemand) -> Iterator[str]:
     """First tokens are with the farthest users in time, wherever these are sent."""
-    if not ask.origins:
+    if not demand.origins:
         return
     for share in plan.shares:
         template = plan.template(share.template)
-        if template.model != ask.name or share.phase == "decode" or not ask.demands[share.bucket].promised:
+        if (
+            template.model != demand.name
+            or share.phase == "decode"
+            or not demand.demands[share.bucket].promised
+        ):
             continue
-        seen_s = template.capacity[share.bucket].ttft_s + ask.far_s(share.region)
-        if seen_s > ask.slo.ttft_s * (1 + LP_SLACK):
+        seen_s = template.capacity[share.bucket].ttft_s + demand.far_s(share.region)
+        if seen_s > demand.slo.ttft_s * (1 + LP_SLACK):
             where = f"{share.template}@{share.region}"
             yield f"{where}: first tokens of bucket {share.bucket} reach the farthest users after {seen_s:.3g} s"
 
 
-def _counted(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iterator[str]:
-    mine, terms = _mine(plan, ask.name), ask.terms
+def _counted(problem: PlanningProblem, plan: Plan, demand: ModelDemand) -> Iterator[str]:
+    mine, terms = _mine(plan, demand.name), demand.terms
     copies = sum(mine.values())
     for role, other in (
         ("prefill", "decode"),
@@ -90,30 +94,30 @@ def _counted(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iterator
             n for (name, _), n in mine.items() if any(r.role != other for r in plan.template(name).replicas)
         )
         if able < terms.min_copies:
-            yield f"{ask.name}: {able} copies that {role}, asked for {terms.min_copies} at least"
+            yield f"{demand.name}: {able} copies that {role}, asked for {terms.min_copies} at least"
     if terms.max_copies is not None and copies > terms.max_copies:
-        yield f"{ask.name}: {copies} copies, asked for {terms.max_copies} at most"
+        yield f"{demand.name}: {copies} copies, asked for {terms.max_copies} at most"
     kinds = {problem.node(node).gpu.name for name, _ in mine for node in plan.template(name).node_counts}
     if terms.max_gpu_kinds is not None and len(kinds) > terms.max_gpu_kinds:
-        yield f"{ask.name}: {len(kinds)} kinds of GPU, at most {terms.max_gpu_kinds} asked for"
+        yield f"{demand.name}: {len(kinds)} kinds of GPU, at most {terms.max_gpu_kinds} asked for"
 
 
-def _survived(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iterator[str]:
-    for name, left in after_losses(problem, plan, ask):
-        domain = "spot" if name == "spot nodes" else ask.terms.survive or "node"
-        wanted = share_asked(ask.terms, domain) * plan.fraction_of(ask.name)
-        if served_share(problem, plan, ask, left) < wanted - LP_SLACK:
-            yield f"{ask.name}: without {name} less than {wanted:.1%} of the demand would be served"
+def _survived(problem: PlanningProblem, plan: Plan, demand: ModelDemand) -> Iterator[str]:
+    for name, left in after_losses(problem, plan, demand):
+        domain = "spot" if name == "spot nodes" else demand.terms.survive or "node"
+        wanted = share_asked(demand.terms, domain) * plan.fraction_of(demand.name)
+        if served_share(problem, plan, demand, left) < wanted - LP_SLACK:
+            yield f"{demand.name}: without {name} less than {wanted:.1%} of the demand would be served"
 
 
-def after_losses(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iterator[tuple[str, Copies]]:
+def after_losses(problem: PlanningProblem, plan: Plan, demand: ModelDemand) -> Iterator[tuple[str, Copies]]:
     """Every loss that a model's plan must survive, and the copies that it leaves."""
-    mine = _mine(plan, ask.name)
-    if ask.terms.survive == "node":
+    mine = _mine(plan, demand.name)
+    if demand.terms.survive == "node":
         for key in mine:
             yield f"a node of {key[0]}@{key[1]}", mine | {key: mine[key] - 1}
     for domain, item in domains(problem).items():
-        if share_asked(ask.terms, domain) > 0:
+        if share_asked(demand.terms, domain) > 0:
             for name, cells in item:
                 yield name, copies_without(plan, mine, cells)
 
@@ -127,7 +131,7 @@ def copies_without(plan: Plan, copies: Copies, cells: list[tuple[str, str]]) -> 
 
 
 def served_share(
-    problem: PlanningProblem, plan: Plan, ask: ModelDemand, copies: Copies, largest: float = 1.0
+    problem: PlanningProblem, plan: Plan, demand: ModelDemand, copies: Copies, largest: float = 1.0
 ) -> float:
     """The share of a model's demand that some copies of its templates serve, however it is routed; `largest` at most.
 
@@ -141,8 +145,8 @@ def served_share(
         upper.append(INFINITY)
         return len(cost) - 1
 
-    bits = wire_bits(ask, codecs_of(plan).get(ask.name, LOSSLESS))
-    met = {d.bucket: {0: -d.rate_per_s} for d in ask.demands}
+    bits = wire_bits(demand, codecs_of(plan).get(demand.name, LOSSLESS))
+    met = {d.bucket: {0: -d.rate_per_s} for d in demand.demands}
     phase: dict[tuple[str, int, str], dict[int, float]] = {}
     for (name, region), count in copies.items():
         if not count:
@@ -150,7 +154,7 @@ def served_share(
         template = plan.template(name)
         time: dict[int, float] = {}
         cards = cards_of(template.replicas, problem.by_name)
-        busy, passes = busy_limits(ask, bits, cards, problem.headroom)
+        busy, passes = busy_limits(demand, bits, cards, problem.headroom)
         sent: dict[str, dict[int, float]] = {"prefill": {}, "decode": {}}
         for capacity in template.capacity:
             for what in ("prefill", "decode", "closed"):
@@ -167,7 +171,7 @@ def served_share(
         rows.append((-INFINITY, problem.headroom * count, time))
         most = busy * cards.all_bits_per_s * count / 1e9
         rows += [(-INFINITY, most, item) for item in sent.values() if item]
-    loads = _flows(problem, ask, bits, phase, met, variable)
+    loads = _flows(problem, demand, bits, phase, met, variable)
     for link in problem.links:
         if load := loads.get((link.source, link.target)):
             rows.append((-INFINITY, link_bits_per_s(link, problem.headroom) / 1e9, load))
@@ -177,7 +181,7 @@ def served_share(
 
 def _flows(
     problem: PlanningProblem,
-    ask: ModelDemand,
+    model_demand: ModelDemand,
     bits: np.ndarray[tuple[int], np.dtype[np.float64]],
     phase: dict[tuple[str, int, str], dict[int, float]],
     met: dict[int, dict[int, float]],
@@ -188,11 +192,11 @@ def _flows(
     loads: dict[tuple[str, str], dict[int, float]] = {}
     links = {(link.source, link.target): link for link in problem.links}
     regions = [region.name for region in problem.regions]
-    for demand in ask.demands:
+    for demand in model_demand.demands:
         for source in regions:
             for target in regions:
                 link, size = links.get((source, target)), float(bits[demand.bucket])
-                late = link is None or crossing_s(size, link) > crossing_room_s(ask, demand)
+                late = link is None or crossing_s(size, link) > crossing_room_s(model_demand, demand)
                 if source != target and late:
                     continue
                 flow = variable()
@@ -243,7 +247,7 @@ def verify(problem: PlanningProblem, plan: Plan, *, rerouted: bool = False) -> t
     """What is wrong with a plan; `rerouted`: it is one in which only shares and flows are new."""
     broken = (*_names(problem, plan), *_formats(problem, plan), *_codecs(problem, plan))
     problem = problem.in_formats(plan.formats)
-    broken += refusals(plan, {ask.name: ask.model for ask in problem.asks}, problem.engine)
+    broken += refusals(plan, {demand.name: demand.model for demand in problem.asks}, problem.engine)
     broken = (*broken, *_layers(problem, plan))
     broken = broken or tuple(_machines(problem, plan))
     broken = broken or tuple(_memory(problem, plan))
@@ -270,7 +274,7 @@ def verify(problem: PlanningProblem, plan: Plan, *, rerouted: bool = False) -> t
 def _names(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """Everything a plan names exists, and counts are whole and positive."""
     regions = {region.name for region in problem.regions}
-    models = {ask.name for ask in problem.asks}
+    models = {demand.name for demand in problem.asks}
     templates = {template.name for template in plan.templates}
     for deployment in plan.deployments:
         if deployment.template not in templates:
@@ -290,12 +294,12 @@ def _names(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
 
 def _formats(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """Weights are in a format that was allowed, and that is said of every model that has a choice."""
-    for ask in problem.asks:
-        chosen = plan.format_of(ask.name)
-        if chosen is None and ask.formats:
-            yield f"{ask.name}: the plan does not say which of {', '.join(ask.formats)} its weights are in"
-        elif chosen is not None and chosen not in ask.formats:
-            yield f"{ask.name}: weights in {chosen}, which nobody allowed"
+    for demand in problem.asks:
+        chosen = plan.format_of(demand.name)
+        if chosen is None and demand.formats:
+            yield f"{demand.name}: the plan does not say which of {', '.join(demand.formats)} its weights are in"
+        elif chosen is not None and chosen not in demand.formats:
+            yield f"{demand.name}: weights in {chosen}, which nobody allowed"
 
 
 def _codecs(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
@@ -309,10 +313,10 @@ def _layers(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """Every replica holds its whole model, on nodes that exist."""
     known = set(problem.by_name)
     for template in plan.templates:
-        ask = problem.ask(template.model)
+        demand = problem.ask(template.model)
         for layout in {replica.layout for replica in template.replicas}:
-            if ask is not None and layout.layer_count != ask.model.layer_count:
-                layers = ask.model.layer_count
+            if demand is not None and layout.layer_count != demand.model.layer_count:
+                layers = demand.model.layer_count
                 yield f"{template.name}: a replica holds {layout.layer_count} layers, the model has {layers}"
             unknown = set(layout.node_counts) - known
             if unknown:
@@ -359,21 +363,21 @@ def _machines(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
 
 def _memory(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     for template in plan.templates:
-        ask = problem.ask(template.model)
-        if ask is None:
+        demand = problem.ask(template.model)
+        if demand is None:
             continue
         for layout in {replica.layout for replica in template.replicas}:
-            if not fits(ask, layout, problem.by_name):
+            if not fits(demand, layout, problem.by_name):
                 yield f"{template.name}: the model does not fit in a replica's memory"
 
 
 def _capacity(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """No template promises more than its replicas do when they are timed again."""
     for template in plan.templates:
-        ask = problem.ask(template.model)
-        if ask is None:
+        demand = problem.ask(template.model)
+        if demand is None:
             continue
-        for claimed, real in zip(template.capacity, retimed(problem, ask, template), strict=True):
+        for claimed, real in zip(template.capacity, retimed(problem, demand, template), strict=True):
             for name in ("prefill_per_s", "decode_per_s", "closed_per_s"):
                 text, seen = getattr(claimed, name), getattr(real, name)
                 if text > seen * (1 + SLACK) + SLACK:
@@ -383,8 +387,8 @@ def _capacity(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
 def _shared(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """What a group's copy serves is shared among its replicas without rest, none of them beyond its own rate."""
     for template in plan.templates:
-        ask = problem.ask(template.model)
-        if ask is None or not template.flows:
+        demand = problem.ask(template.model)
+        if demand is None or not template.flows:
             continue
         for capacity in template.capacity:
             flows = [flow for flow in template.flows if flow.bucket == capacity.bucket]
@@ -392,9 +396,9 @@ def _shared(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
             if capacity.closed_per_s > 0 and abs(whole - 1.0) > SLACK:
                 yield f"{template.name}: flows of bucket {capacity.bucket} add up to {whole:.4g}, not to 1"
         for index, replica in enumerate(template.replicas):
-            timer = timer_of(problem, ask, replica.layout)
+            timer = timer_of(problem, demand, replica.layout)
             layout, role = replica.layout, replica.role
-            own = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, timer=timer)
+            own = replica_capacity(demand, layout, problem.by_name, role, problem.headroom, timer=timer)
             for capacity, most in zip(template.capacity, own, strict=True):
                 mine = (f for f in template.flows if f.bucket == capacity.bucket)
                 load = sum(f.share for f in mine if index in (f.prefill, f.decode)) * capacity.closed_per_s
@@ -403,7 +407,7 @@ def _shared(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
                     yield f"{template.name}: replica {index} is sent {load:.4g} of {rate:.4g} req/s"
 
 
-def retimed(problem: PlanningProblem, ask: ModelDemand, template: Template) -> tuple[BucketCapacity, ...]:
+def retimed(problem: PlanningProblem, demand: ModelDemand, template: Template) -> tuple[BucketCapacity, ...]:
     """What a template can do at most, from its replicas alone.
 
     A closed group does no more than its prefilling replicas prefill and its decoding ones decode, and what
@@ -411,15 +415,15 @@ def retimed(problem: PlanningProblem, ask: ModelDemand, template: Template) -> t
     of a part of the prefill; in a group of named machines the links between them count.
     """
     if template.kind in CROSSING and template.hands_over:
-        return CROSSING[template.kind](problem, ask, template.replicas, template.codec, unwritten(ask))
+        return CROSSING[template.kind](problem, demand, template.replicas, template.codec, unwritten(demand))
     if template.kind == "pipeline" and template.replicas[0].role == "mixed":
-        return aggregated_capacity(problem, ask, template.replicas[0].layout)
+        return aggregated_capacity(problem, demand, template.replicas[0].layout)
     if template.kind == "group":
-        return group_capacity(problem, ask, template.replicas, template.codec)
-    sides = [_role(problem, ask, template, role) for role in ROLES]
-    taken = _role(problem, ask, template, "mixed", "decode")  # by mixed replicas, of what others prefilled
+        return group_capacity(problem, demand, template.replicas, template.codec)
+    sides = [_role(problem, demand, template, role) for role in ROLES]
+    taken = _role(problem, demand, template, "mixed", "decode")  # by mixed replicas, of what others prefilled
     bucket_capacities = []
-    for bucket in range(len(ask.demands)):
+    for bucket in range(len(demand.demands)):
         prefill, decode, mixed = (side[bucket][0] for side in sides)
         ttft_s, tpot_s = (max(side[bucket][place] for side in sides) for place in (1, 2))
         closed = min(prefill, decode) + mixed
@@ -429,16 +433,16 @@ def retimed(problem: PlanningProblem, ask: ModelDemand, template: Template) -> t
 
 
 def _role(
-    problem: PlanningProblem, ask: ModelDemand, template: Template, role: Role, does: Role | None = None
+    problem: PlanningProblem, demand: ModelDemand, template: Template, role: Role, does: Role | None = None
 ) -> list[tuple[float, float, float]]:
     """(requests/s, TTFT, TPOT) in each bucket of a template's replicas of one role together, if they do another's."""
-    total = [(0.0, 0.0, 0.0)] * len(ask.demands)
+    total = [(0.0, 0.0, 0.0)] * len(demand.demands)
     members = [replica for replica in template.replicas if replica.role == role]
     for layout in {replica.layout for replica in members}:
         copies = sum(1 for replica in members if replica.layout == layout)
-        timer = timer_of(problem, ask, layout)
+        timer = timer_of(problem, demand, layout)
         work = does or role
-        rates = replica_capacity(ask, layout, problem.by_name, work, problem.headroom, copies, timer=timer)
+        rates = replica_capacity(demand, layout, problem.by_name, work, problem.headroom, copies, timer=timer)
         total = [
             (
                 rate + c.prefill_per_s + c.decode_per_s + c.closed_per_s,
@@ -473,44 +477,46 @@ def _time(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
 
 
 def _demand(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
-    for ask in problem.asks:
-        for demand in ask.demands:
-            closed = _rate(plan, ask.name, demand.bucket, "closed")
-            flows = sum(f.rate_per_s for f in plan.flows if (f.model, f.bucket) == (ask.name, demand.bucket))
-            wanted = demand.rate_per_s * plan.fraction_of(ask.name)
+    for model_demand in problem.asks:
+        for demand in model_demand.demands:
+            closed = _rate(plan, model_demand.name, demand.bucket, "closed")
+            flows = sum(
+                f.rate_per_s for f in plan.flows if (f.model, f.bucket) == (model_demand.name, demand.bucket)
+            )
+            wanted = demand.rate_per_s * plan.fraction_of(model_demand.name)
             if closed + flows < wanted * (1 - SLACK) - SLACK:
-                yield f"{ask.name} bucket {demand.bucket}: {closed + flows:.4g} of {wanted:.4g} req/s served"
+                yield f"{model_demand.name} bucket {demand.bucket}: {closed + flows:.4g} of {wanted:.4g} req/s served"
 
 
 def _balance(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """What flows out of a region was prefilled there, and what flows in is decoded there."""
-    for ask in problem.asks:
-        for demand in ask.demands:
+    for model_demand in problem.asks:
+        for demand in model_demand.demands:
             for region in problem.regions:
-                mine = [f for f in plan.flows if (f.model, f.bucket) == (ask.name, demand.bucket)]
+                mine = [f for f in plan.flows if (f.model, f.bucket) == (model_demand.name, demand.bucket)]
                 out = sum(f.rate_per_s for f in mine if f.prefill_region == region.name)
                 into = sum(f.rate_per_s for f in mine if f.decode_region == region.name)
                 sides: Iterable[tuple[str, float]] = (("prefill", out), ("decode", into))
                 for phase, flow in sides:
-                    done = _rate(plan, ask.name, demand.bucket, phase, region.name)
+                    done = _rate(plan, model_demand.name, demand.bucket, phase, region.name)
                     if flow > done * (1 + SLACK) + SLACK:
-                        where = f"{ask.name} bucket {demand.bucket} in {region.name}"
+                        where = f"{model_demand.name} bucket {demand.bucket} in {region.name}"
                         yield f"{where}: {phase} {done:.4g} of {flow:.4g} req/s"
 
 
 def _links(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     load: dict[tuple[str, str], float] = {}
     for flow in plan.flows:
-        ask = problem.ask(flow.model)
-        if flow.prefill_region == flow.decode_region or ask is None:
+        model_demand = problem.ask(flow.model)
+        if flow.prefill_region == flow.decode_region or model_demand is None:
             continue
-        demand = ask.demands[flow.bucket]
+        demand = model_demand.demands[flow.bucket]
         key = (flow.prefill_region, flow.decode_region)
-        bits = float(wire_bits(ask, flow.codec)[flow.bucket])
+        bits = float(wire_bits(model_demand, flow.codec)[flow.bucket])
         load[key] = load.get(key, 0.0) + flow.rate_per_s * bits
         link = next((x for x in problem.links if (x.source, x.target) == key), None)
-        if link is not None and crossing_s(bits, link) > crossing_room_s(ask, demand) * (1 + SLACK):
-            yield f"{ask.name} bucket {flow.bucket}: its KV takes too long from {key[0]} to {key[1]}"
+        if link is not None and crossing_s(bits, link) > crossing_room_s(model_demand, demand) * (1 + SLACK):
+            yield f"{model_demand.name} bucket {flow.bucket}: its KV takes too long from {key[0]} to {key[1]}"
     for (source, target), bits in load.items():
         link = next((x for x in problem.links if (x.source, x.target) == (source, target)), None)
         if link is None:
@@ -521,12 +527,12 @@ def _links(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
 
 def _order(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """Nobody crosses a link who is shorter than somebody who stays in a region."""
-    for ask in problem.asks:
-        across, home = across_and_home(plan, ask.name)
+    for demand in problem.asks:
+        across, home = across_and_home(plan, demand.name)
         for (source, target), rates in across.items():
             shortest = next(bucket for bucket, rate in enumerate(rates) if rate)
             if any(home[shortest + 1 :]):
-                yield f"{ask.name}: bucket {shortest} crosses from {source} to {target}, and longer ones stay"
+                yield f"{demand.name}: bucket {shortest} crosses from {source} to {target}, and longer ones stay"
 
 
 def _cards(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
@@ -534,14 +540,14 @@ def _cards(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     codecs = codecs_of(plan)
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
-        ask = problem.ask(template.model)
+        demand = problem.ask(template.model)
         where = f"{deployment.template}@{deployment.region}"
         mine = [s for s in plan.shares if (s.template, s.region) == (template.name, deployment.region)]
-        if ask is None or not any(share.phase != "closed" for share in mine):
+        if demand is None or not any(share.phase != "closed" for share in mine):
             continue
-        bits = wire_bits(ask, codecs.get(ask.name, LOSSLESS))
+        bits = wire_bits(demand, codecs.get(demand.name, LOSSLESS))
         cards = cards_of(template.replicas, problem.by_name)
-        busy, passes = busy_limits(ask, bits, cards, problem.headroom)
+        busy, passes = busy_limits(demand, bits, cards, problem.headroom)
         for phase in ("prefill", "decode"):
             used = [share for share in mine if share.phase == phase and share.rate_per_s > 0]
             for share in used:

@@ -247,31 +247,31 @@ def evidence_of(
         trial = trial.final
     asked = sorted(trial.traffic if names is None else names)
     samples = {name: _Samples() for name in asked if name in trial.world.slos}
-    world = replace(trial.world, plan=plan.of_models(asked))
+    resolved_plan = replace(trial.world, plan=plan.of_models(asked))
     warm_up_s, batch_s = trial.spans_s(list(samples))
-    spent, timed = 0, None
+    spent, replica_models = 0, None
     shown: tuple[Evidence, ...] = ()
     for look, batches in enumerate(trial.looks):
-        load = trial.source(first_run + look, asked, warm_up_s + batches * batch_s)
-        if look > 1 and spent + len(load) > trial.most_requests:
+        workload = trial.source(first_run + look, asked, warm_up_s + batches * batch_s)
+        if look > 1 and spent + len(workload) > trial.most_requests:
             break
-        spent += len(load)
-        timed = timed or replica_models_of(world, load)
+        spent += len(workload)
+        replica_models = replica_models or replica_models_of(resolved_plan, workload)
         result = simulate(
-            world,
-            load,
+            resolved_plan,
+            workload,
             trial.policy,
             seed=first_run + look,
             settings=trial.settings,
             progress=far,
-            replica_models=timed,
+            replica_models=replica_models,
         )
         for name, mine in samples.items():
             _add(mine, result, name, (warm_up_s, batch_s))
         shown = tuple(_evidence(trial, name, mine) for name, mine in samples.items())
         if any(item.misses for item in shown) or all(item.clear for item in shown):
             break
-    disagreed = _disagreed(world, result, trial.policy, timed)
+    disagreed = _disagreed(resolved_plan, result, trial.policy, replica_models)
     return tuple(replace(item, disagreed=tuple(disagreed.get(item.model, ()))) for item in shown)
 
 
@@ -335,15 +335,17 @@ def _evidence(trial: TrialSetup, name: str, samples: _Samples) -> Evidence:
 
 
 def _disagreed(
-    world: ResolvedPlan, result: SimResult, policy: Policy, timed: ReplicaModels | None
+    resolved_plan: ResolvedPlan, result: SimResult, policy: Policy, replica_models: ReplicaModels | None
 ) -> dict[str, list[str]]:
     """By model; what two models share is told of both."""
     disagreed: dict[str, list[str]] = {}
-    for each in disagreements(compared(world, result, policy.balance, timed)):
-        if each.what != "attainment":
-            planned, ran = described(each)
-            for name in [name for name in world.slos if each.name.startswith(name)] or list(world.slos):
-                text = f"{each.what} of {each.name}: {planned} planned, {ran} ran"
+    for deviation in disagreements(compared(resolved_plan, result, policy.balance, replica_models)):
+        if deviation.what != "attainment":
+            planned, ran = described(deviation)
+            for name in [name for name in resolved_plan.slos if deviation.name.startswith(name)] or list(
+                resolved_plan.slos
+            ):
+                text = f"{deviation.what} of {deviation.name}: {planned} planned, {ran} ran"
                 disagreed.setdefault(name, []).append(text)
     return disagreed
 
@@ -368,50 +370,58 @@ class PairTrial:
     requests: int = REQUESTS
     seed: int = 0
 
-    def __call__(self, prefill: PlannedReplica, decode: PlannedReplica, rate_per_s: float) -> float:
-        ask = next(each for each in self.problem.asks if each.name == self.traffic.model)
-        members = (prefill,) if prefill == decode else (prefill, decode)
-        template = group_template(self.problem, ask, members, self.problem.codecs[-1])
+    def __call__(
+        self, prefill_replica: PlannedReplica, decode_replica: PlannedReplica, rate_per_s: float
+    ) -> float:
+        demand = next(
+            model_demand for model_demand in self.problem.asks if model_demand.name == self.traffic.model
+        )
+        members = (
+            (prefill_replica,) if prefill_replica == decode_replica else (prefill_replica, decode_replica)
+        )
+        template = group_template(self.problem, demand, members, self.problem.codecs[-1])
         if template is None:
             return 0.0
-        sent_per_s = min(rate_per_s, self.problem.headroom * _rate(ask, template))
+        sent_per_s = min(rate_per_s, self.problem.headroom * _rate(demand, template))
         if not sent_per_s > 0:
             return 0.0
-        load = of_traffic([replace(self.traffic, rate_per_s=sent_per_s)], self.requests, self.seed, 1.0)
-        world = replace(self.world, plan=pair_plan(self.problem, ask, template, sent_per_s))
-        rules = replace(self.policy, admission=False, scaling="none")
-        result = simulate(world, load, rules, seed=self.seed, settings=SimSettings())
-        warm_up_s = float(load.arrival_s[0]) + WARM_UP_SHARE * load.span_s
+        workload = of_traffic([replace(self.traffic, rate_per_s=sent_per_s)], self.requests, self.seed, 1.0)
+        resolved_plan = replace(self.world, plan=pair_plan(self.problem, demand, template, sent_per_s))
+        policy = replace(self.policy, admission=False, scaling="none")
+        result = simulate(resolved_plan, workload, policy, seed=self.seed, settings=SimSettings())
+        warm_up_s = float(workload.arrival_s[0]) + WARM_UP_SHARE * workload.span_s
         attained = summarise(result, warm_up_s).total.attainment or 0.0
         return attained * sent_per_s / rate_per_s
 
 
-def _rate(ask: ModelDemand, template: Template) -> float:
+def _rate(model_demand: ModelDemand, template: Template) -> float:
     """Requests a second of the model's mix that one copy serves; 0 where a bucket is beyond it."""
     busy = 0.0
-    for demand in ask.demands:
+    for demand in model_demand.demands:
         capacity = template.capacity[demand.bucket].closed_per_s
         if not capacity > 0:
             return 0.0
-        busy += demand.rate_per_s / ask.rate_per_s / capacity
+        busy += demand.rate_per_s / model_demand.rate_per_s / capacity
     return 1.0 / busy
 
 
-def pair_plan(problem: PlanningProblem, ask: ModelDemand, template: Template, rate_per_s: float) -> Plan:
+def pair_plan(
+    problem: PlanningProblem, model_demand: ModelDemand, template: Template, rate_per_s: float
+) -> Plan:
     machine = machine_of(problem, next(iter(template.machines)))
     assert machine is not None, "a group names machines of its pool"
-    rates = [rate_per_s * demand.rate_per_s / ask.rate_per_s for demand in ask.demands]
+    rates = [rate_per_s * demand.rate_per_s / model_demand.rate_per_s for demand in model_demand.demands]
     return Plan(
         strategy="pair",
         templates=(template,),
         deployments=(Deployment(template.name, machine.region, 1),),
         buckets=tuple(
-            LengthBucket(ask.name, demand.bucket, demand.longest_tokens, rate)
-            for demand, rate in zip(ask.demands, rates, strict=True)
+            LengthBucket(model_demand.name, demand.bucket, demand.longest_tokens, rate)
+            for demand, rate in zip(model_demand.demands, rates, strict=True)
         ),
         shares=tuple(
             PlannedShare(template.name, machine.region, demand.bucket, "closed", rate)
-            for demand, rate in zip(ask.demands, rates, strict=True)
+            for demand, rate in zip(model_demand.demands, rates, strict=True)
         ),
         flows=(),
         predictions=(),

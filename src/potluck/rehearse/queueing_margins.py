@@ -21,10 +21,12 @@ Factors = Mapping[str, float]  # Model to what its demand is multiplied by.
 
 def scaled(problem: PlanningProblem, factors: Factors) -> PlanningProblem:
     asks = []
-    for ask in problem.asks:
-        factor = factors.get(ask.name, 1.0)
-        demands = tuple(replace(demand, rate_per_s=demand.rate_per_s * factor) for demand in ask.demands)
-        asks.append(replace(ask, demands=demands))
+    for model_demand in problem.asks:
+        factor = factors.get(model_demand.name, 1.0)
+        demands = tuple(
+            replace(demand, rate_per_s=demand.rate_per_s * factor) for demand in model_demand.demands
+        )
+        asks.append(replace(model_demand, demands=demands))
     return replace(problem, asks=tuple(asks))
 
 
@@ -41,8 +43,8 @@ def restored(plan: Plan, problem: PlanningProblem, factors: Factors) -> Plan:
     got = reached(plan, factors)
     shrink = {name: 1.0 / max(got[name], min(factor, 1.0)) for name, factor in factors.items()}
     model_of = {template.name: template.model for template in plan.templates}
-    rates = {(d.model, d.bucket): d.rate_per_s for ask in problem.asks for d in ask.demands}
-    asked = {ask.name: ask.rate_per_s for ask in problem.asks}
+    rates = {(d.model, d.bucket): d.rate_per_s for demand in problem.asks for d in demand.demands}
+    asked = {demand.name: demand.rate_per_s for demand in problem.asks}
     fraction = min([1.0, *(got[name] * shrink[name] for name in factors)])
     return replace(
         plan,
@@ -69,7 +71,11 @@ def assembled(parts: Mapping[str, Plan], problem: PlanningProblem) -> Plan:
 
     Models share nodes and links, but no replica. Whether both suffice is for `plan.verify` to say.
     """
-    own = {ask.name: parts[ask.name].of_models((ask.name,)) for ask in problem.asks if ask.name in parts}
+    own = {
+        demand.name: parts[demand.name].of_models((demand.name,))
+        for demand in problem.asks
+        if demand.name in parts
+    }
     plans = list(own.values())
     return Plan(
         plans[0].strategy,
@@ -91,7 +97,7 @@ def assembled(parts: Mapping[str, Plan], problem: PlanningProblem) -> Plan:
 
 def cost_by_model(plan: Plan, problem: PlanningProblem) -> dict[str, float]:
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
-    cost = {ask.name: 0.0 for ask in problem.asks}
+    cost = {demand.name: 0.0 for demand in problem.asks}
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
         total = sum(prices[deployment.region, node.node] * node.count for node in template.nodes)
@@ -145,19 +151,21 @@ def late(
 ) -> dict[str, float]:
     """Model to the share of its requests that is expected to be late. `headroom` divides how busy they are."""
     result = {}
-    for ask in problem.asks:
-        if ask.rate_per_s > 0:
-            less = (headroom or {}).get(ask.name, 1.0)
-            queues = tuple(queues_of(problem, plan, ask))
-            result[ask.name] = min(1.0, sum(queue.share * _late(queue, ask, cv, less) for queue in queues))
+    for demand in problem.asks:
+        if demand.rate_per_s > 0:
+            less = (headroom or {}).get(demand.name, 1.0)
+            queues = tuple(queues_of(problem, plan, demand))
+            result[demand.name] = min(
+                1.0, sum(queue.share * _late(queue, demand, cv, less) for queue in queues)
+            )
     return result
 
 
-def queues_of(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iterator[DeploymentQueue]:
-    demands = {demand.bucket: demand for demand in ask.demands}
+def queues_of(problem: PlanningProblem, plan: Plan, model_demand: ModelDemand) -> Iterator[DeploymentQueue]:
+    demands = {demand.bucket: demand for demand in model_demand.demands}
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
-        if template.model != ask.name:
+        if template.model != model_demand.name:
             continue
         capacity = {each.bucket: each for each in template.capacity}
         for phase in PHASES:
@@ -181,7 +189,7 @@ def queues_of(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iterato
                 answer_s,
                 # Plans reckon with a mean queue where prompts are computed apart.
                 own_s - (wait_factor(problem.headroom) - 1.0) * mean_s if phase == "prefill" else own_s,
-                rate / ask.rate_per_s,
+                rate / model_demand.rate_per_s,
             )
 
 
@@ -200,8 +208,8 @@ def _rate(capacity: BucketCapacity, phase: str) -> float:
     return capacity.prefill_per_s if phase == "prefill" else capacity.decode_per_s
 
 
-def _late(queue: DeploymentQueue, ask: ModelDemand, cv: float, headroom: float) -> float:
-    busy, ttft_s = min(queue.busy / headroom, MOST_BUSY), ask.slo.ttft_s
+def _late(queue: DeploymentQueue, demand: ModelDemand, cv: float, headroom: float) -> float:
+    busy, ttft_s = min(queue.busy / headroom, MOST_BUSY), demand.slo.ttft_s
     kept = 1.0
     if queue.phase != "prefill" and queue.answers > 0:
         peaked = 1.0 + max(0.0, cv * cv - 1.0) / 2.0

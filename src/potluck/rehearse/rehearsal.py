@@ -133,17 +133,17 @@ class Rehearsal:
     def best(self) -> RehearsedPlan:
         if self.chosen is not None:
             return self.chosen
-        closest = max(step.margin for step in self.steps)
-        close = [step for step in self.steps if step.margin >= closest - ABOUT_AS_CLOSE]
-        return min(close, key=lambda step: (step.cost_usd_per_h, -step.margin))
+        closest = max(rehearsed.margin for rehearsed in self.steps)
+        close = [rehearsed for rehearsed in self.steps if rehearsed.margin >= closest - ABOUT_AS_CLOSE]
+        return min(close, key=lambda rehearsed: (rehearsed.cost_usd_per_h, -rehearsed.margin))
 
     @property
     def outcome(self) -> PlanOutcome:
         """The best plan, with how far it is from the least that any plan costs on averages."""
-        base, plan = self.averages, self.best.plan
-        cost, least = plan.total_usd_per_h, base.plan.total_usd_per_h * (1 - base.plan.gap)
+        base_outcome, plan = self.averages, self.best.plan
+        cost, least = plan.total_usd_per_h, base_outcome.plan.total_usd_per_h * (1 - base_outcome.plan.gap)
         gap = max(0.0, cost - least) / cost if cost > 0 else 0.0
-        return replace(base, plan=replace(plan, strategy=base.plan.strategy, gap=gap))
+        return replace(base_outcome, plan=replace(plan, strategy=base_outcome.plan.strategy, gap=gap))
 
 
 @dataclass(slots=True)
@@ -177,23 +177,25 @@ class _PlanSearch:
         return self.factory.problem
 
     def run(self, outcome: PlanOutcome) -> tuple[RehearsedPlan | None, SearchEnd]:
-        self.pools = {ask.name: [] for ask in self.problem.asks if ask.rate_per_s > 0}
+        self.pools = {demand.name: [] for demand in self.problem.asks if demand.rate_per_s > 0}
         self.offer(outcome.plan, outcome.plan.strategy)
         for plan in outcome.alternatives:
             self.offer(plan, plan.strategy)
-        best = self._first_that_holds()
-        while best is not None:
-            best = self._cheapest_below(best)
-            if not self.rules.fresh and all(item.long for item in best.evidence):
-                return best, HOLDS
-            verdict = self._try(best.parts, best.plan, fresh=True)
+        best_plan = self._first_that_holds()
+        while best_plan is not None:
+            best_plan = self._cheapest_below(best_plan)
+            if not self.rules.fresh and all(item.long for item in best_plan.evidence):
+                return best_plan, HOLDS
+            verdict = self._try(best_plan.parts, best_plan.plan, fresh=True)
             if verdict.suffices:
                 return verdict, HOLDS_IN_FRESH_RUNS
             self._learn(verdict)
             self._vary(verdict, more=True)
-            held = [step for step in self.steps if step.suffices and not self._missed(step)]
-            best = (
-                min(held, key=lambda step: rank_usd_per_h(self.problem, step.plan), default=None)
+            held = [
+                rehearsed for rehearsed in self.steps if rehearsed.suffices and not self._missed(rehearsed)
+            ]
+            best_plan = (
+                min(held, key=lambda rehearsed: rank_usd_per_h(self.problem, rehearsed.plan), default=None)
                 or self._first_that_holds()
             )
         return None, self._end()
@@ -230,15 +232,15 @@ class _PlanSearch:
             if self._solve_for_more([name for name, parts in able.items() if not parts]):
                 continue
             # Where no part is expected to hold, the one with most to spare is the best guess.
-            step = self._next({name: parts or self._open(name, -1)[:1] for name, parts in able.items()})
-            if step is None:
+            rehearsed = self._next({name: parts or self._open(name, -1)[:1] for name, parts in able.items()})
+            if rehearsed is None:
                 if self._solve_for_another():
                     continue
                 return None
-            if step.suffices:
-                return step
-            self._learn(step)
-            self._vary(step, more=True)
+            if rehearsed.suffices:
+                return rehearsed
+            self._learn(rehearsed)
+            self._vary(rehearsed, more=True)
         return None
 
     def _solve_for_another(self) -> bool:
@@ -278,48 +280,50 @@ class _PlanSearch:
         item = self.seen.get(part.key)
         return item is not None and item.suffices
 
-    def _learn(self, step: RehearsedPlan) -> None:
-        for item in step.evidence:
+    def _learn(self, rehearsed: RehearsedPlan) -> None:
+        for item in rehearsed.evidence:
             if not item.suffices:
-                part = step.parts[item.model]
+                part = rehearsed.parts[item.model]
                 growth = SMALL_GROWTH if item.margin > -NEAR else max(SMALL_GROWTH, _growth(part.plan))
                 self.needed[part.model, part.columns] = part.spare * growth
                 least = part.spare * (1.0 + STEP / 4)
                 self.roomy[part.model] = max(self.roomy.get(part.model, 0.0), least)
 
-    def _cheapest_below(self, best: RehearsedPlan) -> RehearsedPlan:
+    def _cheapest_below(self, best_plan: RehearsedPlan) -> RehearsedPlan:
         """What is cheaper than a plan that holds, the cheapest first: what is likely to hold, then a few others.
 
         Of what is likely, first what has more to spare than all that missed: where there is time for few plans, these
         are the ones.
         """
-        self._vary(best, more=False)
-        missed = [step for step in self.steps if not step.suffices]
+        self._vary(best_plan, more=False)
+        missed = [rehearsed for rehearsed in self.steps if not rehearsed.suffices]
         # Of a large plan the same columns with a share more are all but what another solve finds.
-        if missed and not any(large(part.plan) for part in best.parts.values()):
-            self._solve_above(max(missed, key=lambda step: step.margin))
+        if missed and not any(large(part.plan) for part in best_plan.parts.values()):
+            self._solve_above(max(missed, key=lambda rehearsed: rehearsed.margin))
         unlikely = 0
         while not self._spent:
-            step = self._next(
-                {name: self._likely(name, LIKELY, roomy=True) for name in self.pools}, best.plan
+            rehearsed = self._next(
+                {name: self._likely(name, LIKELY, roomy=True) for name in self.pools}, best_plan.plan
             )
-            if step is None:
-                step = self._next({name: self._likely(name, LIKELY) for name in self.pools}, best.plan)
-            if step is None and unlikely < UNLIKELY:
+            if rehearsed is None:
+                rehearsed = self._next(
+                    {name: self._likely(name, LIKELY) for name in self.pools}, best_plan.plan
+                )
+            if rehearsed is None and unlikely < UNLIKELY:
                 unlikely += 1
-                step = self._next({name: self._open(name) for name in self.pools}, best.plan)
-            if step is None:
+                rehearsed = self._next({name: self._open(name) for name in self.pools}, best_plan.plan)
+            if rehearsed is None:
                 break
-            if step.suffices:
-                best = step
-                self._vary(step, more=False)
+            if rehearsed.suffices:
+                best_plan = rehearsed
+                self._vary(rehearsed, more=False)
                 continue
-            self._learn(step)
-            self._vary(step, more=True)
-            if not any(large(part.plan) for part in step.parts.values()):
-                self._solve_above(step)
-                self._solve_without(step)
-        return best
+            self._learn(rehearsed)
+            self._vary(rehearsed, more=True)
+            if not any(large(part.plan) for part in rehearsed.parts.values()):
+                self._solve_above(rehearsed)
+                self._solve_without(rehearsed)
+        return best_plan
 
     def _next(
         self, pools: Mapping[str, Sequence[ModelPart]], below: Plan | None = None
@@ -372,8 +376,8 @@ class _PlanSearch:
             for name, part in parts.items()
         }
 
-    def _missed(self, step: RehearsedPlan) -> bool:
-        return not self.missed.isdisjoint(self._keys(step.parts, step.plan).values())
+    def _missed(self, rehearsed: RehearsedPlan) -> bool:
+        return not self.missed.isdisjoint(self._keys(rehearsed.parts, rehearsed.plan).values())
 
     def _try(self, parts: Mapping[str, ModelPart], plan: Plan, fresh: bool = False) -> RehearsedPlan:
         """Run what was not run before; what shares links, together."""
@@ -382,7 +386,7 @@ class _PlanSearch:
         groups = [[name] for name in left if name not in joined]
         groups += [group] if (group := sorted(joined & set(keys))) and set(group) & set(left) else []
         new: dict[str, Evidence] = {}
-        first_run = FRESH * (1 + sum(step.fresh for step in self.steps)) if fresh else 0
+        first_run = FRESH * (1 + sum(rehearsed.fresh for rehearsed in self.steps)) if fresh else 0
         self.factory.said(f"rehearsing plan {number}")
         for group in groups:
             for item in self.judge(plan, group, first_run):
@@ -393,9 +397,9 @@ class _PlanSearch:
                     self.seen[keys[item.model]] = item
         evidence = tuple(new.get(name) or self.seen[keys[name]] for name in sorted(keys))
         self.missed |= {keys[item.model] for item in evidence if not item.suffices}
-        step = RehearsedPlan(number, parts, evidence, plan, fresh)
-        self.steps.append(step)
-        return step
+        rehearsed = RehearsedPlan(number, parts, evidence, plan, fresh)
+        self.steps.append(rehearsed)
+        return rehearsed
 
     def offer(
         self,
@@ -411,7 +415,7 @@ class _PlanSearch:
             return False
         even = evened(problem, real, self.settings.time_limit_s, self.settings.clock)
         parts = {}
-        for name in [ask.name for ask in problem.asks if ask.name in self.pools]:
+        for name in [demand.name for demand in problem.asks if demand.name in self.pools]:
             asked = (factors or {}).get(name, 1.0)
             parts[name] = self._part(
                 even, name, made if abs(asked - 1) < 1e-3 else f"{made} for x {asked:.3g}"
@@ -426,9 +430,9 @@ class _PlanSearch:
 
     def _part(self, plan: Plan, name: str, made: str) -> ModelPart:
         own = costed(assembled({name: plan}, self.problem), self.problem, self.settings.running)
-        ask = next(ask for ask in self.problem.asks if ask.name == name)
-        allowed = SURE * (1.0 - ask.slo.attainment)
-        expected = late(replace(self.problem, asks=(ask,)), own, self.rules.cv)[name]
+        demand = next(demand for demand in self.problem.asks if demand.name == name)
+        allowed = SURE * (1.0 - demand.slo.attainment)
+        expected = late(replace(self.problem, asks=(demand,)), own, self.rules.cv)[name]
         return ModelPart(
             name,
             own,
@@ -439,10 +443,10 @@ class _PlanSearch:
             part_key(own),
         )
 
-    def _vary(self, step: RehearsedPlan, more: bool) -> None:
+    def _vary(self, rehearsed: RehearsedPlan, more: bool) -> None:
         """Offer each part with copies more, where it missed, or fewer, where it held, of one of its columns."""
-        verdicts = {item.model: item.suffices for item in step.evidence}
-        for name, part in step.parts.items():
+        verdicts = {item.model: item.suffices for item in rehearsed.evidence}
+        for name, part in rehearsed.parts.items():
             if verdicts.get(name, True) == more:
                 continue
             if large(part.plan):
@@ -480,8 +484,8 @@ class _PlanSearch:
         names = {deployment.template for deployment in deployments}
         templates = tuple(template for template in part.plan.templates if template.name in names)
         other = replace(part.plan, templates=templates, deployments=deployments)
-        ask = next(ask for ask in self.problem.asks if ask.name == part.model)
-        alone, other = replace(self.problem, asks=(ask,)), costed(other, self.problem, None)
+        demand = next(demand for demand in self.problem.asks if demand.name == part.model)
+        alone, other = replace(self.problem, asks=(demand,)), costed(other, self.problem, None)
         even = evened(alone, other, self.settings.time_limit_s, self.settings.clock)
         if not deployments or even is other:
             return  # they do not suffice on averages, or there are no more nodes
@@ -501,15 +505,15 @@ class _PlanSearch:
             self.asked[name] = max([self.asked.get(name, 1.0), *known]) * (1.0 + STEP)
         return self._planned(names, self.asked)
 
-    def _solve_above(self, step: RehearsedPlan) -> None:
+    def _solve_above(self, rehearsed: RehearsedPlan) -> None:
         """Plan for a little more than the parts that missed have capacity for: the next plan that is another one."""
-        missed = [item.model for item in step.evidence if not item.suffices]
-        self._planned(missed, {name: step.parts[name].spare * (1.0 + STEP / 2) for name in missed})
+        missed = [item.model for item in rehearsed.evidence if not item.suffices]
+        self._planned(missed, {name: rehearsed.parts[name].spare * (1.0 + STEP / 2) for name in missed})
 
-    def _solve_without(self, step: RehearsedPlan) -> None:
+    def _solve_without(self, rehearsed: RehearsedPlan) -> None:
         """Plan without the columns of the parts that missed."""
-        missed = {item.model for item in step.evidence if not item.suffices}
-        names = {t.name for name in missed for t in step.parts[name].plan.templates}
+        missed = {item.model for item in rehearsed.evidence if not item.suffices}
+        names = {t.name for name in missed for t in rehearsed.parts[name].plan.templates}
         self._planned(missed, {}, frozenset(names))
 
     def _planned(
@@ -522,9 +526,9 @@ class _PlanSearch:
                 return False
             self.solves += 1
             self.factory.said("planning with headroom" if factors else "planning without what missed")
-            asked = {ask.name: factors.get(ask.name, 1.0) for ask in problem.asks}
+            asked = {demand.name: factors.get(demand.name, 1.0) for demand in problem.asks}
             shop = replace(self.factory, problem=scaled(problem, asked))
-            without -= {pin.template for pin in self.settings.pins}
+            without -= {deployment.template for deployment in self.settings.pins}
             if without:  # what is made of the templates that are left is not for others
                 shop = replace(shop, without=without, made=dict(shop.made))
             outcome = self.planner(shop, self._settings(problem))
@@ -538,7 +542,7 @@ class _PlanSearch:
 
     def _apart(self, names: Collection[str]) -> PlanningProblem:
         """The problem of some models, on the nodes that are left beside the likeliest part of each other one."""
-        asks = tuple(ask for ask in self.problem.asks if ask.name in names)
+        asks = tuple(demand for demand in self.problem.asks if demand.name in names)
         used: Counter[tuple[str, str]] = Counter()
         for name in self.pools.keys() - set(names):
             likely = self._likely(name) or self._open(name, -1)
@@ -548,13 +552,13 @@ class _PlanSearch:
 
     def _settings(self, problem: PlanningProblem) -> SolveSettings:
         """Without what is asked or known of models that are not planned."""
-        names = tuple(ask.name for ask in problem.asks)
+        names = tuple(demand.name for demand in problem.asks)
         if len(names) == len(self.problem.asks):
             return self.settings
-        running = self.settings.running
+        running_plan = self.settings.running
         pins = [p for p in self.settings.pins if p.template.split(": ")[0] in names]
         return replace(
-            self.settings, running=running and running.of_models(names), pins=tuple(pins), starts=()
+            self.settings, running=running_plan and running_plan.of_models(names), pins=tuple(pins), starts=()
         )
 
 
@@ -576,10 +580,10 @@ def rehearse(
         raise CapacityError("no plan was found to rehearse; allow more time, or see the plan without it")
     search = _PlanSearch(factory, planner, settings, judge, rules or RehearsalRules())
     search.seen = {} if seen is None else seen
-    chosen, end = search.run(outcome)
-    if chosen is not None and not chosen.holds:
+    chosen_plan, end = search.run(outcome)
+    if chosen_plan is not None and not chosen_plan.holds:
         end = REQUESTS_LEFT_OUT
-    return Rehearsal(tuple(search.steps), chosen, end, outcome)
+    return Rehearsal(tuple(search.steps), chosen_plan, end, outcome)
 
 
 def _plans(count: int) -> str:
@@ -622,11 +626,11 @@ def rank_usd_per_h(problem: PlanningProblem, plan: Plan) -> float:
     return plan.total_usd_per_h + plan.start_usd_per_h + problem.complexity_share * parts_usd
 
 
-def costed(plan: Plan, problem: PlanningProblem, running: Plan | None) -> Plan:
+def costed(plan: Plan, problem: PlanningProblem, running_plan: Plan | None) -> Plan:
     """A plan that was put together, with what it costs."""
     started = 0.0
-    if running is not None and problem.init_penalty > 0:
-        before = {(d.template, d.region): d.count for d in running.deployments}
+    if running_plan is not None and problem.init_penalty > 0:
+        before = {(d.template, d.region): d.count for d in running_plan.deployments}
         new = [
             replace(d, count=count)
             for d in plan.deployments

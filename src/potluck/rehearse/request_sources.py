@@ -58,9 +58,9 @@ def recorded(
     Where a run is to be longer than a piece, it is the piece; there are no more runs than pieces.
     """
     fitted = {item.model: _fitted(traces[item.model], item) for item in traffic if item.model in traces}
-    piece_s = min(made.span_s for made in fitted.values()) / pieces
+    piece_s = min(workload.span_s for workload in fitted.values()) / pieces
     others = [item for item in traffic if item.model not in fitted and item.rate_per_s > 0]
-    if min(len(made) for made in fitted.values()) < pieces * LEAST_PIECE:
+    if min(len(workload) for workload in fitted.values()) < pieces * LEAST_PIECE:
         raise InputError(
             "trace", f"is too short to be cut into {pieces} pieces of {LEAST_PIECE} requests or more"
         )
@@ -68,7 +68,9 @@ def recorded(
     def source(run: int, names: Collection[str], span_s: float) -> Workload:
         piece = 2 * (run % FRESH % (pieces // 2)) + (run >= FRESH)
         cut_s = min(span_s, piece_s)
-        parts = [_piece(made, piece * piece_s, cut_s) for name, made in fitted.items() if name in names]
+        parts = [
+            _piece(workload, piece * piece_s, cut_s) for name, workload in fitted.items() if name in names
+        ]
         if rest := [item for item in others if item.model in names]:
             parts.append(made_up(rest, cv)(run, names, cut_s))
         return merge(parts)
@@ -76,16 +78,16 @@ def recorded(
     return source
 
 
-def _fitted(made: Workload, traffic: Traffic) -> Workload:
+def _fitted(workload: Workload, traffic: Traffic) -> Workload:
     """A trace at the rate that is planned for; its bursts keep their length."""
-    own = made.rate_per_s
+    own = workload.rate_per_s
     if own is None or abs(own / traffic.rate_per_s - 1) < 0.01:
-        return made
-    return at_rate(made, traffic.rate_per_s, "superpose")
+        return workload
+    return at_rate(workload, traffic.rate_per_s, "superpose")
 
 
-def _piece(made: Workload, from_s: float, span_s: float) -> Workload:
-    start_s = float(made.arrival_s[0]) + from_s
-    chosen = np.flatnonzero((made.arrival_s >= start_s) & (made.arrival_s < start_s + span_s))
-    cut = made.take(chosen)
+def _piece(workload: Workload, from_s: float, span_s: float) -> Workload:
+    start_s = float(workload.arrival_s[0]) + from_s
+    chosen = np.flatnonzero((workload.arrival_s >= start_s) & (workload.arrival_s < start_s + span_s))
+    cut = workload.take(chosen)
     return replace(cut, arrival_s=np.asarray(cut.arrival_s - start_s))

@@ -52,19 +52,19 @@ def _arrived(event: events.RequestArrived) -> str:
     return f'["RequestArrived",{_request(event.request)}]'
 
 
-def request_flags(r: Request) -> str:
+def request_flags(request: Request) -> str:
     """The last fields of a request, which most requests leave at their defaults."""
-    if r.grammar:
-        return f",{'true' if r.exact else 'false'},true"
-    return ",true" if r.exact else ""
+    if request.grammar:
+        return f",{'true' if request.exact else 'false'},true"
+    return ",true" if request.exact else ""
 
 
-def _request(r: Request) -> str:
-    deadline = "null" if r.deadline_s is None else number(r.deadline_s)
+def _request(request: Request) -> str:
+    deadline = "null" if request.deadline_s is None else number(request.deadline_s)
     return (
-        f"{text_of(r.id)},{text_of(r.model)},{number(r.arrival_s)},{r.prompt_tokens},"
-        f'{r.max_output_tokens},{r.priority},{deadline},"{names(r.blocks)}",'
-        f"{text_of(r.tenant)},{text_of(r.request_class)}{request_flags(r)}"
+        f"{text_of(request.id)},{text_of(request.model)},{number(request.arrival_s)},{request.prompt_tokens},"
+        f'{request.max_output_tokens},{request.priority},{deadline},"{names(request.blocks)}",'
+        f"{text_of(request.tenant)},{text_of(request.request_class)}{request_flags(request)}"
     )
 
 

@@ -188,7 +188,7 @@ class ReplicaModels:
                 model.layer_count,
                 placed[index],
                 tuple(sorted(replica.layout.machines)),
-                sum(member.tp for stage in replica.layout.stages for member in stage.nodes),
+                sum(stage_node.tp for stage in replica.layout.stages for stage_node in stage.nodes),
                 sum(kind.network_gbps for kind in kinds),
                 min(max(kind.interconnect.gb_per_s, 1.0) for kind in kinds) * 1e9,
                 engine,
@@ -296,10 +296,12 @@ def total_blocks(model: Model, layout: Layout, nodes: Mapping[str, NodeType], to
     least = float("inf")
     for stage, layers in pipeline_timer.stage_layers(model, layout):
         room = 0.0
-        for member in stage.nodes:
-            memory = stage_memory(model, nodes[member.node], member.tp, layers, ep=member.ep)
-            require_fit(model, memory, nodes[member.node], member.tp)
-            room += min(kv_tokens(model, memory, member.tp, tokens, layers, member.ep), float(1 << 40))
+        for stage_node in stage.nodes:
+            memory = stage_memory(model, nodes[stage_node.node], stage_node.tp, layers, ep=stage_node.ep)
+            require_fit(model, memory, nodes[stage_node.node], stage_node.tp)
+            room += min(
+                kv_tokens(model, memory, stage_node.tp, tokens, layers, stage_node.ep), float(1 << 40)
+            )
         least = min(least, room)
     return max(1, floor(least / BLOCK_TOKENS))
 

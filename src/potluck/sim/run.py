@@ -44,10 +44,12 @@ def check(world: SimWorld) -> list[str]:
 def midway(world: SimWorld) -> list[str]:
     """What holds at any time: no replica over its memory, no pipe with more or less than it was given."""
     texts = []
-    for site in world.sites.values():
-        replica = site.replica
-        if not 0 <= replica.used_blocks <= replica.total_blocks:
-            texts.append(f"{site.id} uses {replica.used_blocks} of {replica.total_blocks} blocks")
+    for sim_replica in world.sites.values():
+        sim_engine = sim_replica.replica
+        if not 0 <= sim_engine.used_blocks <= sim_engine.total_blocks:
+            texts.append(
+                f"{sim_replica.id} uses {sim_engine.used_blocks} of {sim_engine.total_blocks} blocks"
+            )
     for pipe in world.network.pipes:
         value = pipe.sent_bytes + pipe.open_bytes(world.now_s)
         if abs(value - pipe.served_bytes) > RELATIVE * max(value, 1.0):
@@ -82,12 +84,12 @@ def _left_over(world: SimWorld) -> list[str]:
     if world.attempts.open:
         return []
     texts = []
-    for site in world.fleet.all_sites:
-        left = len(site.attempts) + len(site.computing) + sum(not hand.over for hand in site.waiting)
+    for replica in world.fleet.all_sites:
+        left = len(replica.attempts) + len(replica.computing) + sum(not hand.over for hand in replica.waiting)
         if left:
-            texts.append(f"{site.id} still has {left} requests")
-        if site.there and site.replica.used_blocks:
-            texts.append(f"{site.id} still uses {site.replica.used_blocks} blocks")
+            texts.append(f"{replica.id} still has {left} requests")
+        if replica.there and replica.replica.used_blocks:
+            texts.append(f"{replica.id} still uses {replica.replica.used_blocks} blocks")
     return texts + [
         f"{pipe.name} still has {len(pipe)} transfers"
         for pipe in world.network.pipes
@@ -217,8 +219,8 @@ def result_of(world: SimWorld, seed: int) -> SimResult:
         "second attempts": world.attempts.hedged,
     }
     sites = world.fleet.all_sites
-    replicas = tuple(_replica_record(site, end_s) for site in sites)
-    added_s = [site.replica_model.engine.host.request_s for site in sites]
+    replicas = tuple(_replica_record(replica, end_s) for replica in sites)
+    added_s = [replica.replica_model.engine.host.request_s for replica in sites]
     rtt_s = world.replica_models.resolved.rtt_s
     return SimResult(
         recorded.as_users_see(world.ledger.records(world.workload), replicas, rtt_s, added_s),
@@ -235,22 +237,22 @@ def result_of(world: SimWorld, seed: int) -> SimResult:
     )
 
 
-def _replica_record(site: SimReplica, end_s: float) -> recorded.ReplicaRecord:
-    member, replica = site.member, site.replica
+def _replica_record(sim_replica: SimReplica, end_s: float) -> recorded.ReplicaRecord:
+    replica_spec, sim_engine = sim_replica.member, sim_replica.replica
     return recorded.ReplicaRecord(
-        member.id,
-        member.unit,
-        member.template,
-        member.model,
-        member.region,
-        member.role,
-        tuple(node for node, _ in site.replica_model.places),
-        site.replica_model.gpus,
-        tuple(site.changes),
-        replica.busy_s(end_s),
-        replica.computed_tokens,
-        replica.decoded_tokens,
-        tuple([(UPPER_S[place], float(count)) for place, count in replica.gaps.filled()]),
+        replica_spec.id,
+        replica_spec.unit,
+        replica_spec.template,
+        replica_spec.model,
+        replica_spec.region,
+        replica_spec.role,
+        tuple(node for node, _ in sim_replica.replica_model.places),
+        sim_replica.replica_model.gpus,
+        tuple(sim_replica.changes),
+        sim_engine.busy_s(end_s),
+        sim_engine.computed_tokens,
+        sim_engine.decoded_tokens,
+        tuple([(UPPER_S[place], float(count)) for place, count in sim_engine.gaps.filled()]),
     )
 
 

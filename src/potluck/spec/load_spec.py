@@ -51,10 +51,10 @@ def parse_spec(raw: bytes | str, *, file: str = "potluck.yaml", folder: Path = P
     """The spec in `raw`; paths in it are relative to `folder`."""
     data, problems = read_marked(raw.encode("utf-8", "replace") if isinstance(raw, str) else raw, file)
     regions, machines = region_names(data), len(_machines(data))
-    written = validate(data, problems)
-    if written is None:
+    spec_in = validate(data, problems)
+    if spec_in is None:
         raise SpecError(problems.found)
-    return resolve(written, folder, problems, regions, machines)
+    return resolve(spec_in, folder, problems, regions, machines)
 
 
 def region_names(data: dict[str, Any]) -> list[str]:

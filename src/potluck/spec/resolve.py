@@ -57,10 +57,10 @@ class TermNames:
         return {name: tuple(sorted(names)) for name, names in result.items()}
 
 
-def places_of(written: SpecIn, pooled: ResolvedPool, regions: Sequence[str]) -> TermNames:
-    clouds = {} if written.fleet is None else {r.name: r.cloud for r in written.fleet.regions if r.cloud}
+def places_of(spec_in: SpecIn, pooled: ResolvedPool, regions: Sequence[str]) -> TermNames:
+    clouds = {} if spec_in.fleet is None else {r.name: r.cloud for r in spec_in.fleet.regions if r.cloud}
     zones = any(offer.zone for region in pooled.regions for offer in region.offers)
-    return TermNames(tuple(regions), clouds, pooled.node_types, zones, written.pool is not None)
+    return TermNames(tuple(regions), clouds, pooled.node_types, zones, spec_in.pool is not None)
 
 
 def beside(region: RegionIn, hardware: SpecHardware) -> Iterator[tuple[OfferIn, NodeType]]:
@@ -77,25 +77,25 @@ def beside(region: RegionIn, hardware: SpecHardware) -> Iterator[tuple[OfferIn, 
         yield offer, node
 
 
-def resolve_terms(entry: ModelIn, places: TermNames, problems: SpecProblems) -> ModelTerms:
+def resolve_terms(model_in: ModelIn, term_names: TermNames, problems: SpecProblems) -> ModelTerms:
     """The terms of one model; what is wrong with them is noted with its line."""
-    limits = entry.limits or LimitsIn()
+    limits = model_in.limits or LimitsIn()
     before = len(problems.found)
-    redundancy = entry.redundancy
-    if redundancy is not None and redundancy.survive == "zone" and not places.zones:
-        fix = "add zone: to the fleet's nodes" if not places.pool else "a pool's plans name no zones"
-        problems.add((*entry.at, "redundancy"), f"zone is not known of any node; {fix}, or survive: node")
-    if limits.min_copies and entry.traffic.rate_per_s == 0:
+    redundancy = model_in.redundancy
+    if redundancy is not None and redundancy.survive == "zone" and not term_names.zones:
+        fix = "add zone: to the fleet's nodes" if not term_names.pool else "a pool's plans name no zones"
+        problems.add((*model_in.at, "redundancy"), f"zone is not known of any node; {fix}, or survive: node")
+    if limits.min_copies and model_in.traffic.rate_per_s == 0:
         problems.add(
             (*limits.at, "min_copies"), "asks for copies of a model at rate 0; give it a rate_per_s above 0"
         )
-    regions = _allowed_regions(limits, places, problems)
+    regions = _allowed_regions(limits, term_names, problems)
     residency = None
     if limits.residency is not None:
-        known = {*places.regions, *places.clouds.values()}
+        known = {*term_names.regions, *term_names.clouds.values()}
         asked = _known(limits.residency, known, "region or cloud", (*limits.at, "residency"), problems)
-        residency = tuple(r for r in places.regions if r in asked or places.clouds.get(r) in asked)
-    nodes = _nodes(limits, places, problems)
+        residency = tuple(r for r in term_names.regions if r in asked or term_names.clouds.get(r) in asked)
+    nodes = _nodes(limits, term_names, problems)
     for only, name in ((regions, "only_regions"), (residency, "residency"), (nodes, "only_nodes")):
         if only == () and len(problems.found) == before:
             problems.add((*limits.at, name), "leaves nothing to run on; allow more")
@@ -103,7 +103,7 @@ def resolve_terms(entry: ModelIn, places: TermNames, problems: SpecProblems) -> 
         return ModelTerms(
             None if redundancy is None else redundancy.survive,
             1.0 if redundancy is None else redundancy.share,
-            entry.max_spot_share,
+            model_in.max_spot_share,
             regions,
             residency,
             nodes,
@@ -112,23 +112,25 @@ def resolve_terms(entry: ModelIn, places: TermNames, problems: SpecProblems) -> 
             limits.max_nodes,
             limits.min_copies,
             limits.max_copies,
-            entry.priority,
+            model_in.priority,
         )
     except InputError as error:
         problems.add((*limits.at, error.field), error.problem)
         return ModelTerms()
 
 
-def _allowed_regions(limits: LimitsIn, places: TermNames, problems: SpecProblems) -> tuple[str, ...] | None:
+def _allowed_regions(
+    limits: LimitsIn, term_names: TermNames, problems: SpecProblems
+) -> tuple[str, ...] | None:
     """The regions that are left; None when nothing is said."""
-    at, clouds = limits.at, places.clouds
+    at, clouds = limits.at, term_names.clouds
     text = (limits.only_regions, limits.only_clouds, limits.no_regions or None, limits.no_clouds or None)
     if all(item is None for item in text):
         return None
-    left = set(places.regions)
+    left = set(term_names.regions)
     for field, names, known, allowed in (
-        ("only_regions", limits.only_regions, places.regions, True),
-        ("no_regions", limits.no_regions, places.regions, False),
+        ("only_regions", limits.only_regions, term_names.regions, True),
+        ("no_regions", limits.no_regions, term_names.regions, False),
         ("only_clouds", limits.only_clouds, tuple(clouds.values()), True),
         ("no_clouds", limits.no_clouds, tuple(clouds.values()), False),
     ):
@@ -138,14 +140,14 @@ def _allowed_regions(limits: LimitsIn, places: TermNames, problems: SpecProblems
         asked = _known(names, set(known), what, (*at, field), problems)
         mine = {r for r in left if (clouds.get(r) if what == "cloud" else r) in asked}
         left = mine if allowed else left - mine
-    return tuple(region for region in places.regions if region in left)
+    return tuple(region for region in term_names.regions if region in left)
 
 
-def _nodes(limits: LimitsIn, places: TermNames, problems: SpecProblems) -> tuple[str, ...] | None:
+def _nodes(limits: LimitsIn, term_names: TermNames, problems: SpecProblems) -> tuple[str, ...] | None:
     if limits.only_nodes is None and not limits.no_nodes:
         return None
-    names = places.node_names()
-    left = {node.name for node in places.nodes}
+    names = term_names.node_names()
+    left = {node.name for node in term_names.nodes}
     for field, written, allowed in (
         ("only_nodes", limits.only_nodes, True),
         ("no_nodes", limits.no_nodes, False),
@@ -156,7 +158,7 @@ def _nodes(limits: LimitsIn, places: TermNames, problems: SpecProblems) -> tuple
         asked = _known(spelt, set(names), "node", (*limits.at, field), problems)
         mine = {node for name in asked for node in names[name]}
         left = left & mine if allowed else left - mine
-    return tuple(node.name for node in places.nodes if node.name in left)
+    return tuple(node.name for node in term_names.nodes if node.name in left)
 
 
 def _spelt(name: str, known: Collection[str]) -> str:
@@ -190,7 +192,7 @@ PLAUSIBLE_TTFT_MS, PLAUSIBLE_TPOT_MS, PLAUSIBLE_E2E_MS = 20.0, 1.0, 50.0
 
 
 def resolve(
-    written: SpecIn, folder: Path, problems: SpecProblems, region_names: list[str], machine_count: int = 0
+    spec_in: SpecIn, folder: Path, problems: SpecProblems, region_names: list[str], machine_count: int = 0
 ) -> Spec:
     """The frozen spec; raises SpecError with all problems, those found before included.
 
@@ -199,45 +201,45 @@ def resolve(
     """
     broken = bool(problems.found)
     if not broken:
-        _not_empty(written, problems)
+        _not_empty(spec_in, problems)
     hardware = SpecHardware(problems)
-    hardware.add_gpus(written.gpus)
-    if written.pool is not None:
-        if written.fleet is not None:
+    hardware.add_gpus(spec_in.gpus)
+    if spec_in.pool is not None:
+        if spec_in.fleet is not None:
             problems.add(
                 ("pool",), "stands beside `fleet`; keep one of them, a pool's machines are its fleet"
             )
-        pooled = resolve_pool(written.pool, machine_count, hardware, problems)
+        pooled = resolve_pool(spec_in.pool, machine_count, hardware, problems)
     else:
-        pooled = _rented(written, hardware, problems, broken)
-    links = _links(written.links, region_names, problems)
-    models = _models(written, pooled, region_names, folder, problems)
+        pooled = _rented(spec_in, hardware, problems, broken)
+    links = _links(spec_in.links, region_names, problems)
+    models = _models(spec_in, pooled, region_names, folder, problems)
     names = [model.name for model in models] if not problems.found else []
-    policy = resolve_policy(written.policy, names, problems)
-    origins = resolve_origins(written.origins, [region.name for region in pooled.regions], problems)
-    models = with_shares(written.models, models, policy, dict(origins), problems)
+    policy = resolve_policy(spec_in.policy, names, problems)
+    origins = resolve_origins(spec_in.origins, [region.name for region in pooled.regions], problems)
+    models = with_shares(spec_in.models, models, policy, dict(origins), problems)
     problems.raise_any()
     return Spec(
         models=tuple(models),
         regions=pooled.regions,
         node_types=pooled.node_types,
         links=tuple(links) or pooled.links,
-        budget_usd_per_h=written.budget_usd_per_h,
+        budget_usd_per_h=spec_in.budget_usd_per_h,
         price_notes=pooled.price_notes,
-        notes=(*hardware.notes, *_units(written), *_unmade(written, models)),
+        notes=(*hardware.notes, *_units(spec_in), *_unmade(spec_in, models)),
         pool=pooled.pool,
         policy=policy,
         origins=origins,
-        kv_codecs=tuple(core for name, core in KV_CODECS.items() if name in ("raw", *written.kv_codecs)),
-        engine=written.engine,
-        complexity_share=written.complexity_share,
-        max_group_gpus=None if written.pool is None else written.pool.max_group_gpus,
+        kv_codecs=tuple(core for name, core in KV_CODECS.items() if name in ("raw", *spec_in.kv_codecs)),
+        engine=spec_in.engine,
+        complexity_share=spec_in.complexity_share,
+        max_group_gpus=None if spec_in.pool is None else spec_in.pool.max_group_gpus,
     )
 
 
-def _units(written: SpecIn) -> Iterator[str]:
+def _units(spec_in: SpecIn) -> Iterator[str]:
     """Objectives so short that seconds were probably meant: they are in milliseconds, whatever they are called."""
-    for place, model in enumerate(written.models):
+    for place, model in enumerate(spec_in.models):
         for name, value, least in (
             ("ttft_ms", model.slo.ttft_ms, PLAUSIBLE_TTFT_MS),
             ("tpot_ms", model.slo.tpot_ms, PLAUSIBLE_TPOT_MS),
@@ -248,10 +250,10 @@ def _units(written: SpecIn) -> Iterator[str]:
                 yield f"{what}; objectives are in milliseconds, {value:g} s would be {value * 1000:g}"
 
 
-def _rented(written: SpecIn, hardware: SpecHardware, problems: SpecProblems, broken: bool) -> ResolvedPool:
+def _rented(spec_in: SpecIn, hardware: SpecHardware, problems: SpecProblems, broken: bool) -> ResolvedPool:
     """A written fleet: regions and what they offer."""
-    assert written.fleet is not None
-    regions, notes = _regions(written.fleet.regions, hardware, problems)
+    assert spec_in.fleet is not None
+    regions, notes = _regions(spec_in.fleet.regions, hardware, problems)
     available = [offer.available for region in regions for offer in region.offers]
     if not broken and not problems.found and not any(available):
         problems.add(("fleet",), "fleet has no GPUs: available is 0 everywhere")
@@ -260,11 +262,11 @@ def _rented(written: SpecIn, hardware: SpecHardware, problems: SpecProblems, bro
     return ResolvedPool(None, tuple(regions), types, (), tuple(notes))
 
 
-def _not_empty(written: SpecIn, problems: SpecProblems) -> None:
-    lists: list[tuple[Loc, list[Any]]] = [(("models",), written.models)]
-    if written.fleet is not None:
-        lists.append((("fleet", "regions"), written.fleet.regions))
-        lists += [((*region.at, "nodes"), region.nodes) for region in written.fleet.regions]
+def _not_empty(spec_in: SpecIn, problems: SpecProblems) -> None:
+    lists: list[tuple[Loc, list[Any]]] = [(("models",), spec_in.models)]
+    if spec_in.fleet is not None:
+        lists.append((("fleet", "regions"), spec_in.fleet.regions))
+        lists += [((*region.at, "nodes"), region.nodes) for region in spec_in.fleet.regions]
     for loc, entries in lists:
         if not entries:
             problems.add(loc, "needs at least one entry")
@@ -297,18 +299,18 @@ def _regions(
     return regions, notes
 
 
-def _offer(written: OfferIn, node: NodeType, price_usd_per_h: float, hardware: SpecHardware) -> NodeOffer:
-    often = written.preemptions_per_h
+def _offer(offer_in: OfferIn, node: NodeType, price_usd_per_h: float, hardware: SpecHardware) -> NodeOffer:
+    often = offer_in.preemptions_per_h
     if often is None:
-        often = ASSUMED_PREEMPTIONS_PER_H if written.spot else 0.0
-        if written.spot:
+        often = ASSUMED_PREEMPTIONS_PER_H if offer_in.spot else 0.0
+        if offer_in.spot:
             hardware.note(f"{node.name}: spot, assumed to be taken away {often:g} times an hour")
     fixed: dict[str, Any] = {
         "node": node.name,
         "price_usd_per_h": price_usd_per_h,
         "preemptions_per_h": often,
     }
-    return NodeOffer(**written.model_dump(exclude=set(fixed), exclude_none=True), **fixed)
+    return NodeOffer(**offer_in.model_dump(exclude=set(fixed), exclude_none=True), **fixed)
 
 
 def _price(
@@ -356,78 +358,89 @@ def _ends(link: LinkIn) -> tuple[tuple[str, str], tuple[Loc, Loc]]:
 
 
 def _models(
-    written: SpecIn, pooled: ResolvedPool, regions: list[str], folder: Path, problems: SpecProblems
+    spec_in: SpecIn, pooled: ResolvedPool, regions: list[str], folder: Path, problems: SpecProblems
 ) -> list[ModelSpec]:
     models: list[ModelSpec] = []
     seen: set[str] = set()
-    places = places_of(written, pooled, regions)
-    for entry in written.models:
-        model = _model(entry, folder, problems)
-        name = entry.name or (model.name if model is not None else entry.model)
+    term_names = places_of(spec_in, pooled, regions)
+    for model_in in spec_in.models:
+        model = _model(model_in, folder, problems)
+        name = model_in.name or (model.name if model is not None else model_in.model)
         if name in seen:
             problem = f"duplicate model {shown(name)}; give each its own name"
-            problems.add((*entry.at, "name" if entry.name else "model"), problem)
+            problems.add((*model_in.at, "name" if model_in.name else "model"), problem)
         seen.add(name)
-        traffic, lengths_from = resolve_traffic(entry.traffic, name, folder, problems)
+        traffic, lengths_from = resolve_traffic(model_in.traffic, name, folder, problems)
         if model is None or traffic is None:
             continue
-        trace = None if entry.traffic.trace is None else folder / entry.traffic.trace
-        files = entry.files if entry.files in (None, SHIPPED) else str(folder / entry.files)
-        where = entry.weights
+        trace = None if model_in.traffic.trace is None else folder / model_in.traffic.trace
+        files = model_in.files if model_in.files in (None, SHIPPED) else str(folder / model_in.files)
+        where = model_in.weights
         path = None if where is None or where.path is None else str(folder / where.path)
         weights = None if where is None else WeightsLocation(where.place, path, where.gb_per_s)
         stored = model.mostly
-        formats = _formats(entry, model, engine_abilities.ENGINES[written.engine], problems)
+        formats = _formats(model_in, model, engine_abilities.ENGINES[spec_in.engine], problems)
         if formats:
             model = in_format(model, formats[0])
-        terms = resolve_terms(entry, places, problems)
-        by_hour = tuple(entry.traffic.rate_by_hour or ())
-        config = _config_path(entry.model, folder)
-        message = (lengths_from, trace, files, entry.idle_s, weights, by_hour, terms, formats, stored, config)
-        models.append(ModelSpec(name, model, entry.slo.value(), traffic, *message))
+        terms = resolve_terms(model_in, term_names, problems)
+        by_hour = tuple(model_in.traffic.rate_by_hour or ())
+        config = _config_path(model_in.model, folder)
+        message = (
+            lengths_from,
+            trace,
+            files,
+            model_in.idle_s,
+            weights,
+            by_hour,
+            terms,
+            formats,
+            stored,
+            config,
+        )
+        models.append(ModelSpec(name, model, model_in.slo.value(), traffic, *message))
     return models
 
 
-def _unmade(written: SpecIn, models: Sequence[ModelSpec]) -> Iterator[str]:
+def _unmade(spec_in: SpecIn, models: Sequence[ModelSpec]) -> Iterator[str]:
     """Formats that are allowed and that the engine does not serve a model in."""
-    title = engine_abilities.ENGINES[written.engine].title
-    for entry, model in zip(written.models, models, strict=True):
-        out = [item for item in entry.precision or () if item not in model.formats]
+    title = engine_abilities.ENGINES[spec_in.engine].title
+    for model_in, model in zip(spec_in.models, models, strict=True):
+        out = [item for item in model_in.precision or () if item not in model.formats]
         if out:
             words = f"{' and '.join(out)} left out: {title} makes none of a checkpoint in {model.stored}"
             yield f"{model.name}: {words}"
 
 
 def _formats(
-    entry: ModelIn, model: Model, engine: engine_abilities.EngineKind, problems: SpecProblems
+    model_in: ModelIn, model: Model, engine: engine_abilities.EngineKind, problems: SpecProblems
 ) -> tuple[Format, ...]:
     """The formats that are asked for, as far as the engine serves the model in them; where it does in none, that."""
     for limit in dict.fromkeys(engine_abilities.limits_of_model(model, engine)):
         able = [f"`engine: {name}`" for name in engine_abilities.engines_for((), model)]
         fix = f"; {' or '.join(able)} does" if able else ""
-        problems.add((*entry.at, "model"), f"needs {limit.what}, which {engine.title} does not do{fix}")
-    asked = tuple(entry.precision or ())
+        problems.add((*model_in.at, "model"), f"needs {limit.what}, which {engine.title} does not do{fix}")
+    asked = tuple(model_in.precision or ())
     limits = {item: engine_abilities.limit_of_format(item, model.mostly, engine) for item in asked or (None,)}
     if all(limits.values()):
         wrong = next(limit for limit in limits.values() if limit is not None)
         fix = f"; have {wrong.fix}" if wrong.fix else ""
         where = "precision" if asked else "model"
-        problems.add((*entry.at, where), f"needs {wrong.what}, which {engine.title} does not do{fix}")
+        problems.add((*model_in.at, where), f"needs {wrong.what}, which {engine.title} does not do{fix}")
     return tuple(item for item in asked if limits[item] is None)
 
 
-def _model(entry: ModelIn, folder: Path, problems: SpecProblems) -> Model | None:
+def _model(model_in: ModelIn, folder: Path, problems: SpecProblems) -> Model | None:
     """A catalog name; else, or when it is written as a path, a directory or config.json beside the spec."""
     from potluck.catalog import models as catalog
 
-    loc = (*entry.at, "model")
+    loc = (*model_in.at, "model")
     try:
-        path = _config_path(entry.model, folder)
+        path = _config_path(model_in.model, folder)
         if path is None:
-            return catalog.model(entry.model)
+            return catalog.model(model_in.model)
         if path.exists():
             return _read_config(path)
-        problems.add(loc, f"no file or directory {shown(entry.model)} beside the spec")
+        problems.add(loc, f"no file or directory {shown(model_in.model)} beside the spec")
         return None
     except UnknownNameError as error:
         problems.add(loc, error.problem.replace("unknown", "unknown model", 1))
@@ -460,38 +473,38 @@ def _read_config(path: Path) -> Model:
     return huggingface.read_model(path)
 
 
-def resolve_policy(written: PolicyIn | None, models: Sequence[str], problems: SpecProblems) -> Policy:
+def resolve_policy(policy_in: PolicyIn | None, models: Sequence[str], problems: SpecProblems) -> Policy:
     """The rules; what is wrong with them is noted with its line. `models` are the names of those there are."""
-    if written is None:
+    if policy_in is None:
         return Policy()
     for kind in ("tenants", "classes"):
         seen: set[str] = set()
-        for entry in getattr(written, kind):
+        for entry in getattr(policy_in, kind):
             if entry.name in seen:
                 problems.add((*entry.at, "name"), f"duplicate name {shown(entry.name)} in {kind}; keep one")
             seen.add(entry.name)
-    shared = tuple(_sharing(shared_prefix, models, problems) for shared_prefix in written.shared_prefixes)
+    shared = tuple(_sharing(shared_prefix, models, problems) for shared_prefix in policy_in.shared_prefixes)
     classes = [
         made_of(RequestClass, item, problems, slo=None if item.slo is None else item.slo.value())
-        for item in written.classes
+        for item in policy_in.classes
     ]
     if problems.found:
         return Policy()
-    tenants = tuple(Tenant(tenant.name, tenant.weight) for tenant in written.tenants)
+    tenants = tuple(Tenant(tenant.name, tenant.weight) for tenant in policy_in.tenants)
     own = with_built_in(tuple(item for item in classes if item is not None))
     lists = {"tenants": tenants, "classes": own, "shared_prefixes": shared}
-    return made_of(Policy, written, problems, **lists) or Policy()
+    return made_of(Policy, policy_in, problems, **lists) or Policy()
 
 
-def _sharing(written: SharingIn, models: Sequence[str], problems: SpecProblems) -> PrefixSharing:
-    if written.tenants != "all" and len(set(written.tenants)) < 2:
-        problems.add((*written.at, "tenants"), "must name two tenants or more that share, or say `all`")
-    named = () if written.models == "all" else tuple(written.models)
+def _sharing(sharing_in: SharingIn, models: Sequence[str], problems: SpecProblems) -> PrefixSharing:
+    if sharing_in.tenants != "all" and len(set(sharing_in.tenants)) < 2:
+        problems.add((*sharing_in.at, "tenants"), "must name two tenants or more that share, or say `all`")
+    named = () if sharing_in.models == "all" else tuple(sharing_in.models)
     for place, name in enumerate(named):
         if models and name not in models:
             line = f"unknown model {shown(name)}{did_you_mean(name, models)}"
-            problems.add((*written.at, "models", place), line)
-    if written.models == []:
-        problems.add((*written.at, "models"), "must name models, or say `all`")
-    tenants = () if written.tenants == "all" else tuple(sorted(set(written.tenants)))
+            problems.add((*sharing_in.at, "models", place), line)
+    if sharing_in.models == []:
+        problems.add((*sharing_in.at, "models"), "must name models, or say `all`")
+    tenants = () if sharing_in.tenants == "all" else tuple(sorted(set(sharing_in.tenants)))
     return PrefixSharing(tenants, named)

@@ -53,10 +53,10 @@ class SpecHardware:
             elif (made := made_of(Gpu, gpu, self.problems)) is not None:
                 self.gpus[gpu.name] = made
 
-    def node(self, written: str | NodeIn, loc: Loc) -> NodeType | None:
+    def node(self, node_in: str | NodeIn, loc: Loc) -> NodeType | None:
         """The node type; None, with a complaint, when there is no such thing."""
         try:
-            node = self._named(written) if isinstance(written, str) else self._built(written, loc)
+            node = self._named(node_in) if isinstance(node_in, str) else self._built(node_in, loc)
         except InputError as error:
             self.problems.add(loc, error.problem if error.field in ("node", "gpu", "") else str(error))
             return None
@@ -86,14 +86,14 @@ class SpecHardware:
                 raise
             raise InputError("node", f"{shown(name)}: unknown GPU {shown(gpu)}{near}") from None
 
-    def _built(self, written: NodeIn, loc: Loc) -> NodeType | None:
-        gpu = self._gpu(written.gpu, (*loc, "gpu"))
+    def _built(self, node_in: NodeIn, loc: Loc) -> NodeType | None:
+        gpu = self._gpu(node_in.gpu, (*loc, "gpu"))
         if gpu is None:
             return None
-        link = written.interconnect
+        link = node_in.interconnect
         interconnect = Interconnect(link.kind, link.gb_per_s, link.latency_us * 1e-6) if link else None
-        name = written.name or f"{written.count}x{gpu.name}"
-        return self._assemble(name, gpu, written.count, interconnect, written.network_gbps)
+        name = node_in.name or f"{node_in.count}x{gpu.name}"
+        return self._assemble(name, gpu, node_in.count, interconnect, node_in.network_gbps)
 
     def _gpu(self, name: str, loc: Loc) -> Gpu | None:
         from potluck.catalog import gpus as catalog
@@ -105,21 +105,21 @@ class SpecHardware:
         return gpu
 
     def _assemble(
-        self, name: str, gpu: Gpu, count: int, link: Interconnect | None, network_gbps: float | None
+        self, name: str, gpu: Gpu, count: int, interconnect: Interconnect | None, network_gbps: float | None
     ) -> NodeType:
         """A node type whose open ends are filled from the catalog's nearest, else assumed and noted."""
         like = _catalog_node(f"{count}x{gpu.name}")
-        if link is None:
-            link = like.interconnect if like is not None else None
-        if link is None:
-            link = Interconnect("none", 0.0, 0.0) if count == 1 else ASSUMED_LINK
+        if interconnect is None:
+            interconnect = like.interconnect if like is not None else None
+        if interconnect is None:
+            interconnect = Interconnect("none", 0.0, 0.0) if count == 1 else ASSUMED_LINK
             if count > 1:
-                self.note(f"{name}: interconnect assumed PCIe, {link.gb_per_s:g} GB/s per GPU")
+                self.note(f"{name}: interconnect assumed PCIe, {interconnect.gb_per_s:g} GB/s per GPU")
         if network_gbps is None:
             network_gbps = like.network_gbps if like is not None else ASSUMED_NETWORK_GBPS
             if like is None:
                 self.note(f"{name}: network assumed {network_gbps:g} Gbps")
-        return NodeType(name, gpu, count, link, network_gbps)
+        return NodeType(name, gpu, count, interconnect, network_gbps)
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -182,7 +182,7 @@ class ResolvedPool:
 
 
 def resolve_pool(
-    written: PoolIn, machine_count: int, hardware: SpecHardware, problems: SpecProblems
+    pool_in: PoolIn, machine_count: int, hardware: SpecHardware, problems: SpecProblems
 ) -> ResolvedPool:
     """`machine_count` is how many were written, those that were cut out as broken included.
 
@@ -192,11 +192,11 @@ def resolve_pool(
     regions the slowest link of any two machines counts, unless `links` are written.
     """
     if not machine_count:
-        problems.add((*written.at, "machines"), "needs at least one entry")
+        problems.add((*pool_in.at, "machines"), "needs at least one entry")
     before = len(problems.found)
-    nodes, notes = _nodes(written.machines, hardware, problems)
-    gbps = _matrix(written, "gbps", machine_count, MAX_GBPS, problems)
-    rtt_ms = _matrix(written, "rtt_ms", machine_count, MAX_RTT_MS, problems)
+    nodes, notes = _nodes(pool_in.machines, hardware, problems)
+    gbps = _matrix(pool_in, "gbps", machine_count, MAX_GBPS, problems)
+    rtt_ms = _matrix(pool_in, "rtt_ms", machine_count, MAX_RTT_MS, problems)
     broken = len(problems.found) > before or len(nodes) < machine_count or not nodes
     if broken or gbps is None or rtt_ms is None:
         return ResolvedPool(None, (), (), (), ())
@@ -247,9 +247,9 @@ def _price(machine: MachineIn, node: NodeType, region: str, hardware: SpecHardwa
     return price
 
 
-def _matrix(written: PoolIn, field: str, size: int, most: float, problems: SpecProblems) -> Matrix | None:
+def _matrix(pool_in: PoolIn, field: str, size: int, most: float, problems: SpecProblems) -> Matrix | None:
     """One number for every pair, or a square matrix in the order of the machines."""
-    value, at = getattr(written, field), (*written.at, field)
+    value, at = getattr(pool_in, field), (*pool_in.at, field)
     if value is None and field == "rtt_ms":
         value = RTT_S * 1000
     if not isinstance(value, list):

@@ -254,13 +254,13 @@ def read_marked(raw: bytes, file: str) -> tuple[dict[str, Any], SpecProblems]:
         builder.refuse(text.count("\n", 0, max(0, position)) + 1, f"cannot be read: {error.reason}")
     except yaml.YAMLError as error:
         builder.refuse(1, f"is not YAML: {error}")
-    root = builder.root
-    if root is None or (root.value is None and root.keys is None and root.items is None):
+    root_node = builder.root
+    if root_node is None or (root_node.value is None and root_node.keys is None and root_node.items is None):
         builder.refuse(1, "is empty; `potluck init` writes an example to start from")
-    if root.keys is None:
-        kind = "a list" if root.items is not None else shown(root.value)
-        builder.refuse(root.line, f"must be a mapping with models and fleet, is {kind}")
-    values = _plain(root, (), problems.lines)
+    if root_node.keys is None:
+        kind = "a list" if root_node.items is not None else shown(root_node.value)
+        builder.refuse(root_node.line, f"must be a mapping with models and fleet, is {kind}")
+    values = _plain(root_node, (), problems.lines)
     assert isinstance(values, dict)
     return values, problems
 

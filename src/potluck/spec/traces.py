@@ -262,7 +262,10 @@ def open_trace(path: Path) -> tuple[str, Iterator[TraceRequest | None]]:
         names = next(csv.reader([header]), [])
     except csv.Error as error:
         raise InputError(f"{path.name}:1", f"is no known trace: {error}") from error
-    chosen = next((known for known in CSV_FORMATS if set(known.columns) <= {n.strip() for n in names}), None)
+    chosen = next(
+        (csv_format for csv_format in CSV_FORMATS if set(csv_format.columns) <= {n.strip() for n in names}),
+        None,
+    )
     if chosen is None:
         raise InputError(f"{path.name}:1", _unknown_header(names))
     return chosen.name, _read_csv(path, chosen)
@@ -271,21 +274,23 @@ def open_trace(path: Path) -> tuple[str, Iterator[TraceRequest | None]]:
 def _unknown_header(names: list[str]) -> str:
     if not any(names):
         return "is empty"
-    for known in CSV_FORMATS:
-        missing = [column for column in known.columns if column not in names]
-        if len(missing) < len(known.columns):
-            return f"column {missing[0]!r} is missing{did_you_mean(missing[0], names)} ({known.name} trace)"
-    wanted = "; ".join(",".join(known.columns) for known in CSV_FORMATS)
+    for csv_format in CSV_FORMATS:
+        missing = [column for column in csv_format.columns if column not in names]
+        if len(missing) < len(csv_format.columns):
+            return (
+                f"column {missing[0]!r} is missing{did_you_mean(missing[0], names)} ({csv_format.name} trace)"
+            )
+    wanted = "; ".join(",".join(csv_format.columns) for csv_format in CSV_FORMATS)
     wanted += "; or Mooncake JSON lines; or ShareGPT JSON"
     return f"is no known trace: want CSV columns {wanted}; found {shown(names[0])}"
 
 
-def _read_csv(path: Path, known: _CsvFormat) -> Iterator[TraceRequest]:
+def _read_csv(path: Path, csv_format: _CsvFormat) -> Iterator[TraceRequest]:
     with _lines(path) as lines:
         reader = csv.reader(lines)
         header = [name.strip() for name in next(reader)]
         header[0] = header[0].lstrip("\ufeff")
-        at = [header.index(column) for column in known.columns]
+        at = [header.index(column) for column in csv_format.columns]
         who, what, wait = (header.index(name) if name in header else -1 for name in LABELS)
         last_s = -inf
         try:
@@ -294,11 +299,11 @@ def _read_csv(path: Path, known: _CsvFormat) -> Iterator[TraceRequest]:
                     continue
                 if len(row) != len(header):
                     raise ValueError(f"has {len(row)} columns, the header has {len(header)}")
-                last_s = time_of(known.columns[0], row[at[0]], known.time_s, last_s)
+                last_s = time_of(csv_format.columns[0], row[at[0]], csv_format.time_s, last_s)
                 yield TraceRequest(
                     last_s,
-                    tokens(known.columns[1], whole(row[at[1]]), least=1),
-                    tokens(known.columns[2], whole(row[at[2]]), least=0),
+                    tokens(csv_format.columns[1], whole(row[at[1]]), least=1),
+                    tokens(csv_format.columns[2], whole(row[at[2]]), least=0),
                     (),
                     label(LABELS[0], row[who]) if who >= 0 else "",
                     label(LABELS[1], row[what]) if what >= 0 else "",

@@ -28,27 +28,29 @@ MAX_SIGMA = 4.0
 
 
 def resolve_traffic(
-    written: TrafficIn, model: str, folder: Path, problems: SpecProblems
+    traffic_in: TrafficIn, model: str, folder: Path, problems: SpecProblems
 ) -> tuple[Traffic | None, str]:
     """The traffic, and in words where its lengths came from; None when something is wrong with it."""
-    if written.trace is not None:
-        return _from_trace(written, written.trace, model, folder, problems)
-    assert written.input is not None
-    assert written.output is not None
-    inputs = _groups(written.input, INPUT_GROUPS, (*written.at, "input"), problems)
-    outputs = _groups(written.output, OUTPUT_GROUPS, (*written.at, "output"), problems)
+    if traffic_in.trace is not None:
+        return _from_trace(traffic_in, traffic_in.trace, model, folder, problems)
+    assert traffic_in.input is not None
+    assert traffic_in.output is not None
+    inputs = _groups(traffic_in.input, INPUT_GROUPS, (*traffic_in.at, "input"), problems)
+    outputs = _groups(traffic_in.output, OUTPUT_GROUPS, (*traffic_in.at, "output"), problems)
     if inputs is None or outputs is None:
         return None, ""
     bins = product_bins(inputs, outputs)
-    words = f"{describe(written.input)} in, {describe(written.output)} out"
-    rate_per_s = max(written.rate_by_hour or [0.0]) if written.rate_per_s is None else written.rate_per_s
-    return Traffic(model, rate_per_s, bins, written.prefix_hit_share or 0.0), words
+    words = f"{describe(traffic_in.input)} in, {describe(traffic_in.output)} out"
+    rate_per_s = (
+        max(traffic_in.rate_by_hour or [0.0]) if traffic_in.rate_per_s is None else traffic_in.rate_per_s
+    )
+    return Traffic(model, rate_per_s, bins, traffic_in.prefix_hit_share or 0.0), words
 
 
 def _from_trace(
-    written: TrafficIn, trace_path: str, model: str, folder: Path, problems: SpecProblems
+    traffic_in: TrafficIn, trace_path: str, model: str, folder: Path, problems: SpecProblems
 ) -> tuple[Traffic | None, str]:
-    loc = (*written.at, "trace")
+    loc = (*traffic_in.at, "trace")
     try:
         trace = load_trace(folder / trace_path)
         bins: tuple[LengthBin, ...] = joint_bins(trace.input_tokens, trace.output_tokens)
@@ -58,13 +60,13 @@ def _from_trace(
     except InputError as error:
         problems.add(loc, str(error))
         return None, ""
-    rate_per_s = trace.rate_per_s if written.rate_per_s is None else written.rate_per_s
-    if written.rate_per_s is None and written.rate_by_hour:
-        rate_per_s = max(written.rate_by_hour)
+    rate_per_s = trace.rate_per_s if traffic_in.rate_per_s is None else traffic_in.rate_per_s
+    if traffic_in.rate_per_s is None and traffic_in.rate_by_hour:
+        rate_per_s = max(traffic_in.rate_by_hour)
     if rate_per_s is None:
         problems.add(loc, "all its requests come at one moment, so it has no rate; add rate_per_s")
         return None, ""
-    share = written.prefix_hit_share
+    share = traffic_in.prefix_hit_share
     if share is None:
         share = trace.prefix_hit_share or 0.0
     return Traffic(model, rate_per_s, bins, share), _trace_words(trace, Path(trace_path).name)
@@ -79,32 +81,32 @@ def _trace_words(trace: Trace, name: str) -> str:
     return words
 
 
-def _groups(written: LengthsIn, groups: int, loc: Loc, problems: SpecProblems) -> list[Group] | None:
+def _groups(lengths_in: LengthsIn, groups: int, loc: Loc, problems: SpecProblems) -> list[Group] | None:
     try:
-        return cut(written, groups)
+        return cut(lengths_in, groups)
     except InputError as error:
         problems.add(loc, str(error))
         return None
 
 
-def cut(written: LengthsIn, groups: int) -> list[Group]:
+def cut(lengths_in: LengthsIn, groups: int) -> list[Group]:
     """A written distribution as (share, mean tokens) groups."""
-    if written.values is not None:
-        weights = written.weights or [1.0] * len(written.values)
-        return cut_values(written.values, weights, groups)
-    if written.uniform is not None:
-        low, high = written.uniform
+    if lengths_in.values is not None:
+        weights = lengths_in.weights or [1.0] * len(lengths_in.values)
+        return cut_values(lengths_in.values, weights, groups)
+    if lengths_in.uniform is not None:
+        low, high = lengths_in.uniform
         return [(1.0, low)] if low == high else cut_law(uniform(low, high), groups)
-    if written.lognormal is not None:
-        law = written.lognormal
+    if lengths_in.lognormal is not None:
+        law = lengths_in.lognormal
         return cut_law(lognormal(law.mu, law.sigma, law.min, law.max), groups)
-    if written.p50 is not None and written.p99 is not None:
-        middle = written.p50
-        mu, sigma = lognormal_from_quantiles(written.p50, written.p99)
+    if lengths_in.p50 is not None and lengths_in.p99 is not None:
+        middle = lengths_in.p50
+        mu, sigma = lognormal_from_quantiles(lengths_in.p50, lengths_in.p99)
     else:
-        assert written.mean is not None
-        middle = written.mean
-        mu, sigma = lognormal_from_mean(written.mean, written.cv or 0.0)
+        assert lengths_in.mean is not None
+        middle = lengths_in.mean
+        mu, sigma = lognormal_from_mean(lengths_in.mean, lengths_in.cv or 0.0)
     if sigma < MIN_SIGMA:
         return [(1.0, middle)]
     if sigma > MAX_SIGMA:
@@ -113,18 +115,20 @@ def cut(written: LengthsIn, groups: int) -> list[Group]:
     return cut_law(lognormal(mu, sigma, low, high), groups)
 
 
-def describe(written: LengthsIn) -> str:
-    if written.values is not None:
-        return f"{len(written.values)} values"
-    if written.uniform is not None:
-        return f"uniform {written.uniform[0]:g}-{written.uniform[1]:g}"
-    if written.lognormal is not None:
-        law = written.lognormal
+def describe(lengths_in: LengthsIn) -> str:
+    if lengths_in.values is not None:
+        return f"{len(lengths_in.values)} values"
+    if lengths_in.uniform is not None:
+        return f"uniform {lengths_in.uniform[0]:g}-{lengths_in.uniform[1]:g}"
+    if lengths_in.lognormal is not None:
+        law = lengths_in.lognormal
         return f"lognormal({law.mu:g}, {law.sigma:g}) on [{law.min:g}, {law.max:g}]"
-    if written.p50 is not None:
-        return f"lognormal p50 {written.p50:g} p99 {written.p99:g}"
+    if lengths_in.p50 is not None:
+        return f"lognormal p50 {lengths_in.p50:g} p99 {lengths_in.p99:g}"
     return (
-        f"fixed {written.mean:g}" if not written.cv else f"lognormal mean {written.mean:g} cv {written.cv:g}"
+        f"fixed {lengths_in.mean:g}"
+        if not lengths_in.cv
+        else f"lognormal mean {lengths_in.mean:g} cv {lengths_in.cv:g}"
     )
 
 
@@ -161,14 +165,14 @@ def with_shares(
 ) -> list[ModelSpec]:
     """Models whose traffic knows its classes and origins."""
     classes = [request_class.name for request_class in policy.classes]
-    for entry in written:
-        at = entry.traffic.at
-        _check(entry.traffic.classes, classes, "class", (*at, "classes"), problems)
-        _check(entry.traffic.origins, origins, "origin", (*at, "origins"), problems)
-        total = sum(entry.traffic.origins.values())
-        if entry.traffic.origins and abs(total - 1) > WHOLE:
+    for model_in in written:
+        at = model_in.traffic.at
+        _check(model_in.traffic.classes, classes, "class", (*at, "classes"), problems)
+        _check(model_in.traffic.origins, origins, "origin", (*at, "origins"), problems)
+        total = sum(model_in.traffic.origins.values())
+        if model_in.traffic.origins and abs(total - 1) > WHOLE:
             problems.add((*at, "origins"), f"shares must add up to 1, not {total:g}")
-        if sum(entry.traffic.classes.values()) > 1 + WHOLE:
+        if sum(model_in.traffic.classes.values()) > 1 + WHOLE:
             problems.add((*at, "classes"), "shares must not add up to more than 1")
     if problems.found or len(models) != len(written):
         return models
@@ -177,11 +181,11 @@ def with_shares(
             model,
             traffic=replace(
                 model.traffic,
-                classes=tuple(entry.traffic.classes.items()),
-                origins=tuple(entry.traffic.origins.items()),
+                classes=tuple(model_in.traffic.classes.items()),
+                origins=tuple(model_in.traffic.origins.items()),
             ),
         )
-        for entry, model in zip(written, models, strict=True)
+        for model_in, model in zip(written, models, strict=True)
     ]
 
 

@@ -103,8 +103,8 @@ NO_ORDERS, IDLE = SchedulerMeta(), SchedulerMeta(WorkerOrders(idle=True))
 class WorkerMeta(KVConnectorWorkerMetadata):
     news: WorkerNews = field(default_factory=WorkerNews)
 
-    def aggregate(self, other: WorkerMeta) -> WorkerMeta:
-        return WorkerMeta(self.news.joined(other.news))
+    def aggregate(self, other_meta: WorkerMeta) -> WorkerMeta:
+        return WorkerMeta(self.news.joined(other_meta.news))
 
 
 class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
@@ -228,8 +228,12 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
         kv_codec.load()
         self._channel = AdapterChannel(self._extra.get("channel"), self._heard)
         self._sending = SendWorker(sender, self._layers, mark, self._channel.tell)
-        links = PeerConnections((), tls=client_context(*files) if files else None, shared_memory=shared)
-        self._receiving = ReceiveWorker(links, sender, self._layers, mark, share, self._channel.tell)
+        peer_connections = PeerConnections(
+            (), tls=client_context(*files) if files else None, shared_memory=shared
+        )
+        self._receiving = ReceiveWorker(
+            peer_connections, sender, self._layers, mark, share, self._channel.tell
+        )
         self._receiving.allow(fleet)
         host, at = sender.address
         logger.info("potluck: KV is fetched from %s:%d, fingerprint %s", host, at, mark)
@@ -257,8 +261,8 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
-        giving, taking, orders = self._sending, self._receiving, connector_metadata.orders
-        if orders is None or giving is None or taking is None:
+        giving, receive_worker, orders = self._sending, self._receiving, connector_metadata.orders
+        if orders is None or giving is None or receive_worker is None:
             self._reads, self._idle = [], False
             return
         self._reads, self._idle = orders.reads, orders.idle
@@ -269,19 +273,19 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
         for read in orders.keeps:
             giving.keep(read)
         for key in orders.cancels:
-            taking.cancel(key)
+            receive_worker.cancel(key)
 
     def has_connector_metadata(self) -> bool:
         """Asked before each layer, which is then read: in most steps none is."""
         return bool(self._reads)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        taking, orders = self._receiving, self._get_connector_metadata().orders
-        if orders is not None and taking is not None:
+        receive_worker, orders = self._receiving, self._get_connector_metadata().orders
+        if orders is not None and receive_worker is not None:
             for ask in orders.asks:
-                taking.ask(ask)
+                receive_worker.ask(ask)
             for place in orders.places:
-                taking.put(place)
+                receive_worker.put(place)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """A request is computed only when all its layers are here."""

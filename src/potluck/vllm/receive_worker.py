@@ -39,9 +39,9 @@ WAKE_S = 0.25
 class IncomingKv:
     """One request's KV on its way in, from all workers that have some of it."""
 
-    def __init__(self, ask: FetchOrder, taking: ReceiveWorker) -> None:
-        self.ask, self._receiving = ask, taking
-        self._until_s = time.monotonic() + ask.within_s
+    def __init__(self, order: FetchOrder, receive_worker: ReceiveWorker) -> None:
+        self.ask, self._receiving = order, receive_worker
+        self._until_s = time.monotonic() + order.within_s
         self._changed = threading.Condition()
         self.place: PlaceBlocks | None = None
         self.cancelled = False
@@ -67,17 +67,17 @@ class IncomingKv:
     # Its threads.
 
     def run(self) -> None:
-        ask, taking = self.ask, self._receiving
-        addressed = taking.sources(ask.kv)
+        order, receive_worker = self.ask, self._receiving
+        addressed = receive_worker.sources(order.kv)
         self._sources = [source for _, source in addressed]
         wanted = [(address, self._wanted(source)) for address, source in addressed]
         left_s = max(0.1, self._until_s - time.monotonic())
-        fetch = GroupFetch(taking.links, wanted, degree=ask.connections, deadline_s=left_s)
+        fetch = GroupFetch(receive_worker.links, wanted, degree=order.connections, deadline_s=left_s)
         with self._changed:
             if self.cancelled:
                 raise TransferError("hand-over: was cancelled")
             self._fetch = fetch
-        self._relay, problem = taking.relay(ask), "the request has ended"
+        self._relay, problem = receive_worker.relay(order), "the request has ended"
         try:
             completed = fetch.run(self._opened, self._sink)
             problem = ""
@@ -94,41 +94,41 @@ class IncomingKv:
                 pieces.must_be_whole()
 
     def _wanted(self, source: KvSourceWorker) -> FetchRequest:
-        ask, taking = self.ask, self._receiving
-        handle, session = ask.handle, ask.session
+        order, receive_worker = self.ask, self._receiving
+        handle, session = order.handle, order.session
         if source.copy:
-            handle, session = copy_handle(handle, taking.shard.rank), b""
-        mark, tokens = taking.fingerprint, ask.token_hash
-        return FetchRequest(handle, ask.request, mark, tokens, ask.have, source.cut, session)
+            handle, session = copy_handle(handle, receive_worker.shard.rank), b""
+        mark, tokens = receive_worker.fingerprint, order.token_hash
+        return FetchRequest(handle, order.request, mark, tokens, order.have, source.cut, session)
 
     @property
     def wanted(self) -> bool:
         """Whether it goes into blocks."""
         return self.place is not None and bool(self.place.tables)
 
-    def _opened(self, place: int, about: KvManifest) -> None:
+    def _opened(self, place: int, manifest: KvManifest) -> None:
         """Something has come: only when all of it has begun to come is there a place for it."""
-        cut, taking = self._sources[place].cut, self._receiving
+        cut, receive_worker = self._sources[place].cut, self._receiving
         if cut.nothing:
             return
-        if about.stop != self.ask.stop:
-            raise FormatError("hand-over", f"ends at {about.stop}, {self.ask.stop} tokens were asked for")
+        if manifest.stop != self.ask.stop:
+            raise FormatError("hand-over", f"ends at {manifest.stop}, {self.ask.stop} tokens were asked for")
         if self._relay is not None:
-            self._relay.opened(about)
+            self._relay.opened(manifest)
         pieces = MissingParts(
             {
                 (number, layer.shape.part): (
-                    layer.first(about.start, about.stop, whole=layer.keeps_all),
-                    about.stop,
+                    layer.first(manifest.start, manifest.stop, whole=layer.keeps_all),
+                    manifest.stop,
                 )
-                for number, layer in taking.layers.items()
+                for number, layer in receive_worker.layers.items()
                 if cut.layers[0] <= number < cut.layers[1]
             }
         )
         with self._changed:
             self._pieces[place] = pieces
             if len(self._pieces) == sum(not source.cut.nothing for source in self._sources):
-                taking.come(self.ask.key)
+                receive_worker.come(self.ask.key)
             while self.place is None and not self.cancelled and time.monotonic() < self._until_s:
                 if self._fetch is not None and self._fetch.failed:
                     break
@@ -181,20 +181,21 @@ def _values(chunk: KvChunk, device: torch.device) -> torch.Tensor:
 class CopyRelay:
     """Passes what comes on to the workers that hold the same heads, so that it crosses the network once."""
 
-    def __init__(self, sender: KvSender, ask: FetchOrder, fingerprint: str, ranks: Iterable[int]) -> None:
-        self._fingerprint, self._token_hash, self._wait_s = fingerprint, ask.token_hash, ask.within_s
+    def __init__(self, sender: KvSender, order: FetchOrder, fingerprint: str, ranks: Iterable[int]) -> None:
+        self._fingerprint, self._token_hash, self._wait_s = fingerprint, order.token_hash, order.within_s
         self._about: Future[KvManifest] = Future()
-        bound = bound_to(ask.request, fingerprint, ask.token_hash)
+        bound = bound_to(order.request, fingerprint, order.token_hash)
         self._transfers = [
-            sender.offer(copy_handle(ask.handle, rank), bound, self._manifest, ask.within_s) for rank in ranks
+            sender.offer(copy_handle(order.handle, rank), bound, self._manifest, order.within_s)
+            for rank in ranks
         ]
 
     def _manifest(self, have: int) -> KvManifest:
         return self._about.result(self._wait_s)
 
-    def opened(self, about: KvManifest) -> None:
+    def opened(self, manifest: KvManifest) -> None:
         if not self._about.done():
-            self._about.set_result(about)
+            self._about.set_result(manifest)
 
     def put(self, chunk: KvChunk) -> None:
         own = replace(chunk, data=bytes(chunk.data), parameters=bytes(chunk.parameters))
@@ -219,7 +220,7 @@ def copy_handle(handle: str, rank: int) -> str:
 class ReceiveWorker:
     def __init__(
         self,
-        links: PeerConnections,
+        peer_connections: PeerConnections,
         sender: KvSender,
         layers: Mapping[int, VllmLayer],
         fingerprint: str,
@@ -227,14 +228,14 @@ class ReceiveWorker:
         told: Told,
     ) -> None:
         """`sender`: of this worker; others of its instance listen at the ports around its own."""
-        self.links, self.layers, self.fingerprint, self.shard = links, layers, fingerprint, shard
+        self.links, self.layers, self.fingerprint, self.shard = peer_connections, layers, fingerprint, shard
         self.whole_windows = any(layer.keeps_all for layer in layers.values())
         self._sender, self._told = sender, told
         if any(layer.blocks.device.type == "cuda" for layer in layers.values()):
             from potluck.kv import gpu_kernels
 
             sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
-            links.buffers = ReceiveBuffers(links.limits.keep_bytes, gpu_kernels.pinned)
+            peer_connections.buffers = ReceiveBuffers(peer_connections.limits.keep_bytes, gpu_kernels.pinned)
         plain = all(layer.scales == ONE for layer in layers.values())
         dtypes = {layer.shape.dtype for layer in layers.values() if layer.shape.part != "memory"}
         self._dtype = dtypes.pop() if plain and len(dtypes) == 1 else ""
@@ -286,34 +287,34 @@ class ReceiveWorker:
         states = [layer.shape for layer in self.layers.values() if layer.shape.part == "memory"]
         return heads % tensor == heads % own == 0 and all(state.heads == heads // own for state in states)
 
-    def relay(self, ask: FetchOrder) -> CopyRelay | None:
+    def relay(self, order: FetchOrder) -> CopyRelay | None:
         """For the first of the workers that hold the same heads."""
         copies = copies_of(self.shard.heads, self.shard.tensor_size)
         if copies == 1 or self.shard.states or self.shard.tensor_rank % copies:
             return None
         ranks = range(self.shard.rank + 1, self.shard.rank + copies)
-        return CopyRelay(self._sender, ask, self.fingerprint, ranks)
+        return CopyRelay(self._sender, order, self.fingerprint, ranks)
 
     # vLLM's thread.
 
-    def ask(self, ask: FetchOrder) -> None:
-        arrival = IncomingKv(ask, self)
+    def ask(self, order: FetchOrder) -> None:
+        incoming_kv = IncomingKv(order, self)
         with self._lock:
-            self._incoming[ask.key] = arrival
-        self._threads.submit(self._run, arrival)
+            self._incoming[order.key] = incoming_kv
+        self._threads.submit(self._run, incoming_kv)
 
     def put(self, place: PlaceBlocks) -> None:
         with self._lock:
-            arrival = self._incoming.get(place.key)
-            if arrival is not None:
-                arrival.put(place)
+            incoming_kv = self._incoming.get(place.key)
+            if incoming_kv is not None:
+                incoming_kv.put(place)
             elif place.tables:  # It failed while blocks were taken for it.
                 self._lost(place)
 
     def cancel(self, key: str) -> None:
-        arrival = self._incoming.get(key)
-        if arrival is not None:
-            arrival.cancel()
+        incoming_kv = self._incoming.get(key)
+        if incoming_kv is not None:
+            incoming_kv.cancel()
 
     def results(self) -> tuple[set[str], set[str]]:
         """Requests whose KV is here, or will not be; and those of them whose KV will not."""
@@ -345,8 +346,8 @@ class ReceiveWorker:
             self._stirred.clear()
 
     def close(self) -> None:
-        for arrival in list(self._incoming.values()):
-            arrival.cancel()
+        for incoming_kv in list(self._incoming.values()):
+            incoming_kv.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.links.close()
 
@@ -357,43 +358,43 @@ class ReceiveWorker:
             self._news.come[key] = 1
         self._stirred.set()
 
-    def _run(self, arrival: IncomingKv) -> None:
+    def _run(self, incoming_kv: IncomingKv) -> None:
         problem = ""
         try:
-            arrival.run()
+            incoming_kv.run()
             for device in {layer.blocks.device for layer in self.layers.values()}:
                 if device.type == "cuda":
                     torch.cuda.current_stream(device).synchronize()
         except (PotluckError, OSError, ValueError, RuntimeError) as error:
             problem = " ".join(str(error).split()) or type(error).__name__
-        ask = arrival.ask
-        if problem and not arrival.cancelled:
-            log.warning("KV of %s from %s did not come, and is computed: %s", ask.key, ask.kv, problem)
+        order = incoming_kv.ask
+        if problem and not incoming_kv.cancelled:
+            log.warning("KV of %s from %s did not come, and is computed: %s", order.key, order.kv, problem)
         with self._lock:
-            del self._incoming[ask.key]
-            place = arrival.place
+            del self._incoming[order.key]
+            place = incoming_kv.place
             if problem:
                 self._count("failed_fetches", 1)
             else:
-                self._count("received_bytes", arrival.moved_bytes)
-                self._count("received_tokens", ask.stop - ask.have)
-            if arrival.lossy:
-                self._news.lossy.add(ask.key)
+                self._count("received_bytes", incoming_kv.moved_bytes)
+                self._count("received_tokens", order.stop - order.have)
+            if incoming_kv.lossy:
+                self._news.lossy.add(order.key)
             if place is None and problem:
-                self._news.failed.add(ask.key)
-            elif place is not None and place.tables and problem and not arrival.cancelled:
+                self._news.failed.add(order.key)
+            elif place is not None and place.tables and problem and not incoming_kv.cancelled:
                 self._lost(place)
             elif place is not None and place.tables:
-                self._received.add(ask.key)
+                self._received.add(order.key)
         self._stirred.set()
         self._told(
             {
-                "took": ask.handle,
-                "kv": ask.kv,
+                "took": order.handle,
+                "kv": order.kv,
                 "problem": problem,
-                "moved_bytes": arrival.moved_bytes,
-                "wall_s": arrival.wall_s,
-                "tokens": ask.stop - ask.have,
+                "moved_bytes": incoming_kv.moved_bytes,
+                "wall_s": incoming_kv.wall_s,
+                "tokens": order.stop - order.have,
             }
         )
 

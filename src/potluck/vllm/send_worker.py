@@ -83,31 +83,31 @@ class HostCopies:
     def room_for(self, size: int) -> bool:
         return not self._slots or len(self._pages) * PAGE_BYTES >= size + PAGE_BYTES
 
-    def copies(self, kept: VllmLayer, read: ReadBlocks, first: int, how: Copying) -> list[HostRows]:
+    def copies(self, layer: VllmLayer, read: ReadBlocks, first: int, copying: Copying) -> list[HostRows]:
         """Of tokens [first, read.upto), if there is room for them; in parts."""
         if not self._slots:
             there: Future[Tensor] = Future()
-            there.set_result(values := kept.read(read.tables, first, read.upto).cpu())
+            there.set_result(values := layer.read(read.tables, first, read.upto).cpu())
             return [HostRows(len(values), there, None)]
-        if kept.shape.part == "memory":
-            return [self._copy(kept, read.tables, (first, read.upto), 1, how)]
-        rows = max(1, PAGE_BYTES // kept.shape.token_bytes)
+        if layer.shape.part == "memory":
+            return [self._copy(layer, read.tables, (first, read.upto), 1, copying)]
+        rows = max(1, PAGE_BYTES // layer.shape.token_bytes)
         spans = [(start, min(start + rows, read.upto)) for start in range(first, read.upto, rows)]
-        return [self._copy(kept, read.tables, span, span[1] - span[0], how) for span in spans]
+        return [self._copy(layer, read.tables, span, span[1] - span[0], copying) for span in spans]
 
-    def _copy(self, kept: VllmLayer, tables: Tables, span: Span, rows: int, how: Copying) -> HostRows:
-        computing, slot = torch.cuda.current_stream(kept.blocks.device), self._slots[0]
-        shape, dtype = kept.shape.of(rows), TORCH[kept.shape.dtype]
+    def _copy(self, layer: VllmLayer, tables: Tables, span: Span, rows: int, copying: Copying) -> HostRows:
+        computing, slot = torch.cuda.current_stream(layer.blocks.device), self._slots[0]
+        shape, dtype = layer.shape.of(rows), TORCH[layer.shape.dtype]
         self._slots.rotate(-1)
         computing.wait_event(slot.copied)
-        if how.coding is None:
-            lies = slot.room[: rows * kept.shape.token_bytes]
-            kept.read_into(lies.view(dtype).view(shape), tables, *span)
+        if copying.coding is None:
+            lies = slot.room[: rows * layer.shape.token_bytes]
+            layer.read_into(lies.view(dtype).view(shape), tables, *span)
         else:
             from potluck.kv import gpu_kernels
 
-            lies = slot.room[: gpu_kernels.room_bytes(how.coding[0], shape, how.coding[1])]
-            gpu_kernels.encode(kept.read(tables, *span), *how.coding, lies)
+            lies = slot.room[: gpu_kernels.room_bytes(copying.coding[0], shape, copying.coding[1])]
+            gpu_kernels.encode(layer.read(tables, *span), *copying.coding, lies)
             dtype, shape = lies.dtype, tuple(lies.shape)
         page = self._pages.popleft()  # Not before: what cannot be read takes none.
         self._stream.wait_stream(computing)
@@ -116,7 +116,7 @@ class HostCopies:
             slot.copied = torch.cuda.Event()
             slot.copied.record(self._stream)
         # A small part would keep a whole page from others.
-        move = self._lend if how.soon and lies.nbytes >= PAGE_BYTES // 4 else self._move
+        move = self._lend if copying.soon and lies.nbytes >= PAGE_BYTES // 4 else self._move
         moved = self._porters.submit(move, page, dtype, shape, slot.copied)
         return HostRows(rows, moved, slot.copied)
 
@@ -208,27 +208,27 @@ class SendWorker:
     # vLLM's thread.
 
     def offer(self, offer: SendOffer) -> None:
-        departure = OutgoingKv(offer, read_to=dict.fromkeys(self._layers, 0))
+        outgoing_kv = OutgoingKv(offer, read_to=dict.fromkeys(self._layers, 0))
         bound = bound_to(offer.request, self._fingerprint, offer.token_hash)
         with self._lock:
-            self._outgoing[offer.key] = departure
+            self._outgoing[offer.key] = outgoing_kv
 
         def opened(have: int) -> KvManifest:
-            departure.offered.wait()
-            assert departure.transfer is not None
-            cut = departure.transfer.cut
+            outgoing_kv.offered.wait()
+            assert outgoing_kv.transfer is not None
+            cut = outgoing_kv.transfer.cut
             if cut.whole_windows and any(layer.windowed for layer in self._layers.values()):
                 raise InputError("hand-over", "is wanted with all of its windows, which are not kept here")
             with self._lock:
-                departure.have = min(have, offer.stop - 1)
-            self._pump(departure)
-            return KvManifest(self._fingerprint, departure.have, offer.stop, offer.token_hash)
+                outgoing_kv.have = min(have, offer.stop - 1)
+            self._pump(outgoing_kv)
+            return KvManifest(self._fingerprint, outgoing_kv.have, offer.stop, offer.token_hash)
 
         def closed(state: State) -> None:
             self._forget(
-                departure
+                outgoing_kv
             )  # The sender holds its lock here, and nobody here asks for that under ours.
-            transfer = departure.transfer
+            transfer = outgoing_kv.transfer
             self._told(
                 {
                     "gave": offer.handle,
@@ -239,65 +239,65 @@ class SendWorker:
             )
 
         try:
-            departure.transfer = self._sender.offer(offer.handle, bound, opened, offer.lasts_s, closed)
+            outgoing_kv.transfer = self._sender.offer(offer.handle, bound, opened, offer.lasts_s, closed)
         except PotluckError as error:
-            departure.over = True
+            outgoing_kv.over = True
             self._told({"gave": offer.handle, "state": "failed", "claimed": False, "problem": str(error)})
         finally:
-            departure.offered.set()
+            outgoing_kv.offered.set()
 
     def lossy(self, key: str) -> None:
         """What it was computed from had come in fewer bits."""
-        departure = self._outgoing.get(key)
-        if departure is None or departure.transfer is None:
+        outgoing_kv = self._outgoing.get(key)
+        if outgoing_kv is None or outgoing_kv.transfer is None:
             return
-        if departure.offer.codec == "raw":
-            departure.transfer.fail("a cache that came in fewer bits can only be handed on under a codec")
+        if outgoing_kv.offer.codec == "raw":
+            outgoing_kv.transfer.fail("a cache that came in fewer bits can only be handed on under a codec")
 
     def read_layer(self, layer: int, reads: Iterable[ReadBlocks]) -> None:
         """A layer was computed."""
         for read in reads:
-            departure = self._outgoing.get(read.key)
-            if departure is not None and self._read(departure, layer, read):
-                self._pump(departure)
+            outgoing_kv = self._outgoing.get(read.key)
+            if outgoing_kv is not None and self._read(outgoing_kv, layer, read):
+                self._pump(outgoing_kv)
 
     def keep(self, read: ReadBlocks) -> None:
         """A request is done."""
-        departure = self._outgoing.get(read.key)
-        if departure is None:
+        outgoing_kv = self._outgoing.get(read.key)
+        if outgoing_kv is None:
             self._finished.add(read.key)
         else:
-            departure.kept = read
+            outgoing_kv.kept = read
 
     def drop(self, key: str) -> None:
         """A request ended before its KV was there."""
         with self._lock:
-            departure = self._outgoing.pop(key, None)
-        if departure is not None:
-            self._forget(departure)
-            if departure.transfer is not None:
-                departure.transfer.fail("the request ended before its cache was computed")
+            outgoing_kv = self._outgoing.pop(key, None)
+        if outgoing_kv is not None:
+            self._forget(outgoing_kv)
+            if outgoing_kv.transfer is not None:
+                outgoing_kv.transfer.fail("the request ended before its cache was computed")
 
     def done(self) -> set[str]:
         """Requests whose blocks may go."""
         if not self._outgoing and not self._finished:
             return set()
         texts, self._finished = self._finished, set()
-        for key, departure in list(self._outgoing.items()):
-            kept = departure.kept
+        for key, outgoing_kv in list(self._outgoing.items()):
+            kept = outgoing_kv.kept
             if kept is None:
                 continue
-            if sum(self._read(departure, layer, kept) for layer in self._layers):
-                self._pump(departure)
-            whole = all(upto >= kept.upto for upto in departure.read_to.values())
-            if not departure.over and not (whole and all(event.query() for event in departure.copying)):
+            if sum(self._read(outgoing_kv, layer, kept) for layer in self._layers):
+                self._pump(outgoing_kv)
+            whole = all(upto >= kept.upto for upto in outgoing_kv.read_to.values())
+            if not outgoing_kv.over and not (whole and all(event.query() for event in outgoing_kv.copying)):
                 continue
             with self._lock:
                 del self._outgoing[key]
-            if departure.over:
-                self._forget(departure)
+            if outgoing_kv.over:
+                self._forget(outgoing_kv)
             texts.add(key)
-            self._pump(departure)
+            self._pump(outgoing_kv)
         return texts
 
     def close(self) -> None:
@@ -305,85 +305,94 @@ class SendWorker:
         self._pumps.shutdown(wait=False, cancel_futures=True)
         self._hosting.close()
 
-    def _read(self, departure: OutgoingKv, layer: int, read: ReadBlocks) -> bool:
+    def _read(self, outgoing_kv: OutgoingKv, layer: int, read: ReadBlocks) -> bool:
         """What was not read yet of a layer, if there is room for it; whether there was something."""
-        kept = self._layers[layer]
-        start = max(departure.read_to[layer], departure.have or 0)
-        first = kept.first(start, departure.offer.stop, whole=kept.keeps_all)
-        if departure.over or read.upto <= first:
+        vllm_layer = self._layers[layer]
+        start = max(outgoing_kv.read_to[layer], outgoing_kv.have or 0)
+        first = vllm_layer.first(start, outgoing_kv.offer.stop, whole=vllm_layer.keeps_all)
+        if outgoing_kv.over or read.upto <= first:
             return False
-        size = (read.upto - first) * kept.shape.token_bytes
+        size = (read.upto - first) * vllm_layer.shape.token_bytes
         with self._lock:
             if self._aside_bytes + size > self.most_aside_bytes or not self._hosting.room_for(size):
                 return False
             self._aside_bytes += size
-        coding = self._coding(departure, kept)
+        coding = self._coding(outgoing_kv, vllm_layer)
         try:
-            copies = self._hosting.copies(kept, read, first, Copying(departure.have is not None, coding))
+            copies = self._hosting.copies(
+                vllm_layer, read, first, Copying(outgoing_kv.have is not None, coding)
+            )
         except PotluckError as error:  # There was no room before, and a window has passed since.
             with self._lock:
                 self._aside_bytes -= size
-            if departure.transfer is not None:
-                departure.transfer.fail(" ".join(str(error).split()))
+            if outgoing_kv.transfer is not None:
+                outgoing_kv.transfer.fail(" ".join(str(error).split()))
             return False
-        departure.copying.extend(host_rows.copied for host_rows in copies if host_rows.copied is not None)
+        outgoing_kv.copying.extend(host_rows.copied for host_rows in copies if host_rows.copied is not None)
         with self._lock:
-            if departure.over:
+            if outgoing_kv.over:
                 self._aside_bytes -= size
                 return False
             for copy in copies:
                 stop = first + copy.rows
-                piece = _Piece(layer, first, stop, copy.rows * kept.shape.token_bytes, copy.values, coding)
-                departure.pieces.append(piece)
+                piece = _Piece(
+                    layer, first, stop, copy.rows * vllm_layer.shape.token_bytes, copy.values, coding
+                )
+                outgoing_kv.pieces.append(piece)
                 first = stop
-            departure.read_to[layer] = read.upto
+            outgoing_kv.read_to[layer] = read.upto
         return True
 
-    def _coding(self, departure: OutgoingKv, kept: VllmLayer) -> Coding | None:
+    def _coding(self, outgoing_kv: OutgoingKv, layer: VllmLayer) -> Coding | None:
         """How the GPU makes a layer small, where it is known that its receiver takes it as a whole."""
-        transfer, codec, shape = departure.transfer, departure.offer.codec, kept.shape
-        if codec == "raw" or departure.have is None or transfer is None or kept.blocks.device.type != "cuda":
+        transfer, codec, shape = outgoing_kv.transfer, outgoing_kv.offer.codec, layer.shape
+        if (
+            codec == "raw"
+            or outgoing_kv.have is None
+            or transfer is None
+            or layer.blocks.device.type != "cuda"
+        ):
             return None
-        plain = shape.dtype in CODED and shape.part not in STATES and kept.scales == ONE
+        plain = shape.dtype in CODED and shape.part not in STATES and layer.scales == ONE
         heads = shape.heads if shape.part == "kv" else 1
-        whole = transfer.takes_whole(shape.dtype, (kept.head, kept.head + heads))
-        return (shape.part, codec) if plain and whole and kept.window is None else None
+        whole = transfer.takes_whole(shape.dtype, (layer.head, layer.head + heads))
+        return (shape.part, codec) if plain and whole and layer.window is None else None
 
     # Any thread.
 
-    def _pump(self, departure: OutgoingKv) -> None:
+    def _pump(self, outgoing_kv: OutgoingKv) -> None:
         with self._lock:
-            if departure.pumping or departure.have is None:
+            if outgoing_kv.pumping or outgoing_kv.have is None:
                 return
-            departure.pumping = True
-        self._pumps.submit(self._send, departure)
+            outgoing_kv.pumping = True
+        self._pumps.submit(self._send, outgoing_kv)
 
-    def _send(self, departure: OutgoingKv) -> None:
-        transfer, offer = departure.transfer, departure.offer
+    def _send(self, outgoing_kv: OutgoingKv) -> None:
+        transfer, offer = outgoing_kv.transfer, outgoing_kv.offer
         assert transfer is not None
         try:
-            while (piece := self._next(departure)) is not None:
-                chunk = self._chunk(piece, departure.have or 0, offer.stop, transfer.cut)
+            while (piece := self._next(outgoing_kv)) is not None:
+                chunk = self._chunk(piece, outgoing_kv.have or 0, offer.stop, transfer.cut)
                 for part, cut in transfer.cuts(chunk) if chunk is not None else ():
                     transfer.put(_small(cut, offer.codec), offer.lasts_s, part)
             with self._lock:
-                whole = all(upto >= offer.stop for upto in departure.read_to.values())
+                whole = all(upto >= offer.stop for upto in outgoing_kv.read_to.values())
                 # Another thread that has a piece in hand finishes it.
-                idle = not (departure.pumping or departure.pieces)
-                last = whole and idle and not (departure.finished or departure.over)
-                departure.finished = departure.finished or last
+                idle = not (outgoing_kv.pumping or outgoing_kv.pieces)
+                last = whole and idle and not (outgoing_kv.finished or outgoing_kv.over)
+                outgoing_kv.finished = outgoing_kv.finished or last
             if last:
                 transfer.finish()
         except (PotluckError, TimeoutError, CancelledError, RuntimeError) as error:
             transfer.fail(" ".join(str(error).split()) or "was not copied out of the GPU")
-            self._forget(departure)
+            self._forget(outgoing_kv)
 
-    def _next(self, departure: OutgoingKv) -> _Piece | None:
+    def _next(self, outgoing_kv: OutgoingKv) -> _Piece | None:
         with self._lock:
-            if departure.over or not departure.pieces:
-                departure.pumping = False
+            if outgoing_kv.over or not outgoing_kv.pieces:
+                outgoing_kv.pumping = False
                 return None
-            piece = departure.pieces.popleft()
+            piece = outgoing_kv.pieces.popleft()
             self._aside_bytes -= piece.size
             return piece
 
@@ -405,11 +414,11 @@ class SendWorker:
         shape = layer.shape.of(piece.stop - first)
         return KvChunk(piece.layer, layer.shape.part, first, piece.stop, name, shape, data, head=layer.head)
 
-    def _forget(self, departure: OutgoingKv) -> None:
+    def _forget(self, outgoing_kv: OutgoingKv) -> None:
         with self._lock:
-            departure.over = True
-            self._aside_bytes -= sum(piece.size for piece in departure.pieces)
-            departure.pieces.clear()
+            outgoing_kv.over = True
+            self._aside_bytes -= sum(piece.size for piece in outgoing_kv.pieces)
+            outgoing_kv.pieces.clear()
 
 
 def _as_wanted(values: Tensor, layer: VllmLayer, dtype: str) -> Tensor:

@@ -192,11 +192,11 @@ class WorkerNews:
     def __bool__(self) -> bool:
         return bool(self.come or self.failed or self.lossy)
 
-    def joined(self, other: WorkerNews) -> WorkerNews:
+    def joined(self, other_news: WorkerNews) -> WorkerNews:
         come = dict(self.come)
-        for key, count in other.come.items():
+        for key, count in other_news.come.items():
             come[key] = come.get(key, 0) + count
-        return WorkerNews(come, self.failed | other.failed, self.lossy | other.lossy)
+        return WorkerNews(come, self.failed | other_news.failed, self.lossy | other_news.lossy)
 
 
 @dataclass(slots=True)
@@ -226,43 +226,45 @@ class TransferScheduler:
 
     def came(self, request: VllmRequest) -> None:
         """A new request; InputError when what it says of hand-overs cannot be."""
-        moves = moves_of(request.kv_transfer_params)
-        if moves is None:
+        transfer_params = moves_of(request.kv_transfer_params)
+        if transfer_params is None:
             return
         prompt = request.prompt_token_ids
-        stops = [item.stop for item in (moves.give, moves.take) if item is not None]
+        stops = [item.stop for item in (transfer_params.give, transfer_params.take) if item is not None]
         if prompt is None or any(stop > len(prompt) for stop in stops):
             raise InputError("kv_transfer_params", "hand over more tokens than the prompt has")
-        if self._windows and moves.take is not None and moves.take.stop == len(prompt):
+        if self._windows and transfer_params.take is not None and transfer_params.take.stop == len(prompt):
             # vLLM computes the last token again, whose window begins before what came.
             raise InputError("take.stop", f"must leave a token to compute, at most {len(prompt) - 1}")
-        give = moves.give
-        if self._states and give is not None and give.stop != len(prompt):
+        send_params = transfer_params.give
+        if self._states and send_params is not None and send_params.stop != len(prompt):
             raise InputError(
                 "give.stop", f"must be the prompt's {len(prompt)} tokens: states are of all of them"
             )
-        self._live[request.request_id] = _LiveTransfer(request, moves)
-        if give is not None:
-            self._orders.offers.append(_offer(request.request_id, moves.request, give, prompt))
+        self._live[request.request_id] = _LiveTransfer(request, transfer_params)
+        if send_params is not None:
+            self._orders.offers.append(
+                _offer(request.request_id, transfer_params.request, send_params, prompt)
+            )
 
     def matched(self, request: VllmRequest, computed: int) -> tuple[int | None, bool]:
         """How many tokens beyond `computed` come from elsewhere (None: ask again), and whether that takes a while."""
         live = self._live.get(request.request_id)
         if live is None or live.moves.take is None or live.stage == "used":
             return 0, False
-        key, take = request.request_id, live.moves.take
+        key, fetch_params = request.request_id, live.moves.take
         if live.stage == "new":
             have = min(
-                computed, take.stop - 1
+                computed, fetch_params.stop - 1
             )  # at least one crosses, so that the sender knows that it is done
             self._orders.asks.append(
-                _ask(key, live.moves.request, take, have, request.prompt_token_ids or [])
+                _ask(key, live.moves.request, fetch_params, have, request.prompt_token_ids or [])
             )
             live.stage, live.have = "asked", have
-        if live.stage == "asked" and computed < take.stop:
+        if live.stage == "asked" and computed < fetch_params.stop:
             return None, False
-        if live.stage == "come" and live.have <= computed < take.stop:
-            return take.stop - computed, True
+        if live.stage == "come" and live.have <= computed < fetch_params.stop:
+            return fetch_params.stop - computed, True
         self._let_go(key, live)
         return 0, False
 
@@ -286,11 +288,11 @@ class TransferScheduler:
             return worker_orders
         for key, tokens in scheduled.items():
             live = self._live.get(key)
-            give = live.moves.give if live is not None else None
-            if live is None or give is None:
+            send_params = live.moves.give if live is not None else None
+            if live is None or send_params is None:
                 continue
             tables = tables_of(key)
-            upto = min(live.request.num_computed_tokens + tokens, give.stop)
+            upto = min(live.request.num_computed_tokens + tokens, send_params.stop)
             if tables is not None:
                 worker_orders.reads.append(ReadBlocks(key, _kept(tables), upto))
         return worker_orders
@@ -335,12 +337,16 @@ def _kept(tables: Groups) -> Tables:
     return tuple(tuple(table) for table in tables)
 
 
-def _offer(key: str, request: str, give: SendParams, prompt: Sequence[int]) -> SendOffer:
-    tokens = token_hash(prompt[: give.stop])
-    return SendOffer(key, request, give.handle, give.codec, give.lasts_s, give.stop, tokens)
+def _offer(key: str, request: str, send_params: SendParams, prompt: Sequence[int]) -> SendOffer:
+    tokens = token_hash(prompt[: send_params.stop])
+    return SendOffer(
+        key, request, send_params.handle, send_params.codec, send_params.lasts_s, send_params.stop, tokens
+    )
 
 
-def _ask(key: str, request: str, take: FetchParams, have: int, prompt: Sequence[int]) -> FetchOrder:
-    tokens = token_hash(prompt[: take.stop])
-    where = (take.kv, take.handle, take.within_s)
-    return FetchOrder(key, request, *where, have, take.stop, tokens, new_session(), take.connections)
+def _ask(key: str, request: str, fetch_params: FetchParams, have: int, prompt: Sequence[int]) -> FetchOrder:
+    tokens = token_hash(prompt[: fetch_params.stop])
+    where = (fetch_params.kv, fetch_params.handle, fetch_params.within_s)
+    return FetchOrder(
+        key, request, *where, have, fetch_params.stop, tokens, new_session(), fetch_params.connections
+    )

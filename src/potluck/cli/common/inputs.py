@@ -100,7 +100,9 @@ def load_problem(
         )
         for m in spec.models
     )
-    asks = tuple(replace(ask, sure=sure, formats=m.formats) for ask, m in zip(asks, spec.models, strict=True))
+    asks = tuple(
+        replace(demand, sure=sure, formats=m.formats) for demand, m in zip(asks, spec.models, strict=True)
+    )
     limit = budget if budget is not None else spec.budget_usd_per_h
     problem = PlanningProblem(
         asks,

@@ -56,47 +56,56 @@ def accuracy(
     if context.args:
         raise click.UsageError(f"--score goes with --gpu, --tp and --json alone, not {context.args[0]}")
     runs, left_out = read_placed(score, gpu, tp)
-    said = verdict(runs)
+    run_verdict = verdict(runs)
     if as_json:
-        emit_json({"file": score.name, "left_out": left_out, "holds": said.holds, "found": encode(said)})
+        emit_json(
+            {
+                "file": score.name,
+                "left_out": left_out,
+                "holds": run_verdict.holds,
+                "found": encode(run_verdict),
+            }
+        )
     else:
-        _show(score, runs, left_out, said)
-    raise SystemExit(0 if said.holds else 1)
+        _show(score, runs, left_out, run_verdict)
+    raise SystemExit(0 if run_verdict.holds else 1)
 
 
-def _show(path: Path, runs: list[Placed], left_out: int, said: RunVerdict) -> None:
+def _show(path: Path, runs: list[Placed], left_out: int, verdict: RunVerdict) -> None:
     """Each run with its bars, where there are not too many (! is outside), and what follows of all."""
     if len(runs) <= MOST_SHOWN:
-        _show_runs(runs, said)
+        _show_runs(runs, verdict)
     if left_out:
         click.echo(
             f"{left_out} rows were left out: no concurrency, no time, several nodes, or prefill elsewhere."
         )
-    if said.unmeasured:
-        click.echo(f"Measured nowhere, so guessed from other formats: {', '.join(said.unmeasured)}.")
+    if verdict.unmeasured:
+        click.echo(f"Measured nowhere, so guessed from other formats: {', '.join(verdict.unmeasured)}.")
     rows = [
-        (METRIC_WORDS[m], percent(said.median[m]), f"{said.bias[m]:+.1%}", f"{share:.0%}")
-        for m, share in said.within.items()
+        (METRIC_WORDS[m], percent(verdict.median[m]), f"{verdict.bias[m]:+.1%}", f"{share:.0%}")
+        for m, share in verdict.within.items()
     ]
-    table(f"{path.name}: {said.runs} runs", ("figure", "median error", "bias", "within bars of 80 %"), rows)
-    click.echo(advice(said))
+    table(
+        f"{path.name}: {verdict.runs} runs", ("figure", "median error", "bias", "within bars of 80 %"), rows
+    )
+    click.echo(advice(verdict))
 
 
-def _show_runs(runs: list[Placed], said: RunVerdict) -> None:
+def _show_runs(runs: list[Placed], verdict: RunVerdict) -> None:
     cells: list[dict[str, str]] = [{} for _ in runs]
-    for each in said.figures:
+    for each in verdict.figures:
         shown = _per_s if each.metric == "rate" else seconds
         text = f"{shown(each.measured)}: {shown(each.predicted)} ({shown(each.low)} to {shown(each.high)})"
         cells[each.run][each.metric] = text if each.inside else f"{text} !"
     rows = [
         (
-            item.run.model,
-            f"{item.run.tp} x {item.node.gpu.name}",
-            f"{item.run.input_tokens} + {item.run.output_tokens}",
-            item.run.concurrency,
+            placed.run.model,
+            f"{placed.run.tp} x {placed.node.gpu.name}",
+            f"{placed.run.input_tokens} + {placed.run.output_tokens}",
+            placed.run.concurrency,
             *(cells[i].get(metric, "-") for metric in METRIC_WORDS),
         )
-        for i, item in enumerate(runs)
+        for i, placed in enumerate(runs)
     ]
     words = [f"{name}: predicted" for name in METRIC_WORDS.values()]
     table("Measured: predicted (bar of 80 %)", ("model", "GPUs", "tokens", "under way", *words), rows)
@@ -106,13 +115,13 @@ def _per_s(value: float) -> str:
     return f"{value:.3g}/s"
 
 
-def advice(said: RunVerdict) -> str:
+def advice(verdict: RunVerdict) -> str:
     """How far to trust plans on this hardware, in a sentence."""
-    bias = said.bias["rate"]
-    if said.holds and abs(bias) <= ASTRAY:
+    bias = verdict.bias["rate"]
+    if verdict.holds and abs(bias) <= ASTRAY:
         return "Plans for this hardware can be trusted as far as their bars say."
     less, more = "too little: cheaper ones may do", "too much: plan with --confidence 0.9"
     side = f"promise {more if bias > 0 else less}"
-    if said.holds:
+    if verdict.holds:
         return f"Bars hold, but plans {side}; `potluck calibrate` takes that out."
     return f"Bars do not hold here, and plans {side}; `potluck calibrate` fits host and links to such runs."

@@ -58,7 +58,7 @@ _Pair = tuple[RunWork, RunWork]
 """Runs with links as measured elsewhere, and twice as slow."""
 
 
-def fit_cluster(placed: Sequence[Placed], usual: EngineFit) -> OwnFit:
+def fit_cluster(placed: Sequence[Placed], usual_fit: EngineFit) -> OwnFit:
     """The host and link with which predictions are nearest to these runs; what they do not show is as usual."""
     if len(placed) < LEAST_RUNS:
         raise InputError(
@@ -67,25 +67,25 @@ def fit_cluster(placed: Sequence[Placed], usual: EngineFit) -> OwnFit:
     kinds = {kind for item in placed if item.run.tp > 1 and (kind := _network(item))}
     base = shipped_calibration()
     slow = linked(base, dict.fromkeys(kinds, 2.0))
-    work = works(placed, base, usual.experts), works(placed, slow, usual.experts)
+    work = works(placed, base, usual_fit.experts), works(placed, slow, usual_fit.experts)
     half = np.array([crc32(" ".join(item.run.configuration).encode()) % 2 for item in placed])
-    before = log_ratios(served(work[0], usual.host, usual.client), placed)
+    before = log_ratios(served(work[0], usual_fit.host, usual_fit.client), placed)
     after = np.full_like(before, np.nan)
     for side in (0, 1):
         seen = half == side
         if seen.any() and not seen.all():
-            values = _fit(work, placed, seen, usual)
+            values = _fit(work, placed, seen, usual_fit)
             after[:, ~seen] = log_ratios(_report(work, values), placed)[:, ~seen]
-    values = _fit(work, placed, np.ones(len(placed), bool), usual)
+    values = _fit(work, placed, np.ones(len(placed), bool), usual_fit)
     figures = [float(f"{value:.3g}") for value in values]
     host = EngineHost(figures[0], figures[1], figures[2], figures[5])
     links = dict.fromkeys(sorted(kinds), figures[6])
-    cluster = OwnCluster(host, links, len(placed), usual.experts)
+    cluster = OwnCluster(host, links, len(placed), usual_fit.experts)
     return OwnFit(cluster, BenchClient(*figures[3:6]), _medians(before), _medians(after))
 
 
-def _network(item: Placed) -> str:
-    network, _ = network_for(item.node.interconnect, item.run.tp, bundled().networks)
+def _network(placed: Placed) -> str:
+    network, _ = network_for(placed.node.interconnect, placed.run.tp, bundled().networks)
     return "" if network is None else network.kind
 
 
@@ -93,8 +93,8 @@ def _report(work: _Pair, values: Floats) -> BenchReport:
     return served(slowed(*work, float(values[6])), EngineHost(*values[:3]), BenchClient(*values[3:6]))
 
 
-def _fit(work: _Pair, placed: Sequence[Placed], seen: np.ndarray, usual: EngineFit) -> Floats:
-    host, client = usual.host, usual.client
+def _fit(work: _Pair, placed: Sequence[Placed], seen: np.ndarray, usual_fit: EngineFit) -> Floats:
+    host, client = usual_fit.host, usual_fit.client
     known = (host.fixed_s, host.sequence_s, host.launch_s, client.burst, client.ahead, client.request_s, 1.0)
     start = np.log(np.maximum(known, 1e-7))
     weights = np.array([WEIGHTS[metric] for metric in METRICS])[:, None]
@@ -153,7 +153,7 @@ def calibrate(
       potluck calibrate runs.csv
       potluck calibrate results/*.json --gpu H200 --tp 4
     """
-    placed_runs = [item for path in runs for item in read_placed(path, gpu, tp)[0]]
+    placed_runs = [placed for path in runs for placed in read_placed(path, gpu, tp)[0]]
     found = fit_cluster(placed_runs, usual_fit(placed_runs[0]))
     path = out or own_path()
     if path is None:

@@ -100,7 +100,7 @@ class Emulation:
         from potluck.perf.timers.roofline import roofline
 
         token_bytes = self.model.hidden * 2.0
-        hops = [handover_s([0.0, token_bytes], source, node) for source in before]
+        hops = [handover_s([0.0, token_bytes], source_node_type, node) for source_node_type in before]
         fixed = max((float(hop[0]) for hop in hops), default=0.0)
         value = max((float(hop[1] - hop[0]) for hop in hops), default=0.0)
         tp = self._tp(node)

@@ -46,7 +46,7 @@ class EngineOptions:
     generation: GenerationConfig | None
 
 
-def computing(common: EngineOptions, options: dict[str, Any]) -> EngineService:
+def computing(engine_options: EngineOptions, options: dict[str, Any]) -> EngineService:
     from potluck.engine.serve import assemble
 
     for flag, without in (("count", 1), ("mean_output", 0), ("bytes_per_real", 0.0), ("profile", ())):
@@ -55,19 +55,19 @@ def computing(common: EngineOptions, options: dict[str, Any]) -> EngineService:
     if str(options["device"]).startswith("cuda"):
         click.echo("loading weights and recording steps (up to a minute after they are there)", err=True)
     return assemble(
-        common.directory,
-        described(common.directory),
+        engine_options.directory,
+        described(engine_options.directory),
         _settings(options, MAX_RUNNING, TOKEN_BUDGET),
-        name=common.name,
+        name=engine_options.name,
         random_seed=options["random_weights"],
-        limits=common.limits,
-        kv=common.kv,
-        make=executor_maker(options, common.directory, common.kv.identity),
-        generation=common.generation,
+        limits=engine_options.limits,
+        kv=engine_options.kv,
+        make=executor_maker(options, engine_options.directory, engine_options.kv.identity),
+        generation=engine_options.generation,
     )
 
 
-def mock_engines(common: EngineOptions, options: dict[str, Any]) -> list[EngineService]:
+def mock_engines(engine_options: EngineOptions, options: dict[str, Any]) -> list[EngineService]:
     from potluck.api.tokenizer import ModelTokenizer
     from potluck.cli.planning.estimate import read_profiles
     from potluck.engine.mock.mock_engine import mock_engine
@@ -92,18 +92,18 @@ def mock_engines(common: EngineOptions, options: dict[str, Any]) -> list[EngineS
     options = {**options, "chunk_tokens": options["chunk_tokens"] or budget}
     options["token_budget"] = max(budget, options["max_running"] or MAX_BATCH)
     settings = replace(_settings(options, MAX_BATCH, CHUNK_TOKENS), handover_rows=2 * MAX_BATCH)
-    text = ModelTokenizer.read(common.directory)
+    tokenizer = ModelTokenizer.read(engine_options.directory)
     return [
         mock_engine(
-            common.directory,
+            engine_options.directory,
             what,
             settings,
-            name=common.name,
-            limits=common.limits,
-            kv=replace(common.kv, port=common.kv.port and common.kv.port + place),
-            generation=common.generation,
+            name=engine_options.name,
+            limits=engine_options.limits,
+            kv=replace(engine_options.kv, port=engine_options.kv.port and engine_options.kv.port + place),
+            generation=engine_options.generation,
             prefix_bytes=None if given_mb is None else given_mb * MB,
-            text=text,
+            tokenizer=tokenizer,
         )
         for place in range(count)
     ]
@@ -210,14 +210,16 @@ def serve(
         raise InputError("engine", f"needs {error.name}; install potluck[engine]") from error
     key = key_for(host, options["api_key_file"])
     directory = model or shipped_model()
-    common = EngineOptions(
+    engine_options = EngineOptions(
         directory,
         options["name"] or directory.resolve().name,
         RequestLimits(deadline_s=options["deadline_s"], lease_s=options["lease_s"]),
         kv_settings(host, options["kv_port"], options["kv_from"], options["kv_tls"]),
         generation_of(directory) if options["generation_config"] == "auto" else None,
     )
-    services = mock_engines(common, options) if options["mock"] else [computing(common, options)]
+    services = (
+        mock_engines(engine_options, options) if options["mock"] else [computing(engine_options, options)]
+    )
     for service in services:
         service.ends_drained = options["end_when_drained"]
     asyncio.run(
@@ -226,7 +228,7 @@ def serve(
             host,
             port,
             api_key=key,
-            ready=announce(common.name, services[0].role, as_json, host),
+            ready=announce(engine_options.name, services[0].role, as_json, host),
             names=frozenset(options["allow_host"]),
             tls=None if tls is None else server_tls(*tls),
         )

@@ -160,9 +160,9 @@ def verdict(placed: Sequence[Placed]) -> RunVerdict:
     return RunVerdict(len(placed), within, bias, median, tuple(sorted(parts)), tuple(figures))
 
 
-def _figure(metric: Metric, place: int, each: Placed, ratio: float) -> RunFigure:
-    run, timer = each.run, roofline(each.model, each.node, each.run.tp, ep=each.run.ep)
-    width = bar_of(metric, each, timer.confidence)
+def _figure(metric: Metric, place: int, placed: Placed, ratio: float) -> RunFigure:
+    run, timer = placed.run, roofline(placed.model, placed.node, placed.run.tp, ep=placed.run.ep)
+    width = bar_of(metric, placed, timer.confidence)
     if metric == "rate":
         predicted = run.requests_per_s * exp(ratio)
         return RunFigure(place, metric, run.requests_per_s, predicted, *width.around_rate(predicted))
@@ -170,8 +170,8 @@ def _figure(metric: Metric, place: int, each: Placed, ratio: float) -> RunFigure
     return RunFigure(place, metric, measured, measured / exp(ratio), *width.around(measured / exp(ratio)))
 
 
-def bar_of(metric: Metric, item: Placed, confidence: Confidence, bars: ErrorBars | None = None) -> ErrorBar:
+def bar_of(metric: Metric, placed: Placed, confidence: Confidence, bars: ErrorBars | None = None) -> ErrorBar:
     """The bar of a run's figure."""
-    run, gpu = item.run, item.node.gpu.name
+    run, gpu = placed.run, placed.node.gpu.name
     load = float(run.concurrency)
-    return bar(metric, item.model, run.tp, gpu, confidence, bars=bars, engine=run.engine, requests=load)
+    return bar(metric, placed.model, run.tp, gpu, confidence, bars=bars, engine=run.engine, requests=load)

@@ -33,11 +33,11 @@ def write_live(state: Path | None, out: Path, as_json: bool) -> None:
 
     observed = _observed(state)
     rows = []
-    for pace, profile in observed:
-        name = f"{out.stem}-{pace.model}-{pace.node}-tp{pace.tp}"
+    for observed_speed, profile in observed:
+        name = f"{out.stem}-{observed_speed.model}-{observed_speed.node}-tp{observed_speed.tp}"
         path = out if len(observed) == 1 else out.with_stem(name)
         write_text("--out", path, profile_to_json(profile))
-        body = {name: getattr(pace, name) for name in ("model", "node", "tp", "pace", "replicas")}
+        body = {name: getattr(observed_speed, name) for name in ("model", "node", "tp", "pace", "replicas")}
         rows.append({**body, "file": str(path)})
     if as_json:
         emit_json(rows)
@@ -62,8 +62,12 @@ def _observed(state: Path | None) -> list[tuple[ObservedSpeed, Profile]]:
     profiles = tuple(Path(item) for item in known.get("profiles", ()))
     problem = measured(load_problem(read_spec(Path(known["path"])), 0.8, None, (), 0.0), profiles)
     day = datetime.now(UTC).date().isoformat()
-    asks = {ask.name: ask for ask in problem.asks}
-    return [(pace, profile_of(problem, asks[pace.model], pace, day)) for pace in paces if pace.model in asks]
+    asks = {demand.name: demand for demand in problem.asks}
+    return [
+        (observed_speed, profile_of(problem, asks[observed_speed.model], observed_speed, day))
+        for observed_speed in paces
+        if observed_speed.model in asks
+    ]
 
 
 MOST_TOKENS = 4096  # The longest context that is measured unless more is asked for.
@@ -164,10 +168,10 @@ def _local(options: SimpleNamespace) -> Profile:
     if options.emulate is not None:
         emulation(options.emulate, options.speed_up).pace(executor)
     bench = LocalBench(executor, options.repeats)
-    what = grid(bench.bounds, options.quick, behind=True)
+    shape_grid = grid(bench.bounds, options.quick, behind=True)
     points = []
-    with progress(what.count) as progress_bar:
-        for point in bench.points(what):
+    with progress(shape_grid.count) as progress_bar:
+        for point in bench.points(shape_grid):
             points.append(point)
             progress_bar(_words(point))
     executor.shutdown()
@@ -203,11 +207,11 @@ def _remote(url: str, options: SimpleNamespace) -> Profile:
             longest = min(options.max_tokens or MOST_TOKENS, bounds.max_tokens)
             most = min(options.max_batch, bounds.max_running)
             bounds = replace(bounds, max_tokens=longest, max_running=most)
-            what = grid(bounds, options.quick)
+            shape_grid = grid(bounds, options.quick)
             points = []
             step_bench = await steps_told(bench)
-            with progress(what.count) as progress_bar:
-                async for point in (step_bench or bench).points(what, bounds):
+            with progress(shape_grid.count) as progress_bar:
+                async for point in (step_bench or bench).points(shape_grid, bounds):
                     points.append(point)
                     progress_bar(_words(point))
             kind = "vllm" if "vLLM" in bench.version else "potluck"
@@ -241,18 +245,18 @@ def _words(point: ProfilePoint) -> str:
     return f"{', '.join(prompt + decodes)}: {seconds(point.seconds)}"
 
 
-def _show(result: Profile, out: Path, as_json: bool) -> None:
+def _show(profile: Profile, out: Path, as_json: bool) -> None:
     from potluck.perf.timers.profile import ProfileTimer
 
-    timer = ProfileTimer(result)
+    timer = ProfileTimer(profile)
     if as_json:
-        what = {"out": str(out), "gpu": result.gpu, "model": result.model, "points": len(result.points)}
+        what = {"out": str(out), "gpu": profile.gpu, "model": profile.model, "points": len(profile.points)}
         emit_json({**what, "fit_error": timer.fit_mape})
         return
     rows = [
         (_words(point), f"{(point.chunk_new or point.decodes) / point.seconds:,.0f} tokens/s")
-        for point in result.points
+        for point in profile.points
         if not point.chunk_cached and not (point.chunk_new and point.decodes)
     ]
-    table(f"{result.model} on {result.gpu}: {len(result.points)} steps", ("step", "rate"), rows)
+    table(f"{profile.model} on {profile.gpu}: {len(profile.points)} steps", ("step", "rate"), rows)
     click.echo(f"{out}: written; a smooth formula alone fits it to {percent(timer.fit_mape)} on average")

@@ -55,7 +55,7 @@ def serve(
     from potluck.control.host_agent import HostAgent
     from potluck.control.launchers.local_capacity import find_chips
 
-    gpus = [_name(chip) for chip in find_chips()]
+    gpus = [_name(gpu) for gpu in find_chips()]
     about = {"name": name or socket.gethostname(), "region": region, "gpus": gpus, "version": __version__}
     tls_for(host, tls)
     secure = None
@@ -70,13 +70,13 @@ def serve(
     server.serve_forever()
 
 
-def _name(chip: LocalGpu) -> str:
+def _name(gpu: LocalGpu) -> str:
     from potluck.cli.up.gpus import gpu_of
 
     try:
-        return gpu_of(chip)
+        return gpu_of(gpu)
     except InputError:
-        return chip.name
+        return gpu.name
 
 
 @hosts.command()
@@ -94,12 +94,12 @@ def find(urls: tuple[str, ...], key_file: Path, ca: Path | None, out: Path | Non
     """
     from potluck.control.host_agent import HostClient, matrix
 
-    asking = HostClient(key_in(key_file, "--key-file"), None if ca is None else client_tls(ca, "--ca"))
-    host_reports = [asking.host(url.rstrip("/")) for url in urls]
+    host_client = HostClient(key_in(key_file, "--key-file"), None if ca is None else client_tls(ca, "--ca"))
+    host_reports = [host_client.host(url.rstrip("/")) for url in urls]
     names = [report.name for report in host_reports]
     if len(set(names)) != len(names):
         raise InputError("--name", f"two hosts have the same one: {', '.join(sorted(names))}")
-    ways = matrix(asking, [report.url for report in host_reports])
+    ways = matrix(host_client, [report.url for report in host_reports])
     if out is not None:
         write_text("--out", out, pool_text(host_reports, ways))
     if as_json:

@@ -133,7 +133,9 @@ def _past(service: ServiceView, lines: int, follow: bool, as_json: bool) -> None
     last, waiting = 0, list(service.store.happenings(most=lines))
     while True:
         settled_s = time.time() - SETTLE_S if follow else inf
-        for recorded_event in sorted(waiting, key=lambda each: (each.at_s, each.id)):
+        for recorded_event in sorted(
+            waiting, key=lambda recorded_event: (recorded_event.at_s, recorded_event.id)
+        ):
             last = max(last, recorded_event.id)
             if recorded_event.at_s <= settled_s:
                 click.echo(_happening(recorded_event, as_json))
@@ -144,10 +146,17 @@ def _past(service: ServiceView, lines: int, follow: bool, as_json: bool) -> None
         waiting += service.store.happenings(after=last)
 
 
-def _happening(each: RecordedEvent, as_json: bool) -> str:
+def _happening(recorded_event: RecordedEvent, as_json: bool) -> str:
     if not as_json:
-        return _line(each.at_s, each.kind, each.what, each.why)
-    return json.dumps({"at_s": each.at_s, "kind": each.kind, "what": each.what, "why": each.why})
+        return _line(recorded_event.at_s, recorded_event.kind, recorded_event.what, recorded_event.why)
+    return json.dumps(
+        {
+            "at_s": recorded_event.at_s,
+            "kind": recorded_event.kind,
+            "what": recorded_event.what,
+            "why": recorded_event.why,
+        }
+    )
 
 
 @click.command()

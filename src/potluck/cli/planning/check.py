@@ -39,7 +39,7 @@ def check(context: click.Context, spec: Path, as_json: bool) -> None:
       potluck check prod.yaml --json | jq .errors
     """
     try:
-        loaded = load_spec(spec)
+        loaded_spec = load_spec(spec)
     except SpecError as error:
         if not as_json:
             raise
@@ -47,9 +47,9 @@ def check(context: click.Context, spec: Path, as_json: bool) -> None:
         emit_json({"valid": False, "file": str(spec), "errors": errors, "warnings": []})
         context.exit(2)
     if as_json:
-        emit_json(summary(loaded, str(spec)))
+        emit_json(summary(loaded_spec, str(spec)))
     else:
-        show(loaded, str(spec))
+        show(loaded_spec, str(spec))
 
 
 def summary(spec: Spec, file: str) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def estimate(
     if asked.weights_in is not None:
         model = in_format(model, format_named(asked.weights_in, "--weights"))
     price, price_from = _price(node.name, asked.price_usd_per_h, asked.region)
-    result = estimate_node(
+    estimate = estimate_node(
         model,
         node,
         input_tokens=input_tokens,
@@ -88,13 +88,13 @@ def estimate(
     )
     formats = _formats(model, node)
     if as_json:
-        body = encode(result)
+        body = encode(estimate)
         assert isinstance(body, dict)
         body.pop("type")
         lengths = {"input_tokens": input_tokens, "output_tokens": output_tokens}
         emit_json({**lengths, "price_from": price_from, **body, **formats})
     else:
-        _show(result, input_tokens, output_tokens, price_from)
+        _show(estimate, input_tokens, output_tokens, price_from)
         click.echo("; ".join((f"Weights in {formats['weights_are']}", *formats["said"])))
 
 
@@ -119,10 +119,10 @@ def read_profiles(
 
 def measured(problem: PlanningProblem, paths: tuple[Path, ...]) -> PlanningProblem:
     """With the step times in profiles, where they apply."""
-    if paths and (open_ := [ask.name for ask in problem.asks if len(ask.formats) > 1]):
+    if paths and (open_ := [demand.name for demand in problem.asks if len(demand.formats) > 1]):
         raise InputError("--profile", f"was measured in one format; name one `precision` for {open_[0]}")
-    result = read_profiles(paths, [ask.model for ask in problem.asks], problem.nodes)
-    return replace(problem, asks=tuple(replace(ask, profiles=result) for ask in problem.asks))
+    result = read_profiles(paths, [demand.model for demand in problem.asks], problem.nodes)
+    return replace(problem, asks=tuple(replace(demand, profiles=result) for demand in problem.asks))
 
 
 def find_model(name: str) -> Model:
@@ -174,52 +174,52 @@ def _formats(model: Model, node: NodeType) -> dict[str, Any]:
     return {"weights_are": " and ".join(kinds), "said": [words for words in saids if words]}
 
 
-def _show(result: Estimate, input_tokens: int, output_tokens: int, price_from: str) -> None:
-    attention = "data" if result.ep == "dp" else "tensor"
-    experts = "" if result.ep == "none" else f", experts spread over {result.tp}"
-    gpus = f"{attention} parallelism {result.tp}{experts}, {result.replicas} replica(s)"
-    lengths = f"{input_tokens} in / {output_tokens} out, {result.role}"
-    bar = result.rate_bar
+def _show(estimate: Estimate, input_tokens: int, output_tokens: int, price_from: str) -> None:
+    attention = "data" if estimate.ep == "dp" else "tensor"
+    experts = "" if estimate.ep == "none" else f", experts spread over {estimate.tp}"
+    gpus = f"{attention} parallelism {estimate.tp}{experts}, {estimate.replicas} replica(s)"
+    lengths = f"{input_tokens} in / {output_tokens} out, {estimate.role}"
+    bar = estimate.rate_bar
     rows = [
-        ("prefill of one prompt", *_time(bar, result.prefill_s, result.prefill_bound)),
-        ("decode step, alone", *_time(bar, result.decode_step_s)),
-        ("weights", bytes_(result.weight_bytes), "per replica"),
-        ("KV memory", bytes_(result.kv_bytes), f"{count(result.max_batch)} such requests per replica"),
-        *_throughput_rows(result),
-        ("what binds", result.binds, ""),
+        ("prefill of one prompt", *_time(bar, estimate.prefill_s, estimate.prefill_bound)),
+        ("decode step, alone", *_time(bar, estimate.decode_step_s)),
+        ("weights", bytes_(estimate.weight_bytes), "per replica"),
+        ("KV memory", bytes_(estimate.kv_bytes), f"{count(estimate.max_batch)} such requests per replica"),
+        *_throughput_rows(estimate),
+        ("what binds", estimate.binds, ""),
         (
             "price per hour",
-            "unknown" if (price := result.price_usd_per_h) is None else usd(price),
+            "unknown" if (price := estimate.price_usd_per_h) is None else usd(price),
             price_from,
         ),
     ]
-    if (cost := result.usd_per_million_tokens) is not None:
+    if (cost := estimate.usd_per_million_tokens) is not None:
         error = "" if bar is None else _between(usd, *bar.around(cost)) + ", "
         rows.append(("cost per million tokens", usd(cost), f"{error}input and output"))
-    if (cost := result.usd_per_million_output_tokens) is not None:
+    if (cost := estimate.usd_per_million_output_tokens) is not None:
         rows.append(("cost per million output tokens", usd(cost), ""))
-    rows.append(("confidence", result.confidence, confidence_words(result)))
-    table(f"{result.model} on {result.node} ({gpus}), {lengths}", ("", "estimate", ""), rows)
+    rows.append(("confidence", estimate.confidence, confidence_words(estimate)))
+    table(f"{estimate.model} on {estimate.node} ({gpus}), {lengths}", ("", "estimate", ""), rows)
 
 
-def _throughput_rows(result: Estimate) -> list[tuple[str, str, str]]:
-    at, rate = result.operating, result.requests_per_s
+def _throughput_rows(estimate: Estimate) -> list[tuple[str, str, str]]:
+    at, rate = estimate.operating, estimate.requests_per_s
     if at is None:
         return []
-    chunk = f"{at.chunk_tokens:.0f} prompt tokens per step" if result.role == "mixed" else ""
+    chunk = f"{at.chunk_tokens:.0f} prompt tokens per step" if estimate.role == "mixed" else ""
     error = (
-        "" if (bar := result.rate_bar) is None else _between("{:.3g}".format, *bar.around_rate(rate)) + ", "
+        "" if (bar := estimate.rate_bar) is None else _between("{:.3g}".format, *bar.around_rate(rate)) + ", "
     )
-    tpot = _time(result.tpot_bar, at.tpot_s, result.decode_bound) if at.tpot_s else ("-", "")
+    tpot = _time(estimate.tpot_bar, at.tpot_s, estimate.decode_bound) if at.tpot_s else ("-", "")
     rows = [
         ("batch per replica", count(at.batch), chunk),
-        ("TTFT, without queueing", *_time(result.ttft_bar, at.ttft_s)),
+        ("TTFT, without queueing", *_time(estimate.ttft_bar, at.ttft_s)),
         ("TPOT", *tpot),
         ("requests per second", f"{rate:.3g}", f"{error}whole node"),
-        ("tokens per second", count(round(result.total_tokens_per_s)), "input and output"),
+        ("tokens per second", count(round(estimate.total_tokens_per_s)), "input and output"),
     ]
-    if result.output_tokens_per_s:
-        rows.append(("output tokens per second", count(round(result.output_tokens_per_s)), ""))
+    if estimate.output_tokens_per_s:
+        rows.append(("output tokens per second", count(round(estimate.output_tokens_per_s)), ""))
     return rows
 
 
@@ -233,7 +233,7 @@ def _between(words: Callable[[float], str], low: float, high: float) -> str:
     return f"{words(low)} to {words(high)}"
 
 
-def confidence_words(result: Estimate) -> str:
-    if result.rate_bar is None:
-        return f"{result.basis}; error unknown"
-    return f"{result.basis}; 8 in 10 are within the ranges above, by {result.rate_bar.basis}"
+def confidence_words(estimate: Estimate) -> str:
+    if estimate.rate_bar is None:
+        return f"{estimate.basis}; error unknown"
+    return f"{estimate.basis}; 8 in 10 are within the ranges above, by {estimate.rate_bar.basis}"

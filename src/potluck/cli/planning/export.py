@@ -112,13 +112,13 @@ def _exported(kind: str, plan_path: Path, spec_path: Path, options: dict[str, An
     spec = read_spec(spec_path)
     require_runnable(plan, spec, str(plan_path))
     options["style"] = _style(spec)
-    fleet = roomed(plan, spec.node_types, spec.regions)
+    placed_plan = roomed(plan, spec.node_types, spec.regions)
     folder = options["models"].rstrip("/")
     names = {model.name for model in spec.models}
     weights = weights_from(pairs("--weights", options["weights"], names), mounts=kind == "skypilot")
     gateways = (options["gateways"] or 2) if kind == "kubernetes" else 1
     turned_off = spec.policy.scaling if gateways > 1 and spec.policy.scaling != "none" else ""
-    wording = CommandOptions(
+    command_options = CommandOptions(
         options["style"],
         {model.name: f"{folder}/{model.name}" for model in spec.models},
         "" if kind == "skypilot" else KEY_FILE,
@@ -135,30 +135,33 @@ def _exported(kind: str, plan_path: Path, spec_path: Path, options: dict[str, An
     }
     _require_whole(served, spec)
     local = {model.name: model.config for model in spec.models if model.config is not None}
-    notes = [*left_out.of_all(fleet, wording, weights, local), *left_out.of_gateways(turned_off, gateways)]
-    where = pairs("--address", options["addresses"], {box.name for box in fleet.boxes})
+    notes = [
+        *left_out.of_all(placed_plan, command_options, weights, local),
+        *left_out.of_gateways(turned_off, gateways),
+    ]
+    where = pairs("--address", options["addresses"], {machine.name for machine in placed_plan.boxes})
     if kind == "kubernetes":
         files, more = _kubernetes(
-            fleet, wording, weights, served, options, {n.gpu.name for n in spec.node_types}
+            placed_plan, command_options, weights, served, options, {n.gpu.name for n in spec.node_types}
         )
-        return ExportedFiles(plan, spec, fleet, files, [*notes, *more])
+        return ExportedFiles(plan, spec, placed_plan, files, [*notes, *more])
     if kind == "commands":
-        files = shell.files(fleet, wording, where, weights)
-        notes += left_out.of_machines(fleet, wording, where)
+        files = shell.files(placed_plan, command_options, where, weights)
+        notes += left_out.of_machines(placed_plan, command_options, where)
     elif kind == "compose":
-        files, more = _compose(fleet, wording, where, weights, list(served), options)
+        files, more = _compose(placed_plan, command_options, where, weights, list(served), options)
         notes += more
     else:
         infra = pairs("--infra", options["infra"], {region.name for region in spec.regions})
         sky = skypilot.SkyOptions(infra, options["setup"], folder, weights)
-        files = skypilot.files(fleet, wording, sky)
-        notes += left_out.of_sky(fleet, infra, options["setup"])
-    return ExportedFiles(plan, spec, fleet, files | served, notes)
+        files = skypilot.files(placed_plan, command_options, sky)
+        notes += left_out.of_sky(placed_plan, infra, options["setup"])
+    return ExportedFiles(plan, spec, placed_plan, files | served, notes)
 
 
 def _compose(
-    fleet: PlacedPlan,
-    wording: CommandOptions,
+    placed_plan: PlacedPlan,
+    command_options: CommandOptions,
     where: dict[str, str],
     weights: dict[str, WeightsSource],
     served: list[str],
@@ -167,14 +170,19 @@ def _compose(
     from potluck.export import compose, left_out
 
     images = _images(options)
-    files = compose.files(fleet, wording, where, compose.ComposeOptions(*images, weights), served)
-    notes = [*left_out.of_machines(fleet, wording, where), *left_out.of_images(*images, options["style"])]
+    files = compose.files(
+        placed_plan, command_options, where, compose.ComposeOptions(*images, weights), served
+    )
+    notes = [
+        *left_out.of_machines(placed_plan, command_options, where),
+        *left_out.of_images(*images, options["style"]),
+    ]
     return files, [line.replace("on every machine", "beside the Compose files") for line in notes]
 
 
 def _kubernetes(
-    fleet: PlacedPlan,
-    wording: CommandOptions,
+    placed_plan: PlacedPlan,
+    command_options: CommandOptions,
     weights: dict[str, WeightsSource],
     served: dict[str, str],
     options: dict[str, Any],
@@ -190,20 +198,23 @@ def _kubernetes(
     if volume.startswith("/") and weights:
         raise InputError("--weights", "pods cannot share a folder of each node: give --volume CLAIM for them")
     labels, unknown = {}, set()
-    for chip in {box.node.gpu.name: box.node.gpu for box in fleet.boxes}.values():
-        known = node_label(chip)
-        value = given.get(chip.name, known.value)
-        unknown |= set() if value else {chip.name}
-        labels[chip.name] = manifests.GpuLabel(known.key, value or chip.name, known.resource)
-    cluster = ManifestOptions(
+    for gpu in {machine.node.gpu.name: machine.node.gpu for machine in placed_plan.boxes}.values():
+        known = node_label(gpu)
+        value = given.get(gpu.name, known.value)
+        unknown |= set() if value else {gpu.name}
+        labels[gpu.name] = manifests.GpuLabel(known.key, value or gpu.name, known.resource)
+    manifest_options = ManifestOptions(
         images[1],
         options["namespace"],
         models_folder=options["models"].rstrip("/"),
         **({"models_path": volume} if volume.startswith("/") else {"models_claim": volume}),
     )
-    export = manifests.KubernetesExport(cluster, images[0], labels, weights)
-    files = manifests.files(fleet, wording, export, served)
-    secrets, regions = manifests.secret_files(fleet, wording), {box.region for box in fleet.boxes}
+    export = manifests.KubernetesExport(manifest_options, images[0], labels, weights)
+    files = manifests.files(placed_plan, command_options, export, served)
+    secrets, regions = (
+        manifests.secret_files(placed_plan, command_options),
+        {machine.region for machine in placed_plan.boxes},
+    )
     claim = "" if volume.startswith("/") else volume
     notes = left_out.of_cluster(options["namespace"], secrets, claim, regions, weights)
     return files, [*notes, *left_out.of_labels(unknown), *left_out.of_images(*images, options["style"])]
@@ -222,10 +233,10 @@ def _style(spec: Spec) -> Style:
     raise InputError("spec", f"{what}, so there is nothing to export; `potluck up --attach` serves over them")
 
 
-def _traces(spec: Path, loaded: Spec) -> dict[str, str]:
+def _traces(spec: Path, loaded_spec: Spec) -> dict[str, str]:
     """What the spec reads beside itself, by the names it has for it."""
     traces = {}
-    for model in loaded.models:
+    for model in loaded_spec.models:
         if model.trace is not None:
             try:
                 name = model.trace.resolve().relative_to(spec.parent.resolve()).as_posix()

@@ -239,10 +239,10 @@ class CheckRun:
         from potluck.control.launchers.engine_command import emulate_text
 
         template = self.plan.template(entry["template"])
-        make = EngineSpec(template.model, template.replicas[entry["index"]].layout, entry["region"])
+        engine_spec = EngineSpec(template.model, template.replicas[entry["index"]].layout, entry["region"])
         name = self.spec.model(template.model).model.name
         links = () if self.spec.pool is None else self.spec.pool.links
-        text = emulate_text(make, name, links, self.plan.format_of(template.model))
+        text = emulate_text(engine_spec, name, links, self.plan.format_of(template.model))
         try:
             mock_model(text)
         except PotluckError:

@@ -57,23 +57,23 @@ def frontier(strategy: str, averages: bool, as_json: bool, **options: Any) -> No
     from potluck.plan.frontier import frontier as frontier_of
 
     against, values, domain = (options.pop(name) for name in ("against", "values", "domain"))
-    posed, _ = posed_of(options)
+    planning_options, _ = posed_of(options)
     asked = VALUES[against] if values is None else _values(values, against)
-    spec = posed.spec()
-    plain = posed.problem(spec)
+    spec = planning_options.spec()
+    plain = planning_options.problem(spec)
     _possible(plain, against, domain)
     problems = []
     for value in asked:
         there = spec
         if against == "objective":
             there = scaled(spec, value)
-            problem = posed.problem(there)
+            problem = planning_options.problem(there)
         else:
             problem = with_value(plain, against, value, domain)
         problems.append((value, problem, planner_of(strategy, there, averages)))
     with progress(len(asked)) as progress_bar:
         share = against != "objective"
-        points = frontier_of(problems, posed.settings(), share_templates=share, said=progress_bar)
+        points = frontier_of(problems, planning_options.settings(), share_templates=share, said=progress_bar)
     basis = basis_of_all(averages)
     if as_json:
         rows = [

@@ -92,28 +92,24 @@ def plan(
 
     pins = tuple(map(_pin, options.pop("pinned")))
     penalty, profiles, running = (options.pop(name) for name in ("init_penalty", "profile_paths", "running"))
-    posed, rest = posed_of(options)
-    planner, spec, asked, saves = strategy_of(strategy), posed.spec(), asked_of(rest), OutputFiles()
+    planning_options, rest = posed_of(options)
+    planner, spec = strategy_of(strategy), planning_options.spec()
+    asked, saves = asked_of(rest), OutputFiles()
     require_writable("--out", out)
     require_writable("--html", page)
-    problem = measured(posed.problem(spec, penalty), profiles)
-    before = None if running is None else read_plan(running)
-    if before is not None:
-        require_runnable(before, spec, str(running))
-    estimate = estimate_of(spec, problem, asked, posed.seed)
-    settings = posed.settings(running=before, pins=pins, estimate=estimate)
+    problem = measured(planning_options.problem(spec, penalty), profiles)
+    previous_plan = None if running is None else read_plan(running)
+    if previous_plan is not None:
+        require_runnable(previous_plan, spec, str(running))
+    estimate = estimate_of(spec, problem, asked, planning_options.seed)
+    settings = planning_options.settings(running=previous_plan, pins=pins, estimate=estimate)
     with progress(4 * len(problem.asks) + 1) as progress_bar:
         began_s = settings.clock()
-        factory = _factory_of(problem, before, progress_bar)
+        factory = _factory_of(problem, previous_plan, progress_bar)
         factory, outcome, notes = planned_rest(planner, factory, settings)
         problem = factory.problem
-        notes = (
-            *spec.notes,
-            *notes,
-            *_enough_budget(planner, factory, outcome, settings),
-            *_hurried(factory),
-        )
-        require_service(problem, outcome, posed.limit_s, notes)
+        notes = (*spec.notes, *notes, *_search_notes(planner, factory, outcome, settings))
+        require_service(problem, outcome, planning_options.limit_s, notes)
         progress_bar(f"planning without the limits of {problem.engine.title}")
         cost = engine_cost(factory, outcome, planner, settings, settings.clock() - began_s)
         tried = rehearsed(spec, factory, outcome, planner, settings, asked, progress_bar.far)
@@ -126,11 +122,13 @@ def plan(
         outcome = replace(outcome, plan=result)
         notes = (*lossy_notices(result), *notes)
         progress_bar("asking what else there was")
-        reasons = replace(explain(factory, outcome, planner, settings), engine=cost) if explained else None
+        explanation = (
+            replace(explain(factory, outcome, planner, settings), engine=cost) if explained else None
+        )
         saves.text("--out", out, lambda: plan_to_json(result))
-        saves.text("--html", page, lambda: plan_html(factory.problem, outcome.plan, reasons))
+        saves.text("--html", page, lambda: plan_html(factory.problem, outcome.plan, explanation))
     if as_json:
-        body = _as_json(factory.problem, outcome, reasons, spec.policy.standby)
+        body = _as_json(factory.problem, outcome, explanation, spec.policy.standby)
         body["engine"] = engine_json(spec.engine, cost)
         emit_json(body | rehearsal_json(tried) | ({"notes": list(notes)} if notes else {}))
     else:
@@ -140,7 +138,7 @@ def plan(
         _show_formats(spec, outcome.plan)
         show_engine(cost)
         show_search(factory.searched)
-        show_reasons(reasons if outcome.plan.deployments else None)
+        show_reasons(explanation if outcome.plan.deployments else None)
     saves.complain()
     if _leaves_out(spec, problem) or outcome.plan.fraction < 1 or (tried is not None and not tried.holds):
         missed()
@@ -148,7 +146,7 @@ def plan(
 
 def _leaves_out(spec: Spec, problem: PlanningProblem) -> bool:
     """Whether a model is not planned for: a plan for the others keeps no promise to its users."""
-    served = {ask.name for ask in problem.asks if ask.rate_per_s > 0}
+    served = {demand.name for demand in problem.asks if demand.rate_per_s > 0}
     return any(model.traffic.rate_per_s > 0 and model.name not in served for model in spec.models)
 
 
@@ -164,6 +162,16 @@ def _hurried(factory: TemplateFactory) -> tuple[str, ...]:
         named = ", ".join(f"{name} ({how})" for name, how in sorted(factory.cut_short.items()))
         notes.append(f"strategies that were cut short, as they would take too long: {named}")
     return tuple(notes)
+
+
+def _search_notes(
+    planner: Callable[[TemplateFactory, SolveSettings], PlanOutcome],
+    factory: TemplateFactory,
+    outcome: PlanOutcome,
+    settings: SolveSettings,
+) -> tuple[str, ...]:
+    """A budget that would suffice, and what the search had no time for."""
+    return (*_enough_budget(planner, factory, outcome, settings), *_hurried(factory))
 
 
 def _enough_budget(
@@ -203,12 +211,14 @@ def require_service(
 
     if outcome.allocation.status == "unknown":
         raise CapacityError(f"no plan was found within {limit_s:g} s; allow more with --time-limit")
-    asked = [ask.name for ask in problem.asks if ask.rate_per_s > 0]
+    asked = [demand.name for demand in problem.asks if demand.rate_per_s > 0]
     if not asked or any(outcome.plan.fraction_of(name) > 0 for name in asked):
         return
     shortfall = outcome.allocation.shortfall
     unserved = () if shortfall is None else shortfall.unserved
-    models = [ask.name for ask in problem.asks if any(name.startswith(f"{ask.name}/") for name in unserved)]
+    models = [
+        demand.name for demand in problem.asks if any(name.startswith(f"{demand.name}/") for name in unserved)
+    ]
     if models:
         raise CapacityError("; ".join(why_not(problem, model) for model in models))
     raise CapacityError("; ".join([f"no plan serves any of the demand: {shortfall}", *notes]))
@@ -228,12 +238,14 @@ def require_sound(problem: PlanningProblem, plan: Plan, pins: Sequence[Deploymen
             raise InputError("--pin", f"{what}; use --strategy auto")
 
 
-def _factory_of(problem: PlanningProblem, running: Plan | None, said: ProgressBar) -> TemplateFactory:
+def _factory_of(
+    problem: PlanningProblem, running_plan: Plan | None, progress_bar: ProgressBar
+) -> TemplateFactory:
     """Makes templates; the groups of machines of the plan in force can be chosen again."""
     from potluck.plan.strategies import TemplateFactory
 
-    groups = tuple(t for t in running.templates if t.kind == "group") if running is not None else ()
-    return TemplateFactory(problem, said=said, running=groups)
+    groups = tuple(t for t in running_plan.templates if t.kind == "group") if running_plan is not None else ()
+    return TemplateFactory(problem, said=progress_bar, running=groups)
 
 
 def _pin(text: str) -> Deployment:
@@ -255,7 +267,7 @@ def _show_formats(spec: Spec, plan: Plan) -> None:
 
 
 def _as_json(
-    problem: PlanningProblem, outcome: PlanOutcome, reasons: Explanation | None, standby: int
+    problem: PlanningProblem, outcome: PlanOutcome, explanation: Explanation | None, standby: int
 ) -> dict[str, object]:
     from potluck.core.codec import encode
     from potluck.core.scaling.standby import standby_counts, standby_usd_per_h
@@ -273,8 +285,8 @@ def _as_json(
         }
     if outcome.allocation.shortfall is not None:
         body["shortfall"] = str(outcome.allocation.shortfall)
-    if reasons is not None:
-        body["explanation"] = encode(reasons)
+    if explanation is not None:
+        body["explanation"] = encode(explanation)
     return body
 
 
@@ -297,21 +309,23 @@ def compare(as_json: bool, **options: Any) -> None:
     Of every strategy it is the cheapest plan that holds in simulation, as `plan --strategy` finds it, all with the
     same requests; --averages leaves that out.
     """
-    posed, rest = posed_of(options)
-    asked, spec = asked_of(rest), posed.spec()
-    problem = posed.problem(spec)
+    planning_options, rest = posed_of(options)
+    rehearsal_options, spec = asked_of(rest), planning_options.spec()
+    problem = planning_options.problem(spec)
     with progress(4 * len(problem.asks) + 12) as progress_bar:
-        problem, solved, left_out, notes = _solved(spec, problem, posed, asked, progress_bar)
+        problem, solved, left_out, notes = _solved(
+            spec, problem, planning_options, rehearsal_options, progress_bar
+        )
     rows = [_row(problem, name, strategy) for name, strategy in solved.items()]
     if as_json:
         from potluck.core.codec import encode
 
-        emit_json([encode(row) for row in rows])
+        emit_json([encode(compared) for compared in rows])
         for text in left_out:
             click.echo(f"left out: {text}", err=True)
         return
     show_notes((*spec.notes, *notes))
-    if any(ask.rate_per_s > 0 for ask in problem.asks):
+    if any(demand.rate_per_s > 0 for demand in problem.asks):
         show_compared(rows)
     else:
         paragraph("Nothing is rented, as nothing is asked of it: all rates are 0.")
@@ -320,7 +334,11 @@ def compare(as_json: bool, **options: Any) -> None:
 
 
 def _solved(
-    spec: Spec, problem: PlanningProblem, posed: PlanningOptions, asked: RehearsalOptions, said: ProgressBar
+    spec: Spec,
+    problem: PlanningProblem,
+    planning_options: PlanningOptions,
+    rehearsal_options: RehearsalOptions,
+    progress_bar: ProgressBar,
 ) -> tuple[PlanningProblem, dict[str, SolvedStrategy], list[str], tuple[str, ...]]:
     """(what is planned for, each strategy's plan, who cannot and why, what nobody can serve)."""
     from potluck.plan.explain import planned_rest
@@ -329,17 +347,17 @@ def _solved(
     solved: dict[str, SolvedStrategy] = {}
     left_out: list[str] = []
     notes: tuple[str, ...] = ()
-    factory = TemplateFactory(problem, said=said)
+    factory = TemplateFactory(problem, said=progress_bar)
     seen: dict[object, Evidence] = {}
     for name, planner in STRATEGIES.items():
         start_s = time.process_time()
-        said(name)
+        progress_bar(name)
         factory.cut_short.pop(name, None)  # `auto` may have had no time for it
         try:
             if name == "auto":  # what nothing can serve is left out for all
-                factory, outcome, notes = planned_rest(planner, factory, posed.settings())
+                factory, outcome, notes = planned_rest(planner, factory, planning_options.settings())
             else:
-                outcome = planner(factory, posed.settings())
+                outcome = planner(factory, planning_options.settings())
         except InputError as error:
             # A strategy that this spec is not for is told, not fatal; what is wrong for all is.
             if error.field != "strategy":
@@ -349,7 +367,16 @@ def _solved(
         cpu_s = time.process_time() - start_s
         shown: tuple[Evidence, ...] = ()
         if outcome.plan.fraction >= 1 and outcome.plan.deployments:
-            tried = rehearsed(spec, factory, outcome, planner, posed.settings(), asked, said.far, seen)
+            tried = rehearsed(
+                spec,
+                factory,
+                outcome,
+                planner,
+                planning_options.settings(),
+                rehearsal_options,
+                progress_bar.far,
+                seen,
+            )
             if tried is not None:
                 outcome, shown = tried.outcome, tried.best.evidence
         solved[name] = SolvedStrategy(outcome, cpu_s, shown)
@@ -361,7 +388,9 @@ def _row(problem: PlanningProblem, name: str, solved: SolvedStrategy) -> Compare
     from potluck.plan.verify import verify
 
     result, shown = solved.outcome.plan, solved.shown
-    tokens_per_h = sum(ask.tokens_per_s * result.fraction_of(ask.name) for ask in problem.asks) * 3600
+    tokens_per_h = (
+        sum(demand.tokens_per_s * result.fraction_of(demand.name) for demand in problem.asks) * 3600
+    )
     low, high = usd_range(problem, result)
     worst = min(shown, key=lambda each: each.mean - each.promised, default=None)
     return ComparedStrategy(
@@ -369,7 +398,9 @@ def _row(problem: PlanningProblem, name: str, solved: SolvedStrategy) -> Compare
         cost_usd_per_h=result.total_usd_per_h,
         usd_per_million_tokens=result.total_usd_per_h / tokens_per_h * 1e6 if tokens_per_h else None,
         served_fraction=result.fraction,
-        goodput_per_s=max(0.0, sum(ask.rate_per_s * result.fraction_of(ask.name) for ask in problem.asks)),
+        goodput_per_s=max(
+            0.0, sum(demand.rate_per_s * result.fraction_of(demand.name) for demand in problem.asks)
+        ),
         nodes=sum(result.nodes.values()),
         gap=result.gap,
         cpu_s=solved.cpu_s,

@@ -23,7 +23,7 @@ meter { width: 160px; display: block; margin-left: auto; }
 </style>"""
 
 
-def plan_html(problem: PlanningProblem, plan: Plan, reasons: Explanation | None) -> str:
+def plan_html(problem: PlanningProblem, plan: Plan, explanation: Explanation | None) -> str:
     from potluck.plan.explain import risk_lines
     from potluck.sim.results.report.html_report import sheet, table_section
 
@@ -31,7 +31,7 @@ def plan_html(problem: PlanningProblem, plan: Plan, reasons: Explanation | None)
     proof = f"at most {percent(plan.gap)} above the cheapest" if plan.gap >= 1e-6 else "proven cheapest"
     proof += " on averages"
     parts = [_where(plan, region.name) for region in problem.regions]
-    slos = {ask.name: ask.slo for ask in problem.asks}
+    slos = {demand.name: demand.slo for demand in problem.asks}
     expected = [
         (
             escape(prediction.model),
@@ -46,7 +46,7 @@ def plan_html(problem: PlanningProblem, plan: Plan, reasons: Explanation | None)
     simulated = any(prediction.simulated for prediction in plan.predictions)
     when = "as simulated at the demand" if simulated else "with replicas as busy as they may be"
     parts.append(table_section(f"What to expect, {when}", columns, expected))
-    if reasons is not None:
+    if explanation is not None:
         nodes = [
             (
                 escape(f"{value.region}: {value.node}"),
@@ -54,7 +54,7 @@ def plan_html(problem: PlanningProblem, plan: Plan, reasons: Explanation | None)
                 usd(value.price_usd_per_h),
                 value.one_more if (saves := value.one_more_usd_per_h) is None else usd(saves),
             )
-            for value in reasons.nodes
+            for value in explanation.nodes
         ]
         parts.append(table_section("What binds", ("node", "rented", "price", "one more saves"), nodes))
     risks = [f"<p><b>{escape(model)}</b>: {escape(line)}.</p>" for model, line in risk_lines(problem, plan)]

@@ -42,12 +42,12 @@ def show_money(problem: PlanningProblem, plan: Plan) -> None:
 
 def show_classes(problem: PlanningProblem) -> None:
     """What requests of each class were promised, where there are several: all are planned for the strictest."""
-    for ask in problem.asks:
-        if len(ask.classes) > 1:
+    for demand in problem.asks:
+        if len(demand.classes) > 1:
             parts = ", ".join(
-                f"{item.name} {percent(item.share)} ({_times(item.slo)})" for item in ask.classes
+                f"{item.name} {percent(item.share)} ({_times(item.slo)})" for item in demand.classes
             )
-            _say(f"{ask.name}: {parts}; planned for the strictest of all, {_times(ask.slo)}.")
+            _say(f"{demand.name}: {parts}; planned for the strictest of all, {_times(demand.slo)}.")
 
 
 def _times(slo: Slo) -> str:
@@ -114,32 +114,34 @@ def show_notes(notes: Sequence[str]) -> None:
 
 
 def show_compared(rows: Sequence[ComparedStrategy]) -> None:
-    def weights(row: ComparedStrategy) -> str:
-        return ", ".join(f"{model} {weights}" for model, weights in row.formats)
+    def weights(compared: ComparedStrategy) -> str:
+        return ", ".join(f"{model} {weights}" for model, weights in compared.formats)
 
     columns: dict[str, Callable[[ComparedStrategy], object]] = {
-        "strategy": lambda row: row.strategy,
-        "USD/h": lambda row: usd(row.cost_usd_per_h),
+        "strategy": lambda compared: compared.strategy,
+        "USD/h": lambda compared: usd(compared.cost_usd_per_h),
         "attained": _attained,
-        "served": lambda row: percent(row.served_fraction),
-        "$/M tokens": lambda row: "-" if (cost := row.usd_per_million_tokens) is None else usd(cost),
-        "8 in 10": lambda row: (
-            "-" if (ends := row.range_usd_per_million_tokens) is None else _usd_between(ends)
+        "served": lambda compared: percent(compared.served_fraction),
+        "$/M tokens": lambda compared: (
+            "-" if (cost := compared.usd_per_million_tokens) is None else usd(cost)
         ),
-        **({"weights": weights} if any(row.formats for row in rows) else {}),
-        "nodes": lambda row: row.nodes,
-        "gap": lambda row: percent(row.gap),
-        "CPU s": lambda row: f"{row.cpu_s:.2f}",
+        "8 in 10": lambda compared: (
+            "-" if (ends := compared.range_usd_per_million_tokens) is None else _usd_between(ends)
+        ),
+        **({"weights": weights} if any(compared.formats for compared in rows) else {}),
+        "nodes": lambda compared: compared.nodes,
+        "gap": lambda compared: percent(compared.gap),
+        "CPU s": lambda compared: f"{compared.cpu_s:.2f}",
     }
     table_of("Strategies on the same templates", rows, columns)
-    for row in rows:
-        if row.violations:
-            paragraph(f"the plan of {row.strategy} failed its own check: {row.violations[0]}.")
-    tried = max((row.requests for row in rows), default=0)
+    for compared in rows:
+        if compared.violations:
+            paragraph(f"the plan of {compared.strategy} failed its own check: {compared.violations[0]}.")
+    tried = max((compared.requests for compared in rows), default=0)
     if not tried:
         paragraph("attained: not rehearsed; costs are of plans on averages.")
         return
-    several = len({row.model for row in rows if row.model}) > 1
+    several = len({compared.model for compared in rows if compared.model}) > 1
     of = "the model that is worst off" if several else "the model"
     paragraph(
         f"attained: share of the requests in time, rehearsed with {tried:,} requests, of {of}; "
@@ -147,12 +149,12 @@ def show_compared(rows: Sequence[ComparedStrategy]) -> None:
     )
 
 
-def _attained(row: ComparedStrategy) -> str:
-    if row.attained is None or row.promised is None:
+def _attained(compared: ComparedStrategy) -> str:
+    if compared.attained is None or compared.promised is None:
         return "-"
-    if row.attained >= row.promised:
-        return percent(row.attained)
-    return f"{percent(row.attained, row.promised)} < {percent(row.promised)}"
+    if compared.attained >= compared.promised:
+        return percent(compared.attained)
+    return f"{percent(compared.attained, compared.promised)} < {percent(compared.promised)}"
 
 
 def show_plan(
@@ -160,7 +162,7 @@ def show_plan(
 ) -> None:
     from potluck.core.scaling.standby import spoken
 
-    if not any(ask.rate_per_s > 0 for ask in problem.asks):
+    if not any(demand.rate_per_s > 0 for demand in problem.asks):
         paragraph("Nothing is rented, as nothing is asked of it: all rates are 0. Give a model a rate_per_s.")
         return
     if outcome.allocation.shortfall is not None:
@@ -302,25 +304,25 @@ def _show_waits(plan: Plan) -> None:
     paragraph(full + "; ".join(f"{who} {what}" for who, what in words if who) + ".\n")
 
 
-def show_reasons(reasons: Explanation | None) -> None:
+def show_reasons(explanation: Explanation | None) -> None:
     """Why these GPUs, and what a node is worth; nothing where nobody asked."""
-    if reasons is None:
+    if explanation is None:
         return
-    show_terms(reasons.terms)
-    _show_formats(reasons.formats)
-    for line in reasons.crossings:
+    show_terms(explanation.terms)
+    _show_formats(explanation.formats)
+    for line in explanation.crossings:
         _say(f"{line}.")
     rows = []
-    for reason in reasons.models:
+    for reason in explanation.models:
         extra = f"not known: {reason.unknown}" if reason.unknown else ANSWERS.get(reason.answer, "-")
         if not reason.served_by:
             extra = "nothing is asked of it"
         elif reason.next_best_usd_per_h is not None:
             extra = f"{_more(reason.next_best_usd_per_h)}: {'; '.join(reason.next_best)}"
         rows.append((reason.model, "; ".join(reason.served_by), ", ".join(reason.without), extra))
-    basis = " (plans on averages compared)" if reasons.on_averages else ""
+    basis = " (plans on averages compared)" if explanation.on_averages else ""
     table(f"Why these GPUs{basis}", ("model", "served by", "without", "the next best"), rows)
-    for reason in reasons.models:
+    for reason in explanation.models:
         if reason.unsure:
             _say(f"{reason.model}: {reason.unsure}.")
     columns: dict[str, Callable[[NodeValue], object]] = {
@@ -331,8 +333,8 @@ def show_reasons(reasons: Explanation | None) -> None:
         "one more saves": lambda n: _worth(n.one_more, n.one_more_usd_per_h, ""),
         "one fewer costs": lambda n: _worth(n.one_fewer, n.one_fewer_usd_per_h, "+"),
     }
-    table_of(f"What a node is worth, per hour{basis}", reasons.nodes, columns)
-    for value in reasons.nodes:
+    table_of(f"What a node is worth, per hour{basis}", explanation.nodes, columns)
+    for value in explanation.nodes:
         if value.unknown:
             _say(f"{value.node} in {value.region}: not known: {value.unknown}.")
 

@@ -34,20 +34,20 @@ KEPT = {"holds": "holds", "unsure": "is not sure to hold", "misses": "misses"}
 EVIDENCE = ("model", "promised", "requests", "holds", "left_out", "answer_lengths", "ttft_s", "tpot_s")
 
 
-def evidence_line(seen: Tried) -> str:
+def evidence_line(tried: Tried) -> str:
     """What simulation says of one model, with how much it saw."""
-    kept = f"{KEPT[seen.verdict]} its {percent(seen.promised)}"
-    if seen.verdict == "unsure":
-        kept += f" ({percent(seen.at_least, seen.promised)} or more is sure; more runs may tell)"
-    if not seen.answers:
-        kept += f"; answered {percent(seen.answered)} or more"
+    kept = f"{KEPT[tried.verdict]} its {percent(tried.promised)}"
+    if tried.verdict == "unsure":
+        kept += f" ({percent(tried.at_least, tried.promised)} or more is sure; more runs may tell)"
+    if not tried.answers:
+        kept += f"; answered {percent(tried.answered)} or more"
     about = [
-        *(["fresh runs"] if seen.fresh else []),
-        *([f"gaps of CV {seen.gap_cv:g}"] if seen.gap_cv is not None else []),
+        *(["fresh runs"] if tried.fresh else []),
+        *([f"gaps of CV {tried.gap_cv:g}"] if tried.gap_cv is not None else []),
     ]
     runs = f" ({', '.join(about)})" if about else ""
-    attained = f"{percent(seen.attained, seen.promised)} of {seen.requests:,} requests"
-    whose = f"{seen.model}'s class {seen.request_class}" if seen.request_class else seen.model
+    attained = f"{percent(tried.attained, tried.promised)} of {tried.requests:,} requests"
+    whose = f"{tried.model}'s class {tried.request_class}" if tried.request_class else tried.model
     return f"rehearsed: {whose} in time for {attained}{runs}, {kept}"
 
 
@@ -58,9 +58,9 @@ def noted(
     from potluck.core.values.plan import Rehearsed
     from potluck.plan.explain import expected
 
-    best = rehearsal.best
-    shown = tuple(item.told(best.fresh, gap_cv) for item in best.evidence)
-    seen_s = {item.model: (item.ttft_s, item.tpot_s) for item in best.evidence if item.ttft_s > 0}
+    best_plan = rehearsal.best
+    shown = tuple(item.told(best_plan.fresh, gap_cv) for item in best_plan.evidence)
+    seen_s = {item.model: (item.ttft_s, item.tpot_s) for item in best_plan.evidence if item.ttft_s > 0}
     plan = expected(problem, plan, seen_s)
     return replace(plan, rehearsed=Rehearsed(mark_of_trial(plan, spec, problem), shown))
 
@@ -78,8 +78,8 @@ def mark_of_trial(plan: Plan, spec: Spec, problem: PlanningProblem) -> str:
 
     # As it is read from a file: there 3 requests a second have become 3.0.
     bare = plan_from_json(plan_to_json(replace(plan, rehearsed=None)))
-    world = scene_of(SimulationInputs(spec, problem, bare))
-    return mark_of(repr((world, tuple(model.traffic for model in spec.models), spec.policy)))
+    resolved_plan = scene_of(SimulationInputs(spec, problem, bare))
+    return mark_of(repr((resolved_plan, tuple(model.traffic for model in spec.models), spec.policy)))
 
 
 MOST_LINES = 6
@@ -131,7 +131,7 @@ def rehearsed(
     outcome: PlanOutcome,
     planner: Planner,
     settings: SolveSettings,
-    asked: RehearsalOptions,
+    rehearsal_options: RehearsalOptions,
     far: Far = lambda done, total: None,
     seen: dict[object, Evidence] | None = None,
 ) -> Rehearsal | None:
@@ -139,17 +139,17 @@ def rehearsed(
 
     `seen` is what trials of the same spec have shown before.
     """
-    if asked.averages or not any(ask.rate_per_s > 0 for ask in factory.problem.asks):
+    if rehearsal_options.averages or not any(demand.rate_per_s > 0 for demand in factory.problem.asks):
         return None
-    if not asked.rehearse and outcome.plan.fraction < 1:
+    if not rehearsal_options.rehearse and outcome.plan.fraction < 1:
         return None
     from potluck.rehearse.rehearsal import RehearsalRules, rehearse
 
     factory = factory.settled(outcome.plan)
-    trial = trial_of(spec, factory.problem, outcome.plan, asked, settings.seed)
-    began_s, cv = time.process_time(), 1.0 if asked.cv is None else asked.cv
+    trial = trial_of(spec, factory.problem, outcome.plan, rehearsal_options, settings.seed)
+    began_s, cv = time.process_time(), 1.0 if rehearsal_options.cv is None else rehearsal_options.cv
     rules = RehearsalRules(cv=cv, enough=lambda: time.process_time() - began_s > SHORT_S)
-    if asked.rehearse:
+    if rehearsal_options.rehearse:
         rules = RehearsalRules(60, 16, 10 * LONG_REQUESTS, fresh=True, cv=cv)
     else:
         settings = replace(settings, time_limit_s=min(settings.time_limit_s, SHORT_PLAN_S))
@@ -173,15 +173,15 @@ def rehearsing(planner: Planner, spec: Spec) -> Planner:
         result = rehearsed(now, factory, outcome, planner, settings, RehearsalOptions())
         if result is None:
             return outcome
-        best = result.outcome
-        return replace(best, plan=noted(best.plan, result, now, factory.problem, None))
+        best_outcome = result.outcome
+        return replace(best_outcome, plan=noted(best_outcome.plan, result, now, factory.problem, None))
 
     return planned
 
 
 def spec_now(spec: Spec, problem: PlanningProblem) -> Spec:
     """The spec with the nodes, links, rates and lengths that there are after what happened."""
-    asks = {ask.name: ask for ask in problem.asks}
+    asks = {demand.name: demand for demand in problem.asks}
     models = tuple(
         replace(model, traffic=_traffic_now(model.traffic, asks[model.name])) if model.name in asks else model
         for model in spec.models
@@ -189,13 +189,14 @@ def spec_now(spec: Spec, problem: PlanningProblem) -> Spec:
     return replace(spec, models=models, regions=problem.regions, links=problem.links, pool=problem.pool)
 
 
-def _traffic_now(traffic: Traffic, ask: ModelDemand) -> Traffic:
-    now = replace(traffic, rate_per_s=ask.rate_per_s)
-    demands = [demand for demand in ask.demands if demand.rate_per_s > 0]
-    if not demands or len(demands) < len(ask.demands):
+def _traffic_now(traffic: Traffic, model_demand: ModelDemand) -> Traffic:
+    now = replace(traffic, rate_per_s=model_demand.rate_per_s)
+    demands = [demand for demand in model_demand.demands if demand.rate_per_s > 0]
+    if not demands or len(demands) < len(model_demand.demands):
         return now
     bins = tuple(
-        LengthBin(each.input_tokens, each.output_tokens, each.rate_per_s / ask.rate_per_s) for each in demands
+        LengthBin(each.input_tokens, each.output_tokens, each.rate_per_s / model_demand.rate_per_s)
+        for each in demands
     )
     means = replace(now, lengths=bins)
     pairs = (
@@ -218,15 +219,19 @@ def basis_of_all(averages: bool) -> str:
 
 
 def asked_of(options: Mapping[str, Any]) -> RehearsalOptions:
-    asked = RehearsalOptions(**options)
-    if asked.cv is not None and not asked.cv >= 0:
-        raise InputError("--cv", f"must not be negative, is {asked.cv:g}")
-    if asked.averages:
-        given = {"--rehearse": asked.rehearse, "--cv": asked.cv, "--requests": asked.requests}
+    rehearsal_options = RehearsalOptions(**options)
+    if rehearsal_options.cv is not None and not rehearsal_options.cv >= 0:
+        raise InputError("--cv", f"must not be negative, is {rehearsal_options.cv:g}")
+    if rehearsal_options.averages:
+        given = {
+            "--rehearse": rehearsal_options.rehearse,
+            "--cv": rehearsal_options.cv,
+            "--requests": rehearsal_options.requests,
+        }
         for name, value in given.items():
             if value not in (None, False):
                 raise InputError(name, "is for a rehearsal; leave --averages out")
-    return asked
+    return rehearsal_options
 
 
 def tried_briefly(
@@ -244,10 +249,10 @@ def tried_briefly(
 
 
 def estimate_of(
-    spec: Spec, problem: PlanningProblem, asked: RehearsalOptions, seed: int = 0
+    spec: Spec, problem: PlanningProblem, rehearsal_options: RehearsalOptions, seed: int = 0
 ) -> Estimate | None:
     """What tries pairs of a pool's replicas under `--attainment simulated`; None: the closed form does."""
-    if asked.attainment == "closed":
+    if rehearsal_options.attainment == "closed":
         return None
     from potluck.cli.simulating.simulation import SimulationInputs, scene_of
     from potluck.core.values.plan import Plan
@@ -255,15 +260,15 @@ def estimate_of(
     from potluck.rehearse.evidence import PairTrial
 
     try:
-        ask = require_pool(problem)
+        demand = require_pool(problem)
     except InputError as error:
         raise InputError("--attainment", f"simulated is for groups of a pool: {error.problem}") from error
-    world = scene_of(SimulationInputs(spec, problem, Plan("none", (), (), (), (), (), (), 0.0, 0.0)))
-    return PairTrial(problem, world, spec.model(ask.name).traffic, spec.policy, seed=seed)
+    resolved_plan = scene_of(SimulationInputs(spec, problem, Plan("none", (), (), (), (), (), (), 0.0, 0.0)))
+    return PairTrial(problem, resolved_plan, spec.model(demand.name).traffic, spec.policy, seed=seed)
 
 
 def trial_of(
-    spec: Spec, problem: PlanningProblem, plan: Plan, asked: RehearsalOptions, seed: int = 0
+    spec: Spec, problem: PlanningProblem, plan: Plan, rehearsal_options: RehearsalOptions, seed: int = 0
 ) -> TrialSetup:
     """How plans of a spec are tried."""
     from potluck.cli.simulating.simulation import SimulationInputs, scene_of
@@ -271,25 +276,33 @@ def trial_of(
     from potluck.rehearse.request_sources import PIECES, made_up, recorded
     from potluck.sim.sim_settings import SimSettings as Running
 
-    world = scene_of(SimulationInputs(spec, problem, plan))
+    resolved_plan = scene_of(SimulationInputs(spec, problem, plan))
     traffic = [model.traffic for model in spec.models if model.traffic.rate_per_s > 0]
-    traces = _traces(spec, asked)
+    traces = _traces(spec, rehearsal_options)
     source = (
-        recorded(traces, traffic) if traces else made_up(traffic, 1.0 if asked.cv is None else asked.cv, seed)
+        recorded(traces, traffic)
+        if traces
+        else made_up(traffic, 1.0 if rehearsal_options.cv is None else rehearsal_options.cv, seed)
     )
     shares: dict[str, float] = {}
     if left_out := _left_out(problem):
-        world = replace(world, mean_tokens={**world.mean_tokens, **_means(problem, left_out)})
-        rates = {ask.name: ask.rate_per_s for ask in problem.asks}
+        resolved_plan = replace(
+            resolved_plan, mean_tokens={**resolved_plan.mean_tokens, **_means(problem, left_out)}
+        )
+        rates = {demand.name: demand.rate_per_s for demand in problem.asks}
         shares = {item.model: max(0.0, 1.0 - rates[item.model] / item.rate_per_s) for item in traffic}
         whole = source
         source = lambda run, names, span_s: _without(whole(run, names, span_s), left_out)  # noqa: E731
-    setup = TrialSetup(world, source, spec.policy, Running(), {item.model: item for item in traffic}, shares)
-    most = asked.requests or (LONG_REQUESTS if asked.rehearse else setup.most_requests)
+    setup = TrialSetup(
+        resolved_plan, source, spec.policy, Running(), {item.model: item for item in traffic}, shares
+    )
+    most = rehearsal_options.requests or (
+        LONG_REQUESTS if rehearsal_options.rehearse else setup.most_requests
+    )
     return replace(setup, most_requests=most, looks=LOOKS[: PIECES // 2] if traces else LOOKS)
 
 
-def _traces(spec: Spec, asked: RehearsalOptions) -> dict[str, Workload]:
+def _traces(spec: Spec, rehearsal_options: RehearsalOptions) -> dict[str, Workload]:
     """The spec's own traces, where they have times and requests enough; everything else is made up."""
     from potluck.cli.common.workloads import WorkloadOptions as Wanted
     from potluck.cli.common.workloads import of_trace
@@ -299,41 +312,48 @@ def _traces(spec: Spec, asked: RehearsalOptions) -> dict[str, Workload]:
     traces = {}
     for model in spec.models:
         trace = None if model.trace is None else load_trace(model.trace, blocks=True)
-        if trace is not None and trace.span_s > 0 and asked.cv is None and model.traffic.rate_per_s > 0:
+        if (
+            trace is not None
+            and trace.span_s > 0
+            and rehearsal_options.cv is None
+            and model.traffic.rate_per_s > 0
+        ):
             traces[model.name] = of_trace(trace, model.name, Wanted())
-    short = any(len(made) < PIECES * LEAST_PIECE for made in traces.values())
-    return {} if short and not asked.rehearse else traces
+    short = any(len(workload) < PIECES * LEAST_PIECE for workload in traces.values())
+    return {} if short and not rehearsal_options.rehearse else traces
 
 
 def _left_out(problem: PlanningProblem) -> dict[str, list[tuple[int, bool]]]:
     """(longest prompt, whether nothing serves it) of the buckets of models of which the plan leaves some out."""
     return {
-        ask.name: [(demand.longest_tokens, demand.rate_per_s <= 0) for demand in ask.demands]
-        for ask in problem.asks
-        if any(demand.rate_per_s <= 0 for demand in ask.demands)
+        model_demand.name: [
+            (demand.longest_tokens, demand.rate_per_s <= 0) for demand in model_demand.demands
+        ]
+        for model_demand in problem.asks
+        if any(demand.rate_per_s <= 0 for demand in model_demand.demands)
     }
 
 
 def _means(problem: PlanningProblem, names: Collection[str]) -> dict[str, tuple[float, float]]:
     means = {}
-    for ask in problem.asks:
-        if ask.name in names and ask.rate_per_s > 0:
-            prompts = sum(demand.rate_per_s * demand.input_tokens for demand in ask.demands)
-            answers = sum(demand.rate_per_s * demand.output_tokens for demand in ask.demands)
-            means[ask.name] = (prompts / ask.rate_per_s, answers / ask.rate_per_s)
+    for model_demand in problem.asks:
+        if model_demand.name in names and model_demand.rate_per_s > 0:
+            prompts = sum(demand.rate_per_s * demand.input_tokens for demand in model_demand.demands)
+            answers = sum(demand.rate_per_s * demand.output_tokens for demand in model_demand.demands)
+            means[model_demand.name] = (prompts / model_demand.rate_per_s, answers / model_demand.rate_per_s)
     return means
 
 
-def _without(load: Workload, left_out: Mapping[str, Sequence[tuple[int, bool]]]) -> Workload:
+def _without(workload: Workload, left_out: Mapping[str, Sequence[tuple[int, bool]]]) -> Workload:
     import numpy as np
 
-    kept = np.ones(len(load), bool)
-    for place, name in enumerate(load.models):
+    kept = np.ones(len(workload), bool)
+    for place, name in enumerate(workload.models):
         if name in left_out:
             edges, gone = zip(*left_out[name], strict=True)
-            bucket = np.minimum(np.searchsorted(edges, load.prompt_tokens), len(edges) - 1)
-            kept &= (load.model != place) | ~np.array(gone)[bucket]
-    return load.take(np.flatnonzero(kept))
+            bucket = np.minimum(np.searchsorted(edges, workload.prompt_tokens), len(edges) - 1)
+            kept &= (workload.model != place) | ~np.array(gone)[bucket]
+    return workload.take(np.flatnonzero(kept))
 
 
 def basis_of(rehearsal: Rehearsal | None) -> str:
@@ -343,35 +363,39 @@ def basis_of(rehearsal: Rehearsal | None) -> str:
     return f"{rehearsal.end if rehearsal.holds else 'closest to holding'}; on averages"
 
 
-def show_rehearsal(rehearsal: Rehearsal | None, asked: RehearsalOptions, plan: Plan) -> None:
+def show_rehearsal(rehearsal: Rehearsal | None, rehearsal_options: RehearsalOptions, plan: Plan) -> None:
     """Every plan that was tried where there were several, and what came of it."""
     if rehearsal is None and not plan.deployments:
         return
     if rehearsal is None:
-        short = "" if plan.fraction >= 1 or asked.averages else ", as it serves a part of the demand"
+        short = (
+            "" if plan.fraction >= 1 or rehearsal_options.averages else ", as it serves a part of the demand"
+        )
         paragraph(f"on averages: what is expected was not rehearsed in simulation{short}.")
         return
     if len(rehearsal.steps) > 1:
         _show_plans(rehearsal)
-    best, averages_usd = rehearsal.best, rehearsal.averages.plan.total_usd_per_h
-    for item in best.evidence:
-        paragraph(f"{evidence_line(item.told(best.fresh, asked.cv))}.")
+    best_plan, averages_usd = rehearsal.best, rehearsal.averages.plan.total_usd_per_h
+    for item in best_plan.evidence:
+        paragraph(f"{evidence_line(item.told(best_plan.fresh, rehearsal_options.cv))}.")
         if item.left_out > 0:
             paragraph(
                 f"{percent(item.left_out)} of {item.model}'s requests are served by no plan, and count as missed."
             )
-    wrong = dict.fromkeys(line for entry in best.evidence for line in entry.disagreed)
+    wrong = dict.fromkeys(line for entry in best_plan.evidence for line in entry.disagreed)
     for line in list(wrong)[:MOST_LINES]:
         paragraph(f"Not as planned: {line}.")
-    change = best.cost_usd_per_h - averages_usd
+    change = best_plan.cost_usd_per_h - averages_usd
     if not rehearsal.holds:
-        dearest = max(step.cost_usd_per_h for step in rehearsal.steps)
-        more = f" up to {usd(dearest)}/h" if dearest > best.cost_usd_per_h * 1.005 else ""
+        dearest = max(rehearsed.cost_usd_per_h for rehearsed in rehearsal.steps)
+        more = f" up to {usd(dearest)}/h" if dearest > best_plan.cost_usd_per_h * 1.005 else ""
         which = (
             "is the cheapest of those that came closest" if len(rehearsal.steps) > 1 else "is the only one"
         )
         longer = (
-            "" if asked.rehearse or not rehearsal.end.longer_may_help else " --rehearse tries more plans."
+            ""
+            if rehearsal_options.rehearse or not rehearsal.end.longer_may_help
+            else " --rehearse tries more plans."
         )
         paragraph(f"Warning: no plan{more} held in simulation: {rehearsal.end}. This one {which}.{longer}")
     elif len(rehearsal.steps) > 1:
@@ -385,14 +409,14 @@ def show_rehearsal(rehearsal: Rehearsal | None, asked: RehearsalOptions, plan: P
 
 def _show_plans(rehearsal: Rehearsal) -> None:
     rows = []
-    for step in rehearsal.steps:
-        message = (f"{step.number}{' fresh' if step.fresh else ''}", usd(step.cost_usd_per_h))
-        for item in step.evidence:
+    for rehearsed in rehearsal.steps:
+        message = (f"{rehearsed.number}{' fresh' if rehearsed.fresh else ''}", usd(rehearsed.cost_usd_per_h))
+        for item in rehearsed.evidence:
             promised = item.promised
             verdict = f"{KEPT[item.told().verdict]} {percent(promised)}"
             refused = "" if item.answers else ", refuses"
             shares = (percent(item.mean, promised), percent(item.lower, promised))
-            rows.append((*message, item.model, step.made[item.model], *shares, f"{verdict}{refused}"))
+            rows.append((*message, item.model, rehearsed.made[item.model], *shares, f"{verdict}{refused}"))
             message = ("", "")
     table("Rehearsal", ("plan", "USD/h", "model", "made by", "attained", "at least", "objective"), rows)
 
@@ -403,8 +427,8 @@ def rehearsal_json(rehearsal: Rehearsal | None) -> dict[str, object]:
         return {}
     steps = [
         {
-            "plan": step.number,
-            **{name: getattr(step, name) for name in ("fresh", "cost_usd_per_h", "made", "holds")},
+            "plan": rehearsed.number,
+            **{name: getattr(rehearsed, name) for name in ("fresh", "cost_usd_per_h", "made", "holds")},
             "models": [
                 {
                     **{name: getattr(item, name) for name in EVIDENCE},
@@ -414,10 +438,10 @@ def rehearsal_json(rehearsal: Rehearsal | None) -> dict[str, object]:
                     "batches": len(item.attained),
                     "disagreed": list(item.disagreed),
                 }
-                for item in step.evidence
+                for item in rehearsed.evidence
             ],
         }
-        for step in rehearsal.steps
+        for rehearsed in rehearsal.steps
     ]
     end = rehearsal.end
     return {"rehearsal": {"holds": rehearsal.holds, "ended": end.ending, "reason": end.words, "steps": steps}}

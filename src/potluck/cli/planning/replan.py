@@ -55,21 +55,21 @@ def best_tried(
     answers: Sequence[ReplanOption], spec: Spec, problem: PlanningProblem, said: Said
 ) -> tuple[ReplanOption, tuple[Tried, ...]]:
     """Of the answers that serve most, the first that holds in rehearsal, else the closest; and what was seen."""
-    most = max(answer.served_fraction for answer in answers)
+    most = max(replan_option.served_fraction for replan_option in answers)
     seen: dict[object, tuple[Tried, ...]] = {}
     result: list[tuple[int, ReplanOption, tuple[Tried, ...]]] = []
-    for answer in answers:
-        if answer.served_fraction < most - SERVES_AS_MUCH:
+    for replan_option in answers:
+        if replan_option.served_fraction < most - SERVES_AS_MUCH:
             continue
-        key = (answer.plan.deployments, answer.plan.shares, answer.plan.flows)
+        key = (replan_option.plan.deployments, replan_option.plan.shares, replan_option.plan.flows)
         if key not in seen:
-            seen[key] = tried_briefly(spec, problem, answer.plan, said)
+            seen[key] = tried_briefly(spec, problem, replan_option.plan, said)
         worst = max((VERDICTS.index(tried.verdict) for tried in seen[key]), default=0)
-        result.append((worst, answer, seen[key]))
+        result.append((worst, replan_option, seen[key]))
         if worst == 0:
             break
-    _, best, shown = min(result, key=lambda item: item[0])
-    return best, shown
+    _, best_option, shown = min(result, key=lambda item: item[0])
+    return best_option, shown
 
 
 REFUSED = "not applied: this misses in rehearsal. `--yes` applies it all the same; more nodes may help"
@@ -122,35 +122,35 @@ def replan(
         raise InputError("--apply", "is for a service that runs; add --live")
     require_writable("--out", out)
     saves = OutputFiles()
-    now: LiveService | None = None
+    live_service: LiveService | None = None
     with ExitStack() as stack:
         if live:
             if plan_path is not None:
                 raise InputError("--live", "takes plan and spec from the service; leave them out")
             service = stack.enter_context(opened(asked.state))
-            now = live_of(service)
-            running, spec = now.plan, read_spec(now.spec)
+            live_service = live_of(service)
+            running_plan, spec = live_service.plan, read_spec(live_service.spec)
             # What is said here counts more than what was seen, so it comes last.
-            asked.rate = (*now.rates, *asked.rate)
+            asked.rate = (*live_service.rates, *asked.rate)
         elif plan_path is None or spec_path is None:
             raise InputError("PLAN SPEC", "are needed, or --live")
         else:
-            running, spec = read_plan(plan_path), read_spec(spec_path)
-        spec = for_style(changed_spec(spec, asked.workload), now.style if now else "")
-        require_runnable(running, spec, str(plan_path or "the plan in force"))
+            running_plan, spec = read_plan(plan_path), read_spec(spec_path)
+        spec = for_style(changed_spec(spec, asked.workload), live_service.style if live_service else "")
+        require_runnable(running_plan, spec, str(plan_path or "the plan in force"))
         problem = load_problem(spec, asked.headroom, None, (), asked.init_penalty)
-        if now is not None:
+        if live_service is not None:
             day = datetime.now(UTC).date().isoformat()
-            problem = observed(measured(problem, now.profiles), now.paces, day)
-        running, problem = after_losses(problem, running, asked.lose)
+            problem = observed(measured(problem, live_service.profiles), live_service.paces, day)
+        running_plan, problem = after_losses(problem, running_plan, asked.lose)
         problem = changed_problem(problem, asked)
-        answered = _answered(problem, running, spec, settings, asked.averages)
+        answered = _answered(problem, running_plan, spec, settings, asked.averages)
         saves.text("--out", out, lambda: plan_to_json(answered.best.plan))
         refused = applied and answered.misses and not asked.anyway
         done = REFUSED if refused else ""
-        if now is not None and applied and not refused:
-            done = apply(service, now, answered.best)
-    _print(answered, now, done, as_json)
+        if live_service is not None and applied and not refused:
+            done = apply(service, live_service, answered.best)
+    _print(answered, live_service, done, as_json)
     saves.complain()
     if refused:
         missed()
@@ -170,21 +170,21 @@ class Answered:
         return any(item.verdict == "misses" for item in self.tried or ())
 
 
-def _print(answered: Answered, now: LiveService | None, done: str, as_json: bool) -> None:
+def _print(answered: Answered, service: LiveService | None, done: str, as_json: bool) -> None:
     if as_json:
         from potluck.core.codec import encode
 
         body: dict[str, object] = {
             "best": answered.best.step,
-            "answers": [encode(answer) for answer in answered.answers],
+            "answers": [encode(replan_option) for replan_option in answered.answers],
             "rehearsed": [{**asdict(entry), "verdict": entry.verdict} for entry in answered.tried or ()],
         }
-        emit_json(body | ({} if now is None else {"version": now.version, "done": done}))
+        emit_json(body | ({} if service is None else {"version": service.version, "done": done}))
         return
-    if now is not None:
-        rates = ", ".join(now.rates) or "as the spec has them (nothing was seen for ten minutes yet)"
-        click.echo(f"plan {now.version} runs, ${now.plan.total_usd_per_h:.2f}/h; requests/s: {rates}")
-        if paces := spoken(now.paces):
+    if service is not None:
+        rates = ", ".join(service.rates) or "as the spec has them (nothing was seen for ten minutes yet)"
+        click.echo(f"plan {service.version} runs, ${service.plan.total_usd_per_h:.2f}/h; requests/s: {rates}")
+        if paces := spoken(service.paces):
             click.echo(paces)
     _show(answered)
     for item in answered.tried or ():
@@ -194,7 +194,7 @@ def _print(answered: Answered, now: LiveService | None, done: str, as_json: bool
 
 
 def _answered(
-    problem: PlanningProblem, running: Plan, spec: Spec, settings: SolveSettings, averages: bool
+    problem: PlanningProblem, running_plan: Plan, spec: Spec, settings: SolveSettings, averages: bool
 ) -> Answered:
     from potluck.core.values.service import ModelTerms
     from potluck.plan.replan_options import best_answer, ladder
@@ -205,42 +205,48 @@ def _answered(
         progress_bar("rerouting, flipping, reallocating")
         auto = STRATEGIES["auto"]
         planner = auto if averages else rehearsing(auto, spec)
-        answers = ladder(problem, running, planner, settings)
+        answers = ladder(problem, running_plan, planner, settings)
         # New routes and roles use what is left as well as they can; only a new plan keeps its owner's terms, and one
         # without copies says that none can.
-        plain = replace(problem, asks=tuple(replace(ask, terms=ModelTerms()) for ask in problem.asks))
-        for answer in answers:
-            keeps_terms = answer.step == "reallocate" and bool(answer.plan.deployments)
-            violations = verify(problem if keeps_terms else plain, answer.plan)
+        plain = replace(problem, asks=tuple(replace(demand, terms=ModelTerms()) for demand in problem.asks))
+        for replan_option in answers:
+            keeps_terms = replan_option.step == "reallocate" and bool(replan_option.plan.deployments)
+            violations = verify(problem if keeps_terms else plain, replan_option.plan)
             if violations:
-                raise CapacityError(f"the answer {answer.step!r} failed its own check: {violations[0]}")
-        best = best_answer(answers)
-        if best.served_fraction <= 0 and any(ask.rate_per_s > 0 for ask in problem.asks):
+                raise CapacityError(
+                    f"the answer {replan_option.step!r} failed its own check: {violations[0]}"
+                )
+        best_option = best_answer(answers)
+        if best_option.served_fraction <= 0 and any(demand.rate_per_s > 0 for demand in problem.asks):
             raise CapacityError(
                 "nothing that is left can serve the demand within its objective; add nodes or relax it"
             )
         if averages:
-            return Answered(answers, best, None)
+            return Answered(answers, best_option, None)
         return Answered(answers, *best_tried(answers, spec, problem, progress_bar))
 
 
 def _show(answered: Answered) -> None:
-    best = answered.best
+    best_option = answered.best
     columns: dict[str, Callable[[ReplanOption], object]] = {
-        "answer": lambda answer: f"{answer.step} (best)" if answer is best else answer.step,
-        "served": lambda answer: percent(answer.served_fraction),
-        "USD/h": lambda answer: usd(answer.cost_usd_per_h),
-        "in force": lambda answer: f"in {seconds(answer.time_s)}" if answer.time_s else "at once",
-        "to start": lambda answer: usd(answer.start_cost_usd),
-        "flips": lambda answer: answer.flips,
-        "starts": lambda answer: answer.starts,
-        "stops": lambda answer: answer.stops,
+        "answer": lambda replan_option: (
+            f"{replan_option.step} (best)" if replan_option is best_option else replan_option.step
+        ),
+        "served": lambda replan_option: percent(replan_option.served_fraction),
+        "USD/h": lambda replan_option: usd(replan_option.cost_usd_per_h),
+        "in force": lambda replan_option: (
+            f"in {seconds(replan_option.time_s)}" if replan_option.time_s else "at once"
+        ),
+        "to start": lambda replan_option: usd(replan_option.start_cost_usd),
+        "flips": lambda replan_option: replan_option.flips,
+        "starts": lambda replan_option: replan_option.starts,
+        "stops": lambda replan_option: replan_option.stops,
     }
     judged = "not rehearsed" if answered.tried is None else "the best rehearsed"
     table_of(f"Answers, from cheap to dear; served on averages, {judged}", answered.answers, columns)
-    copies = [(item.region, item.count, item.template) for item in best.plan.deployments]
-    table(f"With {best.step}", ("region", "copies", "template"), copies)
-    show_groups(best.plan)
+    copies = [(item.region, item.count, item.template) for item in best_option.plan.deployments]
+    table(f"With {best_option.step}", ("region", "copies", "template"), copies)
+    show_groups(best_option.plan)
 
 
 _LINK = re.compile(r"(?P<source>[^:=]+):(?P<target>[^:=]+)=(?P<value>[0-9.]+)(gbps)?\Z", re.IGNORECASE)
@@ -262,13 +268,13 @@ def changed_spec(spec: Spec, workloads: Sequence[str]) -> Spec:
 
 
 def after_losses(
-    problem: PlanningProblem, running: Plan, losses: Sequence[str]
+    problem: PlanningProblem, running_plan: Plan, losses: Sequence[str]
 ) -> tuple[Plan, PlanningProblem]:
     """The copies that are left, and the nodes: those that are rented are lost before those that are not."""
     from potluck.plan.replan_options import held_by
     from potluck.plan.timing.named_machines import named
 
-    used = {machine for template in running.templates for machine in template.machines}
+    used = {machine for template in running_plan.templates for machine in template.machines}
     if used:
         problem = named(problem)
     for text in losses:
@@ -277,9 +283,12 @@ def after_losses(
             continue
         region, node, value = node_change(problem, "lose", text)
         problem = _with_offer(problem, region, node, lose=int(value))
-        held = {**running.nodes, (region, node): max(0, running.nodes.get((region, node), 0) - int(value))}
-        running = replace(running, deployments=held_by(held, running))
-    return running, problem
+        held = {
+            **running_plan.nodes,
+            (region, node): max(0, running_plan.nodes.get((region, node), 0) - int(value)),
+        }
+        running_plan = replace(running_plan, deployments=held_by(held, running_plan))
+    return running_plan, problem
 
 
 def _names(problem: PlanningProblem, used: set[str], text: str) -> str:
@@ -407,17 +416,17 @@ def _with_link(problem: PlanningProblem, text: str) -> PlanningProblem:
 
 def _with_rate(problem: PlanningProblem, text: str) -> PlanningProblem:
     match = _match("rate", _RATE, text, "MODEL=REQUESTS_PER_S or MODEL=1.5x")
-    names = [ask.name for ask in problem.asks]
+    names = [demand.name for demand in problem.asks]
     if match["model"] not in names:
         raise UnknownNameError("rate: model", match["model"], names)
     asks = []
-    for ask in problem.asks:
-        if ask.name == match["model"]:
+    for demand in problem.asks:
+        if demand.name == match["model"]:
             wanted = float(match["value"])
-            factor = wanted if match["times"] else wanted / ask.rate_per_s if ask.rate_per_s else 0.0
-            demands = tuple(replace(d, rate_per_s=d.rate_per_s * factor) for d in ask.demands)
-            ask = replace(ask, demands=demands)
-        asks.append(ask)
+            factor = wanted if match["times"] else wanted / demand.rate_per_s if demand.rate_per_s else 0.0
+            demands = tuple(replace(d, rate_per_s=d.rate_per_s * factor) for d in demand.demands)
+            demand = replace(demand, demands=demands)
+        asks.append(demand)
     return replace(problem, asks=tuple(asks))
 
 
@@ -463,29 +472,31 @@ def live_of(service: ServiceView) -> LiveService:
     return LiveService(newest.version, newest.plan, Path(known["path"]), profiles, rates, paces, style)
 
 
-def apply(service: ServiceView, running: LiveService, best: ReplanOption) -> str:
+def apply(service: ServiceView, running_service: LiveService, best_option: ReplanOption) -> str:
     """Hand the best answer to the gateway, and so to the controller; what was done, in a line."""
     from potluck.control.manual_changes import BY_HAND, put_plan
 
     with_gateway(service)
-    if is_no_better(best.plan, running.plan):
-        return f"plan {running.version} is the best answer already; nothing changed"
+    if is_no_better(best_option.plan, running_service.plan):
+        return f"plan {running_service.version} is the best answer already; nothing changed"
     newest = service.store.plan()
-    if newest is not None and newest.version != running.version:
+    if newest is not None and newest.version != running_service.version:
         came = f"plan {newest.version} came while this was reckoned"
         raise InputError("--apply", f"{came}; ask again, it may be enough")
-    why, cost = f"replan --live, {best.step}", f"${best.cost_usd_per_h:.2f}/h"
-    version = put_plan(service.store, service.client.set_plan, best.plan, f"{BY_HAND}: {why}", time.time())
+    why, cost = f"replan --live, {best_option.step}", f"${best_option.cost_usd_per_h:.2f}/h"
+    version = put_plan(
+        service.store, service.client.set_plan, best_option.plan, f"{BY_HAND}: {why}", time.time()
+    )
     service.store.note(time.time(), "plan", f"version {version}, {cost}, {why}", BY_HAND)
-    change = f"{cost} (was ${running.plan.total_usd_per_h:.2f}/h)"
-    return f"plan {version} is in force: {best.step}, {change}; `potluck scale --auto` hands the fleet back"
+    change = f"{cost} (was ${running_service.plan.total_usd_per_h:.2f}/h)"
+    return f"plan {version} is in force: {best_option.step}, {change}; `potluck scale --auto` hands the fleet back"
 
 
-def is_no_better(plan: Plan, running: Plan) -> bool:
+def is_no_better(plan: Plan, running_plan: Plan) -> bool:
     """The same copies for the same demand, and no more of it served: other shares alone make no version."""
     asked, before = (
-        {(item.model, item.bucket): item.rate_per_s for item in one.buckets} for one in (plan, running)
+        {(item.model, item.bucket): item.rate_per_s for item in one.buckets} for one in (plan, running_plan)
     )
     same = asked.keys() == before.keys() and all(isclose(asked[k], before[k], rel_tol=0.01) for k in asked)
-    copies = set(plan.deployments) == set(running.deployments)
-    return same and copies and plan.fraction <= running.fraction + 1e-6
+    copies = set(plan.deployments) == set(running_plan.deployments)
+    return same and copies and plan.fraction <= running_plan.fraction + 1e-6

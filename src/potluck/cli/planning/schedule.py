@@ -44,11 +44,11 @@ def schedule(strategy: str, out: Path | None, averages: bool, as_json: bool, **o
     from potluck.plan.day_schedule import schedule as schedule_day
     from potluck.plan.strategies import TemplateFactory
 
-    posed, _ = posed_of(options)
-    spec, settings, saves = posed.spec(), posed.settings(), OutputFiles()
+    planning_options, _ = posed_of(options)
+    spec, settings, saves = planning_options.spec(), planning_options.settings(), OutputFiles()
     planner = planner_of(strategy, spec, averages)
     rates = hourly_rates(spec)
-    problem = posed.problem(spec)
+    problem = planning_options.problem(spec)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     with progress(4 * len(problem.asks) + LEVELS) as progress_bar:

@@ -114,24 +114,24 @@ def simulate(
         positive("--rate", asked.rate_per_s)
     for name, path in (("--report", report), ("--records", records), ("--log", log)):
         require_writable(name, path)
-    rules, saves, faults = (
+    policy, saves, faults = (
         simulation.policy_of(asked.policy),
         OutputFiles(),
         simulation.read_faults(faults_path),
     )
     with progress(100) as progress_bar, ExitStack() as stack:
-        inputs, load = _read(asked, progress_bar, market)
-        rules = simulation.policy_of(asked.policy, inputs.spec.policy)
-        resolved = simulation.scene_of(simulation.offered(inputs, rules))
+        inputs, workload = _read(asked, progress_bar, market)
+        policy = simulation.policy_of(asked.policy, inputs.spec.policy)
+        resolved = simulation.scene_of(simulation.offered(inputs, policy))
         samples = SAMPLES if report is not None else 0
         result = run(
             resolved,
-            load,
-            rules,
+            workload,
+            policy,
             seed=asked.seed,
-            settings=SimSettings(tick_s=rules.tick_s, heartbeat_s=asked.heartbeat_s, samples=samples),
+            settings=SimSettings(tick_s=policy.tick_s, heartbeat_s=asked.heartbeat_s, samples=samples),
             faults=simulation.with_market(faults, inputs.market),
-            planner=simulation.planner_of(inputs, rules, asked.time_limit_s),
+            planner=simulation.planner_of(inputs, policy, asked.time_limit_s),
             log=None if log is None else stack.enter_context(log.open("w", encoding="utf-8")),
             progress=_counting(progress_bar),
         )
@@ -140,7 +140,7 @@ def simulate(
         loads = simulated_loads(inputs.problem, inputs.plan, result, summary)
         saves("--records", records, lambda to: write_records(to, result))
         saves.text("--report", report, lambda: html(summary, result))
-    plan_deviations = compared(resolved, result, rules.balance)
+    plan_deviations = compared(resolved, result, policy.balance)
     _show(summary, result, plan_deviations, scan(result) if asked.scans else None, loads, asked.as_json)
     saves.complain()
     _complain(plan_deviations, summary)
@@ -252,57 +252,57 @@ def goodput(tolerance: float, **options: Any) -> None:
         raise InputError("--tolerance", f"must be above 0 and below 1, is {tolerance:g}")
     simulation.policy_of(asked.policy)
     with progress(20) as progress_bar:
-        inputs, load = _read(asked, progress_bar)
-        rules = replace(simulation.policy_of(asked.policy, inputs.spec.policy), admission=False)
-        inputs = simulation.offered(inputs, rules)
+        inputs, workload = _read(asked, progress_bar)
+        policy = replace(simulation.policy_of(asked.policy, inputs.spec.policy), admission=False)
+        inputs = simulation.offered(inputs, policy)
         resolved, planner = (
             simulation.scene_of(inputs),
-            simulation.planner_of(inputs, rules, asked.time_limit_s),
+            simulation.planner_of(inputs, policy, asked.time_limit_s),
         )
-        settings = SimSettings(tick_s=rules.tick_s)
-        base_per_s = len(load) / float(load.arrival_s[-1]) if load.arrival_s[-1] > 0 else 0.0
+        settings = SimSettings(tick_s=policy.tick_s)
+        base_per_s = len(workload) / float(workload.arrival_s[-1]) if workload.arrival_s[-1] > 0 else 0.0
         if base_per_s <= 0:
             raise InputError("--workload", "all requests come at one moment, so there is no rate to vary")
 
         def tried(scale: float) -> RateTrial:
             progress_bar(f"{base_per_s * scale:.3g} requests/s")
             result = simulate(
-                resolved, faster(load, scale), rules, seed=asked.seed, settings=settings, planner=planner
+                resolved, faster(workload, scale), policy, seed=asked.seed, settings=settings, planner=planner
             )
             return step_of(summarise(result), scale, base_per_s)
 
-        steps, best = search(tried, tolerance)
+        steps, best_trial = search(tried, tolerance)
     if asked.as_json:
-        rate = 0.0 if best is None else best.rate_per_s
+        rate = 0.0 if best_trial is None else best_trial.rate_per_s
         emit_json({"goodput_per_s": rate, "steps": [encode(step) for step in steps]})
     else:
-        _show_goodput(steps, best)
+        _show_goodput(steps, best_trial)
 
 
 def search(tried: Callable[[float], RateTrial], tolerance: float) -> tuple[list[RateTrial], RateTrial | None]:
     """Double or halve until one rate holds and one does not, then halve the gap: all steps, the best that holds."""
     steps: list[RateTrial] = []
-    low: RateTrial | None = None
-    high: RateTrial | None = None
+    low_trial: RateTrial | None = None
+    high_trial: RateTrial | None = None
     scale = 1.0
     while True:
         steps.append(tried(scale))
         if steps[-1].holds:
-            low = steps[-1]
+            low_trial = steps[-1]
         else:
-            high = steps[-1]
-        if low is not None and high is not None:
-            if high.scale / low.scale <= 1.0 + tolerance:
-                return steps, low
-            scale = (low.scale * high.scale) ** 0.5
+            high_trial = steps[-1]
+        if low_trial is not None and high_trial is not None:
+            if high_trial.scale / low_trial.scale <= 1.0 + tolerance:
+                return steps, low_trial
+            scale = (low_trial.scale * high_trial.scale) ** 0.5
         elif len(steps) > MOST_DOUBLINGS:
-            return steps, low
+            return steps, low_trial
         else:
-            scale *= 2.0 if high is None else 0.5
+            scale *= 2.0 if high_trial is None else 0.5
 
 
-def faster(load: Workload, scale: float) -> Workload:
-    return replace(load, arrival_s=np.asarray(load.arrival_s / scale))
+def faster(workload: Workload, scale: float) -> Workload:
+    return replace(workload, arrival_s=np.asarray(workload.arrival_s / scale))
 
 
 def step_of(summary: RunSummary, scale: float, base_per_s: float) -> RateTrial:
@@ -322,7 +322,7 @@ def step_of(summary: RunSummary, scale: float, base_per_s: float) -> RateTrial:
     )
 
 
-def _show_goodput(steps: list[RateTrial], best: RateTrial | None) -> None:
+def _show_goodput(steps: list[RateTrial], best_trial: RateTrial | None) -> None:
     columns: dict[str, Callable[[RateTrial], object]] = {
         "requests/s": lambda step: f"{step.rate_per_s:.4g}",
         "objective": lambda step: "holds" if step.holds else "misses",
@@ -333,18 +333,18 @@ def _show_goodput(steps: list[RateTrial], best: RateTrial | None) -> None:
         "TPOT p99": lambda step: seconds(step.tpot_p99_s),
     }
     table_of("Rates tried", steps, columns)
-    if best is None:
+    if best_trial is None:
         click.echo("No rate that was tried keeps the objective.")
         return
-    attained, promised = percent(best.attainment), percent(best.promised)
-    kept = f"there {best.model} is in time for {attained} of requests, {promised} promised"
+    attained, promised = percent(best_trial.attainment), percent(best_trial.promised)
+    kept = f"there {best_trial.model} is in time for {attained} of requests, {promised} promised"
     above = min((step for step in steps if not step.holds), key=lambda step: step.rate_per_s, default=None)
     end = "Every rate that was tried holds."
     if above is not None:
         late = percent(above.attainment, above.promised)
         end = f"At {above.rate_per_s:.4g} requests/s {above.model} would be in time for {late} only."
     least = "at least " if above is None else ""
-    paragraph(f"Goodput: {least}{best.rate_per_s:.4g} requests/s; {kept}. {end}")
+    paragraph(f"Goodput: {least}{best_trial.rate_per_s:.4g} requests/s; {kept}. {end}")
 
 
 @click.command()

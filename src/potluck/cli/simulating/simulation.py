@@ -150,7 +150,7 @@ def read_one_spec(paths: tuple[Path, ...]) -> Spec:
 def planned(
     problem: PlanningProblem,
     time_limit_s: float,
-    running: Plan | None = None,
+    running_plan: Plan | None = None,
     factory: TemplateFactory | None = None,
     candidates: bool = False,
 ) -> Plan:
@@ -158,19 +158,19 @@ def planned(
     from potluck.plan.current_problem import with_candidates
     from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
-    strategy = STRATEGIES.get("auto" if running is None else running.strategy, STRATEGIES["auto"])
+    strategy = STRATEGIES.get("auto" if running_plan is None else running_plan.strategy, STRATEGIES["auto"])
     factory = factory or TemplateFactory(problem)
-    outcome = strategy(factory, SolveSettings(time_limit_s=time_limit_s, running=running))
+    outcome = strategy(factory, SolveSettings(time_limit_s=time_limit_s, running=running_plan))
     if outcome.allocation.status == "unknown" or not outcome.plan.deployments:
         raise CapacityError("no plan was found to simulate; see `potluck plan`")
     return with_candidates(factory, outcome.plan) if candidates else outcome.plan
 
 
 def offered(
-    inputs: SimulationInputs, rules: Policy, factory: TemplateFactory | None = None
+    inputs: SimulationInputs, policy: Policy, factory: TemplateFactory | None = None
 ) -> SimulationInputs:
     """With what scaling may start beside the plan's own copies, where the policy's rule would start something."""
-    if rules.scaling != "cauchy" or inputs.plan.candidates:
+    if policy.scaling != "cauchy" or inputs.plan.candidates:
         return inputs
     from potluck.plan.current_problem import with_candidates
     from potluck.plan.strategies import TemplateFactory
@@ -209,7 +209,7 @@ def scene_of(inputs: SimulationInputs) -> ResolvedPlan:
         startups=startups_of(spec),
         idle_s={m.name: m.idle_s for m in spec.models if m.idle_s is not None},
         survive={m.name: (m.terms.survive, m.terms.survive_share) for m in spec.models if m.terms.survive},
-        profiles={ask.name: ask.profiles for ask in inputs.problem.asks if ask.profiles},
+        profiles={demand.name: demand.profiles for demand in inputs.problem.asks if demand.profiles},
         rtt_s={(name, region): rtt_s for name, far in spec.origins for region, rtt_s in far},
     )
 
@@ -248,13 +248,13 @@ def _logged(spec: Spec, asked: SimpleNamespace, said: Callable[[str], None]) -> 
     with log_lines(asked.logs) as lines:
         log = from_log(lines, lambda seen: said(f"{seen:,} requests of the log"))
     show_cuts(log.cuts)
-    made = log.workload
-    for name in made.models:
+    workload = log.workload
+    for name in workload.models:
         if name not in {model.name for model in spec.models}:
             raise UnknownNameError("log: model", name, [model.name for model in spec.models])
     if asked.rate_per_s is not None:
-        made = at_rate(made, asked.rate_per_s)
-    return made if asked.count is None else first(made, asked.count)
+        workload = at_rate(workload, asked.rate_per_s)
+    return workload if asked.count is None else first(workload, asked.count)
 
 
 def show_cuts(lines: Sequence[int]) -> None:
@@ -280,7 +280,7 @@ def _rate(spec: Spec, model: str, parts: int, rate_per_s: float | None) -> float
     return rate_per_s * spec.model(model).traffic.rate_per_s / total if total > 0 else rate_per_s / parts
 
 
-def policy_of(pairs: tuple[str, ...], base: Policy | None = None) -> Policy:
+def policy_of(pairs: tuple[str, ...], base_policy: Policy | None = None) -> Policy:
     """`--policy balance=goodput --policy opportunistic=false`, over the spec's rules."""
     known = [item.name for item in fields(Policy) if item.name not in LISTS]
     values: dict[str, object] = {}
@@ -299,7 +299,7 @@ def policy_of(pairs: tuple[str, ...], base: Policy | None = None) -> Policy:
         if getattr(body, name) not in rules:
             hint = did_you_mean(getattr(body, name), rules)
             raise InputError(f"--policy.{name}", f"{getattr(body, name)!r} is not one of its values{hint}")
-    return replace(base or Policy(), **{name: getattr(body, name) for name in values})
+    return replace(base_policy or Policy(), **{name: getattr(body, name) for name in values})
 
 
 def planner_of(inputs: SimulationInputs, policy: Policy, time_limit_s: float) -> Planner | None:
@@ -311,14 +311,14 @@ def planner_of(inputs: SimulationInputs, policy: Policy, time_limit_s: float) ->
         return None
     factories, startups = TemplateFactories(), startups_of(inputs.spec)
 
-    def plan(moment: PlanQuestion) -> Plan | None:
-        rates = dict(moment.rates_per_s)
+    def plan(plan_question: PlanQuestion) -> Plan | None:
+        rates = dict(plan_question.rates_per_s)
         try:
             problem = problem_now(
-                inputs.problem, rates, moment.lengths, moment.regions, policy.replan_s, startups
+                inputs.problem, rates, plan_question.lengths, plan_question.regions, policy.replan_s, startups
             )
             factory, offers = factories.at(problem), policy.scaling == "cauchy"
-            return planned(problem, time_limit_s, moment.running, factory, offers)
+            return planned(problem, time_limit_s, plan_question.running, factory, offers)
         except CapacityError:
             return None
 
@@ -331,15 +331,15 @@ def read_faults(path: Path | None) -> Faults | None:
     return None if path is None else parse_faults(read_text(path), path.name)
 
 
-def with_market(faults: Faults | None, market: Faults | None) -> Faults | None:
+def with_market(faults: Faults | None, market_faults: Faults | None) -> Faults | None:
     """Trouble of both kinds."""
-    if faults is None or market is None:
-        return faults or market
+    if faults is None or market_faults is None:
+        return faults or market_faults
     return replace(
         faults,
-        faults=(*faults.faults, *market.faults),
-        prices=(*faults.prices, *market.prices),
-        availability=(*faults.availability, *market.availability),
+        faults=(*faults.faults, *market_faults.faults),
+        prices=(*faults.prices, *market_faults.prices),
+        availability=(*faults.availability, *market_faults.availability),
     )
 
 

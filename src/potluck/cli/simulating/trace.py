@@ -73,12 +73,12 @@ def convert_command(
             raise InputError(file.name, "has no arrival times; make them with --rate")
         _write(loaded, out, to, as_json)
         return
-    made = of_trace(loaded, "", WorkloadOptions(rate_per_s=rate, seed=seed, how=how))
-    if not len(made):
+    workload = of_trace(loaded, "", WorkloadOptions(rate_per_s=rate, seed=seed, how=how))
+    if not len(workload):
         raise click.UsageError(f"at {rate:g} requests/s nothing is left of {file.name}")
     start_s = float(loaded.time_s[0]) if loaded.format_name == "azure" else 0.0
     own = None if timeless else loaded.format_name
-    _write(to_trace(made, loaded.format_name, start_s), out, to or own, as_json)
+    _write(to_trace(workload, loaded.format_name, start_s), out, to or own, as_json)
 
 
 @trace.command("make")
@@ -104,25 +104,25 @@ def make_command(
     from potluck.cli.common.workloads import WorkloadOptions, of_name, to_trace
 
     try:
-        made = of_name(name, "", WorkloadOptions(rate, requests, seed, cv))
+        workload = of_name(name, "", WorkloadOptions(rate, requests, seed, cv))
     except UnknownNameError as error:
         raise InputError("NAME", f"{error.problem} (`potluck catalog workloads` lists them)") from error
-    _write(to_trace(made), out, to, as_json)
+    _write(to_trace(workload), out, to, as_json)
 
 
-def _write(made: Trace, out: Path, to: str | None, as_json: bool) -> None:
+def _write(trace: Trace, out: Path, to: str | None, as_json: bool) -> None:
     from potluck.spec.traces import FORMATS, format_of, write_trace
 
     wanted: list[Format] = [known for known in FORMATS if known == to] or [format_of(out)]
     chosen = wanted[0]
-    write_trace(made, out, chosen)
-    blocks_left_out = made.block_ids is not None and chosen != "mooncake"
+    write_trace(trace, out, chosen)
+    blocks_left_out = trace.block_ids is not None and chosen != "mooncake"
     if as_json:
-        summary = {"file": str(out), "format": chosen, "requests": len(made), "rate_per_s": made.rate_per_s}
+        summary = {"file": str(out), "format": chosen, "requests": len(trace), "rate_per_s": trace.rate_per_s}
         emit_json(summary | {"blocks_left_out": blocks_left_out})
         return
-    rate = f", {made.rate_per_s:.4g} requests/s" if made.rate_per_s else ""
-    click.echo(f"{out}: {len(made):,} requests{rate}, {chosen}", err=True)
+    rate = f", {trace.rate_per_s:.4g} requests/s" if trace.rate_per_s else ""
+    click.echo(f"{out}: {len(trace):,} requests{rate}, {chosen}", err=True)
     if blocks_left_out:
         click.echo(f"{out}: prefix block ids are left out, {chosen} has no column for them", err=True)
 

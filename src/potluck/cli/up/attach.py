@@ -130,9 +130,11 @@ def attach(file: Path, paths: tuple[Path, ...], asked: SimpleNamespace, host: st
         attached=True,
     )
     stack = LocalStack(settings, plan)
-    source = ServersFile(file, roster, asked.engine_ca, models, spec_path is not None, probed, attachment)
+    servers_file = ServersFile(
+        file, roster, asked.engine_ca, models, spec_path is not None, probed, attachment
+    )
     run_service.run_stack(
-        AttachShow(stack, models, source, asked.as_json, began_s, asked.check, asked.within_s)
+        AttachShow(stack, models, servers_file, asked.as_json, began_s, asked.check, asked.within_s)
     )
 
 

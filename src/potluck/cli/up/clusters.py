@@ -88,9 +88,9 @@ class ClusterTarget:
         if not key_file.exists():
             written(key_file, secrets.token_urlsafe(32))
         assert isinstance(settings.maker, EngineCommands)
-        maker = replace(settings.maker, tls=self.engine_tls)
+        engine_commands = replace(settings.maker, tls=self.engine_tls)
         launcher = self._launcher(
-            maker, self._spellings(spec), [region.name for region in spec.regions], settings.folder
+            engine_commands, self._spellings(spec), [region.name for region in spec.regions], settings.folder
         )
         # The gateway reads the spec as it is written; it is told what the cluster has instead.
         assert settings.spec is not None, "only a plan over attached servers has no spec"
@@ -99,7 +99,7 @@ class ClusterTarget:
         words = (*settings.gateway, f"--engine-key-file={key_file}")
         if self.engine_tls is not None:
             words = (*words, f"--engine-ca={self.engine_tls[2]}")
-        return replace(settings, maker=maker, launcher=launcher, market=market, gateway=words)
+        return replace(settings, maker=engine_commands, launcher=launcher, market=market, gateway=words)
 
     def remembered(self, store: StateStore) -> None:
         """For whoever ends this service without us."""
@@ -137,20 +137,22 @@ class ClusterTarget:
         must_name_regions(nodes, {region.name for region in spec.regions})
         return cluster_nodes(nodes)
 
-    def _launcher(self, maker: EngineCommands, names: Spellings, regions: Sequence[str], folder: Path) -> Any:
+    def _launcher(
+        self, engine_commands: EngineCommands, names: Spellings, regions: Sequence[str], folder: Path
+    ) -> Any:
         key = (folder / ENGINE_KEY).read_text("utf-8") if (folder / ENGINE_KEY).exists() else ""
         at = (folder / "logs", str((folder / "state.db").resolve()))
         if self.on == "kubernetes":
             from potluck.control.launchers import kube_api, kubernetes_launcher, kubernetes_pods
 
-            cluster = kubernetes_pods.ManifestOptions(self.image, self.namespace)
+            manifest_options = kubernetes_pods.ManifestOptions(self.image, self.namespace)
             podded = kubernetes_launcher.KubernetesOptions(
-                maker=maker, spellings=names, key=key, cluster=cluster
+                maker=engine_commands, spellings=names, key=key, cluster=manifest_options
             )
             return kubernetes_launcher.KubernetesLauncher(kube_api.connect(self.cluster), podded, *at)
         from potluck.control.launchers.ray_launcher import RayLauncher, RayOptions, connect
 
-        options = RayOptions(maker=maker, spellings=names, key=key, regions=tuple(regions))
+        options = RayOptions(maker=engine_commands, spellings=names, key=key, regions=tuple(regions))
         return RayLauncher(connect(self.cluster), options, *at)
 
 
@@ -161,12 +163,12 @@ def launcher_of(store: StateStore) -> Launcher | None:
         return None
     from potluck.control.launchers.engine_command import EngineCommands
 
-    elsewhere = ClusterTarget(
+    remote_target = ClusterTarget(
         str(message["on"]),
         str(message.get("cluster", "auto")),
         namespace=str(message.get("namespace", "potluck")),
     )
-    launcher: Launcher = elsewhere._launcher(EngineCommands(), {}, (), store.path.parent)
+    launcher: Launcher = remote_target._launcher(EngineCommands(), {}, (), store.path.parent)
     return launcher
 
 

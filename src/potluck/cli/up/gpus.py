@@ -51,37 +51,37 @@ HEADER = """\
 """
 
 
-def gpu_of(chip: LocalGpu) -> str:
+def gpu_of(gpu: LocalGpu) -> str:
     """The catalog's name of a chip; an unknown one is an error that says what to add."""
     from potluck.catalog import gpus
 
-    words = chip.name.split()
+    words = gpu.name.split()
     for start in range(len(words)):
         if all(word in MAKERS for word in words[:start]):
             try:
                 name = gpus.canonical(" ".join(words[start:]))
             except UnknownNameError:
                 continue
-            if chip.share is not None:
-                return f"{name}-{chip.share}pct"
-            _must_have_memory(chip, name)
+            if gpu.share is not None:
+                return f"{name}-{gpu.share}pct"
+            _must_have_memory(gpu, name)
             return name
     raise InputError(
         "--model",
-        f"GPU {chip.index} is a {chip.name!r}, which the catalog does not know: write a spec with its figures under "
+        f"GPU {gpu.index} is a {gpu.name!r}, which the catalog does not know: write a spec with its figures under "
         "`gpus:` (name, fp16_tflops, memory_gb, bandwidth_gb_per_s), or leave it out with CUDA_VISIBLE_DEVICES",
     )
 
 
-def _must_have_memory(chip: LocalGpu, name: str) -> None:
+def _must_have_memory(gpu: LocalGpu, name: str) -> None:
     from potluck.catalog import gpus
 
     known = gpus.gpu(name).memory_gb * 1e9
-    if chip.memory_bytes < LEAST_MEMORY * known:
-        there = f"{chip.memory_bytes / 1e9:.0f} GB"
+    if gpu.memory_bytes < LEAST_MEMORY * known:
+        there = f"{gpu.memory_bytes / 1e9:.0f} GB"
         raise InputError(
             "--model",
-            f"GPU {chip.index} is a {chip.name!r} with {there}, the catalog's {name} has {known / 1e9:.0f} GB: "
+            f"GPU {gpu.index} is a {gpu.name!r} with {there}, the catalog's {name} has {known / 1e9:.0f} GB: "
             "is it a part of one? Leave it out with CUDA_VISIBLE_DEVICES",
         )
 
@@ -106,26 +106,26 @@ def shared_out(chips: Sequence[LocalGpu], shares: str) -> tuple[LocalGpu, ...]:
         )
     if len(chips) != 1:
         raise InputError("--shares", f"cuts one GPU, {len(chips)} are here; choose with {VISIBLE}")
-    (chip,) = chips
-    gpu_of(chip)
+    (gpu,) = chips
+    gpu_of(gpu)
     return tuple(
         replace(
-            chip,
-            uuid=f"{chip.uuid}@{place}",
-            memory_bytes=chip.memory_bytes * share // sum(numbers),
+            gpu,
+            uuid=f"{gpu.uuid}@{place}",
+            memory_bytes=gpu.memory_bytes * share // sum(numbers),
             share=share,
         )
         for place, share in enumerate(numbers)
     )
 
 
-def _part_of(chip: LocalGpu) -> dict[str, object]:
+def _part_of(gpu: LocalGpu) -> dict[str, object]:
     """A share as the spec's own GPU: until it is measured, so much of what the whole one can do."""
     from potluck.catalog import gpus
 
-    whole, part = gpus.gpu(gpu_of(chip).rpartition("-")[0]), (chip.share or 100) / 100
+    whole, part = gpus.gpu(gpu_of(gpu).rpartition("-")[0]), (gpu.share or 100) / 100
     scaled = {name: getattr(whole, name) for name in SCALED}
-    known = {"name": gpu_of(chip), "architecture": whole.architecture, "memory_gb": chip.memory_bytes / 1e9}
+    known = {"name": gpu_of(gpu), "architecture": whole.architecture, "memory_gb": gpu.memory_bytes / 1e9}
     known |= {name: round(value * part, 3) for name, value in scaled.items() if value is not None}
     if whole.sm_count is not None:
         known["sm_count"] = max(1, round(whole.sm_count * part))
@@ -183,9 +183,9 @@ class LocalGpus:
         from potluck.engine.gpu_share import share_environment
 
         return {
-            chip.uuid: {VISIBLE: chip.uuid.partition("@")[0]}
-            | ({} if chip.share is None else share_environment(chip.share, self.daemon))
-            for chip in chips
+            gpu.uuid: {VISIBLE: gpu.uuid.partition("@")[0]}
+            | ({} if gpu.share is None else share_environment(gpu.share, self.daemon))
+            for gpu in chips
         }
 
 
@@ -209,7 +209,7 @@ class GpuSetup:
 
 
 def prepared_for_gpus(
-    model: Path, folder: Path, choices: PlanChoices, asked: LocalGpus, said: Said
+    model: Path, folder: Path, choices: PlanChoices, local_gpus: LocalGpus, said: Said
 ) -> GpuSetup:
     """Find the GPUs, measure each kind, plan for all of them, and try how much that holds."""
     from potluck.control.state_store import written
@@ -218,18 +218,20 @@ def prepared_for_gpus(
     model = model.resolve()
     if not (model / CONFIG).is_file():
         raise InputError("--model", f"{model} has no {CONFIG}; name a model's directory")
-    chips = found_chips() if not asked.shares else shared_out(found_chips(), asked.shares)
-    counts, parts = Counter(map(gpu_of, chips)), chips if asked.shares else ()
+    chips = found_chips() if not local_gpus.shares else shared_out(found_chips(), local_gpus.shares)
+    counts, parts = Counter(map(gpu_of, chips)), chips if local_gpus.shares else ()
     said("found " + " + ".join(f"{count} x {gpu}" for gpu, count in counts.items()))
     path, name = folder / "spec.yaml", model.name
     written(path, spec_text(model, name, counts, 1.0, parts=parts))
     profiles: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
-    if asked.measure:
-        profiles, notes = measured_briefly(load_spec(path), model, chips, folder / "profiles", asked, said)
+    if local_gpus.measure:
+        profiles, notes = measured_briefly(
+            load_spec(path), model, chips, folder / "profiles", local_gpus, said
+        )
     said("planning")
     choices = for_this_machine(replace(choices, profiles=profiles), load_spec(path))
-    if asked.shares and not choices.single:
+    if local_gpus.shares and not choices.single:
         raise InputError(
             "--shares", f"{name} does not fit into the memory of each share; make them fewer or larger"
         )
@@ -247,8 +249,8 @@ def prepared_for_gpus(
             break
     what = f"planned for {rate_per_s:g} requests/s of about {INPUT['mean']} tokens in, {OUTPUT['mean']} out ({path})"
     lines = (*notes, what, *tried.lines)
-    maker = replace(maker_of(spec, chips, asked.device), variables=asked.variables(chips))
-    return GpuSetup(path, PreparedPlan(tried.inputs, lines), maker, profiles, choices)
+    engine_commands = replace(maker_of(spec, chips, local_gpus.device), variables=local_gpus.variables(chips))
+    return GpuSetup(path, PreparedPlan(tried.inputs, lines), engine_commands, profiles, choices)
 
 
 def _within_reach(
@@ -302,14 +304,14 @@ def vllm_flags(spec: Spec, plan: Plan, cpu: bool) -> Callable[[EngineSpec], tupl
     own = ("--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", str(_cpu_kv_bytes(plan)))
     cpu_flags = own if cpu else ()
 
-    def flags(make: EngineSpec) -> tuple[str, ...]:
-        served = models[make.model]
+    def flags(engine_spec: EngineSpec) -> tuple[str, ...]:
+        served = models[engine_spec.model]
         if cpu or (served.weights is None and served.files is None):
             return cpu_flags
-        fits = longest_request(served.model, make.layout, nodes)
+        fits = longest_request(served.model, engine_spec.layout, nodes)
         wanted = longest_tokens(served.traffic.lengths, "mixed")
-        longest = longest_served(min(wanted, fits), wanted, fits, make.model)
-        share = memory_share(make.layout, nodes)
+        longest = longest_served(min(wanted, fits), wanted, fits, engine_spec.model)
+        share = memory_share(engine_spec.layout, nodes)
         return ("--max-model-len", str(longest), "--gpu-memory-utilization", f"{share:g}")
 
     return flags
@@ -323,11 +325,11 @@ def mock_flags(spec: Spec, plan: Plan) -> Callable[[EngineSpec], tuple[str, ...]
     models = {model.name: model for model in spec.models}
     nodes = {node.name: node for node in spec.node_types}
 
-    def flags(make: EngineSpec) -> tuple[str, ...]:
-        served, weights = models[make.model], plan.format_of(make.model)
+    def flags(engine_spec: EngineSpec) -> tuple[str, ...]:
+        served, weights = models[engine_spec.model], plan.format_of(engine_spec.model)
         model = served.model if weights is None else in_format(served.model, weights)
         mean = served.traffic.mean_input_tokens + served.traffic.mean_output_tokens
-        return ("--kv-blocks", str(total_blocks(model, make.layout, nodes, mean)))
+        return ("--kv-blocks", str(total_blocks(model, engine_spec.layout, nodes, mean)))
 
     return flags
 
@@ -339,7 +341,7 @@ def _cpu_kv_bytes(plan: Plan) -> int:
 
 
 def _kinds(chips: Sequence[LocalGpu]) -> tuple[tuple[str, str], ...]:
-    return tuple((f"1x{gpu_of(chip)}", chip.uuid) for chip in chips)
+    return tuple((f"1x{gpu_of(gpu)}", gpu.uuid) for gpu in chips)
 
 
 def _must_be_there(style: str, kinds: Mapping[str, str], mine: Sequence[tuple[str, str]]) -> None:
@@ -349,13 +351,15 @@ def _must_be_there(style: str, kinds: Mapping[str, str], mine: Sequence[tuple[st
             raise InputError("--engine", f"{style}: the spec has {node}, this machine has {', '.join(there)}")
 
 
-def must_have_chips(plan: Plan, maker: EngineCommands) -> None:
-    there = Counter(kind for kind, _ in maker.chips)
+def must_have_chips(plan: Plan, engine_commands: EngineCommands) -> None:
+    there = Counter(kind for kind, _ in engine_commands.chips)
     wanted: Counter[str] = Counter()
     for deployment in plan.deployments:
         for replica in plan.template(deployment.template).replicas:
-            make = EngineSpec(plan.template(deployment.template).model, replica.layout, deployment.region)
-            for kind in maker.chips_for(make):
+            engine_spec = EngineSpec(
+                plan.template(deployment.template).model, replica.layout, deployment.region
+            )
+            for kind in engine_commands.chips_for(engine_spec):
                 wanted[kind] += deployment.count
     for kind, count in wanted.items():
         if count > there[kind]:
@@ -405,13 +409,13 @@ def flags_of(spec: Spec) -> Callable[[EngineSpec], tuple[str, ...]]:
     models = {model_spec.name: model_spec.model for model_spec in spec.models}
     nodes = {node.name: node for node in spec.node_types}
 
-    def flags(make: EngineSpec) -> tuple[str, ...]:
-        model = models[make.model]
+    def flags(engine_spec: EngineSpec) -> tuple[str, ...]:
+        model = models[engine_spec.model]
         context = model.max_context_tokens
         blocks = [(MAX_RUNNING + 8) * -(-context // BLOCK_TOKENS)]
-        for stage, layers in stage_layers(model, make.layout):
-            for member in stage.nodes:
-                memory = stage_memory(model, nodes[member.node], 1, layers)
+        for stage, layers in stage_layers(model, engine_spec.layout):
+            for stage_node in stage.nodes:
+                memory = stage_memory(model, nodes[stage_node.node], 1, layers)
                 value = kv_bytes_per_gpu(model, float(context), 1, layers) / context
                 if value > 0:
                     blocks.append(int(KV_SHARE * max(0.0, memory.kv_bytes) / value / BLOCK_TOKENS))
@@ -424,7 +428,7 @@ def flags_of(spec: Spec) -> Callable[[EngineSpec], tuple[str, ...]]:
 
 
 def measured_briefly(
-    spec: Spec, model: Path, chips: Sequence[LocalGpu], folder: Path, asked: LocalGpus, said: Said
+    spec: Spec, model: Path, chips: Sequence[LocalGpu], folder: Path, local_gpus: LocalGpus, said: Said
 ) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     """A profile of each kind of GPU, also from before, and what is to be said of those that could not be measured."""
     from potluck.perf.kv_capacity import stage_memory
@@ -432,7 +436,7 @@ def measured_briefly(
     name = spec.models[0].model.name
     folder.mkdir(parents=True, exist_ok=True)
     nodes = {node.name: node for node in spec.node_types}
-    kinds = {gpu_of(chip): chip for chip in chips}
+    kinds = {gpu_of(local_gpu): local_gpu for local_gpu in chips}
     notes = []
     for gpu in list(kinds):
         if stage_memory(spec.models[0].model, nodes[f"1x{gpu}"], 1).kv_bytes <= 0:
@@ -440,7 +444,7 @@ def measured_briefly(
             del kinds[gpu]
     paths = {gpu: folder / f"{gpu}-{name}.json" for gpu in kinds}
     running = {
-        gpu: _measuring(model, name, gpu, path, asked.device, asked.variables((kinds[gpu],)))
+        gpu: _measuring(model, name, gpu, path, local_gpus.device, local_gpus.variables((kinds[gpu],)))
         for gpu, path in paths.items()
         if not path.is_file()
     }

@@ -99,22 +99,22 @@ def planned_for_all(
     from potluck.rehearse.queueing_margins import restored, scaled
 
     problem, settings = _problem(spec, choices), SolveSettings(time_limit_s=choices.time_limit_s)
-    factory, ask = factory_for(problem, choices, said), problem.asks[0]
-    factor = FIRST_PER_S / ask.rate_per_s
+    factory, demand = factory_for(problem, choices, said), problem.asks[0]
+    factor = FIRST_PER_S / demand.rate_per_s
     while True:
-        more = scaled(problem, {ask.name: factor})
+        more = scaled(problem, {demand.name: factor})
         outcome = STRATEGIES["auto"](replace(factory, problem=more), settings)
         require_service(more, outcome, choices.time_limit_s)
-        if outcome.plan.fraction < 1 or factor * ask.rate_per_s > MOST_PER_S:
+        if outcome.plan.fraction < 1 or factor * demand.rate_per_s > MOST_PER_S:
             break
         factor *= 4
     even = evened(more, outcome.plan, settings.time_limit_s, settings.clock)
-    most_per_s = factor * ask.rate_per_s
+    most_per_s = factor * demand.rate_per_s
 
-    def plan(other: Spec) -> SimulationInputs:
-        real = _problem(other, choices)
-        asked = {ask.name: most_per_s / real.asks[0].rate_per_s}
-        return SimulationInputs(other, real, restored(even, real, asked))
+    def plan(other_spec: Spec) -> SimulationInputs:
+        real = _problem(other_spec, choices)
+        asked = {demand.name: most_per_s / real.asks[0].rate_per_s}
+        return SimulationInputs(other_spec, real, restored(even, real, asked))
 
     return most_per_s * outcome.plan.fraction, plan
 
@@ -141,19 +141,19 @@ def limit(factory: TemplateFactory, choices: PlanChoices) -> None:
     from potluck.plan.strategies.pool_strategy import machines_key
 
     problem = factory.problem
-    for ask in (variant for model_demand in problem.asks for variant in model_demand.variants):
+    for demand in (variant for model_demand in problem.asks for variant in model_demand.variants):
         if choices.single:
-            factory.made["pipeline", ask.key] = []
+            factory.made["pipeline", demand.key] = []
         if choices.here:
-            factory.made[f"group of {machines_key(problem)}", ask.key] = []
+            factory.made[f"group of {machines_key(problem)}", demand.key] = []
 
 
 def _short_of(problem: PlanningProblem, outcome: PlanOutcome) -> tuple[str, ...]:
     fraction = outcome.plan.fraction
     if fraction >= 1:
         return ()
-    able = ", ".join(f"{ask.name} {ask.rate_per_s * fraction:.3g}/s" for ask in problem.asks)
-    what = f"of {sum(ask.rate_per_s for ask in problem.asks):.3g} requests/s that are asked for"
+    able = ", ".join(f"{demand.name} {demand.rate_per_s * fraction:.3g}/s" for demand in problem.asks)
+    what = f"of {sum(demand.rate_per_s for demand in problem.asks):.3g} requests/s that are asked for"
     return (f"this fleet can do {able} {what}; the rest waits or is refused (`potluck plan` says why)",)
 
 
@@ -167,9 +167,9 @@ def _rehearsed(
     result = rehearsed(spec, factory, outcome, STRATEGIES["auto"], settings, RehearsalOptions())
     if result is None:
         return outcome.plan, ()
-    best = result.best
-    lines = tuple(evidence_line(item.told()) for item in best.evidence)
-    more = best.cost_usd_per_h - outcome.plan.total_usd_per_h
+    best_plan = result.best
+    lines = tuple(evidence_line(item.told()) for item in best_plan.evidence)
+    more = best_plan.cost_usd_per_h - outcome.plan.total_usd_per_h
     if not result.holds:
         lines = (*lines, f"no plan held in simulation ({result.end}); this one came closest")
     elif more > 0.005:
@@ -178,14 +178,14 @@ def _rehearsed(
 
 
 def with_offers(
-    prepared_plan: PreparedPlan, rules: Policy, make_factory: Callable[[PlanningProblem], TemplateFactory]
+    prepared_plan: PreparedPlan, policy: Policy, make_factory: Callable[[PlanningProblem], TemplateFactory]
 ) -> PreparedPlan:
     from potluck.core.scaling.standby import spoken
 
     inputs = prepared_plan.inputs
-    standby = spoken(inputs.plan, rules.standby, inputs.spec.regions)
+    standby = spoken(inputs.plan, policy.standby, inputs.spec.regions)
     lines = (*prepared_plan.lines, standby) if standby else prepared_plan.lines
-    return replace(prepared_plan, inputs=offered(inputs, rules, make_factory(inputs.problem)), lines=lines)
+    return replace(prepared_plan, inputs=offered(inputs, policy, make_factory(inputs.problem)), lines=lines)
 
 
 def scheduled(folder: Path, paths: tuple[Path, ...]) -> tuple[DayPlans, tuple[Path, ...]]:

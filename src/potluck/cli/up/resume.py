@@ -114,10 +114,10 @@ class DeferredLoad:
         with suppress(PotluckError, OSError):
             self.loaded()
 
-    def first(self, asked: PlanRequest) -> PlanReply:
+    def first(self, plan_request: PlanRequest) -> PlanReply:
         planner = self.loaded()[1]
-        return PlanReply(None, "scaling is `none`") if planner is None else planner.first(asked)
+        return PlanReply(None, "scaling is `none`") if planner is None else planner.first(plan_request)
 
-    def full(self, asked: PlanRequest) -> PlanReply:
+    def full(self, plan_request: PlanRequest) -> PlanReply:
         planner = self.loaded()[1]
-        return PlanReply(None, "scaling is `none`") if planner is None else planner.full(asked)
+        return PlanReply(None, "scaling is `none`") if planner is None else planner.full(plan_request)

@@ -166,22 +166,22 @@ def up(paths: tuple[Path, ...], attach: Path | None, **options: Any) -> None:
       potluck up potluck.yaml --on ray --engine mock      on the nodes of a Ray cluster
       potluck up --check             the same for scripts: start, ask one question, stop
     """
-    elsewhere, asked = ClusterTarget.of(options), SimpleNamespace(**options)
+    remote_target, asked = ClusterTarget.of(options), SimpleNamespace(**options)
     if attach is None:
         if asked.engine_ca is not None:
             raise InputError("--engine-ca", "is for --attach")
-        _up(paths, elsewhere, asked)
+        _up(paths, remote_target, asked)
         return
-    if elsewhere.on != "here":
+    if remote_target.on != "here":
         raise InputError("--on", "is for engines that `up` starts itself; leave --attach out")
     from potluck.cli.up.attach import attach as attached
 
-    attached(attach, paths, asked, elsewhere.host)
+    attached(attach, paths, asked, remote_target.host)
 
 
-def _up(paths: tuple[Path, ...], elsewhere: ClusterTarget, asked: SimpleNamespace) -> None:
-    began_s, here, model = time.monotonic(), elsewhere.on == "here", asked.model
-    if SUPERVISED.again and _resumed(paths, elsewhere, asked, began_s):
+def _up(paths: tuple[Path, ...], remote_target: ClusterTarget, asked: SimpleNamespace) -> None:
+    began_s, here, model = time.monotonic(), remote_target.on == "here", asked.model
+    if SUPERVISED.again and _resumed(paths, remote_target, asked, began_s):
         return
     # What plans is loaded only here: a controller that resumes another's work must not wait for it.
     from potluck.cli.simulating.simulation import policy_of
@@ -212,10 +212,10 @@ def _up(paths: tuple[Path, ...], elsewhere: ClusterTarget, asked: SimpleNamespac
         choices = PlanChoices(asked.time_limit_s, asked.averages)
         if model is not None:
             local = whole.enter_context(gpus.local_gpus(folder, asked.device, asked.measure, asked.shares))
-            ready = gpus.prepared_for_gpus(model, folder, choices, local, report)
+            gpu_setup = gpus.prepared_for_gpus(model, folder, choices, local, report)
         else:
-            ready = prepared_for(paths, spec_path, asked, choices, report, elsewhere)
-        spec = ready.prepared.inputs.spec
+            gpu_setup = prepared_for(paths, spec_path, asked, choices, report, remote_target)
+        spec = gpu_setup.prepared.inputs.spec
         rules = policy_of(asked.policy, spec.policy)
         if fork_server is not None:
             report("loading the engine")
@@ -223,36 +223,36 @@ def _up(paths: tuple[Path, ...], elsewhere: ClusterTarget, asked: SimpleNamespac
         policy = (*asked.policy, "advise=true") if asked.advise else asked.policy
         settings = LocalStackSettings(
             folder,
-            ready.spec_path.resolve(),
+            gpu_setup.spec_path.resolve(),
             asked.port,
-            ready.maker,
-            (*ready.maker.gateway_words(), *(f"--policy={item}" for item in policy)),
+            gpu_setup.maker,
+            (*gpu_setup.maker.gateway_words(), *(f"--policy={item}" for item in policy)),
             asked.advise,
             None if asked.market is None else MarketFile(asked.market, spec.regions),
-            profiles=ready.profiles,
-            start_s=start_s(ready),
-            host=elsewhere.host,
+            profiles=gpu_setup.profiles,
+            start_s=start_s(gpu_setup),
+            host=remote_target.host,
             held=SUPERVISED.held,
-            why="; ".join((f"potluck up {ready.spec_path.name}", *ready.prepared.lines)),
+            why="; ".join((f"potluck up {gpu_setup.spec_path.name}", *gpu_setup.prepared.lines)),
         )
         if day is not None:
-            settings = replace(settings, day=replace(day, lead_s=longest_start_s(ready)))
-        settings = elsewhere.settled(settings, spec)
-        make_factory = partial(factory_for, choices=ready.choices)
-        prepared_plan = told_slow(with_offers(ready.prepared, rules, make_factory), fork_server)
+            settings = replace(settings, day=replace(day, lead_s=longest_start_s(gpu_setup)))
+        settings = remote_target.settled(settings, spec)
+        make_factory = partial(factory_for, choices=gpu_setup.choices)
+        prepared_plan = told_slow(with_offers(gpu_setup.prepared, rules, make_factory), fork_server)
         planner = planner_of(prepared_plan.inputs, rules, asked.time_limit_s, make_factory)
         stack = LocalStack(settings, prepared_plan.inputs.plan, planner, fork_server)
-        elsewhere.remembered(stack.store)
+        remote_target.remembered(stack.store)
         remember(stack.store, settings)
         check = asked.check, asked.within_s
         run_stack(_Show(stack, prepared_plan, asked.as_json, began_s, *check, report, until_ready.close))
 
 
 def _resumed(
-    paths: tuple[Path, ...], elsewhere: ClusterTarget, asked: SimpleNamespace, began_s: float
+    paths: tuple[Path, ...], remote_target: ClusterTarget, asked: SimpleNamespace, began_s: float
 ) -> bool:
     """Go on where a controller was killed, if its state has all that this takes."""
-    if elsewhere.on != "here" or asked.model is not None or asked.schedule is not None:
+    if remote_target.on != "here" or asked.model is not None or asked.schedule is not None:
         return False
     from potluck.cli.up.resume import resumed
 
@@ -264,11 +264,11 @@ def _resumed(
         from potluck.cli.up.prepare import PlanChoices, factory_for
 
         choices = PlanChoices(asked.time_limit_s, averages=True)
-        ready = prepared_for(paths, spec_path, asked, choices, lambda line: None, elsewhere, plan)
-        inputs = ready.prepared.inputs
-        rules = policy_of(asked.policy, inputs.spec.policy)
-        make_factory = partial(factory_for, choices=ready.choices)
-        return ready.maker, planner_of(inputs, rules, asked.time_limit_s, make_factory)
+        gpu_setup = prepared_for(paths, spec_path, asked, choices, lambda line: None, remote_target, plan)
+        inputs = gpu_setup.prepared.inputs
+        policy = policy_of(asked.policy, inputs.spec.policy)
+        make_factory = partial(factory_for, choices=gpu_setup.choices)
+        return gpu_setup.maker, planner_of(inputs, policy, asked.time_limit_s, make_factory)
 
     stack = resumed(folder, spec_path.resolve(), asked.style, asked.port, SUPERVISED.held, load)
     if stack is None:
@@ -388,7 +388,7 @@ def prepared_for(
     asked: SimpleNamespace,
     choices: PlanChoices,
     said: Callable[[str], None],
-    elsewhere: ClusterTarget,
+    remote_target: ClusterTarget,
     plan: Plan | None = None,
 ) -> GpuSetup:
     from potluck.cli.simulating.simulation import policy_of, read_one_spec
@@ -399,10 +399,10 @@ def prepared_for(
 
     spec, style = read_one_spec(paths or (spec_path,)), asked.style
     policy_of(asked.policy, spec.policy)  # what is wrong with it is said before anything long is done
-    here = elsewhere.on == "here"
-    spec = for_style(elsewhere.spec_there(spec), style)
+    here = remote_target.on == "here"
+    spec = for_style(remote_target.spec_there(spec), style)
     if style == "gpu":
-        maker = gpus.maker_of(spec, gpus.found_chips() if here else None, asked.device)
+        engine_commands = gpus.maker_of(spec, gpus.found_chips() if here else None, asked.device)
         choices = gpus.for_this_machine(choices, spec)
     elif style == "vllm":
         from potluck.vllm.adapter.vllm_process import must_have_vllm
@@ -410,38 +410,41 @@ def prepared_for(
         if here:
             must_have_vllm(asked.vllm_python, "--vllm-python")
         flags = tuple(shlex.split(asked.vllm_flags))
-        maker = gpus.vllm_maker(spec, find_chips() if here else (), asked.vllm_python, flags)
+        engine_commands = gpus.vllm_maker(spec, find_chips() if here else (), asked.vllm_python, flags)
     else:
         files = tuple((model.name, shipped_model()) for model in spec.models)
         names = tuple((model.name, model.model.name) for model in spec.models)
-        maker = EngineCommands(style, files, names, links=() if spec.pool is None else spec.pool.links)
+        engine_commands = EngineCommands(
+            style, files, names, links=() if spec.pool is None else spec.pool.links
+        )
     prepared_plan = prepared(paths, spec, choices, said, plan)
     if here:
-        gpus.must_have_chips(prepared_plan.inputs.plan, maker)
-    maker = replace(maker, weights=weights_in(spec, prepared_plan.inputs.plan))
+        gpus.must_have_chips(prepared_plan.inputs.plan, engine_commands)
+    engine_commands = replace(engine_commands, weights=weights_in(spec, prepared_plan.inputs.plan))
     if style == "vllm":
-        maker = replace(
-            maker, flags=gpus.vllm_flags(spec, prepared_plan.inputs.plan, here and not maker.chips)
+        engine_commands = replace(
+            engine_commands,
+            flags=gpus.vllm_flags(spec, prepared_plan.inputs.plan, here and not engine_commands.chips),
         )
     if style == "mock":
-        maker = replace(maker, flags=gpus.mock_flags(spec, prepared_plan.inputs.plan))
-    return gpus.GpuSetup(spec_path, prepared_plan, maker, (), choices)
+        engine_commands = replace(engine_commands, flags=gpus.mock_flags(spec, prepared_plan.inputs.plan))
+    return gpus.GpuSetup(spec_path, prepared_plan, engine_commands, (), choices)
 
 
-def start_s(ready: GpuSetup) -> float:
+def start_s(gpu_setup: GpuSetup) -> float:
     """In which an engine must be ready: more where much is read from a slow place."""
     from potluck.control.reconciler import START_S
 
-    if ready.maker.style not in ("gpu", "vllm"):
+    if gpu_setup.maker.style not in ("gpu", "vllm"):
         return START_S
-    return max(START_S, SLACK * longest_start_s(ready))
+    return max(START_S, SLACK * longest_start_s(gpu_setup))
 
 
-def longest_start_s(ready: GpuSetup) -> float:
+def longest_start_s(gpu_setup: GpuSetup) -> float:
     from potluck.cli.simulating.simulation import startups_of
     from potluck.plan import current_problem
 
-    inputs = ready.prepared.inputs
+    inputs = gpu_setup.prepared.inputs
     return current_problem.longest_start_s(inputs.problem, startups_of(inputs.spec))
 
 
@@ -458,7 +461,7 @@ def told_slow(prepared_plan: PreparedPlan, fork_server: ForkServer | None) -> Pr
 
 def planner_of(
     inputs: SimulationInputs,
-    rules: Policy,
+    policy: Policy,
     time_limit_s: float,
     make_factory: Callable[[PlanningProblem], TemplateFactory],
 ) -> Planner | None:
@@ -466,7 +469,7 @@ def planner_of(
     from potluck.cli.simulating.simulation import startups_of
     from potluck.control.replanner import PlanEvidence, Replanner
 
-    if rules.scaling == "none":
+    if policy.scaling == "none":
         return None
     spec = inputs.spec
 
@@ -476,7 +479,7 @@ def planner_of(
     return Replanner(
         inputs.problem,
         time_limit_s,
-        candidates=rules.scaling == "cauchy",
+        candidates=policy.scaling == "cauchy",
         startups=startups_of(inputs.spec),
         factory_of=make_factory,
         evidence=PlanEvidence(lambda planner: rehearsing(planner, spec), holds),

@@ -63,16 +63,16 @@ class ClusterLauncher:
 
 
 def over_machines(
-    maker: EngineCommands, words: Sequence[str], make: EngineSpec, secret_file: str
+    engine_commands: EngineCommands, words: Sequence[str], engine_spec: EngineSpec, secret_file: str
 ) -> list[str]:
     """A pipeline's command, with `%0%`, `%1%`, ... where its workers listen: not known before they do."""
-    if maker.style != "gpu":
+    if engine_commands.style != "gpu":
         line = "pipelines over several machines run with --engine gpu, or plan without them"
         raise InputError("layout", line)
-    numbers = iter(range(len(make.nodes)))
+    numbers = iter(range(len(engine_spec.nodes)))
     parts = [
         f"{stage.layers}@{'+'.join(f'%{next(numbers)}%' for _ in stage.nodes)}"
-        for stage in make.layout.stages
+        for stage in engine_spec.layout.stages
     ]
     texts = list(words)
     texts[texts.index("--stages") + 1] = ",".join(parts)

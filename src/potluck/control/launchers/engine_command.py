@@ -60,7 +60,7 @@ class EngineCommands:
     """By a GPU's id, what an engine on it is started with, where that is not the id itself."""
     gpus: tuple[tuple[str, str], ...] = ()
     """Of node types with several GPUs, as vLLM uses them: what one of those is as a node type."""
-    flags: Callable[[EngineSpec], tuple[str, ...]] = lambda make: ()
+    flags: Callable[[EngineSpec], tuple[str, ...]] = lambda engine_spec: ()
     """Further flags of an engine on them: how much fits, say."""
     device: str = "cuda"
     links: MachineLinks = ()
@@ -79,51 +79,51 @@ class EngineCommands:
             elif self.style == "gpu":
                 as_stored(model, weights)
 
-    def chips_for(self, make: EngineSpec) -> tuple[str, ...]:
+    def chips_for(self, engine_spec: EngineSpec) -> tuple[str, ...]:
         """The kind of each GPU that an engine gets, in the order of its workers; none where it finds them itself."""
         if self.style == "gpu":
-            return nodes_of(make)
+            return nodes_of(engine_spec)
         if self.style != "vllm" or not self.chips:
             return ()
         kinds = dict(self.gpus)
-        return tuple(kinds.get(node.node, node.node) for node in make.nodes for _ in range(node.tp))
+        return tuple(kinds.get(node.node, node.node) for node in engine_spec.nodes for _ in range(node.tp))
 
-    def workers(self, make: EngineSpec) -> int:
+    def workers(self, engine_spec: EngineSpec) -> int:
         """Processes of an engine that take a port for KV each."""
-        return sum(node.tp for node in make.nodes) if self.style == "vllm" else 1
+        return sum(node.tp for node in engine_spec.nodes) if self.style == "vllm" else 1
 
     def gateway_words(self) -> tuple[str, ...]:
         files = (f"--files={name}={path}" for name, path in self.files)
         return (*files, "--mock") if self.style == "mock" else tuple(files)
 
-    def command(self, make: EngineSpec, port: int | str, kv_port: int | str) -> list[str]:
+    def command(self, engine_spec: EngineSpec, port: int | str, kv_port: int | str) -> list[str]:
         """What to run for an engine at these ports, or words that stand for them."""
-        name = dict(self.catalog_names).get(make.model, make.model)
+        name = dict(self.catalog_names).get(engine_spec.model, engine_spec.model)
         kind = "vllm" if self.style == "vllm" else "serve"
         command = [
             *(sys.executable, "-m", "potluck.cli.main", "engine", kind, "--json"),
             *("--host", self.host, "--port", str(port), "--kv-port", str(kv_port)),
-            *("--name", make.model),
+            *("--name", engine_spec.model),
         ]
         if self.tls is not None:
             command += ["--tls", *self.tls[:2], "--kv-tls", *self.tls]
-        folder = dict(self.files).get(make.model)
+        folder = dict(self.files).get(engine_spec.model)
         if folder is not None:
             command += ["--model", str(folder)]
         if self.style == "vllm":
-            budget = ["--token-budget", str(make.step_tokens)] if make.step_tokens else []
-            formats = vllm_formats(make.model, self.weights.get(make.model))
-            own = (*formats, *self.flags(make), *self.more)  # of two alike vLLM takes the last
-            return [*command, *parallel_of(make), *budget, "--python", self.python, "--", *own]
+            budget = ["--token-budget", str(engine_spec.step_tokens)] if engine_spec.step_tokens else []
+            formats = vllm_formats(engine_spec.model, self.weights.get(engine_spec.model))
+            own = (*formats, *self.flags(engine_spec), *self.more)  # of two alike vLLM takes the last
+            return [*command, *parallel_of(engine_spec), *budget, "--python", self.python, "--", *own]
         if self.style == "gpu":
-            return [*command, "--device", self.device, *stages_of(make), *self.flags(make)]
-        weights = self.weights.get(make.model)
+            return [*command, "--device", self.device, *stages_of(engine_spec), *self.flags(engine_spec)]
+        weights = self.weights.get(engine_spec.model)
         planned = None if weights is None else weights.planned
-        command += ["--emulate", emulate_text(make, name, self.links, planned)]
-        if make.step_tokens:
-            command += ["--token-budget", str(make.step_tokens)]
+        command += ["--emulate", emulate_text(engine_spec, name, self.links, planned)]
+        if engine_spec.step_tokens:
+            command += ["--token-budget", str(engine_spec.step_tokens)]
         if self.style == "mock":
-            return [*command, "--mock", *self.flags(make)]
+            return [*command, "--mock", *self.flags(engine_spec)]
         return [*command, "--max-running", str(self.max_running)]
 
 
@@ -142,28 +142,28 @@ class DeferredCommands:
     def variables(self) -> Mapping[str, Mapping[str, str]]:
         return self._make().variables
 
-    def chips_for(self, make: EngineSpec) -> tuple[str, ...]:
-        return self._make().chips_for(make)
+    def chips_for(self, engine_spec: EngineSpec) -> tuple[str, ...]:
+        return self._make().chips_for(engine_spec)
 
-    def workers(self, make: EngineSpec) -> int:
-        return self._make().workers(make)
+    def workers(self, engine_spec: EngineSpec) -> int:
+        return self._make().workers(engine_spec)
 
-    def command(self, make: EngineSpec, port: int | str, kv_port: int | str) -> list[str]:
-        return self._make().command(make, port, kv_port)
+    def command(self, engine_spec: EngineSpec, port: int | str, kv_port: int | str) -> list[str]:
+        return self._make().command(engine_spec, port, kv_port)
 
 
-def nodes_of(make: EngineSpec) -> tuple[str, ...]:
+def nodes_of(engine_spec: EngineSpec) -> tuple[str, ...]:
     """The node type of each of an engine's GPUs, in the order of its stages' workers."""
-    if any(node.tp != 1 for node in make.nodes):
+    if any(node.tp != 1 for node in engine_spec.nodes):
         line = "this engine has no tensor parallelism; plan with nodes of one GPU each (1xL4, not 4xL4)"
         raise InputError("layout", line)
-    return tuple(node.node for node in make.nodes)
+    return tuple(node.node for node in engine_spec.nodes)
 
 
-def parallel_of(make: EngineSpec) -> tuple[str, ...]:
+def parallel_of(engine_spec: EngineSpec) -> tuple[str, ...]:
     """The flags of a layout for vLLM, which shards every stage alike and has one node for each."""
-    stages = make.layout.stages
-    wide, spread = {node.tp for node in make.nodes}, {node.ep for node in make.nodes}
+    stages = engine_spec.layout.stages
+    wide, spread = {node.tp for node in engine_spec.nodes}, {node.ep for node in engine_spec.nodes}
     if len(wide) != 1 or any(len(stage.nodes) != 1 for stage in stages):
         raise InputError("layout", "vLLM needs one node per stage, and the same tensor parallelism in all")
     if "dp" in spread or len(spread) != 1:
@@ -175,20 +175,20 @@ def parallel_of(make: EngineSpec) -> tuple[str, ...]:
     return texts if len(stages) == 1 else (*texts, "--stages", ",".join(str(item.layers) for item in stages))
 
 
-def with_node(words: Sequence[str], make: EngineSpec, rank: int, master: str) -> list[str]:
+def with_node(words: Sequence[str], engine_spec: EngineSpec, rank: int, master: str) -> list[str]:
     """The command of one machine of a vLLM whose stages are on several; `master` is where they meet, on the first."""
     at = words.index("--json") + 1
-    flags = ("--nodes", str(len(make.nodes)), "--node-rank", str(rank), "--master", master)
+    flags = ("--nodes", str(len(engine_spec.nodes)), "--node-rank", str(rank), "--master", master)
     return [*words[:at], *flags, *words[at:]]
 
 
-def stages_of(make: EngineSpec) -> tuple[str, ...]:
+def stages_of(engine_spec: EngineSpec) -> tuple[str, ...]:
     """The flag of a pipeline over several GPUs: how many layers each stage has, and workers that share it."""
-    if len(nodes_of(make)) == 1:
+    if len(nodes_of(engine_spec)) == 1:
         return ()
     parts = [
         f"{stage.layers}x{len(stage.nodes)}" if len(stage.nodes) > 1 else str(stage.layers)
-        for stage in make.layout.stages
+        for stage in engine_spec.layout.stages
     ]
     return ("--stages", ",".join(parts))
 
@@ -216,12 +216,14 @@ def as_stored(model: str, weights: WeightFormats | None) -> None:
 
 
 def emulate_text(
-    make: EngineSpec, model: str, links: MachineLinks = (), weights: Format | None = None
+    engine_spec: EngineSpec, model: str, links: MachineLinks = (), weights: Format | None = None
 ) -> str:
     """What `--emulate` says of a layout: a line for one node, else all of it as JSON."""
-    only = make.nodes[0]
-    if len(make.nodes) == 1 and only.ep == "none":
+    only = engine_spec.nodes[0]
+    if len(engine_spec.nodes) == 1 and only.ep == "none":
         return f"{only.node}:{model}@{weights}:{only.tp}" if weights else f"{only.node}:{model}:{only.tp}"
-    mine = make.layout.machines
+    mine = engine_spec.layout.machines
     inside = tuple(link for link in links if link[0] in mine and link[1] in mine)
-    return json.dumps(encode(EmulatedReplica(model, make.layout, inside, weights)), separators=(",", ":"))
+    return json.dumps(
+        encode(EmulatedReplica(model, engine_spec.layout, inside, weights)), separators=(",", ":")
+    )

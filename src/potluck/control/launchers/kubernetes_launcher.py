@@ -93,21 +93,24 @@ class KubernetesLauncher(cluster_launcher.ClusterLauncher):
 
     # Starting.
 
-    def start(self, name: str, make: EngineSpec) -> Place:
-        nodes, there = make.nodes, self.there()
+    def start(self, name: str, engine_spec: EngineSpec) -> Place:
+        nodes, there = engine_spec.nodes, self.there()
         gpus = [spelled_there(self._spelling(node), there) for node in nodes]
-        region = make.region if any(node.region for node in there) else ""
-        maker = replace(self._maker, host="$(POD_IP)")
+        region = engine_spec.region if any(node.region for node in there) else ""
+        engine_commands = replace(self._maker, host="$(POD_IP)")
         # The image has its own Python; what comes behind it is the same everywhere.
-        words = ["potluck", *maker.command(make, PORT, KV_PORT)[3:]]
+        words = ["potluck", *engine_commands.command(engine_spec, PORT, KV_PORT)[3:]]
         at = words.index("--json") + 1
         words[at:at] = ["--api-key-file", "/etc/potluck/engine.key"]
         place: Place = {"pod": pod_name_of(name), "namespace": self._cluster.namespace}
-        alone = len(nodes) == 1 or maker.style not in ("gpu", "vllm")  # those that stand in are one process
-        if not alone and maker.style == "vllm":
-            return self._start_nodes(place, words, make, [(gpu, region) for gpu in gpus])
+        alone = len(nodes) == 1 or engine_commands.style not in (
+            "gpu",
+            "vllm",
+        )  # those that stand in are one process
+        if not alone and engine_commands.style == "vllm":
+            return self._start_nodes(place, words, engine_spec, [(gpu, region) for gpu in gpus])
         if not alone:
-            words = cluster_launcher.over_machines(maker, words, make, SECRET_FILE)
+            words = cluster_launcher.over_machines(engine_commands, words, engine_spec, SECRET_FILE)
         engine = engine_container(words, (PORT, KV_PORT), nodes[0].tp if alone else 0, self._cluster)
         lead = self._pod(str(place["pod"]), "engine", (gpus[0], region), engine, "Never")
         if alone:
@@ -122,13 +125,13 @@ class KubernetesLauncher(cluster_launcher.ClusterLauncher):
         return {**place, "workers": names, "lead": lead}
 
     def _start_nodes(
-        self, place: Place, words: list[str], make: EngineSpec, on: list[tuple[str, str]]
+        self, place: Place, words: list[str], engine_spec: EngineSpec, on: list[tuple[str, str]]
     ) -> Place:
         """The first machine of a vLLM that is on several; the others are kept until it has an address."""
-        names = [str(place["pod"]), *(f"{place['pod']}-n{rank}" for rank in range(1, len(make.nodes)))]
+        names = [str(place["pod"]), *(f"{place['pod']}-n{rank}" for rank in range(1, len(engine_spec.nodes)))]
         pods = []
-        for rank, (name, node) in enumerate(zip(names, make.nodes, strict=True)):
-            command = with_node(words, make, rank, FIRST_NODE if rank else f"$(POD_IP):{STAGE_PORT}")
+        for rank, (name, node) in enumerate(zip(names, engine_spec.nodes, strict=True)):
+            command = with_node(words, engine_spec, rank, FIRST_NODE if rank else f"$(POD_IP):{STAGE_PORT}")
             container = engine_container(command, (PORT, KV_PORT), node.tp, self._cluster)
             if rank:  # it serves nothing
                 container = {key: container[key] for key in container if key not in OF_A_SERVER}

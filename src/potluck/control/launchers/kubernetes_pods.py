@@ -32,9 +32,9 @@ class ManifestOptions:
     models_path: str = ""  # A folder of each node with the models, in place of the claim.
 
 
-def resources(gpus: int, cluster: ManifestOptions, requests: Mapping[str, str] | None) -> Manifest:
+def resources(gpus: int, manifest_options: ManifestOptions, requests: Mapping[str, str] | None) -> Manifest:
     """What a container asks for: GPUs, and of the host what is known."""
-    limits = {"limits": {cluster.gpu_resource: gpus}} if gpus else {}
+    limits = {"limits": {manifest_options.gpu_resource: gpus}} if gpus else {}
     asked = {**({"requests": dict(requests)} if requests else {}), **limits}
     return {"resources": asked} if asked else {}
 
@@ -43,7 +43,7 @@ def engine_container(
     command: list[str],
     ports: tuple[int, int],
     gpus: int,
-    cluster: ManifestOptions,
+    manifest_options: ManifestOptions,
     requests: Mapping[str, str] | None = None,
 ) -> Manifest:
     """An engine that listens at these ports, for HTTP and for KV, and is emptied before it ends."""
@@ -56,12 +56,12 @@ def engine_container(
     )
     return {
         "name": "engine",
-        "image": cluster.image,
+        "image": manifest_options.image,
         "command": command,
         "env": [POD_IP],
         "ports": [{"name": "http", "containerPort": ports[0]}, {"name": "kv", "containerPort": ports[1]}],
-        **resources(gpus, cluster, requests),
-        "volumeMounts": [*mounts(cluster), {"name": "shm", "mountPath": "/dev/shm"}],
+        **resources(gpus, manifest_options, requests),
+        "volumeMounts": [*mounts(manifest_options), {"name": "shm", "mountPath": "/dev/shm"}],
         # Weights may take long to load; whoever never answers is started again after half an hour.
         "startupProbe": health | {"periodSeconds": 5, "failureThreshold": 360},
         "readinessProbe": health | {"periodSeconds": 5, "timeoutSeconds": 3},
@@ -71,37 +71,46 @@ def engine_container(
     }
 
 
-def mounts(cluster: ManifestOptions) -> list[Manifest]:
+def mounts(manifest_options: ManifestOptions) -> list[Manifest]:
     return [
-        {"name": "models", "mountPath": cluster.models_folder, "readOnly": True},
+        {"name": "models", "mountPath": manifest_options.models_folder, "readOnly": True},
         {"name": "secret", "mountPath": "/etc/potluck", "readOnly": True},
     ]
 
 
-def volumes(cluster: ManifestOptions) -> list[Manifest]:
+def volumes(manifest_options: ManifestOptions) -> list[Manifest]:
     """What `mounts` names."""
-    models: Manifest = {"persistentVolumeClaim": {"claimName": cluster.models_claim, "readOnly": True}}
-    if cluster.models_path:
-        models = {"hostPath": {"path": cluster.models_path, "type": "Directory"}}
+    models: Manifest = {
+        "persistentVolumeClaim": {"claimName": manifest_options.models_claim, "readOnly": True}
+    }
+    if manifest_options.models_path:
+        models = {"hostPath": {"path": manifest_options.models_path, "type": "Directory"}}
     return [
         {"name": "models", **models},
-        {"name": "secret", "secret": {"secretName": cluster.secret, "defaultMode": 0o440}},
+        {"name": "secret", "secret": {"secretName": manifest_options.secret, "defaultMode": 0o440}},
     ]
 
 
 def pod_template(
-    labels: dict[str, str], gpu: str, region: str, containers: list[Manifest], cluster: ManifestOptions
+    labels: dict[str, str],
+    gpu: str,
+    region: str,
+    containers: list[Manifest],
+    manifest_options: ManifestOptions,
 ) -> Manifest:
     """Containers on a node with such GPUs, as its label names them, in a region; any where it has no name."""
-    selector = {cluster.gpu_label: gpu, **({cluster.region_label: region} if region else {})}
+    selector = {
+        manifest_options.gpu_label: gpu,
+        **({manifest_options.region_label: region} if region else {}),
+    }
     spec: Manifest = {
         "terminationGracePeriodSeconds": GRACE_S,
         "automountServiceAccountToken": False,
         "nodeSelector": selector,
-        "tolerations": [{"key": cluster.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}],
+        "tolerations": [{"key": manifest_options.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}],
         "containers": containers,
         "volumes": [
-            *volumes(cluster),
+            *volumes(manifest_options),
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": SHARED_MEMORY}},
         ],
     }
@@ -114,18 +123,18 @@ WORKER = ["python3", "-m", "potluck.engine.pipeline"]
 
 
 def worker_container(
-    port: int, gpus: int, cluster: ManifestOptions, requests: Mapping[str, str] | None = None
+    port: int, gpus: int, manifest_options: ManifestOptions, requests: Mapping[str, str] | None = None
 ) -> Manifest:
     """A stage's worker, which reads the pipeline's secret from its standard input."""
     line = f"exec {' '.join(WORKER)} --listen $POD_IP:{port} --stay < {SECRET_FILE}"
     return {
         "name": "worker",
-        "image": cluster.image,
+        "image": manifest_options.image,
         "command": ["sh", "-c", line],
         "env": [POD_IP],
         "ports": [{"name": "stage", "containerPort": port}],
-        **resources(gpus, cluster, requests),
-        "volumeMounts": [*mounts(cluster), {"name": "shm", "mountPath": "/dev/shm"}],
+        **resources(gpus, manifest_options, requests),
+        "volumeMounts": [*mounts(manifest_options), {"name": "shm", "mountPath": "/dev/shm"}],
         "readinessProbe": {"tcpSocket": {"port": "stage"}, "periodSeconds": 5},
     }
 
@@ -175,22 +184,22 @@ def is_cordoned(node: Mapping[str, Any]) -> bool:
     return bool(node.get("spec", {}).get("unschedulable"))
 
 
-def spelled_there(spelling: NodeTypeLabels, nodes: Sequence[ClusterNode]) -> str:
+def spelled_there(labels: NodeTypeLabels, nodes: Sequence[ClusterNode]) -> str:
     """What the cluster calls a GPU; CapacityError where it has none."""
     has = {name for node in nodes for name, _ in node.gpus}
-    for name in spelled_out(spelling).names:
+    for name in spelled_out(labels).names:
         if name in has:
             return name
     raise CapacityError(
-        f"no node of the cluster has {spelling.names[0]}; it has {', '.join(sorted(has)) or 'no GPUs'} "
-        f"(say --gpu-label {spelling.names[0]}=NAME)"
+        f"no node of the cluster has {labels.names[0]}; it has {', '.join(sorted(has)) or 'no GPUs'} "
+        f"(say --gpu-label {labels.names[0]}=NAME)"
     )
 
 
-def spelled_out(spelling: NodeTypeLabels) -> NodeTypeLabels:
+def spelled_out(labels: NodeTypeLabels) -> NodeTypeLabels:
     """With what feature discovery puts before names."""
-    names = dict.fromkeys(prefix + name for name in spelling.names for prefix in PREFIXES)
-    return NodeTypeLabels(spelling.gpus, tuple(names))
+    names = dict.fromkeys(prefix + name for name in labels.names for prefix in PREFIXES)
+    return NodeTypeLabels(labels.gpus, tuple(names))
 
 
 def elsewhere_than(silent: Collection[str]) -> dict[str, Any]:

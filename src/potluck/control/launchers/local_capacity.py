@@ -188,8 +188,8 @@ def _visible(chips: tuple[LocalGpu, ...], said: str | None) -> tuple[LocalGpu, .
         return chips
     wanted = [part.strip() for part in said.split(",") if part.strip()]
     return tuple(
-        chip
+        gpu
         for part in wanted
-        for chip in chips
-        if (part == str(chip.index) if part.isdecimal() else chip.uuid.startswith(part))
+        for gpu in chips
+        if (part == str(gpu.index) if part.isdecimal() else gpu.uuid.startswith(part))
     )

@@ -111,29 +111,29 @@ class LocalLauncher:
 
     def __init__(
         self,
-        maker: EngineCommands | DeferredCommands,
+        engine_commands: EngineCommands | DeferredCommands,
         folder: Path,
         owner: str,
         clock: Callable[[], float] = time.monotonic,
         free: local_capacity.Free = local_capacity.free_bytes,
         fork_server: ForkServer | None = None,
     ) -> None:
-        self._maker, self._folder, self._owner, self._clock = maker, folder, owner, clock
+        self._maker, self._folder, self._owner, self._clock = engine_commands, folder, owner, clock
         self._free, self.fork_server = free, fork_server
-        self._ports = process.Ports(maker.host, clock)
+        self._ports = process.Ports(engine_commands.host, clock)
         self._ending: dict[str, float] = {}
         self._chips: dict[str, str] = {}
 
     def log_of(self, name: str) -> Path:
         return self._folder / f"{name}.log"
 
-    def start(self, name: str, make: EngineSpec) -> Place:
+    def start(self, name: str, engine_spec: EngineSpec) -> Place:
         gpu = self._maker.style == "gpu"
-        local_capacity.must_have_room(self._maker.style, len(nodes_of(make)) if gpu else 1, self._free)
-        port, kv_port = self._ports.free(), self._ports.free(self._maker.workers(make))
-        command = self._maker.command(make, port, kv_port)
+        local_capacity.must_have_room(self._maker.style, len(nodes_of(engine_spec)) if gpu else 1, self._free)
+        port, kv_port = self._ports.free(), self._ports.free(self._maker.workers(engine_spec))
+        command = self._maker.command(engine_spec, port, kv_port)
         marks, log = {NAME_MARK: name, OWNER_MARK: self._owner}, self.log_of(name)
-        chip = self._chips_for(make)
+        chip = self._chips_for(engine_spec)
         if chip:
             self._chips[name] = chip
             marks |= self._maker.variables.get(chip, {local_capacity.VISIBLE: chip})
@@ -147,11 +147,11 @@ class LocalLauncher:
             **({"chip": chip} if chip else {}),
         }
 
-    def _chips_for(self, make: EngineSpec) -> str:
+    def _chips_for(self, engine_spec: EngineSpec) -> str:
         """A GPU of the right kind for each of an engine's workers that no other engine has, in their order."""
         taken = {chip for chips in self._chips.values() for chip in chips.split(",")}
         texts: list[str] = []
-        for node in self._maker.chips_for(make):
+        for node in self._maker.chips_for(engine_spec):
             mine = [chip for kind, chip in self._maker.chips if kind == node]
             free = [chip for chip in mine if chip not in taken]
             if not free:

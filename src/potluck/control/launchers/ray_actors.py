@@ -64,7 +64,7 @@ def _gpus(resources: Mapping[str, float], labels: Mapping[str, str]) -> dict[str
 
 
 def ask_of(
-    kind: NodeTypeLabels,
+    node_labels: NodeTypeLabels,
     gpus: int,
     region: str,
     nodes: Sequence[Mapping[str, Any]],
@@ -80,7 +80,7 @@ def ask_of(
     known = sorted(item for item in silent if any(node["NodeID"] == item for node in there))
     if known:
         labels[NODE_LABEL] = f"!in({','.join(known)})"
-    for name in kind.names:
+    for name in node_labels.names:
         if any(f"{TYPE}{name}" in node["Resources"] for node in there):
             return NodeRequest(gpus, {f"{TYPE}{name}": LITTLE}, labels)
         if any(name in node["Resources"] for node in there):
@@ -88,9 +88,10 @@ def ask_of(
         if any(node.get("Labels", {}).get(TYPE_LABEL) == name for node in there):
             return NodeRequest(gpus, {}, {**labels, TYPE_LABEL: name})
     has = sorted({name for host in cluster_nodes(there) for name, _ in host.gpus})
+    name = node_labels.names[0]
     raise CapacityError(
-        f"no node of the Ray cluster has {kind.names[0]}; it has {', '.join(has) or 'no GPUs'} "
-        f"(start nodes with --resources '{{\"{kind.names[0]}\": 1}}', or say --gpu-label {kind.names[0]}=NAME)"
+        f"no node of the Ray cluster has {name}; it has {', '.join(has) or 'no GPUs'} "
+        f"(start nodes with --resources '{{\"{name}\": 1}}', or say --gpu-label {name}=NAME)"
     )
 
 
@@ -299,14 +300,14 @@ class EngineActors:
         def at(place: int) -> Any:
             return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
 
-        for place, (ask, member) in enumerate(zip(asks, self.workers, strict=True)):
-            member.handle = actor.options(
-                name=member.name,
+        for place, (ask, engine_actor) in enumerate(zip(asks, self.workers, strict=True)):
+            engine_actor.handle = actor.options(
+                name=engine_actor.name,
                 num_gpus=ask.gpus,
                 resources=dict(ask.resources),
                 scheduling_strategy=at(place),
                 **common,
-            ).remote(member.name, task, environment, secret, python)
+            ).remote(engine_actor.name, task, environment, secret, python)
         common["num_cpus"] = LITTLE
         lead = actor.options(name=self.name, scheduling_strategy=at(0), **common)
         self.lead.handle = lead.remote(*engine)
@@ -316,46 +317,46 @@ class EngineActors:
         return f"{self._space}-{self.name}"
 
     def ask(self) -> list[Any]:
-        for member in self.members:
-            if member.asked is None and self._found(member):
-                member.asked = member.handle.report.remote(member.said["log_at"])
-        return [member.asked for member in self.members if member.asked is not None]
+        for actor in self.members:
+            if actor.asked is None and self._found(actor):
+                actor.asked = actor.handle.report.remote(actor.said["log_at"])
+        return [actor.asked for actor in self.members if actor.asked is not None]
 
-    def _found(self, member: EngineActor) -> bool:
+    def _found(self, actor: EngineActor) -> bool:
         """Whether it can be asked: one that another controller started is looked up by its name."""
-        if member.handle is None and not member.gone:
+        if actor.handle is None and not actor.gone:
             try:
-                member.handle = self._ray.get_actor(member.name, self._space)
+                actor.handle = self._ray.get_actor(actor.name, self._space)
             except ValueError:
-                member.gone = "is not there any more"
-        return not member.gone
+                actor.gone = "is not there any more"
+        return not actor.gone
 
     def hear(self, ready: set[Any], now_s: float) -> bytes:
         """Take the answers that have come; what was written since the last."""
         written = b""
-        for member in self.members:
-            if member.asked is None or member.asked not in ready:
+        for actor in self.members:
+            if actor.asked is None or actor.asked not in ready:
                 continue
             try:
-                member.said = self._ray.get(member.asked)
-                member.heard_s, member.cut_off = now_s, False
-                written += member.said["log"]
+                actor.said = self._ray.get(actor.asked)
+                actor.heard_s, actor.cut_off = now_s, False
+                written += actor.said["log"]
             except self._ray.exceptions.ActorUnavailableError:
-                member.cut_off = True
+                actor.cut_off = True
             except self._ray.exceptions.RayError as error:
-                member.gone = _line(error)
-            member.asked = None
+                actor.gone = _line(error)
+            actor.asked = None
         return written
 
-    def tell(self, member: EngineActor, method: str, *values: object) -> None:
-        if self._found(member):
-            getattr(member.handle, method).remote(*values)
+    def tell(self, actor: EngineActor, method: str, *values: object) -> None:
+        if self._found(actor):
+            getattr(actor.handle, method).remote(*values)
 
     def end(self) -> None:
-        for member in self.members:
+        for actor in self.members:
             with suppress(ValueError, self._ray.exceptions.RayError):
-                handle = member.handle or self._ray.get_actor(member.name, self._space)
-                if member.heard_s is not None and member.asked is None and not member.gone:
+                handle = actor.handle or self._ray.get_actor(actor.name, self._space)
+                if actor.heard_s is not None and actor.asked is None and not actor.gone:
                     handle.forget.remote()
                     handle.__ray_terminate__.remote()
                 else:

@@ -94,9 +94,9 @@ class RayLauncher(cluster_launcher.ClusterLauncher):
 
     # Starting.
 
-    def start(self, name: str, make: EngineSpec) -> Place:
-        asks = self._asks(make)
-        words, worker = self._words(make, len(asks))
+    def start(self, name: str, engine_spec: EngineSpec) -> Place:
+        asks = self._asks(engine_spec)
+        words, worker = self._words(engine_spec, len(asks))
         task: ActorTask = "worker" if worker else "stand"
         actors = EngineActors(self._ray, self._space, name, len(asks) if len(asks) > 1 else 0, self._clock())
         environment = {KEY_VARIABLE: self._key} if self._key else {}
@@ -107,38 +107,41 @@ class RayLauncher(cluster_launcher.ClusterLauncher):
             "workers": len(actors.workers),
             "words": words,
             "worker": worker,
-            "kv_ports": self._maker.workers(make),
+            "kv_ports": self._maker.workers(engine_spec),
         }
         self._begin(actors, place)
         return place
 
-    def _asks(self, make: EngineSpec) -> list[NodeRequest]:
+    def _asks(self, engine_spec: EngineSpec) -> list[NodeRequest]:
         there = self._nodes, self._silent
         return [
-            ask_of(self._spelling(node), node.tp, make.region, *there, machine=node.machine)
-            for node in make.nodes
+            ask_of(self._spelling(node), node.tp, engine_spec.region, *there, machine=node.machine)
+            for node in engine_spec.nodes
         ]
 
-    def _words(self, make: EngineSpec, nodes: int) -> tuple[list[str], list[str]]:
+    def _words(self, engine_spec: EngineSpec, nodes: int) -> tuple[list[str], list[str]]:
         """The command of an engine, and of each of its workers where it has some; what nodes fill in is left open."""
-        maker = replace(self._maker, host=HOST)
-        words = [PYTHON if word == sys.executable else word for word in maker.command(make, PORT, KV_PORT)]
-        if nodes == 1 or maker.style not in ("gpu", "vllm"):
+        engine_commands = replace(self._maker, host=HOST)
+        words = [
+            PYTHON if word == sys.executable else word
+            for word in engine_commands.command(engine_spec, PORT, KV_PORT)
+        ]
+        if nodes == 1 or engine_commands.style not in ("gpu", "vllm"):
             return words, []
-        tls = () if maker.tls is None else ("--tls", *maker.tls)
+        tls = () if engine_commands.tls is None else ("--tls", *engine_commands.tls)
         worker = [PYTHON, "-m", "potluck.engine.pipeline", "--listen", f"{HOST}:0", "--stay", *tls]
-        return cluster_launcher.over_machines(maker, words, make, SECRET_FILE), worker
+        return cluster_launcher.over_machines(engine_commands, words, engine_spec, SECRET_FILE), worker
 
     def _begin(self, actors: EngineActors, place: Place) -> None:
         """Start what can be started: workers at once, the engine when all of them listen."""
         words, worker = _listed(place.get("words")), _listed(place.get("worker"))
-        for member in actors.workers if worker else ():
-            if not actors.began and member.said["state"] == "starting":
-                actors.tell(member, "begin", worker)
-        if actors.began or any(member.said["state"] != "up" for member in actors.workers):
+        for actor in actors.workers if worker else ():
+            if not actors.began and actor.said["state"] == "starting":
+                actors.tell(actor, "begin", worker)
+        if actors.began or any(actor.said["state"] != "up" for actor in actors.workers):
             return
         words = cluster_launcher.with_addresses(
-            words, (str(member.said["address"]) for member in actors.workers)
+            words, (str(actor.said["address"]) for actor in actors.workers)
         )
         actors.tell(actors.lead, "begin", words, int(str(place.get("kv_ports", 1))))
         actors.began = True
@@ -174,9 +177,9 @@ class RayLauncher(cluster_launcher.ClusterLauncher):
             if written:
                 with suppress(OSError):
                     self._keep_log(actors.name, written)
-            for member in actors.members:
-                if member.heard_s == now_s:
-                    self._silent.pop(member.said["node"], None)
+            for actor in actors.members:
+                if actor.heard_s == now_s:
+                    self._silent.pop(actor.said["node"], None)
 
     def _seen(self, name: str, place: Place, now_s: float) -> EngineSighting:
         actors = self._engines.get(name)
@@ -201,26 +204,26 @@ class RayLauncher(cluster_launcher.ClusterLauncher):
         stopped_s = actors.stopped_s
         if stopped_s is not None and actors.lead.heard_s is None and now_s - stopped_s > self._lost_s:
             return "was asked to end before it began"
-        for member in actors.members:
-            if member.gone:
-                return member.gone
-            if member.said["state"] == "dead":
-                return str(member.said["problem"])
-            if member.heard_s is None:
+        for actor in actors.members:
+            if actor.gone:
+                return actor.gone
+            if actor.said["state"] == "dead":
+                return str(actor.said["problem"])
+            if actor.heard_s is None:
                 if now_s - actors.since_s > PLACE_S:
                     return f"Ray found no node for it within {PLACE_S:g} s"
                 continue
-            quiet_s, node = now_s - member.heard_s, member.said["node"]
-            if (member.cut_off or quiet_s > self._lost_s) and not self._answers(actors, member):
-                unreached = "cannot be reached, " if member.cut_off else ""
+            quiet_s, node = now_s - actor.heard_s, actor.said["node"]
+            if (actor.cut_off or quiet_s > self._lost_s) and not self._answers(actors, actor):
+                unreached = "cannot be reached, " if actor.cut_off else ""
                 why = f"node {node[:12]} {unreached}was last heard {quiet_s:.1f} s ago"
                 self._silence(node, node[:12], why, now_s)
                 return why
         return ""
 
-    def _answers(self, actors: EngineActors, member: EngineActor) -> bool:
+    def _answers(self, actors: EngineActors, actor: EngineActor) -> bool:
         """Whether the engine is well though the actor beside it is not heard: it is busy, or Ray is."""
-        return member is actors.lead and healthy(self._url(member.said), authority=self._authority)
+        return actor is actors.lead and healthy(self._url(actor.said), authority=self._authority)
 
     def _url(self, said: Report) -> str:
         return f"{'https' if self._authority else 'http'}://{said['address']}"

@@ -87,13 +87,15 @@ class Admission:
     hold: Callable[[float, RequestState], None]
     """What is done about a request that goes, is refused, or finds no replica: set by who owns requests."""
 
-    def __init__(self, policy: Policy, table: RoutingTable, room: ReplicaCapacity, router: Router) -> None:
+    def __init__(
+        self, policy: Policy, table: RoutingTable, capacity: ReplicaCapacity, router: Router
+    ) -> None:
         self._policy = policy
         self._table = table
         self._router = router
         self.weights = {tenant.name: tenant.weight for tenant in policy.tenants}
         self.classes: dict[str, RequestClass] = {item.name: item for item in policy.classes}
-        self.room = room
+        self.room = capacity
         self.queues: dict[str, RequestQueue] = {}  # By model; only those that somebody waits in.
         self._rates: dict[str, ServiceRate] = {}
         self._costs: dict[str, float] = {}  # Prompt tokens that an output token counts for, by model.
@@ -101,27 +103,29 @@ class Admission:
         self._notes = 0
         self._deadlines: list[tuple[float, str]] = []  # Of requests that are stopped then though they run.
 
-    def behind(self, req: RequestState, table: ModelRoutes) -> bool:
-        request = req.request
-        queue = self.queues.get(request.model) if not req.attempt else None
+    def behind(self, request_state: RequestState, routes: ModelRoutes) -> bool:
+        request = request_state.request
+        queue = self.queues.get(request.model) if not request_state.attempt else None
         if queue is None:
             return False
-        return queue.waits(request.tenant, self.classes[request.request_class].matters, table.kind(req))
+        return queue.waits(
+            request.tenant, self.classes[request.request_class].matters, routes.kind(request_state)
+        )
 
-    def _wait(self, at_s: float, req: RequestState, kind: Kind) -> list[Refusal]:
+    def _wait(self, at_s: float, request_state: RequestState, kind: Kind) -> list[Refusal]:
         """Let a request wait that finds no room, or say why it, or another in its place, is refused."""
-        request = req.request
+        request = request_state.request
         model, tenant = request.model, request.tenant
-        known = self.classes[request.request_class]
+        known_class = self.classes[request.request_class]
         queue = self.queues.get(model)
         if queue is None:
             queue = self.queues[model] = RequestQueue(self.weights)
             self._rate(model).began(at_s)
-        work = self._work(req)
-        wait_s = self._rate(model).wait_s(at_s, queue.ahead(tenant, known.matters))
+        work = self._work(request_state)
+        wait_s = self._rate(model).wait_s(at_s, queue.ahead(tenant, known_class.matters))
         refused: list[Refusal] = []
-        slo = known.objective(self.room.slo(model))
-        if slo is not None and not known.late:
+        slo = known_class.objective(self.room.slo(model))
+        if slo is not None and not known_class.late:
             left_s = request.arrival_s + slo.ttft_s - at_s
             most_s = min(WAIT * slo.ttft_s, left_s - AHEAD * slo.ttft_s)
             if wait_s > most_s:
@@ -130,80 +134,82 @@ class Admission:
                     f"it would wait up to {wait_s:.2f} s for its turn; of the {slo.ttft_s:g} s to its first token "
                     f"at most {max(0.0, most_s):.2f} s may pass in waiting"
                 )
-                return [Refusal(req, "overloaded", why, _retry(wait_s - max(0.0, most_s)))]
+                return [Refusal(request_state, "overloaded", why, _retry(wait_s - max(0.0, most_s)))]
         if queue.tenant_count(tenant) >= self._policy.queue_requests:
             least = queue.least(tenant)
             assert least is not None
             full = f"{self._policy.queue_requests} requests of its tenant wait already"
-            if least.level >= known.matters:
-                return [Refusal(req, "overloaded", full, _retry(wait_s))]
+            if least.level >= known_class.matters:
+                return [Refusal(request_state, "overloaded", full, _retry(wait_s))]
             why = f"one that matters more came, and {full}"
             refused.append(self._give_up(at_s, least, "overloaded", why))
             queue = self.queues.setdefault(model, queue)
-        place = queue.add(at_s, req, known.matters, kind, work)
+        position = queue.add(at_s, request_state, known_class.matters, kind, work)
         self._notes += 1  # a place's stamp is unlike only those of its own queue
-        heappush(self._ends, (self._end_s(at_s, req, known), self._notes, place))
+        heappush(self._ends, (self._end_s(at_s, request_state, known_class), self._notes, position))
         return refused
 
     def _next(self, at_s: float, model: str) -> RequestState | Refusal | None:
         """Whose turn it is; a refusal when it is too late for that one."""
         queue = self.queues.get(model)
-        place = queue.head() if queue is not None else None
-        if queue is None or place is None:
+        position = queue.head() if queue is not None else None
+        if queue is None or position is None:
             return None
-        late_s = self._end_s(place.since_s, place.req, self.classes[place.req.request.request_class])
+        late_s = self._end_s(position.since_s, position.req, self.classes[position.req.request.request_class])
         if at_s >= late_s:
-            return self._too_late(at_s, place)
-        self.room.tenants.crowded = self.room.several and queue.others(place.tenant, place.level)
-        return place.req
+            return self._too_late(at_s, position)
+        self.room.tenants.crowded = self.room.several and queue.others(position.tenant, position.level)
+        return position.req
 
-    def _left_s(self, at_s: float, req: RequestState) -> float:
+    def _left_s(self, at_s: float, request: RequestState) -> float:
         """Until its first token is due; 0 where late answers are wanted too, or nothing was promised."""
-        known = self.classes[req.request.request_class]
-        slo = known.objective(self.room.slo(req.request.model))
-        return req.request.arrival_s + slo.ttft_s - at_s if slo is not None and not known.late else 0.0
+        known_class = self.classes[request.request.request_class]
+        slo = known_class.objective(self.room.slo(request.request.model))
+        return (
+            request.request.arrival_s + slo.ttft_s - at_s if slo is not None and not known_class.late else 0.0
+        )
 
-    def _outranked(self, req: RequestState) -> bool:
-        queue = self.queues.get(req.request.model)
-        return queue is not None and queue.matters > self.classes[req.request.request_class].matters
+    def _outranked(self, request: RequestState) -> bool:
+        queue = self.queues.get(request.request.model)
+        return queue is not None and queue.matters > self.classes[request.request.request_class].matters
 
-    def remove(self, req: RequestState) -> None:
-        place, model = req.place, req.request.model
-        if place is not None:
-            self.queues[model].remove(place)
+    def remove(self, request: RequestState) -> None:
+        position, model = request.place, request.request.model
+        if position is not None:
+            self.queues[model].remove(position)
             self._forget(model)
 
     def _expired(self, at_s: float) -> list[Refusal]:
         expired = []
         while self._ends and self._ends[0][0] <= at_s:
-            place = heappop(self._ends)[2]
-            if place.req.place is place:
-                expired.append(self._too_late(at_s, place))
+            position = heappop(self._ends)[2]
+            if position.req.place is position:
+                expired.append(self._too_late(at_s, position))
         if len(self._ends) > 64 and len(self._ends) > 4 * sum(queue.count for queue in self.queues.values()):
             self._ends = sorted(end for end in self._ends if end[2].req.place is end[2])
         return expired
 
-    def watch(self, req: RequestState) -> None:
+    def watch(self, request: RequestState) -> None:
         """It is to be stopped at its deadline if its class says so."""
-        deadline_s = req.request.deadline_s
-        if deadline_s is not None and self.classes[req.request.request_class].stops:
-            heappush(self._deadlines, (deadline_s, req.request.id))
+        deadline_s = request.request.deadline_s
+        if deadline_s is not None and self.classes[request.request.request_class].stops:
+            heappush(self._deadlines, (deadline_s, request.request.id))
 
     def overdue(self, at_s: float, flights: dict[str, RequestState]) -> list[RequestState]:
         request_states = []
         while self._deadlines and self._deadlines[0][0] <= at_s:
-            req = flights.get(heappop(self._deadlines)[1])
-            if req is not None and req.state == RUNNING:
-                request_states.append(req)
+            request = flights.get(heappop(self._deadlines)[1])
+            if request is not None and request.state == RUNNING:
+                request_states.append(request)
         return request_states
 
-    def line_up(self, at_s: float, req: RequestState, table: ModelRoutes) -> list[Action]:
-        if not self._outranked(req) and self._in_time(at_s, req, flows=True):
-            return [self.run(at_s, req)]
-        refusals = self._wait(at_s, req, table.kind(req))
-        if refusals and refusals[0].req is req:
-            goes = not self._outranked(req) and self._in_time(at_s, req)
-            return [self.run(at_s, req)] if goes else self.refuse(at_s, refusals[0])
+    def line_up(self, at_s: float, request: RequestState, routes: ModelRoutes) -> list[Action]:
+        if not self._outranked(request) and self._in_time(at_s, request, flows=True):
+            return [self.run(at_s, request)]
+        refusals = self._wait(at_s, request, routes.kind(request))
+        if refusals and refusals[0].req is request:
+            goes = not self._outranked(request) and self._in_time(at_s, request)
+            return [self.run(at_s, request)] if goes else self.refuse(at_s, refusals[0])
         return self._turn_away(at_s, refusals)
 
     def _turn_away(self, at_s: float, refusals: Iterable[Refusal]) -> list[Action]:
@@ -217,24 +223,26 @@ class Admission:
                 actions += self.refuse(at_s, refusal)
         return actions
 
-    def _in_time(self, at_s: float, req: RequestState, flows: bool = False) -> bool:
+    def _in_time(self, at_s: float, request: RequestState, flows: bool = False) -> bool:
         """Send it where it is in time though there is no room, over `flows` alone if so; whether that is anywhere."""
-        table = self._table.models.get(req.request.model)
-        if table is None or req.avoid:
+        routes = self._table.models.get(request.request.model)
+        if routes is None or request.avoid:
             return False
-        ways = self._table.ways(table, table.kind(req)[0], req.total_tokens)
-        if flows and (ways.simple or len(ways.turns) > 1):  # with several ways, turns are as planned
+        route_options = self._table.ways(routes, routes.kind(request)[0], request.total_tokens)
+        if flows and (
+            route_options.simple or len(route_options.turns) > 1
+        ):  # with several ways, turns are as planned
             return False
-        return self._router.in_time(req, ways, self._left_s(at_s, req))
+        return self._router.in_time(request, route_options, self._left_s(at_s, request))
 
-    def freed(self, at_s: float, view: ReplicaState) -> list[Action]:
-        member = view.member
-        queue = self.queues.get(member.model)
+    def freed(self, at_s: float, replica: ReplicaState) -> list[Action]:
+        replica_spec = replica.member
+        queue = self.queues.get(replica_spec.model)
         if queue is None:
             return []
         queue.again()
-        target = self._table.groups.get(member.unit) or self._table.singles.get(member.id)
-        return self._go(at_s, member.model, target) if target is not None else []
+        target = self._table.groups.get(replica_spec.unit) or self._table.singles.get(replica_spec.id)
+        return self._go(at_s, replica_spec.model, target) if target is not None else []
 
     def tick(self, at_s: float) -> list[Action]:
         return self._turn_away(at_s, self._expired(at_s)) + self.retry(at_s)
@@ -252,68 +260,74 @@ class Admission:
         actions: list[Action] = []
         misses = 0
         self.room.tenants.now_s = at_s
-        router, table = self._router, self._table.models.get(model)
-        while table is not None and (req := self._next(at_s, model)) is not None:
-            if isinstance(req, Refusal):
-                actions += self._turn_away(at_s, [req])
+        router, routes = self._router, self._table.models.get(model)
+        while routes is not None and (request := self._next(at_s, model)) is not None:
+            if isinstance(request, Refusal):
+                actions += self._turn_away(at_s, [request])
                 continue
-            answer = router.send(req, table) if target is None else router.send_to(target, req, table)
-            place = req.place
-            assert place is not None
+            answer = (
+                router.send(request, routes) if target is None else router.send_to(target, request, routes)
+            )
+            position = request.place
+            assert position is not None
             if answer is RoutingResult.FULL:
-                self.queues[model].stuck.add((place.tenant, place.kind))
+                self.queues[model].stuck.add((position.tenant, position.kind))
                 misses += 1
                 if misses >= MOST_MISSES:
                     self.queues[model].cut = True
                     break
                 continue
-            self._rate(model).took(at_s, place.work)
-            self.queues[model].take(place)
+            self._rate(model).took(at_s, position.work)
+            self.queues[model].take(position)
             self._forget(model)
             if answer is SENT:
-                actions.append(self.run(at_s, req))
+                actions.append(self.run(at_s, request))
             else:
-                self.hold(at_s, req)
+                self.hold(at_s, request)
         return actions
 
-    def _too_late(self, at_s: float, place: QueuePosition) -> Refusal:
-        request = place.req.request
+    def _too_late(self, at_s: float, position: QueuePosition) -> Refusal:
+        request = position.req.request
         deadline_s = request.deadline_s
         if deadline_s is not None and at_s >= deadline_s:
-            return self._give_up(at_s, place, "deadline", f"waited for its turn until {deadline_s:g} s")
-        return self._give_up(at_s, place, "overloaded", f"waited {at_s - place.since_s:.2f} s for its turn")
+            return self._give_up(at_s, position, "deadline", f"waited for its turn until {deadline_s:g} s")
+        return self._give_up(
+            at_s, position, "overloaded", f"waited {at_s - position.since_s:.2f} s for its turn"
+        )
 
-    def _give_up(self, at_s: float, place: QueuePosition, reason: RefusalReason, why: str) -> Refusal:
-        model = place.req.request.model
+    def _give_up(self, at_s: float, position: QueuePosition, reason: RefusalReason, why: str) -> Refusal:
+        model = position.req.request.model
         queue = self.queues[model]
-        wait_s = self._rate(model).wait_s(at_s, queue.ahead(place.tenant, place.level))
-        queue.remove(place)
+        wait_s = self._rate(model).wait_s(at_s, queue.ahead(position.tenant, position.level))
+        queue.remove(position)
         self._forget(model)
-        return Refusal(place.req, reason, why, _retry(wait_s) if reason == "overloaded" else None)
+        return Refusal(position.req, reason, why, _retry(wait_s) if reason == "overloaded" else None)
 
     def _forget(self, model: str) -> None:
         queue = self.queues.get(model)
         if queue is not None and not queue.count:
             del self.queues[model]
 
-    def _end_s(self, since_s: float, req: RequestState, known: RequestClass) -> float:
-        request = req.request
-        end_s = since_s + (known.max_wait_s if known.max_wait_s is not None else self._policy.max_wait_s)
+    def _end_s(self, since_s: float, request_state: RequestState, known_class: RequestClass) -> float:
+        request = request_state.request
+        end_s = since_s + (
+            known_class.max_wait_s if known_class.max_wait_s is not None else self._policy.max_wait_s
+        )
         if request.deadline_s is not None:
             end_s = min(end_s, request.deadline_s)
-        slo = known.objective(self.room.slo(request.model))
-        if slo is not None and not known.late:
+        slo = known_class.objective(self.room.slo(request.model))
+        if slo is not None and not known_class.late:
             end_s = min(end_s, request.arrival_s + WAIT * slo.ttft_s)
         return end_s
 
-    def _work(self, req: RequestState) -> float:
+    def _work(self, request: RequestState) -> float:
         """In tokens of prompts: an output token counts for as many as are computed in its part of a step."""
-        return req.prompt_tokens + self._costs.get(req.request.model, 1.0) * req.output_tokens
+        return request.prompt_tokens + self._costs.get(request.request.model, 1.0) * request.output_tokens
 
     def _rate(self, model: str) -> ServiceRate:
         rate = self._rates.get(model)
         if rate is None:
-            known = [view.facts for view in self._table.ready(model) if view.facts is not None]
+            known = [replica.facts for replica in self._table.ready(model) if replica.facts is not None]
             prior = prompts_s = steps_s = 0.0
             for facts in known:
                 prompt_s = max(facts.prefill_s_per_token, 1e-12)

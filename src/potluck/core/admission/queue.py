@@ -68,9 +68,9 @@ class PriorityLevel:
             _, entry, tenant = order[0]
             turn = self.turns[tenant]
             if turn.entry == entry and turn.count:
-                place = turn.head(stuck, tenant)
-                if place is not None:
-                    return place
+                position = turn.head(stuck, tenant)
+                if position is not None:
+                    return position
                 self.aside.append(tenant)
             if turn.entry == entry:
                 turn.entry = -1
@@ -96,8 +96,8 @@ class RequestQueue:
         self.stuck: set[Stuck] = set()  # Tenants and kinds that found no room, and nothing has ended since.
         self.cut = False  # Whether some have not been tried since those did.
 
-    def add(self, at_s: float, req: RequestState, level: int, kind: Kind, work: float) -> QueuePosition:
-        tenant = req.request.tenant
+    def add(self, at_s: float, request: RequestState, level: int, kind: Kind, work: float) -> QueuePosition:
+        tenant = request.request.tenant
         held = self._levels.get(level)
         if held is None:
             held = self._levels[level] = PriorityLevel()
@@ -112,21 +112,21 @@ class RequestQueue:
         if turn.entry < 0:
             held.stand(tenant, turn)
         self._stamp += 1
-        place = QueuePosition(req, tenant, level, kind, work, at_s, self._stamp)
-        heappush(turn.lines.setdefault(kind, []), (-req.request.priority, self._stamp, place))
+        position = QueuePosition(request, tenant, level, kind, work, at_s, self._stamp)
+        heappush(turn.lines.setdefault(kind, []), (-request.request.priority, self._stamp, position))
         turn.count += 1
         turn.work += work
         held.work += work
         held.kinds[kind] = held.kinds.get(kind, 0) + 1
         self.count += 1
-        req.state, req.place = QUEUED, place
-        return place
+        request.state, request.place = QUEUED, position
+        return position
 
     def head(self) -> QueuePosition | None:
         for level in self._levels.values():
-            place = level.head(self.stuck)
-            if place is not None:
-                return place
+            position = level.head(self.stuck)
+            if position is not None:
+                return position
         return None
 
     @property
@@ -142,31 +142,31 @@ class RequestQueue:
                 level.back()
         self.cut = False
 
-    def take(self, place: QueuePosition) -> None:
-        level = self._levels[place.level]
-        turn = level.turns[place.tenant]
+    def take(self, position: QueuePosition) -> None:
+        level = self._levels[position.level]
+        turn = level.turns[position.tenant]
         level.now = max(level.now, turn.tag)
-        turn.tag += place.work / turn.weight
+        turn.tag += position.work / turn.weight
         if turn.entry >= 0:
-            level.stand(place.tenant, turn)
-        self.remove(place)
+            level.stand(position.tenant, turn)
+        self.remove(position)
 
-    def remove(self, place: QueuePosition) -> None:
-        level = self._levels[place.level]
-        turn = level.turns[place.tenant]
-        place.req.place = None
+    def remove(self, position: QueuePosition) -> None:
+        level = self._levels[position.level]
+        turn = level.turns[position.tenant]
+        position.req.place = None
         turn.count -= 1
-        turn.work -= place.work
-        level.work -= place.work
-        level.kinds[place.kind] -= 1
-        if not level.kinds[place.kind]:
-            del level.kinds[place.kind]
+        turn.work -= position.work
+        level.work -= position.work
+        level.kinds[position.kind] -= 1
+        if not level.kinds[position.kind]:
+            del level.kinds[position.kind]
         self.count -= 1
         if not turn.count:
             turn.entry = -1
-            del level.waiting[place.tenant]
+            del level.waiting[position.tenant]
         if not level.waiting:
-            del self._levels[place.level]
+            del self._levels[position.level]
         if not self.count:
             self._levels.clear()
             self.stuck.clear()
@@ -227,5 +227,5 @@ class RequestQueue:
         return [item[2] for line in lines for item in line if _waits(item[2])]
 
 
-def _waits(place: QueuePosition) -> bool:
-    return place.req.place is place
+def _waits(position: QueuePosition) -> bool:
+    return position.req.place is position

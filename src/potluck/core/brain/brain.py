@@ -79,12 +79,12 @@ class Brain:
     # What replicas, links and caches say.
 
     def _reported(self, at_s: float, event: told.ReplicaReported) -> list[Action]:
-        view = self.fleet.views.get(event.replica)
-        if view is not None and view.status_at_s <= at_s:
-            self.fleet.report(view, event.status, at_s)
-            self.table.reported(view)
-            if view.doubted:
-                return self._recovery.reported(at_s, view)
+        replica = self.fleet.views.get(event.replica)
+        if replica is not None and replica.status_at_s <= at_s:
+            self.fleet.report(replica, event.status, at_s)
+            self.table.reported(replica)
+            if replica.doubted:
+                return self._recovery.reported(at_s, replica)
         return []
 
     def _link_reported(self, at_s: float, event: told.LinkReported) -> list[Action]:
@@ -96,21 +96,21 @@ class Brain:
     # The fleet.
 
     def _ready(self, at_s: float, event: told.ReplicaReady) -> list[Action]:
-        view = self.fleet.views.get(event.replica)
-        if view is None or view.state != "starting":
+        replica = self.fleet.views.get(event.replica)
+        if replica is None or replica.state != "starting":
             return []
         self.fleet.ready(event.replica, event.kv_version, event.max_running)
-        actions = self._requests.changed(at_s, view)
-        return actions if view.member.standby else actions + self._recovery.let_in(at_s, view)
+        actions = self._requests.changed(at_s, replica)
+        return actions if replica.member.standby else actions + self._recovery.let_in(at_s, replica)
 
     def _lost(self, at_s: float, event: told.ReplicaLost) -> list[Action]:
-        view = self.fleet.remove(event.replica)
+        replica = self.fleet.remove(event.replica)
         self.caches.forget(event.replica)
-        return self._recovery.gone(at_s, view, event.notice_s) if view is not None else []
+        return self._recovery.gone(at_s, replica, event.notice_s) if replica is not None else []
 
     def _drained(self, at_s: float, event: told.ReplicaDrained) -> list[Action]:
-        view = self.fleet.views.get(event.replica)
-        if view is None or view.state != "draining":
+        replica = self.fleet.views.get(event.replica)
+        if replica is None or replica.state != "draining":
             return []
         return self._carry_out(at_s, self.autoscaler.drained(at_s, event.replica))
 
@@ -127,26 +127,26 @@ class Brain:
         return actions + self._scale(at_s)
 
     def _ordered(self, at_s: float, event: told.OperatorOrdered) -> list[Action]:
-        view = self.fleet.views.get(event.replica)
-        if view is None or view.state != "ready":
+        replica = self.fleet.views.get(event.replica)
+        if replica is None or replica.state != "ready":
             return []
         asked: tuple[Action, ...]
         match event.what:
             case "cordon" | "uncordon":
-                return self._cordon(at_s, view, event.what == "cordon")
+                return self._cordon(at_s, replica, event.what == "cordon")
             case "drain":
                 asked = (DrainReplica(event.replica),)
             case role:
-                asked = self.autoscaler.ordered(view, role)
+                asked = self.autoscaler.ordered(replica, role)
         # With a step in any case: what was lost since the last one would pass for seen.
         return self._carry_out(at_s, asked) + self._carry_out(at_s, self.autoscaler.step(at_s))
 
-    def _cordon(self, at_s: float, view: ReplicaState, cordoned: bool) -> list[Action]:
-        if view.cordoned == cordoned:
+    def _cordon(self, at_s: float, replica: ReplicaState, cordoned: bool) -> list[Action]:
+        if replica.cordoned == cordoned:
             return []
-        self.fleet.cordon(view, cordoned)
-        actions = self._requests.changed(at_s, view)
-        return actions + self._recovery.let_in(at_s, view) if view.serves else actions
+        self.fleet.cordon(replica, cordoned)
+        actions = self._requests.changed(at_s, replica)
+        return actions + self._recovery.let_in(at_s, replica) if replica.serves else actions
 
     def _tick(self, at_s: float, event: told.Tick) -> list[Action]:
         actions = self._requests.tick(at_s) + self._recovery.tick(at_s)
@@ -174,13 +174,13 @@ class Brain:
         done: list[Action] = []
         for action in actions:
             done.append(action)
-            view: ReplicaState | None = None
+            replica_state: ReplicaState | None = None
             comes = False
             match action:
-                case StartReplica(member):
-                    self.fleet.add(member)
+                case StartReplica(replica_spec):
+                    self.fleet.add(replica_spec)
                 case DrainReplica(replica):
-                    view = self.fleet.views.get(replica)
+                    replica_state = self.fleet.views.get(replica)
                     self.fleet.drain(replica)
                 case StopReplica(replica):
                     stopped = self.fleet.remove(replica)
@@ -188,16 +188,16 @@ class Brain:
                     if stopped is not None:
                         done += self._recovery.gone(at_s, stopped, None)
                 case FlipReplica(replica, role):
-                    view = self.fleet.views.get(replica)
+                    replica_state = self.fleet.views.get(replica)
                     self.fleet.flip(replica, role)
-                case Reassign(member):
-                    view = self.fleet.views[member.id]
-                    comes = view.member.standby and not member.standby
-                    self.fleet.reassign(member)
-            if view is not None:
-                done += self._requests.changed(at_s, view)
-            if comes and view is not None and view.serves:
-                done += self._recovery.let_in(at_s, view)
+                case Reassign(replica_spec):
+                    replica_state = self.fleet.views[replica_spec.id]
+                    comes = replica_state.member.standby and not replica_spec.standby
+                    self.fleet.reassign(replica_spec)
+            if replica_state is not None:
+                done += self._requests.changed(at_s, replica_state)
+            if comes and replica_state is not None and replica_state.serves:
+                done += self._recovery.let_in(at_s, replica_state)
         self.autoscaler.settled()
         return done
 
@@ -217,47 +217,51 @@ class OperatorNotes:
 
     def paces(self, fleet: FleetState) -> list[Action]:
         actions: list[Action] = []
-        for name, view in fleet.views.items():
-            if view.facts is not None and view.facts.assumed:
+        for name, replica in fleet.views.items():
+            if replica.facts is not None and replica.facts.assumed:
                 continue  # no speed was planned
-            if name not in self._slow and view.pace >= SLOW:
+            if name not in self._slow and replica.pace >= SLOW:
                 self._slow.add(name)
-                text = f"takes {view.pace:.1f} times as long as planned"
+                text = f"takes {replica.pace:.1f} times as long as planned"
                 actions.append(OperatorNote(f"{name} {text}", "it is sent less: requests there took so long"))
-            elif name in self._slow and view.pace < FINE:
+            elif name in self._slow and replica.pace < FINE:
                 self._slow.discard(name)
                 text = f"{name} is about as fast as planned again"
-                actions.append(OperatorNote(text, f"pace {view.pace:.2f}"))
+                actions.append(OperatorNote(text, f"pace {replica.pace:.2f}"))
         if self._slow:
             self._slow &= fleet.views.keys()
         return actions
 
     def planned(self, links: dict[str, dict[str, LengthThreshold]]) -> None:
-        self._thresholds = {(model, link): now for model, mine in links.items() for link, now in mine.items()}
+        self._thresholds = {
+            (model, link): new_threshold
+            for model, mine in links.items()
+            for link, new_threshold in mine.items()
+        }
 
     def thresholds(self, links: dict[str, dict[str, LengthThreshold]], thinks: str) -> list[Action]:
         """Those that moved since they were last spoken of; `thinks` is what scaling thought at last."""
         actions: list[Action] = []
         for model, mine in links.items():
-            for link, now in mine.items():
-                before = self._thresholds.get((model, link))
-                if before is not None and not _moved(before, now):
+            for link, new_threshold in mine.items():
+                old_threshold = self._thresholds.get((model, link))
+                if old_threshold is not None and not _moved(old_threshold, new_threshold):
                     continue
-                self._thresholds[model, link] = now
-                what = f"only prompts of {model} beyond {now.tokens:.0f} tokens go over {link} now"
-                actions.append(OperatorNote(what, _why(before, now, thinks)))
+                self._thresholds[model, link] = new_threshold
+                what = f"only prompts of {model} beyond {new_threshold.tokens:.0f} tokens go over {link} now"
+                actions.append(OperatorNote(what, _why(old_threshold, new_threshold, thinks)))
         return actions
 
 
-def _moved(before: LengthThreshold, now: LengthThreshold) -> bool:
-    low, high = sorted((max(before.tokens, LEAST_TOKENS), max(now.tokens, LEAST_TOKENS)))
-    return high >= MOVED * low or before.base_tokens != now.base_tokens
+def _moved(old_threshold: LengthThreshold, new_threshold: LengthThreshold) -> bool:
+    low, high = sorted((max(old_threshold.tokens, LEAST_TOKENS), max(new_threshold.tokens, LEAST_TOKENS)))
+    return high >= MOVED * low or old_threshold.base_tokens != new_threshold.base_tokens
 
 
-def _why(before: LengthThreshold | None, now: LengthThreshold, thinks: str) -> str:
-    if before is None or before.base_tokens != now.base_tokens:
+def _why(old_threshold: LengthThreshold | None, new_threshold: LengthThreshold, thinks: str) -> str:
+    if old_threshold is None or old_threshold.base_tokens != new_threshold.base_tokens:
         return thinks
-    away = f"before it was {before.tokens:.0f}, planned are {now.base_tokens:.0f}"
-    if now.tokens > before.tokens:
+    away = f"before it was {old_threshold.tokens:.0f}, planned are {new_threshold.base_tokens:.0f}"
+    if new_threshold.tokens > old_threshold.tokens:
         return f"the link, or prefill at its far end, has too much to do; {away}"
     return f"the link and its far end are clear again; {away}"

@@ -40,10 +40,10 @@ class PrefixCaches:
 
     def reported(self, at_s: float, event: CacheReported) -> list[Action]:
         replica = event.replica
-        view = self._fleet.views.get(replica)
-        if view is None or self._policy.affinity == 0:
+        replica_state = self._fleet.views.get(replica)
+        if replica_state is None or self._policy.affinity == 0:
             return []
-        if not self.index.apply(event, view.member.region):
+        if not self.index.apply(event, replica_state.member.region):
             self._asked_s.pop(replica, None)
             return []
         if at_s - self._asked_s.get(replica, -PATIENCE_S) < PATIENCE_S:
@@ -86,10 +86,14 @@ class PrefixCaches:
 
     def _copies(self, at_s: float, model: str, heat: PrefixHeat) -> list[PrefixCopy]:
         facts = self._facts.models.get(model)
-        views = [view for view in self._fleet.views.values() if view.member.model == model and view.serves]
+        views = [
+            replica
+            for replica in self._fleet.views.values()
+            if replica.member.model == model and replica.serves
+        ]
         if facts is None or len(views) < 2:
             return []
-        every = {view.member.id: self._load(view, facts.block_tokens) for view in views}
+        every = {replica.member.id: self._load(replica, facts.block_tokens) for replica in views}
         loads = {name: load for name, load in every.items() if load is not None}
         hot = [one for one in heat.hottest(HOTTEST, at_s) if self._worth(one, views, facts.block_tokens)]
         hot = [one for one in hot if not any((one.block, name) in self._copied_s for name in loads)]
@@ -99,16 +103,18 @@ class PrefixCaches:
         costs = CopyCosts(block_bytes, round(facts.fixed_bytes), facts.exact_prefix)
         return rebalance(self.index, hot, loads, self._room_bytes(views), costs)
 
-    def _load(self, view: ReplicaState, block_tokens: int) -> ReplicaLoad | None:
+    def _load(self, replica: ReplicaState, block_tokens: int) -> ReplicaLoad | None:
         """How busy a prefilling replica is (a full batch, or a second of waiting prompts: 1); None if unknown."""
-        facts = view.facts
-        if facts is None or view.status is None or view.role == "decode":
+        facts = replica.facts
+        if facts is None or replica.status is None or replica.role == "decode":
             return None
-        name, waiting_s = view.member.id, view.open_prefill_tokens * facts.prefill_s_per_token
-        now = waiting_s + view.open_requests / max(1, facts.decode_batch)
+        name, waiting_s = replica.member.id, replica.open_prefill_tokens * facts.prefill_s_per_token
+        now = waiting_s + replica.open_requests / max(1, facts.decode_batch)
         busy = self._busy.get(name, now)
         self._busy[name] = busy = busy + MEMORY * (now - busy)
-        return ReplicaLoad(view.member.region, busy, view.status.free_blocks * BLOCK_TOKENS // block_tokens)
+        return ReplicaLoad(
+            replica.member.region, busy, replica.status.free_blocks * BLOCK_TOKENS // block_tokens
+        )
 
     def _worth(self, hot: HotPrefix, views: list[ReplicaState], block_tokens: int) -> bool:
         facts = views[0].facts
@@ -117,7 +123,7 @@ class PrefixCaches:
         return hot.uses_per_s * hot.blocks * block_tokens * facts.prefill_s_per_token >= LEAST_SAVED
 
     def _room_bytes(self, views: list[ReplicaState]) -> dict[tuple[str, str], int]:
-        regions = {view.member.region for view in views}
+        regions = {replica.member.region for replica in views}
         per_gbps = SPARE_LINK * self._policy.tick_s * 1e9 / 8
         room = {(region, region): round(LOCAL_GBPS * per_gbps) for region in regions}
         for ends, gbps in self._facts.links_gbps.items():

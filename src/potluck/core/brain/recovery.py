@@ -61,71 +61,76 @@ class Recovery:
         self._doubts: dict[str, float] = {}  # Replicas that may be gone, and until when to think so.
 
     def failed(self, at_s: float, event: told.AttemptFailed) -> list[Action]:
-        req = self._requests.running(event.request, event.attempt)
-        if req is None:
+        request_state = self._requests.running(event.request, event.attempt)
+        if request_state is None:
             return []
         kind, where = event.kind, event.where
-        if req.recalled and kind == "timeout" and not where:  # it was we who stopped it
-            kind, where = "link", req.recalled
-        req.recalled = ""
+        if request_state.recalled and kind == "timeout" and not where:  # it was we who stopped it
+            kind, where = "link", request_state.recalled
+        request_state.recalled = ""
         lost = kind == "replica"
         suspected = False
-        if req.request.grammar and req.last is not None and req.first_s < 0 and not req.streamed_tokens:
-            suspected = kind == event.kind and grammar_suspected(event, req.last.member.id)
-        actions = self._requests.abandon(req, where if lost else "")
+        if (
+            request_state.request.grammar
+            and request_state.last is not None
+            and request_state.first_s < 0
+            and not request_state.streamed_tokens
+        ):
+            suspected = kind == event.kind and grammar_suspected(event, request_state.last.member.id)
+        actions = self._requests.abandon(request_state, where if lost else "")
         if lost:
             actions += self._doubt(at_s, where)
-        actions += self._requests.release(at_s, req)
-        request = req.request
-        advanced = event.streamed_tokens > req.streamed_tokens
-        req.streamed_tokens = max(req.streamed_tokens, event.streamed_tokens)
-        if req.streamed_tokens >= request.max_output_tokens:  # the user has it all
+        actions += self._requests.release(at_s, request_state)
+        request = request_state.request
+        advanced = event.streamed_tokens > request_state.streamed_tokens
+        request_state.streamed_tokens = max(request_state.streamed_tokens, event.streamed_tokens)
+        if request_state.streamed_tokens >= request.max_output_tokens:  # the user has it all
             del self._requests.open[request.id]
             self._requests.end(request.id)
             return actions
-        req.prompt_tokens = request.prompt_tokens + req.streamed_tokens
-        req.attempt += 1 + req.hedged
-        req.hedged = 0
-        self._blame(at_s, req, kind, where, advanced)
-        problem = verdict(req, at_s, self._policy)
+        request_state.prompt_tokens = request.prompt_tokens + request_state.streamed_tokens
+        request_state.attempt += 1 + request_state.hedged
+        request_state.hedged = 0
+        self._blame(at_s, request_state, kind, where, advanced)
+        problem = verdict(request_state, at_s, self._policy)
         if suspected:
             problem = "grammar", GRAMMAR_SUSPECTED
         if problem is not None:
-            return actions + self._requests.refuse(at_s, req, *problem)
-        return actions + self._again(at_s, req, kind)
+            return actions + self._requests.refuse(at_s, request_state, *problem)
+        return actions + self._again(at_s, request_state, kind)
 
     def one_of_two(
-        self, at_s: float, event: told.AttemptFailed, lost: RequestState, left: RequestState
+        self, at_s: float, event: told.AttemptFailed, lost_request: RequestState, left: RequestState
     ) -> list[Action]:
         kind, where = event.kind, event.where
         actions = self._doubt(at_s, where) if kind == "replica" else []
         if where:
             self._blame(at_s, left, kind, where, advanced=False)
-        return actions + self._requests.release(at_s, lost)
+        return actions + self._requests.release(at_s, lost_request)
 
     def _blame(
-        self, at_s: float, req: RequestState, kind: told.FailureKind, where: str, advanced: bool
+        self, at_s: float, request: RequestState, kind: told.FailureKind, where: str, advanced: bool
     ) -> None:
         lost = kind == "replica"
-        req.failed_by |= {where}
-        req.losses += lost
+        request.failed_by |= {where}
+        request.losses += lost
         if lost:
-            req.lost_on |= {where}
-        killed = lost and not advanced and self._losses.alone(at_s, where, req.lost_on)
+            request.lost_on |= {where}
+        killed = lost and not advanced and self._losses.alone(at_s, where, request.lost_on)
         if killed or kind not in LOSSES:
-            req.failures += 1
+            request.failures += 1
 
-    def _again(self, at_s: float, req: RequestState, kind: told.FailureKind) -> list[Action]:
+    def _again(self, at_s: float, request: RequestState, kind: told.FailureKind) -> list[Action]:
         """Send it away from what failed it or may be dying; else anywhere, or hold it after a second loss."""
-        req.avoid = req.failed_by
+        request.avoid = request.failed_by
         if kind in LOSSES:
-            req.avoid |= self._losses.suspects(at_s)
-        sent = self._requests.dispatch(at_s, req)
-        if sent or req.state != HELD or (kind in LOSSES and req.losses != 1):
+            request.avoid |= self._losses.suspects(at_s)
+        sent = self._requests.dispatch(at_s, request)
+        if sent or request.state != HELD or (kind in LOSSES and request.losses != 1):
             return sent
-        self._requests.held.remove(req)
-        req.avoid = req.failed_by if kind in LOSSES else frozenset()
-        return self._requests.dispatch(at_s, req)
+        self._requests.held.remove(request)
+        request.avoid = request.failed_by if kind in LOSSES else frozenset()
+        return self._requests.dispatch(at_s, request)
 
     def linked(self, at_s: float, event: told.LinkReported) -> list[Action]:
         """A link has become slow: what is on it goes elsewhere, once, if clearly sooner there. No failure."""
@@ -134,29 +139,29 @@ class Recovery:
             return actions
         before: dict[str, int] = {}
         for name, over_s in self._router.links.waits_s(event):
-            req = self._requests.open[name]
-            model = req.request.model
-            again_s = self._router.detours.again_s(req, before.get(model, 0))
-            if req.attempt or req.hedged or req.recalled or verdict(req, at_s, self._policy):
+            request = self._requests.open[name]
+            model = request.request.model
+            again_s = self._router.detours.again_s(request, before.get(model, 0))
+            if request.attempt or request.hedged or request.recalled or verdict(request, at_s, self._policy):
                 continue
             if over_s >= again_s + PATIENCE_S:
-                req.recalled = req.link
-                before[model] = before.get(model, 0) + req.prompt_tokens
-                actions += [*self._requests.abandon(req), self._inquiries.ask(at_s, req)]
+                request.recalled = request.link
+                before[model] = before.get(model, 0) + request.prompt_tokens
+                actions += [*self._requests.abandon(request), self._inquiries.ask(at_s, request)]
         return actions
 
     def underway(self, at_s: float, event: told.AttemptRunning) -> list[Action]:
-        req = self._requests.running(event.request, event.attempt)
-        if req is not None:
-            self._inquiries.underway(at_s, req)
+        request = self._requests.running(event.request, event.attempt)
+        if request is not None:
+            self._inquiries.underway(at_s, request)
         return []
 
-    def gone(self, at_s: float, view: ReplicaState, notice_s: float | None) -> list[Action]:
+    def gone(self, at_s: float, replica: ReplicaState, notice_s: float | None) -> list[Action]:
         """A replica was lost, with so much notice, or stopped (None): what ran there is to be heard of soon."""
         if notice_s is not None:
-            self._losses.note(at_s, view.member)
-        self._inquiries.gone(at_s + (notice_s or 0.0), view)
-        return self._requests.changed(at_s, view)
+            self._losses.note(at_s, replica.member)
+        self._inquiries.gone(at_s + (notice_s or 0.0), replica)
+        return self._requests.changed(at_s, replica)
 
     def sizes(self) -> dict[str, int]:
         return {"doubts": len(self._doubts), "crowded": len(self._crowded), "inquiries": len(self._inquiries)}
@@ -164,18 +169,18 @@ class Recovery:
     def tick(self, at_s: float) -> list[Action]:
         actions: list[Action] = []
         for name in [name for name, until_s in self._doubts.items() if until_s <= at_s]:
-            view = self._fleet.views.get(name)
-            actions += self.trust(at_s, view) if view is not None else []
+            replica = self._fleet.views.get(name)
+            actions += self.trust(at_s, replica) if replica is not None else []
             self._doubts.pop(name, None)
         crowded, self._crowded = sorted(self._crowded), set()
         actions += self._requests.retry_held(at_s, crowded)
         actions += self._calm(at_s)
         inquiries, hopeless = self._inquiries.tick(at_s)
         actions += inquiries
-        for req in hopeless:
-            actions += self._requests.abandon(req) + self._requests.release(at_s, req)
+        for request in hopeless:
+            actions += self._requests.abandon(request) + self._requests.release(at_s, request)
             why = "nobody knows how much of it reached the user"
-            actions += self._requests.refuse(at_s, req, "lost", why)
+            actions += self._requests.refuse(at_s, request, "lost", why)
         return actions
 
     def _calm(self, at_s: float) -> list[Action]:
@@ -183,58 +188,58 @@ class Recovery:
         actions: list[Action] = []
         doubtful, self._requests.doubtful = self._requests.doubtful, {}
         for name in doubtful:
-            req = self._requests.open.get(name)
-            if req is None or req.state != HELD:
+            request = self._requests.open.get(name)
+            if request is None or request.state != HELD:
                 continue
-            if not self._losses.quiet(at_s) and at_s - req.held_s < LONGEST_CALM_S:
+            if not self._losses.quiet(at_s) and at_s - request.held_s < LONGEST_CALM_S:
                 self._requests.doubtful[name] = None
                 continue
-            self._requests.held.remove(req)
-            req.avoid = req.failed_by = frozenset()
-            actions += self._requests.dispatch(at_s, req)
+            self._requests.held.remove(request)
+            request.avoid = request.failed_by = frozenset()
+            actions += self._requests.dispatch(at_s, request)
         return actions
 
     def _doubt(self, at_s: float, replica: str) -> list[Action]:
         """It failed a request as if it were gone: nobody is sent there until it says something."""
-        view = self._fleet.views.get(replica)
-        if view is None:
+        replica_state = self._fleet.views.get(replica)
+        if replica_state is None:
             return []
-        self._losses.note(at_s, view.member)
-        if view.state != "ready":
+        self._losses.note(at_s, replica_state.member)
+        if replica_state.state != "ready":
             return []
-        if not view.doubted:  # Others that it fails at the same time say nothing new.
-            self._fleet.doubt(view, True)
-            strikes = min(view.strikes, MOST_STRIKES)
+        if not replica_state.doubted:  # Others that it fails at the same time say nothing new.
+            self._fleet.doubt(replica_state, True)
+            strikes = min(replica_state.strikes, MOST_STRIKES)
             self._doubts[replica] = at_s + QUARANTINE_S * (1 << (strikes - 1))
-        return self._requests.changed(at_s, view)
+        return self._requests.changed(at_s, replica_state)
 
     def silent(self, at_s: float, event: told.ReplicaSilent) -> list[Action]:
         """A replica does not answer, or its line crawls: nobody is sent there. What it has fails by itself."""
-        view = self._fleet.views.get(event.replica)
-        if view is None or view.state != "ready":
+        replica = self._fleet.views.get(event.replica)
+        if replica is None or replica.state != "ready":
             return []
-        self._losses.silent(at_s, view.member)
+        self._losses.silent(at_s, replica.member)
         until_s = max(self._doubts.get(event.replica, at_s), at_s + max(QUARANTINE_S, event.lasts_s))
-        known, self._doubts[event.replica] = view.doubted, until_s
-        self._fleet.doubt(view, True, strike=False)
-        return [] if known else self._requests.changed(at_s, view)
+        known, self._doubts[event.replica] = replica.doubted, until_s
+        self._fleet.doubt(replica, True, strike=False)
+        return [] if known else self._requests.changed(at_s, replica)
 
-    def reported(self, at_s: float, view: ReplicaState) -> list[Action]:
-        self._losses.reported(at_s, view.member.id)
-        if view.strikes > FREE_STRIKES and at_s < self._doubts.get(view.member.id, at_s):
+    def reported(self, at_s: float, replica: ReplicaState) -> list[Action]:
+        self._losses.reported(at_s, replica.member.id)
+        if replica.strikes > FREE_STRIKES and at_s < self._doubts.get(replica.member.id, at_s):
             return []
-        return self.trust(at_s, view)
+        return self.trust(at_s, replica)
 
-    def trust(self, at_s: float, view: ReplicaState) -> list[Action]:
-        self._doubts.pop(view.member.id, None)
-        self._losses.mend(view.member.id)
-        self._fleet.doubt(view, False)
-        return self._requests.changed(at_s, view) + self.let_in(at_s, view)
+    def trust(self, at_s: float, replica: ReplicaState) -> list[Action]:
+        self._doubts.pop(replica.member.id, None)
+        self._losses.mend(replica.member.id)
+        self._fleet.doubt(replica, False)
+        return self._requests.changed(at_s, replica) + self.let_in(at_s, replica)
 
-    def let_in(self, at_s: float, view: ReplicaState) -> list[Action]:
+    def let_in(self, at_s: float, replica: ReplicaState) -> list[Action]:
         """Somebody can be sent to again: those held, but no more than it can take at once."""
-        model = view.member.model
-        facts = view.facts
+        model = replica.member.model
+        facts = replica.facts
         actions = self._requests.retry_held(at_s, [model], facts.decode_batch if facts is not None else None)
         if self._requests.held.counts().get(model):
             self._crowded.add(model)
@@ -248,15 +253,15 @@ def grammar_suspected(event: told.AttemptFailed, decoder: str) -> bool:
     return lost and not event.rejected and not event.streamed_tokens
 
 
-def verdict(req: RequestState, at_s: float, policy: Policy) -> tuple[RefusalReason, str] | None:
+def verdict(request: RequestState, at_s: float, policy: Policy) -> tuple[RefusalReason, str] | None:
     """Why a request that failed is not sent again; None when it is."""
-    deadline_s = req.request.deadline_s
+    deadline_s = request.request.deadline_s
     if deadline_s is not None and at_s >= deadline_s:
         return "deadline", f"failed at {at_s:g} s, after the deadline at {deadline_s:g} s"
-    if req.failures > policy.retries:
-        return "retries", f"failed {req.failures} times; {policy.retries} retries are allowed"
-    if req.attempt >= MOST_ATTEMPTS:
-        return "retries", f"was sent {req.attempt} times in vain"
+    if request.failures > policy.retries:
+        return "retries", f"failed {request.failures} times; {policy.retries} retries are allowed"
+    if request.attempt >= MOST_ATTEMPTS:
+        return "retries", f"was sent {request.attempt} times in vain"
     return None
 
 
@@ -277,51 +282,53 @@ class AttemptQueries:
     def __len__(self) -> int:
         return len(self._asked) + len(self._gone)
 
-    def gone(self, until_s: float, view: ReplicaState) -> None:
+    def gone(self, until_s: float, replica: ReplicaState) -> None:
         """A replica went, or goes at a time that was told; then its requests fail, and that is to be heard soon."""
-        if view.open_requests:
-            self._gone.append((until_s + FAILED_S, view))
+        if replica.open_requests:
+            self._gone.append((until_s + FAILED_S, replica))
 
-    def underway(self, at_s: float, req: RequestState) -> None:
+    def underway(self, at_s: float, request: RequestState) -> None:
         """It goes on. If its replica was said to be gone, that may be wrong, and is asked about again later."""
-        req.heard_s = at_s
-        if self._asked.pop(req.request.id, None) is not None:
-            self._asked[req.request.id] = (req.attempt, 0, at_s + FAILED_S)
+        request.heard_s = at_s
+        if self._asked.pop(request.request.id, None) is not None:
+            self._asked[request.request.id] = (request.attempt, 0, at_s + FAILED_S)
 
     def tick(self, at_s: float) -> tuple[list[Action], list[RequestState]]:
         actions: list[Action] = []
         hopeless: list[RequestState] = []
         for name, (attempt, questions, due_s) in list(self._asked.items()):
-            req = self._open.get(name)
-            if req is None or req.attempt != attempt or req.state != RUNNING:
+            request = self._open.get(name)
+            if request is None or request.attempt != attempt or request.state != RUNNING:
                 del self._asked[name]
             elif due_s <= at_s:
-                if questions == 0 and not any(view.gone for view in req.views()):
+                if questions == 0 and not any(replica.gone for replica in request.views()):
                     del self._asked[name]
                 elif questions >= QUESTIONS:
                     del self._asked[name]
-                    hopeless.append(req)
+                    hopeless.append(request)
                 else:
-                    actions.append(self.ask(at_s, req, questions))
-        silent = [req for req in self._silent(at_s) if req.state == RUNNING and req not in hopeless]
-        actions += [self.ask(at_s, req) for req in silent if req.request.id not in self._asked]
+                    actions.append(self.ask(at_s, request, questions))
+        silent = [
+            request for request in self._silent(at_s) if request.state == RUNNING and request not in hopeless
+        ]
+        actions += [self.ask(at_s, request) for request in silent if request.request.id not in self._asked]
         return actions, hopeless
 
     def _silent(self, at_s: float) -> list[RequestState]:
-        due = {view for due_s, view in self._gone if due_s <= at_s}
+        due = {replica for due_s, replica in self._gone if due_s <= at_s}
         if due:
             self._gone = [item for item in self._gone if item[1] not in due]
-            return [req for req in self._open.values() if not due.isdisjoint(req.views())]
+            return [request for request in self._open.values() if not due.isdisjoint(request.views())]
         if not self._round:
             self._round = list(self._open)
         names, self._round = self._round[-LOOKS:], self._round[:-LOOKS]
         looked = [self._open.get(name) for name in names]
-        return [req for req in looked if req is not None and at_s - req.heard_s >= SILENCE_S]
+        return [request for request in looked if request is not None and at_s - request.heard_s >= SILENCE_S]
 
-    def ask(self, at_s: float, req: RequestState, questions: int = 0) -> Action:
+    def ask(self, at_s: float, request: RequestState, questions: int = 0) -> Action:
         """What became of an attempt; one that is abandoned its driver stops, and then says where its user is."""
-        self._asked[req.request.id] = (req.attempt, questions + 1, at_s + ANSWER_S)
-        return QueryAttempt(req.request.id, req.attempt)
+        self._asked[request.request.id] = (request.attempt, questions + 1, at_s + ANSWER_S)
+        return QueryAttempt(request.request.id, request.attempt)
 
 
 class RecentLosses:
@@ -345,17 +352,17 @@ class RecentLosses:
         """When one was last lost, and when one that was silent answered again."""
         self._silent: dict[str, float] = {}  # Replica to when it was last said to be silent, oldest first.
 
-    def note(self, at_s: float, member: ReplicaSpec) -> None:
+    def note(self, at_s: float, replica_spec: ReplicaSpec) -> None:
         """It is lost, or a request failed there as if it were; the first word counts."""
-        if member.id not in self._recent:
-            self._recent[member.id] = (at_s, member)
+        if replica_spec.id not in self._recent:
+            self._recent[replica_spec.id] = (at_s, replica_spec)
             self._suspects = None
             self._latest_s = max(self._latest_s, at_s)
 
-    def silent(self, at_s: float, member: ReplicaSpec) -> None:
-        self.note(at_s, member)
-        self._silent.pop(member.id, None)
-        self._silent[member.id] = at_s
+    def silent(self, at_s: float, replica_spec: ReplicaSpec) -> None:
+        self.note(at_s, replica_spec)
+        self._silent.pop(replica_spec.id, None)
+        self._silent[replica_spec.id] = at_s
 
     def reported(self, at_s: float, replica: str) -> None:
         if replica in self._silent:
@@ -370,8 +377,8 @@ class RecentLosses:
         self._forget(at_s)
         if self._suspects is None:
             regions: dict[str, list[ReplicaSpec]] = {}
-            for _, member in self._recent.values():
-                regions.setdefault(member.region, []).append(member)
+            for _, replica_spec in self._recent.values():
+                regions.setdefault(replica_spec.region, []).append(replica_spec)
             self._suspects = frozenset(name for lost in regions.values() for name in smallest(lost))
         return self._suspects
 
@@ -403,10 +410,10 @@ class RecentLosses:
 
 def smallest(lost: list[ReplicaSpec]) -> tuple[str, ...]:
     """The smallest domain of one region that all of these lie in; several names when they share several nodes."""
-    nodes = set(lost[0].node_domains).intersection(*(member.node_domains for member in lost[1:]))
+    nodes = set(lost[0].node_domains).intersection(*(replica_spec.node_domains for replica_spec in lost[1:]))
     if nodes:
         return tuple(sorted(nodes))
-    zones = {member.zone for member in lost}
+    zones = {replica_spec.zone for replica_spec in lost}
     if len(zones) == 1 and "" not in zones:
         return (lost[0].domains[-2],)
     return (lost[0].domains[-1],)

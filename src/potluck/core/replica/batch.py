@@ -681,21 +681,34 @@ class Batcher:
         """Preempt the least deserving sequences until the decodes have their blocks for one step."""
         preempted: list[int] = []
         while self._other_blocks + self.decoding.blocks(1) > self._total:
-            victim = min(self._prefills + self.decoding.live(), key=lambda s: (s.priority, -s.order))
-            self._preempt(victim)
-            preempted.append(victim.key)
+            preempted_sequence = min(
+                self._prefills + self.decoding.live(), key=lambda s: (s.priority, -s.order)
+            )
+            self._preempt(preempted_sequence)
+            preempted.append(preempted_sequence.key)
         return preempted
 
-    def _preempt(self, victim: Sequence) -> None:
+    def _preempt(self, preempted_sequence: Sequence) -> None:
         """What it had is prompt again: its context, and the token that was to be put in next."""
         self.blocked = False
-        left = victim.left_at(self.decoding.clock)
-        todo = victim.base + self.decoding.clock + 1 if victim.state == DECODE else victim.todo + victim.held
-        self._drop(victim)
-        again = Sequence(victim.key, victim.priority, victim.order, todo, 0, victim.asked)
-        again.left, again.tenant = left, victim.tenant
-        self._by_key[victim.key] = again
+        left = preempted_sequence.left_at(self.decoding.clock)
+        todo = (
+            preempted_sequence.base + self.decoding.clock + 1
+            if preempted_sequence.state == DECODE
+            else preempted_sequence.todo + preempted_sequence.held
+        )
+        self._drop(preempted_sequence)
+        again = Sequence(
+            preempted_sequence.key,
+            preempted_sequence.priority,
+            preempted_sequence.order,
+            todo,
+            0,
+            preempted_sequence.asked,
+        )
+        again.left, again.tenant = left, preempted_sequence.tenant
+        self._by_key[preempted_sequence.key] = again
         self.queued += 1
         self.todo_tokens += todo
-        queue = self._queue if self._shares is None else self._shares.lines[victim.tenant]
-        heappush(queue, (-victim.priority, victim.order, again))
+        queue = self._queue if self._shares is None else self._shares.lines[preempted_sequence.tenant]
+        heappush(queue, (-preempted_sequence.priority, preempted_sequence.order, again))

@@ -22,9 +22,11 @@ from potluck.core.state.facts import BLOCK_TOKENS
 class _CacheNode:
     __slots__ = ("children", "marks", "name", "parent", "pins", "places", "queued", "stamp")
 
-    def __init__(self, name: Name, parent: _CacheNode | None, places: tuple[int, ...], stamp: int) -> None:
+    def __init__(
+        self, name: Name, parent_node: _CacheNode | None, places: tuple[int, ...], stamp: int
+    ) -> None:
         self.name = name
-        self.parent = parent
+        self.parent = parent_node
         self.places = places  # None left: it is gone.
         self.stamp = stamp
         self.children = 0
@@ -124,23 +126,23 @@ class BlockPool:
     ) -> tuple[BlockPlacement | None, list[BlockPlacement]]:
         """A checkpoint of so many blocks, behind a chain that is kept: (it, unless there or too large; who went)."""
         checkpoint = Checkpoint(hashes[-1] if hashes else root, tuple(rest))
-        parent = self._nodes.get(hashes[-1]) if hashes else self._root
-        if parent is None or blocks < 1 or len(hashes) + blocks > self.blocks:
+        parent_node = self._nodes.get(hashes[-1]) if hashes else self._root
+        if parent_node is None or blocks < 1 or len(hashes) + blocks > self.blocks:
             return None, []
         self._tick += 1
         there = self._marks.get(checkpoint)
         if there is not None:
             there.stamp = self._tick
             return None, []
-        parent.pins += 1
+        parent_node.pins += 1
         gone = self._make_room(blocks)
-        parent.pins -= 1
+        parent_node.pins -= 1
         if len(self._free) < blocks:
-            self._enqueue(parent)
+            self._enqueue(parent_node)
             return None, gone
-        node = _CacheNode(checkpoint, parent, self._take(blocks), self._tick)
-        parent.children += 1
-        parent.marks = [*(parent.marks or ()), node]
+        node = _CacheNode(checkpoint, parent_node, self._take(blocks), self._tick)
+        parent_node.children += 1
+        parent_node.marks = [*(parent_node.marks or ()), node]
         self._marks[checkpoint] = node
         self._enqueue(node)
         if hashes and not rest:
@@ -183,10 +185,10 @@ class BlockPool:
         blocks = set(self._nodes.values())
         counts: dict[int, int] = {}
         for node in nodes:
-            parent = node.parent
-            if parent is None or (parent is not self._root and parent not in blocks):
+            parent_node = node.parent
+            if parent_node is None or (parent_node is not self._root and parent_node not in blocks):
                 raise AssertionError(f"{node.name} is kept without what comes before it")
-            counts[id(parent)] = counts.get(id(parent), 0) + 1
+            counts[id(parent_node)] = counts.get(id(parent_node), 0) + 1
         for node in [self._root, *nodes]:
             if node.children != counts.get(id(node), 0):
                 raise AssertionError(f"{node.name} counts {node.children} behind it")
@@ -221,9 +223,9 @@ class BlockPool:
     def _take(self, blocks: int) -> tuple[int, ...]:
         return tuple(self._free.pop() for _ in range(blocks))
 
-    def _add_block(self, name: int, parent: _CacheNode, places: tuple[int, ...]) -> _CacheNode:
-        node = self._nodes[name] = _CacheNode(name, parent, places, self._tick)
-        parent.children += 1
+    def _add_block(self, name: int, parent_node: _CacheNode, places: tuple[int, ...]) -> _CacheNode:
+        node = self._nodes[name] = _CacheNode(name, parent_node, places, self._tick)
+        parent_node.children += 1
         _note(self._block_news, name, True)
         return node
 
@@ -248,12 +250,12 @@ class BlockPool:
         return gone
 
     def _remove(self, node: _CacheNode) -> BlockPlacement:
-        name, parent, places = node.name, node.parent, node.places
-        assert parent is not None
+        name, parent_node, places = node.name, node.parent, node.places
+        assert parent_node is not None
         if isinstance(name, Checkpoint):
             del self._marks[name]
-            assert parent.marks is not None
-            parent.marks = [mark for mark in parent.marks if mark is not node] or None
+            assert parent_node.marks is not None
+            parent_node.marks = [mark for mark in parent_node.marks if mark is not node] or None
             if name.after and not name.rest:
                 _note(self._mark_news, name.after, False)
         else:
@@ -261,9 +263,9 @@ class BlockPool:
             _note(self._block_news, name, False)
         self._free.extend(places)
         node.places = ()
-        parent.children -= 1
-        parent.stamp = max(parent.stamp, node.stamp)
-        self._enqueue(parent)
+        parent_node.children -= 1
+        parent_node.stamp = max(parent_node.stamp, node.stamp)
+        self._enqueue(parent_node)
         return BlockPlacement(name, places)
 
 

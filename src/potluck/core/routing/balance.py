@@ -29,10 +29,10 @@ class Balancer(Protocol):
     total: float
 
     def __len__(self) -> int: ...
-    def __contains__(self, member: Target) -> bool: ...
-    def set(self, member: Target, weight: float) -> None: ...
+    def __contains__(self, target: Target) -> bool: ...
+    def set(self, target: Target, weight: float) -> None: ...
     def pick(self) -> Target | None: ...
-    def swap(self, picked: Target, other: Target) -> None: ...
+    def swap(self, picked_target: Target, other_target: Target) -> None: ...
     def members(self) -> tuple[Target, ...]: ...
 
 
@@ -136,8 +136,8 @@ class _Place:
 
     __slots__ = ("key", "member", "offset", "stamp", "weight")
 
-    def __init__(self, member: Target, weight: float, offset: float) -> None:
-        self.member = member
+    def __init__(self, target: Target, weight: float, offset: float) -> None:
+        self.member = target
         self.weight = weight
         self.offset = offset
         self.key = inf
@@ -159,32 +159,32 @@ class LeastLoaded:
     def __len__(self) -> int:
         return len(self._places)
 
-    def __contains__(self, member: Target) -> bool:
-        return member in self._places
+    def __contains__(self, target: Target) -> bool:
+        return target in self._places
 
     def members(self) -> tuple[Target, ...]:
         return tuple(self._places)
 
-    def set(self, member: Target, weight: float) -> None:
-        old = self._places.pop(member, None)
+    def set(self, target: Target, weight: float) -> None:
+        old = self._places.pop(target, None)
         if old is not None:
             self.total -= old.weight
             old.stamp = -1
-            member.indexes.remove(self)
+            target.indexes.remove(self)
         if 0 < weight < inf:
             self.total += weight
-            self._places[member] = _Place(member, weight, self._offset_of(member, weight))
-            member.indexes.append(self)
-            self.lighter(member)
+            self._places[target] = _Place(target, weight, self._offset_of(target, weight))
+            target.indexes.append(self)
+            self.lighter(target)
         elif not self._places:
             self.total = 0.0
             self._heap = []
 
-    def lighter(self, member: Target) -> None:
-        place = self._places.get(member)
+    def lighter(self, target: Target) -> None:
+        place = self._places.get(target)
         if place is None:
             return
-        key = (member.load + place.offset) * member.pace
+        key = (target.load + place.offset) * target.pace
         if key >= place.key:
             return
         self._stamp += 1
@@ -201,8 +201,8 @@ class LeastLoaded:
             if place.stamp != stamp:
                 heappop(heap)
                 continue
-            member = place.member
-            now = (member.load + place.offset) * member.pace
+            target = place.member
+            now = (target.load + place.offset) * target.pace
             if now > key:
                 place.key = now
                 heapreplace(heap, (now, stamp, place))
@@ -212,19 +212,19 @@ class LeastLoaded:
                 self._stamp += 1  # equals take turns
                 place.stamp = self._stamp
                 heapreplace(heap, (key, self._stamp, place))
-            return member
+            return target
         return None
 
-    def swap(self, picked: Target, other: Target) -> None:
+    def swap(self, picked_target: Target, other_target: Target) -> None:
         """Loads tell by themselves who got it."""
 
 
-def unfailed(chooser: Balancer, req: RequestState) -> Target | None:
+def unfailed(balancer: Balancer, request: RequestState) -> Target | None:
     for _ in range(TRIES):
-        target = chooser.pick()
-        if target is not None and not avoided(target, req.avoid):
+        target = balancer.pick()
+        if target is not None and not avoided(target, request.avoid):
             return target
-    others = [member for member in chooser.members() if not avoided(member, req.avoid)]
+    others = [fleet_target for fleet_target in balancer.members() if not avoided(fleet_target, request.avoid)]
     return min(others, key=lambda each: each.load * each.pace, default=None)
 
 

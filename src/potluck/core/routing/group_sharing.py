@@ -59,8 +59,8 @@ def parts(
     facts: FleetFacts, template: Template, serving: Serving, bucket: int, lengths: MeanLengths, shifted: bool
 ) -> list[GroupShare]:
     """How a copy's requests of a bucket are shared; weights add up to 1 when it is whole."""
-    known = facts.groups.get(template.name)
-    if (as_planned(template, serving) and not shifted) or known is None:
+    known_facts = facts.groups.get(template.name)
+    if (as_planned(template, serving) and not shifted) or known_facts is None:
         return planned_parts(template, serving, bucket)
     now = rated(facts, template.name, serving, lengths)
     roles: dict[int, Role] = {place: replica.role for place, replica in enumerate(template.replicas)}
@@ -73,13 +73,17 @@ def parts(
 
 
 def rated(
-    facts: FleetFacts, template: str, serving: Serving, lengths: MeanLengths, ready: GroupRates | None = None
+    facts: FleetFacts,
+    template: str,
+    serving: Serving,
+    lengths: MeanLengths,
+    group_rates: GroupRates | None = None,
 ) -> list[tuple[int, int, float]]:
     """(prefilling replica, decoding one or itself, requests a second) of the best routing in these roles."""
-    known = facts.groups.get(template)
-    if known is None:
+    known_facts = facts.groups.get(template)
+    if known_facts is None:
         return []
-    pace = ready or GroupRates(facts, template, lengths)
+    pace = group_rates or GroupRates(facts, template, lengths)
     first = [place for place, role in serving.items() if role == "prefill"]
     second = [place for place, role in serving.items() if role == "decode"]
     result = [(k, k, pace.mixed(k)) for k, role in serving.items() if role == "mixed"]
@@ -158,9 +162,9 @@ class GroupRates:
         return self._facts.replicas.get((self._template, place))
 
 
-def bucket_tokens(longest: Sequence[float], bucket: int, known: GroupFacts | None) -> float:
+def bucket_tokens(longest: Sequence[float], bucket: int, known_facts: GroupFacts | None) -> float:
     """How long prompts of a bucket are taken to be: its longest, or the mean where it has no end."""
-    mean = known.prompt_tokens if known is not None else 1024.0
+    mean = known_facts.prompt_tokens if known_facts is not None else 1024.0
     if len(longest) == 1 or longest[bucket] == float("inf"):
         return max(mean, longest[bucket - 1] if len(longest) > 1 else 1.0)
     return longest[bucket]

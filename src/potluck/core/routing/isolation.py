@@ -106,23 +106,23 @@ class TenantIsolation:
         self._profiles: dict[tuple[str, str], TenantProfile] = {}
         self._isolated: dict[str, IsolatedReplicas] = {}
 
-    def asks(self, at_s: float, req: RequestState, long_s: float) -> None:
+    def asks(self, at_s: float, request_state: RequestState, long_s: float) -> None:
         """A request came, once there are several tenants; `long_s` its prompt's seconds if it is long."""
-        request = req.request
+        request = request_state.request
         key = request.model, request.tenant
         profile = self._profiles.get(key)
         if profile is None:
             profile = self._profiles[key] = TenantProfile()
-        profile.add(req.prompt_tokens, long_s > 0)
-        req.heavy = profile.heavy
+        profile.add(request_state.prompt_tokens, long_s > 0)
+        request_state.heavy = profile.heavy
         isolated = self._isolated.get(request.model)
         if isolated is None:
             isolated = self._isolated[request.model] = IsolatedReplicas()
         isolated.now(at_s)
-        if req.heavy:
+        if request_state.heavy:
             isolated.work_s += long_s
         else:
-            isolated.asked(req.prompt_tokens, req.output_tokens)
+            isolated.asked(request_state.prompt_tokens, request_state.output_tokens)
         if at_s >= isolated.checked_s + CHECK_S:
             isolated.checked_s = at_s
             self._resize(at_s, isolated)
@@ -131,41 +131,41 @@ class TenantIsolation:
         isolated = self._isolated.get(model)
         return isolated.views if isolated is not None else []
 
-    def taken(self, req: RequestState, view: ReplicaState) -> float:
+    def taken(self, request: RequestState, replica: ReplicaState) -> float:
         """Share of a replica's time that is not there for a heavy tenant, as others' prompts are computed there."""
-        isolated = self._isolated.get(req.request.model)
-        return isolated.taken if isolated is not None and req.heavy and view in isolated.views else 0.0
+        isolated = self._isolated.get(request.request.model)
+        return isolated.taken if isolated is not None and request.heavy and replica in isolated.views else 0.0
 
     def may_go(self, model: str, views: Sequence[ReplicaState]) -> None:
         isolated = self._isolated.get(model)
         if isolated is not None:
             isolated.members = list(views)
 
-    def goes_away(self, req: RequestState, long: bool) -> bool:
+    def goes_away(self, request: RequestState, long: bool) -> bool:
         """Whether it is the turn of another tenant's prompt to be computed there."""
-        isolated = self._isolated.get(req.request.model)
+        isolated = self._isolated.get(request.request.model)
         if isolated is None or not isolated.views:
             return False
-        due = isolated.owed_tokens + isolated.away * req.prompt_tokens
-        return long or due >= 0.5 * req.prompt_tokens
+        due = isolated.owed_tokens + isolated.away * request.prompt_tokens
+        return long or due >= 0.5 * request.prompt_tokens
 
-    def sent(self, req: RequestState, away: bool) -> None:
-        isolated = self._isolated.get(req.request.model)
-        if isolated is not None and isolated.views and not req.heavy:
-            tokens = req.prompt_tokens
+    def sent(self, request: RequestState, away: bool) -> None:
+        isolated = self._isolated.get(request.request.model)
+        if isolated is not None and isolated.views and not request.heavy:
+            tokens = request.prompt_tokens
             most = MOST_OWED * max(tokens, isolated.prompt_tokens)
             owed = isolated.owed_tokens + isolated.away * tokens - (tokens if away else 0)
             isolated.owed_tokens = min(most, max(-most, owed))
 
-    def answered(self, req: RequestState, output_tokens: int) -> None:
-        isolated = self._isolated.get(req.request.model)
-        if isolated is not None and not req.heavy:
+    def answered(self, request: RequestState, output_tokens: int) -> None:
+        isolated = self._isolated.get(request.request.model)
+        if isolated is not None and not request.heavy:
             isolated.answered(output_tokens)
 
     def _resize(self, at_s: float, isolated: IsolatedReplicas) -> None:
         """Set one more apart, or one less; how much of the others' prompts goes there."""
-        members = [view for view in isolated.members if view.serves and view.facts is not None]
-        isolated.views = [view for view in isolated.views if view in members]
+        members = [replica for replica in isolated.members if replica.serves and replica.facts is not None]
+        isolated.views = [replica for replica in isolated.views if replica in members]
         load = load_of(isolated, members) if isolated.seen_s >= CHECK_S and self._disturbance > 0 else None
         wanted = 0
         if load is not None:
@@ -173,8 +173,8 @@ class TenantIsolation:
         if wanted >= len(isolated.views):
             isolated.needed_s = at_s
         if wanted > len(isolated.views):
-            free = [view for view in members if view not in isolated.views]
-            isolated.views = [*isolated.views, min(free, key=lambda view: view.open_requests)]
+            free = [replica for replica in members if replica not in isolated.views]
+            isolated.views = [*isolated.views, min(free, key=lambda replica: replica.open_requests)]
         elif wanted < len(isolated.views) and at_s - isolated.needed_s >= CALM_S:
             isolated.views = isolated.views[:-1]
             isolated.needed_s = at_s
@@ -199,8 +199,8 @@ def load_of(isolated: IsolatedReplicas, members: Sequence[ReplicaState]) -> Othe
     """From what was seen lately; None where too little is known."""
     count = len(members)
     first_s = slope_s = token_s = batch = 0.0
-    for view in members:
-        facts = view.facts
+    for replica in members:
+        facts = replica.facts
         if facts is None or not 0 < facts.decode_first_s <= facts.decode_step_s:
             return None
         first_s += facts.decode_first_s / count

@@ -34,16 +34,16 @@ class LearnedSpeeds:
         self._answers: dict[str, float] = {}
         self._prompts: dict[str, float] = {}  # The same of the prompts that were answered.
 
-    def wait_s(self, view: ReplicaState) -> float:
+    def wait_s(self, replica: ReplicaState) -> float:
         """Until a request sent there now would be computed: prompts before it, and places in a full batch."""
-        facts = view.facts
+        facts = replica.facts
         if facts is None:
             return 0.0
-        wait_s = view.open_prefill_tokens * facts.prefill_s_per_token
-        over = view.open_requests - facts.decode_batch
+        wait_s = replica.open_prefill_tokens * facts.prefill_s_per_token
+        over = replica.open_requests - facts.decode_batch
         if over > 0:
-            wait_s += over * decode_seconds(facts, round(self.answer_tokens(view.member.model, 1 << 20)))
-        return wait_s * view.pace
+            wait_s += over * decode_seconds(facts, round(self.answer_tokens(replica.member.model, 1 << 20)))
+        return wait_s * replica.pace
 
     def answer_tokens(self, model: str, most: int) -> float:
         return min(most, self._answers.get(model, inf))
@@ -54,102 +54,104 @@ class LearnedSpeeds:
 
     # As requests go on.
 
-    def began(self, at_s: float, req: RequestState, view: ReplicaState) -> None:
+    def began(self, at_s: float, request: RequestState, replica: ReplicaState) -> None:
         """What a replica does for a request from now on is timed; of very many at once, one in SAMPLE will do."""
-        if self._learns and (view.open_requests < TIMED or view.done_prompts % SAMPLE == 0):
-            req.watched_s = at_s
-            req.watched = (view.done_s, view.done_prompts, view.open_requests)
+        if self._learns and (replica.open_requests < TIMED or replica.done_prompts % SAMPLE == 0):
+            request.watched_s = at_s
+            request.watched = (replica.done_s, replica.done_prompts, replica.open_requests)
 
-    def computed(self, at_s: float, req: RequestState, view: ReplicaState) -> None:
+    def computed(self, at_s: float, request: RequestState, replica: ReplicaState) -> None:
         """A prompt was computed where it is answered: tells if the replica has changed, unless memory was short."""
-        planned_s, sent_s = self._planned_s(req, view, 1), req.sent[0]
-        req.sent = (-1.0, 0.0, 0)
+        planned_s, sent_s = self._planned_s(request, replica, 1), request.sent[0]
+        request.sent = (-1.0, 0.0, 0)
         if planned_s >= 0:
-            self._fleet.learn(at_s, view, at_s - sent_s, planned_s, False)
-            if req.charges:
-                _time(req)
+            self._fleet.learn(at_s, replica, at_s - sent_s, planned_s, False)
+            if request.charges:
+                _time(request)
 
-    def outrun(self, at_s: float, req: RequestState, view: ReplicaState) -> None:
+    def outrun(self, at_s: float, request: RequestState, replica: ReplicaState) -> None:
         """Another replica had a prompt's first token sooner (`hedging.py`); after ODDS in a row it has changed."""
-        facts = view.facts
-        if req.sent[0] < 0 or not req.last_tokens or facts is None:
+        facts = replica.facts
+        if request.sent[0] < 0 or not request.last_tokens or facts is None:
             return
-        planned_s = self._planned_s(req, view, 2)
+        planned_s = self._planned_s(request, replica, 2)
         if planned_s < 0:
             return
-        planned_s += facts.prefill_s_per_token * req.last_tokens
-        observed_s = at_s - req.sent[0]
-        if observed_s >= view.pace * planned_s > 0:
+        planned_s += facts.prefill_s_per_token * request.last_tokens
+        observed_s = at_s - request.sent[0]
+        if observed_s >= replica.pace * planned_s > 0:
             weight = max(1.0, ODD_S / ODDS / planned_s)
-            self._fleet.learn(at_s, view, weight * observed_s, weight * planned_s, False)
-            if req.charges:
-                _time(req)
+            self._fleet.learn(at_s, replica, weight * observed_s, weight * planned_s, False)
+            if request.charges:
+                _time(request)
 
-    def _planned_s(self, req: RequestState, view: ReplicaState, more: int) -> float:
+    def _planned_s(self, request: RequestState, replica: ReplicaState, more: int) -> float:
         """For all that a replica computed since a request was sent there; below 0: tells nothing."""
-        _, done_s, prompts = req.sent
-        facts = view.facts
-        if not self._learns or facts is None or view.open_requests > facts.decode_batch:
+        _, done_s, prompts = request.sent
+        facts = replica.facts
+        if not self._learns or facts is None or replica.open_requests > facts.decode_batch:
             return -1.0
-        if view.open_context_tokens > ROOMY * facts.total_blocks * BLOCK_TOKENS:
+        if replica.open_context_tokens > ROOMY * facts.total_blocks * BLOCK_TOKENS:
             return -1.0
-        steps = view.done_prompts - prompts + more
-        return view.done_s - done_s + steps * facts.batch_step_s(view.open_requests)
+        steps = replica.done_prompts - prompts + more
+        return replica.done_s - done_s + steps * facts.batch_step_s(replica.open_requests)
 
-    def handed(self, at_s: float, req: RequestState, view: ReplicaState, tells: bool = True) -> None:
+    def handed(self, at_s: float, request: RequestState, replica: ReplicaState, tells: bool = True) -> None:
         """A timed prompt was computed, or handed on; between regions a link takes its time, which tells nothing."""
         if tells:
-            done_s, prompts, others = req.watched
+            done_s, prompts, others = request.watched
             counts = others < FEW or prompts % SAMPLE == 0
-            self._fleet.learn(at_s, view, at_s - req.watched_s, view.done_s - done_s, counts)
-            _time(req)
-        req.watched_s = -1.0
+            self._fleet.learn(at_s, replica, at_s - request.watched_s, replica.done_s - done_s, counts)
+            _time(request)
+        request.watched_s = -1.0
 
-    def ended(self, at_s: float, req: RequestState, output_tokens: int) -> None:
-        self.answered(req, output_tokens)
-        view = req.last
-        if view is None or view.facts is None:
+    def ended(self, at_s: float, request: RequestState, output_tokens: int) -> None:
+        self.answered(request, output_tokens)
+        replica = request.last
+        if replica is None or replica.facts is None:
             return
-        done_s, prompts, others = req.watched
-        steps = output_tokens - req.streamed_tokens - 1 - (view.done_prompts - prompts)
-        planned_s = view.done_s - done_s
+        done_s, prompts, others = request.watched
+        steps = output_tokens - request.streamed_tokens - 1 - (replica.done_prompts - prompts)
+        planned_s = replica.done_s - done_s
         if steps > 0:
-            planned_s += steps * view.facts.batch_step_s(0.5 * (others + view.open_requests))
+            planned_s += steps * replica.facts.batch_step_s(0.5 * (others + replica.open_requests))
         counts = others < FEW or prompts % SAMPLE == 0
-        self._fleet.learn(at_s, view, at_s - req.watched_s, planned_s, counts)
+        self._fleet.learn(at_s, replica, at_s - request.watched_s, planned_s, counts)
         if not counts:
             return
-        facts, gaps = self._models.get(req.request.model), output_tokens - req.streamed_tokens - 1
+        facts, gaps = self._models.get(request.request.model), output_tokens - request.streamed_tokens - 1
         if facts is not None and facts.slo is not None and gaps > 0:
-            self._fleet.answered(view, at_s - req.watched_s > gaps * facts.slo.tpot_s)
-        _time(req)
+            self._fleet.answered(replica, at_s - request.watched_s > gaps * facts.slo.tpot_s)
+        _time(request)
 
-    def came_whole(self, req: RequestState, output_tokens: int) -> None:
+    def came_whole(self, request: RequestState, output_tokens: int) -> None:
         """Nobody saw its first token: how long it took says nothing of its tokens, but its prompt was computed."""
-        self.answered(req, output_tokens)
-        if req.last is not None and req.last_tokens:
-            self._fleet.prefilled(req.last, req.last_tokens)
-            req.last_tokens = 0
+        self.answered(request, output_tokens)
+        if request.last is not None and request.last_tokens:
+            self._fleet.prefilled(request.last, request.last_tokens)
+            request.last_tokens = 0
 
-    def answered(self, req: RequestState, output_tokens: int) -> None:
+    def answered(self, request: RequestState, output_tokens: int) -> None:
         if not self._learns:
             return
-        model = req.request.model
+        model = request.request.model
         mean = self._answers.get(model, float(output_tokens))
         self._answers[model] = mean + (output_tokens - mean) / ANSWERS
-        prompt_tokens = float(req.prompt_tokens)
+        prompt_tokens = float(request.prompt_tokens)
         mean = self._prompts.get(model, prompt_tokens)
         self._prompts[model] = mean + (prompt_tokens - mean) / ANSWERS
 
     def faded(self, at_s: float) -> list[ReplicaState]:
         """Believe less of what was heard long ago; those whose pace fell."""
         return [
-            view
-            for view in self._fleet.views.values()
-            if view.planned_s > 0 and at_s - view.learned_s >= FADE_S and self._fleet.fade(at_s, view)
+            replica
+            for replica in self._fleet.views.values()
+            if replica.planned_s > 0
+            and at_s - replica.learned_s >= FADE_S
+            and self._fleet.fade(at_s, replica)
         ]
 
 
-def _time(req: RequestState) -> None:
-    for target, _ in req.charges:
+def _time(request: RequestState) -> None:
+    for target, _ in request.charges:
         target.timed()

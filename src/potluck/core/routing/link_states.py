@@ -68,78 +68,92 @@ class LinkStates:
         self._gbps[link] = event.gbps
         (self.dead.discard if event.gbps > 0 else self.dead.add)(link)
 
-    def carries(self, source: str, target: str, req: RequestState) -> bool:
+    def carries(self, source: str, target: str, request: RequestState) -> bool:
         """Whether there is a link that carries something, and did not fail the request before."""
         link = f"{source}->{target}"
-        return (source, target) in self._facts.links_gbps and link not in self.dead and link not in req.avoid
+        return (
+            (source, target) in self._facts.links_gbps and link not in self.dead and link not in request.avoid
+        )
 
     def fetch_s(
-        self, req: RequestState, holder: ReplicaState, first: ReplicaState, start: int, stop: int
+        self,
+        request: RequestState,
+        holding_replica: ReplicaState,
+        first_replica: ReplicaState,
+        start: int,
+        stop: int,
     ) -> float:
         """Until a held prefix is at another replica: the holder's turn, its card's queue, then the bytes."""
-        source, target = holder.member.region, first.member.region
-        facts, model = holder.facts, self._facts.models.get(req.request.model)
+        source, target = holding_replica.member.region, first_replica.member.region
+        facts, model = holding_replica.facts, self._facts.models.get(request.request.model)
         if facts is None or model is None:
             return inf
-        before, codec = 0.0, self.codec(req, source, target)
+        before, codec = 0.0, self.codec(request, source, target)
         if source == target:
-            cards = [view.facts.card_gbps for view in (holder, first) if view.facts is not None]
+            cards = [
+                replica.facts.card_gbps
+                for replica in (holding_replica, first_replica)
+                if replica.facts is not None
+            ]
             gbps = min((card for card in cards if card > 0), default=LOCAL_GBPS)
-            before = max(self._cards.get(replica_state.member.id, 0.0) for replica_state in (holder, first))
+            before = max(
+                self._cards.get(replica_state.member.id, 0.0)
+                for replica_state in (holding_replica, first_replica)
+            )
         else:
             link = f"{source}->{target}"
             gbps = self._gbps.get(link, self._facts.links_gbps.get((source, target), 0.0))
         if gbps <= 0:
             return inf
-        waiting_s = holder.open_prefill_tokens * facts.prefill_s_per_token
-        turn_s = (waiting_s + facts.prefill_fixed_s) * holder.pace
+        waiting_s = holding_replica.open_prefill_tokens * facts.prefill_s_per_token
+        turn_s = (waiting_s + facts.prefill_fixed_s) * holding_replica.pace
         return turn_s + (before + model.wire_bytes(stop, codec, start)) * 8e-9 / gbps
 
-    def send(self, req: RequestState, source: str, target: str, tokens: int) -> None:
+    def send(self, request: RequestState, source: str, target: str, tokens: int) -> None:
         if source == target:
             return
-        link, size = f"{source}->{target}", self._size_bytes(req, source, target, tokens)
-        self._open.setdefault(link, {})[req] = size
+        link, size = f"{source}->{target}", self._size_bytes(request, source, target, tokens)
+        self._open.setdefault(link, {})[request] = size
         shares = self._shares.setdefault(link, {})
-        share = shares.setdefault(req.request.tenant, TenantInFlight())
+        share = shares.setdefault(request.request.tenant, TenantInFlight())
         share.requests += 1
         share.size_bytes += size
-        share.weight, req.link = req.weight, link
+        share.weight, request.link = request.weight, link
 
-    def arrived(self, req: RequestState) -> None:
-        tenant, shares = req.request.tenant, self._shares[req.link]
+    def arrived(self, request: RequestState) -> None:
+        tenant, shares = request.request.tenant, self._shares[request.link]
         share = shares[tenant]
-        share.size_bytes -= self._open[req.link].pop(req)
+        share.size_bytes -= self._open[request.link].pop(request)
         share.requests -= 1
         if not share.requests:
             del shares[tenant]
-        req.link = ""
+        request.link = ""
 
-    def load(self, req: RequestState, route: Route) -> None:
-        model, cargo = self._facts.models.get(req.request.model), []
+    def load(self, request: RequestState, route: Route) -> None:
+        model, cargo = self._facts.models.get(request.request.model), []
         for here, there in pairwise(route.segments):
             size = 0.0 if model is None else model.wire_bytes(there.start)
             cargo.append((here.replica, there.replica, size))
             for name in (here.replica, there.replica):
                 self._cards[name] = self._cards.get(name, 0.0) + size
-        req.cargo = tuple(cargo)
+        request.cargo = tuple(cargo)
 
-    def handed(self, req: RequestState, going_on: bool) -> None:
+    def handed(self, request: RequestState, going_on: bool) -> None:
         """One of its segments is done, the last that hands over unless it is going on."""
-        if req.cargo:
-            self._landed(req, req.done - 1)
-        if req.link and not going_on:
-            self.arrived(req)
+        if request.cargo:
+            self._landed(request, request.done - 1)
+        if request.link and not going_on:
+            self.arrived(request)
 
-    def over(self, req: RequestState) -> None:
-        if req.link:
-            self.arrived(req)
-        if req.cargo:
-            self._landed(req)
+    def over(self, request: RequestState) -> None:
+        if request.link:
+            self.arrived(request)
+        if request.cargo:
+            self._landed(request)
 
-    def _landed(self, req: RequestState, place: int | None = None) -> None:
+    def _landed(self, request: RequestState, place: int | None = None) -> None:
         """What follows one of its segments is over, or all of it."""
-        cargo = list(req.cargo)
+        cargo = list(request.cargo)
         for at in range(len(cargo)) if place is None else (place,):
             here, there, size = cargo[at]
             for name in (here, there) if size else ():
@@ -149,7 +163,7 @@ class LinkStates:
                 else:
                     del self._cards[name]
             cargo[at] = (here, there, 0.0)
-        req.cargo = () if place is None else tuple(cargo)
+        request.cargo = () if place is None else tuple(cargo)
 
     @property
     def open_bytes(self) -> float:
@@ -161,7 +175,7 @@ class LinkStates:
         others = [share for name, share in self._shares.get(link, {}).items() if name != tenant]
         return sum([min(share.size_bytes, own_bytes * share.weight / weight) for share in others])
 
-    def late_s(self, source: str, target: str, req: RequestState) -> float:
+    def late_s(self, source: str, target: str, request: RequestState) -> float:
         """By how much a request's KV would be later than planned; 0 where nothing is known of the link."""
         planned = self._facts.links_gbps.get((source, target), 0.0)
         link = f"{source}->{target}"
@@ -170,16 +184,16 @@ class LinkStates:
             return 0.0
         if gbps <= 0:
             return inf
-        own = self._size_bytes(req, source, target, req.prompt_tokens)
-        tenant = req.request.tenant
+        own = self._size_bytes(request, source, target, request.prompt_tokens)
+        tenant = request.request.tenant
         share = self._shares.get(link, {}).get(tenant)
         before = share.size_bytes if share is not None else 0.0
-        before += self._others_bytes(link, tenant, req.weight, before + own)
+        before += self._others_bytes(link, tenant, request.weight, before + own)
         late_s = before * 8e-9 / gbps + own * 8e-9 * (1.0 / gbps - 1.0 / planned)
-        if req.request.exact:  # its own bytes may be more than the plan counted on
-            model = self._facts.models.get(req.request.model)
-            codec = self.codecs.get((req.request.model, source, target), LOSSLESS)
-            counted = 0.0 if model is None else model.wire_bytes(req.prompt_tokens, codec)
+        if request.request.exact:  # its own bytes may be more than the plan counted on
+            model = self._facts.models.get(request.request.model)
+            codec = self.codecs.get((request.request.model, source, target), LOSSLESS)
+            counted = 0.0 if model is None else model.wire_bytes(request.prompt_tokens, codec)
             late_s += (own - counted) * 8e-9 / planned
         return max(0.0, late_s)
 
@@ -197,75 +211,100 @@ class LinkStates:
         result: list[tuple[str, float]] = []
         before: dict[str, float] = {}
         link = f"{event.source}->{event.target}"
-        for req, size in self._open.get(link, {}).items():
-            tenant = req.request.tenant
+        for request, size in self._open.get(link, {}).items():
+            tenant = request.request.tenant
             own = before[tenant] = before.get(tenant, 0.0) + size
-            passed = own + self._others_bytes(link, tenant, req.weight, own)
-            result.append((req.request.id, passed * 8e-9 / event.gbps))
+            passed = own + self._others_bytes(link, tenant, request.weight, own)
+            result.append((request.request.id, passed * 8e-9 / event.gbps))
         return result[::-1]
 
-    def codec(self, req: RequestState, source: str, target: str) -> Codec:
-        if req.request.exact:
+    def codec(self, request: RequestState, source: str, target: str) -> Codec:
+        if request.request.exact:
             return LOSSLESS
-        return self.codecs.get((req.request.model, source, target), LOSSLESS)
+        return self.codecs.get((request.request.model, source, target), LOSSLESS)
 
-    def _size_bytes(self, req: RequestState, source: str, target: str, tokens: int) -> float:
-        model = self._facts.models.get(req.request.model)
-        return 0.0 if model is None else model.wire_bytes(tokens, self.codec(req, source, target))
+    def _size_bytes(self, request: RequestState, source: str, target: str, tokens: int) -> float:
+        model = self._facts.models.get(request.request.model)
+        return 0.0 if model is None else model.wire_bytes(tokens, self.codec(request, source, target))
 
 
 class LinkAvoidance:
-    def __init__(self, table: RoutingTable, links: LinkStates, room: ReplicaCapacity | None) -> None:
-        self._table, self._links, self._room = table, links, room
+    def __init__(self, table: RoutingTable, links: LinkStates, capacity: ReplicaCapacity | None) -> None:
+        self._table, self._links, self._room = table, links, capacity
 
-    def late(self, way: RouteOption, req: RequestState, ways: RouteOptions, table: ModelRoutes) -> bool:
+    def late(
+        self,
+        route_option: RouteOption,
+        request: RequestState,
+        route_options: RouteOptions,
+        routes: ModelRoutes,
+    ) -> bool:
         """Whether a way's link is slow or full, and the prompt would be computed sooner without it."""
-        late_s = self._links.late_s(way.source, way.target, req)
-        patience_s = self._links.patience_s(way.source, way.target) if late_s > 0 else inf
-        first = way.prefills.pick() if late_s > patience_s else None
-        if first is None:
+        late_s = self._links.late_s(route_option.source, route_option.target, request)
+        patience_s = self._links.patience_s(route_option.source, route_option.target) if late_s > 0 else inf
+        first_target = route_option.prefills.pick() if late_s > patience_s else None
+        if first_target is None:
             return False
         # Prompts are sent while others are computed.
-        there_s = max(prefilled_s(first, req.prompt_tokens), late_s)
-        return self._soonest_s(req, ways, table, req.prompt_tokens) + patience_s < there_s
+        there_s = max(prefilled_s(first_target, request.prompt_tokens), late_s)
+        return self._soonest_s(request, route_options, routes, request.prompt_tokens) + patience_s < there_s
 
-    def again_s(self, req: RequestState, before_tokens: int) -> float:
+    def again_s(self, request: RequestState, before_tokens: int) -> float:
         """Until the prompt of a request that is on its way would be computed anew, without a link, after others."""
-        table = self._table.models.get(req.request.model)
-        if table is None:
+        routes = self._table.models.get(request.request.model)
+        if routes is None:
             return inf
-        ways = self._table.ways(table, table.kind(req)[0], req.total_tokens)
-        return self._soonest_s(req, ways, table, req.prompt_tokens, before_tokens)
+        route_options = self._table.ways(routes, routes.kind(request)[0], request.total_tokens)
+        return self._soonest_s(request, route_options, routes, request.prompt_tokens, before_tokens)
 
     def sooner(
-        self, choices: dict[str, PrefillChoice], req: RequestState, ways: RouteOptions, table: ModelRoutes
+        self,
+        choices: dict[str, PrefillChoice],
+        request: RequestState,
+        route_options: RouteOptions,
+        routes: ModelRoutes,
     ) -> dict[str, PrefillChoice]:
         """Let a prompt cross that length keeps at home, where it is computed much sooner so: a threshold follows its
         link slowly, and knows no queues."""
-        for way in ways.flows:
-            choice = choices.get(way.link) if way.crosses and way.link not in self._links.dead else None
-            first = way.prefills.pick() if choice is not None and not choice.remote else None
-            if choice is None or first is None:
+        for route_option in route_options.flows:
+            choice = (
+                choices.get(route_option.link)
+                if route_option.crosses and route_option.link not in self._links.dead
+                else None
+            )
+            first_target = route_option.prefills.pick() if choice is not None and not choice.remote else None
+            if choice is None or first_target is None:
                 continue
-            late_s = self._links.late_s(way.source, way.target, req)
-            there_s = max(prefilled_s(first, choice.there_tokens), late_s)
-            if there_s + SOONER_S < self._soonest_s(req, ways, table, choice.here_tokens):
-                choices[way.link] = choice._replace(remote=True, fetch=False)
+            late_s = self._links.late_s(route_option.source, route_option.target, request)
+            there_s = max(prefilled_s(first_target, choice.there_tokens), late_s)
+            if there_s + SOONER_S < self._soonest_s(request, route_options, routes, choice.here_tokens):
+                choices[route_option.link] = choice._replace(remote=True, fetch=False)
         return choices
 
     def _soonest_s(
-        self, req: RequestState, ways: RouteOptions, table: ModelRoutes, own: int, before_tokens: int = 0
+        self,
+        request: RequestState,
+        route_options: RouteOptions,
+        routes: ModelRoutes,
+        own: int,
+        before_tokens: int = 0,
     ) -> float:
         """Until its `own` tokens, behind those that wait, are computed where no link is needed; infinite if that is
         nowhere. Who would also answer counts while it has room for that; who only decodes, where nobody else is."""
-        closed, spare = (self._table.ways(table, place, req.total_tokens) for place in (CLOSED, ANY))
-        at_home = [way for way in (closed.closed, ways.closed, *ways.flows) if not way.crosses]
-        at_home = [way for way in at_home if len(way.prefills)] or [spare.closed]
-        tokens = own + before_tokens / max(1, *(len(way.prefills) for way in at_home))
-        able, room = [], self._room
-        for way in at_home:
-            target = way.prefills.pick()
-            if target is not None and (way.decodes is not None or room is None or room.fits(target, req)):
+        closed, spare = (self._table.ways(routes, place, request.total_tokens) for place in (CLOSED, ANY))
+        at_home = [
+            route_option
+            for route_option in (closed.closed, route_options.closed, *route_options.flows)
+            if not route_option.crosses
+        ]
+        at_home = [route_option for route_option in at_home if len(route_option.prefills)] or [spare.closed]
+        tokens = own + before_tokens / max(1, *(len(route_option.prefills) for route_option in at_home))
+        able, capacity = [], self._room
+        for route_option in at_home:
+            target = route_option.prefills.pick()
+            if target is not None and (
+                route_option.decodes is not None or capacity is None or capacity.fits(target, request)
+            ):
                 able.append(prefilled_s(target, tokens))
         return min(able, default=inf)
 

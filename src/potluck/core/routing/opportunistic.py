@@ -27,22 +27,22 @@ def step_seconds(facts: ReplicaFacts | None, batch: int) -> float:
     return facts.batch_step_s(float(batch))
 
 
-def next_step_seconds(view: ReplicaState) -> float:
-    return step_seconds(view.facts, view.open_requests + 1) * view.pace
+def next_step_seconds(replica: ReplicaState) -> float:
+    return step_seconds(replica.facts, replica.open_requests + 1) * replica.pace
 
 
-def fullness(view: ReplicaState) -> float:
+def fullness(replica: ReplicaState) -> float:
     """How full it would be with one request more; without facts one request fills it."""
-    facts = view.facts
-    return (view.open_requests + 1) * view.pace / max(1, facts.decode_batch if facts is not None else 1)
+    facts = replica.facts
+    return (replica.open_requests + 1) * replica.pace / max(1, facts.decode_batch if facts is not None else 1)
 
 
 def in_place(prefills: Views, decodes: Views, step: Step, busy: float) -> ReplicaState | None:
     """The replica that should run the whole request, or None for prefill then decode."""
-    free = [view for view in prefills if view.open_prefill_tokens == 0]
-    for view in decodes:
-        if view.idle:
-            return None if free else view
+    free = [replica for replica in prefills if replica.open_prefill_tokens == 0]
+    for replica in decodes:
+        if replica.idle:
+            return None if free else replica
     if not free:
         return None
     best = least_loaded(free, step)
@@ -55,4 +55,4 @@ def least_loaded(views: Views, fill: Step) -> ReplicaState:
 
 
 def shortest_queue(views: Views, seconds_per_token: Step) -> ReplicaState:
-    return min(views, key=lambda view: (view.open_prefill_tokens + 1) * seconds_per_token(view))
+    return min(views, key=lambda replica: (replica.open_prefill_tokens + 1) * seconds_per_token(replica))

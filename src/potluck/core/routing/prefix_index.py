@@ -33,8 +33,8 @@ class CacheAnnouncer:
         self.sequence += 1
         return self._said(changes, False)
 
-    def snapshot(self, everything: CacheChanges) -> CacheReported:
-        return self._said(everything, True)
+    def snapshot(self, cache_changes: CacheChanges) -> CacheReported:
+        return self._said(cache_changes, True)
 
     def _said(self, changes: CacheChanges, whole: bool) -> CacheReported:
         kinds = (changes.added, changes.removed, changes.marked, changes.unmarked)
@@ -198,12 +198,12 @@ class PrefixIndex:
         self._bits += 1
         return source
 
-    def _replaced(self, event: CacheReported, old: _Source) -> _Source:
+    def _replaced(self, event: CacheReported, old_source: _Source) -> _Source:
         """All anew under a new bit, which costs nothing for what was known before."""
         self.forget(event.replica)
-        source = self._enter(event.replica, old.cluster, event.epoch)
+        source = self._enter(event.replica, old_source.cluster, event.epoch)
         source.sequence = event.sequence
-        source.late = {number: late for number, late in old.late.items() if number > event.sequence}
+        source.late = {number: late for number, late in old_source.late.items() if number > event.sequence}
         self._take_in(source, event)
         return source
 

@@ -51,18 +51,18 @@ class Router:
         table: RoutingTable,
         affinity: PrefixAffinity,
         speeds: LearnedSpeeds,
-        room: ReplicaCapacity | None,
+        capacity: ReplicaCapacity | None,
     ) -> None:
         self._facts, self._fleet, self._table = table.facts, table.fleet, table
         self._policy, self._affinity, self._speeds = policy, affinity, speeds
         self._rule = rule = table.rule
-        self._room = room  # None: whoever is sent to has room.
-        self.timely = DeadlineCheck(room, affinity, speeds, table.fleet)
+        self._room = capacity  # None: whoever is sent to has room.
+        self.timely = DeadlineCheck(capacity, affinity, speeds, table.fleet)
         self._full = False  # Whether somebody was ready but had no room for the present request.
         self._share = split.printed_tokens if policy.split_rule == "printed" else split.partial_tokens
         self._by_load, self.learns = rule.by_load, rule.learns
         self.links = LinkStates(table.facts)
-        self.detours = LinkAvoidance(table, self.links, room)
+        self.detours = LinkAvoidance(table, self.links, capacity)
         self.thresholds = LengthThresholds(table, affinity)
 
     def adopt(self, plan: Plan) -> None:
@@ -73,340 +73,408 @@ class Router:
         self.links.reported(event)
         self.thresholds.linked(event)
 
-    def send_to(self, target: Target, req: RequestState, table: ModelRoutes) -> RoutingResult:
+    def send_to(self, target: Target, request: RequestState, routes: ModelRoutes) -> RoutingResult:
         """The same as `send` where only this target may have room that it had not before."""
-        ways, room = self._table.ways(table, table.kind(req)[0], req.total_tokens), self._room
-        if not ways.simple or req.avoid or req.request.blocks or room is None or room.several:
-            return self.send(req, table)
-        fits = target in ways.closed.prefills and room.fits(target, req)
-        return self.to(target, req) if fits else RoutingResult.FULL
+        route_options, capacity = (
+            self._table.ways(routes, routes.kind(request)[0], request.total_tokens),
+            self._room,
+        )
+        if (
+            not route_options.simple
+            or request.avoid
+            or request.request.blocks
+            or capacity is None
+            or capacity.several
+        ):
+            return self.send(request, routes)
+        fits = target in route_options.closed.prefills and capacity.fits(target, request)
+        return self.to(target, request) if fits else RoutingResult.FULL
 
-    def send(self, req: RequestState, table: ModelRoutes) -> RoutingResult:
-        prompt, total = req.prompt_tokens, req.total_tokens
-        bucket = bisect_left(table.longest_tokens, prompt)
-        ways = table.ways.get((bucket, 0)) if total <= table.limits_tokens[0] else None
-        if ways is None:
-            ways = self._table.ways(table, bucket, total)
-        room = self._room
-        if ways.simple and not (req.avoid or req.request.blocks or (room is not None and room.several)):
+    def send(self, request: RequestState, routes: ModelRoutes) -> RoutingResult:
+        prompt, total = request.prompt_tokens, request.total_tokens
+        bucket = bisect_left(routes.longest_tokens, prompt)
+        route_options = routes.ways.get((bucket, 0)) if total <= routes.limits_tokens[0] else None
+        if route_options is None:
+            route_options = self._table.ways(routes, bucket, total)
+        capacity = self._room
+        if route_options.simple and not (
+            request.avoid or request.request.blocks or (capacity is not None and capacity.several)
+        ):
             # By far the most requests: written out, as each call would cost as much as the decision.
-            target = ways.closed.prefills.pick()
+            target = route_options.closed.prefills.pick()
             if target is not None:
-                view = target.view
-                if view is None:
-                    target = self._roomy(ways.closed.prefills, target, req, CLOSED_WAY)
-                    return self.to(target, req) if target is not None else RoutingResult.FULL
-                if not easy(view) or prompt > view.easy[1]:
-                    target = self._roomy(ways.closed.prefills, target, req, CLOSED_WAY)
+                replica = target.view
+                if replica is None:
+                    target = self._roomy(route_options.closed.prefills, target, request, CLOSED_WAY)
+                    return self.to(target, request) if target is not None else RoutingResult.FULL
+                if not easy(replica) or prompt > replica.easy[1]:
+                    target = self._roomy(route_options.closed.prefills, target, request, CLOSED_WAY)
                     if target is None:
                         return RoutingResult.FULL
-                    if target.view is not view or prompt > view.easy[1]:
-                        return self.to(target, req)
-                req.route, req.state, req.last = target.route, RUNNING, view
-                req.last_tokens = prompt
-                self._fleet.open(view, prompt, total)
+                    if target.view is not replica or prompt > replica.easy[1]:
+                        return self.to(target, request)
+                request.route, request.state, request.last = target.route, RUNNING, replica
+                request.last_tokens = prompt
+                self._fleet.open(replica, prompt, total)
                 if self._by_load:
-                    self._charge_plain(req, target, view)
+                    self._charge_plain(request, target, replica)
                 return SENT
         self._full = False
-        answer = self._through(ways, req, table)
+        answer = self._through(route_options, request, routes)
         if answer is RoutingResult.NOBODY:
-            if self._full and ways.simple:
+            if self._full and route_options.simple:
                 return RoutingResult.FULL
             # Where flows are full or gone, whoever has room may do all of it; who prefills one by one comes last.
-            spares = [self._table.ways(table, place, total) for place in (CLOSED, ANY)]
+            spares = [self._table.ways(routes, place, total) for place in (CLOSED, ANY)]
             if not any(spare.closed.prefills.members() for spare in spares):
-                spares = [self._table.ways(table, LAST, total)]
+                spares = [self._table.ways(routes, LAST, total)]
             for spare in spares:
-                target = self._target(spare.closed.prefills, req)
+                target = self._target(spare.closed.prefills, request)
                 if target is not None:
-                    return self.to(target, req)
+                    return self.to(target, request)
         return RoutingResult.FULL if self._full and answer is RoutingResult.NOBODY else answer
 
-    def in_time(self, req: RequestState, ways: RouteOptions, left_s: float) -> bool:
+    def in_time(self, request: RequestState, route_options: RouteOptions, left_s: float) -> bool:
         """Send a request where it is in time though there is no room; whether that is anywhere."""
-        if ways.simple:
-            target = self.timely.soonest(ways.closed.prefills, req, left_s)
-            return target is not None and self.to(target, req) is SENT
-        ends = self.timely.flow(ways, req, left_s)
-        return ends is not None and self._over(*ends, req) is SENT
+        if route_options.simple:
+            target = self.timely.soonest(route_options.closed.prefills, request, left_s)
+            return target is not None and self.to(target, request) is SENT
+        ends = self.timely.flow(route_options, request, left_s)
+        return ends is not None and self._over(*ends, request) is SENT
 
-    def _through(self, ways: RouteOptions, req: RequestState, table: ModelRoutes) -> RoutingResult:
-        if ways.simple:
-            if self._room is not None and self._room.several and not req.attempt:
-                via = self._room.tenants.via(ways.closed.prefills, req)
-                if via is not None and 2 * self._affinity.most_cached(req) <= req.prompt_tokens:
-                    return self._over(*via, req)
-            target = self._target(ways.closed.prefills, req)
-            return self.to(target, req) if target is not None else RoutingResult.NOBODY
-        turns, tried, fetches, shut = [ways.turns], False, False, NOWHERE
-        choices = self.thresholds.choices(req, ways)
+    def _through(
+        self, route_options: RouteOptions, request: RequestState, routes: ModelRoutes
+    ) -> RoutingResult:
+        if route_options.simple:
+            if self._room is not None and self._room.several and not request.attempt:
+                via = self._room.tenants.via(route_options.closed.prefills, request)
+                if via is not None and 2 * self._affinity.most_cached(request) <= request.prompt_tokens:
+                    return self._over(*via, request)
+            target = self._target(route_options.closed.prefills, request)
+            return self.to(target, request) if target is not None else RoutingResult.NOBODY
+        turns, tried, fetches, shut = [route_options.turns], False, False, NOWHERE
+        choices = self.thresholds.choices(request, route_options)
         if choices:
-            choices = self.detours.sooner(choices, req, ways, table) if self.learns else choices
+            choices = self.detours.sooner(choices, request, route_options, routes) if self.learns else choices
             away = [choice for choice in choices.values() if choice.remote]
             fetches = any(choice.fetch for choice in choices.values() if not choice.remote)
-            turns = [ways.remote, ways.local] if away else [ways.local, ways.remote]
+            turns = (
+                [route_options.remote, route_options.local]
+                if away
+                else [route_options.local, route_options.remote]
+            )
             if 0 < len(away) < len(choices):
                 shut = frozenset(link for link, choice in choices.items() if not choice.remote)
         for turn in turns:
-            way = self._way(turn, req, ways, table, shut)
-            ways_left = [] if way is None else [way]
+            route_option = self._way(turn, request, route_options, routes, shut)
+            ways_left = [] if route_option is None else [route_option]
             while ways_left:
                 now = ways_left.pop()
                 choice = choices.get(now.link) if now.crosses else None
-                answer = self._along(now, req, fetches if choice is None else choice.fetch)
+                answer = self._along(now, request, fetches if choice is None else choice.fetch)
                 if answer is not RoutingResult.NOBODY:
                     return answer
                 if self._full and not tried:
-                    others = [other for other in turn.members() if other is not way]
-                    ways_left, tried = [other for other in others if self._open(other, req, shut)], True
+                    others = [other for other in turn.members() if other is not route_option]
+                    ways_left, tried = [other for other in others if self._open(other, request, shut)], True
         return RoutingResult.NOBODY
 
-    def _open(self, way: RouteOption, req: RequestState, shut: frozenset[str]) -> bool:
-        return not (way.link in self.links.dead or way.link in req.avoid or way.link in shut)
+    def _open(self, route_option: RouteOption, request: RequestState, shut: frozenset[str]) -> bool:
+        return not (
+            route_option.link in self.links.dead
+            or route_option.link in request.avoid
+            or route_option.link in shut
+        )
 
     def _way(
-        self, turns: Turns, req: RequestState, ways: RouteOptions, table: ModelRoutes, shut: frozenset[str]
+        self,
+        turns: Turns,
+        request: RequestState,
+        route_options: RouteOptions,
+        routes: ModelRoutes,
+        shut: frozenset[str],
     ) -> RouteOption | None:
         """Whose turn it is, unless its link is not open or is late for it."""
-        way = turns.pick()
-        if way is None or not (way.crosses or self.links.dead or req.avoid):
-            return way
+        route_option = turns.pick()
+        if route_option is None or not (route_option.crosses or self.links.dead or request.avoid):
+            return route_option
         for _ in range(len(turns)):
-            if self._open(way, req, shut) and not (
-                self.learns and way.crosses and self.detours.late(way, req, ways, table)
+            if self._open(route_option, request, shut) and not (
+                self.learns
+                and route_option.crosses
+                and self.detours.late(route_option, request, route_options, routes)
             ):
-                return way
-            way = turns.pick() or way
+                return route_option
+            route_option = turns.pick() or route_option
         return None
 
-    def _along(self, way: RouteOption, req: RequestState, fetch: bool) -> RoutingResult:
-        first = self._target(way.prefills, req, CLOSED_WAY if way.decodes is None else PREFILL)
-        if first is None:
+    def _along(self, route_option: RouteOption, request: RequestState, fetch: bool) -> RoutingResult:
+        first_target = self._target(
+            route_option.prefills, request, CLOSED_WAY if route_option.decodes is None else PREFILL
+        )
+        if first_target is None:
             return RoutingResult.NOBODY
-        if way.decodes is None:
-            return self.to(first, req, fetch)
-        second = self._target(way.decodes, req, DECODE)
-        if second is None or first.view is None or second.view is None:
+        if route_option.decodes is None:
+            return self.to(first_target, request, fetch)
+        second_target = self._target(route_option.decodes, request, DECODE)
+        if second_target is None or first_target.view is None or second_target.view is None:
             return RoutingResult.NOBODY
-        if first is second:
-            return self.to(first, req, fetch)
-        if not way.crosses and self.timely.at_home(req, first.view, second.view):
-            return self.to(second, req, fetch)
-        holder = self._affinity.lender(req, first.view, self.links, fetch, second.view)
-        return self._over(first, second, req, holder)
+        if first_target is second_target:
+            return self.to(first_target, request, fetch)
+        if not route_option.crosses and self.timely.at_home(request, first_target.view, second_target.view):
+            return self.to(second_target, request, fetch)
+        holder = self._affinity.lender(request, first_target.view, self.links, fetch, second_target.view)
+        return self._over(first_target, second_target, request, holder)
 
-    def _over(self, first: Target, second: Target, req: RequestState, holder: Lender = None) -> RoutingResult:
-        here, there = first.view, second.view
+    def _over(
+        self, first_target: Target, second_target: Target, request: RequestState, holder: Lender = None
+    ) -> RoutingResult:
+        here, there = first_target.view, second_target.view
         assert here is not None
         assert there is not None
         if here.kv_version != there.kv_version:
-            return self.to(second, req)
-        self._hand_over(req, here, there, req.prompt_tokens, holder)
-        self.links.send(req, here.member.region, there.member.region, req.prompt_tokens)
+            return self.to(second_target, request)
+        self._hand_over(request, here, there, request.prompt_tokens, holder)
+        self.links.send(request, here.member.region, there.member.region, request.prompt_tokens)
         if self._by_load:
-            self._charge_apart(req, first, second, req.earlier[-1][1])
+            self._charge_apart(request, first_target, second_target, request.earlier[-1][1])
         return SENT
 
-    def _roomy(self, chooser: Balancer, picked: Target, req: RequestState, phase: int) -> Target | None:
+    def _roomy(
+        self, balancer: Balancer, picked_target: Target, request: RequestState, phase: int
+    ) -> Target | None:
         """Whose turn it is, or another when that one is full; None when all are. Retries go wherever they may."""
-        room, view = self._room, picked.view
-        if room is None or req.attempt:
-            return picked
-        calm = view is not None and not room.several and easy(view)
-        if not calm and req.place is None:
-            room.seen(req)
-        if self.learns and phase == CLOSED_WAY and view is not None and req.prompt_tokens > view.easy[1]:
-            aside = self.timely.aside(chooser, view, req)
+        capacity, replica = self._room, picked_target.view
+        if capacity is None or request.attempt:
+            return picked_target
+        calm = replica is not None and not capacity.several and easy(replica)
+        if not calm and request.place is None:
+            capacity.seen(request)
+        if (
+            self.learns
+            and phase == CLOSED_WAY
+            and replica is not None
+            and request.prompt_tokens > replica.easy[1]
+        ):
+            aside = self.timely.aside(balancer, replica, request)
             if aside is not None:
                 return aside
-        alien = view is not None and phase == CLOSED_WAY and view.role == "decode"  # it may bear no prompts
+        alien = (
+            replica is not None and phase == CLOSED_WAY and replica.role == "decode"
+        )  # it may bear no prompts
         if calm and not alien:
-            return picked
-        roomy = room.other(chooser, picked, req, phase)
+            return picked_target
+        roomy = capacity.other(balancer, picked_target, request, phase)
         if roomy is None:
             self._full = True
-        elif roomy is not picked:
-            chooser.swap(picked, roomy)
+        elif roomy is not picked_target:
+            balancer.swap(picked_target, roomy)
         return roomy
 
-    def _target(self, chooser: Balancer, req: RequestState, phase: int = CLOSED_WAY) -> Target | None:
+    def _target(self, balancer: Balancer, request: RequestState, phase: int = CLOSED_WAY) -> Target | None:
         """Whose turn it is, unless it is full, failed the request before, or another holds much of its prefix."""
-        target = chooser.pick()
+        target = balancer.pick()
         if target is None:
             return None
-        if req.avoid and avoided(target, req.avoid):
-            target = unfailed(chooser, req)
+        if request.avoid and avoided(target, request.avoid):
+            target = unfailed(balancer, request)
             if target is None:
                 return None
-        if phase != DECODE and req.request.blocks and self._policy.affinity > 0:
-            better = self._affinity.better(target, chooser, req)
+        if phase != DECODE and request.request.blocks and self._policy.affinity > 0:
+            better = self._affinity.better(target, balancer, request)
             if better is not None:
-                chooser.swap(target, better)
+                balancer.swap(target, better)
                 target = better
-        return self._roomy(chooser, target, req, phase)
+        return self._roomy(balancer, target, request, phase)
 
-    def to(self, target: Target, req: RequestState, abroad: bool = False) -> RoutingResult:
+    def to(self, target: Target, request: RequestState, abroad: bool = False) -> RoutingResult:
         """Inside a target: who does what. `abroad`: prefixes may be fetched from other regions."""
         if target.kind == PLAIN:
             assert target.view is not None
-            self._in_place(req, target.view, target.route, abroad)
+            self._in_place(request, target.view, target.route, abroad)
             if self._by_load:
-                self._charge(req, target, req.last_tokens, [target.view], [target.view])
+                self._charge(request, target, request.last_tokens, [target.view], [target.view])
             return SENT
         if target.kind == COMBO:
             if self._by_load:
-                self._charge(req, target, req.prompt_tokens, target.prefills, target.decodes)
-            self._combo(target, req)
+                self._charge(request, target, request.prompt_tokens, target.prefills, target.decodes)
+            self._combo(target, request)
             return SENT
-        return self.pair(target, req)
+        return self.pair(target, request)
 
-    def _combo(self, target: Target, req: RequestState) -> None:
-        prefills, decodes = unavoided(target.prefills, req.avoid), unavoided(target.decodes, req.avoid)
+    def _combo(self, target: Target, request: RequestState) -> None:
+        prefills, decodes = (
+            unavoided(target.prefills, request.avoid),
+            unavoided(target.decodes, request.avoid),
+        )
         target.turn += 1
         if prefills[0].role == "mixed":  # nobody only prefills any more
-            self._alone(req, opportunistic.least_loaded(prefills, opportunistic.fullness))
+            self._alone(request, opportunistic.least_loaded(prefills, opportunistic.fullness))
             return
-        room = self._room
+        capacity = self._room
         if not self._policy.opportunistic:
-            first, second = prefills[target.turn % len(prefills)], decodes[target.turn % len(decodes)]
+            first_replica, second_replica = (
+                prefills[target.turn % len(prefills)],
+                decodes[target.turn % len(decodes)],
+            )
         else:
             target.busy = busier(target.busy, prefills)
-            busy = target.usage.seen(req.request.arrival_s, req.prompt_tokens, prefills)
+            busy = target.usage.seen(request.request.arrival_s, request.prompt_tokens, prefills)
             alone = opportunistic.in_place(prefills, decodes, opportunistic.next_step_seconds, target.busy)
-            if alone is not None and (room is None or room.keeps_pace(alone, req, busy)):
-                self._alone(req, alone)
+            if alone is not None and (capacity is None or capacity.keeps_pace(alone, request, busy)):
+                self._alone(request, alone)
                 return
-            if req.request.blocks and self._policy.affinity > 0:
-                first = self._affinity.prefiller(prefills, req)
+            if request.request.blocks and self._policy.affinity > 0:
+                first_replica = self._affinity.prefiller(prefills, request)
             else:
-                first = opportunistic.shortest_queue(prefills, seconds_per_token)
-            second = opportunistic.least_loaded(decodes, opportunistic.fullness)
-        if self.timely.at_home(req, first, second):
-            self._alone(req, second)
+                first_replica = opportunistic.shortest_queue(prefills, seconds_per_token)
+            second_replica = opportunistic.least_loaded(decodes, opportunistic.fullness)
+        if self.timely.at_home(request, first_replica, second_replica):
+            self._alone(request, second_replica)
             return
-        lender = self._affinity.lender(req, first, self.links, False, second)
-        self._hand_over(req, first, second, req.prompt_tokens, lender)
+        lender = self._affinity.lender(request, first_replica, self.links, False, second_replica)
+        self._hand_over(request, first_replica, second_replica, request.prompt_tokens, lender)
 
-    def pair(self, target: Target, req: RequestState) -> RoutingResult:
+    def pair(self, target: Target, request: RequestState) -> RoutingResult:
         """Split a prompt between a pair's two sides, or let it wait for a place on the low-end one."""
-        lows, highs = unavoided(target.prefills, req.avoid), unavoided(target.decodes, req.avoid)
-        low = min(lows, key=lambda view: view.open_prefill_tokens)
-        high = min(highs, key=opportunistic.fullness)
-        if low.kv_version != high.kv_version:
-            self._alone(req, high)
+        lows, highs = unavoided(target.prefills, request.avoid), unavoided(target.decodes, request.avoid)
+        low_replica = min(lows, key=lambda replica: replica.open_prefill_tokens)
+        high_replica = min(highs, key=opportunistic.fullness)
+        if low_replica.kv_version != high_replica.kv_version:
+            self._alone(request, high_replica)
             return SENT
-        splits = self._facts.splits.get(low.member.template) if self._policy.split else None
-        if self._by_load and not req.charges:
-            self._charge(req, target, req.prompt_tokens, [low], [high])
+        splits = self._facts.splits.get(low_replica.member.template) if self._policy.split else None
+        if self._by_load and not request.charges:
+            self._charge(request, target, request.prompt_tokens, [low_replica], [high_replica])
         target.busy = busier(target.busy, target.prefills)
-        part = prompt = req.prompt_tokens
+        part = prompt = request.prompt_tokens
         if splits is not None:
-            part = self._share(part, splits, split.high_end(high))
+            part = self._share(part, splits, split.high_end(high_replica))
             if target.in_low >= split.MOST_IN_LOW * len(target.prefills):
-                if self._policy.split_overflow and split.passes(splits, target, low, high, prompt, part):
-                    self._alone(req, high)
+                if self._policy.split_overflow and split.passes(
+                    splits, target, low_replica, high_replica, prompt, part
+                ):
+                    self._alone(request, high_replica)
                     return SENT
-                req.state, req.pair = WAITING, target
-                target.waiting.append(req.request.id)
+                request.state, request.pair = WAITING, target
+                target.waiting.append(request.request.id)
                 return RoutingResult.WAITS
-        req.pair = None
-        if self._policy.low_decodes and split.stays_low(target, low, high, req.total_tokens):
-            self._alone(req, low)
+        request.pair = None
+        if self._policy.low_decodes and split.stays_low(
+            target, low_replica, high_replica, request.total_tokens
+        ):
+            self._alone(request, low_replica)
             return SENT
         if splits is not None:
-            req.pair = target
+            request.pair = target
             target.in_low += 1
-        self._hand_over(req, low, high, part)
+        self._hand_over(request, low_replica, high_replica, part)
         return SENT
 
     # What a request counts for on its targets, under balances by load; `charges` remembers it, to take it off again.
 
     def _charge(
-        self, req: RequestState, target: Target, tokens: int, prefills: Views, decodes: Views
+        self, request: RequestState, target: Target, tokens: int, prefills: Views, decodes: Views
     ) -> None:
         """All of a request on one target; prompt and answer apart, as they end apart."""
         if self._rule.in_seconds and decodes[0].facts is None:
             first, rest = 0.0, self._table.request_s(target) or 1.0
         else:
-            work = PlacedWork(req, tokens, prefills, decodes, self._answer_tokens(req), False)
+            work = PlacedWork(request, tokens, prefills, decodes, self._answer_tokens(request), False)
             first, rest = self._rule.loads(work)
-        req.charges = ((target, first), (target, rest))
+        request.charges = ((target, first), (target, rest))
         target.load += first
         target.load += rest
 
-    def _charge_plain(self, req: RequestState, target: Target, view: ReplicaState) -> None:
+    def _charge_plain(self, request: RequestState, target: Target, replica: ReplicaState) -> None:
         """The same on a single replica that computes all of the prompt: most requests, so written out."""
-        facts = view.facts
+        facts = replica.facts
         if facts is None or not self._rule.in_seconds:
-            self._charge(req, target, req.prompt_tokens, [view], [view])
+            self._charge(request, target, request.prompt_tokens, [replica], [replica])
             return
-        first_s = prefill_seconds(facts, req.prompt_tokens)
-        answer_tokens = self._speeds.answer_tokens(req.request.model, req.output_tokens)
+        first_s = prefill_seconds(facts, request.prompt_tokens)
+        answer_tokens = self._speeds.answer_tokens(request.request.model, request.output_tokens)
         rest_s = answer_tokens * facts.decode_step_s / max(1, facts.decode_batch)
         target.load += first_s
         target.load += rest_s
-        req.charges = ((target, first_s), (target, rest_s))
+        request.charges = ((target, first_s), (target, rest_s))
 
-    def _charge_apart(self, req: RequestState, first: Target, second: Target, tokens: int) -> None:
-        assert first.view is not None
-        assert second.view is not None
-        work = PlacedWork(req, tokens, [first.view], [second.view], self._answer_tokens(req), True)
+    def _charge_apart(
+        self, request: RequestState, first_target: Target, second_target: Target, tokens: int
+    ) -> None:
+        assert first_target.view is not None
+        assert second_target.view is not None
+        work = PlacedWork(
+            request, tokens, [first_target.view], [second_target.view], self._answer_tokens(request), True
+        )
         loads = self._rule.loads(work)
-        req.charges = ((first, loads[0]), (second, loads[1]))
-        for target, load in req.charges:
+        request.charges = ((first_target, loads[0]), (second_target, loads[1]))
+        for target, load in request.charges:
             target.load += load
 
-    def _answer_tokens(self, req: RequestState) -> float:
-        return self._speeds.answer_tokens(req.request.model, req.output_tokens)
+    def _answer_tokens(self, request: RequestState) -> float:
+        return self._speeds.answer_tokens(request.request.model, request.output_tokens)
 
-    def _alone(self, req: RequestState, view: ReplicaState) -> None:
-        single = self._table.singles.get(view.member.id)
-        self._in_place(req, view, single.route if single is not None else None, False)
+    def _alone(self, request: RequestState, replica: ReplicaState) -> None:
+        single = self._table.singles.get(replica.member.id)
+        self._in_place(request, replica, single.route if single is not None else None, False)
 
     # Into the flight, and onto the replicas' counts.
 
-    def _in_place(self, req: RequestState, view: ReplicaState, route: Route | None, abroad: bool) -> None:
-        req.route = route if route is not None else Route((Segment(view.member.id, 0, None),))
-        req.state = RUNNING
-        req.earlier = ()
-        req.done = 0
-        req.last = view
-        req.last_tokens = self._affinity.to_compute(req, view, 0, req.prompt_tokens)
-        lender = self._affinity.lender(req, view, self.links, abroad, None) if req.request.blocks else None
+    def _in_place(
+        self, request: RequestState, replica: ReplicaState, route: Route | None, abroad: bool
+    ) -> None:
+        request.route = route if route is not None else Route((Segment(replica.member.id, 0, None),))
+        request.state = RUNNING
+        request.earlier = ()
+        request.done = 0
+        request.last = replica
+        request.last_tokens = self._affinity.to_compute(request, replica, 0, request.prompt_tokens)
+        lender = (
+            self._affinity.lender(request, replica, self.links, abroad, None)
+            if request.request.blocks
+            else None
+        )
         if lender is not None:
-            holder, held = lender
-            req.route = Route((Segment(holder.member.id, 0, held), Segment(view.member.id, held, None)))
-            req.earlier, req.last_tokens = ((holder, 0),), req.prompt_tokens - held
-            self._fleet.open(holder, 0, 0)
-            self.links.load(req, req.route)
-        self._fleet.open(view, req.last_tokens, req.total_tokens)
-        self.timely.sent(req, view, req.last_tokens)
-        if view.role == "decode" and self._room is not None:
-            self._room.borne(view, req)
+            holding_replica, held = lender
+            request.route = Route(
+                (Segment(holding_replica.member.id, 0, held), Segment(replica.member.id, held, None))
+            )
+            request.earlier, request.last_tokens = ((holding_replica, 0),), request.prompt_tokens - held
+            self._fleet.open(holding_replica, 0, 0)
+            self.links.load(request, request.route)
+        self._fleet.open(replica, request.last_tokens, request.total_tokens)
+        self.timely.sent(request, replica, request.last_tokens)
+        if replica.role == "decode" and self._room is not None:
+            self._room.borne(replica, request)
 
     def _hand_over(
-        self, req: RequestState, first: ReplicaState, second: ReplicaState, part: int, lender: Lender = None
+        self,
+        request: RequestState,
+        first_replica: ReplicaState,
+        second_replica: ReplicaState,
+        part: int,
+        lender: Lender = None,
     ) -> None:
         """`first` computes the first `part` tokens, after `lender` sent it a prefix; `second` the rest."""
-        prompt = req.prompt_tokens
-        route = handed_over(first.member.id, second.member.id, part)
-        own = self._affinity.to_compute(req, first, 0, part)
-        earlier: tuple[tuple[ReplicaState, int], ...] = ((first, own),)
+        prompt = request.prompt_tokens
+        route = handed_over(first_replica.member.id, second_replica.member.id, part)
+        own = self._affinity.to_compute(request, first_replica, 0, part)
+        earlier: tuple[tuple[ReplicaState, int], ...] = ((first_replica, own),)
         if lender is not None:
-            holder, held = lender
-            head = Segment(holder.member.id, 0, held)
-            route = Route((head, Segment(first.member.id, held, part), route.segments[-1]))
-            earlier = ((holder, 0), (first, part - held))
-        req.route, req.earlier, req.done = route, earlier, 0
-        if req.request.blocks:
-            self.links.load(req, route)
-        req.state = RUNNING
-        req.last, req.last_tokens = second, prompt - part
-        for view, tokens in earlier:
-            self._fleet.open(view, tokens, 0)
-        self._fleet.open(second, req.last_tokens, req.total_tokens)
-        self.timely.sent(req, first, earlier[-1][1])
+            holding_replica, held = lender
+            head = Segment(holding_replica.member.id, 0, held)
+            route = Route((head, Segment(first_replica.member.id, held, part), route.segments[-1]))
+            earlier = ((holding_replica, 0), (first_replica, part - held))
+        request.route, request.earlier, request.done = route, earlier, 0
+        if request.request.blocks:
+            self.links.load(request, route)
+        request.state = RUNNING
+        request.last, request.last_tokens = second_replica, prompt - part
+        for replica, tokens in earlier:
+            self._fleet.open(replica, tokens, 0)
+        self._fleet.open(second_replica, request.last_tokens, request.total_tokens)
+        self.timely.sent(request, first_replica, earlier[-1][1])
 
 
 class RoutingResult(Enum):

@@ -59,15 +59,15 @@ class ModelRoutes:
         self.longest_tokens = self.offers.longest_tokens
         self.limit_tokens = self.limits_tokens[-1] if self.limits_tokens else 0
 
-    def kind(self, req: RequestState) -> tuple[int, int]:
-        total, limits = req.total_tokens, self.limits_tokens
+    def kind(self, request: RequestState) -> tuple[int, int]:
+        total, limits = request.total_tokens, self.limits_tokens
         length_class = 0 if total <= limits[0] else bisect_left(limits, total)
-        return bisect_left(self.longest_tokens, req.prompt_tokens), length_class
+        return bisect_left(self.longest_tokens, request.prompt_tokens), length_class
 
-    def too_long(self, req: RequestState) -> str:
+    def too_long(self, request: RequestState) -> str:
         return (
-            f"prompt and answer take up to {req.total_tokens} tokens, "
-            f"the longest that a replica of {req.request.model} holds is {self.limit_tokens}"
+            f"prompt and answer take up to {request.total_tokens} tokens, "
+            f"the longest that a replica of {request.request.model} holds is {self.limit_tokens}"
         )
 
 
@@ -88,15 +88,15 @@ class RoutingTable:
         """Compile a plan; copies of templates that it does not name go on serving until they are drained."""
         for template in plan.repertoire:
             self._templates[template.name] = template
-        live = {(unit.template, unit.region) for unit in self.fleet.units.values()}
+        live = {(template_copy.template, template_copy.region) for template_copy in self.fleet.units.values()}
         fresh = offers(plan, self._balance)
         if self._home:
             fresh = {model: nearer(weights, self._home) for model, weights in fresh.items()}
-        for model, table in self.models.items():
+        for model, routes in self.models.items():
             if model in fresh:
-                fresh[model] = merged(fresh[model], table.offers, live)
+                fresh[model] = merged(fresh[model], routes.offers, live)
             elif any(self._templates[name].model == model for name, _ in live):
-                fresh[model] = table.offers
+                fresh[model] = routes.offers
         self.models = {model: ModelRoutes(weights, self._limits(weights)) for model, weights in fresh.items()}
         for stated in plan.thresholds if self._by_length else ():
             self.models[stated.model].thresholds[stated.link] = LengthThreshold(stated.tokens, stated.tokens)
@@ -105,156 +105,166 @@ class RoutingTable:
 
     def divide(self, model: str, threshold: LengthThreshold) -> bool:
         """Let length decide where the plan does not, if anything crosses; prompts may then stay at home."""
-        table = self.models.get(model)
-        if table is None or not self._by_length or table.thresholds:
+        routes = self.models.get(model)
+        if routes is None or not self._by_length or routes.thresholds:
             return False
-        flows = table.offers.flows
+        flows = routes.offers.flows
         crossing = [flow for flow in flows if flow.source != flow.target]
         at_home = {flow.target for flow in flows if flow.source == flow.target}
         more = {flow.target: RegionFlow(flow.target, flow.target, flow.rates_per_s) for flow in crossing}
         if not crossing:
             return False
         added = tuple(flow for region, flow in more.items() if region not in at_home)
-        table.offers = replace(table.offers, flows=flows + added)
-        table.thresholds = {f"{flow.source}->{flow.target}": threshold for flow in crossing}
-        table.ways.clear()
+        routes.offers = replace(routes.offers, flows=flows + added)
+        routes.thresholds = {f"{flow.source}->{flow.target}": threshold for flow in crossing}
+        routes.ways.clear()
         for target in (*self.singles.values(), *self.groups.values()):
             target.indexes.clear()
         return True
 
-    def update(self, unit_id: str, changed: ReplicaState) -> None:
+    def update(self, unit_id: str, changed_replica: ReplicaState) -> None:
         """A replica became ready, left, changed its role, or is doubted or trusted again."""
-        unit = self.fleet.units.get(unit_id)
-        ready = changed.serves and changed.member.id in self.fleet.views
-        single = self.singles.get(changed.member.id)
+        template_copy = self.fleet.units.get(unit_id)
+        ready = changed_replica.serves and changed_replica.member.id in self.fleet.views
+        single = self.singles.get(changed_replica.member.id)
         if ready and single is None:
-            single = self.singles[changed.member.id] = Target(PLAIN, unit_id, changed)
+            single = self.singles[changed_replica.member.id] = Target(PLAIN, unit_id, changed_replica)
         elif not ready:
-            self.singles.pop(changed.member.id, None)
-        group = self._group(unit_id, unit, changed)
-        table = self.models.get(changed.member.model)
-        if table is None:
+            self.singles.pop(changed_replica.member.id, None)
+        group = self._group(unit_id, template_copy, changed_replica)
+        routes = self.models.get(changed_replica.member.model)
+        if routes is None:
             return
-        for ways in table.ways.values():
+        for route_options in routes.ways.values():
             if single is not None:
-                self._put(table, ways, single, ready)
+                self._put(routes, route_options, single, ready)
             if group is not None:
-                self._put(table, ways, group, unit is not None)
-            if unit is None:
-                ways.join(unit_id, "", [])
+                self._put(routes, route_options, group, template_copy is not None)
+            if template_copy is None:
+                route_options.join(unit_id, "", [])
             else:
-                self._join(table, ways, unit)
-            ways.settle()
+                self._join(routes, route_options, template_copy)
+            route_options.settle()
 
-    def reported(self, view: ReplicaState) -> None:
+    def reported(self, replica: ReplicaState) -> None:
         """Count what other gateways sent a replica, as it says itself: what it has, less what we sent."""
-        target, status = self.singles.get(view.member.id), view.status
+        target, status = self.singles.get(replica.member.id), replica.status
         if self._home and self.rule.in_seconds and target is not None and status is not None:
-            others = max(0, status.queued + status.running - view.open_requests)
+            others = max(0, status.queued + status.running - replica.open_requests)
             before_s, target.others_s = target.others_s, others * self.request_s(target)
             target.lighten(before_s - target.others_s)
 
     def shifted(self, model: str, lengths: MeanLengths) -> None:
         self._lengths[model] = lengths
-        table = self.models.get(model)
-        for ways in table.ways.values() if table is not None else ():
-            for unit in self.fleet.units.values():
-                if unit.model == model and table is not None:
-                    self._join(table, ways, unit)
-            ways.settle()
+        routes = self.models.get(model)
+        for route_options in routes.ways.values() if routes is not None else ():
+            for template_copy in self.fleet.units.values():
+                if template_copy.model == model and routes is not None:
+                    self._join(routes, route_options, template_copy)
+            route_options.settle()
 
     def timed(self, views: Iterable[ReplicaState]) -> None:
-        for view in views if self.rule.learns else ():
-            for target in (self.singles.get(view.member.id), self.groups.get(view.member.unit)):
+        for replica in views if self.rule.learns else ():
+            for target in (self.singles.get(replica.member.id), self.groups.get(replica.member.unit)):
                 if target is not None:
                     target.timed()
                     target.lighten(0.0)
 
-    def ways(self, table: ModelRoutes, bucket: int, total_tokens: int) -> RouteOptions:
+    def ways(self, routes: ModelRoutes, bucket: int, total_tokens: int) -> RouteOptions:
         """Where requests of a bucket go that get no longer than this. The caller checks the model's limit."""
-        limits = table.limits_tokens
+        limits = routes.limits_tokens
         length_class = 0 if total_tokens <= limits[0] else bisect_left(limits, total_tokens)
-        ways = table.ways.get((bucket, length_class))
-        if ways is None:
-            ways = table.ways[bucket, length_class] = self._build(table, bucket, length_class)
-        return ways
+        route_options = routes.ways.get((bucket, length_class))
+        if route_options is None:
+            route_options = routes.ways[bucket, length_class] = self._build(routes, bucket, length_class)
+        return route_options
 
-    def _group(self, unit_id: str, unit: TemplateCopy | None, changed: ReplicaState) -> Target | None:
-        template = self._templates.get(changed.member.template)
+    def _group(
+        self, unit_id: str, template_copy: TemplateCopy | None, changed_replica: ReplicaState
+    ) -> Target | None:
+        template = self._templates.get(changed_replica.member.template)
         kind = kind_of(template) if template is not None else PLAIN
         if kind == PLAIN:
             return None
         group = self.groups.get(unit_id)
         if group is None:
             group = self.groups[unit_id] = Target(kind, unit_id)
-        group.refresh(unit)
-        if unit is None:
+        group.refresh(template_copy)
+        if template_copy is None:
             del self.groups[unit_id]
         return group
 
-    def _build(self, table: ModelRoutes, bucket: int, length_class: int) -> RouteOptions:
+    def _build(self, routes: ModelRoutes, bucket: int, length_class: int) -> RouteOptions:
         flows: RatedFlows = []
         if bucket >= 0:
-            for flow in table.offers.flows:
+            for flow in routes.offers.flows:
                 rate = flow.rates_per_s[bucket]
-                if not rate and table.thresholds:
+                if not rate and routes.thresholds:
                     rate = sum(flow.rates_per_s) / len(flow.rates_per_s)
                 if rate:
                     flows.append((flow.source, flow.target, rate))
-        ways = RouteOptions(self.rule.chooser, flows, bucket, length_class)
+        route_options = RouteOptions(self.rule.chooser, flows, bucket, length_class)
         for target in (*self.singles.values(), *self.groups.values()):
-            self._put(table, ways, target, True)
-        for unit in self.fleet.units.values():
-            if unit.model == table.offers.model:
-                self._join(table, ways, unit)
-        ways.settle()
-        return ways
+            self._put(routes, route_options, target, True)
+        for template_copy in self.fleet.units.values():
+            if template_copy.model == routes.offers.model:
+                self._join(routes, route_options, template_copy)
+        route_options.settle()
+        return route_options
 
-    def _join(self, table: ModelRoutes, ways: RouteOptions, unit: TemplateCopy) -> None:
+    def _join(self, routes: ModelRoutes, route_options: RouteOptions, template_copy: TemplateCopy) -> None:
         """Share a group's requests among its replicas; other units have nothing to share."""
-        template, bucket = self._templates.get(unit.template), ways.bucket
+        template, bucket = self._templates.get(template_copy.template), route_options.bucket
         if template is None or not template.flows or bucket < 0:
             return
-        offer = table.offers.copy((unit.template, unit.region))
-        weight = self._weight(table, offer, "closed", bucket) if offer is not None else 0.0
+        template_weights = routes.offers.copy((template_copy.template, template_copy.region))
+        weight = (
+            self._weight(routes, template_weights, "closed", bucket) if template_weights is not None else 0.0
+        )
         singles: dict[int, Target] = {}
-        for view in unit.views:
-            single = self.singles.get(view.member.id)
-            if single is not None and weight > 0 and self._fits(table, [view], ways.length_class):
-                singles[view.member.index] = single
+        for replica in template_copy.views:
+            single = self.singles.get(replica.member.id)
+            if (
+                single is not None
+                and weight > 0
+                and self._fits(routes, [replica], route_options.length_class)
+            ):
+                singles[replica.member.index] = single
         serving = {place: target.view.role for place, target in singles.items() if target.view is not None}
-        known = self.facts.groups.get(unit.template)
-        lengths = self._lengths.get(unit.model)
+        known_facts = self.facts.groups.get(template_copy.template)
+        lengths = self._lengths.get(template_copy.model)
         if lengths is None:
-            prompt = bucket_tokens(table.longest_tokens, bucket, known)
-            lengths = MeanLengths(prompt, known.output_tokens if known is not None else 256.0)
+            prompt = bucket_tokens(routes.longest_tokens, bucket, known_facts)
+            lengths = MeanLengths(prompt, known_facts.output_tokens if known_facts is not None else 256.0)
         pairs, alone = [], dict.fromkeys(singles, 0.0)
-        group_shares = parts(self.facts, template, serving, bucket, lengths, unit.model in self._lengths)
+        group_shares = parts(
+            self.facts, template, serving, bucket, lengths, template_copy.model in self._lengths
+        )
         for first, second, share in group_shares:
             if first == second:
                 alone[first] += share * weight
             else:
                 pairs.append((singles[first], singles[second], share * weight))
         for place, own in alone.items():
-            ways.put(singles[place], TargetWeights(unit.region, own))
-        ways.join(unit.id, unit.region, pairs)
+            route_options.put(singles[place], TargetWeights(template_copy.region, own))
+        route_options.join(template_copy.id, template_copy.region, pairs)
 
-    def _put(self, table: ModelRoutes, ways: RouteOptions, target: Target, there: bool) -> None:
+    def _put(self, routes: ModelRoutes, route_options: RouteOptions, target: Target, there: bool) -> None:
         """Set what a target weighs in these ways; nothing when it is another model's, too small or gone."""
         views = target.views()
-        if views and views[0].member.model != table.offers.model:
+        if views and views[0].member.model != routes.offers.model:
             return
-        if there and views and self._fits(table, views, ways.length_class):
-            ways.put(target, self._weights(table, ways, target, views))
+        if there and views and self._fits(routes, views, route_options.length_class):
+            route_options.put(target, self._weights(routes, route_options, target, views))
         else:
-            ways.put(target, TargetWeights(views[0].member.region if views else ""))
+            route_options.put(target, TargetWeights(views[0].member.region if views else ""))
 
     def _weights(
-        self, table: ModelRoutes, ways: RouteOptions, target: Target, views: list[ReplicaState]
+        self, routes: ModelRoutes, route_options: RouteOptions, target: Target, views: list[ReplicaState]
     ) -> TargetWeights:
-        member, bucket = views[0].member, ways.bucket
-        template = self._templates[member.template]
-        region = member.region
+        replica_spec, bucket = views[0].member, route_options.bucket
+        template = self._templates[replica_spec.template]
+        region = replica_spec.region
         grouped = kind_of(template) != PLAIN
         if bucket in (ANY, LAST):
             facts = views[0].facts
@@ -265,50 +275,61 @@ class RoutingTable:
         if bucket == CLOSED:
             whole = intact_share(target, template) if grouped else float(views[0].role == "mixed")
             return TargetWeights(region, _most_closed(template) * whole)
-        offer = table.offers.copy((member.template, region))
-        if offer is None or template.flows:  # what a group's replicas do, `_join` says
+        template_weights = routes.offers.copy((replica_spec.template, region))
+        if template_weights is None or template.flows:  # what a group's replicas do, `_join` says
             return TargetWeights(region)
         if grouped:
             share = intact_share(target, template)
-            return TargetWeights(region, self._weight(table, offer, "closed", bucket) * share)
+            return TargetWeights(region, self._weight(routes, template_weights, "closed", bucket) * share)
         role = views[0].role
-        closed = self._plain(table, offer, template, "closed", bucket) if role == "mixed" else 0.0
-        prefill = self._plain(table, offer, template, "prefill", bucket) if role != "decode" else 0.0
-        decode = self._plain(table, offer, template, "decode", bucket) if role != "prefill" else 0.0
-        if role != member.role and role == "prefill" and not prefill:
-            prefill = self._borrowed(ways.prefill(region), views[0], "prefill")
-        if role != member.role and role == "decode" and not decode:
-            decode = self._borrowed(ways.decode(region), views[0], "decode")
+        closed = self._plain(routes, template_weights, template, "closed", bucket) if role == "mixed" else 0.0
+        prefill = (
+            self._plain(routes, template_weights, template, "prefill", bucket) if role != "decode" else 0.0
+        )
+        decode = (
+            self._plain(routes, template_weights, template, "decode", bucket) if role != "prefill" else 0.0
+        )
+        if role != replica_spec.role and role == "prefill" and not prefill:
+            prefill = self._borrowed(route_options.prefill(region), views[0], "prefill")
+        if role != replica_spec.role and role == "decode" and not decode:
+            decode = self._borrowed(route_options.decode(region), views[0], "decode")
         return TargetWeights(region, closed, prefill, decode)
 
     def _plain(
-        self, table: ModelRoutes, offer: TemplateWeights, template: Template, phase: Phase, bucket: int
+        self,
+        routes: ModelRoutes,
+        template_weights: TemplateWeights,
+        template: Template,
+        phase: Phase,
+        bucket: int,
     ) -> float:
         role = {"closed": "mixed", "prefill": "prefill", "decode": "decode"}[phase]
         able = [replica for replica in template.replicas if replica.role in (role, "mixed")]
-        return self._weight(table, offer, phase, bucket) / max(1, len(able))
+        return self._weight(routes, template_weights, phase, bucket) / max(1, len(able))
 
-    def _weight(self, table: ModelRoutes, offer: TemplateWeights, phase: Phase, bucket: int) -> float:
+    def _weight(
+        self, routes: ModelRoutes, template_weights: TemplateWeights, phase: Phase, bucket: int
+    ) -> float:
         """A copy's weight; under a length threshold also in buckets that the plan sends elsewhere. Not for whole
         requests where others prefill at home: a combo has as many of each side as its own buckets need."""
-        weights = offer.weights(phase)
-        planned = phase == "closed" and any(flow.source == flow.target for flow in table.offers.flows)
-        if weights[bucket] or planned or not table.thresholds:
+        weights = template_weights.weights(phase)
+        planned = phase == "closed" and any(flow.source == flow.target for flow in routes.offers.flows)
+        if weights[bucket] or planned or not routes.thresholds:
             return weights[bucket]
         given = [weight for weight in weights if weight > 0]
         return sum(given) / len(given) if given else 0.0
 
-    def _borrowed(self, colleagues: Balancer, view: ReplicaState, phase: Phase) -> float:
+    def _borrowed(self, colleagues: Balancer, replica: ReplicaState, phase: Phase) -> float:
         """What a replica whose role was flipped weighs: as its new colleagues do, by the ratio of their speeds."""
         others = [t for t in colleagues.members() if t.view is not None and t.view.role == t.view.member.role]
         if not others or others[0].view is None:
             return 1.0
         mean = colleagues.total / len(colleagues)
-        mine, theirs = self._speed(view, phase), self._speed(others[0].view, phase)
+        mine, theirs = self._speed(replica, phase), self._speed(others[0].view, phase)
         return mean * mine / theirs if mine and theirs else mean
 
-    def _speed(self, view: ReplicaState, phase: Phase) -> float:
-        facts = view.facts
+    def _speed(self, replica: ReplicaState, phase: Phase) -> float:
+        facts = replica.facts
         if facts is None:
             return 0.0
         if phase == "prefill":
@@ -317,7 +338,7 @@ class RoutingTable:
 
     def ready(self, model: str) -> list[ReplicaState]:
         views = [target.view for target in self.singles.values() if target.view is not None]
-        return [view for view in views if view.member.model == model]
+        return [replica for replica in views if replica.member.model == model]
 
     def request_s(self, target: Target) -> float:
         template = self._templates[target.views()[0].member.template]
@@ -326,11 +347,11 @@ class RoutingTable:
         share = len(template.replicas) if target.kind == PLAIN else 1
         return share / best if best > 0 else 0.0
 
-    def _fits(self, table: ModelRoutes, views: list[ReplicaState], length_class: int) -> bool:
+    def _fits(self, routes: ModelRoutes, views: list[ReplicaState], length_class: int) -> bool:
         if length_class == 0:
             return True
-        least = table.limits_tokens[length_class]
-        return all(self._limit(view.member.template, view.member.index) >= least for view in views)
+        least = routes.limits_tokens[length_class]
+        return all(self._limit(replica.member.template, replica.member.index) >= least for replica in views)
 
     def _limit(self, template: str, index: int) -> int:
         facts = self.facts.replicas.get((template, index))
@@ -370,10 +391,10 @@ class RouteOption:
     __slots__ = ("decodes", "link", "planned_per_s", "prefills", "source", "target")
 
     def __init__(
-        self, prefills: Balancer, decodes: Balancer | None, source: str = "", target: str = ""
+        self, prefill_balancer: Balancer, decode_balancer: Balancer | None, source: str = "", target: str = ""
     ) -> None:
-        self.prefills = prefills  # Closed targets, or where prompts are prefilled.
-        self.decodes = decodes
+        self.prefills = prefill_balancer  # Closed targets, or where prompts are prefilled.
+        self.decodes = decode_balancer
         self.source = source
         self.target = target
         self.link = f"{source}->{target}"
@@ -391,23 +412,23 @@ class RouteOption:
 class SingleChoice:
     __slots__ = ("_member", "total")
 
-    def __init__(self, member: Target) -> None:
-        self._member = member
+    def __init__(self, target: Target) -> None:
+        self._member = target
         self.total = 1.0
 
     def __len__(self) -> int:
         return 1
 
-    def __contains__(self, member: Target) -> bool:
-        return member is self._member
+    def __contains__(self, target: Target) -> bool:
+        return target is self._member
 
-    def set(self, member: Target, weight: float) -> None:
+    def set(self, target: Target, weight: float) -> None:
         """It stays as long as its way does."""
 
     def pick(self) -> Target | None:
         return self._member
 
-    def swap(self, picked: Target, other: Target) -> None:
+    def swap(self, picked_target: Target, other_target: Target) -> None:
         """There is no other."""
 
     def members(self) -> tuple[Target, ...]:
@@ -427,9 +448,9 @@ class RouteOptions:
         self.local: WeightedRoundRobin[RouteOption] = WeightedRoundRobin()
         self.remote: WeightedRoundRobin[RouteOption] = WeightedRoundRobin()
         for source, target, planned_per_s in flows:
-            way = RouteOption(self.prefill(source), self.decode(target), source, target)
-            way.planned_per_s = planned_per_s
-            self.flows.append(way)
+            route_option = RouteOption(self.prefill(source), self.decode(target), source, target)
+            route_option.planned_per_s = planned_per_s
+            self.flows.append(route_option)
         self.pairs: dict[str, dict[tuple[Target, Target], RouteOption]] = {}
         """Unit to the hand-overs inside it."""
         self.simple = not self.flows  # Only closed targets: the commonest case, and the fastest.
@@ -453,14 +474,16 @@ class RouteOptions:
         """The hand-overs inside a group's copy, with their weights, instead of those before; `settle` must follow."""
         old = self.pairs.pop(unit, {})
         new: dict[tuple[Target, Target], RouteOption] = {}
-        for first, second, weight in pairs:
-            way = old.pop((first, second), None)
-            if way is None:
-                way = RouteOption(SingleChoice(first), SingleChoice(second), region, region)
-            way.planned_per_s = weight
-            new[first, second] = way
-        for way in old.values():
-            self._weigh(way, 0.0)
+        for first_target, second_target, weight in pairs:
+            route_option = old.pop((first_target, second_target), None)
+            if route_option is None:
+                route_option = RouteOption(
+                    SingleChoice(first_target), SingleChoice(second_target), region, region
+                )
+            route_option.planned_per_s = weight
+            new[first_target, second_target] = route_option
+        for route_option in old.values():
+            self._weigh(route_option, 0.0)
         if new:
             self.pairs[unit] = new
         self.simple = not (self.flows or self.pairs)
@@ -469,25 +492,28 @@ class RouteOptions:
         if self.simple:
             return
         for pairs in self.pairs.values():
-            for way in pairs.values():
-                self._weigh(way, way.planned_per_s)
+            for route_option in pairs.values():
+                self._weigh(route_option, route_option.planned_per_s)
         out: dict[str, float] = {}
         into: dict[str, float] = {}
-        for way in self.flows:
-            out[way.source] = out.get(way.source, 0.0) + way.planned_per_s
-            into[way.target] = into.get(way.target, 0.0) + way.planned_per_s
+        for route_option in self.flows:
+            out[route_option.source] = out.get(route_option.source, 0.0) + route_option.planned_per_s
+            into[route_option.target] = into.get(route_option.target, 0.0) + route_option.planned_per_s
         self._weigh(self.closed, self.closed.prefills.total if len(self.closed.prefills) else 0.0)
-        for way in self.flows:
+        for route_option in self.flows:
             share = 0.0
-            if way.open and way.decodes is not None:
-                planned = way.planned_per_s
-                share = min(way.prefills.total / out[way.source], way.decodes.total / into[way.target])
-                share = planned * (min(1.0, share) if way.crosses else share)
-            self._weigh(way, share)
+            if route_option.open and route_option.decodes is not None:
+                planned = route_option.planned_per_s
+                share = min(
+                    route_option.prefills.total / out[route_option.source],
+                    route_option.decodes.total / into[route_option.target],
+                )
+                share = planned * (min(1.0, share) if route_option.crosses else share)
+            self._weigh(route_option, share)
 
-    def _weigh(self, way: RouteOption, weight: float) -> None:
-        self.turns.set(way, weight)
-        (self.remote if way.crosses else self.local).set(way, weight)
+    def _weigh(self, route_option: RouteOption, weight: float) -> None:
+        self.turns.set(route_option, weight)
+        (self.remote if route_option.crosses else self.local).set(route_option, weight)
 
     def _pool(self, pools: dict[str, Balancer], region: str) -> Balancer:
         if region not in pools:

@@ -67,10 +67,12 @@ def chunked_s(facts: SplitFacts, chunk: int, base_s: float, prompt_tokens: int, 
     return n * (facts.k_ctxp * (part + (n - 1) * chunk / 2) + base_s)
 
 
-def keeps_decode(high: ReplicaFacts, high_open: int, low: ReplicaFacts, low_open: int, busy: float) -> bool:
-    if high_open < high.decode_batch:
+def keeps_decode(
+    high_facts: ReplicaFacts, high_open: int, low_facts: ReplicaFacts, low_open: int, busy: float
+) -> bool:
+    if high_open < high_facts.decode_batch:
         return False
-    low_s, high_s = step_seconds(low, low_open + 1), step_seconds(high, high_open + 1)
+    low_s, high_s = step_seconds(low_facts, low_open + 1), step_seconds(high_facts, high_open + 1)
     return low_s < (1.0 - busy) * high_s
 
 
@@ -125,33 +127,40 @@ def _difference(prompt: int, facts: SplitFacts, chunk: int, base_s: float, part:
     return partial_prefill_s(facts, part) - chunked_s(facts, chunk, base_s, prompt, part)
 
 
-def high_end(view: ReplicaState) -> HighEndLoad:
-    status, facts = view.status, view.facts
+def high_end(replica: ReplicaState) -> HighEndLoad:
+    status, facts = replica.status, replica.facts
     if status is not None:
         return status.running, float(status.context_tokens), status.free_blocks
-    used = -(-view.open_context_tokens // BLOCK_TOKENS)
+    used = -(-replica.open_context_tokens // BLOCK_TOKENS)
     free = max(0, facts.total_blocks - used) if facts is not None else 1 << 40
-    return view.open_requests, float(view.open_context_tokens), free
+    return replica.open_requests, float(replica.open_context_tokens), free
 
 
 def passes(
-    splits: SplitFacts, target: Target, low: ReplicaState, high: ReplicaState, prompt_tokens: int, part: int
+    splits: SplitFacts,
+    target: Target,
+    low_replica: ReplicaState,
+    high_replica: ReplicaState,
+    prompt_tokens: int,
+    part: int,
 ) -> bool:
     """Whether a prompt that finds the low-end side full goes whole to the high-end one, within its planned batch."""
-    load, facts = high_end(high), high.facts
-    if load[2] * BLOCK_TOKENS < prompt_tokens or (facts and high.open_requests >= facts.decode_batch):
+    load, facts = high_end(high_replica), high_replica.facts
+    if load[2] * BLOCK_TOKENS < prompt_tokens or (facts and high_replica.open_requests >= facts.decode_batch):
         return False
     # Those that wait count as if they were like it.
-    low_s = max(0.0, partial_prefill_s(splits, low.open_prefill_tokens + len(target.waiting) * part))
-    high_s = high.open_prefill_tokens * facts.prefill_s_per_token if facts is not None else 0.0
+    low_s = max(0.0, partial_prefill_s(splits, low_replica.open_prefill_tokens + len(target.waiting) * part))
+    high_s = high_replica.open_prefill_tokens * facts.prefill_s_per_token if facts is not None else 0.0
     return sooner_whole(splits, prompt_tokens, part, load, low_s, high_s)
 
 
-def stays_low(target: Target, low: ReplicaState, high: ReplicaState, total_tokens: int) -> bool:
-    weak, strong = low.facts, high.facts
+def stays_low(
+    target: Target, low_replica: ReplicaState, high_replica: ReplicaState, total_tokens: int
+) -> bool:
+    weak, strong = low_replica.facts, high_replica.facts
     if weak is None or strong is None:
         return False
-    if low.open_context_tokens + total_tokens > weak.total_blocks * BLOCK_TOKENS:
+    if low_replica.open_context_tokens + total_tokens > weak.total_blocks * BLOCK_TOKENS:
         return False
-    decoding = max(0, low.open_requests - target.in_low)
-    return keeps_decode(strong, high.open_requests, weak, decoding, target.busy)
+    decoding = max(0, low_replica.open_requests - target.in_low)
+    return keeps_decode(strong, high_replica.open_requests, weak, decoding, target.busy)

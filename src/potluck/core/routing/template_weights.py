@@ -95,25 +95,29 @@ def nearer(model: ModelWeights, home: str) -> ModelWeights:
     return replace(model, copies=copies, flows=flows)
 
 
-def merged(new: ModelWeights, old: ModelWeights, live: Collection[Key]) -> ModelWeights:
+def merged(new_weights: ModelWeights, old_weights: ModelWeights, live: Collection[Key]) -> ModelWeights:
     """The new plan's offers, and the old one's for live copies no longer planned, bucket by longest prompt."""
     left = {
-        key: offer for key in sorted(live) if key not in new.copies and (offer := old.copy(key)) is not None
+        key: template_weights
+        for key in sorted(live)
+        if key not in new_weights.copies and (template_weights := old_weights.copy(key)) is not None
     }
     if not left:
-        return new
-    places = [old.bucket(tokens) for tokens in new.longest_tokens]
-    copies = dict(new.copies)
-    for key, offer in left.items():
-        copies[key] = TemplateWeights(*(tuple(offer.weights(p)[i] for i in places) for p in PHASES))
-    known = {(flow.source, flow.target) for flow in new.flows}
+        return new_weights
+    places = [old_weights.bucket(tokens) for tokens in new_weights.longest_tokens]
+    copies = dict(new_weights.copies)
+    for key, template_weights in left.items():
+        copies[key] = TemplateWeights(
+            *(tuple(template_weights.weights(p)[i] for i in places) for p in PHASES)
+        )
+    known = {(flow.source, flow.target) for flow in new_weights.flows}
     regions = {region for _, region in left}
     flows = [
         RegionFlow(flow.source, flow.target, tuple(flow.rates_per_s[i] for i in places))
-        for flow in old.flows
+        for flow in old_weights.flows
         if (flow.source, flow.target) not in known and {flow.source, flow.target} & regions
     ]
-    return replace(new, copies=copies, flows=new.flows + tuple(flows))
+    return replace(new_weights, copies=copies, flows=new_weights.flows + tuple(flows))
 
 
 def _model(plan: Plan, model: str, rule: BalanceRule) -> ModelWeights:

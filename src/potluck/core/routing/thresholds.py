@@ -51,26 +51,26 @@ class LengthThresholds:
                 ahead_s = self._ahead_s(model, event, links[link].tokens)
                 links[link] = after_report(links[link], event, ahead_s)
 
-    def choices(self, req: RequestState, ways: RouteOptions) -> dict[str, PrefillChoice]:
+    def choices(self, request: RequestState, route_options: RouteOptions) -> dict[str, PrefillChoice]:
         """Link by link, whether a request should go over it; nothing where length does not decide."""
-        links = self.links.get(req.request.model)
+        links = self.links.get(request.request.model)
         if not links:
             return NONE
-        prompt, cached = req.prompt_tokens, self._affinity.by_region(req, ways)
+        prompt, cached = request.prompt_tokens, self._affinity.by_region(request, route_options)
         prefill_choices = {}
-        for way in ways.flows:
-            threshold = links.get(way.link) if way.crosses else None
+        for route_option in route_options.flows:
+            threshold = links.get(route_option.link) if route_option.crosses else None
             if threshold is not None:
-                here, there = cached.get(way.target, 0), cached.get(way.source, 0)
-                prefill_choices[way.link] = decide(threshold, prompt, here, there)
+                here, there = cached.get(route_option.target, 0), cached.get(route_option.source, 0)
+                prefill_choices[route_option.link] = decide(threshold, prompt, here, there)
         return prefill_choices
 
     def _take(self, model: str, before: dict[str, LengthThreshold]) -> None:
         fresh = self._table.models[model].thresholds
         if fresh:
             self.links[model] = {
-                link: rebased(before[link], now.base_tokens) if link in before else now
-                for link, now in fresh.items()
+                link: rebased(before[link], new_threshold.base_tokens) if link in before else new_threshold
+                for link, new_threshold in fresh.items()
             }
 
     def _ahead_s(self, model: str, event: LinkReported, tokens: float) -> float:
@@ -81,12 +81,12 @@ class LengthThresholds:
     def _takes_s(self, model: str, region: str, tokens: float) -> float | None:
         """Mean of the replicas that prefill, with prompts that wait but without the one at work; None for none."""
         takes: list[float] = []
-        for view in self._fleet.views.values():
-            mine = view.member.model == model and view.member.region == region and view.serves
-            if mine and view.role != "decode" and view.facts is not None:
-                waiting = view.open_prefill_tokens * (1.0 - 1.0 / max(1, view.open_requests))
-                prompts_s = waiting * view.facts.prefill_s_per_token + view.facts.prompt_s(tokens)
-                takes.append(prompts_s * view.pace)
+        for replica in self._fleet.views.values():
+            mine = replica.member.model == model and replica.member.region == region and replica.serves
+            if mine and replica.role != "decode" and replica.facts is not None:
+                waiting = replica.open_prefill_tokens * (1.0 - 1.0 / max(1, replica.open_requests))
+                prompts_s = waiting * replica.facts.prefill_s_per_token + replica.facts.prompt_s(tokens)
+                takes.append(prompts_s * replica.pace)
         return sum(takes) / len(takes) if takes else None
 
 

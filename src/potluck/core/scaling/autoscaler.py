@@ -92,14 +92,14 @@ class Autoscaler:
         self._scaler.quoted(regions)
         return self.step(at_s)
 
-    def ordered(self, view: ReplicaState, role: Role) -> tuple[Action, ...]:
+    def ordered(self, replica: ReplicaState, role: Role) -> tuple[Action, ...]:
         """A person gives a replica a role; with the planned one it is the rules' again."""
         self.by_hand = {name: item for name, item in self.by_hand.items() if name in self._fleet.views}
-        if role == view.member.role:
-            self.by_hand.pop(view.member.id, None)
+        if role == replica.member.role:
+            self.by_hand.pop(replica.member.id, None)
         else:
-            self.by_hand[view.member.id] = role
-        return () if role == view.role else (FlipReplica(view.member.id, role),)
+            self.by_hand[replica.member.id] = role
+        return () if role == replica.role else (FlipReplica(replica.member.id, role),)
 
     def drained(self, at_s: float, replica: str) -> tuple[Action, ...]:
         self._progress = self._progress.drained(replica)
@@ -156,10 +156,10 @@ class Autoscaler:
         self._advised = (*self._advised[-31:], what)
         return [OperatorNote(f"advice: {what}", reason)]
 
-    def finished(self, at_s: float, req: RequestState, output_tokens: int) -> None:
-        first_s = req.first_s if req.first_s >= 0 else at_s
+    def finished(self, at_s: float, request_state: RequestState, output_tokens: int) -> None:
+        first_s = request_state.first_s if request_state.first_s >= 0 else at_s
         tpot_s = (at_s - first_s) / (output_tokens - 1) if output_tokens > 1 else 0.0
-        request = req.request
+        request = request_state.request
         self.window.finished(at_s, request.model, output_tokens, first_s - request.arrival_s, tpot_s)
 
     def step(self, at_s: float) -> tuple[Action, ...]:
@@ -188,14 +188,16 @@ class Autoscaler:
         known = self._known.get(template)
         return known is not None and known.template.model in self._sleep.asleep
 
-    def _placed(self, member: ReplicaSpec) -> ReplicaSpec:
-        blueprint = self._known.get(member.template)
-        named = blueprint.template.replicas[member.index].layout.machines if blueprint is not None else {}
-        own = self._facts.places.get((member.template, member.index), ())
+    def _placed(self, replica_spec: ReplicaSpec) -> ReplicaSpec:
+        blueprint = self._known.get(replica_spec.template)
+        named = (
+            blueprint.template.replicas[replica_spec.index].layout.machines if blueprint is not None else {}
+        )
+        own = self._facts.places.get((replica_spec.template, replica_spec.index), ())
         zones = {self._facts.zones.get(machine, "") for machine in named}
         return replace(
-            member,
-            nodes=tuple(sorted(named)) or tuple(f"{member.unit}/{name}" for name in own),
+            replica_spec,
+            nodes=tuple(sorted(named)) or tuple(f"{replica_spec.unit}/{name}" for name in own),
             zone=zones.pop() if len(zones) == 1 else "",
         )
 
@@ -211,12 +213,12 @@ def _lengths(observed: ObservedTraffic) -> tuple[SeenLengths, ...]:
     """Of models of which enough was seen to plan by it."""
     return tuple(
         SeenLengths(
-            seen.model,
-            seen.mean_output_tokens,
-            tuple((length.mean_tokens, float(length.count)) for length in seen.lengths if length.count),
+            traffic.model,
+            traffic.mean_output_tokens,
+            tuple((length.mean_tokens, float(length.count)) for length in traffic.lengths if length.count),
         )
-        for seen in observed.models
-        if seen.finished >= rule.LEAST_SEEN and seen.mean_output_tokens > 0
+        for traffic in observed.models
+        if traffic.finished >= rule.LEAST_SEEN and traffic.mean_output_tokens > 0
     )
 
 
@@ -242,7 +244,7 @@ class ScaleToZero:
         actions: list[Action] = []
         if not self.any:
             return actions, False
-        busy = {view.member.model for view in fleet.views.values() if view.open_requests}
+        busy = {replica.member.model for replica in fleet.views.values() if replica.open_requests}
         for model, facts in self._models.items():
             if facts.idle_s is None:
                 continue

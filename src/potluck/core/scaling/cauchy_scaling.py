@@ -82,22 +82,22 @@ class CauchyScaling(rule.Scaler):
         decisions: list[rule.ScaleDecision] = []
         if self._quoted and observed.models:
             self._quoted = False
-            rates = tuple((seen.model, asked_per_s(seen, False)) for seen in observed.models)
+            rates = tuple((traffic.model, asked_per_s(traffic, False)) for traffic in observed.models)
             decisions.append(rule.AskReplan(rates, rule.QUOTED))
         stable = []
         for model in sorted({item.model for item in plan.templates}):
-            seen = observed.of(model)
-            if seen is None:
+            traffic = observed.of(model)
+            if traffic is None:
                 self._notes.say(model, "no request seen yet")
                 continue
-            last_s = self._last_s.setdefault(model, at_s - seen.span_s)
+            last_s = self._last_s.setdefault(model, at_s - traffic.span_s)
             window_s = self._policy.window_s
             left_s = window_s - (at_s - last_s)
             if left_s > 0 and at_s - self._resized_s.get(model, at_s) < ON * window_s:
                 self._notes.wait(model, f"looks again in {left_s:.0f} s, a window after the last change")
                 continue
-            standing = self._standing(model, seen, fleet, plan)
-            resizes = self._resizes(seen, standing, fleet, only_out=left_s > 0)
+            standing = self._standing(model, traffic, fleet, plan)
+            resizes = self._resizes(traffic, standing, fleet, only_out=left_s > 0)
             if left_s > 0 and not resizes:
                 self._notes.wait(model, f"looks again in {left_s:.0f} s, unless more is needed before")
                 continue
@@ -110,18 +110,26 @@ class CauchyScaling(rule.Scaler):
             decisions.append(self._refine(at_s, stable, observed))
         return tuple(decisions)
 
-    def _standing(self, model: str, seen: ModelTraffic, fleet: FleetState, plan: Plan) -> _Standing:
+    def _standing(self, model: str, traffic: ModelTraffic, fleet: FleetState, plan: Plan) -> _Standing:
         """Copies that stay: of what is wanted, those that are there; and all those that were never asked for."""
         buckets = copy_capacity.buckets_of(plan, model)
-        shares = seen.bucket_shares([bucket.longest_tokens for bucket in buckets])
+        shares = traffic.bucket_shares([bucket.longest_tokens for bucket in buckets])
         mix = {bucket.bucket: share for bucket, share in zip(buckets, shares, strict=True)}
         if not any(mix.values()):
             mix = {bucket.bucket: 1.0 for bucket in buckets}
         templates = {item.name: item for item in plan.repertoire if item.model == model}
-        mine = [unit for unit in fleet.units.values() if unit.model == model and not unit.standby]
-        moving = sum(not unit.whole for unit in mine)
-        stay = [unit for unit in mine if not any(view.state == "draining" for view in unit.views)]
-        there = Counter((unit.template, unit.region) for unit in stay)
+        mine = [
+            template_copy
+            for template_copy in fleet.units.values()
+            if template_copy.model == model and not template_copy.standby
+        ]
+        moving = sum(not template_copy.whole for template_copy in mine)
+        stay = [
+            template_copy
+            for template_copy in mine
+            if not any(replica.state == "draining" for replica in template_copy.views)
+        ]
+        there = Counter((template_copy.template, template_copy.region) for template_copy in stay)
         counts = {key: min(n, self._wanted.get(key, n)) for key, n in there.items()}
         keys = {*counts, *(key for key in self._wanted if key[0] in templates)}
         known = {key: copy_capacity.rates_of(templates[key[0]], mix) for key in keys if key[0] in templates}
@@ -133,9 +141,9 @@ class CauchyScaling(rule.Scaler):
         return _Standing(plan, counts, rates, moving, able, busy, planned)
 
     def _resizes(
-        self, seen: ModelTraffic, standing: _Standing, fleet: FleetState, only_out: bool
+        self, traffic: ModelTraffic, standing: _Standing, fleet: FleetState, only_out: bool
     ) -> list[rule.ScaleDecision]:
-        model, policy = seen.model, self._policy
+        model, policy = traffic.model, self._policy
         unknown = sorted({key[0] for key, n in standing.counts.items() if n and key not in standing.rates})
         if unknown:
             self._notes.say(model, f"not scaled: the capacity of {', '.join(unknown)} is not known")
@@ -145,20 +153,24 @@ class CauchyScaling(rule.Scaler):
             return []
         serves = self._sure_per_s(model, standing, standing.counts) * policy.headroom
         spare = standing.serves(standing.counts).served_per_s * policy.headroom - serves
-        queued = seen.held + rule.queued_requests(fleet, model)
+        queued = traffic.held + rule.queued_requests(fleet, model)
         late = max(0.0, queued - QUEUE_S * serves - sum(standing.counts.values()))
         if only_out:
             late = 0.0  # it was counted at the last change, and goes on until what was started then serves
         # At the rate the copies are made for, how far off would a quarter of a window be?
-        noise = RECENT_NOISE * max(seen.recent_error_per_s, sqrt(serves / max(seen.recent_span_s, 1e-9)))
-        demand = seen.recent_rate_per_s + late / policy.window_s
-        if seen.recent_rate_per_s > seen.rate_per_s and demand - serves > max(policy.ratio * serves, noise):
-            state = _state(seen.recent_rate_per_s, queued, demand, serves)
+        noise = RECENT_NOISE * max(
+            traffic.recent_error_per_s, sqrt(serves / max(traffic.recent_span_s, 1e-9))
+        )
+        demand = traffic.recent_rate_per_s + late / policy.window_s
+        if traffic.recent_rate_per_s > traffic.rate_per_s and demand - serves > max(
+            policy.ratio * serves, noise
+        ):
+            state = _state(traffic.recent_rate_per_s, queued, demand, serves)
             return self._out(model, demand + spare, standing, fleet, state)
         # And a whole one?
-        noise = NOISE * max(seen.error_per_s, sqrt(serves / seen.span_s))
-        demand = seen.rate_per_s + late / policy.window_s
-        state = _state(seen.rate_per_s, queued, demand, serves)
+        noise = NOISE * max(traffic.error_per_s, sqrt(serves / traffic.span_s))
+        demand = traffic.rate_per_s + late / policy.window_s
+        state = _state(traffic.rate_per_s, queued, demand, serves)
         if demand - serves > max(policy.ratio * serves, noise):
             return self._out(model, demand + spare, standing, fleet, state)
         if only_out:
@@ -300,7 +312,9 @@ class CauchyScaling(rule.Scaler):
         for model in stable:
             self._last_s[model] = at_s
             self._notes.say(model, "steady for the global window; asks for a new plan")
-        rates = tuple((seen.model, asked_per_s(seen, seen.model in stable)) for seen in observed.models)
+        rates = tuple(
+            (traffic.model, asked_per_s(traffic, traffic.model in stable)) for traffic in observed.models
+        )
         return rule.AskReplan(rates, f"steady for {self._policy.global_window_s:.0f} s: {', '.join(stable)}")
 
 
@@ -308,10 +322,10 @@ def _state(rate_per_s: float, queued: int, demand: float, serves: float) -> str:
     return f"{rate_per_s:.3g} requests/s and {queued} queued need {demand:.3g}, served are {serves:.3g}"
 
 
-def asked_per_s(seen: ModelTraffic, steady: bool) -> float:
+def asked_per_s(traffic: ModelTraffic, steady: bool) -> float:
     """The rate to plan for: the long window's mean if it held, else the latest. Never nothing: a last copy stays."""
-    rate = seen.long_rate_per_s if steady else seen.rate_per_s
-    return max(rate, 1.0 / max(seen.long_span_s, 1.0))
+    rate = traffic.long_rate_per_s if steady else traffic.rate_per_s
+    return max(rate, 1.0 / max(traffic.long_span_s, 1.0))
 
 
 def _take(free: dict[Resource, int] | None, option: CopyOption, count: int) -> None:

@@ -46,11 +46,11 @@ class CopyMeasure:
     def __init__(self, fleet: FleetState, wanted: Counts, known: Known) -> None:
         self._known = known
         self._counted = {
-            unit.model
-            for unit in fleet.units.values()
-            if unit.template not in known
-            or not known[unit.template].rates.known
-            or any(view.role != view.member.role for view in unit.views)
+            template_copy.model
+            for template_copy in fleet.units.values()
+            if template_copy.template not in known
+            or not known[template_copy.template].rates.known
+            or any(replica.role != replica.member.role for replica in template_copy.views)
         }
         ours = {name: known[name] for name, _ in wanted if name in known}
         self._counted |= {mine.template.model for mine in ours.values() if not mine.rates.known}
@@ -58,18 +58,22 @@ class CopyMeasure:
         for (name, _), count in wanted.items():
             if name in ours:
                 parts.setdefault(ours[name].template.model, []).append(self._template(name).times(count))
-        for unit in fleet.units.values():
-            if (unit.template, unit.region) not in wanted and unit.whole and not unit.standby:
-                parts.setdefault(unit.model, []).append(self.unit(unit))
+        for template_copy in fleet.units.values():
+            if (
+                (template_copy.template, template_copy.region) not in wanted
+                and template_copy.whole
+                and not template_copy.standby
+            ):
+                parts.setdefault(template_copy.model, []).append(self.unit(template_copy))
         self.targets = {model: total(rates) for model, rates in parts.items()}
 
     def target_per_s(self, model: str) -> float:
         return self.targets[model].served_per_s if model in self.targets else 0.0
 
-    def unit(self, unit: TemplateCopy) -> CopyRates:
-        if unit.model in self._counted:
-            return _by_roles(view.role for view in unit.views)
-        return self._known[unit.template].rates
+    def unit(self, template_copy: TemplateCopy) -> CopyRates:
+        if template_copy.model in self._counted:
+            return _by_roles(replica.role for replica in template_copy.views)
+        return self._known[template_copy.template].rates
 
     def _template(self, name: str) -> CopyRates:
         template, rates = self._known[name]
@@ -99,14 +103,14 @@ class FreeNodes:
         self._add(needs, -1)
         return True
 
-    def give(self, unit: TemplateCopy) -> None:
-        if unit.template in self._known:
-            self._add(_needs(self._known[unit.template].template, unit.region), 1)
+    def give(self, template_copy: TemplateCopy) -> None:
+        if template_copy.template in self._known:
+            self._add(_needs(self._known[template_copy.template].template, template_copy.region), 1)
 
-    def helps(self, key: Key, unit: TemplateCopy) -> bool:
-        if unit.template not in self._known:
+    def helps(self, key: Key, template_copy: TemplateCopy) -> bool:
+        if template_copy.template not in self._known:
             return False
-        holds = _needs(self._known[unit.template].template, unit.region)
+        holds = _needs(self._known[template_copy.template].template, template_copy.region)
         needs = _needs(self._known[key[0]].template, key[1])
         return any(self._free.get(item, count) < count for item, count in needs.items() if item in holds)
 
@@ -121,9 +125,11 @@ def room_in(
 ) -> FreeNodes:
     """What is free beside all copies not stopped. Of a named machine the limit is what is there or wanted."""
     held: Counter[Resource] = Counter()
-    for unit in fleet.units.values():
-        if unit.template in known and not all(view.member.id in stopped for view in unit.views):
-            held.update(_needs(known[unit.template].template, unit.region))
+    for template_copy in fleet.units.values():
+        if template_copy.template in known and not all(
+            replica.member.id in stopped for replica in template_copy.views
+        ):
+            held.update(_needs(known[template_copy.template].template, template_copy.region))
     asked: Counter[Resource] = Counter()
     for (name, region), copies in wanted.items():
         for element, count in _needs(known[name].template, region).items() if name in known else ():
@@ -157,8 +163,8 @@ class CopyRates(NamedTuple):
     def times(self, count: float) -> CopyRates:
         return CopyRates(self.closed_per_s * count, self.prefill_per_s * count, self.decode_per_s * count)
 
-    def plus(self, other: CopyRates) -> CopyRates:
-        return CopyRates(*(a + b for a, b in zip(self, other, strict=True)))
+    def plus(self, other_rates: CopyRates) -> CopyRates:
+        return CopyRates(*(a + b for a, b in zip(self, other_rates, strict=True)))
 
     @property
     def served_per_s(self) -> float:

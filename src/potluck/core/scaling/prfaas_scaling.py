@@ -57,51 +57,54 @@ def split_lengths(lengths: Sequence[LengthCount], threshold_tokens: int) -> tupl
 
 
 def rate_per_s(
-    site: ClusterBalance, lengths: Sequence[LengthCount], threshold_tokens: int, decoders: Sequence[bool]
+    cluster_balance: ClusterBalance,
+    lengths: Sequence[LengthCount],
+    threshold_tokens: int,
+    decoders: Sequence[bool],
 ) -> float:
     """Λ_max at a threshold, with those local replicas decoding that are marked so; equations 3 to 6."""
-    return _rate_per_s(site, lengths, threshold_tokens, *_parts(site, decoders))
+    return _rate_per_s(cluster_balance, lengths, threshold_tokens, *_parts(cluster_balance, decoders))
 
 
 def best_threshold(
-    site: ClusterBalance, lengths: Sequence[LengthCount], decoders: Sequence[bool]
+    cluster_balance: ClusterBalance, lengths: Sequence[LengthCount], decoders: Sequence[bool]
 ) -> tuple[float, int]:
     """(Λ_max, t): the largest rate, and of equal ones the longest threshold, which spares the link."""
-    parts = _parts(site, decoders)
-    tries = [0, *(length.high_tokens - 1 for length in lengths[:-1])] if site.remote else []
-    return max((_rate_per_s(site, lengths, t, *parts), t) for t in [*tries, NEVER_TOKENS])
+    parts = _parts(cluster_balance, decoders)
+    tries = [0, *(length.high_tokens - 1 for length in lengths[:-1])] if cluster_balance.remote else []
+    return max((_rate_per_s(cluster_balance, lengths, t, *parts), t) for t in [*tries, NEVER_TOKENS])
 
 
 def best_split(
-    site: ClusterBalance, lengths: Sequence[LengthCount], most: int = MAX_FLIPS
+    cluster_balance: ClusterBalance, lengths: Sequence[LengthCount], most: int = MAX_FLIPS
 ) -> tuple[float, int, list[tuple[str, Role]]]:
     """(Λ_max, t, flips): the best number of local prefill replicas within so many flips, and its threshold."""
-    now = [item.role == "decode" for item in site.local]
+    now = [item.role == "decode" for item in cluster_balance.local]
     prefills_now = len(now) - sum(now)
-    best_rate, best_t = best_threshold(site, lengths, now)
+    best_rate, best_t = best_threshold(cluster_balance, lengths, now)
     best_flips: list[tuple[str, Role]] = []
     for prefills in range(max(1, prefills_now - most), min(len(now), prefills_now + most + 1)):
         wanted = [place >= prefills for place in range(len(now))]
         flips: list[tuple[str, Role]] = [
             (item.replica, "decode" if decodes else "prefill")
-            for item, was, decodes in zip(site.local, now, wanted, strict=True)
+            for item, was, decodes in zip(cluster_balance.local, now, wanted, strict=True)
             if was != decodes
         ]
-        if len(flips) <= most and _keeps_roles(site, wanted):
-            rate, threshold = best_threshold(site, lengths, wanted)
+        if len(flips) <= most and _keeps_roles(cluster_balance, wanted):
+            rate, threshold = best_threshold(cluster_balance, lengths, wanted)
             if rate > best_rate:
                 best_rate, best_t, best_flips = rate, threshold, flips
     return best_rate, best_t, best_flips
 
 
-def _parts(site: ClusterBalance, decoders: Sequence[bool]) -> tuple[Counter[ReplicaFacts], float]:
-    both = list(zip(site.local, decoders, strict=True))
+def _parts(cluster_balance: ClusterBalance, decoders: Sequence[bool]) -> tuple[Counter[ReplicaFacts], float]:
+    both = list(zip(cluster_balance.local, decoders, strict=True))
     prefill = Counter(item.facts for item, decodes in both if not decodes)
     return prefill, sum(item.decode_per_s for item, decodes in both if decodes)
 
 
 def _rate_per_s(
-    site: ClusterBalance,
+    cluster_balance: ClusterBalance,
     lengths: Sequence[LengthCount],
     t: int,
     prefill: Counter[ReplicaFacts],
@@ -110,18 +113,18 @@ def _rate_per_s(
     p, long, short = split_lengths(lengths, t)
     remote = local = inf
     if p > 0:
-        compute = sum(n / replica_facts.prompt_s(long) for replica_facts, n in site.remote.items())
-        cargo = site.model.wire_bytes(long, site.codec)
-        remote = min(compute, site.egress_bytes_per_s / cargo if cargo > 0 else inf) / p
+        compute = sum(n / replica_facts.prompt_s(long) for replica_facts, n in cluster_balance.remote.items())
+        cargo = cluster_balance.model.wire_bytes(long, cluster_balance.codec)
+        remote = min(compute, cluster_balance.egress_bytes_per_s / cargo if cargo > 0 else inf) / p
     if p < 1:
         local = sum(n / replica_facts.prompt_s(short) for replica_facts, n in prefill.items()) / (1 - p)
     return min(remote, local, decode)
 
 
-def _keeps_roles(site: ClusterBalance, decoders: Sequence[bool]) -> bool:
+def _keeps_roles(cluster_balance: ClusterBalance, decoders: Sequence[bool]) -> bool:
     """Regions that prefill and decode now do so afterwards."""
-    before = {(item.region, item.role == "decode") for item in site.local}
-    after = {(item.region, decodes) for item, decodes in zip(site.local, decoders, strict=True)}
+    before = {(item.region, item.role == "decode") for item in cluster_balance.local}
+    after = {(item.region, decodes) for item, decodes in zip(cluster_balance.local, decoders, strict=True)}
     return before <= after
 
 
@@ -151,42 +154,42 @@ class PrfaasScaling(Scaler):
                 left_s = self._policy.window_s - (at_s - short_s)
                 self._notes.wait(model, f"looks again in {left_s:.0f} s")
                 continue
-            seen = observed.of(model)
-            if seen is None or seen.arrivals < LEAST_SEEN or not seen.mean_output_tokens:
+            traffic = observed.of(model)
+            if traffic is None or traffic.arrivals < LEAST_SEEN or not traffic.mean_output_tokens:
                 self._notes.say(model, f"fewer than {LEAST_SEEN} requests in the window, or none ended")
                 continue
-            site = self._site(seen, observed, fleet, plan)
-            if site is None:
+            cluster_balance = self._site(traffic, observed, fleet, plan)
+            if cluster_balance is None:
                 continue
             self._short_s[model] = at_s
             if at_s - long_s >= self._policy.global_window_s:
                 self._long_s[model] = at_s
-                decisions += self._long(seen, site)
+                decisions += self._long(traffic, cluster_balance)
             else:
-                decisions += self._short(seen, site)
+                decisions += self._short(traffic, cluster_balance)
         return tuple(decisions)
 
-    def _short(self, seen: ModelTraffic, site: ClusterBalance) -> list[ScaleDecision]:
-        now = [item.role == "decode" for item in site.local]
-        rate, threshold = best_threshold(site, seen.lengths, now)
-        old = self._thresholds.get(seen.model)
+    def _short(self, traffic: ModelTraffic, cluster_balance: ClusterBalance) -> list[ScaleDecision]:
+        now = [item.role == "decode" for item in cluster_balance.local]
+        rate, threshold = best_threshold(cluster_balance, traffic.lengths, now)
+        old = self._thresholds.get(traffic.model)
         if old is not None:
-            before = rate_per_s(site, seen.lengths, old, now)
-            need = _least(LEAST_GAIN_SHORT, seen)
+            before = rate_per_s(cluster_balance, traffic.lengths, old, now)
+            need = _least(LEAST_GAIN_SHORT, traffic)
             if rate < before * (1 + need) or threshold == old:
-                self._notes.say(seen.model, f"keeps {old} tokens: another gains less than {need:.0%}")
+                self._notes.say(traffic.model, f"keeps {old} tokens: another gains less than {need:.0%}")
                 return []
-        return [self._set(seen.model, threshold, f"sustains {rate:.3g} requests/s")]
+        return [self._set(traffic.model, threshold, f"sustains {rate:.3g} requests/s")]
 
-    def _long(self, seen: ModelTraffic, site: ClusterBalance) -> list[ScaleDecision]:
-        now = [item.role == "decode" for item in site.local]
-        before, _ = best_threshold(site, seen.lengths, now)
-        rate, threshold, flips = best_split(site, seen.lengths)
-        if not flips or rate < before * (1 + _least(LEAST_GAIN_LONG, seen)):
-            return self._short(seen, site)
+    def _long(self, traffic: ModelTraffic, cluster_balance: ClusterBalance) -> list[ScaleDecision]:
+        now = [item.role == "decode" for item in cluster_balance.local]
+        before, _ = best_threshold(cluster_balance, traffic.lengths, now)
+        rate, threshold, flips = best_split(cluster_balance, traffic.lengths)
+        if not flips or rate < before * (1 + _least(LEAST_GAIN_LONG, traffic)):
+            return self._short(traffic, cluster_balance)
         reason = f"sustains {rate:.3g} instead of {before:.3g} requests/s"
-        set_ = self._set(seen.model, threshold, reason)
-        self._notes.say(seen.model, f"flips {', '.join(name for name, _ in flips)}; {reason}")
+        set_ = self._set(traffic.model, threshold, reason)
+        self._notes.say(traffic.model, f"flips {', '.join(name for name, _ in flips)}; {reason}")
         return [*(FlipRole(name, role, reason) for name, role in flips), set_]
 
     def _set(self, model: str, threshold: int, reason: str) -> SetThreshold:
@@ -195,10 +198,10 @@ class PrfaasScaling(Scaler):
         return SetThreshold(model, threshold, reason)
 
     def _site(
-        self, seen: ModelTraffic, observed: ObservedTraffic, fleet: FleetState, plan: Plan
+        self, traffic: ModelTraffic, observed: ObservedTraffic, fleet: FleetState, plan: Plan
     ) -> ClusterBalance | None:
-        model = seen.model
-        lengths = MeanLengths(seen.mean_prompt_tokens, seen.mean_output_tokens)
+        model = traffic.model
+        lengths = MeanLengths(traffic.mean_prompt_tokens, traffic.mean_output_tokens)
         replicas, untimed = flippable(fleet, self._facts, model, lengths)
         cargo = self._facts.models.get(model)
         if untimed or cargo is None:
@@ -222,6 +225,6 @@ class PrfaasScaling(Scaler):
         )
 
 
-def _least(gain: float, seen: ModelTraffic) -> float:
+def _least(gain: float, traffic: ModelTraffic) -> float:
     """A gain that the sample's own noise cannot feign."""
-    return max(gain, NOISE * seen.prompt_error_tokens / max(seen.mean_prompt_tokens, 1.0))
+    return max(gain, NOISE * traffic.prompt_error_tokens / max(traffic.mean_prompt_tokens, 1.0))

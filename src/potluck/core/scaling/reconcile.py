@@ -43,9 +43,9 @@ def wanted_counts(plan: Plan, before: Mapping[Key, int] | None = None) -> dict[K
 def restored(fleet: FleetState) -> tuple[FlipReplica, ...]:
     """Flips that give replicas their planned roles back: a new plan counts on them."""
     return tuple(
-        FlipReplica(view.member.id, view.member.role)
-        for view in fleet.views.values()
-        if view.role != view.member.role and view.state != "draining"
+        FlipReplica(replica.member.id, replica.member.role)
+        for replica in fleet.views.values()
+        if replica.role != replica.member.role and replica.state != "draining"
     )
 
 
@@ -58,20 +58,20 @@ class ReconcileInputs(NamedTuple):
 
 
 def reconcile(
-    fleet: FleetState, wanted: Counts, progress: ReconcileState, at_s: float, inputs: ReconcileInputs
+    fleet: FleetState, wanted: Counts, state: ReconcileState, at_s: float, inputs: ReconcileInputs
 ) -> ReconcileStep:
-    work = _ReconcileWork(fleet, wanted, progress, at_s, inputs)
+    work = _ReconcileWork(fleet, wanted, state, at_s, inputs)
     work.remember_starts()
     work.set_goal()
     work.stop_drained()
     work.promote()
     work.drain_surplus()
     work.trim_standby()
-    room = copy_capacity.room_in(
+    free_nodes = copy_capacity.room_in(
         fleet, {**inputs.standby, **wanted}, inputs.known, inputs.available, work.stopped
     )
-    if work.start_missing(room, inputs.dip):
-        work.fill_standby(room)
+    if work.start_missing(free_nodes, inputs.dip):
+        work.fill_standby(free_nodes)
     return work.step()
 
 
@@ -124,7 +124,7 @@ class _ReconcileWork:
         self,
         fleet: FleetState,
         wanted: Counts,
-        progress: ReconcileState,
+        state: ReconcileState,
         at_s: float,
         inputs: ReconcileInputs,
     ) -> None:
@@ -132,41 +132,41 @@ class _ReconcileWork:
         self.wanted, self.standby = wanted, inputs.standby
         self.actions: list[Action] = []
         self.notes: list[str] = []
-        self.next_number = progress.next_number
-        self.starting = dict(progress.starting)
-        self.draining_s = {k: v for k, v in progress.draining_s.items() if k in fleet.views}
-        self.done = frozenset(replica for replica in progress.done if replica in fleet.views)
-        self.attempts = dict(progress.attempts)
+        self.next_number = state.next_number
+        self.starting = dict(state.starting)
+        self.draining_s = {k: v for k, v in state.draining_s.items() if k in fleet.views}
+        self.done = frozenset(replica for replica in state.done if replica in fleet.views)
+        self.attempts = dict(state.attempts)
         self.due_s = inf
         self.stopped: set[str] = set()
-        self.goal, self.floors_per_s = progress.goal, dict(progress.floors_per_s)
+        self.goal, self.floors_per_s = state.goal, dict(state.floors_per_s)
         self.spare: dict[Key, list[TemplateCopy]] = {}
         self.live: dict[Key, list[TemplateCopy]] = {}
         """Copies that stay or may stay, of the keys that are ours."""
         self.measure = CopyMeasure(fleet, wanted, inputs.known)
         self.serving: dict[str, CopyRates] = {}
         self.whole: set[str] = set()
-        for unit in fleet.units.values():
-            key, idle = (unit.template, unit.region), unit.standby
-            if unit.whole:
-                self.whole.add(unit.id)
+        for template_copy in fleet.units.values():
+            key, idle = (template_copy.template, template_copy.region), template_copy.standby
+            if template_copy.whole:
+                self.whole.add(template_copy.id)
                 if not idle:
-                    self._serve(unit, 1)
+                    self._serve(template_copy, 1)
             if key not in wanted and not idle:
                 continue
-            if any(view.state == "draining" for view in unit.views):
-                self.leave(unit)
+            if any(replica_state.state == "draining" for replica_state in template_copy.views):
+                self.leave(template_copy)
             else:
-                (self.spare if idle else self.live).setdefault(key, []).append(unit)
+                (self.spare if idle else self.live).setdefault(key, []).append(template_copy)
 
     def remember_starts(self) -> None:
         failed: set[Key] = set()
         fine: set[Key] = set()
         for replica, key in list(self.starting.items()):
-            view = self.fleet.views.get(replica)
-            if view is None or view.state != "starting":
+            replica_state = self.fleet.views.get(replica)
+            if replica_state is None or replica_state.state != "starting":
                 del self.starting[replica]
-                (failed if view is None else fine).add(key)
+                (failed if replica_state is None else fine).add(key)
         for key in fine - failed:
             self.attempts.pop(key, None)
         for key in failed:
@@ -174,14 +174,14 @@ class _ReconcileWork:
             wait_s = min(RETRY_S * 2 ** min(failures - 1, 30), RETRY_MOST_S)
             self.attempts[key] = FailedStarts(failures, self.at_s + wait_s)
 
-    def leave(self, unit: TemplateCopy) -> None:
+    def leave(self, template_copy: TemplateCopy) -> None:
         """All of a copy's replicas go: what serves is drained, what does not is stopped."""
-        for view in unit.views:
-            replica = view.member.id
-            if view.state == "starting":
+        for replica_state in template_copy.views:
+            replica = replica_state.member.id
+            if replica_state.state == "starting":
                 self.stop(replica)
             elif replica not in self.draining_s:
-                if view.state == "ready":
+                if replica_state.state == "ready":
                     self.actions.append(DrainReplica(replica))
                 self.draining_s[replica] = self.at_s
                 self.due_s = min(self.due_s, self.at_s + self.grace_s)
@@ -203,8 +203,8 @@ class _ReconcileWork:
         template = self.known[key[0]].template
         role, kind = template.replicas[index].role, template.kind
         replica = f"{unit}/{place}"
-        member = ReplicaSpec(replica, unit, template.name, index, kind, template.model, role, key[1])
-        self.actions.append(StartReplica(replace(member, standby=True) if standby else member))
+        replica_spec = ReplicaSpec(replica, unit, template.name, index, kind, template.model, role, key[1])
+        self.actions.append(StartReplica(replace(replica_spec, standby=True) if standby else replica_spec))
         self.starting[replica] = key
 
     def number(self) -> int:
@@ -233,34 +233,36 @@ class _ReconcileWork:
         """What is missing, from those on standby: the ready ones first, for the others are nearer than new ones."""
         for key, units in sorted(self.spare.items()):
             missing = self.wanted.get(key, 0) - len(self.live.get(key, ()))
-            for unit in sorted(units, key=lambda copy: (copy.id not in self.whole, _number_of(copy.id))):
+            for template_copy in sorted(
+                units, key=lambda copy: (copy.id not in self.whole, _number_of(copy.id))
+            ):
                 if missing <= 0:
                     break
                 missing -= 1
-                self.actions += reassign(unit, False)
-                units.remove(unit)
-                self.live.setdefault(key, []).append(unit)
-                if unit.id in self.whole:
-                    self._serve(unit, 1)
+                self.actions += reassign(template_copy, False)
+                units.remove(template_copy)
+                self.live.setdefault(key, []).append(template_copy)
+                if template_copy.id in self.whole:
+                    self._serve(template_copy, 1)
 
-    def _demote(self, unit: TemplateCopy) -> bool:
+    def _demote(self, template_copy: TemplateCopy) -> bool:
         """Whether a copy that is too much goes on standby: with planned roles, where no ready one is in its place."""
-        key = (unit.template, unit.region)
+        key = (template_copy.template, template_copy.region)
         spare = self.spare.setdefault(key, [])
-        planned = all(view.role == view.member.role for view in unit.views)
+        planned = all(replica.role == replica.member.role for replica in template_copy.views)
         if not planned or sum(item.id in self.whole for item in spare) >= self.standby.get(key, 0):
             return False
-        self.actions += reassign(unit, True)
-        self._serve(unit, -1)
-        self.live[key].remove(unit)
-        spare.append(unit)
+        self.actions += reassign(template_copy, True)
+        self._serve(template_copy, -1)
+        self.live[key].remove(template_copy)
+        spare.append(template_copy)
         return True
 
     def trim_standby(self) -> None:
         for key, units in sorted(self.spare.items()):
-            for unit in self._idlest(units)[: max(0, len(units) - self.standby.get(key, 0))]:
-                units.remove(unit)
-                self.leave(unit)
+            for template_copy in self._idlest(units)[: max(0, len(units) - self.standby.get(key, 0))]:
+                units.remove(template_copy)
+                self.leave(template_copy)
 
     def _waits(self, key: Key) -> bool:
         """Whether it is too soon to start another after starts that failed."""
@@ -269,12 +271,12 @@ class _ReconcileWork:
             self.due_s = min(self.due_s, again_s)
         return self.at_s < again_s
 
-    def fill_standby(self, room: FreeNodes) -> None:
+    def fill_standby(self, free_nodes: FreeNodes) -> None:
         for key, count in sorted(self.standby.items()):
             missing = count - len(self.spare.get(key, ())) if key[0] in self.known else 0
             if missing > 0 and self._waits(key):
                 continue
-            while missing > 0 and room.take(key):
+            while missing > 0 and free_nodes.take(key):
                 self.start(key, standby=True)
                 missing -= 1
             if missing > 0:
@@ -282,27 +284,32 @@ class _ReconcileWork:
 
     def _idlest(self, units: Iterable[TemplateCopy]) -> list[TemplateCopy]:
         """First those that are not ready, then the least loaded, the youngest."""
-        return sorted(units, key=lambda unit: (unit.id in self.whole, *_load(unit)))
+        return sorted(
+            units, key=lambda template_copy: (template_copy.id in self.whole, *_load(template_copy))
+        )
 
     def drain_surplus(self) -> None:
-        for unit in self.candidates():
-            if len(self.live[unit.template, unit.region]) <= self.wanted[unit.template, unit.region]:
+        for template_copy in self.candidates():
+            if (
+                len(self.live[template_copy.template, template_copy.region])
+                <= self.wanted[template_copy.template, template_copy.region]
+            ):
                 continue
-            if unit.id not in self.whole:
-                self._retire(unit)
+            if template_copy.id not in self.whole:
+                self._retire(template_copy)
                 continue
-            serving = self.serving[unit.model]
-            needed = min(serving.served_per_s, self.measure.target_per_s(unit.model))
-            left = serving.plus(self.measure.unit(unit).times(-1)).served_per_s
-            if left >= needed * (1 - ROUNDING) and not self._demote(unit):
-                self._retire(unit)
+            serving = self.serving[template_copy.model]
+            needed = min(serving.served_per_s, self.measure.target_per_s(template_copy.model))
+            left = serving.plus(self.measure.unit(template_copy).times(-1)).served_per_s
+            if left >= needed * (1 - ROUNDING) and not self._demote(template_copy):
+                self._retire(template_copy)
 
     def candidates(self) -> list[TemplateCopy]:
         """Copies of what there is too much of: first those that do not serve, then the least loaded, the youngest."""
         surplus = [units for key, units in self.live.items() if len(units) > self.wanted[key]]
-        return self._idlest(unit for units in surplus for unit in units)
+        return self._idlest(template_copy for units in surplus for template_copy in units)
 
-    def start_missing(self, room: FreeNodes, dip: float) -> bool:
+    def start_missing(self, free_nodes: FreeNodes, dip: float) -> bool:
         """Whether there were nodes for all of it."""
         missing = self._missing()
         for key, count in sorted(missing.items()):
@@ -313,20 +320,20 @@ class _ReconcileWork:
         ready = list(startable)
         while ready:  # one copy each in turn, so that scarce nodes do not all go to the first name
             for key in list(ready):
-                if missing[key] and room.take(key):
+                if missing[key] and free_nodes.take(key):
                     self.start(key)
                     missing[key] -= 1
                 else:
                     ready.remove(key)
         short = {key: missing[key] for key in startable if missing[key]}
         if short:
-            self._exchange(short, room, dip)
+            self._exchange(short, free_nodes, dip)
         return not short
 
     def step(self) -> ReconcileStep:
         seen = (self.next_number, self.starting, self.draining_s, self.done, self.attempts)
-        progress = ReconcileState(*seen, self.goal, self.floors_per_s)
-        return ReconcileStep(tuple(self.actions), progress, self.due_s, tuple(self.notes))
+        state = ReconcileState(*seen, self.goal, self.floors_per_s)
+        return ReconcileStep(tuple(self.actions), state, self.due_s, tuple(self.notes))
 
     def _missing(self) -> dict[Key, int]:
         """Copies to start, after giving back what copies lost of their replicas."""
@@ -340,36 +347,36 @@ class _ReconcileWork:
 
     def _restore(self, key: Key, units: Iterable[TemplateCopy], standby: bool) -> None:
         blueprint = self.known.get(key[0])
-        for unit in units if blueprint else ():
+        for template_copy in units if blueprint else ():
             assert blueprint is not None
-            here = {view.member.index for view in unit.views}
+            here = {replica.member.index for replica in template_copy.views}
             lost = [i for i in range(len(blueprint.template.replicas)) if i not in here]
             for index in lost if lost and not self._waits(key) else ():
-                self.start_replica(key, unit.id, index, f"{index}+{self.number()}", standby)
+                self.start_replica(key, template_copy.id, index, f"{index}+{self.number()}", standby)
 
-    def _exchange(self, short: Mapping[Key, int], room: FreeNodes, dip: float) -> None:
+    def _exchange(self, short: Mapping[Key, int], free_nodes: FreeNodes, dip: float) -> None:
         """There are no nodes for copies that are wanted: let copies go that hold them, within the dip."""
-        for unit in self._leaving():
-            room.give(unit)
+        for template_copy in self._leaving():
+            free_nodes.give(template_copy)
         for key, count in short.items():
             name = f"{key[0]}@{key[1]}"
             for left in range(count, 0, -1):
-                if room.take(key) or self._yielded(key, room):
+                if free_nodes.take(key) or self._yielded(key, free_nodes):
                     continue  # enough is on its way out: wait for it
-                units, lost = self._in_the_way(key, room)
+                units, lost = self._in_the_way(key, free_nodes)
                 if not units or lost > dip + ROUNDING:
                     how = f"; a dip of {lost:.0%} would let copies be exchanged" if units else ""
                     self.notes.append(f"{name}: {left} wanted, but there are no nodes{how}")
                     break
-                for unit in units:
-                    self._retire(unit)
-                    room.give(unit)
-                    self.notes.append(f"{name}: no spare nodes, so {unit.id} goes first")
-                room.take(key)
+                for template_copy in units:
+                    self._retire(template_copy)
+                    free_nodes.give(template_copy)
+                    self.notes.append(f"{name}: no spare nodes, so {template_copy.id} goes first")
+                free_nodes.take(key)
 
-    def _yielded(self, key: Key, room: FreeNodes) -> bool:
+    def _yielded(self, key: Key, free_nodes: FreeNodes) -> bool:
         """Whether copies on standby go, so that one of these can start."""
-        trial, units = room.copy(), list[TemplateCopy]()
+        trial, units = free_nodes.copy(), list[TemplateCopy]()
         for unit in self._idlest([item for mine in self.spare.values() for item in mine]):
             if not trial.helps(key, unit):
                 continue
@@ -379,50 +386,56 @@ class _ReconcileWork:
                 for template_copy in units:
                     self.spare[template_copy.template, template_copy.region].remove(template_copy)
                     self.leave(template_copy)
-                    room.give(template_copy)
-                return room.take(key)
+                    free_nodes.give(template_copy)
+                return free_nodes.take(key)
         return False
 
-    def _in_the_way(self, key: Key, room: FreeNodes) -> tuple[list[TemplateCopy], float]:
+    def _in_the_way(self, key: Key, free_nodes: FreeNodes) -> tuple[list[TemplateCopy], float]:
         """Copies that must go for one of these to start, and the share of the floor that is missing meanwhile."""
-        trial, serving, units, lost = room.copy(), dict(self.serving), [], 0.0
+        trial, serving, units, lost = free_nodes.copy(), dict(self.serving), [], 0.0
         extra = {key: len(units) - self.wanted[key] for key, units in self.live.items()}
-        for unit in self.candidates():
-            own = (unit.template, unit.region)
-            if not extra[own] or not trial.helps(key, unit):
+        for template_copy in self.candidates():
+            own = (template_copy.template, template_copy.region)
+            if not extra[own] or not trial.helps(key, template_copy):
                 continue
             extra[own] -= 1
-            serving[unit.model] = serving[unit.model].plus(self.measure.unit(unit).times(-1))
-            floor = self.floors_per_s.get(unit.model, 0.0)
+            serving[template_copy.model] = serving[template_copy.model].plus(
+                self.measure.unit(template_copy).times(-1)
+            )
+            floor = self.floors_per_s.get(template_copy.model, 0.0)
             if floor > 0:
-                lost = max(lost, 1 - serving[unit.model].served_per_s / floor)
-            trial.give(unit)
-            units.append(unit)
+                lost = max(lost, 1 - serving[template_copy.model].served_per_s / floor)
+            trial.give(template_copy)
+            units.append(template_copy)
             if trial.take(key):
                 return units, lost
         return [], 1.0
 
     def _leaving(self) -> Iterable[TemplateCopy]:
-        for unit in self.fleet.units.values():
-            waits = [view.member.id for view in unit.views if view.member.id not in self.stopped]
+        for template_copy in self.fleet.units.values():
+            waits = [
+                replica_state.member.id
+                for replica_state in template_copy.views
+                if replica_state.member.id not in self.stopped
+            ]
             if waits and all(replica in self.draining_s for replica in waits):
-                yield unit
+                yield template_copy
 
-    def _serve(self, unit: TemplateCopy, sign: int) -> None:
-        rates = self.measure.unit(unit).times(sign)
-        self.serving[unit.model] = self.serving.get(unit.model, NOTHING).plus(rates)
+    def _serve(self, template_copy: TemplateCopy, sign: int) -> None:
+        rates = self.measure.unit(template_copy).times(sign)
+        self.serving[template_copy.model] = self.serving.get(template_copy.model, NOTHING).plus(rates)
 
-    def _retire(self, unit: TemplateCopy) -> None:
-        if unit.id in self.whole:
-            self._serve(unit, -1)
-        self.live[unit.template, unit.region].remove(unit)
-        self.leave(unit)
+    def _retire(self, template_copy: TemplateCopy) -> None:
+        if template_copy.id in self.whole:
+            self._serve(template_copy, -1)
+        self.live[template_copy.template, template_copy.region].remove(template_copy)
+        self.leave(template_copy)
 
 
-def _load(unit: TemplateCopy) -> tuple[int, int, int]:
-    requests = sum(view.open_requests for view in unit.views)
-    tokens = sum(view.open_prefill_tokens + view.open_context_tokens for view in unit.views)
-    return (requests, tokens, -_number_of(unit.id))
+def _load(template_copy: TemplateCopy) -> tuple[int, int, int]:
+    requests = sum(replica.open_requests for replica in template_copy.views)
+    tokens = sum(replica.open_prefill_tokens + replica.open_context_tokens for replica in template_copy.views)
+    return (requests, tokens, -_number_of(template_copy.id))
 
 
 def _number_of(unit: str) -> int:
@@ -435,11 +448,13 @@ def reassignments(
 ) -> tuple[Reassign, ...]:
     """Which replicas become whose, so that as little as possible is missing; `fixed` ones stay."""
     live: dict[Key, list[TemplateCopy]] = {}
-    for unit in fleet.units.values():
-        if not unit.standby and not any(view.state == "draining" for view in unit.views):
-            live.setdefault((unit.template, unit.region), []).append(unit)
+    for template_copy in fleet.units.values():
+        if not template_copy.standby and not any(
+            replica.state == "draining" for replica in template_copy.views
+        ):
+            live.setdefault((template_copy.template, template_copy.region), []).append(template_copy)
     spare = {
-        key: [u for u in units if u.whole and not any(view.member.id in fixed for view in u.views)]
+        key: [u for u in units if u.whole and not any(replica.member.id in fixed for replica in u.views)]
         for key, units in live.items()
         if key in wanted and len(units) > wanted[key] and _plain(known, key)
     }
@@ -451,10 +466,10 @@ def reassignments(
             best = _best(template, key, spare, left, known)
             if best is None:
                 break
-            source, unit, places = best
-            spare[source].remove(unit)
+            source, template_copy, places = best
+            spare[source].remove(template_copy)
             left[source] -= 1
-            reassigns += [_reassigned(view, template, index) for index, view in enumerate(places)]
+            reassigns += [_reassigned(replica, template, index) for index, replica in enumerate(places)]
     return tuple(reassigns)
 
 
@@ -469,34 +484,42 @@ def _best(
     for source, units in spare.items():
         if left[source] <= 0 or source[1] != key[1] or known[source[0]].template.model != template.model:
             continue
-        for unit in units:
-            places = _placed(unit, known[source[0]].template.replicas, template.replicas)
+        for template_copy in units:
+            places = _placed(template_copy, known[source[0]].template.replicas, template.replicas)
             if places is not None:
                 pairs = zip(places, template.replicas, strict=True)
-                flips = sum(view.role != replica.role for view, replica in pairs)
-                load = sum(view.open_requests for view in unit.views)
-                ranked.append(((flips, load, unit.id), source, unit, places))
+                flips = sum(replica_state.role != replica.role for replica_state, replica in pairs)
+                load = sum(replica_state.open_requests for replica_state in template_copy.views)
+                ranked.append(((flips, load, template_copy.id), source, template_copy, places))
     return min(ranked, key=lambda entry: entry[0])[1:] if ranked else None
 
 
 def _placed(
-    unit: TemplateCopy, old: Sequence[PlannedReplica], new: Sequence[PlannedReplica]
+    template_copy: TemplateCopy, old: Sequence[PlannedReplica], new: Sequence[PlannedReplica]
 ) -> list[ReplicaState] | None:
     """For each new replica one of the copy's on its layout, in its role if there is one; None where there is none."""
-    views = list(unit.views)
+    views = list(template_copy.views)
     if len(views) != len(new):
         return None
     placed = []
     for replica in new:
-        alike = [view for view in views if old[view.member.index].layout == replica.layout]
+        alike = [
+            replica_state
+            for replica_state in views
+            if old[replica_state.member.index].layout == replica.layout
+        ]
         if not alike:
             return None
-        chosen = next((view for view in alike if view.role == replica.role), alike[0])
+        chosen = next(
+            (replica_state for replica_state in alike if replica_state.role == replica.role), alike[0]
+        )
         views.remove(chosen)
         placed.append(chosen)
     return placed
 
 
-def _reassigned(view: ReplicaState, template: Template, index: int) -> Reassign:
+def _reassigned(replica: ReplicaState, template: Template, index: int) -> Reassign:
     role = template.replicas[index].role
-    return Reassign(replace(view.member, template=template.name, index=index, kind=template.kind, role=role))
+    return Reassign(
+        replace(replica.member, template=template.name, index=index, kind=template.kind, role=role)
+    )

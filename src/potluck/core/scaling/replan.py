@@ -56,19 +56,19 @@ class PredictiveReplan(rule.Scaler):
     def on_tick(
         self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
     ) -> rule.Decisions:
-        for seen in observed.models:
-            self._forecaster(seen.model).count(at_s, seen.arrivals_ever)
+        for traffic in observed.models:
+            self._forecaster(traffic.model).count(at_s, traffic.arrivals_ever)
         if self._asked_s is None:
             self._asked_s = at_s
         if self._looked_s is not None and at_s - self._looked_s < LOOK_S and not self._quoted:
             self._notes.wait("ahead", f"looks again in {LOOK_S - (at_s - self._looked_s):.0f} s")
             return ()
-        if any(seen.span_s < self._policy.window_s for seen in observed.models) and not self._quoted:
+        if any(traffic.span_s < self._policy.window_s for traffic in observed.models) and not self._quoted:
             # Just started: that nobody has come yet is no reason to let copies go that were planned.
             self._notes.say("ahead", "has not seen a window of requests yet")
             return ()
         self._looked_s = at_s
-        needs = {seen.model: self._need(at_s, seen, fleet) for seen in observed.models}
+        needs = {traffic.model: self._need(at_s, traffic, fleet) for traffic in observed.models}
         moved = [self._moved(model, need) for model, need in needs.items() if self._moved(model, need)]
         since_s = at_s - self._asked_s
         missing = rule.missing_copies(fleet, plan) if since_s >= self._policy.replan_s else 0
@@ -93,28 +93,28 @@ class PredictiveReplan(rule.Scaler):
             forecaster = self._forecasters[model] = Forecaster(self._facts.history.get(model, ()))
         return forecaster
 
-    def _need(self, at_s: float, seen: ModelTraffic, fleet: FleetState) -> float:
+    def _need(self, at_s: float, traffic: ModelTraffic, fleet: FleetState) -> float:
         """The rate to plan for; never nothing, or the model's last copy would go."""
-        policy, forecaster = self._policy, self._forecaster(seen.model)
-        noise = seen.error_per_s / max(seen.rate_per_s, seen.error_per_s, 1e-9)
-        soon = forecaster.outlook(seen.rate_per_s, noise, SOON_S, policy.forecast_share)
-        later = forecaster.outlook(seen.rate_per_s, noise, policy.keep_s, 0.5)
-        queued = seen.held + rule.queued_requests(fleet, seen.model)
+        policy, forecaster = self._policy, self._forecaster(traffic.model)
+        noise = traffic.error_per_s / max(traffic.rate_per_s, traffic.error_per_s, 1e-9)
+        soon = forecaster.outlook(traffic.rate_per_s, noise, SOON_S, policy.forecast_share)
+        later = forecaster.outlook(traffic.rate_per_s, noise, policy.keep_s, 0.5)
+        queued = traffic.held + rule.queued_requests(fleet, traffic.model)
         rate_per_s = max(soon.high_per_s, later.mean_per_s)
         need = (rate_per_s + sqrt(rate_per_s / BURST_S)) * policy.headroom / policy.busiest
         need += queued / policy.replan_s
-        peaks = self._peaks.setdefault(seen.model, deque())
+        peaks = self._peaks.setdefault(traffic.model, deque())
         while peaks and peaks[-1][1] <= need:
             peaks.pop()
         peaks.append((at_s, need))
         while peaks[0][0] < at_s - policy.keep_s:
             peaks.popleft()
         self._notes.say(
-            seen.model,
-            f"{seen.rate_per_s:.3g} requests/s now, at most {soon.high_per_s:.3g} soon,"
+            traffic.model,
+            f"{traffic.rate_per_s:.3g} requests/s now, at most {soon.high_per_s:.3g} soon,"
             f" {later.mean_per_s:.3g} within {policy.keep_s / 60:.0f} min ({later.reason})",
         )
-        return max(peaks[0][1], 1.0 / max(seen.long_span_s, 1.0))
+        return max(peaks[0][1], 1.0 / max(traffic.long_span_s, 1.0))
 
     def _moved(self, model: str, need: float) -> str:
         old = self._asked.get(model, 0.0)
@@ -156,16 +156,18 @@ class PeriodicReplan(rule.Scaler):
             self._looked_s = self._asked_s = at_s
             self._rates = {prediction.model: prediction.demand_per_s for prediction in plan.predictions}
         assert self._asked_s is not None
-        for seen in observed.models:
-            if seen.arrivals or seen.arrivals_ever:
-                self._first_s.setdefault(seen.model, at_s)
+        for traffic in observed.models:
+            if traffic.arrivals or traffic.arrivals_ever:
+                self._first_s.setdefault(traffic.model, at_s)
         left_s = self._policy.replan_s - (at_s - self._looked_s)
         if left_s > 0 and not self._quoted:
             self._notes.wait("replan", f"looks again in {left_s:.0f} s")
             return ()
         self._looked_s = at_s
-        known = [seen for seen in observed.models if self._known(at_s, seen)]
-        reasons = [text for seen in known for text in (self._moved(seen), self._shifted(seen)) if text]
+        known = [traffic for traffic in observed.models if self._known(at_s, traffic)]
+        reasons = [
+            text for traffic in known for text in (self._moved(traffic), self._shifted(traffic)) if text
+        ]
         missing = rule.missing_copies(fleet, plan)
         if missing:
             reasons.append(f"{missing} copies of the plan are not there")
@@ -178,45 +180,49 @@ class PeriodicReplan(rule.Scaler):
             self._notes.say("replan", why)
             return ()
         self._asked_s, self._quoted = at_s, False
-        asked = tuple((seen.model, self._with_margin(seen, fleet)) for seen in observed.models)
-        self._rates.update({seen.model: seen.rate_per_s for seen in observed.models})
-        self._tokens.update({seen.model: _tokens(seen) for seen in observed.models if _told(seen)})
+        asked = tuple((traffic.model, self._with_margin(traffic, fleet)) for traffic in observed.models)
+        self._rates.update({traffic.model: traffic.rate_per_s for traffic in observed.models})
+        self._tokens.update(
+            {traffic.model: _tokens(traffic) for traffic in observed.models if _told(traffic)}
+        )
         reason = ", ".join(reasons)
         self._notes.say("replan", f"asks for a plan: {reason}")
         return (rule.AskReplan(asked, reason),)
 
-    def _known(self, at_s: float, seen: ModelTraffic) -> bool:
+    def _known(self, at_s: float, traffic: ModelTraffic) -> bool:
         """A window of requests was seen: that nobody has come yet is no reason to let go what was planned."""
-        return at_s - self._first_s.get(seen.model, at_s) >= self._policy.window_s
+        return at_s - self._first_s.get(traffic.model, at_s) >= self._policy.window_s
 
-    def _moved(self, seen: ModelTraffic) -> str:
-        old = self._rates.get(seen.model, 0.0)
-        if abs(seen.rate_per_s - old) > max(LEAST_MOVE * old, NOISE * seen.error_per_s):
-            return f"requests for {seen.model} {moved(old, seen.rate_per_s, '.2g')} a second"
+    def _moved(self, traffic: ModelTraffic) -> str:
+        old = self._rates.get(traffic.model, 0.0)
+        if abs(traffic.rate_per_s - old) > max(LEAST_MOVE * old, NOISE * traffic.error_per_s):
+            return f"requests for {traffic.model} {moved(old, traffic.rate_per_s, '.2g')} a second"
         return ""
 
-    def _shifted(self, seen: ModelTraffic) -> str:
-        if not _told(seen):
+    def _shifted(self, traffic: ModelTraffic) -> str:
+        if not _told(traffic):
             return ""
-        before = self._tokens.setdefault(seen.model, _tokens(seen))
-        errors = (seen.prompt_error_tokens, seen.output_error_tokens)
-        for what, old, new, error in zip(("prompts", "answers"), before, _tokens(seen), errors, strict=True):
+        before = self._tokens.setdefault(traffic.model, _tokens(traffic))
+        errors = (traffic.prompt_error_tokens, traffic.output_error_tokens)
+        for what, old, new, error in zip(
+            ("prompts", "answers"), before, _tokens(traffic), errors, strict=True
+        ):
             if abs(new - old) > max(LENGTHS_MOVE * old, NOISE * error):
-                return f"{what} of {seen.model} {moved(old, new)} tokens"
+                return f"{what} of {traffic.model} {moved(old, new)} tokens"
         return ""
 
-    def _with_margin(self, seen: ModelTraffic, fleet: FleetState) -> float:
+    def _with_margin(self, traffic: ModelTraffic, fleet: FleetState) -> float:
         """Never nothing, or the model's last copy would go."""
-        queued = seen.held + rule.queued_requests(fleet, seen.model)
-        rate = seen.rate_per_s + max(MARGIN * seen.rate_per_s, seen.error_per_s)
+        queued = traffic.held + rule.queued_requests(fleet, traffic.model)
+        rate = traffic.rate_per_s + max(MARGIN * traffic.rate_per_s, traffic.error_per_s)
         within_s = max(self._policy.replan_s, self._policy.window_s)
-        return max(rate + queued / within_s, 1.0 / max(seen.long_span_s, 1.0))
+        return max(rate + queued / within_s, 1.0 / max(traffic.long_span_s, 1.0))
 
 
-def _told(seen: ModelTraffic) -> bool:
+def _told(traffic: ModelTraffic) -> bool:
     """Whether so many answers ended that the planner would be told their lengths."""
-    return seen.finished >= rule.LEAST_SEEN
+    return traffic.finished >= rule.LEAST_SEEN
 
 
-def _tokens(seen: ModelTraffic) -> tuple[float, float]:
-    return seen.mean_prompt_tokens, seen.mean_output_tokens
+def _tokens(traffic: ModelTraffic) -> tuple[float, float]:
+    return traffic.mean_prompt_tokens, traffic.mean_output_tokens

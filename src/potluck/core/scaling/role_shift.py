@@ -71,8 +71,12 @@ class ShiftFlips(Scaler):
             self._towards.clear()
         decisions: list[ScaleDecision] = []
         for model in sorted({template.model for template in plan.templates}):
-            seen = observed.of(model)
-            if seen is None or seen.finished < LEAST_SEEN or at_s - self._since_s < self._policy.window_s:
+            traffic = observed.of(model)
+            if (
+                traffic is None
+                or traffic.finished < LEAST_SEEN
+                or at_s - self._since_s < self._policy.window_s
+            ):
                 self._notes.say(model, "has not seen a window of requests yet")
                 continue
             last_s = self._last_s.get(model)
@@ -80,20 +84,20 @@ class ShiftFlips(Scaler):
             if since_s < ON * self._policy.window_s:
                 self._notes.wait(model, "waits after the last flips")
                 continue
-            decisions += self._model(at_s, seen, fleet, on=since_s < self._policy.window_s)
+            decisions += self._model(at_s, traffic, fleet, on=since_s < self._policy.window_s)
         return tuple(decisions)
 
-    def _model(self, at_s: float, seen: ModelTraffic, fleet: FleetState, on: bool) -> list[ScaleDecision]:
+    def _model(self, at_s: float, traffic: ModelTraffic, fleet: FleetState, on: bool) -> list[ScaleDecision]:
         """With `on`, less than a window after other flips: only more of those."""
-        model = seen.model
+        model = traffic.model
         mine = [u for u in fleet.units.values() if u.model == model and not u.standby]
         groups = [u for u in mine if u.template in self._facts.groups]
         if groups and on:
             self._notes.wait(model, "waits a window after the last flips")
             return []
         if groups:
-            return self._groups(at_s, seen, groups)
-        lengths = MeanLengths(seen.mean_prompt_tokens, seen.mean_output_tokens)
+            return self._groups(at_s, traffic, groups)
+        lengths = MeanLengths(traffic.mean_prompt_tokens, traffic.mean_output_tokens)
         replicas, untimed = flippable(fleet, self._facts, model, lengths)
         codec = codec_of(self._plan, model)
         if untimed:
@@ -102,18 +106,22 @@ class ShiftFlips(Scaler):
         if not replicas:
             self._notes.say(model, "no flips: no replica prefills or decodes alone")
             return []
-        now = _reference(seen, len(replicas))
+        new_reference = _reference(traffic, len(replicas))
         # While a workload shifts, the window still has much of the old one; what came last is what there will be.
-        now = replace(
-            now,
-            prompt_tokens=_latest(now.prompt_tokens, seen.recent_prompt_tokens, now.prompt_error_tokens),
-            output_tokens=_latest(now.output_tokens, seen.recent_output_tokens, now.output_error_tokens),
+        new_reference = replace(
+            new_reference,
+            prompt_tokens=_latest(
+                new_reference.prompt_tokens, traffic.recent_prompt_tokens, new_reference.prompt_error_tokens
+            ),
+            output_tokens=_latest(
+                new_reference.output_tokens, traffic.recent_output_tokens, new_reference.output_error_tokens
+            ),
         )
-        shift = self._shift(self._references.get(model), now, seen)
+        shift = self._shift(self._references.get(model), new_reference, traffic)
         if not shift:
-            self._references.setdefault(model, now)
+            self._references.setdefault(model, new_reference)
             return self._stays(model)
-        lengths = MeanLengths(now.prompt_tokens, now.output_tokens)
+        lengths = MeanLengths(new_reference.prompt_tokens, new_reference.output_tokens)
         replicas, _ = flippable(fleet, self._facts, model, lengths, codec)
         towards = self._towards.get(model)
         back: Role | None = None
@@ -123,7 +131,7 @@ class ShiftFlips(Scaler):
         if on and flips and flips[-1][1] != towards:
             self._notes.say(model, f"{shift}; waits a window before flips the other way")
             return []
-        self._references[model] = now
+        self._references[model] = new_reference
         if not flips:
             self._notes.say(model, f"{shift}, but no flip gains {LEAST_GAIN:.0%}")
             return []
@@ -135,27 +143,32 @@ class ShiftFlips(Scaler):
         self._notes.say(model, f"the workload stays within {self._policy.ratio:.0%} of what roles are for")
         return []
 
-    def _groups(self, at_s: float, seen: ModelTraffic, groups: list[TemplateCopy]) -> list[ScaleDecision]:
-        model, lengths = seen.model, MeanLengths(seen.mean_prompt_tokens, seen.mean_output_tokens)
-        ready = {unit.id: [view for view in unit.views if view.state == "ready"] for unit in groups}
-        now = _reference(seen, sum(map(len, ready.values())))
-        old = self._references.get(model)
-        shift = self._shift(old, now, seen)
+    def _groups(self, at_s: float, traffic: ModelTraffic, groups: list[TemplateCopy]) -> list[ScaleDecision]:
+        model, lengths = traffic.model, MeanLengths(traffic.mean_prompt_tokens, traffic.mean_output_tokens)
+        ready = {
+            template_copy.id: [replica for replica in template_copy.views if replica.state == "ready"]
+            for template_copy in groups
+        }
+        new_reference = _reference(traffic, sum(map(len, ready.values())))
+        old_reference = self._references.get(model)
+        shift = self._shift(old_reference, new_reference, traffic)
         if not shift:
             return self._stays(model)
-        self._references[model] = now
+        self._references[model] = new_reference
         decisions: list[ScaleDecision] = []
-        if old is not None or self._moved(groups, lengths):
+        if old_reference is not None or self._moved(groups, lengths):
             decisions.append(SetLengths(model, *lengths))
-        for unit in groups:
-            roles = {view.member.index: view.role for view in ready[unit.id]}
+        for template_copy in groups:
+            roles = {replica.member.index: replica.role for replica in ready[template_copy.id]}
             if not roles:
                 continue
-            best, serves, served = best_roles(self._facts, unit.template, roles, lengths, LEAST_GAIN)
+            best, serves, served = best_roles(self._facts, template_copy.template, roles, lengths, LEAST_GAIN)
             decisions += [
-                FlipRole(view.member.id, best[view.member.index], f"{shift}: {served:.3g} to {serves:.3g}/s")
-                for view in ready[unit.id]
-                if best[view.member.index] != view.role
+                FlipRole(
+                    replica.member.id, best[replica.member.index], f"{shift}: {served:.3g} to {serves:.3g}/s"
+                )
+                for replica in ready[template_copy.id]
+                if best[replica.member.index] != replica.role
             ]
         flips = [decision for decision in decisions if isinstance(decision, FlipRole)]
         if flips:
@@ -169,28 +182,36 @@ class ShiftFlips(Scaler):
         pairs = zip(lengths, (group.prompt_tokens, group.output_tokens), strict=True)
         return any(abs(now - planned) > self._policy.ratio * planned for now, planned in pairs)
 
-    def _shift(self, old: RoleReference | None, now: RoleReference, seen: ModelTraffic) -> str:
+    def _shift(
+        self, old_reference: RoleReference | None, new_reference: RoleReference, traffic: ModelTraffic
+    ) -> str:
         """What left the band, in words; empty when nothing did."""
-        if old is None:
+        if old_reference is None:
             return "first look"
         band = self._policy.ratio
-        noise = NOISE * hypot(old.prompt_error_tokens, now.prompt_error_tokens)
-        if abs(now.prompt_tokens - old.prompt_tokens) > max(band * old.prompt_tokens, noise):
-            return f"prompts {moved(old.prompt_tokens, now.prompt_tokens)} tokens"
-        noise = NOISE * hypot(old.output_error_tokens, now.output_error_tokens)
-        if abs(now.output_tokens - old.output_tokens) > max(band * old.output_tokens, noise):
-            return f"answers {moved(old.output_tokens, now.output_tokens)} tokens"
-        if abs(now.rate_per_s - old.rate_per_s) > max(band * old.rate_per_s, NOISE * seen.error_per_s):
-            return f"requests {moved(old.rate_per_s, now.rate_per_s, '.2g')} a second"
-        if now.replicas != old.replicas:
-            return f"{now.replicas} replicas instead of {old.replicas}"
+        noise = NOISE * hypot(old_reference.prompt_error_tokens, new_reference.prompt_error_tokens)
+        if abs(new_reference.prompt_tokens - old_reference.prompt_tokens) > max(
+            band * old_reference.prompt_tokens, noise
+        ):
+            return f"prompts {moved(old_reference.prompt_tokens, new_reference.prompt_tokens)} tokens"
+        noise = NOISE * hypot(old_reference.output_error_tokens, new_reference.output_error_tokens)
+        if abs(new_reference.output_tokens - old_reference.output_tokens) > max(
+            band * old_reference.output_tokens, noise
+        ):
+            return f"answers {moved(old_reference.output_tokens, new_reference.output_tokens)} tokens"
+        if abs(new_reference.rate_per_s - old_reference.rate_per_s) > max(
+            band * old_reference.rate_per_s, NOISE * traffic.error_per_s
+        ):
+            return f"requests {moved(old_reference.rate_per_s, new_reference.rate_per_s, '.2g')} a second"
+        if new_reference.replicas != old_reference.replicas:
+            return f"{new_reference.replicas} replicas instead of {old_reference.replicas}"
         return ""
 
 
-def _reference(seen: ModelTraffic, replicas: int) -> RoleReference:
-    means = seen.mean_prompt_tokens, seen.mean_output_tokens
-    errors = seen.prompt_error_tokens, seen.output_error_tokens
-    return RoleReference(seen.rate_per_s, *means, *errors, replicas)
+def _reference(traffic: ModelTraffic, replicas: int) -> RoleReference:
+    means = traffic.mean_prompt_tokens, traffic.mean_output_tokens
+    errors = traffic.prompt_error_tokens, traffic.output_error_tokens
+    return RoleReference(traffic.rate_per_s, *means, *errors, replicas)
 
 
 def _latest(mean: float, recent: float, error: float) -> float:

@@ -78,24 +78,31 @@ def flippable(
     """A model's replicas that prefill or decode alone and are ready; and the templates nobody timed."""
     flippables: list[Flippable] = []
     untimed: set[str] = set()
-    for view in fleet.views.values():
-        member = view.member
-        if member.model != model or view.state != "ready" or view.role == "mixed" or member.standby:
+    for replica in fleet.views.values():
+        replica_spec = replica.member
+        if (
+            replica_spec.model != model
+            or replica.state != "ready"
+            or replica.role == "mixed"
+            or replica_spec.standby
+        ):
             continue
-        if member.kind not in FLIPPABLE:
+        if replica_spec.kind not in FLIPPABLE:
             continue
-        timed = facts.replicas.get((member.template, member.index))
+        timed = facts.replicas.get((replica_spec.template, replica_spec.index))
         if timed is None:
-            untimed.add(member.template)
+            untimed.add(replica_spec.template)
             continue
         most = card_per_s(timed, facts.models.get(model), lengths.prompt_tokens, codec)
         prefill = min(most, prefill_per_s(timed, lengths.prompt_tokens))
         decode = min(most, decode_per_s(timed, lengths.output_tokens))
         if min(prefill, decode) <= 0:
-            untimed.add(member.template)
+            untimed.add(replica_spec.template)
             continue
-        load = view.open_requests
-        flippables.append(Flippable(member.id, member.region, view.role, load, prefill, decode, timed))
+        load = replica.open_requests
+        flippables.append(
+            Flippable(replica_spec.id, replica_spec.region, replica.role, load, prefill, decode, timed)
+        )
     return sorted(flippables, key=lambda each: each.replica), sorted(untimed)
 
 
@@ -144,25 +151,36 @@ class CopyRoles:
     def on_tick(self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan) -> Flips:
         flip_roles: Flips = []
         self._changed = {unit: when for unit, when in self._changed.items() if unit in fleet.units}
-        for seen in observed.models:
-            mine = [u for u in fleet.units.values() if u.model == seen.model and not u.standby]
-            combos = [unit for unit in mine if _split(unit)]
-            if combos and seen.mean_output_tokens > 0:
-                flip_roles += self._model(at_s, seen, combos, fleet, plan)
+        for traffic in observed.models:
+            mine = [u for u in fleet.units.values() if u.model == traffic.model and not u.standby]
+            combos = [template_copy for template_copy in mine if _split(template_copy)]
+            if combos and traffic.mean_output_tokens > 0:
+                flip_roles += self._model(at_s, traffic, combos, fleet, plan)
         return flip_roles
 
     def _model(
-        self, at_s: float, seen: ModelTraffic, combos: Sequence[TemplateCopy], fleet: FleetState, plan: Plan
+        self,
+        at_s: float,
+        traffic: ModelTraffic,
+        combos: Sequence[TemplateCopy],
+        fleet: FleetState,
+        plan: Plan,
     ) -> Flips:
-        model = seen.model
+        model = traffic.model
         codecs = {item.name: item.codec for item in plan.repertoire}
-        able = {unit.id: self._able(unit, seen, codecs.get(unit.template, "fp16")) for unit in combos}
-        known = [unit for unit in combos if able[unit.id]]
-        now = {unit.id: served(able[unit.id], _present(unit)) for unit in known}
+        able = {
+            template_copy.id: self._able(template_copy, traffic, codecs.get(template_copy.template, "fp16"))
+            for template_copy in combos
+        }
+        known = [template_copy for template_copy in combos if able[template_copy.id]]
+        now = {
+            template_copy.id: served(able[template_copy.id], _present(template_copy))
+            for template_copy in known
+        }
         whole = self._others(model, fleet, plan) + sum(now.values())
-        queued = seen.held + queued_requests(fleet, model)
+        queued = traffic.held + queued_requests(fleet, model)
         late = max(0.0, queued - QUEUE_S * whole - len(fleet.units))
-        demand = seen.rate_per_s + late / LATE_S
+        demand = traffic.rate_per_s + late / LATE_S
         headroom = self._policy.headroom
         state = f"{demand:.3g} requests/s are asked for, {headroom * whole:.3g} counted on"
         rates = ComboRates(known, able, now)
@@ -180,70 +198,72 @@ class CopyRoles:
         """Planned roles where they serve no less, or enough for long enough; and what all copies serve then."""
         flips: Flips = []
         units, able, now = combos
-        for unit in units:
-            planned = {view.member.id: view.member.role for view in unit.views if view.serves}
-            if planned == _present(unit):
-                self._calm_s.pop(unit.id, None)
+        for template_copy in units:
+            planned = {
+                replica.member.id: replica.member.role for replica in template_copy.views if replica.serves
+            }
+            if planned == _present(template_copy):
+                self._calm_s.pop(template_copy.id, None)
                 continue
-            then = served(able[unit.id], planned)
-            enough = then > 0 and self._policy.headroom * (whole - now[unit.id] + then) >= demand
-            since_s = self._calm_s.setdefault(unit.id, at_s) if enough else at_s
+            then = served(able[template_copy.id], planned)
+            enough = then > 0 and self._policy.headroom * (whole - now[template_copy.id] + then) >= demand
+            since_s = self._calm_s.setdefault(template_copy.id, at_s) if enough else at_s
             if not enough:
-                self._calm_s.pop(unit.id, None)
-            better = then > 0 and then >= now[unit.id] * (1 - 1e-9)
-            better |= unit.whole and "mixed" in _present(unit).values()
+                self._calm_s.pop(template_copy.id, None)
+            better = then > 0 and then >= now[template_copy.id] * (1 - 1e-9)
+            better |= template_copy.whole and "mixed" in _present(template_copy).values()
             if better or (enough and at_s - since_s >= CALM_S):
-                flips += self._flips(at_s, unit, planned, "back to its planned role")
-                whole += then - now[unit.id]
-                now[unit.id] = then
+                flips += self._flips(at_s, template_copy, planned, "back to its planned role")
+                whole += then - now[template_copy.id]
+                now[template_copy.id] = then
         return flips, whole
 
     def _change(self, at_s: float, demand: float, combos: ComboRates, whole: float) -> Flips:
         """New roles in as many copies as it takes, the one that gains most first."""
         ranked = []
         units, able, now = combos
-        for unit in units:
-            ready = sum(view.serves for view in unit.views)
-            when_s, count = self._changed.get(unit.id, (-HOLD_S, ready))
+        for template_copy in units:
+            ready = sum(replica.serves for replica in template_copy.views)
+            when_s, count = self._changed.get(template_copy.id, (-HOLD_S, ready))
             if at_s - when_s < HOLD_S and count == ready:
                 continue
-            roles, then = best_inside(able[unit.id], unit)
-            if then > now[unit.id] * (1 + LEAST_GAIN):
-                ranked.append((then - now[unit.id], unit.id, unit, roles))
+            roles, then = best_inside(able[template_copy.id], template_copy)
+            if then > now[template_copy.id] * (1 + LEAST_GAIN):
+                ranked.append((then - now[template_copy.id], template_copy.id, template_copy, roles))
         flips: Flips = []
-        for gain, _, unit, roles in sorted(ranked, key=lambda each: (-each[0], each[1])):
+        for gain, _, template_copy, roles in sorted(ranked, key=lambda each: (-each[0], each[1])):
             if self._policy.headroom * whole >= demand:
                 break
-            flips += self._flips(at_s, unit, roles, f"its combo serves {gain:.3g}/s more so")
+            flips += self._flips(at_s, template_copy, roles, f"its combo serves {gain:.3g}/s more so")
             whole += gain
         return flips
 
-    def _flips(self, at_s: float, unit: TemplateCopy, roles: Roles, reason: str) -> Flips:
-        self._changed[unit.id] = (at_s, sum(view.serves for view in unit.views))
-        self._calm_s.pop(unit.id, None)
-        present = _present(unit)
+    def _flips(self, at_s: float, template_copy: TemplateCopy, roles: Roles, reason: str) -> Flips:
+        self._changed[template_copy.id] = (at_s, sum(replica.serves for replica in template_copy.views))
+        self._calm_s.pop(template_copy.id, None)
+        present = _present(template_copy)
         return [FlipRole(name, role, reason) for name, role in sorted(roles.items()) if role != present[name]]
 
-    def _able(self, unit: TemplateCopy, seen: ModelTraffic, codec: Codec) -> dict[str, RoleRates]:
+    def _able(self, template_copy: TemplateCopy, traffic: ModelTraffic, codec: Codec) -> dict[str, RoleRates]:
         """Rates of a copy's ready replicas; none where one of them was not timed."""
-        prompt = seen.recent_prompt_tokens or seen.mean_prompt_tokens
-        output = seen.recent_output_tokens or seen.mean_output_tokens
-        nodes = {node for view in unit.views for node in view.member.nodes}
-        known = self._facts.models.get(unit.model)
+        prompt = traffic.recent_prompt_tokens or traffic.mean_prompt_tokens
+        output = traffic.recent_output_tokens or traffic.mean_output_tokens
+        nodes = {node for replica in template_copy.views for node in replica.member.nodes}
+        known = self._facts.models.get(template_copy.model)
         # KV that goes over network cards; none on one node.
         kv_bytes = 0.0 if known is None or len(nodes) == 1 else known.wire_bytes(prompt, codec)
         able: dict[str, RoleRates] = {}
-        for view in unit.views:
-            facts = view.facts
-            if not view.serves:
+        for replica in template_copy.views:
+            facts = replica.facts
+            if not replica.serves:
                 continue
             if facts is None:
                 return {}
             carried = kv_bytes > 0 and facts.card_gbps > 0
             most = CARDS * facts.card_gbps * 1e9 / 8 / kv_bytes if carried else inf
-            prefill = prefill_per_s(facts, prompt) / view.pace
-            decode = decode_per_s(facts, output) / view.pace
-            able[view.member.id] = RoleRates(min(prefill, most), min(decode, most))
+            prefill = prefill_per_s(facts, prompt) / replica.pace
+            decode = decode_per_s(facts, output) / replica.pace
+            able[replica.member.id] = RoleRates(min(prefill, most), min(decode, most))
         return able
 
     def _others(self, model: str, fleet: FleetState, plan: Plan) -> float:
@@ -251,16 +271,20 @@ class CopyRoles:
         templates = {item.name: item for item in plan.repertoire}
         mix = planned_mix(plan, model)
         mine = [u for u in fleet.units.values() if u.model == model and not u.standby and not _split(u)]
-        others = [unit.template for unit in mine if unit.whole and unit.template in templates]
+        others = [
+            template_copy.template
+            for template_copy in mine
+            if template_copy.whole and template_copy.template in templates
+        ]
         return total(rates_of(templates[name], mix) for name in others).served_per_s
 
 
 class WithCopyRoles(Scaler):
     """A rule for whole copies, and this one for the roles inside them."""
 
-    def __init__(self, rule: Scaler, inside: CopyRoles) -> None:
+    def __init__(self, rule: Scaler, copy_roles: CopyRoles) -> None:
         super().__init__()
-        self.rule, self._inside = rule, inside
+        self.rule, self._inside = rule, copy_roles
 
     def on_tick(self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan) -> Decisions:
         flips = self._inside.on_tick(at_s, observed, fleet, plan)
@@ -287,18 +311,18 @@ def served(able: Mapping[str, RoleRates], roles: Mapping[str, Role]) -> float:
     return min(prefill, decode) + alone
 
 
-def best_inside(able: Mapping[str, RoleRates], unit: TemplateCopy) -> tuple[Roles, float]:
+def best_inside(able: Mapping[str, RoleRates], template_copy: TemplateCopy) -> tuple[Roles, float]:
     """The roles that serve most with the fewest changes, all one way; replicas of equal rates are interchangeable."""
-    views = [view for view in unit.views if view.member.id in able]
+    views = [replica for replica in template_copy.views if replica.member.id in able]
     if not views:
         return {}, 0.0
     result: list[tuple[float, int, Roles]] = []
-    if len(views) < len(unit.places):
-        both: Roles = {view.member.id: "mixed" for view in views}
+    if len(views) < len(template_copy.places):
+        both: Roles = {replica.member.id: "mixed" for replica in views}
         result.append((served(able, both), len(views), both))
     groups: dict[RoleRates, list[ReplicaState]] = {}
-    for view in views:
-        groups.setdefault(able[view.member.id], []).append(view)
+    for replica in views:
+        groups.setdefault(able[replica.member.id], []).append(replica)
     for counts in product(*(range(len(group) + 1) for group in groups.values())):
         if not 0 < sum(counts) < len(views):
             continue
@@ -306,24 +330,27 @@ def best_inside(able: Mapping[str, RoleRates], unit: TemplateCopy) -> tuple[Role
         for group, count in zip(groups.values(), counts, strict=True):
             # Those that prefill already stay; of the others those with the least to do go over.
             ordered = sorted(
-                group, key=lambda view: (view.role != "prefill", view.open_requests, view.member.id)
+                group,
+                key=lambda replica: (replica.role != "prefill", replica.open_requests, replica.member.id),
             )
             roles |= {v.member.id: "prefill" if i < count else "decode" for i, v in enumerate(ordered)}
-        changed = [view for view in views if roles[view.member.id] != view.role]
-        if len({roles[view.member.id] for view in changed}) < 2:
+        changed = [replica for replica in views if roles[replica.member.id] != replica.role]
+        if len({roles[replica.member.id] for replica in changed}) < 2:
             result.append((served(able, roles), len(changed), roles))
     most = max((value for value, *_ in result), default=0.0)
     if not result:
-        return _present(unit), 0.0
+        return _present(template_copy), 0.0
     enough = [item for item in result if item[0] >= most * (1 - 1e-9)]
     value, _, chosen = min(enough, key=lambda each: (each[1], -each[0]))
     return chosen, value
 
 
-def _present(unit: TemplateCopy) -> Roles:
-    return {view.member.id: view.role for view in unit.views if view.serves}
+def _present(template_copy: TemplateCopy) -> Roles:
+    return {replica.member.id: replica.role for replica in template_copy.views if replica.serves}
 
 
-def _split(unit: TemplateCopy) -> bool:
+def _split(template_copy: TemplateCopy) -> bool:
     """Whether a copy is a combo that was planned with prefill apart from decode."""
-    return unit.kind == "combo" and any(view.member.role != "mixed" for view in unit.views)
+    return template_copy.kind == "combo" and any(
+        replica.member.role != "mixed" for replica in template_copy.views
+    )

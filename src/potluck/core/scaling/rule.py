@@ -118,9 +118,11 @@ def available_nodes(regions: tuple[Region, ...]) -> Nodes | None:
 def used_nodes(units: Mapping[str, TemplateCopy], templates: Mapping[str, Template]) -> Nodes:
     """The nodes that units hold, draining ones included; units of unknown templates hold none we know of."""
     used: Counter[tuple[str, str]] = Counter()
-    for unit in units.values():
-        for node_count in templates[unit.template].nodes if unit.template in templates else ():
-            used[unit.region, node_count.node] += node_count.count
+    for template_copy in units.values():
+        for node_count in (
+            templates[template_copy.template].nodes if template_copy.template in templates else ()
+        ):
+            used[template_copy.region, node_count.node] += node_count.count
     return used
 
 
@@ -138,13 +140,17 @@ def unit_price_usd_per_h(template: Template, region: str, regions: tuple[Region,
 
 def queued_requests(fleet: FleetState, model: str) -> int:
     """Requests that replicas report as not begun: work that arrival rates do not show."""
-    mine = [view.status for view in fleet.views.values() if view.member.model == model]
+    mine = [replica.status for replica in fleet.views.values() if replica.member.model == model]
     return sum(status.queued for status in mine if status is not None)
 
 
 def missing_copies(fleet: FleetState, plan: Plan) -> int:
     """Copies that the plan has and the fleet has not, not even starting; those on standby do not count."""
-    mine = [unit for unit in fleet.units.values() if not unit.standby]
-    stay = [unit for unit in mine if not any(view.state == "draining" for view in unit.views)]
-    there = Counter((unit.template, unit.region) for unit in stay)
+    mine = [template_copy for template_copy in fleet.units.values() if not template_copy.standby]
+    stay = [
+        template_copy
+        for template_copy in mine
+        if not any(replica.state == "draining" for replica in template_copy.views)
+    ]
+    there = Counter((template_copy.template, template_copy.region) for template_copy in stay)
     return sum(max(0, d.count - there[d.template, d.region]) for d in plan.deployments)

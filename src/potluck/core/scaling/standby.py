@@ -65,13 +65,13 @@ def spoken(plan: Plan, copies: int, regions: tuple[Region, ...]) -> str:
     return f"on standby: {listed}; ${more:.2f}/h more, ${plan.total_usd_per_h + more:.2f}/h in all"
 
 
-def reassign(unit: TemplateCopy, standby: bool) -> list[Action]:
-    return [Reassign(replace(view.member, standby=standby)) for view in unit.views]
+def reassign(template_copy: TemplateCopy, standby: bool) -> list[Action]:
+    return [Reassign(replace(replica.member, standby=standby)) for replica in template_copy.views]
 
 
 def ready_copies(fleet: FleetState, model: str) -> dict[Key, int]:
     ready = [u for u in fleet.units.values() if u.model == model and u.standby and u.whole]
-    return Counter((unit.template, unit.region) for unit in ready)
+    return Counter((template_copy.template, template_copy.region) for template_copy in ready)
 
 
 def taken_first(

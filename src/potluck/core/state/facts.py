@@ -182,5 +182,5 @@ class ObservedSpeed:
 
 def spoken(paces: Sequence[ObservedSpeed]) -> str:
     """What is planned with, in a line; empty where it is the facts."""
-    listed = ", ".join(str(pace) for pace in paces if pace.matters)
+    listed = ", ".join(str(observed_speed) for observed_speed in paces if observed_speed.matters)
     return f"plans with {listed}" if listed else ""

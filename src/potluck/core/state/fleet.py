@@ -113,7 +113,7 @@ class TemplateCopy:
     @property
     def standby(self) -> bool:
         """It is kept ready for when more is needed, and serves nothing."""
-        return any(view.member.standby for view in self.views)
+        return any(replica.member.standby for replica in self.views)
 
 
 @dataclass(slots=True)
@@ -127,25 +127,35 @@ class FleetState:
     version: int = 0
     changes: int = 0
 
-    def add(self, member: ReplicaSpec) -> ReplicaState:
-        if member.id in self.views:
-            raise InputError(f"replica {member.id}", "is already in the fleet")
-        view = ReplicaState(member, role=member.role, facts=self.facts.get((member.template, member.index)))
-        self.views[member.id] = view
-        unit = self.units.get(member.unit)
-        if unit is None:
-            unit = TemplateCopy(member.unit, member.template, member.kind, member.model, member.region)
-            self.units[member.unit] = unit
-        unit.views.append(view)
-        unit.places.add(member.index)
-        self._changed(unit)
-        return view
+    def add(self, replica_spec: ReplicaSpec) -> ReplicaState:
+        if replica_spec.id in self.views:
+            raise InputError(f"replica {replica_spec.id}", "is already in the fleet")
+        replica = ReplicaState(
+            replica_spec,
+            role=replica_spec.role,
+            facts=self.facts.get((replica_spec.template, replica_spec.index)),
+        )
+        self.views[replica_spec.id] = replica
+        template_copy = self.units.get(replica_spec.unit)
+        if template_copy is None:
+            template_copy = TemplateCopy(
+                replica_spec.unit,
+                replica_spec.template,
+                replica_spec.kind,
+                replica_spec.model,
+                replica_spec.region,
+            )
+            self.units[replica_spec.unit] = template_copy
+        template_copy.views.append(replica)
+        template_copy.places.add(replica_spec.index)
+        self._changed(template_copy)
+        return replica
 
     def ready(self, replica: str, kv_version: int = 0, max_running: int = 0) -> None:
-        view = self.views.get(replica)
-        if view is not None:
-            view.kv_version, view.max_running = kv_version, max_running
-            view.facts = view.facts and view.facts.with_slots(max_running)
+        replica_state = self.views.get(replica)
+        if replica_state is not None:
+            replica_state.kv_version, replica_state.max_running = kv_version, max_running
+            replica_state.facts = replica_state.facts and replica_state.facts.with_slots(max_running)
         self._state(replica, "ready")
 
     def drain(self, replica: str) -> None:
@@ -155,138 +165,144 @@ class FleetState:
         self.views[replica].role = role
         self.version += 1
 
-    def reassign(self, member: ReplicaSpec) -> None:
+    def reassign(self, replica_spec: ReplicaSpec) -> None:
         """A replica is another template's from now on, or on standby, or no longer."""
-        view = self.views[member.id]
-        view.member, view.role = member, member.role
-        facts = self.facts.get((member.template, member.index))
-        view.facts = facts and facts.with_slots(view.max_running)
-        unit = self.units[member.unit]
-        unit.template, unit.kind = member.template, member.kind
-        self._changed(unit)
+        replica = self.views[replica_spec.id]
+        replica.member, replica.role = replica_spec, replica_spec.role
+        facts = self.facts.get((replica_spec.template, replica_spec.index))
+        replica.facts = facts and facts.with_slots(replica.max_running)
+        template_copy = self.units[replica_spec.unit]
+        template_copy.template, template_copy.kind = replica_spec.template, replica_spec.kind
+        self._changed(template_copy)
 
     def remove(self, replica: str) -> ReplicaState | None:
-        view = self.views.pop(replica, None)
-        if view is None:
+        replica_state = self.views.pop(replica, None)
+        if replica_state is None:
             return None
-        view.gone = True
-        unit = self.units[view.member.unit]
-        unit.views.remove(view)
-        if not unit.views:
-            del self.units[unit.id]
-        self._changed(unit)
-        return view
+        replica_state.gone = True
+        template_copy = self.units[replica_state.member.unit]
+        template_copy.views.remove(replica_state)
+        if not template_copy.views:
+            del self.units[template_copy.id]
+        self._changed(template_copy)
+        return replica_state
 
-    def doubt(self, view: ReplicaState, doubted: bool, strike: bool = True) -> None:
+    def doubt(self, replica: ReplicaState, doubted: bool, strike: bool = True) -> None:
         """Whether it may be gone. That is no change of the fleet: nothing is to be started for it."""
-        view.strikes += doubted and strike and not view.doubted
-        view.doubted = doubted
+        replica.strikes += doubted and strike and not replica.doubted
+        replica.doubted = doubted
 
-    def cordon(self, view: ReplicaState, cordoned: bool) -> None:
-        view.cordoned = cordoned
+    def cordon(self, replica: ReplicaState, cordoned: bool) -> None:
+        replica.cordoned = cordoned
 
-    def answered_again(self, view: ReplicaState) -> None:
-        view.strikes = 0
+    def answered_again(self, replica: ReplicaState) -> None:
+        replica.strikes = 0
 
-    def gap(self, view: ReplicaState, ratio: float) -> None:
-        view.gap_pace += (min(MOST, max(LEAST, ratio)) - view.gap_pace) * (1.0 - KEEP)
-        self._eased(view)
+    def gap(self, replica: ReplicaState, ratio: float) -> None:
+        replica.gap_pace += (min(MOST, max(LEAST, ratio)) - replica.gap_pace) * (1.0 - KEEP)
+        self._eased(replica)
 
-    def bound(self, view: ReplicaState, easy: tuple[int, int, int]) -> None:
-        view.easy = easy
+    def bound(self, replica: ReplicaState, easy: tuple[int, int, int]) -> None:
+        replica.easy = easy
 
-    def report(self, view: ReplicaState, status: ReplicaStatus, at_s: float) -> None:
-        view.status = status
-        view.status_at_s = at_s
+    def report(self, replica: ReplicaState, status: ReplicaStatus, at_s: float) -> None:
+        replica.status = status
+        replica.status_at_s = at_s
 
-    def open(self, view: ReplicaState, prefill_tokens: int, context_tokens: int) -> None:
-        view.open_requests += 1
-        view.open_prefill_tokens += prefill_tokens
-        view.open_context_tokens += context_tokens
+    def open(self, replica: ReplicaState, prefill_tokens: int, context_tokens: int) -> None:
+        replica.open_requests += 1
+        replica.open_prefill_tokens += prefill_tokens
+        replica.open_context_tokens += context_tokens
 
-    def yielding(self, view: ReplicaState, prefill_tokens: int) -> None:
-        view.yielding_tokens += prefill_tokens
-        self._eased(view)
+    def yielding(self, replica: ReplicaState, prefill_tokens: int) -> None:
+        replica.yielding_tokens += prefill_tokens
+        self._eased(replica)
 
-    def prefilled(self, view: ReplicaState, prefill_tokens: int) -> None:
+    def prefilled(self, replica: ReplicaState, prefill_tokens: int) -> None:
         """Of a segment that goes on decoding, the prompt is computed."""
-        view.open_prefill_tokens -= prefill_tokens
-        self._eased(view)
-        facts = view.facts
+        replica.open_prefill_tokens -= prefill_tokens
+        self._eased(replica)
+        facts = replica.facts
         if facts is not None:
-            view.done_s += facts.prefill_fixed_s + prefill_tokens * facts.prefill_s_per_token
-            view.done_prompts += 1
+            replica.done_s += facts.prefill_fixed_s + prefill_tokens * facts.prefill_s_per_token
+            replica.done_prompts += 1
 
-    def handed(self, view: ReplicaState, prefill_tokens: int) -> None:
-        self.prefilled(view, prefill_tokens)
-        view.open_requests -= 1
+    def handed(self, replica: ReplicaState, prefill_tokens: int) -> None:
+        self.prefilled(replica, prefill_tokens)
+        replica.open_requests -= 1
 
-    def close(self, view: ReplicaState, prefill_tokens: int, context_tokens: int) -> None:
+    def close(self, replica: ReplicaState, prefill_tokens: int, context_tokens: int) -> None:
         """A segment is done, or given up with so much of it still open."""
-        view.open_requests -= 1
-        view.open_prefill_tokens -= prefill_tokens
-        view.open_context_tokens -= context_tokens
-        self._eased(view)
+        replica.open_requests -= 1
+        replica.open_prefill_tokens -= prefill_tokens
+        replica.open_context_tokens -= context_tokens
+        self._eased(replica)
 
     def learn(
-        self, at_s: float, view: ReplicaState, observed_s: float, planned_s: float, counts: bool = True
+        self, at_s: float, replica: ReplicaState, observed_s: float, planned_s: float, counts: bool = True
     ) -> None:
         """Something took so long that should have taken so long; what does not count only tells of a change."""
         if planned_s <= 0:
             return
         observed_s = min(observed_s, MOST * planned_s)
         if counts:
-            view.observed_s = view.observed_s * KEEP + observed_s
-            view.planned_s = view.planned_s * KEEP + planned_s
-            view.learned_s = at_s
-        if self._odd(view, observed_s, planned_s) or counts:
-            self._pace(view)
+            replica.observed_s = replica.observed_s * KEEP + observed_s
+            replica.planned_s = replica.planned_s * KEEP + planned_s
+            replica.learned_s = at_s
+        if self._odd(replica, observed_s, planned_s) or counts:
+            self._pace(replica)
 
-    def _odd(self, view: ReplicaState, observed_s: float, planned_s: float) -> bool:
+    def _odd(self, replica: ReplicaState, observed_s: float, planned_s: float) -> bool:
         """A replica that has changed is believed soon: some observations in a row tell."""
         ratio = observed_s / planned_s
-        way = 1 if ratio > ODD * view.pace else -1 if ratio * ODD < view.pace else 0
-        if way == 0 and abs(view.odds) > 1:  # perhaps begun before it changed: it counts against, no more
-            view.odds -= 1 if view.odds > 0 else -1
-        elif way == 0 or way * view.odds <= 0:
-            view.odds, view.odd_observed_s, view.odd_planned_s = 0, 0.0, 0.0
+        way = 1 if ratio > ODD * replica.pace else -1 if ratio * ODD < replica.pace else 0
+        if way == 0 and abs(replica.odds) > 1:  # perhaps begun before it changed: it counts against, no more
+            replica.odds -= 1 if replica.odds > 0 else -1
+        elif way == 0 or way * replica.odds <= 0:
+            replica.odds, replica.odd_observed_s, replica.odd_planned_s = 0, 0.0, 0.0
         if way:
-            view.odds += way
-            view.odd_observed_s += observed_s
-            view.odd_planned_s += planned_s
-            if abs(view.odds) >= ODDS and view.odd_planned_s >= ODD_S:
-                view.observed_s, view.planned_s = view.odd_observed_s, view.odd_planned_s
+            replica.odds += way
+            replica.odd_observed_s += observed_s
+            replica.odd_planned_s += planned_s
+            if abs(replica.odds) >= ODDS and replica.odd_planned_s >= ODD_S:
+                replica.observed_s, replica.planned_s = replica.odd_observed_s, replica.odd_planned_s
                 return True
         return False
 
-    def answered(self, view: ReplicaState, late: bool) -> None:
-        view.late_share += ((1.0 if late else 0.0) - view.late_share) * (1.0 - KEEP)
+    def answered(self, replica: ReplicaState, late: bool) -> None:
+        replica.late_share += ((1.0 if late else 0.0) - replica.late_share) * (1.0 - KEEP)
 
-    def fade(self, at_s: float, view: ReplicaState) -> bool:
+    def fade(self, at_s: float, replica: ReplicaState) -> bool:
         """Believe half of what was learned; whether it counts as faster now."""
-        before = view.pace
-        view.late_share /= 2
-        view.observed_s, view.planned_s, view.learned_s = view.observed_s / 2, view.planned_s / 2, at_s
-        if view.planned_s < 0.01 * PRIOR_S:
-            view.observed_s = view.planned_s = 0.0
-        self._pace(view)
-        return view.pace < before or view.late_share > 0
+        before = replica.pace
+        replica.late_share /= 2
+        replica.observed_s, replica.planned_s, replica.learned_s = (
+            replica.observed_s / 2,
+            replica.planned_s / 2,
+            at_s,
+        )
+        if replica.planned_s < 0.01 * PRIOR_S:
+            replica.observed_s = replica.planned_s = 0.0
+        self._pace(replica)
+        return replica.pace < before or replica.late_share > 0
 
-    def _pace(self, view: ReplicaState) -> None:
-        pace = (PRIOR_S + view.observed_s) / (PRIOR_S + view.planned_s)
-        view.pace = min(MOST, max(LEAST, pace))
-        self._eased(view)
+    def _pace(self, replica: ReplicaState) -> None:
+        pace = (PRIOR_S + replica.observed_s) / (PRIOR_S + replica.planned_s)
+        replica.pace = min(MOST, max(LEAST, pace))
+        self._eased(replica)
 
-    def _eased(self, view: ReplicaState) -> None:
+    def _eased(self, replica: ReplicaState) -> None:
         self.changes += 1
-        view.eased = self.changes
+        replica.eased = self.changes
 
     def _state(self, replica: str, state: State) -> None:
-        view = self.views.get(replica)
-        if view is not None:
-            view.state = state
-            self._changed(self.units[view.member.unit])
+        replica_state = self.views.get(replica)
+        if replica_state is not None:
+            replica_state.state = state
+            self._changed(self.units[replica_state.member.unit])
 
-    def _changed(self, unit: TemplateCopy) -> None:
-        unit.whole = len(unit.views) == len(unit.places) and all(view.state == "ready" for view in unit.views)
+    def _changed(self, template_copy: TemplateCopy) -> None:
+        template_copy.whole = len(template_copy.views) == len(template_copy.places) and all(
+            replica.state == "ready" for replica in template_copy.views
+        )
         self.version += 1

@@ -112,33 +112,40 @@ class RequestState:
     def computed(self) -> tuple[ReplicaState, int]:
         """The present one of its earlier segments is computed: where, and how many tokens are open there no more."""
         place = self.done
-        view, tokens = self.earlier[place]
+        replica, tokens = self.earlier[place]
         if tokens:
-            self.earlier = (*self.earlier[:place], (view, 0), *self.earlier[place + 1 :])
-        return view, tokens
+            self.earlier = (*self.earlier[:place], (replica, 0), *self.earlier[place + 1 :])
+        return replica, tokens
 
     def views(self) -> list[ReplicaState]:
         """Where it is under way, later segments included; nowhere when it was not sent."""
         if self.state != RUNNING or self.last is None:
             return []
-        return [*(view for view, _ in self.earlier[self.done :]), self.last]
+        return [*(replica for replica, _ in self.earlier[self.done :]), self.last]
 
-    def avoids(self, view: ReplicaState) -> bool:
+    def avoids(self, replica: ReplicaState) -> bool:
         """Whether a replica, or a domain it is in, is one not to go to. Asked only of those that failed before."""
-        return view.member.lies_in(self.avoid)
+        return replica.member.lies_in(self.avoid)
 
     def workers(self) -> list[str]:
         """Replicas that still work on it, those of later segments included."""
-        return list(dict.fromkeys(view.member.id for view in self.views()))
+        return list(dict.fromkeys(replica.member.id for replica in self.views()))
 
 
 class QueuePosition:
     __slots__ = ("kind", "level", "req", "since_s", "stamp", "tenant", "work")
 
     def __init__(
-        self, req: RequestState, tenant: str, level: int, kind: Kind, work: float, since_s: float, stamp: int
+        self,
+        request: RequestState,
+        tenant: str,
+        level: int,
+        kind: Kind,
+        work: float,
+        since_s: float,
+        stamp: int,
     ) -> None:
-        self.req = req
+        self.req = request
         self.tenant = tenant
         self.level = level
         self.kind = kind

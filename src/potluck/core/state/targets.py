@@ -30,7 +30,7 @@ ALIKE: Final = 0.1  # A pace so near to the planned one counts as that: what is 
 class LoadIndex(Protocol):
     """Something that keeps targets in order of their load."""
 
-    def lighter(self, member: Target) -> None: ...
+    def lighter(self, target: Target) -> None: ...
 
 
 def kind_of(template: Template) -> int:
@@ -46,11 +46,11 @@ def kind_of(template: Template) -> int:
 class Target:
     """One of them. Its lists hold replicas that serve, by their present role."""
 
-    def __init__(self, kind: int, unit: str, view: ReplicaState | None = None) -> None:
+    def __init__(self, kind: int, unit: str, replica: ReplicaState | None = None) -> None:
         self.kind = kind
         self.unit = unit
-        self.view = view
-        self.route: Route | None = aggregated(view.member.id) if view is not None else None
+        self.view = replica
+        self.route: Route | None = aggregated(replica.member.id) if replica is not None else None
         """Made once: a plain target's route is the same for every request."""
         self.prefills: list[ReplicaState] = []  # A combo's prefill replicas; a pair's low-end ones.
         self.decodes: list[ReplicaState] = []
@@ -74,16 +74,20 @@ class Target:
 
     def timed(self) -> None:
         """Take over the pace of its replicas; of a group's two sides that of the slower one."""
-        view = self.view
-        pace = _strain(view) if view is not None else max(_pace(self.prefills), _pace(self.decodes))
+        replica = self.view
+        pace = _strain(replica) if replica is not None else max(_pace(self.prefills), _pace(self.decodes))
         self.pace = 1.0 if abs(pace - 1.0) < ALIKE else pace
 
-    def refresh(self, unit: TemplateCopy | None) -> None:
-        ready = [view for view in unit.views if view.serves] if unit is not None else []
-        self.prefills = [view for view in ready if view.role == "prefill"]
-        self.decodes = [view for view in ready if view.role != "prefill"]
+    def refresh(self, template_copy: TemplateCopy | None) -> None:
+        ready = (
+            [replica for replica in template_copy.views if replica.serves]
+            if template_copy is not None
+            else []
+        )
+        self.prefills = [replica for replica in ready if replica.role == "prefill"]
+        self.decodes = [replica for replica in ready if replica.role != "prefill"]
         if self.kind == COMBO and not self.prefills:  # what is left of it may do both
-            self.prefills = [view for view in ready if view.role == "mixed"]
+            self.prefills = [replica for replica in ready if replica.role == "mixed"]
 
     def views(self) -> list[ReplicaState]:
         return [self.view] if self.view is not None else self.prefills + self.decodes
@@ -93,16 +97,16 @@ class Target:
         return self.kind == PLAIN or bool(self.prefills and self.decodes)
 
 
-def _strain(view: ReplicaState) -> float:
+def _strain(replica: ReplicaState) -> float:
     """Its pace, and more while its answers come too slowly: less of its work is worth anything then."""
-    late = view.late_share
-    return view.pace * (1.0 + LATE * late * min(1.0, late / MANY)) if late > 0 else view.pace
+    late = replica.late_share
+    return replica.pace * (1.0 + LATE * late * min(1.0, late / MANY)) if late > 0 else replica.pace
 
 
 def _pace(side: list[ReplicaState]) -> float:
     speed = 0.0
-    for view in side:
-        speed += 1.0 / _strain(view)
+    for replica in side:
+        speed += 1.0 / _strain(replica)
     return len(side) / speed if side else 1.0
 
 
@@ -113,44 +117,48 @@ def intact_share(target: Target, template: Template) -> float:
     planned = len([replica for replica in template.replicas if replica.role == "prefill"])
     others = len(template.replicas) - planned
     ready, ready_others = len(target.prefills), len(target.decodes)
-    flipped = any(view.role != view.member.role for view in target.prefills + target.decodes)
+    flipped = any(
+        replica_state.role != replica_state.member.role for replica_state in target.prefills + target.decodes
+    )
     if flipped:
-        there = {view.member.id for view in target.prefills + target.decodes}
+        there = {replica_state.member.id for replica_state in target.prefills + target.decodes}
         return min(1.0, len(there) / len(template.replicas))
     return min(1.0, ready / planned, ready_others / others)
 
 
 def prefilled_s(target: Target, tokens: float) -> float:
     views = [target.view] if target.view is not None else target.prefills
-    return min((view.open_prefill_tokens + tokens) * seconds_per_token(view) for view in views)
+    return min((replica.open_prefill_tokens + tokens) * seconds_per_token(replica) for replica in views)
 
 
 def avoided(target: Target, avoid: frozenset[str]) -> bool:
     if target.view is not None:
         return target.view.member.lies_in(avoid)
-    return any(all(view.member.lies_in(avoid) for view in side) for side in (target.prefills, target.decodes))
+    return any(
+        all(replica.member.lies_in(avoid) for replica in side) for side in (target.prefills, target.decodes)
+    )
 
 
 def unavoided(views: list[ReplicaState], avoid: frozenset[str]) -> list[ReplicaState]:
     if not avoid:
         return views
-    return [view for view in views if not view.member.lies_in(avoid)] or views
+    return [replica for replica in views if not replica.member.lies_in(avoid)] or views
 
 
-def seconds_per_token(view: ReplicaState) -> float:
-    facts = view.facts
-    return (facts.prefill_s_per_token if facts is not None else 1.0) * view.pace
+def seconds_per_token(replica: ReplicaState) -> float:
+    facts = replica.facts
+    return (facts.prefill_s_per_token if facts is not None else 1.0) * replica.pace
 
 
-def _prompt_s(view: ReplicaState, tokens: int) -> float:
-    fixed_s = view.facts.prefill_fixed_s * view.pace if view.facts is not None else 0.0
-    return fixed_s + tokens * seconds_per_token(view)
+def _prompt_s(replica: ReplicaState, tokens: int) -> float:
+    fixed_s = replica.facts.prefill_fixed_s * replica.pace if replica.facts is not None else 0.0
+    return fixed_s + tokens * seconds_per_token(replica)
 
 
 def busier(busy: float, prefills: Sequence[ReplicaState]) -> float:
     at_work = 0
-    for view in prefills:
-        at_work += view.open_prefill_tokens > 0
+    for replica in prefills:
+        at_work += replica.open_prefill_tokens > 0
     now = at_work / len(prefills)
     return busy + (now - busy) / MEMORY
 
@@ -168,7 +176,7 @@ class PrefillUtilization:
         self._found = busier(self._found, prefills)
         if self._count:
             part = 1.0 / min(self._count, MEMORY)
-            work_s = sum([_prompt_s(view, tokens) for view in prefills]) / len(prefills) ** 2
+            work_s = sum([_prompt_s(replica, tokens) for replica in prefills]) / len(prefills) ** 2
             self._gap_s += (max(0.0, at_s - self._last_s) - self._gap_s) * part
             self._work_s += (work_s - self._work_s) * part
         self._count += 1

@@ -110,60 +110,63 @@ class EngineLimit(NamedTuple):
 STAGES, ONE_GPU = "`limits: {max_stages: 1}`", "nodes of one GPU each (1xL4, not 4xL4)"
 
 
-def limits_of_model(model: Model, abilities: EngineKind) -> Iterator[EngineLimit]:
+def limits_of_model(model: Model, engine_kind: EngineKind) -> Iterator[EngineLimit]:
     """What of a model the engine does not run, however it is laid out."""
     for layer in dict.fromkeys(model.layers):
         attention = layer.attention
-        if isinstance(attention, LinearAttention) and attention.kind not in abilities.linear:
+        if isinstance(attention, LinearAttention) and attention.kind not in engine_kind.linear:
             yield EngineLimit("linear", f"linear attention of kind {attention.kind}")
-        if isinstance(attention, FullAttention) and attention.sinks and not abilities.sinks:
+        if isinstance(attention, FullAttention) and attention.sinks and not engine_kind.sinks:
             yield EngineLimit("sinks", "attention with sinks")
-        if isinstance(attention, FullAttention) and attention.qk_norm == "full" and not abilities.full_norm:
+        if isinstance(attention, FullAttention) and attention.qk_norm == "full" and not engine_kind.full_norm:
             yield EngineLimit("full_norm", "a norm over all attention heads")
-        if isinstance(layer.ffn, MoeFfn) and layer.ffn.bias and not abilities.expert_bias:
+        if isinstance(layer.ffn, MoeFfn) and layer.ffn.bias and not engine_kind.expert_bias:
             yield EngineLimit("expert_bias", "experts with biases")
-    if abilities.kv_bits is not None and model.kv_bits not in abilities.kv_bits:
+    if engine_kind.kv_bits is not None and model.kv_bits not in engine_kind.kv_bits:
         yield EngineLimit("kv_bits", f"KV of {model.kv_bits:g} bits")
 
 
-def limit_of_format(planned: Format | None, stored: Format, abilities: EngineKind) -> EngineLimit | None:
+def limit_of_format(planned: Format | None, stored: Format, engine_kind: EngineKind) -> EngineLimit | None:
     """What keeps an engine from serving a checkpoint in a format; `planned` None: as it is stored."""
-    if stored not in abilities.stored:
+    if stored not in engine_kind.stored:
         return EngineLimit("stored", f"checkpoints in {stored}")
     if planned is None or planned == stored or FORMAT_BITS[planned] == FORMAT_BITS[stored] == 16:
         return None
-    if planned in abilities.makes and FORMAT_BITS[stored] == 16:
+    if planned in engine_kind.makes and FORMAT_BITS[stored] == 16:
         return None
     fix = "a checkpoint that is stored so, its directory named as the model"
     return EngineLimit("makes", f"{planned} made of a checkpoint in {stored}", fix)
 
 
-def limits_of_layout(layout: Layout, abilities: EngineKind) -> Iterator[EngineLimit]:
+def limits_of_layout(layout: Layout, engine_kind: EngineKind) -> Iterator[EngineLimit]:
     nodes = [node for stage in layout.stages for node in stage.nodes]
     degrees = sorted({node.tp for node in nodes})
-    if len(layout.stages) > 1 and not abilities.pipelines:
+    if len(layout.stages) > 1 and not engine_kind.pipelines:
         yield EngineLimit("pipelines", "pipelines", STAGES)
-    if any(len(stage.nodes) > 1 for stage in layout.stages) and not abilities.shared_stages:
+    if any(len(stage.nodes) > 1 for stage in layout.stages) and not engine_kind.shared_stages:
         yield EngineLimit("shared_stages", "pipelines with several nodes in a stage", STAGES)
-    if len(degrees) > 1 and not abilities.unlike_degrees:
+    if len(degrees) > 1 and not engine_kind.unlike_degrees:
         yield EngineLimit("unlike_degrees", "pipelines with unlike tensor-parallel degrees", STAGES)
-    if abilities.most_tensor is not None and degrees[-1] > abilities.most_tensor:
-        more = f" over more than {abilities.most_tensor} GPUs" if abilities.most_tensor > 1 else ""
+    if engine_kind.most_tensor is not None and degrees[-1] > engine_kind.most_tensor:
+        more = f" over more than {engine_kind.most_tensor} GPUs" if engine_kind.most_tensor > 1 else ""
         yield EngineLimit("most_tensor", f"tensor parallelism{more}", ONE_GPU)
-    if any(node.ep not in abilities.experts for node in nodes):
-        spread = " or ".join(sorted({node.ep for node in nodes} - set(abilities.experts)))
+    if any(node.ep not in engine_kind.experts for node in nodes):
+        spread = " or ".join(sorted({node.ep for node in nodes} - set(engine_kind.experts)))
         yield EngineLimit("experts", f"experts spread by `ep: {spread}`")
 
 
 def limit_of_hand_over(
-    first: Layout, second: Layout, model: Model, abilities: EngineKind
+    first_layout: Layout, second_layout: Layout, model: Model, engine_kind: EngineKind
 ) -> EngineLimit | None:
     """What keeps KV of one replica from another."""
-    if not abilities.hands_over:
+    if not engine_kind.hands_over:
         return EngineLimit("hands_over_to", "KV handed over between replicas")
-    if abilities.states_over_degrees:
+    if engine_kind.states_over_degrees:
         return None
-    ways = [{node.tp for stage in layout.stages for node in stage.nodes} for layout in (first, second)]
+    ways = [
+        {node.tp for stage in layout.stages for node in stage.nodes}
+        for layout in (first_layout, second_layout)
+    ]
     if ways[0] == ways[1]:
         return None
     between = "recurrent states handed over between unlike tensor-parallel degrees"
@@ -190,25 +193,28 @@ def hand_overs(template: Template) -> set[tuple[Layout, Layout]]:
         by_role.setdefault(replica.role, set()).add(replica.layout)
     givers = by_role.get("prefill") or by_role.get("decode", set())
     takers = by_role.get("decode") or by_role.get("mixed") or givers
-    return {(first, second) for first in givers for second in takers}
+    return {(first_layout, second_layout) for first_layout in givers for second_layout in takers}
 
 
-def limits_of_template(template: Template, model: Model, abilities: EngineKind) -> tuple[EngineLimit, ...]:
+def limits_of_template(template: Template, model: Model, engine_kind: EngineKind) -> tuple[EngineLimit, ...]:
     """What of a template an engine does not do, each once; nothing where it runs it. The model itself is apart."""
-    if abilities == UNLIMITED:
+    if engine_kind == UNLIMITED:
         return ()
     layouts = dict.fromkeys(replica.layout for replica in _unlike(template.replicas))
-    limits = [limit for layout in layouts for limit in limits_of_layout(layout, abilities)]
-    limits += _between(hand_overs(template), model, abilities)
-    if template.hands_over and template.codec not in abilities.codecs:
+    limits = [limit for layout in layouts for limit in limits_of_layout(layout, engine_kind)]
+    limits += _between(hand_overs(template), model, engine_kind)
+    if template.hands_over and template.codec not in engine_kind.codecs:
         limits.append(EngineLimit("codecs", f"KV in {template.codec}", "`kv_codecs: [raw]`"))
     return tuple(dict.fromkeys(limits))
 
 
 def _between(
-    pairs: Iterable[tuple[Layout, Layout]], model: Model, abilities: EngineKind
+    pairs: Iterable[tuple[Layout, Layout]], model: Model, engine_kind: EngineKind
 ) -> list[EngineLimit]:
-    limits = (limit_of_hand_over(first, second, model, abilities) for first, second in pairs)
+    limits = (
+        limit_of_hand_over(first_layout, second_layout, model, engine_kind)
+        for first_layout, second_layout in pairs
+    )
     return [limit for limit in limits if limit is not None]
 
 
@@ -222,34 +228,39 @@ class BrokenLimit(NamedTuple):
     """Those that need it; empty: the model does, however it is laid out."""
 
 
-def broken_limits(plan: Plan, models: Mapping[str, Model], abilities: EngineKind) -> Iterator[BrokenLimit]:
-    for name, model in models.items() if abilities != UNLIMITED else ():
+def broken_limits(plan: Plan, models: Mapping[str, Model], engine_kind: EngineKind) -> Iterator[BrokenLimit]:
+    for name, model in models.items() if engine_kind != UNLIMITED else ():
         mine = [template for template in plan.repertoire if template.model == name]
-        for limit in dict.fromkeys(limits_of_model(model, abilities)):
+        for limit in dict.fromkeys(limits_of_model(model, engine_kind)):
             yield BrokenLimit(name, limit, model, ())
         for template in mine:
-            for limit in limits_of_template(template, model, abilities):
+            for limit in limits_of_template(template, model, engine_kind):
                 yield BrokenLimit(template.name, limit, model, (template,))
         # Of templates of one phase each, any may hand over to any other.
         apart = [template for template in mine if is_one_phase(template)]
-        for first in (template for template in apart if template.replicas[0].role == "prefill"):
-            for second in (template for template in apart if template.replicas[0].role == "decode"):
-                ends = first.replicas[0].layout, second.replicas[0].layout
-                between = limit_of_hand_over(*ends, model, abilities)
-                if between is not None and abilities.hands_over:
-                    yield BrokenLimit(f"{first.name} to {second.name}", between, model, (first, second))
+        for first_template in (template for template in apart if template.replicas[0].role == "prefill"):
+            for second_template in (template for template in apart if template.replicas[0].role == "decode"):
+                ends = first_template.replicas[0].layout, second_template.replicas[0].layout
+                between = limit_of_hand_over(*ends, model, engine_kind)
+                if between is not None and engine_kind.hands_over:
+                    yield BrokenLimit(
+                        f"{first_template.name} to {second_template.name}",
+                        between,
+                        model,
+                        (first_template, second_template),
+                    )
 
 
-def refusals(plan: Plan, models: Mapping[str, Model], abilities: EngineKind) -> tuple[str, ...]:
+def refusals(plan: Plan, models: Mapping[str, Model], engine_kind: EngineKind) -> tuple[str, ...]:
     """A line for all of a plan that an engine does not do, with what would help; nothing where it runs all."""
-    return tuple(_line(broken, abilities) for broken in broken_limits(plan, models, abilities))
+    return tuple(_line(broken, engine_kind) for broken in broken_limits(plan, models, engine_kind))
 
 
-def _line(broken: BrokenLimit, abilities: EngineKind) -> str:
+def _line(broken: BrokenLimit, engine_kind: EngineKind) -> str:
     able = engines_for(broken.templates, broken.model)
     fixes = [*(f"`engine: {name}`" for name in able), *((broken.limit.fix,) if broken.limit.fix else ())]
     again = f"plan again, with {' or '.join(fixes)}" if fixes else "plan again"
-    return f"{broken.where}: needs {broken.limit.what}, which {abilities.title} does not do; {again}"
+    return f"{broken.where}: needs {broken.limit.what}, which {engine_kind.title} does not do; {again}"
 
 
 def is_one_phase(template: Template) -> bool:
@@ -261,7 +272,7 @@ def engines_for(templates: Iterable[Template], model: Model) -> tuple[EngineName
     ways = list(templates)
     return tuple(
         name
-        for name, abilities in ENGINES.items()
-        if not any(limits_of_model(model, abilities))
-        and not any(limits_of_template(template, model, abilities) for template in ways)
+        for name, engine_kind in ENGINES.items()
+        if not any(limits_of_model(model, engine_kind))
+        and not any(limits_of_template(template, model, engine_kind) for template in ways)
     )

@@ -181,63 +181,71 @@ def copies_of(heads: int, tensor: int) -> int:
     return max(1, tensor // heads)
 
 
-def sources(sender: KvLayout, receiver: KvLayout, rank: int, heads: int) -> tuple[KvSourceWorker, ...]:
+def sources(
+    sender_layout: KvLayout, receiver_layout: KvLayout, rank: int, heads: int
+) -> tuple[KvSourceWorker, ...]:
     """Where the receiver's worker `rank` gets its layers and heads. `heads`: of the whole model; 1 for latents.
 
     A sender's worker that nobody needs hears that from the receiver's first worker, and need not keep anything.
     """
-    stage, place = divmod(rank, receiver.tensor)
-    copies = copies_of(heads, receiver.tensor)
+    stage, place = divmod(rank, receiver_layout.tensor)
+    copies = copies_of(heads, receiver_layout.tensor)
     if place % copies:
         return (KvSourceWorker(rank - place % copies, KvCut(), copy=True),)
     wanted = [
-        KvSourceWorker(other, KvCut(*_turn(sender, receiver, other, rank, heads), layers, span))
-        for other, layers, span in _overlaps(sender, receiver, stage, place, heads)
+        KvSourceWorker(other, KvCut(*_turn(sender_layout, receiver_layout, other, rank, heads), layers, span))
+        for other, layers, span in _overlaps(sender_layout, receiver_layout, stage, place, heads)
     ]
     if rank == 0:
         used = {
             other
-            for reader in range(receiver.workers)
-            if not reader % receiver.tensor % copies
-            for other, *_ in _overlaps(sender, receiver, *divmod(reader, receiver.tensor), heads)
+            for reader in range(receiver_layout.workers)
+            if not reader % receiver_layout.tensor % copies
+            for other, *_ in _overlaps(
+                sender_layout, receiver_layout, *divmod(reader, receiver_layout.tensor), heads
+            )
         }
-        unused = [other for other in range(sender.workers) if other not in used]
+        unused = [other for other in range(sender_layout.workers) if other not in used]
         wanted += [KvSourceWorker(other, KvCut(layers=(0, 0))) for other in unused]
     return tuple(wanted)
 
 
-def _turn(sender: KvLayout, receiver: KvLayout, other: int, rank: int, heads: int) -> tuple[int, int]:
+def _turn(
+    sender_layout: KvLayout, receiver_layout: KvLayout, other: int, rank: int, heads: int
+) -> tuple[int, int]:
     """Which of how many readers of a sender's worker a receiver's worker is."""
-    copies = copies_of(heads, receiver.tensor)
+    copies = copies_of(heads, receiver_layout.tensor)
     readers = [
         reader
-        for reader in range(receiver.workers)
-        if not reader % receiver.tensor % copies
+        for reader in range(receiver_layout.workers)
+        if not reader % receiver_layout.tensor % copies
         and any(
             worker == other
-            for worker, *_ in _overlaps(sender, receiver, *divmod(reader, receiver.tensor), heads)
+            for worker, *_ in _overlaps(
+                sender_layout, receiver_layout, *divmod(reader, receiver_layout.tensor), heads
+            )
         )
     ]
     return readers.index(rank), len(readers)
 
 
 def _overlaps(
-    sender: KvLayout, receiver: KvLayout, stage: int, place: int, heads: int
+    sender_layout: KvLayout, receiver_layout: KvLayout, stage: int, place: int, heads: int
 ) -> Iterator[tuple[int, Span, Span]]:
     """(sender's worker, layers, heads) that a receiver's worker needs."""
-    wanted, copies = heads_of(heads, receiver.tensor, place), copies_of(heads, sender.tensor)
-    for other in range(max(1, len(sender.stages))):
-        layers = _common(sender.layers(other), receiver.layers(stage))
+    wanted, copies = heads_of(heads, receiver_layout.tensor, place), copies_of(heads, sender_layout.tensor)
+    for other in range(max(1, len(sender_layout.stages))):
+        layers = _common(sender_layout.layers(other), receiver_layout.layers(stage))
         if layers is None:
             continue
-        for tensor_rank in range(sender.tensor):
-            span = _common(heads_of(heads, sender.tensor, tensor_rank), wanted)
+        for tensor_rank in range(sender_layout.tensor):
+            span = _common(heads_of(heads, sender_layout.tensor, tensor_rank), wanted)
             # Of a sender's copies they take turns.
             if (
                 span is not None
-                and tensor_rank % copies == place // copies_of(heads, receiver.tensor) % copies
+                and tensor_rank % copies == place // copies_of(heads, receiver_layout.tensor) % copies
             ):
-                yield other * sender.tensor + tensor_rank, layers, span
+                yield other * sender_layout.tensor + tensor_rank, layers, span
 
 
 def _common(first: Span, second: Span) -> Span | None:

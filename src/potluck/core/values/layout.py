@@ -91,9 +91,9 @@ class Layout:
         return tuple(stage.nodes[0].machine for stage in self.stages for _ in range(stage.layers))
 
 
-def layers_between(first: Layout, second: Layout) -> dict[tuple[str, str], int]:
+def layers_between(first_layout: Layout, second_layout: Layout) -> dict[tuple[str, str], int]:
     """How many layers' KV goes from which machine to which when one replica hands over to another."""
-    return dict(Counter(zip(first.owners, second.owners, strict=True)))
+    return dict(Counter(zip(first_layout.owners, second_layout.owners, strict=True)))
 
 
 def single(node: str, tp: int, layers: int, ep: Ep = "none") -> Layout:

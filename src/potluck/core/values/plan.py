@@ -435,10 +435,10 @@ Confidence = Literal["measured", "transferred", "assumed"]
 """This GPU was measured; it is predicted from measurements of its relatives; nothing near it was measured."""
 
 
-def copies_changed(before: Plan, after: Plan) -> str:
+def copies_changed(previous_plan: Plan, next_plan: Plan) -> str:
     """Which copies come and go: `2 more L4 (decode) in near, 1 fewer A10 (prefill) in far`."""
     counts: Counter[tuple[str, str]] = Counter()
-    for plan, sign in ((before, -1), (after, 1)):
+    for plan, sign in ((previous_plan, -1), (next_plan, 1)):
         for deployment in plan.deployments:
             counts[_described(plan.template(deployment.template)), deployment.region] += (
                 sign * deployment.count

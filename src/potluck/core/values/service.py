@@ -30,11 +30,11 @@ class PrefixSharing:
     def covers(self, tenant: str, model: str) -> bool:
         return (not self.tenants or tenant in self.tenants) and (not self.models or model in self.models)
 
-    def meets(self, other: PrefixSharing) -> bool:
+    def meets(self, other_sharing: PrefixSharing) -> bool:
         """Whether both would cover the same tenant and model."""
         return all(
             not first or not second or not set(first).isdisjoint(second)
-            for first, second in ((self.tenants, other.tenants), (self.models, other.models))
+            for first, second in ((self.tenants, other_sharing.tenants), (self.models, other_sharing.models))
         )
 
 

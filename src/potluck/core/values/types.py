@@ -154,10 +154,10 @@ class Slo:
         if self.e2e_s is not None:
             positive("slo: e2e_s", self.e2e_s)
 
-    def stricter(self, other: Slo) -> Slo:
-        known = [e2e_s for e2e_s in (self.e2e_s, other.e2e_s) if e2e_s is not None]
-        ttft_s, tpot_s = min(self.ttft_s, other.ttft_s), min(self.tpot_s, other.tpot_s)
-        return Slo(ttft_s, tpot_s, max(self.attainment, other.attainment), min(known, default=None))
+    def stricter(self, other_slo: Slo) -> Slo:
+        known = [e2e_s for e2e_s in (self.e2e_s, other_slo.e2e_s) if e2e_s is not None]
+        ttft_s, tpot_s = min(self.ttft_s, other_slo.ttft_s), min(self.tpot_s, other_slo.tpot_s)
+        return Slo(ttft_s, tpot_s, max(self.attainment, other_slo.attainment), min(known, default=None))
 
     def kept(self, ttft_s: float, tpot_s: float, e2e_s: float) -> bool:
         """Whether an answer with these times is within all of it."""

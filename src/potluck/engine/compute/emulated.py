@@ -163,16 +163,16 @@ class EmulatedNic:
 
     def __init__(
         self,
-        large: Model,
+        large_model: Model,
         small_layers: int,
-        link: AlphaBeta,
+        alpha_beta: AlphaBeta,
         speed_up: float = 1.0,
         clock: Clock = time.monotonic,
     ) -> None:
-        if not 1 <= small_layers <= large.layer_count:
-            raise InputError("emulate", f"a model of {small_layers} layers cannot act as {large.name}")
-        self._large, self._layers = large, small_layers
-        self._link, self._speed_up, self._clock = link, speed_up, clock
+        if not 1 <= small_layers <= large_model.layer_count:
+            raise InputError("emulate", f"a model of {small_layers} layers cannot act as {large_model.name}")
+        self._large, self._layers = large_model, small_layers
+        self._link, self._speed_up, self._clock = alpha_beta, speed_up, clock
         self._free_s = -float("inf")
 
     def kv_bytes(self, chunk: KvChunk) -> float:

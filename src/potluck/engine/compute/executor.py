@@ -113,14 +113,14 @@ class WorkerLost(PotluckError):
         super().__init__(why)
 
 
-def check_manifest(about: KvManifest, fingerprint: str, held: int, tokens: Sequence[int]) -> None:
+def check_manifest(manifest: KvManifest, fingerprint: str, held: int, tokens: Sequence[int]) -> None:
     """Whether a cache on its way goes on from the `held` tokens of this model; InputError if not."""
-    if about.fingerprint != fingerprint:
+    if manifest.fingerprint != fingerprint:
         raise InputError("hand-over: fingerprint", "is of another model or other weights")
-    if not 0 <= about.start < about.stop <= len(tokens) or about.start > held:
-        span = f"[{about.start}, {about.stop})"
+    if not 0 <= manifest.start < manifest.stop <= len(tokens) or manifest.start > held:
+        span = f"[{manifest.start}, {manifest.stop})"
         raise InputError("hand-over: tokens", f"{span} does not go on from the {held} tokens held")
-    if about.token_hash != token_hash(tokens[: about.stop]):
+    if manifest.token_hash != token_hash(tokens[: manifest.stop]):
         raise InputError("hand-over: token_hash", "is of other tokens")
 
 
@@ -177,7 +177,7 @@ class Executor(Protocol):
         """The same, layer by layer; under a codec where that is made on the way."""
         return (self.export(row, layer, start, stop) for layer in range(self.config.model.layer_count))
 
-    def arrival(self, row: int, about: KvManifest, tokens: Sequence[int]) -> IncomingCache: ...
+    def arrival(self, row: int, manifest: KvManifest, tokens: Sequence[int]) -> IncomingCache: ...
 
     def check(self) -> None:
         """Raise AssertionError when a block is leaked; called when idle."""

@@ -83,14 +83,14 @@ class RowSlots:
         self.runner, self.row = runner, row
         self._found: dict[tuple[int, int, int], Tensor] = {}
 
-    def of(self, kept: Pages, first: int, stop: int) -> Tensor:
-        if (slots := self._found.get((kept.group, first, stop))) is None:
+    def of(self, pages: Pages, first: int, stop: int) -> Tensor:
+        if (slots := self._found.get((pages.group, first, stop))) is None:
             places = np.arange(first, stop)
-            blocks = self.runner.tables.table(kept.group)[self.row, places // BLOCK_TOKENS]
+            blocks = self.runner.tables.table(pages.group)[self.row, places // BLOCK_TOKENS]
             if not blocks.all():
                 raise InputError(f"row {self.row}", f"no longer holds all of the tokens [{first}, {stop})")
             slots = on_device(blocks * BLOCK_TOKENS + places % BLOCK_TOKENS, self.runner.device)
-            self._found[kept.group, first, stop] = slots
+            self._found[pages.group, first, stop] = slots
         return slots
 
 
@@ -105,11 +105,11 @@ def read_out(
     """As `pack` for each layer; what is returned waits for some of them. A GPU gathers them now, in the order of its
     steps, makes them small under a codec, and copies them to the host beside the steps that come, layers together; a
     CPU leaves codecs to whoever sends it. A chunk that no codec takes, since something is not finite, has no data."""
-    pieces = [piece for layer in layers for piece in _leaving_parts(slots, layer, start, stop, whole, codec)]
+    pieces = [part for layer in layers for part in _leaving_parts(slots, layer, start, stop, whole, codec)]
     copies = slots.runner.copies
     if copies is None:
-        return [partial(_gathered, slots, [piece]) for piece in pieces]
-    return [_beside(slots, some, copies) for some in batches(pieces, lambda piece: piece.size)]
+        return [partial(_gathered, slots, [part]) for part in pieces]
+    return [_beside(slots, some, copies) for some in batches(pieces, lambda part: part.size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,80 +156,82 @@ def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
 
 
 def _gathered(slots: RowSlots, pieces: Sequence[_LeavingPart]) -> tuple[KvChunk, ...]:
-    return tuple(_with_data(piece, _read(slots, piece)) for piece in pieces)
+    return tuple(_with_data(part, _read(slots, part)) for part in pieces)
 
 
 @torch.inference_mode()
 def _beside(
-    slots: RowSlots, pieces: Sequence[_LeavingPart], copies: torch.cuda.Stream
+    slots: RowSlots, pieces: Sequence[_LeavingPart], copy_stream: torch.cuda.Stream
 ) -> Callable[[], tuple[KvChunk, ...]]:
     """All of them into one room on the GPU, and from there to the host in one copy."""
-    ends = list(accumulate(-(-piece.size // ALIGNED_BYTES) * ALIGNED_BYTES for piece in pieces))
+    ends = list(accumulate(-(-part.size // ALIGNED_BYTES) * ALIGNED_BYTES for part in pieces))
     room = torch.empty(ends[-1], dtype=torch.uint8, device=slots.runner.device)
-    places = [slice(at, at + piece.size) for at, piece in zip((0, *ends), pieces, strict=False)]
-    for piece, place in zip(pieces, places, strict=True):
-        if piece.codec == "raw":
-            _read(slots, piece, room[place])
+    places = [slice(at, at + part.size) for at, part in zip((0, *ends), pieces, strict=False)]
+    for part, place in zip(pieces, places, strict=True):
+        if part.codec == "raw":
+            _read(slots, part, room[place])
         else:
             from potluck.kv import gpu_kernels
 
-            gpu_kernels.encode(_read(slots, piece).contiguous(), piece.chunk.part, piece.codec, room[place])
+            gpu_kernels.encode(_read(slots, part).contiguous(), part.chunk.part, part.codec, room[place])
     here, ready = slots.runner.leaving.take(ends[-1]), torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copies.wait_stream(torch.cuda.current_stream())
-    with on_stream(copies):
+    copy_stream.wait_stream(torch.cuda.current_stream())
+    with on_stream(copy_stream):
         here.copy_(room, non_blocking=True)
         ready.record()
-    room.record_stream(copies)
+    room.record_stream(copy_stream)
 
     def wait() -> tuple[KvChunk, ...]:
         ready.synchronize()
-        return tuple(_with_data(piece, here[place]) for piece, place in zip(pieces, places, strict=True))
+        return tuple(_with_data(part, here[place]) for part, place in zip(pieces, places, strict=True))
 
     return wait
 
 
-def _with_data(piece: _LeavingPart, tensor: Tensor) -> KvChunk:
-    if piece.codec == "raw":
+def _with_data(part: _LeavingPart, tensor: Tensor) -> KvChunk:
+    if part.codec == "raw":
         data = memoryview(tensor.contiguous().view(torch.uint8).numpy().data).cast("B")
-        return replace(piece.chunk, data=data)
+        return replace(part.chunk, data=data)
     from potluck.kv import gpu_kernels
 
     with suppress(InputError):
-        return gpu_kernels.coded(piece.chunk, piece.codec, tensor)
-    return piece.chunk
+        return gpu_kernels.coded(part.chunk, part.codec, tensor)
+    return part.chunk
 
 
 def _expected(
     runner: Runner, layer: int, start: int, stop: int, whole: int | None = None
 ) -> tuple[_Expected, ...]:
     whole = stop if whole is None else whole
-    kept = runner.cache.layer(layer)
-    if isinstance(kept, LinearStates):
+    pages = runner.cache.layer(layer)
+    if isinstance(pages, LinearStates):
         if stop < whole:
             return ()
         return (
-            _Expected("conv", stop, kept.conv.dtype, tuple(kept.conv.shape[1:])),
-            _Expected("memory", stop, kept.memory.dtype, tuple(kept.memory.shape[1:])),
+            _Expected("conv", stop, pages.conv.dtype, tuple(pages.conv.shape[1:])),
+            _Expected("memory", stop, pages.memory.dtype, tuple(pages.memory.shape[1:])),
         )
-    first = first_needed(start, whole, runner.tables.groups[kept.group].window)
+    first = first_needed(start, whole, runner.tables.groups[pages.group].window)
     if first >= stop:
         return ()
     shape = (
-        (stop - first, kept.heads, kept.dim) if kept.parts == 1 else (stop - first, 2, kept.heads, kept.dim)
+        (stop - first, pages.heads, pages.dim)
+        if pages.parts == 1
+        else (stop - first, 2, pages.heads, pages.dim)
     )
-    return (_Expected("latent" if kept.parts == 1 else "kv", first, kept.entries.dtype, shape),)
+    return (_Expected("latent" if pages.parts == 1 else "kv", first, pages.entries.dtype, shape),)
 
 
 @torch.inference_mode()
-def _read(slots: RowSlots, piece: _LeavingPart, room: Tensor | None = None) -> Tensor:
+def _read(slots: RowSlots, part: _LeavingPart, room: Tensor | None = None) -> Tensor:
     """Into these bytes, if any are given."""
-    kept, expected = slots.runner.cache.layer(piece.chunk.layer), piece.wanted
+    linear_states, expected = slots.runner.cache.layer(part.chunk.layer), part.wanted
     out = None if room is None else room.view(expected.dtype)
-    if isinstance(kept, LinearStates):
-        state = (kept.conv if expected.part == "conv" else kept.memory)[slots.row]
+    if isinstance(linear_states, LinearStates):
+        state = (linear_states.conv if expected.part == "conv" else linear_states.memory)[slots.row]
         return state.clone() if out is None else out.view(expected.shape).copy_(state)
-    places = slots.of(kept, expected.first, piece.chunk.stop)
-    return kept.read(places, None if out is None else out.view(len(places), -1)).view(expected.shape)
+    places = slots.of(linear_states, expected.first, part.chunk.stop)
+    return linear_states.read(places, None if out is None else out.view(len(places), -1)).view(expected.shape)
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
@@ -241,20 +243,20 @@ class IncomingHandover:
     any thread (`beside`). They are copied and checked on one stream beside the steps, and written on another, which
     waits for whatever used the blocks before, and which steps wait for once all is there."""
 
-    def __init__(self, runner: Runner, row: int, about: KvManifest, tokens: Sequence[int]) -> None:
+    def __init__(self, runner: Runner, row: int, manifest: KvManifest, tokens: Sequence[int]) -> None:
         if sys.byteorder != "little":
             raise InputError("hand-over", "needs a little-endian machine")
-        check_manifest(about, runner.fingerprint, runner.tables.lengths[row], tokens)
-        runner.tables.grow(row, about.stop, since=about.stop)
-        self._runner, self._row, self._about = runner, row, about
+        check_manifest(manifest, runner.fingerprint, runner.tables.lengths[row], tokens)
+        runner.tables.grow(row, manifest.stop, since=manifest.stop)
+        self._runner, self._row, self._about = runner, row, manifest
         self._slots = RowSlots(runner, row)
         layers = range(runner.stack.first, runner.stack.last)
         self._wanted: dict[tuple[int, str], _Expected] = {
             (layer, expected.part): expected
             for layer in layers
-            for expected in _expected(runner, layer, about.start, about.stop)
+            for expected in _expected(runner, layer, manifest.start, manifest.stop)
         }
-        self._pieces = MissingParts({key: (item.first, about.stop) for key, item in self._wanted.items()})
+        self._pieces = MissingParts({key: (item.first, manifest.stop) for key, item in self._wanted.items()})
         self._lock, self._over = threading.Lock(), False
         self.beside = runner.device.type == "cuda"
         self._copies = self._writes = None
@@ -318,12 +320,12 @@ class IncomingHandover:
                     self._write(layer, item, values.view(item.shape))
 
     def _write(self, layer: int, expected: _Expected, tensor: Tensor) -> None:
-        kept, row = self._runner.cache.layer(layer), self._row
-        if isinstance(kept, LinearStates):
-            (kept.conv if expected.part == "conv" else kept.memory)[row].copy_(tensor)
+        linear_states, row = self._runner.cache.layer(layer), self._row
+        if isinstance(linear_states, LinearStates):
+            (linear_states.conv if expected.part == "conv" else linear_states.memory)[row].copy_(tensor)
         else:
-            slots = self._slots.of(kept, expected.first, expected.first + expected.shape[0])
-            kept.write(slots, tensor.view(len(slots), -1))
+            slots = self._slots.of(linear_states, expected.first, expected.first + expected.shape[0])
+            linear_states.write(slots, tensor.view(len(slots), -1))
 
     def finish(self) -> None:
         self._pieces.must_be_whole()
@@ -352,12 +354,12 @@ class _Batch:
 
     def takes(self, chunk: KvChunk) -> bool:
         """Whether all is there with it."""
-        wanted = self.wanted[chunk.layer]
+        expected = self.wanted[chunk.layer]
         with self._lock:
             if not len(self.host):
                 self.host = self._pool.take(self._left, waits=True)
-        missing = wanted.first + wanted.shape[0] - chunk.first  # tokens of the layer from its first on
-        at = self._ends[chunk.layer] - missing * wanted.dtype.itemsize * prod(wanted.shape[1:])
+        missing = expected.first + expected.shape[0] - chunk.first  # tokens of the layer from its first on
+        at = self._ends[chunk.layer] - missing * expected.dtype.itemsize * prod(expected.shape[1:])
         np.copyto(self.host.numpy()[at : at + len(chunk.data)], np.frombuffer(chunk.data, np.uint8))
         with self._lock:
             self._left -= len(chunk.data)
@@ -369,12 +371,12 @@ class _Batch:
 
 
 def _values(
-    chunk: KvChunk, device: torch.device, dtype: torch.dtype, copies: torch.cuda.Stream | None
+    chunk: KvChunk, device: torch.device, dtype: torch.dtype, copy_stream: torch.cuda.Stream | None
 ) -> Tensor:
     if device.type == "cuda":
         from potluck.kv import gpu_kernels
 
-        with on_stream(copies):
+        with on_stream(copy_stream):
             if chunk.codec == "raw":
                 return gpu_kernels.uploaded(device, len(chunk.data), (0, chunk.data)).view(dtype)
             return gpu_kernels.restored(chunk, device)
@@ -382,7 +384,7 @@ def _values(
     return torch.from_numpy(raw if raw.flags.writeable else raw.copy()).view(dtype)
 
 
-def _piece(wanted: _Expected, chunk: KvChunk) -> _Expected:
+def _piece(expected: _Expected, chunk: KvChunk) -> _Expected:
     """What the tokens that a chunk says it is of should look like."""
     tokens = max(0, chunk.stop - chunk.first)
-    return replace(wanted, first=chunk.first, shape=(tokens, *wanted.shape[1:]))
+    return replace(expected, first=chunk.first, shape=(tokens, *expected.shape[1:]))

@@ -119,8 +119,8 @@ class LocalExecutor(Executor):
         begun = read_out(slots, layers, start, stop, None, codec)
         return (chunks() for chunks in begun)
 
-    def arrival(self, row: int, about: KvManifest, tokens: Sequence[int]) -> IncomingCache:
-        self._arrivals[row] = arrival = IncomingHandover(self.runner, row, about, tokens)
+    def arrival(self, row: int, manifest: KvManifest, tokens: Sequence[int]) -> IncomingCache:
+        self._arrivals[row] = arrival = IncomingHandover(self.runner, row, manifest, tokens)
         return arrival
 
     def notes(self) -> Mapping[str, float]:

@@ -65,16 +65,18 @@ class LogitEdit:
 class LogitEdits:
     """The changes of one request, token by token. Its only mutator is whoever draws."""
 
-    def __init__(self, way: Sampling, prompt: Sequence[int], generated: int, guide: JsonGuide | None) -> None:
+    def __init__(
+        self, sampling: Sampling, prompt: Sequence[int], generated: int, guide: JsonGuide | None
+    ) -> None:
         """The last `generated` tokens of the prompt are output of an attempt before."""
-        self._way, self._guide = way, guide
+        self._way, self._guide = sampling, guide
         self._places: dict[int, int] = {}
         """Of tokens that are not as the model has them, in the arrays."""
         self._tokens, self._counts = np.zeros(16, np.int32), np.zeros(16, np.int32)
         self._bias = np.zeros(16, np.float32)
-        self._repeats, self._repeated = way.repetition_penalty != 1, np.zeros(16, np.bool_)
-        self._follows = self._repeats or bool(way.presence_penalty or way.frequency_penalty)
-        for token, bias in way.logit_bias:
+        self._repeats, self._repeated = sampling.repetition_penalty != 1, np.zeros(16, np.bool_)
+        self._follows = self._repeats or bool(sampling.presence_penalty or sampling.frequency_penalty)
+        for token, bias in sampling.logit_bias:
             place = self._place(token)
             self._bias[place] = bias
         split = len(prompt) - generated
@@ -94,13 +96,15 @@ class LogitEdits:
             self._guide.consume(tokens)
 
     def next(self) -> LogitEdit:
-        way, size = self._way, len(self._places)
+        sampling, size = self._way, len(self._places)
         counts = self._counts[:size]
         return LogitEdit(
             self._tokens[:size].copy(),
             self._bias[:size].copy(),
-            np.where(self._repeated[:size], np.float32(way.repetition_penalty), np.float32(1)),
-            (way.frequency_penalty * counts + way.presence_penalty * (counts > 0)).astype(np.float32),
+            np.where(self._repeated[:size], np.float32(sampling.repetition_penalty), np.float32(1)),
+            (sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)).astype(
+                np.float32
+            ),
             b"" if self._guide is None else self._guide.allowed(),
         )
 
@@ -153,8 +157,8 @@ class JsonGuide:
 class Grammars:
     """Grammars of JSON schemas for one model: each is tried in a bounded process first, then compiled here."""
 
-    def __init__(self, text: ModelTokenizer | None, vocab: int, ends: frozenset[int]) -> None:
-        self._text, self._vocab = text, vocab
+    def __init__(self, tokenizer: ModelTokenizer | None, vocab: int, ends: frozenset[int]) -> None:
+        self._text, self._vocab = tokenizer, vocab
         self._ends = sorted(token for token in ends if 0 <= token < vocab)
         self._tokenizer: Any = None
         self._known: OrderedDict[str, tuple[JsonGuide, int]] = OrderedDict()

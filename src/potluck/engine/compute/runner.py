@@ -112,17 +112,17 @@ class Runner:
                 self.tables.advance(work.row, work.start + len(work.tokens))
                 self.tables.trim(work.row)
             return logits
-        step = lay_out(works, self.cache, self._taps)
-        x = self._enter(step, hidden)
-        if self._taps and step.begins:
-            self.cache.clear_states(step.begins)
+        batch_layout = lay_out(works, self.cache, self._taps)
+        x = self._enter(batch_layout, hidden)
+        if self._taps and batch_layout.begins:
+            self.cache.clear_states(batch_layout.begins)
         for work in works:
             self.tables.advance(work.row, work.start + len(work.tokens))
-        x = self.stack(x, step, self.cache, on_layer)
+        x = self.stack(x, batch_layout, self.cache, on_layer)
         for work in works:
             self.tables.trim(work.row)
         if not self.stack.has_head:
-            return x if step.unpacking is None else x.index_select(0, step.unpacking)
+            return x if batch_layout.unpacking is None else x.index_select(0, batch_layout.unpacking)
         return self.stack.logits(x)
 
     def replays(self, works: Sequence[SequenceWork]) -> bool:
@@ -146,18 +146,18 @@ class Runner:
             if high >= vocab or (low < 0 and (low, high) != (last_drawn(work.row),) * 2):
                 raise InputError("tokens", f"{min(low, 0) or high} is not in the vocabulary of {vocab}")
 
-    def _enter(self, step: BatchLayout, hidden: Tensor | None) -> Tensor:
+    def _enter(self, batch_layout: BatchLayout, hidden: Tensor | None) -> Tensor:
         if not self.stack.embeds:
-            expected = (len(step.tokens), self.config.model.hidden)
+            expected = (len(batch_layout.tokens), self.config.model.hidden)
             if hidden is None or tuple(hidden.shape) != expected:
                 raise InputError(
                     "hidden", f"a later stage takes the states of the one before, {list(expected)}"
                 )
             hidden = hidden.to(self.device, self.dtype)
-            return hidden if step.packing is None else hidden.index_select(0, step.packing)
+            return hidden if batch_layout.packing is None else hidden.index_select(0, batch_layout.packing)
         if hidden is not None:
             raise InputError("hidden", "the first stage takes tokens")
-        return self.stack.embed(known(step.tokens, self.cache))
+        return self.stack.embed(known(batch_layout.tokens, self.cache))
 
 
 COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -220,11 +220,14 @@ class StepGraphs:
         whole = joined(arrays, self._device)
         self._numbers[: len(whole)].copy_(whole, non_blocking=True)
         if room not in self._recorded:
-            step = self._step(room, arrays)
-            self._recorded[room] = step, self._record(step) if self._device.type == "cuda" else None
-        step, graph = self._recorded[room]
+            batch_layout = self._step(room, arrays)
+            self._recorded[room] = (
+                batch_layout,
+                self._record(batch_layout) if self._device.type == "cuda" else None,
+            )
+        batch_layout, graph = self._recorded[room]
         if graph is None:
-            self._compute(step)
+            self._compute(batch_layout)
         else:
             graph.replay()
         return self._logits[:count]
@@ -255,26 +258,30 @@ class StepGraphs:
             places=NOTHING,
         )
 
-    def _record(self, step: BatchLayout) -> torch.cuda.CUDAGraph:
+    def _record(self, batch_layout: BatchLayout) -> torch.cuda.CUDAGraph:
         """Run the step once (what is compiled at first use must not be recorded), take its effect on states back,
         then record it."""
-        before = [(kept.conv.clone(), kept.memory.clone()) for kept in self._cache.states]
+        before = [
+            (linear_states.conv.clone(), linear_states.memory.clone()) for linear_states in self._cache.states
+        ]
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._compute(step)
+            self._compute(batch_layout)
         torch.cuda.current_stream().wait_stream(stream)
-        for kept, (conv, memory) in zip(self._cache.states, before, strict=True):
-            kept.conv.copy_(conv)
-            kept.memory.copy_(memory)
+        for linear_states, (conv, memory) in zip(self._cache.states, before, strict=True):
+            linear_states.conv.copy_(conv)
+            linear_states.memory.copy_(memory)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            self._compute(step)
+            self._compute(batch_layout)
         return graph
 
-    def _compute(self, step: BatchLayout) -> None:
+    def _compute(self, batch_layout: BatchLayout) -> None:
         logits = self._stack.logits(
-            self._stack(self._stack.embed(known(step.tokens, self._cache)), step, self._cache, None)
+            self._stack(
+                self._stack.embed(known(batch_layout.tokens, self._cache)), batch_layout, self._cache, None
+            )
         )
         if not len(self._logits):
             self._logits = logits.new_empty(self._sequences, logits.shape[1])

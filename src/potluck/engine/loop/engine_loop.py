@@ -106,15 +106,15 @@ class HostKvStore:
         """Asked before a cache is read: one may go beyond."""
         return self._held_bytes >= self.most_bytes
 
-    def put(self, key: int, about: KvManifest, size_bytes: int) -> None:
-        self._found[key] = about, size_bytes
+    def put(self, key: int, manifest: KvManifest, size_bytes: int) -> None:
+        self._found[key] = manifest, size_bytes
         self._held_bytes += size_bytes
 
     def taken(self, key: int) -> KvManifest | None:
         """Its receiver came, or never will; what it is, if it is here."""
-        about, size_bytes = self._found.pop(key, (None, 0))
+        manifest, size_bytes = self._found.pop(key, (None, 0))
         self._held_bytes -= size_bytes
-        return about
+        return manifest
 
 
 def problem_of(error: Exception) -> tuple[str, bool, str]:
@@ -176,11 +176,13 @@ class EngineLoop:
         job.must_fit(self.executor.config.model.vocab, self.most_tokens)
         if job.key in self._runs:
             raise InputError("request", f"{job.key} is already here")
-        self._runs[job.key] = run = RunningJob(job, now_s)
+        self._runs[job.key] = running_job = RunningJob(job, now_s)
         self.counters.accepted += 1
         if job.received:
-            run.found = self._rows.find(run, job.received - 1)  # the sender has at least one token to send
-            return run.found[0]
+            running_job.found = self._rows.find(
+                running_job, job.received - 1
+            )  # the sender has at least one token to send
+            return running_job.found[0]
         if job.hands_on:
             self._senders.waiting.append(job.key)
         else:
@@ -199,49 +201,49 @@ class EngineLoop:
         self._now_s = now_s
         if (read := self.host_kv.taken(key)) is not None:
             return read
-        run = self._runs.get(key)
-        if run is None or not run.job.hands_on or run.fetched_from is not None:
+        job = self._runs.get(key)
+        if job is None or not job.job.hands_on or job.fetched_from is not None:
             raise InputError("handle", "is unknown, has expired, or was used")
-        if not 0 <= have < run.job.whole:
-            raise InputError("have", f"must be 0 to {run.job.whole - 1}, is {have}")
-        run.fetched_from, run.codec = have, codec
+        if not 0 <= have < job.job.whole:
+            raise InputError("have", f"must be 0 to {job.job.whole - 1}, is {have}")
+        job.fetched_from, job.codec = have, codec
         self.host_bytes[key] = 0
-        row, whole = run.row, run.job.whole
+        row, whole = job.row, job.job.whole
         in_row = row is not None and self.executor.held(row) >= whole
         if in_row and row is not None and self._ahead and self.microbatches.under_way:
             # Behind the step that is under way, before the next one: it goes when that step has landed.
-            run.outgoing = self.executor.exports(row, have, whole, codec)
-            self._leaving += [run] if run.computed else []
+            job.outgoing = self.executor.exports(row, have, whole, codec)
+            self._leaving += [job] if job.computed else []
             self._kept.pop(key, None)
-        elif run.computed:
-            self._send_kept(run)
-        elif self._join is not None and (running := self.microbatches.step_of(key, run.row)) is not None:
-            running.let_out(run, self._join)
-        return self._about(run, have)
+        elif job.computed:
+            self._send_kept(job)
+        elif self._join is not None and (running := self.microbatches.step_of(key, job.row)) is not None:
+            running.let_out(job, self._join)
+        return self._about(job, have)
 
     def delivered(self, key: int) -> None:
         """What was handed on is with its receiver, or never will be."""
         self.host_bytes.pop(key, None)
 
-    def _about(self, run: RunningJob, have: int) -> KvManifest:
-        whole = run.job.whole
-        return KvManifest(self.executor.fingerprint, have, whole, token_hash(run.job.prompt[:whole]))
+    def _about(self, job: RunningJob, have: int) -> KvManifest:
+        whole = job.job.whole
+        return KvManifest(self.executor.fingerprint, have, whole, token_hash(job.job.prompt[:whole]))
 
-    def expect(self, key: int, about: KvManifest) -> IncomingCache | None:
+    def expect(self, key: int, manifest: KvManifest) -> IncomingCache | None:
         """The cache is coming in: what takes it. None: no row or no blocks are free for it; `RowReady` says when they
         are, even during a step, and then it is asked again."""
-        run = self._here(key)
-        if run.incoming is not None or about.stop != run.job.received:
+        job = self._here(key)
+        if job.incoming is not None or manifest.stop != job.job.received:
             raise InputError(
-                "hand-over", f"is of {about.stop}, not {run.job.received}, tokens, or unasked for"
+                "hand-over", f"is of {manifest.stop}, not {job.job.received}, tokens, or unasked for"
             )
-        if run.row is None:
+        if job.row is None:
             if key not in self._receivers.waiting:
                 self._receivers.waiting.append(key)
             self._let_in()
-        if run.row is not None:
-            run.incoming = self.executor.arrival(run.row, about, run.job.prompt)
-        return run.incoming
+        if job.row is not None:
+            job.incoming = self.executor.arrival(job.row, manifest, job.job.prompt)
+        return job.incoming
 
     def accept(self, key: int, chunk: KvChunk, *, lossy: bool = False) -> None:
         self._incoming(key).accept(chunk)
@@ -254,14 +256,14 @@ class EngineLoop:
 
     def arrived(self, key: int) -> None:
         self._incoming(key).finish()
-        run = self._here(key)
-        run.incoming, job = None, run.job
+        running_job = self._here(key)
+        running_job.incoming, job = None, running_job.job
         self.microbatches.add(key, job.whole - job.received, job.received, job.output_tokens, *job.standing)
 
     def _here(self, key: int) -> RunningJob:
-        if (run := self._runs.get(key)) is None:
+        if (job := self._runs.get(key)) is None:
             raise InputError("hand-over", "the request has ended")
-        return run
+        return job
 
     def _incoming(self, key: int) -> IncomingCache:
         if (incoming := self._here(key).incoming) is None:
@@ -291,7 +293,7 @@ class EngineLoop:
         elif last is not None:
             self._land(microbatch, last, clock)
         step = microbatch.batcher.next_step()
-        if late and (step.preempted or any(run.edits is not None for run in late.runs.values())):
+        if late and (step.preempted or any(job.edits is not None for job in late.runs.values())):
             self._land(microbatch, late, clock)
             late = None
         for key in step.preempted:
@@ -355,11 +357,11 @@ class EngineLoop:
             self._open_gates()
         self.flush()
 
-    def _put_aside(self, run: RunningJob) -> None:
+    def _put_aside(self, job: RunningJob) -> None:
         """Its receiver is to find it outside of the row, from the first token on."""
-        before, run.fetched_from = self.counters.sent_bytes, 0
-        if self._send_kept(run):
-            self.host_kv.put(run.job.key, self._about(run, 0), self.counters.sent_bytes - before)
+        before, job.fetched_from = self.counters.sent_bytes, 0
+        if self._send_kept(job):
+            self.host_kv.put(job.job.key, self._about(job, 0), self.counters.sent_bytes - before)
 
     def _open_gates(self) -> None:
         crowded = self._most_host_bytes is not None and sum(self.host_bytes.values()) >= self._most_host_bytes
@@ -368,11 +370,11 @@ class EngineLoop:
             self.microbatches.add(key, job.whole, 0, 0, *job.standing)
             self._senders.enter(key)
         for key in self._receivers.next():
-            run = self._runs[key]
-            if not self.microbatches.reserve(key, run.job.whole):
+            running_job = self._runs[key]
+            if not self.microbatches.reserve(key, running_job.job.whole):
                 break
             try:
-                self._rows.begin(run, run.job.received - 1)
+                self._rows.begin(running_job, running_job.job.received - 1)
             except FAILURES as error:
                 self._lose([key], error)
                 continue
@@ -381,38 +383,38 @@ class EngineLoop:
 
     def _plan(self, microbatch: Microbatch, step: BatchStep) -> RunningStep:
         decoding = microbatch.batcher.decoding
-        goals = [(key, len((run := self._runs[key]).tokens) + run.drawing) for key in decoding.keys()]  # noqa: SIM118
+        goals = [(key, len((job := self._runs[key]).tokens) + job.drawing) for key in decoding.keys()]  # noqa: SIM118
         goals += [(key, before + tokens) for key, tokens, before in step.chunks if key in self._runs]
         running = RunningStep(step, self._now_s, [], [], [])
         for key, goal in goals:
-            run = self._runs[key]
+            job = self._runs[key]
             try:
-                row, start = self._ready(run, goal)
-                draw = run.draw(goal) if start < goal else None
+                row, start = self._ready(job, goal)
+                draw = job.draw(goal) if start < goal else None
             except FAILURES as error:
                 self._lose([key], error)
                 continue
             if start >= goal:
                 continue
-            tokens = [last_drawn(row)] if run.drawing else run.tokens[start:goal]
+            tokens = [last_drawn(row)] if job.drawing else job.tokens[start:goal]
             running.works.append(SequenceWork(row, start, tokens, "none" if draw is None else "last"))
-            running.runs[row] = run
-            if run.job.hands_on:
-                running.exports += run.leaving(row, goal)
+            running.runs[row] = job
+            if job.job.hands_on:
+                running.exports += job.leaving(row, goal)
             if draw is not None:
                 running.draws.append(draw)
-                run.drawing += 1
+                job.drawing += 1
         return running
 
-    def _ready(self, run: RunningJob, goal: int) -> tuple[int, int]:
-        row = self._rows.begin(run, run.whole - 1) if run.row is None else run.row
-        if run.times.began_s is None:
-            run.times = replace(run.times, began_s=self._now_s)
-            if not run.job.hands_on:
-                self._receivers.leave(run.job.key)
+    def _ready(self, job: RunningJob, goal: int) -> tuple[int, int]:
+        row = self._rows.begin(job, job.whole - 1) if job.row is None else job.row
+        if job.times.began_s is None:
+            job.times = replace(job.times, began_s=self._now_s)
+            if not job.job.hands_on:
+                self._receivers.leave(job.job.key)
         start = self.executor.held(row)
         if start + 1 < goal:
-            start = self._rows.catch_up(run, row, goal)
+            start = self._rows.catch_up(job, row, goal)
         if start < goal:
             self.executor.grow(row, goal, since=start)
         return row, start
@@ -434,7 +436,7 @@ class EngineLoop:
             assert running.land is not None
             try:
                 drawn = zip(running.drawn, running.land(), strict=True)
-                return [(running.runs[row], choice) for row, choice in drawn]
+                return [(running.runs[row], sampled_token) for row, sampled_token in drawn]
             except FAILURES as error:
                 self._leave_out(running, error)
                 self._begin(running)
@@ -442,7 +444,7 @@ class EngineLoop:
 
     def _leave_out(self, running: RunningStep, error: Exception) -> None:
         lost = running.lost(error)
-        keys = self._rows.keys | {row: run.job.key for row, run in running.runs.items()}
+        keys = self._rows.keys | {row: job.job.key for row, job in running.runs.items()}
         self._lose([keys[row] for row in lost if row in keys], error)
         running.without(lost)
 
@@ -450,10 +452,10 @@ class EngineLoop:
         """Count a step as done, which in numbers of tokens it is once it is begun, and close rows that have all."""
         running.result = microbatch.batcher.commit(running.step)
         for what, key in running.result:
-            if what in (FIRST, FINISHED) and (run := self._runs.get(key)) is not None:
-                self._keep(run)
+            if what in (FIRST, FINISHED) and (job := self._runs.get(key)) is not None:
+                self._keep(job)
                 if what == FINISHED:
-                    self._rows.close(run)
+                    self._rows.close(job)
 
     def _land(self, microbatch: Microbatch, running: RunningStep, clock: Callable[[], float] | None) -> None:
         size, count = running.tokens, len(running.works)
@@ -463,21 +465,21 @@ class EngineLoop:
             microbatch.step = None
         if running.result is None:
             self._commit(microbatch, running)
-        for run in running.left:
-            self.microbatches.cancel(run.job.key)
-            self._rows.close(run)
-        for run, choice in choices:
-            if self._runs.get(run.job.key) is run:
-                self._drew(run, choice)
+        for job in running.left:
+            self.microbatches.cancel(job.job.key)
+            self._rows.close(job)
+        for job, sampled_token in choices:
+            if self._runs.get(job.job.key) is job:
+                self._drew(job, sampled_token)
         for what, key in running.result or ():
             if what == FINISHED and key in self._runs:
                 self._end(key, "length")
             elif what == DONE and key in self._runs:
                 self._done(self._runs[key], running)
         leaving, self._leaving = self._leaving, []
-        for run in leaving:
-            if self._runs.get(run.job.key) is run:
-                self._send_kept(run)
+        for job in leaving:
+            if self._runs.get(job.job.key) is job:
+                self._send_kept(job)
         if count:
             self.counters.step(size, count, self._now_s - running.began_s)
 
@@ -490,65 +492,65 @@ class EngineLoop:
 
     def _deliver(self, running: RunningStep, row: int, chunks: tuple[KvChunk, ...]) -> None:
         """The row may be somebody else's by now."""
-        if (run := running.runs.get(row)) is not None:
-            self._send(run, chunks)
+        if (job := running.runs.get(row)) is not None:
+            self._send(job, chunks)
 
-    def _send(self, run: RunningJob, chunks: tuple[KvChunk, ...]) -> None:
+    def _send(self, job: RunningJob, chunks: tuple[KvChunk, ...]) -> None:
         size_bytes = sum(map(self._weigh, chunks))
         self.counters.sent_bytes += size_bytes
-        if run.job.key in self.host_bytes:
-            self.host_bytes[run.job.key] += size_bytes
-        if self._runs.get(run.job.key) is run:
-            end = (self.executor.config.model.layer_count - 1, run.whole)
+        if job.job.key in self.host_bytes:
+            self.host_bytes[job.job.key] += size_bytes
+        if self._runs.get(job.job.key) is job:
+            end = (self.executor.config.model.layer_count - 1, job.whole)
             last = (chunks[-1].layer, chunks[-1].stop) == end
-            self._said.append((run.job.key, LayerSent(chunks, last, run.exact)))
+            self._said.append((job.job.key, LayerSent(chunks, last, job.exact)))
             self.flush()
 
-    def _drew(self, run: RunningJob, choice: SampledToken) -> None:
-        gap_s = None if run.last_s is None else self._now_s - run.last_s
+    def _drew(self, job: RunningJob, sampled_token: SampledToken) -> None:
+        gap_s = None if job.last_s is None else self._now_s - job.last_s
         if gap_s is None:
-            run.times = replace(run.times, first_s=self._now_s)
-            self.counters.prompt_tokens += len(run.job.prompt)
-        run.last_s = self._now_s
-        run.drew(choice.token)
+            job.times = replace(job.times, first_s=self._now_s)
+            self.counters.prompt_tokens += len(job.job.prompt)
+        job.last_s = self._now_s
+        job.drew(sampled_token.token)
         self.counters.output_tokens += 1
-        self._said.append((run.job.key, OutputToken(choice, gap_s)))
-        if choice.token in run.job.ends:
-            self._end(run.job.key, "stop")
+        self._said.append((job.job.key, OutputToken(sampled_token, gap_s)))
+        if sampled_token.token in job.job.ends:
+            self._end(job.job.key, "stop")
 
-    def _done(self, run: RunningJob, running: RunningStep) -> None:
-        run.computed = True
-        self.counters.prompt_tokens += run.job.whole - run.job.received
-        self._keep(run)
-        self._said.append((run.job.key, JobComputed(run.times)))
-        if run.fetched_from is None:
-            self._kept[run.job.key] = self._now_s + self._lease_s
-        elif any(export.row == run.row for export in running.exports):
-            self._end(run.job.key, "handed_on")
+    def _done(self, job: RunningJob, running: RunningStep) -> None:
+        job.computed = True
+        self.counters.prompt_tokens += job.job.whole - job.job.received
+        self._keep(job)
+        self._said.append((job.job.key, JobComputed(job.times)))
+        if job.fetched_from is None:
+            self._kept[job.job.key] = self._now_s + self._lease_s
+        elif any(export.row == job.row for export in running.exports):
+            self._end(job.job.key, "handed_on")
         else:  # the receiver came while the step was under way
-            self._send_kept(run)
+            self._send_kept(job)
 
-    def _send_kept(self, run: RunningJob) -> bool:
+    def _send_kept(self, job: RunningJob) -> bool:
         """What was computed before its receiver came goes out; whether it could be read."""
-        assert run.row is not None and run.fetched_from is not None  # noqa: PT018
+        assert job.row is not None and job.fetched_from is not None  # noqa: PT018
         try:
-            outgoing = run.outgoing or self.executor.exports(
-                run.row, run.fetched_from, run.job.whole, run.codec
+            outgoing = job.outgoing or self.executor.exports(
+                job.row, job.fetched_from, job.job.whole, job.codec
             )
             for chunks in outgoing:
-                self._send(run, chunks)
-            self._end(run.job.key, "handed_on")
+                self._send(job, chunks)
+            self._end(job.job.key, "handed_on")
         except FAILURES as error:
-            self._lose([run.job.key], error)
+            self._lose([job.job.key], error)
             return False
         finally:
             self.flush()
         return True
 
-    def _keep(self, run: RunningJob) -> None:
+    def _keep(self, job: RunningJob) -> None:
         """For the prefix cache. Where a worker that has it is gone, the next step says so."""
         try:
-            self._rows.keep(run)
+            self._rows.keep(job)
         except FAILURES:
             self.counters.failures += 1
 
@@ -558,18 +560,18 @@ class EngineLoop:
                 self._end(key, "error", "nobody fetched the cache within its lease", code=NOT_FETCHED)
 
     def _end(self, key: int, reason: str, problem: str = "", *, again: bool = False, code: str = "") -> None:
-        run = self._runs.pop(key)
+        job = self._runs.pop(key)
         self._kept.pop(key, None)
         self._senders.leave(key)
         self._receivers.leave(key)
-        running = None if self._ahead else self.microbatches.step_of(key, run.row)
+        running = None if self._ahead else self.microbatches.step_of(key, job.row)
         if running is not None:
-            running.left.append(run)
+            running.left.append(job)
         else:
             if reason == "stop":
-                self._keep(run)
-            self._rows.close(run)
+                self._keep(job)
+            self._rows.close(job)
             self.microbatches.cancel(key)
         self.counters.ended[reason] = self.counters.ended.get(reason, 0) + 1
-        times = replace(run.times, last_s=run.last_s)
+        times = replace(job.times, last_s=job.last_s)
         self._said.append((key, JobEnded(reason, times, problem, again, code)))

@@ -169,9 +169,11 @@ class RunningJob:
     def __init__(self, job: Job, now_s: float) -> None:
         self.job = job
         self.tokens = list(job.prompt)
-        way = job.sampling
+        sampling = job.sampling
         self.edits = (
-            LogitEdits(way, job.prompt, job.generated, job.guide) if way.edits and not job.hands_on else None
+            LogitEdits(sampling, job.prompt, job.generated, job.guide)
+            if sampling.edits and not job.hands_on
+            else None
         )
         """What changes of the logits that its tokens are drawn from."""
         self.drawing = 0
@@ -227,57 +229,57 @@ class CacheRows:
         self._chunk, self._counters = chunk_tokens, counters
         self.keys: dict[int, int] = {}
 
-    def find(self, run: RunningJob, most_tokens: int) -> tuple[int, list[KvChunk]]:
-        return self._prefixes.find(run.tokens, most_tokens, run.job.salt)
+    def find(self, job: RunningJob, most_tokens: int) -> tuple[int, list[KvChunk]]:
+        return self._prefixes.find(job.tokens, most_tokens, job.job.salt)
 
-    def begin(self, run: RunningJob, most_tokens: int) -> int:
+    def begin(self, job: RunningJob, most_tokens: int) -> int:
         """Open a row and put what is known of the job's first `most_tokens` into it."""
-        row = run.row = self._executor.open()
-        self.keys[row] = run.job.key
-        tokens, chunks = run.found or self.find(run, most_tokens)
-        run.found = None
+        row = job.row = self._executor.open()
+        self.keys[row] = job.job.key
+        tokens, chunks = job.found or self.find(job, most_tokens)
+        job.found = None
         if tokens:
-            about = KvManifest(self._executor.fingerprint, 0, tokens, token_hash(run.tokens[:tokens]))
-            arrival = self._executor.arrival(row, about, run.tokens)
+            manifest = KvManifest(self._executor.fingerprint, 0, tokens, token_hash(job.tokens[:tokens]))
+            arrival = self._executor.arrival(row, manifest, job.tokens)
             for chunk in chunks:
                 arrival.accept(chunk)
             arrival.finish()
-        if run.times.first_s is None:
-            self._counters.prefix_queries += run.whole
+        if job.times.first_s is None:
+            self._counters.prefix_queries += job.whole
             self._counters.prefix_hits += tokens
-            run.times = replace(run.times, cached_tokens=tokens)
+            job.times = replace(job.times, cached_tokens=tokens)
         return row
 
-    def close(self, run: RunningJob) -> None:
-        if run.row is not None:
-            self._executor.close(run.row)
-            del self.keys[run.row]
-            run.row = None
+    def close(self, job: RunningJob) -> None:
+        if job.row is not None:
+            self._executor.close(job.row)
+            del self.keys[job.row]
+            job.row = None
 
-    def keep(self, run: RunningJob) -> None:
+    def keep(self, job: RunningJob) -> None:
         """What the row holds can be used by others from now on."""
-        row = run.row
-        if row is None or not run.exact or not self._prefixes.enabled:
+        row = job.row
+        if row is None or not job.exact or not self._prefixes.enabled:
             return
 
         def read(layer: int, start: int, stop: int) -> tuple[KvChunk, ...]:
             return self._executor.export(row, layer, start, stop)
 
-        self._prefixes.keep(run.tokens, self._executor.held(row), read, run.job.salt)
+        self._prefixes.keep(job.tokens, self._executor.held(row), read, job.job.salt)
 
-    def catch_up(self, run: RunningJob, row: int, goal: int) -> int:
+    def catch_up(self, job: RunningJob, row: int, goal: int) -> int:
         """Compute what must come in steps of its own: what is too long for one (a prefix was lost since it was
         counted on), and the part of a prompt that ends where layers with a state can be resumed. Where it ends."""
         start = self._executor.held(row)
         stops = set(range(start + self._chunk, goal, self._chunk))
-        last_block = (len(run.tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        last_block = (len(job.tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         keeps = self._prefixes.exact and self._prefixes.enabled and start < last_block < goal
         if keeps:
             stops.add(last_block)
         for stop in sorted(stops):
             start = self._executor.held(row)
             self._executor.grow(row, stop, since=start)
-            self._executor.step([SequenceWork(row, start, run.tokens[start:stop], "none")], [])
+            self._executor.step([SequenceWork(row, start, job.tokens[start:stop], "none")], [])
             if keeps and stop == last_block:
-                self.keep(run)
+                self.keep(job)
         return self._executor.held(row)

@@ -137,10 +137,10 @@ class TimerLoop(LoopThread):
     HTTP turn the loop, so that many engines can share a process. What other threads ask is brought there."""
 
     def __init__(
-        self, loop: EngineLoop, timed: MockExecutor, clock: Callable[[], float] = time.monotonic
+        self, loop: EngineLoop, mock_executor: MockExecutor, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(loop, clock)
-        self._timed = timed
+        self._timed = mock_executor
         self._events: asyncio.AbstractEventLoop | None = None
         self._home = 0
         self._soon = False

@@ -54,14 +54,14 @@ class RunningStep:
     def drawn(self) -> list[int]:
         return [work.row for work in self.works if work.logits == "last"]
 
-    def let_out(self, run: RunningJob, join: Callable[[CacheExport], bool]) -> None:
+    def let_out(self, job: RunningJob, join: Callable[[CacheExport], bool]) -> None:
         """The receiver of a job came while its step is under way."""
-        work = next(work for work in self.works if work.row == run.row)
-        sent, leaving = run.sent, run.leaving(work.row, work.start + len(work.tokens))
+        work = next(work for work in self.works if work.row == job.row)
+        sent, leaving = job.sent, job.leaving(work.row, work.start + len(work.tokens))
         if all(map(join, leaving)):
             self.exports += leaving
         else:
-            run.sent = sent
+            job.sent = sent
 
 
 class Microbatch:

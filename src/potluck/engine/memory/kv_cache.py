@@ -109,18 +109,22 @@ class LayerCaches:
         windows = [group.window for group in tables.groups]
         self.layers: list[Kept] = []
         for layer in model.layers[first:last]:
-            part = layer.attention
-            if isinstance(part, LinearAttention):
+            attention = layer.attention
+            if isinstance(attention, LinearAttention):
                 conv = torch.zeros(
-                    tables.rows, part.conv_kernel - 1, part.conv_channels, device=device, dtype=dtype
+                    tables.rows,
+                    attention.conv_kernel - 1,
+                    attention.conv_channels,
+                    device=device,
+                    dtype=dtype,
                 )
-                shape = (tables.rows, part.value_heads, part.key_head_dim, part.value_head_dim)
+                shape = (tables.rows, attention.value_heads, attention.key_head_dim, attention.value_head_dim)
                 self.layers.append(LinearStates(conv, torch.zeros(shape, device=device)))
                 continue
-            if isinstance(part, LatentAttention):
-                parts, heads, dim, window = 1, 1, part.kv_lora_rank + part.qk_rope_head_dim, None
+            if isinstance(attention, LatentAttention):
+                parts, heads, dim, window = 1, 1, attention.kv_lora_rank + attention.qk_rope_head_dim, None
             else:
-                parts, heads, dim, window = 2, part.kv_heads, part.head_dim, part.window
+                parts, heads, dim, window = 2, attention.kv_heads, attention.head_dim, attention.window
             group = windows.index(window)
             slots = (tables.groups[group].blocks + 1) * BLOCK_TOKENS
             keys = None
@@ -136,7 +140,9 @@ class LayerCaches:
         self.followed = device.type == "cuda"
         """Whether full layers read pages where they lie, by tables (`KeyLocations`)."""
         self.drawn = torch.zeros(tables.rows, dtype=torch.int64, device=device)  # What rows drew last.
-        self.states = [kept for kept in self.layers if isinstance(kept, LinearStates)]
+        self.states = [
+            linear_states for linear_states in self.layers if isinstance(linear_states, LinearStates)
+        ]
 
     def layer(self, index: int) -> Kept:
         if not self.first <= index < self.first + len(self.layers):
@@ -146,11 +152,11 @@ class LayerCaches:
 
     def in_pieces(self, group: int) -> bool:
         """Whether steps of a group must be cut into pieces."""
-        own = (kept for kept in self.layers if isinstance(kept, Pages) and kept.group == group)
-        return any(kept.keys is None and not (self.followed and kept.parts == 2) for kept in own)
+        own = (pages for pages in self.layers if isinstance(pages, Pages) and pages.group == group)
+        return any(pages.keys is None and not (self.followed and pages.parts == 2) for pages in own)
 
     def clear_states(self, rows: list[int]) -> None:
         """Sequences that begin have no past."""
-        for kept in self.states:
-            kept.conv[rows] = 0
-            kept.memory[rows] = 0
+        for linear_states in self.states:
+            linear_states.conv[rows] = 0
+            linear_states.memory[rows] = 0

@@ -203,19 +203,21 @@ class PrefixCache:
     def gathering(self, start: int, stop: int) -> ReceivedPrefix:
         return ReceivedPrefix(self._model, start, stop)
 
-    def adopt(self, names: tuple[int, ...], came: ReceivedPrefix) -> int:
+    def adopt(self, names: tuple[int, ...], received_prefix: ReceivedPrefix) -> int:
         """Keep what came of these blocks; how many tokens of them can be resumed now."""
-        came.finish()
+        received_prefix.finish()
         depth = 0 if self._pool is None else self._pool.index.depth(names)
-        if depth * BLOCK_TOKENS < came.start:
+        if depth * BLOCK_TOKENS < received_prefix.start:
             raise CapacityError("the blocks before those that came have gone meanwhile")
         if any(
-            kind.dtype != came.read(kind.layer, came.start, came.stop)[0].dtype for kind, _ in self._kinds
+            kind.dtype
+            != received_prefix.read(kind.layer, received_prefix.start, received_prefix.stop)[0].dtype
+            for kind, _ in self._kinds
         ):
             raise FormatError("prefix", f"is not in this engine's format, {self._kinds[0][0].dtype}")
-        self._keep_blocks(names, came.read)
+        self._keep_blocks(names, received_prefix.read)
         if self.exact:
-            self._keep_rest((), names, came.stop, came.read, 0)
+            self._keep_rest((), names, received_prefix.stop, received_prefix.read, 0)
         return self.held(names)
 
     # What there is.

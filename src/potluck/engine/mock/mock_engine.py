@@ -174,8 +174,8 @@ class MockModel:
     def card(self) -> AlphaBeta:
         """What KV leaves and comes by: the cards of all its machines."""
         gpus: Counter[str] = Counter()
-        for member in (node for stage in self.layout.stages for node in stage.nodes):
-            gpus[member.node] += member.tp
+        for stage_node in (node for stage in self.layout.stages for node in stage.nodes):
+            gpus[stage_node.node] += stage_node.tp
         machines = {name: -(-count // self._kinds[name].gpus) for name, count in gpus.items()}
         counts = machines if not self.layout.machines else self.layout.node_counts
         return alpha_beta(sum(self._kinds[name].network_gbps * count for name, count in counts.items()))
@@ -186,15 +186,15 @@ class MockModel:
 
 
 def words_of(
-    directory: Path, text: ModelTokenizer | None, mock_model: MockModel
+    directory: Path, tokenizer: ModelTokenizer | None, mock_model: MockModel
 ) -> tuple[Vocabulary, tuple[int, ...]]:
     ends = _ends(directory)
-    if text is None:
+    if tokenizer is None:
         vocab = mock_model.model.vocab
         ordinary = tuple(token for token in range(min(vocab, MOST_WORDS)) if token not in ends)
     else:
-        vocab = text.vocab
-        ordinary = tuple(token for token in text.plain_tokens(MOST_WORDS) if token not in ends)
+        vocab = tokenizer.vocab
+        ordinary = tuple(token for token in tokenizer.plain_tokens(MOST_WORDS) if token not in ends)
     ends = tuple(token for token in ends if token < vocab)
     return Vocabulary(vocab, ordinary, ends[0] if ends else None, mock_model.mean_output_tokens), ends
 
@@ -220,27 +220,27 @@ def mock_engine(
     kv: KvSettings | None = None,
     generation: GenerationConfig | None = None,
     prefix_bytes: int | None = None,
-    text: ModelTokenizer | None = None,
+    tokenizer: ModelTokenizer | None = None,
     clock: Clock = time.monotonic,
 ) -> EngineService:
     """A service that is ready to start. `prefix_bytes`: the prefix cache has at most so many, as they would be; None:
     all that running requests leave."""
-    text = text or ModelTokenizer.read(directory)
-    words, ends = words_of(directory, text, mock_model)
-    large = mock_model.model
-    sizes = KvSizes(large)
-    size = settings.size(large)
+    tokenizer = tokenizer or ModelTokenizer.read(directory)
+    words, ends = words_of(directory, tokenizer, mock_model)
+    large_model = mock_model.model
+    sizes = KvSizes(large_model)
+    size = settings.size(large_model)
     if settings.kv_blocks is None:
         size = replace(size, blocks=mock_model.blocks())
     lasts = lasting(mock_model.timer())
     chunk = settings.chunk_tokens or settings.token_budget
-    model = Model(name, 1, words.vocab, (LAYER,) * sizes.layers, large.max_context_tokens)
+    model = Model(name, 1, words.vocab, (LAYER,) * sizes.layers, large_model.max_context_tokens)
     executor = MockExecutor(
         EngineModelConfig(model, eos_tokens=ends),
         size,
         words,
         lasts,
-        fingerprint=hashlib.sha256(f"mock {large.name} {words.digest}".encode()).hexdigest(),
+        fingerprint=hashlib.sha256(f"mock {large_model.name} {words.digest}".encode()).hexdigest(),
         speed_up=mock_model.speed_up,
         clock=clock,
     )
@@ -249,14 +249,14 @@ def mock_engine(
     if mock_model.bytes_per_real:
         checksum.load()
     most_blocks = None if prefix_bytes is None else int(prefix_bytes / sizes.block_bytes)
-    limits, hub = limits or RequestLimits(), RequestChannels()
+    limits, channels = limits or RequestLimits(), RequestChannels()
     loop = EngineLoop(
         executor,
         # As the simulator has it: each batch of a pipeline has a budget of its own, and a prompt is in one of them.
         BatchLimits(
             size.blocks, max(settings.token_budget, chunk * lasts.microbatches), settings.max_running, chunk
         ),
-        hub.tell,
+        channels.tell,
         prefixes=MockPrefixCache(executor, sizes, most_blocks),
         lease_s=limits.lease_s,
         weigh=kv_transfer.kv_bytes,
@@ -265,7 +265,7 @@ def mock_engine(
     )
     kv = replace(kv or KvSettings(), most_connections=1, shared_memory=False)
     driver = TimerLoop(loop, executor, clock)
-    service = EngineService(name, loop, driver, hub, text, limits, kv, generation, kv_transfer)
+    service = EngineService(name, loop, driver, channels, tokenizer, limits, kv, generation, kv_transfer)
     service.role = settings.role
     service.change_pace = executor.change_pace
     service.change_network = kv_transfer.change_rate

@@ -180,17 +180,23 @@ class Vocabulary:
         numbers = (self.vocab, -1 if self.end is None else self.end, self.mean_tokens, *self.ordinary)
         return hashlib.sha256(struct.pack(f"<{len(numbers)}q", *numbers)).hexdigest()
 
-    def draw(self, history: int, way: Sampling, position: int, edit: LogitEdit | None = None) -> SampledToken:
+    def draw(
+        self, history: int, sampling: Sampling, position: int, edit: LogitEdit | None = None
+    ) -> SampledToken:
         number = mixed(history)
-        if way.temperature > 0:
-            number = mixed(number ^ mixed((way.seed + 1) & MASK))
+        if sampling.temperature > 0:
+            number = mixed(number ^ mixed((sampling.seed + 1) & MASK))
         token = self._token(number)
         if edit is not None and edit.allowed:
             allowed = edit.allows(self.vocab).nonzero()[0]
             token = int(allowed[number % len(allowed)])
-        if way.barred and position < way.barred_before and token in way.barred:
-            token = self._allowed(number, way.barred)
-        return SampledToken(token) if way.logprobs is None else self._likely(number, token, way.logprobs)
+        if sampling.barred and position < sampling.barred_before and token in sampling.barred:
+            token = self._allowed(number, sampling.barred)
+        return (
+            SampledToken(token)
+            if sampling.logprobs is None
+            else self._likely(number, token, sampling.logprobs)
+        )
 
     def _token(self, number: int) -> int:
         if self.mean_tokens and self.end is not None and (number >> 32) % self.mean_tokens == 0:
@@ -392,8 +398,8 @@ class MockExecutor(Executor):
         since = MORE if not export.last else export.start if export.of is None else export.of[0]
         return (chunk_of(here.history, layer, export.start, export.stop, since, times),)
 
-    def arrival(self, row: int, about: KvManifest, tokens: Sequence[int]) -> IncomingCache:
-        return MockHandover(self, row, about, tokens)
+    def arrival(self, row: int, manifest: KvManifest, tokens: Sequence[int]) -> IncomingCache:
+        return MockHandover(self, row, manifest, tokens)
 
     def put(self, row: int, tokens: int, history: int) -> None:
         """A row holds these many tokens, with this hash."""
@@ -412,13 +418,13 @@ class MockExecutor(Executor):
 class MockHandover(IncomingCache):
     """A hand-over on its way into a row, which must hold the tokens [0, start) already."""
 
-    def __init__(self, executor: MockExecutor, row: int, about: KvManifest, tokens: Sequence[int]) -> None:
-        check_manifest(about, executor.fingerprint, executor.held(row), tokens)
-        executor.grow(row, about.stop)
-        self._executor, self._row, self._about, self._tokens = executor, row, about, tokens
+    def __init__(self, executor: MockExecutor, row: int, manifest: KvManifest, tokens: Sequence[int]) -> None:
+        check_manifest(manifest, executor.fingerprint, executor.held(row), tokens)
+        executor.grow(row, manifest.stop)
+        self._executor, self._row, self._about, self._tokens = executor, row, manifest, tokens
         self._histories: dict[int, int] = {}
         layers = range(executor.config.model.layer_count)
-        self._missing = MissingParts({(layer, "latent"): (about.start, about.stop) for layer in layers})
+        self._missing = MissingParts({(layer, "latent"): (manifest.start, manifest.stop) for layer in layers})
 
     def accept(self, chunk: KvChunk) -> None:
         where = f"hand-over: layer {chunk.layer} {chunk.part}"

@@ -99,7 +99,7 @@ class MockKvTransfer(KvTransfer):
     def __init__(
         self,
         sizes_of: KvSizes,
-        link: AlphaBeta,
+        alpha_beta: AlphaBeta,
         speed_up: float = 1.0,
         clock: Clock = time.monotonic,
         bytes_per_real: float = 0.0,
@@ -107,8 +107,8 @@ class MockKvTransfer(KvTransfer):
         super().__init__()
         self._bytes_per_real = bytes_per_real
         self._sizes, self._speed_up, self._clock = sizes_of, speed_up, clock
-        self._bytes_per_s = link.beta_bytes_per_s * speed_up
-        self._alpha_s = link.alpha_s / speed_up
+        self._bytes_per_s = alpha_beta.beta_bytes_per_s * speed_up
+        self._alpha_s = alpha_beta.alpha_s / speed_up
         self._free_s = -float("inf")
         self._taken_s: dict[str, float] = {}  # When the last chunk that came from a sender is here.
         self._card = NicSchedule()
@@ -387,12 +387,14 @@ class MockPrefixCache(PrefixCache):
     def gathering(self, start: int, stop: int) -> MockReceivedPrefix:
         return MockReceivedPrefix(self._sizes.layers, start, stop)
 
-    def adopt(self, names: tuple[int, ...], came: ReceivedPrefix) -> int:
-        assert isinstance(came, MockReceivedPrefix), "as `gathering` made it"
-        came.finish()
-        if self._depth(names) * BLOCK_TOKENS < came.start:
+    def adopt(self, names: tuple[int, ...], received_prefix: ReceivedPrefix) -> int:
+        assert isinstance(received_prefix, MockReceivedPrefix), "as `gathering` made it"
+        received_prefix.finish()
+        if self._depth(names) * BLOCK_TOKENS < received_prefix.start:
             raise CapacityError("the blocks before those that came have gone meanwhile")
-        self._histories.update(zip(names[came.start // BLOCK_TOKENS :], came.histories, strict=True))
+        self._histories.update(
+            zip(names[received_prefix.start // BLOCK_TOKENS :], received_prefix.histories, strict=True)
+        )
         self._cache.keep(names)
         self._fit()
         return self.held(names)

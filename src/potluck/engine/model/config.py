@@ -160,35 +160,35 @@ def write_config(directory: str | Path, config: EngineModelConfig) -> None:
     Path(directory, "config.json").write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
 
-def _from_hugging_face(fields: JsonMembers, kind: str, model: Model) -> EngineModelConfig:
-    dtype = fields.text("dtype", "torch_dtype", default="bfloat16").removeprefix("torch.")
+def _from_hugging_face(members: JsonMembers, kind: str, model: Model) -> EngineModelConfig:
+    dtype = members.text("dtype", "torch_dtype", default="bfloat16").removeprefix("torch.")
     if dtype not in ("float32", "bfloat16", "float16"):
         raise InputError(
             "config.json: dtype", f"{dtype!r} cannot be run; known are bfloat16, float16, float32"
         )
-    activation = fields.text("hidden_act", default="silu")
+    activation = members.text("hidden_act", default="silu")
     if activation != "silu":
         raise InputError("config.json: hidden_act", f"{activation!r} cannot be run; only silu can")
-    rope = _rope(fields, kind, model)
+    rope = _rope(members, kind, model)
     if rope.kind == "longrope":
         # Beyond the original context every position turns otherwise, also those that were computed before.
         model = replace(model, max_context_tokens=min(model.max_context_tokens, rope.original_tokens))
     return EngineModelConfig(
         model=model,
-        norm_eps=fields.above_zero("rms_norm_eps", 1e-5 if kind in ("mixtral", "phi3") else 1e-6),
+        norm_eps=members.above_zero("rms_norm_eps", 1e-5 if kind in ("mixtral", "phi3") else 1e-6),
         rope=rope,
-        routing=_routing(fields, kind),
+        routing=_routing(members, kind),
         family=kind,
         norm_plus_one=kind in ("qwen3_next", "qwen3_5_text"),
-        ffn_bias=fields.flag("mlp_bias") and kind == "llama",
+        ffn_bias=members.flag("mlp_bias") and kind == "llama",
         dtype=decode(Literal["float32", "bfloat16", "float16"], dtype, "dtype"),  # type: ignore[arg-type]
-        eos_tokens=fields.tokens("eos_token_id"),
+        eos_tokens=members.tokens("eos_token_id"),
     )
 
 
-def _rope(fields: JsonMembers, family: str, model: Model) -> RopeConfig:
+def _rope(members: JsonMembers, family: str, model: Model) -> RopeConfig:
     """Both spellings: `rope_parameters` with everything, or `rope_theta` beside `rope_scaling`, which is stronger."""
-    part = fields.part("rope_scaling", "rope_parameters")
+    part = members.part("rope_scaling", "rope_parameters")
     kind = part.text("rope_type", "type", default="default")
     kinds = PHI_ROPES if family == "phi3" else ROPES
     if family == "phi3" and kind in ("su", "yarn"):
@@ -196,7 +196,7 @@ def _rope(fields: JsonMembers, family: str, model: Model) -> RopeConfig:
     if kind not in kinds:
         raise InputError("config.json: rope_type", f"{kind!r} cannot be run; known are {', '.join(kinds)}")
     usual = 0.25 if family in ("qwen3_next", "qwen3_5_text") else 1.0
-    share = part.above_zero("partial_rotary_factor", fields.above_zero("partial_rotary_factor", usual))
+    share = part.above_zero("partial_rotary_factor", members.above_zero("partial_rotary_factor", usual))
     partial = usual != 1 or family == "phi3"
     if share > 1 or (share != 1 and not partial):
         most = "at most 1" if partial else "1"
@@ -208,17 +208,17 @@ def _rope(fields: JsonMembers, family: str, model: Model) -> RopeConfig:
     low, high = part.above_zero("low_freq_factor", 1.0), part.above_zero("high_freq_factor", 4.0)
     if low >= high:
         raise InputError("config.json: low_freq_factor", f"{low:g} must be below high_freq_factor, {high:g}")
-    before = fields.above_zero("original_max_position_embeddings", model.max_context_tokens)
+    before = members.above_zero("original_max_position_embeddings", model.max_context_tokens)
     original = part.above_zero("original_max_position_embeddings", before)
-    if kind == "longrope" and (original != before or not fields.has("original_max_position_embeddings")):
+    if kind == "longrope" and (original != before or not members.has("original_max_position_embeddings")):
         problem = "must stand beside rope_scaling, and be the same within it if it is there too"
         raise InputError("config.json: original_max_position_embeddings", problem)
     stretched = kind in ("yarn", "longrope")
     return RopeConfig(
-        theta=part.above_zero("rope_theta", fields.above_zero("rope_theta", FAMILIES[family])),
+        theta=part.above_zero("rope_theta", members.above_zero("rope_theta", FAMILIES[family])),
         kind=decode(RopeKind, kind, "rope_type"),  # type: ignore[arg-type]
         share=share,
-        interleaved=latent and fields.flag("rope_interleave", True),
+        interleaved=latent and members.flag("rope_interleave", True),
         factor=part.above_zero("factor", model.max_context_tokens / original if stretched else 1.0),
         original_tokens=int(original),
         low_freq_factor=low,
@@ -233,28 +233,28 @@ def _rope(fields: JsonMembers, family: str, model: Model) -> RopeConfig:
     )
 
 
-def _routing(fields: JsonMembers, kind: str) -> ExpertRouting:
+def _routing(members: JsonMembers, kind: str) -> ExpertRouting:
     if kind in ("deepseek_v3", "kimi_k2"):
         return ExpertRouting(
             scoring="sigmoid",
-            normalised=fields.flag("norm_topk_prob", True),
-            scale=fields.number("routed_scaling_factor", 1.0),
-            groups=int(fields.number("n_group", 1)),
-            top_groups=int(fields.number("topk_group", 1)),
+            normalised=members.flag("norm_topk_prob", True),
+            scale=members.number("routed_scaling_factor", 1.0),
+            groups=int(members.number("n_group", 1)),
+            top_groups=int(members.number("topk_group", 1)),
         )
     if kind == "deepseek_v2":
-        method = fields.text("topk_method", default="greedy")
+        method = members.text("topk_method", default="greedy")
         if method not in ("greedy", "group_limited_greedy"):
             known = "greedy, group_limited_greedy"
             raise InputError("config.json: topk_method", f"{method!r} cannot be run; known are {known}")
         limited = method == "group_limited_greedy"
         return ExpertRouting(
             normalised=False,
-            scale=fields.number("routed_scaling_factor", 1.0),
-            groups=int(fields.number("n_group", 1)) if limited else 1,
-            top_groups=int(fields.number("topk_group", 1)) if limited else 1,
+            scale=members.number("routed_scaling_factor", 1.0),
+            groups=int(members.number("n_group", 1)) if limited else 1,
+            top_groups=int(members.number("topk_group", 1)) if limited else 1,
         )
-    return ExpertRouting(normalised=kind == "mixtral" or fields.flag("norm_topk_prob", kind == "qwen3_next"))
+    return ExpertRouting(normalised=kind == "mixtral" or members.flag("norm_topk_prob", kind == "qwen3_next"))
 
 
 FAMILIES = {

@@ -89,27 +89,27 @@ def route(logits: Tensor, bias: Tensor | None, routing: ExpertRouting, active: i
 
 
 class MoeLayer:
-    def __init__(self, config: EngineModelConfig, part: MoeFfn, load: LayerLoader) -> None:
-        self._part, self._routing = part, config.routing
-        hidden, width = config.model.hidden, part.intermediate
-        self._router = across(load.take("gate.weight", part.experts, hidden).float())
+    def __init__(self, config: EngineModelConfig, ffn: MoeFfn, load: LayerLoader) -> None:
+        self._part, self._routing = ffn, config.routing
+        hidden, width = config.model.hidden, ffn.intermediate
+        self._router = across(load.take("gate.weight", ffn.experts, hidden).float())
         self._bias = (
-            load.take("gate.e_score_correction_bias", part.experts).float() if part.router_bias else None
+            load.take("gate.e_score_correction_bias", ffn.experts).float() if ffn.router_bias else None
         )
         gate, up, down = (
             ("w1", "w3", "w2") if config.family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
         )
-        experts = [load.under(f"experts.{index}") for index in range(part.experts)]
+        experts = [load.under(f"experts.{index}") for index in range(ffn.experts)]
         self._weights = [
             negated(expert.take(f"{gate}.weight", width, hidden), expert.take(f"{up}.weight", width, hidden))
             for expert in experts
         ]
         self._downs = [across(expert.take(f"{down}.weight", hidden, width)) for expert in experts]
         self._shared = self._shared_gate = None
-        if part.shared_intermediate:
-            name = "shared_expert" if part.shared_gate else "shared_experts"
-            self._shared = DenseLayer(hidden, part.shared_intermediate, load.under(name))
-        if part.shared_gate:
+        if ffn.shared_intermediate:
+            name = "shared_expert" if ffn.shared_gate else "shared_experts"
+            self._shared = DenseLayer(hidden, ffn.shared_intermediate, load.under(name))
+        if ffn.shared_gate:
             self._shared_gate = across(load.take("shared_expert_gate.weight", 1, hidden))
 
     def __call__(self, norm: Norm, residual: Tensor) -> Tensor:

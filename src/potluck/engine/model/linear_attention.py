@@ -29,59 +29,61 @@ L2_EPS = 1e-6
 
 
 class LinearLayer:
-    def __init__(self, config: EngineModelConfig, part: LinearAttention, load: LayerLoader) -> None:
-        self._part = part
+    def __init__(self, config: EngineModelConfig, attention: LinearAttention, load: LayerLoader) -> None:
+        self._part = attention
         self._eps = config.norm_eps
-        hidden, values = config.model.hidden, part.value_heads * part.value_head_dim
+        hidden, values = config.model.hidden, attention.value_heads * attention.value_head_dim
         load = load.under("linear_attn")
-        self._weight = across(_projections(config, part, load))
-        conv = load.take("conv1d.weight", part.conv_channels, 1, part.conv_kernel)
+        self._weight = across(_projections(config, attention, load))
+        conv = load.take("conv1d.weight", attention.conv_channels, 1, attention.conv_kernel)
         self._conv = conv[:, 0].T.contiguous()
-        self._rate = -load.take("A_log", part.value_heads).float().exp()
-        self._shift = load.take("dt_bias", part.value_heads).float()
-        self._norm = load.take("norm.weight", part.value_head_dim)
+        self._rate = -load.take("A_log", attention.value_heads).float().exp()
+        self._shift = load.take("dt_bias", attention.value_heads).float()
+        self._norm = load.take("norm.weight", attention.value_head_dim)
         self._out = across(load.take("out_proj.weight", hidden, values))
 
     def __call__(
         self,
         norm: Norm,
         residual: Tensor,
-        kept: Kept,
-        step: BatchLayout,
-        turned_by: RopeAngles,
+        linear_states: Kept,
+        batch_layout: BatchLayout,
+        rope_angles: RopeAngles,
         wanted: Tensor | None,
     ) -> Tensor:
-        assert isinstance(kept, LinearStates)
-        assert step.linear is not None
-        part, tokens = self._part, residual.shape[0]
-        channels, values = part.conv_channels, part.value_heads * part.value_head_dim
+        assert isinstance(linear_states, LinearStates)
+        assert batch_layout.linear is not None
+        attention, tokens = self._part, residual.shape[0]
+        channels, values = attention.conv_channels, attention.value_heads * attention.value_head_dim
         packed = product(residual, self._weight, norm=norm)
         mixed, gate, rate, step_size = torch.split(
-            packed, [channels, values, part.value_heads, part.value_heads], 1
+            packed, [channels, values, attention.value_heads, attention.value_heads], 1
         )
-        mixed = silu(self._convolve(mixed, kept, step.linear)).float()
-        keys = part.key_heads * part.key_head_dim
-        query = _unit(mixed[:, :keys].view(tokens, part.key_heads, -1)) * part.key_head_dim**-0.5
-        key = _unit(mixed[:, keys : 2 * keys].view(tokens, part.key_heads, -1))
-        value = mixed[:, 2 * keys :].view(tokens, part.value_heads, -1)
-        repeats = part.value_heads // part.key_heads
+        mixed = silu(self._convolve(mixed, linear_states, batch_layout.linear)).float()
+        keys = attention.key_heads * attention.key_head_dim
+        query = _unit(mixed[:, :keys].view(tokens, attention.key_heads, -1)) * attention.key_head_dim**-0.5
+        key = _unit(mixed[:, keys : 2 * keys].view(tokens, attention.key_heads, -1))
+        value = mixed[:, 2 * keys :].view(tokens, attention.value_heads, -1)
+        repeats = attention.value_heads // attention.key_heads
         if repeats > 1:
             query, key = (y.repeat_interleave(repeats, 1) for y in (query, key))
         decay = torch.exp(self._rate * softplus(step_size.float() + self._shift))
-        out = _walk(step.linear, kept.memory, query, key, value, decay, sigmoid(rate.float())).to(
-            packed.dtype
-        )
+        out = _walk(
+            batch_layout.linear, linear_states.memory, query, key, value, decay, sigmoid(rate.float())
+        ).to(packed.dtype)
         out = rms_norm(out, self._norm, self._eps).view(tokens, -1) * silu(gate)
         tensor = add_product(residual, out, self._out)
         return tensor if wanted is None else tensor.index_select(0, wanted)
 
-    def _convolve(self, new: Tensor, kept: LinearStates, step: LinearStep) -> Tensor:
-        inputs = torch.cat([kept.conv.index_select(0, step.rows).flatten(0, 1), new])
+    def _convolve(self, new: Tensor, linear_states: LinearStates, step: LinearStep) -> Tensor:
+        inputs = torch.cat([linear_states.conv.index_select(0, step.rows).flatten(0, 1), new])
         # One rounding per operation: a fused sum would round differently at the ends of a tensor.
         out = inputs.index_select(0, step.taps[0]) * self._conv[0]
         for tap in range(1, self._part.conv_kernel):
             out += inputs.index_select(0, step.taps[tap]) * self._conv[tap]
-        kept.conv.index_copy_(0, step.rows, inputs.index_select(0, step.tails).view(-1, *kept.conv.shape[1:]))
+        linear_states.conv.index_copy_(
+            0, step.rows, inputs.index_select(0, step.tails).view(-1, *linear_states.conv.shape[1:])
+        )
         return out
 
 
@@ -124,23 +126,25 @@ def _walk(
     return out if step.packed is None else out.index_select(0, step.packed)
 
 
-def _projections(config: EngineModelConfig, part: LinearAttention, load: LayerLoader) -> Tensor:
+def _projections(config: EngineModelConfig, attention: LinearAttention, load: LayerLoader) -> Tensor:
     """Rows for queries, keys, values (all heads of each), gate, rate and step size.
 
     Qwen3-Next packs them by key head; Qwen3.5, and our own files, keep them apart.
     """
-    hidden, values = config.model.hidden, part.value_heads * part.value_head_dim
+    hidden, values = config.model.hidden, attention.value_heads * attention.value_head_dim
     if config.family != "qwen3_next":
-        qkv = load.take("in_proj_qkv.weight", part.conv_channels, hidden)
+        qkv = load.take("in_proj_qkv.weight", attention.conv_channels, hidden)
         gate = load.take("in_proj_z.weight", values, hidden)
-        rate, step_size = (load.take(f"in_proj_{kind}.weight", part.value_heads, hidden) for kind in "ba")
+        rate, step_size = (
+            load.take(f"in_proj_{kind}.weight", attention.value_heads, hidden) for kind in "ba"
+        )
         return torch.cat([qkv, gate, rate, step_size])
-    repeats = part.value_heads // part.key_heads
-    sizes = [part.key_head_dim] * 2 + [repeats * part.value_head_dim] * 2
-    packed = load.take("in_proj_qkvz.weight", part.conv_channels + values, hidden)
-    pieces = torch.split(packed.view(part.key_heads, sum(sizes), hidden), sizes, 1)
-    rates = load.take("in_proj_ba.weight", 2 * part.value_heads, hidden).view(
-        part.key_heads, 2, repeats, hidden
+    repeats = attention.value_heads // attention.key_heads
+    sizes = [attention.key_head_dim] * 2 + [repeats * attention.value_head_dim] * 2
+    packed = load.take("in_proj_qkvz.weight", attention.conv_channels + values, hidden)
+    pieces = torch.split(packed.view(attention.key_heads, sum(sizes), hidden), sizes, 1)
+    rates = load.take("in_proj_ba.weight", 2 * attention.value_heads, hidden).view(
+        attention.key_heads, 2, repeats, hidden
     )
     return torch.cat(
         [

@@ -78,13 +78,17 @@ class Stack:
         assert self._embedding is not None
         return F.embedding(tokens, self._embedding)
 
-    def __call__(self, x: Tensor, step: BatchLayout, cache: LayerCaches, on_layer: OnLayer | None) -> Tensor:
+    def __call__(
+        self, x: Tensor, batch_layout: BatchLayout, cache: LayerCaches, on_layer: OnLayer | None
+    ) -> Tensor:
         """Hidden states in, hidden states out; `on_layer` hears of each layer whose cache entries are complete. Where
         the head is, only states of tokens whose logits are wanted come out, in that order."""
-        turned_by = RopeAngles(self._angles, step.positions)
+        rope_angles = RopeAngles(self._angles, batch_layout.positions)
         for index, layer in enumerate(self._layers):
             last = self.has_head and index == len(self._layers) - 1
-            x = layer(x, cache.layers[index], step, turned_by, step.wanted if last else None)
+            x = layer(
+                x, cache.layers[index], batch_layout, rope_angles, batch_layout.wanted if last else None
+            )
             if on_layer is not None:
                 on_layer(self.first + index)
         return x
@@ -107,18 +111,18 @@ class _Layer:
         self._ffn = _ffn(config, layer.ffn, load)
 
     def __call__(
-        self, x: Tensor, kept: Kept, step: BatchLayout, turned_by: RopeAngles, wanted: Tensor | None
+        self, x: Tensor, kept: Kept, batch_layout: BatchLayout, rope_angles: RopeAngles, wanted: Tensor | None
     ) -> Tensor:
-        x = self._mixer(self._before_mixer, x, kept, step, turned_by, wanted)
+        x = self._mixer(self._before_mixer, x, kept, batch_layout, rope_angles, wanted)
         return self._ffn(self._before_ffn, x) if x.shape[0] else x
 
 
-def _mixer(config: EngineModelConfig, part: Attention, load: LayerLoader) -> Mixer:
-    if isinstance(part, LinearAttention):
-        return LinearLayer(config, part, load)
-    if isinstance(part, LatentAttention):
-        return LatentLayer(config, part, load)
-    return FullLayer(config, part, load)
+def _mixer(config: EngineModelConfig, attention: Attention, load: LayerLoader) -> Mixer:
+    if isinstance(attention, LinearAttention):
+        return LinearLayer(config, attention, load)
+    if isinstance(attention, LatentAttention):
+        return LatentLayer(config, attention, load)
+    return FullLayer(config, attention, load)
 
 
 def _ffn(config: EngineModelConfig, part: Ffn, load: LayerLoader) -> Callable[[Norm, Tensor], Tensor]:

@@ -141,10 +141,10 @@ PLAIN = RowPadding("plain")
 FILLINGS = (PLAIN, RowPadding("pairs", least=2), RowPadding("strips", multiple=16))
 
 
-def multiply(x: Tensor, weight: Tensor, filling: RowPadding, added: Tensor | None = None) -> Tensor:
+def multiply(x: Tensor, weight: Tensor, padding: RowPadding, added: Tensor | None = None) -> Tensor:
     """x @ weight + added, which is one row for all, or as many as x has."""
     count = x.shape[0]
-    more = filling.rows(count) - count
+    more = padding.rows(count) - count
     if more:
         x = F.pad(x, (0, 0, 0, more))
         if added is not None and added.dim() == 2:
@@ -160,10 +160,10 @@ def filling_for(dtype: torch.dtype) -> RowPadding | None:
 
 def exactness(device: torch.device, dtype: torch.dtype, *, latent: bool = False) -> Exactness:
     """Of a model; `latent`: whether it has latent layers, whose attention is left to torch."""
-    filling = filling_for(dtype) if device.type == "cpu" else None
-    if filling is None:
+    padding = filling_for(dtype) if device.type == "cpu" else None
+    if padding is None:
         return Exactness(False, PLAIN.name)
-    return Exactness(not latent or _latent_holds(dtype, torch.get_num_threads()), filling.name)
+    return Exactness(not latent or _latent_holds(dtype, torch.get_num_threads()), padding.name)
 
 
 def together(parts: list[Exactness]) -> Exactness:
@@ -174,10 +174,10 @@ def together(parts: list[Exactness]) -> Exactness:
 @cache
 def _found(dtype: torch.dtype, threads: int) -> RowPadding | None:
     with torch.inference_mode():
-        return next((filling for filling in FILLINGS if rows_are_independent(dtype, filling)), None)
+        return next((padding for padding in FILLINGS if rows_are_independent(dtype, padding)), None)
 
 
-def rows_are_independent(dtype: torch.dtype, filling: RowPadding) -> bool:
+def rows_are_independent(dtype: torch.dtype, padding: RowPadding) -> bool:
     """Whether each row of a product comes out the same alone and among any others."""
     generator = torch.Generator().manual_seed(1)
     for depth, width in SHAPES:
@@ -185,13 +185,13 @@ def rows_are_independent(dtype: torch.dtype, filling: RowPadding) -> bool:
         x, added = (torch.randn(ROWS, columns, generator=generator).to(dtype) for columns in (depth, width))
 
         def alone(rows: slice, x: Tensor = x, weight: Tensor = weight) -> Tensor:
-            return multiply(x[rows], weight, filling)
+            return multiply(x[rows], weight, padding)
 
         def onto_one(rows: slice, x: Tensor = x, weight: Tensor = weight, added: Tensor = one[0]) -> Tensor:
-            return multiply(x[rows], weight, filling, added)
+            return multiply(x[rows], weight, padding, added)
 
         def onto_each(rows: slice, x: Tensor = x, weight: Tensor = weight, added: Tensor = added) -> Tensor:
-            return multiply(x[rows], weight, filling, added[rows])
+            return multiply(x[rows], weight, padding, added[rows])
 
         if not all(_cut_alike(report) for report in (alone, onto_one, onto_each)):
             return False

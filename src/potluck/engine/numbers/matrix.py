@@ -103,8 +103,8 @@ def across(weight: Tensor) -> Matrix:
         if torch.equal(short.float(), weight) and _have_tiles():
             return _tiled(short)
     # A CPU is a tenth faster when it also lies in memory like that.
-    matrix, filling = weight.T.contiguous(), filling_for(weight.dtype) or PLAIN
-    return matrix if filling == PLAIN else PaddedMatrix(matrix, filling)
+    matrix, padding = weight.T.contiguous(), filling_for(weight.dtype) or PLAIN
+    return matrix if padding == PLAIN else PaddedMatrix(matrix, padding)
 
 
 def _tiled(weight: Tensor) -> TiledMatrix:

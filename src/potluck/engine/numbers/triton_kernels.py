@@ -96,7 +96,7 @@ def place(
     entries: Tensor,
     where: tuple[Tensor, Tensor, Tensor],
     normed: tuple[Tensor, float] | None,
-    shape: Heads,
+    heads: Heads,
 ) -> Tensor:
     """Queries [tokens, G x heads x dim], normed and turned; keys, likewise, and values go into their pages.
 
@@ -104,13 +104,13 @@ def place(
     """
     tokens = len(packed)
     queries = torch.empty(
-        tokens, shape.groups * shape.heads * shape.dim, device=packed.device, dtype=packed.dtype
+        tokens, heads.groups * heads.heads * heads.dim, device=packed.device, dtype=packed.dtype
     )
     weights, eps = (packed, 0.0) if normed is None else normed
     given = (packed, packed.stride(0), queries, entries, (*where, weights), eps)
-    some, count = 16, (shape.groups + 2) * shape.heads
-    sizes = (where[0].shape[2], normed is not None, _room(shape.dim), some)
-    _place[(tokens, -(-count // some))](*given, (shape, sizes))
+    some, count = 16, (heads.groups + 2) * heads.heads
+    sizes = (where[0].shape[2], normed is not None, _room(heads.dim), some)
+    _place[(tokens, -(-count // some))](*given, (heads, sizes))
     return queries
 
 
@@ -146,7 +146,7 @@ def _place(packed, stride, queries, entries, where, eps, shape: tl.constexpr):  
     tl.store(entry, result, mask=inside & (head >= asking))
 
 
-def attend(queries: Tensor, entries: Tensor, where: KeyLocations, shape: Heads, scale: float) -> Tensor:
+def attend(queries: Tensor, entries: Tensor, where: KeyLocations, heads: Heads, scale: float) -> Tensor:
     """[tokens, G x heads x dim] queries over pages to the same."""
     out = torch.empty_like(queries)
     (singles, count), tiles, windowed = where.singles, where.tiles.shape[0], where.window is not None
@@ -156,31 +156,31 @@ def attend(queries: Tensor, entries: Tensor, where: KeyLocations, shape: Heads, 
         beside, now = _beside(queries.device), torch.cuda.current_stream()
         beside.wait_stream(now)
         with torch.cuda.stream(beside):
-            _attend_chunks(given, tiles, shape, windowed)
-        _attend_singles(given, singles, shape, windowed)
+            _attend_chunks(given, tiles, heads, windowed)
+        _attend_singles(given, singles, heads, windowed)
         now.wait_stream(beside)
     elif tiles:
-        _attend_chunks(given, tiles, shape, windowed)
+        _attend_chunks(given, tiles, heads, windowed)
     else:
-        _attend_singles(given, singles, shape, windowed)
+        _attend_singles(given, singles, heads, windowed)
     return out
 
 
 Given = tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor, tuple[float, int]]
 
 
-def _attend_chunks(given: Given, tiles: int, shape: Heads, windowed: bool) -> None:
-    wide, width = given[0].dtype == torch.float32, _room(shape.dim)
+def _attend_chunks(given: Given, tiles: int, heads: Heads, windowed: bool) -> None:
+    wide, width = given[0].dtype == torch.float32, _room(heads.dim)
     rows, keys = (
         256 if tiles >= 16 else 128,
         64,
     )  # with many tiles there are programs enough for larger ones
     if wide or width > 128:  # what smaller GPUs have room for
         rows, keys = (32, 16) if wide else (64, 32)
-    rows = max(rows, _room(shape.groups))
-    size = Tile(rows, keys, width, -(-TILE_TOKENS // (rows // shape.groups)), windowed)
+    rows = max(rows, _room(heads.groups))
+    size = Tile(rows, keys, width, -(-TILE_TOKENS // (rows // heads.groups)), windowed)
     how = {"num_warps": 8, "num_stages": 2 if wide else 3}
-    _chunks[(shape.heads, tiles * size.parts)](*given, shape, size, **how)
+    _chunks[(heads.heads, tiles * size.parts)](*given, heads, size, **how)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -256,19 +256,19 @@ def _look(query, pages, at, state, masked: tl.constexpr, shape: tl.constexpr, si
     return new, total * shrink + tl.sum(weight, 1), result
 
 
-def _attend_singles(given: Given, singles: int, shape: Heads, windowed: bool) -> None:
+def _attend_singles(given: Given, singles: int, heads: Heads, windowed: bool) -> None:
     queries, entries, places, out, factors = given
-    wide, count = queries.dtype == torch.float32, singles * shape.groups * shape.heads
-    splits = WAVES * processors(queries.device) // (singles * shape.heads)
+    wide, count = queries.dtype == torch.float32, singles * heads.groups * heads.heads
+    splits = WAVES * processors(queries.device) // (singles * heads.heads)
     splits = min(max(splits, 1), MOST_SPLITS)
     parts = MOST_SPLITS if splits > 1 else 1  # not the number itself, for which each would be compiled anew
-    size = Tile(_room(shape.groups), 16 if wide else 32, _room(shape.dim), parts, windowed)
+    size = Tile(_room(heads.groups), 16 if wide else 32, _room(heads.dim), parts, windowed)
     if splits > 1:
         out = torch.empty(count * splits, size.width + 2, device=out.device, dtype=torch.float32)
     how = {"num_warps": 4 if wide else max(size.width // 128, 1), "num_stages": 4}
-    _singles[(singles, shape.heads, splits)](queries, entries, places, out, factors, shape, size, **how)
+    _singles[(singles, heads.heads, splits)](queries, entries, places, out, factors, heads, size, **how)
     if splits > 1:
-        _combine[(count,)](out, given[3], (places[4], splits), factors[0], shape, size)
+        _combine[(count,)](out, given[3], (places[4], splits), factors[0], heads, size)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

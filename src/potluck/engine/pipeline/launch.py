@@ -127,13 +127,16 @@ class WorkerStarter:
             remote.post(self._connect(number, remote.stage))
         _answers(self.inbox, len(asked))
 
-    def again(self, lost: RemoteWorker, fingerprint: str) -> tuple[RemoteWorker, WorkerReturned]:
-        (address, process), inbox = self._addresses[lost.stage][lost.place], queue.SimpleQueue[Event]()
+    def again(self, lost_worker: RemoteWorker, fingerprint: str) -> tuple[RemoteWorker, WorkerReturned]:
+        (address, process), inbox = (
+            self._addresses[lost_worker.stage][lost_worker.place],
+            queue.SimpleQueue[Event](),
+        )
         if process is not None:
             process = start_worker(self._key)
             address = ("127.0.0.1", worker_port(process))
         try:
-            remote = self._remote(lost.stage, lost.place, (address, process), inbox)
+            remote = self._remote(lost_worker.stage, lost_worker.place, (address, process), inbox)
         except PotluckError:
             if process is not None:
                 end_worker(process)
@@ -143,13 +146,13 @@ class WorkerStarter:
             (ready,) = _answers(inbox, 1)
             if not isinstance(ready, msg.WorkerReady) or ready.fingerprint != fingerprint:
                 raise InputError(remote.name, "has other weights than the pipeline")
-            if lost.stage + 1 < len(self.remotes):
-                remote.post(self._connect(2, lost.stage))
+            if lost_worker.stage + 1 < len(self.remotes):
+                remote.post(self._connect(2, lost_worker.stage))
                 _answers(inbox, 1)
         except PotluckError:
             remote.stop()
             raise
-        self._addresses[lost.stage][lost.place] = address, process
+        self._addresses[lost_worker.stage][lost_worker.place] = address, process
         return remote, WorkerReturned(*address)
 
     def _remote(
@@ -158,9 +161,9 @@ class WorkerStarter:
         size, layers = self._settings.size, self.layers[stage]
         groups = groups_of(self._settings.config.model, layers.start, layers.stop, size)
         name = f"stage {stage} worker {place}"
-        link = connect(reached[0], self._key, DRIVER, name, self._tls if reached[1] is None else None)
+        connection = connect(reached[0], self._key, DRIVER, name, self._tls if reached[1] is None else None)
         tables = BlockTables(groups, size.rows, size.max_tokens)
-        return RemoteWorker(name, stage, place, link, tables, inbox, reached[1])
+        return RemoteWorker(name, stage, place, connection, tables, inbox, reached[1])
 
     def _setup(self, call: int, remote: RemoteWorker) -> msg.WorkerInit:
         stage, place = remote.stage, remote.place

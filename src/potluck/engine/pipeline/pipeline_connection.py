@@ -193,19 +193,19 @@ def connect(
         raise LinkError(f"{peer}: cannot connect to {address[0]}:{address[1]} ({_reason(error)})") from error
     if tls is not None:
         sock = _shaken(sock, peer, lambda plain: tls.connects.wrap_socket(plain, server_hostname=address[0]))
-    link = PipelineConnection(sock, peer)
+    connection = PipelineConnection(sock, peer)
     try:
-        _, challenge = link.receive(GREETING_S, 0, CHALLENGE_BYTES)
+        _, challenge = connection.receive(GREETING_S, 0, CHALLENGE_BYTES)
         own = secrets.token_bytes(CHALLENGE_BYTES)
         name = json.dumps(who).encode()
-        link.send(name, [_proof(secret, b"connector", bytes(challenge)), own], GREETING_S)
-        _, proof = link.receive(GREETING_S, 0, CHALLENGE_BYTES)
+        connection.send(name, [_proof(secret, b"connector", bytes(challenge)), own], GREETING_S)
+        _, proof = connection.receive(GREETING_S, 0, CHALLENGE_BYTES)
         if not hmac.compare_digest(bytes(proof), _proof(secret, b"listener", own)):
             raise LinkError(f"{peer}: does not know the pipeline's secret")
     except LinkError:
-        link.close()
+        connection.close()
         raise
-    return link
+    return connection
 
 
 def _shaken(plain: socket.socket, peer: str, wrap: Callable[[socket.socket], socket.socket]) -> socket.socket:
@@ -227,11 +227,11 @@ def welcome(
     """The listener's part: a connection and who it comes from, or an error and a closed socket."""
     if tls is not None:
         sock = _shaken(sock, peer, lambda plain: tls.listens.wrap_socket(plain, server_side=True))
-    link = PipelineConnection(sock, peer)
+    connection = PipelineConnection(sock, peer)
     try:
         challenge = secrets.token_bytes(CHALLENGE_BYTES)
-        link.send(b"", [challenge], GREETING_S)
-        head, body = link.receive(GREETING_S, MOST_GREETING_BYTES, 2 * CHALLENGE_BYTES)
+        connection.send(b"", [challenge], GREETING_S)
+        head, body = connection.receive(GREETING_S, MOST_GREETING_BYTES, 2 * CHALLENGE_BYTES)
         proof, theirs = bytes(body[:CHALLENGE_BYTES]), bytes(body[CHALLENGE_BYTES:])
         if not hmac.compare_digest(proof, _proof(secret, b"connector", challenge)) or not theirs:
             raise LinkError(f"{peer}: does not know the pipeline's secret")
@@ -241,12 +241,12 @@ def welcome(
             who = None
         if not isinstance(who, str):
             raise LinkError(f"{peer}: does not say who it is")
-        link.send(b"", [_proof(secret, b"listener", theirs)], GREETING_S)
+        connection.send(b"", [_proof(secret, b"listener", theirs)], GREETING_S)
     except LinkError:
-        link.close()
+        connection.close()
         raise
-    link.peer = who
-    return link, who
+    connection.peer = who
+    return connection, who
 
 
 def _proof(secret: bytes, side: bytes, challenge: bytes) -> bytes:

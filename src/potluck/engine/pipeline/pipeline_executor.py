@@ -116,22 +116,22 @@ class PipelineStep:
         for row in rows:
             remote.tables.trim(row)
 
-    def hear(self, source: RemoteWorker, answer: msg.Answer, body: bytearray) -> bool:
-        pieces = self.awaited.get((answer.call, source))
+    def hear(self, source_worker: RemoteWorker, step_done: msg.Answer, body: bytearray) -> bool:
+        pieces = self.awaited.get((step_done.call, source_worker))
         if pieces is None:
             return False
-        if isinstance(answer, msg.LayerParts):
-            if not 0 <= answer.work < len(pieces):
-                raise FormatError("chunks", f"are of work {answer.work}, there are {len(pieces)}")
-            self._hand_out(pieces[answer.work].part.row, msg.chunks_of(answer, body))
+        if isinstance(step_done, msg.LayerParts):
+            if not 0 <= step_done.work < len(pieces):
+                raise FormatError("chunks", f"are of work {step_done.work}, there are {len(pieces)}")
+            self._hand_out(pieces[step_done.work].part.row, msg.chunks_of(step_done, body))
             return True
-        if not isinstance(answer, msg.StepDone):
+        if not isinstance(step_done, msg.StepDone):
             return False
-        del self.awaited[answer.call, source]
-        self.busy_s += answer.busy_to_s - answer.busy_from_s
-        self.late += answer.late
+        del self.awaited[step_done.call, source_worker]
+        self.busy_s += step_done.busy_to_s - step_done.busy_from_s
+        self.late += step_done.late
         if body:
-            self._keep([piece.work for piece in pieces if piece.part.logits == "last"], answer, body)
+            self._keep([piece.work for piece in pieces if piece.part.logits == "last"], step_done, body)
         return True
 
     def _hand_out(self, row: int, chunks: tuple[KvChunk, ...]) -> None:
@@ -154,12 +154,12 @@ class PipelineStep:
         """Rows of which some layers have gone out: they cannot be computed again."""
         return self._begun | set(self._next_layer)
 
-    def _keep(self, works: list[int], answer: msg.StepDone, body: bytearray) -> None:
-        choices = answer.choices or tuple(
+    def _keep(self, works: list[int], step_done: msg.StepDone, body: bytearray) -> None:
+        choices = step_done.choices or tuple(
             SampledToken(int(token)) for token in msg.read_numbers(body, len(works))
         )
-        for work, choice in zip(works, choices, strict=True):
-            self._found[work] = choice
+        for work, sampled_token in zip(works, choices, strict=True):
+            self._found[work] = sampled_token
 
     def choices(self) -> list[SampledToken]:
         return [self._found[work] for work in self._draws]
@@ -175,19 +175,21 @@ class PipelineStep:
         return {piece.part.row for number, _, pieces in self._posted if number == call for piece in pieces}
 
 
-def _plain(way: Sampling) -> Drawing:
+def _plain(sampling: Sampling) -> Drawing:
     """Greedy is greedy, whatever else is said but what may not be drawn; biases and all that have become edits."""
-    if way.temperature == 0:
-        return Drawing(logprobs=way.logprobs, barred=way.barred, barred_before=way.barred_before)
+    if sampling.temperature == 0:
+        return Drawing(
+            logprobs=sampling.logprobs, barred=sampling.barred, barred_before=sampling.barred_before
+        )
     return Drawing(
-        way.temperature,
-        way.top_k,
-        way.top_p,
-        way.min_p,
-        way.seed,
-        way.logprobs,
-        way.barred,
-        way.barred_before,
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.seed,
+        sampling.logprobs,
+        sampling.barred,
+        sampling.barred_before,
     )
 
 
@@ -364,29 +366,29 @@ class PipelineExecutor(Executor):
         gone = [work.row for work in works if self._lost_of(work.row)]
         if gone:
             raise WorkerLost(self._rows_lost(), self._lost_of(gone[0]) or "")
-        run = PipelineStep(step, time.monotonic())
-        self._flying.append(run)
+        pipeline_step = PipelineStep(step, time.monotonic())
+        self._flying.append(pipeline_step)
         paths = [self._rows[work.row].path for work in works]
         for batch in cut(works, paths, self._batches, self._worth):
-            self._post(run, batch)
-        return partial(self._collect, run)
+            self._post(pipeline_step, batch)
+        return partial(self._collect, pipeline_step)
 
-    def _collect(self, run: PipelineStep) -> list[SampledToken]:
+    def _collect(self, step: PipelineStep) -> list[SampledToken]:
         """The end of a step; deliveries of others under way are made meanwhile, too."""
         deadline = time.monotonic() + self._wait_s
-        while run.awaited and run.failed is None:
-            if self._next(deadline, next(iter(run.awaited))[1]):
+        while step.awaited and step.failed is None:
+            if self._next(deadline, next(iter(step.awaited))[1]):
                 deadline = time.monotonic() + self._wait_s
-        self._flying.remove(run)
-        if run.failed is not None:
-            raise self._settle(run.works, run, run.failed)
-        self._span_s += time.monotonic() - run.began_s
-        self._busy_s += run.busy_s
-        self._late += run.late
+        self._flying.remove(step)
+        if step.failed is not None:
+            raise self._settle(step.works, step, step.failed)
+        self._span_s += time.monotonic() - step.began_s
+        self._busy_s += step.busy_s
+        self._late += step.late
         self._steps += 1
-        return run.choices()
+        return step.choices()
 
-    def _post(self, run: PipelineStep, batch: list[StepPart]) -> None:
+    def _post(self, step: PipelineStep, batch: list[StepPart]) -> None:
         call = next(self._calls)
         self._micro_batches += 1
         for stage, remotes in enumerate(self._stages):
@@ -394,27 +396,27 @@ class PipelineExecutor(Executor):
                 pieces = [piece for piece in batch if piece.path[stage] == remote.place]
                 if pieces:
                     rows = [self._rows[piece.part.row].locals[stage] for piece in pieces]
-                    run.post(call, remote, pieces, rows, stage, len(self._stages))
+                    step.post(call, remote, pieces, rows, stage, len(self._stages))
 
-    def _blame(self, source: RemoteWorker, answer: msg.CommandFailed) -> str:
+    def _blame(self, source_worker: RemoteWorker, command_failed: msg.CommandFailed) -> str:
         """Who is gone: a worker that misses states says so, perhaps before the other one's end is noticed."""
         deadline = time.monotonic() + LAST_WORD_S
         while True:
             try:
                 remote, text, body = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                remote, text, body = source, answer.problem, bytearray()
+                remote, text, body = source_worker, command_failed.problem, bytearray()
             self._hear((remote, text, body))
             if isinstance(text, str):
                 return remote.lost or text
 
-    def _settle(self, works: Sequence[SequenceWork], run: PipelineStep, failure: StepFailed) -> WorkerLost:
+    def _settle(self, works: Sequence[SequenceWork], step: PipelineStep, failure: StepFailed) -> WorkerLost:
         """After a step that failed: which rows are lost; the others are as they were before."""
-        lost = set(self._rows_lost()) | run.begun_exports
+        lost = set(self._rows_lost()) | step.begun_exports
         if not self._can_go_back:
             lost |= {work.row for work in works}
         elif failure.call:
-            lost |= run.rows_of(failure.call)
+            lost |= step.rows_of(failure.call)
         for work in works:
             for remote, local in self.workers(work.row):
                 if work.row not in lost:
@@ -429,8 +431,8 @@ class PipelineExecutor(Executor):
         assert isinstance(answer, msg.LayerParts)
         return msg.chunks_of(answer, body)
 
-    def arrival(self, row: int, about: KvManifest, tokens: Sequence[int]) -> PipelineHandover:
-        return PipelineHandover(self, row, about, tokens)
+    def arrival(self, row: int, manifest: KvManifest, tokens: Sequence[int]) -> PipelineHandover:
+        return PipelineHandover(self, row, manifest, tokens)
 
     def stage_of(self, layer: int) -> int:
         for stage, layers in enumerate(self._layers):
@@ -516,12 +518,12 @@ class PipelineExecutor(Executor):
             raise msg.error_of(answer[0])
         return answer
 
-    def _next(self, deadline_s: float, awaited: RemoteWorker) -> bool:
+    def _next(self, deadline_s: float, awaited_worker: RemoteWorker) -> bool:
         """Hear one event; whether anybody waited for it. When none comes in time, the awaited worker is to blame."""
         try:
             event = self._inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
         except queue.Empty:
-            event = (awaited, f"did not answer for {self._wait_s:g} s", bytearray())
+            event = (awaited_worker, f"did not answer for {self._wait_s:g} s", bytearray())
         return self._hear(event)
 
     def _look(self) -> None:
@@ -549,31 +551,34 @@ class PipelineExecutor(Executor):
 
     def _hear(self, event: Event) -> bool:
         """The one place where what workers say has consequences."""
-        remote, answer, body = event
-        if isinstance(answer, WorkerReturned):
-            self._back.append((remote, answer))
+        remote, command_failed, body = event
+        if isinstance(command_failed, WorkerReturned):
+            self._back.append((remote, command_failed))
             return True
-        if isinstance(answer, str):
+        if isinstance(command_failed, str):
             if remote.lost is None:
-                remote.lose(answer)
+                remote.lose(command_failed)
                 self._turns[remote.stage].set(remote.place, 0.0)
                 if self._rejoining is not None:
                     self._rejoining.miss(remote)
-            for run in self._flying:
-                if run.involves(remote):
-                    run.fail(0, remote.lost or answer)
+            for step in self._flying:
+                if step.involves(remote):
+                    step.fail(0, remote.lost or command_failed)
             return True
-        if answer.call in self._answers:
-            self._answers[answer.call] = answer, body
+        if command_failed.call in self._answers:
+            self._answers[command_failed.call] = command_failed, body
             return True
-        for run in self._flying:
-            if isinstance(answer, msg.CommandFailed) and (answer.call, remote) in run.awaited:
-                if run.failed is None and answer.kind == "link":
-                    run.fail(0, self._blame(remote, answer))
+        for step in self._flying:
+            if (
+                isinstance(command_failed, msg.CommandFailed)
+                and (command_failed.call, remote) in step.awaited
+            ):
+                if step.failed is None and command_failed.kind == "link":
+                    step.fail(0, self._blame(remote, command_failed))
                 else:
-                    run.fail(answer.call, f"{remote.name}: {msg.error_of(answer)}")
+                    step.fail(command_failed.call, f"{remote.name}: {msg.error_of(command_failed)}")
                 return True
-            if run.hear(remote, answer, body):
+            if step.hear(remote, command_failed, body):
                 return True
         return False
 
@@ -587,16 +592,18 @@ class PipelineExecutor(Executor):
 class PipelineHandover(IncomingCache):
     """A hand-over into a pipeline: each layer's chunks go to the worker that has the layer, which checks them."""
 
-    def __init__(self, driver: PipelineExecutor, row: int, about: KvManifest, tokens: Sequence[int]) -> None:
-        self._driver, self._row, self._about = driver, row, about
+    def __init__(
+        self, driver: PipelineExecutor, row: int, manifest: KvManifest, tokens: Sequence[int]
+    ) -> None:
+        self._driver, self._row, self._about = driver, row, manifest
         self._workers = driver.workers(row)
-        self._missing = MissingParts(ranges(driver.config.model, about.start, about.stop))
+        self._missing = MissingParts(ranges(driver.config.model, manifest.start, manifest.stop))
         begun: list[tuple[RemoteWorker, int]] = []
         try:
             for remote, local in self._workers:
-                begin = partial(msg.BeginHandover, row=local, about=about)
+                begin = partial(msg.BeginHandover, row=local, about=manifest)
                 driver.ask(row, remote, begin, [msg.numbers(tokens)])
-                remote.tables.grow(local, about.stop, since=about.stop)
+                remote.tables.grow(local, manifest.stop, since=manifest.stop)
                 begun.append((remote, local))
         except PotluckError:
             for remote, local in begun:

@@ -311,17 +311,17 @@ def label_of(chunk: KvChunk) -> LayerPartHeader:
     return LayerPartHeader(chunk.layer, chunk.part, chunk.first, chunk.stop, chunk.dtype, chunk.shape, size)
 
 
-def chunk_of(label: LayerPartHeader, data: bytes | memoryview) -> KvChunk:
-    return KvChunk(label.layer, label.part, label.first, label.stop, label.dtype, label.shape, data)
+def chunk_of(header: LayerPartHeader, data: bytes | memoryview) -> KvChunk:
+    return KvChunk(header.layer, header.part, header.first, header.stop, header.dtype, header.shape, data)
 
 
 def chunks_of(message: LayerParts, body: bytearray) -> tuple[KvChunk, ...]:
     kv_chunks, begin, view = [], 0, memoryview(body)
-    for label in message.labels:
-        if label.size < 0 or begin + label.size > len(body):
+    for header in message.labels:
+        if header.size < 0 or begin + header.size > len(body):
             raise FormatError("chunks", "are longer than the message")
-        kv_chunks.append(chunk_of(label, view[begin : begin + label.size]))
-        begin += label.size
+        kv_chunks.append(chunk_of(header, view[begin : begin + header.size]))
+        begin += header.size
     return tuple(kv_chunks)
 
 

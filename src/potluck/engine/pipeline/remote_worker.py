@@ -38,7 +38,7 @@ class RemoteWorker:
         name: str,
         stage: int,
         place: int,
-        link: PipelineConnection,
+        connection: PipelineConnection,
         tables: BlockTables,
         inbox: queue.SimpleQueue[Event],
         process: subprocess.Popen[bytes] | None = None,
@@ -47,7 +47,7 @@ class RemoteWorker:
         self.tables = tables
         self.lost: str | None = None
         self._silent: str | None = None  # The same, as soon as its connection has ended.
-        self._link, self._inbox, self.process = link, inbox, process
+        self._link, self._inbox, self.process = connection, inbox, process
         self._ops: list[tuple[int, int, int, int]] = []
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -143,8 +143,10 @@ class WorkerRejoin:
         self._over = threading.Event()
         self._back: set[int] = set()
 
-    def miss(self, lost: RemoteWorker) -> None:
-        threading.Thread(target=self._seek, args=(lost,), daemon=True, name=f"seek {lost.name}").start()
+    def miss(self, lost_worker: RemoteWorker) -> None:
+        threading.Thread(
+            target=self._seek, args=(lost_worker,), daemon=True, name=f"seek {lost_worker.name}"
+        ).start()
 
     def awaited(self, stage: int) -> bool:
         """Whether a worker of a stage is back that the driver has not taken in yet. Any thread may ask."""
@@ -156,11 +158,11 @@ class WorkerRejoin:
     def close(self) -> None:
         self._over.set()
 
-    def _seek(self, lost: RemoteWorker) -> None:
+    def _seek(self, lost_worker: RemoteWorker) -> None:
         wait_s = self._retry_s
         while not self._over.wait(wait_s):
             try:
-                remote, where = self._reach(lost)
+                remote, where = self._reach(lost_worker)
             except PotluckError:
                 wait_s = min(RETRY_MOST_S, 1.5 * wait_s)
                 continue
@@ -168,7 +170,7 @@ class WorkerRejoin:
                 remote.stop()
                 return
             remote.report_to(self._inbox)
-            self._back.add(lost.stage)
+            self._back.add(lost_worker.stage)
             self._inbox.put((remote, where, bytearray()))
             return
 

@@ -66,20 +66,20 @@ class WorkerListener:
 
     def _greet(self, sock: socket.socket, peer: str) -> None:
         try:
-            link, who = welcome(sock, self._secret, peer, self._tls)
+            connection, who = welcome(sock, self._secret, peer, self._tls)
         except LinkError:
             return
         finally:
             self._greeting.release()
         if who == DRIVER:
             if self.free.acquire(timeout=BUSY_S):
-                self.drivers.put(link)
+                self.drivers.put(connection)
             else:
-                link.close()
+                connection.close()
         elif who.isdecimal() and len(who) < 6:
-            read_into(self.inputs, link, int(who))
+            read_into(self.inputs, connection, int(who))
         else:
-            link.close()
+            connection.close()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -87,15 +87,15 @@ class WorkerListener:
         self._listener.close()
 
 
-def read_into(inputs: StageInputs, link: PipelineConnection, sender: int) -> None:
+def read_into(inputs: StageInputs, connection: PipelineConnection, sender: int) -> None:
     """What one worker of the stage before sends, until it ends."""
     number = inputs.join(sender)
     try:
         while True:
-            head, body = link.receive()
+            head, body = connection.receive()
             inputs.put(sender, msg.read_states(head), body)
     except PotluckError as error:
-        link.close()
+        connection.close()
         inputs.lose(sender, f"a worker of the stage before is gone ({error})", number)
 
 
@@ -103,10 +103,10 @@ def serve(listener: socket.socket, secret: bytes, stay: bool = False, tls: TlsPa
     door = WorkerListener(listener, secret, tls)
     try:
         while True:
-            driver = door.drivers.get(timeout=None if stay else FIRST_CONTACT_S)
+            driver_connection = door.drivers.get(timeout=None if stay else FIRST_CONTACT_S)
             door.inputs = StageInputs()
             with contextlib.suppress(LinkError):  # the driver is gone: nobody is left to tell
-                PipelineWorker(secret, driver, door.inputs, tls).run()
+                PipelineWorker(secret, driver_connection, door.inputs, tls).run()
             door.free.release()
             if not stay:
                 return
@@ -123,9 +123,13 @@ class PipelineWorker:
     """All that a worker does once the driver has connected. Only `run`'s thread calls the runner."""
 
     def __init__(
-        self, secret: bytes, driver: PipelineConnection, inputs: StageInputs, tls: TlsPair | None = None
+        self,
+        secret: bytes,
+        driver_connection: PipelineConnection,
+        inputs: StageInputs,
+        tls: TlsPair | None = None,
     ) -> None:
-        self._secret, self._driver, self._inputs, self._tls = secret, driver, inputs, tls
+        self._secret, self._driver, self._inputs, self._tls = secret, driver_connection, inputs, tls
         self._runner: Runner | None = None
         self._setup: msg.WorkerInit | None = None
         self._pacer: StepPacer | None = None
@@ -139,9 +143,9 @@ class PipelineWorker:
         try:
             self._obey()
         finally:
-            for link in (self._driver, *self._next):
-                if link is not None:
-                    link.close()
+            for connection in (self._driver, *self._next):
+                if connection is not None:
+                    connection.close()
 
     def _obey(self) -> None:
         while (received := self._commands.get()) is not None:
@@ -207,17 +211,22 @@ class PipelineWorker:
             raise InputError(f"row {row}", "expects no hand-over")
         return self._arrivals[row]
 
-    def _set_up(self, setup: msg.WorkerInit) -> msg.WorkerReady:
-        settings, self._setup = setup.settings, setup
+    def _set_up(self, worker_init: msg.WorkerInit) -> msg.WorkerReady:
+        settings, self._setup = worker_init.settings, worker_init
         if settings.threads:
             torch.set_num_threads(settings.threads)
         folder, size = settings.directory, settings.size
         source = RandomSource(settings.seed) if folder is None else SafetensorsSource(folder)
         self._runner = Runner(
-            settings.config, source, size, first=setup.first, last=setup.last, device=setup.device
+            settings.config,
+            source,
+            size,
+            first=worker_init.first,
+            last=worker_init.last,
+            device=worker_init.device,
         )
-        if setup.emulate is not None:
-            like = setup.emulate
+        if worker_init.emulate is not None:
+            like = worker_init.emulate
             # What the host does between steps is the driver's, and real.
             timer = roofline(
                 like.model, like.node, like.tp, layers=range(like.first, like.last), host=NO_HOST
@@ -226,7 +235,7 @@ class PipelineWorker:
             self._inputs.hop_s = like.hop_s / like.speed_up
             self._inputs.hop_s_per_row = like.hop_s_per_token / like.speed_up
         exact, dtype = self._runner.exact, str(self._runner.dtype).removeprefix("torch.")
-        return msg.WorkerReady(setup.call, self._runner.fingerprint, dtype, exact.holds, exact.products)
+        return msg.WorkerReady(worker_init.call, self._runner.fingerprint, dtype, exact.holds, exact.products)
 
     def _connect(self, command: msg.ConnectStage | msg.ReconnectStage) -> msg.CommandDone:
         if isinstance(command, msg.ReconnectStage):
@@ -303,8 +312,8 @@ class PipelineWorker:
 
             self._pass_on(part, states)
         wanted = tuple(choices) if any(way.logprobs is not None for way in command.ways) else ()
-        answer = msg.StepDone(command.call, began, ended, late, wanted)
-        return answer, [msg.numbers([choice.token for choice in choices])]
+        step_done = msg.StepDone(command.call, began, ended, late, wanted)
+        return step_done, [msg.numbers([sampled_token.token for sampled_token in choices])]
 
     def _hidden(self, part: _Part) -> Tensor:
         """The states of all works, in their order, from whoever has computed them."""
@@ -334,13 +343,13 @@ class PipelineWorker:
         for target in sorted(set(part.behind) - {msg.NOBODY}):
             works = [work for work, behind in enumerate(part.behind) if behind == target]
             message, data = states(works)
-            link = self._next[target]
+            connection = self._next[target]
             try:
-                if link is not None:
-                    link.send(msg.to_bytes(message), data)
+                if connection is not None:
+                    connection.send(msg.to_bytes(message), data)
             except LinkError:
                 # The driver sees that it is gone, too; others may be served.
-                link.close()  # type: ignore[union-attr]
+                connection.close()  # type: ignore[union-attr]
 
     def _exporter(self, part: _Part) -> Callable[[int], None]:
         runner, layers = self._ready, self._ready.stack.last - self._ready.stack.first

@@ -52,8 +52,8 @@ class EngineMetrics:
     def gap(self, gap_s: float) -> None:
         self._gap.observe(gap_s)
 
-    def ended(self, job: Job, end: JobEnded, output_tokens: int = 0) -> None:
-        times = end.times
+    def ended(self, job: Job, job_ended: JobEnded, output_tokens: int = 0) -> None:
+        times = job_ended.times
         if times.began_s is None:
             return
         self._queue.observe(times.began_s - times.came_s)

@@ -46,9 +46,9 @@ class EngineService:
         self,
         name: str,
         loop: EngineLoop,
-        driver: LoopThread,
-        hub: RequestChannels,
-        text: ModelTokenizer | None,
+        loop_thread: LoopThread,
+        channels: RequestChannels,
+        tokenizer: ModelTokenizer | None,
         limits: RequestLimits,
         kv: KvSettings | None = None,
         generation: GenerationConfig | None = None,
@@ -57,8 +57,8 @@ class EngineService:
         self.name = name
         generation = generation or GenerationConfig()
         self.defaults = generation.defaults  # How tokens are drawn where a request does not say.
-        self.text = text
-        self.hub = hub
+        self.text = tokenizer
+        self.hub = channels
         self.limits = limits
         self.role: Role = "mixed"
         self.draining = False
@@ -78,7 +78,7 @@ class EngineService:
         self.lent = self.fetching = 0
         """Kept prefixes that wait for whoever fetches them, or are on their way here."""
         self.uploads = Uploads(limits.body_bytes, limits.bodies_bytes)
-        self._loop, self.driver = loop, driver
+        self._loop, self.driver = loop, loop_thread
         self.feed = CacheFeed(loop.prefixes)  # Used in the loop's thread.
         executor = loop.executor
         self.vocab = executor.config.model.vocab
@@ -86,7 +86,7 @@ class EngineService:
         self.fingerprint = executor.fingerprint
         self.layers = executor.config.model.layer_count
         self.most_tokens = loop.most_tokens
-        self.grammars = Grammars(text, self.vocab, self.eos)
+        self.grammars = Grammars(tokenizer, self.vocab, self.eos)
         self.kv_transfer = kv_transfer or KvTransfer(
             getattr(executor, "nic", None),
             executor.kv_dtype,
@@ -176,14 +176,14 @@ class EngineService:
             raise CapacityError(f"a prompt of {len(text)} characters cannot fit in {self.most_tokens} tokens")
         return await asyncio.to_thread(words.encode, text, special=special)
 
-    def holding(self, way: Sampling, ends: frozenset[int], prompt: int, min_tokens: int) -> Sampling:
+    def holding(self, sampling: Sampling, ends: frozenset[int], prompt: int, min_tokens: int) -> Sampling:
         """The same, but nothing that ends the output is drawn before there are `min_tokens` behind the prompt."""
         barred = tuple(sorted(token for token in ends if 0 <= token < self.vocab))
         if not min_tokens or not barred:
-            return way
+            return sampling
         if len(barred) >= self.vocab:
             raise InputError("min_tokens", "nothing is left to draw, since every token would end the output")
-        return replace(way, barred=barred, barred_before=prompt + min_tokens)
+        return replace(sampling, barred=barred, barred_before=prompt + min_tokens)
 
     def room_for(self, prompt: int, asked: int | None) -> int:
         """Output tokens that fit behind a prompt; an error if there is not room for those asked for."""

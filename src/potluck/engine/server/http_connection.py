@@ -248,11 +248,11 @@ async def _read(request: web.Request) -> bytes:
 log = logging.getLogger(__name__)
 
 
-def ended(end: JobEnded) -> http.HttpRefusal:
-    if end.code == UNSUPPORTED:
-        return http.HttpRefusal(400, end.problem, end.code, "response_format")
-    why = f"the request could not be completed ({end.problem or end.reason})"
-    return http.HttpRefusal(503, why, "try_again") if end.again else http.HttpRefusal(500, why)
+def ended(job_ended: JobEnded) -> http.HttpRefusal:
+    if job_ended.code == UNSUPPORTED:
+        return http.HttpRefusal(400, job_ended.problem, job_ended.code, "response_format")
+    why = f"the request could not be completed ({job_ended.problem or job_ended.reason})"
+    return http.HttpRefusal(503, why, "try_again") if job_ended.again else http.HttpRefusal(500, why)
 
 
 def error_body(error: Exception) -> tuple[int, dict[str, object]]:
@@ -408,12 +408,12 @@ class EngineListener:
             task.add_done_callback(self._coming.discard)
 
     def _make_room(self) -> bool:
-        visit = self.crowd.oldest()
-        if visit is None:
+        connection = self.crowd.oldest()
+        if connection is None:
             return False
-        self.crowd.left(visit)
+        self.crowd.left(connection)
         self.drop("crowded_out")
-        visit.send_away(503, "too many connections; try again", "overloaded")
+        connection.send_away(503, "too many connections; try again", "overloaded")
         return True
 
     async def _welcome(self, visit: HttpConnection, connection: socket.socket) -> None:
@@ -429,11 +429,11 @@ class EngineListener:
     def _watch(self) -> None:
         self._watching = self._loop.call_later(WATCH_S, self._watch)
         now_s = self._loop.time()
-        for visit in self.crowd:
-            why = visit.overdue(now_s)
+        for connection in self.crowd:
+            why = connection.overdue(now_s)
             if why:
                 self.drop(why)
-                visit.end(why)
+                connection.end(why)
         for item, task in self._accepting.items():
             if task.done():  # A fault of ours; an engine that nobody can reach would be worse.
                 log.error("accepting failed", exc_info=task.exception())

@@ -158,9 +158,9 @@ class KvConnector:
     """Made within the event loop that serves HTTP."""
 
     def __init__(
-        self, settings: KvSettings, driver: LoopThread, kv_transfer: KvTransfer, handover_s: float
+        self, settings: KvSettings, loop_thread: LoopThread, kv_transfer: KvTransfer, handover_s: float
     ) -> None:
-        self._settings, self._driver = settings, driver
+        self._settings, self._driver = settings, loop_thread
         self._transfer, self._handover_s = kv_transfer, handover_s
         self._loop = asyncio.get_running_loop()
         files, tls = settings.identity, None
@@ -222,9 +222,9 @@ class KvConnector:
         def opened(have: int) -> KvManifest:
             early = self._transfer.early(transfer, codec)
             asked = self._driver.ask(lambda loop, now_s: loop.attach(channel.key, have, now_s, early))
-            about = asked.result(ASK_S)
+            manifest = asked.result(ASK_S)
             self._loop.call_soon_threadsafe(lambda: self._send_off(self._carry(channel, transfer, codec)))
-            return about
+            return manifest
 
         def closed(state: State) -> None:
             undelivered = None if state == "fetched" else self._undelivered(transfer, state)
@@ -248,9 +248,9 @@ class KvConnector:
         """Something that is kept can be fetched, once, within a time. It is read when the receiver comes."""
 
         def opened(have: int) -> KvManifest:
-            about, chunks = read(have)
+            manifest, chunks = read(have)
             self._loop.call_soon_threadsafe(lambda: self._send_off(self._put(transfer, chunks)))
-            return about
+            return manifest
 
         def closed(state: State) -> None:
             with suppress(RuntimeError):  # The event loop is closed: nobody counts any more.
@@ -336,7 +336,7 @@ class KvConnector:
     async def fetch(
         self,
         address: KvAddress,
-        wanted: FetchRequest,
+        fetch_request: FetchRequest,
         connections: int,
         begin: Callable[[KvManifest], Coroutine[None, None, None]],
         accept: Callable[[KvChunk, bool], Future[None]],
@@ -346,17 +346,17 @@ class KvConnector:
         are called in a thread. A sender's workers each have some of it; here it is put together."""
         waiting: list[Future[None]] = []
         lock = threading.Lock()
-        parts = self._sources(address, wanted)
+        parts = self._sources(address, fetch_request)
         if len(self._senders) > peer_connections.MOST_SENDERS:
             self._senders.clear()
         self._senders |= {written(worker): str(address) for worker, _ in parts}
         join = HeadJoin([request.cut.heads for _, request in parts if not request.cut.nothing])
         one = len(parts) == 1
 
-        def opened(place: int, about: KvManifest) -> None:
+        def opened(place: int, manifest: KvManifest) -> None:
             with lock:
                 if not waiting and not parts[place][1].cut.nothing:
-                    waiting.append(asyncio.run_coroutine_threadsafe(begin(about), self._loop))
+                    waiting.append(asyncio.run_coroutine_threadsafe(begin(manifest), self._loop))
             for future in waiting:
                 _result(future, self._handover_s)
 
@@ -399,12 +399,12 @@ class KvConnector:
                 self._transfer.fetched(peer, moved_bytes, running.result().wall_s)  # All was here before.
             raise
 
-    def _sources(self, address: KvAddress, wanted: FetchRequest) -> list[tuple[Address, FetchRequest]]:
+    def _sources(self, address: KvAddress, fetch_request: FetchRequest) -> list[tuple[Address, FetchRequest]]:
         session = new_session()
         return [
             (
                 address.worker(source.rank),
-                replace(wanted, session=session, cut=replace(source.cut, dtype=self._transfer.dtype)),
+                replace(fetch_request, session=session, cut=replace(source.cut, dtype=self._transfer.dtype)),
             )
             for source in sources(address.layout, KvLayout(), 0, self._transfer.heads)
         ]
@@ -420,19 +420,19 @@ class KvConnector:
 
 
 def _both(
-    first: peer_connections.LinkReport, second: peer_connections.LinkReport
+    first_report: peer_connections.LinkReport, second_report: peer_connections.LinkReport
 ) -> peer_connections.LinkReport:
     """Of two workers that send at once."""
     return peer_connections.LinkReport(
-        first.peer,
-        first.connections + second.connections,
-        first.goodput_bytes_per_s + second.goodput_bytes_per_s,
-        first.moved_bytes + second.moved_bytes,
-        first.sent_again_bytes + second.sent_again_bytes,
-        max(first.rtt_s, second.rtt_s),
-        min(first.least_rtt_s, second.least_rtt_s),
-        first.retransmits + second.retransmits,
-        first.queue_bytes + second.queue_bytes,
+        first_report.peer,
+        first_report.connections + second_report.connections,
+        first_report.goodput_bytes_per_s + second_report.goodput_bytes_per_s,
+        first_report.moved_bytes + second_report.moved_bytes,
+        first_report.sent_again_bytes + second_report.sent_again_bytes,
+        max(first_report.rtt_s, second_report.rtt_s),
+        min(first_report.least_rtt_s, second_report.least_rtt_s),
+        first_report.retransmits + second_report.retransmits,
+        first_report.queue_bytes + second_report.queue_bytes,
     )
 
 

@@ -48,15 +48,15 @@ from potluck.engine.server.http_connection import ended, error_body, read_body
 T = TypeVar("T")
 
 
-async def answer(service: EngineService, job: Job, shown: TextRules) -> AsyncGenerator[TextDelta]:
+async def answer(service: EngineService, job: Job, text_rules: TextRules) -> AsyncGenerator[TextDelta]:
     """The answer to a job, as it comes. Leaving early cancels the job."""
-    growth = TextStream(service.text, shown, job.ends)
+    growth = TextStream(service.text, text_rules, job.ends)
     async with service.run(job) as channel:
-        async for event in channel:
-            if isinstance(event, OutputToken):
-                if event.gap_s is not None:
-                    service.metrics.gap(event.gap_s)
-                delta = growth.feed(event.choice)
+        async for job_ended in channel:
+            if isinstance(job_ended, OutputToken):
+                if job_ended.gap_s is not None:
+                    service.metrics.gap(job_ended.gap_s)
+                delta = growth.feed(job_ended.choice)
                 if delta.finish is None:
                     yield delta
                     continue
@@ -64,18 +64,18 @@ async def answer(service: EngineService, job: Job, shown: TextRules) -> AsyncGen
                 end = await channel.end()
                 yield replace(delta, cached_tokens=end.times.cached_tokens)
                 return
-            elif isinstance(event, JobEnded):
-                if event.reason not in ("stop", "length"):
-                    raise channel.failure or ended(event)
-                yield growth.end(event.reason, event.times.cached_tokens)
+            elif isinstance(job_ended, JobEnded):
+                if job_ended.reason not in ("stop", "length"):
+                    raise channel.failure or ended(job_ended)
+                yield growth.end(job_ended.reason, job_ended.times.cached_tokens)
 
 
-async def whole_answer(service: EngineService, job: Job, shown: TextRules) -> TextDelta:
+async def whole_answer(service: EngineService, job: Job, text_rules: TextRules) -> TextDelta:
     texts: list[str] = []
     choices: list[SampledToken] = []
     calls: list[ToolCall] = []
     finish, cached = None, 0
-    async for delta in answer(service, job, shown):
+    async for delta in answer(service, job, text_rules):
         texts.append(delta.text)
         choices += delta.choices
         calls += delta.calls
@@ -110,16 +110,20 @@ async def _read(request: web.Request, read: Callable[[dict[str, object], EngineA
 
 async def completions(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
-    asked, prompts = await _read(request, completion_of)
-    service.must_be(asked.model)
+    completion_request, prompts = await _read(request, completion_of)
+    service.must_be(completion_request.model)
     _must_decode(service)
     async with service.admitted():
         jobs = []
         for prompt in prompts:
             if isinstance(prompt, str):
-                prompt = tuple(await service.encode(prompt, special=asked.add_special_tokens is not False))
-            jobs += await _jobs(service, asked, prompt)
-        return await _reply(request, OpenAIReply(service, _head(service, asked), asked, jobs))
+                prompt = tuple(
+                    await service.encode(prompt, special=completion_request.add_special_tokens is not False)
+                )
+            jobs += await _jobs(service, completion_request, prompt)
+        return await _reply(
+            request, OpenAIReply(service, _head(service, completion_request), completion_request, jobs)
+        )
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -128,20 +132,22 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     service.must_be(asked.model)
     _must_decode(service)
     async with service.admitted():
-        text = service.must_have_text
-        if chat_chars(messages, asked) > service.most_tokens * text.longest_token_chars:
+        tokenizer = service.must_have_text
+        if chat_chars(messages, asked) > service.most_tokens * tokenizer.longest_token_chars:
             raise CapacityError(f"the messages cannot fit in {service.most_tokens} tokens")
-        prompt = await asyncio.to_thread(chat_prompt, text, asked, messages)
+        prompt = await asyncio.to_thread(chat_prompt, tokenizer, asked, messages)
         added = asked.add_special_tokens
-        special = not text.chat_has_specials if added is None else added
+        special = not tokenizer.chat_has_specials if added is None else added
         jobs = await _jobs(service, asked, tuple(await service.encode(prompt, special=special)))
         return await _reply(request, OpenAIReply(service, _head(service, asked), asked, jobs))
 
 
-def _head(service: EngineService, asked: CompletionRequest | ChatRequest) -> ReplyHead:
-    chat = isinstance(asked, ChatRequest)
+def _head(service: EngineService, completion_request: CompletionRequest | ChatRequest) -> ReplyHead:
+    chat = isinstance(completion_request, ChatRequest)
     name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-    return ReplyHead(name, int(time.time()), service.name, chat, asked.stream_options.include_usage)
+    return ReplyHead(
+        name, int(time.time()), service.name, chat, completion_request.stream_options.include_usage
+    )
 
 
 def _must_decode(service: EngineService) -> None:
@@ -150,23 +156,27 @@ def _must_decode(service: EngineService) -> None:
 
 
 async def _jobs(
-    service: EngineService, asked: CompletionRequest | ChatRequest, tokens: tuple[int, ...]
+    service: EngineService, completion_request: CompletionRequest | ChatRequest, tokens: tuple[int, ...]
 ) -> list[Job]:
     if not tokens:
         raise InputError("prompt", "must have at least one token")
-    output = service.room_for(len(tokens), asked.limit)
-    if asked.min_tokens > output:
-        raise InputError("min_tokens", f"there is room for {output}, not {asked.min_tokens}")
-    seed = secrets.randbits(62) if asked.seed is None else asked.seed
-    ends = frozenset(asked.stop_token_ids) | (frozenset() if asked.ignore_eos else service.eos)
+    output = service.room_for(len(tokens), completion_request.limit)
+    if completion_request.min_tokens > output:
+        raise InputError("min_tokens", f"there is room for {output}, not {completion_request.min_tokens}")
+    seed = secrets.randbits(62) if completion_request.seed is None else completion_request.seed
+    ends = frozenset(completion_request.stop_token_ids) | (
+        frozenset() if completion_request.ignore_eos else service.eos
+    )
     jobs = []
-    forced = isinstance(asked, ChatRequest) and asked.tool_choice == "required"
-    for place in range(asked.n):
+    forced = isinstance(completion_request, ChatRequest) and completion_request.tool_choice == "required"
+    for place in range(completion_request.n):
         drawn = seed + (place << 32)
-        way = sampling_of(asked, service.defaults, seed=drawn, logprobs=asked.reported)
-        way = service.holding(way, ends, len(tokens), asked.min_tokens)
+        sampling = sampling_of(
+            completion_request, service.defaults, seed=drawn, logprobs=completion_request.reported
+        )
+        sampling = service.holding(sampling, ends, len(tokens), completion_request.min_tokens)
         try:
-            guide = await service.grammars.guide(way.json_schema)
+            guide = await service.grammars.guide(sampling.json_schema)
         except UnfitFormat as error:
             if not forced:
                 raise
@@ -175,10 +185,10 @@ async def _jobs(
             service.hub.next_key(),
             tokens,
             output_tokens=output,
-            sampling=way,
+            sampling=sampling,
             ends=ends,
-            priority=asked.priority,
-            salt=asked.cache_salt or "",
+            priority=completion_request.priority,
+            salt=completion_request.cache_salt or "",
             guide=guide,
         )
         jobs.append(job)
@@ -205,9 +215,9 @@ class OpenAIReply:
 async def _reply(request: web.Request, reply: OpenAIReply) -> web.StreamResponse:
     if reply.asked.stream:
         return await _stream(request, reply)
-    service, head, shown = reply.service, reply.head, reply.asked.shown
+    service, head, text_rules = reply.service, reply.head, reply.asked.shown
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(whole_answer(service, job, shown)) for job in reply.jobs]
+        tasks = [group.create_task(whole_answer(service, job, text_rules)) for job in reply.jobs]
     text_deltas = [task.result() for task in tasks]
     choices = [
         whole_choice(head, index, delta, service.text, logprobs=reply.logprobs)

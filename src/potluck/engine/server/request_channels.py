@@ -32,26 +32,26 @@ class RequestChannel:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.chunks: asyncio.Queue[LayerSent | JobEnded] = asyncio.Queue()
 
-    def put(self, event: Event) -> None:
-        if isinstance(event, LayerSent):
-            self.chunks.put_nowait(event)
+    def put(self, job_ended: Event) -> None:
+        if isinstance(job_ended, LayerSent):
+            self.chunks.put_nowait(job_ended)
             return
-        if isinstance(event, RowReady):
+        if isinstance(job_ended, RowReady):
             if not self.room.done():
                 self.room.set_result(None)
             return
-        self.events.put_nowait(event)
-        if isinstance(event, OutputToken):
+        self.events.put_nowait(job_ended)
+        if isinstance(job_ended, OutputToken):
             self.tokens += 1
-        elif isinstance(event, JobEnded):
+        elif isinstance(job_ended, JobEnded):
             self.room.cancel()
-            self.ended = event
-            self.chunks.put_nowait(event)
+            self.ended = job_ended
+            self.chunks.put_nowait(job_ended)
 
     async def end(self) -> JobEnded:
-        async for event in self:
-            if isinstance(event, JobEnded):
-                return event
+        async for job_ended in self:
+            if isinstance(job_ended, JobEnded):
+                return job_ended
         raise AssertionError("a channel ends with an end")
 
     async def __aiter__(self) -> AsyncIterator[Event]:
@@ -69,9 +69,9 @@ class RequestChannels:
         self._keys = itertools.count(1)
         self._driver: LoopThread | None = None
 
-    def bind(self, driver: LoopThread) -> None:
+    def bind(self, loop_thread: LoopThread) -> None:
         """From within the asyncio loop that is to hear."""
-        self._driver = driver
+        self._driver = loop_thread
         self._loop = asyncio.get_running_loop()
 
     @property

@@ -50,53 +50,63 @@ FINGERPRINT = "X-Potluck-Fingerprint"
 
 async def segments(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
-    asked, tokens = segment_of(await read_object(request))
-    service.must_be(asked.model)
-    if asked.own is not None:
+    segment_request, tokens = segment_of(await read_object(request))
+    service.must_be(segment_request.model)
+    if segment_request.own is not None:
         raise HttpRefusal(400, "own: this engine draws tokens, and no more", "unsupported", "own")
-    if asked.source is not None:
-        service.must_be_peer(kv_address(asked.source.kv, "source.kv"))
-    job = await _job(service, asked, tokens)
+    if segment_request.source is not None:
+        service.must_be_peer(kv_address(segment_request.source.kv, "source.kv"))
+    job = await _job(service, segment_request, tokens)
     handle = None
     if job.hands_on:
-        handle = new_handle() if asked.handle is None else checked_handle(asked.handle)
+        handle = new_handle() if segment_request.handle is None else checked_handle(segment_request.handle)
     fate: Fate | None = None
     async with service.admitted(), AsyncExitStack() as stack:
         channel = await stack.enter_async_context(service.run(job))
         if handle is not None:
-            bound = bound_to(asked.request, service.fingerprint, token_hash(job.prompt[: job.whole]))
+            bound = bound_to(
+                segment_request.request, service.fingerprint, token_hash(job.prompt[: job.whole])
+            )
             connector = service.connector
-            whose = asked.tenant, asked.weight
-            fate = connector.offer(handle, bound, channel, service.limits.deadline_s, asked.codec, whose)
+            whose = segment_request.tenant, segment_request.weight
+            fate = connector.offer(
+                handle, bound, channel, service.limits.deadline_s, segment_request.codec, whose
+            )
             stack.callback(connector.withdraw, handle, channel)
             stack.push_async_callback(_stop, asyncio.create_task(_watch(service, job, channel, fate)))
-        if asked.source is not None:
-            fetching = asyncio.create_task(_fetch(service, job, channel, asked, asked.source))
+        if segment_request.source is not None:
+            fetching = asyncio.create_task(
+                _fetch(service, job, channel, segment_request, segment_request.source)
+            )
             stack.push_async_callback(_stop, fetching)
         return await _tell(request, job, channel, handle, fate)
 
 
-async def _job(service: EngineService, asked: SegmentRequest, tokens: tuple[int, ...]) -> Job:
+async def _job(service: EngineService, segment_request: SegmentRequest, tokens: tuple[int, ...]) -> Job:
     schema = ""
-    if asked.stop is None:
-        service.room_for(len(tokens), asked.max_tokens)
-        schema = asked.sampling.json_schema
-    if schema and (asked.ignore_eos or asked.min_tokens):
+    if segment_request.stop is None:
+        service.room_for(len(tokens), segment_request.max_tokens)
+        schema = segment_request.sampling.json_schema
+    if schema and (segment_request.ignore_eos or segment_request.min_tokens):
         raise InputError("json_schema", "ends the output when it is whole: without ignore_eos and min_tokens")
-    ends = frozenset(asked.end_tokens) | (frozenset() if asked.ignore_eos else service.eos)
+    ends = frozenset(segment_request.end_tokens) | (
+        frozenset() if segment_request.ignore_eos else service.eos
+    )
     return Job(
         service.hub.next_key(),
         tokens,
-        start=asked.start,
-        stop=asked.stop,
-        output_tokens=0 if asked.stop is not None else asked.max_tokens,
-        sampling=service.holding(asked.sampling.sampling, ends, len(tokens), asked.min_tokens),
+        start=segment_request.start,
+        stop=segment_request.stop,
+        output_tokens=0 if segment_request.stop is not None else segment_request.max_tokens,
+        sampling=service.holding(
+            segment_request.sampling.sampling, ends, len(tokens), segment_request.min_tokens
+        ),
         ends=ends,
-        priority=asked.priority,
-        tenant=asked.tenant,
-        weight=asked.weight,
-        salt=asked.salt,
-        generated=asked.generated,
+        priority=segment_request.priority,
+        tenant=segment_request.tenant,
+        weight=segment_request.weight,
+        salt=segment_request.salt,
+        generated=segment_request.generated,
         guide=await service.grammars.guide(schema),
     )
 
@@ -133,10 +143,10 @@ async def _tell(
         elif isinstance(event, JobEnded):
             if event.problem and not response.prepared:
                 raise channel.failure or ended(event)
-            lost = None
+            kv_not_delivered = None
             if fate is not None and not event.problem:
-                lost = await _fetched(fate, service.limits.handover_s)
-            await say(_end(event, job, channel, lost))
+                kv_not_delivered = await _fetched(fate, service.limits.handover_s)
+            await say(_end(event, job, channel, kv_not_delivered))
     await response.write_eof()
     return response
 
@@ -151,11 +161,11 @@ async def _fetched(fate: Fate, within_s: float) -> KvNotDelivered | None:
 
 
 def _end(
-    event: JobEnded, job: Job, channel: RequestChannel, lost: KvNotDelivered | None
+    job_ended: JobEnded, job: Job, channel: RequestChannel, kv_not_delivered: KvNotDelivered | None
 ) -> dict[str, object]:
-    times = event.times
+    times = job_ended.times
     line: dict[str, object] = {
-        "ended": "error" if lost else event.reason,
+        "ended": "error" if kv_not_delivered else job_ended.reason,
         "prompt_tokens": len(job.prompt),
         "cached_tokens": times.cached_tokens,
         "output_tokens": channel.tokens,
@@ -164,18 +174,18 @@ def _end(
         line["queue_s"] = times.began_s - times.came_s
     if times.first_s is not None:
         line["ttft_s"] = times.first_s - times.came_s
-    if lost is not None:
-        line |= {"code": lost.code, "problem": lost.problem}
-    elif event.problem:
-        line |= {"code": _code(event, channel), "problem": event.problem}
+    if kv_not_delivered is not None:
+        line |= {"code": kv_not_delivered.code, "problem": kv_not_delivered.problem}
+    elif job_ended.problem:
+        line |= {"code": _code(job_ended, channel), "problem": job_ended.problem}
     return line
 
 
-def _code(event: JobEnded, channel: RequestChannel) -> str | None:
+def _code(job_ended: JobEnded, channel: RequestChannel) -> str | None:
     """A word for what went wrong, the same as in the errors that have a status; None where there is none."""
     if isinstance(channel.failure, HttpRefusal):
         return channel.failure.code
-    return event.code or ("try_again" if event.again else None)
+    return job_ended.code or ("try_again" if job_ended.again else None)
 
 
 # The sender.
@@ -183,22 +193,26 @@ def _code(event: JobEnded, channel: RequestChannel) -> str | None:
 
 async def _watch(service: EngineService, job: Job, channel: RequestChannel, fate: Fate) -> None:
     """Nothing is computed for a receiver that is gone."""
-    lost = await fate
-    if lost is not None and channel.ended is None:
-        channel.failure = HttpRefusal(502, lost.problem, lost.code)
-        await service.hub.ask(lambda loop, now_s: loop.cancel(job.key, now_s, lost.problem))
+    kv_not_delivered = await fate
+    if kv_not_delivered is not None and channel.ended is None:
+        channel.failure = HttpRefusal(502, kv_not_delivered.problem, kv_not_delivered.code)
+        await service.hub.ask(lambda loop, now_s: loop.cancel(job.key, now_s, kv_not_delivered.problem))
 
 
 # The receiver.
 
 
 async def _fetch(
-    service: EngineService, job: Job, channel: RequestChannel, asked: SegmentRequest, source: KvSource
+    service: EngineService,
+    job: Job,
+    channel: RequestChannel,
+    segment_request: SegmentRequest,
+    source: KvSource,
 ) -> None:
     """Bring the cache of [0, start) here; whatever goes wrong ends the request."""
     try:
         async with asyncio.timeout(service.limits.handover_s):
-            await _receive(service, job, channel, asked.request, source)
+            await _receive(service, job, channel, segment_request.request, source)
     except (PotluckError, OSError, TimeoutError, ValueError) as error:
         channel.failure = fetch_failure(error, source, service.limits.handover_s)
         line = str(channel.failure)
@@ -226,30 +240,32 @@ async def _receive(
     service: EngineService, job: Job, channel: RequestChannel, request: str, source: KvSource
 ) -> None:
     """Room is only taken when the first bytes come: a sender may be long in coming, or never come."""
-    hub = service.hub
+    channels = service.hub
     address = kv_address(source.kv, "source.kv")
     tokens = token_hash(job.prompt[: job.received])
-    wanted = FetchRequest(checked_handle(source.handle), request, service.fingerprint, tokens, channel.have)
+    fetch_request = FetchRequest(
+        checked_handle(source.handle), request, service.fingerprint, tokens, channel.have
+    )
 
     coming: list[IncomingCache] = []
 
-    async def begin(about: KvManifest) -> None:
-        while (incoming := await hub.ask(lambda loop, _: loop.expect(channel.key, about))) is None:
+    async def begin(manifest: KvManifest) -> None:
+        while (incoming := await channels.ask(lambda loop, _: loop.expect(channel.key, manifest))) is None:
             await channel.room
         coming.append(incoming)
 
     def accept(chunk: KvChunk, exact: bool) -> Future[None]:
         if not coming[0].beside:
-            return hub.driver.ask(lambda loop, _: loop.accept(channel.key, chunk, lossy=not exact))
+            return channels.driver.ask(lambda loop, _: loop.accept(channel.key, chunk, lossy=not exact))
         coming[0].accept(chunk)
         size_bytes = len(chunk.data)
-        hub.driver.ask(lambda loop, _: loop.accepted(channel.key, size_bytes, lossy=not exact))
+        channels.driver.ask(lambda loop, _: loop.accepted(channel.key, size_bytes, lossy=not exact))
         return _done()
 
     def whole() -> Future[None]:
-        return hub.driver.ask(lambda loop, _: loop.arrived(job.key))
+        return channels.driver.ask(lambda loop, _: loop.arrived(job.key))
 
-    await service.connector.fetch(address, wanted, source.connections, begin, accept, whole)
+    await service.connector.fetch(address, fetch_request, source.connections, begin, accept, whole)
 
 
 def _done() -> Future[None]:
@@ -368,18 +384,24 @@ async def _fetch_prefix(
     service: EngineService, request: str, names: tuple[int, ...], source: KvSource
 ) -> tuple[int, int]:
     """Tokens that can be resumed now, and the bytes that came for it."""
-    hub = service.hub
+    channels = service.hub
     stop = len(names) * BLOCK_TOKENS
-    held, have = await hub.ask(lambda loop, _: (loop.prefixes.held(names), loop.prefixes.lacks_from(names)))
+    held, have = await channels.ask(
+        lambda loop, _: (loop.prefixes.held(names), loop.prefixes.lacks_from(names))
+    )
     if held == stop:
         return stop, 0
     came: list[ReceivedPrefix] = []
 
-    async def begin(about: KvManifest) -> None:
-        sound = 0 <= about.start < about.stop <= stop and not about.start % BLOCK_TOKENS
-        if not sound or about.stop % BLOCK_TOKENS:
-            raise FormatError("prefix", f"is of [{about.start}, {about.stop}), which are no blocks of these")
-        came.append(await hub.ask(lambda loop, _: loop.prefixes.gathering(about.start, about.stop)))
+    async def begin(manifest: KvManifest) -> None:
+        sound = 0 <= manifest.start < manifest.stop <= stop and not manifest.start % BLOCK_TOKENS
+        if not sound or manifest.stop % BLOCK_TOKENS:
+            raise FormatError(
+                "prefix", f"is of [{manifest.start}, {manifest.stop}), which are no blocks of these"
+            )
+        came.append(
+            await channels.ask(lambda loop, _: loop.prefixes.gathering(manifest.start, manifest.stop))
+        )
 
     def accept(chunk: KvChunk, exact: bool) -> Future[None]:
         if not exact:
@@ -387,15 +409,15 @@ async def _fetch_prefix(
         came[0].accept(chunk)
         return _done()
 
-    wanted = FetchRequest(
+    fetch_request = FetchRequest(
         checked_handle(source.handle), request, service.fingerprint, chain_hash(names), have
     )
     fetch_result: FetchResult = await service.connector.fetch(
-        kv_address(source.kv, "source.kv"), wanted, source.connections, begin, accept
+        kv_address(source.kv, "source.kv"), fetch_request, source.connections, begin, accept
     )
 
     def adopt(loop: EngineLoop, _: float) -> int:
         loop.counters.received_bytes += fetch_result.moved_bytes
         return loop.prefixes.adopt(names[: came[0].stop // BLOCK_TOKENS], came[0])
 
-    return await hub.ask(adopt), fetch_result.moved_bytes
+    return await channels.ask(adopt), fetch_result.moved_bytes

@@ -85,15 +85,15 @@ class Counters:
     def gaps(self, model: str) -> Callable[[float], None]:
         return self._gaps.setdefault(model, []).append
 
-    def answered(self, told: RequestOutcome) -> None:
+    def answered(self, outcome: RequestOutcome) -> None:
         if self._record is not None:
-            self._record(told)
-        self.open -= bool(told.model)
-        self._ended.append(told)
+            self._record(outcome)
+        self.open -= bool(outcome.model)
+        self._ended.append(outcome)
         if len(self._ended) >= MOST_NOTED:
             self._settle_ended()
         if self.told is not None:
-            self.told(told)
+            self.told(outcome)
 
     def _settle(self) -> None:
         self._settle_gaps()

@@ -57,21 +57,23 @@ class Operations:
 
     def replicas(self) -> Iterable[ReplicaView]:
         now_s = self._core.brain_loop.now_s()
-        for name, view in self._core.brain.fleet.views.items():
-            status = view.status
+        for name, replica in self._core.brain.fleet.views.items():
+            status = replica.status
             if status is None:
-                yield ReplicaView(name, view.member.model, view.state)
+                yield ReplicaView(name, replica.member.model, replica.state)
                 continue
             used = 1.0 - status.free_blocks / status.total_blocks if status.total_blocks else 0.0
-            age_s = max(0.0, now_s - view.status_at_s)
-            yield ReplicaView(name, view.member.model, view.state, status.running, status.queued, used, age_s)
+            age_s = max(0.0, now_s - replica.status_at_s)
+            yield ReplicaView(
+                name, replica.member.model, replica.state, status.running, status.queued, used, age_s
+            )
 
     def queues(self) -> Iterable[QueueView]:
         waiting: Counter[tuple[str, str]] = Counter()
         running: Counter[tuple[str, str]] = Counter()
-        for req in self._core.brain.requests.values():
-            key = (req.request.model, req.request.tenant)
-            (running if req.state == RUNNING else waiting)[key] += 1
+        for request in self._core.brain.requests.values():
+            key = (request.request.model, request.request.tenant)
+            (running if request.state == RUNNING else waiting)[key] += 1
         for model, tenant in sorted({*waiting, *running}):
             yield QueueView(model, tenant, waiting[model, tenant], running[model, tenant])
 
@@ -79,14 +81,14 @@ class Operations:
         """Each model's part of what the copies that are there cost, by the prices of their nodes: each has a part of
         reserved nodes and head nodes, as in a plan. Models on unknown hardware have no price."""
         core, listed, nodes = self._core, dict[str, float](), Counter[tuple[str, str]]()
-        copies = {view.member.unit: view.member for view in core.brain.fleet.views.values()}
-        for member in copies.values():
-            template = core.replica_models.templates.get(member.template)
-            copy = None if template is None else core.copy_usd_per_h(template, member.region)
+        copies = {replica.member.unit: replica.member for replica in core.brain.fleet.views.values()}
+        for replica_spec in copies.values():
+            template = core.replica_models.templates.get(replica_spec.template)
+            copy = None if template is None else core.copy_usd_per_h(template, replica_spec.region)
             if template is not None and copy is not None:
-                listed[member.model] = listed.get(member.model, 0.0) + copy
+                listed[replica_spec.model] = listed.get(replica_spec.model, 0.0) + copy
                 for node_count in template.nodes:
-                    nodes[member.region, node_count.node] += node_count.count
+                    nodes[replica_spec.region, node_count.node] += node_count.count
         paid = rent_usd_per_h(offers_in(core.regions), nodes)
         paid += heads_usd_per_h(core.regions, {region for region, _ in nodes})
         whole = sum(listed.values())
@@ -164,7 +166,10 @@ class Operations:
         ]
 
     def _live(self) -> dict[tuple[str, str], int]:
-        counter = Counter((unit.template, unit.region) for unit in self._core.brain.fleet.units.values())
+        counter = Counter(
+            (template_copy.template, template_copy.region)
+            for template_copy in self._core.brain.fleet.units.values()
+        )
         return dict(counter)
 
     def _problems(self) -> Iterable[str]:
@@ -175,16 +180,18 @@ class Operations:
             yield core.logged.trouble
 
     def _replica(self, name: str) -> Json:
-        view = self._core.brain.fleet.views[name]
+        replica = self._core.brain.fleet.views[name]
         endpoint = self._core.registry.find(name)
         return {
             "replica": name,
-            **fields_of(view.member, "unit", "template", "index", "model", "region", "standby"),
-            **fields_of(view, "role", "state", "doubted", "cordoned", "open_requests", "open_prefill_tokens"),
-            "pace": view.shown_pace,
+            **fields_of(replica.member, "unit", "template", "index", "model", "region", "standby"),
+            **fields_of(
+                replica, "role", "state", "doubted", "cordoned", "open_requests", "open_prefill_tokens"
+            ),
+            "pace": replica.shown_pace,
             "by_hand": name in self._core.brain.autoscaler.by_hand,
             "url": None if endpoint is None else endpoint.address.url + endpoint.path_prefix,
-            "status": None if view.status is None else view.status._asdict(),
+            "status": None if replica.status is None else replica.status._asdict(),
         }
 
     def fleet(self) -> Json:
@@ -225,16 +232,18 @@ class Operations:
         return {"version": core.plan_version, "cost_usd_per_h": cost, "wanted": self._wanted()}
 
     def drain(self, body: Json) -> Json:
-        view = self._ready(body)
-        unit = self._core.brain.fleet.units[view.member.unit]
-        others = sorted(other.member.id for other in unit.views if other is not view)
+        replica = self._ready(body)
+        template_copy = self._core.brain.fleet.units[replica.member.unit]
+        others = sorted(
+            other_replica.member.id for other_replica in template_copy.views if other_replica is not replica
+        )
         drains, registry = self._core.drains, self._core.registry
-        for name in (view.member.id, *others):  # before it is empty, which it may be at once
+        for name in (replica.member.id, *others):  # before it is empty, which it may be at once
             endpoint = registry.find(name)
             if endpoint is not None:
                 drains[endpoint.address.url] = self._core.brain_loop.now_s()
-        self._core.brain_loop.tell(OperatorOrdered(view.member.id, "drain"))
-        return {"replica": view.member.id, "with_it": others, "open_requests": view.open_requests}
+        self._core.brain_loop.tell(OperatorOrdered(replica.member.id, "drain"))
+        return {"replica": replica.member.id, "with_it": others, "open_requests": replica.open_requests}
 
     def cordon(self, body: Json) -> Json:
         changed = self._core.cordons.told(body)
@@ -245,35 +254,47 @@ class Operations:
         return {"cordoned": self._core.cordons.marks, "changed": changed}
 
     def flip(self, body: Json) -> Json:
-        view, role = self._ready(body), body.get("role")
+        replica, role = self._ready(body), body.get("role")
         if role not in ("prefill", "decode"):
             raise InputError("role", f"must be prefill or decode, is {role!r}")
-        member = view.member
-        if member.standby:
-            raise InputError("replica", f"{member.id} is on standby; only one that serves changes its role")
-        if member.kind not in FLIPPABLE or view.role == "mixed":
+        replica_spec = replica.member
+        if replica_spec.standby:
             raise InputError(
-                "replica", f"{member.id} ({member.kind}, {view.role}) does both and keeps its role"
+                "replica", f"{replica_spec.id} is on standby; only one that serves changes its role"
             )
-        peers = [peer for peer in self._core.brain.fleet.views.values() if peer.member.model == member.model]
-        if all(peer.role == role for peer in peers if peer.serves and peer is not view):
+        if replica_spec.kind not in FLIPPABLE or replica.role == "mixed":
+            raise InputError(
+                "replica",
+                f"{replica_spec.id} ({replica_spec.kind}, {replica.role}) does both and keeps its role",
+            )
+        peers = [
+            peer for peer in self._core.brain.fleet.views.values() if peer.member.model == replica_spec.model
+        ]
+        if all(peer.role == role for peer in peers if peer.serves and peer is not replica):
             needed = "decode" if role == "prefill" else "prefill"
-            raise InputError("role", f"{role} would leave no replica to {needed} for {member.model}")
-        before = view.role
-        self._core.brain_loop.tell(OperatorOrdered(member.id, "prefill" if role == "prefill" else "decode"))
-        return {"replica": member.id, "role": view.role, "before": before, "planned": member.role}
+            raise InputError("role", f"{role} would leave no replica to {needed} for {replica_spec.model}")
+        before = replica.role
+        self._core.brain_loop.tell(
+            OperatorOrdered(replica_spec.id, "prefill" if role == "prefill" else "decode")
+        )
+        return {
+            "replica": replica_spec.id,
+            "role": replica.role,
+            "before": before,
+            "planned": replica_spec.role,
+        }
 
     def kill(self, body: Json) -> Json:
         """Only whoever started an engine can end it, and hears of it when it asks what is wanted."""
-        core, view = self._core, self._named(body)
+        core, replica = self._core, self._named(body)
         if core.brain_loop.now_s() - core.asked_s > CONTROLLER_S:
             raise InputError(
                 "replica", "cannot be killed: no controller asks what is wanted; end its engine where it runs"
             )
-        name = view.member.id
+        name = replica.member.id
         core.kills.add(name)
         core.decision_log.say("order", f"{name}: kill", "by hand")
-        return {"replica": name, "open_requests": view.open_requests}
+        return {"replica": name, "open_requests": replica.open_requests}
 
     def note(self, body: Json) -> Json:
         what, why, kind = body.get("what"), body.get("why", ""), body.get("kind", NOTES[0])
@@ -287,12 +308,12 @@ class Operations:
         return {"what": what, "why": why, "kind": kind}
 
     def _ready(self, body: Json) -> ReplicaState:
-        view = self._named(body)
-        if view.state != "ready":
+        replica = self._named(body)
+        if replica.state != "ready":
             raise InputError(
-                "replica", f"{view.member.id} is {view.state}; only one that is ready takes orders"
+                "replica", f"{replica.member.id} is {replica.state}; only one that is ready takes orders"
             )
-        return view
+        return replica
 
     def _named(self, body: Json) -> ReplicaState:
         views, name = self._core.brain.fleet.views, body.get("replica")
@@ -318,13 +339,13 @@ class Operations:
             "plan_mark": self._core.plan_mark,
             "replicas": [
                 {
-                    **encode_member(member),
+                    **encode_member(replica_spec),
                     "role": role,
                     "draining": draining,
                     "url": url,
-                    "step_tokens": self._step_tokens(member),
+                    "step_tokens": self._step_tokens(replica_spec),
                 }
-                for member, role, draining, url in wanted_fleet.replicas
+                for replica_spec, role, draining, url in wanted_fleet.replicas
             ],
             "idle": list(wanted_fleet.stop),
             "kill": sorted(self._core.kills),
@@ -341,8 +362,10 @@ class Operations:
             "market": None if self._core.market is None else [encode(region) for region in self._core.market],
         }
 
-    def _step_tokens(self, member: ReplicaSpec) -> int:
-        replica_model = self._core.replica_models.replica_models.get((member.template, member.index))
+    def _step_tokens(self, replica_spec: ReplicaSpec) -> int:
+        replica_model = self._core.replica_models.replica_models.get(
+            (replica_spec.template, replica_spec.index)
+        )
         return 0 if replica_model is None else replica_model.engine.token_budget
 
     def set_market(self, body: Json) -> Json:
@@ -371,12 +394,12 @@ class Operations:
             "paces": [
                 {
                     "replica": name,
-                    "template": view.member.template,
-                    "index": view.member.index,
-                    **fields_of(view, "observed_s", "planned_s", "learned_s"),
+                    "template": replica.member.template,
+                    "index": replica.member.index,
+                    **fields_of(replica, "observed_s", "planned_s", "learned_s"),
                 }
-                for name, view in self._core.brain.fleet.views.items()
-                if view.planned_s > 0 and view.shown_pace is not None
+                for name, replica in self._core.brain.fleet.views.items()
+                if replica.planned_s > 0 and replica.shown_pace is not None
             ],
         }
 

@@ -132,23 +132,23 @@ class SilenceMonitor:
     def __len__(self) -> int:
         return self._open
 
-    def join(self, debtor: AwaitingReply, replica: str, now_s: float) -> None:
+    def join(self, awaiting_reply: AwaitingReply, replica: str, now_s: float) -> None:
         pulse = self._pulses.get(replica)
         if pulse is None:
             pulse = self._pulses[replica] = EnginePulse(replica)
-        debtor.pulse = pulse
-        debtor.since_s = debtor.heard_s = now_s
-        pulse.debtors[debtor] = None
+        awaiting_reply.pulse = pulse
+        awaiting_reply.since_s = awaiting_reply.heard_s = now_s
+        pulse.debtors[awaiting_reply] = None
         self._open += 1
         if not self._armed:
             self._armed = True
             self._swept_s = now_s
             self._later(SWEEP_S, self.sweep)
 
-    def leave(self, debtor: AwaitingReply) -> None:
-        pulse, debtor.pulse = debtor.pulse, None
+    def leave(self, awaiting_reply: AwaitingReply) -> None:
+        pulse, awaiting_reply.pulse = awaiting_reply.pulse, None
         if pulse is not None:
-            del pulse.debtors[debtor]
+            del pulse.debtors[awaiting_reply]
             self._open -= 1
 
     def streamed_s(self, replica: str) -> float:
@@ -179,10 +179,10 @@ class SilenceMonitor:
     def _excuse(self, late_s: float) -> None:
         for pulse in self._pulses.values():
             pulse.heard_s += late_s
-            for debtor in pulse.debtors:
-                debtor.since_s += late_s
-                debtor.heard_s += late_s
-                debtor.until_s += late_s
+            for awaiting_reply in pulse.debtors:
+                awaiting_reply.since_s += late_s
+                awaiting_reply.heard_s += late_s
+                awaiting_reply.until_s += late_s
 
     def _look(self, now_s: float, pulse: EnginePulse) -> None:
         debtors = list(pulse.debtors)
@@ -210,9 +210,9 @@ class SilenceMonitor:
 
 
 def _stall(debtors: list[AwaitingReply], kind: FailureKind) -> None:
-    for debtor in debtors:
-        if debtor.pulse is not None:  # One that fails may take others of its request with it.
-            debtor.stalled(kind)
+    for awaiting_reply in debtors:
+        if awaiting_reply.pulse is not None:  # One that fails may take others of its request with it.
+            awaiting_reply.stalled(kind)
 
 
 log = logging.getLogger(__name__)
@@ -283,18 +283,18 @@ class ActiveRequest:
 
     def __init__(
         self,
-        asked: ChoiceRequest,
+        choice_request: ChoiceRequest,
         answer: AnswerSink,
         context: DispatchContext,
         tell: Callable[[Event], None],
         over: Callable[[ActiveRequest, Event | None], None],
     ) -> None:
-        self.asked, self.answer = asked, answer
+        self.asked, self.answer = choice_request, answer
         self.output: list[int] = []  # The tokens that the user has.
         self._context, self._tell, self._over = context, tell, over
-        self.ends = frozenset(asked.ends)
+        self.ends = frozenset(choice_request.ends)
         self._stream = RelayedStream()
-        self._events = PassthroughEvents(asked, answer) if asked.own else None
+        self._events = PassthroughEvents(choice_request, answer) if choice_request.own else None
 
     def resume(self, output: Sequence[int], request: Request) -> Event | None:
         """From tokens that another process passed on; what the Brain is told, unless they are all of it."""
@@ -318,17 +318,17 @@ class ActiveRequest:
         if run.streamed_tokens != len(self.output):
             self.failed(None, "link", "", "was sent from elsewhere than where its user is")
             return
-        going = self._context.attempt_for(self, run, self._stream)
-        if isinstance(going, CannotStart):
-            self.failed(None, "replica", going.where, going.why, rejected=True)
+        attempt = self._context.attempt_for(self, run, self._stream)
+        if isinstance(attempt, CannotStart):
+            self.failed(None, "replica", attempt.where, attempt.why, rejected=True)
             return
-        self._going = going
+        self._going = attempt
         if self._events is not None:
             self._events.again()
         self._context.meter.routed(self.asked.model, run)
-        going.start()
-        if self._paused and self._going is going:
-            going.pause()
+        attempt.start()
+        if self._paused and self._going is attempt:
+            attempt.pause()
 
     def hedge(self, hedge: Hedge) -> None:
         """Go along a second route as well, unless something was passed on; alone if the first one has failed."""
@@ -340,16 +340,16 @@ class ActiveRequest:
             return
         if self._first or self.output or self._begun or self._second is not None:
             return
-        second = self._context.attempt_for(self, run, RelayedStream())
-        if isinstance(second, CannotStart):
-            self._tell(events.AttemptFailed(self.asked.id, run.attempt, "replica", second.where, 0))
-        elif (second.streamed_blindly or self.asked.own) and not self.asked.stream:
+        second_attempt = self._context.attempt_for(self, run, RelayedStream())
+        if isinstance(second_attempt, CannotStart):
+            self._tell(events.AttemptFailed(self.asked.id, run.attempt, "replica", second_attempt.where, 0))
+        elif (second_attempt.streamed_blindly or self.asked.own) and not self.asked.stream:
             # When its first token is there nobody knows, so it is not late.
             self._tell(events.AttemptFailed(self.asked.id, run.attempt, "timeout", "", 0))
         else:
-            self._second = second
+            self._second = second_attempt
             self._context.meter.hedged(self.asked.model)
-            second.start()
+            second_attempt.start()
 
     @property
     def _begun(self) -> bool:
@@ -364,19 +364,19 @@ class ActiveRequest:
     def abandon(self) -> None:
         self._stop()
 
-    def inquire(self, inquire: QueryAttempt) -> None:
+    def inquire(self, query_attempt: QueryAttempt) -> None:
         if self._ended:
             return
-        if inquire.attempt < self._attempt:
+        if query_attempt.attempt < self._attempt:
             if self._going is not None:  # Another took its place, which the Brain may not have heard.
-                self._tell(events.AttemptFailed(self.asked.id, inquire.attempt, "timeout", "", 0))
+                self._tell(events.AttemptFailed(self.asked.id, query_attempt.attempt, "timeout", "", 0))
             return
-        if inquire.attempt == self._attempt and self._going is not None:
+        if query_attempt.attempt == self._attempt and self._going is not None:
             self._tell(events.AttemptRunning(self.asked.id, self._attempt))
-        elif self._failed is not None and self._failed.attempt == inquire.attempt:
+        elif self._failed is not None and self._failed.attempt == query_attempt.attempt:
             self._tell(self._failed)
         else:  # It was abandoned, or its order to run never came.
-            self._attempt = inquire.attempt
+            self._attempt = query_attempt.attempt
             self.failed(None, "timeout", "", "was stopped, or never begun")
 
     def whereabouts(self, named: Callable[[Endpoint], str | None], request: Request) -> Event | None:
@@ -384,24 +384,24 @@ class ActiveRequest:
         self._stop_second()
         if self._attempt < 0:
             return events.RequestArrived(request)
-        going = self._going
-        if going is None and self._lost_to_its_grammar():  # The Brain before this one did not decide.
+        attempt = self._going
+        if attempt is None and self._lost_to_its_grammar():  # The Brain before this one did not decide.
             self._end(None)
             self.answer.refused(Refuse(self.asked.id, "grammar", GRAMMAR_SUSPECTED))
             return events.RequestCancelled(self.asked.id)
-        if going is None:
+        if attempt is None:
             return events.RequestAdopted(request, self._attempt, len(self.output), None)
-        run = going.run
+        run = attempt.run
         segments = [
             Segment(name, old.start, old.stop)
-            for endpoint, old in zip(going.endpoints, run.route.segments, strict=True)
+            for endpoint, old in zip(attempt.endpoints, run.route.segments, strict=True)
             if (name := named(endpoint)) is not None
         ]
-        if len(segments) < len(going.endpoints):
+        if len(segments) < len(attempt.endpoints):
             return None
         route = Route(tuple(segments))
         return events.RequestAdopted(
-            request, self._attempt, run.streamed_tokens, route, going.done_segments, self._first
+            request, self._attempt, run.streamed_tokens, route, attempt.done_segments, self._first
         )
 
     def _lost_to_its_grammar(self) -> bool:
@@ -435,19 +435,19 @@ class ActiveRequest:
         else:
             self._stop_second()
 
-    def _overtake(self, second: RunningAttempt) -> None:
+    def _overtake(self, second_attempt: RunningAttempt) -> None:
         """The hedge leads, or is the only one left."""
-        going, self._going, self._second = self._going, second, None
-        self._attempt, self._first, self._stream = second.run.attempt, False, second.stream
-        if going is not None:
-            going.stop()
+        attempt, self._going, self._second = self._going, second_attempt, None
+        self._attempt, self._first, self._stream = second_attempt.run.attempt, False, second_attempt.stream
+        if attempt is not None:
+            attempt.stop()
         if self._paused:
-            second.pause()
+            second_attempt.pause()
 
     def _stop_second(self) -> None:
-        second, self._second = self._second, None
-        if second is not None:
-            second.stop()
+        second_attempt, self._second = self._second, None
+        if second_attempt is not None:
+            second_attempt.stop()
 
     def segment_done(self, attempt: RunningAttempt, place: int) -> None:
         attempt.done_segments = place + 1
@@ -472,11 +472,11 @@ class ActiveRequest:
     def _keep(self, choices: list[SampledToken]) -> tuple[list[SampledToken], bool]:
         """Those up to the answer's end, and whether there are more."""
         output, ends, most = self.output, self.ends, self.asked.max_output_tokens
-        for place, choice in enumerate(choices):
+        for place, sampled_token in enumerate(choices):
             if self._whole is not None:
                 return choices[:place], True
-            output.append(choice.token)
-            if choice.token in ends:
+            output.append(sampled_token.token)
+            if sampled_token.token in ends:
                 self._whole = "stop"
             elif len(output) >= most:
                 self._whole = "length"
@@ -607,9 +607,9 @@ class ActiveRequest:
 
     def _stop(self) -> None:
         self._stop_second()
-        going, self._going = self._going, None
-        if going is not None:
-            going.stop()
+        attempt, self._going = self._going, None
+        if attempt is not None:
+            attempt.stop()
 
     def _end(self, event: Event | None) -> None:
         self._ended = True

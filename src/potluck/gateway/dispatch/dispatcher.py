@@ -47,7 +47,7 @@ class Dispatcher:
         pool: ConnectionPool,
         now_s: Callable[[], float],
         later: Callable[[float, Callable[[], None]], object],
-        meter: Counters,
+        counters: Counters,
     ) -> None:
         self._brain, self._now_s = brain, now_s
         self._namer = BlockNamer()
@@ -55,7 +55,9 @@ class Dispatcher:
         """Of models' weights, as the engines that requests were sent to tell: engines name blocks by them."""
         self._watch = SilenceMonitor(directory, now_s, later)
         self.streamed_s = self._watch.streamed_s
-        self._context = DispatchContext(pool, directory, self._watch, now_s, later, meter, self._attempt_for)
+        self._context = DispatchContext(
+            pool, directory, self._watch, now_s, later, counters, self._attempt_for
+        )
         self._open: dict[str, ActiveRequest] = {}
         self._ended: OrderedDict[str, Event | None] = OrderedDict()
         self._acting = False
@@ -69,46 +71,52 @@ class Dispatcher:
 
     # What clients want.
 
-    def begin(self, asked: ChoiceRequest, answer: AnswerSink) -> None:
-        request = self._request(asked, self._brain.now_s())
-        self._open[asked.id] = ActiveRequest(asked, answer, self._context, self._tell, self._over)
+    def begin(self, choice_request: ChoiceRequest, answer: AnswerSink) -> None:
+        request = self._request(choice_request, self._brain.now_s())
+        self._open[choice_request.id] = ActiveRequest(
+            choice_request, answer, self._context, self._tell, self._over
+        )
         self._tell(RequestArrived(request))
 
-    def resume(self, asked: ChoiceRequest, answer: AnswerSink, output: Sequence[int]) -> None:
-        active = ActiveRequest(asked, answer, self._context, self._tell, self._over)
-        self._open[asked.id] = active
-        event = active.resume(output, self._request(asked, self._brain.now_s()))
+    def resume(self, choice_request: ChoiceRequest, answer: AnswerSink, output: Sequence[int]) -> None:
+        active = ActiveRequest(choice_request, answer, self._context, self._tell, self._over)
+        self._open[choice_request.id] = active
+        event = active.resume(output, self._request(choice_request, self._brain.now_s()))
         if event is not None:
             self._tell(event)
 
-    def _request(self, asked: ChoiceRequest, arrival_s: float) -> Request:
-        deadline_s = asked.deadline_s
+    def _request(self, choice_request: ChoiceRequest, arrival_s: float) -> Request:
+        deadline_s = choice_request.deadline_s
         if deadline_s is not None:
             deadline_s += self._brain.now_s() - self._now_s()
         return Request(
-            asked.id,
-            asked.model,
+            choice_request.id,
+            choice_request.model,
             arrival_s,
-            asked.prompt_tokens,
-            asked.max_output_tokens,
-            asked.priority,
+            choice_request.prompt_tokens,
+            choice_request.max_output_tokens,
+            choice_request.priority,
             deadline_s,
-            self._blocks(asked) if asked.prompt else (),
-            asked.tenant,
-            asked.request_class,
-            asked.exact,
-            asked.grammar,
+            self._blocks(choice_request) if choice_request.prompt else (),
+            choice_request.tenant,
+            choice_request.request_class,
+            choice_request.exact,
+            choice_request.grammar,
         )
 
     def fingerprint(self, model: str) -> str:
         """Of a model's weights, as far as an engine of it was asked before; else empty."""
         return self._fingerprints.get(model, "")
 
-    def _blocks(self, asked: ChoiceRequest) -> tuple[int, ...]:
-        fingerprint, prepared = self._fingerprints.get(asked.model), asked.prepared
+    def _blocks(self, choice_request: ChoiceRequest) -> tuple[int, ...]:
+        fingerprint, prepared = self._fingerprints.get(choice_request.model), choice_request.prepared
         if prepared is not None and prepared.fingerprint == fingerprint:
             return prepared.blocks
-        return () if fingerprint is None else self._namer.names(asked.prompt, fingerprint, asked.salt)
+        return (
+            ()
+            if fingerprint is None
+            else self._namer.names(choice_request.prompt, fingerprint, choice_request.salt)
+        )
 
     def _attempt_for(
         self, request: ActiveRequest, run: Run, stream: RelayedStream
@@ -189,16 +197,16 @@ class Dispatcher:
             else:
                 active.abandon()
 
-    def _inquire(self, inquire: QueryAttempt) -> None:
-        active = self._open.get(inquire.request)
+    def _inquire(self, query_attempt: QueryAttempt) -> None:
+        active = self._open.get(query_attempt.request)
         if active is not None:
-            active.inquire(inquire)
+            active.inquire(query_attempt)
             return
-        event = self._ended.get(inquire.request)
-        if isinstance(event, RequestFinished) and event.attempt == inquire.attempt:
+        event = self._ended.get(query_attempt.request)
+        if isinstance(event, RequestFinished) and event.attempt == query_attempt.attempt:
             self._tell(event)
         else:
-            self._tell(RequestCancelled(inquire.request))
+            self._tell(RequestCancelled(query_attempt.request))
 
     def _tell(self, event: Event) -> None:
         if self._acting:

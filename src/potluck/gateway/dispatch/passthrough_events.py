@@ -47,14 +47,14 @@ class ChoiceSoFar:
             if choice.get(name) is not None:
                 self.facts[name] = choice[name]
 
-    def cover(self, other: ChoiceSoFar) -> None:
-        for name, text in other.texts.items():
+    def cover(self, other_choice: ChoiceSoFar) -> None:
+        for name, text in other_choice.texts.items():
             if len(text) > len(self.texts.get(name, "")):
                 self.texts[name] = text
-        for name, items in other.lists.items():
+        for name, items in other_choice.lists.items():
             if len(items) > len(self.lists.get(name, ())):
                 self.lists[name] = list(items)
-        self.facts = {**other.facts, **self.facts}
+        self.facts = {**other_choice.facts, **self.facts}
 
     def _text(self, name: str, text: object) -> None:
         if isinstance(text, str):
@@ -67,41 +67,43 @@ class ChoiceSoFar:
             self.facts[f"name {index}"] = function["name"]
             self.facts.setdefault(f"id {index}", call.get("id"))
 
-    def beyond(self, told: ChoiceSoFar) -> Json | None:
-        for name in told.texts.keys() & self.texts.keys():
-            _must_begin_alike(self.texts[name], told.texts[name])
-        for name in told.lists.keys() & self.lists.keys():
+    def beyond(self, choice_so_far: ChoiceSoFar) -> Json | None:
+        for name in choice_so_far.texts.keys() & self.texts.keys():
+            _must_begin_alike(self.texts[name], choice_so_far.texts[name])
+        for name in choice_so_far.lists.keys() & self.lists.keys():
             if name not in NUMBERS:
-                _must_begin_alike(self.lists[name], told.lists[name])
-        for name in told.facts.keys() & self.facts.keys():
-            if self.facts[name] != told.facts[name] and not name.startswith("id "):
-                raise DifferentAnswer(f"{name} was told as {told.facts[name]!r}")
+                _must_begin_alike(self.lists[name], choice_so_far.lists[name])
+        for name in choice_so_far.facts.keys() & self.facts.keys():
+            if self.facts[name] != choice_so_far.facts[name] and not name.startswith("id "):
+                raise DifferentAnswer(f"{name} was told as {choice_so_far.facts[name]!r}")
         made: Json = {}
         if "text" in self.texts:
-            made["text"] = self._more("text", told)
+            made["text"] = self._more("text", choice_so_far)
         else:
-            made["delta"] = self._delta(told)
+            made["delta"] = self._delta(choice_so_far)
         logs = {
             name: result
             for name in LISTS
-            if name in self.lists and (result := self.lists[name][len(told.lists.get(name, ())) :])
+            if name in self.lists and (result := self.lists[name][len(choice_so_far.lists.get(name, ())) :])
         }
         if logs:
             made["logprobs"] = logs
-        ids = self.lists.get("token_ids", [])[len(told.lists.get("token_ids", ())) :]
+        ids = self.lists.get("token_ids", [])[len(choice_so_far.lists.get("token_ids", ())) :]
         if ids:
             made["token_ids"] = ids
-        ends = {name: self.facts[name] for name in ONCE if name in self.facts and name not in told.facts}
+        ends = {
+            name: self.facts[name] for name in ONCE if name in self.facts and name not in choice_so_far.facts
+        }
         if not made.get("text") and not made.get("delta") and not logs and not ids and not ends:
             return None
         return {"index": 0, "logprobs": None, "finish_reason": None, **made, **ends}
 
-    def _more(self, name: str, told: ChoiceSoFar) -> str:
-        return self.texts.get(name, "")[len(told.texts.get(name, "")) :]
+    def _more(self, name: str, choice_so_far: ChoiceSoFar) -> str:
+        return self.texts.get(name, "")[len(choice_so_far.texts.get(name, "")) :]
 
-    def _delta(self, told: ChoiceSoFar) -> Json:
-        delta: Json = {name: more for name in TEXTS if (more := self._more(name, told))}
-        if "role" in self.facts and "role" not in told.facts:
+    def _delta(self, choice_so_far: ChoiceSoFar) -> Json:
+        delta: Json = {name: more for name in TEXTS if (more := self._more(name, choice_so_far))}
+        if "role" in self.facts and "role" not in choice_so_far.facts:
             delta = {"role": self.facts["role"], "content": "", **delta}
         calls: list[Json] = []
         for name in self.texts:
@@ -110,10 +112,10 @@ class ChoiceSoFar:
             index = int(name[5:])
             function: Json = {}
             call: Json = {"index": index, "function": function}
-            if f"name {index}" in self.facts and f"name {index}" not in told.facts:
+            if f"name {index}" in self.facts and f"name {index}" not in choice_so_far.facts:
                 call |= {"id": self.facts[f"id {index}"], "type": "function"}
                 function["name"] = self.facts[f"name {index}"]
-            if more := self._more(name, told):
+            if more := self._more(name, choice_so_far):
                 function["arguments"] = more
             if function:
                 calls.append(call)
@@ -207,10 +209,12 @@ WANTS_USAGE = b'"include_usage":true'
 class PassthroughEvents(MergedEvents):
     """The same, written to the client."""
 
-    def __init__(self, asked: ChoiceRequest, answer: AnswerSink) -> None:
-        kind = "cmpl" if asked.path.endswith(b"/v1/completions") else "chatcmpl"
-        usage = WANTS_USAGE in asked.body
-        super().__init__(f"{kind}-{asked.id}", asked.adapter or asked.model, usage=usage)
+    def __init__(self, choice_request: ChoiceRequest, answer: AnswerSink) -> None:
+        kind = "cmpl" if choice_request.path.endswith(b"/v1/completions") else "chatcmpl"
+        usage = WANTS_USAGE in choice_request.body
+        super().__init__(
+            f"{kind}-{choice_request.id}", choice_request.adapter or choice_request.model, usage=usage
+        )
         self._answer = answer
         self._body: bytes | None = None
 

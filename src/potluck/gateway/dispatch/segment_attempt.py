@@ -101,53 +101,57 @@ def stretches(segments: Sequence[Segment], prompt_tokens: int) -> list[SegmentWo
 
 
 def segment_body(
-    asked: ChoiceRequest,
+    choice_request: ChoiceRequest,
     model: str,
     work: SegmentWork,
     run: Run,
     tokens: str,
-    source: HandoverTicket | None,
-    target: HandoverTicket | None,
+    source_ticket: HandoverTicket | None,
+    target_ticket: HandoverTicket | None,
 ) -> bytes:
     """`tokens` are the prompt's and those streamed since, as JSON: written once for all segments."""
     streamed = run.streamed_tokens
-    priority = LATE if run.yields and work.start < run.prompt_tokens else asked.priority
-    body: dict[str, object] = {"request": asked.id, "model": model, "priority": priority}
+    priority = LATE if run.yields and work.start < run.prompt_tokens else choice_request.priority
+    body: dict[str, object] = {"request": choice_request.id, "model": model, "priority": priority}
     own = ""
-    if asked.tenant:
-        body |= {"tenant": asked.tenant, "weight": run.weight}
-    if asked.salt:
-        body["salt"] = asked.salt
-    if source is not None:
-        at = {"kv": source.kv, "handle": source.handle, "connections": source.connections}
+    if choice_request.tenant:
+        body |= {"tenant": choice_request.tenant, "weight": run.weight}
+    if choice_request.salt:
+        body["salt"] = choice_request.salt
+    if source_ticket is not None:
+        at = {
+            "kv": source_ticket.kv,
+            "handle": source_ticket.handle,
+            "connections": source_ticket.connections,
+        }
         body |= {"start": work.start, "source": at}
-    if target is not None:
-        body |= {"stop": work.stop, "handle": target.handle}
-        if target.codec != "raw":
-            body["codec"] = target.codec
-    elif asked.own:
-        own = f',"own":{{"path":"{asked.path.decode()}","body":{asked.body.decode()}}}'
+    if target_ticket is not None:
+        body |= {"stop": work.stop, "handle": target_ticket.handle}
+        if target_ticket.codec != "raw":
+            body["codec"] = target_ticket.codec
+    elif choice_request.own:
+        own = f',"own":{{"path":"{choice_request.path.decode()}","body":{choice_request.body.decode()}}}'
     else:
-        body["max_tokens"] = asked.max_output_tokens - streamed
-        body["min_tokens"] = max(0, asked.min_tokens - streamed)
-        body["ignore_eos"] = asked.ignore_eos
-        if asked.ends:
-            body["end_tokens"] = asked.ends
-        drawn = {name: getattr(asked.sampling, name) for name in DRAWS}
+        body["max_tokens"] = choice_request.max_output_tokens - streamed
+        body["min_tokens"] = max(0, choice_request.min_tokens - streamed)
+        body["ignore_eos"] = choice_request.ignore_eos
+        if choice_request.ends:
+            body["end_tokens"] = choice_request.ends
+        drawn = {name: getattr(choice_request.sampling, name) for name in DRAWS}
         drawn = {name: value for name, value in drawn.items() if value != getattr(DEFAULTS, name)}
         if drawn:
             body["sampling"] = drawn
-        if streamed and asked.sampling.edits:
+        if streamed and choice_request.sampling.edits:
             body["generated"] = streamed
     text = json.dumps(body, separators=(",", ":"))
     return f'{text[:-1]},"tokens":{tokens}{own}}}'.encode()
 
 
-def tokens_json(asked: ChoiceRequest, output: Sequence[int]) -> str:
+def tokens_json(choice_request: ChoiceRequest, output: Sequence[int]) -> str:
     """The prompt's tokens and those that the client has, as a list in JSON."""
-    if asked.prepared is None:
-        return json.dumps([*asked.prompt, *output], separators=(",", ":"))
-    return asked.prepared.text + "".join(f",{token}" for token in output) + "]"
+    if choice_request.prepared is None:
+        return json.dumps([*choice_request.prompt, *output], separators=(",", ":"))
+    return choice_request.prepared.text + "".join(f",{token}" for token in output) + "]"
 
 
 # One segment at its engine: the lines of its answer, believed only as far as they add up.
@@ -314,16 +318,20 @@ class DecodeHop(Hop):
 
     def _before_an_end(self, choices: list[SampledToken]) -> list[SampledToken]:
         """Those before one that must not be drawn yet."""
-        for place, choice in enumerate(choices[: self.attempt.least_tokens - self.told]):
-            if choice.token in self.attempt.ends:
+        for place, sampled_token in enumerate(choices[: self.attempt.least_tokens - self.told]):
+            if sampled_token.token in self.attempt.ends:
                 return choices[:place]
         return choices
 
-    def _adds_up(self, end: LastLine) -> bool:
+    def _adds_up(self, last_line: LastLine) -> bool:
         attempt = self.attempt
-        if end.prompt_tokens != attempt.prompt_tokens or end.output_tokens != self.told or not self.told:
+        if (
+            last_line.prompt_tokens != attempt.prompt_tokens
+            or last_line.output_tokens != self.told
+            or not self.told
+        ):
             return False
-        if end.reason == "length":
+        if last_line.reason == "length":
             return self.told == attempt.most_tokens
         return self.told > attempt.least_tokens or self.told == attempt.most_tokens
 
@@ -453,26 +461,26 @@ class SegmentAttempt(RunningAttempt):
             self._hop(work, there[work.replica]) for work in stretches(run.route.segments, self.prompt_tokens)
         ]
         tokens = tokens_json(asked, self._request.output)
-        source: HandoverTicket | None = None
+        source_ticket: HandoverTicket | None = None
         now_s = self._began_s = context.now_s()
         for place, hop in enumerate(self._hops):
-            endpoint, target = hop.endpoint, None
+            endpoint, target_ticket = hop.endpoint, None
             if place + 1 < len(self._hops):
                 onto = self._hops[place + 1].endpoint
                 codec = "raw" if asked.exact else context.directory.codec(endpoint, onto)
-                if codec == "raw" and source is not None:
-                    codec = source.codec  # what came in fewer bits cannot go on as if it were whole
+                if codec == "raw" and source_ticket is not None:
+                    codec = source_ticket.codec  # what came in fewer bits cannot go on as if it were whole
                 connections = context.directory.connections(endpoint, onto)
-                target = HandoverTicket(secrets.token_urlsafe(32), endpoint.kv, codec, connections)
+                target_ticket = HandoverTicket(secrets.token_urlsafe(32), endpoint.kv, codec, connections)
             model = asked.adapter or endpoint.served_model or endpoint.model
-            body = segment_body(asked, model, hop.work, run, tokens, source, target)
+            body = segment_body(asked, model, hop.work, run, tokens, source_ticket, target_ticket)
             context.watch.join(hop, hop.replica, now_s)
             if place == 0:
                 hop.expect(now_s)
             self._send(hop, body)
             if self._over:
                 return
-            source = target
+            source_ticket = target_ticket
 
     def _hop(self, work: SegmentWork, endpoint: Endpoint) -> Hop:
         upto = self.prompt_tokens if work.stop is None else work.stop
@@ -561,11 +569,11 @@ class SegmentAttempt(RunningAttempt):
         self._done(self._hops[-1])
         self._request.finished(reason, max(self._cached_tokens, cached_tokens))
 
-    def _done(self, last: Hop) -> None:
+    def _done(self, last_hop: Hop) -> None:
         """Its last hop has ended by itself: its connection can be used again."""
         self._over = True
-        self._count(last)
-        self._context.watch.leave(last)
+        self._count(last_hop)
+        self._context.watch.leave(last_hop)
         for hop in self._hops[:-1]:
             self._let_go(hop)
         self._hops = []

@@ -118,8 +118,8 @@ class EngineConnection(asyncio.Protocol):
         "_call", "_calls", "_paused", "_reader", "_transport", "address", "kept_s",
     )  # fmt: skip
 
-    def __init__(self, calls: ConnectionPool, address: Address) -> None:
-        self._calls = calls
+    def __init__(self, connection_pool: ConnectionPool, address: Address) -> None:
+        self._calls = connection_pool
         self.address = address
         self._transport: asyncio.Transport | None = None
         self._call: EngineCall | None = None
@@ -189,8 +189,8 @@ class EngineConnection(asyncio.Protocol):
                 call.listener.head(reader.status, reader.headers)
             if piece and not call.over:
                 call.listener.data(piece)
-        except HttpRefusal as error:
-            call.lose(f"does not speak HTTP ({error})")
+        except HttpRefusal as refusal:
+            call.lose(f"does not speak HTTP ({refusal})")
             return
         except Exception:  # A fault of ours; the answer cannot go on.
             log.exception("a listener failed")
@@ -301,8 +301,8 @@ class ConnectionPool:
         return call
 
     async def close(self) -> None:
-        for wire in tuple(self._wires):
-            wire.end("was left: the gateway ends")
+        for connection in tuple(self._wires):
+            connection.end("was left: the gateway ends")
         for task in tuple(self._connecting):
             task.cancel()
         await asyncio.gather(*self._connecting, return_exceptions=True)
@@ -320,20 +320,20 @@ class ConnectionPool:
 
     # What connections tell.
 
-    def made(self, wire: EngineConnection) -> None:
-        self._wires.add(wire)
+    def made(self, connection: EngineConnection) -> None:
+        self._wires.add(connection)
 
-    def keep(self, wire: EngineConnection) -> None:
-        wire.kept_s = time.monotonic()
-        self._kept.setdefault(wire.address, []).append(wire)
+    def keep(self, connection: EngineConnection) -> None:
+        connection.kept_s = time.monotonic()
+        self._kept.setdefault(connection.address, []).append(connection)
         if self._sweeping is None:
             self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
-    def gone(self, wire: EngineConnection) -> None:
-        self._wires.discard(wire)
-        kept = self._kept.get(wire.address)
-        if kept and wire in kept:
-            kept.remove(wire)
+    def gone(self, connection: EngineConnection) -> None:
+        self._wires.discard(connection)
+        kept = self._kept.get(connection.address)
+        if kept and connection in kept:
+            kept.remove(connection)
 
     def _head(self, address: Address, method: bytes, path: bytes) -> bytes:
         host = address.host.encode("ascii" if address.host.isascii() else "idna")
@@ -362,11 +362,11 @@ class ConnectionPool:
         tls = None
         if secure:
             tls = self._tls = self._tls or ssl.create_default_context()
-        wire = EngineConnection(self, call.address)
+        connection = EngineConnection(self, call.address)
         why = ""
         try:
             async with asyncio.timeout(self._connect_s):
-                await asyncio.get_running_loop().create_connection(lambda: wire, host, port, ssl=tls)
+                await asyncio.get_running_loop().create_connection(lambda: connection, host, port, ssl=tls)
         except TimeoutError:
             why = f"cannot be reached: no connection within {self._connect_s:g} s"
         except (OSError, UnicodeError) as error:
@@ -375,21 +375,21 @@ class ConnectionPool:
             why = "was left: the gateway ends"
         call.connecting = None
         if why or call.over:
-            wire.abort()
+            connection.abort()
             call.lose(why)
             return
-        wire.take(call)
+        connection.take(call)
 
     def _make_room(self) -> bool:
         idle = [wires[0] for wires in self._kept.values() if wires]
         if not idle:
             return False
-        self._close_kept(min(idle, key=lambda wire: wire.kept_s))
+        self._close_kept(min(idle, key=lambda connection: connection.kept_s))
         return True
 
-    def _close_kept(self, wire: EngineConnection) -> None:
-        self.gone(wire)
-        wire.abort()
+    def _close_kept(self, connection: EngineConnection) -> None:
+        self.gone(connection)
+        connection.abort()
 
     def _sweep(self) -> None:
         self._sweeping = None
@@ -433,7 +433,7 @@ class _Whole:
 
 
 async def fetch(
-    outgoing: ConnectionPool,
+    connection_pool: ConnectionPool,
     address: Address,
     method: bytes,
     path: bytes,
@@ -444,7 +444,7 @@ async def fetch(
     most_bytes: int = 64_000_000,
 ) -> tuple[int, bytes]:
     whole = _Whole(most_bytes)
-    call = outgoing.send(address, method, path, body, whole, headers=headers)
+    call = connection_pool.send(address, method, path, body, whole, headers=headers)
     late = f"{address.host}:{address.port} did not answer within {within_s:g} s"
     timer = asyncio.get_running_loop().call_later(within_s, whole.lost, late)
     try:

@@ -119,9 +119,9 @@ class ClientExchange:
         if connection is None:
             return
         assert self._state == _NEW, "a second answer to one request"
-        port = connection.port
-        stays = self._stays and not port.closing
-        head = head_of(status, headers, port.date)
+        listener = connection.port
+        stays = self._stays and not listener.closing
+        head = head_of(status, headers, listener.date)
         end = b"content-length: %d\r\n\r\n" if stays else b"content-length: %d\r\nconnection: close\r\n\r\n"
         if status == 204 or status == 304:
             end, body = (b"\r\n" if stays else b"connection: close\r\n\r\n"), b""
@@ -143,9 +143,9 @@ class ClientExchange:
         if connection is None:
             return
         assert self._state == _NEW, "a second answer to one request"
-        port = connection.port
-        self._stays = self._stays and not port.closing
-        head = head_of(status, headers, port.date) + lines
+        listener = connection.port
+        self._stays = self._stays and not listener.closing
+        head = head_of(status, headers, listener.date) + lines
         if self._chunked:
             head += b"transfer-encoding: chunked\r\n"
         if not self._stays:
@@ -211,9 +211,9 @@ class ClientConnection(asyncio.Protocol):
     write: Callable[[bytes], None]
     """Straight to the connection; uvloop puts what is written in one turn of its loop into one call of the system."""
 
-    def __init__(self, port: ClientListener) -> None:
-        self.port = port
-        self._reader = RequestReader(port.limits)
+    def __init__(self, listener: ClientListener) -> None:
+        self.port = listener
+        self._reader = RequestReader(listener.limits)
         self._exchange: ClientExchange | None = None
         self._pumping = False
         self._deferred = False  # The rest of what was read is answered in the next turn of the loop.
@@ -293,12 +293,12 @@ class ClientConnection(asyncio.Protocol):
                 self._exchange = exchange = ClientExchange(self, request, self.peer, self._came_s)
                 self._fresh = False
                 turn_bytes += len(request.body) + REQUEST_BYTES
-                port = self.port
-                port.works(self)
-                if port.held:
-                    port.released(self)
+                listener = self.port
+                listener.works(self)
+                if listener.held:
+                    listener.released(self)
                 try:
-                    port.handler(exchange)
+                    listener.handler(exchange)
                 except Exception:  # A fault of ours: the client hears of it, and so does the log.
                     log.exception("a request could not be handled")
                     self._fault(exchange)

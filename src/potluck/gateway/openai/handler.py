@@ -154,23 +154,23 @@ class ClientHandler(OpenRequests):
     def __init__(
         self,
         cards: Mapping[str, ModelCard],
-        driver: Dispatcher,
-        meter: Counters,
+        dispatcher: Dispatcher,
+        counters: Counters,
         *,
-        keys: KeyRing | None = None,
+        key_ring: KeyRing | None = None,
         settings: HandlerSettings | None = None,
         ready: Ready = lambda model: "",
         directory: ReplicaDirectory | None = None,
-        counting: TokenizerPool | None = None,
-        repeats: KeptAnswers | None = None,
+        tokenizer_pool: TokenizerPool | None = None,
+        kept_answers: KeptAnswers | None = None,
         clock: Callable[[], float] = time.monotonic,
         calendar: Callable[[], float] = time.time,
     ) -> None:
-        self._cards, self._driver, self._meter, self._keys = dict(cards), driver, meter, keys
+        self._cards, self._driver, self._meter, self._keys = dict(cards), dispatcher, counters, key_ring
         self._settings = settings or HandlerSettings()
         self._ready, self._clock, self._calendar = ready, clock, calendar
         self._directory, self._lengths = directory, LengthEstimates()
-        self._counting, self._repeats = counting or TokenizerPool(), repeats
+        self._counting, self._repeats = tokenizer_pool or TokenizerPool(), kept_answers
         self._nobody = nobody(clock())
         self._secret = self._settings.secret or secrets.token_bytes(32)
         self._salts: dict[str, str] = {}
@@ -184,19 +184,19 @@ class ClientHandler(OpenRequests):
         try:
             path = exchange.path
             if path in POST_ONLY:
-                keys = self._keys
-                if keys is None or keys.opened(now_s := self._clock()):
+                key_ring = self._keys
+                if key_ring is None or key_ring.opened(now_s := self._clock()):
                     key = self._who(exchange)
                 else:
-                    key = keys.who(exchange.headers.get(b"authorization"), now_s)
+                    key = key_ring.who(exchange.headers.get(b"authorization"), now_s)
                 if exchange.method != b"POST":
                     raise HttpRefusal(405, f"{_shown(path)} takes POST", "method_not_allowed")
                 named = given is not None or b"idempotency-key" in exchange.headers
-                repeats = self._repeats if named and not self.closing else None
-                if repeats is not None and len(exchange.body) > INLINE_BODY_BYTES:
-                    self._digest(exchange, name, key, repeats)
+                kept_answers = self._repeats if named and not self.closing else None
+                if kept_answers is not None and len(exchange.body) > INLINE_BODY_BYTES:
+                    self._digest(exchange, name, key, kept_answers)
                 else:
-                    self._meet(exchange, name, key, repeats, None)
+                    self._meet(exchange, name, key, kept_answers, None)
             else:
                 self._other(exchange, (b"x-request-id", name.encode()))
         except Exception as error:
@@ -207,7 +207,7 @@ class ClientHandler(OpenRequests):
         self._meter.turned_away(known.status, known.code or "invalid")
         reply_error(exchange, (b"x-request-id", name.encode()), known, None)
 
-    def _digest(self, exchange: Exchange, name: str, key: ApiKey, repeats: KeptAnswers) -> None:
+    def _digest(self, exchange: Exchange, name: str, key: ApiKey, kept_answers: KeptAnswers) -> None:
         """Compute by what a large request is known again, in a thread, and go on with it."""
         gone: list[bool] = []
         exchange.on_gone = lambda: gone.append(True)
@@ -219,33 +219,33 @@ class ClientHandler(OpenRequests):
             try:
                 if isinstance(digest, Exception):
                     raise digest
-                self._meet(exchange, name, key, repeats, digest)
+                self._meet(exchange, name, key, kept_answers, digest)
             except Exception as error:
                 self._turn_away(exchange, name, error)
 
         self._counting.do(len(exchange.body), partial(digest_of, exchange.path, exchange.body), then)
 
     def _meet(
-        self, exchange: Exchange, name: str, key: ApiKey, repeats: KeptAnswers | None, digest: str | None
+        self, exchange: Exchange, name: str, key: ApiKey, kept_answers: KeptAnswers | None, digest: str | None
     ) -> None:
         """Answer a request from what was kept, or else compute its answer."""
-        if repeats is not None:
-            met = meet(repeats, exchange, key.tenant, name, self, digest)
+        if kept_answers is not None:
+            met = meet(kept_answers, exchange, key.tenant, name, self, digest)
             if met is None:
                 self._meter.replayed()
                 return
             exchange = met
         try:
-            answering = self._enter(exchange, name, key)
+            writer = self._enter(exchange, name, key)
         except Exception as error:
             self._turn_away(exchange, name, error)
             return
         try:
-            answering.recording = exchange if isinstance(exchange, AnswerRecording) else None
-            self._generate(exchange, answering, key, chat=exchange.path != b"/v1/completions")
+            writer.recording = exchange if isinstance(exchange, AnswerRecording) else None
+            self._generate(exchange, writer, key, chat=exchange.path != b"/v1/completions")
         except Exception as error:
             known = refusal(error) or self._unexpected(error)
-            answering.fail(known, _outcome(known))
+            writer.fail(known, _outcome(known))
 
     def close(self) -> None:
         self._counting.close()
@@ -257,11 +257,15 @@ class ClientHandler(OpenRequests):
         return self._ready(model)
 
     def _who(self, exchange: Exchange) -> ApiKey:
-        keys = self._keys
-        if keys is not None and not keys.opened(self._clock()):
-            return keys.who(exchange.headers.get(b"authorization"), self._clock())
+        key_ring = self._keys
+        if key_ring is not None and not key_ring.opened(self._clock()):
+            return key_ring.who(exchange.headers.get(b"authorization"), self._clock())
         self._check_page(exchange.method, exchange.headers)
-        shown = None if keys is None else keys.shown(exchange.headers.get(b"authorization"), self._clock())
+        shown = (
+            None
+            if key_ring is None
+            else key_ring.shown(exchange.headers.get(b"authorization"), self._clock())
+        )
         return shown or self._nobody
 
     def _check_page(self, method: bytes, headers: Headers) -> None:
@@ -281,42 +285,42 @@ class ClientHandler(OpenRequests):
         if self.open >= self._settings.most_open:
             raise RateLimited(f"{self.open} requests are open; try again", "overloaded", 1.0)
         allowance, now_s = key.allowance, self._clock()
-        spent = allowance.enter(now_s)
-        if spent is not None:
-            raise limited(key.allowance, spent, now_s)
+        quota_exceeded = allowance.enter(now_s)
+        if quota_exceeded is not None:
+            raise limited(key.allowance, quota_exceeded, now_s)
         self.open += 1
-        answering = ResponseWriter(exchange, name, key, self._driver, self._meter, self._clock, self)
-        exchange.on_gone = answering.gone
+        writer = ResponseWriter(exchange, name, key, self._driver, self._meter, self._clock, self)
+        exchange.on_gone = writer.gone
         quota = allowance.quota
         if (
             quota.requests_per_min is not None and quota.tokens_per_min is None
         ):  # else when tokens are reserved
-            answering.limits = allowance.headers(now_s)
-        return answering
+            writer.limits = allowance.headers(now_s)
+        return writer
 
-    def _generate(self, exchange: Exchange, answering: ResponseWriter, key: ApiKey, *, chat: bool) -> None:
+    def _generate(self, exchange: Exchange, writer: ResponseWriter, key: ApiKey, *, chat: bool) -> None:
         raw = exchange.body
         if len(raw) <= INLINE_BODY_BYTES:
-            self._validate(exchange, answering, key, chat, parse_object(raw), None)
+            self._validate(exchange, writer, key, chat, parse_object(raw), None)
             return
 
         def parsed(large_object: LargeObject) -> None:
-            self._validate(exchange, answering, key, chat, large_object.values, large_object)
+            self._validate(exchange, writer, key, chat, large_object.values, large_object)
 
-        self._off_loop(answering, len(raw), partial(read_large_object, raw), parsed)
+        self._off_loop(writer, len(raw), partial(read_large_object, raw), parsed)
 
     def _off_loop(
-        self, answering: ResponseWriter, chars: int, task: Callable[[], T], then: Callable[[T], None]
+        self, writer: ResponseWriter, chars: int, task: Callable[[], T], then: Callable[[T], None]
     ) -> None:
         """A step of a request that may take long, in a thread; the next one in the event loop, if it still counts."""
 
         def run() -> T:
-            if answering.over:
+            if writer.over:
                 raise ClientLeft
             return task()
 
         def resume(result: T | Exception) -> None:
-            if answering.over:  # the client left meanwhile
+            if writer.over:  # the client left meanwhile
                 return
             try:
                 if isinstance(result, Exception):
@@ -324,14 +328,14 @@ class ClientHandler(OpenRequests):
                 then(result)
             except Exception as error:
                 known = refusal(error) or self._unexpected(error)
-                answering.fail(known, _outcome(known))
+                writer.fail(known, _outcome(known))
 
         self._counting.do(chars, run, resume)
 
     def _validate(
         self,
         exchange: Exchange,
-        answering: ResponseWriter,
+        writer: ResponseWriter,
         key: ApiKey,
         chat: bool,
         body: dict[str, object],
@@ -349,7 +353,7 @@ class ClientHandler(OpenRequests):
             validated = (
                 validate_plain(card, body, chat) if plain else validate(card, body, chat=chat, owns=owns)
             )
-            self._admit(exchange, answering, key, validated)
+            self._admit(exchange, writer, key, validated)
             return
 
         def read() -> ValidatedRequest:
@@ -361,39 +365,39 @@ class ClientHandler(OpenRequests):
                 validated.forwarded = with_model_first(exchange.body, large_object.members, card.name)
             return validated
 
-        self._off_loop(answering, len(exchange.body), read, partial(self._admit, exchange, answering, key))
+        self._off_loop(writer, len(exchange.body), read, partial(self._admit, exchange, writer, key))
 
     def _admit(
-        self, exchange: Exchange, answering: ResponseWriter, key: ApiKey, validated: ValidatedRequest
+        self, exchange: Exchange, writer: ResponseWriter, key: ApiKey, validated: ValidatedRequest
     ) -> None:
         card, chars = validated.card, validated.chars
         validated.manner = options_of(
             exchange.headers, validated.body, exchange.came_s, self._settings.classes, key
         )
-        answering.validated = validated
+        writer.validated = validated
         self._meter.came()
         if self._settings.attached and (reason := self._ready(card.base or card.name)):
             raise HttpRefusal(503, reason, "no_capacity")
         if chars > card.most_chars:
             card.must_fit(chars)
-        asking = self._submission(exchange, key, validated)
+        submission = self._submission(exchange, key, validated)
         word = random_word()
 
         def begin(asks: list[ChoiceRequest]) -> None:
-            self._begin(answering, key, asking, word, asks)
+            self._begin(writer, key, submission, word, asks)
 
         if card.plain:
             length = self._lengths.of(card.name, key.tenant)
             if validated.chat or all(isinstance(prompt, str) for prompt in validated.prompts):
                 validated.length = length
             if card.text is None or not self._tokenises(card, validated, length):
-                self._begin(answering, key, asking, word, asking.asks(word, []))
+                self._begin(writer, key, submission, word, submission.asks(word, []))
                 return
         size = len(exchange.body)
         if size <= INLINE_BODY_BYTES and not validated.own:
             size = chars
         fingerprint = self._driver.fingerprint(card.base or card.name)
-        self._off_loop(answering, size, partial(asking.tokenised, word, fingerprint), begin)
+        self._off_loop(writer, size, partial(submission.tokenised, word, fingerprint), begin)
 
     def _tokenises(self, card: ModelCard, validated: ValidatedRequest, length: TenantLength) -> bool:
         """Whether a prompt is tokenised although servers of plain OpenAI do that themselves."""
@@ -428,42 +432,40 @@ class ClientHandler(OpenRequests):
 
     def _begin(
         self,
-        answering: ResponseWriter,
+        writer: ResponseWriter,
         key: ApiKey,
-        asking: Submission,
+        submission: Submission,
         word: str,
         asks: list[ChoiceRequest],
     ) -> None:
-        validated = asking.validated
-        if asking.tokens_known and validated.length is not None:
-            validated.length.learn(validated.chars, asking.prompt_tokens)
-        answering.estimated = asking.estimated
+        validated = submission.validated
+        if submission.tokens_known and validated.length is not None:
+            validated.length.learn(validated.chars, submission.prompt_tokens)
+        writer.estimated = submission.estimated
         if key.allowance.quota.tokens_per_min is not None:
-            self._reserve(answering, key, asking.most_tokens)
+            self._reserve(writer, key, submission.most_tokens)
         if len(asks) == 1:
-            writers = [ChoiceWriter(answering, validated, word, 0)]
+            writers = [ChoiceWriter(writer, validated, word, 0)]
         else:
-            writers = [
-                ChoiceWriter(answering, validated, asked.id, place) for place, asked in enumerate(asks)
-            ]
-        created_s, recording = self._calendar(), answering.recording
+            writers = [ChoiceWriter(writer, validated, asked.id, place) for place, asked in enumerate(asks)]
+        created_s, recording = self._calendar(), writer.recording
         if recording is not None:
             asks, word, created_s = recording.begins(asks, word, created_s)
-        answering.start(validated, word, created_s, writers, asking.prompt_tokens)
+        writer.start(validated, word, created_s, writers, submission.prompt_tokens)
         choices = list(zip(asks, writers, strict=True))
         if validated.grammar and len(choices) > 1:
             # All at once could lose an engine each by compiling the same grammar.
-            rest = partial(self._drive_rest, answering, choices[1:])
-            answering.on_first_output = partial(self._counting.soon, rest)
+            rest = partial(self._drive_rest, writer, choices[1:])
+            writer.on_first_output = partial(self._counting.soon, rest)
             del choices[1:]
-        self._drive(answering, choices)
+        self._drive(writer, choices)
 
     def _drive(
-        self, answering: ResponseWriter, choices: Sequence[tuple[ChoiceRequest, ChoiceWriter]]
+        self, response_writer: ResponseWriter, choices: Sequence[tuple[ChoiceRequest, ChoiceWriter]]
     ) -> None:
-        recording = answering.recording
+        recording = response_writer.recording
         for asked, writer in choices:
-            if answering.over:  # an earlier one was refused at once
+            if response_writer.over:  # an earlier one was refused at once
                 break
             writer.begun = True
             if recording is None:
@@ -472,21 +474,21 @@ class ClientHandler(OpenRequests):
                 recording.drive(self._driver, asked, writer)
 
     def _drive_rest(
-        self, answering: ResponseWriter, choices: Sequence[tuple[ChoiceRequest, ChoiceWriter]]
+        self, writer: ResponseWriter, choices: Sequence[tuple[ChoiceRequest, ChoiceWriter]]
     ) -> None:
         try:
-            self._drive(answering, choices)
+            self._drive(writer, choices)
         except Exception as error:
             known = refusal(error) or self._unexpected(error)
-            answering.fail(known, _outcome(known))
+            writer.fail(known, _outcome(known))
 
-    def _reserve(self, answering: ResponseWriter, key: ApiKey, tokens: int) -> None:
+    def _reserve(self, writer: ResponseWriter, key: ApiKey, tokens: int) -> None:
         now_s = self._clock()
-        spent = key.allowance.reserve(tokens, now_s)
-        if spent is not None:
-            raise limited(key.allowance, spent, now_s)
-        answering.reserved = tokens
-        answering.limits = key.allowance.headers(now_s)
+        quota_exceeded = key.allowance.reserve(tokens, now_s)
+        if quota_exceeded is not None:
+            raise limited(key.allowance, quota_exceeded, now_s)
+        writer.reserved = tokens
+        writer.limits = key.allowance.headers(now_s)
 
     def _circle(self, tenant: str, model: str) -> str:
         """Those who share a salt: a tenant alone, or with others, joined by what no name holds."""
@@ -560,12 +562,12 @@ def openapi(models: Iterable[str]) -> bytes:
     return compact(document)
 
 
-def _outcome(error: HttpRefusal) -> str:
-    if error.status == 429:
+def _outcome(refusal: HttpRefusal) -> str:
+    if refusal.status == 429:
         return "limited"
-    if error.code == "no_capacity":
+    if refusal.code == "no_capacity":
         return "no_capacity"
-    return "internal" if error.status == 500 else "invalid" if error.status < 500 else "closing"
+    return "internal" if refusal.status == 500 else "invalid" if refusal.status < 500 else "closing"
 
 
 def _entry(card: ModelCard) -> dict[str, object]:

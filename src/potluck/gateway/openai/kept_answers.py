@@ -100,8 +100,10 @@ def asked_of(
 class KeptAnswer:
     """An answer that this process writes down. Should the disk refuse it, nothing is kept and all else goes on."""
 
-    def __init__(self, repeats: KeptAnswers, path: Path, file: int, had: PartialAnswer | None) -> None:
-        self._repeats, self._path, self._file, self.had = repeats, path, file, had
+    def __init__(
+        self, kept_answers: KeptAnswers, path: Path, file: int, partial_answer: PartialAnswer | None
+    ) -> None:
+        self._repeats, self._path, self._file, self.had = kept_answers, path, file, partial_answer
         self.size = 0
         self.open = True
 
@@ -161,26 +163,26 @@ class KeptAnswers:
         self._bytes = 0
         self._sweep()
 
-    def claim(self, asked: RepeatKey) -> KeptAnswer | AnswerReader | None:
+    def claim(self, repeat_key: RepeatKey) -> KeptAnswer | AnswerReader | None:
         """To be written by us, afresh or from where another died; or to be read. None where neither can be."""
-        path = self._folder / asked.name
+        path = self._folder / repeat_key.name
         try:
             for _ in range(RACES):
                 try:
                     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 except FileNotFoundError:
-                    kept = self._fresh(path, asked)
+                    kept = self._fresh(path, repeat_key)
                     if kept is not None:
                         return kept
                     continue
-                kept_answer = self._found(path, file, asked)
+                kept_answer = self._found(path, file, repeat_key)
                 if kept_answer is not None:
                     return kept_answer
         except OSError as error:
             log.warning("answers cannot be kept: %s", error.strerror or error)
         return None
 
-    def _found(self, path: Path, file: int, asked: RepeatKey) -> KeptAnswer | AnswerReader | None:
+    def _found(self, path: Path, file: int, repeat_key: RepeatKey) -> KeptAnswer | AnswerReader | None:
         keep = False
         try:
             stat = os.fstat(file)
@@ -191,7 +193,7 @@ class KeptAnswers:
                 path.unlink(missing_ok=True)
                 return None
             meta = _meta(frames)
-            if meta.get("digest") != asked.digest:
+            if meta.get("digest") != repeat_key.digest:
                 line = "this Idempotency-Key was used for another request; use a new one for each"
                 raise HttpRefusal(422, line, "idempotency_key_reused")
             if over or not mine:
@@ -199,23 +201,28 @@ class KeptAnswers:
                 return AnswerReader(file)
             if not stat.st_nlink or not os.fstat(file).st_nlink:
                 return None
-            return self._fresh(path, asked, _had(meta, frames), instead=True)
+            return self._fresh(path, repeat_key, _had(meta, frames), instead=True)
         finally:
             if not keep:
                 os.close(file)
 
     def _fresh(
-        self, path: Path, asked: RepeatKey, had: PartialAnswer | None = None, *, instead: bool = False
+        self,
+        path: Path,
+        repeat_key: RepeatKey,
+        partial_answer: PartialAnswer | None = None,
+        *,
+        instead: bool = False,
     ) -> KeptAnswer | None:
         """A file of ours, with the lock on it before anybody sees it. None: another was first."""
         made = self._folder / f".{random_word()}"
         file = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        kept = KeptAnswer(self, path, file, had)
+        kept = KeptAnswer(self, path, file, partial_answer)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            kept.add((META, json.dumps({"digest": asked.digest}).encode()))
-            if had is not None:
-                kept.add(*((TOKENS, tokens_text(token)) for token in had.tokens))
+            kept.add((META, json.dumps({"digest": repeat_key.digest}).encode()))
+            if partial_answer is not None:
+                kept.add(*((TOKENS, tokens_text(token)) for token in partial_answer.tokens))
             if not kept.open:  # the disk is full
                 made.unlink()
             elif instead:
@@ -257,7 +264,9 @@ class KeptAnswers:
 
 
 def tokens_text(choices: Sequence[SampledToken]) -> bytes:
-    return json.dumps([[choice.token, choice.logprob, choice.top] for choice in choices]).encode()
+    return json.dumps(
+        [[sampled_token.token, sampled_token.logprob, sampled_token.top] for sampled_token in choices]
+    ).encode()
 
 
 def _meta(frames: Sequence[Frame]) -> dict[str, object]:
@@ -367,29 +376,31 @@ class AnswerRecording:
         self, asks: list[ChoiceRequest], word: str, created_s: float
     ) -> tuple[list[ChoiceRequest], str, float]:
         one = asks[0] if len(asks) == 1 and asks[0].prompt and asks[0].vocab and not asks[0].own else None
-        had = self._kept.had
-        if had is not None:
-            word, created_s = had.word, had.created_s
-            if one is not None and had.seed is not None:
-                asks = [one._replace(sampling=replace(one.sampling, seed=had.seed))]
+        partial_answer = self._kept.had
+        if partial_answer is not None:
+            word, created_s = partial_answer.word, partial_answer.created_s
+            if one is not None and partial_answer.seed is not None:
+                asks = [one._replace(sampling=replace(one.sampling, seed=partial_answer.seed))]
         seed = None if one is None else asks[0].sampling.seed
         self._kept.add(
             (META, json.dumps({"word": word, "created_s": float(created_s), "seed": seed}).encode())
         )
         return asks, word, created_s
 
-    def drive(self, driver: Dispatcher, asked: ChoiceRequest, answer: AnswerSink) -> None:
-        had = self._kept.had
-        tokens = () if had is None or had.seed is None else had.tokens
+    def drive(self, dispatcher: Dispatcher, choice_request: ChoiceRequest, answer: AnswerSink) -> None:
+        partial_answer = self._kept.had
+        tokens = () if partial_answer is None or partial_answer.seed is None else partial_answer.tokens
         self._continued = bool(tokens)
         for sampled_tokens in tokens:
             if answer.tokens(sampled_tokens):
                 return  # a stop string was all that was missing
         taped = _RecordedBody(answer, self._kept)
         if tokens:
-            driver.resume(asked, taped, [choice.token for item in tokens for choice in item])
+            dispatcher.resume(
+                choice_request, taped, [sampled_token.token for item in tokens for sampled_token in item]
+            )
         else:
-            driver.begin(asked, taped)
+            dispatcher.begin(choice_request, taped)
 
 
 class _RecordedBody:
@@ -410,10 +421,15 @@ class AnswerFollower:
     """Whoever asks again: reads the file, and what is still being written to it."""
 
     def __init__(
-        self, exchange: Exchange, seen: AnswerReader, request: str, repeats: KeptAnswers, again: Again
+        self,
+        exchange: Exchange,
+        answer_reader: AnswerReader,
+        request: str,
+        kept_answers: KeptAnswers,
+        again: Again,
     ) -> None:
-        self._exchange, self._seen, self._request = exchange, seen, request
-        self._later, self._again = repeats.later, again
+        self._exchange, self._seen, self._request = exchange, answer_reader, request
+        self._later, self._again = kept_answers.later, again
         self._head: tuple[int, list[tuple[bytes, bytes]], bool] | None = None
         self._body: list[bytes] = []
         self._idle = 0
@@ -483,7 +499,7 @@ class AnswerFollower:
 
 
 def meet(
-    repeats: KeptAnswers,
+    kept_answers: KeptAnswers,
     exchange: Exchange,
     tenant: str,
     request: str,
@@ -493,13 +509,13 @@ def meet(
     """Where the answer to a request is to be written; None where it is read from what was kept."""
     own = exchange.headers.get(OWN) == request.encode()
     key = exchange.headers.get(b"idempotency-key")
-    asked = asked_of(tenant, key, request if own else None, exchange.path, exchange.body, digest)
-    kept_answer = None if asked is None else repeats.claim(asked)
-    if asked is None or kept_answer is None:
+    repeat_key = asked_of(tenant, key, request if own else None, exchange.path, exchange.body, digest)
+    kept_answer = None if repeat_key is None else kept_answers.claim(repeat_key)
+    if repeat_key is None or kept_answer is None:
         return exchange
     if isinstance(kept_answer, KeptAnswer):
-        return AnswerRecording(exchange, kept_answer, lasting=asked.lasting)
-    AnswerFollower(exchange, kept_answer, request, repeats, again).look()
+        return AnswerRecording(exchange, kept_answer, lasting=repeat_key.lasting)
+    AnswerFollower(exchange, kept_answer, request, kept_answers, again).look()
     return None
 
 

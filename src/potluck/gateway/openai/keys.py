@@ -265,23 +265,30 @@ class KeyRing:
             )
         api_keys: dict[bytes, ApiKey] = {}
         kept: dict[str, KeyRecord] = {}
-        for line in lines:
-            first = kept.setdefault(line.name, line)
-            if replace(line, sha256=first.sha256, expires=first.expires) != first:
-                where = f"{self._path}: {line.name}"
+        for key_record in lines:
+            first = kept.setdefault(key_record.name, key_record)
+            if replace(key_record, sha256=first.sha256, expires=first.expires) != first:
+                where = f"{self._path}: {key_record.name}"
                 raise InputError(
                     where, "is there twice and differs in more than sha256 and expires; make them agree"
                 )
-        for line in lines:  # Only now, since a file that is broken must change nothing.
-            quota = Quota(line.requests_per_min, line.tokens_per_min, line.concurrent).shared(self._gateways)
-            allowance = self._allowances.get(line.name)
+        for key_record in lines:  # Only now, since a file that is broken must change nothing.
+            quota = Quota(
+                key_record.requests_per_min, key_record.tokens_per_min, key_record.concurrent
+            ).shared(self._gateways)
+            allowance = self._allowances.get(key_record.name)
             if allowance is None:
-                row = None if self._shared_use is None else self._shared_use.row(line.name)
-                allowance = self._allowances[line.name] = KeyQuota(quota, now_s, row)
+                shared_use = None if self._shared_use is None else self._shared_use.row(key_record.name)
+                allowance = self._allowances[key_record.name] = KeyQuota(quota, now_s, shared_use)
             allowance.change(quota, now_s)
-            digest = bytes.fromhex(line.sha256)
+            digest = bytes.fromhex(key_record.sha256)
             api_keys[digest] = ApiKey(
-                line.name, line.tenant, allowance, line.classes, _expiry_s(line), digest
+                key_record.name,
+                key_record.tenant,
+                allowance,
+                key_record.classes,
+                _expiry_s(key_record),
+                digest,
             )
         for name in self._allowances.keys() - kept.keys():
             del self._allowances[name]
@@ -320,27 +327,27 @@ def _line(text: str, where: str) -> KeyRecord:
     if not isinstance(document, dict) or "type" in document:
         raise FormatError(where, "is not a key: it must have name and sha256")
     try:
-        line = decode(KeyRecord, document)
-        Quota(line.requests_per_min, line.tokens_per_min, line.concurrent)
-        _expiry_s(line)
+        key_record = decode(KeyRecord, document)
+        Quota(key_record.requests_per_min, key_record.tokens_per_min, key_record.concurrent)
+        _expiry_s(key_record)
     except InputError as error:
         raise InputError(f"{where}: {error.field}", error.problem) from None
-    if not 1 <= len(line.name) <= 128 or not line.name.isprintable():
+    if not 1 <= len(key_record.name) <= 128 or not key_record.name.isprintable():
         raise InputError(f"{where}: name", "must have 1 to 128 characters that can be shown")
-    if not 1 <= len(line.tenant) <= 128 or not line.tenant.isprintable():
+    if not 1 <= len(key_record.tenant) <= 128 or not key_record.tenant.isprintable():
         raise InputError(f"{where}: tenant", "must have 1 to 128 characters that can be shown")
-    if line.classes is not None and not _are_class_names(line.classes):
+    if key_record.classes is not None and not _are_class_names(key_record.classes):
         problem = (
             f"must be 1 to {CLASSES_MAX} different names of 1 to {LONGEST_CLASS} characters that can be shown"
         )
         raise InputError(f"{where}: classes", problem)
     try:
-        long_enough = len(bytes.fromhex(line.sha256)) == 32
+        long_enough = len(bytes.fromhex(key_record.sha256)) == 32
     except ValueError:
         long_enough = False
     if not long_enough:
         raise InputError(f"{where}: sha256", "must be 64 hexadecimal digits: the SHA-256 of the key")
-    return line
+    return key_record
 
 
 def _are_class_names(names: tuple[str, ...]) -> bool:
@@ -351,8 +358,8 @@ def _are_class_names(names: tuple[str, ...]) -> bool:
     )
 
 
-def _expiry_s(line: KeyRecord) -> float | None:
-    return None if line.expires is None else read_expiry(line.expires)
+def _expiry_s(key_record: KeyRecord) -> float | None:
+    return None if key_record.expires is None else read_expiry(key_record.expires)
 
 
 def read_expiry(text: str) -> float:
@@ -450,9 +457,9 @@ class KeyQuota:
 
     __slots__ = ("_heard", "_requests", "_reserved", "_row", "_tokens", "open", "quota")
 
-    def __init__(self, quota: Quota, now_s: float, row: SharedKeyUse | None = None) -> None:
-        self._row = row
-        self._heard = QuotaUse(0.0, 0.0, 0.0) if row is None else row.others()
+    def __init__(self, quota: Quota, now_s: float, shared_use: SharedKeyUse | None = None) -> None:
+        self._row = shared_use
+        self._heard = QuotaUse(0.0, 0.0, 0.0) if shared_use is None else shared_use.others()
         self.open = 0
         self._reserved = 0.0
         self._requests: TokenBucket | None = None
@@ -484,12 +491,12 @@ class KeyQuota:
             self._row.add(1.0, 0.0, self.open, self._reserved, now_s)
         return None
 
-    def _hear(self, row: SharedKeyUse, now_s: float) -> None:
+    def _hear(self, shared_use: SharedKeyUse, now_s: float) -> None:
         """Take what other processes used, as of their latest use: the buckets have been refilled since then.
 
         What they used before that is taken later than it was used, so that a limit is never exceeded.
         """
-        before, self._heard = self._heard, row.others()
+        before, self._heard = self._heard, shared_use.others()
         used_s = min(now_s, self._heard.last_s)
         if self._requests is not None:
             self._requests.level(used_s)

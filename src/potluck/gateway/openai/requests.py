@@ -152,7 +152,7 @@ def read_card(
     name: str, directory: str | Path, *, context_tokens: int = 0, plain: bool = False, created_s: int = 0
 ) -> ModelCard:
     folder = Path(directory)
-    text = ModelTokenizer.read(folder, REMEMBER_BYTES)
+    tokenizer = ModelTokenizer.read(folder, REMEMBER_BYTES)
     generation = read_generation(folder)
     ends, context, vocab = set(generation.end_tokens), 0, 0
     if (folder / "config.json").is_file():
@@ -171,11 +171,11 @@ def read_card(
     return ModelCard(
         name,
         context_tokens or context,
-        text,
+        tokenizer,
         plain,
         generation.defaults,
         frozenset(ends),
-        vocab or (0 if text is None else text.vocab),
+        vocab or (0 if tokenizer is None else tokenizer.vocab),
         created_s=created_s,
     )
 
@@ -241,36 +241,36 @@ class ValidatedRequest:
             return []  # what the template cannot do the server may
 
     def _tokenised(self, tenant: str) -> list[tuple[int, ...]]:
-        text = self.card.text
+        tokenizer = self.card.text
         if self.messages is not None:
-            if text is None:
+            if tokenizer is None:
                 raise InputError("messages", "this model has no tokenizer; send tokens to /v1/completions")
-            special = not text.chat_has_specials if self.special is None else self.special
-            prompt_text = self._prompt(text)
+            special = not tokenizer.chat_has_specials if self.special is None else self.special
+            prompt_text = self._prompt(tokenizer)
             self.card.must_fit(len(prompt_text))
-            return [tuple(text.encode(prompt_text, special=special, apart=tenant))]
+            return [tuple(tokenizer.encode(prompt_text, special=special, apart=tenant))]
         made = []
         for prompt in self.prompts:
             if isinstance(prompt, str):
-                if text is None:
+                if tokenizer is None:
                     raise InputError("prompt", "this model has no tokenizer; send tokens")
-                prompt = tuple(text.encode(prompt, special=self.special is not False, apart=tenant))
+                prompt = tuple(tokenizer.encode(prompt, special=self.special is not False, apart=tenant))
             made.append(prompt)
         return made
 
-    def _prompt(self, text: ModelTokenizer) -> str:
+    def _prompt(self, tokenizer: ModelTokenizer) -> str:
         """The prompt of a chat as a text."""
         assert self.messages is not None
         if self.own:
             messages, more = templated(self.body, self.messages)
-            return text.chat(messages, **more)
+            return tokenizer.chat(messages, **more)
         if isinstance(self.asked, ChatRequest):
-            return chat_prompt(text, self.asked, self.messages)
+            return chat_prompt(tokenizer, self.asked, self.messages)
         if not self.body.keys().isdisjoint(TEMPLATED):
             # Engines that run segments may have the model as well: their prompt must have the tools.
             with suppress(InputError):
-                return chat_prompt(text, *chat_of(self.body, self.card.able))
-        return text.chat(self.messages)
+                return chat_prompt(tokenizer, *chat_of(self.body, self.card.able))
+        return tokenizer.chat(self.messages)
 
 
 def validate(card: ModelCard, body: dict[str, object], *, chat: bool, owns: bool = False) -> ValidatedRequest:
@@ -512,10 +512,10 @@ class Submission:
             self.prompt_tokens += _checked(card, prompt)
             output = self._room(card, len(prompt))
             for drawn in range(validated.n):
-                way = self._drawing(drawn)
+                sampling = self._drawing(drawn)
                 name = word if alone else f"{word}-{len(made)}"
-                body = self._body if alone and not validated.own else self._alone(prompt, way)
-                made.append(self._asked(name, prompt, len(prompt), output, way, body))
+                body = self._body if alone and not validated.own else self._alone(prompt, sampling)
+                made.append(self._asked(name, prompt, len(prompt), output, sampling, body))
         self.most_tokens = self.prompt_tokens + sum(choice.max_output_tokens for choice in made)
         return made
 
@@ -582,25 +582,31 @@ class Submission:
             self._seed = secrets.randbits(62) if asked.seed is None else asked.seed
         return sampling_of(asked, defaults, seed=self._seed + (drawn << 32), logprobs=asked.reported)
 
-    def _alone(self, prompt: tuple[int, ...], way: Sampling) -> bytes:
+    def _alone(self, prompt: tuple[int, ...], sampling: Sampling) -> bytes:
         """One of several choices as a body of its own, for a server of plain OpenAI; or the one of an own request."""
         validated = self.validated
         if validated.own:
-            seed = way.seed if way.temperature > 0 else None
+            seed = sampling.seed if sampling.temperature > 0 else None
             return self._written(own_body(validated.body, None if validated.chat else prompt, seed))
         body = {**validated.body, "n": 1, "best_of": None}
         body["stream_options"] = {"include_usage": True} if validated.stream else None
         if not validated.chat:
             body["prompt"] = list(prompt)
         if self._seed is not None:
-            body["seed"] = way.seed
+            body["seed"] = sampling.seed
         return self._written({name: value for name, value in body.items() if value is not None})
 
     def _written(self, body: dict[str, object]) -> bytes:
         return compact(body) if len(self._body) <= INLINE_BODY_BYTES else large_json(body)
 
     def _asked(
-        self, id: str, prompt: tuple[int, ...], prompt_tokens: int, output: int, way: Sampling, body: bytes
+        self,
+        id: str,
+        prompt: tuple[int, ...],
+        prompt_tokens: int,
+        output: int,
+        sampling: Sampling,
+        body: bytes,
     ) -> ChoiceRequest:
         validated, asked, manner = self.validated, self.validated.asked, self.validated.manner
         return ChoiceRequest(
@@ -609,7 +615,7 @@ class Submission:
             prompt,
             prompt_tokens,
             output,
-            way,
+            sampling,
             self._ends,
             asked is not None and asked.ignore_eos,
             0 if asked is None else asked.min_tokens,

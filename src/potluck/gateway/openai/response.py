@@ -131,12 +131,12 @@ class ResponseWriter:
         exchange: Exchange,
         request: str,
         key: ApiKey,
-        driver: Dispatcher,
-        meter: Counters,
+        dispatcher: Dispatcher,
+        counters: Counters,
         clock: Callable[[], float],
         handler: OpenRequests,
     ) -> None:
-        self._exchange, self._key, self._driver, self._meter = exchange, key, driver, meter
+        self._exchange, self._key, self._driver, self._meter = exchange, key, dispatcher, counters
         self.clock, self._handler = clock, handler
         self.request = request
         self._tag = (b"x-request-id", request.encode())
@@ -272,18 +272,18 @@ class ResponseWriter:
         else:
             self._exchange.end()
 
-    def fail(self, error: HttpRefusal, outcome: str, after_s: float | None = None) -> None:
+    def fail(self, refusal: HttpRefusal, outcome: str, after_s: float | None = None) -> None:
         if self.over:
             return
         self.over = True
         self._cancel()
         if self.recording is not None:
             self.recording.spoil()
-        self._tell(outcome, error.status)
+        self._tell(outcome, refusal.status)
         if not self._begun:
-            reply_error(self._exchange, self._tag, error, after_s)
+            reply_error(self._exchange, self._tag, refusal, after_s)
         elif self.validated is not None and self.validated.stream:
-            self._exchange.write(b"data: " + error_bytes(error) + b"\n\n" + LAST_EVENT)
+            self._exchange.write(b"data: " + error_bytes(refusal) + b"\n\n" + LAST_EVENT)
             self._exchange.end()
         else:
             self._exchange.drop()
@@ -367,17 +367,17 @@ class RateLimited(HttpRefusal):
         self.lines = lines
 
 
-def limited(allowance: KeyQuota, spent: QuotaExceeded, now_s: float) -> RateLimited:
+def limited(allowance: KeyQuota, quota_exceeded: QuotaExceeded, now_s: float) -> RateLimited:
     quota = allowance.quota
     what = {
         "requests": f"{quota.requests_per_min:g} requests a minute" if quota.requests_per_min else "",
         "tokens": f"{quota.tokens_per_min:g} tokens a minute" if quota.tokens_per_min else "",
         "concurrent": f"{quota.concurrent} requests at once",
-    }[spent.kind]
-    line = f"this key may use {what}; try again in {spent.retry_after_s:.1f} s"
-    if spent.kind == "tokens":
-        line += f", or with a smaller max_tokens: this request may use {spent.tokens}"
-    return RateLimited(line, "rate_limit_exceeded", spent.retry_after_s, allowance.headers(now_s))
+    }[quota_exceeded.kind]
+    line = f"this key may use {what}; try again in {quota_exceeded.retry_after_s:.1f} s"
+    if quota_exceeded.kind == "tokens":
+        line += f", or with a smaller max_tokens: this request may use {quota_exceeded.tokens}"
+    return RateLimited(line, "rate_limit_exceeded", quota_exceeded.retry_after_s, allowance.headers(now_s))
 
 
 def refused_by_brain(refusal: Refuse) -> tuple[HttpRefusal, float | None]:
@@ -385,22 +385,22 @@ def refused_by_brain(refusal: Refuse) -> tuple[HttpRefusal, float | None]:
     return HttpRefusal(status, refusal.detail or refusal.reason, code), refusal.retry_after_s
 
 
-def error_bytes(error: HttpRefusal) -> bytes:
-    return compact(error_object(error.status, str(error), param=error.param, code=error.code))
+def error_bytes(refusal: HttpRefusal) -> bytes:
+    return compact(error_object(refusal.status, str(refusal), param=refusal.param, code=refusal.code))
 
 
 def reply_error(
-    exchange: Exchange, tag: tuple[bytes, bytes], error: HttpRefusal, after_s: float | None
+    exchange: Exchange, tag: tuple[bytes, bytes], refusal: HttpRefusal, after_s: float | None
 ) -> None:
     headers: Pairs = [JSON, tag]
     lines = b""
-    if isinstance(error, RateLimited):
-        after_s, lines = error.retry_after_s, error.lines
-    if error.status in AGAIN:
+    if isinstance(refusal, RateLimited):
+        after_s, lines = refusal.retry_after_s, refusal.lines
+    if refusal.status in AGAIN:
         headers.append((b"retry-after", b"%d" % max(1, ceil(1.0 if after_s is None else after_s))))
-    if error.status == 401:
+    if refusal.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    exchange.reply(error.status, error_bytes(error), headers, lines)
+    exchange.reply(refusal.status, error_bytes(refusal), headers, lines)
 
 
 def reply_json(exchange: Exchange, tag: tuple[bytes, bytes], body: object, status: int = 200) -> None:
@@ -426,8 +426,8 @@ class ChoiceWriter:
     _events: EventParser | None = None
     _pass_on: Callable[[bytes], None]  # Straight to the client, once an answer in pieces has begun.
 
-    def __init__(self, answering: ResponseWriter, validated: ValidatedRequest, id: str, index: int) -> None:
-        self.id, self._index, self._answering, self._validated = id, index, answering, validated
+    def __init__(self, writer: ResponseWriter, validated: ValidatedRequest, id: str, index: int) -> None:
+        self.id, self._index, self._answering, self._validated = id, index, writer, validated
         self._text = None if validated.asked is None else text_stream_of(validated)
         self.texts: list[str] = []
         self.choices: list[SampledToken] = []
@@ -436,15 +436,15 @@ class ChoiceWriter:
     def tokens(self, choices: Sequence[SampledToken]) -> bool:
         if self.over:
             return True
-        stream, answering = self._stream(), self._answering
+        stream, writer = self._stream(), self._answering
         text, seen = "", 0
-        for choice in choices:
-            text += stream.grow(choice)
+        for sampled_token in choices:
+            text += stream.grow(sampled_token)
             seen += 1
             if stream.met:
                 break
-        self._spoke_s = answering.came(seen, self._spoke_s)
-        if answering.logprobs or stream.reads_calls:
+        self._spoke_s = writer.came(seen, self._spoke_s)
+        if writer.logprobs or stream.reads_calls:
             delta = TextDelta(text, tuple(choices[:seen]), calls=stream.take_calls())
             self._with_details(delta)
             text = ""
@@ -481,94 +481,94 @@ class ChoiceWriter:
     def whole(self) -> Json:
         if self.choice is not None:
             return self.choice
-        answering = self._answering
+        writer = self._answering
         delta = TextDelta("".join(self.texts), tuple(self.choices), self.finish, calls=tuple(self.calls))
         return whole_choice(
-            answering.head, self._index, delta, self._validated.card.text, logprobs=answering.logprobs
+            writer.head, self._index, delta, self._validated.card.text, logprobs=writer.logprobs
         )
 
     def _part(self, text: str) -> None:
-        answering = self._answering
+        writer = self._answering
         if self._chunks is None:
-            self._chunks = ChoiceChunks(answering.head, self._index)
-            answering.say(self._chunks.first(text, answering.usage_so_far()))
+            self._chunks = ChoiceChunks(writer.head, self._index)
+            writer.say(self._chunks.first(text, writer.usage_so_far()))
         elif text:
-            answering.say(self._chunks.part(text, answering.usage_so_far()))
+            writer.say(self._chunks.part(text, writer.usage_so_far()))
 
     def _with_details(self, delta: TextDelta) -> None:
         """Write or keep text with what chunks of text alone have no place for: log probabilities and tool calls."""
-        answering, first = self._answering, self._chunks is None
+        writer, first = self._answering, self._chunks is None
         if not self._validated.stream:
             self.texts.append(delta.text)
             self.calls += delta.calls
-            if answering.logprobs:
+            if writer.logprobs:
                 self.choices += delta.choices
             return
-        if not (answering.logprobs or first or delta.text or delta.calls or delta.finish):
+        if not (writer.logprobs or first or delta.text or delta.calls or delta.finish):
             return
         choices = part_choices(
-            answering.head,
+            writer.head,
             self._index,
             delta,
             self._validated.card.text,
-            logprobs=answering.logprobs,
+            logprobs=writer.logprobs,
             offset=self._offset,
             first=first,
         )
-        self._chunks = self._chunks or ChoiceChunks(answering.head, self._index)
+        self._chunks = self._chunks or ChoiceChunks(writer.head, self._index)
         asked = self._validated.asked
         counts = asked is not None and asked.stream_options.continuous
-        message = usage(answering.prompt_tokens, answering.output, 0) if counts else None
+        message = usage(writer.prompt_tokens, writer.output, 0) if counts else None
         for choice in choices:
             self._offset = offset_behind(choice, self._offset)
-            answering.say(event(answering.head.reply([choice], chunk=True, usage=message)))
+            writer.say(event(writer.head.reply([choice], chunk=True, usage=message)))
 
     def _end(self, text: str, finish: str, cached_tokens: int) -> None:
-        answering = self._answering
+        writer = self._answering
         self.over, self.finish = True, finish
         if not self._validated.stream:
             self.texts.append(text)
-        elif answering.logprobs:
+        elif writer.logprobs:
             self._with_details(TextDelta(text, (), finish))
         else:
             if self._chunks is None:
                 self._part("")
             assert self._chunks is not None
-            answering.say(self._chunks.last(text, finish, answering.usage_so_far()))
-        answering.done(cached_tokens)
+            writer.say(self._chunks.last(text, finish, writer.usage_so_far()))
+        writer.done(cached_tokens)
 
     # A server of plain OpenAI.
 
     def relay_begin(self, status: int, content_type: bytes) -> None:
         if self.over:
             return
-        answering = self._answering
+        writer = self._answering
         self._status, self._kind = status, content_type
         streams = self._validated.stream and status < 400 and b"event-stream" in content_type
         self._pieces = None if streams else []
         self._tail = StreamTail() if streams else None
-        self._events = EventParser() if streams and not answering.verbatim else None
-        if streams and answering.verbatim:
-            self._pass_on = answering.begin(status, (b"content-type", content_type))
+        self._events = EventParser() if streams and not writer.verbatim else None
+        if streams and writer.verbatim:
+            self._pass_on = writer.begin(status, (b"content-type", content_type))
 
     def relay(self, data: bytes) -> None:
         if self.over:
             return
-        answering = self._answering
+        writer = self._answering
         if self._pieces is not None:
             self._pieces.append(data)
             return
-        tail, gap, before_s = self._tail, answering.gap, self._spoke_s
+        tail, gap, before_s = self._tail, writer.gap, self._spoke_s
         assert tail is not None
         if gap is None or before_s is None:
             parts = tail.add(data)
-            self._spoke_s = answering.came(parts, before_s)
+            self._spoke_s = writer.came(parts, before_s)
             self._parts += parts
         else:  # `came` and `add`, written out: so many calls for each token would cost more than they do.
-            self._spoke_s = now_s = answering.clock()
+            self._spoke_s = now_s = writer.clock()
             gap(now_s - before_s)
             parts = data.count(PART)
-            answering.output += parts
+            writer.output += parts
             self._parts += parts
             tail.pieces.append(data)
             if len(tail.pieces) > PIECES:
@@ -581,70 +581,70 @@ class ChoiceWriter:
     def relay_end(self, counts: TokenCounts | None = None) -> None:
         if self.over:
             return
-        answering = self._answering
-        if not answering.verbatim:
+        writer = self._answering
+        if not writer.verbatim:
             self._merged_end(counts)
             return
         self.over = True
-        answering.estimated = True  # unless the server tells its usage
+        writer.estimated = True  # unless the server tells its usage
         if self._tail is not None:
-            answering.relayed(self._status, self._kind, None, counts or self._tail.counts())
+            writer.relayed(self._status, self._kind, None, counts or self._tail.counts())
         else:
             body = b"".join(self._pieces or [])
-            answering.relayed(self._status, self._kind, body, counts or counted(body))
+            writer.relayed(self._status, self._kind, body, counts or counted(body))
 
     def relay_whole(
         self, status: int, content_type: bytes, body: bytes, counts: TokenCounts | None = None
     ) -> None:
         if self.over:
             return
-        answering, asked = self._answering, self._validated.asked
+        writer, asked = self._answering, self._validated.asked
         if status == 400 and isinstance(asked, ChatRequest) and asked.tool_choice == "required":
             body = _about_tool_choice(body)
-        if len(answering.writers) == 1 and not self._validated.stream:
-            self.over = answering.estimated = True
-            answering.relayed(status, content_type, body, counts or counted(body))
+        if len(writer.writers) == 1 and not self._validated.stream:
+            self.over = writer.estimated = True
+            writer.relayed(status, content_type, body, counts or counted(body))
         else:
             self.relay_begin(status, content_type)
             self.relay(body)
             self.relay_end(counts)
 
     def _merge(self, events: EventParser, data: bytes) -> None:
-        answering = self._answering
+        writer = self._answering
         try:
             for part in events.feed(data):
                 choices = part.get("choices")
                 if isinstance(choices, list) and choices and isinstance(choices[0], dict):
                     self.finish = str(choices[0].get("finish_reason") or self.finish or "stop")
                     made: Json = {**choices[0], "index": self._index}
-                    answering.say(event(answering.head.reply([made], chunk=True)))
+                    writer.say(event(writer.head.reply([made], chunk=True)))
         except FormatError as error:
-            answering.fail(HttpRefusal(502, str(error), "upstream_failed"), "upstream")
+            writer.fail(HttpRefusal(502, str(error), "upstream_failed"), "upstream")
 
     def _merged_end(self, counts: TokenCounts | None) -> None:
-        answering = self._answering
+        writer = self._answering
         if counts is not None and self._pieces is None:  # Parts were counted as they came.
-            answering.output += (counts.output or 0) - self._parts
+            writer.output += (counts.output or 0) - self._parts
         if self._pieces is not None:
             body = b"".join(self._pieces)
             try:
                 result = parse_object(body)
             except FormatError as error:
-                answering.fail(HttpRefusal(502, str(error), "upstream_failed"), "upstream")
+                writer.fail(HttpRefusal(502, str(error), "upstream_failed"), "upstream")
                 return
             choices = result.get("choices")
             if 400 <= self._status < 500:
-                answering.fail(_refusal(self._status, result), "upstream")
+                writer.fail(_refusal(self._status, result), "upstream")
                 return
             if self._status >= 400 or not isinstance(choices, list) or not choices:
                 line = f"the server answered with status {self._status} and no choice"
-                answering.fail(HttpRefusal(502, line, "upstream_failed"), "upstream")
+                writer.fail(HttpRefusal(502, line, "upstream_failed"), "upstream")
                 return
             self.choice = {**choices[0], "index": self._index} if isinstance(choices[0], dict) else {}
             self.finish = str(self.choice.get("finish_reason") or "stop")
-            answering.output += (counts or counted(body)).output or 0
+            writer.output += (counts or counted(body)).output or 0
         self.over = True
-        answering.done(0 if counts is None else counts.cached)
+        writer.done(0 if counts is None else counts.cached)
 
 
 def _about_tool_choice(body: bytes) -> bytes:

@@ -121,13 +121,13 @@ def is_reading(method: str, path: str) -> bool:
 
 
 def add_page(app: web.Application, page: PageRoutes) -> None:
-    show = page.show
+    page_stream = page.show
 
     async def live(request: web.Request) -> web.StreamResponse:
-        return await _live(request, show)
+        return await _live(request, page_stream)
 
     async def history(request: web.Request) -> web.StreamResponse:
-        return _json(show.history())
+        return _json(page_stream.history())
 
     async def moment(request: web.Request) -> web.StreamResponse:
         try:
@@ -136,13 +136,13 @@ def add_page(app: web.Application, page: PageRoutes) -> None:
             at_s = float("nan")
         if not isfinite(at_s):
             raise InputError("at", "must be a time, in seconds since 1970")
-        result = show.moment(at_s)
+        result = page_stream.moment(at_s)
         if result is None:
             raise HttpRefusal(404, "nothing is known of that time", "not_found")
         return _json(result)
 
     async def one(request: web.Request) -> web.StreamResponse:
-        row = show.requests.row(request.query.get("id", ""))
+        row = page_stream.requests.row(request.query.get("id", ""))
         if row is None:
             raise HttpRefusal(
                 404, "no such request is known; requests are kept only while a page is open", "not_found"
@@ -168,9 +168,9 @@ async def _file(request: web.Request) -> web.StreamResponse:
     return web.Response(body=file.body, headers=headers)
 
 
-async def _live(request: web.Request, show: PageStream) -> web.StreamResponse:
-    watcher = show.watch()
-    if watcher is None:
+async def _live(request: web.Request, page_stream: PageStream) -> web.StreamResponse:
+    page_reader = page_stream.watch()
+    if page_reader is None:
         raise HttpRefusal(429, "too many watch already; close one", "too_many_readers")
     try:
         response = web.StreamResponse(
@@ -184,14 +184,14 @@ async def _live(request: web.Request, show: PageStream) -> web.StreamResponse:
         await response.prepare(request)
         over = False
         while not over:
-            text = await watcher.next(QUIET_S)
-            over = watcher.over
+            text = await page_reader.next(QUIET_S)
+            over = page_reader.over
             await response.write(text)
         return response
     except ConnectionError:
         return response
     finally:
-        show.leave(watcher)
+        page_stream.leave(page_reader)
 
 
 def _json(what: dict[str, object]) -> web.Response:

@@ -202,10 +202,10 @@ class FleetSnapshot:
     def _regions(self) -> dict[str, Row]:
         core = self._core
         rented: Counter[tuple[str, str]] = Counter()
-        for unit in core.brain.fleet.units.values():
-            template = core.replica_models.templates.get(unit.template)
+        for template_copy in core.brain.fleet.units.values():
+            template = core.replica_models.templates.get(template_copy.template)
             for nodes in () if template is None else template.nodes:
-                rented[unit.region, nodes.node] += nodes.count
+                rented[template_copy.region, nodes.node] += nodes.count
         return {
             region.name: {
                 "offers": [
@@ -290,7 +290,7 @@ class FleetSnapshot:
         weight = min(1.0, span_s / BUSY_S)
         views = self._core.brain.fleet.views
         tokens = self._tokens_per_s(span_s)
-        rows = {name: self._replica(name, view, weight, tokens) for name, view in views.items()}
+        rows = {name: self._replica(name, replica, weight, tokens) for name, replica in views.items()}
         for name, (lost_s, why) in self._core.decision_log.lost.items():
             if name not in rows and name in self._rows and now_utc_s - lost_s < LOST_S:
                 row = self._rows[name]
@@ -315,45 +315,45 @@ class FleetSnapshot:
         return self._token_rates.look(span_s)
 
     def _replica(
-        self, name: str, view: ReplicaState, weight: float, tokens: Mapping[tuple[str, ...], float]
+        self, name: str, replica: ReplicaState, weight: float, tokens: Mapping[tuple[str, ...], float]
     ) -> Row:
         known = self._plain.get(name)
-        if known is None or known[0] is not view.member:
-            known = self._plain[name] = (view.member, self._plain_row(view))
-        status = view.status
+        if known is None or known[0] is not replica.member:
+            known = self._plain[name] = (replica.member, self._plain_row(replica))
+        status = replica.status
         before = self._busy.get(name, 0.0)
-        busy = self._busy[name] = before + ((view.open_requests > 0) - before) * weight
+        busy = self._busy[name] = before + ((replica.open_requests > 0) - before) * weight
         total = 0 if status is None else status.total_blocks
         return {
             **known[1],
-            **fields_of(view, "role", "state", "doubted", "cordoned"),
+            **fields_of(replica, "role", "state", "doubted", "cordoned"),
             "by_hand": name in self._core.brain.autoscaler.by_hand,
-            "open": view.open_requests,
+            "open": replica.open_requests,
             "running": 0 if status is None else status.running,
             "waiting": 0 if status is None else status.queued,
             "kv": round(1.0 - status.free_blocks / total, 2) if status is not None and total else 0.0,
             "busy": round(busy, 1),
             **_token_rates(tokens, name),
-            **self._why_not_ready(view),
-            "pace": None if view.shown_pace is None else round(view.shown_pace, 2),
+            **self._why_not_ready(replica),
+            "pace": None if replica.shown_pace is None else round(replica.shown_pace, 2),
         }
 
-    def _why_not_ready(self, view: ReplicaState) -> Row:
+    def _why_not_ready(self, replica: ReplicaState) -> Row:
         """Of a replica that waits for a server that others run: why that cannot be used."""
-        if view.state != "starting":
+        if replica.state != "starting":
             return {}
         engines = (each for each in self._core.registry.engines if each.note)
-        notes = [each.note for each in engines if each.entry.template == view.member.template]
+        notes = [each.note for each in engines if each.entry.template == replica.member.template]
         return {"why": "; ".join(notes)} if notes else {}
 
-    def _plain_row(self, view: ReplicaState) -> Row:
-        member = view.member
-        template = self._core.replica_models.templates.get(member.template)
-        layout = None if template is None else template.replicas[member.index].layout
+    def _plain_row(self, replica: ReplicaState) -> Row:
+        replica_spec = replica.member
+        template = self._core.replica_models.templates.get(replica_spec.template)
+        layout = None if template is None else template.replicas[replica_spec.index].layout
         return {
-            **fields_of(member, "model", "region", "unit", "template", "kind", "index", "standby"),
+            **fields_of(replica_spec, "model", "region", "unit", "template", "kind", "index", "standby"),
             "members": 0 if template is None else len(template.replicas),
-            "planned_role": member.role,
+            "planned_role": replica_spec.role,
             "gpu": "?" if layout is None else gpu_of(layout),
             "stages": [] if layout is None else stages_of(layout),
         }

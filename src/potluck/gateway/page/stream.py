@@ -88,17 +88,17 @@ class ModelBatch:
             self.in_time += 1
             by_class[1] += 1
 
-    def merge(self, other: ModelBatch) -> None:
-        self.span_s += other.span_s
-        self.requests += other.requests
-        self.in_time += other.in_time
-        self.refused += other.refused
-        self.prompt_tokens += other.prompt_tokens
-        self.output_tokens += other.output_tokens
-        self.ttft_s += other.ttft_s
-        self.tpot_s += other.tpot_s
-        self.usd = None if self.usd is None or other.usd is None else self.usd + other.usd
-        for name, (requests, in_time) in other.by_class.items():
+    def merge(self, other_batch: ModelBatch) -> None:
+        self.span_s += other_batch.span_s
+        self.requests += other_batch.requests
+        self.in_time += other_batch.in_time
+        self.refused += other_batch.refused
+        self.prompt_tokens += other_batch.prompt_tokens
+        self.output_tokens += other_batch.output_tokens
+        self.ttft_s += other_batch.ttft_s
+        self.tpot_s += other_batch.tpot_s
+        self.usd = None if self.usd is None or other_batch.usd is None else self.usd + other_batch.usd
+        for name, (requests, in_time) in other_batch.by_class.items():
             mine = self.by_class.setdefault(name, [0, 0])
             mine[0] += requests
             mine[1] += in_time
@@ -569,14 +569,14 @@ class PageStream:
             return None
         if not self._watchers:
             self._begin()
-        watcher = PageReader()
-        watcher.put(self._whole())
-        self._watchers.append(watcher)
-        return watcher
+        page_reader = PageReader()
+        page_reader.put(self._whole())
+        self._watchers.append(page_reader)
+        return page_reader
 
-    def leave(self, watcher: PageReader) -> None:
-        if watcher in self._watchers:
-            self._watchers.remove(watcher)
+    def leave(self, page_reader: PageReader) -> None:
+        if page_reader in self._watchers:
+            self._watchers.remove(page_reader)
         if not self._watchers:
             self._rest()
 
@@ -605,8 +605,8 @@ class PageStream:
         what, why = STOPPED if last is None else (last.what, last.why)
         line = message("bye", {"what": what, "why": why})
         self._rest()
-        for watcher in self._watchers:
-            watcher.end(line)
+        for page_reader in self._watchers:
+            page_reader.end(line)
 
     def _whole(self) -> bytes:
         return message(
@@ -632,13 +632,13 @@ class PageStream:
         self._ticking = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
         text = self.news()
         line = message("news", text)
-        for watcher in self._watchers:
-            watcher.put(line)
-        if any(watcher.late for watcher in self._watchers):
+        for page_reader in self._watchers:
+            page_reader.put(line)
+        if any(page_reader.late for page_reader in self._watchers):
             whole = self._whole()
-            for watcher in self._watchers:
-                if watcher.late:
-                    watcher.again(whole)
+            for page_reader in self._watchers:
+                if page_reader.late:
+                    page_reader.again(whole)
 
     def news(self) -> Row:
         now_s = self._clock()
@@ -688,5 +688,5 @@ def event_of(each: Decision) -> Row:
     return {**each._asdict(), "at_s": round(each.at_s, 3)}
 
 
-def message(kind: str, what: Row) -> bytes:
-    return f"event: {kind}\ndata: {json.dumps(what, separators=(',', ':'))}\n\n".encode()
+def message(kind: str, row: Row) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps(row, separators=(',', ':'))}\n\n".encode()

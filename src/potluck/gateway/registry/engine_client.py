@@ -221,9 +221,9 @@ class EngineRecord:
 
 
 class EngineClient:
-    def __init__(self, outgoing: ConnectionPool) -> None:
-        self._outgoing = outgoing
-        self._servers = ServerProbes(outgoing)
+    def __init__(self, connection_pool: ConnectionPool) -> None:
+        self._outgoing = connection_pool
+        self._servers = ServerProbes(connection_pool)
 
     def connected(self, engine: EngineRecord) -> bool:
         return self._outgoing.connected(engine.entry.address)
@@ -287,12 +287,17 @@ class EngineClient:
         await self.ask(engine, b"PUT", b"/grants", {"grants": given, "lasts_s": lasts_s})
 
     async def move(
-        self, source: EngineRecord, target: EngineRecord, request: str, names: list[str], wire: Wire
+        self,
+        source_engine: EngineRecord,
+        target_engine: EngineRecord,
+        request: str,
+        names: list[str],
+        wire: Wire,
     ) -> None:
         body = {"request": request, "blocks": names, "codec": wire[0]}
-        lent = json.loads(await self.ask(source, b"POST", b"/prefixes/lend", body, MOVE_S))
-        if source.said is None:
+        lent = json.loads(await self.ask(source_engine, b"POST", b"/prefixes/lend", body, MOVE_S))
+        if source_engine.said is None:
             raise EngineNoAnswer("the source is gone")
-        at = {"kv": source.said.kv, "handle": str(lent.get("handle")), "connections": wire[1]}
+        at = {"kv": source_engine.said.kv, "handle": str(lent.get("handle")), "connections": wire[1]}
         asked = {"request": request, "blocks": names, "source": at}
-        await self.ask(target, b"POST", b"/prefixes/fetch", asked, MOVE_S)
+        await self.ask(target_engine, b"POST", b"/prefixes/fetch", asked, MOVE_S)

@@ -81,14 +81,14 @@ class EngineEntry:
         model = self.served_model or self.model
         return f"{self.url}#{model}" if self.kind == "openai" and model else self.url
 
-    def suits(self, member: ReplicaSpec) -> bool:
+    def suits(self, replica_spec: ReplicaSpec) -> bool:
         if self.replica:
-            return self.replica == member.id
+            return self.replica == replica_spec.id
         return (
-            self.model in ("", member.model)
-            and self.template in ("", member.template)
-            and self.index in (None, member.index)
-            and self.region in ("", member.region)
+            self.model in ("", replica_spec.model)
+            and self.template in ("", replica_spec.template)
+            and self.index in (None, replica_spec.index)
+            and self.region in ("", replica_spec.region)
         )
 
     @property
@@ -195,13 +195,15 @@ def matched(
 ) -> list[tuple[ReplicaSpec, EngineEntry]]:
     """Who becomes which engine: those that say most about where they belong choose first."""
     left = sorted(free, key=lambda entry: -entry.precise)
-    members = {member.id: member for member in wanted}
+    members = {replica_spec.id: replica_spec for replica_spec in wanted}
     result = []
     for entry in left:
-        member = next((member for member in members.values() if entry.suits(member)), None)
-        if member is not None:
-            result.append((member, entry))
-            del members[member.id]
+        replica_spec = next(
+            (replica_spec for replica_spec in members.values() if entry.suits(replica_spec)), None
+        )
+        if replica_spec is not None:
+            result.append((replica_spec, entry))
+            del members[replica_spec.id]
     return result
 
 

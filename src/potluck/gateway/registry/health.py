@@ -85,8 +85,12 @@ def next_question_s(condition: Condition, answered_s: float, streamed_s: float) 
 
 def caches_differ(engine: EngineRecord, now_s: float) -> bool:
     """Whether its prefix cache has another prompt than when last asked for. What answers add may wait."""
-    (asked_s, tokens), said = engine.cached, engine.said
-    same = said is not None and engine.cache_epoch is not None and 0 <= said.prompt_tokens == tokens
+    (asked_s, tokens), status_report = engine.cached, engine.said
+    same = (
+        status_report is not None
+        and engine.cache_epoch is not None
+        and 0 <= status_report.prompt_tokens == tokens
+    )
     return not same or now_s - asked_s >= SAME_S
 
 
@@ -104,11 +108,14 @@ def crawls(rtt_s: float, least_rtt_s: float, others_s: Iterable[float]) -> bool:
     return rtt_s > max(LONG_RTT_S, LONGER * least_rtt_s, LONGER * min(others_s, default=inf))
 
 
-def stands_in(view: ReplicaState | None, other: ReplicaState) -> bool:
+def stands_in(replica: ReplicaState | None, other_replica: ReplicaState) -> bool:
     """Whether one replica can take what another is sent."""
-    if view is None or not view.serves or view.role != other.role:
+    if replica is None or not replica.serves or replica.role != other_replica.role:
         return False
-    return (view.member.model, view.member.region) == (other.member.model, other.member.region)
+    return (replica.member.model, replica.member.region) == (
+        other_replica.member.model,
+        other_replica.member.region,
+    )
 
 
 Answer = TypeVar("Answer")
@@ -184,12 +191,12 @@ class HealthChecker:
             due_s = next_question_s(self._condition(engine), engine.asked_s, self.streamed_s(engine.replica))
 
     def _condition(self, engine: EngineRecord) -> Condition:
-        view, status = self._views.get(engine.replica), engine.said
+        replica, status = self._views.get(engine.replica), engine.said
         linked = status is not None and status.links and self._planned_gbps  # looked at in every tick
         unheard = not engine.up or engine.heard_s < engine.asked_s - WAIT_S
-        if view is None or view.doubted or unheard or linked:
+        if replica is None or replica.doubted or unheard or linked:
             return "suspected"
-        works = view.open_requests or (status is not None and any(status.status[:2]))
+        works = replica.open_requests or (status is not None and any(status.status[:2]))
         return "busy" if works or not self._registry.caller.connected(engine) else "idle"
 
     async def _ask(self, engine: EngineRecord) -> None:

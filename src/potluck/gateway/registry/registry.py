@@ -69,13 +69,13 @@ class ReplicaDirectory:
         """Adapters (LoRA) that all engines of a model have loaded, and the model of each."""
         return self._adapters
 
-    def codec(self, source: Endpoint, target: Endpoint) -> str:
-        if source.unit and source.unit == target.unit:
-            return source.codec
-        return self._wire(source.model, source.region, target.region)[0]
+    def codec(self, source_endpoint: Endpoint, target_endpoint: Endpoint) -> str:
+        if source_endpoint.unit and source_endpoint.unit == target_endpoint.unit:
+            return source_endpoint.codec
+        return self._wire(source_endpoint.model, source_endpoint.region, target_endpoint.region)[0]
 
-    def connections(self, source: Endpoint, target: Endpoint) -> int:
-        return self._wire(source.model, source.region, target.region)[1]
+    def connections(self, source_endpoint: Endpoint, target_endpoint: Endpoint) -> int:
+        return self._wire(source_endpoint.model, source_endpoint.region, target_endpoint.region)[1]
 
 
 def abilities_of(endpoints: Iterable[Endpoint]) -> tuple[frozenset[str], dict[str, str]]:
@@ -121,7 +121,7 @@ class ReplicaRegistry(ReplicaDirectory):
     def __init__(
         self,
         tell: Tell,
-        outgoing: ConnectionPool,
+        connection_pool: ConnectionPool,
         busy: Callable[[str], int],
         *,
         wire: Callable[[str, str, str], Wire] = lambda model, source, target: PLAIN,
@@ -130,7 +130,7 @@ class ReplicaRegistry(ReplicaDirectory):
         """How KV crosses between regions, and between the replicas of a template's copy."""
         super().__init__(wire)
         self._tell, self._busy, self._codec_inside = tell, busy, codec_inside
-        self.caller = EngineClient(outgoing)
+        self.caller = EngineClient(connection_pool)
         self._slots: dict[str, ReplicaSlot] = {}
         self._engines: dict[str, EngineRecord] = {}
         self._replan: actions.Replan | None = None
@@ -176,8 +176,8 @@ class ReplicaRegistry(ReplicaDirectory):
     def _do(self, action: Action) -> None:
         self._version += 1
         match action:
-            case actions.StartReplica(member):
-                self._slots[member.id] = ReplicaSlot(member, member.role)
+            case actions.StartReplica(replica_spec):
+                self._slots[replica_spec.id] = ReplicaSlot(replica_spec, replica_spec.role)
                 self.bind()
             case actions.DrainReplica(replica) if replica in self._slots:
                 self._slots[replica].draining = True
@@ -187,14 +187,14 @@ class ReplicaRegistry(ReplicaDirectory):
                     self._release(slot.engine, "was stopped by the plan")
             case actions.FlipReplica(replica, role) if replica in self._slots:
                 self._change_role(self._slots[replica], role)
-            case actions.Reassign(member) if member.id in self._slots:
-                self._slots[member.id].member = member
-                if (endpoint := self._endpoints.get(member.id)) is not None:
-                    self._endpoints[member.id] = replace(
-                        endpoint, unit=member.unit, codec=self._codec_inside(member.template)
+            case actions.Reassign(replica_spec) if replica_spec.id in self._slots:
+                self._slots[replica_spec.id].member = replica_spec
+                if (endpoint := self._endpoints.get(replica_spec.id)) is not None:
+                    self._endpoints[replica_spec.id] = replace(
+                        endpoint, unit=replica_spec.unit, codec=self._codec_inside(replica_spec.template)
                     )
                     self._changed()
-                self._change_role(self._slots[member.id], member.role)
+                self._change_role(self._slots[replica_spec.id], replica_spec.role)
             case actions.Replan():
                 self._replan = action
             case actions.ResyncCache(replica) if replica in self._slots:
@@ -311,13 +311,13 @@ class ReplicaRegistry(ReplicaDirectory):
         try:
             free = {engine.entry.name: engine for engine in self._engines.values() if self._is_free(engine)}
             lacking = [slot.member for slot in self._slots.values() if slot.engine is None]
-            for member, entry in matched(lacking, [engine.entry for engine in free.values()]):
-                engine, slot = free[entry.name], self._slots[member.id]
-                problem = self._unsuited(engine, member)
+            for replica_spec, entry in matched(lacking, [engine.entry for engine in free.values()]):
+                engine, slot = free[entry.name], self._slots[replica_spec.id]
+                problem = self._unsuited(engine, replica_spec)
                 if problem:
                     engine.note = problem
                     continue
-                engine.replica, engine.note, slot.engine = member.id, "", engine
+                engine.replica, engine.note, slot.engine = replica_spec.id, "", engine
                 self._spawn(self._ready(engine, slot))
         finally:
             self._binding = False
@@ -326,38 +326,38 @@ class ReplicaRegistry(ReplicaDirectory):
         usable = engine.said is None or engine.said.state != "failed"
         return engine.up and not engine.replica and usable and not engine.drained_elsewhere
 
-    def _unsuited(self, engine: EngineRecord, member: ReplicaSpec) -> str:
+    def _unsuited(self, engine: EngineRecord, replica_spec: ReplicaSpec) -> str:
         if engine.entry.kind == "openai" and engine.models is not None:
-            return self._not_listed(engine, member)
+            return self._not_listed(engine, replica_spec)
         if engine.said is None:
             return ""
         mark = engine.said.fingerprint
         others = {
             endpoint.fingerprint
             for endpoint in self._endpoints.values()
-            if endpoint.model == member.model and endpoint.fingerprint
+            if endpoint.model == replica_spec.model and endpoint.fingerprint
         }
         if mark and others and mark not in others:
-            return f"has other weights than the replicas of {member.model} that serve"
+            return f"has other weights than the replicas of {replica_spec.model} that serve"
         return ""
 
-    def _not_listed(self, engine: EngineRecord, member: ReplicaSpec) -> str:
+    def _not_listed(self, engine: EngineRecord, replica_spec: ReplicaSpec) -> str:
         """Why a server does not serve this replica's model; one whose entry names no model must list it, unless both
         plan and server have a single model."""
         entry, names = engine.entry, [model.id for model in engine.models or ()]
         several = len({slot.member.model for slot in self._slots.values()}) > 1
-        if several and not entry.model and not entry.served_model and member.model not in names:
+        if several and not entry.model and not entry.served_model and replica_spec.model not in names:
             return (
                 f"{entry.base_url} lists {listed_text(names)}, none of the plan's models; set `model:` for it"
             )
         try:
-            served_name(with_model(entry, member.model), engine.models)
+            served_name(with_model(entry, replica_spec.model), engine.models)
         except ServerUnusable as error:
             return str(error)
         return ""
 
     async def _ready(self, engine: EngineRecord, slot: ReplicaSlot) -> None:
-        member, report = slot.member, engine.said
+        replica_spec, report = slot.member, engine.said
         try:
             served = engine.entry.served_model
             if engine.entry.kind == "segments":
@@ -368,18 +368,18 @@ class ReplicaRegistry(ReplicaDirectory):
                     await self.caller.role(engine, slot.role)
                 await self._share_peers(engine)
             elif engine.models is not None:
-                served = served_name(with_model(engine.entry, member.model), engine.models)
+                served = served_name(with_model(engine.entry, replica_spec.model), engine.models)
             elif not served:
                 served = await self.caller.served_model(engine)
         except (EngineNoAnswer, PotluckError, ValueError) as error:
             self.lost(engine, str(error))
             return
-        if engine.replica != member.id or self._slots.get(member.id) is not slot:
+        if engine.replica != replica_spec.id or self._slots.get(replica_spec.id) is not slot:
             return  # it was stopped or lost meanwhile
-        self._endpoints[member.id] = Endpoint(
-            member.id,
-            member.model,
-            member.region,
+        self._endpoints[replica_spec.id] = Endpoint(
+            replica_spec.id,
+            replica_spec.model,
+            replica_spec.region,
             engine.entry.address,
             engine.entry.kind,
             report.kv if report else "",
@@ -388,8 +388,8 @@ class ReplicaRegistry(ReplicaDirectory):
             key=engine.entry.key,
             token_ids=engine.entry.token_ids,
             cache_salt=engine.entry.cache_salt,
-            unit=member.unit,
-            codec=self._codec_inside(member.template),
+            unit=replica_spec.unit,
+            codec=self._codec_inside(replica_spec.template),
             own=report is not None and report.own,
             adapters=report.adapters if report else (),
             path_prefix=engine.entry.path_prefix,
@@ -398,9 +398,9 @@ class ReplicaRegistry(ReplicaDirectory):
         self._version += 1
         self._changed()
         limits = (report.kv_version, report.max_running) if report else ()
-        self._tell(events.ReplicaReady(member.id, *limits))
+        self._tell(events.ReplicaReady(replica_spec.id, *limits))
 
-    async def _share_peers(self, newcomer: EngineRecord) -> None:
+    async def _share_peers(self, new_engine: EngineRecord) -> None:
         """All are told of each other. Two may come at once: whoever is being told already is waited for as well, as
         a replica that does not know its peers yet would fail whatever it is to fetch from them."""
         there = [engine for engine in self._engines.values() if engine.up and engine.said and engine.said.kv]
@@ -408,9 +408,9 @@ class ReplicaRegistry(ReplicaDirectory):
         unaware = [engine for engine in there if engine.peers != known]
         if unaware:
             await asyncio.wait([self._peers_call(engine, known) for engine in unaware], timeout=PEERS_WAIT_S)
-        while newcomer.peers_call is not None and not newcomer.peers_call[1].done():
-            await asyncio.wait([newcomer.peers_call[1]])
-        if newcomer in there and newcomer.peers is None:
+        while new_engine.peers_call is not None and not new_engine.peers_call[1].done():
+            await asyncio.wait([new_engine.peers_call[1]])
+        if new_engine in there and new_engine.peers is None:
             raise EngineNoAnswer("could not be told of its peers")
 
     def _peers_call(self, engine: EngineRecord, known: frozenset[str]) -> asyncio.Task[None]:

@@ -265,24 +265,24 @@ class WorkerMeter(Counters):
 class WorkerMeterReceiver:
     """In the Brain's process: one worker's counts and news, said to the meter that has all of them."""
 
-    def __init__(self, meter: Counters) -> None:
-        self._meter = meter
+    def __init__(self, counters: Counters) -> None:
+        self._meter = counters
         self._open = 0
 
     def heard(self, kind: str, text: str) -> bool:
         """False: it is about something else."""
-        meter = self._meter
+        counters = self._meter
         if kind not in (COUNTS, USED):
             return False
         value = json.loads(text)
         if kind == COUNTS:
-            meter.add(value)
+            counters.add(value)
             self._has_open(int(value["open"]))
             if "usage" in value:
                 problem, lost = value["usage"]
-                meter.usage_notes[self] = (problem, lost)
-        elif kind == USED and meter.told is not None:
-            meter.told(RequestOutcome(*value))
+                counters.usage_notes[self] = (problem, lost)
+        elif kind == USED and counters.told is not None:
+            counters.told(RequestOutcome(*value))
         return True
 
     def gone(self) -> None:

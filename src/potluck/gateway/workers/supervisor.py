@@ -64,7 +64,7 @@ class BrainProcessContext:
         shutil.rmtree(self.home, ignore_errors=True)
 
 
-async def make_post(places: ListenAddresses, takeover: Path | None = None) -> BrainProcessContext:
+async def make_post(addresses: ListenAddresses, takeover: Path | None = None) -> BrainProcessContext:
     """Ports that another gateway hands over, that whoever started this one holds, or that are opened here."""
     taken = None if takeover is None else take_over(takeover)
     held, operators = inherited()
@@ -72,10 +72,10 @@ async def make_post(places: ListenAddresses, takeover: Path | None = None) -> Br
         for item in (*held, *operators):
             item.close()
         held, operators = taken.clients, taken.operators
-    operators = operators or await bound(places.admin_host, places.admin_port)
-    clients, port = [], places.port
-    for _ in range(places.workers):
-        mine = held or await bound(places.host, port, shared=places.workers > 1)
+    operators = operators or await bound(addresses.admin_host, addresses.admin_port)
+    clients, port = [], addresses.port
+    for _ in range(addresses.workers):
+        mine = held or await bound(addresses.host, port, shared=addresses.workers > 1)
         port = mine[0].getsockname()[1]
         clients.append(mine)
     home = Path(tempfile.mkdtemp(prefix="potluck-"))
@@ -175,18 +175,18 @@ def worker(
 
 class Supervisor:
     def __init__(self, context: WorkerContext, brain: Callable[[BrainProcessContext], None]) -> None:
-        places = context.settings.places
-        self._process = asyncio.run(make_post(places, context.settings.takeover))
+        addresses = context.settings.places
+        self._process = asyncio.run(make_post(addresses, context.settings.takeover))
         self._process.life, self._alive = os.pipe()
         self._run_brain = brain
         self._stopping = False
         self._brain = SupervisedProcess(
-            "potluck-gateway" if places.workers == 1 else "potluck-gateway-brain", self._be_brain
+            "potluck-gateway" if addresses.workers == 1 else "potluck-gateway-brain", self._be_brain
         )
         self._workers: list[SupervisedProcess] = []
-        if places.workers > 1:
+        if addresses.workers > 1:
             self._workers = [
-                worker(context, self._process, place, self._forked) for place in range(places.workers)
+                worker(context, self._process, place, self._forked) for place in range(addresses.workers)
             ]
 
     def _forked(self) -> None:

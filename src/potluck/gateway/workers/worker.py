@@ -39,8 +39,8 @@ class Worker:
         self,
         context: WorkerContext,
         directory: ReplicaDirectory,
-        outgoing: ConnectionPool,
-        meter: Counters,
+        connection_pool: ConnectionPool,
+        counters: Counters,
         ready: Callable[[str], str],
         connect: Callable[[Act], BrainClient],
         answers: Path | None = None,
@@ -50,7 +50,9 @@ class Worker:
         loop = asyncio.get_running_loop()
         settings, policy = context.settings, context.policy
         line = connect(_too_early)
-        self.dispatcher = Dispatcher(line, directory, outgoing, time.monotonic, loop.call_later, meter)
+        self.dispatcher = Dispatcher(
+            line, directory, connection_pool, time.monotonic, loop.call_later, counters
+        )
         line.act = self.dispatcher.act
         self.keys = None
         if settings.keys is not None:
@@ -65,8 +67,8 @@ class Worker:
         self.handler = ClientHandler(
             {card.name: card for card in [make() for make in context.cards]},
             self.dispatcher,
-            meter,
-            keys=self.keys,
+            counters,
+            key_ring=self.keys,
             settings=HandlerSettings(
                 frozenset(request_class.name for request_class in policy.classes),
                 settings.secret,
@@ -75,15 +77,15 @@ class Worker:
             ),
             ready=ready,
             directory=directory,
-            repeats=None if answers is None else KeptAnswers(answers, loop.call_later),
+            kept_answers=None if answers is None else KeptAnswers(answers, loop.call_later),
         )
         self.port: ClientListener | None = None
         self._settings = settings
 
     async def listen(self, sockets: Sequence[socket.socket] = ()) -> str:
-        places = self._settings.places
+        addresses = self._settings.places
         tls = None if self._settings.tls is None else server_tls(*self._settings.tls)
-        self.port = await open_port(self.handler, places.host, places.port, tls=tls, taken=sockets)
+        self.port = await open_port(self.handler, addresses.host, addresses.port, tls=tls, taken=sockets)
         return self.port.address
 
     async def close(self, within_s: float, followed: bool = False, *, for_good: bool | None = None) -> None:

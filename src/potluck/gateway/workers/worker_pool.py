@@ -53,9 +53,9 @@ class WorkerSlot:
 
 class WorkerPool:
     def __init__(
-        self, core: GatewayCore, meter: Counters, settings: GatewaySettings, process: BrainProcessContext
+        self, core: GatewayCore, counters: Counters, settings: GatewaySettings, process: BrainProcessContext
     ) -> None:
-        self.core, self.meter = core, meter
+        self.core, self.meter = core, counters
         self._count = settings.places.workers
         self._process = process
         self._slots: list[WorkerSlot] = []

@@ -99,18 +99,18 @@ class WorkerProcess:
             self._end(False)
 
     def _joined(self, start_s: float) -> None:
-        line, worker = self.line, self.worker
-        assert line is not None
+        brain_client, worker = self.line, self.worker
+        assert brain_client is not None
         assert worker is not None
-        if start_s == line.start_s:
+        if start_s == brain_client.start_s:
             log.error("the Brain lost this worker, and took its requests for cancelled")
             self._end(False)
             return
         if self.meter is not None:
             self.meter.renew()
-        line.start_s, line.joined = start_s, True
-        line.untold = set(worker.dispatcher.names())
-        line.waiting = self._soon
+        brain_client.start_s, brain_client.joined = start_s, True
+        brain_client.untold = set(worker.dispatcher.names())
+        brain_client.waiting = self._soon
         self.tell_anew()
 
     def _soon(self) -> None:
@@ -118,19 +118,19 @@ class WorkerProcess:
 
     def tell_anew(self) -> None:
         """What another Brain has not heard of yet, as far as it knows the engines by now."""
-        line, worker = self.line, self.worker
-        if line is None or worker is None or not line.joined:
+        brain_client, worker = self.line, self.worker
+        if brain_client is None or worker is None or not brain_client.joined:
             return
         still_open = set(worker.dispatcher.names())
-        for name in sorted(line.untold):
+        for name in sorted(brain_client.untold):
             event = None
             if name in still_open:
                 event = worker.dispatcher.whereabouts(name, self.directory.named)
                 if event is None:
                     continue
-            line.untold.discard(name)
+            brain_client.untold.discard(name)
             if event is not None:
-                line.tell(event)
+                brain_client.tell(event)
 
     def _end(self, told: bool) -> None:
         if not self.ending.done():
@@ -163,11 +163,11 @@ async def work(
     await process.start_s
     usage = None if settings.usage is None else UsageFile(settings.usage, time.time)
     process.meter = meter = WorkerMeter(channel, directory.region_of, usage)
-    outgoing = calls_of(settings)
+    connection_pool = calls_of(settings)
     shared_use = SharedUse(home / "quotas", place, settings.places.workers)
     answers = settings.answers_in(home)
     worker = process.worker = Worker(
-        context, directory, outgoing, meter, process.lacking, process.connect, answers, shared_use
+        context, directory, connection_pool, meter, process.lacking, process.connect, answers, shared_use
     )
     flushing = loop.create_task(_flush(meter))
     try:
@@ -184,7 +184,7 @@ async def work(
     if usage is not None:
         usage.close()
     channel.close()
-    await outgoing.close()
+    await connection_pool.close()
 
 
 async def _flush(meter: WorkerMeter) -> None:

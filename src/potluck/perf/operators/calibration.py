@@ -252,13 +252,13 @@ def bundled() -> Calibration:
 def linked(calibration: Calibration, links: Mapping[str, float]) -> Calibration:
     """Collectives over some kinds of links as many times as slow."""
 
-    def slowed(way: CollectivePath | None, times: float) -> CollectivePath | None:
-        return way and CollectivePath(way.fixed_s * times, way.step_s * times, way.share / times)
+    def slowed(path: CollectivePath | None, times: float) -> CollectivePath | None:
+        return path and CollectivePath(path.fixed_s * times, path.step_s * times, path.share / times)
 
     networks = []
     for network in calibration.networks:
         ways = (network.library, network.shuffle, network.direct, network.split)
-        slower = (slowed(way, links.get(network.kind, 1.0)) for way in ways)
+        slower = (slowed(path, links.get(network.kind, 1.0)) for path in ways)
         networks.append(NodeNetwork(network.kind, network.gb_per_s, *slower))  # type: ignore[arg-type]
     return replace(calibration, networks=tuple(networks))
 
@@ -301,29 +301,29 @@ def curves_for(gpu: Gpu, calibration: Calibration) -> GpuCurves:
     """The formulas for any GPU, and how far to trust them."""
     named = calibration.scales(gpu.name)
     twin = None if named and not named.coarse else _same_chip(gpu, calibration)
-    own = twin or named
-    shapes = calibration.shapes
+    own_scales = twin or named
+    shared_figures = calibration.shapes
     relatives = _relatives(gpu, calibration)
-    gemm = (own and own.gemm) or _carried_gemm(gpu, calibration, relatives)
-    foretold = (None if own else _foretold(gpu, calibration)) or own
+    gemm = (own_scales and own_scales.gemm) or _carried_gemm(gpu, calibration, relatives)
+    foretold = (None if own_scales else _foretold(gpu, calibration)) or own_scales
     prefill = (foretold and foretold.prefill) or _carried_prefill(gpu, gemm[0], calibration, relatives)
     decode = (foretold and foretold.decode) or _mean(
         [s.decode for s in _teachers(gpu, calibration) if s.decode]
     )
-    stream = (own and own.stream) or _mean([s.stream for s in calibration.gpus if s.stream])
-    confidence, basis = _trust(gpu, None if twin else own, [twin] if twin else relatives)
-    extras = _extras(gpu, gemm, own, calibration)
+    stream = (own_scales and own_scales.stream) or _mean([s.stream for s in calibration.gpus if s.stream])
+    confidence, basis = _trust(gpu, None if twin else own_scales, [twin] if twin else relatives)
+    extras = _extras(gpu, gemm, own_scales, calibration)
     return GpuCurves(
         chip_of(gpu),
-        GemmCurve(*gemm, shapes.tile_share, shapes.extra_depth, shapes.gemm_p),
-        PrefillCurve(*prefill, 1.0, shapes.softmax),
-        DecodeCurve(decode[0], decode[1], decode[2], decode[3], shapes.decode_p),
+        GemmCurve(*gemm, shared_figures.tile_share, shared_figures.extra_depth, shared_figures.gemm_p),
+        PrefillCurve(*prefill, 1.0, shared_figures.softmax),
+        DecodeCurve(decode[0], decode[1], decode[2], decode[3], shared_figures.decode_p),
         StreamCurve(stream[0], stream[1]),
         confidence,
         basis,
-        own.gemm_residual if own else None,
-        own.prefill_residual if own else None,
-        own.decode_residual if own else None,
+        own_scales.gemm_residual if own_scales else None,
+        own_scales.prefill_residual if own_scales else None,
+        own_scales.decode_residual if own_scales else None,
         extras,
         frozenset(extras) - {extra.name for extra in (named.extras if named else ())},
     )
@@ -356,7 +356,7 @@ def _same_chip(gpu: Gpu, calibration: Calibration) -> GpuScales | None:
 
 
 def _extras(
-    gpu: Gpu, gemm: tuple[float, ...], own: GpuScales | None, calibration: Calibration
+    gpu: Gpu, gemm: tuple[float, ...], own_scales: GpuScales | None, calibration: Calibration
 ) -> dict[str, ExtraOperator]:
     """Formats, experts and latent attention: as measured, else from GPUs with like kernels, else from all.
 
@@ -364,7 +364,7 @@ def _extras(
     experts' share of the arithmetic as it is, for their kernels stay below what power allows. Windowed attention
     does not carry over: it follows the GPU's own.
     """
-    measured = {extra.name: extra for extra in (own.extras if own else ())}
+    measured = {extra.name: extra for extra in (own_scales.extras if own_scales else ())}
     extra_operators = dict(measured)
     known = {extra.name for s in calibration.gpus for extra in s.extras} | set(STAND_INS)
     for name in sorted(known - set(measured) - {WINDOWED}):
@@ -458,14 +458,14 @@ def _foretold(gpu: Gpu, calibration: Calibration) -> GpuScales | None:
     return GpuScales(gpu.name, prefill=last.prefill, decode=(last.decode[0], *times))  # type: ignore[arg-type]
 
 
-def _trust(gpu: Gpu, own: GpuScales | None, relatives: list[GpuScales]) -> tuple[Confidence, str]:
-    if own and own.gemm and not own.coarse:
-        parts = [name for name in ("gemm", "prefill", "decode") if getattr(own, name)]
+def _trust(gpu: Gpu, own_scales: GpuScales | None, relatives: list[GpuScales]) -> tuple[Confidence, str]:
+    if own_scales and own_scales.gemm and not own_scales.coarse:
+        parts = [name for name in ("gemm", "prefill", "decode") if getattr(own_scales, name)]
         return "measured", f"{gpu.name} measured ({', '.join(parts)})"
-    if gpu.compute_capability is None and (own or relatives):
-        name = own.gpu if own else relatives[0].gpu
+    if gpu.compute_capability is None and (own_scales or relatives):
+        name = own_scales.gpu if own_scales else relatives[0].gpu
         return "assumed", f"{name} fitted to whole batches on engines of 2024; attention carried over"
-    if own and own.gemm:
+    if own_scales and own_scales.gemm:
         return "transferred", f"{gpu.name} fitted to whole-layer times; attention carried over"
     if relatives:
         names = ", ".join(sorted(scales.gpu for scales in relatives))

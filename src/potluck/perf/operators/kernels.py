@@ -336,7 +336,7 @@ def quantise_s(rows: ArrayLike, depth: ArrayLike, chip: ChipFigures) -> Floats:
 
 
 def expert_product_s(
-    load: ExpertSpread,
+    expert_spread: ExpertSpread,
     n: ArrayLike,
     k: ArrayLike,
     chip: ChipFigures,
@@ -354,18 +354,20 @@ def expert_product_s(
     best: Floats | None = None
     for tall, tall_share in EXPERT_TALL.items():
         for wide, wide_share in EXPERT_WIDE.items():
-            waves = np.ceil(load.tiles[tall] * np.ceil(cols / wide) / chip.sm_count)
+            waves = np.ceil(expert_spread.tiles[tall] * np.ceil(cols / wide) / chip.sm_count)
             work = 2.0 * tall * wide / (rate * tall_share * wide_share)
             work = np.maximum(work, (tall * input_bytes + wide * weight_bytes) / chip.fetch_bytes_per_s)
             time = waves * work * (depth + curve.extra_depth)
             best = time if best is None else np.minimum(best, time)
     assert best is not None
-    moved = load.used * cols * depth * weight_bytes + load.rows * (input_bytes * depth + 2.0 * cols)
+    moved = expert_spread.used * cols * depth * weight_bytes + expert_spread.rows * (
+        input_bytes * depth + 2.0 * cols
+    )
     return _corner(best, moved / (chip.bytes_per_s * curve.bandwidth), curve.p)
 
 
 def expert_layer_s(
-    load: ExpertSpread,
+    expert_spread: ExpertSpread,
     tokens: ArrayLike,
     active: ArrayLike,
     hidden: ArrayLike,
@@ -384,8 +386,8 @@ def expert_layer_s(
     t, h, i = _floats(tokens), _floats(hidden), _floats(inner)
     rows = t * _floats(active)
     widths = {"weight_bytes": weight_bytes, "input_bytes": input_bytes}
-    up = expert_product_s(load, 2.0 * i, h, chip, curve, **widths)
-    down = expert_product_s(load, h, i, chip, curve, **widths)
+    up = expert_product_s(expert_spread, 2.0 * i, h, chip, curve, **widths)
+    down = expert_product_s(expert_spread, h, i, chip, curve, **widths)
     around = (rows * (6.0 * i + 2.0 * h) + 2.0 * t * h) / (chip.bytes_per_s * curve.stream)
     time = curve.fixed_s + up + down + around
     if makes_small:

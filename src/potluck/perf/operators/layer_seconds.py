@@ -140,9 +140,9 @@ def product_s(
     return time if surface is None else time * surface.factor(m, cols * depth, cols / depth)
 
 
-def _gemm_curve(plain: GemmCurve, extra: ExtraOperator) -> GemmCurve:
+def _gemm_curve(plain_curve: GemmCurve, extra: ExtraOperator) -> GemmCurve:
     compute, bandwidth, fixed_s, depth = extra.values
-    return replace(plain, compute=compute, bandwidth=bandwidth, fixed_s=fixed_s, extra_depth=depth)
+    return replace(plain_curve, compute=compute, bandwidth=bandwidth, fixed_s=fixed_s, extra_depth=depth)
 
 
 def experts_time_s(
@@ -186,10 +186,10 @@ def expert_time_s(
     count = np.asarray(tokens, np.float64)
     units = units_for(kind, gpu)
     extra = _experts_of(units, curves)
-    load = spread(count, experts, active, ranks, skew)
-    chosen = load.rows / np.maximum(np.atleast_1d(count), 1e-9) if own else active
+    expert_spread = spread(count, experts, active, ranks, skew)
+    chosen = expert_spread.rows / np.maximum(np.atleast_1d(count), 1e-9) if own else active
     time = expert_layer_s(
-        load,
+        expert_spread,
         np.atleast_1d(count),
         chosen,
         hidden,
@@ -206,9 +206,9 @@ def expert_time_s(
     return np.reshape(time, np.shape(count))
 
 
-def _expert_curve(plain: GemmCurve, extra: ExtraOperator) -> ExpertCurve:
+def _expert_curve(plain_curve: GemmCurve, extra: ExtraOperator) -> ExpertCurve:
     compute, bandwidth, fixed_s, stream = extra.values
-    return ExpertCurve(compute, bandwidth, fixed_s, stream, plain.extra_depth, plain.p)
+    return ExpertCurve(compute, bandwidth, fixed_s, stream, plain_curve.extra_depth, plain_curve.p)
 
 
 def _experts_of(units: MathUnits, curves: GpuCurves) -> ExtraOperator:

@@ -38,20 +38,20 @@ UNKNOWN = CollectivePath(2e-5, 0.0, 0.7)
 
 
 def all_reduce_s(
-    size_bytes: ArrayLike, ranks: int, link: Interconnect, networks: tuple[NodeNetwork, ...]
+    size_bytes: ArrayLike, ranks: int, interconnect: Interconnect, networks: tuple[NodeNetwork, ...]
 ) -> Floats:
     """Seconds until each of `ranks` GPUs has the sum of everyone's bytes."""
     size = np.asarray(size_bytes, np.float64)
     if ranks == 1:
         return np.zeros_like(size)
-    network, rate = network_for(link, ranks, networks)
+    network, rate = network_for(interconnect, ranks, networks)
     if network is None:
         return _floats(UNKNOWN.fixed_s + 2.0 * (ranks - 1) / ranks * size / (UNKNOWN.share * rate))
     if network.kind == "host":
         rate = rate / ranks
     passes = 2.0 * (ranks - 1) / ranks
     library = _way_s(network.library, ranks - 1.0, passes * size, rate)
-    if not _own_kernels(link, network, ranks):
+    if not _own_kernels(interconnect, network, ranks):
         return library
     direct = _way_s(network.direct, log2(ranks), (ranks - 1.0) * size, rate)
     least = min(limit for few, limit in DIRECT_MOST_BYTES.items() if few >= min(ranks, 8))
@@ -61,32 +61,32 @@ def all_reduce_s(
 
 
 def all_to_all_s(
-    size_bytes: ArrayLike, ranks: int, link: Interconnect, networks: tuple[NodeNetwork, ...]
+    size_bytes: ArrayLike, ranks: int, interconnect: Interconnect, networks: tuple[NodeNetwork, ...]
 ) -> Floats:
     """Each rank sends its bytes to all evenly, all at once: a + b (n-1) + (n-1)/n B / (s L)."""
     size = np.asarray(size_bytes, np.float64)
     if ranks == 1:
         return np.zeros_like(size)
-    network, rate = network_for(link, ranks, networks)
-    way = UNKNOWN if network is None else network.shuffle
+    network, rate = network_for(interconnect, ranks, networks)
+    path = UNKNOWN if network is None else network.shuffle
     if network is not None and network.kind == "host":
         rate = rate / ranks
-    return _way_s(way, ranks - 1.0, (ranks - 1) / ranks * size, rate)
+    return _way_s(path, ranks - 1.0, (ranks - 1) / ranks * size, rate)
 
 
 def network_for(
-    link: Interconnect, ranks: int, networks: tuple[NodeNetwork, ...]
+    interconnect: Interconnect, ranks: int, networks: tuple[NodeNetwork, ...]
 ) -> tuple[NodeNetwork | None, float]:
     """The measured network that is most like a link between so many ranks, and the link's bytes a second.
 
     The nearest in rate of its kind: how long a message takes to start is a matter of the generation.
     """
-    joined = link.domain is None or ranks <= link.domain
-    kind: str = link.kind
-    rate = link.gb_per_s
+    joined = interconnect.domain is None or ranks <= interconnect.domain
+    kind: str = interconnect.kind
+    rate = interconnect.gb_per_s
     if not joined:
-        kind = "lanes" if link.domain == 1 else "host"
-        rate = min(rate, PCIE_GB_PER_S) if link.kind != "pcie" else rate
+        kind = "lanes" if interconnect.domain == 1 else "host"
+        rate = min(rate, PCIE_GB_PER_S) if interconnect.kind != "pcie" else rate
     elif kind in ("nvlink", "xgmi"):
         kind = "nvswitch"
     elif kind == "none":
@@ -97,16 +97,16 @@ def network_for(
     return min(alike, key=lambda n: abs(log2(n.gb_per_s / max(rate, 1e-9)))), rate * 1e9
 
 
-def _own_kernels(link: Interconnect, network: NodeNetwork, ranks: int) -> bool:
+def _own_kernels(interconnect: Interconnect, network: NodeNetwork, ranks: int) -> bool:
     """Whether the engine has kernels of its own there: over a switch, or between two; a mesh of links is NCCL's."""
     if ranks == 2:
         return network.direct is not None
-    return network.split is not None and link.kind != "nvlink"
+    return network.split is not None and interconnect.kind != "nvlink"
 
 
-def _way_s(way: CollectivePath | None, steps: float, moved_bytes: Floats, rate: float) -> Floats:
-    assert way is not None
-    return _floats(way.fixed_s + way.step_s * steps + moved_bytes / (way.share * rate))
+def _way_s(path: CollectivePath | None, steps: float, moved_bytes: Floats, rate: float) -> Floats:
+    assert path is not None
+    return _floats(path.fixed_s + path.step_s * steps + moved_bytes / (path.share * rate))
 
 
 def _floats(value: ArrayLike) -> Floats:
@@ -130,8 +130,8 @@ def hop_inside(node: NodeType) -> Hop:
     return inside.latency_s, 1.0 / (inside.gb_per_s * 1e9 * HANDOVER_SHARE)
 
 
-def handover_s(size_bytes: ArrayLike, source: NodeType, target: NodeType) -> Floats:
+def handover_s(size_bytes: ArrayLike, source_node_type: NodeType, target_node_type: NodeType) -> Floats:
     """Activations from one pipeline stage to the next, over the slower of the two network cards."""
-    gbps = min(source.network_gbps, target.network_gbps) * HANDOVER_SHARE
+    gbps = min(source_node_type.network_gbps, target_node_type.network_gbps) * HANDOVER_SHARE
     size = np.asarray(size_bytes, np.float64)
     return np.asarray(HANDOVER_FIXED_S + size * 8.0 / (gbps * 1e9), np.float64)

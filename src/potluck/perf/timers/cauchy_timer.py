@@ -160,11 +160,11 @@ class ComboSide:
 
 
 def ce(
-    model: CauchyModel, b: float, r_in: float, r_out: float, prefill: ComboSide, decode: ComboSide
+    model: CauchyModel, b: float, r_in: float, r_out: float, prefill_side: ComboSide, decode_side: ComboSide
 ) -> float:
     """(15) CE = A_1 GPU_f / GPU_p of prefill + A_2 GPU_b / GPU_p of decode, tokens per USD."""
-    prefill_part = model.a1(r_in) * prefill.gpu_f / (prefill.gpu_p_usd_per_h / S_PER_H)
-    decode_part = model.a2(b, r_in, r_out) * decode.gpu_b / (decode.gpu_p_usd_per_h / S_PER_H)
+    prefill_part = model.a1(r_in) * prefill_side.gpu_f / (prefill_side.gpu_p_usd_per_h / S_PER_H)
+    decode_part = model.a2(b, r_in, r_out) * decode_side.gpu_b / (decode_side.gpu_p_usd_per_h / S_PER_H)
     return prefill_part + decode_part
 
 

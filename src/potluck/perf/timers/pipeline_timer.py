@@ -148,25 +148,25 @@ def pipeline(
     """A timer for a layout; an unknown node or a layer too many is an error."""
     made: dict[tuple[object, ...], RooflineTimer] = {}
 
-    def timer(member: StageNode, layers: range) -> RooflineTimer:
+    def timer(stage_node: StageNode, layers: range) -> RooflineTimer:
         """One for all nodes that have the same layers on as many of the same GPUs."""
         alike = tuple(map(id, model.layers[layers.start : layers.stop]))
-        key = (member.node, member.tp, member.ep, alike, layers.stop == model.layer_count)
+        key = (stage_node.node, stage_node.tp, stage_node.ep, alike, layers.stop == model.layer_count)
         if key not in made:
             made[key] = roofline(
                 model,
-                _node(nodes, member.node),
-                member.tp,
+                _node(nodes, stage_node.node),
+                stage_node.tp,
                 layers=layers,
                 calibration=calibration,
                 host=NO_HOST,
-                ep=member.ep,
+                ep=stage_node.ep,
                 sure=sure,
             )
         return made[key]
 
     stages = tuple(
-        tuple(timer(member, layers) for member in stage.nodes)
+        tuple(timer(stage_node, layers) for stage_node in stage.nodes)
         for stage, layers in stage_layers(model, layout)
     )
     return PipelineTimer(model, stages, hops, host)
@@ -212,11 +212,11 @@ def layout_requests(model: Model, layout: Layout, nodes: Mapping[str, NodeType],
     least = 1 << 30
     for stage, layers in stage_layers(model, layout):
         total = 0
-        for member in stage.nodes:
-            node = _node(nodes, member.node)
-            memory = stage_memory(model, node, member.tp, layers, ep=member.ep)
-            require_fit(model, memory, node, member.tp)
-            total += max_requests(model, memory, member.tp, tokens, layers, member.ep)
+        for stage_node in stage.nodes:
+            node = _node(nodes, stage_node.node)
+            memory = stage_memory(model, node, stage_node.tp, layers, ep=stage_node.ep)
+            require_fit(model, memory, node, stage_node.tp)
+            total += max_requests(model, memory, stage_node.tp, tokens, layers, stage_node.ep)
         least = min(least, total)
     return least
 

@@ -309,15 +309,19 @@ def unmeasured_parts(model: Model, gpu: Gpu) -> tuple[str, ...]:
 
 
 def _dense_s(
-    works: tuple[tuple[LayerWork, int], ...], node: NodeType, tp: int, curves: GpuCurves, source: Calibration
+    works: tuple[tuple[LayerWork, int], ...],
+    node: NodeType,
+    tp: int,
+    curves: GpuCurves,
+    calibration: Calibration,
 ) -> Floats:
     total = np.zeros(len(TOKEN_GRID))
     for work, count in works:
         # A planner cuts the same few layers in a thousand ways, and many differ in their attention alone.
         layer = (
             _bundled_layer_s(replace(work, attention=NO_ATTENTION), node, tp)
-            if source is bundled()
-            else _layer_s(work, node, tp, curves, source)
+            if calibration is bundled()
+            else _layer_s(work, node, tp, curves, calibration)
         )
         total += count * layer
     return total
@@ -328,7 +332,7 @@ def _bundled_layer_s(work: LayerWork, node: NodeType, tp: int) -> Floats:
     return _layer_s(work, node, tp, bundled_curves(node.gpu), bundled())
 
 
-def _layer_s(work: LayerWork, node: NodeType, tp: int, curves: GpuCurves, source: Calibration) -> Floats:
+def _layer_s(work: LayerWork, node: NodeType, tp: int, curves: GpuCurves, calibration: Calibration) -> Floats:
     layer = stream_s(TOKEN_GRID * work.stream_bytes_per_token, work.launches, curves.chip, curves.stream)
     own_tokens = work.routed_bytes_per_token > 0
     for gemm in work.gemms:
@@ -338,19 +342,23 @@ def _layer_s(work: LayerWork, node: NodeType, tp: int, curves: GpuCurves, source
         layer = layer + experts_time_s(work, TOKEN_GRID, node.gpu, curves)
     if work.reduced_bytes_per_token > 0:
         half = TOKEN_GRID * work.reduced_bytes_per_token / 2
-        layer = layer + 2 * all_reduce_s(half, tp, node.interconnect, source.networks)
+        layer = layer + 2 * all_reduce_s(half, tp, node.interconnect, calibration.networks)
     return layer
 
 
 def _routed_s(
-    works: tuple[tuple[LayerWork, int], ...], node: NodeType, tp: int, curves: GpuCurves, source: Calibration
+    works: tuple[tuple[LayerWork, int], ...],
+    node: NodeType,
+    tp: int,
+    curves: GpuCurves,
+    calibration: Calibration,
 ) -> Floats:
     """Experts of all GPUs' tokens, on the GPU that got most of them, and the way of these there and back."""
     total = np.zeros(len(TOKEN_GRID))
     for work, count in works:
         if work.routed_bytes_per_token > 0:
             size = TOKEN_GRID / tp * work.routed_bytes_per_token
-            layer = 2 * all_to_all_s(size, tp, node.interconnect, source.networks)
+            layer = 2 * all_to_all_s(size, tp, node.interconnect, calibration.networks)
             total += count * (layer + experts_time_s(work, TOKEN_GRID, node.gpu, curves, own=True))
     return total
 

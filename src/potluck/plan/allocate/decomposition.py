@@ -58,9 +58,9 @@ class ModelDecomposition:
     def __init__(self, program: FlowProgram, state: FlowState, deadline: Deadline) -> None:
         self.state, self.deadline = state, deadline
         prices = program.fleet.price_usd_per_h * (1 + program.init_penalty)
-        fleet = replace(program.fleet, price_usd_per_h=prices)
+        node_supply = replace(program.fleet, price_usd_per_h=prices)
         self.program = replace(
-            program, fleet=fleet, init_penalty=0.0, budget_usd_per_h=None, outages=(), spare=()
+            program, fleet=node_supply, init_penalty=0.0, budget_usd_per_h=None, outages=(), spare=()
         )
         self.choices: list[list[ModelChoice]] = [[] for _ in self.program.models]
         self.seen: list[list[tuple[Floats, float]]] = [[] for _ in self.program.models]
@@ -127,8 +127,8 @@ class ModelDecomposition:
         return max(min(0.1 * off, COARSE), FINE, state.gap_target)
 
     def _alone(self, m: int, mu: Floats, deadline: Deadline) -> float:
-        fleet = self.program.fleet
-        priced = replace(fleet, price_usd_per_h=fleet.price_usd_per_h + mu)
+        node_supply = self.program.fleet
+        priced = replace(node_supply, price_usd_per_h=node_supply.price_usd_per_h + mu)
         known = sorted(self.choices[m], key=lambda each: each.at(mu))[:1]
         solved = self._solved([m], priced, [model_choice.counts for model_choice in known], deadline)
         if solved.counts is not None:
@@ -148,11 +148,11 @@ class ModelDecomposition:
             self._offer()
 
     def _solved(
-        self, some: list[int], fleet: NodeSupply, starts: list[dict[ColumnKey, int]], deadline: Deadline
+        self, some: list[int], node_supply: NodeSupply, starts: list[dict[ColumnKey, int]], deadline: Deadline
     ) -> FlowState:
         """Some of the models on some fleet; counts are told in the numbers of the whole program."""
         place = {m: at for at, m in enumerate(some)}
-        program = replace(self.program, models=tuple(self.program.models[m] for m in some), fleet=fleet)
+        program = replace(self.program, models=tuple(self.program.models[m] for m in some), fleet=node_supply)
         near = [{key._replace(group=place[key.group]): n for key, n in start.items()} for start in starts]
         flow = solve_flow(program, deadline, self._gap, near)
         if flow.counts is not None:
@@ -193,10 +193,12 @@ class ModelDecomposition:
 
     def _in_turn(self) -> None:
         """A plan, if there is time: one model after the other on the nodes that are left, the dearest first."""
-        fleet, taken = self.program.fleet, dict[ColumnKey, int]()
+        node_supply, taken = self.program.fleet, dict[ColumnKey, int]()
         for _, m in sorted(((z, m) for m, z in enumerate(self.least)), reverse=True):
-            left = fleet.available - self._uses(taken).astype(np.int64)
-            priced = replace(fleet, available=left, price_usd_per_h=fleet.price_usd_per_h + self.mu)
+            left = node_supply.available - self._uses(taken).astype(np.int64)
+            priced = replace(
+                node_supply, available=left, price_usd_per_h=node_supply.price_usd_per_h + self.mu
+            )
             solved = self._solved([m], priced, [], self.deadline.part(0.1))
             if solved.counts is None or self.deadline.over:
                 return
@@ -210,7 +212,7 @@ class ModelDecomposition:
 
         A plan's distance from the bound is what each model pays above z_m, and the worth of nodes left idle.
         """
-        state, fleet, tried = self.state, self.program.fleet, set[tuple[int, ...]]()
+        state, node_supply, tried = self.state, self.program.fleet, set[tuple[int, ...]]()
         while state.counts is not None and self.least and not state.done and not self.deadline.over:
             some = self._losers(state.counts, tried)
             if some is None:
@@ -218,7 +220,7 @@ class ModelDecomposition:
             tried.add(tuple(some))
             before = {key: n for key, n in state.counts.items() if key.group in some}
             rest = {key: n for key, n in state.counts.items() if key.group not in some}
-            left = replace(fleet, available=fleet.available - self._uses(rest).astype(np.int64))
+            left = replace(node_supply, available=node_supply.available - self._uses(rest).astype(np.int64))
             solved = self._solved(some, left, [before], self.deadline.part(0.25))
             if solved.counts is not None and solved.counts != before:
                 upper = state.upper
@@ -249,7 +251,7 @@ def _mix(program: FlowProgram, choices: list[list[ModelChoice]]) -> tuple[list[M
         entries.append((m, place, 1.0))
         entries += [(models + int(c), place, float(model_choice.uses.ravel()[c])) for c in used]
     row, column, value = (np.array(item) for item in zip(*entries, strict=True))
-    problem = Milp(
+    milp = Milp(
         cost=np.array([choice.usd_per_h for _, choice in every]),
         lower=np.zeros(len(every)),
         upper=np.full(len(every), INFINITY),
@@ -260,7 +262,7 @@ def _mix(program: FlowProgram, choices: list[list[ModelChoice]]) -> tuple[list[M
         column=column.astype(np.int64),
         value=value.astype(np.float64),
     )
-    return [choice for _, choice in every], problem
+    return [choice for _, choice in every], milp
 
 
 def cheapest_mix(
@@ -268,8 +270,8 @@ def cheapest_mix(
 ) -> list[ModelChoice] | None:
     if not all(choices):
         return None
-    every, problem = _mix(program, choices)
-    answer = solve_milp(problem, time_limit_s=deadline.final_s)
+    every, milp = _mix(program, choices)
+    answer = solve_milp(milp, time_limit_s=deadline.final_s)
     if answer.x is None or answer.objective >= below * (1 - NOUGHT):
         return None
     return [model_choice for model_choice, y in zip(every, answer.x, strict=True) if y > 0.5]
@@ -285,22 +287,22 @@ def master(
     """
     if not all(choices):
         return None
-    every, problem = _mix(program, choices)
+    every, milp = _mix(program, choices)
     nodes, models, count = mu.size, len(choices), len(every)
     far = (width * np.maximum(program.fleet.price_usd_per_h, mu)).ravel()
     above, below = mu.ravel() + far, np.maximum(mu.ravel() - far, 0.0)
     place = np.arange(nodes)
-    problem = replace(
-        problem,
-        cost=np.concatenate([problem.cost, above, -below]),
+    milp = replace(
+        milp,
+        cost=np.concatenate([milp.cost, above, -below]),
         lower=np.zeros(count + 2 * nodes),
         upper=np.full(count + 2 * nodes, INFINITY),
         integer=np.zeros(count + 2 * nodes, bool),
-        row=np.concatenate([problem.row, models + place, models + place]),
-        column=np.concatenate([problem.column, count + place, count + nodes + place]),
-        value=np.concatenate([problem.value, np.full(nodes, -1.0), np.ones(nodes)]),
+        row=np.concatenate([milp.row, models + place, models + place]),
+        column=np.concatenate([milp.column, count + place, count + nodes + place]),
+        value=np.concatenate([milp.value, np.full(nodes, -1.0), np.ones(nodes)]),
     )
-    answer = solve_milp(problem, time_limit_s=deadline.final_s, relax=True)
+    answer = solve_milp(milp, time_limit_s=deadline.final_s, relax=True)
     if answer.x is None or answer.row_dual is None or not answer.finished:
         return None
     return np.maximum(-answer.row_dual[models:], 0.0).reshape(mu.shape), answer.objective

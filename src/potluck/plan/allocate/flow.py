@@ -155,11 +155,11 @@ def _least_left_out(state: FlowState, keys: set[ColumnKey]) -> float:
 
 
 def _run(state: FlowState, rows: FlowRows, share: float) -> MilpResult:
-    problem = rows.milp(at_cost=state.at_cost)
+    milp = rows.milp(at_cost=state.at_cost)
     integers = np.array(sorted([*rows.new.values(), *rows.old.values()]), dtype=np.int64)
     start = None if state.counts is None else (integers, start_vector(rows, state.counts)[integers])
     answer = solve_milp(
-        problem, time_limit_s=share * state.deadline.left_s, gap_rel=0.5 * state.gap_target, start=start
+        milp, time_limit_s=share * state.deadline.left_s, gap_rel=0.5 * state.gap_target, start=start
     )
     if answer.x is not None and (settled := settle(rows, answer.x, state.at_cost, state.deadline)):
         value, x = settled
@@ -187,21 +187,21 @@ def settle(
     HiGHS calls 1.000001 copies whole: where exactly 1 falls short, that much less of the demand will do. At cost,
     `theta` of the demand is served.
     """
-    problem = rows.milp(at_cost=at_cost)
+    milp = rows.milp(at_cost=at_cost)
     whole = np.array(sorted([*rows.new.values(), *rows.old.values()]), dtype=np.int64)
     linear = not any(helper.whole for helper in rows.program.helpers)  # those are not copies, and stay free
     if at_cost:
-        problem.lower[THETA] = problem.upper[THETA] = theta
-    problem.lower[whole] = problem.upper[whole] = np.rint(x[whole])
+        milp.lower[THETA] = milp.upper[THETA] = theta
+    milp.lower[whole] = milp.upper[whole] = np.rint(x[whole])
     for relax in (False, linear) if rows.order else (linear,):
-        answer = solve_milp(problem, time_limit_s=deadline.final_s, relax=relax)
+        answer = solve_milp(milp, time_limit_s=deadline.final_s, relax=relax)
         if answer.infeasible and at_cost:
-            problem.lower[THETA] = theta * (1 - (10 if rows.order else 1) * WHOLE)
-            answer = solve_milp(problem, time_limit_s=deadline.final_s, relax=relax)
+            milp.lower[THETA] = theta * (1 - (10 if rows.order else 1) * WHOLE)
+            answer = solve_milp(milp, time_limit_s=deadline.final_s, relax=relax)
         if answer.x is None:
             return None
         # What is whole within a millionth would let as much cross out of order.
-        problem.lower[rows.order] = problem.upper[rows.order] = np.rint(answer.x[rows.order])
+        milp.lower[rows.order] = milp.upper[rows.order] = np.rint(answer.x[rows.order])
     if answer.x is None or not answer.finished:
         return None
     final = answer.x.copy()

@@ -53,7 +53,7 @@ class MilpResult:
 
 
 def solve_milp(
-    problem: Milp,
+    milp: Milp,
     *,
     time_limit_s: float,
     relax: bool = False,
@@ -68,7 +68,7 @@ def solve_milp(
     without presolve; what then still has no status proves nothing.
     """
     highs = _silent()
-    if not relax and np.count_nonzero(problem.integer) <= FEW_WHOLE:
+    if not relax and np.count_nonzero(milp.integer) <= FEW_WHOLE:
         for heuristic in DEAR_HEURISTICS:
             highs.setOptionValue(f"mip_heuristic_run_{heuristic}", False)
     watch = _SolverWatch(time_limit_s)
@@ -76,14 +76,14 @@ def solve_milp(
         highs.cbMipInterrupt += watch.stop_when_over
     highs.setOptionValue("mip_rel_gap", gap_rel)
     highs.setOptionValue("mip_abs_gap", 1e-9)
-    highs.passModel(_as_lp(problem, relax))
+    highs.passModel(_as_lp(milp, relax))
     for presolve in ("choose", "off"):
         highs.setOptionValue("presolve", presolve)
         if start is not None and not relax:
             highs.setSolution(len(start[0]), start[0].astype(np.int32), start[1])
         watch.run(highs, not relax)
         if highs.getModelStatus() in SOUND:
-            return _answer(highs, mixed=bool(problem.integer.any()) and not relax)
+            return _answer(highs, mixed=bool(milp.integer.any()) and not relax)
         highs.clearSolver()
     return MilpResult(None, INFINITY, -INFINITY, None, infeasible=False, finished=False)
 
@@ -142,20 +142,20 @@ def _silent() -> highspy.Highs:
     return highs
 
 
-def _as_lp(problem: Milp, relax: bool) -> highspy.HighsLp:
-    count = len(problem.cost)
-    order = np.argsort(problem.column, kind="stable")
+def _as_lp(milp: Milp, relax: bool) -> highspy.HighsLp:
+    count = len(milp.cost)
+    order = np.argsort(milp.column, kind="stable")
     lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = count, len(problem.row_lower)
-    lp.col_cost_, lp.col_lower_, lp.col_upper_ = problem.cost, problem.lower, problem.upper
-    lp.row_lower_, lp.row_upper_ = problem.row_lower, problem.row_upper
+    lp.num_col_, lp.num_row_ = count, len(milp.row_lower)
+    lp.col_cost_, lp.col_lower_, lp.col_upper_ = milp.cost, milp.lower, milp.upper
+    lp.row_lower_, lp.row_upper_ = milp.row_lower, milp.row_upper
     lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    lp.a_matrix_.start_ = np.searchsorted(problem.column[order], np.arange(count + 1)).astype(np.int32)
-    lp.a_matrix_.index_ = problem.row[order].astype(np.int32)
-    lp.a_matrix_.value_ = problem.value[order]
+    lp.a_matrix_.start_ = np.searchsorted(milp.column[order], np.arange(count + 1)).astype(np.int32)
+    lp.a_matrix_.index_ = milp.row[order].astype(np.int32)
+    lp.a_matrix_.value_ = milp.value[order]
     if not relax:
         kinds = highspy.HighsVarType
-        lp.integrality_ = [kinds.kInteger if each else kinds.kContinuous for each in problem.integer.tolist()]
+        lp.integrality_ = [kinds.kInteger if each else kinds.kContinuous for each in milp.integer.tolist()]
     return lp
 
 

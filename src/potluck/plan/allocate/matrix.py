@@ -107,7 +107,7 @@ class FlowRows:
 
     def _rows(self) -> None:
         program, entries = self.program, self.entries
-        fleet, regions = program.fleet, range(len(program.fleet.regions))
+        node_supply, regions = program.fleet, range(len(program.fleet.regions))
         entries.new_variable(0.0, 1.0)  # theta
         self.scale = [max(one.rate_per_s, 1e-300) for one in self.bins]
         self.demand = [
@@ -120,9 +120,9 @@ class FlowRows:
             for r in regions
         }
         self.nodes = {
-            (r, c): entries.new_row(-INFINITY, float(fleet.available[r, c]))
+            (r, c): entries.new_row(-INFINITY, float(node_supply.available[r, c]))
             for r in regions
-            for c in range(len(fleet.nodes))
+            for c in range(len(node_supply.nodes))
         }
         self.links = [entries.new_row(-INFINITY, 1.0) for _ in program.links]
         budget = program.budget_usd_per_h
@@ -153,11 +153,11 @@ class FlowRows:
             for m in range(len(program.models))
         ]
         self.paid: dict[tuple[int, int], int] = {}
-        fleet = program.fleet
-        for r, c in [] if fleet.reserved is None else np.argwhere(fleet.reserved > 0).tolist():
-            price = float(fleet.price_usd_per_h[r, c])
+        node_supply = program.fleet
+        for r, c in [] if node_supply.reserved is None else np.argwhere(node_supply.reserved > 0).tolist():
+            price = float(node_supply.price_usd_per_h[r, c])
             used = entries.new_variable(
-                -price, float(fleet.reserved[r, c]) if fleet.reserved is not None else 0
+                -price, float(node_supply.reserved[r, c]) if node_supply.reserved is not None else 0
             )
             self.paid[r, c] = entries.new_row(0.0, INFINITY)
             entries.put(self.paid[r, c], used, -1.0)

@@ -114,7 +114,7 @@ def left_after(
         replace(m, buckets=tuple(replace(b, rate_per_s=b.rate_per_s * share, firm=False) for b in m.buckets))
         for m, share in zip(program.models, loss.shares, strict=True)
     )
-    asked = replace(
+    flow_program = replace(
         program,
         models=models,
         running=(),
@@ -137,35 +137,35 @@ def left_after(
         remain = count - min(count, 1.0) if key == loss.copy else count
         if remain > 0:
             kept[key] = remain
-    rows = FlowRows(asked, sorted(kept), order=False)
-    problem = rows.milp(at_cost=False, theta_cap=UNCAPPED)
+    rows = FlowRows(flow_program, sorted(kept), order=False)
+    milp = rows.milp(at_cost=False, theta_cap=UNCAPPED)
     for key, count in kept.items():
-        problem.lower[rows.new[key]] = problem.upper[rows.new[key]] = count
-    answer = solve_milp(problem, time_limit_s=max(deadline.final_s, 0.1), relax=True)
+        milp.lower[rows.new[key]] = milp.upper[rows.new[key]] = count
+    answer = solve_milp(milp, time_limit_s=max(deadline.final_s, 0.1), relax=True)
     if answer.x is None or answer.row_dual is None or not answer.finished:
         return None
-    return AfterLoss(float(answer.x[THETA]), duals_of(rows, answer.row_dual), asked)
+    return AfterLoss(float(answer.x[THETA]), duals_of(rows, answer.row_dual), flow_program)
 
 
-def _worth(program: FlowProgram, loss: NodeLoss, left: AfterLoss) -> tuple[list[Floats | None], float]:
+def _worth(program: FlowProgram, loss: NodeLoss, after_loss: AfterLoss) -> tuple[list[Floats | None], float]:
     """What a copy of each column is worth at the prices of what a loss leaves, and what the links are."""
-    pricer = Pricer(left.asked)
+    pricer = Pricer(after_loss.asked)
     tables: list[Floats | None] = []
     for m, share in enumerate(loss.shares):
         if not share:
             tables.append(None)
             continue
-        worth = pricer.earnings(m, left.duals)
+        worth = pricer.earnings(m, after_loss.duals)
         if loss.gone is not None:
             worth[gone_columns(program, loss.gone, m)] = 0.0
         tables.append(worth)
-    prices = left.duals.links.tolist()
+    prices = after_loss.duals.links.tolist()
     return tables, sum(price * link.bits_per_s for price, link in zip(prices, program.links, strict=True))
 
 
-def row_for_all(program: FlowProgram, loss: NodeLoss, left: AfterLoss) -> CountLimit | None:
+def row_for_all(program: FlowProgram, loss: NodeLoss, after_loss: AfterLoss) -> CountLimit | None:
     """The row that the loss of any single copy asks for at these prices; None where the links alone would do."""
-    tables, links = _worth(program, loss, left)
+    tables, links = _worth(program, loss, after_loss)
     rest = 1.0 - links
     if rest <= SHORT:
         return None
@@ -173,9 +173,9 @@ def row_for_all(program: FlowProgram, loss: NodeLoss, left: AfterLoss) -> CountL
     return CountLimit(f"enough without any copy ({loss.name})", 1.0 - SHORT / 10, INFINITY, parts)
 
 
-def cut_of(program: FlowProgram, loss: NodeLoss, left: AfterLoss) -> tuple[FlowProgram, CountLimit]:
+def cut_of(program: FlowProgram, loss: NodeLoss, after_loss: AfterLoss) -> tuple[FlowProgram, CountLimit]:
     """The row that a loss asks for at these prices, and the program with the helper that it needs."""
-    tables, links = _worth(program, loss, left)
+    tables, links = _worth(program, loss, after_loss)
     helpers: tuple[tuple[int, float], ...] = ()
     if loss.copy is not None:
         key = loss.copy
@@ -218,10 +218,10 @@ def broken(
     """The losses after which less than `theta` of what is asked for would be served."""
     result = []
     for loss in losses(program, counts if single else {}):
-        left = left_after(program, counts, loss, deadline)
+        after_loss = left_after(program, counts, loss, deadline)
         wanted = 1.0 if _is_firm(program, loss) else theta
-        if left is not None and left.theta < wanted - SHORT:
-            result.append((loss, left))
+        if after_loss is not None and after_loss.theta < wanted - SHORT:
+            result.append((loss, after_loss))
     return result
 
 
@@ -231,10 +231,10 @@ def survives(program: FlowProgram, counts: Mapping[ColumnKey, int], theta: float
 
 def with_cuts(program: FlowProgram, result: list[tuple[NodeLoss, AfterLoss]], at_cost: bool) -> FlowProgram:
     limits = []
-    for loss, left in result:
-        program, limit = cut_of(program, loss, left)
+    for loss, after_loss in result:
+        program, limit = cut_of(program, loss, after_loss)
         limits.append(limit)
-        if loss.copy is not None and at_cost and (more := row_for_all(program, loss, left)) is not None:
+        if loss.copy is not None and at_cost and (more := row_for_all(program, loss, after_loss)) is not None:
             limits.append(more)
     return replace(program, limits=(*program.limits, *limits))
 
@@ -313,8 +313,8 @@ def _short_of_any(
             continue
         shares = tuple(share if other == m else 0.0 for other in range(len(program.models)))
         loss = NodeLoss(program.models[m].name, shares, None, None)
-        left = left_after(program, counts, loss, deadline)
-        row = None if left is None else row_for_all(program, loss, left)
+        after_loss = left_after(program, counts, loss, deadline)
+        row = None if after_loss is None else row_for_all(program, loss, after_loss)
         table = None if row is None else row.copies[m]
         if row is None or table is None:
             continue
@@ -337,20 +337,20 @@ def _mended(
             return {}
         mended[loss.copy] += 1
     rows = FlowRows(program, sorted(mended))
-    problem = rows.milp(at_cost=True)
+    milp = rows.milp(at_cost=True)
     x = start_vector(rows, mended)
     whole = np.array(sorted([*rows.new.values(), *rows.old.values()]), dtype=np.int64)
     if (x[whole] > np.array(rows.entries.upper)[whole] + 0.5).any():
         return {}
-    problem.lower[whole] = problem.upper[whole] = x[whole]
-    answer = solve_milp(problem, time_limit_s=max(deadline.final_s, 0.1))
+    milp.lower[whole] = milp.upper[whole] = x[whole]
+    answer = solve_milp(milp, time_limit_s=max(deadline.final_s, 0.1))
     if answer.x is None or broken(program, mended, 1.0, deadline):
         return {}
     return mended
 
 
 def solve_guarded(program: FlowProgram, deadline: Deadline, gap_target: float, starts: Starts) -> FlowState:
-    def attempt(each: FlowProgram, limit: Deadline, best: dict[ColumnKey, int]) -> FlowState:
-        return solve_models(each, limit, gap_target, [best] if best else starts)
+    def attempt(flow_program: FlowProgram, limit: Deadline, best: dict[ColumnKey, int]) -> FlowState:
+        return solve_models(flow_program, limit, gap_target, [best] if best else starts)
 
     return guarded(program, deadline, attempt, at_cost=True)

@@ -293,16 +293,16 @@ def rent_usd_per_h(program: FlowProgram, counts: Mapping[ColumnKey, int]) -> flo
     Nodes are counted before they are priced: the price of all nodes less that of the reserved ones would leave a
     rounding error, which may be below zero.
     """
-    fleet = program.fleet
-    used = np.zeros(fleet.available.shape, np.int64)
+    node_supply = program.fleet
+    used = np.zeros(node_supply.available.shape, np.int64)
     for key, count in counts.items():
         used[key.region] += program.models[key.group].uses[key.template].astype(np.int64) * count
-    rented = used if fleet.reserved is None else np.maximum(used - fleet.reserved, 0)
-    return float((rented * fleet.price_usd_per_h).sum())
+    rented = used if node_supply.reserved is None else np.maximum(used - node_supply.reserved, 0)
+    return float((rented * node_supply.price_usd_per_h).sum())
 
 
-def price_of(fleet: NodeSupply, uses: Bytes, region: int) -> float:
-    return float(uses @ fleet.price_usd_per_h[region])
+def price_of(node_supply: NodeSupply, uses: Bytes, region: int) -> float:
+    return float(uses @ node_supply.price_usd_per_h[region])
 
 
 def check_limits(

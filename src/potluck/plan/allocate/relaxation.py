@@ -58,15 +58,17 @@ class Relaxation:
 class Pricer:
     def __init__(self, program: FlowProgram) -> None:
         self.program = program
-        fleet = program.fleet
+        node_supply = program.fleet
         self.uses = [model.uses.astype(np.float64) for model in program.models]
         self.most: list[Floats] = []
         """[templates, regions]: the largest count that a region's nodes allow."""
         for model, uses in zip(program.models, self.uses, strict=True):
-            most = np.full((len(uses), len(fleet.regions)), np.inf)
-            for r in range(len(fleet.regions)):
+            most = np.full((len(uses), len(node_supply.regions)), np.inf)
+            for r in range(len(node_supply.regions)):
                 with np.errstate(divide="ignore", invalid="ignore"):
-                    most[:, r] = np.where(uses > 0, np.floor(fleet.available[r] / uses), np.inf).min(axis=1)
+                    most[:, r] = np.where(uses > 0, np.floor(node_supply.available[r] / uses), np.inf).min(
+                        axis=1
+                    )
             if model.allowed is not None:
                 most[~model.allowed] = 0.0
             self.most.append(most)
@@ -180,13 +182,13 @@ class Pricer:
 
 
 def duals_of(rows: FlowRows, dual: Floats) -> Duals:
-    fleet = rows.program.fleet
-    phase = np.zeros((2, len(rows.bins), len(fleet.regions)))
+    node_supply = rows.program.fleet
+    phase = np.zeros((2, len(rows.bins), len(node_supply.regions)))
     for (p, b, r), row in rows.phase.items():
         phase[p, b, r] = max(float(dual[row]), 0.0) / rows.scale[b] if rows.bins[b].rate_per_s > 0 else 0.0
     demand = [max(float(dual[row]), 0.0) / rows.scale[b] for b, row in enumerate(rows.demand)]
     live = np.array([one.rate_per_s > 0 for one in rows.bins], dtype=bool)
-    nodes = np.zeros((len(fleet.regions), len(fleet.nodes)))
+    nodes = np.zeros((len(node_supply.regions), len(node_supply.nodes)))
     for (r, c), row in rows.nodes.items():
         nodes[r, c] = max(-float(dual[row]), 0.0)
     links = [
@@ -212,15 +214,15 @@ def relax_flow(
     """
     program = pricer.program
     factor = 1.0 + program.init_penalty if at_cost else 0.0
-    last: Relaxation | None = None
+    last_relaxation: Relaxation | None = None
     rows = FlowRows(program, sorted(set(keys)), order=False)
     while not deadline.over:
-        problem = rows.milp(at_cost=at_cost, theta_cap=theta_cap, priced=True)
-        answer = solve_milp(problem, time_limit_s=deadline.left_s, relax=True)
+        milp = rows.milp(at_cost=at_cost, theta_cap=theta_cap, priced=True)
+        answer = solve_milp(milp, time_limit_s=deadline.left_s, relax=True)
         if lacking := answer.infeasible:
-            answer = solve_milp(_elastic(rows, problem), time_limit_s=deadline.left_s, relax=True)
+            answer = solve_milp(_elastic(rows, milp), time_limit_s=deadline.left_s, relax=True)
         if answer.x is None or answer.row_dual is None or not answer.finished:
-            return last
+            return last_relaxation
         duals = duals_of(rows, answer.row_dual)
         reduced = [pricer.reduced(m, duals, 0.0 if lacking else factor) for m in range(len(program.models))]
         short = 0.0
@@ -231,28 +233,30 @@ def relax_flow(
         fresh = set(pricer.cheapest(reduced, PER_ROUND, -TOLERANCE * scale)) - rows.new.keys()
         if not lacking:
             bound = answer.objective + short
-            last = Relaxation(sorted(rows.new), theta, answer.objective, bound, duals, reduced, not fresh)
+            last_relaxation = Relaxation(
+                sorted(rows.new), theta, answer.objective, bound, duals, reduced, not fresh
+            )
         if not fresh or (not lacking and not at_cost and theta_cap <= 1 and theta >= 1 - TOLERANCE):
-            return last
+            return last_relaxation
         rows.add(sorted(fresh))
-    return last
+    return last_relaxation
 
 
-def _elastic(rows: FlowRows, problem: Milp) -> Milp:
+def _elastic(rows: FlowRows, milp: Milp) -> Milp:
     """The least by which demands and limits together fall short, or are exceeded."""
     row = np.array([*rows.demand, *rows.limits, *rows.limits], dtype=np.int64)
     value = np.ones(len(row))
     value[len(rows.demand) + len(rows.limits) :] = -1.0
-    count = len(problem.cost)
+    count = len(milp.cost)
     return replace(
-        problem,
+        milp,
         cost=np.concatenate([np.zeros(count), np.ones(len(row))]),
-        lower=np.concatenate([problem.lower, np.zeros(len(row))]),
-        upper=np.concatenate([problem.upper, np.full(len(row), INFINITY)]),
-        integer=np.concatenate([problem.integer, np.zeros(len(row), bool)]),
-        row=np.concatenate([problem.row, row]),
-        column=np.concatenate([problem.column, count + np.arange(len(row))]),
-        value=np.concatenate([problem.value, value]),
+        lower=np.concatenate([milp.lower, np.zeros(len(row))]),
+        upper=np.concatenate([milp.upper, np.full(len(row), INFINITY)]),
+        integer=np.concatenate([milp.integer, np.zeros(len(row), bool)]),
+        row=np.concatenate([milp.row, row]),
+        column=np.concatenate([milp.column, count + np.arange(len(row))]),
+        value=np.concatenate([milp.value, value]),
     )
 
 
@@ -301,13 +305,13 @@ def with_whole_rows(
 
 
 def _relaxed(
-    pricer: Pricer, rows: list[CountLimit], before: Relaxation, deadline: Deadline
+    pricer: Pricer, rows: list[CountLimit], previous_relaxation: Relaxation, deadline: Deadline
 ) -> tuple[list[CountLimit], Relaxation] | None:
     """The rows that bind, and the relaxation with these alone: without the others it is the same."""
     own = len(pricer.program.limits)
     program = replace(pricer.program, limits=(*pricer.program.limits, *rows))
     again = Pricer(program)
-    relaxation = relax_flow(again, deadline, at_cost=True, keys=before.keys)
+    relaxation = relax_flow(again, deadline, at_cost=True, keys=previous_relaxation.keys)
     if relaxation is None:
         return None
     binding = np.flatnonzero(relaxation.duals.limits[own:])

@@ -58,28 +58,30 @@ def solve(
     program, stands = without_needless(program)
     begin = [told_in(start, stands) for start in starts]
     counted = _counted(_in_order(program, ()), deadline, gap_target, begin, in_part)
-    free = answer = _routed(_in_order(program, ()), counted, deadline)
+    free = allocation = _routed(_in_order(program, ()), counted, deadline)
     ordered: list[int] = []
-    while late := [m for m in out_of_order(program, answer) if m not in ordered]:
+    while late := [m for m in out_of_order(program, allocation) if m not in ordered]:
         ordered += late
         held = _in_order(program, ordered)
         kept = _routed(held, counted, deadline)  # the same copies, in order
-        most = answer.cost_usd_per_h * (1 + max(gap_target, OPTIMAL))
-        if not kept.flows or kept.fraction < answer.fraction or kept.cost_usd_per_h > most:
+        most = allocation.cost_usd_per_h * (1 + max(gap_target, OPTIMAL))
+        if not kept.flows or kept.fraction < allocation.fraction or kept.cost_usd_per_h > most:
             lower, counts = counted[0].lower, counted[1]
             counted = _counted(held, deadline, gap_target, [*begin, counts], in_part)
             counted[0].lower = max(counted[0].lower, lower)
             kept = _routed(held, counted, deadline)
-        answer = kept
-    for told in simpler(program, answer):
+        allocation = kept
+    for told in simpler(program, allocation):
         again = _routed(program, (counted[0], told, *counted[2:]), deadline)
-        if again.shares and again.fraction >= answer.fraction * (1 - OPTIMAL):
-            answer = again
+        if again.shares and again.fraction >= allocation.fraction * (1 - OPTIMAL):
+            allocation = again
             break
     if not ordered:
-        return answer
-    usd = max(0.0, answer.rent_usd_per_h - free.rent_usd_per_h) if answer.found else None
-    return replace(answer, order=OrderPrice(tuple(ordered), usd, max(0.0, free.fraction - answer.fraction)))
+        return allocation
+    usd = max(0.0, allocation.rent_usd_per_h - free.rent_usd_per_h) if allocation.found else None
+    return replace(
+        allocation, order=OrderPrice(tuple(ordered), usd, max(0.0, free.fraction - allocation.fraction))
+    )
 
 
 Counted = tuple[FlowState, dict[ColumnKey, int], bool, Shortfall | None]  # Counts, and whether all is served.
@@ -105,10 +107,10 @@ def _counted(
 def _routed(program: FlowProgram, counted: Counted, deadline: Deadline) -> Allocation:
     state, counts, result, shortfall = counted
     routed = reroute(program, counts, result, deadline) if counts else None
-    answer = _answer(program, state, counts, result, shortfall, routed)
+    allocation = _answer(program, state, counts, result, shortfall, routed)
     if shortfall is not None and routed is not None and routed[3] < shortfall.fraction * (1 - 10 * OPTIMAL):
-        return replace(answer, shortfall=replace(shortfall, fraction=routed[3]))
-    return answer
+        return replace(allocation, shortfall=replace(shortfall, fraction=routed[3]))
+    return allocation
 
 
 def _in_order(program: FlowProgram, models: Collection[int]) -> FlowProgram:
@@ -118,10 +120,10 @@ def _in_order(program: FlowProgram, models: Collection[int]) -> FlowProgram:
     )
 
 
-def out_of_order(program: FlowProgram, answer: Allocation) -> list[int]:
+def out_of_order(program: FlowProgram, allocation: Allocation) -> list[int]:
     """Ordered models of which somebody crosses a link who is shorter than somebody who stays."""
-    rates = [(s.key.group, s.bucket, s.rate_per_s, False) for s in answer.shares if s.phase == "closed"]
-    rates += [(f.model, f.bucket, f.rate_per_s, f.source != f.target) for f in answer.flows]
+    rates = [(s.key.group, s.bucket, s.rate_per_s, False) for s in allocation.shares if s.phase == "closed"]
+    rates += [(f.model, f.bucket, f.rate_per_s, f.source != f.target) for f in allocation.flows]
     late = []
     for m, model in enumerate(program.models):
         real = [x for x in rates if x[0] == m and x[2] > OPTIMAL * model.buckets[x[1]].rate_per_s]
@@ -276,16 +278,16 @@ def without_needless(program: FlowProgram) -> tuple[FlowProgram, list[Ints]]:
     return replace(program, models=tuple(models)), stands
 
 
-def simpler(program: FlowProgram, answer: Allocation) -> Iterator[dict[ColumnKey, int]]:
+def simpler(program: FlowProgram, allocation: Allocation) -> Iterator[dict[ColumnKey, int]]:
     """Counts with few copies of columns that serve requests whole and decode for others, the fewest first.
 
     Columns of the same nodes that do one of both do as much of it, and are simpler to run. Where rows speak of copies
     all stay.
     """
     fixed = {key for key, _ in program.running} | {pin.key for pin in program.pins}
-    copies, found = dict(answer.counts), dict[ColumnKey, tuple[ColumnKey, ColumnKey, int]]()
+    copies, found = dict(allocation.counts), dict[ColumnKey, tuple[ColumnKey, ColumnKey, int]]()
     for key, n in copies.items():
-        model, mine = program.models[key.group], [share for share in answer.shares if share.key == key]
+        model, mine = program.models[key.group], [share for share in allocation.shares if share.key == key]
         busy = sum(share.copies for share in mine)
         serving = _alone(model, key, model.closed_per_s, model.decode_per_s)
         decoding = _alone(model, key, model.decode_per_s, model.closed_per_s)
@@ -295,7 +297,7 @@ def simpler(program: FlowProgram, answer: Allocation) -> Iterator[dict[ColumnKey
     if not found or program.limits or program.helpers or program.guarded:
         return
     for way in range(4):
-        counts = {key: n for key, n in answer.counts if key not in found}
+        counts = {key: n for key, n in allocation.counts if key not in found}
         for key, (serving, decoding, least) in found.items():
             n = copies[key]
             column, serve = ((serving, 0), (serving, n), (serving, least), (key, least))[way]
@@ -375,7 +377,7 @@ def largest_fraction(
     state = guarded(
         program,
         deadline,
-        lambda each, limit, best: _most(each, limit, gap_target, [best, *starts]),
+        lambda flow_program, limit, best: _most(flow_program, limit, gap_target, [best, *starts]),
         at_cost=False,
     )
     if state.relaxed is None:
@@ -409,8 +411,8 @@ def _most(
 
 def overpinned(program: FlowProgram) -> tuple[str, ...]:
     """Node types, the budget and placements that the pinned copies alone exceed."""
-    fleet = program.fleet
-    need = np.zeros(fleet.available.shape, dtype=np.int64)
+    node_supply = program.fleet
+    need = np.zeros(node_supply.available.shape, dtype=np.int64)
     banned: list[str] = []
     for key, count, _ in program.pins:
         uses = program.models[key.group].uses[key.template]
@@ -418,8 +420,8 @@ def overpinned(program: FlowProgram) -> tuple[str, ...]:
         allowed = program.models[key.group].allowed
         if count and allowed is not None and not allowed[key.template, key.region]:
             name = program.models[key.group].name
-            banned.append(f"template {key.template} of {name} in {fleet.regions[key.region]}")
-    over = [fleet.node_label(int(r), int(c)) for r, c in np.argwhere(need > fleet.available)]
+            banned.append(f"template {key.template} of {name} in {node_supply.regions[key.region]}")
+    over = [node_supply.node_label(int(r), int(c)) for r, c in np.argwhere(need > node_supply.available)]
     rent = rent_usd_per_h(program, {pin.key: pin.copies for pin in program.pins})
     if program.budget_usd_per_h is not None and rent > program.budget_usd_per_h * (1 + 1e-9):
         over.append("budget")
@@ -455,15 +457,15 @@ def unserved(program: FlowProgram, pricer: Pricer) -> tuple[str, ...]:
 
 
 def _binding(program: FlowProgram, relaxed: Relaxation) -> tuple[str, ...]:
-    fleet, duals = program.fleet, relaxed.duals
+    node_supply, duals = program.fleet, relaxed.duals
     worth: list[tuple[float, str]] = []
     for r, c in np.argwhere(duals.nodes > 1e-12):
         # A type of which there is none at all still names what is missing.
-        value = float(duals.nodes[r, c]) * max(int(fleet.available[r, c]), 1)
-        worth.append((value, fleet.node_label(int(r), int(c))))
+        value = float(duals.nodes[r, c]) * max(int(node_supply.available[r, c]), 1)
+        worth.append((value, node_supply.node_label(int(r), int(c))))
     for link, price in zip(program.links, duals.links.tolist(), strict=True):
         if price * link.bits_per_s > 1e-12:
-            name = f"link {fleet.regions[link.source]}->{fleet.regions[link.target]}"
+            name = f"link {node_supply.regions[link.source]}->{node_supply.regions[link.target]}"
             worth.append((price * link.bits_per_s, name))
     for limit, dual in zip(program.limits, duals.limits.tolist(), strict=True):
         if abs(dual) > 1e-12:

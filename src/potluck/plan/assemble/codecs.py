@@ -36,20 +36,20 @@ Solve = Callable[[PlanningProblem], tuple[ProgramColumns, Allocation]]
 
 
 def levels(problem: PlanningProblem) -> list[int]:
-    return sorted({ask.terms.priority for ask in problem.asks if ask.rate_per_s > 0}, reverse=True)
+    return sorted({demand.terms.priority for demand in problem.asks if demand.rate_per_s > 0}, reverse=True)
 
 
 def alike(problem: PlanningProblem, short: Shortfall) -> bool:
     """Whether a shortfall that is the same for all is the last word."""
-    asked = sum(ask.rate_per_s > 0 for ask in problem.asks)
+    asked = sum(demand.rate_per_s > 0 for demand in problem.asks)
     return len(levels(problem)) < 2 and (short.fraction > NOUGHT or asked < 2)
 
 
 def first_usd_per_h(program_columns: ProgramColumns, model: int) -> float:
     """What the least costs that serves anything of a model: a copy that does both phases, or one of each."""
-    fleet, mine = program_columns.program.fleet, program_columns.program.models[model]
-    here = np.where((mine.uses[:, None, :] <= fleet.available[None]).all(axis=2), 1.0, np.inf)
-    cost = (mine.uses.astype(float) @ fleet.price_usd_per_h.T + 1e-9) * here
+    node_supply, mine = program_columns.program.fleet, program_columns.program.models[model]
+    here = np.where((mine.uses[:, None, :] <= node_supply.available[None]).all(axis=2), 1.0, np.inf)
+    cost = (mine.uses.astype(float) @ node_supply.price_usd_per_h.T + 1e-9) * here
 
     def least(rates: NDArray[np.float64]) -> float:
         return float(cost[rates.max(axis=1, initial=0.0) > 0].min(initial=np.inf))
@@ -64,7 +64,7 @@ def by_priority(
 
     `first` is what a first copy of each model costs.
     """
-    given: dict[str, float] = {ask.name: 0.0 for ask in problem.asks}
+    given: dict[str, float] = {demand.name: 0.0 for demand in problem.asks}
     program_column: tuple[ProgramColumns, Allocation] | None = None
     message, ranks = short, levels(problem)
     todo = [[a.name for a in problem.asks if a.terms.priority == rank and a.rate_per_s > 0] for rank in ranks]
@@ -85,19 +85,19 @@ def by_priority(
         nothing = False
     if program_column is None or not any(given.values()):
         return None
-    least = min(given[ask.name] for ask in problem.asks if ask.rate_per_s > 0)
+    least = min(given[demand.name] for demand in problem.asks if demand.rate_per_s > 0)
     bound = max(least, message.fraction_bound)
     words = replace(message, fraction=least, fraction_bound=bound, unserved=short.unserved)
-    answer = replace(program_column[1], status="infeasible", shortfall=words)
-    return replace(program_column[0], problem=problem, fractions=given), answer
+    allocation = replace(program_column[1], status="infeasible", shortfall=words)
+    return replace(program_column[0], problem=problem, fractions=given), allocation
 
 
 def served(problem: PlanningProblem, plan: Plan) -> tuple[float, ...]:
     """How much a plan serves, for comparing: level by level the least share of a model, then the mean of all."""
     values: list[float] = []
     for rank in levels(problem):
-        mine = [ask for ask in problem.asks if ask.terms.priority == rank and ask.rate_per_s > 0]
-        shares = [plan.fraction_of(ask.name) for ask in mine]
+        mine = [demand for demand in problem.asks if demand.terms.priority == rank and demand.rate_per_s > 0]
+        shares = [plan.fraction_of(demand.name) for demand in mine]
         values += [round(min(shares), DIGITS), round(sum(shares) / len(shares), DIGITS)]
     return tuple(values)
 
@@ -106,13 +106,13 @@ DIGITS = 6
 
 
 def _at(problem: PlanningProblem, given: Mapping[str, float], mine: list[str]) -> PlanningProblem:
-    def at(ask: ModelDemand) -> ModelDemand:
-        share = 1.0 if ask.name in mine else given[ask.name]
-        firm = ask.name not in mine and share > 0
-        demands = tuple(replace(d, rate_per_s=d.rate_per_s * share, firm=firm) for d in ask.demands)
-        return replace(ask, demands=demands)
+    def at(demand: ModelDemand) -> ModelDemand:
+        share = 1.0 if demand.name in mine else given[demand.name]
+        firm = demand.name not in mine and share > 0
+        demands = tuple(replace(d, rate_per_s=d.rate_per_s * share, firm=firm) for d in demand.demands)
+        return replace(demand, demands=demands)
 
-    return replace(problem, asks=tuple(at(ask) for ask in problem.asks))
+    return replace(problem, asks=tuple(at(demand) for demand in problem.asks))
 
 
 SAME = 1e-6
@@ -124,14 +124,14 @@ def solved(
     problem: PlanningProblem,
     templates: Mapping[str, Sequence[Template]],
     *,
-    running: Plan | None = None,
+    running_plan: Plan | None = None,
     pins: Sequence[Deployment] = (),
     exactly: bool = False,
     starts: Sequence[Plan] = (),
     time_limit_s: float = 60.0,
     gap_target: float = 0.0,
     clock: Callable[[], float] = time.process_time,
-    books: RateCaches | None = None,
+    rate_caches: RateCaches | None = None,
     in_part: bool = True,
 ) -> tuple[ProgramColumns, Allocation]:
     """The program over some templates and its answer, each model's KV in the most exact codec that will do.
@@ -142,12 +142,20 @@ def solved(
 
     deadline = Deadline(time_limit_s, clock)
 
-    def once(asked: PlanningProblem) -> tuple[ProgramColumns, Allocation]:
-        smallest = dict.fromkeys((ask.name for ask in asked.asks), asked.codecs[-1])
-        program_columns = columns(
-            asked, templates, running=running, pins=pins, exactly=exactly, codecs=smallest, books=books
+    def once(planning_problem: PlanningProblem) -> tuple[ProgramColumns, Allocation]:
+        smallest = dict.fromkeys(
+            (demand.name for demand in planning_problem.asks), planning_problem.codecs[-1]
         )
-        answer = solve(
+        program_columns = columns(
+            planning_problem,
+            templates,
+            running_plan=running_plan,
+            pins=pins,
+            exactly=exactly,
+            codecs=smallest,
+            rate_caches=rate_caches,
+        )
+        allocation = solve(
             program_columns.program,
             starts=[counts for plan in starts if (counts := program_columns.counts_of(plan)) is not None],
             time_limit_s=max(deadline.left_s / parts, LEAST_SHARE * time_limit_s),
@@ -155,72 +163,77 @@ def solved(
             clock=clock,
             in_part=in_part,
         )
-        if len(asked.codecs) < 2 or not answer.counts:
-            return program_columns, answer
-        return _put_back(program_columns, answer, Deadline(SETTLE_S, clock))
+        if len(planning_problem.codecs) < 2 or not allocation.counts:
+            return program_columns, allocation
+        return _put_back(program_columns, allocation, Deadline(SETTLE_S, clock))
 
     parts = len(levels(problem)) + 1 if len(levels(problem)) > 1 else 1
-    program_columns, answer = once(problem)
-    if answer.shortfall is None or alike(problem, answer.shortfall):
-        return program_columns, answer
+    program_columns, allocation = once(problem)
+    if allocation.shortfall is None or alike(problem, allocation.shortfall):
+        return program_columns, allocation
     parts = len(problem.asks)
-    first = {ask.name: first_usd_per_h(program_columns, m) for m, ask in enumerate(problem.asks)}
-    return by_priority(problem, once, answer.shortfall, first) or (program_columns, answer)
+    first = {demand.name: first_usd_per_h(program_columns, m) for m, demand in enumerate(problem.asks)}
+    return by_priority(problem, once, allocation.shortfall, first) or (program_columns, allocation)
 
 
 def _put_back(
-    program_columns: ProgramColumns, answer: Allocation, deadline: Deadline
+    program_columns: ProgramColumns, allocation: Allocation, deadline: Deadline
 ) -> tuple[ProgramColumns, Allocation]:
-    problem, best = program_columns.problem, (program_columns, answer)
-    names = [ask.name for m, ask in enumerate(problem.asks) if _crosses(program_columns, answer, m)]
+    problem, best = program_columns.problem, (program_columns, allocation)
+    names = [demand.name for m, demand in enumerate(problem.asks) if _crosses(program_columns, allocation, m)]
     chosen = dict(program_columns.codecs)
-    chosen.update((ask.name, LOSSLESS) for ask in problem.asks if ask.name not in names)
+    chosen.update((demand.name, LOSSLESS) for demand in problem.asks if demand.name not in names)
     if len(names) > 1:  # nearly always nothing is short, and one look is enough
         all_exact = chosen | dict.fromkeys(names, problem.codecs[0])
-        if (other := _rerouted(program_columns, answer, all_exact, deadline)) is not None:
+        if (other := _rerouted(program_columns, allocation, all_exact, deadline)) is not None:
             return other
     for name in names:
         for codec in problem.codecs:
-            other = _rerouted(program_columns, answer, chosen | {name: codec}, deadline)
+            other = _rerouted(program_columns, allocation, chosen | {name: codec}, deadline)
             if other is not None:
                 chosen, best = chosen | {name: codec}, other
                 break
     return best
 
 
-def _crosses(program_columns: ProgramColumns, answer: Allocation, model: int) -> bool:
+def _crosses(program_columns: ProgramColumns, allocation: Allocation, model: int) -> bool:
     inside = any(
         key.group == model and program_columns.templates[model][key.template].hands_over
-        for key, _ in answer.counts
+        for key, _ in allocation.counts
     )
-    return inside or any(flow.model == model for flow in answer.flows)
+    return inside or any(flow.model == model for flow in allocation.flows)
 
 
 def _rerouted(
-    program_columns: ProgramColumns, answer: Allocation, codecs: Mapping[str, Codec], deadline: Deadline
+    program_columns: ProgramColumns, allocation: Allocation, codecs: Mapping[str, Codec], deadline: Deadline
 ) -> tuple[ProgramColumns, Allocation] | None:
     """The same copies with KV in these codecs; None when they would serve less."""
     used = [
-        sorted({key.template for key, _ in answer.counts if key.group == m}) for m in _models(program_columns)
+        sorted({key.template for key, _ in allocation.counts if key.group == m})
+        for m in _models(program_columns)
     ]
     problem = program_columns.problem
     few = columns(
         problem,
-        {ask.name: [program_columns.templates[m][t] for t in used[m]] for m, ask in enumerate(problem.asks)},
+        {
+            demand.name: [program_columns.templates[m][t] for t in used[m]]
+            for m, demand in enumerate(problem.asks)
+        },
         codecs=codecs,
-        books=program_columns.books,
+        rate_caches=program_columns.books,
     )
     counts = {
-        ColumnKey(key.group, used[key.group].index(key.template), key.region): n for key, n in answer.counts
+        ColumnKey(key.group, used[key.group].index(key.template), key.region): n
+        for key, n in allocation.counts
     }
-    routed = reroute(few.program, counts, answer.found, deadline)
+    routed = reroute(few.program, counts, allocation.found, deadline)
     if routed is None:
         return None
-    wanted = 1.0 if answer.shortfall is None else answer.shortfall.fraction
+    wanted = 1.0 if allocation.shortfall is None else allocation.shortfall.fraction
     if not survives(few.program, counts, wanted - SAME, deadline):
         return None
     shares, flows, _, fraction = routed
-    if answer.shortfall is not None and fraction < answer.shortfall.fraction - SAME:
+    if allocation.shortfall is not None and fraction < allocation.shortfall.fraction - SAME:
         return None
     kept = tuple(ColumnCount(key, n) for key, n in sorted(counts.items()))
     there = tuple(
@@ -229,7 +242,7 @@ def _rerouted(
         if key.template in used[key.group]
     )
     few = replace(few, program=replace(few.program, running=there))
-    return few, replace(answer, counts=kept, shares=shares, flows=flows)
+    return few, replace(allocation, counts=kept, shares=shares, flows=flows)
 
 
 def _models(program_columns: ProgramColumns) -> range:

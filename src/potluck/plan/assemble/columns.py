@@ -63,8 +63,8 @@ class _ColumnRow(NamedTuple):
     cards_bits_per_s: float
 
 
-def _row(problem: PlanningProblem, each: ModelDemand, template: Template, bits: Floats) -> _ColumnRow:
-    table = np.zeros((3, len(each.demands)))
+def _row(problem: PlanningProblem, demand: ModelDemand, template: Template, bits: Floats) -> _ColumnRow:
+    table = np.zeros((3, len(demand.demands)))
     for capacity in template.capacity:
         rates = capacity.prefill_per_s, capacity.decode_per_s, capacity.closed_per_s
         table[:, capacity.bucket] = rates
@@ -73,27 +73,27 @@ def _row(problem: PlanningProblem, each: ModelDemand, template: Template, bits: 
             table[0], table[1], table[2], float("inf")
         )  # what is handed over inside is in its rate
     cards = cards_of(template.replicas, problem.by_name)
-    busy, passes = busy_limits(each, bits, cards, problem.headroom)
+    busy, passes = busy_limits(demand, bits, cards, problem.headroom)
     table[:2] *= passes
     return _ColumnRow(table[0], table[1], table[2], busy * cards.all_bits_per_s)
 
 
 def model_columns(
     problem: PlanningProblem,
-    each: ModelDemand,
+    model_demand: ModelDemand,
     group: Sequence[Template],
-    fleet: NodeSupply,
+    node_supply: NodeSupply,
     codec: Codec,
-    book: RateCache,
+    rate_cache: RateCache,
 ) -> ModelColumns:
-    places = {node: column for column, node in enumerate(fleet.nodes)}
-    uses = np.zeros((len(group), len(fleet.nodes)), np.uint8)
-    bits = wire_bits(each, codec)
+    places = {node: column for column, node in enumerate(node_supply.nodes)}
+    uses = np.zeros((len(group), len(node_supply.nodes)), np.uint8)
+    bits = wire_bits(model_demand, codec)
     asked = tuple(
-        demand.rate_per_s > 0 for demand in each.demands
+        demand.rate_per_s > 0 for demand in model_demand.demands
     )  # the tightest bucket that is asked for counts
     rows = [
-        book.once_of((codec, asked), template, partial(_row, problem, each, template, bits))
+        rate_cache.once_of((codec, asked), template, partial(_row, problem, model_demand, template, bits))
         for template in group
     ]
     for row, template in enumerate(group):
@@ -101,27 +101,29 @@ def model_columns(
             uses[row, places[count.node]] = count.count
         for machine in template.machines if template.kind == "group" else ():
             uses[row, places[f"{MACHINE}{machine}"]] = 1
-    size = (len(group), len(each.demands))
+    size = (len(group), len(model_demand.demands))
     rates = [np.array([row[place] for row in rows]).reshape(size) for place in range(3)]
     prefill, decode, closed = rates
     cards = np.array([row.cards_bits_per_s for row in rows])
     buckets = tuple(
         DemandBucket(
-            f"{each.name} up to {d.longest_tokens} tokens",
+            f"{model_demand.name} up to {d.longest_tokens} tokens",
             d.rate_per_s,
             float(bits[d.bucket]),
             frozenset(
-                (fleet.regions.index(link.source), fleet.regions.index(link.target))
+                (node_supply.regions.index(link.source), node_supply.regions.index(link.target))
                 for link in problem.links
-                if crossing_s(bits[d.bucket], link) > crossing_room_s(each, d)
+                if crossing_s(bits[d.bucket], link) > crossing_room_s(model_demand, d)
             ),
             d.firm,
             crossing,
         )
-        for d, crossing in zip(each.demands, _crossing_usd_per_h(problem, fleet, uses, rates), strict=True)
+        for d, crossing in zip(
+            model_demand.demands, _crossing_usd_per_h(problem, node_supply, uses, rates), strict=True
+        )
     )
     return ModelColumns(
-        each.name,
+        model_demand.name,
         buckets,
         uses,
         prefill,
@@ -134,14 +136,14 @@ def model_columns(
 
 
 def _crossing_usd_per_h(
-    problem: PlanningProblem, fleet: NodeSupply, uses: Bytes, rates: Sequence[Floats]
+    problem: PlanningProblem, node_supply: NodeSupply, uses: Bytes, rates: Sequence[Floats]
 ) -> list[float]:
     """By bucket, what a request a second that crosses a link counts for: a share of the least rent it takes."""
     buckets = rates[0].shape[1]
     if not (problem.complexity_share and problem.links and len(uses)):
         return [0.0] * buckets
-    there = (uses[:, None, :] <= fleet.available[None]).all(axis=2)
-    price = np.where(there, uses @ fleet.price_usd_per_h.T, np.inf).min(axis=1)
+    there = (uses[:, None, :] <= node_supply.available[None]).all(axis=2)
+    price = np.where(there, uses @ node_supply.price_usd_per_h.T, np.inf).min(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         least = [np.where(rate > 0, price[:, None] / rate, np.inf).min(axis=0) for rate in rates]
     whole = np.minimum(least[0] + least[1], least[2]) / problem.headroom
@@ -157,9 +159,9 @@ def crossing_s(wire_bits: float, link: Link) -> float:
     return float(link_alpha_beta(link).time_s(wire_bits / 16))
 
 
-def crossing_room_s(each: ModelDemand, demand: BucketDemand) -> float:
+def crossing_room_s(model_demand: ModelDemand, demand: BucketDemand) -> float:
     """The part of TTFT that templates leave free for handing KV over."""
-    return (each.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S) * HANDOVER_SHARE
+    return (model_demand.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S) * HANDOVER_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,37 +264,42 @@ def columns(
     problem: PlanningProblem,
     templates: Mapping[str, Sequence[Template]],
     *,
-    running: Plan | None = None,
+    running_plan: Plan | None = None,
     pins: Sequence[Deployment] = (),
     exactly: bool = False,
     codecs: Mapping[str, Codec] | None = None,
-    books: RateCaches | None = None,
+    rate_caches: RateCaches | None = None,
 ) -> ProgramColumns:
     """The program over some templates of each model; running ones that are still known keep their price.
 
     Pins ask for at least so many copies, or for exactly so many. `codecs` says in which each model's KV crosses;
     what is not named crosses as it is.
     """
-    books = RateCaches(None) if books is None else books
-    chosen = {ask.name: (codecs or {}).get(ask.name, LOSSLESS) for ask in problem.asks}
+    rate_caches = RateCaches(None) if rate_caches is None else rate_caches
+    chosen = {demand.name: (codecs or {}).get(demand.name, LOSSLESS) for demand in problem.asks}
     groups = tuple(
-        tuple(_in_codec(problem, ask, each, chosen[ask.name], books) for each in templates.get(ask.name, ()))
-        for ask in problem.asks
+        tuple(
+            _in_codec(problem, demand, each, chosen[demand.name], rate_caches)
+            for each in templates.get(demand.name, ())
+        )
+        for demand in problem.asks
     )
     named = {
         machine for group in groups for each in group if each.kind == "group" for machine in each.machines
     }
-    fleet = fleet_of(problem, sorted(named))
+    node_supply = fleet_of(problem, sorted(named))
     models = tuple(
-        model_columns(problem, ask, group, fleet, chosen[ask.name], books.of(problem, ask))
-        for ask, group in zip(problem.asks, groups, strict=True)
+        model_columns(
+            problem, demand, group, node_supply, chosen[demand.name], rate_caches.of(problem, demand)
+        )
+        for demand, group in zip(problem.asks, groups, strict=True)
     )
-    links = links_of(problem.links, fleet.regions, problem.headroom)
-    bare = with_terms(problem, groups, FlowProgram(fleet, models, links))
-    program_columns = ProgramColumns(problem, groups, bare, chosen, books=books)
+    links = links_of(problem.links, node_supply.regions, problem.headroom)
+    bare = with_terms(problem, groups, FlowProgram(node_supply, models, links))
+    program_columns = ProgramColumns(problem, groups, bare, chosen, books=rate_caches)
     counts = tuple(
         ColumnCount(key, deployment.count)
-        for deployment in (running.deployments if running else ())
+        for deployment in (running_plan.deployments if running_plan else ())
         if (key := program_columns.key(deployment.template, deployment.region)) is not None
     )
     program = replace(
@@ -303,23 +310,29 @@ def columns(
         headroom=problem.headroom,
         budget_usd_per_h=problem.budget_usd_per_h,
     )
-    return ProgramColumns(problem, groups, program, chosen, books=books)
+    return ProgramColumns(problem, groups, program, chosen, books=rate_caches)
 
 
 def _in_codec(
-    problem: PlanningProblem, each: ModelDemand, template: Template, codec: Codec, books: RateCaches
+    problem: PlanningProblem,
+    model_demand: ModelDemand,
+    template: Template,
+    codec: Codec,
+    rate_caches: RateCaches,
 ) -> Template:
     """A template whose parts hand KV over in this codec; groups of machines have one of their own."""
     if template.codec == codec or template.kind not in CROSSING or not template.hands_over:
         return template
-    book = books.of(problem, each)
+    rate_cache = rate_caches.of(problem, model_demand)
 
     def make() -> Template:
-        capacity = CROSSING[template.kind](problem, each, template.replicas, codec, book)
+        capacity = CROSSING[template.kind](problem, model_demand, template.replicas, codec, rate_cache)
         return replace(template, capacity=capacity, codec=codec)
 
-    asked = tuple(demand.rate_per_s > 0 for demand in each.demands)  # cards are as busy as these let them be
-    return book.once_of(("in", codec, asked), template, make)
+    asked = tuple(
+        demand.rate_per_s > 0 for demand in model_demand.demands
+    )  # cards are as busy as these let them be
+    return rate_cache.once_of(("in", codec, asked), template, make)
 
 
 def codecs_of(plan: Plan) -> dict[str, Codec]:
@@ -374,17 +387,17 @@ def plan_of(program_columns: ProgramColumns, allocation: Allocation, strategy: s
         tuple(sorted(deployments, key=lambda d: (d.template, d.region))),
         tuple(
             LengthBucket(d.model, d.bucket, d.longest_tokens, d.rate_per_s, d.new_tokens / d.input_tokens)
-            for ask in problem.asks
-            for d in ask.demands
+            for demand in problem.asks
+            for d in demand.demands
         ),
         shares,
         flows,
-        tuple(_prediction(program_columns, ask, used, deployments, shares) for ask in problem.asks),
+        tuple(_prediction(program_columns, demand, used, deployments, shares) for demand in problem.asks),
         allocation.rent_usd_per_h,
         max(0.0, gap),
         fraction,
         _starts_usd_per_h(program_columns.program, allocation),
-        formats=tuple((ask.name, ask.model.weights_are) for ask in problem.asks if ask.formats),
+        formats=tuple((demand.name, demand.model.weights_are) for demand in problem.asks if demand.formats),
         engine=problem.engine.engine,
     )
     charges = charges_of(problem, plan, egress_usd_per_h(problem, plan))
@@ -432,7 +445,7 @@ def thresholds_of(plan: Plan) -> tuple[PlannedThreshold, ...]:
 
 def egress_usd_per_h(problem: PlanningProblem, plan: Plan) -> float:
     prices = {(link.source, link.target): link.egress_usd_per_gb for link in problem.links}
-    asks, total = {ask.name: ask for ask in problem.asks}, 0.0
+    asks, total = {demand.name: demand for demand in problem.asks}, 0.0
     for flow in plan.flows:
         price = prices.get((flow.prefill_region, flow.decode_region), 0.0)
         if price:
@@ -475,43 +488,47 @@ def _trimmed(program_columns: ProgramColumns, allocation: Allocation) -> tuple[P
     return tuple(kept)
 
 
-def _pin(program_columns: ProgramColumns, pin: Deployment, exactly: bool) -> ColumnPin:
-    key = program_columns.key(pin.template, pin.region)
+def _pin(program_columns: ProgramColumns, deployment: Deployment, exactly: bool) -> ColumnPin:
+    key = program_columns.key(deployment.template, deployment.region)
     if key is None:
-        if f": {GROUP_NAME}" in pin.template:
+        if f": {GROUP_NAME}" in deployment.template:
             how = "a search of another length may find others; give --running with the plan that has it"
-            raise InputError("pin", f"no search found {pin.template!r}: {how}")
+            raise InputError("pin", f"no search found {deployment.template!r}: {how}")
         known = [template.name for group in program_columns.templates for template in group]
-        raise UnknownNameError("pin", f"{pin.template}@{pin.region}", known)
-    return ColumnPin(key, pin.count, exactly)
+        raise UnknownNameError("pin", f"{deployment.template}@{deployment.region}", known)
+    return ColumnPin(key, deployment.count, exactly)
 
 
 def _prediction(
     program_columns: ProgramColumns,
-    each: ModelDemand,
+    model_demand: ModelDemand,
     used: Mapping[str, Template],
     deployments: Sequence[Deployment],
     shares: Sequence[PlannedShare],
 ) -> Prediction:
     """What to expect of a model; TTFT with what its KV is late over cards as busy as planned."""
-    mine = [share for share in shares if used[share.template].model == each.name]
+    mine = [share for share in shares if used[share.template].model == model_demand.name]
     finished = [share for share in mine if share.phase in ("decode", "closed")]
     served = sum(share.rate_per_s for share in finished)
     prefilled = sum(share.rate_per_s for share in mine if share.phase == "prefill")
     ttft = _mean([(s.rate_per_s, _capacity(used, s).ttft_s) for s in mine if s.phase != "decode"])
     if prefilled > 0:
-        bits = wire_bits(each, program_columns.codecs.get(each.name, LOSSLESS))
+        bits = wire_bits(model_demand, program_columns.codecs.get(model_demand.name, LOSSLESS))
         copies = {(d.template, d.region): d.count for d in deployments}
         begun = sum(share.rate_per_s for share in mine if share.phase != "decode")
-        ttft += late_s(each, bits, program_columns.problem.by_name, used, copies, mine) * prefilled / begun
+        ttft += (
+            late_s(model_demand, bits, program_columns.problem.by_name, used, copies, mine)
+            * prefilled
+            / begun
+        )
     tpot = _mean([(s.rate_per_s, _capacity(used, s).tpot_s) for s in finished])
-    trust = [used[d.template].confidence for d in deployments if used[d.template].model == each.name]
+    trust = [used[d.template].confidence for d in deployments if used[d.template].model == model_demand.name]
     confidence: Confidence = max(trust, key=ORDER.index) if trust else "assumed"
-    tokens = {demand.bucket: (demand.input_tokens, demand.output_tokens) for demand in each.demands}
-    own = program_columns.fractions.get(each.name) if program_columns.fractions else None
+    tokens = {demand.bucket: (demand.input_tokens, demand.output_tokens) for demand in model_demand.demands}
+    own = program_columns.fractions.get(model_demand.name) if program_columns.fractions else None
     return Prediction(
-        each.name,
-        each.rate_per_s,
+        model_demand.name,
+        model_demand.rate_per_s,
         served / program_columns.problem.headroom,
         ttft,
         tpot,
@@ -520,7 +537,11 @@ def _prediction(
         sum(share.rate_per_s * tokens[share.bucket][1] for share in finished),
         own,
         *range_per_s(
-            each, mine, used, program_columns.problem.by_name, served / program_columns.problem.headroom
+            model_demand,
+            mine,
+            used,
+            program_columns.problem.by_name,
+            served / program_columns.problem.headroom,
         ),
     )
 

@@ -36,41 +36,49 @@ def evened(
     shares: list[PlannedShare] = []
     flows: list[PlannedFlow] = []
     predictions: list[Prediction] = []
-    for ask in problem.asks:
-        most = _most(problem, plan, ask, time_limit_s, clock) if ask.rate_per_s > 0 else None
+    for demand in problem.asks:
+        most = _most(problem, plan, demand, time_limit_s, clock) if demand.rate_per_s > 0 else None
         times = 0.0 if most is None else most.fraction * MORE
         if most is None or times < 1:
-            names = {template.name for template in plan.templates if template.model == ask.name}
+            names = {template.name for template in plan.templates if template.model == demand.name}
             shares += [share for share in plan.shares if share.template in names]
-            flows += [flow for flow in plan.flows if flow.model == ask.name]
-            predictions += [prediction for prediction in plan.predictions if prediction.model == ask.name]
+            flows += [flow for flow in plan.flows if flow.model == demand.name]
+            predictions += [prediction for prediction in plan.predictions if prediction.model == demand.name]
             continue
         shares += [replace(item, rate_per_s=item.rate_per_s / times) for item in most.shares]
         flows += [replace(item, rate_per_s=item.rate_per_s / times) for item in most.flows]
-        predictions += [replace(prediction, demand_per_s=ask.rate_per_s) for prediction in most.predictions]
+        predictions += [
+            replace(prediction, demand_per_s=demand.rate_per_s) for prediction in most.predictions
+        ]
     better = replace(plan, shares=tuple(shares), flows=tuple(flows), predictions=tuple(predictions))
     better = replace(better, thresholds=thresholds_of(better))
     return plan if verify(problem, better, rerouted=True) else better
 
 
 def _most(
-    problem: PlanningProblem, plan: Plan, ask: ModelDemand, time_limit_s: float, clock: Callable[[], float]
+    problem: PlanningProblem,
+    plan: Plan,
+    model_demand: ModelDemand,
+    time_limit_s: float,
+    clock: Callable[[], float],
 ) -> Plan | None:
     """One model's copies, all busy; None where it has none."""
-    templates = [template for template in plan.templates if template.model == ask.name]
+    templates = [template for template in plan.templates if template.model == model_demand.name]
     names = {template.name for template in templates}
     pins = tuple(deployment for deployment in plan.deployments if deployment.template in names)
     if not pins:
         return None
     held = replace(plan, deployments=pins).nodes
-    demands = tuple(replace(demand, rate_per_s=demand.rate_per_s * MORE) for demand in ask.demands)
+    demands = tuple(replace(demand, rate_per_s=demand.rate_per_s * MORE) for demand in model_demand.demands)
     alone = replace(
         problem.with_nodes(lambda region, offer: held.get((region, offer.node), 0)),
-        asks=(replace(ask, demands=demands, terms=NO_TERMS),),
+        asks=(replace(model_demand, demands=demands, terms=NO_TERMS),),
         budget_usd_per_h=None,
         init_penalty=0.0,
     )
-    program_columns = columns(alone, {ask.name: templates}, pins=pins, exactly=True, codecs=codecs_of(plan))
+    program_columns = columns(
+        alone, {model_demand.name: templates}, pins=pins, exactly=True, codecs=codecs_of(plan)
+    )
 
     return plan_of(
         program_columns, all_served(program_columns.program, Deadline(time_limit_s, clock)), plan.strategy

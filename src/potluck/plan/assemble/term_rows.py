@@ -59,11 +59,11 @@ def with_terms(
     models = tuple(
         replace(
             columns,
-            allowed=_allowed(ask, group, program.fleet),
-            fees_usd_per_h=_fees(problem, ask, group, program.fleet),
+            allowed=_allowed(demand, group, program.fleet),
+            fees_usd_per_h=_fees(problem, demand, group, program.fleet),
             parts_usd_per_h=parts_usd_per_h(problem, columns.uses, further_parts(group), program.fleet),
         )
-        for ask, group, columns in zip(problem.asks, groups, program.models, strict=True)
+        for demand, group, columns in zip(problem.asks, groups, program.models, strict=True)
     )
     roles = [[{replica.role for replica in template.replicas} for template in group] for group in groups]
     does = [np.array([phases_of(r) for r in item], bool).reshape(len(item), 2) for item in roles]
@@ -89,31 +89,33 @@ def _rows(
     problem: PlanningProblem,
     uses: Sequence[NDArray[np.integer]],
     does: Sequence[NDArray[np.bool_]],
-    fleet: NodeSupply,
+    node_supply: NodeSupply,
 ) -> TermRows:
     """All limits over columns that use so many nodes, per model [templates, node types], and do [templates, 2]."""
     rows = TermRows(len(uses))
-    for m, ask in enumerate(problem.asks):
-        _copies(rows, m, ask, does[m], len(fleet.regions))
-        _kinds(problem, rows, m, ask, uses[m], fleet)
-    _fixed(problem, rows, uses, fleet)
+    for m, demand in enumerate(problem.asks):
+        _copies(rows, m, demand, does[m], len(node_supply.regions))
+        _kinds(problem, rows, m, demand, uses[m], node_supply)
+    _fixed(problem, rows, uses, node_supply)
     return rows
 
 
-def limit_prices(problem: PlanningProblem, fleet: NodeSupply, duals: Floats) -> list[tuple[Floats, Floats]]:
+def limit_prices(
+    problem: PlanningProblem, node_supply: NodeSupply, duals: Floats
+) -> list[tuple[Floats, Floats]]:
     """What limits make of a copy that does one phase, per model at these prices: ([phase, region], [region, node]).
 
     Every limit counts a copy as so much by what it does, and so much more for each of its nodes. So it is asked what
     it makes of copies of either phase without nodes, and of copies with one node.
     """
-    types = len(fleet.nodes)
+    types = len(node_supply.nodes)
     probes = np.vstack([np.zeros((2, types), np.int64), np.eye(types, dtype=np.int64)])
     does = np.arange(2 + types)[:, None] == np.arange(2)
     does[2:, 0] = True
-    limits = _rows(problem, [probes] * len(problem.asks), [does] * len(problem.asks), fleet).limits
+    limits = _rows(problem, [probes] * len(problem.asks), [does] * len(problem.asks), node_supply).limits
     result = []
     for m in range(len(problem.asks)):
-        total = np.zeros((2 + types, len(fleet.regions)))
+        total = np.zeros((2 + types, len(node_supply.regions)))
         for limit, dual in zip(limits, duals.tolist(), strict=True):
             table = limit.copies[m]
             if table is not None and dual:
@@ -124,10 +126,10 @@ def limit_prices(problem: PlanningProblem, fleet: NodeSupply, duals: Floats) -> 
 
 def unsupported(problem: PlanningProblem) -> str:
     """The first term that needs the program's rows, in words; empty where there is none."""
-    for ask in problem.asks:
-        for name, words in ask.terms.asked.items():
+    for demand in problem.asks:
+        for name, words in demand.terms.asked.items():
             if name in ("redundancy", "max_spot_share", "max_gpu_kinds", "min_copies", "max_copies"):
-                return f"{name} of {ask.name} ({words})"
+                return f"{name} of {demand.name} ({words})"
     return ""
 
 
@@ -138,13 +140,13 @@ def require_rows(problem: PlanningProblem, strategy: str) -> None:
         raise InputError("strategy", why)
 
 
-def runs_in(ask: ModelDemand, template: Template, region: str) -> bool:
-    return ask.terms.allows(region) and suits(ask, template)
+def runs_in(demand: ModelDemand, template: Template, region: str) -> bool:
+    return demand.terms.allows(region) and suits(demand, template)
 
 
-def suits(ask: ModelDemand, template: Template) -> bool:
+def suits(demand: ModelDemand, template: Template) -> bool:
     """Whether a model's terms let it run on such copies, wherever that is."""
-    terms = ask.terms
+    terms = demand.terms
     if terms.nodes is not None and not set(template.node_counts) <= set(terms.nodes):
         return False
     for replica in template.replicas:
@@ -162,11 +164,13 @@ def offers_of(problem: PlanningProblem) -> dict[tuple[str, str], NodeOffer]:
     return offers_in(problem.regions)
 
 
-def _allowed(ask: ModelDemand, group: Sequence[Template], fleet: NodeSupply) -> NDArray[np.bool_] | None:
-    if not ask.terms.asked:
+def _allowed(
+    demand: ModelDemand, group: Sequence[Template], node_supply: NodeSupply
+) -> NDArray[np.bool_] | None:
+    if not demand.terms.asked:
         return None
-    fine = np.array([suits(ask, template) for template in group], bool)
-    return np.outer(fine, [ask.terms.allows(region) for region in fleet.regions])
+    fine = np.array([suits(demand, template) for template in group], bool)
+    return np.outer(fine, [demand.terms.allows(region) for region in node_supply.regions])
 
 
 def further_parts(templates: Sequence[Template]) -> Floats:
@@ -182,7 +186,7 @@ def further_parts(templates: Sequence[Template]) -> Floats:
 
 
 def parts_usd_per_h(
-    problem: PlanningProblem, uses: NDArray[np.integer], parts: Floats, fleet: NodeSupply
+    problem: PlanningProblem, uses: NDArray[np.integer], parts: Floats, node_supply: NodeSupply
 ) -> Floats | None:
     """[templates, regions]: what a copy with so many further parts counts for beside its cost.
 
@@ -191,15 +195,15 @@ def parts_usd_per_h(
     """
     if not problem.complexity_share:
         return None
-    price = uses @ fleet.price_usd_per_h.T
-    large = LARGE_COPY * price / max(float(fleet.price_usd_per_h.max(initial=0.0)), 1e-9)
+    price = uses @ node_supply.price_usd_per_h.T
+    large = LARGE_COPY * price / max(float(node_supply.price_usd_per_h.max(initial=0.0)), 1e-9)
     return np.asarray(problem.complexity_share * price * (parts[:, None] + large), np.float64)
 
 
 LARGE_COPY = 0.05  # Of a moving part, what a copy counts for that costs as much as the dearest node.
 
 
-def loss_usd_per_h(problem: PlanningProblem, ask: ModelDemand, template: Template, region: str) -> float:
+def loss_usd_per_h(problem: PlanningProblem, demand: ModelDemand, template: Template, region: str) -> float:
     """What preemptions of its spot nodes cost one copy: rent while it starts anew and for answers it makes twice."""
     offers = offers_of(problem)
     often = price = 0.0
@@ -210,71 +214,71 @@ def loss_usd_per_h(problem: PlanningProblem, ask: ModelDemand, template: Templat
             price += node_count.count * offer.price_usd_per_h
     if not often:
         return 0.0
-    return often * _lost_h(ask) * price
+    return often * _lost_h(demand) * price
 
 
-def _lost_h(ask: ModelDemand) -> float:
+def _lost_h(demand: ModelDemand) -> float:
     """Hours of a copy that one preemption costs."""
-    start = startup_s(weight_bytes(ask.model)).total_s
-    output = sum(d.rate_per_s * d.output_tokens for d in ask.demands) / max(ask.rate_per_s, 1e-12)
-    twice_s = (ask.slo.ttft_s + output * ask.slo.tpot_s) / 2  # half of an answer is there, on average
+    start = startup_s(weight_bytes(demand.model)).total_s
+    output = sum(d.rate_per_s * d.output_tokens for d in demand.demands) / max(demand.rate_per_s, 1e-12)
+    twice_s = (demand.slo.ttft_s + output * demand.slo.tpot_s) / 2  # half of an answer is there, on average
     return (start + twice_s) / 3600
 
 
 def losses_usd_per_h(
-    problem: PlanningProblem, ask: ModelDemand, uses: NDArray[np.integer], fleet: NodeSupply
+    problem: PlanningProblem, demand: ModelDemand, uses: NDArray[np.integer], node_supply: NodeSupply
 ) -> Floats:
     """[regions, templates]: the same of copies that use so many nodes of the problem's types."""
     offers = offers_of(problem)
-    losses_usd = np.zeros((len(fleet.regions), len(uses)))
-    for r, region in enumerate(fleet.regions):
+    losses_usd = np.zeros((len(node_supply.regions), len(uses)))
+    for r, region in enumerate(node_supply.regions):
         there = [offers.get((region, node.name)) for node in problem.nodes]
         often = np.array([o.preemptions_per_h if o is not None and o.spot else 0.0 for o in there])
         if often.any():
             price = np.array([0.0 if o is None else o.price_usd_per_h for o in there])
-            losses_usd[r] = (uses @ often) * (uses @ price) * _lost_h(ask)
+            losses_usd[r] = (uses @ often) * (uses @ price) * _lost_h(demand)
     return losses_usd
 
 
 def _fees(
-    problem: PlanningProblem, ask: ModelDemand, group: Sequence[Template], fleet: NodeSupply
+    problem: PlanningProblem, demand: ModelDemand, group: Sequence[Template], node_supply: NodeSupply
 ) -> Floats | None:
     if not any(offer.preemptions_per_h for region in problem.regions for offer in region.offers):
         return None
-    table = [[loss_usd_per_h(problem, ask, t, region) for region in fleet.regions] for t in group]
-    return np.array(table, dtype=np.float64).reshape(len(group), len(fleet.regions))
+    table = [[loss_usd_per_h(problem, demand, t, region) for region in node_supply.regions] for t in group]
+    return np.array(table, dtype=np.float64).reshape(len(group), len(node_supply.regions))
 
 
-def _copies(rows: TermRows, m: int, ask: ModelDemand, does: NDArray[np.bool_], regions: int) -> None:
+def _copies(rows: TermRows, m: int, demand: ModelDemand, does: NDArray[np.bool_], regions: int) -> None:
     """A phase counts only the copies that do it, so that one beside them that is never asked counts for nothing."""
-    low, high = ask.terms.min_copies, ask.terms.max_copies
+    low, high = demand.terms.min_copies, demand.terms.max_copies
     ones = np.ones((len(does), regions))
     for phase, what in enumerate(("take prompts", "answer") if low else ()):
-        name = f"at least {low} copies of {ask.name} that {what}"
+        name = f"at least {low} copies of {demand.name} that {what}"
         rows.limit(name, float(low), INFINITY, {m: ones * does[:, phase, None]})
     if high is not None:
-        rows.limit(f"at most {high} copies of {ask.name}", -INFINITY, float(high), {m: ones})
+        rows.limit(f"at most {high} copies of {demand.name}", -INFINITY, float(high), {m: ones})
 
 
 def _kinds(
     problem: PlanningProblem,
     rows: TermRows,
     m: int,
-    ask: ModelDemand,
+    demand: ModelDemand,
     uses: NDArray[np.integer],
-    fleet: NodeSupply,
+    node_supply: NodeSupply,
 ) -> None:
-    most = ask.terms.max_gpu_kinds
+    most = demand.terms.max_gpu_kinds
     if most is None:
         return
     switches = []
     for gpu in sorted({node.gpu.name for node in problem.nodes}):
-        cells = [c for c, name in enumerate(fleet.nodes) if _gpu_of(problem, name) == gpu]
+        cells = [c for c, name in enumerate(node_supply.nodes) if _gpu_of(problem, name) == gpu]
         mine = uses[:, cells].astype(np.float64).sum(axis=1)
-        total = float(fleet.available[:, cells].sum())
-        table = np.repeat(mine[:, None], len(fleet.regions), axis=1)
-        switches.append(rows.switch(f"{gpu} for {ask.name}", {m: table}, total))
-    name = f"at most {most} kinds of GPU for {ask.name}"
+        total = float(node_supply.available[:, cells].sum())
+        table = np.repeat(mine[:, None], len(node_supply.regions), axis=1)
+        switches.append(rows.switch(f"{gpu} for {demand.name}", {m: table}, total))
+    name = f"at most {most} kinds of GPU for {demand.name}"
     rows.limit(name, -INFINITY, float(most), {}, tuple((place, 1.0) for place in switches))
 
 
@@ -283,26 +287,26 @@ def _gpu_of(problem: PlanningProblem, node: str) -> str:
     return "" if node_type is None else node_type.gpu.name
 
 
-def storage_usd_per_h(problem: PlanningProblem, ask: ModelDemand, region: str) -> float:
+def storage_usd_per_h(problem: PlanningProblem, demand: ModelDemand, region: str) -> float:
     there = next(item for item in problem.regions if item.name == region)
-    return fleet_cost.storage_usd_per_h(there, float(weight_bytes(ask.model)))
+    return fleet_cost.storage_usd_per_h(there, float(weight_bytes(demand.model)))
 
 
 def _fixed(
-    problem: PlanningProblem, rows: TermRows, uses: Sequence[NDArray[np.integer]], fleet: NodeSupply
+    problem: PlanningProblem, rows: TermRows, uses: Sequence[NDArray[np.integer]], node_supply: NodeSupply
 ) -> None:
     """Charges that are paid once: a region's head node, a model's weights in a region's storage."""
     for r, region in enumerate(problem.regions):
-        most = float(fleet.available[r].sum())
+        most = float(node_supply.available[r].sum())
         tables = {}
         for m, mine in enumerate(uses):
-            tables[m] = np.zeros((len(mine), len(fleet.regions)))
+            tables[m] = np.zeros((len(mine), len(node_supply.regions)))
             tables[m][:, r] = 1.0
         if region.head_usd_per_h:
             rows.switch(f"head node of {region.name}", tables, most, region.head_usd_per_h)
-        for m, ask in enumerate(problem.asks):
-            if price := storage_usd_per_h(problem, ask, region.name):
-                rows.switch(f"weights of {ask.name} in {region.name}", {m: tables[m]}, most, price)
+        for m, demand in enumerate(problem.asks):
+            if price := storage_usd_per_h(problem, demand, region.name):
+                rows.switch(f"weights of {demand.name} in {region.name}", {m: tables[m]}, most, price)
 
 
 def domains(problem: PlanningProblem) -> dict[str, list[tuple[str, list[tuple[str, str]]]]]:
@@ -335,32 +339,32 @@ def share_asked(terms: ModelTerms, domain: str) -> float:
     return terms.survive_share if terms.survive == domain else 0.0
 
 
-def _outages(problem: PlanningProblem, fleet: NodeSupply) -> tuple[Outage, ...]:
+def _outages(problem: PlanningProblem, node_supply: NodeSupply) -> tuple[Outage, ...]:
     outages = []
     for domain, item in domains(problem).items():
-        shares = tuple(share_asked(ask.terms, domain) for ask in problem.asks)
+        shares = tuple(share_asked(demand.terms, domain) for demand in problem.asks)
         if not any(shares):
             continue
         for name, cells in item:
-            gone = np.zeros(fleet.available.shape, dtype=bool)
+            gone = np.zeros(node_supply.available.shape, dtype=bool)
             for region, node in cells:
-                gone[fleet.regions.index(region), fleet.nodes.index(node)] = True
+                gone[node_supply.regions.index(region), node_supply.nodes.index(node)] = True
             if domain == "region":  # named machines are nodes of their own
-                gone[fleet.regions.index(cells[0][0])] = True
+                gone[node_supply.regions.index(cells[0][0])] = True
             outages.append(Outage(name, gone, shares))
     return tuple(outages)
 
 
 def charges_of(problem: PlanningProblem, plan: Plan, egress_usd_per_h: float) -> tuple[Charge, ...]:
     """All that is paid beside rent, by what for; without those that are nothing."""
-    asks = {ask.name: ask for ask in problem.asks}
+    asks = {demand.name: demand for demand in problem.asks}
     losses = storage = 0.0
     stored: set[tuple[str, str]] = set()
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
-        ask = asks[template.model]
-        losses += deployment.count * loss_usd_per_h(problem, ask, template, deployment.region)
-        stored.add((ask.name, deployment.region))
+        demand = asks[template.model]
+        losses += deployment.count * loss_usd_per_h(problem, demand, template, deployment.region)
+        stored.add((demand.name, deployment.region))
     for name, region in stored:
         storage += storage_usd_per_h(problem, asks[name], region)
     heads = fleet_cost.heads_usd_per_h(problem.regions, {region for _, region in stored})

@@ -211,11 +211,11 @@ def deducer(pool: Pool, work: PoolWorkload, timing: LayerTiming) -> Configuratio
         MARGIN * work.slo.tpot_s,
         work.headroom,
     )
-    wires = wires_of(pool)
-    return ConfigurationSearch(pool, work, costs, wires, tables, _cuts(pool, costs, wires, work))
+    pool_links = wires_of(pool)
+    return ConfigurationSearch(pool, work, costs, pool_links, tables, _cuts(pool, costs, pool_links, work))
 
 
-def _cuts(pool: Pool, costs: StageCosts, wires: PoolLinks, work: PoolWorkload) -> StageCuts:
+def _cuts(pool: Pool, costs: StageCosts, pool_links: PoolLinks, work: PoolWorkload) -> StageCuts:
     """Every node's cuts by how many of its GPUs a group takes; those of too many stages are left out."""
     nodes, most = len(pool.nodes), max(node.gpus for node in pool.nodes)
     equal = not work.engine.unlike_degrees
@@ -236,7 +236,7 @@ def _cuts(pool: Pool, costs: StageCosts, wires: PoolLinks, work: PoolWorkload) -
                 stages[node, count, w] = len(way)
                 tp[node, count, w, : len(way)] = way
     sent = work.model.hidden * 2.0 * work.input_tokens
-    alpha, beta = wires.hop_alpha_s, wires.hop_s_per_byte
+    alpha, beta = pool_links.hop_alpha_s, pool_links.hop_s_per_byte
     return StageCuts(ways, stages, tp, kind, alpha + sent * beta, alpha, beta, equal)
 
 

@@ -187,7 +187,7 @@ class PoolEvaluator:
     _result: Floats = field(default_factory=lambda: np.zeros(3))
 
     def __post_init__(self) -> None:
-        work, wires = self.deducer.work, self.deducer.wires
+        work, pool_links = self.deducer.work, self.deducer.wires
         rate, latency_s, service_s, attained = (np.zeros(FIRST_NUMBERS) for _ in range(4))
         self._store = ConfigurationStore(
             np.zeros((FIRST_NUMBERS, work.model.layer_count), np.int64),
@@ -195,8 +195,8 @@ class PoolEvaluator:
             latency_s,
             service_s,
             attained,
-            wires.kv_alpha_s,
-            wires.kv_s_per_byte,
+            pool_links.kv_alpha_s,
+            pool_links.kv_s_per_byte,
             work.kv_bytes_per_layer,
             work.slo.ttft_s,
             work.headroom,
@@ -326,10 +326,10 @@ def _pairs(groups: tuple[GpuGroup, ...]) -> list[tuple[int, int]]:
     return [*((i, j) for i in pre for j in dec), *((k, k) for k in mix)]
 
 
-def describe(state: PoolUse, evaluator: PoolEvaluator) -> list[str]:
+def describe(pool_use: PoolUse, evaluator: PoolEvaluator) -> list[str]:
     pool = evaluator.deducer.pool
     lines = []
-    for group in state.groups:
+    for group in pool_use.groups:
         gpus = "+".join(f"{count}x{pool.nodes[node].name}" for node, count in group.takes)
         configuration = evaluator.deduced(group)
         stages = " ".join(f"tp{s.tp}:{s.layers}" for s in configuration.stages) if configuration else "-"

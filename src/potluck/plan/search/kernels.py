@@ -634,74 +634,81 @@ def best_path(counts: Ints, hop_s: Floats, back_s: Floats, time_s: Floats, turn:
 
 @compiled
 def list_candidates(
-    nodes: Ints, gpus: Ints, most: int, cuts: StageCuts, desk: ListingScratch, out: StageListing
+    nodes: Ints, gpus: Ints, most: int, cuts: StageCuts, scratch: ListingScratch, listing: StageListing
 ) -> int:
     """Every cut of so many GPUs of these nodes into at most `most` stages; returns how many there are."""
     k = len(nodes)
     for i in range(k):
-        desk.way[i] = 0
+        scratch.way[i] = 0
         for j in range(k):
-            desk.hop_s[i, j] = cuts.hop_s[nodes[i], nodes[j]]
-            desk.back_s[i, j] = cuts.alpha_s[nodes[i], nodes[j]]
+            scratch.hop_s[i, j] = cuts.hop_s[nodes[i], nodes[j]]
+            scratch.back_s[i, j] = cuts.alpha_s[nodes[i], nodes[j]]
     listed = 0
     while True:
         total = 0
         for i in range(k):
-            desk.stages[i] = cuts.stages[nodes[i], gpus[i], desk.way[i]]
-            total += desk.stages[i]
-        if total <= most and (not cuts.equal or of_one_degree(nodes, gpus, cuts, desk)):
-            write(nodes, gpus, total, known_order(nodes, total, desk), listed, cuts, desk, out)
+            scratch.stages[i] = cuts.stages[nodes[i], gpus[i], scratch.way[i]]
+            total += scratch.stages[i]
+        if total <= most and (not cuts.equal or of_one_degree(nodes, gpus, cuts, scratch)):
+            write(nodes, gpus, total, known_order(nodes, total, scratch), listed, cuts, scratch, listing)
             listed += 1
         i = k - 1  # the next combination of ways, the last node's first
         while i >= 0:
-            desk.way[i] += 1
-            if desk.way[i] < cuts.ways[nodes[i], gpus[i]]:
+            scratch.way[i] += 1
+            if scratch.way[i] < cuts.ways[nodes[i], gpus[i]]:
                 break
-            desk.way[i] = 0
+            scratch.way[i] = 0
             i -= 1
         if i < 0:
             return listed
 
 
 @compiled
-def of_one_degree(nodes: Ints, gpus: Ints, cuts: StageCuts, desk: ListingScratch) -> bool:
+def of_one_degree(nodes: Ints, gpus: Ints, cuts: StageCuts, scratch: ListingScratch) -> bool:
     """Whether the present ways of all nodes are of the same degree."""
-    unlike, first = 0, cuts.tp[nodes[0], gpus[0], desk.way[0], 0]
+    unlike, first = 0, cuts.tp[nodes[0], gpus[0], scratch.way[0], 0]
     for i in range(1, len(nodes)):
-        unlike += cuts.tp[nodes[i], gpus[i], desk.way[i], 0] != first
+        unlike += cuts.tp[nodes[i], gpus[i], scratch.way[i], 0] != first
     return unlike == 0
 
 
 @compiled
-def known_order(nodes: Ints, total: int, desk: ListingScratch) -> int:
+def known_order(nodes: Ints, total: int, scratch: ListingScratch) -> int:
     """The slot with the best order for the present numbers of stages; solved when it is a new question.
 
     Groups ask the same questions again and again, so the answers are kept, in a table with open addressing
     that is emptied when it fills up.
     """
-    k, slots = len(nodes), len(desk.key)
+    k, slots = len(nodes), len(scratch.key)
     first, second = 0, 0
     for i in range(k):
-        part = (nodes[i] << 4) + desk.stages[i]
+        part = (nodes[i] << 4) + scratch.stages[i]
         if i < 4:
             first = (first << 15) + part
         else:
             second = (second << 15) + part
     slot = ((first * 1000003) ^ (second * 10007)) & 0x7FFFFFFFFFFFFFFF
     slot = (slot ^ (slot >> 17)) % slots
-    while desk.key[slot, 0] != 0:
-        if desk.key[slot, 0] == first and desk.key[slot, 1] == second:
+    while scratch.key[slot, 0] != 0:
+        if scratch.key[slot, 0] == first and scratch.key[slot, 1] == second:
             return slot
         slot = (slot + 1) % slots
-    if desk.known[0] >= slots // 2:
-        desk.key[:] = 0
-        desk.known[0] = 0
-    desk.key[slot, 0], desk.key[slot, 1] = first, second
-    desk.known[0] += 1
+    if scratch.known[0] >= slots // 2:
+        scratch.key[:] = 0
+        scratch.known[0] = 0
+    scratch.key[slot, 0], scratch.key[slot, 1] = first, second
+    scratch.known[0] += 1
     if k == 1:
-        desk.order[slot, :total] = 0
+        scratch.order[slot, :total] = 0
     else:
-        best_path(desk.stages[:k], desk.hop_s, desk.back_s, desk.time_s, desk.turn, desk.order[slot])
+        best_path(
+            scratch.stages[:k],
+            scratch.hop_s,
+            scratch.back_s,
+            scratch.time_s,
+            scratch.turn,
+            scratch.order[slot],
+        )
     return slot
 
 
@@ -713,25 +720,25 @@ def write(
     place: int,
     row: int,
     cuts: StageCuts,
-    desk: ListingScratch,
-    out: StageListing,
+    scratch: ListingScratch,
+    listing: StageListing,
 ) -> None:
     """The present candidate, its stages in order; those of one node as they come."""
     for i in range(len(nodes)):
-        desk.used[i] = 0
+        scratch.used[i] = 0
     alphas, betas, thinnest = 0.0, 0.0, 0.0
     for s in range(total):
-        i = desk.order[place, s]
+        i = scratch.order[place, s]
         node = nodes[i]
-        tp = cuts.tp[node, gpus[i], desk.way[i], desk.used[i]]
-        desk.used[i] += 1
-        out.node[row, s], out.tp[row, s], out.kind[row, s] = node, tp, cuts.kind[node, tp]
+        tp = cuts.tp[node, gpus[i], scratch.way[i], scratch.used[i]]
+        scratch.used[i] += 1
+        listing.node[row, s], listing.tp[row, s], listing.kind[row, s] = node, tp, cuts.kind[node, tp]
         if s > 0:
-            before = out.node[row, s - 1]
+            before = listing.node[row, s - 1]
             alphas += cuts.alpha_s[before, node]
             betas += cuts.beta_s[before, node]
             thinnest = max(thinnest, cuts.beta_s[before, node])
     if total > 1:
-        alphas += cuts.alpha_s[out.node[row, total - 1], out.node[row, 0]]
-    out.stages[row] = total
-    out.path[row, 0], out.path[row, 1], out.path[row, 2] = alphas, betas, thinnest
+        alphas += cuts.alpha_s[listing.node[row, total - 1], listing.node[row, 0]]
+    listing.stages[row] = total
+    listing.path[row, 0], listing.path[row, 1], listing.path[row, 2] = alphas, betas, thinnest

@@ -167,9 +167,9 @@ class NeighbourMoves:
     kinds: tuple[Callable[[NeighbourMoves, PoolUse, Random], PoolUse | None], ...]
     alike: tuple[tuple[int, int], ...] = ()  # Pairs of nodes that differ only in their links.
 
-    def neighbour(self, state: PoolUse, rng: Random) -> PoolUse | None:
+    def neighbour(self, pool_use: PoolUse, rng: Random) -> PoolUse | None:
         """One neighbour; None when the drawn move cannot be done."""
-        return rng.choice(self.kinds)(self, state, rng)
+        return rng.choice(self.kinds)(self, pool_use, rng)
 
     def possible(self, takes: Takes) -> bool:
         """Whether a group may be worth a look."""
@@ -198,57 +198,57 @@ def _gpu_bytes(pool: Pool) -> tuple[float, ...]:
     return tuple(usable_bytes(pool, ((place, 1),)) for place in range(len(pool.nodes)))
 
 
-def flip(moves: NeighbourMoves, state: PoolUse, rng: Random) -> PoolUse | None:
-    if not state.groups or len(moves.phases) < 2:
+def flip(moves: NeighbourMoves, pool_use: PoolUse, rng: Random) -> PoolUse | None:
+    if not pool_use.groups or len(moves.phases) < 2:
         return None
-    place = rng.randrange(len(state.groups))
-    group = state.groups[place]
+    place = rng.randrange(len(pool_use.groups))
+    group = pool_use.groups[place]
     other = rng.choice([phase for phase in moves.phases if phase != group.phase])
-    return _replaced(state, (place,), [GpuGroup(group.takes, other)], state.idle)
+    return _replaced(pool_use, (place,), [GpuGroup(group.takes, other)], pool_use.idle)
 
 
-def split(moves: NeighbourMoves, state: PoolUse, rng: Random) -> PoolUse | None:
+def split(moves: NeighbourMoves, pool_use: PoolUse, rng: Random) -> PoolUse | None:
     """Two groups, or a group and idle GPUs, in place of one; or a group out of idle GPUs."""
-    place = rng.randrange(len(state.groups) + 1) if state.idle else _any(state, rng)
+    place = rng.randrange(len(pool_use.groups) + 1) if pool_use.idle else _any(pool_use, rng)
     if place is None:
         return None
-    source = state.idle if place == len(state.groups) else state.groups[place].takes
+    source = pool_use.idle if place == len(pool_use.groups) else pool_use.groups[place].takes
     first, second = _cut(source, rng)
     if not first or not second:
         return None
-    if place == len(state.groups):
+    if place == len(pool_use.groups):
         if not moves.possible(first):
             return None
-        return _replaced(state, (), [GpuGroup(first, rng.choice(moves.phases))], second)
+        return _replaced(pool_use, (), [GpuGroup(first, rng.choice(moves.phases))], second)
     able = [part for part in (first, second) if moves.possible(part)]
     if not able:
         return None
     groups = [GpuGroup(part, rng.choice(moves.phases)) for part in able]
     rest = [part for part in (first, second) if part not in able]
-    return _replaced(state, (place,), groups, joined((state.idle, *rest)))
+    return _replaced(pool_use, (place,), groups, joined((pool_use.idle, *rest)))
 
 
-def merge(moves: NeighbourMoves, state: PoolUse, rng: Random) -> PoolUse | None:
-    if len(state.groups) < 2:
+def merge(moves: NeighbourMoves, pool_use: PoolUse, rng: Random) -> PoolUse | None:
+    if len(pool_use.groups) < 2:
         return None
-    i, j = rng.sample(range(len(state.groups)), 2)
-    takes = joined((state.groups[i].takes, state.groups[j].takes))
+    i, j = rng.sample(range(len(pool_use.groups)), 2)
+    takes = joined((pool_use.groups[i].takes, pool_use.groups[j].takes))
     if not moves.possible(takes):
         return None
-    return _replaced(state, (i, j), [GpuGroup(takes, rng.choice(moves.phases))], state.idle)
+    return _replaced(pool_use, (i, j), [GpuGroup(takes, rng.choice(moves.phases))], pool_use.idle)
 
 
-def move(moves: NeighbourMoves, state: PoolUse, rng: Random) -> PoolUse | None:
+def move(moves: NeighbourMoves, pool_use: PoolUse, rng: Random) -> PoolUse | None:
     """Some GPUs of one node from a group to another, at times some of another node in return.
 
     Either group may be the idle GPUs. The paper's m_t moves so many GPUs of every type t at once; in return is a
     negative one, and without it two full groups could not exchange what they have.
     """
-    places = len(state.groups) + 1
+    places = len(pool_use.groups) + 1
     if places < 2:
         return None
     i, j = rng.sample(range(places), 2)
-    first, second = (state.groups[p].takes if p < len(state.groups) else state.idle for p in (i, j))
+    first, second = (pool_use.groups[p].takes if p < len(pool_use.groups) else pool_use.idle for p in (i, j))
     if not first:
         return None
     part = _some(first, rng)
@@ -256,76 +256,76 @@ def move(moves: NeighbourMoves, state: PoolUse, rng: Random) -> PoolUse | None:
     if back and back[0][0] == part[0][0]:
         return None
     after = (joined((without(first, part), back)), joined((without(second, back), part)))
-    return _between(moves, state, (i, j), after)
+    return _between(moves, pool_use, (i, j), after)
 
 
 def _between(
-    moves: NeighbourMoves, state: PoolUse, places: tuple[int, int], after: tuple[Takes, Takes]
+    moves: NeighbourMoves, pool_use: PoolUse, places: tuple[int, int], after: tuple[Takes, Takes]
 ) -> PoolUse | None:
     """The state in which two groups, or one and the idle GPUs, have these GPUs."""
-    idle = state.idle
+    idle = pool_use.idle
     groups = []
     for place, left in zip(places, after, strict=True):
-        if place == len(state.groups):
+        if place == len(pool_use.groups):
             idle = left
         elif left:
             if not moves.possible(left):
                 return None
-            groups.append(GpuGroup(left, state.groups[place].phase))
-    gone = tuple(place for place in places if place < len(state.groups))
-    return _replaced(state, gone, groups, idle)
+            groups.append(GpuGroup(left, pool_use.groups[place].phase))
+    gone = tuple(place for place in places if place < len(pool_use.groups))
+    return _replaced(pool_use, gone, groups, idle)
 
 
-def all_near(moves: NeighbourMoves, state: PoolUse, rng: Random) -> Iterator[PoolUse]:
+def all_near(moves: NeighbourMoves, pool_use: PoolUse, rng: Random) -> Iterator[PoolUse]:
     """Every neighbour by one flip, one swap, GPUs of one node moved, or as many of two nodes exchanged.
 
     Where only flips are allowed, every neighbour by one flip: groups are then named by places, not by nodes.
     In random order of the groups and nodes concerned, and made one by one: whoever looks for a better one may
     find it soon.
     """
-    sides = [*(group.takes for group in state.groups), state.idle]
+    sides = [*(group.takes for group in pool_use.groups), pool_use.idle]
     tasks: list[tuple[Callable[[NeighbourMoves, PoolUse, int, int], Iterator[PoolUse]], int, int]] = []
-    tasks += [(_flips, place, place) for place in range(len(state.groups))]
+    tasks += [(_flips, place, place) for place in range(len(pool_use.groups))]
     tasks += [(_swaps, a, b) for a, b in moves.alike]
     if move in moves.kinds:
         tasks += [(_exchanges, i, j) for i, j in permutations(range(len(sides)), 2)]
     rng.shuffle(tasks)
     for make, i, j in tasks:
-        yield from make(moves, state, i, j)
+        yield from make(moves, pool_use, i, j)
 
 
-def _flips(moves: NeighbourMoves, state: PoolUse, place: int, _: int) -> Iterator[PoolUse]:
-    takes, now = state.groups[place]
+def _flips(moves: NeighbourMoves, pool_use: PoolUse, place: int, _: int) -> Iterator[PoolUse]:
+    takes, now = pool_use.groups[place]
     for phase in moves.phases:
         if phase != now:
-            yield _replaced(state, (place,), [GpuGroup(takes, phase)], state.idle)
+            yield _replaced(pool_use, (place,), [GpuGroup(takes, phase)], pool_use.idle)
 
 
-def _swaps(_: NeighbourMoves, state: PoolUse, a: int, b: int) -> Iterator[PoolUse]:
-    yield _swapped(state, a, b)
+def _swaps(_: NeighbourMoves, pool_use: PoolUse, a: int, b: int) -> Iterator[PoolUse]:
+    yield _swapped(pool_use, a, b)
 
 
-def _exchanges(moves: NeighbourMoves, state: PoolUse, i: int, j: int) -> Iterator[PoolUse]:
+def _exchanges(moves: NeighbourMoves, pool_use: PoolUse, i: int, j: int) -> Iterator[PoolUse]:
     """GPUs of a node from i to j; for i < j also as many of another node in return."""
-    first, second = (state.groups[p].takes if p < len(state.groups) else state.idle for p in (i, j))
+    first, second = (pool_use.groups[p].takes if p < len(pool_use.groups) else pool_use.idle for p in (i, j))
     for node, most in first:
         for count in range(1, most + 1):
             part = ((node, count),)
             backs = [((other, count),) for other, has in second if i < j and other != node and has >= count]
             for back in [(), *backs]:
                 after = joined((without(first, part), back)), joined((without(second, back), part))
-                near = _between(moves, state, (i, j), after)
+                near = _between(moves, pool_use, (i, j), after)
                 if near is not None:
                     yield near
 
 
-def swap(moves: NeighbourMoves, state: PoolUse, rng: Random) -> PoolUse | None:
-    return _swapped(state, *rng.choice(moves.alike))
+def swap(moves: NeighbourMoves, pool_use: PoolUse, rng: Random) -> PoolUse | None:
+    return _swapped(pool_use, *rng.choice(moves.alike))
 
 
-def _swapped(state: PoolUse, a: int, b: int) -> PoolUse:
-    groups = [GpuGroup(_renamed(group.takes, a, b), group.phase) for group in state.groups]
-    return make_state(groups, _renamed(state.idle, a, b))
+def _swapped(pool_use: PoolUse, a: int, b: int) -> PoolUse:
+    groups = [GpuGroup(_renamed(group.takes, a, b), group.phase) for group in pool_use.groups]
+    return make_state(groups, _renamed(pool_use.idle, a, b))
 
 
 def _renamed(takes: Takes, a: int, b: int) -> Takes:
@@ -366,10 +366,10 @@ def _cut(takes: Takes, rng: Random) -> tuple[Takes, Takes]:
     return first, without(takes, first)
 
 
-def _any(state: PoolUse, rng: Random) -> int | None:
-    return rng.randrange(len(state.groups)) if state.groups else None
+def _any(pool_use: PoolUse, rng: Random) -> int | None:
+    return rng.randrange(len(pool_use.groups)) if pool_use.groups else None
 
 
-def _replaced(state: PoolUse, gone: tuple[int, ...], groups: list[GpuGroup], idle: Takes) -> PoolUse:
-    kept = [group for place, group in enumerate(state.groups) if place not in gone]
+def _replaced(pool_use: PoolUse, gone: tuple[int, ...], groups: list[GpuGroup], idle: Takes) -> PoolUse:
+    kept = [group for place, group in enumerate(pool_use.groups) if place not in gone]
     return make_state([*kept, *groups], idle)

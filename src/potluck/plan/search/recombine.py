@@ -84,17 +84,17 @@ def recombined(
     return state
 
 
-def _learn(evaluator: PoolEvaluator, state: PoolUse, learnt: dict[GpuGroup, float]) -> None:
+def _learn(evaluator: PoolEvaluator, pool_use: PoolUse, learnt: dict[GpuGroup, float]) -> None:
     """What decoders get where it is less than their fair part of what prefill replicas hand over."""
-    got = [0.0] * len(state.groups)
-    for pairing in evaluator.orchestrated(state.groups).pairings:
+    got = [0.0] * len(pool_use.groups)
+    for pairing in evaluator.orchestrated(pool_use.groups).pairings:
         got[pairing.target] += pairing.rate_per_s
-    worth = [min(_worth(evaluator, group), learnt.get(group, INFINITY)) for group in state.groups]
+    worth = [min(_worth(evaluator, group), learnt.get(group, INFINITY)) for group in pool_use.groups]
     sums = [
-        sum(w for w, group in zip(worth, state.groups, strict=True) if group.phase == phase)
+        sum(w for w, group in zip(worth, pool_use.groups, strict=True) if group.phase == phase)
         for phase in (PREFILL, DECODE)
     ]
-    for group, mine, real in zip(state.groups, worth, got, strict=True):
+    for group, mine, real in zip(pool_use.groups, worth, got, strict=True):
         if group.phase == DECODE and real * LENIENCY < mine * min(1.0, sums[0] / sums[1]):
             learnt[group] = real * LENIENCY
 

@@ -40,18 +40,18 @@ def replicas_of(pool: Pool, search_result: SearchResult) -> tuple[PlannedReplica
 
 def to_templates(
     problem: PlanningProblem,
-    ask: ModelDemand,
+    demand: ModelDemand,
     pool: Pool,
     search_result: SearchResult,
     attained: Attained | None = None,
 ) -> tuple[Template, ...]:
     """One template per set of groups that hang together; those that serve nothing are left out."""
-    return templates_of(problem, ask, replicas_of(pool, search_result), attained)
+    return templates_of(problem, demand, replicas_of(pool, search_result), attained)
 
 
 def templates_of(
     problem: PlanningProblem,
-    ask: ModelDemand,
+    demand: ModelDemand,
     replicas: Sequence[PlannedReplica],
     attained: Attained | None = None,
 ) -> tuple[Template, ...]:
@@ -60,7 +60,7 @@ def templates_of(
     KV crosses in the smallest codec that is allowed: four bits, if the owner lets it be as in THUNDERSERVE.
     """
     codec = problem.codecs[-1]
-    routed = route(problem, ask, replicas, codec, attained)
+    routed = route(problem, demand, replicas, codec, attained)
     flows = {(i, j) for routed_bucket in routed for i, j, _ in routed_bucket.flows}
     busy = {place for flow in flows for place in flow}
     kept = [place for place in range(len(replicas)) if place in busy]
@@ -68,7 +68,7 @@ def templates_of(
     members = [replicas[place] for place in kept]
     joined = [(places[i], places[j]) for i, j in flows]
     made = [
-        group_template(problem, ask, [members[place] for place in component], codec, attained)
+        group_template(problem, demand, [members[place] for place in component], codec, attained)
         for component in components(members, joined)
     ]
     return tuple(template for template in made if template is not None)
@@ -119,11 +119,11 @@ Estimate = Callable[[PlannedReplica, PlannedReplica, float], float]
 SHORTLIST = 6
 
 
-def of_state(evaluator: PoolEvaluator, search_result: SearchResult, state: PoolUse) -> SearchResult:
+def of_state(evaluator: PoolEvaluator, search_result: SearchResult, pool_use: PoolUse) -> SearchResult:
     """The same search with another of the states that it ended with."""
-    made = tuple(item for group in state.groups if (item := evaluator.deduced(group)) is not None)
-    routed, score = evaluator.orchestrated(state.groups), evaluator.score(state.groups)
-    return replace(search_result, state=state, score=score, configurations=made, orchestration=routed)
+    made = tuple(item for group in pool_use.groups if (item := evaluator.deduced(group)) is not None)
+    routed, score = evaluator.orchestrated(pool_use.groups), evaluator.score(pool_use.groups)
+    return replace(search_result, state=pool_use, score=score, configurations=made, orchestration=routed)
 
 
 def tried(
@@ -144,31 +144,31 @@ def tried(
 
 def _matrix(
     evaluator: PoolEvaluator,
-    state: PoolUse,
+    pool_use: PoolUse,
     estimate: Estimate,
     known: dict[tuple[PlannedReplica, PlannedReplica], float],
 ) -> dict[tuple[int, int], float]:
     """D by places of the groups; pairs that the closed form leaves no hope are not tried."""
-    replicas, closed = _replicas(evaluator, state), evaluator.attained(state.groups)
+    replicas, closed = _replicas(evaluator, pool_use), evaluator.attained(pool_use.groups)
     work = evaluator.deducer.work
     matrix = {}
     for (i, j), hope in closed.items():
         pair = (replicas[i], replicas[j])
         if hope > 0.0 and pair not in known:
-            slower = min(_rate(evaluator, state, place) for place in (i, j))
+            slower = min(_rate(evaluator, pool_use, place) for place in (i, j))
             known[pair] = estimate(*pair, min(work.headroom * slower, work.rate_per_s))
         matrix[i, j] = known[pair] if hope > 0.0 else 0.0
     return matrix
 
 
-def _rate(evaluator: PoolEvaluator, state: PoolUse, place: int) -> float:
-    configuration = evaluator.deduced(state.groups[place])
+def _rate(evaluator: PoolEvaluator, pool_use: PoolUse, place: int) -> float:
+    configuration = evaluator.deduced(pool_use.groups[place])
     return 0.0 if configuration is None else configuration.rate_per_s
 
 
-def _replicas(evaluator: PoolEvaluator, state: PoolUse) -> list[PlannedReplica]:
+def _replicas(evaluator: PoolEvaluator, pool_use: PoolUse) -> list[PlannedReplica]:
     made = []
-    for group in state.groups:
+    for group in pool_use.groups:
         configuration = evaluator.deduced(group)
         assert configuration is not None, "a state with a score has configurations"
         made.append(PlannedReplica(NAMES[group.phase], layout_of(evaluator.deducer.pool, configuration)))

@@ -166,15 +166,15 @@ class TabuSearch:
             self.run(lambda _: states[0])
         self.converged = True
 
-    def _walk(self, state: PoolUse) -> None:
+    def _walk(self, pool_use: PoolUse) -> None:
         limits = self.settings.limits
-        tabu = {state: None}  # a set that knows its oldest
-        own, stale, summit = self._offer(state), 0, state
+        tabu = {pool_use: None}  # a set that knows its oldest
+        own, stale, summit = self._offer(pool_use), 0, pool_use
         while stale < limits.patience and not self._over():
             chosen: PoolUse | None = None
             value = -2.0
             for _ in range(limits.neighbours):
-                near = self.moves.neighbour(state, self.rng)
+                near = self.moves.neighbour(pool_use, self.rng)
                 if near is None or near in tabu:
                     continue
                 worth = self.evaluator.score(near.groups).value
@@ -184,13 +184,13 @@ class TabuSearch:
             stale += 1
             if chosen is None:
                 continue
-            state = chosen
-            tabu[state] = None
+            pool_use = chosen
+            tabu[pool_use] = None
             if len(tabu) > limits.memory:
                 del tabu[next(iter(tabu))]
             if value > own + 1e-12:
-                own, stale, summit = value, 0, state
-                self._offer(state)
+                own, stale, summit = value, 0, pool_use
+                self._offer(pool_use)
         self._climb(summit, own)
 
     def _climb(self, state: PoolUse, value: float) -> None:
@@ -210,22 +210,22 @@ class TabuSearch:
                     break
         self.peaks.add(state)
 
-    def _offer(self, state: PoolUse) -> float:
-        score = self.evaluator.score(state.groups)
+    def _offer(self, pool_use: PoolUse) -> float:
+        score = self.evaluator.score(pool_use.groups)
         if self.best is None:
             # Where nothing was compiled before, the first state takes a minute that is not the search's.
             self._begun = self.settings.clock()
         if self.best is None or score.value > self.best_score.value + 1e-12:
-            self.best, self.best_score = state, score
+            self.best, self.best_score = pool_use, score
             self.trace.append((self.settings.clock() - self._begun, score.value))
         return score.value
 
-    def _shaken(self, state: PoolUse, times: int) -> PoolUse:
+    def _shaken(self, pool_use: PoolUse, times: int) -> PoolUse:
         for _ in range(times):
-            near = self.moves.neighbour(state, self.rng)
+            near = self.moves.neighbour(pool_use, self.rng)
             if near is not None and self.evaluator.score(near.groups).value >= 0:
-                state = near
-        return state
+                pool_use = near
+        return pool_use
 
     def _over(self) -> bool:
         limits = self.settings.limits
@@ -314,16 +314,16 @@ def _fewest(groups: tuple[GpuGroup, ...], idle: Takes, lost: Mapping[int, int]) 
 
 
 def reschedule(
-    left: PoolSurvivors,
+    survivors: PoolSurvivors,
     search_result: SearchResult,
     work: PoolWorkload,
     settings: SearchSettings | None = None,
 ) -> SearchResult:
     """New phases and routing for the groups that are left, for the same or another workload."""
     chosen = settings or SearchSettings()
-    source = deducer(left.pool, work, chosen.timing)
+    source = deducer(survivors.pool, work, chosen.timing)
     phases = tuple(PHASES[role] for role in chosen.phases)
-    stages = [search_result.configurations[place].stages for place in left.kept]
+    stages = [search_result.configurations[place].stages for place in survivors.kept]
     # Groups are named by their place: two of the same GPUs may be loaded unlike.
     for place, mine in enumerate(stages):
         for phase in phases:
@@ -333,20 +333,20 @@ def reschedule(
     working = [place for place in range(len(stages)) if able[place]]
     if not working:
         raise CapacityError("no group that is left can serve within the objective; search the pool anew")
-    hunt = TabuSearch(evaluator, flips_only(left.pool, work, phases), chosen)
-    hunt.try_all(_combinations(working, able, search_result, left))
-    return _named(hunt.found(), left, search_result)
+    hunt = TabuSearch(evaluator, flips_only(survivors.pool, work, phases), chosen)
+    hunt.try_all(_combinations(working, able, search_result, survivors))
+    return _named(hunt.found(), survivors, search_result)
 
 
 def _combinations(
-    working: list[int], able: list[list[int]], search_result: SearchResult, left: PoolSurvivors
+    working: list[int], able: list[list[int]], search_result: SearchResult, survivors: PoolSurvivors
 ) -> list[PoolUse]:
     """The present designation, and all others if they are few."""
     size = 1
     now = []
     for place in working:
         size *= len(able[place])
-        phase = search_result.state.groups[left.kept[place]].phase
+        phase = search_result.state.groups[survivors.kept[place]].phase
         now.append(phase if phase in able[place] else able[place][0])
     choices = [tuple(now)]
     if size <= MOST_COMBINATIONS:
@@ -357,23 +357,25 @@ def _combinations(
     ]
 
 
-def _named(answer: SearchResult, left: PoolSurvivors, before: SearchResult) -> SearchResult:
+def _named(result: SearchResult, survivors: PoolSurvivors, previous_result: SearchResult) -> SearchResult:
     """With the real GPUs in place of places; groups keep the order that the routing speaks of."""
-    places = [left.kept[group.takes[0][0]] for group in answer.state.groups]
+    places = [survivors.kept[group.takes[0][0]] for group in result.state.groups]
     groups = tuple(
-        GpuGroup(before.state.groups[place].takes, group.phase)
-        for place, group in zip(places, answer.state.groups, strict=True)
+        GpuGroup(previous_result.state.groups[place].takes, group.phase)
+        for place, group in zip(places, result.state.groups, strict=True)
     )
-    useless = [before.state.groups[p].takes for p in left.kept if p not in places]
-    return replace(answer, state=PoolUse(groups, joined((left.idle, *useless))))
+    useless = [previous_result.state.groups[p].takes for p in survivors.kept if p not in places]
+    return replace(result, state=PoolUse(groups, joined((survivors.idle, *useless))))
 
 
-def flipped(before: SearchResult, after: SearchResult) -> tuple[tuple[GroupConfiguration, int, int], ...]:
+def flipped(
+    previous_result: SearchResult, next_result: SearchResult
+) -> tuple[tuple[GroupConfiguration, int, int], ...]:
     old: dict[tuple[Takes, tuple[StageTake, ...]], list[int]] = {}
-    for group, mine in zip(before.state.groups, before.configurations, strict=True):
+    for group, mine in zip(previous_result.state.groups, previous_result.configurations, strict=True):
         old.setdefault((group.takes, mine.stages), []).append(group.phase)
     changes = []
-    for group, mine in zip(after.state.groups, after.configurations, strict=True):
+    for group, mine in zip(next_result.state.groups, next_result.configurations, strict=True):
         phases = old[group.takes, mine.stages]
         was = group.phase if group.phase in phases else phases[0]
         phases.remove(was)

@@ -76,23 +76,23 @@ class PoolWorkload:
 
 
 def workload_of(
-    ask: ModelDemand, codec: Codec = "fp16", headroom: float = HEADROOM, engine: EngineKind = UNLIMITED
+    demand: ModelDemand, codec: Codec = "fp16", headroom: float = HEADROOM, engine: EngineKind = UNLIMITED
 ) -> PoolWorkload:
     """A planner's demand in its means, which preserve the tokens that pass through.
 
     Where the means are beyond the model's context the prompt is cut to what it takes.
     """
-    rate = ask.rate_per_s
+    rate = demand.rate_per_s
     if not rate > 0:
-        raise InputError(f"model {ask.name}: rate_per_s", "must be positive for a search")
-    mean_in = sum(d.rate_per_s * d.new_tokens for d in ask.demands) / rate
-    mean_out = sum(d.rate_per_s * d.output_tokens for d in ask.demands) / rate
-    cached = sum(d.rate_per_s * d.cached_tokens for d in ask.demands) / rate
-    most = ask.model.max_context_tokens
+        raise InputError(f"model {demand.name}: rate_per_s", "must be positive for a search")
+    mean_in = sum(d.rate_per_s * d.new_tokens for d in demand.demands) / rate
+    mean_out = sum(d.rate_per_s * d.output_tokens for d in demand.demands) / rate
+    cached = sum(d.rate_per_s * d.cached_tokens for d in demand.demands) / rate
+    most = demand.model.max_context_tokens
     output = min(max(1, round(mean_out)), most - 1)
     prompt = min(max(1, round(mean_in)), most - output)
-    slo = inside_server(ask.slo)
-    return PoolWorkload(ask.model, slo, prompt, output, rate, codec, headroom, round(cached), engine)
+    slo = inside_server(demand.slo)
+    return PoolWorkload(demand.model, slo, prompt, output, rate, codec, headroom, round(cached), engine)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

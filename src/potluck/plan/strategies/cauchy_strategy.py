@@ -37,15 +37,15 @@ MOST_COLUMNS = 20_000
 BOUND_SHARE = 0.25  # Of the time that is left, for the bound that says how far a choice is from the cheapest.
 
 
-def efficient(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
+def efficient(factory: TemplateFactory, demand: ModelDemand) -> list[Template]:
     """Combos counted in GPUs, each with equation 15 of its two types."""
-    ranks = {(each.prefill, each.decode): each.ce_tokens_per_usd for each in factory.ranked(ask)}
+    ranks = {(each.prefill, each.decode): each.ce_tokens_per_usd for each in factory.ranked(demand)}
 
     def ends(template: Template) -> tuple[str, str]:
-        first, last = template.replicas[0].layout, template.replicas[-1].layout
-        return first.stages[0].nodes[0].node, last.stages[0].nodes[0].node
+        first_layout, last = template.replicas[0].layout, template.replicas[-1].layout
+        return first_layout.stages[0].nodes[0].node, last.stages[0].nodes[0].node
 
-    combos = [each for each in factory.gpu_combos(ask) if ends(each) in ranks]
+    combos = [each for each in factory.gpu_combos(demand) if ends(each) in ranks]
     return [replace(each, ce_tokens_per_usd=ranks[ends(each)]) for each in combos]
 
 
@@ -66,9 +66,9 @@ def cauchy_mce(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome
 def cauchy_ce(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """CO-LP over combos counted in GPUs, ranked and shortlisted by equation 15."""
     require_rows(factory.problem, "cauchy-ce")
-    templates = {ask.name: efficient(factory, ask) for ask in factory.problem.asks}
+    templates = {demand.name: efficient(factory, demand) for demand in factory.problem.asks}
     chosen = _choose(
-        factory, settings, "cauchy-ce", templates, _over, lambda ask, template: template.ce_tokens_per_usd
+        factory, settings, "cauchy-ce", templates, _over, lambda demand, template: template.ce_tokens_per_usd
     )
     if chosen is None:
         return _cauchy(factory, settings, "cauchy-ce", lambda price, efficiency: price)
@@ -81,7 +81,7 @@ def _over(price: Floats, efficiency: Floats) -> Floats:
 
 def _cauchy(factory: TemplateFactory, settings: SolveSettings, name: str, weight: Weight) -> PlanOutcome:
     require_rows(factory.problem, name)
-    templates = {ask.name: factory.combos(ask) for ask in factory.problem.asks}
+    templates = {demand.name: factory.combos(demand) for demand in factory.problem.asks}
     chosen = _choose(factory, settings, name, templates, weight, _served(factory))
     if chosen is None:  # the fallback: as much as the fleet can do
         return allocated(factory, settings, name, templates)
@@ -90,7 +90,7 @@ def _cauchy(factory: TemplateFactory, settings: SolveSettings, name: str, weight
 
 def _served(factory: TemplateFactory) -> Efficiency:
     prices = factory.prices
-    return lambda ask, template: efficiency_tokens_per_usd(ask, template, prices)
+    return lambda demand, template: efficiency_tokens_per_usd(demand, template, prices)
 
 
 def _settled(
@@ -132,23 +132,23 @@ def _columns(
     factory: TemplateFactory, templates: ByModel, weight: Weight, efficiency: Efficiency
 ) -> ComboColumns | None:
     problem, parts = factory.problem, list[ComboColumns]()
-    fleet = fleet_of(problem)
-    places = {node: place for place, node in enumerate(fleet.nodes)}
-    for m, ask in enumerate(problem.asks):
-        able = [(t, rate) for t in templates[ask.name] if (rate := served_per_s(ask, t)) > 0]
+    node_supply = fleet_of(problem)
+    places = {node: place for place, node in enumerate(node_supply.nodes)}
+    for m, demand in enumerate(problem.asks):
+        able = [(t, rate) for t in templates[demand.name] if (rate := served_per_s(demand, t)) > 0]
         mine = [template for template, _ in able]
         uses = np.zeros((len(mine), len(places)), np.int64)
         for row, template in enumerate(mine):
             for count in template.nodes:
                 uses[row, places[count.node]] = count.count
         rates = np.array([rate for _, rate in able]) * problem.headroom
-        fine = np.array([suits(ask, template) for template in mine], bool)
-        worth = np.array([efficiency(ask, template) for template in mine])
+        fine = np.array([suits(demand, template) for template in mine], bool)
+        worth = np.array([efficiency(demand, template) for template in mine])
         for r, region in enumerate(problem.regions):
-            there = (uses <= fleet.available[r]).all(axis=1)
-            there &= fine & ask.terms.allows(region.name)
+            there = (uses <= node_supply.available[r]).all(axis=1)
+            there &= fine & demand.terms.allows(region.name)
             rows = np.flatnonzero(there)
-            cost = weight(uses[rows] @ fleet.price_usd_per_h[r], worth[rows])
+            cost = weight(uses[rows] @ node_supply.price_usd_per_h[r], worth[rows])
             here = np.full(len(rows), r)
             parts.append(
                 ComboColumns([mine[row] for row in rows], here * 0 + m, here, uses[rows], rates[rows], cost)
@@ -194,7 +194,7 @@ def _choose(
     if (every := len(result.templates)) > MOST_COLUMNS:
         result = _best(result, MOST_COLUMNS // (len(problem.asks) * len(problem.regions)))
         factory.cut_short[name] = f"chose from the {len(result.templates):,} best of {every:,} combos"
-    fleet, count = fleet_of(problem), len(result.templates)
+    node_supply, count = fleet_of(problem), len(result.templates)
     row, kind = np.nonzero(result.uses)
     scale = float(result.weight.max()) or 1.0
     answer = solve_milp(
@@ -203,10 +203,12 @@ def _choose(
             lower=np.zeros(count),
             upper=np.full(count, np.inf),
             integer=np.ones(count, bool),
-            row_lower=np.array([ask.rate_per_s for ask in problem.asks] + [-np.inf] * fleet.available.size),
-            row_upper=np.concatenate([np.full(len(problem.asks), np.inf), fleet.available.ravel()]),
+            row_lower=np.array(
+                [demand.rate_per_s for demand in problem.asks] + [-np.inf] * node_supply.available.size
+            ),
+            row_upper=np.concatenate([np.full(len(problem.asks), np.inf), node_supply.available.ravel()]),
             row=np.concatenate(
-                [result.model, len(problem.asks) + result.region[row] * len(fleet.nodes) + kind]
+                [result.model, len(problem.asks) + result.region[row] * len(node_supply.nodes) + kind]
             ),
             column=np.concatenate([np.arange(count), row]),
             value=np.concatenate([result.goodput_per_s, result.uses[row, kind]]).astype(np.float64),

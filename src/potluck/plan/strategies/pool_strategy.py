@@ -32,7 +32,7 @@ KEPT_SHARE = 0.9  # Of what a search says of its best state: with less, other st
 def require_pool(problem: PlanningProblem, strategy: str = "thunderserve") -> ModelDemand:
     """The model to search for; an error when there are several, or too many GPUs."""
     if len(problem.asks) > 1:
-        names = ", ".join(ask.name for ask in problem.asks)
+        names = ", ".join(demand.name for demand in problem.asks)
         raise InputError("strategy", f"{strategy} plans one model at a time, not {names}; use auto")
     gpus = gpus_of(problem)
     if gpus > MAX_GPUS:
@@ -70,7 +70,7 @@ def _closed_per_s(templates: Iterable[Template]) -> float:
 
 def search_groups(
     problem: PlanningProblem,
-    ask: ModelDemand,
+    demand: ModelDemand,
     phases: tuple[Role, ...],
     time_limit_s: float,
     seed: int,
@@ -89,9 +89,9 @@ def search_groups(
 
     templates: list[Template] = []
     searched: dict[str, SearchResult] = {}
-    if not ask.rate_per_s > 0:
+    if not demand.rate_per_s > 0:
         return templates, searched
-    work = workload_of(ask, problem.codecs[-1], min(problem.headroom, MAX_HEADROOM), problem.engine)
+    work = workload_of(demand, problem.codecs[-1], min(problem.headroom, MAX_HEADROOM), problem.engine)
     for region in problem.regions:
         pool = region_pool(problem, region.name)
         if pool is None:
@@ -106,12 +106,12 @@ def search_groups(
         attained = None
         if estimate is not None:
             search_result, attained = tried(evaluator, search_result, estimate)
-        made = to_templates(problem, ask, pool, search_result, attained)
+        made = to_templates(problem, demand, pool, search_result, attained)
         # Timed bucket by bucket, the best state may do far less than the search says of it.
-        much = KEPT_SHARE * len(ask.demands) * search_result.score.goodput_per_s
+        much = KEPT_SHARE * len(demand.demands) * search_result.score.goodput_per_s
         for state in () if _closed_per_s(made) >= much else search_result.others:
             other = of_state(evaluator, search_result, state)
-            rival = to_templates(problem, ask, pool, other)
+            rival = to_templates(problem, demand, pool, other)
             search_result, made = (
                 (other, rival) if _closed_per_s(rival) > _closed_per_s(made) else (search_result, made)
             )

@@ -53,18 +53,21 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     pooled = worth_searching(problem)
     inside = pooled and problem.pool is not None
     made_in_turn(factory)
-    groups = {ask.name: factory.groups(ask, settings) if inside else [] for ask in problem.asks}
-    for ask in problem.asks:
-        names = {template.name for template in groups[ask.name]}
-        groups[ask.name] += [t for t in _pinned_groups(factory, ask, settings) if t.name not in names]
+    groups = {demand.name: factory.groups(demand, settings) if inside else [] for demand in problem.asks}
+    for demand in problem.asks:
+        names = {template.name for template in groups[demand.name]}
+        groups[demand.name] += [t for t in _pinned_groups(factory, demand, settings) if t.name not in names]
     _time_pinned(factory, settings)
     tried = _rivals(factory, settings, pooled)
     first = settings.starts + tuple(each.plan for each in tried if each.plan.deployments)
-    for ask in problem.asks:
+    for demand in problem.asks:
         found = {
-            t.name: t for plan in first for t in plan.templates if t.kind == "group" and t.model == ask.name
+            t.name: t
+            for plan in first
+            for t in plan.templates
+            if t.kind == "group" and t.model == demand.name
         }
-        groups[ask.name] = list((found | {t.name: t for t in groups[ask.name]}).values())
+        groups[demand.name] = list((found | {t.name: t for t in groups[demand.name]}).values())
     grow(factory, settings, _others(factory, groups))
     if tried and tried[0].allocation.found:
         # Pipelines that might undercut single nodes are timed before all are weighed, rather than after.
@@ -90,26 +93,36 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
         known = tuple(each.plan for each in (whole, *tried) if each.plan.deployments)
         more = replace(settings, starts=(*settings.starts, *known))
         whole = _proven(allocated(factory, more, "auto", templates), whole)
-    best = max([whole, *tried], key=lambda each: rank_of(problem, each))
-    best = whole if best is whole or not _better(problem, best, whole) else _proven(best, whole)
-    return replace(best, alternatives=tuple(each.plan for each in (whole, *tried) if each is not best))
+    best_outcome = max([whole, *tried], key=lambda each: rank_of(problem, each))
+    best_outcome = (
+        whole
+        if best_outcome is whole or not _better(problem, best_outcome, whole)
+        else _proven(best_outcome, whole)
+    )
+    return replace(
+        best_outcome, alternatives=tuple(each.plan for each in (whole, *tried) if each is not best_outcome)
+    )
 
 
 def _time_pinned(factory: TemplateFactory, settings: SolveSettings) -> None:
     """Time the pipelines that pins name, so that they are columns."""
-    for pin in settings.pins:
-        factory.time_pipeline(pin.template)
+    for deployment in settings.pins:
+        factory.time_pipeline(deployment.template)
 
 
-def _pinned_groups(factory: TemplateFactory, ask: ModelDemand, settings: SolveSettings) -> list[Template]:
+def _pinned_groups(factory: TemplateFactory, demand: ModelDemand, settings: SolveSettings) -> list[Template]:
     """The groups of machines that pins name, searched for as the strategies do that may have printed them."""
-    missing = {pin.template for pin in settings.pins if pin.template.startswith(f"{ask.name}: {GROUP_NAME}")}
+    missing = {
+        deployment.template
+        for deployment in settings.pins
+        if deployment.template.startswith(f"{demand.name}: {GROUP_NAME}")
+    }
     searchable = len(factory.problem.asks) == 1 and gpus_of(factory.problem) <= MAX_GPUS
     searches: tuple[tuple[Role, ...], ...] = (ALL_PHASES, APART, ("mixed",))
     pinned: list[Template] = []
     for may_do in searches if searchable else ():
         if missing:
-            pinned += [t for t in factory.groups(ask, settings, may_do) if t.name in missing]
+            pinned += [t for t in factory.groups(demand, settings, may_do) if t.name in missing]
             missing -= {template.name for template in pinned}
     return pinned
 
@@ -121,7 +134,7 @@ def _rivals(factory: TemplateFactory, settings: SolveSettings, pooled: bool) -> 
     """
     if settings.asking or settings.pins:
         return []
-    single = {ask.name: factory.homogeneous(ask) for ask in factory.problem.asks}
+    single = {demand.name: factory.homogeneous(demand) for demand in factory.problem.asks}
     tried = [allocated(factory, settings.within(SINGLE_SHARE), "single", single)]
     if not tried[0].plan.deployments:  # many models and little time: a plan comes before a better one
         tried = [allocated(factory, settings.within(FALLBACK_SHARE), "single", single)]
@@ -131,7 +144,7 @@ def _rivals(factory: TemplateFactory, settings: SolveSettings, pooled: bool) -> 
     if tried[0].plan.deployments and tried[0].plan.fraction <= 0:  # some model needs several nodes
         rivals = {name: rival for name, rival in rivals.items() if rival is coral}
     elif not (settings.running or unsupported(factory.problem)):
-        combos = sum(len(factory.combos(ask)) for ask in factory.problem.asks)
+        combos = sum(len(factory.combos(demand)) for demand in factory.problem.asks)
         if combos * len(factory.problem.regions) > MOST_COMBOS:
             factory.cut_short |= dict.fromkeys(BY_RULES, NOT_TRIED)
         else:
@@ -153,34 +166,36 @@ def _rivals(factory: TemplateFactory, settings: SolveSettings, pooled: bool) -> 
     return tried
 
 
-def every_kind(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
+def every_kind(factory: TemplateFactory, demand: ModelDemand) -> list[Template]:
     """All kinds but groups."""
-    return [*_whole_nodes(factory, ask), *factory.pipelines(ask)]
+    return [*_whole_nodes(factory, demand), *factory.pipelines(demand)]
 
 
-def _whole_nodes(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
+def _whole_nodes(factory: TemplateFactory, demand: ModelDemand) -> list[Template]:
     """The same without pipelines, one template per name: an aggregated combo is a mixed replica."""
     made = [
-        *factory.homogeneous(ask),
-        *factory.combos(ask),
-        *factory.gpu_combos(ask),
-        *factory.pairs(ask),
-        *factory.aggregated(ask),
+        *factory.homogeneous(demand),
+        *factory.combos(demand),
+        *factory.gpu_combos(demand),
+        *factory.pairs(demand),
+        *factory.aggregated(demand),
     ]
     return list({template.name: template for template in made}.values())
 
 
 def _others(factory: TemplateFactory, groups: Mapping[str, list[Template]]) -> dict[str, list[Template]]:
     return {
-        ask.name: [*_whole_nodes(factory, ask), *factory.also_decoding(ask), *groups[ask.name]]
-        for ask in factory.problem.asks
+        demand.name: [*_whole_nodes(factory, demand), *factory.also_decoding(demand), *groups[demand.name]]
+        for demand in factory.problem.asks
     }
 
 
 def _with_pipelines(
     factory: TemplateFactory, others: Mapping[str, Sequence[Template]]
 ) -> dict[str, list[Template]]:
-    return {ask.name: [*others[ask.name], *factory.pipelines(ask)] for ask in factory.problem.asks}
+    return {
+        demand.name: [*others[demand.name], *factory.pipelines(demand)] for demand in factory.problem.asks
+    }
 
 
 NOT_TRIED = "not tried beside auto"
@@ -202,13 +217,13 @@ def made_in_turn(factory: TemplateFactory) -> None:
     """Make every kind for all models before the next, the most useful first: time may not suffice for all. Models
     that fit on no single node have their pipelines before that.
     """
-    for ask in factory.problem.asks:
-        if not factory.homogeneous(ask):
-            factory.pipelines(ask)
+    for demand in factory.problem.asks:
+        if not factory.homogeneous(demand):
+            factory.pipelines(demand)
     makers = (factory.homogeneous, factory.combos, factory.pipelines, factory.pairs, factory.gpu_combos)
     for make in makers:
-        for ask in factory.problem.asks:
-            make(ask)
+        for demand in factory.problem.asks:
+            make(demand)
 
 
 def _settled(outcome: PlanOutcome, gap_target: float) -> bool:
@@ -226,25 +241,27 @@ def rank_of(problem: PlanningProblem, outcome: PlanOutcome) -> tuple[tuple[float
     return served(problem, outcome.plan), -outcome.weighed_usd_per_h
 
 
-def _better(problem: PlanningProblem, one: PlanOutcome, other: PlanOutcome) -> bool:
+def _better(problem: PlanningProblem, outcome: PlanOutcome, other_outcome: PlanOutcome) -> bool:
     """By more than rounding."""
-    more, less = served(problem, one.plan), served(problem, other.plan)
+    more, less = served(problem, outcome.plan), served(problem, other_outcome.plan)
     if more != less:
         return more > less
-    return one.weighed_usd_per_h < other.weighed_usd_per_h * (1 - 1e-9)
+    return outcome.weighed_usd_per_h < other_outcome.weighed_usd_per_h * (1 - 1e-9)
 
 
-def _proven(best: PlanOutcome, other: PlanOutcome) -> PlanOutcome:
+def _proven(best_outcome: PlanOutcome, other_outcome: PlanOutcome) -> PlanOutcome:
     """A plan with the better of two proofs over the same columns, or of its own and one over more columns."""
-    cost = best.weighed_usd_per_h
-    bound = other.allocation.lower_bound_usd_per_h
-    if best.plan.strategy == "auto":
-        bound = max(bound, best.allocation.lower_bound_usd_per_h)
+    cost = best_outcome.weighed_usd_per_h
+    bound = other_outcome.allocation.lower_bound_usd_per_h
+    if best_outcome.plan.strategy == "auto":
+        bound = max(bound, best_outcome.allocation.lower_bound_usd_per_h)
     gap = max(0.0, cost - bound) / cost if cost > 0 else 0.0
-    allocation = best.allocation
+    allocation = best_outcome.allocation
     if allocation.found:
         allocation = replace(allocation, gap=gap, lower_bound_usd_per_h=min(bound, cost))
-    return replace(best, plan=replace(best.plan, strategy="auto", gap=gap), allocation=allocation)
+    return replace(
+        best_outcome, plan=replace(best_outcome.plan, strategy="auto", gap=gap), allocation=allocation
+    )
 
 
 def thunderserve(
@@ -258,8 +275,8 @@ def thunderserve(
     In the paper a group does one phase.
     """
     require_rows(factory.problem, strategy)
-    ask = require_pool(factory.problem, strategy)
-    return allocated(factory, settings, strategy, {ask.name: factory.groups(ask, settings, may_do)})
+    demand = require_pool(factory.problem, strategy)
+    return allocated(factory, settings, strategy, {demand.name: factory.groups(demand, settings, may_do)})
 
 
 hexgen = partial(thunderserve, may_do=("mixed",), strategy="hexgen")
@@ -281,16 +298,16 @@ def distserve(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
         there = replace(factory, problem=replace(problem, regions=regions, links=()))
         share = settings.within(1 / (len(kinds) - place))
         templates = {}
-        for ask in problem.asks:
-            made = [*factory.phased(ask), *factory.gpu_combos(ask)]
+        for demand in problem.asks:
+            made = [*factory.phased(demand), *factory.gpu_combos(demand)]
             if problem.pool is not None and worth_searching(problem):
-                made += there.groups(ask, share, APART)
-            templates[ask.name] = [t for t in made if mine.issuperset(t.node_counts) and _apart(t)]
+                made += there.groups(demand, share, APART)
+            templates[demand.name] = [t for t in made if mine.issuperset(t.node_counts) and _apart(t)]
         names = {template.name for group in templates.values() for template in group}
-        if all(pin.template in names for pin in settings.pins):
+        if all(deployment.template in names for deployment in settings.pins):
             outcomes.append(allocated(there, share, "distserve", templates))
     if not outcomes:
-        pinned = ", ".join(pin.template for pin in settings.pins)
+        pinned = ", ".join(deployment.template for deployment in settings.pins)
         raise InputError("pin", f"distserve has no GPU kind with {pinned}; use auto")
     return max(outcomes, key=lambda each: rank_of(problem, each))
 
@@ -306,17 +323,17 @@ def _require_hand_overs(factory: TemplateFactory, strategy: str) -> None:
         raise InputError("strategy", f"{what}; use auto, or `engine: vllm`")
 
 
-def coral_templates(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
-    return [*factory.phased(ask), *factory.pipelines(ask)]
+def coral_templates(factory: TemplateFactory, demand: ModelDemand) -> list[Template]:
+    return [*factory.phased(demand), *factory.pipelines(demand)]
 
 
 def coral(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """Pipelines and single nodes, prefill and decode apart; those without pipelines beside it, should it not hold."""
     _require_hand_overs(factory, "coral")
-    for ask in factory.problem.asks:
-        factory.pipelines(ask)
+    for demand in factory.problem.asks:
+        factory.pipelines(demand)
     _time_pinned(factory, settings)
-    grow(factory, settings, {ask.name: factory.phased(ask) for ask in factory.problem.asks})
+    grow(factory, settings, {demand.name: factory.phased(demand) for demand in factory.problem.asks})
     whole = _over(factory, settings, "coral", coral_templates)
     if settings.asking or settings.late or settings.pins:  # pins may name pipelines
         return whole
@@ -334,29 +351,29 @@ def prfaas(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     return replace(outcome, plan=plan)
 
 
-def cronus_templates(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
+def cronus_templates(factory: TemplateFactory, demand: ModelDemand) -> list[Template]:
     """Pairs; nodes that no other in their region pairs with serve requests whole."""
     offered = [{o.node for o in region.offers if o.available} for region in factory.problem.regions]
-    pairs = [t for t in factory.pairs(ask) if any(set(t.node_counts) <= there for there in offered)]
+    pairs = [t for t in factory.pairs(demand) if any(set(t.node_counts) <= there for there in offered)]
     paired = {node for template in pairs for node in template.node_counts}
-    return [*pairs, *(t for t in factory.mixed(ask) if t.nodes[0].node not in paired)]
+    return [*pairs, *(t for t in factory.mixed(demand) if t.nodes[0].node not in paired)]
 
 
 def _over(factory: TemplateFactory, settings: SolveSettings, strategy: str, make: Kind) -> PlanOutcome:
-    templates = {ask.name: make(factory, ask) for ask in factory.problem.asks}
+    templates = {demand.name: make(factory, demand) for demand in factory.problem.asks}
     return allocated(factory, settings, strategy, templates)
 
 
-def _cheapest_types(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
+def _cheapest_types(factory: TemplateFactory, demand: ModelDemand) -> list[Template]:
     """The cheapest ways to serve a model on whole nodes of one type, each model by itself, until there are enough."""
-    single, problem = factory.homogeneous(ask), factory.problem
+    single, problem = factory.homogeneous(demand), factory.problem
     ways: list[tuple[float, str, float, list[Template]]] = []
     alike = _alike(problem, single)
     for kind, nodes in sorted(alike.items()):
         mine = [template for template in single if template.nodes[0].node in nodes]
         mixed, phases = [t for t in mine if t.replicas[0].role == "mixed"], _phases(mine)
         for group, weight in ((mixed, 1.0), (phases, 1.0 + problem.complexity_share)):
-            needed = _nodes_needed(ask, group, problem.headroom)
+            needed = _nodes_needed(demand, group, problem.headroom)
             if needed < inf:
                 price = min(factory.prices[node] for node in nodes)
                 ways.append((price * needed * weight, kind, needed, mine))
@@ -388,12 +405,12 @@ def _phases(templates: Sequence[Template]) -> list[Template]:
     return [template for template in templates if template.replicas[0].role != "mixed"]
 
 
-def _nodes_needed(ask: ModelDemand, group: Sequence[Template], headroom: float) -> float:
+def _nodes_needed(model_demand: ModelDemand, group: Sequence[Template], headroom: float) -> float:
     """Whole nodes that a group needs for a model's demand, each phase apart or both together; infinite if it cannot.
 
     One template for all buckets, or the best one for each.
     """
-    rates = np.array([demand.rate_per_s for demand in ask.demands])
+    rates = np.array([demand.rate_per_s for demand in model_demand.demands])
     tables = np.array(
         [[(c.closed_per_s, c.prefill_per_s, c.decode_per_s) for c in t.capacity] for t in group]
     )

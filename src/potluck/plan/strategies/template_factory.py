@@ -158,87 +158,96 @@ class TemplateFactory:
                     values[offer.node] = min(values.get(offer.node, float("inf")), offer.price_usd_per_h)
         return values
 
-    def book(self, ask: ModelDemand) -> RateCache:
-        return self.books.of(self.problem, ask)
+    def book(self, demand: ModelDemand) -> RateCache:
+        return self.books.of(self.problem, demand)
 
-    def homogeneous(self, ask: ModelDemand) -> list[Template]:
-        return self._once("homogeneous", ask, lambda: homogeneous(self.problem, ask, self.book(ask)))
+    def homogeneous(self, demand: ModelDemand) -> list[Template]:
+        return self._once("homogeneous", demand, lambda: homogeneous(self.problem, demand, self.book(demand)))
 
-    def mixed(self, ask: ModelDemand) -> list[Template]:
-        return [t for t in self.homogeneous(ask) if t.replicas[0].role == "mixed"]
+    def mixed(self, demand: ModelDemand) -> list[Template]:
+        return [t for t in self.homogeneous(demand) if t.replicas[0].role == "mixed"]
 
-    def data_parallel(self, ask: ModelDemand) -> list[Template]:
-        return self._once("data parallel", ask, lambda: fewest_gpus(self.problem, ask, self.book(ask)))
-
-    def also_decoding(self, ask: ModelDemand) -> list[Template]:
-        """Mixed single-node templates that may decode for others too."""
-        single = self.homogeneous(ask)
+    def data_parallel(self, demand: ModelDemand) -> list[Template]:
         return self._once(
-            "also decoding", ask, lambda: also_decoding(self.problem, ask, single, self.book(ask))
+            "data parallel", demand, lambda: fewest_gpus(self.problem, demand, self.book(demand))
         )
 
-    def phased(self, ask: ModelDemand) -> list[Template]:
+    def also_decoding(self, demand: ModelDemand) -> list[Template]:
+        """Mixed single-node templates that may decode for others too."""
+        single = self.homogeneous(demand)
+        return self._once(
+            "also decoding", demand, lambda: also_decoding(self.problem, demand, single, self.book(demand))
+        )
+
+    def phased(self, demand: ModelDemand) -> list[Template]:
         """Single-node templates that do one phase."""
-        return [t for t in self.homogeneous(ask) if t.replicas[0].role != "mixed"]
+        return [t for t in self.homogeneous(demand) if t.replicas[0].role != "mixed"]
 
-    def combos(self, ask: ModelDemand) -> list[Template]:
-        return self._once("combo", ask, lambda: combos(self.problem, ask, self.homogeneous(ask), self.prices))
+    def combos(self, demand: ModelDemand) -> list[Template]:
+        return self._once(
+            "combo", demand, lambda: combos(self.problem, demand, self.homogeneous(demand), self.prices)
+        )
 
-    def ranked(self, ask: ModelDemand) -> list[RankedPair]:
+    def ranked(self, demand: ModelDemand) -> list[RankedPair]:
         """Pairs of node types by CAUCHY's equation 15, the most cost-efficient first."""
-        return ranked(self.problem, ask, self.homogeneous(ask), self.prices, self.book(ask))
+        return ranked(self.problem, demand, self.homogeneous(demand), self.prices, self.book(demand))
 
-    def gpu_combos(self, ask: ModelDemand) -> list[Template]:
+    def gpu_combos(self, demand: ModelDemand) -> list[Template]:
         """Combos of the pairs that equation 15 shortlists, counted in GPUs; and aggregated ones of their types."""
 
         def make() -> list[Template]:
-            pairs = self.ranked(ask)[:SHORTLIST]
+            pairs = self.ranked(demand)[:SHORTLIST]
             alike = {pair.prefill for pair in pairs if pair.prefill == pair.decode}
-            alone = [t for t in self.combos(ask) if len(t.nodes) == 1 and t.nodes[0].node in alike]
+            alone = [t for t in self.combos(demand) if len(t.nodes) == 1 and t.nodes[0].node in alike]
             alone = [t for t in alone if t.replicas[0].role == "mixed"]
-            return [*alone, *gpu_combos(self.problem, ask, pairs, self.book(ask))]
+            return [*alone, *gpu_combos(self.problem, demand, pairs, self.book(demand))]
 
-        return self._once("gpu combo", ask, make)
+        return self._once("gpu combo", demand, make)
 
-    def pairs(self, ask: ModelDemand) -> list[Template]:
+    def pairs(self, demand: ModelDemand) -> list[Template]:
         return self._once(
-            "pair", ask, lambda: pairs(self.problem, ask, self.homogeneous(ask), self.book(ask))
+            "pair", demand, lambda: pairs(self.problem, demand, self.homogeneous(demand), self.book(demand))
         )
 
-    def pipelines(self, ask: ModelDemand) -> list[Template]:
+    def pipelines(self, demand: ModelDemand) -> list[Template]:
         """Those timed so far: at first the cheapest of each bucket, then what the program asks for (`grow`)."""
 
         def make() -> list[Template]:
-            degree = phase_degree(self.problem, ask, self.homogeneous(ask))
+            degree = phase_degree(self.problem, demand, self.homogeneous(demand))
             placement_table = shelf_of(
-                self.problem, ask, timed=self.timed, books=self.books, degree=degree, enough=self.enough
+                self.problem,
+                demand,
+                timed=self.timed,
+                rate_caches=self.books,
+                degree=degree,
+                enough=self.enough,
             )
             prices = np.array([self.prices.get(node.name, 0.0) for node in self.problem.nodes])
             placement_table.take(placement_table.cheapest(prices, FIRST_FEW))
-            self.shelves[ask.key] = placement_table
+            self.shelves[demand.key] = placement_table
             return placement_table.templates
 
-        return self._once("pipeline", ask, make)
+        return self._once("pipeline", demand, make)
 
     def time_pipeline(self, name: str) -> None:
         """One of that name is among the pipelines from now on, whether or not it seems to be worth it."""
-        for ask in self.problem.asks:
-            table = self.shelves.get(ask.key)
-            if table is not None and " pipeline " in name and name.startswith(f"{ask.name}: "):
+        for demand in self.problem.asks:
+            table = self.shelves.get(demand.key)
+            if table is not None and " pipeline " in name and name.startswith(f"{demand.name}: "):
                 table.take(table.named(name))
-                self.made["pipeline", ask.key] = table.templates
+                self.made["pipeline", demand.key] = table.templates
 
-    def aggregated(self, ask: ModelDemand) -> list[Template]:
+    def aggregated(self, demand: ModelDemand) -> list[Template]:
         """Of the pipelines timed so far, again when there are more."""
-        pipelines = self.pipelines(ask)
+        pipelines = self.pipelines(demand)
         return self._once(
             f"mixed pipeline of {len(pipelines)}",
-            ask,
-            lambda: list(aggregated(self.problem, ask, pipelines, self.book(ask))),
+            demand,
+            lambda: list(aggregated(self.problem, demand, pipelines, self.book(demand))),
         )
 
     def groups(
-        self, ask: ModelDemand, settings: SolveSettings, may_do: tuple[Role, ...] = ALL_PHASES
+        self, demand: ModelDemand, settings: SolveSettings, may_do: tuple[Role, ...] = ALL_PHASES
     ) -> list[Template]:
         """Groups of the pool's machines that do one of some phases each, found by search in each region.
 
@@ -247,39 +256,39 @@ class TemplateFactory:
         """
         phases = phases_of(self.problem.engine, may_do)
         key = f"group of {machines_key(self.problem)} {phases}"
-        first = not any(kind.startswith("group of ") for kind, name in self.made if name == ask.key)
+        first = not any(kind.startswith("group of ") for kind, name in self.made if name == demand.key)
         share = 0.5 if first and not settings.asking else 0.1
 
         def make() -> list[Template]:
             made, search_results = search_groups(
-                self.problem, ask, phases, settings.left_s * share, settings.seed, settings.estimate
+                self.problem, demand, phases, settings.left_s * share, settings.seed, settings.estimate
             )
             if may_do == ALL_PHASES or not self.searched:
                 self.searched.clear()
                 self.searched.update(search_results)
             known = {template.name for template in made}
-            return made + [t for t in self.running if t.model == ask.name and t.name not in known]
+            return made + [t for t in self.running if t.model == demand.name and t.name not in known]
 
-        return self._once(key, ask, make)
+        return self._once(key, demand, make)
 
-    def _once(self, kind: str, ask: ModelDemand, make: Callable[[], list[Template]]) -> list[Template]:
-        key = (kind, ask.key)
+    def _once(self, kind: str, demand: ModelDemand, make: Callable[[], list[Template]]) -> list[Template]:
+        key = (kind, demand.key)
         if key not in self.made and kind != "homogeneous" and self.enough():
             self.left_out.add(key)
             return []
         if key not in self.made:
             self.left_out.discard(key)
-            self.said(f"{kind.split(' of ')[0]} templates of {ask.name}")
-            self.made[key] = runnable(self.problem, ask, make())
+            self.said(f"{kind.split(' of ')[0]} templates of {demand.name}")
+            self.made[key] = runnable(self.problem, demand, make())
             self.books.keep()
         # They may have been made for a problem that had more node types than this one.
         here = self.prices
         once = [each for each in self.made[key] if all(count.node in here for count in each.nodes)]
         once = [each for each in once if each.name not in self.without]
-        if not ask.terms.asked:
+        if not demand.terms.asked:
             return once
-        somewhere = any(ask.terms.allows(region.name) for region in self.problem.regions)
-        return [template for template in once if somewhere and suits(ask, template)]
+        somewhere = any(demand.terms.allows(region.name) for region in self.problem.regions)
+        return [template for template in once if somewhere and suits(demand, template)]
 
 
 Planner = Callable[[TemplateFactory, SolveSettings], PlanOutcome]
@@ -296,44 +305,46 @@ def allocated(
 
     What runs already stays to be chosen, also where it is no longer among what is made.
     """
-    program_columns, answer = solved(
+    program_columns, allocation = solved(
         factory.problem,
         with_running(factory.problem, templates, settings.running),
-        running=settings.running,
+        running_plan=settings.running,
         pins=settings.pins,
         starts=settings.starts,
         time_limit_s=settings.left_s,
         gap_target=settings.gap_target,
         clock=settings.clock,
-        books=factory.books,
+        rate_caches=factory.books,
         in_part=not settings.asking,
     )
     factory.books.keep()
-    plan = plan_of(program_columns, answer, strategy)
-    spare = program_columns.program.guarded or any(ask.terms.min_copies for ask in factory.problem.asks)
-    if spare and answer.found:  # a spare copy that never works would be cold when it is needed
+    plan = plan_of(program_columns, allocation, strategy)
+    spare = program_columns.program.guarded or any(demand.terms.min_copies for demand in factory.problem.asks)
+    if spare and allocation.found:  # a spare copy that never works would be cold when it is needed
         plan = evened(factory.problem, plan, settings.time_limit_s, settings.clock)
-    return PlanOutcome(plan, answer, program_columns)
+    return PlanOutcome(plan, allocation, program_columns)
 
 
 def with_running(
-    problem: PlanningProblem, templates: Mapping[str, Sequence[Template]], running: Plan | None
+    problem: PlanningProblem, templates: Mapping[str, Sequence[Template]], running_plan: Plan | None
 ) -> Mapping[str, Sequence[Template]]:
     """Templates with those that run beside them, timed for the demand there is now; groups have their own way."""
-    if running is None:
+    if running_plan is None:
         return templates
-    deployed = {deployment.template for deployment in running.deployments}
+    deployed = {deployment.template for deployment in running_plan.deployments}
     merged = {model: list(group) for model, group in templates.items()}
-    for template in running.templates:
-        ask = next((each for each in problem.asks if each.name == template.model), None)
+    for template in running_plan.templates:
+        demand = next(
+            (model_demand for model_demand in problem.asks if model_demand.name == template.model), None
+        )
         mine = merged.setdefault(template.model, [])
         known = template.name in {item.name for item in mine}
         there = all(node in problem.by_name for node in template.node_counts)
-        if ask is None or known or not there or template.kind == "group" or template.name not in deployed:
+        if demand is None or known or not there or template.kind == "group" or template.name not in deployed:
             continue
-        if not runnable(problem, ask, [template]):
+        if not runnable(problem, demand, [template]):
             continue
-        capacity = retimed(problem, ask, template)
+        capacity = retimed(problem, demand, template)
         if not any(c.prefill_per_s + c.decode_per_s for c in template.capacity):  # it offers no phase alone
             capacity = tuple(replace(each, prefill_per_s=0.0, decode_per_s=0.0) for each in capacity)
         mine.append(replace(template, capacity=capacity))
@@ -363,9 +374,11 @@ def grow(
     problem, done = factory.problem, ColumnGrowth()
     deadline = Deadline(settings.left_s, settings.clock)
     while done.rounds < rounds and not factory.enough():
-        templates = {ask.name: [*others.get(ask.name, ()), *factory.pipelines(ask)] for ask in problem.asks}
-        smallest = dict.fromkeys((ask.name for ask in problem.asks), problem.codecs[-1])
-        wide = columns(problem, templates, pins=(), codecs=smallest, books=factory.books)
+        templates = {
+            demand.name: [*others.get(demand.name, ()), *factory.pipelines(demand)] for demand in problem.asks
+        }
+        smallest = dict.fromkeys((demand.name for demand in problem.asks), problem.codecs[-1])
+        wide = columns(problem, templates, pins=(), codecs=smallest, rate_caches=factory.books)
         program = wide.program
         relaxed = _relaxed(program, deadline, wide.keys(factory.grown))
         if relaxed is None:
@@ -406,17 +419,17 @@ def _taken(
     factory: TemplateFactory, program: FlowProgram, duals: Duals, factor: float, ceiling: float
 ) -> int:
     problem, added, first = factory.problem, 0, 0
-    for m, ask in enumerate(problem.asks):
-        buckets = len(ask.demands)
-        placement_table = factory.shelves.get(ask.key)
+    for m, demand in enumerate(problem.asks):
+        buckets = len(demand.demands)
+        placement_table = factory.shelves.get(demand.key)
         if placement_table is not None:
             mine = duals.phase[:, first : first + buckets]
             uses, phase = placement_table.uses, placement_table.phase
             costs = copy_costs(problem, m, uses, phase, program.fleet, duals, factor)
-            rows = placement_table.worth(problem, ask, costs, mine, FEW, ceiling)
+            rows = placement_table.worth(problem, demand, costs, mine, FEW, ceiling)
             if placement_table.take(rows):
                 added += len(rows)
-                factory.made["pipeline", ask.key] = placement_table.templates
+                factory.made["pipeline", demand.key] = placement_table.templates
             elif len(rows):
                 added += len(rows)  # they can do nothing, but the next ones might
         first += buckets
@@ -428,7 +441,7 @@ def copy_costs(
     m: int,
     uses: NDArray[np.integer],
     phase: NDArray[np.integer],
-    fleet: NodeSupply,
+    node_supply: NodeSupply,
     duals: Duals,
     factor: float,
 ) -> Floats:
@@ -436,10 +449,12 @@ def copy_costs(
 
     `uses` is [placements, node types of the problem]: reserved nodes, limits and losses of spot nodes count.
     """
-    places = [fleet.nodes.index(node.name) for node in problem.nodes]
-    price = fleet.price_usd_per_h * (factor + duals.budget) + duals.nodes - duals.paid
-    per_copy, per_node = limit_prices(problem, fleet, duals.limits)[m]
-    losses = losses_usd_per_h(problem, problem.asks[m], uses, fleet) * (float(factor > 0) + duals.budget)
+    places = [node_supply.nodes.index(node.name) for node in problem.nodes]
+    price = node_supply.price_usd_per_h * (factor + duals.budget) + duals.nodes - duals.paid
+    per_copy, per_node = limit_prices(problem, node_supply, duals.limits)[m]
+    losses = losses_usd_per_h(problem, problem.asks[m], uses, node_supply) * (
+        float(factor > 0) + duals.budget
+    )
     costs = per_copy.T[:, phase] + losses
     for c, place in enumerate(
         places

@@ -40,13 +40,13 @@ RATIOS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 3), (2, 5), (2, 6))
 
 
 def combos(
-    problem: PlanningProblem, ask: ModelDemand, single: Sequence[Template], prices: dict[str, float]
+    problem: PlanningProblem, demand: ModelDemand, single: Sequence[Template], prices: dict[str, float]
 ) -> list[Template]:
     """Combos of single-node templates, and the aggregated ones; `prices` ($/h a node) settle directions.
 
     KV crosses in the smallest codec that is allowed; whether a more exact one does is seen once counts are known.
     """
-    best = {role: _best_per_node(ask, single, role) for role in ("prefill", "decode", "mixed")}
+    best = {role: _best_per_node(demand, single, role) for role in ("prefill", "decode", "mixed")}
     templates = [replace(template, kind="combo") for template in best["mixed"].values()]
     prefills, decodes = (
         {
@@ -57,41 +57,41 @@ def combos(
     )
     for first in prefills:
         for second in decodes:
-            forward = _pair(problem, ask, prefills[first], decodes[second])
+            forward = _pair(problem, demand, prefills[first], decodes[second])
             if first < second and second in best["prefill"] and first in best["decode"]:
-                backward = _pair(problem, ask, prefills[second], decodes[first])
-                forward = max((forward, backward), key=lambda ts: _best_efficiency(ask, ts, prices))
+                backward = _pair(problem, demand, prefills[second], decodes[first])
+                forward = max((forward, backward), key=lambda ts: _best_efficiency(demand, ts, prices))
             elif first > second and first in best["decode"] and second in best["prefill"]:
                 continue  # that pair was settled the other way round
             templates += forward
     return templates
 
 
-def efficiency_tokens_per_usd(ask: ModelDemand, template: Template, prices: dict[str, float]) -> float:
+def efficiency_tokens_per_usd(demand: ModelDemand, template: Template, prices: dict[str, float]) -> float:
     """Tokens per dollar when a template serves the model's mix of buckets by itself."""
-    rate = served_per_s(ask, template)
+    rate = served_per_s(demand, template)
     cost = sum(node_count.count * prices[node_count.node] for node_count in template.nodes)
-    tokens = ask.tokens_per_s / ask.rate_per_s if ask.rate_per_s else 0.0
+    tokens = demand.tokens_per_s / demand.rate_per_s if demand.rate_per_s else 0.0
     return rate * tokens * 3600.0 / cost if cost > 0 else float("inf")
 
 
-def served_per_s(ask: ModelDemand, template: Template) -> float:
+def served_per_s(model_demand: ModelDemand, template: Template) -> float:
     """Requests a second of the model's own mix that one copy serves, closed; 0 if it lacks a bucket."""
     time = 0.0
-    for demand, capacity in zip(ask.demands, template.capacity, strict=True):
+    for demand, capacity in zip(model_demand.demands, template.capacity, strict=True):
         if demand.rate_per_s <= 0:
             continue
         if capacity.closed_per_s <= 0:
             return 0.0
         time += demand.rate_per_s / capacity.closed_per_s
-    return ask.rate_per_s / time if time > 0 else 0.0
+    return model_demand.rate_per_s / time if time > 0 else 0.0
 
 
-def _best_per_node(ask: ModelDemand, single: Sequence[Template], role: Role) -> dict[str, Template]:
+def _best_per_node(demand: ModelDemand, single: Sequence[Template], role: Role) -> dict[str, Template]:
     """One template per node type: the paper shards a phase over all of a server's GPUs or not at all."""
     best: dict[str, Template] = {}
     for template in single:
-        if template.replicas[0].role != role or template.model != ask.name:
+        if template.replicas[0].role != role or template.model != demand.name:
             continue
         node = template.nodes[0].node
         if node not in best or _total(template) > _total(best[node]):
@@ -105,23 +105,27 @@ def _total(template: Template) -> float:
 
 def combo_capacity(
     problem: PlanningProblem,
-    ask: ModelDemand,
+    model_demand: ModelDemand,
     replicas: Sequence[PlannedReplica],
     codec: Codec,
-    book: RateCache,
+    rate_cache: RateCache,
 ) -> tuple[BucketCapacity, ...]:
     """What replicas of the two phases, and mixed ones beside them, serve together, from their layouts alone."""
-    mixed = _side(problem, ask, replicas, "mixed", book)
-    prefill, decode = (_side(problem, ask, replicas, role, book) for role in ("prefill", "decode"))
-    closed = [BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0) for demand in ask.demands]
-    if prefill is not None and decode is not None:
-        bits = wire_bits(ask, codec)
-        closed = _closed(problem, ask, prefill, decode, bits * (not _one_node(problem, replicas)))
+    mixed = _side(problem, model_demand, replicas, "mixed", rate_cache)
+    prefill_side, decode_side = (
+        _side(problem, model_demand, replicas, role, rate_cache) for role in ("prefill", "decode")
+    )
+    closed = [BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0) for demand in model_demand.demands]
+    if prefill_side is not None and decode_side is not None:
+        bits = wire_bits(model_demand, codec)
+        closed = _closed(
+            problem, model_demand, prefill_side, decode_side, bits * (not _one_node(problem, replicas))
+        )
     if mixed is None:
         return tuple(closed)
     return tuple(
-        replace(one, closed_per_s=one.closed_per_s + other.closed_per_s)
-        for one, other in zip(closed, mixed.capacity, strict=True)
+        replace(capacity, closed_per_s=capacity.closed_per_s + other_capacity.closed_per_s)
+        for capacity, other_capacity in zip(closed, mixed.capacity, strict=True)
     )
 
 
@@ -129,9 +133,9 @@ def _one_node(problem: PlanningProblem, replicas: Sequence[PlannedReplica]) -> b
     """Whether all of them stand on one node, which then is all that they rent: their KV uses no network card."""
     members = [node for replica in replicas for stage in replica.layout.stages for node in stage.nodes]
     first = members[0].node
-    return all(member.node == first for member in members) and sum(member.tp for member in members) <= (
-        problem.node(first).gpus
-    )
+    return all(stage_node.node == first for stage_node in members) and sum(
+        stage_node.tp for stage_node in members
+    ) <= (problem.node(first).gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,56 +149,59 @@ class _Side:
 
 def _side(
     problem: PlanningProblem,
-    ask: ModelDemand,
+    model_demand: ModelDemand,
     replicas: Sequence[PlannedReplica],
     role: Role,
-    book: RateCache,
+    rate_cache: RateCache,
 ) -> _Side | None:
     members = [replica for replica in replicas if replica.role == role]
     if not members:
         return None
-    total = [BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0) for demand in ask.demands]
+    total = [BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0) for demand in model_demand.demands]
     for layout in {replica.layout for replica in members}:
         copies = sum(1 for replica in members if replica.layout == layout)
-        bucket_capacities = book.replica(problem, ask, layout, role).times(copies).capacity
-        total = [_added(one, other) for one, other in zip(total, bucket_capacities, strict=True)]
+        bucket_capacities = rate_cache.replica(problem, model_demand, layout, role).times(copies).capacity
+        total = [
+            _added(capacity, other_capacity)
+            for capacity, other_capacity in zip(total, bucket_capacities, strict=True)
+        ]
     return _Side(total, len(members), cards_of(members, problem.by_name))
 
 
-def _added(one: BucketCapacity, other: BucketCapacity) -> BucketCapacity:
+def _added(capacity: BucketCapacity, other_capacity: BucketCapacity) -> BucketCapacity:
     return BucketCapacity(
-        one.bucket,
-        one.prefill_per_s + other.prefill_per_s,
-        one.decode_per_s + other.decode_per_s,
-        one.closed_per_s + other.closed_per_s,
-        max(one.ttft_s, other.ttft_s),
-        max(one.tpot_s, other.tpot_s),
+        capacity.bucket,
+        capacity.prefill_per_s + other_capacity.prefill_per_s,
+        capacity.decode_per_s + other_capacity.decode_per_s,
+        capacity.closed_per_s + other_capacity.closed_per_s,
+        max(capacity.ttft_s, other_capacity.ttft_s),
+        max(capacity.tpot_s, other_capacity.tpot_s),
     )
 
 
 def _pair(
     problem: PlanningProblem,
-    ask: ModelDemand,
+    demand: ModelDemand,
     prefills: tuple[Template, dict[int, _Side]],
     decodes: tuple[Template, dict[int, _Side]],
 ) -> list[Template]:
     """Combos of two single nodes, each of which is given with so many of it."""
     made, (prefill, before), (decode, after) = [], prefills, decodes
     codec = problem.codecs[-1]
-    bits = wire_bits(ask, codec)
+    bits = wire_bits(demand, codec)
     for n_p, n_d in RATIOS:
         replicas = prefill.replicas * n_p + decode.replicas * n_d
         first, second = prefill.nodes[0].node, decode.nodes[0].node
-        capacity = tuple(_closed(problem, ask, before[n_p], after[n_d], bits))
+        capacity = tuple(_closed(problem, demand, before[n_p], after[n_d], bits))
         if not useful(capacity):
             continue
         same = first == second
         nodes = (NodeCount(first, n_p + n_d),) if same else (NodeCount(first, n_p), NodeCount(second, n_d))
         made.append(
             Template(
-                name=f"{ask.name}: combo {n_p} {first} -> {n_d} {second}",
+                name=f"{demand.name}: combo {n_p} {first} -> {n_d} {second}",
                 kind="combo",
-                model=ask.name,
+                model=demand.name,
                 nodes=nodes,
                 replicas=replicas,
                 capacity=capacity,
@@ -214,18 +221,23 @@ def _times(problem: PlanningProblem, template: Template, n: int) -> _Side:
 
 
 def _closed(
-    problem: PlanningProblem, ask: ModelDemand, prefill: _Side, decode: _Side, bits: Floats
+    problem: PlanningProblem, model_demand: ModelDemand, prefill_side: _Side, decode_side: _Side, bits: Floats
 ) -> list[BucketCapacity]:
     """What two sides serve, bucket by bucket; their cards are as busy as the tightest bucket lets them be."""
-    pairs = list(zip(ask.demands, prefill.capacity, decode.capacity, strict=True))
-    limits = [_busy(problem, ask, demand, p, prefill, decode, bits) for demand, p, _ in pairs]
-    asked = [u for u, demand in zip(limits, ask.demands, strict=True) if u > 0 and demand.rate_per_s > 0]
+    pairs = list(zip(model_demand.demands, prefill_side.capacity, decode_side.capacity, strict=True))
+    limits = [
+        _busy(problem, model_demand, demand, capacity, prefill_side, decode_side, bits)
+        for demand, capacity, _ in pairs
+    ]
+    asked = [
+        u for u, demand in zip(limits, model_demand.demands, strict=True) if u > 0 and demand.rate_per_s > 0
+    ]
     busy = min(asked, default=problem.headroom)
-    narrow = min(prefill.cards.all_bits_per_s, decode.cards.all_bits_per_s)
-    slow = min(prefill.cards.one_bits_per_s, decode.cards.one_bits_per_s)
+    narrow = min(prefill_side.cards.all_bits_per_s, decode_side.cards.all_bits_per_s)
+    slow = min(prefill_side.cards.one_bits_per_s, decode_side.cards.one_bits_per_s)
     closed = []
-    for (demand, p, d), limit in zip(pairs, limits, strict=True):
-        rate = min(p.prefill_per_s, d.decode_per_s)
+    for (demand, capacity, d), limit in zip(pairs, limits, strict=True):
+        rate = min(capacity.prefill_per_s, d.decode_per_s)
         kv_bits = float(bits[demand.bucket])
         if kv_bits > 0:
             rate = min(rate, busy * narrow / (problem.headroom * kv_bits))
@@ -233,32 +245,32 @@ def _closed(
             closed.append(BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0))
             continue
         used = problem.headroom * rate * kv_bits / narrow
-        late_s = max(0.0, sojourn_s(kv_bits / slow, used) - prefill.copies / p.prefill_per_s)
-        closed.append(BucketCapacity(demand.bucket, 0.0, 0.0, rate, p.ttft_s + late_s, d.tpot_s))
+        late_s = max(0.0, sojourn_s(kv_bits / slow, used) - prefill_side.copies / capacity.prefill_per_s)
+        closed.append(BucketCapacity(demand.bucket, 0.0, 0.0, rate, capacity.ttft_s + late_s, d.tpot_s))
     return closed
 
 
 def _busy(
     problem: PlanningProblem,
-    ask: ModelDemand,
+    model_demand: ModelDemand,
     demand: BucketDemand,
-    p: BucketCapacity,
-    prefill: _Side,
-    decode: _Side,
+    capacity: BucketCapacity,
+    prefill_side: _Side,
+    decode_side: _Side,
     bits: Floats,
 ) -> float:
     """How busy the cards may be so that TTFT holds with this prefill: (w - 1) S + t / (1 - u) within it."""
-    if not p.prefill_per_s > 0:
+    if not capacity.prefill_per_s > 0:
         return 0.0
-    service_s = prefill.copies / p.prefill_per_s
-    limit_s = ask.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S
+    service_s = prefill_side.copies / capacity.prefill_per_s
+    limit_s = model_demand.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S
     within_s = limit_s - (wait_factor(problem.headroom) - 1.0) * service_s
-    slow = min(prefill.cards.one_bits_per_s, decode.cards.one_bits_per_s)
+    slow = min(prefill_side.cards.one_bits_per_s, decode_side.cards.one_bits_per_s)
     return busy_limit(float(bits[demand.bucket]) / slow, within_s, problem.headroom)
 
 
-def _best_efficiency(ask: ModelDemand, templates: Sequence[Template], prices: dict[str, float]) -> float:
-    return max((efficiency_tokens_per_usd(ask, template, prices) for template in templates), default=0.0)
+def _best_efficiency(demand: ModelDemand, templates: Sequence[Template], prices: dict[str, float]) -> float:
+    return max((efficiency_tokens_per_usd(demand, template, prices) for template in templates), default=0.0)
 
 
 SHORTLIST = 4  # Pairs of types that are passed on, as in the paper's example.
@@ -278,10 +290,10 @@ class RankedPair:
 
 def ranked(
     problem: PlanningProblem,
-    ask: ModelDemand,
+    demand: ModelDemand,
     single_node: Sequence[Template],
     prices: Mapping[str, float],
-    book: RateCache,
+    rate_cache: RateCache,
 ) -> list[RankedPair]:
     """All pairs whose sides keep the objective, in their better direction, the most efficient first."""
     able = {
@@ -291,7 +303,7 @@ def ranked(
     ranked_pairs: dict[frozenset[str], RankedPair] = {}
     for first in able["prefill"]:
         for second in able["decode"]:
-            value = _efficiency(problem, ask, single_node, prices, first, second, book)
+            value = _efficiency(problem, demand, single_node, prices, first, second, rate_cache)
             best = ranked_pairs.get(frozenset((first, second)))
             if best is None or value.ce_tokens_per_usd > best.ce_tokens_per_usd:
                 ranked_pairs[frozenset((first, second))] = value
@@ -301,14 +313,14 @@ def ranked(
 
 
 def gpu_combos(
-    problem: PlanningProblem, ask: ModelDemand, pairs: Sequence[RankedPair], book: RateCache
+    problem: PlanningProblem, demand: ModelDemand, pairs: Sequence[RankedPair], rate_cache: RateCache
 ) -> list[Template]:
     templates: dict[str, Template] = {}
     for pair in pairs:
         first, second = problem.node(pair.prefill), problem.node(pair.decode)
         for n_p in PREFILL_UNITS:
             for n_d in DECODE_UNITS:
-                template = _combo(problem, ask, (first, second), n_p, n_d, book)
+                template = _combo(problem, demand, (first, second), n_p, n_d, rate_cache)
                 if template is not None:
                     templates.setdefault(template.name, template)
     return list(templates.values())
@@ -316,15 +328,15 @@ def gpu_combos(
 
 def _combo(
     problem: PlanningProblem,
-    ask: ModelDemand,
+    demand: ModelDemand,
     types: tuple[NodeType, NodeType],
     n_p: int,
     n_d: int,
-    book: RateCache,
+    rate_cache: RateCache,
 ) -> Template | None:
     first, second = types
-    prefill = _instances(problem, ask, first, "prefill", n_p, book)
-    decode = _instances(problem, ask, second, "decode", n_d, book)
+    prefill = _instances(problem, demand, first, "prefill", n_p, rate_cache)
+    decode = _instances(problem, demand, second, "decode", n_d, rate_cache)
     if prefill is None or decode is None:
         return None
     nodes: tuple[NodeCount, ...]
@@ -341,16 +353,16 @@ def _combo(
             nodes = (NodeCount(first.name, sum(counts)),)
     replicas = tuple(prefill) * times + tuple(decode) * times
     codec = problem.codecs[-1]
-    capacity = combo_capacity(problem, ask, replicas, codec, book)
+    capacity = combo_capacity(problem, demand, replicas, codec, rate_cache)
     if not useful(capacity):
         return None
-    known = [book.replica(problem, ask, side[0].layout, side[0].role) for side in (prefill, decode)]
+    known = [rate_cache.replica(problem, demand, side[0].layout, side[0].role) for side in (prefill, decode)]
     name = f"{times} x <{gpus_p} {first.gpu.name}, {gpus_d} {second.gpu.name}>"
     on = " + ".join(f"{node_count.count} {node_count.node}" for node_count in nodes)
     return Template(
-        name=f"{ask.name}: combo {name} on {on}",
+        name=f"{demand.name}: combo {name} on {on}",
         kind="combo",
-        model=ask.name,
+        model=demand.name,
         nodes=nodes,
         replicas=replicas,
         capacity=capacity,
@@ -360,11 +372,16 @@ def _combo(
 
 
 def _instances(
-    problem: PlanningProblem, ask: ModelDemand, node: NodeType, role: Role, units: int, book: RateCache
+    problem: PlanningProblem,
+    demand: ModelDemand,
+    node: NodeType,
+    role: Role,
+    units: int,
+    rate_cache: RateCache,
 ) -> list[PlannedReplica] | None:
     """So many units of a node's GPUs as few instances of the largest tensor-parallel degree there is."""
-    degrees = book.once(
-        ("degrees", node.name, problem.engine.most_tensor), lambda: _degrees(problem, ask, node)
+    degrees = rate_cache.once(
+        ("degrees", node.name, problem.engine.most_tensor), lambda: _degrees(problem, demand, node)
     )
     if not degrees:
         return None
@@ -373,20 +390,20 @@ def _instances(
     return [PlannedReplica(role, degrees[tp])] * (gpus // tp)
 
 
-def _degrees(problem: PlanningProblem, ask: ModelDemand, node: NodeType) -> dict[int, Layout]:
+def _degrees(problem: PlanningProblem, demand: ModelDemand, node: NodeType) -> dict[int, Layout]:
     """Layouts on one node by tensor-parallel degree, where the model fits."""
     most = min(node.gpus, problem.engine.most_tensor or node.gpus)
-    made = {tp: _layout(problem, ask, node, tp) for tp in range(1, most + 1) if node.gpus % tp == 0}
+    made = {tp: _layout(problem, demand, node, tp) for tp in range(1, most + 1) if node.gpus % tp == 0}
     return {tp: layout for tp, layout in made.items() if layout is not None}
 
 
-def _layout(problem: PlanningProblem, ask: ModelDemand, node: NodeType, tp: int) -> Layout | None:
+def _layout(problem: PlanningProblem, demand: ModelDemand, node: NodeType, tp: int) -> Layout | None:
     try:
-        check_tp(ask.model, node, tp)
+        check_tp(demand.model, node, tp)
     except InputError:
         return None
-    layout = single(node.name, tp, ask.model.layer_count)
-    return layout if fits(ask, layout, problem.by_name) else None
+    layout = single(node.name, tp, demand.model.layer_count)
+    return layout if fits(demand, layout, problem.by_name) else None
 
 
 def _gpus(replica: PlannedReplica) -> int:
@@ -399,28 +416,32 @@ def _lcm(a: int, b: int) -> int:
 
 def _efficiency(
     problem: PlanningProblem,
-    ask: ModelDemand,
+    demand: ModelDemand,
     single_node: Sequence[Template],
     prices: Mapping[str, float],
     first: str,
     second: str,
-    book: RateCache,
+    rate_cache: RateCache,
 ) -> RankedPair:
-    rate = ask.rate_per_s or 1.0
-    r_in = sum(d.rate_per_s * d.input_tokens for d in ask.demands) / rate or ask.demands[0].input_tokens
-    r_out = sum(d.rate_per_s * d.output_tokens for d in ask.demands) / rate or ask.demands[0].output_tokens
+    rate = demand.rate_per_s or 1.0
+    r_in = sum(d.rate_per_s * d.input_tokens for d in demand.demands) / rate or demand.demands[0].input_tokens
+    r_out = (
+        sum(d.rate_per_s * d.output_tokens for d in demand.demands) / rate or demand.demands[0].output_tokens
+    )
     try:
-        model = CauchyModel.from_model(ask.model)
+        model = CauchyModel.from_model(demand.model)
         sides = [
             ComboSide(node.gpu, node.gpus, prices[node.name] / node.gpus)
             for node in (problem.node(first), problem.node(second))
         ]
     except InputError:  # not covered, or free of charge
         pair = [RankedPair(first, second, 0.0, False)]
-        made = gpu_combos(problem, ask, pair, book)
-        best = max((efficiency_tokens_per_usd(ask, template, dict(prices)) for template in made), default=0.0)
+        made = gpu_combos(problem, demand, pair, rate_cache)
+        best = max(
+            (efficiency_tokens_per_usd(demand, template, dict(prices)) for template in made), default=0.0
+        )
         return RankedPair(first, second, best, False)
-    batch = max(_batch(ask, t) for t in single_node if _is(t, second, "decode"))
+    batch = max(_batch(demand, t) for t in single_node if _is(t, second, "decode"))
     return RankedPair(first, second, ce(model, batch, r_in, r_out, sides[0], sides[1]), True)
 
 
@@ -428,8 +449,8 @@ def _is(template: Template, node: str, role: Role) -> bool:
     return template.nodes[0].node == node and template.replicas[0].role == role
 
 
-def _batch(ask: ModelDemand, template: Template) -> float:
+def _batch(model_demand: ModelDemand, template: Template) -> float:
     """Answers that one of its replicas makes at a time, at its rate in the bucket that most requests are of."""
-    most = max(ask.demands, key=lambda demand: demand.rate_per_s)
+    most = max(model_demand.demands, key=lambda demand: demand.rate_per_s)
     capacity = template.capacity[most.bucket]
     return max(1.0, capacity.decode_per_s * most.output_tokens * capacity.tpot_s / len(template.replicas))

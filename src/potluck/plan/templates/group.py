@@ -63,14 +63,14 @@ Attained = Mapping[tuple[Layout, Layout], float]
 
 
 def group_capacity(
-    problem: PlanningProblem, ask: ModelDemand, replicas: Sequence[PlannedReplica], codec: Codec
+    problem: PlanningProblem, demand: ModelDemand, replicas: Sequence[PlannedReplica], codec: Codec
 ) -> tuple[BucketCapacity, ...]:
-    return tuple(routed_bucket.capacity for routed_bucket in route(problem, ask, replicas, codec))
+    return tuple(routed_bucket.capacity for routed_bucket in route(problem, demand, replicas, codec))
 
 
 def route(
     problem: PlanningProblem,
-    ask: ModelDemand,
+    model_demand: ModelDemand,
     replicas: Sequence[PlannedReplica],
     codec: Codec,
     attained: Attained | None = None,
@@ -79,20 +79,22 @@ def route(
     known: dict[tuple[str, Layout], tuple[BucketCapacity, ...]] = {}
     for replica in replicas:
         if (replica.role, replica.layout) not in known:
-            timer = timer_of(problem, ask, replica.layout)
+            timer = timer_of(problem, model_demand, replica.layout)
             known[replica.role, replica.layout] = replica_capacity(
-                ask, replica.layout, problem.by_name, replica.role, problem.headroom, timer=timer
+                model_demand, replica.layout, problem.by_name, replica.role, problem.headroom, timer=timer
             )
     rates = [known[replica.role, replica.layout] for replica in replicas]
     return tuple(
-        _bucket(problem, ask, demand, replicas, [rate[demand.bucket] for rate in rates], codec, attained)
-        for demand in ask.demands
+        _bucket(
+            problem, model_demand, demand, replicas, [rate[demand.bucket] for rate in rates], codec, attained
+        )
+        for demand in model_demand.demands
     )
 
 
 def group_template(
     problem: PlanningProblem,
-    ask: ModelDemand,
+    demand: ModelDemand,
     replicas: Sequence[PlannedReplica],
     codec: Codec,
     attained: Attained | None = None,
@@ -102,7 +104,7 @@ def group_template(
     Its name holds a digest of the replicas: what bears the same name is laid out the same, on the same machines.
     """
     members = tuple(sorted(replicas, key=repr))
-    routed = route(problem, ask, members, codec, attained)
+    routed = route(problem, demand, members, codec, attained)
     capacity = tuple(routed_bucket.capacity for routed_bucket in routed)
     if not useful(capacity):
         return None
@@ -115,13 +117,13 @@ def group_template(
     digest = hashlib.sha256(repr((members, codec)).encode()).hexdigest()[:ID_LETTERS]
     layouts = {replica.layout for replica in members}
     return Template(
-        name=f"{ask.name}: {GROUP_NAME}{digest} {parts} on {machines} machine{'s' * (machines > 1)}",
+        name=f"{demand.name}: {GROUP_NAME}{digest} {parts} on {machines} machine{'s' * (machines > 1)}",
         kind="group",
-        model=ask.name,
+        model=demand.name,
         nodes=tuple(NodeCount(node, count) for node, count in sorted(counts.items())),
         replicas=members,
         capacity=capacity,
-        confidence=max((timer_of(problem, ask, item).confidence for item in layouts), key=ORDER.index),
+        confidence=max((timer_of(problem, demand, item).confidence for item in layouts), key=ORDER.index),
         codec=codec,
         flows=flows_of(routed),
     )
@@ -174,14 +176,14 @@ def components(replicas: Sequence[PlannedReplica], joined: Iterable[tuple[int, i
 
 def _bucket(
     problem: PlanningProblem,
-    ask: ModelDemand,
+    model_demand: ModelDemand,
     demand: BucketDemand,
     replicas: Sequence[PlannedReplica],
     rates: Sequence[BucketCapacity],
     codec: Codec,
     attained: Attained | None,
 ) -> RoutedBucket:
-    pairs = _pairs(problem, ask, demand, replicas, rates, codec)
+    pairs = _pairs(problem, model_demand, demand, replicas, rates, codec)
     worth = [1.0] * len(pairs)
     if attained is not None:
         ends = [(replicas[pair.prefill].layout, replicas[pair.decode].layout) for pair in pairs]
@@ -202,22 +204,22 @@ def _bucket(
 
 def _pairs(
     problem: PlanningProblem,
-    ask: ModelDemand,
+    model_demand: ModelDemand,
     demand: BucketDemand,
     replicas: Sequence[PlannedReplica],
     rates: Sequence[BucketCapacity],
     codec: Codec,
 ) -> list[KvRoute]:
     """Every prefilling with every decoding replica, where the KV is there in time."""
-    limit_s = ask.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S
-    layer_bytes = crossing_bytes(ask.model, demand.kv_bytes, codec) / ask.model.layer_count
+    limit_s = model_demand.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S
+    layer_bytes = crossing_bytes(model_demand.model, demand.kv_bytes, codec) / model_demand.model.layer_count
     known: dict[tuple[Layout, Layout], tuple[tuple[tuple[str, str, float], ...], float]] = {}
     pairs = []
     for i, first in enumerate(rates):
         for j, second in enumerate(rates):
             if first.prefill_per_s > 0 and second.decode_per_s > 0:
                 ends = (replicas[i].layout, replicas[j].layout)
-                if limit_of_hand_over(*ends, ask.model, problem.engine):
+                if limit_of_hand_over(*ends, model_demand.model, problem.engine):
                     continue
                 if ends not in known:
                     known[ends] = _crossing(problem, *ends, layer_bytes)
@@ -228,11 +230,11 @@ def _pairs(
 
 
 def _crossing(
-    problem: PlanningProblem, first: Layout, second: Layout, layer_bytes: float
+    problem: PlanningProblem, first_layout: Layout, second_layout: Layout, layer_bytes: float
 ) -> tuple[tuple[tuple[str, str, float], ...], float]:
     """(seconds of every link between machines, seconds until all is there) for one request's KV."""
     busy, slowest = [], 0.0
-    for (a, b), count in sorted(layers_between(first, second).items()):
+    for (a, b), count in sorted(layers_between(first_layout, second_layout).items()):
         path = kv_path(problem, a, b)
         if path is None:
             continue

@@ -29,53 +29,59 @@ ROLES: tuple[Role, ...] = ("mixed", "prefill", "decode")
 WORDS: dict[Ep, str] = {"none": "tp{}", "tp": "tp{0} ep{0}", "dp": "dp{0} ep{0}"}
 
 
-def homogeneous(problem: PlanningProblem, ask: ModelDemand, book: RateCache) -> list[Template]:
+def homogeneous(problem: PlanningProblem, demand: ModelDemand, rate_cache: RateCache) -> list[Template]:
     templates: list[Template] = []
-    apart = equal_degrees(ask.model, problem.engine)
+    apart = equal_degrees(demand.model, problem.engine)
     for node in problem.offered:
         for role in ROLES if problem.engine.hands_over else ROLES[:1]:
-            made = list(_of_node(problem, ask, node, role, book))
+            made = list(_of_node(problem, demand, node, role, rate_cache))
             for degree in sorted({degree_of(template) for template in made}) if apart else (None,):
                 templates += best_of(t for t in made if degree in (None, degree_of(t)))
-    return of_one_degree(problem, ask, templates)
+    return of_one_degree(problem, demand, templates)
 
 
-def fewest_gpus(problem: PlanningProblem, ask: ModelDemand, book: RateCache) -> list[Template]:
+def fewest_gpus(problem: PlanningProblem, demand: ModelDemand, rate_cache: RateCache) -> list[Template]:
     """Of each node type the mixed replicas of as few GPUs as hold the model within its objective."""
-    made = [next(iter(_of_node(problem, ask, node, "mixed", book)), None) for node in problem.offered]
+    made = [
+        next(iter(_of_node(problem, demand, node, "mixed", rate_cache)), None) for node in problem.offered
+    ]
     return [template for template in made if template is not None]
 
 
 def also_decoding(
-    problem: PlanningProblem, ask: ModelDemand, single: Sequence[Template], book: RateCache
+    problem: PlanningProblem, demand: ModelDemand, single: Sequence[Template], rate_cache: RateCache
 ) -> list[Template]:
     """The mixed ones of single nodes, with what each could decode for others, where others may hand over to it."""
     if not problem.engine.hands_over:
         return []
-    degree, made = phase_degree(problem, ask, single), []
+    degree, made = phase_degree(problem, demand, single), []
     for template in single:
         layout = template.replicas[0].layout
         if template.replicas[0].role == "mixed" and degree in (None, degree_of(template)):
-            alone = book.replica(problem, ask, layout, "decode").times(len(template.replicas)).capacity
+            alone = (
+                rate_cache.replica(problem, demand, layout, "decode").times(len(template.replicas)).capacity
+            )
             both = zip(template.capacity, alone, strict=True)
-            capacity = tuple(replace(mine, decode_per_s=other.decode_per_s) for mine, other in both)
+            capacity = tuple(
+                replace(mine, decode_per_s=other_capacity.decode_per_s) for mine, other_capacity in both
+            )
             name = template.name.replace(": mixed ", ": mixed and decode ", 1)
             made.append(replace(template, name=name, capacity=capacity))
     return made
 
 
 def _of_node(
-    problem: PlanningProblem, ask: ModelDemand, node: NodeType, role: Role, book: RateCache
+    problem: PlanningProblem, demand: ModelDemand, node: NodeType, role: Role, rate_cache: RateCache
 ) -> Iterable[Template]:
-    for tp, ep in layouts_on(ask.model, node, role, problem.engine):
-        layout = single(node.name, tp, ask.model.layer_count, ep)
+    for tp, ep in layouts_on(demand.model, node, role, problem.engine):
+        layout = single(node.name, tp, demand.model.layer_count, ep)
         copies = node.gpus // tp
-        rated = book.replica(problem, ask, layout, role).times(copies)
+        rated = rate_cache.replica(problem, demand, layout, role).times(copies)
         if useful(rated.capacity):
             yield Template(
-                name=f"{ask.name}: {role} {node.name} {WORDS[ep].format(tp)}",
+                name=f"{demand.name}: {role} {node.name} {WORDS[ep].format(tp)}",
                 kind="homogeneous",
-                model=ask.name,
+                model=demand.name,
                 nodes=(NodeCount(node.name, 1),),
                 replicas=(PlannedReplica(role, layout),) * copies,
                 capacity=rated.capacity,
@@ -103,14 +109,18 @@ def best_of(templates: Iterable[Template]) -> list[Template]:
     """Without those that another does as well in every bucket."""
     kept: list[Template] = []
     for template in templates:
-        if any(_at_least(other, template) for other in kept):
+        if any(_at_least(other_template, template) for other_template in kept):
             continue
-        kept = [other for other in kept if not _at_least(template, other)] + [template]
+        kept = [other_template for other_template in kept if not _at_least(template, other_template)] + [
+            template
+        ]
     return kept
 
 
-def _at_least(a: Template, b: Template) -> bool:
-    return all(_rates(x) >= _rates(y) for x, y in zip(a.capacity, b.capacity, strict=True))
+def _at_least(first_template: Template, second_template: Template) -> bool:
+    return all(
+        _rates(x) >= _rates(y) for x, y in zip(first_template.capacity, second_template.capacity, strict=True)
+    )
 
 
 def _rates(capacity: BucketCapacity) -> float:

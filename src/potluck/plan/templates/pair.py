@@ -38,86 +38,98 @@ GRID = tuple(i / 16 for i in range(1, 17))  # Shares of a prompt that the low-en
 
 
 def pairs(
-    problem: PlanningProblem, ask: ModelDemand, single: Sequence[Template], book: RateCache
+    problem: PlanningProblem, demand: ModelDemand, single: Sequence[Template], rate_cache: RateCache
 ) -> list[Template]:
     """One low-end and one high-end node, for every two unlike GPU types that can take their parts."""
-    low = {t.nodes[0].node: t for t in single if t.replicas[0].role == "prefill" and t.model == ask.name}
-    high = [t for t in single if t.replicas[0].role == "mixed" and t.model == ask.name]
+    low = {t.nodes[0].node: t for t in single if t.replicas[0].role == "prefill" and t.model == demand.name}
+    high = [t for t in single if t.replicas[0].role == "mixed" and t.model == demand.name]
     templates = []
-    for weak, first in low.items():
-        giver = first.replicas[0].layout
+    for weak, first_template in low.items():
+        giver = first_template.replicas[0].layout
         takers = {
             t.nodes[0].node: t
             for t in high
-            if not limit_of_hand_over(giver, t.replicas[0].layout, ask.model, problem.engine)
+            if not limit_of_hand_over(giver, t.replicas[0].layout, demand.model, problem.engine)
         }
-        for strong, second in takers.items():
+        for strong, second_template in takers.items():
             if not _weaker(problem.node(weak), problem.node(strong)):
                 continue
-            template = _pair(problem, ask, first, second, book)
+            template = _pair(problem, demand, first_template, second_template, rate_cache)
             if useful(template.capacity):
                 templates.append(template)
     return templates
 
 
-def _weaker(low: NodeType, high: NodeType) -> bool:
+def _weaker(low_node_type: NodeType, high_node_type: NodeType) -> bool:
     """Whether the whole node has less compute and less bandwidth: the pair's direction."""
-    compute = low.gpu.fp16_tflops * low.gpus < high.gpu.fp16_tflops * high.gpus
-    bandwidth = low.gpu.bandwidth_gb_per_s * low.gpus < high.gpu.bandwidth_gb_per_s * high.gpus
-    return low.gpu.name != high.gpu.name and compute and bandwidth
+    compute = (
+        low_node_type.gpu.fp16_tflops * low_node_type.gpus
+        < high_node_type.gpu.fp16_tflops * high_node_type.gpus
+    )
+    bandwidth = (
+        low_node_type.gpu.bandwidth_gb_per_s * low_node_type.gpus
+        < high_node_type.gpu.bandwidth_gb_per_s * high_node_type.gpus
+    )
+    return low_node_type.gpu.name != high_node_type.gpu.name and compute and bandwidth
 
 
 def _pair(
-    problem: PlanningProblem, ask: ModelDemand, first: Template, second: Template, book: RateCache
+    problem: PlanningProblem,
+    demand: ModelDemand,
+    first_template: Template,
+    second_template: Template,
+    rate_cache: RateCache,
 ) -> Template:
-    low, high = first.nodes[0].node, second.nodes[0].node
-    replicas, codec = first.replicas + second.replicas, problem.codecs[-1]
+    low, high = first_template.nodes[0].node, second_template.nodes[0].node
+    replicas, codec = first_template.replicas + second_template.replicas, problem.codecs[-1]
     return Template(
-        name=f"{ask.name}: pair {low} + {high}",
+        name=f"{demand.name}: pair {low} + {high}",
         kind="pair",
-        model=ask.name,
+        model=demand.name,
         nodes=(NodeCount(low, 1), NodeCount(high, 1)),
         replicas=replicas,
-        capacity=pair_capacity(problem, ask, replicas, codec, book),
-        confidence=max((first.confidence, second.confidence), key=ORDER.index),
+        capacity=pair_capacity(problem, demand, replicas, codec, rate_cache),
+        confidence=max((first_template.confidence, second_template.confidence), key=ORDER.index),
         codec=codec,
     )
 
 
 def pair_capacity(
     problem: PlanningProblem,
-    ask: ModelDemand,
+    demand: ModelDemand,
     replicas: Sequence[PlannedReplica],
     codec: Codec,
-    book: RateCache,
+    rate_cache: RateCache,
 ) -> tuple[BucketCapacity, ...]:
     low, high = sides(replicas)
     both = " + ".join(f"{len(side)} x {layout_text(side[0].layout)}" for side in (low, high))
-    return book.rated(f"pair {codec} {both}", partial(_rated, problem, ask, low, high, codec, book)).capacity
+    return rate_cache.rated(
+        f"pair {codec} {both}", partial(_rated, problem, demand, low, high, codec, rate_cache)
+    ).capacity
 
 
 def _rated(
     problem: PlanningProblem,
-    ask: ModelDemand,
+    model_demand: ModelDemand,
     low: Sequence[PlannedReplica],
     high: Sequence[PlannedReplica],
     codec: Codec,
-    book: RateCache,
+    rate_cache: RateCache,
 ) -> RatedLayout:
-    alone, sure = book.replica(problem, ask, high[0].layout, "mixed").times(len(high))
+    alone, sure = rate_cache.replica(problem, model_demand, high[0].layout, "mixed").times(len(high))
     both = (cards_of(low, problem.by_name), cards_of(high, problem.by_name))
     cards = NetworkCards(
         min(network_cards.one_bits_per_s for network_cards in both),
         min(network_cards.all_bits_per_s for network_cards in both),
     )
     served = []
-    for demand in ask.demands:
+    for demand in model_demand.demands:
         # Each side is timed once, whoever is on the other.
-        prompt_parts = partial(_prompt_parts, problem, ask, low[0].layout, demand, codec)
-        takes = book.once(("low", codec, layout_text(low[0].layout), demand.bucket), prompt_parts)
-        rest = partial(_prompt_rests, problem, ask, high[0].layout, demand)
-        rests = book.once(("high", layout_text(high[0].layout), demand.bucket), rest)
-        work = _PairWork(problem, ask, demand, len(low), len(high), cards)
+        prompt_parts = partial(_prompt_parts, problem, model_demand, low[0].layout, demand, codec)
+        takes = rate_cache.once(("low", codec, layout_text(low[0].layout), demand.bucket), prompt_parts)
+        rest = partial(_prompt_rests, problem, model_demand, high[0].layout, demand)
+        rests = rate_cache.once(("high", layout_text(high[0].layout), demand.bucket), rest)
+        work = _PairWork(problem, model_demand, demand, len(low), len(high), cards)
         served.append(_balanced(work, takes, rests, alone[demand.bucket]))
     return RatedLayout(tuple(served), sure)
 
@@ -154,33 +166,33 @@ def _parts(demand: BucketDemand) -> list[int]:
 
 
 def _prompt_parts(
-    problem: PlanningProblem, ask: ModelDemand, layout: Layout, demand: BucketDemand, codec: Codec
+    problem: PlanningProblem, model_demand: ModelDemand, layout: Layout, demand: BucketDemand, codec: Codec
 ) -> list[_PromptPart]:
     nodes, cached, parts = problem.by_name, demand.cached_tokens, _parts(demand)
     result = []
-    times_s = prefill_s(layout_timer(ask, layout, nodes), parts, cached).tolist()
+    times_s = prefill_s(layout_timer(model_demand, layout, nodes), parts, cached).tolist()
     for part, service_s in zip(parts, times_s, strict=True):
         longest = (part + cached) * demand.longest_tokens / demand.input_tokens
-        fits = layout_requests(ask.model, layout, nodes, longest) >= 1
-        result.append(_PromptPart(part, service_s, _wire_bits(ask, part + cached, codec), fits))
+        fits = layout_requests(model_demand.model, layout, nodes, longest) >= 1
+        result.append(_PromptPart(part, service_s, _wire_bits(model_demand, part + cached, codec), fits))
     return result
 
 
 def _prompt_rests(
-    problem: PlanningProblem, ask: ModelDemand, layout: Layout, demand: BucketDemand
+    problem: PlanningProblem, model_demand: ModelDemand, layout: Layout, demand: BucketDemand
 ) -> _PromptRests:
     longest = demand.longest_tokens + demand.output_tokens
-    room = layout_requests(ask.model, layout, problem.by_name, longest)
+    room = layout_requests(model_demand.model, layout, problem.by_name, longest)
     there = [demand.cached_tokens + part for part in _parts(demand)]
-    timer = layout_timer(ask, layout, problem.by_name)
+    timer = layout_timer(model_demand, layout, problem.by_name)
     return _PromptRests(room, shared_steps(timer, demand.input_tokens, demand.output_tokens, room, there))
 
 
 def _balanced(
-    work: _PairWork, takes: Sequence[_PromptPart], rests: _PromptRests, alone: BucketCapacity
+    work: _PairWork, takes: Sequence[_PromptPart], rests: _PromptRests, capacity_alone: BucketCapacity
 ) -> BucketCapacity:
     """The best split of this bucket's prompts; no split at all where that serves more."""
-    best, whole, demand = alone, alone.closed_per_s, work.demand
+    best, whole, demand = capacity_alone, capacity_alone.closed_per_s, work.demand
     for row, part in enumerate(takes):
         first = _first(work, part)
         if first is None or rests.steps is None:
@@ -216,6 +228,6 @@ def _first(work: _PairWork, part: _PromptPart) -> _First | None:
     return _First(low_rate, taken_s, limit_s - taken_s) if taken_s < limit_s and part.fits else None
 
 
-def _wire_bits(ask: ModelDemand, tokens: int, codec: Codec) -> float:
+def _wire_bits(demand: ModelDemand, tokens: int, codec: Codec) -> float:
     """What the KV of a prompt's first tokens puts on the wire."""
-    return crossing_bytes(ask.model, kv_bytes(ask.model, float(tokens)), codec) * 8
+    return crossing_bytes(demand.model, kv_bytes(demand.model, float(tokens)), codec) * 8

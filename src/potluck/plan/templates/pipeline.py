@@ -262,15 +262,15 @@ def solve(
     return best, stages
 
 
-def _levels(rates: Ints, node_bytes: Ints, most_bytes: int, space: Multisets) -> tuple[Ints, int]:
+def _levels(rates: Ints, node_bytes: Ints, most_bytes: int, multisets: Multisets) -> tuple[Ints, int]:
     """(v_k, code of the lowest): where most incumbents will be, as a sample's upper bounds tell.
 
     An incumbent below all levels is tested at v_0 = 1, one above all at the highest: valid, if less sharp.
     """
     layers = rates.shape[2]
     volume = (rates * np.arange(1, layers + 1)).max(axis=2)
-    sample = np.unique(np.linspace(1, space.count - 1, 4096).astype(np.int64))
-    counts = space.counts(sample).astype(np.int64)
+    sample = np.unique(np.linspace(1, multisets.count - 1, 4096).astype(np.int64))
+    counts = multisets.counts(sample).astype(np.int64)
     reach = (counts[counts @ node_bytes <= most_bytes] @ volume.T).max(axis=1, initial=0) / layers
     reach = reach[reach >= 1]
     low, high = (np.quantile(reach, LOW_QUANTILE), reach.max()) if len(reach) else (1.0, 1.0)
@@ -280,7 +280,7 @@ def _levels(rates: Ints, node_bytes: Ints, most_bytes: int, space: Multisets) ->
     return np.maximum(levels, 1), int(codes[0]) - 1
 
 
-def _shape(max_nodes: int, levels: int, space: Multisets) -> tuple[Ints, Ints, Ints]:
+def _shape(max_nodes: int, levels: int, multisets: Multisets) -> tuple[Ints, Ints, Ints]:
     """By S: up to how many nodes h_S is tabulated for, for how many multisets, and where it starts.
 
     A stage has at most N + 1 - S nodes. The only one of N - 1 is left out (it stands beside a single node,
@@ -289,7 +289,7 @@ def _shape(max_nodes: int, levels: int, space: Multisets) -> tuple[Ints, Ints, I
     stages = np.arange(max_nodes + 1)
     tabulated = np.minimum(max_nodes + 1 - stages, max(max_nodes - 2, 1))
     tabulated[:2] = 0
-    widths = np.where(stages < 2, 0, space.offsets[tabulated + 1])
+    widths = np.where(stages < 2, 0, multisets.offsets[tabulated + 1])
     return tabulated, widths, np.concatenate([[0], np.cumsum(widths * levels)])
 
 

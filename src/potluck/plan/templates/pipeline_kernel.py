@@ -68,41 +68,41 @@ def code(value: int, shift: int) -> int:
 
 
 @compiled
-def fill_holds(t: PipelineTables, c: PipelineScratch, s: int, holds: Bytes, rests: Ints) -> None:
+def fill_holds(tables: PipelineTables, scratch: PipelineScratch, s: int, holds: Bytes, rests: Ints) -> None:
     """h_S(A, k) at holds[base + k·width + id of A], and rests[k, S-1, g] = max j·T̂_j(g) over j > h_S(g, k).
 
     Sums over nodes are kept from the highest node down, since ids in order change the lowest most often.
     """
-    layers, top = t.rates.shape[2], c.sums.shape[0] - 1
+    layers, top = tables.rates.shape[2], scratch.sums.shape[0] - 1
     # A stage leaves at least one node to each of the others.
-    spare = t.most_bytes - (s - 1) * t.least_bytes
+    spare = tables.most_bytes - (s - 1) * tables.least_bytes
     # The last row is the sum above the highest node.
-    c.weights[top] = 0
+    scratch.weights[top] = 0
     for j in range(layers):
-        c.sums[top, j] = 0
-    for size in range(1, t.tabulated[s] + 1):
-        for number in range(t.offsets[size], t.offsets[size + 1]):
+        scratch.sums[top, j] = 0
+    for size in range(1, tables.tabulated[s] + 1):
+        for number in range(tables.offsets[size], tables.offsets[size + 1]):
             changed = size - 1
-            if number > t.offsets[size]:
-                while t.members[number, changed] == t.members[number - 1, changed]:
+            if number > tables.offsets[size]:
+                while tables.members[number, changed] == tables.members[number - 1, changed]:
                     changed -= 1
             for node in range(changed, -1, -1):
-                kind = t.members[number, node]
+                kind = tables.members[number, node]
                 above = node + 1 if node + 1 < size else top
-                c.weights[node] = c.weights[above] + t.node_bytes[kind]
+                scratch.weights[node] = scratch.weights[above] + tables.node_bytes[kind]
                 for j in range(layers):
-                    c.sums[node, j] = c.sums[above, j] + t.upper[s - 1, kind, j]
-            if c.weights[0] <= spare:
-                _hold_row(t, c, t.bases[s] + number, t.widths[s], holds)
-    for g in range(t.rates.shape[1]):
-        _rest_row(t, s, g, holds, rests)
+                    scratch.sums[node, j] = scratch.sums[above, j] + tables.upper[s - 1, kind, j]
+            if scratch.weights[0] <= spare:
+                _hold_row(tables, scratch, tables.bases[s] + number, tables.widths[s], holds)
+    for g in range(tables.rates.shape[1]):
+        _rest_row(tables, s, g, holds, rests)
 
 
 @compiled
-def _hold_row(t: PipelineTables, c: PipelineScratch, at: int, width: int, holds: Bytes) -> None:
-    j = t.rates.shape[2]
-    for k in range(t.levels.shape[0]):
-        while j > 0 and c.sums[0, j - 1] < t.levels[k]:
+def _hold_row(tables: PipelineTables, scratch: PipelineScratch, at: int, width: int, holds: Bytes) -> None:
+    j = tables.rates.shape[2]
+    for k in range(tables.levels.shape[0]):
+        while j > 0 and scratch.sums[0, j - 1] < tables.levels[k]:
             j -= 1
         if j == 0:
             break
@@ -110,61 +110,67 @@ def _hold_row(t: PipelineTables, c: PipelineScratch, at: int, width: int, holds:
 
 
 @compiled
-def _rest_row(t: PipelineTables, s: int, g: int, holds: Bytes, rests: Ints) -> None:
-    layers = t.rates.shape[2]
+def _rest_row(tables: PipelineTables, s: int, g: int, holds: Bytes, rests: Ints) -> None:
+    layers = tables.rates.shape[2]
     most, j = 0, layers
-    for k in range(t.levels.shape[0]):
-        held = holds[t.bases[s] + k * t.widths[s] + 1 + g]
+    for k in range(tables.levels.shape[0]):
+        held = holds[tables.bases[s] + k * tables.widths[s] + 1 + g]
         while j > held:
-            most = max(most, j * t.upper[s - 1, g, j - 1])
+            most = max(most, j * tables.upper[s - 1, g, j - 1])
             j -= 1
         rests[k, s - 1, g] = most
 
 
 @compiled
 def solve_all(
-    t: PipelineTables, c: PipelineScratch, holds: Bytes, rests: Ints, prune: bool, best: Ints, stages: Bytes
+    tables: PipelineTables,
+    scratch: PipelineScratch,
+    holds: Bytes,
+    rests: Ints,
+    prune: bool,
+    best: Ints,
+    stages: Bytes,
 ) -> None:
     """T* and S of every multiset within `most_bytes`; with `prune`, W, and S = 0 where a split is as good."""
-    most, layers = t.members.shape[1], t.rates.shape[2]
+    most, layers = tables.members.shape[1], tables.rates.shape[2]
     for size in range(1, most + 1):
-        for number in range(t.offsets[size], t.offsets[size + 1]):
+        for number in range(tables.offsets[size], tables.offsets[size + 1]):
             weight = 0
             for i in range(size):
-                c.kinds[i] = t.members[number, i]
-                weight += t.node_bytes[c.kinds[i]]
-            if weight > t.most_bytes:
+                scratch.kinds[i] = tables.members[number, i]
+                weight += tables.node_bytes[scratch.kinds[i]]
+            if weight > tables.most_bytes:
                 continue
-            _part_ids(t, c, size)
-            value, count = _incumbent(c.ids, size, prune, best, stages)
+            _part_ids(tables, scratch, size)
+            value, count = _incumbent(scratch.ids, size, prune, best, stages)
             alone = 0
             for i in range(size):
-                alone += t.rates[0, c.kinds[i], layers - 1]
+                alone += tables.rates[0, scratch.kinds[i], layers - 1]
             if alone > value:
                 value, count = alone, 1
-            level = _level(t, value + 1)
-            for s in range(max(2, size) if t.alone else 2, min(size, t.rates.shape[0], layers) + 1):
-                if not _may_beat(t, c, holds, rests, size, s, level, value + 1):
+            level = _level(tables, value + 1)
+            for s in range(max(2, size) if tables.alone else 2, min(size, tables.rates.shape[0], layers) + 1):
+                if not _may_beat(tables, scratch, holds, rests, size, s, level, value + 1):
                     continue
-                best_partition = _best_partition(t, c, holds, size, s, level, value)
+                best_partition = _best_partition(tables, scratch, holds, size, s, level, value)
                 if best_partition > value:
                     value, count = best_partition, s
-                    level = _level(t, value + 1)
+                    level = _level(tables, value + 1)
             best[number] = value
             stages[number] = count
 
 
 @compiled
-def _part_ids(t: PipelineTables, c: PipelineScratch, size: int) -> None:
+def _part_ids(tables: PipelineTables, scratch: PipelineScratch, size: int) -> None:
     """Ids of all parts of a multiset; see `Multisets`."""
-    c.ids[0] = 0
+    scratch.ids[0] = 0
     for high in range(size):
         bit = 1 << high
         for rest in range(bit):
             # The id of the rest has the offset of its own size in it.
-            count = t.sizes[rest] + 1
-            add = t.terms[c.kinds[high], count] + t.offsets[count] - t.offsets[count - 1]
-            c.ids[bit | rest] = c.ids[rest] + add
+            count = tables.sizes[rest] + 1
+            add = tables.terms[scratch.kinds[high], count] + tables.offsets[count] - tables.offsets[count - 1]
+            scratch.ids[bit | rest] = scratch.ids[rest] + add
 
 
 @compiled
@@ -184,16 +190,16 @@ def _incumbent(ids: Ints, size: int, prune: bool, best: Ints, stages: Bytes) -> 
 
 
 @compiled
-def _level(t: PipelineTables, target: int) -> int:
+def _level(tables: PipelineTables, target: int) -> int:
     """The highest level that is not above the target."""
-    k: int = min(code(target, t.shift) - t.first_code, t.levels.shape[0] - 1)
+    k: int = min(code(target, tables.shift) - tables.first_code, tables.levels.shape[0] - 1)
     return max(0, k)
 
 
 @compiled
 def _may_beat(
-    t: PipelineTables,
-    c: PipelineScratch,
+    tables: PipelineTables,
+    scratch: PipelineScratch,
     holds: Bytes,
     rests: Ints,
     size: int,
@@ -202,46 +208,46 @@ def _may_beat(
     target: int,
 ) -> bool:
     """Whether Σ_g max_j j·min(T̂_j(g), T) ≥ L·T."""
-    at = t.bases[s] + level * t.widths[s] + 1
+    at = tables.bases[s] + level * tables.widths[s] + 1
     total = 0
     for i in range(size):
-        total += max(holds[at + c.kinds[i]] * target, rests[level, s - 1, c.kinds[i]])
-    return bool(total >= t.rates.shape[2] * target)
+        total += max(holds[at + scratch.kinds[i]] * target, rests[level, s - 1, scratch.kinds[i]])
+    return bool(total >= tables.rates.shape[2] * target)
 
 
 @compiled
 def _best_partition(
-    t: PipelineTables, c: PipelineScratch, holds: Bytes, size: int, s: int, level: int, value: int
+    tables: PipelineTables, scratch: PipelineScratch, holds: Bytes, size: int, s: int, level: int, value: int
 ) -> int:
     """The best throughput above `value` with s stages, or `value` when there is none."""
-    _gather(t, c, holds, size, s, level)
-    if s == 2 and size - 1 > t.tabulated[2]:
-        value = _one_and_rest(t, c, size, s, value)
+    _gather(tables, scratch, holds, size, s, level)
+    if s == 2 and size - 1 > tables.tabulated[2]:
+        value = _one_and_rest(tables, scratch, size, s, value)
     pattern = 0
     for i in range(1, size):
-        if c.kinds[i] == c.kinds[i - 1]:
+        if scratch.kinds[i] == scratch.kinds[i - 1]:
             pattern |= 1 << (i - 1)
-    row, last = t.starts[size, pattern, s], t.starts[size, pattern, s + 1]
+    row, last = tables.starts[size, pattern, s], tables.starts[size, pattern, s + 1]
     while True:
-        row = _next_row(t, c, s, row, last)
+        row = _next_row(tables, scratch, s, row, last)
         if row == last:
             return value
         for stage in range(s):
-            c.parts[stage] = t.masks[row, stage]
-            c.caps[stage] = c.held[t.masks[row, stage]]
+            scratch.parts[stage] = tables.masks[row, stage]
+            scratch.caps[stage] = scratch.held[tables.masks[row, stage]]
         row += 1
-        settle = _settle(t, c, s, value)
+        settle = _settle(tables, scratch, s, value)
         if settle > value:
             value = settle
-            if _level(t, value + 1) > level:
-                level = _level(t, value + 1)
-                _gather(t, c, holds, size, s, level)
+            if _level(tables, value + 1) > level:
+                level = _level(tables, value + 1)
+                _gather(tables, scratch, holds, size, s, level)
 
 
 @compiled
-def _next_row(t: PipelineTables, c: PipelineScratch, s: int, row: int, last: int) -> int:
+def _next_row(tables: PipelineTables, scratch: PipelineScratch, s: int, row: int, last: int) -> int:
     """The next partition whose stages hold L layers at the level; most time goes in here."""
-    layers, held, masks = t.rates.shape[2], c.held, t.masks
+    layers, held, masks = tables.rates.shape[2], scratch.held, tables.masks
     if s == 2:
         while row < last and held[masks[row, 0]] + held[masks[row, 1]] < layers:
             row += 1
@@ -260,107 +266,111 @@ def _next_row(t: PipelineTables, c: PipelineScratch, s: int, row: int, last: int
 
 
 @compiled
-def _gather(t: PipelineTables, c: PipelineScratch, holds: Bytes, size: int, s: int, level: int) -> None:
+def _gather(
+    tables: PipelineTables, scratch: PipelineScratch, holds: Bytes, size: int, s: int, level: int
+) -> None:
     """h of all parts that can be a stage; those that are not tabulated hold nothing here."""
-    at = t.bases[s] + level * t.widths[s]
+    at = tables.bases[s] + level * tables.widths[s]
     for mask in range(1, (1 << size) - 1):
-        if c.ids[mask] < t.widths[s]:
-            c.held[mask] = holds[at + c.ids[mask]]
+        if scratch.ids[mask] < tables.widths[s]:
+            scratch.held[mask] = holds[at + scratch.ids[mask]]
         else:
-            c.held[mask] = 0
+            scratch.held[mask] = 0
 
 
 @compiled
-def _one_and_rest(t: PipelineTables, c: PipelineScratch, size: int, s: int, value: int) -> int:
+def _one_and_rest(tables: PipelineTables, scratch: PipelineScratch, size: int, s: int, value: int) -> int:
     """Two stages, one of them a single node: the others are not tabulated, so their rates are added up."""
-    layers = t.rates.shape[2]
+    layers = tables.rates.shape[2]
     for i in range(size):
-        if i > 0 and c.kinds[i] == c.kinds[i - 1]:
+        if i > 0 and scratch.kinds[i] == scratch.kinds[i - 1]:
             continue
-        c.parts[0] = 1 << i
-        c.parts[1] = (1 << size) - 1 - c.parts[0]
-        one = c.held[c.parts[0]]
-        while one > 0 and t.upper[1, c.kinds[i], one - 1] <= value:
+        scratch.parts[0] = 1 << i
+        scratch.parts[1] = (1 << size) - 1 - scratch.parts[0]
+        one = scratch.held[scratch.parts[0]]
+        while one > 0 and tables.upper[1, scratch.kinds[i], one - 1] <= value:
             one -= 1
         rest = max(layers - one, 1)
-        if one == 0 or _rate(t.upper, c, s, c.parts[1], rest) <= value:
+        if one == 0 or _rate(tables.upper, scratch, s, scratch.parts[1], rest) <= value:
             continue
-        while rest < layers and _rate(t.upper, c, s, c.parts[1], rest + 1) > value:
+        while rest < layers and _rate(tables.upper, scratch, s, scratch.parts[1], rest + 1) > value:
             rest += 1
-        c.caps[0], c.caps[1] = one, rest
-        value = max(value, _settle(t, c, s, value))
+        scratch.caps[0], scratch.caps[1] = one, rest
+        value = max(value, _settle(tables, scratch, s, value))
     return value
 
 
 @compiled
-def _settle(t: PipelineTables, c: PipelineScratch, s: int, value: int) -> int:
+def _settle(tables: PipelineTables, scratch: PipelineScratch, s: int, value: int) -> int:
     """The best throughput of one partition if above `value`, else `value` or less.
 
     `caps` are the most layers of each stage at some throughput of at most value + 1.
     """
-    layers, total = t.rates.shape[2], 0
+    layers, total = tables.rates.shape[2], 0
     for stage in range(s):
-        total += c.caps[stage]
-        if c.caps[stage] == 0:
+        total += scratch.caps[stage]
+        if scratch.caps[stage] == 0:
             return value
     for stage in range(s):
-        reached = _rate(t.upper, c, s, c.parts[stage], c.caps[stage])
+        reached = _rate(tables.upper, scratch, s, scratch.parts[stage], scratch.caps[stage])
         while reached <= value:
-            c.caps[stage] -= 1
+            scratch.caps[stage] -= 1
             total -= 1
-            if c.caps[stage] == 0 or total < layers:
+            if scratch.caps[stage] == 0 or total < layers:
                 return value
-            reached = _rate(t.upper, c, s, c.parts[stage], c.caps[stage])
-        c.tails[stage] = reached
-    if not t.monotone:
-        return int(_settle_sets(t, c, s, value))
+            reached = _rate(tables.upper, scratch, s, scratch.parts[stage], scratch.caps[stage])
+        scratch.tails[stage] = reached
+    if not tables.monotone:
+        return int(_settle_sets(tables, scratch, s, value))
     # Layers are given up where they are slowest until L are left.
     while True:
         slowest = 0
         for stage in range(1, s):
-            if c.tails[stage] < c.tails[slowest]:
+            if scratch.tails[stage] < scratch.tails[slowest]:
                 slowest = stage
-        if total == layers or c.caps[slowest] == 1:
-            least: int = c.tails[slowest]
+        if total == layers or scratch.caps[slowest] == 1:
+            least: int = scratch.tails[slowest]
             return least
-        c.caps[slowest] -= 1
+        scratch.caps[slowest] -= 1
         total -= 1
-        c.tails[slowest] = _rate(t.upper, c, s, c.parts[slowest], c.caps[slowest])
+        scratch.tails[slowest] = _rate(
+            tables.upper, scratch, s, scratch.parts[slowest], scratch.caps[slowest]
+        )
 
 
 @compiled
-def _rate(rates: Ints, c: PipelineScratch, s: int, mask: int, j: int) -> int:
+def _rate(rates: Ints, scratch: PipelineScratch, s: int, mask: int, j: int) -> int:
     """Σ T̂_j over the nodes of a stage."""
     total, node = 0, 0
     while mask:
         if mask & 1:
-            total += rates[s - 1, c.kinds[node], j - 1]
+            total += rates[s - 1, scratch.kinds[node], j - 1]
         mask >>= 1
         node += 1
     return total
 
 
 @compiled
-def _settle_sets(t: PipelineTables, c: PipelineScratch, s: int, value: int) -> int:
+def _settle_sets(tables: PipelineTables, scratch: PipelineScratch, s: int, value: int) -> int:
     """The best throughput of one partition above `value` where T̂ is not monotone, else `value`.
 
     Which numbers of layers a stage can hold at a throughput is then a set, not all up to a maximum. `caps`
     are those of the monotone table above, so no larger number is in any of the sets.
     """
-    layers = t.rates.shape[2]
+    layers = tables.rates.shape[2]
     high = 1 << 62
     for stage in range(s):
         most = 0
-        for j in range(c.caps[stage]):
-            c.sums[stage, j] = _rate(t.rates, c, s, c.parts[stage], j + 1)
-            most = max(most, c.sums[stage, j])
+        for j in range(scratch.caps[stage]):
+            scratch.sums[stage, j] = _rate(tables.rates, scratch, s, scratch.parts[stage], j + 1)
+            most = max(most, scratch.sums[stage, j])
         high = min(high, most)
-    if high <= value or not _adds_up(c, s, value + 1, layers):
+    if high <= value or not _adds_up(scratch, s, value + 1, layers):
         return value
     low = value + 1
     while low < high:
         middle = low + (high - low + 1) // 2
-        if _adds_up(c, s, middle, layers):
+        if _adds_up(scratch, s, middle, layers):
             low = middle
         else:
             high = middle - 1
@@ -368,7 +378,7 @@ def _settle_sets(t: PipelineTables, c: PipelineScratch, s: int, value: int) -> i
 
 
 @compiled
-def _adds_up(c: PipelineScratch, s: int, target: int, layers: int) -> bool:
+def _adds_up(scratch: PipelineScratch, s: int, target: int, layers: int) -> bool:
     """Whether stages that each reach the target can hold L layers in all: sums of sets by shift and or.
 
     Bit b of (low, high) says that the stages so far can hold b layers beyond one each.
@@ -377,8 +387,8 @@ def _adds_up(c: PipelineScratch, s: int, target: int, layers: int) -> bool:
     low, high = np.uint64(1), np.uint64(0)
     for stage in range(s):
         next_low, next_high = np.uint64(0), np.uint64(0)
-        for j in range(c.caps[stage]):
-            if c.sums[stage, j] >= target:
+        for j in range(scratch.caps[stage]):
+            if scratch.sums[stage, j] >= target:
                 shift = np.uint64(j)
                 if j == 0:
                     next_low, next_high = next_low | low, next_high | high

@@ -47,7 +47,7 @@ from potluck.plan.timing.stage_rates import BucketRule, Integers, largest_tp
 
 
 def aggregated(
-    problem: PlanningProblem, ask: ModelDemand, pipelines: Iterable[Template], book: RateCache
+    problem: PlanningProblem, demand: ModelDemand, pipelines: Iterable[Template], rate_cache: RateCache
 ) -> Iterator[Template]:
     """Of each placement of several stages the same nodes doing both; one name for one placement."""
     seen: set[Layout] = set()
@@ -57,37 +57,43 @@ def aggregated(
         if layout in seen or len(layout.stages) < 2:
             continue
         seen.add(layout)
-        capacity = book.rated(f"both {layout_text(layout)}", partial(_rated, problem, ask, template)).capacity
+        capacity = rate_cache.rated(
+            f"both {layout_text(layout)}", partial(_rated, problem, demand, template)
+        ).capacity
         if not useful(capacity):
             continue
         listed = " + ".join(f"{node_count.count} {node_count.node}" for node_count in template.nodes)
-        name = f"{ask.name}: mixed pipeline {listed}"
+        name = f"{demand.name}: mixed pipeline {listed}"
         if name in names:
             name += f", {'+'.join(str(stage.layers) for stage in layout.stages)} layers"
         names.add(name)
         yield replace(template, name=name, replicas=(PlannedReplica("mixed", layout),), capacity=capacity)
 
 
-def _rated(problem: PlanningProblem, ask: ModelDemand, template: Template) -> RatedLayout:
+def _rated(problem: PlanningProblem, demand: ModelDemand, template: Template) -> RatedLayout:
     layout = template.replicas[0].layout
-    return RatedLayout(aggregated_capacity(problem, ask, layout), template.confidence)
+    return RatedLayout(aggregated_capacity(problem, demand, layout), template.confidence)
 
 
 def aggregated_capacity(
-    problem: PlanningProblem, ask: ModelDemand, layout: Layout
+    problem: PlanningProblem, model_demand: ModelDemand, layout: Layout
 ) -> tuple[BucketCapacity, ...]:
     """What a pipeline that does both serves of every bucket; 0 where it cannot be in time."""
-    timer = layout_timer(ask, layout, problem.by_name)
+    timer = layout_timer(model_demand, layout, problem.by_name)
     assert isinstance(timer, PipelineTimer)
-    return tuple(_bucket(problem, ask, demand, layout, timer) for demand in ask.demands)
+    return tuple(_bucket(problem, model_demand, demand, layout, timer) for demand in model_demand.demands)
 
 
 def _bucket(
-    problem: PlanningProblem, ask: ModelDemand, demand: BucketDemand, layout: Layout, timer: PipelineTimer
+    problem: PlanningProblem,
+    model_demand: ModelDemand,
+    demand: BucketDemand,
+    layout: Layout,
+    timer: PipelineTimer,
 ) -> BucketCapacity:
     longest = demand.longest_tokens + demand.output_tokens
-    room = layout_requests(ask.model, layout, problem.by_name, longest)
-    slo = ask.slo if demand.promised else replace(ask.slo, ttft_s=UNPROMISED_TTFT_S)
+    room = layout_requests(model_demand.model, layout, problem.by_name, longest)
+    slo = model_demand.slo if demand.promised else replace(model_demand.slo, ttft_s=UNPROMISED_TTFT_S)
     lengths = RequestLengths(
         demand.new_tokens, demand.cached_tokens, demand.output_tokens, demand.longest_tokens
     )
@@ -193,7 +199,7 @@ class PlacementTable:
     def worth(
         self,
         problem: PlanningProblem,
-        ask: ModelDemand,
+        model_demand: ModelDemand,
         costs: Floats,
         duals: Floats,
         few: int,
@@ -206,9 +212,9 @@ class PlacementTable:
         """
         ratio = np.array(self.ratio)[self.phase]
         busy = self.problem.headroom * ratio * self.per_s
-        asked = np.array([demand.rate_per_s for demand in ask.demands])
+        asked = np.array([demand.rate_per_s for demand in model_demand.demands])
         least, rank = np.full(len(self.per_s), np.inf), np.full(len(self.per_s), np.inf)
-        for r, there in enumerate(self._there(problem, ask)):
+        for r, there in enumerate(self._there(problem, model_demand)):
             cost = costs[r]
             earned = busy * duals[self.phase, self.bucket, r]
             most = (duals[:, :, r] @ asked)[self.phase]
@@ -216,9 +222,9 @@ class PlacementTable:
             rank = np.minimum(rank, np.where(there, cost - np.minimum(earned, most), np.inf))
         return self._best(np.where(self.open, least, np.inf), rank, few, ceiling)
 
-    def _there(self, problem: PlanningProblem, ask: ModelDemand) -> list[NDArray[np.bool_]]:
+    def _there(self, problem: PlanningProblem, demand: ModelDemand) -> list[NDArray[np.bool_]]:
         """Per region, whether it has the nodes of a row, and the terms let it run there."""
-        names, terms = [node.name for node in problem.nodes], ask.terms
+        names, terms = [node.name for node in problem.nodes], demand.terms
         fine = np.ones(len(self.uses), bool)
         if terms.max_nodes is not None:
             fine &= self.uses.sum(axis=1) <= terms.max_nodes
@@ -244,10 +250,10 @@ class PlacementTable:
 
 def shelf_of(
     problem: PlanningProblem,
-    ask: ModelDemand,
+    model_demand: ModelDemand,
     folder: Path | None = None,
     timed: Timed | None = None,
-    books: RateCaches | None = None,
+    rate_caches: RateCaches | None = None,
     degree: int | None = None,
     enough: Callable[[], bool] = lambda: False,
 ) -> PlacementTable:
@@ -259,7 +265,7 @@ def shelf_of(
     parts: list[tuple[NDArray[np.integer], ...]] = []
     rates: list[Floats] = []
     places = {node.name: place for place, node in enumerate(problem.nodes)}
-    for demand, library in _all(problem, ask, folder, degree, enough):
+    for demand, library in _all(problem, model_demand, folder, degree, enough):
         mine = library.counts
         several = np.flatnonzero(mine.sum(axis=1) > 1)
         counts = np.zeros((len(several), len(problem.nodes)), np.uint8)
@@ -277,9 +283,21 @@ def shelf_of(
     phase, bucket, library_of, index, stages, uses = columns
     open_ = np.ones(len(per_s), bool)
     known: Timed = {} if timed is None else timed
-    book = (RateCaches(None) if books is None else books).of(problem, ask)
+    rate_cache = (RateCaches(None) if rate_caches is None else rate_caches).of(problem, model_demand)
     return PlacementTable(
-        problem, ask, uses, stages, phase, bucket, per_s, library_of, index, result, open_, book, known
+        problem,
+        model_demand,
+        uses,
+        stages,
+        phase,
+        bucket,
+        per_s,
+        library_of,
+        index,
+        result,
+        open_,
+        rate_cache,
+        known,
     )
 
 
@@ -291,26 +309,32 @@ def demand_tokens(library: PipelineLibrary) -> int:
 
 def _all(
     problem: PlanningProblem,
-    ask: ModelDemand,
+    model_demand: ModelDemand,
     folder: Path | None,
     degree: int | None,
     enough: Callable[[], bool],
 ) -> Iterator[tuple[int, PipelineLibrary]]:
     """Prefill and decode pipelines; none of types of which there are more, or more layers, than a library takes."""
-    kinds = stage_kinds(problem, ask, degree)
-    asked = [demand for demand in ask.demands if demand.rate_per_s > 0] or ask.demands[:1]
+    kinds = stage_kinds(problem, model_demand, degree)
+    asked = [demand for demand in model_demand.demands if demand.rate_per_s > 0] or model_demand.demands[:1]
     wait, share = wait_factor(problem.headroom), 1.0 - HANDOVER_SHARE
     # Of each bucket the first before any second: time may not suffice for all.
     for uneven, demand, nodes in product(UNEVEN, asked, kinds):
-        cached, promised, at = demand.cached_tokens, demand.promised, ask.slo.attainment
+        cached, promised, at = demand.cached_tokens, demand.promised, model_demand.slo.attainment
         rule = BucketRule(wait, share, demand.longest_tokens, cached, promised, problem.headroom, at)
         with suppress(InputError):
             for library in pipeline_libraries(
-                *(ask.model, nodes, inside_server(ask.slo), demand.new_tokens, demand.output_tokens),
+                *(
+                    model_demand.model,
+                    nodes,
+                    inside_server(model_demand.slo),
+                    demand.new_tokens,
+                    demand.output_tokens,
+                ),
                 max_nodes=nodes_at_most(len(nodes), len(problem.asks)),
                 rule=replace(rule, uneven=uneven),
                 folder=folder,
-                sure=ask.sure,
+                sure=model_demand.sure,
                 engine=problem.engine,
             ):
                 yield demand.bucket, library
@@ -325,13 +349,13 @@ def nodes_at_most(types: int, models: int) -> int:
 
 
 def stage_kinds(
-    problem: PlanningProblem, ask: ModelDemand, degree: int | None = None
+    problem: PlanningProblem, demand: ModelDemand, degree: int | None = None
 ) -> list[tuple[NodeType, ...]]:
     """Node types that may be stages of one pipeline: all of them, or by their tensor-parallel degree."""
     engine = problem.engine
     if not engine.pipelines:
         return []
-    sharded = [(largest_tp(ask.model, node, engine.most_tensor), node) for node in problem.offered]
+    sharded = [(largest_tp(demand.model, node, engine.most_tensor), node) for node in problem.offered]
     # A node of several groups shares a stage with itself.
     usable = [item for item in sharded if engine.shared_stages or item[0] == item[1].gpus]
     usable = [item for item in usable if degree in (None, item[0])]
@@ -341,21 +365,21 @@ def stage_kinds(
 
 
 def timed_template(
-    problem: PlanningProblem, ask: ModelDemand, phase: Role, layout: Layout, book: RateCache
+    problem: PlanningProblem, demand: ModelDemand, phase: Role, layout: Layout, rate_cache: RateCache
 ) -> Template | None:
     """A placement timed stage by stage for every bucket; None where it can do nothing."""
-    rated = book.replica(problem, ask, layout, phase)
+    rated = rate_cache.replica(problem, demand, layout, phase)
     if not useful(rated.capacity):
         return None
     gpus: Counter[str] = Counter()
-    for member in (node for stage in layout.stages for node in stage.nodes):
-        gpus[member.node] += member.tp  # a node of several groups is in its stage several times
+    for stage_node in (node for stage in layout.stages for node in stage.nodes):
+        gpus[stage_node.node] += stage_node.tp  # a node of several groups is in its stage several times
     nodes = tuple(NodeCount(name, -(-gpus[name] // problem.node(name).gpus)) for name in sorted(gpus))
     listed = " + ".join(f"{node_count.count} {node_count.node}" for node_count in nodes)
     return Template(
-        name=f"{ask.name}: {phase} pipeline {listed}",
+        name=f"{demand.name}: {phase} pipeline {listed}",
         kind="pipeline",
-        model=ask.name,
+        model=demand.name,
         nodes=nodes,
         replicas=(PlannedReplica(phase, layout),),
         capacity=rated.capacity,

@@ -14,8 +14,8 @@ from potluck.core.values.plan import Template
 from potluck.plan.problem import ModelDemand, PlanningProblem
 
 
-def runnable(problem: PlanningProblem, ask: ModelDemand, templates: Iterable[Template]) -> list[Template]:
-    return [item for item in templates if not limits_of_template(item, ask.model, problem.engine)]
+def runnable(problem: PlanningProblem, demand: ModelDemand, templates: Iterable[Template]) -> list[Template]:
+    return [item for item in templates if not limits_of_template(item, demand.model, problem.engine)]
 
 
 def equal_degrees(model: Model, engine: EngineKind) -> bool:
@@ -29,21 +29,23 @@ def degree_of(template: Template) -> int:
 
 
 def of_one_degree(
-    problem: PlanningProblem, ask: ModelDemand, templates: Sequence[Template]
+    problem: PlanningProblem, demand: ModelDemand, templates: Sequence[Template]
 ) -> list[Template]:
     """Templates without those of one phase that the others of one phase could not hand over to."""
-    if not equal_degrees(ask.model, problem.engine):
+    if not equal_degrees(demand.model, problem.engine):
         return list(templates)
     apart = [template for template in templates if is_one_phase(template)]
     degrees = {degree_of(template) for template in apart}
-    best = min(degrees, key=lambda degree: (_usd(problem, ask, apart, degree), -degree), default=0)
+    best = min(degrees, key=lambda degree: (_usd(problem, demand, apart, degree), -degree), default=0)
     return [item for item in templates if not is_one_phase(item) or degree_of(item) == best]
 
 
-def _usd(problem: PlanningProblem, ask: ModelDemand, apart: Sequence[Template], degree: int) -> float:
+def _usd(
+    problem: PlanningProblem, model_demand: ModelDemand, apart: Sequence[Template], degree: int
+) -> float:
     """What both phases of a request cost by templates of a degree; infinite where one of them is missing."""
     prices = {o.node: o.price_usd_per_h for region in problem.regions for o in region.offers if o.available}
-    bucket = max(ask.demands, key=lambda demand: demand.rate_per_s).bucket
+    bucket = max(model_demand.demands, key=lambda demand: demand.rate_per_s).bucket
     mine = [template for template in apart if degree_of(template) == degree]
     total = 0.0
     for phase in ("prefill_per_s", "decode_per_s"):
@@ -57,12 +59,12 @@ def _usd(problem: PlanningProblem, ask: ModelDemand, apart: Sequence[Template], 
     return total
 
 
-def phase_degree(problem: PlanningProblem, ask: ModelDemand, single: Sequence[Template]) -> int | None:
+def phase_degree(problem: PlanningProblem, demand: ModelDemand, single: Sequence[Template]) -> int | None:
     """The degree that pipelines of one phase must have to go with these single nodes; None: any.
 
     Where the model fits on no single node, that of the largest.
     """
-    if not equal_degrees(ask.model, problem.engine):
+    if not equal_degrees(demand.model, problem.engine):
         return None
     degrees = {degree_of(template) for template in single if is_one_phase(template)}
     return max(degrees, default=max((node.gpus for node in problem.offered), default=1))

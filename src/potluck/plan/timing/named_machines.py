@@ -125,11 +125,11 @@ def hop(problem: PlanningProblem, first: str, second: str) -> Hop:
     return hop_inside(machine.type)
 
 
-def timer_of(problem: PlanningProblem, ask: ModelDemand, layout: Layout) -> StepTimer:
+def timer_of(problem: PlanningProblem, demand: ModelDemand, layout: Layout) -> StepTimer:
     """A layout's timer: over the links between its machines where it names them all."""
     names = [stage.nodes[0].machine for stage in layout.stages if len(stage.nodes) == 1]
     if len(layout.stages) == 1 or len(names) < len(layout.stages) or not all(names):
-        return layout_timer(ask, layout, problem.by_name)
+        return layout_timer(demand, layout, problem.by_name)
     ring = [*pairwise(names), (names[-1], names[0])]
     hops = tuple(hop(problem, first, second) for first, second in ring)
-    return pipeline(ask.model, layout, problem.by_name, hops=hops, sure=ask.sure)
+    return pipeline(demand.model, layout, problem.by_name, hops=hops, sure=demand.sure)

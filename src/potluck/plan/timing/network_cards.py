@@ -46,9 +46,14 @@ class NetworkCards:
     all_bits_per_s: float
 
 
-def wire_bits(ask: ModelDemand, codec: Codec) -> Floats:
+def wire_bits(model_demand: ModelDemand, codec: Codec) -> Floats:
     """Bits that a mean prompt's KV puts on the wire, bucket by bucket."""
-    return np.array([crossing_bytes(ask.model, demand.kv_bytes, codec) for demand in ask.demands]) * 8
+    return (
+        np.array(
+            [crossing_bytes(model_demand.model, demand.kv_bytes, codec) for demand in model_demand.demands]
+        )
+        * 8
+    )
 
 
 def cards_of(replicas: Iterable[PlannedReplica], nodes: Mapping[str, NodeType]) -> NetworkCards:
@@ -73,8 +78,8 @@ def _layout_bits_per_s(layout: Layout, nodes: Mapping[str, NodeType]) -> tuple[f
     one = total = float("inf")
     for stage in layout.stages:
         gpus: dict[str, int] = {}
-        for member in stage.nodes:  # groups of one node share its card
-            gpus[member.node] = gpus.get(member.node, 0) + member.tp
+        for stage_node in stage.nodes:  # groups of one node share its card
+            gpus[stage_node.node] = gpus.get(stage_node.node, 0) + stage_node.tp
         cards = {name: card_bits_per_s(nodes[name]) for name in gpus}
         together = sum(ceil(count / nodes[name].gpus) * cards[name] for name, count in gpus.items())
         share = layout.layer_count / stage.layers
@@ -91,10 +96,10 @@ def link_bits_per_s(link: Link, headroom: float) -> float:
     return link_alpha_beta(link).beta_bytes_per_s * 8 * min(headroom, MOST_BUSY)
 
 
-def room_s(ask: ModelDemand, demand: BucketDemand, headroom: float) -> float:
+def room_s(model_demand: ModelDemand, demand: BucketDemand, headroom: float) -> float:
     """How long KV may take, from the beginning of its prefill, after the slowest prefill that is planned with."""
     wait = wait_factor(headroom)
-    limit_s = ask.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S
+    limit_s = model_demand.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S
     return limit_s * (1.0 - (1.0 - HANDOVER_SHARE) * (wait - 1.0) / wait)
 
 
@@ -107,14 +112,16 @@ def busy_limit(alone_s: float, within_s: float, headroom: float) -> float:
 
 
 def busy_limits(
-    ask: ModelDemand, bits: Floats, cards: NetworkCards, headroom: float
+    model_demand: ModelDemand, bits: Floats, cards: NetworkCards, headroom: float
 ) -> tuple[float, tuple[bool, ...]]:
     """(how busy these cards may be, which buckets may pass them): busy as the tightest bucket that is asked for."""
     values = [
-        busy_limit(bit / cards.one_bits_per_s, room_s(ask, demand, headroom), headroom)
-        for bit, demand in zip(bits, ask.demands, strict=True)
+        busy_limit(bit / cards.one_bits_per_s, room_s(model_demand, demand, headroom), headroom)
+        for bit, demand in zip(bits, model_demand.demands, strict=True)
     ]
-    asked = [u for u, demand in zip(values, ask.demands, strict=True) if u > 0 and demand.rate_per_s > 0]
+    asked = [
+        u for u, demand in zip(values, model_demand.demands, strict=True) if u > 0 and demand.rate_per_s > 0
+    ]
     return min(asked, default=min(headroom, MOST_BUSY)), tuple(u > 0 for u in values)
 
 
@@ -130,7 +137,7 @@ def sides(replicas: Sequence[PlannedReplica]) -> tuple[list[PlannedReplica], lis
 
 
 def late_s(
-    ask: ModelDemand,
+    model_demand: ModelDemand,
     bits: Floats,
     nodes: Mapping[str, NodeType],
     templates: Mapping[str, Template],
@@ -157,7 +164,7 @@ def late_s(
         service_s = len(templates[share.template].replicas) / rate if rate > 0 else 0.0
         times.setdefault((share.phase, share.bucket), []).append((share.rate_per_s, taken_s, service_s))
     total = late = 0.0
-    for demand in ask.demands:
+    for demand in model_demand.demands:
         into = times.get(("decode", demand.bucket), [])
         there = sum(rate for rate, _, _ in into)
         decode_s = sum(rate * taken_s for rate, taken_s, _ in into) / there if there > 0 else 0.0

@@ -187,18 +187,20 @@ class RateCache:
             rated_layout = self.known[name] = time()
         return rated_layout
 
-    def replica(self, problem: PlanningProblem, ask: ModelDemand, layout: Layout, role: Role) -> RatedLayout:
+    def replica(
+        self, problem: PlanningProblem, demand: ModelDemand, layout: Layout, role: Role
+    ) -> RatedLayout:
         """One replica in one role; it does nothing where it does not fit."""
 
         text = layout_text(layout)
 
         def time() -> RatedLayout:
-            if not fits(ask, layout, problem.by_name):
+            if not fits(demand, layout, problem.by_name):
                 return nothing(self.buckets)
-            make = partial(layout_timer, ask, layout, problem.by_name)
+            make = partial(layout_timer, demand, layout, problem.by_name)
             # Roles of a node share its timer; pipelines are too many to keep theirs.
             timer = self.once(("timer", text), make) if len(layout.stages) == 1 else make()
-            capacity = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, timer=timer)
+            capacity = replica_capacity(demand, layout, problem.by_name, role, problem.headroom, timer=timer)
             return RatedLayout(capacity, timer.confidence)
 
         return self.rated(f"{role} {text}", time)
@@ -216,29 +218,29 @@ class RateCaches:
     folder: Path | None = field(default_factory=default_folder)
     opened: dict[tuple[object, ...], RateCache] = field(default_factory=dict)
 
-    def of(self, problem: PlanningProblem, ask: ModelDemand) -> RateCache:
-        asked = (_timeless(ask), problem.nodes, problem.headroom)
+    def of(self, problem: PlanningProblem, demand: ModelDemand) -> RateCache:
+        asked = (_timeless(demand), problem.nodes, problem.headroom)
         # Profiles, an owner's or of speeds seen live, cannot be keys themselves; their header can.
-        place: tuple[object, ...] = (header(*asked),) if ask.profiles else asked
+        place: tuple[object, ...] = (header(*asked),) if demand.profiles else asked
         if place not in self.opened:
             key = header(*asked)
-            known = _known(load(self.folder, key), len(ask.demands))
-            self.opened[place] = RateCache(len(ask.demands), key, self.folder, known, len(known))
+            known = _known(load(self.folder, key), len(demand.demands))
+            self.opened[place] = RateCache(len(demand.demands), key, self.folder, known, len(known))
         return self.opened[place]
 
     def keep(self) -> None:
-        for book in self.opened.values():
-            book.keep()
+        for rate_cache in self.opened.values():
+            rate_cache.keep()
 
 
-def unwritten(ask: ModelDemand) -> RateCache:
+def unwritten(demand: ModelDemand) -> RateCache:
     """An empty book of nobody else's, for whoever times anew."""
-    return RateCache(len(ask.demands), "", None)
+    return RateCache(len(demand.demands), "", None)
 
 
-def header(ask: ModelDemand, nodes: tuple[object, ...], headroom: float) -> str:
+def header(demand: ModelDemand, nodes: tuple[object, ...], headroom: float) -> str:
     """A name for all rates that follow from this."""
-    given = dumps(encode((ask, nodes, headroom))).encode()
+    given = dumps(encode((demand, nodes, headroom))).encode()
     return name_of(b"book", given, *map(sources, CODE))
 
 
@@ -254,10 +256,10 @@ def layout_text(layout: Layout) -> str:
     )
 
 
-def _timeless(ask: ModelDemand) -> ModelDemand:
+def _timeless(demand: ModelDemand) -> ModelDemand:
     """Without what times do not follow from: names, how much is asked, where it may run, who asks."""
     return replace(
-        ask, name="", terms=NO_TERMS, classes=(), origins=(), demands=tuple(map(_lengths, ask.demands))
+        demand, name="", terms=NO_TERMS, classes=(), origins=(), demands=tuple(map(_lengths, demand.demands))
     )
 
 

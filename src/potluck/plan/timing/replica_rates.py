@@ -58,16 +58,20 @@ def wait_factor(headroom: float) -> float:
     return 1.0 + busy / (2.0 * (1.0 - busy))
 
 
-def decode_room(ask: ModelDemand, demand: BucketDemand, timer: StepTimer, room: int, headroom: float) -> int:
+def decode_room(
+    model_demand: ModelDemand, demand: BucketDemand, timer: StepTimer, room: int, headroom: float
+) -> int:
     """Of the requests whose KV fits a decoding replica, those that may make answers at a time when it is busy.
 
     KV has its room from when its prompt is computed elsewhere: about as long as here. And whoever finds all room
     taken waits for an answer to end, which is late; so that no more than the attained share do, c requests' room is
     filled to 1 - z / sqrt(c) on average (square-root staffing, z the attained share's normal quantile).
     """
-    answer_s = demand.output_tokens * ask.slo.tpot_s
+    answer_s = demand.output_tokens * model_demand.slo.tpot_s
     held_s = float(prefill_s(timer, demand.new_tokens, demand.cached_tokens)[0])
-    filled = filled_room(np.array(room), ask.slo.attainment, headroom, answer_s / (answer_s + held_s))
+    filled = filled_room(
+        np.array(room), model_demand.slo.attainment, headroom, answer_s / (answer_s + held_s)
+    )
     return int(filled)
 
 
@@ -81,20 +85,22 @@ def filled_room(
     return np.where(room < 1, 0, np.maximum(most, 1.0)).astype(np.int64)
 
 
-def layout_timer(ask: ModelDemand, layout: Layout, nodes: Mapping[str, NodeType]) -> StepTimer:
+def layout_timer(demand: ModelDemand, layout: Layout, nodes: Mapping[str, NodeType]) -> StepTimer:
     """What was measured or the plain roofline for one node, the pipeline for more."""
     stage = layout.stages[0]
     if len(layout.stages) == 1 and len(stage.nodes) == 1:
         node, tp, ep = nodes[stage.nodes[0].node], stage.nodes[0].tp, stage.nodes[0].ep
-        profile = profile_for(ask.profiles, ask.model, node, tp) if ep == "none" else None
+        profile = profile_for(demand.profiles, demand.model, node, tp) if ep == "none" else None
         return (
-            roofline(ask.model, node, tp, ep=ep, sure=ask.sure) if profile is None else ProfileTimer(profile)
+            roofline(demand.model, node, tp, ep=ep, sure=demand.sure)
+            if profile is None
+            else ProfileTimer(profile)
         )
-    return pipeline(ask.model, layout, nodes, sure=ask.sure)
+    return pipeline(demand.model, layout, nodes, sure=demand.sure)
 
 
 def replica_capacity(
-    ask: ModelDemand,
+    model_demand: ModelDemand,
     layout: Layout,
     nodes: Mapping[str, NodeType],
     role: Role,
@@ -104,25 +110,28 @@ def replica_capacity(
     timer: StepTimer | None = None,
 ) -> tuple[BucketCapacity, ...]:
     """Rates of `copies` replicas of one layout in one role, for every bucket; 0 where it cannot."""
-    timer = layout_timer(ask, layout, nodes) if timer is None else timer
-    return tuple(_bucket(ask, demand, timer, layout, nodes, role, headroom, copies) for demand in ask.demands)
+    timer = layout_timer(model_demand, layout, nodes) if timer is None else timer
+    return tuple(
+        _bucket(model_demand, demand, timer, layout, nodes, role, headroom, copies)
+        for demand in model_demand.demands
+    )
 
 
 def useful(capacity: tuple[BucketCapacity, ...]) -> bool:
     return any(c.prefill_per_s > 0 or c.decode_per_s > 0 or c.closed_per_s > 0 for c in capacity)
 
 
-def fits(ask: ModelDemand, layout: Layout, nodes: Mapping[str, NodeType]) -> bool:
+def fits(model_demand: ModelDemand, layout: Layout, nodes: Mapping[str, NodeType]) -> bool:
     """Whether the weights fit with room for at least one prompt of some bucket."""
-    shortest = min((demand.longest_tokens for demand in ask.demands), default=1)
+    shortest = min((demand.longest_tokens for demand in model_demand.demands), default=1)
     try:
-        return layout_requests(ask.model, layout, nodes, float(shortest)) >= 1
+        return layout_requests(model_demand.model, layout, nodes, float(shortest)) >= 1
     except CapacityError:
         return False
 
 
 def _bucket(
-    ask: ModelDemand,
+    model_demand: ModelDemand,
     demand: BucketDemand,
     timer: StepTimer,
     layout: Layout,
@@ -133,16 +142,20 @@ def _bucket(
 ) -> BucketCapacity:
     nothing = BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0)
     tokens = demand.longest_tokens + (0 if role == "prefill" else demand.output_tokens)
-    batch = layout_requests(ask.model, layout, nodes, tokens)
+    batch = layout_requests(model_demand.model, layout, nodes, tokens)
     if role == "prefill":
-        return _prefill(ask, demand, timer, batch, headroom, copies) or nothing
+        return _prefill(model_demand, demand, timer, batch, headroom, copies) or nothing
     if role == "decode":
-        batch = decode_room(ask, demand, timer, batch, headroom)
+        batch = decode_room(model_demand, demand, timer, batch, headroom)
     if isinstance(timer, PipelineTimer) and role == "decode":
-        rate, tpot_s = _pipeline_decode(timer, demand, batch, ask.slo.tpot_s)
+        rate, tpot_s = _pipeline_decode(timer, demand, batch, model_demand.slo.tpot_s)
         return BucketCapacity(demand.bucket, 0.0, rate * copies, 0.0, 0.0, tpot_s)
     added_s = DEFAULT_HOST.request_s
-    slo = inside_server(ask.slo) if demand.promised else replace(ask.slo, ttft_s=UNPROMISED_TTFT_S)
+    slo = (
+        inside_server(model_demand.slo)
+        if demand.promised
+        else replace(model_demand.slo, ttft_s=UNPROMISED_TTFT_S)
+    )
     if isinstance(timer, PipelineTimer) and len(timer.stages) > 1:
         rate, ttft_s, tpot_s = _pipeline_mixed(timer, demand, batch, slo)
         ttft_s += added_s if rate > 0 else 0.0
@@ -159,7 +172,7 @@ def _bucket(
 
 
 def _prefill(
-    ask: ModelDemand, demand: BucketDemand, timer: StepTimer, room: int, headroom: float, copies: int
+    model_demand: ModelDemand, demand: BucketDemand, timer: StepTimer, room: int, headroom: float, copies: int
 ) -> BucketCapacity | None:
     """Steps of as many prompts as budget and KV have room for and the objective allows."""
     new, cached = demand.new_tokens, demand.cached_tokens
@@ -185,7 +198,7 @@ def _prefill(
         round_s + DEFAULT_HOST.request_s,
         longest_s + DEFAULT_HOST.request_s,
     )
-    limit_s = ask.slo.ttft_s * (1.0 - HANDOVER_SHARE) if demand.promised else np.inf
+    limit_s = model_demand.slo.ttft_s * (1.0 - HANDOVER_SHARE) if demand.promised else np.inf
     for most in counts[::-1]:
         rate = float(rates[:most].max())
         b = int(np.argmax(rates >= headroom * rate))
@@ -266,7 +279,7 @@ def _confidence(model: Model, node: NodeType, tp: int, ep: Ep) -> Confidence:
 
 
 def range_per_s(
-    ask: ModelDemand,
+    demand: ModelDemand,
     shares: Iterable[PlannedShare],
     used: Mapping[str, Template],
     nodes: Mapping[str, NodeType],
@@ -280,18 +293,18 @@ def range_per_s(
     lows, highs = [1.0], [1.0]
     names = {share.template for share in shares if share.rate_per_s > 0}
     places = {
-        (member.node, member.tp, member.ep)
+        (stage_node.node, stage_node.tp, stage_node.ep)
         for name in names
         for replica in used[name].replicas
         for stage in replica.layout.stages
-        for member in stage.nodes
+        for stage_node in stage.nodes
     }
     for name, tp, ep in places:
         node = nodes[name]
-        if profile_for(ask.profiles, ask.model, node, tp) is not None:
+        if profile_for(demand.profiles, demand.model, node, tp) is not None:
             continue
-        who = (ask.model, tp, node.gpu.name, _confidence(ask.model, node, tp, ep))
-        planned, around = slower(*who, ask.sure) if ask.sure > 0.5 else 1.0, bar("rate", *who)
+        who = (demand.model, tp, node.gpu.name, _confidence(demand.model, node, tp, ep))
+        planned, around = slower(*who, demand.sure) if demand.sure > 0.5 else 1.0, bar("rate", *who)
         lows.append(planned / around.high)
         highs.append(planned / around.low)
     return (rate_per_s * min(lows), rate_per_s * max(highs)) if places else (0.0, 0.0)

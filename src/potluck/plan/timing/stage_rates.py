@@ -257,7 +257,7 @@ def _most_requests(
 
 
 def _node_rates(
-    timer: RooflineTimer, timed: _Phase, tokens: int, most: Integers, stage_s: Floats
+    timer: RooflineTimer, phase: _Phase, tokens: int, most: Integers, stage_s: Floats
 ) -> Integers:
     """(S_max, L) T̂ of one node type; `timed` are steps of 1, 2, ... requests of so many tokens each.
 
@@ -268,8 +268,8 @@ def _node_rates(
     array = np.zeros(most.shape)
     if most.max() > 0:
         units = float(UNITS_PER_TOKEN * tokens * (timer.node.gpus // timer.tp))
-        each_s = timed.layers_s / timer.model.layer_count
-        best_rates(each_s, timed.whole_s - timed.layers_s, timed.wire_s, most, stage_s, units, array)
+        each_s = phase.layers_s / timer.model.layer_count
+        best_rates(each_s, phase.whole_s - phase.layers_s, phase.wire_s, most, stage_s, units, array)
     return np.floor(array).astype(np.int64)
 
 

@@ -34,15 +34,18 @@ STUCK_S: Final = 10.0
 
 
 def codec_of(
-    codecs: Mapping[tuple[str, str, str], Codec], running: SimAttempt, source: SimReplica, target: SimReplica
+    codecs: Mapping[tuple[str, str, str], Codec],
+    attempt: SimAttempt,
+    source_replica: SimReplica,
+    target_replica: SimReplica,
 ) -> Codec:
     """In which KV goes from one replica to another. What came in fewer bits cannot go on as if it were whole."""
-    if running.request.exact:
+    if attempt.request.exact:
         return LOSSLESS
-    here, there, codec = source.member, target.member, source.replica_model.codec
+    here, there, codec = source_replica.member, target_replica.member, source_replica.replica_model.codec
     if here.unit != there.unit:
         codec = codecs.get((here.model, here.region, there.region), LOSSLESS)
-    return running.codec if codec == LOSSLESS else codec
+    return attempt.codec if codec == LOSSLESS else codec
 
 
 class SimHandovers:
@@ -60,19 +63,19 @@ class SimHandovers:
     def __len__(self) -> int:
         return len(self._open)
 
-    def expect(self, now_s: float, running: SimAttempt, size_bytes: float, codec: Codec) -> None:
+    def expect(self, now_s: float, attempt: SimAttempt, size_bytes: float, codec: Codec) -> None:
         """The segment under way was given to its replica; its KV will go to the next."""
-        hand = SimHandover(self._next_key, running, size_bytes, codec)
+        hand = SimHandover(self._next_key, attempt, size_bytes, codec)
         self._next_key += 1
         self._open[hand.key] = hand
-        running.hand = hand
+        attempt.hand = hand
         computing = hand.source.computing
-        computing.append(running)
-        if computing[0] is running:
+        computing.append(attempt)
+        if computing[0] is attempt:
             self._computing(now_s, hand)
 
-    def computed(self, now_s: float, running: SimAttempt) -> None:
-        hand = running.hand
+    def computed(self, now_s: float, attempt: SimAttempt) -> None:
+        hand = attempt.hand
         assert hand is not None
         hand.computed_s = now_s
         self._leave(now_s, hand)
@@ -83,9 +86,9 @@ class SimHandovers:
         elif hand.piped_s < inf:
             self._settle(now_s, hand)
 
-    def room(self, now_s: float, site: SimReplica) -> None:
+    def room(self, now_s: float, replica: SimReplica) -> None:
         """Blocks became free at a replica: let those in who wait, in order."""
-        waiting = site.waiting
+        waiting = replica.waiting
         while waiting:
             hand = waiting[0]
             if hand.over:
@@ -100,12 +103,12 @@ class SimHandovers:
         """Of replicas that do nothing for want of blocks, those set aside for what is not computed yet."""
         for hand in list(self._open.values()):
             if isinstance(hand, SimHandover) and hand.reserved and hand.computed_s == inf:
-                target = hand.target
-                if target.replica.idle and target.replica.batch.queued:
+                target_replica = hand.target
+                if target_replica.replica.idle and target_replica.replica.batch.queued:
                     self._off_pipe(now_s, hand)
                     hand.reserved, hand.started_s, hand.piped_s = False, inf, inf
-                    target.replica.release(now_s, hand.running.key)
-                    self._events.look(target)
+                    target_replica.replica.release(now_s, hand.running.key)
+                    self._events.look(target_replica)
 
     def stuck(self, now_s: float) -> list[SimHandover]:
         """The longest waiting at each replica that has no room for it and nothing to do that would make some."""
@@ -145,12 +148,12 @@ class SimHandovers:
         hand.running.hand = None
         return True
 
-    def drop(self, now_s: float, running: SimAttempt) -> None:
+    def drop(self, now_s: float, attempt: SimAttempt) -> None:
         """Forget a journey's hand-over: it failed, was cancelled or re-routed."""
-        hand = running.hand
+        hand = attempt.hand
         if hand is None:
             return
-        running.hand = None
+        attempt.hand = None
         self._close(hand)
         self._open.pop(hand.key, None)
         self._off_pipe(now_s, hand)
@@ -204,12 +207,12 @@ class SimHandovers:
 
     def _put_aside(self, now_s: float, hand: SimHandover) -> None:
         """Out of the sender's blocks, which others may need before the receiver has room."""
-        source = hand.source
-        if source.aside_bytes + hand.size_bytes <= SEND_QUEUE_BYTES:
+        source_replica = hand.source
+        if source_replica.aside_bytes + hand.size_bytes <= SEND_QUEUE_BYTES:
             hand.aside = True
-            source.aside_bytes += hand.size_bytes
-            source.replica.release(now_s, hand.running.key)
-            self._events.look(source)
+            source_replica.aside_bytes += hand.size_bytes
+            source_replica.replica.release(now_s, hand.running.key)
+            self._events.look(source_replica)
 
     def _close(self, hand: SimHandover) -> None:
         hand.over = True
@@ -217,11 +220,11 @@ class SimHandovers:
             hand.source.aside_bytes -= hand.size_bytes
 
     def _ask(self, now_s: float, hand: SimHandover) -> None:
-        target = hand.target
-        if hand.reserved or hand in target.waiting:
+        target_replica = hand.target
+        if hand.reserved or hand in target_replica.waiting:
             return
-        if target.waiting or not self._reserved(now_s, hand):
-            target.waiting.append(hand)
+        if target_replica.waiting or not self._reserved(now_s, hand):
+            target_replica.waiting.append(hand)
             hand.waits_s = now_s
             self._waiting.append(hand)
             self.waited += 1
@@ -230,9 +233,11 @@ class SimHandovers:
 
     def _reserved(self, now_s: float, hand: SimHandover) -> bool:
         """Whether there is room for it; then what the receiver does next may be due earlier."""
-        running, target = hand.running, hand.target
-        hand.reserved = target.replica.reserve(now_s, running.key, running.segments[running.place].stop or 0)
-        self._events.look(target)
+        attempt, target_replica = hand.running, hand.target
+        hand.reserved = target_replica.replica.reserve(
+            now_s, attempt.key, attempt.segments[attempt.place].stop or 0
+        )
+        self._events.look(target_replica)
         return hand.reserved
 
     def _start(self, now_s: float, hand: SimHandover) -> None:
@@ -248,13 +253,13 @@ class SimHandovers:
                 self._settle(now_s, hand)
             return
         hand.pipe = pipe
-        running = hand.running
-        pipe.start(now_s, hand.key, hand.size_bytes, running.request.tenant, running.weight)
+        attempt = hand.running
+        pipe.start(now_s, hand.key, hand.size_bytes, attempt.request.tenant, attempt.weight)
         self.schedule(pipe)
 
     def _start_side_by_side(self, now_s: float, hand: SimHandover, ways: Ways) -> None:
         """Layers go from the machine that has them to the one that needs them, over all their links at once."""
-        running = hand.running
+        attempt = hand.running
         parts = []
         for pipe, share in ways:
             key = hand.key
@@ -265,7 +270,7 @@ class SimHandovers:
                 self._next_key += 1
                 self._open[key] = hand
                 parts.append((key, pipe))
-            pipe.start(now_s, key, hand.size_bytes * share, running.request.tenant, running.weight)
+            pipe.start(now_s, key, hand.size_bytes * share, attempt.request.tenant, attempt.weight)
             self.schedule(pipe)
         hand.parts, hand.left = tuple(parts), len(ways)
 
@@ -281,8 +286,8 @@ class SimHandovers:
                 layer_bytes = size_bytes / layers
                 share = 0.0
                 if pipe is not None and pipe.rate_bytes_per_s:
-                    running = hand.running
-                    share = layer_bytes / pipe.share_bytes_per_s(1, running.request.tenant, running.weight)
+                    attempt = hand.running
+                    share = layer_bytes / pipe.share_bytes_per_s(1, attempt.request.tenant, attempt.weight)
                 computed_s = hand.computed_s - hand.began_s
                 tail_s = max(share, floor_s / layers)
                 at_s = max(at_s + computed_s / layers, hand.computed_s + tail_s)

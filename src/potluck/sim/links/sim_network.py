@@ -75,64 +75,70 @@ class SimNetwork:
         pipe = self.links.get((source, target))
         return pipe is not None and pipe.rate_bytes_per_s > 0
 
-    def obstacle(self, running: SimAttempt) -> tuple[FailureKind, str] | None:
+    def obstacle(self, attempt: SimAttempt) -> tuple[FailureKind, str] | None:
         """Why a route cannot be gone: a replica too small, or no link for its KV."""
-        output_tokens = running.request.max_output_tokens - running.before_tokens
-        sites, last = running.sites, len(running.sites) - 1
-        if running.prompt_tokens + output_tokens > sites[last].room_tokens:
+        output_tokens = attempt.request.max_output_tokens - attempt.before_tokens
+        sites, last = attempt.sites, len(attempt.sites) - 1
+        if attempt.prompt_tokens + output_tokens > sites[last].room_tokens:
             return "memory", sites[last].id
         for place in range(last):
             source, target = sites[place].member.region, sites[place + 1].member.region
             if source != target and not self.carries(source, target):
                 return "link", f"{source}->{target}"
         for place in range(last):
-            stop = running.segments[place].stop
+            stop = attempt.segments[place].stop
             if stop is not None and stop > sites[place].room_tokens:
                 return "memory", sites[place].id
         return None
 
     def pipe(
-        self, source: SimReplica, target: SimReplica, running: SimAttempt | None = None
+        self, source_replica: SimReplica, target_replica: SimReplica, attempt: SimAttempt | None = None
     ) -> SharedPipe | None:
         """The pipe between two replicas; None when they share a machine, or no link joins their regions."""
-        if source.member.region != target.member.region:
-            return self.links.get((source.member.region, target.member.region))
-        if near(source, target):
+        if source_replica.member.region != target_replica.member.region:
+            return self.links.get((source_replica.member.region, target_replica.member.region))
+        if near(source_replica, target_replica):
             return None
-        ways = self.ways(source, target)
+        ways = self.ways(source_replica, target_replica)
         if ways:
             return ways[0][0]
-        first, second = source.card, target.card
-        tenant, weight = (running.request.tenant, running.weight) if running is not None else ("", 1.0)
+        first, second = source_replica.card, target_replica.card
+        tenant, weight = (attempt.request.tenant, attempt.weight) if attempt is not None else ("", 1.0)
         left = first.share_bytes_per_s(1, tenant, weight)
         return first if left <= second.share_bytes_per_s(1, tenant, weight) else second
 
     def floor_s(
-        self, source: SimReplica, target: SimReplica, pipe: SharedPipe | None, size_bytes: float
+        self,
+        source_replica: SimReplica,
+        target_replica: SimReplica,
+        pipe: SharedPipe | None,
+        size_bytes: float,
     ) -> float:
         """Seconds that a transfer takes at least, whatever its share of the pipe."""
         if pipe is None:
-            first, second = source.replica_model, target.replica_model
+            first, second = source_replica.replica_model, target_replica.replica_model
             return size_bytes / min(first.inside_bytes_per_s, second.inside_bytes_per_s)
         if pipe.kind == "link":
-            return size_bytes / min(source.card.rate_bytes_per_s, target.card.rate_bytes_per_s)
+            return size_bytes / min(
+                source_replica.card.rate_bytes_per_s, target_replica.card.rate_bytes_per_s
+            )
         return 0.0
 
-    def ways(self, source: SimReplica, target: SimReplica) -> Ways:
+    def ways(self, source_replica: SimReplica, target_replica: SimReplica) -> Ways:
         """(pipe, share of a request's KV) between the named machines of two replicas, the slowest first.
 
         Empty where nothing is said of their links, and where all stays within machines.
         """
-        if not self.resolved.machine_gbps or source.member.region != target.member.region:
+        if not self.resolved.machine_gbps or source_replica.member.region != target_replica.member.region:
             return ()
-        key = (source.member.id, target.member.id)
+        key = (source_replica.member.id, target_replica.member.id)
         way = self._ways.get(key)
         if way is None:
-            way = self._ways[key] = self._side_by_side(source, target)
+            way = self._ways[key] = self._side_by_side(source_replica, target_replica)
         return way
 
-    def _side_by_side(self, source: SimReplica, target: SimReplica) -> Ways:
-        first, second = source.replica_model.owners, target.replica_model.owners
+    def _side_by_side(self, source_replica: SimReplica, target_replica: SimReplica) -> Ways:
+        first, second = source_replica.replica_model.owners, target_replica.replica_model.owners
         if not first or len(first) != len(second):
             return ()
         layers: dict[tuple[str, str], int] = {}
@@ -163,9 +169,9 @@ class SimNetwork:
         return pipe
 
 
-def near(source: SimReplica, target: SimReplica) -> bool:
-    machines = target.machines
-    for machine in source.machines:  # noqa: SIM110 - asked for every hand-over, and `any` makes a generator each time
+def near(source_replica: SimReplica, target_replica: SimReplica) -> bool:
+    machines = target_replica.machines
+    for machine in source_replica.machines:  # noqa: SIM110 - asked for every hand-over, and `any` makes a generator each time
         if machine in machines:
             return True
     return False

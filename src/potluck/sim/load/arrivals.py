@@ -134,17 +134,17 @@ def draw_law(rng: np.random.Generator, law: Law, count: int) -> Ints:
     return whole(rng, np.interp(rng.random(count), levels, tokens))
 
 
-def draw_bins(rng: np.random.Generator, lengths: Binned, count: int) -> tuple[Ints, Ints]:
+def draw_bins(rng: np.random.Generator, binned_lengths: Binned, count: int) -> tuple[Ints, Ints]:
     """Each bin as often as its share says, by chance or just so; all of its requests have its mean lengths."""
-    share = np.array([one.share for one in lengths.bins])
+    share = np.array([one.share for one in binned_lengths.bins])
     share /= share.sum()
-    if lengths.even:
+    if binned_lengths.even:
         places = (np.arange(count) + rng.random()) / count
         chosen = rng.permutation(np.minimum(np.searchsorted(np.cumsum(share), places), len(share) - 1))
     else:
         chosen = rng.choice(len(share), size=count, p=share)
-    inputs = np.array([one.input_tokens for one in lengths.bins])[chosen]
-    outputs = np.array([one.output_tokens for one in lengths.bins])[chosen]
+    inputs = np.array([one.input_tokens for one in binned_lengths.bins])[chosen]
+    outputs = np.array([one.output_tokens for one in binned_lengths.bins])[chosen]
     return whole(rng, inputs), whole(rng, outputs)
 
 
@@ -153,15 +153,15 @@ def whole(rng: np.random.Generator, tokens: Floats) -> Ints:
     return np.maximum(np.floor(tokens + rng.random(len(tokens))), 1.0).astype(np.int64)
 
 
-def _lognormal(rng: np.random.Generator, law: LogNormal, count: int) -> Floats:
+def _lognormal(rng: np.random.Generator, log_normal: LogNormal, count: int) -> Floats:
     """What falls outside the bounds is drawn again; the law makes sure that enough falls inside."""
-    drawn = rng.lognormal(law.mu, law.sigma, count)
-    outside = np.flatnonzero((drawn < law.low_tokens) | (drawn > law.high_tokens))
+    drawn = rng.lognormal(log_normal.mu, log_normal.sigma, count)
+    outside = np.flatnonzero((drawn < log_normal.low_tokens) | (drawn > log_normal.high_tokens))
     while len(outside):
         # Draw as many as it should take, so that a narrow window needs few rounds.
-        tries = min(int(len(outside) / law.mass * 1.1) + 16, 4_000_000)
-        again = rng.lognormal(law.mu, law.sigma, tries)
-        again = again[(again >= law.low_tokens) & (again <= law.high_tokens)][: len(outside)]
+        tries = min(int(len(outside) / log_normal.mass * 1.1) + 16, 4_000_000)
+        again = rng.lognormal(log_normal.mu, log_normal.sigma, tries)
+        again = again[(again >= log_normal.low_tokens) & (again <= log_normal.high_tokens)][: len(outside)]
         drawn[outside[: len(again)]] = again
         outside = outside[len(again) :]
     return drawn

@@ -280,36 +280,36 @@ def of_traffic(
     return merge(parts)
 
 
-def at_rate(made: Workload, rate_per_s: float, how: Scaling = "stretch", seed: int = 0) -> Workload:
+def at_rate(workload: Workload, rate_per_s: float, how: Scaling = "stretch", seed: int = 0) -> Workload:
     """The same requests at another mean rate; `arrivals.stretched` and `superposed` say what that changes."""
     if how == "stretch":
-        return replace(made, arrival_s=arrivals.stretched(made.arrival_s, rate_per_s))
-    chosen, when = arrivals.superposed(np.random.default_rng(seed), made.arrival_s, rate_per_s)
-    return _at(made, chosen, when)
+        return replace(workload, arrival_s=arrivals.stretched(workload.arrival_s, rate_per_s))
+    chosen, when = arrivals.superposed(np.random.default_rng(seed), workload.arrival_s, rate_per_s)
+    return _at(workload, chosen, when)
 
 
-def first(made: Workload, requests: int) -> Workload:
+def first(workload: Workload, requests: int) -> Workload:
     """The first requests, from time 0; when there are fewer, the same again and again."""
-    return _at(made, *arrivals.repeated(made.arrival_s, requests))
+    return _at(workload, *arrivals.repeated(workload.arrival_s, requests))
 
 
-def _at(made: Workload, chosen: Ints, when: Floats) -> Workload:
+def _at(workload: Workload, chosen: Ints, when: Floats) -> Workload:
     """The chosen requests, which may repeat, at other times."""
     columns = ("model", "prompt_tokens", "output_tokens", "priority")
     return replace(
-        made,
+        workload,
         arrival_s=when,
-        blocks=None if made.blocks is None else made.blocks.take(chosen),
-        labels=None if made.labels is None else made.labels.take(chosen),
-        **{name: getattr(made, name)[chosen] for name in columns},
+        blocks=None if workload.blocks is None else workload.blocks.take(chosen),
+        labels=None if workload.labels is None else workload.labels.take(chosen),
+        **{name: getattr(workload, name)[chosen] for name in columns},
     )
 
 
 def labelled(
-    made: Workload, tenant: str = DEFAULT_TENANT, request_class: str = DEFAULT_CLASS, wait_s: float = inf
+    workload: Workload, tenant: str = DEFAULT_TENANT, request_class: str = DEFAULT_CLASS, wait_s: float = inf
 ) -> Workload:
     """The same requests, all of one tenant and class; nobody waits for an answer longer than `wait_s`."""
-    return replace(made, labels=same_labels(len(made), tenant, request_class, wait_s))
+    return replace(workload, labels=same_labels(len(workload), tenant, request_class, wait_s))
 
 
 def merge(parts: Sequence[Workload]) -> Workload:
@@ -353,7 +353,7 @@ def _merge_blocks(parts: Sequence[Workload]) -> PrefixBlocks | None:
 
 
 def with_prefixes(
-    made: Workload,
+    workload: Workload,
     hit_share: float,
     seed: int,
     groups: int = 100,
@@ -369,13 +369,13 @@ def with_prefixes(
     if not 0 <= hit_share < 1:
         raise InputError("prefixes: hit_share", f"must be at least 0 and below 1, is {hit_share}")
     numbers = np.random.default_rng(seed)
-    prompt = made.prompt_tokens.astype(np.int64)
+    prompt = workload.prompt_tokens.astype(np.int64)
     whole = -(-prompt // block_tokens)
-    chance = numbers.random(len(made))
-    group = numbers.integers(groups, size=len(made))
+    chance = numbers.random(len(workload))
+    group = numbers.integers(groups, size=len(workload))
     part = hit_share
     if run is not None:
-        group, groups = np.arange(len(made)) // run, -(-len(made) // run)
+        group, groups = np.arange(len(workload)) // run, -(-len(workload) // run)
         part = _shared_part(prompt, run, hit_share)
     shared = np.floor(prompt * part / block_tokens + chance).astype(np.int64)
     shared = np.minimum(shared, prompt // block_tokens)
@@ -387,7 +387,7 @@ def with_prefixes(
         np.repeat(group, whole) * longest + within,
         groups * longest + np.arange(starts[-1]),
     )
-    return replace(made, blocks=PrefixBlocks(starts, ids.astype(np.int64), block_tokens))
+    return replace(workload, blocks=PrefixBlocks(starts, ids.astype(np.int64), block_tokens))
 
 
 def _shared_part(prompt: Ints, run: int, hit_share: float) -> float:

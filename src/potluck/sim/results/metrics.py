@@ -213,20 +213,20 @@ def summarise(result: SimResult, warm_up_s: float = 0.0) -> RunSummary:
             continue
         gaps = merge_gaps(replica for replica in result.replicas if replica.model == name)
         models.append(_summary(name, result, chosen, verdict, gaps, result.slos.get(name), window))
-    total = _summary("all", result, counted, verdict, merge_gaps(result.replicas), None, window)
+    total_summary = _summary("all", result, counted, verdict, merge_gaps(result.replicas), None, window)
     sent_bytes = float(records.wire_bytes.sum())
     counted_share = float(records.wire_bytes[counted].sum()) / sent_bytes if sent_bytes > 0 else 1.0
     egress_usd = result.egress_usd * counted_share
     cost_usd = cost_between(result.cost_rates, window.start_s, window.end_s) + egress_usd
     hours = (window.end_s - window.start_s) / 3600.0
     return RunSummary(
-        total,
+        total_summary,
         tuple(models),
         window.start_s,
         window.end_s,
         cost_usd,
         cost_usd / hours if hours > 0 else 0.0,
-        total.output_tokens / cost_usd if cost_usd > 0 else None,
+        total_summary.output_tokens / cost_usd if cost_usd > 0 else None,
         int((verdict.met & counted).sum()) / cost_usd if cost_usd > 0 and result.slos else None,
         hardware_use(result.replicas, result.end_s),
         link_use(result),
@@ -313,8 +313,8 @@ def limits_of(
     limits_s = np.full((len(records.models), len(kinds), 3), inf)
     promised = np.zeros(limits_s.shape[:2], np.bool_)
     for i, name in enumerate(records.models):
-        for j, known in enumerate(map((classes or {}).get, kinds)):
-            slo = slos.get(name) if known is None else known.objective(slos.get(name))
+        for j, known_class in enumerate(map((classes or {}).get, kinds)):
+            slo = slos.get(name) if known_class is None else known_class.objective(slos.get(name))
             if slo is not None:
                 promised[i, j] = True
                 limits_s[i, j] = slo.ttft_s, slo.tpot_s, inf if slo.e2e_s is None else slo.e2e_s

@@ -181,16 +181,16 @@ def copy_rates(
     for share in plan.shares:
         planned[share.template, share.region, share.phase, share.bucket] += share.rate_per_s
     result: dict[tuple[str, str], dict[tuple[Phase, int], tuple[float, float]]] = {}
-    for mine in read.values():
+    for own_weights in read.values():
         for phase in PHASES:
-            for bucket in range(len(mine.longest_tokens)):
+            for bucket in range(len(own_weights.longest_tokens)):
                 # Whole requests are spread over all regions; prompts and answers within one, as flows have it.
-                for keys in _groups(mine, phase, bucket, counts):
+                for keys in _groups(own_weights, phase, bucket, counts):
                     rate = sum(planned.get((*key, phase, bucket), 0.0) for key in keys)
-                    weight = sum(mine.copies[key].weights(phase)[bucket] * counts[key] for key in keys)
+                    weight = sum(own_weights.copies[key].weights(phase)[bucket] * counts[key] for key in keys)
                     for key in keys:
                         value = planned.get((*key, phase, bucket), 0.0) / counts[key]
-                        own = rate * mine.copies[key].weights(phase)[bucket] / weight
+                        own = rate * own_weights.copies[key].weights(phase)[bucket] / weight
                         result.setdefault(key, {})[phase, bucket] = (value, own)
     return result
 
@@ -207,9 +207,9 @@ def _scaled(plan: Plan, scale: Mapping[str, float]) -> Plan:
 
 
 def _groups(
-    mine: ModelWeights, phase: Phase, bucket: int, counts: Mapping[tuple[str, str], int]
+    own_weights: ModelWeights, phase: Phase, bucket: int, counts: Mapping[tuple[str, str], int]
 ) -> list[list[tuple[str, str]]]:
-    keys = [k for k, copy in mine.copies.items() if counts.get(k) and copy.weights(phase)[bucket] > 0]
+    keys = [k for k, copy in own_weights.copies.items() if counts.get(k) and copy.weights(phase)[bucket] > 0]
     if phase == "closed":
         return [keys] if keys else []
     return [[key for key in keys if key[1] == region] for region in dict.fromkeys(key[1] for key in keys)]
@@ -245,7 +245,11 @@ def _replica(
     template, (value, spread) = plan.template(place[0]), work.requests
     busy: ValueRange | None = None
     if template.flows or template.kind not in ("combo", "pair"):
-        mine = {bucket: each for (model, bucket), each in lengths.items() if model == template.model}
+        mine = {
+            bucket: bucket_lengths
+            for (model, bucket), bucket_lengths in lengths.items()
+            if model == template.model
+        }
         replica_model = replica_models.replica_models[template.name, place[2]]
         given = (replica_model.timer, replica_model.engine.token_budget, work.prompts, work.answers, mine)
         spans = [busy_span(*given, side) for side in (0, 1)]
@@ -278,10 +282,12 @@ def busy_span(
     return ValueRange(1.0 - (1.0 - least) * exp(-alone), min(1.0, most + alone))
 
 
-def prompt_s(timer: StepTimer, each: BucketLengths, budget: int, shared: bool) -> tuple[float, float]:
+def prompt_s(
+    timer: StepTimer, bucket_lengths: BucketLengths, budget: int, shared: bool
+) -> tuple[float, float]:
     """Seconds of a replica that a prompt takes: as one of many, and alone; `shared`: several fill a step."""
-    tokens = max(1, round(each.prompt_tokens))
-    cached = max(0.0, each.context_tokens - each.prompt_tokens)
+    tokens = max(1, round(bucket_lengths.prompt_tokens))
+    cached = max(0.0, bucket_lengths.context_tokens - bucket_lengths.prompt_tokens)
     slow_s, many = chunked_prefill_s(timer, tokens, budget), prompts_in_step(tokens, budget) if shared else 1
     if not isinstance(timer, PipelineTimer):
         return min(slow_s, float(prompts_s(timer, many, tokens, 0.0, budget)[0]) / many), slow_s
@@ -333,14 +339,16 @@ def _cross(
     template: Template,
     ends: tuple[str, Place, Place],
     rate: float,
-    each: BucketLengths | None,
+    bucket_lengths: BucketLengths | None,
     links: LinkRates,
 ) -> None:
     """Add what a flow between two replicas of a copy puts on the links between their machines."""
     _, first, second = ends
-    if first == second or each is None:
+    if first == second or bucket_lengths is None:
         return
-    size = replica_models.kv[template.model].wire_bytes(0, round(each.context_tokens), template.codec)
+    size = replica_models.kv[template.model].wire_bytes(
+        0, round(bucket_lengths.context_tokens), template.codec
+    )
     for (source, target), share in replica_models.crossing(template.name, first[2], second[2]).items():
         if (source, target) in replica_models.resolved.machine_gbps:
             _add(links, (source, target), rate, size * share)
@@ -395,24 +403,24 @@ def compared(
     )
 
 
-def described(each: PlanDeviation) -> tuple[str, str]:
+def described(deviation: PlanDeviation) -> tuple[str, str]:
     """(planned, ran) in words."""
-    low, high, ran = each.planned.low, each.planned.high, each.ran
-    if each.what in ("served", "attainment"):
+    low, high, ran = deviation.planned.low, deviation.planned.high, deviation.ran
+    if deviation.what in ("served", "attainment"):
         return f"at least {low:.1%}", f"{ran:.1%}"
-    if each.what == "work":
+    if deviation.what == "work":
         return f"{low:.0f} requests", "none"
-    if each.what == "busy":
+    if deviation.what == "busy":
         return f"{low:.0%}" if high - low < 0.005 else f"{low:.0%} to {high:.0%}", f"{ran:.0%}"
-    if each.what == "link":
+    if deviation.what == "link":
         return f"{low / 1e6:.4g} MB/s", f"{ran / 1e6:.4g} MB/s"
     planned = f"{low:.3g}" if high - low < 0.005 * high else f"{low:.3g} to {high:.3g}"
     return f"{planned} req/s", f"{ran:.3g} req/s"
 
 
 def disagreements(plan_deviations: Iterable[PlanDeviation]) -> tuple[PlanDeviation, ...]:
-    wrong = [each for each in plan_deviations if each.verdict != "agrees"]
-    return tuple(sorted(wrong, key=lambda each: each.verdict != "broken"))
+    wrong = [deviation for deviation in plan_deviations if deviation.verdict != "agrees"]
+    return tuple(sorted(wrong, key=lambda deviation: deviation.verdict != "broken"))
 
 
 def steady(replicas: tuple[ReplicaRecord, ...]) -> bool:
@@ -430,12 +438,12 @@ def steady(replicas: tuple[ReplicaRecord, ...]) -> bool:
 def lengths_of(records: RequestRecords, read: Mapping[str, ModelWeights]) -> MeanLengths:
     lengths: MeanLengths = {}
     for place, name in enumerate(records.models):
-        mine = read.get(name)
-        if mine is None:
+        own_weights = read.get(name)
+        if own_weights is None:
             continue
         chosen = records.model == place
-        buckets = np.searchsorted(np.array(mine.longest_tokens), records.prompt_tokens)
-        for bucket in range(len(mine.longest_tokens)):
+        buckets = np.searchsorted(np.array(own_weights.longest_tokens), records.prompt_tokens)
+        for bucket in range(len(own_weights.longest_tokens)):
             rows = chosen & (buckets == bucket)
             if rows.any():
                 whole = float(records.prompt_tokens[rows].mean())
@@ -453,10 +461,10 @@ def _span_s(result: SimResult) -> float:
     return span_s if span_s > MOMENT_S else max(result.end_s, MOMENT_S)
 
 
-def _models(said: PlanExpectations, result: SimResult, rates: Mapping[str, float]) -> Deviations:
+def _models(expectations: PlanExpectations, result: SimResult, rates: Mapping[str, float]) -> Deviations:
     records = result.records
     verdict = judge(records, result.slos, result.end_s, result.classes)
-    for model in said.models:
+    for model in expectations.models:
         if not rates.get(model.model):
             continue
         rows = records.model == records.models.index(model.model)
@@ -475,14 +483,14 @@ def _at_least(what: What, name: str, planned: float, ran: float, slack: float) -
     return PlanDeviation(what, name, ValueRange(planned, 1.0), ran, verdict)
 
 
-def _replicas(said: PlanExpectations, result: SimResult, span_s: float, over: set[str]) -> Deviations:
+def _replicas(expectations: PlanExpectations, result: SimResult, span_s: float, over: set[str]) -> Deviations:
     """Replicas of a copy that are alike and do the same are one: which of them gets a request is nobody's promise."""
     records = result.records
     size = len(result.replicas)
     first = np.bincount(records.prefill_replica[records.prefill_replica >= 0], minlength=size)
     both = records.prefill_replica == records.decode_replica
     second = np.bincount(records.decode_replica[(records.decode_replica >= 0) & ~both], minlength=size)
-    promised: dict[Place, ReplicaExpectation] = {item.place: item for item in said.replicas}
+    promised: dict[Place, ReplicaExpectation] = {item.place: item for item in expectations.replicas}
     alike: dict[tuple[str, ReplicaExpectation], list[int]] = {}
     for number, replica in enumerate(result.replicas):
         expectation = promised.get(place_of(replica))
@@ -517,7 +525,7 @@ def place_of(replica: ReplicaRecord) -> Place:
     return replica.template, replica.region, int(replica.id.rpartition("/")[2])
 
 
-def _flows(said: PlanExpectations, result: SimResult, span_s: float, over: set[str]) -> Deviations:
+def _flows(expectations: PlanExpectations, result: SimResult, span_s: float, over: set[str]) -> Deviations:
     records, replicas = result.records, result.replicas
     seen: dict[tuple[str, str, str], int] = {}
     sent = (records.prefill_replica >= 0) & (records.decode_replica >= 0)
@@ -528,28 +536,28 @@ def _flows(said: PlanExpectations, result: SimResult, span_s: float, over: set[s
         for source, target in ((a.region, b.region) if first != second else ("", ""), tuple(names)):
             key = (a.model, source, target)
             seen[key] = seen.get(key, 0) + int(count)
-    for flow in said.flows:
+    for flow in expectations.flows:
         ran = seen.get((flow.model, flow.source, flow.target), 0) / span_s
         slack = max(RATE * flow.rate_per_s, NOISE * sqrt(flow.rate_per_s / span_s))
-        planned = ValueRange(flow.rate_per_s, flow.rate_per_s)
+        planned_range = ValueRange(flow.rate_per_s, flow.rate_per_s)
         name = f"{flow.source} -> {flow.target}"
-        yield _within("flow", name, planned, ran, slack, flow.model in over)
+        yield _within("flow", name, planned_range, ran, slack, flow.model in over)
 
 
-def _links(said: PlanExpectations, result: SimResult, span_s: float, over: bool) -> Deviations:
+def _links(expectations: PlanExpectations, result: SimResult, span_s: float, over: bool) -> Deviations:
     records = {(link.source, link.target): link for link in result.links}
-    for link in said.links:
+    for link in expectations.links:
         record, rate = records.get((link.source, link.target)), link.bytes_per_s
         ran = 0.0 if record is None else record.sent_bytes / span_s
         # Of a link for less than a request in all this time nothing can be said.
         noise = NOISE / sqrt(max(link.requests_per_s * span_s, 1.0))
-        name, planned = f"{link.source} -> {link.target}", ValueRange(rate, rate)
-        yield _within("link", name, planned, ran, rate * (BYTES + noise), over)
+        name, planned_range = f"{link.source} -> {link.target}", ValueRange(rate, rate)
+        yield _within("link", name, planned_range, ran, rate * (BYTES + noise), over)
 
 
 def _within(
-    what: What, name: str, planned: ValueRange, ran: float, slack: float, open_end: bool
+    what: What, name: str, planned_range: ValueRange, ran: float, slack: float, open_end: bool
 ) -> PlanDeviation:
-    short, more = planned.low - ran, ran - planned.high
+    short, more = planned_range.low - ran, ran - planned_range.high
     verdict: Verdict = "differs" if max(short, -inf if open_end else more) > slack + 1e-12 else "agrees"
-    return PlanDeviation(what, name, planned, ran, verdict)
+    return PlanDeviation(what, name, planned_range, ran, verdict)

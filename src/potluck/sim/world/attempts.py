@@ -65,22 +65,24 @@ class SimAttempts:
             self._run(at_s, action, key, request)
             return
         where = segments[0].replica
-        site = self._sites.get(where)
-        if site is None or not site.serves:
+        sim_replica = self._sites.get(where)
+        if sim_replica is None or not sim_replica.serves:
             self._failed(at_s, key, attempt, "replica", where, 0, rejected=request.grammar)
             return
-        output_tokens, replica = request.max_output_tokens, site.replica
-        if prompt_tokens + output_tokens > site.room_tokens:
+        output_tokens, sim_engine = request.max_output_tokens, sim_replica.replica
+        if prompt_tokens + output_tokens > sim_replica.room_tokens:
             self._failed(at_s, key, attempt, "memory", where, 0)
             return
-        self._prefill[key] = self._decode[key] = site.index
+        self._prefill[key] = self._decode[key] = sim_replica.index
         priority = LATE if yields else request.priority
-        running = SimAttempt(key, request, attempt, prompt_tokens, before_tokens, segments, (site,), weight)
-        self.open[key] = site.attempts[key] = running
-        replica.add(at_s, key, prompt_tokens, 0, output_tokens, priority, request.tenant, weight)
-        self._events.look(site)
-        if self._reporting and not site.touched:
-            self._reports.touched(at_s, site)
+        sim_attempt = SimAttempt(
+            key, request, attempt, prompt_tokens, before_tokens, segments, (sim_replica,), weight
+        )
+        self.open[key] = sim_replica.attempts[key] = sim_attempt
+        sim_engine.add(at_s, key, prompt_tokens, 0, output_tokens, priority, request.tenant, weight)
+        self._events.look(sim_replica)
+        if self._reporting and not sim_replica.touched:
+            self._reports.touched(at_s, sim_replica)
 
     def hedge(self, at_s: float, action: Hedge) -> None:
         """Send a request along a second route, unless its first attempt has a token; if that is over, alone."""
@@ -98,231 +100,233 @@ class SimAttempts:
         segments = route.segments
         sites = []
         for segment in segments:
-            site = self._sites.get(segment.replica)
-            if site is None or not site.serves:
+            replica = self._sites.get(segment.replica)
+            if replica is None or not replica.serves:
                 self._failed(
                     at_s, key, attempt, "replica", segment.replica, streamed, rejected=request.grammar
                 )
                 return
-            sites.append(site)
+            sites.append(replica)
         way = tuple(sites)
-        running = SimAttempt(key, request, attempt, prompt_tokens, streamed, segments, way, weight, yields)
-        problem = self._network.obstacle(running)
+        sim_attempt = SimAttempt(
+            key, request, attempt, prompt_tokens, streamed, segments, way, weight, yields
+        )
+        problem = self._network.obstacle(sim_attempt)
         if problem is not None:
             self._failed(at_s, key, attempt, *problem, streamed, rejected=request.grammar)
             return
         if hedge:
-            self.hedges[key] = running
+            self.hedges[key] = sim_attempt
         else:
             self.ledger.cached_tokens[key] = 0
-            self._enter(running)
-        for site in way:
-            site.attempts[key] = running
-        self._begin(at_s, running)
+            self._enter(sim_attempt)
+        for replica in way:
+            replica.attempts[key] = sim_attempt
+        self._begin(at_s, sim_attempt)
 
-    def _enter(self, running: SimAttempt) -> None:
+    def _enter(self, attempt: SimAttempt) -> None:
         """The journey that answers a request, as far as is known."""
-        key, sites, ledger = running.key, running.sites, self.ledger
-        whole = running.segments[-1].start >= running.prompt_tokens
+        key, sites, ledger = attempt.key, attempt.sites, self.ledger
+        whole = attempt.segments[-1].start >= attempt.prompt_tokens
         kind = records.AGGREGATED if len(sites) == 1 else records.HANDED_OVER if whole else records.SPLIT
         ledger.route[key] = kind
         ledger.prefill_replica[key] = sites[0].index
         ledger.decode_replica[key] = sites[-1].index
-        self.open[key] = running
+        self.open[key] = attempt
 
-    def _alone(self, at_s: float, running: SimAttempt) -> None:
+    def _alone(self, at_s: float, attempt: SimAttempt) -> None:
         """Of two journeys of a request this one goes on; the other is taken off everywhere."""
-        other: Request | SimAttempt = self.hedges.pop(running.key)
-        if other is running:
-            other = self.open[running.key]
-            self._enter(running)
+        other: Request | SimAttempt = self.hedges.pop(attempt.key)
+        if other is attempt:
+            other = self.open[attempt.key]
+            self._enter(attempt)
         assert isinstance(other, SimAttempt)
         self._take_off(at_s, other)
 
-    def _begin(self, at_s: float, running: SimAttempt) -> None:
-        place = running.place
-        site, segment, request = running.sites[place], running.segments[place], running.request
+    def _begin(self, at_s: float, attempt: SimAttempt) -> None:
+        place = attempt.place
+        replica, segment, request = attempt.sites[place], attempt.segments[place], attempt.request
         stop, start = segment.stop, segment.start
         output = 0
         if stop is None:
-            stop = running.prompt_tokens
-            output = request.max_output_tokens - running.before_tokens
-        if request.blocks and site.cache is not None and start < stop:
-            hit = site.hit(at_s, request, stop)
+            stop = attempt.prompt_tokens
+            output = request.max_output_tokens - attempt.before_tokens
+        if request.blocks and replica.cache is not None and start < stop:
+            hit = replica.hit(at_s, request, stop)
             if hit > start:
                 cached = self.ledger.cached_tokens
-                cached[running.key] = max(cached[running.key], hit)
+                cached[attempt.key] = max(cached[attempt.key], hit)
                 start = hit
-        priority = LATE if running.yields and start < running.prompt_tokens else request.priority
-        key, tenant, weight = running.key, request.tenant, running.weight
-        site.replica.add(at_s, key, stop - start, start, output, priority, tenant, weight)
-        self.touch(at_s, site)
-        if site.waiting:  # it may need fewer blocks than were set aside for it, or give up its KV
-            self._handovers.room(at_s, site)
+        priority = LATE if attempt.yields and start < attempt.prompt_tokens else request.priority
+        key, tenant, weight = attempt.key, request.tenant, attempt.weight
+        replica.replica.add(at_s, key, stop - start, start, output, priority, tenant, weight)
+        self.touch(at_s, replica)
+        if replica.waiting:  # it may need fewer blocks than were set aside for it, or give up its KV
+            self._handovers.room(at_s, replica)
         if output == 0:
-            self._expect(at_s, running, stop)
+            self._expect(at_s, attempt, stop)
 
-    def _expect(self, at_s: float, running: SimAttempt, stop: int) -> None:
+    def _expect(self, at_s: float, attempt: SimAttempt, stop: int) -> None:
         """The KV of [0, stop) will go to the next segment's replica, less what that one holds."""
-        source, target = running.sites[running.place], running.sites[running.place + 1]
-        if source is target:
+        source_replica, target_replica = attempt.sites[attempt.place], attempt.sites[attempt.place + 1]
+        if source_replica is target_replica:
             return
-        request, model, have = running.request, source.member.model, 0
-        if request.blocks and target.cache is not None:
-            have = target.hit(at_s, request, stop + 1)
-        codec = codec_of(self._replica_models.codecs, running, source, target)
+        request, model, have = attempt.request, source_replica.member.model, 0
+        if request.blocks and target_replica.cache is not None:
+            have = target_replica.hit(at_s, request, stop + 1)
+        codec = codec_of(self._replica_models.codecs, attempt, source_replica, target_replica)
         size_bytes = self._replica_models.kv[model].wire_bytes(have, stop, codec)
-        self.ledger.wire_bytes[running.key] += size_bytes
-        self._handovers.expect(at_s, running, size_bytes, codec)
+        self.ledger.wire_bytes[attempt.key] += size_bytes
+        self._handovers.expect(at_s, attempt, size_bytes, codec)
 
-    def replica_due(self, at_s: float, site: SimReplica) -> None:
-        if at_s != site.due_s or not site.serves:
+    def replica_due(self, at_s: float, replica: SimReplica) -> None:
+        if at_s != replica.due_s or not replica.serves:
             return  # an earlier look took its place, or nobody is there any more
-        site.due_s = inf
-        if site.replica.wake_s <= at_s:
-            self.catch_up(at_s, site)
-        self._events.look(site)
+        replica.due_s = inf
+        if replica.replica.wake_s <= at_s:
+            self.catch_up(at_s, replica)
+        self._events.look(replica)
 
-    def catch_up_if_due(self, at_s: float, site: SimReplica) -> None:
-        if site.replica.wake_s <= at_s:
-            self.catch_up(at_s, site)
+    def catch_up_if_due(self, at_s: float, replica: SimReplica) -> None:
+        if replica.replica.wake_s <= at_s:
+            self.catch_up(at_s, replica)
 
-    def catch_up(self, at_s: float, site: SimReplica) -> None:
+    def catch_up(self, at_s: float, replica: SimReplica) -> None:
         """Let a replica's happenings up to now happen. A step without any is no news."""
-        happened = site.replica.advance(at_s)
+        happened = replica.replica.advance(at_s)
         if not happened:
             return
-        if self._reporting and not site.touched:
-            self._reports.touched(at_s, site)
-        attempts, first_s = site.attempts, self._first_s
+        if self._reporting and not replica.touched:
+            self._reports.touched(at_s, replica)
+        attempts, first_s = replica.attempts, self._first_s
         for when_s, kind, key in happened:
-            running = attempts.get(key)
-            if running is None:
+            attempt = attempts.get(key)
+            if attempt is None:
                 continue
             if self.hedges and key in self.hedges and kind in (FIRST, FINISHED):
-                self._alone(when_s, running)
+                self._alone(when_s, attempt)
             if kind == FIRST:
                 if first_s[key] != first_s[key]:  # a retry's first token is not the user's first
                     first_s[key] = when_s
                 if self._chatty:
-                    self._first(when_s, site, running)
+                    self._first(when_s, replica, attempt)
             elif kind == FINISHED:
-                self._finished(when_s, site, running)
+                self._finished(when_s, replica, attempt)
             elif kind == DONE:
-                self._computed(when_s, site, running)
+                self._computed(when_s, replica, attempt)
             elif kind == PREEMPTED:
                 self.ledger.preemptions[key] += 1
-        if site.waiting:
-            self._handovers.room(at_s, site)
+        if replica.waiting:
+            self._handovers.room(at_s, replica)
 
-    def touch(self, at_s: float, site: SimReplica) -> None:
-        self._events.look(site)
-        if self._reporting and not site.touched:
-            self._reports.touched(at_s, site)
+    def touch(self, at_s: float, replica: SimReplica) -> None:
+        self._events.look(replica)
+        if self._reporting and not replica.touched:
+            self._reports.touched(at_s, replica)
 
-    def _first(self, at_s: float, site: SimReplica, running: SimAttempt) -> None:
-        request = running.request
+    def _first(self, at_s: float, replica: SimReplica, attempt: SimAttempt) -> None:
+        request = attempt.request
         # KV that came whole from elsewhere was kept when it arrived.
-        computed = running.segments[-1].start < running.prompt_tokens
-        if request.blocks and computed and running.codec == LOSSLESS:
-            site.keep(at_s, request.blocks)
-        self._tell(at_s, tuple.__new__(FirstToken, (request.id, running.attempt)))
+        computed = attempt.segments[-1].start < attempt.prompt_tokens
+        if request.blocks and computed and attempt.codec == LOSSLESS:
+            replica.keep(at_s, request.blocks)
+        self._tell(at_s, tuple.__new__(FirstToken, (request.id, attempt.attempt)))
 
-    def _finished(self, at_s: float, site: SimReplica, running: SimAttempt) -> None:
-        request, key = running.request, running.key
+    def _finished(self, at_s: float, replica: SimReplica, attempt: SimAttempt) -> None:
+        request, key = attempt.request, attempt.key
         tokens = request.max_output_tokens
-        del self.open[key], site.attempts[key]
+        del self.open[key], replica.attempts[key]
         self._finish_s[key] = self.ended_s = at_s
         self._outcome[key] = records.ANSWERED
         self._streamed[key] = tokens
-        if site.state == "draining":
-            self._left(at_s, site, key)
-        self._tell(at_s, tuple.__new__(RequestFinished, (request.id, running.attempt, tokens)))
+        if replica.state == "draining":
+            self._left(at_s, replica, key)
+        self._tell(at_s, tuple.__new__(RequestFinished, (request.id, attempt.attempt, tokens)))
 
-    def _computed(self, at_s: float, site: SimReplica, running: SimAttempt) -> None:
-        blocks = running.request.blocks
-        whole = running.segments[running.place].stop == running.prompt_tokens
-        if blocks and whole and running.codec == LOSSLESS:
-            site.keep(at_s, blocks)
-        if running.hand is not None:
-            self._tell(at_s, SegmentComputed(running.request.id, running.attempt, running.place))
-            self._handovers.computed(at_s, running)
+    def _computed(self, at_s: float, replica: SimReplica, attempt: SimAttempt) -> None:
+        blocks = attempt.request.blocks
+        whole = attempt.segments[attempt.place].stop == attempt.prompt_tokens
+        if blocks and whole and attempt.codec == LOSSLESS:
+            replica.keep(at_s, blocks)
+        if attempt.hand is not None:
+            self._tell(at_s, SegmentComputed(attempt.request.id, attempt.attempt, attempt.place))
+            self._handovers.computed(at_s, attempt)
         else:
-            site.replica.release(at_s, running.key)
-            self._next_segment(at_s, running)
+            replica.replica.release(at_s, attempt.key)
+            self._next_segment(at_s, attempt)
 
     def handed(self, at_s: float, hand: SimHandover) -> None:
         if not self._handovers.handed(hand):
             return
-        running, source = hand.running, hand.source
-        if source.replica.wake_s <= at_s:
-            self.catch_up(at_s, source)
-        source.replica.release(at_s, running.key)
-        self._left(at_s, source, running.key)
-        self.touch(at_s, source)
-        if source.waiting:
-            self._handovers.room(at_s, source)
-        running.codec = hand.codec
-        whole = running.segments[running.place].stop == running.prompt_tokens
-        if whole and running.request.blocks and hand.codec == LOSSLESS:
-            hand.target.keep(at_s, running.request.blocks)
-        self._next_segment(at_s, running)
+        attempt, source_replica = hand.running, hand.source
+        if source_replica.replica.wake_s <= at_s:
+            self.catch_up(at_s, source_replica)
+        source_replica.replica.release(at_s, attempt.key)
+        self._left(at_s, source_replica, attempt.key)
+        self.touch(at_s, source_replica)
+        if source_replica.waiting:
+            self._handovers.room(at_s, source_replica)
+        attempt.codec = hand.codec
+        whole = attempt.segments[attempt.place].stop == attempt.prompt_tokens
+        if whole and attempt.request.blocks and hand.codec == LOSSLESS:
+            hand.target.keep(at_s, attempt.request.blocks)
+        self._next_segment(at_s, attempt)
 
-    def _next_segment(self, at_s: float, running: SimAttempt) -> None:
-        place = running.place
-        running.place = place + 1
-        target = running.sites[place + 1]
-        if target.replica.wake_s <= at_s:
-            self.catch_up(at_s, target)
-        if running is not self.open.get(running.key) and running is not self.hedges.get(running.key):
+    def _next_segment(self, at_s: float, attempt: SimAttempt) -> None:
+        place = attempt.place
+        attempt.place = place + 1
+        target_replica = attempt.sites[place + 1]
+        if target_replica.replica.wake_s <= at_s:
+            self.catch_up(at_s, target_replica)
+        if attempt is not self.open.get(attempt.key) and attempt is not self.hedges.get(attempt.key):
             return
-        self._begin(at_s, running)
-        self._tell(at_s, tuple.__new__(SegmentDone, (running.request.id, running.attempt, place)))
+        self._begin(at_s, attempt)
+        self._tell(at_s, tuple.__new__(SegmentDone, (attempt.request.id, attempt.attempt, place)))
 
-    def _left(self, at_s: float, site: SimReplica, key: int) -> None:
-        site.attempts.pop(key, None)
-        if site.state == "draining" and not site.attempts:
-            self._tell(at_s, told.ReplicaDrained(site.id))
+    def _left(self, at_s: float, replica: SimReplica, key: int) -> None:
+        replica.attempts.pop(key, None)
+        if replica.state == "draining" and not replica.attempts:
+            self._tell(at_s, told.ReplicaDrained(replica.id))
 
     def drop(self, at_s: float, key: int) -> int:
         """Take a journey off all its replicas and pipes; how many tokens it had streamed to the user."""
-        running = self.open.get(key)
-        if not isinstance(running, SimAttempt):
+        attempt = self.open.get(key)
+        if not isinstance(attempt, SimAttempt):
             return self.ledger.streamed_tokens[key]
         hedge = self.hedges.pop(key, None)
         if hedge is not None:
             self._take_off(at_s, hedge)
-        self.open[key] = running.request
-        self.ledger.streamed_tokens[key] = streamed = self._take_off(at_s, running)
+        self.open[key] = attempt.request
+        self.ledger.streamed_tokens[key] = streamed = self._take_off(at_s, attempt)
         return streamed
 
-    def _take_off(self, at_s: float, running: SimAttempt) -> int:
-        key = running.key
-        self._handovers.drop(at_s, running)
-        streamed = running.before_tokens
-        for place, site in enumerate(running.sites):
-            if place == running.place == len(running.sites) - 1 and site.attempts.get(key) is running:
-                streamed += site.replica.streamed(at_s, key)
-            if site.attempts.get(key) is running:
-                site.replica.cancel(at_s, key)
-                self._left(at_s, site, key)
-                if site.there:
-                    self.touch(at_s, site)
-                    if site.waiting:
-                        self._handovers.room(at_s, site)
+    def _take_off(self, at_s: float, attempt: SimAttempt) -> int:
+        key = attempt.key
+        self._handovers.drop(at_s, attempt)
+        streamed = attempt.before_tokens
+        for place, replica in enumerate(attempt.sites):
+            if place == attempt.place == len(attempt.sites) - 1 and replica.attempts.get(key) is attempt:
+                streamed += replica.replica.streamed(at_s, key)
+            if replica.attempts.get(key) is attempt:
+                replica.replica.cancel(at_s, key)
+                self._left(at_s, replica, key)
+                if replica.there:
+                    self.touch(at_s, replica)
+                    if replica.waiting:
+                        self._handovers.room(at_s, replica)
         return streamed
 
-    def fail(self, at_s: float, running: SimAttempt, kind: FailureKind, where: str) -> None:
+    def fail(self, at_s: float, attempt: SimAttempt, kind: FailureKind, where: str) -> None:
         """A request lost its replica, link or transfer; nothing when it is not on its way."""
-        key, streamed = running.key, running.before_tokens
+        key, streamed = attempt.key, attempt.before_tokens
         first, hedge = self.open.get(key), self.hedges.get(key)
-        if hedge is not None and isinstance(first, SimAttempt) and (running is hedge or running is first):
-            self._alone(at_s, first if running is hedge else hedge)
-        elif running is first:
+        if hedge is not None and isinstance(first, SimAttempt) and (attempt is hedge or attempt is first):
+            self._alone(at_s, first if attempt is hedge else hedge)
+        elif attempt is first:
             streamed = self.drop(at_s, key)
         else:
             return
-        self._failed(at_s, key, running.attempt, kind, where, streamed)
+        self._failed(at_s, key, attempt.attempt, kind, where, streamed)
 
     def _failed(
         self,
@@ -351,18 +355,20 @@ class SimAttempts:
             self.ledger.reason[key] = records.REASONS.index(action.reason)
             self._end(at_s, key, records.REFUSED)
 
-    def inquire(self, at_s: float, action: QueryAttempt) -> None:
+    def inquire(self, at_s: float, query_attempt: QueryAttempt) -> None:
         """Say that an attempt goes on, or was abandoned and where its user is; what ended was told when it did."""
-        key, attempt = int(action.request), action.attempt
+        key, attempt = int(query_attempt.request), query_attempt.attempt
         if isinstance(there := self.open.get(key), SimAttempt) and there.attempt == attempt:
-            self._tell(at_s, told.AttemptRunning(action.request, attempt))
+            self._tell(at_s, told.AttemptRunning(query_attempt.request, attempt))
         elif there is not None and not isinstance(there, SimAttempt):
             self._failed(at_s, key, attempt, "timeout", "", self._streamed[key])
 
     def abandon(self, at_s: float, action: Abort) -> None:
-        running = self.open.get(int(action.request))
-        if isinstance(running, SimAttempt) and any(site.id in action.replicas for site in running.sites):
-            self.drop(at_s, running.key)
+        attempt = self.open.get(int(action.request))
+        if isinstance(attempt, SimAttempt) and any(
+            replica.id in action.replicas for replica in attempt.sites
+        ):
+            self.drop(at_s, attempt.key)
 
     def _end(self, at_s: float, key: int, outcome: int) -> None:
         if self.open.pop(key, None) is None:

@@ -37,11 +37,11 @@ class StatusReports:
         self.lost = 0
         """Reports that did not arrive."""
 
-    def touched(self, at_s: float, site: SimReplica) -> None:
+    def touched(self, at_s: float, replica: SimReplica) -> None:
         if not self.on:
             return
-        site.touched = True
-        self._news.append(site)
+        replica.touched = True
+        self._news.append(replica)
         if not self._planned:
             self._plan(at_s)
 
@@ -52,31 +52,31 @@ class StatusReports:
     def collect(self, at_s: float, _: object) -> None:
         self._planned = False
         events: list[Event] = []
-        for site in self._news:
-            site.touched = False
-            if not site.there or site.state == "starting":
+        for replica in self._news:
+            replica.touched = False
+            if not replica.there or replica.state == "starting":
                 continue
-            status = site.replica.status(at_s)
-            cached = self._cached(site)
-            if at_s < site.muted_until_s:
+            status = replica.replica.status(at_s)
+            cached = self._cached(replica)
+            if at_s < replica.muted_until_s:
                 self.lost += 1 + len(cached)
                 continue
-            events.append(ReplicaReported(site.id, status))
+            events.append(ReplicaReported(replica.id, status))
             events += cached
         self._news.clear()
         events += self._link_reports(at_s)
         if events:
             self._events.push(at_s + self.delay_s, DELIVER, events)
 
-    def _cached(self, site: SimReplica) -> list[CacheReported]:
+    def _cached(self, replica: SimReplica) -> list[CacheReported]:
         """What changed in a cache; all of it as well when that was asked for."""
-        cache = site.cache
-        if cache is None or not (cache.changed or site.recount):
+        cache = replica.cache
+        if cache is None or not (cache.changed or replica.recount):
             return []
-        cache_reporteds = [site.announcer.report(cache.changes())]
-        if site.recount:
-            site.recount = False
-            cache_reporteds.append(site.announcer.snapshot(cache.everything()))
+        cache_reporteds = [replica.announcer.report(cache.changes())]
+        if replica.recount:
+            replica.recount = False
+            cache_reporteds.append(replica.announcer.snapshot(cache.everything()))
         return cache_reporteds
 
     def _link_reports(self, at_s: float) -> list[Event]:

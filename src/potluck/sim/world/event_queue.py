@@ -75,12 +75,12 @@ class EventQueue:
             self._until_s = (place + 1) / self._slices_per_s
         self.heap += sorted(self._later.pop(place))
 
-    def look(self, site: SimReplica) -> None:
+    def look(self, replica: SimReplica) -> None:
         """Look at a replica when its next happening is due, unless an earlier look is there already."""
-        due_s = site.replica.wake_s
-        if due_s < site.due_s:
-            site.due_s = due_s
-            self.push(due_s, REPLICA, site)
+        due_s = replica.replica.wake_s
+        if due_s < replica.due_s:
+            replica.due_s = due_s
+            self.push(due_s, REPLICA, replica)
 
 
 def slices_per_s(replicas: int, requests_per_s: float) -> float:

@@ -249,10 +249,10 @@ class ExternalEvents:
         price = self.prices.get(key, offer.price_usd_per_h)
         return replace(offer, price_usd_per_h=price, available=self.supply.get(key, offer.available))
 
-    def started(self, at_s: float, site: SimReplica) -> None:
+    def started(self, at_s: float, replica: SimReplica) -> None:
         """A replica took machines: there may be fewer than that by now."""
-        for node in sorted({node for node, _ in site.replica_model.places}):
-            self.enforce(at_s, site.member.region, node, 0.0)
+        for node in sorted({node for node, _ in replica.replica_model.places}):
+            self.enforce(at_s, replica.member.region, node, 0.0)
 
     def enforce(self, at_s: float, region: str, node: str, notice_s: float) -> None:
         available = self.supply.get((region, node))
@@ -261,12 +261,12 @@ class ExternalEvents:
             self._take(at_s, region, node, count, notice_s, "no supply")
 
     def _replica(self, at_s: float, fault: Fault) -> None:
-        site = self._site(fault)
-        if site is None:
+        replica = self._site(fault)
+        if replica is None:
             self._note(at_s, f"no replica {fault.replica or 'is there'} to lose")
             return
-        self._note(at_s, f"lost replica {site.id}")
-        self._fleet.lose(at_s, site, "fault", fault.notice_s or 0.0)
+        self._note(at_s, f"lost replica {replica.id}")
+        self._fleet.lose(at_s, replica, "fault", fault.notice_s or 0.0)
 
     def _node(self, at_s: float, fault: Fault) -> None:
         machine = self._machine(fault)
@@ -307,41 +307,45 @@ class ExternalEvents:
         self._note(at_s, f"link {ends[0]}->{ends[1]} at {rate / full:.0%}")
         self._set_rate(at_s, ends, rate)
         if rate <= 0:
-            for running in common.handovers.broken(network.links[ends]):
-                self._attempts.fail(at_s, running, "link", f"{ends[0]}->{ends[1]}")
+            for attempt in common.handovers.broken(network.links[ends]):
+                self._attempts.fail(at_s, attempt, "link", f"{ends[0]}->{ends[1]}")
         if fault.duration_s < inf:
             again = partial(self._set_rate, ends=ends, rate=full)
             common.events.push(at_s + fault.duration_s, CALL, again)
 
     def _slow(self, at_s: float, fault: Fault) -> None:
-        site = self._site(fault)
-        if site is None:
+        replica = self._site(fault)
+        if replica is None:
             self._note(at_s, "no replica to slow down")
             return
         factor = 1.0 if fault.factor is None else fault.factor
-        self._note(at_s, f"replica {site.id} {factor:g} times slower")
-        self._speed(at_s, site, factor)
+        self._note(at_s, f"replica {replica.id} {factor:g} times slower")
+        self._speed(at_s, replica, factor)
         if fault.duration_s < inf:
-            again = partial(self._speed, site=site, factor=1.0)
+            again = partial(self._speed, replica=replica, factor=1.0)
             self._common.events.push(at_s + fault.duration_s, CALL, again)
 
     def _reports(self, at_s: float, fault: Fault) -> None:
-        sites = [site for site in self._common.sites.values() if fnmatchcase(site.id, fault.replica or "*")]
+        sites = [
+            replica
+            for replica in self._common.sites.values()
+            if fnmatchcase(replica.id, fault.replica or "*")
+        ]
         if fault.pick is not None:
-            sites = [site for site in (self._site(fault),) if site is not None]
-        for site in sites:
-            site.muted_until_s = max(site.muted_until_s, at_s + fault.duration_s)
+            sites = [replica for replica in (self._site(fault),) if replica is not None]
+        for replica in sites:
+            replica.muted_until_s = max(replica.muted_until_s, at_s + fault.duration_s)
         self._note(at_s, f"reports of {len(sites)} replicas are lost for {fault.duration_s:.3g} s")
 
     def _cancel(self, at_s: float, fault: Fault) -> None:
         self._attempts.cancel(at_s, fault.request)
 
-    def _speed(self, at_s: float, site: SimReplica, factor: float) -> None:
-        if site.there:
-            self._attempts.catch_up_if_due(at_s, site)
-            site.replica.set_speed(at_s, factor)
+    def _speed(self, at_s: float, replica: SimReplica, factor: float) -> None:
+        if replica.there:
+            self._attempts.catch_up_if_due(at_s, replica)
+            replica.replica.set_speed(at_s, factor)
             # Its next happening may be later than the agenda thinks, which costs one look too many, or earlier.
-            self._attempts.touch(at_s, site)
+            self._attempts.touch(at_s, replica)
 
     def _set_rate(self, at_s: float, ends: tuple[str, str], rate: float) -> None:
         pipe = self._common.network.links[ends]
@@ -362,20 +366,20 @@ class ExternalEvents:
             machine
             for machine in self._fleet.machines.values()
             if (machine.region, machine.node) == (region, node)
-            and any(site.state != "leaving" for site in machine.sites)
+            and any(replica.state != "leaving" for replica in machine.sites)
         ]
 
     def _lose_machine(self, at_s: float, machine: SimMachine, reason: str, notice_s: float) -> None:
-        if any(machine.name in site.replica_model.names for site in machine.sites):
+        if any(machine.name in replica.replica_model.names for replica in machine.sites):
             self._fleet.gone.add(machine.name)
-        for site in list(machine.sites):
-            self._fleet.lose(at_s, site, reason, notice_s)
+        for replica in list(machine.sites):
+            self._fleet.lose(at_s, replica, reason, notice_s)
 
     def _site(self, fault: Fault) -> SimReplica | None:
         sites = list(self._common.sites.values())
         if fault.pick is not None:
-            return _picked([site for site in sites if site.state != "starting"], fault.pick)
-        return next((site for site in sites if fnmatchcase(site.id, fault.replica)), None)
+            return _picked([replica for replica in sites if replica.state != "starting"], fault.pick)
+        return next((replica for replica in sites if fnmatchcase(replica.id, fault.replica)), None)
 
     def _machine(self, fault: Fault) -> SimMachine | None:
         machines = list(self._fleet.machines.values())

@@ -53,120 +53,128 @@ class SimFleet:
         """Machines with names of their own that were lost: there is no other in their place."""
 
     def start(self, at_s: float, action: StartReplica) -> SimReplica:
-        member, common = action.member, self._common
-        if member.id in common.sites:
-            raise InputError(f"replica {member.id}", "was started twice")
-        model = common.replica_models.replica_models[member.template, member.index]
-        machines = tuple([self._machine(at_s, member, model, number) for number in range(len(model.places))])
-        card = machines[0].card if len(machines) == 1 else common.network.card(member.id, model.card_gbps)
-        site = SimReplica(len(self.all_sites), member, model, self._make(model, member.role), machines, card)
+        replica_spec, common = action.member, self._common
+        if replica_spec.id in common.sites:
+            raise InputError(f"replica {replica_spec.id}", "was started twice")
+        model = common.replica_models.replica_models[replica_spec.template, replica_spec.index]
+        machines = tuple(
+            [self._machine(at_s, replica_spec, model, number) for number in range(len(model.places))]
+        )
+        pipe = (
+            machines[0].card if len(machines) == 1 else common.network.card(replica_spec.id, model.card_gbps)
+        )
+        replica = SimReplica(
+            len(self.all_sites), replica_spec, model, self._make(model, replica_spec.role), machines, pipe
+        )
         if common.settings.caches and common.workload.blocks is not None:
-            site.cache = self._cache(member.model, common.workload.blocks.tokens)
+            replica.cache = self._cache(replica_spec.model, common.workload.blocks.tokens)
         for machine in machines:
-            machine.sites.append(site)
-        common.sites[member.id] = site
-        common.costs.store(at_s, member.region, member.model, 1)
-        self.all_sites.append(site)
-        site.become(at_s, "starting")
+            machine.sites.append(replica)
+        common.sites[replica_spec.id] = replica
+        common.costs.store(at_s, replica_spec.region, replica_spec.model, 1)
+        self.all_sites.append(replica)
+        replica.become(at_s, "starting")
         if any(machine.name in self.gone for machine in machines):
-            common.events.push(at_s, CALL, lambda when_s: self.lose(when_s, site, "its machine is gone"))
+            common.events.push(at_s, CALL, lambda when_s: self.lose(when_s, replica, "its machine is gone"))
         elif self.warm:
-            self.ready(at_s, site)
+            self.ready(at_s, replica)
         else:
-            common.events.push(at_s + model.startup_s, READY, site)
-        return site
+            common.events.push(at_s + model.startup_s, READY, replica)
+        return replica
 
-    def ready(self, at_s: float, site: SimReplica) -> None:
-        if site.state == "starting":
-            site.become(at_s, "ready")
-            for machine in site.machines:
+    def ready(self, at_s: float, replica: SimReplica) -> None:
+        if replica.state == "starting":
+            replica.become(at_s, "ready")
+            for machine in replica.machines:
                 if not machine.served:
                     machine.served = True
                     self._common.costs.up(at_s, machine.region, machine.node)
-            self._tell(at_s, ReplicaReady(site.id))
+            self._tell(at_s, ReplicaReady(replica.id))
 
     def drain(self, at_s: float, action: DrainReplica) -> None:
-        site = self._common.sites.get(action.replica)
-        if site is None or site.state in ("leaving", "draining"):
+        replica = self._common.sites.get(action.replica)
+        if replica is None or replica.state in ("leaving", "draining"):
             return
-        site.become(at_s, "draining")
-        if not site.attempts:
-            self._tell(at_s, ReplicaDrained(site.id))
+        replica.become(at_s, "draining")
+        if not replica.attempts:
+            self._tell(at_s, ReplicaDrained(replica.id))
 
     def stop(self, at_s: float, action: StopReplica) -> None:
-        site = self._common.sites.get(action.replica)
-        if site is not None:
-            self._end(at_s, site, "stopped")
+        replica = self._common.sites.get(action.replica)
+        if replica is not None:
+            self._end(at_s, replica, "stopped")
 
     def flip(self, at_s: float, action: FlipReplica) -> None:
-        site = self._common.sites.get(action.replica)
-        if site is not None:
-            site.role = action.role
-            site.become(at_s, site.state)
+        replica = self._common.sites.get(action.replica)
+        if replica is not None:
+            replica.role = action.role
+            replica.become(at_s, replica.state)
 
     def reassign(self, at_s: float, action: Reassign) -> None:
-        site = self._common.sites.get(action.member.id)
-        if site is not None:
-            site.member, site.role = action.member, action.member.role
-            site.become(at_s, site.state)
+        replica = self._common.sites.get(action.member.id)
+        if replica is not None:
+            replica.member, replica.role = action.member, action.member.role
+            replica.become(at_s, replica.state)
 
-    def lose(self, at_s: float, site: SimReplica, reason: str, notice_s: float = 0.0) -> None:
+    def lose(self, at_s: float, replica: SimReplica, reason: str, notice_s: float = 0.0) -> None:
         """A replica goes without being asked. With notice the Brain knows at once, and the machine goes later."""
-        if not site.there:
+        if not replica.there:
             return
         if notice_s > 0:
-            if site.state != "leaving":
-                site.become(at_s, "leaving")
-                again = partial(self.lose, site=site, reason=reason)
+            if replica.state != "leaving":
+                replica.become(at_s, "leaving")
+                again = partial(self.lose, replica=replica, reason=reason)
                 self._common.events.push(at_s + notice_s, CALL, again)
-                self._tell(at_s, ReplicaLost(site.id, reason, notice_s))
+                self._tell(at_s, ReplicaLost(replica.id, reason, notice_s))
             return
         heartbeat_s = self._common.settings.heartbeat_s
-        if heartbeat_s > 0 and site.state == "ready" and not site.silent:
-            self._fall_silent(at_s, site, reason, heartbeat_s)
+        if heartbeat_s > 0 and replica.state == "ready" and not replica.silent:
+            self._fall_silent(at_s, replica, reason, heartbeat_s)
             return
-        known = site.state == "leaving"
-        self._attempts.catch_up_if_due(at_s, site)
-        site.become(at_s, "lost")
+        known = replica.state == "leaving"
+        self._attempts.catch_up_if_due(at_s, replica)
+        replica.become(at_s, "lost")
         if not known:
-            self._tell(at_s, ReplicaLost(site.id, reason))
-        self._end(at_s, site, "lost")
+            self._tell(at_s, ReplicaLost(replica.id, reason))
+        self._end(at_s, replica, "lost")
 
-    def _fall_silent(self, at_s: float, site: SimReplica, reason: str, heartbeat_s: float) -> None:
+    def _fall_silent(self, at_s: float, replica: SimReplica, reason: str, heartbeat_s: float) -> None:
         """It computes and says nothing any more; nobody knows until its heartbeat has been missing for so long."""
-        site.silent = True
-        site.muted_until_s = inf
-        self._attempts.catch_up_if_due(at_s, site)
-        site.replica.set_speed(at_s, STOPPED)
-        self._attempts.touch(at_s, site)
-        self._common.events.push(at_s + heartbeat_s, CALL, lambda when_s: self.lose(when_s, site, reason))
+        replica.silent = True
+        replica.muted_until_s = inf
+        self._attempts.catch_up_if_due(at_s, replica)
+        replica.replica.set_speed(at_s, STOPPED)
+        self._attempts.touch(at_s, replica)
+        self._common.events.push(at_s + heartbeat_s, CALL, lambda when_s: self.lose(when_s, replica, reason))
 
-    def _end(self, at_s: float, site: SimReplica, state: str) -> None:
+    def _end(self, at_s: float, replica: SimReplica, state: str) -> None:
         common = self._common
         if state == "stopped":
-            self._attempts.catch_up_if_due(at_s, site)
-            site.become(at_s, "stopped")
-        del common.sites[site.id]
-        common.costs.store(at_s, site.member.region, site.member.model, -1)
-        site.waiting.clear()
-        for running in list(site.attempts.values()):
-            self._attempts.fail(at_s, running, "replica", site.id)
-        for machine in site.machines:
-            machine.sites.remove(site)
+            self._attempts.catch_up_if_due(at_s, replica)
+            replica.become(at_s, "stopped")
+        del common.sites[replica.id]
+        common.costs.store(at_s, replica.member.region, replica.member.model, -1)
+        replica.waiting.clear()
+        for attempt in list(replica.attempts.values()):
+            self._attempts.fail(at_s, attempt, "replica", replica.id)
+        for machine in replica.machines:
+            machine.sites.remove(replica)
             if not machine.sites:
                 del self.machines[machine.name]
                 common.costs.give_back(at_s, machine.region, machine.node, machine.served)
 
-    def _machine(self, at_s: float, member: ReplicaSpec, model: ReplicaModel, number: int) -> SimMachine:
+    def _machine(
+        self, at_s: float, replica_spec: ReplicaSpec, model: ReplicaModel, number: int
+    ) -> SimMachine:
         # Machines that a plan names are those of a pool; of others as many can be had as there are.
         node, place = model.places[number]
-        name = model.names[number] if model.names else f"{member.unit}/{node}/{place}"
+        name = model.names[number] if model.names else f"{replica_spec.unit}/{node}/{place}"
         machine = self.machines.get(name)
         if machine is None:
             common, resolved = self._common, self._common.replica_models.resolved
-            card = common.network.card(name, resolved.node(node).network_gbps)
-            machine = self.machines[name] = SimMachine(name, node, member.region, card)
-            common.costs.rent(at_s, member.region, node)
+            pipe = common.network.card(name, resolved.node(node).network_gbps)
+            machine = self.machines[name] = SimMachine(name, node, replica_spec.region, pipe)
+            common.costs.rent(at_s, replica_spec.region, node)
         return machine
 
     def _cache(self, model: str, block_tokens: int) -> SpareCache:
@@ -193,9 +201,9 @@ def running_of(plan: Plan, sites: Iterable[SimReplica]) -> Plan:
     """A plan with the copies that are up or coming up whole; those on their way out or on standby are none."""
     replicas = {template.name: len(template.replicas) for template in plan.repertoire}
     there = Counter(
-        (site.member.unit, site.member.template, site.member.region)
-        for site in sites
-        if site.state in ("starting", "ready") and not site.member.standby
+        (replica.member.unit, replica.member.template, replica.member.region)
+        for replica in sites
+        if replica.state in ("starting", "ready") and not replica.member.standby
     )
     whole = [key for key, count in there.items() if count >= replicas.get(key[1], inf)]
     return plan.holding(Counter((template, region) for _, template, region in whole))
@@ -227,14 +235,14 @@ class StateSampler:
     def take(self, at_s: float, _: object) -> None:
         common = self._common
         rows = []
-        for site in self._fleet.all_sites:
-            replica = site.replica
-            if not site.there:
-                rows.append((0, 0, 0.0, replica.busy_s(at_s)))
+        for sim_replica in self._fleet.all_sites:
+            sim_engine = sim_replica.replica
+            if not sim_replica.there:
+                rows.append((0, 0, 0.0, sim_engine.busy_s(at_s)))
                 continue
-            status = replica.status(at_s)
+            status = sim_engine.status(at_s)
             used = 1.0 - status.free_blocks / status.total_blocks
-            rows.append((status.queued, status.running, used, replica.busy_s(at_s)))
+            rows.append((status.queued, status.running, used, sim_engine.busy_s(at_s)))
         sent = [pipe.sent_bytes + pipe.open_bytes(at_s) for pipe in common.network.links.values()]
         self._rows.append((at_s, rows, sent))
         common.events.push(at_s + self._every_s, SAMPLE, None)

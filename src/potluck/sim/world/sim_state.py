@@ -26,11 +26,11 @@ SiteState = Literal["starting", "ready", "draining", "leaving", "stopped", "lost
 class SimMachine:
     """A node of a copy, rented from the first replica's start on it until the last one's end."""
 
-    def __init__(self, name: str, node: str, region: str, card: SharedPipe) -> None:
+    def __init__(self, name: str, node: str, region: str, pipe: SharedPipe) -> None:
         self.name = name
         self.node = node
         self.region = region
-        self.card = card
+        self.card = pipe
         self.sites: list[SimReplica] = []
         """Those that are there."""
         self.served = False
@@ -41,16 +41,16 @@ class SimReplica:
     def __init__(
         self,
         index: int,
-        member: ReplicaSpec,
+        replica_spec: ReplicaSpec,
         replica_model: ReplicaModel,
-        replica: SimEngine,
+        sim_engine: SimEngine,
         machines: tuple[SimMachine, ...],
-        card: SharedPipe,
+        pipe: SharedPipe,
     ) -> None:
         # Those first that every event looks at: compiled code lays fields out in this order.
         self.due_s = inf
         """The earliest time at which the agenda has this replica."""
-        self.replica = replica
+        self.replica = sim_engine
         self.serves = False
         """Whether it takes requests: it is up, if only for a while."""
         self.touched = False
@@ -61,18 +61,18 @@ class SimReplica:
         """Hand-overs that wait for room here."""
         self.state: SiteState = "starting"
         self.index = index
-        self.member = member
+        self.member = replica_spec
         self.replica_model = replica_model
         self.machines = machines
-        self.card = card
-        self.role: Role = member.role
+        self.card = pipe
+        self.role: Role = replica_spec.role
         self.changes: list[tuple[float, str, str]] = []
         self.computing: deque[SimAttempt] = deque()
         """Those of them whose segment here is to be handed on, in the order they came."""
         self.aside_bytes = 0.0
         """KV that was computed here and waits in the host's memory for its receiver's room."""
         self.cache: SpareCache | None = None
-        self.announcer = CacheAnnouncer(member.id, index)
+        self.announcer = CacheAnnouncer(replica_spec.id, index)
         """Numbers what the cache reports. A replica that comes back is another site, with a higher index."""
         self.recount = False
         """Whether all that the cache holds was asked for."""
@@ -149,11 +149,11 @@ class SimAttempt:
 class SimHandover:
     """KV on its way between two segments. `links/handovers.py` has the life of one."""
 
-    def __init__(self, key: int, running: SimAttempt, size_bytes: float, codec: Codec) -> None:
+    def __init__(self, key: int, attempt: SimAttempt, size_bytes: float, codec: Codec) -> None:
         self.key = key
-        self.running = running
-        self.source = running.sites[running.place]
-        self.target = running.sites[running.place + 1]
+        self.running = attempt
+        self.source = attempt.sites[attempt.place]
+        self.target = attempt.sites[attempt.place + 1]
         self.size_bytes = size_bytes
         self.codec = codec
         self.pipe: SharedPipe | None = None

@@ -152,31 +152,33 @@ class SimWorld(CommonState):
 
     def _feed(self) -> Iterator[Request]:
         """All requests, in order. Their columns are turned into plain numbers many at a time."""
-        load = self.workload
-        names = load.models
+        workload = self.workload
+        names = workload.models
         nothing: Iterable[tuple[int, ...]] = repeat(())
         everyone: tuple[
             Iterable[str], Iterable[str], Iterable[float | None], Iterable[bool], Iterable[bool]
         ] = (repeat(DEFAULT_TENANT), repeat(DEFAULT_CLASS), repeat(None), repeat(False), repeat(False))
-        for base in range(0, len(load), FEED):
+        for base in range(0, len(workload), FEED):
             rows = slice(base, base + FEED)
             if base and base % SWEEP == 0:
                 gc.collect(1)
             if self.progress is not None:
-                self.progress(base, len(load))
-            arrival_s: list[float] = load.arrival_s[rows].tolist()
+                self.progress(base, len(workload))
+            arrival_s: list[float] = workload.arrival_s[rows].tolist()
             tenants, classes, deadlines, exact, grammar = everyone
-            if load.labels is not None:
-                tenants, classes, deadlines, exact, grammar = load.labels.rows(base, base + FEED, arrival_s)
+            if workload.labels is not None:
+                tenants, classes, deadlines, exact, grammar = workload.labels.rows(
+                    base, base + FEED, arrival_s
+                )
             columns = (
                 map(str, range(base, base + FEED)),
-                [names[place] for place in load.model[rows].tolist()],
+                [names[place] for place in workload.model[rows].tolist()],
                 arrival_s,
-                load.prompt_tokens[rows].tolist(),
-                load.output_tokens[rows].tolist(),
-                load.priority[rows].tolist(),
+                workload.prompt_tokens[rows].tolist(),
+                workload.output_tokens[rows].tolist(),
+                workload.priority[rows].tolist(),
                 deadlines,
-                nothing if load.blocks is None else load.blocks.rows(base, base + FEED),
+                nothing if workload.blocks is None else workload.blocks.rows(base, base + FEED),
                 tenants,
                 classes,
                 exact,
@@ -207,9 +209,11 @@ class SimWorld(CommonState):
         self.replans += 1
         if self.planner is None:
             return
-        running = running_of(self.plan, self.sites.values())
-        moment = PlanQuestion(at_s, action.rates_per_s, self.external.regions(), running, action.lengths)
-        plan = self.planner(moment)
+        running_plan = running_of(self.plan, self.sites.values())
+        plan_question = PlanQuestion(
+            at_s, action.rates_per_s, self.external.regions(), running_plan, action.lengths
+        )
+        plan = self.planner(plan_question)
         if plan is not None:
             self.events.push(at_s + self.settings.planner_s, PLAN, plan)
 
@@ -219,28 +223,33 @@ class SimWorld(CommonState):
         self.tell(at_s, PlanReceived(plan))
 
     def _recount(self, at_s: float, action: actions.ResyncCache) -> None:
-        site = self.sites.get(action.replica)
-        if site is not None:
-            site.recount = True
-            if not site.touched:
-                self.reports.touched(at_s, site)
+        replica = self.sites.get(action.replica)
+        if replica is not None:
+            replica.recount = True
+            if not replica.touched:
+                self.reports.touched(at_s, replica)
 
     def _move(self, at_s: float, action: actions.CopyPrefix) -> None:
-        source, target = self.sites.get(action.source), self.sites.get(action.target)
-        if source is None or target is None or source.cache is None or target.cache is None:
+        source_replica, target_replica = self.sites.get(action.source), self.sites.get(action.target)
+        if (
+            source_replica is None
+            or target_replica is None
+            or source_replica.cache is None
+            or target_replica.cache is None
+        ):
             return
-        count = source.cache.match(action.blocks)
-        held = target.cache.match(action.blocks)
-        pipe = self.network.pipe(source, target)
+        count = source_replica.cache.match(action.blocks)
+        held = target_replica.cache.match(action.blocks)
+        pipe = self.network.pipe(source_replica, target_replica)
         if count <= held or pipe is None:
             return
-        size = source.cache.block_tokens
-        size_bytes = self.replica_models.kv[source.member.model].wire_bytes(held * size, count * size)
+        size = source_replica.cache.block_tokens
+        size_bytes = self.replica_models.kv[source_replica.member.model].wire_bytes(held * size, count * size)
         blocks = action.blocks[:count]
 
         def there(when_s: float) -> None:
-            if target.there:
-                target.keep(when_s, blocks)
-                self.attempts.touch(when_s, target)
+            if target_replica.there:
+                target_replica.keep(when_s, blocks)
+                self.attempts.touch(when_s, target_replica)
 
         self.handovers.carry(at_s, pipe, size_bytes, there)

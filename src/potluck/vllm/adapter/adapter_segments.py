@@ -72,23 +72,25 @@ LEASE_S = 10.0
 
 async def segments(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
-    asked, tokens = segment_of(parse_object(await request.read()))
-    service.must_be(asked.model)
-    if asked.source is not None:
-        service.must_be_peer(kv_address(asked.source.kv, "source.kv"))
-    part = PromptPart(asked, tokens)
-    if not part.hands_on and asked.own is None and asked.max_tokens < 1:
-        raise HttpRefusal(400, f"max_tokens: must be at least 1, is {asked.max_tokens}", param="max_tokens")
-    draws = asked.sampling
-    if asked.generated and (draws.presence_penalty or draws.frequency_penalty or draws.json_schema):
+    segment_request, tokens = segment_of(parse_object(await request.read()))
+    service.must_be(segment_request.model)
+    if segment_request.source is not None:
+        service.must_be_peer(kv_address(segment_request.source.kv, "source.kv"))
+    part = PromptPart(segment_request, tokens)
+    if not part.hands_on and segment_request.own is None and segment_request.max_tokens < 1:
+        raise HttpRefusal(
+            400, f"max_tokens: must be at least 1, is {segment_request.max_tokens}", param="max_tokens"
+        )
+    draws = segment_request.sampling
+    if segment_request.generated and (draws.presence_penalty or draws.frequency_penalty or draws.json_schema):
         # vLLM takes what was generated before for the prompt, which these do not count.
         raise HttpRefusal(400, "vLLM cannot go on within an answer with penalties or a format", UNSUPPORTED)
-    async with service.admitted(part.whole - part.received) as held:
+    async with service.admitted(part.whole - part.received) as segment:
         if part.hands_on:
-            return await _hand_on(request, service, part, held)
-        if asked.own is not None:
-            return await answer_own(request, service, part, asked.own, held)
-        return await _decode(request, service, part, held)
+            return await _hand_on(request, service, part, segment)
+        if segment_request.own is not None:
+            return await answer_own(request, service, part, segment_request.own, segment)
+        return await _decode(request, service, part, segment)
 
 
 async def _answer(
@@ -112,9 +114,9 @@ async def _answer(
 
 
 async def _decode(
-    request: web.Request, service: AdapterService, part: PromptPart, held: ActiveSegment
+    request: web.Request, service: AdapterService, part: PromptPart, segment: ActiveSegment
 ) -> web.StreamResponse:
-    telling, came_s = SegmentLines(request, service), time.monotonic()
+    segment_lines, came_s = SegmentLines(request, service), time.monotonic()
     reason, cached, number, first_s = None, 0, 0, None
     try:
         async with asyncio.timeout(service.limits.deadline_s):
@@ -124,56 +126,58 @@ async def _decode(
                 if heard.lines:
                     if first_s is None:
                         first_s = time.monotonic()
-                        held.computed()
+                        segment.computed()
                     number += len(heard.lines)
-                    await telling.say(*heard.lines)
+                    await segment_lines.say(*heard.lines)
         if reason not in ("stop", "length") or not number:
             raise HttpRefusal(503, f"vLLM ended the request ({reason or 'without a word'})", "try_again")
-    except (HttpRefusal, TimeoutError) as error:
-        if not telling.begun:
+    except (HttpRefusal, TimeoutError) as refusal:
+        if not segment_lines.begun:
             raise
-        code = error.code if isinstance(error, HttpRefusal) else "deadline"
-        line = str(error) or f"it took longer than {service.limits.deadline_s:g} s"
-        return await telling.end(end_of("error", part, cached, number) | {"code": code, "problem": line})
+        code = refusal.code if isinstance(refusal, HttpRefusal) else "deadline"
+        line = str(refusal) or f"it took longer than {service.limits.deadline_s:g} s"
+        return await segment_lines.end(
+            end_of("error", part, cached, number) | {"code": code, "problem": line}
+        )
     service.prompt_tokens += len(part.tokens)
     service.output_tokens += number
     end = end_of(reason, part, cached, number)
     if first_s is not None:
         end["ttft_s"] = first_s - came_s
-    return await telling.end(end)
+    return await segment_lines.end(end)
 
 
 async def _hand_on(
-    request: web.Request, service: AdapterService, part: PromptPart, held: ActiveSegment
+    request: web.Request, service: AdapterService, part: PromptPart, segment: ActiveSegment
 ) -> web.StreamResponse:
-    asked, telling = part.asked, SegmentLines(request, service)
-    handle = new_handle() if asked.handle is None else checked_handle(asked.handle)
+    segment_request, segment_lines = part.asked, SegmentLines(request, service)
+    handle = new_handle() if segment_request.handle is None else checked_handle(segment_request.handle)
     fate = service.connector_events.expect(handle)
     computing = asyncio.ensure_future(_computed(service, part, handle))
     limits = service.limits
     try:
         if not part.received:
-            await telling.say({"handle": handle, "tokens": part.whole})
+            await segment_lines.say({"handle": handle, "tokens": part.whole})
         either: list[asyncio.Future[Any]] = [fate, computing]
         await asyncio.wait(either, timeout=limits.deadline_s, return_when=asyncio.FIRST_COMPLETED)
         if fate.done() and not computing.done() and fate.result().state != "fetched":
             # Nothing is computed for a receiver that is gone.
-            return await _lost(telling, part, fate.result(), 0)
+            return await _lost(segment_lines, part, fate.result(), 0)
         async with asyncio.timeout(limits.deadline_s):
             cached = await computing
-        held.computed()
-        await telling.say({"computed": part.whole - part.received, "handle": handle})
+        segment.computed()
+        await segment_lines.say({"computed": part.whole - part.received, "handle": handle})
         service.prompt_tokens += part.whole - part.received
-        gave = await _fate(service, fate)
-        if gave.state != "fetched":
-            return await _lost(telling, part, gave, cached)
-        return await telling.end(end_of("handed_on", part, cached, 0))
-    except (HttpRefusal, TimeoutError) as error:
-        if not telling.begun:
+        result = await _fate(service, fate)
+        if result.state != "fetched":
+            return await _lost(segment_lines, part, result, cached)
+        return await segment_lines.end(end_of("handed_on", part, cached, 0))
+    except (HttpRefusal, TimeoutError) as refusal:
+        if not segment_lines.begun:
             raise
-        code = error.code if isinstance(error, HttpRefusal) else "deadline"
+        code = refusal.code if isinstance(refusal, HttpRefusal) else "deadline"
         end = end_of("error", part, 0, 0)
-        return await telling.end(end | {"code": code, "problem": str(error) or "it took too long"})
+        return await segment_lines.end(end | {"code": code, "problem": str(refusal) or "it took too long"})
     finally:
         computing.cancel()
         await asyncio.gather(computing, return_exceptions=True)
@@ -199,12 +203,14 @@ async def _fate(service: AdapterService, fate: asyncio.Future[SendResult]) -> Se
         return SendResult("gone", False, f"it was not fetched within {within_s:g} s")
 
 
-async def _lost(telling: SegmentLines, part: PromptPart, gave: SendResult, cached: int) -> web.StreamResponse:
-    code, line = "hand_over", gave.problem
-    if gave.state == "gone":
-        code = "receiver_gone" if gave.claimed else "not_fetched"
-        line = gave.problem or "the receiver was not heard of in time"
-    return await telling.end(end_of("error", part, cached, 0) | {"code": code, "problem": line})
+async def _lost(
+    segment_lines: SegmentLines, part: PromptPart, result: SendResult, cached: int
+) -> web.StreamResponse:
+    code, line = "hand_over", result.problem
+    if result.state == "gone":
+        code = "receiver_gone" if result.claimed else "not_fetched"
+        line = result.problem or "the receiver was not heard of in time"
+    return await segment_lines.end(end_of("error", part, cached, 0) | {"code": code, "problem": line})
 
 
 OTHER_PROMPT = "other_prompt"
@@ -214,8 +220,8 @@ LONGEST_ERROR = 1 << 14
 GIVEN_UP = (None, "abort", "error")  # Reasons to end that are none.
 
 
-def own_request(part: PromptPart, own: ClientBody, within_s: float) -> Json:
-    body = own.body
+def own_request(part: PromptPart, client_body: ClientBody, within_s: float) -> Json:
+    body = client_body.body
     made: Json = {**body, "model": part.asked.model, "return_token_ids": True, "n": 1}
     if body.get("stream"):
         options = body.get("stream_options")
@@ -268,49 +274,55 @@ def said_of(said: Json, *, ids: bool) -> PassthroughEvent:
 
 
 async def answer_own(
-    request: web.Request, service: AdapterService, part: PromptPart, own: ClientBody, held: ActiveSegment
+    request: web.Request,
+    service: AdapterService,
+    part: PromptPart,
+    client_body: ClientBody,
+    segment: ActiveSegment,
 ) -> web.StreamResponse:
-    telling, came_s = SegmentLines(request, service), time.monotonic()
+    segment_lines, came_s = SegmentLines(request, service), time.monotonic()
     number, cached, prompt_tokens = 0, 0, len(part.tokens)
     reason: str | None = None
     first_s: float | None = None
     try:
         async with asyncio.timeout(service.limits.deadline_s):
-            if part.received and own.path == CHATS:
-                prompt = await _prompt(service, part, own)
+            if part.received and client_body.path == CHATS:
+                prompt = await _prompt(service, part, client_body)
                 if prompt is not None and prompt[: part.received] != list(part.tokens[: part.received]):
-                    await telling.say({"prompt": prompt})
+                    await segment_lines.say({"prompt": prompt})
                     problem = "vLLM makes another prompt of these messages"
                     end = end_of("error", part, 0, 0) | {"code": OTHER_PROMPT, "problem": problem}
-                    return await telling.end(end)
-            async for event in _answer_own(service, part, own, telling):
+                    return await segment_lines.end(end)
+            async for event in _answer_own(service, part, client_body, segment_lines):
                 cached, reason = event.cached or cached, event.reason or reason
                 prompt_tokens = event.prompt_tokens or prompt_tokens
                 if event.tokens and first_s is None:
                     first_s = time.monotonic()
-                    held.computed()
+                    segment.computed()
                 number += len(event.tokens)
-                await telling.say(*event.lines)
+                await segment_lines.say(*event.lines)
         if reason in GIVEN_UP or not number:
             raise HttpRefusal(503, f"vLLM ended the request ({reason or 'without a word'})", "try_again")
-    except (HttpRefusal, TimeoutError) as error:
-        if not telling.begun:
+    except (HttpRefusal, TimeoutError) as refusal:
+        if not segment_lines.begun:
             raise
-        code = error.code if isinstance(error, HttpRefusal) else "deadline"
-        line = str(error) or f"it took longer than {service.limits.deadline_s:g} s"
-        if isinstance(error, HttpRefusal) and error.status == 400:
-            await telling.say({"refused": error_object(400, line, param=error.param, code=code)})
-        return await telling.end(end_of("error", part, cached, number) | {"code": code, "problem": line})
+        code = refusal.code if isinstance(refusal, HttpRefusal) else "deadline"
+        line = str(refusal) or f"it took longer than {service.limits.deadline_s:g} s"
+        if isinstance(refusal, HttpRefusal) and refusal.status == 400:
+            await segment_lines.say({"refused": error_object(400, line, param=refusal.param, code=code)})
+        return await segment_lines.end(
+            end_of("error", part, cached, number) | {"code": code, "problem": line}
+        )
     service.prompt_tokens += prompt_tokens
     service.output_tokens += number
     end = end_of("length" if reason == "length" else "stop", part, cached, number)
     end |= {"prompt_tokens": prompt_tokens, "ttft_s": (first_s or time.monotonic()) - came_s}
-    return await telling.end(end)
+    return await segment_lines.end(end)
 
 
-async def _prompt(service: AdapterService, part: PromptPart, own: ClientBody) -> list[int] | None:
+async def _prompt(service: AdapterService, part: PromptPart, client_body: ClientBody) -> list[int] | None:
     """What vLLM makes of a chat; None where it does not say."""
-    asked = {**own.body, "model": part.asked.model, "stream": False, "stream_options": None}
+    asked = {**client_body.body, "model": part.asked.model, "stream": False, "stream_options": None}
     try:
         async with service.session.post(f"{service.server.base}{RENDER}", json=asked) as answer:
             text = (
@@ -327,12 +339,15 @@ async def _prompt(service: AdapterService, part: PromptPart, own: ClientBody) ->
 
 
 async def _answer_own(
-    service: AdapterService, part: PromptPart, own: ClientBody, telling: SegmentLines
+    service: AdapterService, part: PromptPart, client_body: ClientBody, segment_lines: SegmentLines
 ) -> AsyncIterator[PassthroughEvent]:
-    body, ids = own_request(part, own, service.limits.handover_s), bool(own.body.get("return_token_ids"))
-    alive = asyncio.create_task(_alive(service, telling)) if not body.get("stream") else None
+    body, ids = (
+        own_request(part, client_body, service.limits.handover_s),
+        bool(client_body.body.get("return_token_ids")),
+    )
+    alive = asyncio.create_task(_alive(service, segment_lines)) if not body.get("stream") else None
     try:
-        async with service.session.post(f"{service.server.base}{own.path}", json=body) as answer:
+        async with service.session.post(f"{service.server.base}{client_body.path}", json=body) as answer:
             if answer.status != 200:
                 raise refusal_of(answer.status, await answer.content.read(LONGEST_ERROR))
             if not body.get("stream"):
@@ -350,11 +365,11 @@ async def _answer_own(
             await asyncio.gather(alive, return_exceptions=True)
 
 
-async def _alive(service: AdapterService, telling: SegmentLines) -> None:
+async def _alive(service: AdapterService, segment_lines: SegmentLines) -> None:
     """An answer that comes at once says nothing until then; that vLLM goes on is told by its steps."""
     count = service.connector_events.steps.count
     while True:
         await asyncio.sleep(ALIVE_S)
         if service.connector_events.steps.count > count:
             count = service.connector_events.steps.count
-            await telling.say({"steps": count})
+            await segment_lines.say({"steps": count})

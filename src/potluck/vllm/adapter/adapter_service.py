@@ -164,14 +164,14 @@ class ConnectorEvents:
             else:
                 self.held.cleared()
 
-    def _gave(self, handle: str, gave: SendResult) -> None:
+    def _gave(self, handle: str, result: SendResult) -> None:
         fate = self._fates.get(handle)
         if fate is None:
             return
         fate.left -= 1
-        if fate.worst is None or gave.state != "fetched":
-            fate.worst = gave
-        if (fate.left <= 0 or gave.state != "fetched") and not fate.done.done():
+        if fate.worst is None or result.state != "fetched":
+            fate.worst = result
+        if (fate.left <= 0 or result.state != "fetched") and not fate.done.done():
             fate.done.set_result(fate.worst)
 
     def _took(self, said: dict[str, Any]) -> None:
@@ -236,12 +236,12 @@ class AdapterService:
     def __init__(
         self,
         name: str,
-        server: VllmProcess,
+        vllm_process: VllmProcess,
         connector_events: ConnectorEvents,
         limits: AdapterLimits,
         always: frozenset[Address],
     ) -> None:
-        self.name, self.server, self.connector_events = name, server, connector_events
+        self.name, self.server, self.connector_events = name, vllm_process, connector_events
         self.limits, self.always = limits, always
         self.role, self.draining = "mixed", False
         self.feed = CacheFeed(connector_events.held)
@@ -302,13 +302,13 @@ class AdapterService:
             raise HttpRefusal(503, "the engine is draining and takes nothing new", "draining")
         if self.open_requests >= self.limits.open_requests:
             raise HttpRefusal(429, f"{self.open_requests} requests are open; try again", "overloaded")
-        held = ActiveSegment(self, tokens)
+        segment = ActiveSegment(self, tokens)
         self.open_requests += 1
         try:
-            yield held
+            yield segment
         finally:
             self.open_requests -= 1
-            held.computed()
+            segment.computed()
 
     async def metrics_text(self) -> str:
         timeout = aiohttp.ClientTimeout(total=5)

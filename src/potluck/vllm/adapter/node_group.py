@@ -329,19 +329,19 @@ async def serve_workers(
     with tempfile.TemporaryDirectory(prefix="potluck-vllm-") as folder:
         relay, channel = ConnectorRelay(connection), Path(folder) / "channel"
         connectors = ConnectorSocket(channel, relay.heard)
-        server = VllmProcess(settings, channel)
+        vllm_process = VllmProcess(settings, channel)
         hearing = asyncio.ensure_future(_hear(connection, relay))
         failed = True
         try:
             await connectors.open()
-            await server.start(meeting_port)
+            await vllm_process.start(meeting_port)
             ready()
-            await _until_one_ends(server, connection, hearing, ending, drain_s)
+            await _until_one_ends(vllm_process, connection, hearing, ending, drain_s)
             failed = False
         finally:
             hearing.cancel()
             await connection.close()
-            await server.end(at_once=failed)
+            await vllm_process.end(at_once=failed)
             await connectors.close()
 
 
@@ -356,13 +356,13 @@ async def _hear(connection: NodeConnection, relay: ConnectorRelay) -> str:
 
 
 async def _until_one_ends(
-    server: VllmProcess,
+    vllm_process: VllmProcess,
     connection: NodeConnection,
     hearing: asyncio.Future[str],
     ending: asyncio.Future[Any],
     drain_s: float,
 ) -> None:
-    watching: asyncio.Future[Any] = asyncio.ensure_future(server.wait())
+    watching: asyncio.Future[Any] = asyncio.ensure_future(vllm_process.wait())
     ends: list[asyncio.Future[Any]] = [watching, hearing]
     try:
         await asyncio.wait([*ends, ending], return_when=asyncio.FIRST_COMPLETED)
@@ -382,8 +382,8 @@ async def _until_one_ends(
             why = f"it {error}"
         if why:
             raise InputError("--master", f"the first node ended this replica: {why}")
-    elif server.gone and not ending.done():
-        why = server.last_words()
+    elif vllm_process.gone and not ending.done():
+        why = vllm_process.last_words()
         with suppress(OSError):
             connection.tell({"failed": f"failed: {why}"})
         raise InputError("vLLM", f"ended: {why}")

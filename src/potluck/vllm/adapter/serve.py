@@ -242,8 +242,8 @@ async def serve(
     with tempfile.TemporaryDirectory(prefix="potluck-vllm-") as folder:
         channel = Path(folder) / "channel"
         connector_events = ConnectorEvents(channel, settings.shape.workers)
-        server = VllmProcess(settings, channel)
-        service = AdapterService(settings.name, server, connector_events, limits, always)
+        vllm_process = VllmProcess(settings, channel)
+        service = AdapterService(settings.name, vllm_process, connector_events, limits, always)
         service.role, service.max_running = role, settings.running
         group = _group(settings, api_key, connector_events)
         runner: web.AppRunner | None = None
@@ -275,7 +275,7 @@ async def serve(
         finally:
             if group is not None:
                 await group.close(service.problem)
-            await server.end(at_once=bool(service.problem))
+            await vllm_process.end(at_once=bool(service.problem))
             if runner is not None:
                 await runner.cleanup()
             await service.close()

@@ -51,17 +51,17 @@ class PromptPart:
 
 def moves_of(part: PromptPart, handle: str | None, lasts_s: float, within_s: float) -> Json:
     """What becomes of its KV, and whose prefixes it may use: fields of a request."""
-    asked = part.asked
-    moves: Json = {"request": asked.request}
-    if asked.source is not None:
-        source = asked.source
+    segment_request = part.asked
+    moves: Json = {"request": segment_request.request}
+    if segment_request.source is not None:
+        source = segment_request.source
         take: Json = {"kv": source.kv, "handle": source.handle, "connections": source.connections}
         moves["take"] = take | {"stop": part.received, "within_s": within_s}
     if handle is not None:
-        give = {"handle": handle, "stop": part.whole, "codec": asked.codec}
+        give = {"handle": handle, "stop": part.whole, "codec": segment_request.codec}
         moves["give"] = give | {"lasts_s": lasts_s}
     result: Json = {"kv_transfer_params": {"potluck": moves}} if len(moves) > 1 else {}
-    return result | {"cache_salt": asked.salt} if asked.salt else result
+    return result | {"cache_salt": segment_request.salt} if segment_request.salt else result
 
 
 def folded(seed: int) -> int:
@@ -73,9 +73,9 @@ def folded(seed: int) -> int:
 
 def body_of(part: PromptPart, handle: str | None, lasts_s: float, within_s: float) -> Json:
     """What vLLM is asked for a segment."""
-    asked = part.asked
+    segment_request = part.asked
     body: Json = {
-        "model": asked.model,
+        "model": segment_request.model,
         "prompt": list(part.tokens[: part.whole]),
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -87,16 +87,16 @@ def body_of(part: PromptPart, handle: str | None, lasts_s: float, within_s: floa
     }
     if part.hands_on:
         return body
-    sampling = asked.sampling
+    sampling = segment_request.sampling
     body |= {
-        "max_tokens": asked.max_tokens,
-        "min_tokens": asked.min_tokens,
+        "max_tokens": segment_request.max_tokens,
+        "min_tokens": segment_request.min_tokens,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
-        "ignore_eos": asked.ignore_eos,
-        "stop_token_ids": list(asked.end_tokens),
+        "ignore_eos": segment_request.ignore_eos,
+        "stop_token_ids": list(segment_request.end_tokens),
     }
     body |= _edits(sampling)
     if sampling.temperature > 0:

@@ -273,19 +273,19 @@ def timeline(bands: Sequence[ReplicaBand], end_s: float, faults: Sequence[tuple[
     return legend(keys) + svg(frame, "".join(parts), "Replicas over time")
 
 
-def heat(grid: HeatMap, end_s: float, title: str, *, percent: bool) -> str:
+def heat(heat_map: HeatMap, end_s: float, title: str, *, percent: bool) -> str:
     """Rows of replicas, columns of time; darker is more. Counts are on a scale of powers of two."""
-    row = _row_height(len(grid.labels))
-    height = 10 + row * len(grid.labels) + 34
+    row = _row_height(len(heat_map.labels))
+    height = 10 + row * len(heat_map.labels) + 34
     frame = PlotFrame(FULL_WIDTH, height, (0.0, end_s), (0.0, 1.0), left=GUTTER, top=10)
-    columns = len(grid.cells[0]) if grid.cells else 1
+    columns = len(heat_map.cells[0]) if heat_map.cells else 1
     cell = (frame.width - frame.left - frame.right) / columns
-    most = max((value for cells in grid.cells for value in cells if value is not None), default=0.0)
+    most = max((value for cells in heat_map.cells for value in cells if value is not None), default=0.0)
     paths: list[list[str]] = [[] for _ in range(LEVELS)]
     parts = [axes(frame, time_ticks(end_s), ())]
-    for index, cells in enumerate(grid.cells):
+    for index, cells in enumerate(heat_map.cells):
         y = frame.top + index * row
-        parts.append(_row_label(grid.labels[index], grid.labels[index], y, row))
+        parts.append(_row_label(heat_map.labels[index], heat_map.labels[index], y, row))
         start, level = 0, _level(cells[0], most, percent) if cells else None
         for column in range(1, len(cells) + 1):
             here = _level(cells[column], most, percent) if column < len(cells) else -1
@@ -298,8 +298,8 @@ def heat(grid: HeatMap, end_s: float, title: str, *, percent: bool) -> str:
         if runs:
             parts.append(f'<path class="cells h{level}" stroke-width="{row - 1:g}" d="{"".join(runs)}"/>')
     scale, places, unit = (100, 1, " %") if percent else (1, 2, "")
-    shown = [[None if v is None else round(v * scale, places) for v in cells] for cells in grid.cells]
-    more = {"top": frame.top, "row": row, "unit": unit, "labels": grid.labels, "cells": shown}
+    shown = [[None if v is None else round(v * scale, places) for v in cells] for cells in heat_map.cells]
+    more = {"top": frame.top, "row": row, "unit": unit, "labels": heat_map.labels, "cells": shown}
     hover = _hover("heat", {"end": end_s}, frame, more)
     return _heat_legend(most, percent) + svg(frame, "".join(parts), title, hover)
 

@@ -25,11 +25,11 @@ def html(summary: RunSummary, result: SimResult, title: str = "Potluck simulatio
     return page(summary, series(result), title)
 
 
-def page(summary: RunSummary, over_time: RunSeries, title: str = "Potluck simulation") -> str:
+def page(summary: RunSummary, run_series: RunSeries, title: str = "Potluck simulation") -> str:
     return sheet(
         title,
         f"{_header(summary, title)}\n<main>\n{_tiles(summary)}\n{_models(summary)}\n"
-        f"{_plots(over_time)}\n{_hardware(summary)}\n{_events(over_time)}\n</main>\n",
+        f"{_plots(run_series)}\n{_hardware(summary)}\n{_events(run_series)}\n</main>\n",
     )
 
 
@@ -49,9 +49,9 @@ def _data(name: str) -> str:
 
 
 def _header(summary: RunSummary, title: str) -> str:
-    total = summary.total
+    total_summary = summary.total
     facts = [
-        f"{total.requests:,} requests",
+        f"{total_summary.requests:,} requests",
         f"{seconds(summary.end_s)} simulated",
         f"{summary.replicas:,} replica{'s' if summary.replicas != 1 else ''}",
         f"seed {summary.seed}",
@@ -62,20 +62,21 @@ def _header(summary: RunSummary, title: str) -> str:
 
 
 def _tiles(summary: RunSummary) -> str:
-    total = summary.total
+    total_summary = summary.total
+    outcomes = total_summary.outcomes
     tiles = [_attainment_tile(summary)]
-    offered = f"of {digits(total.rate_per_s)} offered"
-    name, rate = "Goodput", total.goodput_per_s
+    offered = f"of {digits(total_summary.rate_per_s)} offered"
+    name, rate = "Goodput", total_summary.goodput_per_s
     if rate is None:
-        name, rate = "Throughput", total.throughput_per_s
+        name, rate = "Throughput", total_summary.throughput_per_s
     tiles.append(_tile(name, digits(rate), "requests/s", offered))
-    for label, spread in (("TTFT p99", total.ttft_s), ("TPOT p99", total.tpot_s)):
+    for label, spread in (("TTFT p99", total_summary.ttft_s), ("TPOT p99", total_summary.tpot_s)):
         if spread is not None:
             value, unit = seconds(spread.p99).split(" ")
             tiles.append(_tile(label, value, unit, f"median {seconds(spread.p50)}"))
     if summary.output_tokens_per_usd is not None:
         value, unit = _large(summary.output_tokens_per_usd)
-        tokens_per_s = f"{digits(total.output_tokens_per_s)} tokens/s"
+        tokens_per_s = f"{digits(total_summary.output_tokens_per_s)} tokens/s"
         tiles.append(_tile("Output per dollar", value, f"{unit}tokens", tokens_per_s))
     tiles.append(_tile("Cost", usd(summary.cost_usd_per_h), "an hour", f"{usd(summary.cost_usd)} in all"))
     gpu_h = sum(one.gpu_h for one in summary.hardware)
@@ -84,21 +85,27 @@ def _tiles(summary: RunSummary) -> str:
         tiles.append(
             _tile("GPUs with a step", digits(busy * 100), "%", f"of {digits(gpu_h)} GPU-hours, full or not")
         )
-    lost = total.outcomes.refused + total.outcomes.cancelled + total.outcomes.open
-    why = ", ".join(f"{reason.replace('_', ' ')} {n:,}" for reason, n in total.outcomes.refusals.items())
-    note = f"{total.outcomes.refused:,} refused{f' ({why})' if why else ''}, {total.outcomes.cancelled:,} cancelled"
-    tiles.append(_tile("Not answered", f"{lost:,}", "", note, "bad" if total.outcomes.refused else ""))
+    lost = outcomes.refused + outcomes.cancelled + outcomes.open
+    why = ", ".join(f"{reason.replace('_', ' ')} {n:,}" for reason, n in outcomes.refusals.items())
+    note = f"{outcomes.refused:,} refused{f' ({why})' if why else ''}, {outcomes.cancelled:,} cancelled"
+    tiles.append(_tile("Not answered", f"{lost:,}", "", note, "bad" if outcomes.refused else ""))
     return f'<section class="figures">{"".join(tiles)}</section>'
 
 
 def _attainment_tile(summary: RunSummary) -> str:
-    total = summary.total
-    if total.attainment is None:
-        share = _exact_percent(total.outcomes.answered / total.requests) if total.requests else "–"
+    total_summary = summary.total
+    if total_summary.attainment is None:
+        share = (
+            _exact_percent(total_summary.outcomes.answered / total_summary.requests)
+            if total_summary.requests
+            else "–"
+        )
         return _tile("Answered", share, "%", "no objective was given")
     missed = [model.model for model in summary.models if model.holds is False]
     note = f"✗ missed by {', '.join(missed)}" if missed else "✓ every model keeps its promise"
-    return _tile("SLO attainment", _exact_percent(total.attainment), "%", note, "bad" if missed else "")
+    return _tile(
+        "SLO attainment", _exact_percent(total_summary.attainment), "%", note, "bad" if missed else ""
+    )
 
 
 def _tile(label: str, value: str, unit: str, note: str, name: str = "") -> str:
@@ -165,38 +172,38 @@ def _spread_cells(spread: LatencySpread | None) -> str:
     return "".join(f'<td class="n{" first" * (i == 0)}">{cell}</td>' for i, cell in enumerate(cells))
 
 
-def _plots(over_time: RunSeries) -> str:
-    edges_s = over_time.edges_s
+def _plots(run_series: RunSeries) -> str:
+    edges_s = run_series.edges_s
     end_s = edges_s[-1]
     sections = []
-    pairs = (("TTFT", over_time.ttft), ("TPOT", over_time.tpot), ("End to end", over_time.e2e))
+    pairs = (("TTFT", run_series.ttft), ("TPOT", run_series.tpot), ("End to end", run_series.e2e))
     curves = [charts.distribution(curve, f"{name}: share of requests") for name, curve in pairs if curve]
     if curves:
-        models = [(f"c{i % 6}", curve.model) for i, curve in enumerate(over_time.ttft or over_time.e2e)]
+        models = [(f"c{i % 6}", curve.model) for i, curve in enumerate(run_series.ttft or run_series.e2e)]
         body = charts.legend(models) + f'<div class="trio">{"".join(curves)}</div>'
         sections.append(_section("Latency", body, "Dashed lines are objectives."))
-    rates = [over_time.arrivals_per_s]
-    rates += [over_time.goodput_per_s] if over_time.goodput_per_s else [over_time.answered_per_s]
-    if max(over_time.refused_per_s.values, default=0.0) > 0:
-        rates.append(over_time.refused_per_s)
+    rates = [run_series.arrivals_per_s]
+    rates += [run_series.goodput_per_s] if run_series.goodput_per_s else [run_series.answered_per_s]
+    if max(run_series.refused_per_s.values, default=0.0) > 0:
+        rates.append(run_series.refused_per_s)
     words = "Requests are counted at the time they arrived."
     sections.append(_section("Rate and goodput", charts.over_time(edges_s, rates, "requests/s"), words))
-    if over_time.bands:
-        shown, count = len(over_time.bands), over_time.replicas
+    if run_series.bands:
+        shown, count = len(run_series.bands), run_series.replicas
         words = "" if shown == count else f"{shown} of {count:,}: those with most changes."
-        drawn = charts.timeline(over_time.bands, end_s, over_time.faults)
+        drawn = charts.timeline(run_series.bands, end_s, run_series.faults)
         sections.append(_section("Replicas", drawn, words))
-    for grid, title, percent, words in (
-        (over_time.utilisation, "Busy time", True, "Share of time with a step running, full or not."),
-        (over_time.queue, "Queue", False, "Requests waiting at a replica, on a scale of powers of two."),
-        (over_time.memory, "KV memory", True, "Share of blocks in use."),
+    for heat_map, title, percent, words in (
+        (run_series.utilisation, "Busy time", True, "Share of time with a step running, full or not."),
+        (run_series.queue, "Queue", False, "Requests waiting at a replica, on a scale of powers of two."),
+        (run_series.memory, "KV memory", True, "Share of blocks in use."),
     ):
-        if grid is not None and grid.cells:
-            sections.append(_section(title, charts.heat(grid, end_s, title, percent=percent), words))
-    if over_time.links:
-        drawn = charts.over_time(edges_s, over_time.links, "share of bandwidth", percent=True, fill=False)
+        if heat_map is not None and heat_map.cells:
+            sections.append(_section(title, charts.heat(heat_map, end_s, title, percent=percent), words))
+    if run_series.links:
+        drawn = charts.over_time(edges_s, run_series.links, "share of bandwidth", percent=True, fill=False)
         sections.append(_section("Links", drawn, ""))
-    drawn = charts.cost(edges_s, over_time.cost_usd, over_time.cost_usd_per_h)
+    drawn = charts.cost(edges_s, run_series.cost_usd, run_series.cost_usd_per_h)
     sections.append(_section("Cost", drawn, ""))
     return "\n".join(sections)
 
@@ -226,13 +233,13 @@ def _hardware(summary: RunSummary) -> str:
     return f'<div class="pair">{text}</div>'
 
 
-def _events(over_time: RunSeries) -> str:
+def _events(run_series: RunSeries) -> str:
     text = ""
-    if over_time.faults:
-        rows = [(moment(round(at_s, 1)), escape(what)) for at_s, what in over_time.faults]
+    if run_series.faults:
+        rows = [(moment(round(at_s, 1)), escape(what)) for at_s, what in run_series.faults]
         text += table_section("Faults", ("time", "what"), rows)
-        if over_time.more_faults:
-            text += f"<p>and {over_time.more_faults:,} more</p>"
+        if run_series.more_faults:
+            text += f"<p>and {run_series.more_faults:,} more</p>"
     return text
 
 
