@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from potluck.core.routing.prefix_affinity import best_holder
 from potluck.core.routing.prefix_index import PrefixIndex
 from potluck.core.routing.template_weights import LengthThreshold
-from potluck.core.state.actions import Action, CopyPrefix, ResyncCache, Run
-from potluck.core.state.events import CacheReported, LinkReported, ReplicaReported, ReplicaStatus, Tick
+from potluck.core.state.actions import ResyncCache, Run
+from potluck.core.state.events import CacheReported, LinkReported, ReplicaReported, ReplicaStatus
 from potluck.core.state.facts import FleetFacts
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
@@ -302,32 +302,12 @@ def test_saved_prefill_is_weighed_against_waiting() -> None:
     assert best_holder(saved, {"here": 1.0, "warm": 0.5}, "here", 0.0) == "warm"
 
 
-# Lost reports are made good, and prefixes that many ask for spread to those with less to do.
+# After a lost report the Brain asks for the whole cache.
 
 MIXED = build.template("mix", closed=(2.0, 2.0))
 PLAN = build.plan((MIXED,), {("mix", "near"): 3}, {("mix", "near", "closed"): (3.0, 3.0)})
 WARM = "mix@near#0/0"
 BLOCKS_CACHES = tuple(range(1, 1 + 1600 // 16))
-
-
-def ask(world: build.World, count: int) -> list[str]:
-    """Requests for the prefix; where they go."""
-    where = []
-    for _ in range(count):
-        (run,) = world.arrive(build.request(f"r{len(world.requests)}", 1700, blocks=BLOCKS_CACHES))
-        assert isinstance(run, Run)
-        where.append(run.route.decoder)
-    return where
-
-
-def tick(world: build.World, at_s: float) -> list[Action]:
-    world.now_s = at_s
-    return world.tell(Tick())
-
-
-def reported(world: build.World, free_blocks: int) -> None:
-    for name in world.members:
-        world.tell(ReplicaReported(name, ReplicaStatus(0, 0, 0, 0, free_blocks, 1000, 0.01)))
 
 
 def test_a_lost_report_leaves_a_replica_out_until_it_was_counted_anew() -> None:
@@ -342,39 +322,3 @@ def test_a_lost_report_leaves_a_replica_out_until_it_was_counted_anew() -> None:
     assert world.tell(CacheReported(WARM, 5, BLOCKS_CACHES, whole=True)) == []
     assert world.brain.caches.index.held_by(WARM, BLOCKS_CACHES) == 100
     assert world.tell(CacheReported(WARM, 7, ())) == [ResyncCache(WARM)]
-
-
-@pytest.mark.parametrize("on", [True, False])
-def test_a_hot_prefix_is_copied_from_a_busy_replica_to_an_idle_one(on: bool) -> None:
-    world = build.world(PLAN, Policy(rebalance=on))
-    world.tell(CacheReported(WARM, 1, BLOCKS_CACHES))
-    reported(world, 500)
-    assert set(ask(world, 8)) == {WARM}
-    result = tick(world, 1.0)
-    if not on:
-        assert result == []
-        return
-    (move,) = result
-    assert isinstance(move, CopyPrefix)
-    assert (move.blocks, move.source) == (BLOCKS_CACHES, WARM)
-    assert move.target != WARM
-    assert tick(world, 2.0) == []  # it may still be on its way
-    world.tell(CacheReported(move.target, 1, BLOCKS_CACHES))
-    again = tick(world, 40.0)
-    assert all(isinstance(item, CopyPrefix) and item.target not in (WARM, move.target) for item in again)
-
-
-def test_nothing_is_copied_to_where_there_is_no_room_or_without_need() -> None:
-    full = build.world(PLAN, Policy(rebalance=True))
-    full.tell(CacheReported(WARM, 1, BLOCKS_CACHES))
-    reported(full, 50)
-    ask(full, 8)
-    assert tick(full, 1.0) == []
-    idle = build.world(PLAN, Policy(rebalance=True))
-    idle.tell(CacheReported(WARM, 1, BLOCKS_CACHES))
-    reported(idle, 500)
-    for name in ask(idle, 1):
-        assert name == WARM
-    for job in list(idle.jobs):
-        idle.finish(job)
-    assert tick(idle, 1.0) == []

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from potluck.core.brain.prefix_caches import CopyCosts, HotPrefix, PrefixHeat, ReplicaLoad, rebalance
 from potluck.core.errors import InputError
 from potluck.core.replica.blocks import BlockPool, block_hashes
 from potluck.core.routing.prefix_index import SWEEP_AT, CacheAnnouncer, PrefixIndex, PrefixMatch
@@ -223,96 +222,3 @@ def test_the_index_is_bounded_and_keeps_what_is_asked_for() -> None:
     assert index.longest(tuple(range(10_000, 10_050))) == {}
     with pytest.raises(InputError):
         PrefixIndex(0)
-
-
-def test_heat_fades_and_is_bounded() -> None:
-    heat = PrefixHeat(half_life_s=10.0, most=8)
-    for step in range(8):
-        heat.add(chain(1, 5), float(step))
-    heat.add(chain(2, 5), 100.0)
-    assert [hot.block for hot in heat.hottest(2, 100.0)] == [2, 1]
-    for block in range(3, 30):
-        heat.add((block,), 101.0)
-    assert len(heat.hottest(99, 101.0)) <= 8
-    # A steady rate is reported as such: n per second for long enough gives n.
-    steady = PrefixHeat(half_life_s=5.0)
-    for step in range(2000):
-        steady.add((1,), step * 0.05)
-    assert steady.hottest(1, 100.0)[0].uses_per_s == pytest.approx(20, rel=0.05)
-
-
-def chain(block: int, blocks: int) -> tuple[int, ...]:
-    return (*range(1000 * block, 1000 * block + blocks - 1), block)
-
-
-def hot(block: int, blocks: int, uses_per_s: float) -> HotPrefix:
-    return HotPrefix(chain(block, blocks), uses_per_s)
-
-
-LOADS = st.builds(ReplicaLoad, st.sampled_from("ab"), st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 9))
-ROOM = st.sampled_from([0, 30, 60, 1000])
-
-
-@settings(max_examples=120, deadline=None)
-@given(
-    holders=st.fixed_dictionaries({name: st.sets(st.integers(1, 5)) for name in ("r0", "r1")}),
-    loads=st.fixed_dictionaries({f"r{number}": LOADS for number in range(5)}),
-    wanted=st.lists(
-        st.builds(hot, st.integers(1, 5), st.integers(1, 4), st.floats(0, 5)),
-        min_size=2,
-        unique_by=lambda h: h.block,
-    ),
-    room=st.fixed_dictionaries({(one, two): ROOM for one in "ab" for two in "ab"}),
-    state=st.integers(0, 10),
-)
-def test_moves_go_to_the_less_busy_and_never_beyond_what_there_is(  # type: ignore[no-untyped-def]
-    holders, loads, wanted, room, state
-) -> None:
-    index = PrefixIndex()
-    for replica, blocks in holders.items():
-        index.apply(CacheReported(replica, 1, tuple(blocks)), "a")
-    costs = CopyCosts(10, state)
-    moves = rebalance(index, wanted, loads, room, costs)
-    assert len(moves) <= 8
-    assert len({move.chain[-1] for move in moves}) == len(moves)
-    sent: dict[tuple[str, str], int] = {}
-    taken: dict[str, int] = {}
-    for move in moves:
-        assert move.chain[-1] in holders[move.source]
-        assert move.chain[-1] not in holders.get(move.target, ())
-        assert move.size_bytes == 10 * len(move.chain) + state
-        ways = (loads[move.source].cluster, loads[move.target].cluster)
-        sent[ways] = sent.get(ways, 0) + move.size_bytes
-        taken[move.target] = taken.get(move.target, 0) + len(move.chain)
-    assert all(size <= room.get(ways, 0) for ways, size in sent.items())
-    assert all(blocks <= loads[target].free_blocks for target, blocks in taken.items())
-    if moves:
-        first = moves[0]
-        assert loads[first.target].busy <= loads[first.source].busy - 0.2
-
-
-def test_the_hottest_prefix_goes_to_the_idle_neighbour_and_abroad_only_with_room() -> None:
-    index = PrefixIndex()
-    index.apply(CacheReported("r0", 1, (1, 2), (), (2,)), "a")
-    wanted = [hot(1, 1, 0.5), hot(2, 8, 5.0)]
-    loads = {"r0": ReplicaLoad("a", 0.9, 0), "r1": ReplicaLoad("a", 0.3, 50), "r2": ReplicaLoad("b", 0.1, 50)}
-    costs = CopyCosts(10, 7, exact=True)
-    near = {("a", "a"): 1000}
-    assert [(m.chain[-1], m.target, m.size_bytes) for m in rebalance(index, wanted, loads, near, costs)] == [
-        (2, "r1", 87)
-    ]
-    crowded = {**loads, "r1": ReplicaLoad("a", 0.8, 50)}
-    assert rebalance(index, wanted, crowded, near, costs) == []
-    far = {("a", "a"): 1000, ("a", "b"): 87}
-    assert [(m.chain[-1], m.target) for m in rebalance(index, wanted, crowded, far, costs)] == [(2, "r2")]
-    assert rebalance(index, wanted, crowded, {**far, ("a", "b"): 86}, costs) == []
-
-
-def test_a_target_takes_no_more_than_it_has_room_for() -> None:
-    index = PrefixIndex()
-    index.apply(CacheReported("r0", 1, (1,)), "a")
-    index.apply(CacheReported("r1", 1, (2,)), "a")
-    loads = {"r0": ReplicaLoad("a", 1.0, 0), "r1": ReplicaLoad("a", 5.0, 0), "r2": ReplicaLoad("a", 0.0, 9)}
-    room = {("a", "a"): 1000}
-    assert len(rebalance(index, [hot(1, 5, 9.0), hot(2, 4, 1.0)], loads, room, CopyCosts(1))) == 2
-    assert len(rebalance(index, [hot(1, 5, 9.0), hot(2, 5, 1.0)], loads, room, CopyCosts(1))) == 1

@@ -22,7 +22,6 @@ from potluck.gateway.registry.engine_client import (
     EngineNoAnswer,
     EngineRecord,
     StatusReport,
-    Wire,
     read_status,
 )
 from potluck.gateway.registry.engine_list import EngineEntry, address_of, matched, read_engines
@@ -59,16 +58,6 @@ class FakeCaller:
     async def served_model(self, engine: EngineRecord) -> str:
         await self._say(engine, "models", None)
         return "their-name"
-
-    async def move(
-        self,
-        source_engine: EngineRecord,
-        target_engine: EngineRecord,
-        request: str,
-        names: list[str],
-        wire: Wire,
-    ) -> None:
-        await self._say(source_engine, "move", (target_engine.entry.url, names, wire))
 
 
 class Yard:
@@ -341,7 +330,7 @@ def test_what_another_gateway_empties_is_emptied_here_and_not_taken_back() -> No
     run(scenario)
 
 
-def test_flips_recounts_moves_and_plans_asked_for() -> None:
+def test_registry_carries_out_flips_cache_resyncs_and_replans() -> None:
     async def body(fleet: Yard) -> None:
         fleet.registry.enlist(_entries(1, 2))
         fleet.registry.act([actions.StartReplica(_member("a")), actions.StartReplica(_member("b", 1))])
@@ -352,14 +341,12 @@ def test_flips_recounts_moves_and_plans_asked_for() -> None:
             [
                 actions.FlipReplica("a", "prefill"),
                 actions.ResyncCache("a"),
-                actions.CopyPrefix((255,), "a", "b"),
                 actions.Replan((("m", 2.0),), "more"),
             ]
         )
         await settle()
         assert ("http://h:1", "role", "prefill") in fleet.caller.calls
         assert fleet.engine(1).cache_epoch is None
-        assert ("http://h:1", "move", ("http://h:2", [f"{255:032x}"], ("int8", 2))) in fleet.caller.calls
         assert fleet.registry.wanted().replan == actions.Replan((("m", 2.0),), "more")
         fleet.registry.planned()
         assert fleet.registry.wanted().replan is None

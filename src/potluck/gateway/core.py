@@ -162,12 +162,6 @@ class DecisionLog:
                 self.say("replan", "another plan is asked for", reason)
             case actions.OperatorNote(what, reason):
                 self.say("remark", what, reason)
-            case actions.CopyPrefix(blocks, source, target):
-                self.say(
-                    "cache",
-                    f"{len(blocks)} blocks are copied from {source} to {target}",
-                    "they are in demand",
-                )
             case actions.ResyncCache(replica):
                 self.say("cache", f"{replica} is asked for all it caches", "a report was lost")
 

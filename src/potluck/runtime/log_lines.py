@@ -115,10 +115,6 @@ def _route(route: Route) -> str:
     return f"[{','.join(texts)}]"
 
 
-def _copy_prefix(action: actions.CopyPrefix) -> str:
-    return f'["CopyPrefix","{names(action.blocks)}",{text_of(action.source)},{text_of(action.target)}]'
-
-
 def _nested(value: events.PlanReceived | actions.StartReplica | actions.Reassign) -> str:
     return dumps([type(value).__name__, encode(value[0])])
 
@@ -143,7 +139,6 @@ _WRITERS: dict[type[Any], Callable[[Any], str]] = {
     events.MarketReported: _quoted,
     actions.Run: _run,
     actions.Hedge: _run,
-    actions.CopyPrefix: _copy_prefix,
     actions.StartReplica: _nested,
     actions.Reassign: _nested,
 }
@@ -237,6 +232,5 @@ _READERS: dict[str, Callable[[list[Any], str], Any]] = {
     ),
     "Reassign": lambda fields, place: actions.Reassign(decode(ReplicaSpec, fields[0], place)),
     "StartReplica": lambda fields, place: actions.StartReplica(decode(ReplicaSpec, fields[0], place)),
-    "CopyPrefix": lambda fields, _: actions.CopyPrefix(blocks_of(fields[0]), *fields[1:]),
     "Replan": lambda fields, _: _read_replan(*fields),
 }

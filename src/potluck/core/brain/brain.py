@@ -90,7 +90,6 @@ class Brain:
     def _link_reported(self, at_s: float, event: told.LinkReported) -> list[Action]:
         self.autoscaler.window.linked(event)
         self.router.linked(event)
-        self.caches.linked(event)
         return self._recovery.linked(at_s, event)
 
     # The fleet.
@@ -151,7 +150,7 @@ class Brain:
     def _tick(self, at_s: float, event: told.Tick) -> list[Action]:
         actions = self._requests.tick(at_s) + self._recovery.tick(at_s)
         self.table.timed(self.speeds.faded(at_s))
-        actions += self._scale(at_s) + self.caches.tick(at_s)
+        actions += self._scale(at_s)
         if self.router.thresholds.links:
             actions += self._notes.thresholds(self.router.thresholds.links, self.autoscaler.why())
         return actions + self._notes.paces(self.fleet)

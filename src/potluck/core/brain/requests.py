@@ -39,7 +39,7 @@ class BrainState:
         self.fleet = FleetState(facts.replicas)
         self.speeds = LearnedSpeeds(facts, self.fleet, rule.learns)
         self.table = RoutingTable(facts, policy, rule, self.fleet)
-        self.caches = PrefixCaches(facts, policy, self.fleet)
+        self.caches = PrefixCaches(policy, self.fleet)
         self.affinity = PrefixAffinity(policy, self.table, self.caches.index)
         capacity = ReplicaCapacity(policy, self.table)
         bound = capacity if policy.admission else None
@@ -54,7 +54,6 @@ class Requests:
         self._policy = state.policy
         self._fleet = state.fleet
         self._table = state.table
-        self._caches = state.caches
         self._affinity = state.affinity
         self._router = state.router
         self._autoscaler = state.autoscaler
@@ -89,8 +88,6 @@ class Requests:
             known = ", ".join(self._admission.classes)
             what = f"no class {request.request_class!r} is known here; classes are {known}"
             return [self._refusal(at_s, request_state, "unknown_class", what)]
-        if request.blocks:
-            self._caches.asked_for(at_s, request)
         if self._autoscaler.scale_to_zero:
             self._autoscaler.asked(at_s, request.model)
         if self._watches:

@@ -121,14 +121,6 @@ class ResyncCache(NamedTuple):
     replica: str
 
 
-class CopyPrefix(NamedTuple):
-    """Copy a hot prefix to another replica (the cache-rebalancing of PrfaaS 3.2)."""
-
-    blocks: tuple[int, ...]
-    source: str
-    target: str
-
-
 class OperatorNote(NamedTuple):
     """Something that operators should know, and that nobody does anything about."""
 
@@ -138,4 +130,4 @@ class OperatorNote(NamedTuple):
 
 RequestAction = Run | Hedge | Refuse | Abort | QueryAttempt
 FleetAction = StartReplica | DrainReplica | StopReplica | FlipReplica | Reassign
-Action = RequestAction | FleetAction | Replan | ResyncCache | CopyPrefix | OperatorNote
+Action = RequestAction | FleetAction | Replan | ResyncCache | OperatorNote

@@ -174,7 +174,6 @@ def _whole(data: dict[str, Any], name: str) -> int:
 
 
 ASK_S = 2.0
-MOVE_S = 30.0
 
 
 class EngineNoAnswer(PotluckError): ...
@@ -285,19 +284,3 @@ class EngineClient:
 
     async def grants(self, engine: EngineRecord, given: list[dict[str, object]], lasts_s: float) -> None:
         await self.ask(engine, b"PUT", b"/grants", {"grants": given, "lasts_s": lasts_s})
-
-    async def move(
-        self,
-        source_engine: EngineRecord,
-        target_engine: EngineRecord,
-        request: str,
-        names: list[str],
-        wire: Wire,
-    ) -> None:
-        body = {"request": request, "blocks": names, "codec": wire[0]}
-        lent = json.loads(await self.ask(source_engine, b"POST", b"/prefixes/lend", body, MOVE_S))
-        if source_engine.said is None:
-            raise EngineNoAnswer("the source is gone")
-        at = {"kv": source_engine.said.kv, "handle": str(lent.get("handle")), "connections": wire[1]}
-        asked = {"request": request, "blocks": names, "source": at}
-        await self.ask(target_engine, b"POST", b"/prefixes/fetch", asked, MOVE_S)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -201,8 +200,6 @@ class ReplicaRegistry(ReplicaDirectory):
                 engine = self._slots[replica].engine
                 if engine is not None:
                     engine.cache_epoch = None
-            case actions.CopyPrefix():
-                self._move(action)
 
     def _change_role(self, slot: ReplicaSlot, role: Role) -> None:
         slot.role = role
@@ -217,18 +214,6 @@ class ReplicaRegistry(ReplicaDirectory):
             if (endpoint := self._endpoints.get(name)) is not None:
                 self._endpoints[name] = replace(endpoint, codec=self._codec_inside(slot.member.template))
         self._changed()
-
-    def _move(self, action: actions.CopyPrefix) -> None:
-        source, target = (self._slots.get(name) for name in (action.source, action.target))
-        if source is None or target is None or source.engine is None or target.engine is None:
-            return
-        ends = [self._endpoints.get(slot.member.id) for slot in (source, target)]
-        if ends[0] is None or ends[1] is None:
-            return
-        wire = (self.codec(ends[0], ends[1]), self.connections(ends[0], ends[1]))
-        names = [f"{block:032x}" for block in action.blocks]
-        moving = self.caller.move(source.engine, target.engine, f"move-{secrets.token_hex(8)}", names, wire)
-        self._spawn(self._call(moving))
 
     def heard(self, engine: EngineRecord) -> None:
         if not engine.up and not engine.replica:

@@ -159,14 +159,6 @@ class SimHandovers:
         self._off_pipe(now_s, hand)
         self._leave(now_s, hand)
 
-    def carry(self, now_s: float, pipe: SharedPipe, size_bytes: float, then: Callable[[float], None]) -> None:
-        """Send bytes that belong to no request, such as a cached prefix, and say when they are there."""
-        key = self._next_key
-        self._next_key += 1
-        self._open[key] = then
-        pipe.start(now_s, key, size_bytes)
-        self.schedule(pipe)
-
     def broken(self, pipe: SharedPipe) -> list[SimAttempt]:
         hands = (self._open[key] for key in pipe.keys)
         return [hand.running for hand in hands if isinstance(hand, SimHandover)]

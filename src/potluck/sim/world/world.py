@@ -89,7 +89,6 @@ class SimWorld(CommonState):
             actions.Reassign: self.fleet.reassign,
             actions.OperatorNote: lambda at_s, action: None,  # nobody reads along
             actions.Replan: self._replan,
-            actions.CopyPrefix: self._move,
             actions.ResyncCache: self._recount,
         }
 
@@ -228,28 +227,3 @@ class SimWorld(CommonState):
             replica.recount = True
             if not replica.touched:
                 self.reports.touched(at_s, replica)
-
-    def _move(self, at_s: float, action: actions.CopyPrefix) -> None:
-        source_replica, target_replica = self.sites.get(action.source), self.sites.get(action.target)
-        if (
-            source_replica is None
-            or target_replica is None
-            or source_replica.cache is None
-            or target_replica.cache is None
-        ):
-            return
-        count = source_replica.cache.match(action.blocks)
-        held = target_replica.cache.match(action.blocks)
-        pipe = self.network.pipe(source_replica, target_replica)
-        if count <= held or pipe is None:
-            return
-        size = source_replica.cache.block_tokens
-        size_bytes = self.replica_models.kv[source_replica.member.model].wire_bytes(held * size, count * size)
-        blocks = action.blocks[:count]
-
-        def there(when_s: float) -> None:
-            if target_replica.there:
-                target_replica.keep(when_s, blocks)
-                self.attempts.touch(when_s, target_replica)
-
-        self.handovers.carry(at_s, pipe, size_bytes, there)
