@@ -29,8 +29,6 @@ from potluck.engine.loop.jobs import NOT_FETCHED, LayerSent
 from potluck.engine.server import kv_connector
 from potluck.engine.server.http_connection import RequestLimits
 from potluck.engine.server.kv_connector import KvSettings
-from potluck.gateway.registry.health import LASTS_S, granted
-from potluck.gateway.values import Address, Endpoint
 from potluck.kv.chunks import KvManifest, token_hash
 from potluck.kv.fetch import GroupFetch
 from potluck.kv.frames import ChunkPiece, Hello, TransferOpening, frame
@@ -141,32 +139,6 @@ async def test_kv_crosses_as_the_plan_reckons_and_status_says_how(
         assert out["moved_bytes"] == back["moved_bytes"] == pytest.approx(reckoned, rel=0.01)
         assert opened == [wire.connections] == [6]
         assert (out["peer"], back["peer"]) == ("127.0.0.1", one.kv)
-
-
-async def test_an_engine_keeps_to_what_it_is_granted() -> None:
-    async with face(make_service("full", limits=QUICK)) as one:
-        grant = {"link": "a->b", "peers": ["10.0.0.5", "0:0::1"], "bytes_per_s": 1e9}
-        status, message = await one.put("/grants", {"grants": [grant], "lasts_s": 30})
-        assert (status, message) == (200, {"grants": [grant | {"peers": ["10.0.0.5", "::1"]}]})
-        for wrong in (
-            {"grants": [grant]},
-            {"grants": [grant], "lasts_s": 0},
-            {"grants": grant, "lasts_s": 30},
-            {"grants": [grant | {"peers": []}], "lasts_s": 30},
-            {"grants": [grant | {"bytes_per_s": -1}], "lasts_s": 30},
-            {"grants": [grant | {"more": 1}], "lasts_s": 30},
-            {"grant": [], "lasts_s": 30},
-        ):
-            assert (await one.put("/grants", wrong))[0] == 400, wrong
-        assert (await one.get("/grants"))[1] == message
-        ends = [
-            Endpoint(name, "m", name, Address(host, 1), kv=f"{host}:1")
-            for name, host in (("a", "10.0.0.4"), ("b", "10.0.0.5"))
-        ]
-        (given,) = granted(ends, {("a", "b"): 8.0}, {}).values()  # what a gateway would say
-        status, message = await one.put("/grants", {"grants": given, "lasts_s": LASTS_S})
-        assert (status, message["grants"]) == (200, [{**grant, "peers": ["10.0.0.5"], "bytes_per_s": 9e8}])
-        assert (await one.put("/grants", {"grants": [], "lasts_s": 30}))[1] == {"grants": []}
 
 
 async def test_a_cache_is_only_fetched_from_peers_and_nobody_learns_who_listens() -> None:

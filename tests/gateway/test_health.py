@@ -24,7 +24,6 @@ from potluck.core.state.events import (
 from potluck.gateway.registry.engine_client import (
     LEAST_S,
     MOST_S,
-    EngineNoAnswer,
     EngineRecord,
     LinkCounters,
     ResponseTimes,
@@ -38,7 +37,6 @@ from potluck.gateway.registry.health import (
     CRAWLS_S,
     FLOWS_S,
     IDLE_S,
-    LASTS_S,
     POLL_S,
     SAME_S,
     SILENT_S,
@@ -48,7 +46,6 @@ from potluck.gateway.registry.health import (
     LinkTraffic,
     caches_differ,
     crawls,
-    hosts_of,
     link_reports,
     next_question_s,
     restarted,
@@ -135,74 +132,6 @@ def test_a_roster_that_is_told_again_says_nothing_of_links() -> None:
 
     asyncio.run(run())
     assert len(message) == 1, "a look at a tick does"
-
-
-def test_a_link_is_shared_out_among_its_senders_and_less_of_it_while_it_loses() -> None:
-    watch, _, _ = _watch()
-    ends = [
-        Endpoint(name, "m", region, Address(host, 1), kv=f"{host}:1")
-        for name, region, host in (("a", "east", "h1"), ("b", "east", "h2"), ("c", "west", "h3"))
-    ]
-    watch._registry = SimpleNamespace(endpoints=tuple(ends))  # type: ignore[assignment]
-    passed = LinkTraffic(by_sender={"a": 9e9})
-
-    def dealt(lost: float) -> tuple[float, float]:
-        watch.links = (LinkReported("east", "west", 0.5, 0.0, 8.0, lost),)
-        watch._deal({("east", "west"): passed}, 1.0)
-        assert "c" not in watch._granted, "sends nothing there"
-        (mine,), (other,) = watch._granted["a"], watch._granted["b"]
-        assert mine["link"] == "east->west"
-        assert mine["peers"] == ["h3"]
-        return float(str(mine["bytes_per_s"])), float(str(other["bytes_per_s"]))
-
-    assert dealt(0.0) == (8.55e8, 4.5e7), "nine tenths of 1 GB/s, most of it to the one that wants it"
-    assert sum(dealt(0.5)) == pytest.approx(9e8 * 0.85)
-    passed.by_sender["b"] = 1e8
-    assert dealt(0.0) == (7.1e8, 1e8), (
-        "of 0.9, which it has recovered to; the one that wants little has it all"
-    )
-
-
-def test_a_machine_of_two_regions_is_throttled_by_neither() -> None:
-    ends = [
-        Endpoint(name, "m", region, Address(host, 1), kv=kv)
-        for name, region, host, kv in (
-            ("a", "east", "h", "h:1"),
-            ("b", "west", "h", "h:2"),
-            ("c", "west", "v6", "[::1]:3"),
-            ("d", "west", "none", ""),
-            ("e", "west", "s", "s:1,t:2?tensor=2&layers=3,4"),
-        )
-    ]
-    assert hosts_of(ends) == {"east": frozenset(), "west": frozenset({"::1", "s", "t"})}
-
-
-@pytest.mark.parametrize("knows", [True, False])
-def test_engines_are_told_their_grants_when_they_are_asked_how_they_fare(knows: bool) -> None:
-    given: list[tuple[object, float]] = []
-
-    async def status(engine: EngineRecord) -> StatusReport:
-        return SAID
-
-    async def grants(engine: EngineRecord, each: object, lasts_s: float) -> None:
-        given.append((each, lasts_s))
-        if not knows:
-            raise EngineNoAnswer("/grants was answered with 404")
-
-    watch, engine, _ = _watch()
-    message: list[object] = []
-    watch._registry.caller = SimpleNamespace(status=status, grants=grants, rtt_s=lambda _: 0.0)  # type: ignore[assignment]
-    watch._registry.heard = lambda engine: None  # type: ignore[method-assign]
-    watch._tell = message.append
-    asyncio.run(watch._ask(engine))
-    assert not given, "nobody is told anything where links are not shared out"
-    watch._grants, watch._granted = True, {"b": [{"link": "east->west"}]}
-    asyncio.run(watch._ask(engine))
-    assert given == [([{"link": "east->west"}], LASTS_S)]
-    assert len(message) == 1, "what says nothing new is not told twice"
-    engine.told = (0.0, None)
-    asyncio.run(watch._ask(engine))
-    assert len(message) == 2, "it is heard all the same"
 
 
 @pytest.mark.parametrize(

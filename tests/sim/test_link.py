@@ -8,12 +8,8 @@ from math import inf, nextafter
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from sim_fleets import decode_only, flow_plan, load, prefill_only, problem
 
-from potluck.core.routing.link_states import GRANTED
-from potluck.core.state.policy import Policy
 from potluck.sim.links.link import SharedPipe
-from potluck.sim.run import build
 from potluck.sim.world.event_queue import CALL, FEW, SLOWEST_PER_S, Entry, EventQueue, slices_per_s
 
 WEIGHTS = {"": 1.0, "gold": 4.0, "iron": 0.5}
@@ -142,16 +138,6 @@ def test_a_dead_pipe_waits_and_a_broken_off_transfer_is_counted() -> None:
     assert pipe.done(100.0) == []
     assert pipe.abort(100.0, 1) == pytest.approx(5.0)
     assert pipe.abort(100.0, 7) == 0.0
-
-
-def test_senders_that_keep_to_grants_use_a_share_of_a_link_together() -> None:
-    resolved = problem(flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1)), gbps=10.0)
-    free, granted = (build(resolved, load(5), Policy(grants=grants)).network for grants in (False, True))
-    ends = ("west", "east")
-    assert granted.links[ends].rate_bytes_per_s == pytest.approx(GRANTED * 10e9 / 8)
-    assert free.links[ends].rate_bytes_per_s > granted.links[ends].rate_bytes_per_s
-    assert granted.gbps_of(ends) == free.gbps_of(ends) == pytest.approx(10.0)
-    assert granted.rate_of(ends, 5.0) == pytest.approx(GRANTED * 5e9 / 8)
 
 
 EDGES_S = [0.0, 0.125, 0.25, 1.0, 1.5, 7.0]

@@ -254,7 +254,7 @@ class EngineHttp(asyncio.Protocol):
             self.reply("{}")
         elif path == b"/peers":
             engine.loop.call_later(engine.peers_s, self._meet, frozenset(json.loads(body)["peers"]))
-        elif path in (b"/grants", b"/health"):
+        elif path == b"/health":
             self.reply("{}")
         else:
             self.refuse(404, "not_found")

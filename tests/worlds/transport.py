@@ -13,7 +13,7 @@ from potluck.core.errors import PotluckError
 from potluck.kv.chunks import KvChunk, KvManifest
 from potluck.kv.fetch import FetchRequest, KvFetch
 from potluck.kv.handles import bound_to, new_handle
-from potluck.kv.kv_sender import BandwidthGrant, KvSender, SenderLimits
+from potluck.kv.kv_sender import KvSender, SenderLimits
 from potluck.kv.peer_connections import LinkLimits, PeerConnections
 from worlds import faults, sockets, threads, virtual
 from worlds.faults import WIRE
@@ -51,7 +51,6 @@ class TransportScenario:
     switches: float
     window_bytes: int
     held_bytes: int
-    grant_bytes_per_s: float  # 0: as fast as it goes.
 
 
 def scenario_of(seed: int) -> TransportScenario:
@@ -87,8 +86,7 @@ def scenario_of(seed: int) -> TransportScenario:
         choice((0.0, 0.05, 0.3)),
     )
     window_bytes, held_bytes = 1 << choice((13, 15, 17)), 1 << choice((13, 16, 24))
-    grant = choice((0.0, 0.0, 1e5, 1e6))
-    links = latency_s, pieces, switches, window_bytes, held_bytes, grant
+    links = latency_s, pieces, switches, window_bytes, held_bytes
     return TransportScenario(seed, tuple(trials), tuple(struck), *links)
 
 
@@ -153,9 +151,6 @@ class Transport:
         self.sender = self.sending.run(lambda: KvSender(*FROM, limits=limits, shared_memory=False))
         wanted = LinkLimits(window_bytes=scenario.window_bytes, piece_bytes=4096)
         self.links = PeerConnections([FROM], limits=wanted, shared_memory=False)
-        if scenario.grant_bytes_per_s:
-            grant = BandwidthGrant("l", frozenset("b"), scenario.grant_bytes_per_s)
-            self._later(0.5, self.sending, self.sender.granted, [grant], 0.5)
         self.trials = [Fetched(scenario.seed, place, trial) for place, trial in enumerate(scenario.asks)]
         for fetched in self.trials:
             at_s = 1.0 + fetched.trial.at_s

@@ -217,7 +217,6 @@ class GatewayCore:
             caches=policy.affinity > 0,
             planned_gbps=facts.links_gbps,
             views=self.brain.fleet.views,
-            grants=policy.grants,
         )
         self.engine_list = None if engine_list is None else EngineListFile(engine_list)
         self.decision_log = DecisionLog(self.brain.autoscaler.why, lambda: self.plan_why)

@@ -11,7 +11,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -28,7 +28,6 @@ from potluck.kv.handles import TransferHandles
 from potluck.kv.kv_connection import KvConnection, expect, shut
 from potluck.kv.peer_connections import LinkReport, info, report
 from potluck.kv.send_queue import SendQueue, pack
-from potluck.kv.throttle import LinkThrottle
 
 State = Literal["offered", "attached", "fetched", "failed", "gone"]
 Opened = Callable[[int], KvManifest]
@@ -132,11 +131,8 @@ class OutgoingTransfer:
         opened: Opened,
         expires_s: float,
         closed: Closed | None = None,
-        tenant: str = "",
-        weight: float = 1.0,
     ) -> None:
         self.memory, self.updated = memory, memory.condition()
-        self.tenant, self.weight = tenant, weight  # Whose share of a throttled link it takes.
         self._closed = closed
         self._piece_bytes = piece_bytes
         self.readers = 1
@@ -299,16 +295,6 @@ MOST_PEERS, BACKLOG = 256, 1024
 ANSWER_S = 60.0  # An engine answers between two steps.
 
 
-@dataclass(frozen=True, slots=True)
-class BandwidthGrant:
-    """So many bytes a second may be sent over a link, which leads to these machines."""
-
-    link: str
-    peers: frozenset[str]
-    bytes_per_s: float
-    until_s: float = inf  # When it ends, unless it is given again: whoever grants may be gone.
-
-
 class KvSender:
     def __init__(
         self,
@@ -326,8 +312,6 @@ class KvSender:
         self._handles: TransferHandles[OutgoingTransfer] = TransferHandles()
         self._transfers: dict[str, OutgoingTransfer] = {}
         self._peers: dict[str, PeerLink] = {}
-        self._grants: dict[str, BandwidthGrant] = {}
-        self._throttles: dict[str, LinkThrottle] = {}
         self._keys = itertools.count(1)
         self._connections: dict[int, socket.socket] = {}
         self._threads: list[threading.Thread] = []
@@ -349,14 +333,10 @@ class KvSender:
         opened: Opened,
         lasts_s: float,
         closed: Closed | None = None,
-        tenant: str = "",
-        weight: float = 1.0,
     ) -> OutgoingTransfer:
         """A cache that can be fetched, once, within a time; `closed` is told how it went, in whatever thread."""
         expires_s = time.monotonic() + lasts_s
-        transfer = OutgoingTransfer(
-            self._memory, self.limits.piece_bytes, opened, expires_s, closed, tenant, weight
-        )
+        transfer = OutgoingTransfer(self._memory, self.limits.piece_bytes, opened, expires_s, closed)
         with self._changed:
             if self._closed:
                 raise CapacityError("KV sender: is closed")
@@ -372,35 +352,6 @@ class KvSender:
             if transfer is not None and transfer.state == "offered":
                 transfer.end("gone")
             self._forget()
-
-    def granted(self, grants: Iterable[BandwidthGrant], now_s: float) -> None:
-        """What may be sent over which links from now on, in place of all that was granted before."""
-        with self._changed:
-            self._grants = {grant.link: grant for grant in grants}
-            throttles = {}
-            for link, grant in self._grants.items():
-                throttle = self._throttles.get(link)
-                if throttle is None:
-                    throttle = LinkThrottle(grant.bytes_per_s, now_s)
-                else:
-                    throttle.grant(grant.bytes_per_s, now_s)
-                throttles[link] = throttle
-            self._throttles = throttles
-            for name, peer in self._peers.items():
-                peer.throttle = self._throttle(name)
-
-    @property
-    def grants(self) -> tuple[BandwidthGrant, ...]:
-        with self._changed:
-            return tuple(self._grants.values())
-
-    @property
-    def throttles(self) -> tuple[LinkThrottle, ...]:
-        return tuple(self._throttles.values())
-
-    def _throttle(self, peer: str) -> LinkThrottle | None:
-        links = (link for link, grant in self._grants.items() if peer in grant.peers)
-        return self._throttles.get(next(links, ""))
 
     @property
     def held_bytes(self) -> int:
@@ -483,9 +434,6 @@ class KvSender:
             return
         self._swept_s = now_s
         with self._changed:
-            kept = [grant for grant in self._grants.values() if grant.until_s > now_s]
-            if len(kept) < len(self._grants):
-                self.granted(kept, now_s)
             for transfer in self._transfers.values():
                 for part in transfer.parts.values():
                     if transfer.opening or (part.conns and not part.queue.outstanding):
@@ -578,8 +526,6 @@ class KvSender:
                 transfer = self._handles.claim(hello.handle, hello.bound, hello.session, now_s)
                 part = None if transfer is None else transfer.part(hello.cut)
                 piece_bytes = hello.piece_bytes
-                if part is not None and part.state == "offered":
-                    piece_bytes = self._piece_bytes(conn.peer, piece_bytes)
                 if part is not None and part.attach(piece_bytes, self.limits.most_connections_each, now_s):
                     part.transfer.peer = conn.peer
                     part.transfer.updated.notify_all()
@@ -595,11 +541,6 @@ class KvSender:
                     raise FormatError("hand-over", "goes on before it was answered")
         return None
 
-    def _piece_bytes(self, peer: str, most_bytes: int) -> int:
-        """Smaller on a thin link, so that transfers can take turns there."""
-        throttle = self._throttle(peer)
-        return most_bytes if throttle is None else min(most_bytes, throttle.piece_bytes)
-
     def _peer(self, name: str) -> PeerLink:
         """Under the lock."""
         while len(self._peers) >= MOST_PEERS and name not in self._peers:
@@ -608,7 +549,7 @@ class KvSender:
                 break
             del self._peers[idle]
         if name not in self._peers:
-            self._peers[name] = PeerLink(throttle=self._throttle(name))
+            self._peers[name] = PeerLink()
         return self._peers[name]
 
 
@@ -641,7 +582,6 @@ class PeerLink:
     under_way: int = 0
     since_s: float = 0.0
     conns: dict[int, KvConnection] = field(default_factory=dict)
-    throttle: LinkThrottle | None = None  # Where a grant holds for the link to it.
 
     def add(self, pieces: int, now_s: float) -> None:
         if self.under_way:
@@ -662,7 +602,6 @@ class SendConnection:
         self._lock = part.memory.changed
         self._sent = 0
         self._under_way = 0
-        self._key = id(part)
         most = limits.most_unacked
         self._most_unacked = most if slots is None else min(most, slots.shared.slots)
         self._done = False
@@ -694,8 +633,6 @@ class SendConnection:
                 peer.conns.pop(conn.key, None)
                 peer.sent_again_bytes += part.queue.sent_again_bytes - before
                 peer.retransmits += closing.retransmits if closing else 0
-                if peer.throttle is not None and not part.conns:
-                    peer.throttle.leave(self._key)
                 part.wake_idle()
 
     def _listen(self) -> None:
@@ -723,19 +660,16 @@ class SendConnection:
             if part.over and time.monotonic() - part.active_s > self._limits.hello_s:
                 return False  # Its receiver has said so elsewhere, and should have said it here.
             now_s = time.monotonic()
-            later_s = self._turn_s(now_s)
             with part.counted():
-                todo = None if part.over or later_s > 0 else part.queue.next(conn.key)
-            conn.idle = todo is None and not later_s
+                todo = None if part.over else part.queue.next(conn.key)
+            conn.idle = todo is None
             if isinstance(todo, tuple):
                 self._under_way += 1
                 self._peer.add(1, now_s)
                 self._peer.moved_bytes += todo[0].count
-            self._taken(todo[0].count if isinstance(todo, tuple) else 0, later_s)
         if todo is None:
             conn.woken = False
-            whole = not later_s or later_s >= self._limits.beat_s
-            if not conn.wait(self._limits.beat_s if whole else later_s) and whole and not conn.woken:
+            if not conn.wait(self._limits.beat_s) and not conn.woken:
                 conn.send(frames.Heartbeat())
         elif isinstance(todo, frames.SenderProblem):
             conn.send(todo)
@@ -746,23 +680,6 @@ class SendConnection:
         else:
             self._piece(*todo)
         return True
-
-    def _turn_s(self, now_s: float) -> float:
-        """Seconds until this connection may take something: what a throttle says, where there is work for it."""
-        throttle, part = self._peer.throttle, self._part
-        if throttle is None or part.over or part.queue.failed:
-            return 0.0
-        if not part.queue.may_take(self._conn.key) or not part.queue.work:
-            return 0.0
-        return throttle.wait_s(self._key, part.transfer.tenant, part.transfer.weight, now_s)
-
-    def _taken(self, size_bytes: int, later_s: float) -> None:
-        """Tell the throttle what became of a turn."""
-        throttle = self._peer.throttle
-        if throttle is not None and size_bytes:
-            throttle.sent(self._key, size_bytes)
-        elif throttle is not None and not later_s:
-            throttle.rest(self._key)
 
     def _piece(self, piece: frames.ChunkPiece, data: memoryview) -> None:
         if self._slots is not None:

@@ -151,8 +151,6 @@ def build(
     policy = Policy() if policy is None else policy
     log, mind = options.get("log"), options.get("mind")
     settings = options.get("settings") or SimSettings(tick_s=policy.tick_s)
-    if settings.granted is None:
-        settings = replace(settings, granted=policy.grants)
     for name in workload.models:
         if name not in resolved.models:
             raise UnknownNameError("workload: model", name, resolved.models)

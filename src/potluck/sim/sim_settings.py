@@ -24,8 +24,6 @@ class SimSettings:
     planner_s: float = 10.0  # From asking the planner to its answer.
     heartbeat_s: float = 0.0
     """How long nothing must be heard of a replica until it counts as lost (THUNDERSERVE 3.4); 0: known at once."""
-    granted: bool | None = None
-    """Whether senders keep to grants on links between regions; None: as the policy says."""
     samples: int = 0  # How many times to look at every replica, for plots.
     end_s: float = inf  # Stop here whatever is open.
 

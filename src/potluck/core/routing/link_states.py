@@ -7,7 +7,6 @@ all bytes of its tenant, and of each other tenant its due until those have passe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import pairwise
 from math import inf
 from typing import Final
@@ -307,34 +306,3 @@ class LinkAvoidance:
             ):
                 able.append(prefilled_s(target, tokens))
         return min(able, default=inf)
-
-
-GRANTED: Final = 0.9  # Of a link's bandwidth: headers of packets take a part of it, and what no grant covers.
-KEPT: Final = 0.1  # Of its even share, what a sender keeps that wants nothing.
-LOSSY: Final = 0.01
-"""Share of segments sent again from which on a link is taken to carry less than it should."""
-EASED: Final = 0.85
-RECOVERED: Final = 0.05
-LEAST: Final = 0.25
-
-
-def grants(link_bytes_per_s: float, wants_bytes_per_s: Mapping[str, float]) -> dict[str, float]:
-    """Bytes a second that each sender may put on a link; together GRANTED of its bandwidth."""
-    left = GRANTED * link_bytes_per_s
-    values: dict[str, float] = {}
-    waiting = len(wants_bytes_per_s)
-    least = KEPT * left / max(1, waiting)
-    for sender, wanted in sorted(wants_bytes_per_s.items(), key=lambda each: (each[1], each[0])):
-        values[sender] = min(max(least, wanted), left / waiting)
-        left -= values[sender]
-        waiting -= 1
-    for sender in values:
-        values[sender] += left / len(values)
-    return values
-
-
-def eased(share: float, lost: float) -> float:
-    """Of a link's bandwidth, what is dealt out next: less while segments are lost, and slowly more again."""
-    if lost > LOSSY:
-        return max(LEAST, share * EASED)
-    return min(1.0, share + RECOVERED)

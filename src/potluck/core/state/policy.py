@@ -36,8 +36,6 @@ class Policy:
     """Seconds of waiting that a second of saved prefill is worth; 0 ignores caches."""
     pool_caches: bool = True
     """Fetch a prefix from another replica of the region, where that is sooner than computing it (PrfaaS 3.2)."""
-    grants: bool = False
-    """Share links between regions out among their senders, which keep to what they are granted (PrfaaS 3.3)."""
     split_overflow: bool = True
     """In pairs, a prompt that finds the low-end GPU full goes whole to the high-end one if sooner; CRONUS waits."""
     low_decodes: bool = True

@@ -1,4 +1,4 @@
-"""Control: /, /status, /cache, /role, /pace, /network, /peers, /grants, /drain, /health, /metrics.
+"""Control: /, /status, /cache, /role, /pace, /network, /peers, /drain, /health, /metrics.
 
 A role is changed at once: weights stay, and what runs runs on. It says what an engine is for, not what it can do:
 segments are run whatever the role; a prefill engine answers no clients of its own (409 at /v1/...).
@@ -6,22 +6,19 @@ segments are run whatever the role; a prefill engine answers no clients of its o
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from importlib import resources
-from math import isfinite
 
 from aiohttp import web
 
 from potluck.api.http import HttpRefusal
-from potluck.core.errors import FormatError, InputError
-from potluck.core.values.kv_layout import MOST_PEERS, kv_address, peers_in, written
+from potluck.core.errors import InputError
+from potluck.core.values.kv_layout import peers_in, written
 from potluck.engine.loop.engine_status import role_of
 from potluck.engine.server.engine_metrics import CONTENT_TYPE
 from potluck.engine.server.engine_service import SERVICE, EngineService
 from potluck.engine.server.http_connection import read_object
-from potluck.kv.kv_sender import BandwidthGrant
 from potluck.kv.prefix_pool import as_json, place_in
 
 PAGE_HEADERS = {
@@ -30,9 +27,6 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
-MOST_GRANTS = 256
-GRANT_KEYS = {"link", "peers", "bytes_per_s"}
-LONGEST_S, LONGEST_NAME = 3600.0, 500
 
 
 async def page(_: web.Request) -> web.Response:
@@ -146,51 +140,3 @@ async def change_peers(request: web.Request) -> web.Response:
     """The whole list, in place of the one before."""
     request.app[SERVICE].peers = peers_in(await read_object(request))
     return await show_peers(request)
-
-
-# What this engine may send over which links, told by whoever sees all senders of a link. A grant holds for some
-# seconds and is given again while it is meant: an engine that nobody tells anything sends as fast as it can.
-
-
-async def show_grants(request: web.Request) -> web.Response:
-    grants = [
-        {"link": grant.link, "peers": sorted(grant.peers), "bytes_per_s": grant.bytes_per_s}
-        for grant in request.app[SERVICE].connector.sender.grants
-    ]
-    return web.json_response({"grants": grants})
-
-
-async def change_grants(request: web.Request) -> web.Response:
-    """All of them, in place of those before: `{"grants": [{link, peers, bytes_per_s}], "lasts_s": 15}`."""
-    body = await read_object(request)
-    _only_keys(body, {"grants", "lasts_s"}, "there are grants and lasts_s")
-    given = body.get("grants")
-    if not isinstance(given, list):
-        raise FormatError("grants", "must be a list")
-    if len(given) > MOST_GRANTS:
-        raise InputError("grants", f"at most {MOST_GRANTS}, got {len(given)}")
-    now_s = time.monotonic()
-    until_s = now_s + _number(body.get("lasts_s"), "lasts_s", LONGEST_S)
-    grants = [_grant(grant, f"grants[{place}]", until_s) for place, grant in enumerate(given)]
-    request.app[SERVICE].connector.sender.granted(grants, now_s)
-    return await show_grants(request)
-
-
-def _grant(given: object, where: str, until_s: float) -> BandwidthGrant:
-    if not isinstance(given, dict) or given.keys() != GRANT_KEYS:
-        raise FormatError(where, f"must have {', '.join(sorted(GRANT_KEYS))}, and nothing else")
-    link, peers = given["link"], given["peers"]
-    if not isinstance(link, str) or not 0 < len(link) <= LONGEST_NAME:
-        raise InputError(f"{where}.link", f"must be a name of at most {LONGEST_NAME} characters")
-    if not isinstance(peers, list) or not 0 < len(peers) <= MOST_PEERS:
-        raise InputError(f"{where}.peers", f"must be a list of 1 to {MOST_PEERS} hosts")
-    hosts = frozenset(host for peer in peers for host, _ in kv_address(peer, f"{where}.peers", port=0).stages)
-    return BandwidthGrant(link, hosts, _number(given["bytes_per_s"], f"{where}.bytes_per_s", 1e15), until_s)
-
-
-def _number(value: object, where: str, most: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        raise InputError(where, "must be a number")
-    if not 0 < value <= most:
-        raise InputError(where, f"must be above 0 and at most {most:g}, is {value:g}")
-    return float(value)

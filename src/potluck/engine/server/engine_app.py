@@ -74,8 +74,6 @@ def build(
             web.post("/network", control.change_network),
             web.get("/peers", control.show_peers),
             web.put("/peers", control.change_peers),
-            web.get("/grants", control.show_grants),
-            web.put("/grants", control.change_grants),
             web.post("/drain", control.drain),
             web.get("/health", control.health),
             web.get("/metrics", control.metrics),

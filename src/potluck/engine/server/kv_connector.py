@@ -214,9 +214,7 @@ class KvConnector:
         channel: RequestChannel,
         lasts_s: float,
         codec: Codec = "raw",
-        whose: tuple[str, float] = ("", 1.0),
     ) -> Fate:
-        """`whose`: a tenant and its weight, for links that are shared out."""
         fate: Fate = self._loop.create_future()
 
         def opened(have: int) -> KvManifest:
@@ -232,7 +230,7 @@ class KvConnector:
             with suppress(RuntimeError):  # The event loop is closed: nobody is left to be told.
                 self._loop.call_soon_threadsafe(_settle, fate, undelivered)
 
-        transfer = self.sender.offer(handle, bound, opened, lasts_s, closed, *whose)
+        transfer = self.sender.offer(handle, bound, opened, lasts_s, closed)
         self._outgoing[handle] = transfer
         return fate
 

@@ -68,10 +68,7 @@ async def segments(request: web.Request) -> web.StreamResponse:
                 segment_request.request, service.fingerprint, token_hash(job.prompt[: job.whole])
             )
             connector = service.connector
-            whose = segment_request.tenant, segment_request.weight
-            fate = connector.offer(
-                handle, bound, channel, service.limits.deadline_s, segment_request.codec, whose
-            )
+            fate = connector.offer(handle, bound, channel, service.limits.deadline_s, segment_request.codec)
             stack.callback(connector.withdraw, handle, channel)
             stack.push_async_callback(_stop, asyncio.create_task(_watch(service, job, channel, fate)))
         if segment_request.source is not None:

@@ -281,6 +281,3 @@ class EngineClient:
 
     async def peers(self, engine: EngineRecord, addresses: Iterable[str]) -> None:
         await self.ask(engine, b"PUT", b"/peers", {"peers": sorted(addresses)})
-
-    async def grants(self, engine: EngineRecord, given: list[dict[str, object]], lasts_s: float) -> None:
-        await self.ask(engine, b"PUT", b"/grants", {"grants": given, "lasts_s": lasts_s})

@@ -11,22 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Literal, TypeVar
 
 from potluck.core.errors import PotluckError
-from potluck.core.routing.link_states import eased, grants
 from potluck.core.state.events import LinkReported, ReplicaReported, ReplicaSilent
 from potluck.core.state.fleet import ReplicaState
-from potluck.core.values.kv_layout import kv_address
-from potluck.gateway.registry.engine_client import EngineNoAnswer, EngineRecord
+from potluck.gateway.registry.engine_client import EngineRecord
 from potluck.gateway.registry.registry import ReplicaRegistry, Tell
 from potluck.gateway.registry.server_probe import ServerUnusable, served_name, with_model
-from potluck.gateway.values import Endpoint
 
 LEAST_BUSY = 0.1
 """Share of a period in which something must have been on its way for its rate to say anything."""
@@ -44,8 +39,6 @@ class LinkTraffic:
     busy_s: float = 0.0
     queued_bytes: float = 0.0
     resent_segments: float = 0.0
-    by_sender: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Bytes that each has sent or would, by replica."""
 
 
 def link_reports(
@@ -133,12 +126,9 @@ class HealthChecker:
         caches: bool,
         planned_gbps: Mapping[tuple[str, str], float],
         views: Mapping[str, ReplicaState],
-        grants: bool = False,
     ) -> None:
         self._registry, self._tell, self._views = registry, tell, views
-        self._caches, self._grants, self._planned_gbps = caches, grants, planned_gbps
-        self._granted: dict[str, list[dict[str, object]]] = {}
-        self._shares: dict[tuple[str, str], float] = {}  # Of each link's bandwidth, what is dealt out.
+        self._caches, self._planned_gbps = caches, planned_gbps
         self._looked_s = time.monotonic()
         self.links: tuple[LinkReported, ...] = ()
         self.lateness = EmulationLag()
@@ -162,19 +152,6 @@ class HealthChecker:
             self.links = tuple(link_reports(passed, self._planned_gbps, period_s))
             for report in self.links:
                 self._tell(report)
-            if self._grants:
-                self._deal(passed, period_s)
-
-    def _deal(self, passed: Mapping[tuple[str, str], LinkTraffic], period_s: float) -> None:
-        for report in self.links:
-            ends = (report.source, report.target)
-            self._shares[ends] = eased(self._shares.get(ends, 1.0), report.lost_share)
-        gbps = {ends: full * self._shares[ends] for ends, full in self._planned_gbps.items()}
-        wants = {
-            ends: {replica: size / period_s for replica, size in traffic.by_sender.items()}
-            for ends, traffic in passed.items()
-        }
-        self._granted = granted(self._registry.endpoints, gbps, wants)
 
     async def _watch(self, engine: EngineRecord) -> None:
         due_s = -inf
@@ -226,9 +203,6 @@ class HealthChecker:
             self._report(engine, ReplicaSilent(replica, CRAWLS_S))
         elif time.monotonic() >= engine.crawls_until_s:
             self._report(engine, ReplicaReported(replica, status.status))
-        if self._grants and replica in self._granted:
-            with suppress(EngineNoAnswer):  # one that knows no grants sends as it always did
-                await caller.grants(engine, self._granted[replica], LASTS_S)
         if self._caches and caches_differ(engine, time.monotonic()):
             engine.cached = time.monotonic(), status.prompt_tokens
             for report in await caller.cache(engine):
@@ -312,8 +286,7 @@ class HealthChecker:
                             passed = all_traffic.setdefault(ends, LinkTraffic())
                             passed.queued_bytes += link.queue_bytes
                             passed.resent_segments += again
-                            passed.by_sender[endpoint.replica] += link.queue_bytes
-                    continue
+                        continue
                 rate = link.goodput_bytes_per_s
                 busy_s = link.moved_bytes / rate if rate > 0 else 0.0
                 moved_before, busy_before = engine.links.get(link.peer, (0.0, 0.0))
@@ -323,53 +296,10 @@ class HealthChecker:
                     continue
                 passed = all_traffic.setdefault((sender.region, endpoint.region), LinkTraffic())
                 passed.moved_bytes += moved_bytes
-                passed.by_sender[sender.replica] += moved_bytes
                 passed.busy_s += took_s
                 codec = registry.codec(sender, endpoint)
                 self.moved(sender.replica, endpoint.replica, codec, round(moved_bytes), took_s)
         return all_traffic
-
-
-LASTS_S = 15.0
-Ends = tuple[str, str]
-
-
-def hosts_of(endpoints: Iterable[Endpoint]) -> dict[str, frozenset[str]]:
-    """The machines of each region that senders know by their address; one of two regions is in neither."""
-    result: dict[str, set[str]] = {}
-    for endpoint in endpoints:
-        if endpoint.kv:
-            hosts = {host for host, _ in kv_address(endpoint.kv).stages}
-            result.setdefault(endpoint.region, set()).update(hosts)
-    return {
-        region: frozenset(mine - set().union(*(hosts for other, hosts in result.items() if other != region)))
-        for region, mine in result.items()
-    }
-
-
-def granted(
-    endpoints: Iterable[Endpoint],
-    gbps: Mapping[Ends, float],
-    wants_bytes_per_s: Mapping[Ends, Mapping[str, float]],
-) -> dict[str, list[dict[str, object]]]:
-    """By replica, the body's `grants` of PUT /grants. All that could send over a link have a share of it."""
-    known = tuple(endpoints)
-    hosts = hosts_of(known)
-    result: dict[str, list[dict[str, object]]] = {}
-    for (source, target), bandwidth in sorted(gbps.items()):
-        peers = sorted(hosts.get(target, ()))
-        wants = wants_bytes_per_s.get((source, target), {})
-        senders = {
-            endpoint.replica: wants.get(endpoint.replica, 0.0)
-            for endpoint in known
-            if endpoint.region == source and endpoint.kv
-        }
-        if not peers or not senders or bandwidth <= 0:
-            continue
-        for replica, rate in grants(bandwidth * 1e9 / 8, senders).items():
-            grant = {"link": f"{source}->{target}", "peers": peers, "bytes_per_s": max(1, round(rate))}
-            result.setdefault(replica, []).append(grant)
-    return result
 
 
 WINDOW_S = 30.0

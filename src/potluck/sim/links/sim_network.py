@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from potluck.core.routing.link_states import GRANTED
 from potluck.core.state.events import FailureKind
 from potluck.core.values.kv import wire_of
 from potluck.core.values.types import Link
@@ -33,10 +32,8 @@ class SimNetwork:
     That is exact while at most one end is contended, and never gives a link more than it carries.
     """
 
-    def __init__(self, resolved: ResolvedPlan, granted: bool = False) -> None:
+    def __init__(self, resolved: ResolvedPlan) -> None:
         self.resolved = resolved
-        self._granted = granted
-        """Whether senders keep to what they are granted: all of them together to a share of a link."""
         self.pipes: list[SharedPipe] = []
         self.specs: dict[tuple[str, str], Link] = {}
         self.links: dict[tuple[str, str], SharedPipe] = {}
@@ -63,8 +60,7 @@ class SimNetwork:
             return 0.0
         wire = self._wires[ends]
         path = alpha_beta(gbps, self.specs[ends].rtt_s, wire.connections, window_bytes=wire.window_bytes)
-        rate = path.beta_bytes_per_s
-        return min(rate, GRANTED * gbps * 1e9 / 8) if self._granted else rate
+        return path.beta_bytes_per_s
 
     def gbps_of(self, ends: tuple[str, str]) -> float:
         """What a link carries at present, as its bandwidth is written."""

@@ -117,7 +117,7 @@ class CommonState:
         self.events = EventQueue(slices_per_s(replicas, workload.rate_per_s or 0.0))
         self.sites: dict[str, SimReplica] = {}
         """Replicas that are there, by id."""
-        self.network = SimNetwork(replica_models.resolved, bool(settings.granted))
+        self.network = SimNetwork(replica_models.resolved)
         self.handovers = SimHandovers(self.events, self.network, settings.overlap)
         self.reports = StatusReports(self.events, self.network, settings)
         self.ledger = RequestLedger(len(workload))
