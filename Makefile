@@ -102,7 +102,7 @@ format: $(VENV)/.dev ## let ruff put the code in order
 	$(BIN)/ruff format
 
 site: $(VENV)/.site ## the docs with their references, in site/; a link that leads nowhere fails it
-	PYTHONPATH=src:tools $(BIN)/python -m docsite
+	PYTHONPATH=src:lab:tools $(BIN)/python -m docsite
 
 environments: $(VLLM)/.made $(SKY)/.made $(RAY)/.made ## install vLLM, SkyPilot and Ray, each apart
 

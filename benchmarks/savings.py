@@ -22,7 +22,7 @@ from potluck.plan.problem import PlanningProblem
 from potluck.plan.strategies import SolveSettings, TemplateFactory
 from potluck.plan.verify import verify
 
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "lab"))
 from papers.coral_settings import PAPER, WAYS, as_printed, by_phase, problem
 
 RIVALS = {

@@ -1,4 +1,4 @@
-"""CAUCHY's and CRONUS's scheduling experiments in the simulator: `docs/reproductions.md` tells what they are.
+"""CAUCHY's and CRONUS's scheduling experiments in the simulator: `lab/reproductions.md` tells what they are.
 
 `--quick` runs CAUCHY's experiments for a shorter time: runs of half a minute near the limit, from an empty fleet, in
 which what builds up slowly does not show. The trace is looked for in POTLUCK_DATA, else beside the checkout; without
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from parts.common import DATA, ROOT, cpu_s, run, say
 
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "lab"))
 from papers.cronus_beyond import OVERLOADS
 
 from papers import cauchy, cauchy_rows, cronus, cronus_beyond, cronus_rows

@@ -24,7 +24,7 @@ from potluck.perf.step_timer import steps
 from potluck.plan.search import tabu
 from potluck.plan.search.workload import Pool, PoolWorkload
 
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "lab"))
 from papers.peak_costs import PeakCosts
 from papers.pool_bound import class_bound, exact_bound
 from papers.thunderserve import (

@@ -24,7 +24,7 @@ from potluck.plan.templates.library import pipeline_libraries
 from potluck.plan.templates.pipeline import MAX_NODES, PipelineLibrary, best_placement, pipeline_library
 from potluck.plan.timing.stage_rates import StageRates, stage_rates
 
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "lab"))
 from papers.coral_placement import integer_program
 
 SEED = 42

@@ -242,6 +242,24 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert cycle(sources, [module for module, path in MODULES.items() if path.name == "__init__.py"]) == []
 
 
+def outside_names() -> set[str]:
+    """Modules and packages of the repository that an installed package does not have."""
+    folders = (SOURCE.parent / name for name in ("benchmarks", "lab", "tools"))
+    return {path.stem for folder in folders for path in folder.iterdir() if path.suffix in ("", ".py")}
+
+
+def test_package_imports_nothing_that_is_not_installed_with_it() -> None:
+    outside = outside_names()
+    assert {"papers", "accuracy_study", "docsite"} <= outside
+    result = [
+        f"{module}:{item.line}: {item.module}"
+        for module, path in MODULES.items()
+        for item in imports(path.read_text("utf-8"), module, path.name == "__init__.py")
+        if item.top in outside
+    ]
+    assert result == []
+
+
 def test_class_name_is_defined_in_one_module_only() -> None:
     modules: dict[str, list[str]] = {}
     for module, path in MODULES.items():

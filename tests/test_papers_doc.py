@@ -1,4 +1,4 @@
-"""Pages of docs/papers name places and switches; each of them must be there."""
+"""Pages of lab/papers/results name places and switches; each of them must be there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from potluck.core.state.policy import Policy
 from potluck.plan.strategies import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted(set((ROOT / "docs" / "papers").glob("*.md")) - {ROOT / "docs" / "papers" / "together.md"})
+RESULTS = ROOT / "lab" / "papers" / "results"
+PAGES = sorted(set(RESULTS.glob("*.md")) - {RESULTS / "together.md"})
 HEAD = "| mechanism (section) |"
 
 

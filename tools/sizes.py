@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 def parts(root: Path) -> list[tuple[str, Path]]:
     """Each package of the source, then every other folder that holds Python."""
     packages = [path for path in sorted((root / "src" / "potluck").iterdir()) if path.is_dir()]
-    others = [root / name for name in ("tests", "benchmarks", "tools")]
+    others = [root / name for name in ("tests", "benchmarks", "lab", "tools")]
     return [(path.relative_to(root).as_posix(), path) for path in (*packages, *others)]
 
 
@@ -36,7 +36,7 @@ def main() -> None:
         if name.startswith("src/"):
             total_files, total_lines = total_files + files, total_lines + lines
     print(f"{'src in all':<24}{total_files:>8,}{total_lines:>10,}")
-    for name in ("docs", "docs/lab", "docs/papers"):
+    for name in ("docs", "lab"):
         print(f"{name:<24}{words((ROOT / name).rglob('*.md')):>18,} words")
     print(f"{'CHANGELOG.md':<24}{words([ROOT / 'CHANGELOG.md']):>18,} words")
 

@@ -29,7 +29,7 @@ from potluck.perf.timers.profile import profile_to_json
 from potluck.runtime.resolved_plan import EngineSetup, ResolvedPlan
 from potluck.sim.load.workload import Workload, workload
 
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "lab"))
 from papers.prfaas_case import FAR, LONGEST, MODEL, NAME, NEAR, OUTPUT, profile_of
 from papers.prfaas_case import SLOTS as DECODE_SLOTS
 from papers.prfaas_case import STEP_S as DECODE_STEP_S

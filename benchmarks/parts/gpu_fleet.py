@@ -1,7 +1,7 @@
 """Unlike shares of one GPU as a fleet: engines and the gateway of this project, as CRONUS's experiments need them.
 
 A high-end and a low-end share (CUDA MPS) have the KV memory of the paper's cards; five placements are those of
-`tools/papers/cronus.py`, `learned` is data parallel by our gateway, which goes by the speeds that it sees where the
+`lab/papers/cronus.py`, `learned` is data parallel by our gateway, which goes by the speeds that it sees where the
 paper's has turns, and `extended` is CRONUS with our rules beyond it. Weights are drawn at random and written
 once, where all engines read them. Without a GPU the same runs with a tiny model: two processes on a CPU.
 As a program this is the gateway of a placement.
@@ -47,6 +47,7 @@ from potluck.runtime.replica_models import total_blocks
 from potluck.runtime.resolved_plan import ResolvedPlan
 
 sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "lab"))
 from live_fleet import Process, listening, wait_ready
 
 from papers import cronus, fleets

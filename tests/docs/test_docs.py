@@ -12,7 +12,7 @@ from typing import get_args
 import click
 import pytest
 from docsite import commands, glossary, sample, spec_fields, values
-from docsite.assemble import COVER, ROOT, assemble, broken_links, sections, unlinked, written
+from docsite.assemble import COVERS, ROOT, assemble, broken_links, sections, unlinked, written
 from docsite.shown import Call, calls, trouble
 from docsite.text import anchors, blocks, outside_code, phrases, slug
 
@@ -23,7 +23,7 @@ from potluck.sim.world.faults import FaultKind, parse_faults
 
 PLACES = re.compile(r"(?:[\w-]+/)+[\w.-]+\.(?:py|md|yaml|csv|jsonl|svg|png|html)\Z")
 """Code that names a file; others have no folder before them."""
-DATED = ("CHANGELOG.md", "docs/decisions/", "docs/lab/", "docs/reproductions.md")
+DATED = ("CHANGELOG.md", "docs/decisions/", "lab/")
 """Pages that tell of a time."""
 
 
@@ -54,8 +54,8 @@ def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
 
 
 def test_every_page_is_in_one_section() -> None:
-    assert unlinked(read(COVER)) == set()
-    seen = Counter(page for _, inside in sections(read(COVER)) for page in inside)
+    assert unlinked() == set()
+    seen = Counter(page for cover in COVERS for _, inside in sections(cover) for page in inside)
     assert [page for page, often in seen.items() if often > 1] == []
 
 

@@ -231,7 +231,9 @@ def test_many_fetches_at_once_keep_to_themselves() -> None:
 
 
 def test_links_are_reported_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("potluck.kv.fetch.GRACE_S", 10.0)  # A busy machine would have its connections closed before.
+    monkeypatch.setattr(
+        "potluck.kv.fetch.GRACE_S", 10.0
+    )  # A busy machine would have its connections closed before.
     chunks = made(1, 9)
     moved = sum(len(p.data) + len(p.parameters) for p in chunks)
     with ends() as pair:

@@ -1,4 +1,4 @@
-"""`potluck reproduce`: one JSON object with rows, and a table."""
+"""`lab/reproduce.py`: one JSON object with rows, and a table."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from papers.command import reproduce
 from papers.rows import Reproduction, Row, inversions
 
 from papers import cronus, cronus_rows
 from potluck.cli.main import run
 
 COLUMNS = {"experiment", "setting", "metric", "unit", "published", "ours", "note"}
+
+
+def ask(*arguments: str) -> int:
+    return run(arguments, reproduce, "lab/reproduce.py")
 
 
 @pytest.fixture
@@ -31,7 +36,7 @@ def shortened(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("shortened")
 def test_json_has_the_agreed_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["reproduce", "cronus", "--json"]) == 0
+    assert ask("cronus", "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert set(document) == {"paper", "rows"}
     assert document["paper"] == "CRONUS"
@@ -42,7 +47,7 @@ def test_json_has_the_agreed_shape(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("shortened")
 def test_the_table_shows_both_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["reproduce", "cronus"]) == 0
+    assert ask("cronus") == 0
     shown = capsys.readouterr().out
     assert "CRONUS, Table 2" in shown
     assert "7.28" in shown
@@ -50,15 +55,15 @@ def test_the_table_shows_both_figures(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_an_unknown_paper_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["reproduce", "nothing"]) == 2
+    assert ask("nothing") == 2
     assert "cauchy" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("shortened")
 def test_data_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert run(["reproduce", "cronus", "--json", "--data", str(tmp_path)]) == 0
+    assert ask("cronus", "--json", "--data", str(tmp_path)) == 0
     assert f"lengths are made up, since {tmp_path} has no azure" in capsys.readouterr().err
-    assert run(["reproduce", "cronus", "--data", str(tmp_path / "none")]) == 2
+    assert ask("cronus", "--data", str(tmp_path / "none")) == 2
     assert "there is no folder" in capsys.readouterr().err
 
 

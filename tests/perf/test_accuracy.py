@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from accuracy.calibrate import fit_operator, fit_residuals, keys_of
-from accuracy.measured import Measurements, read_all
-from accuracy.report import report
-from accuracy.scores import stored_runs, stored_scores
-from accuracy.serving import coverage, run_errors
-from accuracy.study import OPERATORS, expected_errors, kinds_of
+from accuracy_study.calibrate import fit_operator, fit_residuals, keys_of
+from accuracy_study.measured import Measurements, read_all
+from accuracy_study.report import report
+from accuracy_study.scores import stored_runs, stored_scores
+from accuracy_study.serving import coverage, run_errors
+from accuracy_study.study import OPERATORS, expected_errors, kinds_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from accuracy.format_fits import predict
-from accuracy.measured_formats import read_formats
-from accuracy.residual_fit import fit_residual
-from accuracy.scores import stored_scores
+from accuracy_study.format_fits import predict
+from accuracy_study.measured_formats import read_formats
+from accuracy_study.residual_fit import fit_residual
+from accuracy_study.scores import stored_scores
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from accuracy.scores import stored_scores
+from accuracy_study.scores import stored_scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -377,7 +377,7 @@ def test_stored_errors_of_links_are_within_what_was_promised() -> None:
 
 @pytest.mark.skipif(not MEASURED.is_dir(), reason="needs the folder of measurements")
 def test_bundled_networks_are_near_the_measured_collectives() -> None:
-    from accuracy.networks import LINKS, predict, read_collectives
+    from accuracy_study.networks import LINKS, predict, read_collectives
 
     for rows in read_collectives(MEASURED):
         if rows.op == "all_reduce":

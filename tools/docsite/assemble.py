@@ -1,4 +1,4 @@
-"""Where every page of the site comes from: `docs/`, the repository's own pages, and what is generated.
+"""Where every page of the site comes from: `docs/`, `lab/`, the repository's own pages, and what is generated.
 
 Generated pages are made when the site is built and never committed: they would be out of date with every option that
 somebody adds, and whoever reads the repository has `potluck COMMAND --help` for the same.
@@ -14,8 +14,8 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from accuracy.report import report
-from accuracy.scores import stored_scores
+from accuracy_study.report import report
+from accuracy_study.scores import stored_scores
 
 from docsite import commands, glossary, spec_fields, values
 from docsite.text import anchors, links, outside_code, relinked
@@ -23,6 +23,9 @@ from potluck.cli.main import COMMANDS
 
 ROOT = Path(__file__).parent.parent.parent
 COVER = "docs/README.md"
+LAB_COVER = "lab/README.md"
+COVERS = (COVER, LAB_COVER)
+"""Pages whose lists are the contents of their folder."""
 OWN = {
     COVER: "index.md",
     "README.md": "overview.md",
@@ -30,20 +33,23 @@ OWN = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "LICENSE": "files/LICENSE",
+    LAB_COVER: "lab/index.md",
 }
 """Pages that do not lie where the site has them."""
 DECISIONS = "decisions/index.md"
+PICTURES = (".svg", ".png", ".json", ".csv")
+PAGE_FILES = (".md", *PICTURES)
 GENERATED = {
     "Reference": {
         "reference/spec.md": "Spec reference",
         "commands/index.md": "Command reference",
         "reference/values.md": "Values in JSON",
         "reference/checkpoints.md": "Checkpoints, tried",
-        "reference/accuracy.md": "Accuracy, every figure",
     },
+    "Measurements": {"lab/errors.md": "Accuracy, every figure"},
     "The project": {DECISIONS: "Decisions"},
 }
-"""Section of the cover, to pages in it that nobody wrote."""
+"""Section of a cover, to generated pages in it."""
 BARE = re.compile(r"(?<![\w/`\[.])(?<!\]\()docs/([\w-]+)\.md(?![\w`\]])")
 """A page that is named in passing."""
 CALLED = re.compile(r"(?<!\[)`potluck (\w+)`(?!\])")  # A command that is.
@@ -54,12 +60,15 @@ def place_of(path: str) -> str:
         return OWN[path]
     if path.rstrip("/") == "docs/decisions":
         return DECISIONS
+    if path.startswith("lab/") and Path(path).suffix in PAGE_FILES:
+        return path
     return path.removeprefix("docs/") if path.startswith("docs/") else f"files/{path}"
 
 
 def written() -> list[str]:
-    docs = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
-    return [*(path for path in OWN if path.endswith(".md") and not path.startswith("docs/")), *docs]
+    folders = (ROOT / "docs", ROOT / "lab")
+    shelves = sorted(path.relative_to(ROOT).as_posix() for folder in folders for path in folder.rglob("*.md"))
+    return [*(path for path in OWN if path.endswith(".md") and path not in COVERS), *shelves]
 
 
 def resolved(page: str, target: str) -> str:
@@ -72,11 +81,11 @@ def is_outside(target: str) -> bool:
 
 
 def sections(cover: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Headings of the cover, each with the pages that its list links to first, and what they are called there."""
-    for part in re.split(r"^## ", cover, flags=re.MULTILINE)[1:]:
+    """Headings of a cover, each with the pages that its list links to first, and what they are called there."""
+    for part in re.split(r"^## ", (ROOT / cover).read_text("utf-8"), flags=re.MULTILINE)[1:]:
         title, _, body = part.partition("\n")
         firsts = re.findall(r"^- \[([^\]]+)\]\(([^)#]+)\)", body, flags=re.MULTILINE)
-        pages = {place_of(resolved(COVER, target)): name for name, target in firsts}
+        pages = {place_of(resolved(cover, target)): name for name, target in firsts}
         yield title, pages | GENERATED.get(title, {})
 
 
@@ -92,12 +101,14 @@ def assemble(into: Path) -> None:
         elif not page.startswith("docs/decisions/") and page != "CHANGELOG.md":
             text = glossary.linked(_pointing(text, page), words)
         text = relinked(text, lambda target, page=page: _moved(page, target, into))
-        if page == COVER:
-            text += _contents(text_of_cover=(ROOT / page).read_text("utf-8"))
+        if page in COVERS:
+            text += _contents(page)
         _write(into / place_of(page), text)
-    for picture in (ROOT / "docs").rglob("*.*"):
-        if picture.suffix in (".svg", ".png", ".json", ".csv"):
-            shutil.copy(picture, into / picture.relative_to(ROOT / "docs"))
+    for picture in [*(ROOT / "docs").rglob("*.*"), *(ROOT / "lab").rglob("*.svg")]:
+        if picture.suffix in PICTURES:
+            place = into / place_of(picture.relative_to(ROOT).as_posix())
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(picture, place)
     _write(into / DECISIONS, _decisions())
     for name, text in {**spec_fields.pages(), **commands.pages(), **values.pages(), **_tables()}.items():
         page = f"docs/{name}"  # as if it lay there
@@ -141,10 +152,10 @@ def _pointing(text: str, page: str) -> str:
     return outside_code(text, line)
 
 
-def _contents(text_of_cover: str) -> str:
-    parts = []
-    for title, pages in sections(text_of_cover):
-        entries = [f"{name} <{page}>" for page, name in pages.items()]
+def _contents(cover: str) -> str:
+    parts, folder = [], posixpath.dirname(place_of(cover)) or "."
+    for title, pages in sections(cover):
+        entries = [f"{name} <{posixpath.relpath(page, folder)}>" for page, name in pages.items()]
         lines = ["```{toctree}", ":hidden:", f":caption: {title}", "", *entries, "```", ""]
         parts.append("\n".join(lines))
     return "\n" + "\n".join(parts)
@@ -160,7 +171,7 @@ def _tables() -> dict[str, str]:
     intro = "# Checkpoints, tried\n\nFrom `docs/checkpoints.csv`; [what the words mean](../checkpoints.md)."
     return {
         "reference/checkpoints.md": "\n".join([intro, "", *lines, ""]),
-        "reference/accuracy.md": report(stored_scores()),
+        "lab/errors.md": report(stored_scores()),
     }
 
 
@@ -175,9 +186,9 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, "utf-8")
 
 
-def unlinked(cover: str) -> set[str]:
-    """Written pages that no section of the cover has."""
-    known = {page for _, pages in sections(cover) for page in pages}
+def unlinked() -> set[str]:
+    """Written pages that no section of a cover has."""
+    known = {page for cover in COVERS for _, pages in sections(cover) for page in pages}
     result = {place_of(page) for page in written()}
     return {page for page in result - known if not page.startswith("decisions/") and page != "index.md"}
 

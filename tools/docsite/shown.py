@@ -20,7 +20,7 @@ from docsite.text import blocks, phrases
 from potluck.cli.main import cli
 
 CALL = re.compile(r"^\s*(?:\$ |> )?(?:\.venv/bin/)?potluck (?P<words>\S.*)$")
-TOP = ("examples", "docs", "benchmarks", "tests", "tools", "src")
+TOP = ("examples", "docs", "lab", "benchmarks", "tests", "tools", "src")
 """Folders whose files must be there; any other file is the reader's own."""
 
 

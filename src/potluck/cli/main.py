@@ -34,7 +34,6 @@ COMMANDS = {
     "goodput": (".simulating.simulate:goodput", "The highest rate at which a plan keeps its objectives."),
     "replay": (".simulating.simulate:replay", "Feed a log to a fresh Brain; does it decide the same?"),
     "trace": (".simulating.trace:trace", "Look at request traces, convert and make them."),
-    "reproduce": (".simulating.simulate:reproduce", "A paper's experiments, its figures beside ours."),
     "up": (".up.up:up", "Plan, start and look after a whole service on this machine."),
     "status": (".fleet.status:status", "What a running service is doing, and what it lacks."),
     "top": (".fleet.status:top", "The same, live: rates, latencies, replicas, links, dollars."),
@@ -56,9 +55,8 @@ COMMANDS = {
     "profile": (".engine.profile:profile", "Measure an engine; write a profile for estimates."),
     "calibrate": (
         ".engine.calibrate:calibrate",
-        "Fit host and links to runs of your own, for every command.",
+        "Fit host and links to your own runs, or score predictions.",
     ),
-    "accuracy": (".engine.accuracy:accuracy", "How far predictions are off; your own runs beside them."),
 }
 """Name -> (module:attribute, line in the help). The line stands here so that help imports nothing."""
 

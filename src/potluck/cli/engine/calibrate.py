@@ -18,6 +18,7 @@ import numpy as np
 from potluck.cli.common.render import emit_json, percent, table
 from potluck.cli.engine.own_runs import METRIC_WORDS, RUN_FILES, log_ratios, read_placed, usual_fit, works
 from potluck.cli.engine.run_tables import Placed
+from potluck.cli.engine.score_runs import score_runs
 from potluck.core.codec import dumps, encode
 from potluck.core.errors import InputError
 from potluck.perf.closed_loop import BenchReport, RunWork, served, slowed
@@ -138,22 +139,32 @@ def _medians(ratios: Floats) -> dict[str, float]:
 @click.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @RUN_FILES
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write it there instead.")
+@click.option("--score", is_flag=True, help="Fit nothing; show how far predictions are from these runs.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the fit there instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def calibrate(
-    runs: tuple[Path, ...], gpu: str | None, tp: int | None, out: Path | None, as_json: bool
+    runs: tuple[Path, ...], gpu: str | None, tp: int | None, score: bool, out: Path | None, as_json: bool
 ) -> None:
-    """Fit an engine's host and the GPUs' links to serving runs of your own; every command uses them from then on.
+    """Fit an engine's host and the GPUs' links to your own serving runs; every command uses the fit from then on.
 
-    Runs are as `accuracy --score` takes them: a table, vLLM's `bench serve --save-result` or aiperf's JSON, 30 or so,
-    with few and many requests under way. The fit is kept in ~/.config/potluck/cluster.json; remove that to forget it.
+    RUNS are tables (CSV, JSON, Parquet), results of vLLM's `bench serve --save-result` or aiperf's JSON: about 30
+    runs, at low and at high concurrency. The fit is kept in ~/.config/potluck/cluster.json; remove the file to
+    discard it. With --score nothing is fitted; the exit code is 1 where the error bars of predictions do not hold.
 
     \b
     Examples:
+      potluck calibrate runs.csv --score
       potluck calibrate runs.csv
       potluck calibrate results/*.json --gpu H200 --tp 4
     """
-    placed_runs = [placed for path in runs for placed in read_placed(path, gpu, tp)[0]]
+    if score and out is not None:
+        raise click.UsageError("--out goes with a fit, not with --score")
+    tables = [read_placed(path, gpu, tp) for path in runs]
+    placed_runs = [placed for table_runs, _ in tables for placed in table_runs]
+    if score:
+        left_out = sum(count for _, count in tables)
+        holds = score_runs([path.name for path in runs], placed_runs, left_out, as_json)
+        raise SystemExit(0 if holds else 1)
     found = fit_cluster(placed_runs, usual_fit(placed_runs[0]))
     path = out or own_path()
     if path is None:

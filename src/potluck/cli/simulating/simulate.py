@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ import click
 import numpy as np
 from click import argument, option
 
-from potluck.cli.common.files import FILE, FOLDER, PATH, OutputFiles, option_group, positive, require_writable
+from potluck.cli.common.files import FILE, PATH, OutputFiles, option_group, positive, require_writable
 from potluck.cli.common.inputs import scale_option
 from potluck.cli.common.render import ProgressBar, emit_json, missed, paragraph, percent, progress, table_of
 from potluck.cli.planning.estimate import profile_option
@@ -185,31 +184,6 @@ def _show(
     if scanned is not None:
         show_scan(scanned)
     show_planned(plan_deviations)
-
-
-TOOLS = Path(__file__).parents[4] / "tools"
-PAPERS = ("cauchy", "cronus", "coral", "thunderserve", "prfaas", "together", "all")
-
-
-@click.command()
-@argument("paper", type=click.Choice(PAPERS))
-@option("--data", "folder", type=FOLDER, envvar="POTLUCK_DATA", help="Has traces; else made up.")
-@option("--quick", is_flag=True, help="Shorter runs: coarser figures.")
-@option("--seed", default=0, help="Of requests that are made up.")
-@option("--json", "as_json", is_flag=True, help="Print JSON.")
-def reproduce(paper: str, folder: Path | None, quick: bool, seed: int, as_json: bool) -> None:
-    """Run a paper's experiments, its figures beside ours; `all` writes docs/papers. Needs a checkout of Potluck.
-
-    \b
-    Examples:
-      potluck reproduce cronus --data traces
-      potluck reproduce all --quick
-    """
-    if not (TOOLS / "papers").is_dir():
-        raise InputError("reproduce", "the papers' experiments come with a checkout, run it from one")
-    if str(TOOLS) not in sys.path:
-        sys.path.append(str(TOOLS))
-    import_module("papers.command").reproduce(paper, folder, quick, seed, as_json)
 
 
 MOST_DOUBLINGS = 12

@@ -6,8 +6,8 @@ and a step with a prompt's chunk, which is not recorded in a CUDA graph, lasts a
 its layers. All three are facts of an engine and its version: old ones took about 0.1 ms a sequence, today's overlap
 most of it with the GPU. Besides, a server adds to each first token what it takes to read the request and to begin the
 answer: 11 to 19 ms with vLLM, a tenth of a second with TensorRT-LLM 1.0 and SGLang 0.5. Those of three engines were
-fitted to whole serving runs on H100 (`tools/accuracy`); where nothing else is said, vLLM's hold. `potluck calibrate`
-fits them to runs of one's own (`OwnCluster`), for every command; `potluck profile` measures the steps themselves.
+fitted to whole serving runs on H100 (`lab/accuracy_study`); vLLM's are the default. `potluck calibrate` fits them to
+runs of one's own (`OwnCluster`), for every command; `potluck profile` measures the steps themselves.
 """
 
 from __future__ import annotations
