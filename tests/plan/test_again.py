@@ -22,7 +22,7 @@ def at_price(usd_per_h: float, available: int = 8) -> tuple[Region, ...]:
     return (Region(region.name, (NodeOffer(region.offers[0].node, usd_per_h, available),)),)
 
 
-def test_k_is_the_start_up_over_the_interval() -> None:
+def test_init_penalty_is_startup_time_over_planning_interval() -> None:
     fixed_s = DEFAULT_COSTS.provision_s + DEFAULT_COSTS.container_s + DEFAULT_COSTS.engine_init_s
     loading_s = 16.06e9 / (DEFAULT_COSTS.load_gb_per_s * 1e9)  # Llama-3.1-8B in two bytes a weight
     assert start_share(PROBLEM, 360.0) == pytest.approx((fixed_s + loading_s) / 360.0, rel=1e-3)
@@ -40,7 +40,7 @@ def same(some: list[Template], others: list[Template]) -> bool:
     )
 
 
-def test_templates_are_made_once_for_a_market() -> None:
+def test_templates_are_reused_for_the_same_market_and_rebuilt_for_other_prices() -> None:
     shops = TemplateFactories()
     made = shops.at(PROBLEM).homogeneous(PROBLEM.asks[0])
     busier = problem_now(PROBLEM, {"chat": 9.0}, regions=at_price(1.86, 3))
@@ -51,7 +51,7 @@ def test_templates_are_made_once_for_a_market() -> None:
     assert same(shops.at(PROBLEM).homogeneous(PROBLEM.asks[0]), made), "prices that come back"
 
 
-def test_starts_are_told_apart_from_the_rent_and_goodput_is_in_tokens() -> None:
+def test_start_costs_are_separate_from_rent_and_predicted_goodput_is_in_tokens() -> None:
     shop = TemplateFactory(PROBLEM)
     first = STRATEGIES["melange"](shop, SolveSettings(10.0)).plan
     assert first.start_usd_per_h == 0.0, "K is 0"

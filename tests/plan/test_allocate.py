@@ -41,7 +41,7 @@ def demand(name: str, rate: float, uses: list[list[int]], throughput: list[float
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(Kinds, Seeds, st.sampled_from([0.0, 0.03, 0.3]), st.integers(2, 60))
-def test_the_bound_is_below_the_optimum_wherever_it_stops(
+def test_solver_lower_bound_never_exceeds_the_optimum_when_stopped_early(
     kind: Kind, seed: int, gap: float, ticks: int
 ) -> None:
     program = kind(seed)
@@ -60,7 +60,7 @@ def test_the_bound_is_below_the_optimum_wherever_it_stops(
 
 
 @pytest.mark.parametrize("kind", [random_closed, random_flow])
-def test_the_time_limit_holds_even_if_every_solve_uses_all_it_may(
+def test_solver_keeps_its_time_limit_when_every_milp_uses_its_whole_budget(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
@@ -79,7 +79,7 @@ def test_the_time_limit_holds_even_if_every_solve_uses_all_it_may(
         assert result.status in ("optimal", "feasible", "infeasible", "unknown")
 
 
-def test_the_penalty_keeps_what_runs() -> None:
+def test_change_penalty_keeps_running_deployments_unless_the_saving_exceeds_it() -> None:
     """Region 1 is 5 % cheaper: worth moving to without a penalty, not with one of 10 %."""
     one = demand("m", 2.0, [[1]], [1.0])
     place = fleet([[1.0], [0.95]], [[9], [9]])
@@ -94,7 +94,7 @@ def test_the_penalty_keeps_what_runs() -> None:
     assert more.rent_usd_per_h == pytest.approx(2.95)
 
 
-def test_pins() -> None:
+def test_allocation_keeps_pinned_counts_and_names_pins_over_supply() -> None:
     base = FlowProgram(fleet([[1.0], [3.0]], [[9], [9]]), (demand("m", 2.0, [[1]], [1.0]),))
     dear = replace(base, pins=(ColumnPin(ColumnKey(0, 0, 1), 1),))
     assert dict(solve(dear).counts) == {ColumnKey(0, 0, 0): 1, ColumnKey(0, 0, 1): 1}
@@ -106,7 +106,7 @@ def test_pins() -> None:
     assert over.shortfall.overpinned == ("us-east: 8xH100",)
 
 
-def test_a_budget_that_does_not_suffice_is_what_binds() -> None:
+def test_insufficient_budget_is_named_as_the_binding_constraint() -> None:
     program = FlowProgram(fleet([[1.0]], [[9]]), (demand("m", 4.0, [[1]], [1.0]),), budget_usd_per_h=3.5)
     result = solve(program)
     assert result.status == "infeasible"
@@ -131,7 +131,7 @@ def linked(gbps: float) -> FlowProgram:
     return FlowProgram(place, (model,), (LinkRow(0, 1, gbps * 1e9),) if gbps else ())
 
 
-def test_flows_cross_a_link_and_a_narrow_link_binds() -> None:
+def test_flows_use_a_wide_link_and_a_narrow_link_is_named_as_binding() -> None:
     wide = solve(linked(4.0))
     assert wide.status == "optimal"
     assert wide.cost_usd_per_h == pytest.approx(4 * 2.0 + 4 * 1.0)
@@ -143,7 +143,7 @@ def test_flows_cross_a_link_and_a_narrow_link_binds() -> None:
     assert narrow.shortfall.binding[0] == "link us-east->us-west"
 
 
-def test_without_a_link_the_demand_is_named() -> None:
+def test_demand_that_needs_a_missing_link_is_named_as_unserved() -> None:
     result = solve(linked(0.0))
     assert result.status == "infeasible"
     assert result.shortfall is not None
@@ -151,7 +151,7 @@ def test_without_a_link_the_demand_is_named() -> None:
     assert "no template" in str(result.shortfall)
 
 
-def test_scarce_nodes_are_named_dearest_first() -> None:
+def test_binding_constraints_name_scarce_nodes_by_descending_price() -> None:
     program = FlowProgram(fleet([[5.0, 1.0]], [[2, 8]]), (demand("m", 6.0, [[1, 0]], [1.0]),))
     result = solve(program)
     assert result.status == "infeasible"
@@ -161,7 +161,7 @@ def test_scarce_nodes_are_named_dearest_first() -> None:
     assert "33.3%" in str(result.shortfall)
 
 
-def test_shadow_prices_of_scarce_nodes() -> None:
+def test_shadow_price_of_a_scarce_node_is_the_cost_it_would_save() -> None:
     """A node of the cheap type more replaces one of the dear type."""
     one = demand("m", 4.0, [[1, 0], [0, 1]], [1.0, 1.0])
     result = solve(FlowProgram(fleet([[1.0, 3.0]], [[2, 9]]), (one,)))
@@ -169,13 +169,13 @@ def test_shadow_prices_of_scarce_nodes() -> None:
     assert result.node_prices_usd_per_h == pytest.approx(np.array([[2.0, 0.0]]))
 
 
-def test_nothing_asked_costs_nothing() -> None:
+def test_allocation_without_demand_costs_nothing() -> None:
     program = FlowProgram(fleet([[1.0]], [[1]]), (demand("m", 0.0, [[1]], [1.0]),))
     for result in (solve(program), solve(FlowProgram(program.fleet, ()))):
         assert (result.status, result.cost_usd_per_h, result.counts) == ("optimal", 0.0, ())
 
 
-def test_absurd_values_are_refused() -> None:
+def test_flow_program_refuses_invalid_values() -> None:
     place = fleet([[1.0]], [[1]])
     one = demand("m", 1.0, [[1]], [1.0])
     with pytest.raises(InputError, match="headroom"):
@@ -192,7 +192,7 @@ def test_absurd_values_are_refused() -> None:
         FlowProgram(place, (), (LinkRow(0, 0, 1.0),))
 
 
-def test_a_plan_that_is_known_is_not_lost_where_no_time_is_left() -> None:
+def test_warm_start_plan_is_returned_when_the_time_limit_has_passed() -> None:
     program = random_closed(1, extras=False)
     best = solve(program)
     assert best.found

@@ -46,13 +46,13 @@ def agrees(program: FlowProgram) -> str:
 
 
 @pytest.mark.parametrize("block", range(2))
-def test_closed_programs_equal_the_reference(block: int) -> None:
+def test_closed_programs_equal_the_reference_model(block: int) -> None:
     seen = [agrees(random_closed(seed)) for seed in range(10 * block, 10 * block + 10)]
     assert {"optimal", "infeasible"} <= set(seen)
 
 
 @pytest.mark.parametrize("block", range(3))
-def test_general_programs_equal_the_reference(block: int) -> None:
+def test_general_programs_equal_the_reference_model(block: int) -> None:
     seen = [agrees(random_flow(seed)) for seed in range(10 * block, 10 * block + 10)]
     assert {"optimal", "infeasible"} <= set(seen)
 
@@ -63,14 +63,14 @@ def test_general_programs_equal_the_reference(block: int) -> None:
 @example(161)
 @example(209)
 @example(456)
-def test_who_crosses_is_no_shorter_than_who_stays_and_nothing_in_order_is_better(seed: int) -> None:
+def test_ordered_programs_equal_the_reference_model(seed: int) -> None:
     plain = random_flow(seed)
     program = replace(plain, models=tuple(replace(model, ordered=True) for model in plain.models))
     agrees(program)
 
 
 @pytest.mark.parametrize("block", range(2))
-def test_moving_parts_count_but_not_in_the_budget(block: int) -> None:
+def test_complexity_weights_affect_the_choice_but_not_the_budget(block: int) -> None:
     """What parts count for decides between plans; a budget is of dollars that are paid."""
     seen = []
     for seed in range(100 + 8 * block, 108 + 8 * block):
@@ -89,12 +89,12 @@ def test_moving_parts_count_but_not_in_the_budget(block: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [6087, 7025])
-def test_programs_on_which_highs_itself_errs(seed: int) -> None:
+def test_infeasible_programs_that_highs_misjudges_are_reported_as_infeasible(seed: int) -> None:
     """With probing in presolve HiGHS calls a worse fraction optimal, and in the other ends in an error."""
     assert agrees(random_closed(seed)) == "infeasible"
 
 
-def test_a_count_that_is_whole_only_within_tolerance() -> None:
+def test_plan_whose_counts_are_integer_only_within_tolerance_is_valid() -> None:
     """The cheapest plan of HiGHS runs 1.0000008 copies."""
     assert agrees(random_flow(20745)) == "optimal"
 
@@ -116,7 +116,7 @@ def tiny(seed: int) -> FlowProgram:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_tiny_programs_equal_brute_force(seed: int) -> None:
+def test_tiny_programs_equal_brute_force_enumeration(seed: int) -> None:
     program = tiny(seed)
     columns = [ColumnKey(d, t, 0) for d in range(2) for t in range(2)]
     best = np.inf

@@ -49,7 +49,7 @@ def degrees(problem: PlanningProblem, node: str) -> list[int]:
 
 
 @pytest.mark.parametrize("model", ["Llama-3.1-8B", "Llama-2-13B"])
-def test_data_parallel_replicas_have_the_fewest_gpus_and_the_cheapest_counts(model: str) -> None:
+def test_vllm_dp_uses_the_smallest_fitting_tp_degree_at_the_cheapest_counts(model: str) -> None:
     ask = an_ask("m", model, 9.0, Slo(3.0, 0.1), ONE_LENGTH)
     problem = a_problem(ask, offers=OFFERS)
     rates = {}
@@ -74,7 +74,7 @@ def test_data_parallel_replicas_have_the_fewest_gpus_and_the_cheapest_counts(mod
     assert planned(problem, "auto").cost_usd_per_h <= plan.cost_usd_per_h + 1e-6
 
 
-def test_phases_are_apart_on_one_kind_each_in_its_best_degree() -> None:
+def test_distserve_uses_one_node_type_with_the_best_degree_per_phase() -> None:
     """Nodes of one kind by hand; any two kinds together, which `prfaas` may have, are cheaper here."""
     ask = an_ask("m", "Llama-3.1-8B", 20.0, Slo(3.0, 0.1), ONE_LENGTH)
     offers = {"home": {"1xL40S": (1.9, 40), "1xH100-SXM": (6.0, 40), "1xA10G": (1.0, 40)}}
@@ -95,14 +95,14 @@ def test_phases_are_apart_on_one_kind_each_in_its_best_degree() -> None:
     assert planned(problem, "prfaas").cost_usd_per_h < plan.cost_usd_per_h
 
 
-def test_one_server_is_divided_between_the_phases() -> None:
+def test_distserve_divides_one_server_between_prefill_and_decode() -> None:
     problem = pool_problem(uniform_pool([catalog_node("a", "A100", 8)], 40.0), an_ask(rate_per_s=4.0))
     plan = planned(problem, "distserve")
     assert plan.fraction == 1.0
     assert {replica.role for t in plan.templates for replica in t.replicas} == {"prefill", "decode"}
 
 
-def test_unlike_machines_hold_together_what_neither_holds_alone() -> None:
+def test_hexgen_serves_a_model_over_two_gpu_types_when_neither_holds_it_alone() -> None:
     """13B in 16 bits on two cards of 24 GB: one pipeline, which serves requests whole."""
     machines = [catalog_node("a", "A5000", 1), catalog_node("b", "RTX3090Ti", 1)]
     problem = pool_problem(
@@ -116,7 +116,7 @@ def test_unlike_machines_hold_together_what_neither_holds_alone() -> None:
     assert set(replica.layout.machines) == {"a", "b"}
 
 
-def test_an_engine_that_hands_nothing_over_is_told() -> None:
+def test_distserve_is_refused_for_an_engine_without_kv_transfer() -> None:
     plain = replace(a_problem(), engine=ENGINES["openai"])
     with pytest.raises(InputError, match="distserve hands KV over between replicas"):
         STRATEGIES["distserve"](TemplateFactory(plain), SolveSettings())

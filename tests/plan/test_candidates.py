@@ -43,7 +43,7 @@ def plan(request: pytest.FixtureRequest) -> Plan:
     return with_candidates(WORKSHOP, STRATEGIES[request.param](WORKSHOP, SolveSettings(time_limit_s=5)).plan)
 
 
-def test_candidates_are_the_strategys_and_cover_every_pair_of_types(plan: Plan) -> None:
+def test_scaling_candidates_are_strategy_templates_and_cover_every_type_pair(plan: Plan) -> None:
     made = {template.name for template in templates_of(plan.strategy)}
     used = {template.name for template in plan.templates}
     names = {candidate.name for candidate in plan.candidates}
@@ -55,7 +55,7 @@ def test_candidates_are_the_strategys_and_cover_every_pair_of_types(plan: Plan) 
     assert plan_from_json(plan_to_json(plan)) == plan
 
 
-def test_nothing_is_left_out_that_would_be_better_on_the_same_nodes(plan: Plan) -> None:
+def test_omitted_scaling_candidates_are_dominated_on_the_same_nodes(plan: Plan) -> None:
     """Brute force: no template that was left out does more than every one that was kept of its nodes."""
     for left in templates_of(plan.strategy):
         rivals = [item for item in plan.repertoire if set(item.node_counts) == set(left.node_counts)]
@@ -71,7 +71,7 @@ def test_nothing_is_left_out_that_would_be_better_on_the_same_nodes(plan: Plan) 
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_started_is_the_best_cover_of_all_on_offer(plan: Plan, seed: int) -> None:
+def test_scale_up_choice_is_the_cheapest_cover_of_all_candidates(plan: Plan, seed: int) -> None:
     """Brute force over counts on a small market, in the strategy's own weights, with two regions."""
     chance = random.Random(seed)
     regions = tuple(market(*(chance.randint(0, 2) for _ in USD_PER_H), region=name) for name in ("a", "b"))
@@ -101,7 +101,7 @@ def test_what_is_started_is_the_best_cover_of_all_on_offer(plan: Plan, seed: int
         assert sum(weights[key] * n for key, n in answer.items()) == pytest.approx(least)
 
 
-def test_weights_are_the_strategys_programs(plan: Plan) -> None:
+def test_candidate_weights_equal_the_objective_of_the_strategy_program(plan: Plan) -> None:
     template = plan.candidates[0]
     weights = {
         name: weight(name, template, 2.0, 5.0) for name in ("auto", "cauchy-mc", "cauchy", "cauchy-mce")
@@ -115,7 +115,7 @@ def test_weights_are_the_strategys_programs(plan: Plan) -> None:
         assert weight("cauchy-ce", template, 2.0, 5.0) == pytest.approx(2.0 / template.ce_tokens_per_usd)
 
 
-def test_every_strategy_that_has_kinds_is_a_strategy() -> None:
+def test_strategies_without_templates_are_the_known_ones() -> None:
     assert [name for name, strategy in STRATEGIES.items() if strategy.templates is None] == [
         "homo",
         "thunderserve",
@@ -124,7 +124,7 @@ def test_every_strategy_that_has_kinds_is_a_strategy() -> None:
     ]
 
 
-def test_tokens_per_dollar_of_deployments_add_up_to_the_plans(plan: Plan) -> None:
+def test_tokens_per_dollar_of_deployments_add_up_to_the_plan(plan: Plan) -> None:
     """Weighed by what each costs: prompts and answers are counted once, whoever does which phase."""
     result = tokens_json(PROBLEM, plan)
     prices = {offer.node: offer.price_usd_per_h for offer in PROBLEM.regions[0].offers}

@@ -23,7 +23,7 @@ LIMIT_S = 60.0
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 @example(698887)  # a column of a fixed number must not stand for one like it
-def test_programs_with_cards_equal_the_reference(seed: int) -> None:
+def test_programs_with_network_cards_equal_the_reference_model(seed: int) -> None:
     program = random_cards(seed)
     result, best = solve(program, time_limit_s=LIMIT_S), reference(program)
     if best is not None:
@@ -40,7 +40,7 @@ def test_programs_with_cards_equal_the_reference(seed: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
-def test_what_a_copy_with_thin_cards_earns_is_the_best_it_can(seed: int) -> None:
+def test_priced_column_with_thin_network_cards_earns_its_maximum(seed: int) -> None:
     program, rng = random_cards(seed), np.random.default_rng(seed)
     pricer, regions = Pricer(program), len(program.fleet.regions)
     bins = int(pricer.first_bin[-1])
@@ -110,7 +110,9 @@ def two_sides(card_bits_per_s: float) -> FlowProgram:
 
 
 @pytest.mark.parametrize(("gbps", "nodes"), [(10.0, 2), (7.9, 4), (2.0, 8), (1.9, 0)])
-def test_thin_cards_take_more_nodes_or_none_suffice(gbps: float, nodes: int) -> None:
+def test_thin_network_cards_raise_the_node_count_or_make_the_program_infeasible(
+    gbps: float, nodes: int
+) -> None:
     result = solve(two_sides(gbps * 1e9), time_limit_s=LIMIT_S)
     assert result.found == bool(nodes)
     if nodes:
@@ -120,7 +122,7 @@ def test_thin_cards_take_more_nodes_or_none_suffice(gbps: float, nodes: int) -> 
         assert result.shortfall.fraction == pytest.approx(4 * 1.9 / 8)
 
 
-def test_cards_need_a_positive_rate_each() -> None:
+def test_model_columns_refuse_network_card_rates_that_are_not_positive() -> None:
     model = two_sides(1e9).models[0]
     with pytest.raises(InputError, match="cards"):
         replace(model, sends_bits_per_s=np.zeros(2))

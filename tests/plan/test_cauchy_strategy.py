@@ -35,7 +35,7 @@ def a_fleet(demand: ModelDemand, gpus: int = 1, available: int = 8) -> PlanningP
 
 
 @pytest.mark.parametrize("lengths", [(1155, 77), (315, 322), (122, 2700)])
-def test_pairs_are_ranked_by_equation_15_in_their_better_direction(lengths: tuple[int, int]) -> None:
+def test_cauchy_pairs_are_ranked_by_equation_15_in_their_better_direction(lengths: tuple[int, int]) -> None:
     item = an_ask(lengths=lengths)
     factory = TemplateFactory(a_fleet(item))
     result = factory.ranked(item)
@@ -61,14 +61,14 @@ def test_pairs_are_ranked_by_equation_15_in_their_better_direction(lengths: tupl
             assert printed(r.decode, r.prefill) <= r.ce_tokens_per_usd * (1 + 1e-9)
 
 
-def test_a_model_beyond_the_closed_form_is_ranked_by_what_it_serves() -> None:
+def test_cauchy_ranks_a_model_beyond_the_closed_form_by_served_requests() -> None:
     item = an_ask(model="GPT-OSS-20B")
     result = TemplateFactory(a_fleet(item)).ranked(item)
     assert result
     assert not any(r.printed for r in result)
 
 
-def test_gpus_of_one_phase_are_one_instance_and_nodes_are_filled() -> None:
+def test_cauchy_combos_form_one_instance_per_phase_and_fill_their_nodes() -> None:
     item = an_ask()
     factory = TemplateFactory(a_fleet(item, gpus=8))
     made = gpu_combos(factory.problem, item, factory.ranked(item)[:4], unwritten(item))
@@ -83,7 +83,7 @@ def test_gpus_of_one_phase_are_one_instance_and_nodes_are_filled() -> None:
     assert tps == {"prefill": 2, "decode": 4}
 
 
-def test_two_sides_on_one_node_use_no_network_card() -> None:
+def test_combo_within_one_node_is_not_limited_by_its_network_card() -> None:
     item = an_ask()
     fleet = a_fleet(item, gpus=8)
     thin = replace(fleet, nodes=tuple(replace(node, network_gbps=0.01) for node in fleet.nodes))
@@ -99,7 +99,7 @@ def test_two_sides_on_one_node_use_no_network_card() -> None:
     ]
 
 
-def test_how_far_a_choice_is_from_the_cheapest_combos_is_said() -> None:
+def test_cauchy_plan_gap_is_its_distance_from_the_cheapest_combos() -> None:
     """Equation 16 takes an H800 where an A800 would do for less than half; MC-LP is the cheapest."""
     factory, brief = TemplateFactory(a_fleet(an_ask())), SolveSettings(time_limit_s=10)
     cheapest = STRATEGIES["cauchy-mc"](factory, brief).plan
@@ -111,7 +111,7 @@ def test_how_far_a_choice_is_from_the_cheapest_combos_is_said() -> None:
     assert STRATEGIES["cauchy"](factory, brief).plan.gap > 0.1
 
 
-def test_much_demand_goes_to_the_pair_that_equation_15_puts_first() -> None:
+def test_cauchy_serves_high_demand_with_the_best_ranked_pair() -> None:
     item = an_ask(rate_per_s=200.0)
     factory = TemplateFactory(a_fleet(item, available=64))
     first = factory.ranked(item)[0]
@@ -124,7 +124,7 @@ def test_much_demand_goes_to_the_pair_that_equation_15_puts_first() -> None:
         assert frozenset(plan.template(deployment.template).node_counts) in shortlist
 
 
-def test_what_runs_stays_to_be_chosen() -> None:
+def test_running_template_stays_available_when_cauchy_plans_again() -> None:
     item = an_ask()
     factory = TemplateFactory(a_fleet(item))
     plan = STRATEGIES["cauchy-mc"](factory, SolveSettings(time_limit_s=10)).plan
@@ -135,7 +135,9 @@ def test_what_runs_stays_to_be_chosen() -> None:
     assert with_running(factory.problem, others, None) is others
 
 
-def test_of_too_many_combos_the_best_are_kept_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cauchy_keeps_the_best_combos_and_reports_the_cut_when_there_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     item = an_ask(rate_per_s=40.0)
     whole, few = TemplateFactory(a_fleet(item)), TemplateFactory(a_fleet(item))
     all_of_them = STRATEGIES["cauchy"](whole, SolveSettings(20.0))
@@ -150,7 +152,7 @@ def test_of_too_many_combos_the_best_are_kept_and_that_is_said(monkeypatch: pyte
     assert cut.plan.cost_usd_per_h <= 1.2 * all_of_them.plan.cost_usd_per_h
 
 
-def test_auto_says_which_strategies_it_did_not_try(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_reports_the_strategies_it_did_not_try(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = a_fleet(an_ask())
     factory = TemplateFactory(problem)
     STRATEGIES["auto"](factory, SolveSettings(20.0))

@@ -16,11 +16,11 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def test_a_compiled_function_gives_the_same() -> None:
+def test_compiled_function_returns_the_same_as_the_plain_function() -> None:
     assert compiled(add)(2, 3) == add(2, 3)
 
 
-def test_without_the_undocumented_switch_it_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_is_compiled_when_numba_lacks_the_nrt_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     real, asked = numba.njit, []
 
     def njit(**chosen: Any) -> Callable[..., Any]:

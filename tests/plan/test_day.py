@@ -25,7 +25,7 @@ OFFERS = {"east": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 16)}}
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_the_cheapest_round_is_the_cheapest_of_all(data: st.DataObject) -> None:
+def test_schedule_cycle_equals_the_cheapest_of_all_enumerated_cycles(data: st.DataObject) -> None:
     parts, plans = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 3))
     usd = st.floats(0, 10)
     cost = [[data.draw(usd) for _ in range(plans)] for _ in range(parts)]
@@ -43,7 +43,7 @@ def test_the_cheapest_round_is_the_cheapest_of_all(data: st.DataObject) -> None:
     assert total(chosen) == pytest.approx(best)
 
 
-def test_a_day_of_two_levels() -> None:
+def test_day_with_two_rate_levels_has_two_steps_that_cost_less_than_a_static_plan() -> None:
     problem = a_problem(an_ask(rate_per_s=12.0), offers=OFFERS)
     day = schedule(TemplateFactory(problem), melange, SETTINGS, [{"chat": 2.0}] * 8 + [{"chat": 12.0}] * 4)
     night, noon = sorted(day.steps, key=lambda step: step.rates_per_s["chat"])
@@ -58,7 +58,7 @@ def test_a_day_of_two_levels() -> None:
     assert change_usd(problem, day.static, day.static) == 0
 
 
-def test_a_day_that_stays_the_same_has_one_step() -> None:
+def test_day_with_a_constant_rate_has_one_step() -> None:
     problem = a_problem(an_ask(rate_per_s=5.0), offers=OFFERS)
     day = schedule(TemplateFactory(problem), melange, SETTINGS, [{"chat": 5.0}] * 3)
     (step,) = day.steps
@@ -69,7 +69,7 @@ def test_a_day_that_stays_the_same_has_one_step() -> None:
         schedule(TemplateFactory(problem), melange, SETTINGS, [{"chat": 5.0}])
 
 
-def test_a_frontier_of_plans_that_keep_what_is_asked() -> None:
+def test_frontier_plans_keep_their_terms_and_costs_increase() -> None:
     problem = a_problem(an_ask(rate_per_s=6.0), offers=OFFERS)
     values = (0.0, 0.5, 1.0)
     problems = [(value, with_value(problem, "availability", value, "node"), melange) for value in values]

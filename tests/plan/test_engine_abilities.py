@@ -57,7 +57,9 @@ def fleets(draw: st.DrawFn) -> PlanningProblem:
 @pytest.mark.slow
 @settings(max_examples=5)
 @given(fleets(), st.sampled_from(sorted(ENGINES)))
-def test_every_template_runs_and_no_limit_saves_money(problem: PlanningProblem, engine: EngineName) -> None:
+def test_every_template_runs_on_its_engine_and_engine_limits_never_save_money(
+    problem: PlanningProblem, engine: EngineName
+) -> None:
     limited = replace(problem, engine=ENGINES[engine])
     known = {demand.name: demand.model for demand in problem.asks}
     factory = TemplateFactory(limited)
@@ -83,7 +85,7 @@ def test_every_template_runs_and_no_limit_saves_money(problem: PlanningProblem, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", sorted(ENGINES))
-def test_groups_of_a_pool_are_what_the_engine_runs(engine: EngineName) -> None:
+def test_pool_groups_use_only_layouts_that_the_engine_runs(engine: EngineName) -> None:
     pool = random_pool(np.random.default_rng(3), 12, ("L4", "A10G", "L40S"))
     problem = replace(pool_problem(pool, an_ask(rate_per_s=2.0, slo=Slo(3.0, 0.1))), engine=ENGINES[engine])
     known = {ask.name: ask.model for ask in problem.asks}
@@ -118,13 +120,13 @@ def pipeline(*stages: tuple[tuple[str, int], ...]) -> Layout:
         ),
     ],
 )
-def test_what_each_engine_lacks(layout: Layout, lacking: dict[str, list[str]]) -> None:
+def test_engine_limits_of_each_layout_are_named(layout: Layout, lacking: dict[str, list[str]]) -> None:
     for name, engine in ENGINES.items():
         assert [limit.ability for limit in limits_of_layout(layout, engine)] == lacking.get(name, []), name
     assert list(limits_of_layout(layout, UNLIMITED)) == []
 
 
-def test_recurrent_states_stay_within_a_degree() -> None:
+def test_recurrent_states_are_transferred_only_between_equal_tp_degrees() -> None:
     ask = an_ask("chat", HYBRID, 1.0, Slo(6.0, 0.1), ((2000, 200, 1.0),))
     offers = {"east": {"4xL40S": (8.0, 4), "2xH100": (13.0, 4), "8xL40S": (16.0, 2)}}
     problem = replace(a_problem(ask, offers=offers), engine=ENGINES["vllm"])
@@ -161,14 +163,16 @@ def wide() -> tuple[PlanningProblem, Plan]:
     return problem, STRATEGIES["coral"](TemplateFactory(problem), QUICK).plan
 
 
-def test_the_checker_refuses_what_the_engine_cannot_run(wide: tuple[PlanningProblem, Plan]) -> None:
+def test_verify_refuses_a_plan_that_the_engine_cannot_run(wide: tuple[PlanningProblem, Plan]) -> None:
     problem, plan = wide
     assert verify(problem, plan) == ()
     violations = verify(replace(problem, engine=ENGINES["vllm"]), plan)
     assert any("which vLLM does not do" in line for line in violations), plan.deployments
 
 
-def test_what_the_limits_cost_is_found_by_planning_without_them(wide: tuple[PlanningProblem, Plan]) -> None:
+def test_engine_cost_is_the_saving_of_a_plan_without_engine_limits(
+    wide: tuple[PlanningProblem, Plan],
+) -> None:
     problem, free = wide
     limited = replace(problem, engine=ENGINES["vllm"])
     factory, outcome, _ = planned_rest(STRATEGIES["coral"], TemplateFactory(limited), QUICK)
@@ -185,7 +189,7 @@ def test_what_the_limits_cost_is_found_by_planning_without_them(wide: tuple[Plan
     assert engine_cost(TemplateFactory(problem), outcome, STRATEGIES["coral"], QUICK, 0.0) is None
 
 
-def test_costs_in_words() -> None:
+def test_engine_cost_line_names_ability_saving_and_capable_engines() -> None:
     about = EngineCost("vllm", "vLLM", ("pipelines with unlike tensor-parallel degrees",), 1.2)
     assert about.line == (
         "pipelines with unlike tensor-parallel degrees would save $1.20/h; no engine runs them"
@@ -195,7 +199,7 @@ def test_costs_in_words() -> None:
     assert EngineCost("vllm", "vLLM").line == ""
 
 
-def test_an_old_plan_file_is_vllms(wide: tuple[PlanningProblem, Plan]) -> None:
+def test_plan_file_without_an_engine_is_read_as_vllm(wide: tuple[PlanningProblem, Plan]) -> None:
     plan = wide[1]
     assert plan.engine == "any"
     body = json.loads(plan_to_json(plan))
@@ -218,7 +222,7 @@ def _realistic(engine: EngineName) -> tuple[PlanningProblem, Plan]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", sorted(ENGINES))
-def test_the_realistic_example_is_planned_for_each_engine(engine: EngineName) -> None:
+def test_realistic_example_is_planned_for_each_engine(engine: EngineName) -> None:
     _, plan = _realistic(engine)
     layouts = [replica.layout for template in plan.templates for replica in template.replicas]
     if engine == "embedded":
@@ -240,14 +244,14 @@ def test_the_realistic_example_is_planned_for_each_engine(engine: EngineName) ->
         ("openai", "fit on no node on offer, as a server of OpenAI's API runs it; `engine: vllm` or"),
     ],
 )
-def test_what_fits_nowhere_names_the_engine(engine: EngineName, words: str) -> None:
+def test_unservable_reason_names_the_engine_when_a_model_fits_nowhere(engine: EngineName, words: str) -> None:
     node = "8xL4" if engine == "embedded" else "1xL4"
     ask = an_ask("documents", "Qwen3-32B", 1.0, Slo(4.0, 0.06), ((1000, 200, 1.0),))
     problem = replace(a_problem(ask, offers={"home": {node: (3.0, 1)}}), engine=ENGINES[engine])
     assert words in why_not(problem, "documents")
 
 
-def test_a_model_that_an_engine_lacks_something_for() -> None:
+def test_engine_limits_of_a_model_are_named() -> None:
     lacking = {
         name: [limit.ability for limit in limits_of_model(models.model(name), ENGINES["embedded"])]
         for name in (
@@ -264,14 +268,14 @@ def test_a_model_that_an_engine_lacks_something_for() -> None:
     assert lacking["MiniMax-M2.5"] == ["full_norm"]
 
 
-def test_strategies_of_hand_overs_are_refused_without_them() -> None:
+def test_disaggregated_strategies_are_refused_for_an_engine_without_kv_transfer() -> None:
     problem = replace(a_problem(), engine=ENGINES["openai"])
     for name in ("prfaas", "coral"):
         with pytest.raises(InputError, match=f"{name} hands KV over.*use auto, or `engine: vllm`"):
             STRATEGIES[name](TemplateFactory(problem), QUICK)
 
 
-def test_one_field_is_one_ability() -> None:
+def test_engine_kind_with_a_single_missing_ability_yields_a_valid_plan() -> None:
     """An engine that only lacked unlike degrees would have nodes that share stages, and the other way round."""
     kinds = [
         replace(UNLIMITED, engine="vllm", **{name: False}) for name in ("unlike_degrees", "shared_stages")

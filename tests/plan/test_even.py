@@ -35,7 +35,7 @@ def busy(problem: PlanningProblem, plan: Plan) -> dict[tuple[str, str], float]:
     return result
 
 
-def test_unlike_copies_are_equally_busy() -> None:
+def test_different_replicas_are_equally_utilized_after_balancing() -> None:
     problem = a_problem(an_ask(rate_per_s=4.0, lengths=ONE_BUCKET))
     shop = TemplateFactory(problem)
     result = [t for t in shop.mixed(problem.asks[0]) if t.nodes[0].node in ("1xL40S", "1xA10G")]
@@ -58,7 +58,7 @@ def test_unlike_copies_are_equally_busy() -> None:
 
 @settings(max_examples=8)
 @given(rate=st.floats(1.0, 30.0), strategy=st.sampled_from(["auto", "melange", "prfaas"]))
-def test_nothing_but_the_routing_changes_and_nobody_gets_busier_than_the_busiest(
+def test_balancing_changes_only_routing_and_never_raises_the_peak_utilization(
     rate: float, strategy: str
 ) -> None:
     problem = a_problem(an_ask(rate_per_s=rate))
@@ -73,7 +73,7 @@ def test_nothing_but_the_routing_changes_and_nobody_gets_busier_than_the_busiest
     assert sum(finished) == pytest.approx(rate)
 
 
-def test_a_plan_that_falls_short_is_left_as_it_is() -> None:
+def test_balancing_leaves_a_plan_that_falls_short_unchanged() -> None:
     problem = a_problem(an_ask(rate_per_s=5000.0))
     plan = STRATEGIES["melange"](TemplateFactory(problem), SETTINGS).plan
     assert plan.fraction < 1
@@ -106,7 +106,9 @@ REMOTE = {
 
 @pytest.mark.parametrize("strategy", ["prfaas", "coral"])
 @pytest.mark.parametrize("case", REMOTE)
-def test_prompts_from_some_length_on_cross_and_the_plan_says_from_which(case: str, strategy: str) -> None:
+def test_remote_prefill_serves_prompts_above_a_threshold_that_the_plan_reports(
+    case: str, strategy: str
+) -> None:
     problem = REMOTE[case]
     plan = STRATEGIES[strategy](TemplateFactory(problem), SETTINGS).plan
     assert verify(problem, plan) == ()
@@ -124,7 +126,7 @@ def test_prompts_from_some_length_on_cross_and_the_plan_says_from_which(case: st
     assert any("longer ones stay" in text for text in verify(problem, wrong, rerouted=True))
 
 
-def test_the_price_of_the_order_and_why_nothing_crosses_are_told() -> None:
+def test_explanation_prices_the_length_order_and_says_why_no_kv_crosses() -> None:
     for problem, words in ((REMOTE["a part of it"], ""), (remote(3.0, price=30.0), "costs $")):
         factory, planner = TemplateFactory(problem), STRATEGIES["prfaas"]
         outcome = planner(factory, SETTINGS)

@@ -85,7 +85,7 @@ def _ways(
     prices=st.tuples(*(st.floats(0.3, 3.0) for _ in range(2))),
 )
 @settings(max_examples=8, deadline=None)
-def test_the_choice_is_that_of_brute_force_and_no_member_is_cheaper(
+def test_chosen_format_equals_brute_force_and_no_single_format_is_cheaper(
     rate_per_s: float, formats: tuple[Format, ...], prices: tuple[float, float]
 ) -> None:
     offers = {"1xL4": (prices[0], 4), "1xA100-80": (prices[1], 2)}
@@ -103,7 +103,7 @@ def test_the_choice_is_that_of_brute_force_and_no_member_is_cheaper(
         assert alone.fraction < 1 or result.plan.cost_usd_per_h <= alone.cost_usd_per_h * (1 + 1e-9)
 
 
-def test_two_models_choose_together() -> None:
+def test_formats_of_two_models_are_chosen_jointly() -> None:
     """Nodes are few, so that what one takes the other lacks."""
     asks = allowing(5.0, ("bf16", "fp8")), allowing(4.0, ("fp8", "bf16"), "other")
     problem = a_problem(*asks, offers={"east": ROOMY})
@@ -115,7 +115,7 @@ def test_two_models_choose_together() -> None:
     )
 
 
-def test_a_tie_goes_to_the_format_that_is_named_first() -> None:
+def test_format_listed_first_is_chosen_when_costs_are_equal() -> None:
     for formats in (("bf16", "fp8"), ("fp8", "bf16")):
         problem = a_problem(allowing(0.1, formats), offers={"east": {"1xA100-80": (2.0, 2)}})
         assert solved(problem).plan.formats == (("chat", formats[0]),)
@@ -135,7 +135,9 @@ def outcome(problem: PlanningProblem) -> PlanOutcome:
     return plan_outcome
 
 
-def test_a_plan_says_its_formats_and_is_held_to_them(problem: PlanningProblem, outcome: PlanOutcome) -> None:
+def test_plan_records_its_formats_and_verify_checks_them(
+    problem: PlanningProblem, outcome: PlanOutcome
+) -> None:
     plan = outcome.plan
     assert verify(problem, plan) == ()
     assert plan_from_json(plan_to_json(plan)) == plan
@@ -147,7 +149,7 @@ def test_a_plan_says_its_formats_and_is_held_to_them(problem: PlanningProblem, o
     assert slower, "the same copies do less with larger weights"
 
 
-def test_reasons_candidates_and_answers_stay_in_the_format(
+def test_explanation_candidates_and_rerouting_keep_the_chosen_format(
     problem: PlanningProblem, outcome: PlanOutcome
 ) -> None:
     shop = TemplateFactory(problem)
@@ -165,19 +167,23 @@ def test_reasons_candidates_and_answers_stay_in_the_format(
     assert rerouted.served_fraction == pytest.approx(1.0)
 
 
-def test_what_runs_keeps_its_format(problem: PlanningProblem, outcome: PlanOutcome) -> None:
+def test_replanning_keeps_the_format_of_a_running_plan(
+    problem: PlanningProblem, outcome: PlanOutcome
+) -> None:
     loaded = replace(outcome.plan, formats=(("chat", "bf16"),))
     assert formats_of(problem, loaded) == [(("chat", "bf16"),)]
     assert solved(problem, running_plan=loaded).plan.formats == (("chat", "bf16"),)
 
 
-def test_a_scene_has_the_model_as_planned(problem: PlanningProblem, outcome: PlanOutcome) -> None:
+def test_resolved_plan_has_the_model_in_its_planned_format(
+    problem: PlanningProblem, outcome: PlanOutcome
+) -> None:
     resolved = ResolvedPlan(outcome.plan, {"chat": problem.asks[0].model}, problem.by_name, problem.regions)
     assert resolved.model("chat").weights_are == "fp8"
     assert replace(resolved, plan=replace(outcome.plan, formats=())).model("chat").weights_are == "bf16"
 
 
-def test_too_many_combinations_are_refused() -> None:
+def test_too_many_format_combinations_are_refused() -> None:
     asks = [allowing(1.0, FORMATS, f"m{place}") for place in range(4)]
     with pytest.raises(InputError, match="81 combinations"):
         solved(a_problem(*asks))
@@ -195,7 +201,7 @@ TOLD = [
 
 
 @pytest.mark.parametrize(("style", "stored", "planned", "words"), TOLD)
-def test_engines_are_told_or_what_they_cannot_make_is_refused(
+def test_engine_command_sets_the_planned_format_or_refuses_one_it_cannot_make(
     style: str, stored: Format, planned: Format, words: list[str] | None
 ) -> None:
     weights = {"m": WeightFormats(planned, stored)}
@@ -210,14 +216,14 @@ def test_engines_are_told_or_what_they_cannot_make_is_refused(
     assert ("--quantization" in command) == ("--quantization" in words)
 
 
-def test_a_checkpoint_with_small_experts_is_not_taken_for_one_of_16_bits() -> None:
+def test_checkpoint_with_quantized_experts_is_not_counted_as_bf16() -> None:
     """vLLM refuses `--quantization` for such a one when it starts."""
     assert models.model("GPT-OSS-120B").weights_are == "bf16"
     mostlies = [models.model(name).mostly for name in ("GPT-OSS-120B", "DeepSeek-V3", "Llama-3.1-8B")]
     assert mostlies == ["mxfp4", "fp8_block", "bf16"]
 
 
-def test_an_engine_that_acts_as_another_is_told_the_format() -> None:
+def test_emulated_engine_is_started_with_the_planned_format() -> None:
     emulated_replica = EmulatedReplica("Llama-3.1-8B", single("1xL40S", 1, 32), weights="int8")
     for text, weights in (
         ("1xL40S:llama-3.1-8b@fp8:1", "fp8"),
@@ -242,7 +248,7 @@ fleet:
 """
 
 
-def test_a_spec_takes_one_format_or_several() -> None:
+def test_spec_accepts_one_precision_or_a_list() -> None:
     (one,) = parse_spec(SPEC.format(precision="fp8").encode()).models
     both = parse_spec(SPEC.format(precision="[fp8, bf16]").encode())
     (two,) = both.models

@@ -25,11 +25,11 @@ def types(available: int, rate_per_s: float) -> tuple[set[str], float]:
     return {node for _, node in plan.nodes}, plan.fraction
 
 
-def test_one_type_where_it_suffices() -> None:
+def test_homo_uses_one_node_type_when_its_supply_suffices() -> None:
     assert types(40, 30.0) == ({"1xL40S"}, 1.0)
 
 
-def test_the_next_type_where_the_best_runs_out() -> None:
+def test_homo_adds_the_next_node_type_when_the_best_runs_out() -> None:
     assert types(3, 30.0) == ({"1xL40S", "1xA10G"}, 1.0)
 
 
@@ -50,7 +50,9 @@ def naive_usd_per_h(problem: PlanningProblem) -> float:
 
 @settings(max_examples=12, deadline=None)
 @given(st.floats(0.05, 20.0), st.floats(0.5, 2.0), st.floats(0.5, 2.0))
-def test_a_little_demand_takes_no_large_node(rate_per_s: float, small: float, large: float) -> None:
+def test_homo_never_costs_more_than_the_cheapest_single_type_for_small_demand(
+    rate_per_s: float, small: float, large: float
+) -> None:
     """Whole nodes are paid for: what a large one could do more for its price is nothing to who asks for little."""
     prices = {"1xL40S": 1.86 * small, "8xH100": 40.0 * large, "1xA10G": 1.0, "4xL4": 3.0 * small}
     offers = {"east": {name: (price, 60) for name, price in prices.items()}}
@@ -60,7 +62,7 @@ def test_a_little_demand_takes_no_large_node(rate_per_s: float, small: float, la
     assert plan.cost_usd_per_h <= naive_usd_per_h(problem) * (1 + 1e-6)
 
 
-def test_ten_times_the_demand_costs_about_ten_times_as_much() -> None:
+def test_homo_cost_grows_at_most_in_proportion_to_demand() -> None:
     """Long prompts with short answers: computed apart, prompts alone look cheap, and answers are not."""
     costs = []
     for rate_per_s in (20.0, 200.0):

@@ -32,7 +32,7 @@ def problem() -> PlanningProblem:
     return a_problem(an_ask())
 
 
-def test_what_is_kept_is_what_is_timed(
+def test_cached_rates_equal_timed_rates_and_are_not_timed_again(
     problem: PlanningProblem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = made(problem, tmp_path)
@@ -52,7 +52,9 @@ def times(model_demand: ModelDemand, factor: float) -> ModelDemand:
     return replace(model_demand, demands=demands)
 
 
-def test_several_of_one_do_as_much_as_are_timed_together(problem: PlanningProblem) -> None:
+def test_capacity_of_several_replicas_equals_that_of_replicas_timed_together(
+    problem: PlanningProblem,
+) -> None:
     demand, node = problem.asks[0], problem.offered[0]
     layout = single(node.name, 1, demand.model.layer_count)
     for role in ("prefill", "decode", "mixed"):
@@ -65,7 +67,7 @@ def test_several_of_one_do_as_much_as_are_timed_together(problem: PlanningProble
             assert (other_capacity.ttft_s, other_capacity.tpot_s) == (capacity.ttft_s, capacity.tpot_s)
 
 
-def test_what_times_follow_from_has_another_book(problem: PlanningProblem) -> None:
+def test_rate_cache_key_changes_with_every_input_of_the_timing(problem: PlanningProblem) -> None:
     model_demand, opened = problem.asks[0], RateCaches(None)
     demand = model_demand.demands[0]
     longer = replace(
@@ -87,7 +89,9 @@ def test_what_times_follow_from_has_another_book(problem: PlanningProblem) -> No
 
 
 @pytest.mark.parametrize("harm", ["cut", "shape", "names", "nan", "foreign"])
-def test_a_damaged_book_is_written_anew(problem: PlanningProblem, tmp_path: Path, harm: str) -> None:
+def test_damaged_rate_cache_file_is_ignored_and_rewritten(
+    problem: PlanningProblem, tmp_path: Path, harm: str
+) -> None:
     demand = problem.asks[0]
     layout = single(problem.offered[0].name, 1, demand.model.layer_count)
     first = RateCaches(tmp_path)
@@ -114,7 +118,7 @@ def test_a_damaged_book_is_written_anew(problem: PlanningProblem, tmp_path: Path
     assert RateCaches(tmp_path).of(problem, demand).known == again.of(problem, demand).known
 
 
-def test_a_folder_keeps_what_was_used_last(tmp_path: Path) -> None:
+def test_rate_cache_folder_is_trimmed_to_the_most_recently_used_files(tmp_path: Path) -> None:
     for place in range(6):
         save(tmp_path, f"{place}", {"x": np.zeros(1000)})
         os.utime(tmp_path / f"{place}.npz", (place, place))
@@ -124,7 +128,7 @@ def test_a_folder_keeps_what_was_used_last(tmp_path: Path) -> None:
     trim(tmp_path / "none")
 
 
-def test_speeds_that_were_seen_live_have_books_of_their_own(tmp_path: Path) -> None:
+def test_observed_speeds_have_a_rate_cache_of_their_own(tmp_path: Path) -> None:
     problem = a_problem(an_ask(), offers={"east": {"1xL4": (0.8, 8)}})
     slower = observed(problem, (ObservedSpeed(problem.asks[0].name, "1xL4", 1, 1.5),), "2031-01-01")
     assert slower.asks[0].profiles

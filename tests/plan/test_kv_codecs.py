@@ -56,7 +56,7 @@ def planned(problem: PlanningProblem, strategy: str = "auto") -> Plan:
         ("kv_codecs: [raw, int8, int4]", CODECS),
     ],
 )
-def test_the_spec_says_which_codecs_may_be_used_and_raw_always_may(
+def test_spec_lists_allowed_kv_codecs_and_raw_is_always_allowed(
     written: str, codecs: tuple[str, ...]
 ) -> None:
     spec = parse_spec((SPEC + written).encode())
@@ -65,7 +65,7 @@ def test_the_spec_says_which_codecs_may_be_used_and_raw_always_may(
 
 
 @pytest.mark.parametrize("written", ["[fp8]", "[raw, int2]", "[int8, int8]", "3", "{raw: true}", "null"])
-def test_what_is_no_codec_is_refused_with_its_line(written: str) -> None:
+def test_unknown_kv_codec_is_refused_with_its_line(written: str) -> None:
     with pytest.raises(Exception, match=r":4: kv_codecs") as result:
         parse_spec((SPEC + f"kv_codecs: {written}").encode(), file="potluck.yaml")
     assert "Traceback" not in str(result.value)
@@ -73,7 +73,7 @@ def test_what_is_no_codec_is_refused_with_its_line(written: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [*EXAMPLES, *SHIPPED], ids=lambda path: path.stem)
-def test_no_shipped_spec_loses_anything_unless_it_says_so(path: Path) -> None:
+def test_shipped_specs_are_planned_lossless_unless_they_allow_a_codec(path: Path) -> None:
     problem = load_problem(load_spec(path), 0.8, None, (), 0.0)
     allowed = "kv_codecs" in path.read_text()
     assert (problem.codecs != ("fp16",)) is allowed
@@ -103,13 +103,15 @@ def thin(draw: st.DrawFn) -> PlanningProblem:
 
 @settings(max_examples=8, deadline=None)
 @given(thin(), st.sampled_from(sorted(set(STRATEGIES) - {"thunderserve", "hexgen"})))
-def test_no_plan_is_lossy_unless_that_was_allowed(problem: PlanningProblem, strategy: str) -> None:
+def test_plan_has_no_lossy_transfer_unless_the_spec_allows_it(
+    problem: PlanningProblem, strategy: str
+) -> None:
     plan = planned(problem, strategy)
     assert lossy_crossings(plan) == ()
     assert verify(problem, plan) == ()
 
 
-def test_a_lossy_plan_is_found_out_where_nobody_allowed_it() -> None:
+def test_verify_refuses_a_lossy_plan_when_the_spec_allows_none() -> None:
     """One that serves more in fewer bits, on the demo's fleet with a link of 2 Gb/s and a fifth more requests."""
     exact = load_problem(load_spec(SHIPPED[0]), 0.8, None, (), 0.0)
     exact = scaled(exact, {demand.name: 1.2 for demand in exact.asks})
@@ -124,7 +126,7 @@ def test_a_lossy_plan_is_found_out_where_nobody_allowed_it() -> None:
     assert whole.fraction < plan.fraction
 
 
-def test_groups_of_machines_hand_over_whole_unless_four_bits_are_allowed() -> None:
+def test_pool_groups_transfer_kv_in_fp16_unless_int4_is_allowed() -> None:
     pool = random_pool(np.random.default_rng(3), 8, ("L4", "A10", "L40S"))
     free = pool_problem(pool, an_ask(rate_per_s=2.0, slo=Slo(5.0, 0.2)))
     exact = replace(free, codecs=CODECS[:1])

@@ -26,7 +26,7 @@ RUNNING = AUTO(TemplateFactory(PROBLEM), QUICK).plan
 SPREAD = STRATEGIES["coral"](TemplateFactory(PROBLEM), QUICK).plan
 
 
-def test_there_is_something_to_lose() -> None:
+def test_spread_plan_serves_all_demand_on_at_least_three_nodes() -> None:
     assert RUNNING.fraction == SPREAD.fraction == 1
     assert sum(SPREAD.nodes.values()) >= 3
 
@@ -42,7 +42,9 @@ def lost(problem: PlanningProblem, plan: Plan, shares: list[float]) -> PlanningP
 @pytest.mark.slow
 @settings(max_examples=3)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=4), st.booleans())
-def test_random_losses(shares: list[float], spread: bool) -> None:
+def test_replan_answers_to_random_node_losses_are_sound_and_ordered(
+    shares: list[float], spread: bool
+) -> None:
     running_plan = SPREAD if spread else RUNNING
     now = lost(PROBLEM, running_plan, shares)
     answers = ladder(now, running_plan, AUTO, QUICK)
@@ -57,14 +59,14 @@ def test_random_losses(shares: list[float], spread: bool) -> None:
     assert reallocate.time_s > 0 or reallocate.starts == 0
 
 
-def test_nothing_happened() -> None:
+def test_replan_without_a_change_keeps_the_plan_by_rerouting() -> None:
     answers = ladder(PROBLEM, RUNNING, AUTO, QUICK)
     assert best_answer(answers).step == "reroute"
     assert best_answer(answers).served_fraction == 1
     assert answers[0].plan.cost_usd_per_h == pytest.approx(RUNNING.cost_usd_per_h)
 
 
-def test_the_last_replica_and_none_at_all() -> None:
+def test_reallocation_serves_when_the_last_replica_is_lost() -> None:
     one = a_problem(an_ask(rate_per_s=1.0), offers={"home": {"1xL40S": (1.2, 1), "1xA10G": (0.6, 1)}})
     running_plan = STRATEGIES["melange"](TemplateFactory(one), QUICK).plan
     used = next(iter(running_plan.nodes))[1]
@@ -78,7 +80,7 @@ def test_the_last_replica_and_none_at_all() -> None:
     assert best_answer((reroute, flip, reallocate)).step == "reallocate"
 
 
-def test_a_flip_helps_when_the_workload_turns_around() -> None:
+def test_role_flip_serves_more_when_traffic_shifts_to_long_prompts() -> None:
     """From long outputs to long prompts: decode replicas become prefill ones, without a node more."""
     slo = Slo(6.0, 0.08)
     writing = an_ask(rate_per_s=14.0, lengths=((200, 800, 1.0),), slo=slo)
@@ -94,14 +96,14 @@ def test_a_flip_helps_when_the_workload_turns_around() -> None:
     )
 
 
-def test_survivors_fit_the_nodes_that_are_left() -> None:
+def test_survivors_fit_the_remaining_nodes() -> None:
     for (region, node), count in SPREAD.nodes.items():
         left = survivors(without_nodes(PROBLEM, region, node, count - 1), SPREAD)
         assert replace(SPREAD, deployments=left).nodes.get((region, node), 0) <= count - 1
         assert sum(d.count for d in left) >= sum(d.count for d in SPREAD.deployments) - count
 
 
-def test_answers_do_not_pay_for_reserved_nodes() -> None:
+def test_replan_answers_do_not_charge_for_reserved_nodes() -> None:
     east, west = PROBLEM.regions
     offers = tuple(replace(offer, reserved=offer.available) for offer in east.offers)
     paid = replace(PROBLEM, regions=(replace(east, offers=offers), west))

@@ -34,7 +34,7 @@ PROBLEM = pool_problem(a_pool(), an_ask("chat", "Llama-2-13B", 9.0, Slo(2.5, 0.1
 RUNNING = STRATEGIES["thunderserve"](TemplateFactory(PROBLEM), QUICK).plan
 
 
-def test_there_is_something_to_lose() -> None:
+def test_pool_plan_is_sound_and_uses_at_least_four_machines() -> None:
     assert verify(PROBLEM, RUNNING) == ()
     assert sum(len(t.machines) for t in RUNNING.templates) >= 4
 
@@ -70,16 +70,16 @@ def sound(now: PlanningProblem, running_plan: Plan) -> tuple[ReplanOption, ...]:
 @pytest.mark.slow
 @settings(max_examples=5)
 @given(st.sets(st.sampled_from([name for name, *_ in MACHINES]), max_size=4))
-def test_random_losses_down_to_one_machine(names: set[str]) -> None:
+def test_pool_answers_to_random_losses_down_to_one_machine_are_sound(names: set[str]) -> None:
     sound(without(PROBLEM, sorted(names)), RUNNING)
 
 
-def test_every_machine_gone_is_an_error_in_a_line() -> None:
+def test_loss_of_every_pool_machine_is_refused_in_one_line() -> None:
     with pytest.raises(InputError, match="has no GPUs"):
         without(PROBLEM, [name for name, *_ in MACHINES])
 
 
-def test_nothing_happened() -> None:
+def test_pool_replan_without_a_change_keeps_the_plan_by_rerouting() -> None:
     answers = sound(PROBLEM, RUNNING)
     assert best_answer(answers).step == "reroute"
     assert answers[0].served_fraction == pytest.approx(RUNNING.fraction, rel=1e-6)
@@ -87,7 +87,7 @@ def test_nothing_happened() -> None:
     assert flip.flips == 0 or (-flip.served_fraction, flip.cost_usd_per_h) < (-1.0, RUNNING.cost_usd_per_h)
 
 
-def test_a_number_of_a_type_takes_idle_machines_first() -> None:
+def test_loss_by_machine_type_takes_idle_machines_first() -> None:
     """One of two machines of a type is used: losing one of the type loses the other."""
     nodes = [replace(catalog_node(name, "A40", 4), price_usd_per_h=2.0) for name in ("x", "y")]
     problem = pool_problem(
@@ -102,7 +102,7 @@ def test_a_number_of_a_type_takes_idle_machines_first() -> None:
     assert sound(fewer, plan)[0].served_fraction == pytest.approx(plan.fraction)
 
 
-def test_other_lengths_flip_roles() -> None:
+def test_pool_role_flip_serves_at_least_as_much_when_lengths_change() -> None:
     """From long answers to long prompts, on the same machines."""
     now = replace(PROBLEM, asks=(an_ask("chat", "Llama-2-13B", 9.0, Slo(2.5, 0.1), ((1800, 20, 1.0),)),))
     reroute, flip, _ = sound(now, RUNNING)
@@ -111,7 +111,7 @@ def test_other_lengths_flip_roles() -> None:
         assert flip.flips > 0
 
 
-def test_a_plan_on_a_fleet_without_a_pool_loses_named_machines() -> None:
+def test_plan_of_a_fleet_without_a_pool_survives_the_loss_of_named_machines() -> None:
     problem = a_problem(an_ask(rate_per_s=6.0), offers={"home": {"1xL40S": (1.9, 3), "1xA10G": (1.0, 3)}})
     plan = STRATEGIES["thunderserve"](TemplateFactory(problem), QUICK).plan
     (_, node), count = next(iter(plan.nodes.items()))

@@ -36,7 +36,7 @@ def never(*_: object, **__: object) -> None:
     raise AssertionError("built although it is stored")
 
 
-def test_a_stored_library_is_the_same_and_not_built_again(
+def test_cached_pipeline_library_equals_the_built_one_and_is_not_rebuilt(
     rates: StageRates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = cached_library(rates, 3, folder=tmp_path)
@@ -49,7 +49,9 @@ def test_a_stored_library_is_the_same_and_not_built_again(
     assert [path.suffix for path in tmp_path.iterdir()] == [".npz"]
 
 
-def test_both_phases_and_their_rates_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_libraries_keep_both_phases_and_their_rates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def ask() -> tuple[PipelineLibrary, PipelineLibrary]:
         return pipeline_libraries(MODEL, NODES, SLO, 768, 195, max_nodes=3, folder=tmp_path)
 
@@ -63,7 +65,7 @@ def test_both_phases_and_their_rates_are_stored(tmp_path: Path, monkeypatch: pyt
     assert built[0].placement(0) == loaded[0].placement(0)
 
 
-def test_the_key_depends_on_everything(rates: StageRates) -> None:
+def test_library_key_depends_on_every_input(rates: StageRates) -> None:
     changed = rates.units.copy()
     changed[0, 0, 0] += 1
     small = replace(NODES[0], gpu=replace(NODES[0].gpu, memory_gb=40.0))
@@ -78,7 +80,7 @@ def test_the_key_depends_on_everything(rates: StageRates) -> None:
     assert len(keys) == 6
 
 
-def test_rates_of_other_questions_are_stored_apart(tmp_path: Path) -> None:
+def test_stage_rates_of_different_inputs_are_cached_in_separate_files(tmp_path: Path) -> None:
     fitted = bundled()
     asked = [
         cached_stage_rates(MODEL, NODES, SLO, 768, 195, 2, folder=tmp_path),
@@ -91,7 +93,7 @@ def test_rates_of_other_questions_are_stored_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 10, 0.5, 0.99])
-def test_a_damaged_file_is_made_anew(rates: StageRates, tmp_path: Path, cut: float) -> None:
+def test_damaged_library_file_is_rebuilt(rates: StageRates, tmp_path: Path, cut: float) -> None:
     built = cached_library(rates, 3, folder=tmp_path)
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
@@ -103,7 +105,7 @@ def test_a_damaged_file_is_made_anew(rates: StageRates, tmp_path: Path, cut: flo
     assert same(built, cached_library(rates, 3, folder=tmp_path))
 
 
-def test_a_file_of_another_shape_is_made_anew(rates: StageRates, tmp_path: Path) -> None:
+def test_library_file_of_another_shape_is_rebuilt(rates: StageRates, tmp_path: Path) -> None:
     built = cached_library(rates, 3, folder=tmp_path)
     (path,) = tmp_path.iterdir()
     for arrays in (
@@ -120,7 +122,7 @@ def test_a_file_of_another_shape_is_made_anew(rates: StageRates, tmp_path: Path)
     assert same(built, cached_library(rates, 3, folder=tmp_path))
 
 
-def test_without_a_place_to_write_it_works_all_the_same(rates: StageRates, tmp_path: Path) -> None:
+def test_library_is_built_when_its_cache_folder_is_not_writable(rates: StageRates, tmp_path: Path) -> None:
     occupied = tmp_path / "file"
     occupied.write_text("not a folder")
     expected = pipeline_library(rates, max_nodes=3)
@@ -128,7 +130,7 @@ def test_without_a_place_to_write_it_works_all_the_same(rates: StageRates, tmp_p
     assert same(expected, cached_library(rates, 3, folder=None))
 
 
-def test_the_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_cache_folder_follows_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_folder() == tmp_path / "potluck"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")

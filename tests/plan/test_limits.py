@@ -170,7 +170,7 @@ def agree(program: FlowProgram) -> str:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_plans_that_survive_the_loss_of_any_copy(seed: int) -> None:
+def test_plans_that_survive_the_loss_of_any_copy_equal_enumeration(seed: int) -> None:
     program = small(seed)
     rng = np.random.default_rng(seed)
     agree(replace(program, spare=tuple(float(rng.choice([1.0, 0.6, 0.0])) for _ in program.models)))
@@ -189,7 +189,7 @@ def one_of_each(seed: int) -> FlowProgram:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_one_of_each_survives_a_loss_and_has_so_many_copies(seed: int) -> None:
+def test_plans_of_single_copies_with_a_loss_margin_equal_enumeration(seed: int) -> None:
     program = one_of_each(seed)
     low = float(2 + seed % 2) if seed % 3 else 0.0
     copies = CountLimit("copies", low, np.inf, (np.ones((len(program.fleet.nodes), 1)),))
@@ -198,7 +198,7 @@ def test_one_of_each_survives_a_loss_and_has_so_many_copies(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 104))
-def test_plans_that_survive_the_loss_of_any_region_or_of_some_nodes(seed: int) -> None:
+def test_plans_that_survive_a_region_or_node_outage_equal_enumeration(seed: int) -> None:
     program = small(seed)
     rng = np.random.default_rng(seed)
     shape = program.fleet.available.shape
@@ -212,7 +212,7 @@ def test_plans_that_survive_the_loss_of_any_region_or_of_some_nodes(seed: int) -
 
 
 @pytest.mark.parametrize("seed", range(200, 208))
-def test_limits_fees_and_nodes_that_are_paid_for(seed: int) -> None:
+def test_plans_with_limits_fees_and_reserved_nodes_equal_enumeration(seed: int) -> None:
     program = small(seed)
     rng = np.random.default_rng(seed)
     node_supply = replace(program.fleet, reserved=rng.integers(0, 3, program.fleet.available.shape))
@@ -261,7 +261,7 @@ def kinds(program: FlowProgram, most: int) -> FlowProgram:
 
 
 @pytest.mark.parametrize("seed", range(300, 304))
-def test_at_most_so_many_kinds(seed: int) -> None:
+def test_plans_with_at_most_one_node_type_equal_enumeration(seed: int) -> None:
     program = small(seed)
     result = solve(kinds(program, 1), time_limit_s=60.0)
     best = None
@@ -277,7 +277,7 @@ def test_at_most_so_many_kinds(seed: int) -> None:
         assert result.cost_usd_per_h == pytest.approx(best, rel=1e-6, abs=1e-6)
 
 
-def test_limits_that_nothing_keeps_are_named() -> None:
+def test_unsatisfiable_limit_is_named_in_the_shortfall() -> None:
     program = small(1)
     tables = tuple(np.ones((len(m.uses), len(program.fleet.regions))) for m in program.models)
     result = solve(replace(program, limits=(CountLimit("at least 999 copies", 999.0, np.inf, tables),)))
@@ -285,7 +285,7 @@ def test_limits_that_nothing_keeps_are_named() -> None:
     assert "at least 999 copies" in str(result.shortfall)
 
 
-def test_tables_that_do_not_fit_are_refused() -> None:
+def test_limit_tables_of_the_wrong_shape_are_refused() -> None:
     program = small(1)
     with pytest.raises(InputError, match="needs a table"):
         replace(program, limits=(CountLimit("odd", 0.0, 1.0, (np.ones((9, 9)),) * len(program.models)),))
@@ -294,7 +294,7 @@ def test_tables_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("seed", [400, 402, 404, 406])
-def test_firm_demand_is_met_first(seed: int) -> None:
+def test_firm_demand_is_served_before_other_demand(seed: int) -> None:
     """Of the second model as much as is left when the first must have all of its demand."""
     plain = small(seed)
     more = tuple(

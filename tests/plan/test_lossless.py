@@ -79,7 +79,9 @@ def all_pipelines(problem: PlanningProblem, demand: ModelDemand) -> list[Templat
 
 
 @pytest.mark.parametrize(("ttft_s", "prompt", "rate_per_s"), [(0.4, 1000, 25.0), (0.9, 2200, 8.0)])
-def test_no_plan_is_lost(ttft_s: float, prompt: int, rate_per_s: float, tmp_path: Path) -> None:
+def test_pipeline_library_omits_no_placement_that_would_give_a_cheaper_plan(
+    ttft_s: float, prompt: int, rate_per_s: float, tmp_path: Path
+) -> None:
     ask = an_ask(rate_per_s=rate_per_s, slo=Slo(ttft_s, 0.06), lengths=((prompt, 100, 1.0),))
     problem = a_problem(ask, offers=FLEET)
     prices = {offer.node: offer.price_usd_per_h for offer in problem.regions[0].offers}
@@ -100,7 +102,7 @@ def test_no_plan_is_lost(ttft_s: float, prompt: int, rate_per_s: float, tmp_path
         assert ours.shortfall.fraction >= best.shortfall.fraction / SAFE
 
 
-def test_nodes_too_slow_alone_serve_as_pipelines() -> None:
+def test_nodes_too_slow_alone_serve_prefill_as_pipelines() -> None:
     """Eight L4 that are each in time without a queue, and not with one."""
     ask = an_ask(rate_per_s=25.0, slo=Slo(0.5, 0.06), lengths=((1000, 100, 1.0),))
     problem = a_problem(ask, offers=FLEET)

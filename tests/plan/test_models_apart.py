@@ -25,7 +25,7 @@ SEEDS = [seed for seed in range(40) if falls_apart(joined(seed)) and reference(j
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_no_prices_bound_more_than_the_cheapest_plan_costs(seed: int) -> None:
+def test_decomposition_bound_never_exceeds_the_optimum_for_any_prices(seed: int) -> None:
     program, best = joined(seed), reference(joined(seed))
     assert best is not None
     state = begun(program, Deadline(30.0, time.process_time), 0.0, [])
@@ -43,7 +43,7 @@ def test_no_prices_bound_more_than_the_cheapest_plan_costs(seed: int) -> None:
     assert state.upper >= best * (1 - 1e-6) - 1e-6
 
 
-def test_models_with_nodes_in_plenty_are_settled_apart() -> None:
+def test_decomposition_settles_models_when_nodes_are_plentiful() -> None:
     """The relaxation rents parts of copies; apart every model has whole ones, and nothing is left to prove."""
     program = joined(SEEDS[0])
     node_supply = replace(program.fleet, available=program.fleet.available * 100)
@@ -59,7 +59,7 @@ def test_models_with_nodes_in_plenty_are_settled_apart() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_nothing_is_lost_with_needless_columns(seed: int) -> None:
+def test_removing_dominated_columns_keeps_the_optimum(seed: int) -> None:
     program = joined(seed)
     worse = [
         replace(

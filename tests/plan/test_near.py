@@ -49,7 +49,7 @@ def at(problem: PlanningProblem, regions: tuple[str, ...]) -> PlanOutcome | None
 
 
 @pytest.mark.parametrize("far_s", [0.2, 1.2, 1.5])
-def test_how_far_requests_travel_is_the_best_of_all_choices(far_s: float) -> None:
+def test_regions_chosen_for_distant_users_equal_the_best_of_all_choices(far_s: float) -> None:
     rtt_s = {
         "here": {"near": 0.01, "middle": 0.4, "far": far_s},
         "there": {"near": 0.05, "middle": 0.3, "far": far_s / 2},
@@ -68,7 +68,7 @@ def test_how_far_requests_travel_is_the_best_of_all_choices(far_s: float) -> Non
     assert text.ttft_s > min(problem.asks[0].mean_far_s(region) for region in served)
 
 
-def test_a_plan_whose_users_are_too_far_is_told() -> None:
+def test_plan_that_misses_ttft_for_distant_users_is_reported() -> None:
     rtt_s = {"here": {"near": 0.0, "middle": 0.0, "far": 0.0}}
     plan = melange(TemplateFactory(a_problem(made(rtt_s), offers=OFFERS)), SETTINGS).plan
     away = made({"here": {"near": 0.0, "middle": 0.0, "far": 1.59}})
@@ -79,7 +79,7 @@ def test_a_plan_whose_users_are_too_far_is_told() -> None:
         melange(TemplateFactory(a_problem(nowhere, offers=OFFERS)), SETTINGS)
 
 
-def test_the_strictest_class_is_planned_for_and_has_its_price() -> None:
+def test_strictest_request_class_sets_the_objective_and_has_a_price() -> None:
     strict, loose = Slo(1.6, 0.04, 0.95), Slo(60.0, 2.0, 0.5)
     one = made({"here": dict.fromkeys(OFFERS, 0.0)}, {"interactive": strict, "batch": loose})
     assert one.slo == Slo(1.6, 0.04, 0.95)

@@ -55,7 +55,7 @@ def increases(rates: Ints) -> bool:
     return bool((np.diff(rates, axis=2) > 0).any())
 
 
-def test_every_multiset_equals_brute_force() -> None:
+def test_every_multiset_optimum_equals_brute_force() -> None:
     compared, noisy = 0, 0
     for rates, max_nodes in instances(1, 2 * INSTANCES):
         units, stages = all_optima(rates, max_nodes)
@@ -71,7 +71,7 @@ def test_every_multiset_equals_brute_force() -> None:
 
 
 @pytest.mark.slow
-def test_random_multisets_equal_corals_integer_program() -> None:
+def test_random_multiset_optima_equal_corals_integer_program() -> None:
     rng = np.random.default_rng(2)
     noisy = 0
     for rates, max_nodes in instances(3, INSTANCES // 2, most_layers=6):
@@ -86,7 +86,7 @@ def test_random_multisets_equal_corals_integer_program() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.3])
-def test_long_stacks_equal_the_second_search(noise: float) -> None:
+def test_pipelines_of_many_layers_equal_the_second_search(noise: float) -> None:
     rng = np.random.default_rng(4)
     for layers in (40, 94, 128):
         base = rng.uniform(2e4, 2e6, (1, 5, 1)) / np.arange(1, layers + 1) * rng.uniform(0.9, 1, (6, 5, 1))
@@ -106,7 +106,7 @@ def test_long_stacks_equal_the_second_search(noise: float) -> None:
 
 
 @pytest.mark.parametrize(("kinds", "max_nodes"), [(3, 7), (2, 8), (1, 8), (4, 5)])
-def test_other_numbers_of_nodes_equal_the_second_search(kinds: int, max_nodes: int) -> None:
+def test_pipelines_of_other_node_counts_equal_the_second_search(kinds: int, max_nodes: int) -> None:
     rng = np.random.default_rng(9)
     multisets = pipeline.multisets(kinds, max_nodes)
     for layers in (3, 9, 20):
@@ -126,7 +126,7 @@ def splits(types: tuple[int, ...]) -> set[tuple[tuple[int, ...], tuple[int, ...]
     }
 
 
-def test_pruning_drops_exactly_what_a_split_replaces() -> None:
+def test_pruning_drops_exactly_the_pipelines_that_a_split_replaces() -> None:
     dropped = kept = 0
     for rates, max_nodes in instances(5, 150):
         multisets = pipeline.multisets(rates.shape[1], max_nodes)
@@ -145,7 +145,7 @@ def test_pruning_drops_exactly_what_a_split_replaces() -> None:
     assert kept > 100
 
 
-def test_nodes_that_are_stages_of_their_own_equal_brute_force() -> None:
+def test_pipelines_with_one_node_per_stage_equal_brute_force() -> None:
     kept = 0
     for rates, max_nodes in instances(11, INSTANCES):
         multisets = pipeline.multisets(rates.shape[1], max_nodes)
@@ -166,7 +166,7 @@ def test_nodes_that_are_stages_of_their_own_equal_brute_force() -> None:
     assert kept > 100
 
 
-def test_templates_above_the_memory_limit_are_left_out_and_others_unchanged() -> None:
+def test_pipelines_above_the_memory_limit_are_left_out_and_others_unchanged() -> None:
     rng = np.random.default_rng(6)
     for rates, max_nodes in instances(7, 60):
         node_bytes = rng.integers(1, 9, rates.shape[1])
@@ -179,7 +179,7 @@ def test_templates_above_the_memory_limit_are_left_out_and_others_unchanged() ->
             assert units[number] == (every[number] if within else 0)
 
 
-def test_layers_are_divided_as_the_brute_force_does() -> None:
+def test_layer_division_equals_brute_force() -> None:
     rates = np.array([[9, 7, 1, 8], [5, 0, 6, 0]])
     assert pipeline.divide(rates) == (5, (3, 1)) or pipeline.divide(rates)[0] == 6
     assert pipeline.divide(np.array([[4, 3, 2]])) == (2, (3,))
@@ -187,7 +187,7 @@ def test_layers_are_divided_as_the_brute_force_does() -> None:
     assert pipeline.divide(np.ones((4, 3), np.int64))[0] == 0  # more stages than layers
 
 
-def test_partitions_are_counted_right() -> None:
+def test_partition_counts_equal_known_values() -> None:
     table = pipeline.partitions(6)
     assert [len(table.of(6, 0, s)) for s in range(1, 7)] == [1, 31, 90, 65, 15, 1]  # Stirling numbers
     assert [len(table.of(6, 31, s)) for s in range(1, 7)] == [1, 3, 3, 2, 1, 1]  # partitions of 6
@@ -202,7 +202,7 @@ def both() -> tuple[StageRates, StageRates]:
     return stage_rates(models.model("Qwen3-32B"), types, Slo(1.6, 0.1), 768, 195, max_stages=4)
 
 
-def test_a_placement_reaches_what_the_library_says(both: tuple[StageRates, StageRates]) -> None:
+def test_library_placement_reaches_its_stated_throughput(both: tuple[StageRates, StageRates]) -> None:
     for rates in both:
         library = pipeline.pipeline_library(rates, max_nodes=4)
         assert 0 < len(library) <= library.valid
@@ -220,7 +220,7 @@ def test_a_placement_reaches_what_the_library_says(both: tuple[StageRates, Stage
             assert slowest == library.units[i]
 
 
-def test_absurd_tables_are_refused() -> None:
+def test_pipeline_solver_refuses_invalid_tables() -> None:
     one = np.ones(1, np.int64)
     for rates, bytes_of in (
         (np.zeros((1, 1, 200), np.int64), one),

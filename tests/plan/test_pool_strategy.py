@@ -46,7 +46,7 @@ def pools(draw: st.DrawFn) -> PlanningProblem:
 
 @settings(max_examples=4)
 @given(pools())
-def test_auto_is_never_beaten_by_the_search_and_both_are_sound(problem: PlanningProblem) -> None:
+def test_auto_is_at_least_as_good_as_the_pool_search_and_both_are_sound(problem: PlanningProblem) -> None:
     factory = TemplateFactory(problem)
     best = STRATEGIES["auto"](factory, QUICK).plan
     names = ("thunderserve", "hexgen", "distserve")
@@ -91,7 +91,7 @@ def test_a_template_that_names_a_machine_is_deployed_at_most_once() -> None:
     assert verify(problem, plan) == ()
 
 
-def test_the_checker_refuses_what_machines_cannot_hold() -> None:
+def test_verify_refuses_groups_that_exceed_their_machines() -> None:
     problem = two_machines()
     wanted = problem.asks[0]
     template = group_template(problem, wanted, [on("a")], "fp16")
@@ -134,14 +134,14 @@ def reference(
 
 @pytest.mark.parametrize("gbps", [100.0, 10.0, 2.0, 0.5, 0.1])
 @pytest.mark.parametrize("codec", ["fp16", "int4"])
-def test_a_thin_link_limits_a_pair_of_replicas(gbps: float, codec: Codec) -> None:
+def test_thin_link_limits_the_capacity_of_a_replica_pair(gbps: float, codec: Codec) -> None:
     problem = two_machines(gbps)
     replicas = [on("a", role="prefill"), on("b", role="decode")]
     result = group_capacity(problem, problem.asks[0], replicas, codec)[0].closed_per_s
     assert result == pytest.approx(reference(problem, problem.asks[0], replicas, codec), rel=1e-6)
 
 
-def test_kv_within_a_machine_does_not_touch_the_links() -> None:
+def test_kv_transfer_within_a_machine_does_not_use_the_network_link() -> None:
     def rate(gbps: float) -> float:
         problem = two_machines(gbps)
         stages = [Stage(16, (StageNode("4xA40", 2, name),)) for name in ("a", "b")]
@@ -158,7 +158,7 @@ def test_kv_within_a_machine_does_not_touch_the_links() -> None:
     assert rate(5.0) > 0
 
 
-def test_more_replicas_never_serve_less_and_routing_keeps_within_rates() -> None:
+def test_adding_replicas_never_lowers_routed_capacity() -> None:
     problem = two_machines(5.0)
     wanted = problem.asks[0]
     members = [on("a", 2, "prefill"), on("a", 2, "decode"), on("b", 2, "decode"), on("b", 2, "mixed")]
@@ -175,13 +175,13 @@ def test_more_replicas_never_serve_less_and_routing_keeps_within_rates() -> None
             assert sum(f for i, j, f in routed.flows if place in (i, j)) <= most * (1 + 1e-9)
 
 
-def test_components_hang_together() -> None:
+def test_components_join_replicas_that_share_a_machine_or_a_flow() -> None:
     members = [on("a"), on("b"), on("b", 2), on("c"), on("d")]
     result = {frozenset(component) for component in components(members, [(3, 0)])}
     assert result == {frozenset({0, 3}), frozenset({1, 2}), frozenset({4})}
 
 
-def test_machines_of_a_fleet_without_a_pool_have_names() -> None:
+def test_machines_of_a_fleet_without_a_pool_are_named_by_region_type_and_index() -> None:
     problem = a_problem(offers={"us/east": {"1xL40S": (1.0, 2)}, "west": {"2xL4": (1.0, 1)}})
     pool = region_pool(problem, "us/east")
     assert pool is not None
@@ -197,14 +197,14 @@ def test_machines_of_a_fleet_without_a_pool_have_names() -> None:
     assert named(whole) is whole
 
 
-def test_a_small_fleet_without_a_pool_is_searched_too() -> None:
+def test_thunderserve_searches_a_small_fleet_without_a_pool() -> None:
     problem = a_problem(offers={"home": {"1xL40S": (1.9, 2), "1xA10G": (1.0, 2)}})
     plan = STRATEGIES["thunderserve"](TemplateFactory(problem), QUICK).plan
     assert plan.fraction > 0
     assert verify(problem, plan) == ()
 
 
-def test_a_pool_that_lost_machines_by_type_lacks_the_last() -> None:
+def test_pool_that_lost_machines_by_type_lacks_the_last_one() -> None:
     problem = two_machines()
     fewer = replace(problem.regions[0], offers=(replace(problem.regions[0].offers[0], available=1),))
     pool = region_pool(replace(problem, regions=(fewer,)), "pool")
@@ -212,7 +212,7 @@ def test_a_pool_that_lost_machines_by_type_lacks_the_last() -> None:
     assert [node.name for node in pool.nodes] == ["a"]
 
 
-def test_several_models_and_huge_fleets_are_refused_in_a_line() -> None:
+def test_pool_search_refuses_several_models_and_more_than_256_gpus() -> None:
     both = a_problem(an_ask("x"), an_ask("y"))
     huge = a_problem(offers={"home": {"8xH100": (20.0, 33)}})
     for name in ("thunderserve", "hexgen"):
@@ -224,13 +224,13 @@ def test_several_models_and_huge_fleets_are_refused_in_a_line() -> None:
             STRATEGIES[name](TemplateFactory(huge), QUICK)
 
 
-def test_nothing_asked_is_nothing_rented() -> None:
+def test_pool_plan_without_demand_rents_nothing() -> None:
     problem = pool_problem(two_machines().pool, an_ask(rate_per_s=0.0))  # type: ignore[arg-type]
     for name in ("thunderserve", "auto"):
         assert STRATEGIES[name](TemplateFactory(problem), QUICK).plan.deployments == ()
 
 
-def test_a_pool_is_a_value_with_sound_links() -> None:
+def test_pool_refuses_links_without_positive_bandwidth() -> None:
     pool = two_machines().pool
     assert pool is not None
     assert pool.with_link("a", "b", 7.0).gbps == ((40.0, 7.0), (40.0, 40.0))
@@ -243,7 +243,7 @@ def test_a_pool_is_a_value_with_sound_links() -> None:
         )
 
 
-def test_flows_that_do_not_add_up_or_overload_a_replica_are_found() -> None:
+def test_verify_reports_template_flows_that_do_not_add_up_or_overload_a_replica() -> None:
     problem = two_machines()
     replicas = [on("a", 2, "prefill"), on("a", 2, "prefill"), on("b", 4, "decode")]
     made = group_template(problem, problem.asks[0], replicas, "int4")

@@ -30,7 +30,7 @@ def traffics(draw: st.DrawFn) -> Traffic:
     return Traffic("m", draw(st.just(0.0) | st.floats(1e-9, 1000)), bins, share)
 
 
-def test_an_objective_for_the_whole_answer_tightens_what_is_planned_for() -> None:
+def test_e2e_objective_tightens_the_planned_ttft_and_tpot() -> None:
     bins = (LengthBin(1000, 50, 0.5), LengthBin(900, 101, 0.4), LengthBin(800, 4000, 0.1))
     traffic, slo = Traffic("m", 1.0, bins), Slo(2.0, 0.1, 0.9, e2e_s=6.0)
     # 90 % of the answers have at most 101 tokens: 2 s + 100 x 0.1 s, twice what may be
@@ -41,7 +41,9 @@ def test_an_objective_for_the_whole_answer_tightens_what_is_planned_for() -> Non
 
 
 @given(traffics(), st.sampled_from([LLAMA, GPT_OSS]))
-def test_buckets_keep_the_demand_and_hide_no_factor_of_two(traffic: Traffic, model: object) -> None:
+def test_demand_buckets_keep_the_rate_and_span_at_most_a_factor_of_two(
+    traffic: Traffic, model: object
+) -> None:
     demands = demands_of("m", model, traffic)  # type: ignore[arg-type]
     assert sum(d.rate_per_s for d in demands) == pytest.approx(traffic.rate_per_s)
     assert [d.bucket for d in demands] == list(range(len(demands)))
@@ -63,14 +65,14 @@ def test_buckets_keep_the_demand_and_hide_no_factor_of_two(traffic: Traffic, mod
 
 
 @given(traffics())
-def test_tokens_are_kept_up_to_rounding(traffic: Traffic) -> None:
+def test_demand_buckets_keep_the_tokens_up_to_rounding(traffic: Traffic) -> None:
     demands = demands_of("m", LLAMA, traffic)
     wanted = traffic.rate_per_s * traffic.mean_input_tokens
     got = sum(d.rate_per_s * d.input_tokens for d in demands)
     assert wanted * (1 - 1e-9) <= got <= wanted + traffic.rate_per_s * (1 + 1e-9)
 
 
-def test_the_longest_requests_beyond_the_attained_share_lose_the_ttft_promise() -> None:
+def test_longest_requests_beyond_the_slo_share_have_no_ttft_promise() -> None:
     bins = tuple(LengthBin(length, 100, 0.25) for length in (100, 1000, 10_000, 30_000))
     traffic = Traffic("m", 4.0, bins)
     promised = [d.promised for d in model_demand("m", LLAMA, Slo(1.0, 0.1, 0.7), traffic).demands]
@@ -79,7 +81,7 @@ def test_the_longest_requests_beyond_the_attained_share_lose_the_ttft_promise() 
     assert model_demand("m", LLAMA, Slo(1.0, 0.1, 0.01), traffic).demands[0].promised
 
 
-def test_a_fleet_without_gpus_is_refused() -> None:
+def test_problem_without_gpus_or_models_is_refused() -> None:
     one = model_demand("m", LLAMA, Slo(1.0, 0.1), Traffic("m", 1.0, (LengthBin(100, 10, 1.0),)))
     empty = Region("home", (NodeOffer("1xL4", 1.0, 0),))
     with pytest.raises(InputError, match="no GPUs"):

@@ -38,7 +38,9 @@ def searched() -> tuple[PoolEvaluator, SearchResult]:
     return evaluator, search_with(evaluator, QUICK)
 
 
-def test_the_closed_form_handed_in_changes_nothing(searched: tuple[PoolEvaluator, SearchResult]) -> None:
+def test_search_with_the_closed_form_as_external_attainment_scores_the_same(
+    searched: tuple[PoolEvaluator, SearchResult],
+) -> None:
     evaluator, result = searched
     groups = result.state.groups
     score, routed = evaluator.weighed(groups, evaluator.attained(groups))
@@ -49,7 +51,7 @@ def test_the_closed_form_handed_in_changes_nothing(searched: tuple[PoolEvaluator
     assert evaluator.orchestrated(groups) == result.orchestration  # what is weighed once is not remembered
 
 
-def test_every_pair_is_tried_once_at_a_rate_that_it_can_take(
+def test_every_replica_pair_is_simulated_once_at_a_feasible_rate(
     searched: tuple[PoolEvaluator, SearchResult],
 ) -> None:
     evaluator, result = searched
@@ -70,7 +72,9 @@ def test_every_pair_is_tried_once_at_a_rate_that_it_can_take(
     assert all((p.role, d.role) == ("prefill", "decode") and 0 < rate <= most for p, d, rate in asked)
 
 
-def test_what_fails_when_tried_is_not_chosen(searched: tuple[PoolEvaluator, SearchResult]) -> None:
+def test_search_result_whose_pairs_fail_simulation_is_not_chosen(
+    searched: tuple[PoolEvaluator, SearchResult],
+) -> None:
     evaluator, result = searched
     assert result.others
     phases = zip(result.state.groups, result.configurations, strict=True)
@@ -93,7 +97,7 @@ def test_what_fails_when_tried_is_not_chosen(searched: tuple[PoolEvaluator, Sear
     assert to_templates(problem, WANTED, POOL, best, attained=dict.fromkeys(attained, 0.0)) == ()
 
 
-def test_a_plans_groups_are_those_that_held_when_tried() -> None:
+def test_plan_groups_keep_the_attainment_of_their_simulated_pairs() -> None:
     asked: list[float] = []
 
     def estimate(prefill_replica: PlannedReplica, decode_replica: PlannedReplica, rate_per_s: float) -> float:

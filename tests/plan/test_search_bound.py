@@ -57,7 +57,7 @@ def allocated_per_s(pool: Pool, work: PoolWorkload) -> float:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_allocation_program_finds_the_same_optimum(seed: int) -> None:
+def test_exact_bound_of_a_pool_equals_the_allocation_optimum(seed: int) -> None:
     """Two programs, written apart, for one question: the pool's most where links and TTFT do not bind."""
     rng = np.random.default_rng(seed)
     sizes = (2, 1, int(rng.integers(1, 4)))
@@ -68,7 +68,7 @@ def test_the_allocation_program_finds_the_same_optimum(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_bound_is_reached_where_links_do_not_bind(seed: int) -> None:
+def test_search_reaches_the_bound_when_links_do_not_bind(seed: int) -> None:
     rng = np.random.default_rng(20 + seed)
     pool = uniform_pool([catalog_node(f"n{i}", str(rng.choice(KINDS)), 2) for i in range(3)], 1e4)
     work = small(1e3, LOOSE)
@@ -77,7 +77,9 @@ def test_the_bound_is_reached_where_links_do_not_bind(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_known_and_fewer_columns_leave_a_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bound_with_a_known_value_or_fewer_columns_is_still_valid(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pool, work = random_pool(np.random.default_rng(40 + seed), 7, KINDS, largest=3), small(500.0)
     plain = exact_bound(pool, work, PeakCosts(), time_limit_s=600.0)
     known = exact_bound(pool, work, PeakCosts(), known_per_s=0.9 * plain, time_limit_s=600.0)
@@ -89,7 +91,7 @@ def test_what_is_known_and_fewer_columns_leave_a_bound(seed: int, monkeypatch: p
 
 
 @given(st.integers(1, 9), st.data())
-def test_no_node_has_room_for_parts_that_fit_rows_forbid(size: int, data: st.DataObject) -> None:
+def test_knapsack_rows_hold_for_every_partition_of_a_node(size: int, data: st.DataObject) -> None:
     parts, left = [], size
     while left:
         part = data.draw(st.integers(1, left))

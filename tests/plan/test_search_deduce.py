@@ -99,7 +99,7 @@ def goodput(group_configuration: GroupConfiguration | None) -> float:
     return group_configuration.goodput_per_s if group_configuration else 0.0
 
 
-def test_configuration_equals_enumeration_on_random_groups() -> None:
+def test_group_configuration_equals_enumeration_on_random_groups() -> None:
     rng = np.random.default_rng(7)
     compared = useful = 0
     for _ in range(60):
@@ -118,7 +118,7 @@ def test_configuration_equals_enumeration_on_random_groups() -> None:
     assert useful >= 150
 
 
-def test_mixed_keeps_both_promises_and_the_best_cycle() -> None:
+def test_mixed_configuration_keeps_ttft_and_tpot_within_the_best_cycle() -> None:
     rng = np.random.default_rng(8)
     for _ in range(20):
         source = deducer(random_pool(rng, 8, KINDS), small_work(rng), PeakCosts())
@@ -139,7 +139,7 @@ def best_order(per_node: Sequence[tuple[int, int]], hop_s: np.ndarray, back_s: n
     return path.tolist()
 
 
-def test_order_equals_all_orders() -> None:
+def test_stage_order_equals_the_best_of_all_orders() -> None:
     rng = np.random.default_rng(9)
     for _ in range(150):
         size = int(rng.integers(2, 5))
@@ -155,19 +155,19 @@ def test_order_equals_all_orders() -> None:
         assert way_s(result) == pytest.approx(min(way_s(order) for order in set(permutations(stages))))
 
 
-def test_a_hub_is_visited_between_its_spokes() -> None:
+def test_stage_order_visits_a_hub_between_its_spokes() -> None:
     far, near = 10.0, 1.0
     hop = np.full((3, 3), far)
     hop[0, :] = hop[:, 0] = near
     assert best_order(((0, 1), (1, 1), (2, 1)), hop, np.zeros((3, 3)))[1] == 0
 
 
-def test_even_cuts() -> None:
+def test_even_cuts_divides_gpus_into_equal_tp_degrees() -> None:
     assert even_cuts(4, (1, 2, 4)) == [(1, 1, 1, 1), (2, 2), (4,)]
     assert even_cuts(7, (1, 2, 4)) == [(1,) * 7, (2, 2, 2, 1), (4, 2, 1)]
 
 
-def test_stages_hold_the_model_within_nodes() -> None:
+def test_stages_hold_all_layers_and_use_every_gpu_of_a_group() -> None:
     source = deducer(paper_pool(), workload(), CalibratedCosts())
     for takes in (((4, 8),), ((2, 2), (5, 2)), ((0, 4), (1, 3))):
         for phase in (PREFILL, DECODE, MIXED):
@@ -178,12 +178,12 @@ def test_stages_hold_the_model_within_nodes() -> None:
                 assert sum(stage.tp for stage in result.stages if stage.node == node) == count
 
 
-def test_a_group_too_small_can_do_nothing() -> None:
+def test_group_too_small_for_the_model_has_no_configuration() -> None:
     source = deducer(paper_pool(), workload(), PeakCosts())
     assert all(source.best(((2, 2),), phase) is None for phase in (PREFILL, DECODE, MIXED))
 
 
-def test_a_loaded_configuration_is_timed_as_it_was_found() -> None:
+def test_fixed_configuration_is_timed_the_same_as_when_found() -> None:
     source = deducer(paper_pool(), workload(), PeakCosts())
     for takes in (((4, 4),), ((2, 2), (5, 2)), ((4, 2), (6, 2))):
         for phase in (PREFILL, DECODE):

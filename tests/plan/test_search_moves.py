@@ -47,7 +47,7 @@ def gpus_of(state: PoolUse) -> tuple[tuple[int, int], ...]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_neighbours_keep_the_gpus_and_the_limits(seed: int) -> None:
+def test_search_neighbours_keep_all_gpus_and_the_group_limits(seed: int) -> None:
     pool, _, evaluator, moves = setting(seed)
     rng = Random(seed)
     state = dealt_state(evaluator, PHASES, rng, kinds_of(pool), 6)
@@ -59,7 +59,7 @@ def test_neighbours_keep_the_gpus_and_the_limits(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_climb_ends_where_no_single_move_is_better(seed: int) -> None:
+def test_climb_ends_where_no_single_move_is_better(seed: int) -> None:
     pool, _, evaluator, moves = setting(seed)
     hunt = TabuSearch(evaluator, moves, SearchSettings(seed=seed, timing=PeakCosts(), limits=SearchLimits()))
     start = dealt_state(evaluator, PHASES, hunt.rng, kinds_of(pool), 6)
@@ -70,7 +70,7 @@ def test_a_climb_ends_where_no_single_move_is_better(seed: int) -> None:
     assert best <= value + 1e-12
 
 
-def test_swapping_like_nodes_twice_changes_nothing() -> None:
+def test_swapping_equal_nodes_twice_restores_the_state() -> None:
     pool, work = paper_pool(), workload()
     moves = all_moves(pool, work, PHASES, pool.gpus)
     assert moves.alike == ((0, 1), (2, 3), (5, 6))
@@ -84,7 +84,7 @@ def test_swapping_like_nodes_twice_changes_nothing() -> None:
         assert evaluator.score(once.groups).value == pytest.approx(evaluator.score(state.groups).value)
 
 
-def test_a_full_memory_of_orders_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_cache_at_capacity_does_not_change_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, work, evaluator, _ = setting(3)
     monkeypatch.setattr(deduce, "ORDERS", 4)
     forgetful = deducer(pool, work, PeakCosts())
@@ -97,7 +97,7 @@ def test_a_full_memory_of_orders_changes_nothing(monkeypatch: pytest.MonkeyPatch
                 assert forgetful.best(takes, phase) == evaluator.deducer.best(takes, phase)
 
 
-def test_where_only_flips_are_allowed_every_neighbour_has_the_same_groups() -> None:
+def test_flip_only_moves_keep_the_groups_of_the_state() -> None:
     """Light rescheduling names groups by places that may lie beyond the nodes: looking one up would break."""
     pool, work = paper_pool(), workload()
     moves = flips_only(pool, work, (0, 1, 2))

@@ -54,7 +54,7 @@ def by_highs(
     return -solve_milp(milp, time_limit_s=10.0, relax=True).objective
 
 
-def test_equals_brute_force_on_small_cases() -> None:
+def test_transport_equals_brute_force_on_small_cases() -> None:
     rng = np.random.default_rng(1)
     for _ in range(120):
         m, n = int(rng.integers(1, 3)), int(rng.integers(1, 4))
@@ -69,7 +69,7 @@ def test_equals_brute_force_on_small_cases() -> None:
         assert (flow.sum(axis=0) <= decode + 1e-9).all()
 
 
-def test_equals_highs_with_links() -> None:
+def test_transport_with_links_equals_highs() -> None:
     rng = np.random.default_rng(2)
     for _ in range(60):
         m, n, k = (int(rng.integers(1, top)) for top in (7, 7, 5))
@@ -82,7 +82,7 @@ def test_equals_highs_with_links() -> None:
         assert ((links * flow).sum(axis=(1, 2)) <= 1 + 1e-9).all()
 
 
-def test_wrong_shapes_are_one_clear_line() -> None:
+def test_transport_refuses_arrays_of_wrong_shape_or_sign() -> None:
     with pytest.raises(InputError, match="needs 2 prefill and 3 decode rates"):
         transport(np.ones(3), np.ones(3), np.ones((2, 3)))
     with pytest.raises(InputError, match="not negative"):
@@ -103,7 +103,7 @@ GROUPS = tuple(
 
 
 @pytest.mark.parametrize("gbps", [0.2, 0.5, 5.0, 40.0])
-def test_routing_adds_up_and_keeps_links(gbps: float) -> None:
+def test_routing_shares_add_up_and_stay_within_links(gbps: float) -> None:
     work = workload(rate_per_s=50.0)
     evaluator = PoolEvaluator(deducer(paper_pool(gbps=gbps), work, PeakCosts()))
     score = evaluator.score(GROUPS)
@@ -125,7 +125,7 @@ def test_routing_adds_up_and_keeps_links(gbps: float) -> None:
         assert a == b or bytes_per_s * 8 <= gbps * 1e9
 
 
-def test_the_fast_score_is_that_of_the_plain_program() -> None:
+def test_fast_score_equals_the_transport_program() -> None:
     work = workload(rate_per_s=2.0)
     evaluator = PoolEvaluator(deducer(paper_pool(), work, PeakCosts()))
     groups = tuple(group for group in GROUPS if group.phase != MIXED)
@@ -141,7 +141,7 @@ def test_the_fast_score_is_that_of_the_plain_program() -> None:
     assert score.attainment * work.rate_per_s == pytest.approx(value, rel=0.05)
 
 
-def test_int4_never_attains_less_than_fp16() -> None:
+def test_int4_codec_never_attains_less_than_fp16() -> None:
     for gbps in (1.0, 5.0, 40.0):
         scores = []
         for codec in ("fp16", "int4"):

@@ -19,7 +19,9 @@ ACROSS = ((0, 2), (1, 2))
 
 
 @pytest.mark.parametrize(("timing", "vendor"), [(PeakCosts(), False), (CalibratedCosts(), True)])
-def test_table_5(timing: LayerTiming, vendor: bool) -> None:
+def test_table_5_phases_of_thunderserve_are_found_for_fast_and_thin_links(
+    timing: LayerTiming, vendor: bool
+) -> None:
     """Fast links: the A40s prefill, the 3090Tis decode. Thin ones: KV stays inside the instances.
 
     The table has no output length, but one request's 1126 ms of decoding on four 3090Ti: each cost model gets the
@@ -49,7 +51,7 @@ def prefilling(search_result: SearchResult, gpu: str) -> int:
     return sum(count for takes in taken for place, count in takes if place in mine)
 
 
-def test_table_3_in_groups_of_four() -> None:
+def test_table_3_phase_counts_of_thunderserve_follow_the_workload() -> None:
     settings = SearchSettings(phases=PAPER.phases, timing=PAPER.timing, limits=PAPER.limits, max_group_gpus=4)
     plans = [search(paper_pool(), workload(lengths=item), settings) for item in (CONVERSATION, CODING)]
     conversation, coding = ([group.phase for group in plan.state.groups] for plan in plans)

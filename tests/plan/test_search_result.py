@@ -39,7 +39,7 @@ def _fields(settings: SearchSettings) -> dict[str, object]:
     return {name: getattr(settings, name) for name in settings.__slots__}
 
 
-def test_losing_a_node_flips_and_reroutes_without_reloading(conversation: SearchResult) -> None:
+def test_rescheduling_after_a_node_loss_flips_roles_without_reloading(conversation: SearchResult) -> None:
     pool, work = paper_pool(), workload()
     survivors = groups_left(pool, conversation, {"A6000-0": 4})
     next_result = reschedule(survivors, conversation, work, QUICK)
@@ -57,7 +57,7 @@ def test_losing_a_node_flips_and_reroutes_without_reloading(conversation: Search
     assert next_result.score.value >= stay.score.value
 
 
-def test_a_shift_to_coding_flips_towards_prefill(conversation: SearchResult) -> None:
+def test_rescheduling_for_coding_traffic_flips_roles_towards_prefill(conversation: SearchResult) -> None:
     nothing_lost = groups_left(paper_pool(), conversation, {})
     next_result = reschedule(nothing_lost, conversation, workload(lengths=CODING), QUICK)
     changes = flipped(conversation, next_result)
@@ -65,7 +65,7 @@ def test_a_shift_to_coding_flips_towards_prefill(conversation: SearchResult) -> 
     assert sum(new == 0 for _, _, new in changes) > sum(new == 1 for _, _, new in changes)
 
 
-def test_random_losses_down_to_nothing(conversation: SearchResult) -> None:
+def test_rescheduling_after_random_losses_serves_or_is_refused(conversation: SearchResult) -> None:
     pool, work = paper_pool(), workload()
     rng = np.random.default_rng(5)
     served = refused = 0
@@ -93,7 +93,7 @@ def test_random_losses_down_to_nothing(conversation: SearchResult) -> None:
         reschedule(nearly_all, conversation, work, QUICK)
 
 
-def test_the_groups_that_were_hit_may_be_named(conversation: SearchResult) -> None:
+def test_rescheduling_accepts_named_dead_groups(conversation: SearchResult) -> None:
     pool = paper_pool()
     node = conversation.state.groups[0].takes[0][0]
     assert 0 not in groups_left(pool, conversation, {pool.nodes[node].name: 1}, dead=[0]).kept
@@ -108,7 +108,7 @@ def chat() -> tuple[Pool, ModelDemand]:
 
 
 @pytest.mark.parametrize("phases", [("prefill", "decode"), ("prefill", "decode", "mixed")])
-def test_templates_of_whole_machines(phases: tuple[str, ...]) -> None:
+def test_search_result_templates_use_whole_machines(phases: tuple[str, ...]) -> None:
     pool, wanted = chat()
     settings = SearchSettings(
         phases=phases, timing=CalibratedCosts(), limits=SearchLimits(walks=3, patience=30)
@@ -125,7 +125,7 @@ def test_templates_of_whole_machines(phases: tuple[str, ...]) -> None:
             assert gpus <= pool.nodes[pool.index(machine)].gpus
 
 
-def test_what_runs_comes_back_as_the_search_speaks_of_it() -> None:
+def test_running_replicas_convert_back_to_the_search_state() -> None:
     pool, wanted = chat()
     result = search(
         pool, workload_of(wanted, "int4"), SearchSettings(limits=SearchLimits(walks=2, patience=20))
@@ -135,7 +135,7 @@ def test_what_runs_comes_back_as_the_search_speaks_of_it() -> None:
     assert [c.stages for c in again.configurations] == [c.stages for c in result.configurations]
 
 
-def test_a_trace_is_attainment_and_never_falls() -> None:
+def test_search_trace_is_attainment_and_never_falls() -> None:
     pool, wanted = chat()
     result = search(
         pool, workload_of(wanted, "int4"), SearchSettings(limits=SearchLimits(walks=2, patience=20))

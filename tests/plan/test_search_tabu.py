@@ -56,7 +56,7 @@ def best_of_all(evaluator: PoolEvaluator) -> float:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_finds_the_best_of_all_states_on_tiny_pools(seed: int) -> None:
+def test_search_finds_the_best_of_all_states_on_tiny_pools(seed: int) -> None:
     pool = random_pool(np.random.default_rng(seed), 5, KINDS, largest=3)
     evaluator = PoolEvaluator(deducer(pool, small_workload(), PeakCosts()))
     result = search_with(evaluator, SearchSettings(seed=seed))
@@ -65,7 +65,7 @@ def test_finds_the_best_of_all_states_on_tiny_pools(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_within_three_percent_of_the_bound_on_pools_of_twelve(seed: int) -> None:
+def test_search_is_within_three_percent_of_the_bound_on_pools_of_twelve_gpus(seed: int) -> None:
     pool = random_pool(np.random.default_rng(100 + seed), 12, KINDS)
     work = small_workload(500.0)
     result = search(pool, work, SearchSettings(seed=seed, timing=PeakCosts()))
@@ -75,7 +75,7 @@ def test_within_three_percent_of_the_bound_on_pools_of_twelve(seed: int) -> None
     assert result.score.goodput_per_s >= 0.97 * bound
 
 
-def test_same_seed_same_answer_and_the_trace_rises() -> None:
+def test_search_with_the_same_seed_gives_the_same_result_and_a_rising_trace() -> None:
     settings = SearchSettings(seed=3, timing=PeakCosts(), limits=SearchLimits(walks=2))
     first, second = (search(paper_pool(), workload(), settings) for _ in range(2))
     assert (first.state, first.score, first.steps) == (second.state, second.score, second.steps)
@@ -85,7 +85,7 @@ def test_same_seed_same_answer_and_the_trace_rises() -> None:
     assert first.converged
 
 
-def test_the_time_limit_is_kept() -> None:
+def test_search_keeps_its_time_limit() -> None:
     now = [0.0]
 
     def clock() -> float:
@@ -101,7 +101,7 @@ def test_the_time_limit_is_kept() -> None:
     assert now[0] <= 1.1
 
 
-def test_every_gpu_is_in_one_group_or_idle() -> None:
+def test_search_puts_every_gpu_in_one_group_or_leaves_it_idle() -> None:
     pool = paper_pool()
     result = search(
         pool, workload(), SearchSettings(timing=CalibratedCosts(), limits=SHORT, max_group_gpus=6)
@@ -112,13 +112,13 @@ def test_every_gpu_is_in_one_group_or_idle() -> None:
     assert result.orchestration.rate_per_s <= workload().rate_per_s * (1 + 1e-9)
 
 
-def test_without_mixed_replicas_when_told_so() -> None:
+def test_search_without_the_mixed_phase_has_no_mixed_replicas() -> None:
     settings = SearchSettings(phases=("prefill", "decode"), timing=PeakCosts(), limits=SHORT)
     result = search(paper_pool(), workload(), settings)
     assert {group.phase for group in result.state.groups} == {0, 1}
 
 
-def test_clusters_keep_to_fast_links() -> None:
+def test_initial_clusters_join_nodes_over_fast_links() -> None:
     def two(takes: Takes) -> bool:
         return size_of(takes) >= 2
 
@@ -128,13 +128,13 @@ def test_clusters_keep_to_fast_links() -> None:
     assert clusters(pool, two) == [((0, 1), (3, 1)), ((1, 1), (2, 1))]
 
 
-def test_a_model_that_fits_nowhere_is_one_clear_line() -> None:
+def test_search_refuses_a_model_that_fits_nowhere_in_one_line() -> None:
     pool = uniform_pool([catalog_node("a", "L4", 1)], 10.0)
     with pytest.raises(CapacityError, match="LLaMA-30B cannot be served on this pool within 3 s"):
         search(pool, workload(), SearchSettings(limits=SHORT))
 
 
-def test_bad_pools_are_one_clear_line() -> None:
+def test_pool_refuses_invalid_nodes_and_links_in_one_line() -> None:
     nodes = (catalog_node("a", "A40", 2), catalog_node("b", "A40", 2))
     square = ((0.0, 1.0), (1.0, 0.0))
     with pytest.raises(InputError, match="must be 2 x 2"):
@@ -154,7 +154,7 @@ def test_bad_pools_are_one_clear_line() -> None:
         pool.without({"a": 3})
 
 
-def test_a_demand_becomes_a_workload_of_the_same_tokens() -> None:
+def test_demand_becomes_a_workload_with_the_same_mean_tokens() -> None:
     from potluck.catalog import models
     from potluck.core.values.types import LengthBin, Traffic
 

@@ -62,7 +62,7 @@ def everything() -> tuple[Template, ...]:
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 1 << 30), factor=st.sampled_from([0.0, 1.0, 1.3]))
-def test_a_placement_costs_what_its_column_would(seed: int, factor: float) -> None:
+def test_priced_placement_costs_what_its_column_costs(seed: int, factor: float) -> None:
     problem, result = priced()
     program, draw = result.program, np.random.default_rng(seed)
     bins = sum(len(model.buckets) for model in program.models)
@@ -89,7 +89,7 @@ def test_a_placement_costs_what_its_column_would(seed: int, factor: float) -> No
 
 
 @pytest.mark.parametrize("terms", [ModelTerms(max_copies=3), ModelTerms(max_nodes=3, max_gpu_kinds=1)])
-def test_what_prices_ask_for_is_as_good_as_everything(terms: ModelTerms) -> None:
+def test_generated_pipelines_give_the_same_cost_as_all_pipelines(terms: ModelTerms) -> None:
     """`coral` with the pipelines that were asked for costs what it does with all of them."""
     problem = the_problem(terms)
     problem = replace(problem, asks=problem.asks[:1])
@@ -103,7 +103,7 @@ def test_what_prices_ask_for_is_as_good_as_everything(terms: ModelTerms) -> None
         assert grown.allocation.cost_usd_per_h == pytest.approx(allocation.cost_usd_per_h, rel=1e-5)
 
 
-def test_rows_that_may_run_nowhere_are_not_asked_for() -> None:
+def test_pipelines_excluded_by_terms_are_not_generated() -> None:
     problem = the_problem(ModelTerms(max_nodes=2, nodes=("1xL4",), regions=("east",)))
     demand = problem.asks[0]
     placement_table = shelf_of(problem, demand)
@@ -122,13 +122,13 @@ def test_rows_that_may_run_nowhere_are_not_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("types", "models", "most"), [(4, 2, 6), (20, 6, 6), (30, 1, 5), (30, 10, 4)])
-def test_with_many_types_or_models_pipelines_have_fewer_nodes(types: int, models: int, most: int) -> None:
+def test_pipeline_node_limit_falls_with_more_types_and_models(types: int, models: int, most: int) -> None:
     """So that no more are gone through than for the twenty types and six models of CORAL's extended setting."""
     assert nodes_at_most(types, models) == most
     assert comb(types + most, most) * models <= MOST_SETS
 
 
-def test_where_time_is_short_some_libraries_do() -> None:
+def test_pipeline_table_has_part_of_the_libraries_when_time_is_short() -> None:
     problem = the_problem(ModelTerms())
     demand = problem.asks[0]
     some, whole = shelf_of(problem, demand, enough=lambda: True), shelf_of(problem, demand)

@@ -31,7 +31,7 @@ def how(plan: Plan) -> set[str]:
     return {r.layout.stages[0].nodes[0].ep for t in plan.templates for r in t.replicas}
 
 
-def test_a_mixture_has_layouts_with_spread_experts_and_a_dense_model_none() -> None:
+def test_mixture_of_experts_has_expert_parallel_layouts_and_a_dense_model_has_none() -> None:
     made = TemplateFactory(PROBLEM).homogeneous(ASK)
     assert any(" dp8 ep8" in template.name for template in made)
     assert len({template.name for template in made}) == len(made)
@@ -45,7 +45,7 @@ def how_of(problem: object) -> list[str]:
     return [r.layout.stages[0].nodes[0].ep for t in made for r in t.replicas]
 
 
-def test_a_plan_with_spread_experts_is_sound_and_survives_its_file(plan: Plan) -> None:
+def test_plan_with_expert_parallelism_is_sound_and_survives_its_file(plan: Plan) -> None:
     assert how(plan) - {"none"}, "it pays here"
     assert verify(PROBLEM, plan) == ()
     assert plan_from_json(plan_to_json(plan)) == plan
@@ -55,7 +55,7 @@ def test_a_plan_with_spread_experts_is_sound_and_survives_its_file(plan: Plan) -
     assert StageNode("1xL4", 1).ep == "none"
 
 
-def test_the_simulator_times_it(plan: Plan) -> None:
+def test_simulated_tpot_of_an_expert_parallel_plan_is_near_its_prediction(plan: Plan) -> None:
     resolved = ResolvedPlan(
         plan, {"deep": ASK.model}, PROBLEM.by_name, PROBLEM.regions, (), {"deep": ASK.slo}
     )

@@ -45,7 +45,9 @@ def decode_units(model: Model, node: NodeType, layers: range, stages: int, laten
     return float(np.where(within, copies * requests / step_s, 0.0).max() * 100)
 
 
-def test_a_whole_model_on_one_node_is_timed_exactly(both: tuple[StageRates, StageRates]) -> None:
+def test_stage_rate_of_a_whole_model_on_one_node_equals_the_step_timer(
+    both: tuple[StageRates, StageRates],
+) -> None:
     prefill, decode = both
     model, layers = prefill.model, range(prefill.model.layer_count)
     for g, node in enumerate(NODES):
@@ -60,7 +62,9 @@ def test_a_whole_model_on_one_node_is_timed_exactly(both: tuple[StageRates, Stag
         assert prefill.units[0, g, -1] == pytest.approx(100 * max(rates, default=0.0), abs=1.001)
 
 
-def test_more_layers_or_a_smaller_budget_never_give_more(both: tuple[StageRates, StageRates]) -> None:
+def test_stage_rate_never_rises_with_more_layers_or_a_smaller_budget(
+    both: tuple[StageRates, StageRates],
+) -> None:
     for rates in both:
         assert rates.units.shape == (6, len(NODES), rates.model.layer_count)
         assert (np.diff(rates.units, axis=2) <= 0).all()
@@ -72,7 +76,7 @@ def test_more_layers_or_a_smaller_budget_never_give_more(both: tuple[StageRates,
 
 
 @pytest.mark.parametrize("name", ["Phi-4", "Llama-3-70B"])
-def test_no_stage_is_promised_more_than_its_own_layers_give(name: str) -> None:
+def test_stage_rate_never_exceeds_the_rate_of_its_own_layers(name: str) -> None:
     model = models.model(name)
     _, decode = stage_rates(model, NODES, SLO, INPUT, OUTPUT)
     count = model.layer_count
@@ -88,25 +92,25 @@ def test_no_stage_is_promised_more_than_its_own_layers_give(name: str) -> None:
                     assert promised >= 0.97 * truth - 1
 
 
-def test_a_node_that_cannot_hold_the_layers_gives_nothing() -> None:
+def test_stage_rate_is_zero_on_a_node_that_cannot_hold_the_layers() -> None:
     prefill, decode = stage_rates(models.model("Llama-3-70B"), NODES, SLO, INPUT, OUTPUT)
     for rates in (prefill, decode):
         assert rates.units[0, NAMES.index("1xL4"), -1] == 0
     assert prefill.units[0, NAMES.index("8xH100-SXM"), -1] > 0
 
 
-def test_an_objective_below_the_physical_minimum_gives_nothing() -> None:
+def test_stage_rates_are_zero_for_an_objective_below_the_physical_minimum() -> None:
     prefill, decode = stage_rates(models.model("Phi-4"), NODES, Slo(1e-6, 1e-6), INPUT, OUTPUT)
     assert not prefill.units.any()
     assert not decode.units.any()
 
 
-def test_a_long_prompt_is_still_one_step() -> None:
+def test_stage_rate_of_a_long_prompt_is_that_of_one_step() -> None:
     prefill, _ = stage_rates(models.model("Llama-3.1-8B"), NODES, Slo(60.0, 0.1), 20_000, 100, max_stages=2)
     assert prefill.units[0, NAMES.index("8xH100-SXM"), -1] > 0
 
 
-def test_the_tensor_parallel_degree_divides_the_heads() -> None:
+def test_largest_tp_degree_divides_the_attention_heads() -> None:
     model = models.model("Phi-4")
     assert [largest_tp(model, node) for node in NODES] == [1, 2, 1, 2, 2]  # 10 KV heads
     attention = model.layers[0].attention
@@ -129,7 +133,7 @@ def test_the_tensor_parallel_degree_divides_the_heads() -> None:
         (NODES, (10, 10), 0),
     ],
 )
-def test_absurd_questions_are_refused(
+def test_stage_rates_refuse_invalid_arguments(
     chosen: tuple[NodeType, ...], lengths: tuple[int, int], stages: int
 ) -> None:
     with pytest.raises(InputError):

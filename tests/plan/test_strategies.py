@@ -48,7 +48,7 @@ def fleets(draw: st.DrawFn) -> PlanningProblem:
 @pytest.mark.slow
 @settings(max_examples=6)
 @given(fleets())
-def test_auto_is_never_costlier_and_every_plan_is_sound(problem: PlanningProblem) -> None:
+def test_auto_is_never_costlier_than_a_strategy_and_every_plan_is_sound(problem: PlanningProblem) -> None:
     """Without a written pool `auto` looks for groups of machines only in small fleets, for one model."""
     factory = TemplateFactory(problem)
     names = [
@@ -66,7 +66,9 @@ def test_auto_is_never_costlier_and_every_plan_is_sound(problem: PlanningProblem
 @pytest.mark.slow
 @settings(max_examples=3)
 @given(fleets(), st.sampled_from([0.02, 0.05, 0.2]))
-def test_a_moving_part_counts_in_every_choice_and_in_no_price(problem: PlanningProblem, share: float) -> None:
+def test_complexity_share_affects_the_choice_but_not_the_reported_cost(
+    problem: PlanningProblem, share: float
+) -> None:
     """The plan is the best at these weights, no other strategy's is better; what is shown is what is paid."""
     weighing = replace(problem, complexity_share=share)
     cheapest = STRATEGIES["auto"](TemplateFactory(problem), QUICK)
@@ -93,7 +95,7 @@ def test_a_moving_part_counts_in_every_choice_and_in_no_price(problem: PlanningP
 @pytest.mark.parametrize(
     ("h100_usd_per_h", "share", "machines"), [(1.5, 0.0, 4), (1.5, 0.05, 1), (1.8, 0.05, 4), (1.3, 0.0, 1)]
 )
-def test_four_machines_must_save_more_than_they_count_for(
+def test_four_machines_are_chosen_only_when_they_save_more_than_their_complexity_costs(
     h100_usd_per_h: float, share: float, machines: int
 ) -> None:
     """Four RTX 4090 for $1.36 where one H100 would do."""
@@ -104,7 +106,7 @@ def test_four_machines_must_save_more_than_they_count_for(
     assert sum(plan.nodes.values()) == machines
 
 
-def test_ties_go_to_the_simpler_and_to_what_survives_more() -> None:
+def test_plan_ties_go_to_the_simpler_plan_that_survives_more_losses() -> None:
     """Two machines with one L4 each, one with two, or a pipeline of two: all cost the same."""
     ask = an_ask(rate_per_s=1.5, slo=Slo(2.0, 0.12), lengths=((800, 200, 1.0),))
     problem = a_problem(ask, offers={"home": {"2xL4": (1.6, 4), "1xL4": (0.8, 8)}})
@@ -116,12 +118,12 @@ def test_ties_go_to_the_simpler_and_to_what_survives_more() -> None:
     assert [model for model, _ in single_copies(little, one)] == ["chat"]
 
 
-def test_plans_are_files() -> None:
+def test_plan_survives_its_json_file() -> None:
     plan = STRATEGIES["auto"](TemplateFactory(a_problem()), QUICK).plan
     assert plan_from_json(plan_to_json(plan)) == plan
 
 
-def test_too_small_a_fleet_gives_the_largest_fraction_and_says_what_binds() -> None:
+def test_fleet_too_small_gives_the_largest_fraction_and_names_the_binding_node() -> None:
     problem = a_problem(an_ask(rate_per_s=500.0), offers={"home": {"1xA10G": (1.0, 2)}})
     outcome = STRATEGIES["auto"](TemplateFactory(problem), QUICK)
     assert 0 < outcome.plan.fraction < 1
@@ -129,7 +131,7 @@ def test_too_small_a_fleet_gives_the_largest_fraction_and_says_what_binds() -> N
     assert verify(problem, outcome.plan) == ()
 
 
-def test_auto_is_not_costlier_either_when_time_runs_out() -> None:
+def test_auto_is_not_costlier_than_a_strategy_when_time_runs_out() -> None:
     """The clock jumps past the limit after a few looks, so the large program cannot be finished."""
 
     def impatient() -> SolveSettings:
@@ -144,7 +146,7 @@ def test_auto_is_not_costlier_either_when_time_runs_out() -> None:
     assert verify(factory.problem, best) == ()
 
 
-def test_running_out_of_time_promises_nothing() -> None:
+def test_plan_stopped_by_the_time_limit_is_sound() -> None:
     """A clock that jumps past the limit at once: whatever comes back, it serves what it says."""
     ticks = iter(range(0, 10_000_000, 1000))
     late = SolveSettings(time_limit_s=0.5, clock=lambda: float(next(ticks)))
@@ -154,14 +156,14 @@ def test_running_out_of_time_promises_nothing() -> None:
     assert outcome.plan.deployments or outcome.plan.fraction == 0
 
 
-def test_an_objective_below_the_physical_minimum_is_said_so() -> None:
+def test_objective_below_the_physical_minimum_is_named_in_the_shortfall() -> None:
     problem = a_problem(an_ask(slo=Slo(0.001, 0.0001, 1.0)))
     outcome = STRATEGIES["auto"](TemplateFactory(problem), QUICK)
     assert outcome.plan.fraction == 0
     assert "chat" in str(outcome.allocation.shortfall)
 
 
-def test_what_runs_already_is_kept_when_a_change_gains_less_than_it_costs() -> None:
+def test_running_plan_is_kept_when_a_change_saves_less_than_its_penalty() -> None:
     offers = {"home": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 8)}}
     ask = an_ask(rate_per_s=3.0)
     dear = a_problem(ask, offers={"home": {"1xL40S": (1.86, 8), "1xA10G": (1.9, 8)}})
@@ -175,13 +177,13 @@ def test_what_runs_already_is_kept_when_a_change_gains_less_than_it_costs() -> N
 
 
 @pytest.mark.parametrize("name", ["chat: mixed 1xL40S tp1", "chat: decode pipeline 3 1xL40S"])
-def test_pins_are_kept(name: str) -> None:
+def test_pinned_deployment_is_in_the_plan(name: str) -> None:
     factory = TemplateFactory(a_problem())
     plan = STRATEGIES["auto"](factory, SolveSettings(pins=(Deployment(name, "east", 2),))).plan
     assert next(deployment.count for deployment in plan.deployments if deployment.template == name) >= 2
 
 
-def test_a_term_that_rules_nothing_out_changes_nothing() -> None:
+def test_term_that_excludes_nothing_does_not_change_the_plan() -> None:
     east = {"1xA100": (2.71, 48), "2xRTX4090": (1.35, 48), "1xH100": (4.43, 24), "2xA100": (4.35, 24)}
     ask = an_ask("big", "Llama-3.1-70B", 1.2, Slo(3.43, 0.103), ((2500, 200, 1.0),))
     asks = [ask, replace(ask, terms=ModelTerms(max_copies=40))]
@@ -190,7 +192,7 @@ def test_a_term_that_rules_nothing_out_changes_nothing() -> None:
     assert plans[0].deployments == plans[1].deployments
 
 
-def test_remote_prefill_crosses_a_link_only_when_there_is_one() -> None:
+def test_remote_prefill_uses_a_link_only_when_there_is_one() -> None:
     """A site with compute but no memory to decode, one with memory but little compute: KV crosses, or cannot."""
     ask = an_ask(rate_per_s=12.0, lengths=((6000, 200, 1.0),), slo=Slo(1.5, 0.06))
     offers = {"site": {"1xH100": (3.0, 4)}, "home": {"1xA10G": (0.5, 40)}}
@@ -243,11 +245,11 @@ def check_reasons(problem: PlanningProblem, name: str, asking: SolveSettings) ->
 
 @settings(max_examples=10, deadline=None)
 @given(fleets(), st.sampled_from([0.0, 0.05]))
-def test_every_reason_is_true(problem: PlanningProblem, share: float) -> None:
+def test_explanation_reasons_hold_when_planned_again(problem: PlanningProblem, share: float) -> None:
     check_reasons(replace(problem, complexity_share=share), "melange", QUICK)
 
 
-def test_a_question_without_time_is_not_answered() -> None:
+def test_explanation_question_without_time_is_reported_as_not_known() -> None:
     """Running out of time is neither a cost nor proof that something cannot be."""
     given = []
     for place, offers in enumerate(
@@ -260,7 +262,7 @@ def test_a_question_without_time_is_not_answered() -> None:
     assert "not known" in given
 
 
-def test_a_rehearsed_plan_is_not_compared_with_plans_on_averages() -> None:
+def test_simulated_plan_is_not_compared_with_plans_on_averages() -> None:
     """It has more than averages ask for: what a change costs is between plans of one kind."""
     factory, planner = TemplateFactory(a_problem(an_ask(rate_per_s=4.0))), STRATEGIES["melange"]
     base_outcome = planner(factory, QUICK)
@@ -276,7 +278,7 @@ def test_a_rehearsed_plan_is_not_compared_with_plans_on_averages() -> None:
     assert all(value is None or value >= -1e-6 for value in values)
 
 
-def test_choices_that_bars_leave_open_are_named_with_what_would_decide() -> None:
+def test_choices_within_prediction_error_name_the_measurement_that_would_decide() -> None:
     """Of two GPUs that cost alike, the one that is known less is to be measured; one three times as dear is told."""
     planner, ask = STRATEGIES["melange"], an_ask(rate_per_s=600.0)
     alone = {
@@ -303,7 +305,7 @@ def with_rate(demand: ModelDemand, rate_per_s: float) -> ModelDemand:
 
 @settings(max_examples=8, deadline=None)
 @given(fleets())
-def test_what_is_expected_is_what_all_copies_could_do_and_all_that_is_paid(problem: PlanningProblem) -> None:
+def test_expected_plan_figures_use_full_capacity_and_all_charges(problem: PlanningProblem) -> None:
     """However little of it is asked for; and parts of the cost add up to the plan's, charges and all."""
     plan = STRATEGIES["melange"](TemplateFactory(problem), QUICK).plan
     plan = replace(plan, charges=(Charge("egress", 0.75),))
@@ -330,7 +332,7 @@ def test_what_is_expected_is_what_all_copies_could_do_and_all_that_is_paid(probl
         assert whole == pytest.approx(plan.total_usd_per_h)
 
 
-def test_a_mixed_replica_decodes_for_others_where_that_saves_a_node() -> None:
+def test_mixed_replica_decodes_for_others_where_that_saves_a_node() -> None:
     """CRONUS's GPUs, four of each: with every replica in one role it takes four A100; so three and an A10 do."""
     ask = an_ask(rate_per_s=23.6, slo=Slo(3.0, 0.1), lengths=((1014, 247, 1.0),))
     problem = a_problem(ask, offers={"lab": {"1xA100-80": (1.59, 4), "1xA10": (1.29, 4)}})
@@ -357,7 +359,7 @@ def test_a_mixed_replica_decodes_for_others_where_that_saves_a_node() -> None:
     )
 
 
-def test_a_replica_that_does_both_is_planned_only_where_both_are_done() -> None:
+def test_replica_with_two_roles_is_planned_only_where_both_are_used() -> None:
     """One node is enough: it is a plain mixed one; and without hand-overs nothing decodes for others."""
     problem = a_problem(an_ask(rate_per_s=2.0))
     factory = TemplateFactory(problem)
@@ -368,7 +370,7 @@ def test_a_replica_that_does_both_is_planned_only_where_both_are_done() -> None:
     assert not TemplateFactory(apart).also_decoding(apart.asks[0])
 
 
-def test_a_node_that_has_a_pair_serves_nobody_alone_in_cronus() -> None:
+def test_cronus_uses_a_paired_node_only_in_its_pair() -> None:
     """One that has none does: an L40S elsewhere, with which nothing pairs."""
     offers = {"lab": {"1xA100-80": (1.59, 4), "1xA10": (0.6, 4)}, "home": {"1xL40S": (1.9, 4)}}
     problem = a_problem(offers=offers)

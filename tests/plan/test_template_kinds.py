@@ -37,7 +37,7 @@ def of(role: str) -> list[Template]:
     return [template for template in SINGLE if template.replicas[0].role == role]
 
 
-def test_every_role_is_there_and_offers_one_phase() -> None:
+def test_single_templates_exist_for_every_role_and_offer_one_phase_each() -> None:
     assert of("mixed")
     assert of("prefill")
     assert of("decode")
@@ -48,7 +48,7 @@ def test_every_role_is_there_and_offers_one_phase() -> None:
             assert sum(rate > 0 for rate in rates) <= 1
 
 
-def test_prefill_keeps_ttft_with_queueing() -> None:
+def test_prefill_capacity_keeps_ttft_including_queueing() -> None:
     for template in of("prefill"):
         timer = layout_timer(ASK, template.replicas[0].layout, PROBLEM.by_name)
         for capacity, demand in zip(template.capacity, ASK.demands, strict=True):
@@ -63,7 +63,7 @@ def test_prefill_keeps_ttft_with_queueing() -> None:
     assert wait_factor(0.5) == pytest.approx(1.5)
 
 
-def test_a_prefill_replica_does_as_many_prompts_as_the_library_says() -> None:
+def test_prefill_capacity_equals_the_pipeline_library_rate() -> None:
     """Both take as many prompts into a step as there is room for."""
     template = next(t for t in of("prefill") if t.nodes[0].node == "1xH100-SXM")
     for demand, capacity in zip(ASK.demands, template.capacity, strict=True):
@@ -86,7 +86,7 @@ def test_a_prefill_replica_does_as_many_prompts_as_the_library_says() -> None:
     st.integers(200, 12_000),
     st.booleans(),
 )
-def test_no_replica_prefills_what_it_has_no_room_for(name: str, prompt: int, staged: bool) -> None:
+def test_prefill_capacity_is_bounded_by_kv_memory(name: str, prompt: int, staged: bool) -> None:
     """Weights that leave room for a token may not for a prompt, whole or the first part of one."""
     ask = an_ask(model="Llama-3.1-70B", slo=Slo(60.0, 0.5), lengths=((prompt, 100, 1.0),))
     node = nodes.node_type(name)
@@ -106,7 +106,7 @@ def test_no_replica_prefills_what_it_has_no_room_for(name: str, prompt: int, sta
         assert capacity.prefill_per_s <= room / alone_s * (1 + 1e-9)
 
 
-def test_of_lengths_only_those_that_fit_are_prefilled() -> None:
+def test_prefill_capacity_is_zero_for_lengths_that_do_not_fit() -> None:
     ask = an_ask(model="Llama-3.1-70B", slo=Slo(60.0, 0.5), lengths=((500, 100, 0.5), (6000, 100, 0.5)))
     node = nodes.node_type("2xA100-80")
     rates = replica_capacity(
@@ -115,7 +115,7 @@ def test_of_lengths_only_those_that_fit_are_prefilled() -> None:
     assert [rate.prefill_per_s > 0 for rate in rates] == [True, False]
 
 
-def test_a_tight_objective_leaves_only_what_can_meet_it() -> None:
+def test_tight_objective_leaves_only_templates_that_meet_it() -> None:
     tight = an_ask(slo=Slo(0.12, 0.02))
     names = {
         t.nodes[0].node
@@ -125,7 +125,7 @@ def test_a_tight_objective_leaves_only_what_can_meet_it() -> None:
     assert names == {"1xH100-SXM"}
 
 
-def test_a_combo_serves_what_its_slower_side_can() -> None:
+def test_combo_capacity_is_that_of_its_slower_side() -> None:
     two_sided = [t for t in combos(PROBLEM, ASK, SINGLE, PRICES) if len({r.role for r in t.replicas}) == 2]
     assert two_sided
     for template in two_sided:
@@ -133,7 +133,7 @@ def test_a_combo_serves_what_its_slower_side_can() -> None:
             assert claimed.closed_per_s == pytest.approx(real.closed_per_s)
 
 
-def test_only_the_better_direction_of_a_pair_of_types_is_kept() -> None:
+def test_combos_keep_only_the_better_direction_of_a_type_pair() -> None:
     result = combos(PROBLEM, ASK, SINGLE, PRICES)
     directions: dict[frozenset[str], set[str]] = {}
     for template in result:
@@ -145,7 +145,7 @@ def test_only_the_better_direction_of_a_pair_of_types_is_kept() -> None:
     assert all(len(firsts) == 1 for firsts in directions.values())
 
 
-def test_efficiency_is_tokens_over_dollars() -> None:
+def test_efficiency_is_tokens_per_dollar() -> None:
     template = of("mixed")[0]
     rate = served_per_s(ASK, template)
     time = sum(d.rate_per_s / c.closed_per_s for d, c in zip(ASK.demands, template.capacity, strict=True))
@@ -155,7 +155,7 @@ def test_efficiency_is_tokens_over_dollars() -> None:
     assert efficiency_tokens_per_usd(ASK, template, PRICES) == pytest.approx(want)
 
 
-def test_a_pair_is_never_worse_than_its_high_end_alone() -> None:
+def test_pair_capacity_is_never_below_its_high_end_replica_alone() -> None:
     alone = {t.nodes[0].node: t for t in of("mixed")}
     result = pairs(PROBLEM, ASK, SINGLE, unwritten(ASK))
     assert result
@@ -197,7 +197,7 @@ def test_pipelines_serve_a_model_that_fits_no_single_node() -> None:
 
 @settings(max_examples=15)
 @given(st.floats(0.3, 5.0), st.floats(0.02, 0.2), st.floats(1.05, 3.0))
-def test_a_looser_objective_never_offers_less(ttft_s: float, tpot_s: float, looser: float) -> None:
+def test_looser_objective_never_lowers_capacity(ttft_s: float, tpot_s: float, looser: float) -> None:
     few = {"east": {"1xL40S": (1.86, 8), "2xL4": (1.6, 8)}}
     tight, loose = an_ask(slo=Slo(ttft_s, tpot_s)), an_ask(slo=Slo(ttft_s * looser, tpot_s * looser))
     before = {t.name: t for t in homogeneous(a_problem(tight, offers=few), tight, unwritten(tight))}
@@ -212,7 +212,7 @@ def test_a_looser_objective_never_offers_less(ttft_s: float, tpot_s: float, loos
             assert best.get(key, 0.0) >= (c.prefill_per_s + c.decode_per_s + c.closed_per_s) * (1 - 1e-9)
 
 
-def test_a_mixed_pipeline_keeps_its_objective_and_gains_from_stages() -> None:
+def test_mixed_pipeline_keeps_its_objective_and_gains_from_stages() -> None:
     """Two halves on two nodes have twice the memory and turn about: more than one node, at most about twice it."""
     problem = a_problem(an_ask(lengths=((1000, 200, 1.0),)), offers={"east": {"1xL40S": (1.9, 2)}})
     ask, name = problem.asks[0], "1xL40S"

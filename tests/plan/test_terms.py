@@ -51,7 +51,7 @@ def offered(problem: PlanningProblem, **changes: NodeOffer) -> PlanningProblem:
     return replace(problem, regions=(replace(east, offers=offers), *problem.regions[1:]))
 
 
-def test_one_node_more_than_is_needed() -> None:
+def test_survive_node_term_adds_a_node_and_verify_requires_it() -> None:
     plain, plan = sound(PLAIN), sound(asked(ModelTerms(survive="node")))
     assert copies(plan) > copies(plain)
     assert all(share.rate_per_s > 0 for share in plan.shares)
@@ -60,7 +60,7 @@ def test_one_node_more_than_is_needed() -> None:
     assert any("without a node of" in line for line in verify(asked(ModelTerms(survive="node")), fewer))
 
 
-def test_spot_nodes_of_a_type_are_of_that_type_for_homo() -> None:
+def test_homo_counts_spot_nodes_as_the_same_type() -> None:
     """Its one type may be rented both ways, so that a share on spot can be kept."""
     hedge = replace(PLAIN.node("1xL40S"), name="1xL40S spot")
     problem = asked(ModelTerms(max_spot_share=0.0))
@@ -73,12 +73,12 @@ def test_spot_nodes_of_a_type_are_of_that_type_for_homo() -> None:
     assert verify(problem, plan) == ()
 
 
-def test_a_region_may_go() -> None:
+def test_survive_region_term_deploys_in_two_regions() -> None:
     plan = sound(asked(ModelTerms(survive="region", survive_share=0.5)))
     assert {deployment.region for deployment in plan.deployments} == {"east", "west"}
 
 
-def test_a_share_on_spot() -> None:
+def test_max_spot_share_term_limits_the_demand_on_spot_nodes() -> None:
     cheap = NodeOffer("1xA10G", 0.3, 8, spot=True, preemptions_per_h=0.1)
     free = offered(asked(ModelTerms()), A10G=cheap)
     all_spot = sound(free)
@@ -105,7 +105,7 @@ def test_a_share_on_spot() -> None:
         ModelTerms(max_nodes=1, max_stages=1),
     ],
 )
-def test_limits_are_kept_and_rechecked(terms: ModelTerms) -> None:
+def test_limit_terms_are_kept_and_verified(terms: ModelTerms) -> None:
     problem = asked(terms)
     plan = sound(problem)
     other = replace(
@@ -120,7 +120,7 @@ def test_limits_are_kept_and_rechecked(terms: ModelTerms) -> None:
         assert copies(plan) <= 3
 
 
-def test_a_copy_that_nothing_is_asked_of_is_no_further_copy() -> None:
+def test_min_copies_counts_only_copies_that_serve_requests() -> None:
     """One of each node: the cheapest second copy would be one that only decodes, which nobody needs."""
     one_each = {
         "east": {"1xL40S": (1.86, 1), "1xA10G": (0.9, 1), "1xL4": (0.5, 1)},
@@ -140,13 +140,13 @@ def test_a_copy_that_nothing_is_asked_of_is_no_further_copy() -> None:
     assert planned(replace(problem, asks=(replace(ask, terms=ModelTerms(min_copies=3)),))).plan.fraction == 1
 
 
-def test_too_few_copies_allowed_serve_what_they_can() -> None:
+def test_max_copies_serves_part_of_the_demand_and_names_the_limit() -> None:
     outcome = planned(asked(ModelTerms(max_copies=1)))
     assert 0 < outcome.plan.fraction < 1
     assert "at most 1 copies of chat" in str(outcome.allocation.shortfall)
 
 
-def test_reserved_nodes_cost_nothing_more() -> None:
+def test_reserved_nodes_add_no_rent() -> None:
     plain = sound(PLAIN)
     paid = offered(PLAIN, L40S=NodeOffer("1xL40S", 1.86, 8, reserved=8))
     plan = sound(paid)
@@ -160,7 +160,7 @@ def test_reserved_nodes_cost_nothing_more() -> None:
     assert any("costs" in line for line in verify(paid, wrong))
 
 
-def test_money_beside_rent_decides_where() -> None:
+def test_charges_beside_rent_decide_the_region() -> None:
     """West is dearer to rent, but has no head node to pay for."""
     east, west = PLAIN.regions
     regions = (replace(east, head_usd_per_h=50.0, storage_usd_per_gb_month=1.0), west)
@@ -173,7 +173,7 @@ def test_money_beside_rent_decides_where() -> None:
     assert there.total_usd_per_h == pytest.approx(there.cost_usd_per_h + sum(text.values()))
 
 
-def test_egress_is_paid_for_and_shown() -> None:
+def test_egress_is_charged_and_verified() -> None:
     """One region only prefills, the other only decodes: KV must cross, and is paid for by the gigabyte."""
     links = (Link("east", "west", 50.0, 0.01, 0.05),)
     problem = a_problem(
@@ -198,7 +198,7 @@ def test_egress_is_paid_for_and_shown() -> None:
     assert any("for egress" in line for line in verify(problem, unpaid))
 
 
-def test_every_term_has_its_price() -> None:
+def test_every_term_has_the_price_of_planning_without_it() -> None:
     factory = TemplateFactory(asked(ModelTerms(survive="node", regions=("west",))))
     outcome = STRATEGIES["melange"](factory, SETTINGS)
     prices = {each.term: each for each in term_prices(factory, outcome, STRATEGIES["melange"], SETTINGS)}
@@ -211,12 +211,12 @@ def test_every_term_has_its_price() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["cauchy", "cauchy-ce", "thunderserve", "hexgen"])
-def test_strategies_with_rules_of_their_own_refuse(strategy: str) -> None:
+def test_strategies_that_cannot_keep_a_term_refuse_it(strategy: str) -> None:
     with pytest.raises(InputError, match="cannot keep redundancy of chat"):
         planned(asked(ModelTerms(survive="node")), strategy)
 
 
-def test_cauchy_keeps_to_regions() -> None:
+def test_cauchy_plan_keeps_the_region_term() -> None:
     problem = asked(ModelTerms(regions=("west",)))
     plan = planned(problem, "cauchy").plan
     assert {deployment.region for deployment in plan.deployments} == {"west"}
@@ -234,7 +234,7 @@ def two(low: ModelTerms, high: ModelTerms, nodes: int) -> PlanningProblem:
 
 
 @pytest.mark.parametrize("spare", [False, True])
-def test_who_has_priority_is_served_first(spare: bool) -> None:
+def test_model_with_higher_priority_is_served_first(spare: bool) -> None:
     """Nodes for about one of two models: alike half of each, by priority all of one and the rest of the other."""
     high = ModelTerms(priority=1, survive="node" if spare else None)
     problem = two(ModelTerms(), high, 5 if spare else 4)
@@ -248,7 +248,7 @@ def test_who_has_priority_is_served_first(spare: bool) -> None:
     assert any(line.startswith("low bucket") for line in verify(problem, wrong))
 
 
-def test_priorities_change_nothing_where_all_fits() -> None:
+def test_priorities_do_not_change_a_plan_that_serves_all_demand() -> None:
     plan = planned(two(ModelTerms(priority=-3), ModelTerms(priority=5), 16)).plan
     assert plan.fraction == 1
     assert all(prediction.fraction is None for prediction in plan.predictions)

@@ -18,7 +18,7 @@ H200_S, H20_S, KV, HOLD_S = SITE.remote_prefill_s, SITE.local_prefill_s, SITE.kv
 MEAN = float((LENGTHS.tokens * LENGTHS.share).sum())
 
 
-def test_the_lengths_are_the_papers() -> None:
+def test_prfaas_length_distribution_has_the_published_mean_and_bounds() -> None:
     assert pytest.approx(27_000, rel=0.03) == MEAN
     assert LENGTHS.tokens.min() >= 128
     assert LENGTHS.tokens.max() <= 128 * 1024
@@ -28,7 +28,7 @@ CASE = prfaas.case_study()
 BEST = CASE["PrfaaS-PD"]
 
 
-def test_the_case_study_and_table_six() -> None:
+def test_prfaas_case_study_and_table_6_are_reproduced_within_five_percent() -> None:
     """Every printed figure within 5 %; prefill and decode throughputs hold by construction (see H20_S, HOLD_S)."""
     home, naive = CASE["homogeneous"], CASE["naive"]
     assert (BEST.prefill, BEST.decode, home.prefill, home.decode) == (3, 5, 9, 3)
@@ -48,7 +48,7 @@ def test_the_case_study_and_table_six() -> None:
         assert ours == pytest.approx(published, rel=0.04 if published == 3.24 else 0.05)
 
 
-def test_the_allocation_program_finds_the_same_optimum() -> None:
+def test_allocation_program_finds_the_prfaas_threshold_optimum() -> None:
     """Given the case as nodes, buckets and a link, it sends long prompts away and balances 3 to 5."""
     groups = np.array_split(np.arange(len(LENGTHS.tokens)), 32)
     tokens = np.array([LENGTHS.tokens[group].mean() for group in groups])
@@ -73,7 +73,9 @@ def test_the_allocation_program_finds_the_same_optimum() -> None:
 
 
 @given(st.integers(0, 6), st.integers(1, 8), st.floats(1.0, 200.0))
-def test_the_optimum_beats_every_threshold_and_split(remote: int, local: int, gbps: float) -> None:
+def test_prfaas_optimum_is_not_beaten_by_any_threshold_and_split(
+    remote: int, local: int, gbps: float
+) -> None:
     lengths = Lengths(np.geomspace(200, 100_000, 40), np.full(40, 1 / 40))
     site = Site(remote, local, gbps, H200_S, H20_S, KV, HOLD_S)
     best = optimum(site, lengths)
@@ -84,13 +86,13 @@ def test_the_optimum_beats_every_threshold_and_split(remote: int, local: int, gb
     assert best.egress_gbps <= gbps * (1 + 1e-9)
 
 
-def test_a_thin_link_raises_the_threshold() -> None:
+def test_thin_link_raises_the_prfaas_threshold() -> None:
     thin = optimum(Site(4, 8, 4.0, H200_S, H20_S, KV, HOLD_S), LENGTHS)
     assert thin.threshold_tokens > BEST.threshold_tokens
     assert thin.rate_per_s < BEST.rate_per_s
 
 
-def test_bad_curves_and_sites() -> None:
+def test_invalid_curves_and_sites_are_refused() -> None:
     with pytest.raises(InputError, match="increase"):
         Curve((2.0, 1.0), (1.0, 1.0))
     with pytest.raises(InputError, match="at least two"):

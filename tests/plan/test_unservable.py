@@ -16,7 +16,7 @@ PLAN = STRATEGIES["melange"]
 QUICK = SolveSettings(time_limit_s=10.0)
 
 
-def test_one_model_out_of_reach_does_not_refuse_the_others() -> None:
+def test_unservable_model_is_left_out_and_the_others_are_planned() -> None:
     problem = a_problem(an_ask(rate_per_s=2.0), an_ask("strict", slo=Slo(0.001, 0.0001)))
     assert PLAN(TemplateFactory(problem), QUICK).plan.fraction == 0
     shop, outcome, notes = planned_rest(PLAN, TemplateFactory(problem), QUICK)
@@ -27,7 +27,7 @@ def test_one_model_out_of_reach_does_not_refuse_the_others() -> None:
     assert notes[0].startswith("strict: its objective")
 
 
-def test_requests_beyond_the_context_are_left_out_and_told() -> None:
+def test_requests_beyond_the_context_are_left_out_and_reported() -> None:
     ask = an_ask(rate_per_s=2.0, lengths=((300, 200, 0.9), (400_000, 200, 0.1)))
     problem, notes = within_context(a_problem(ask))
     assert [demand.rate_per_s for demand in problem.asks[0].demands] == pytest.approx([1.8, 0.0])
@@ -38,7 +38,7 @@ def test_requests_beyond_the_context_are_left_out_and_told() -> None:
     assert text == notes
 
 
-def test_the_budget_that_would_do_is_what_a_plan_without_one_costs() -> None:
+def test_sufficient_budget_is_the_cost_of_a_plan_without_a_budget() -> None:
     rich = a_problem(an_ask(rate_per_s=20.0))
     cost = PLAN(TemplateFactory(rich), QUICK).plan.cost_usd_per_h
     poor = a_problem(an_ask(rate_per_s=20.0), budget_usd_per_h=cost / 2)
@@ -47,7 +47,7 @@ def test_the_budget_that_would_do_is_what_a_plan_without_one_costs() -> None:
     assert budget_that_would_do(PLAN, TemplateFactory(rich), QUICK) is None
 
 
-def test_nothing_is_rented_for_nothing() -> None:
+def test_plan_rents_no_copy_without_work() -> None:
     """Where not even one copy can be had, no copy is rented; where some is served, every copy has work."""
     two = (an_ask(rate_per_s=2.0), an_ask("second", rate_per_s=2.0))
     none = PLAN(TemplateFactory(a_problem(*two, budget_usd_per_h=0.5)), QUICK).plan
@@ -59,7 +59,7 @@ def test_nothing_is_rented_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["melange", "auto"])
-def test_where_not_a_copy_of_each_fits_the_budget_what_can_be_served_is(strategy: str) -> None:
+def test_budget_too_small_for_every_model_serves_the_models_that_fit(strategy: str) -> None:
     one = ((500, 200, 1.0),)
     small = an_ask("small", lengths=one)
     large = an_ask("large", model="Llama-3-70B", slo=Slo(5.0, 0.1), lengths=one)

@@ -23,43 +23,43 @@ def says(plan: Plan, words: str) -> None:
     assert any(words in item for item in result), result
 
 
-def test_a_solved_plan_is_sound() -> None:
+def test_verify_accepts_a_solved_plan() -> None:
     assert verify(PROBLEM, PLAN) == ()
     assert PLAN.deployments
     assert PLAN.flows
 
 
-def test_too_many_nodes() -> None:
+def test_verify_reports_more_nodes_than_available() -> None:
     many = tuple(replace(deployment, count=deployment.count + 50) for deployment in PLAN.deployments)
     says(replace(PLAN, deployments=many), "available")
 
 
-def test_a_wrong_price() -> None:
+def test_verify_reports_a_wrong_cost() -> None:
     says(replace(PLAN, cost_usd_per_h=PLAN.cost_usd_per_h - 0.5), "not $")
 
 
-def test_over_budget() -> None:
+def test_verify_reports_a_plan_over_budget() -> None:
     poor = replace(PROBLEM, budget_usd_per_h=PLAN.cost_usd_per_h / 2)
     assert any("budget" in item for item in verify(poor, PLAN))
 
 
-def test_busier_than_the_headroom_allows() -> None:
+def test_verify_reports_utilization_above_headroom() -> None:
     fewer = [deployment for deployment in PLAN.deployments if deployment.count > 1]
     assert fewer, "the case needs a template with several copies"
     cut = tuple(replace(each, count=1) if each == fewer[0] else each for each in PLAN.deployments)
     says(replace(PLAN, deployments=cut), "copies busy")
 
 
-def test_demand_that_is_not_served() -> None:
+def test_verify_reports_unserved_demand() -> None:
     says(replace(PLAN, flows=PLAN.flows[1:]), "served")
 
 
-def test_flows_that_nobody_prefills() -> None:
+def test_verify_reports_flows_beyond_prefill_capacity() -> None:
     more = replace(PLAN.flows[0], rate_per_s=PLAN.flows[0].rate_per_s * 3)
     says(replace(PLAN, flows=(more, *PLAN.flows[1:])), "prefill")
 
 
-def test_a_link_that_is_too_thin_or_missing() -> None:
+def test_verify_reports_flows_over_a_thin_or_missing_link() -> None:
     crossing = [flow for flow in PLAN.flows if flow.prefill_region != flow.decode_region]
     assert crossing, "the case needs flows between the regions"
     thin = replace(PROBLEM, links=tuple(replace(link, gbps=1e-6) for link in LINKS))
@@ -68,13 +68,13 @@ def test_a_link_that_is_too_thin_or_missing() -> None:
 
 
 @pytest.mark.parametrize("name", ["prefill_per_s", "decode_per_s", "closed_per_s"])
-def test_a_template_that_promises_too_much(name: str) -> None:
+def test_verify_reports_a_template_with_too_much_capacity(name: str) -> None:
     first_template = PLAN.templates[0]
     wild = tuple(replace(item, **{name: 1e6}) for item in first_template.capacity)
     says(replace(PLAN, templates=(replace(first_template, capacity=wild), *PLAN.templates[1:])), name)
 
 
-def test_names_that_do_not_exist() -> None:
+def test_verify_reports_unknown_names() -> None:
     says(
         replace(PLAN, deployments=(*PLAN.deployments, Deployment(PLAN.templates[0].name, "mars", 1))), "mars"
     )
@@ -82,17 +82,17 @@ def test_names_that_do_not_exist() -> None:
     says(replace(PLAN, shares=(*PLAN.shares, ghost)), "not deployed")
 
 
-def test_a_model_that_does_not_fit() -> None:
+def test_verify_reports_a_model_that_does_not_fit_in_memory() -> None:
     """The same layout, but every weight four times as wide."""
     wide = replace(PROBLEM.asks[0], model=replace(PROBLEM.asks[0].model, weight_bits=64.0))
     assert any("does not fit" in item for item in verify(replace(PROBLEM, asks=(wide,)), PLAN))
 
 
-def test_a_layout_of_another_model() -> None:
+def test_verify_reports_a_layout_of_another_model() -> None:
     other = a_problem(an_ask("chat", "Llama-3-70B"), offers=TWO, links=LINKS)
     assert any("layers" in item for item in verify(other, PLAN))
 
 
-def test_an_empty_plan_serves_nothing() -> None:
+def test_verify_reports_an_empty_plan_as_unserved() -> None:
     nothing = Plan("none", (), (), (), (), (), (), 0.0, 0.0)
     assert any("served" in item for item in verify(PROBLEM, nothing))

@@ -35,7 +35,7 @@ def strengthened(program: FlowProgram) -> tuple[FlowProgram, float, float] | Non
 
 
 @pytest.mark.parametrize("make", [random_flow, random_cards])
-def test_no_plan_breaks_a_row(make: type[FlowProgram]) -> None:
+def test_strengthening_rows_hold_for_every_feasible_plan(make: type[FlowProgram]) -> None:
     """Every plan of a few copies that meets the demand, by trying them all."""
     rng, seen = np.random.default_rng(7), 0
     for seed in range(900, 908):
@@ -67,7 +67,7 @@ def test_no_plan_breaks_a_row(make: type[FlowProgram]) -> None:
     assert seen
 
 
-def test_a_tenth_of_a_copy_is_paid_for_as_one() -> None:
+def test_strengthened_relaxation_charges_a_fractional_copy_as_a_whole_one() -> None:
     """One node does ten times what is asked: a relaxation rents a tenth of it, and with the rows all of it."""
     none, one = np.zeros((1, 1)), np.array([[10.0]])
     model = ModelColumns("m", (DemandBucket("b", 1.0, 0.0),), np.ones((1, 1), np.uint8), none, none, one)
@@ -78,7 +78,7 @@ def test_a_tenth_of_a_copy_is_paid_for_as_one() -> None:
     assert result[2] == pytest.approx(7.0)
 
 
-def test_prices_are_those_of_single_units() -> None:
+def test_dual_prices_come_from_the_relaxation_without_strengthening_rows() -> None:
     """What one more request a second costs is asked of the relaxation without these rows."""
     none, one = np.zeros((1, 1)), np.array([[10.0]])
     model = ModelColumns("m", (DemandBucket("b", 1.0, 0.0),), np.ones((1, 1), np.uint8), none, none, one)
